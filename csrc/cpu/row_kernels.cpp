@@ -1,0 +1,151 @@
+// Compiled once per instruction set: DAPO_ISA names the namespace, the compiler flags choose the vectors of simd.h.
+#include "row_kernels.h"
+
+#include "simd.h"
+
+namespace dapo {
+namespace DAPO_ISA {
+
+static inline Group affine(Group g, vf c, vf shift) { return {fma(g.a, c, shift), fma(g.b, c, shift)}; }
+
+template <class T> static inline float block_max(const T* x, int64_t n) {
+  const vf low = splat(-INFINITY);
+  vf m[4] = {low, low, low, low};
+  int64_t i = 0;
+  for (; i + 2 * kGroup <= n; i += 2 * kGroup) {
+    const Group g = load_group(x + i), h = load_group(x + i + kGroup);
+    m[0] = max(g.a, m[0]);
+    m[1] = max(g.b, m[1]);
+    m[2] = max(h.a, m[2]);
+    m[3] = max(h.b, m[3]);
+  }
+  for (; i < n; i += kGroup) {
+    const Group g = n - i >= kGroup ? load_group(x + i) : load_tail(x + i, (int)(n - i), -INFINITY);
+    m[0] = max(g.a, m[0]);
+    m[1] = max(g.b, m[1]);
+  }
+  return max_of(max(max(m[0], m[1]), max(m[2], m[3])));
+}
+
+enum class Keep { none, scratch, in_place };
+
+struct Sums { vf sum_a, sum_b, weighted_a, weighted_b; };
+
+template <bool kWeighted> static inline Group exponentials(Group g, vf c, vf shift, Sums& s) {
+  const Group y = affine(g, c, shift);
+  const Group e = {exp2_nonpos(y.a), exp2_nonpos(y.b)};
+  s.sum_a = add(s.sum_a, e.a);
+  s.sum_b = add(s.sum_b, e.b);
+  if (kWeighted) {  // at -inf: 0 * -200, not 0 * -inf
+    s.weighted_a = fma(e.a, max(splat(-200.0f), y.a), s.weighted_a);
+    s.weighted_b = fma(e.b, max(splat(-200.0f), y.b), s.weighted_b);
+  }
+  return e;
+}
+
+template <class T, bool kWeighted, Keep kKeep>
+static SoftmaxPart block_stats(const T* x, int64_t n, float c, float* exps) {
+  const float top = block_max(x, n) * c;
+  const vf shift = splat(top == -INFINITY ? 0.0f : -top), scale = splat(c);
+  Sums s = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
+  int64_t i = 0;
+  for (; i + kGroup <= n; i += kGroup) {
+    const Group e = exponentials<kWeighted>(load_group(x + i), scale, shift, s);
+    if (kKeep != Keep::none) {
+      store(exps + i, e.a);
+      store(exps + i + kWidth, e.b);
+    }
+  }
+  if (i < n) {
+    const Group e = exponentials<kWeighted>(load_tail(x + i, (int)(n - i), -INFINITY), scale, shift, s);
+    if (kKeep == Keep::scratch) {
+      store(exps + i, e.a);
+      store(exps + i + kWidth, e.b);
+    } else if (kKeep == Keep::in_place) {
+      store_tail(exps + i, e, (int)(n - i));
+    }
+  }
+  return {top, sum_of(add(s.sum_a, s.sum_b)), sum_of(add(s.weighted_a, s.weighted_b))};
+}
+
+template <class T> SoftmaxPart stats(const void* data, int64_t n, float c, bool weighted, float* exps) {
+  const T* x = static_cast<const T*>(data);
+  if (exps == nullptr) {
+    return weighted ? block_stats<T, true, Keep::none>(x, n, c, exps) : block_stats<T, false, Keep::none>(x, n, c, exps);
+  }
+  if (static_cast<const void*>(exps) == data) {
+    return weighted ? block_stats<T, true, Keep::in_place>(x, n, c, exps)
+                    : block_stats<T, false, Keep::in_place>(x, n, c, exps);
+  }
+  return weighted ? block_stats<T, true, Keep::scratch>(x, n, c, exps)
+                  : block_stats<T, false, Keep::scratch>(x, n, c, exps);
+}
+
+template <class T> void scale(const float* exps, void* data, int64_t n, float factor) {
+  T* out = static_cast<T*>(data);
+  const bool in_place = static_cast<const void*>(exps) == data;
+  const vf f = splat(factor);
+  int64_t i = 0;
+  for (; i + kGroup <= n; i += kGroup) {
+    store_group(out + i, Group{mul(load(exps + i), f), mul(load(exps + i + kWidth), f)});
+  }
+  if (i < n) {
+    const int rest = (int)(n - i);
+    const Group e = in_place ? load_tail(exps + i, rest, 0.0f) : Group{load(exps + i), load(exps + i + kWidth)};
+    store_tail(out + i, Group{mul(e.a, f), mul(e.b, f)}, rest);
+  }
+}
+
+template <bool kSlope> static inline vf grad_of(vf y, vf a, vf b) {
+  const vf p = exp2_nonpos(y);
+  return mul(p, kSlope ? fma(b, max(splat(-200.0f), y), a) : a);
+}
+
+template <class T, bool kSlope>
+static void block_grad(const T* x, T* out, int64_t n, float c, float top, float a_, float b_) {
+  const vf scale = splat(c), shift = splat(-top), a = splat(a_), b = splat(b_);
+  int64_t i = 0;
+  for (; i + kGroup <= n; i += kGroup) {
+    const Group y = affine(load_group(x + i), scale, shift);
+    store_group(out + i, Group{grad_of<kSlope>(y.a, a, b), grad_of<kSlope>(y.b, a, b)});
+  }
+  if (i < n) {
+    const int rest = (int)(n - i);
+    const Group y = affine(load_tail(x + i, rest, -INFINITY), scale, shift);
+    store_tail(out + i, Group{grad_of<kSlope>(y.a, a, b), grad_of<kSlope>(y.b, a, b)}, rest);
+  }
+}
+
+template <class T> void grad(const void* x, void* out, int64_t n, float c, float top, float a, float b) {
+  const T* in = static_cast<const T*>(x);
+  T* to = static_cast<T*>(out);
+  b == 0.0f ? block_grad<T, false>(in, to, n, c, top, a, b) : block_grad<T, true>(in, to, n, c, top, a, b);
+}
+
+template <class T> float get(const void* x, int64_t i) {
+  float whole[kGroup];
+  const Group g = load_tail(static_cast<const T*>(x) + i, 1, 0.0f);
+  store(whole, g.a);
+  return whole[0];
+}
+
+template <class T> void set(void* x, int64_t i, float value) {
+  store_tail(static_cast<T*>(x) + i, Group{splat(value), splat(0.0f)}, 1);
+}
+
+template <class T> constexpr BlockKernels kernels() { return {stats<T>, scale<T>, grad<T>, get<T>, set<T>}; }
+
+}  // namespace DAPO_ISA
+
+#define DAPO_JOIN_(a, b) a##b
+#define DAPO_JOIN(a, b) DAPO_JOIN_(a, b)
+#define DAPO_STRING_(a) #a
+#define DAPO_STRING(a) DAPO_STRING_(a)
+
+const RowKernels& DAPO_JOIN(row_kernels_, DAPO_ISA)() {
+  using namespace DAPO_ISA;
+  static const RowKernels table = {DAPO_STRING(DAPO_ISA), {kernels<float>(), kernels<bf16>(), kernels<f16>()}};
+  return table;
+}
+
+}  // namespace dapo

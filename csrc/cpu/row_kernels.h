@@ -1,0 +1,44 @@
+// The O(V) kernels over one block of a row, as a table of functions per instruction set.
+#pragma once
+
+#include <cstdint>
+
+#include "../online_softmax.h"
+#include "../params.h"
+
+namespace dapo {
+
+// A row is cut into blocks of this many logits. The statistics of a row are those of its blocks merged in order, so
+// its bits depend neither on the number of threads nor on where the row stands. 2048 floats stay in the L1 cache
+// between the pass for the maximum and the pass for the exponentials.
+constexpr int64_t kBlock = 2048;
+
+// Kernels of one dtype. `c` = log2(e) / temperature turns logits into base-2 exponents.
+struct BlockKernels {
+  // Statistics of x[0, n). Keeps the exponentials 2^(x c - top) in `exps` unless it is null; `exps` may be x itself
+  // (float32), else it has room for n rounded up to whole groups.
+  SoftmaxPart (*stats)(const void* x, int64_t n, float c, bool weighted, float* exps);
+  // out = exps * scale, from what `stats` kept.
+  void (*scale)(const float* exps, void* out, int64_t n, float scale);
+  // out = p (a + b (x c - top)) with p = 2^(x c - top): the gradient row but for the target's own entry.
+  void (*grad)(const void* x, void* out, int64_t n, float c, float top, float a, float b);
+  float (*get)(const void* x, int64_t i);
+  void (*set)(void* x, int64_t i, float value);
+};
+
+struct RowKernels {
+  const char* isa;
+  BlockKernels by_dtype[3];  // indexed by Dtype
+};
+
+const RowKernels& row_kernels_portable();
+#if defined(DAPO_X86)
+const RowKernels& row_kernels_avx2();
+const RowKernels& row_kernels_avx512();
+const RowKernels& row_kernels_avx512bf16();
+#endif
+
+// The best set this processor runs, or the one DAPO_KERNELS_ISA names. Throws when that cannot run here.
+const RowKernels& row_kernels();
+
+}  // namespace dapo

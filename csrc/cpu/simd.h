@@ -1,0 +1,286 @@
+// One vector vocabulary for AVX-512, AVX2 and plain C++, chosen by the flags this translation unit is compiled with.
+//
+//   vf            kWidth floats
+//   Group         2 * kWidth logits as two vectors; which element sits where is the dtype's own business, and the same
+//                 in load and store
+//   exp2_nonpos   2^y for y <= ~0: 0 at -inf, NaN stays NaN, relative error < 1.5e-7
+//
+// Everything is in a namespace per instruction set: two translation units must not share an inline function.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace dapo {
+namespace DAPO_ISA {
+
+struct bf16 { uint16_t bits; };
+struct f16 { uint16_t bits; };
+
+// 2^f on [0, 1), minimax of degree 6 (relative error 1.9e-9 before rounding).
+constexpr float kExp2[7] = {1.0f,           0.6931470036f,   0.2402298301f,   0.05548334122f,
+                            0.009678840637f, 0.001243968843f, 0.0002170225489f};
+
+#if defined(__AVX512F__)
+
+constexpr int kWidth = 16;
+using vf = __m512;
+
+static inline vf splat(float x) { return _mm512_set1_ps(x); }
+static inline vf load(const float* p) { return _mm512_loadu_ps(p); }
+static inline void store(float* p, vf x) { _mm512_storeu_ps(p, x); }
+static inline vf add(vf a, vf b) { return _mm512_add_ps(a, b); }
+static inline vf mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+static inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+static inline vf max(vf a, vf b) { return _mm512_max_ps(a, b); }  // b where either is NaN
+static inline float sum_of(vf x) { return _mm512_reduce_add_ps(x); }
+static inline float max_of(vf x) { return _mm512_reduce_max_ps(x); }
+
+static inline vf exp2_nonpos(vf y) {
+  const vf f = _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // y - floor(y); 0 at -inf
+  vf p = splat(kExp2[6]);
+  for (int i = 5; i >= 0; --i) p = fma(p, f, splat(kExp2[i]));
+  return _mm512_scalef_ps(p, y);  // p * 2^floor(y)
+}
+
+struct Group { vf a, b; };
+
+static inline Group load_group(const float* p) { return {load(p), load(p + 16)}; }
+static inline __mmask32 first(int n) { return n >= 32 ? 0xffffffffu : (1u << n) - 1u; }
+static inline Group load_tail(const float* p, int n, float fill) {
+  const __mmask32 m = first(n);
+  return {_mm512_mask_loadu_ps(splat(fill), (__mmask16)m, p),
+          _mm512_mask_loadu_ps(splat(fill), (__mmask16)(m >> 16), p + 16)};
+}
+static inline void store_group(float* p, Group g) { store(p, g.a); store(p + 16, g.b); }
+static inline void store_tail(float* p, Group g, int n) {
+  const __mmask32 m = first(n);
+  _mm512_mask_storeu_ps(p, (__mmask16)m, g.a);
+  _mm512_mask_storeu_ps(p + 16, (__mmask16)(m >> 16), g.b);
+}
+
+// bfloat16: a holds the even elements, b the odd ones; no shuffle on the way in.
+static inline Group widen(__m512i w, bf16) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(w, 16)),
+          _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32((int)0xffff0000u)))};
+}
+static inline __m512i narrow(Group g, bf16) {
+#if defined(__AVX512BF16__)
+  alignas(64) static const uint16_t kInterleave[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  return _mm512_permutexvar_epi16(_mm512_load_si512(kInterleave), (__m512i)_mm512_cvtne2ps_pbh(g.b, g.a));
+#else
+  const auto round = [](vf x) {
+    const __m512i bits = _mm512_castps_si512(x);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    return _mm512_mask_mov_epi32(up, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
+  };
+  return _mm512_or_si512(_mm512_srli_epi32(round(g.a), 16),
+                         _mm512_and_si512(round(g.b), _mm512_set1_epi32((int)0xffff0000u)));
+#endif
+}
+static inline Group widen(__m512i w, f16) {
+  return {_mm512_cvtph_ps(_mm512_castsi512_si256(w)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(w, 1))};
+}
+static inline __m512i narrow(Group g, f16) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtps_ph(g.a, kNearest)), _mm512_cvtps_ph(g.b, kNearest), 1);
+}
+static inline uint16_t half_bits(float fill, bf16) {
+  uint32_t bits;
+  std::memcpy(&bits, &fill, 4);
+  return (uint16_t)(bits >> 16);
+}
+static inline uint16_t half_bits(float fill, f16) { return _cvtss_sh(fill, _MM_FROUND_TO_NEAREST_INT); }
+
+template <class T> static inline Group load_group(const T* p) { return widen(_mm512_loadu_si512(p), T{}); }
+template <class T> static inline Group load_tail(const T* p, int n, float fill) {
+  return widen(_mm512_mask_loadu_epi16(_mm512_set1_epi16((short)half_bits(fill, T{})), first(n), p), T{});
+}
+template <class T> static inline void store_group(T* p, Group g) { _mm512_storeu_si512(p, narrow(g, T{})); }
+template <class T> static inline void store_tail(T* p, Group g, int n) {
+  _mm512_mask_storeu_epi16(p, first(n), narrow(g, T{}));
+}
+
+#elif defined(__AVX2__)
+
+constexpr int kWidth = 8;
+using vf = __m256;
+
+static inline vf splat(float x) { return _mm256_set1_ps(x); }
+static inline vf load(const float* p) { return _mm256_loadu_ps(p); }
+static inline void store(float* p, vf x) { _mm256_storeu_ps(p, x); }
+static inline vf add(vf a, vf b) { return _mm256_add_ps(a, b); }
+static inline vf mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+static inline vf fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+static inline vf max(vf a, vf b) { return _mm256_max_ps(a, b); }  // b where either is NaN
+static inline float sum_of(vf x) {
+  const __m128 h = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  const __m128 q = _mm_add_ps(h, _mm_movehl_ps(h, h));
+  return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+}
+static inline float max_of(vf x) {
+  const __m128 h = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  const __m128 q = _mm_max_ps(h, _mm_movehl_ps(h, h));
+  return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
+}
+
+static inline vf exp2_nonpos(vf y) {
+  y = max(splat(-127.0f), y);  // 2^-127 comes out as 0: its exponent field is empty
+  const vf n = _mm256_floor_ps(y);
+  const vf f = _mm256_sub_ps(y, n);
+  vf p = splat(kExp2[6]);
+  for (int i = 5; i >= 0; --i) p = fma(p, f, splat(kExp2[i]));
+  const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  return mul(p, _mm256_castsi256_ps(power));
+}
+
+struct Group { vf a, b; };
+
+static inline Group load_group(const float* p) { return {load(p), load(p + 8)}; }
+static inline void store_group(float* p, Group g) { store(p, g.a); store(p + 8, g.b); }
+
+// bfloat16: a holds the even elements, b the odd ones; no shuffle on the way in.
+static inline Group load_group(const bf16* p) {
+  const __m256i w = _mm256_loadu_si256((const __m256i*)p);
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(w, 16)),
+          _mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32((int)0xffff0000u)))};
+}
+static inline __m256i round_bf16(vf x) {
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  return _mm256_blendv_epi8(up, _mm256_set1_epi32(0x7fc00000), _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+}
+static inline void store_group(bf16* p, Group g) {
+  const __m256i even = _mm256_srli_epi32(round_bf16(g.a), 16);
+  const __m256i odd = _mm256_and_si256(round_bf16(g.b), _mm256_set1_epi32((int)0xffff0000u));
+  _mm256_storeu_si256((__m256i*)p, _mm256_or_si256(even, odd));
+}
+static inline Group load_group(const f16* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p + 1))};
+}
+static inline void store_group(f16* p, Group g) {
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(g.a, _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128((__m128i*)p + 1, _mm256_cvtps_ph(g.b, _MM_FROUND_TO_NEAREST_INT));
+}
+static inline uint16_t half_bits(float fill, f16) { return (uint16_t)_cvtss_sh(fill, _MM_FROUND_TO_NEAREST_INT); }
+
+#else
+
+constexpr int kWidth = 8;
+struct vf { float v[kWidth]; };
+
+#define DAPO_LANES for (int i = 0; i < kWidth; ++i)
+static inline vf splat(float x) { vf r; DAPO_LANES r.v[i] = x; return r; }
+static inline vf load(const float* p) { vf r; DAPO_LANES r.v[i] = p[i]; return r; }
+static inline void store(float* p, vf x) { DAPO_LANES p[i] = x.v[i]; }
+static inline vf add(vf a, vf b) { DAPO_LANES a.v[i] += b.v[i]; return a; }
+static inline vf mul(vf a, vf b) { DAPO_LANES a.v[i] *= b.v[i]; return a; }
+static inline vf fma(vf a, vf b, vf c) { DAPO_LANES a.v[i] = a.v[i] * b.v[i] + c.v[i]; return a; }
+static inline vf max(vf a, vf b) { DAPO_LANES a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
+static inline float sum_of(vf x) { float s = 0.0f; DAPO_LANES s += x.v[i]; return s; }
+static inline float max_of(vf x) { float m = x.v[0]; DAPO_LANES m = x.v[i] > m ? x.v[i] : m; return m; }
+
+static inline vf exp2_nonpos(vf y) {
+  vf r;
+  DAPO_LANES {
+    const float bounded = y.v[i] < -127.0f ? -127.0f : y.v[i];  // 2^-127 comes out as 0: its exponent field is empty
+    const int32_t cut = (int32_t)(bounded != bounded ? 0.0f : bounded);
+    const int32_t n = cut - (bounded < (float)cut ? 1 : 0);
+    const float f = bounded - (float)n;
+    float p = kExp2[6];
+    for (int k = 5; k >= 0; --k) p = p * f + kExp2[k];
+    const int32_t bits = (n + 127) << 23;
+    float power;
+    std::memcpy(&power, &bits, 4);
+    r.v[i] = p * power;
+  }
+  return r;
+}
+
+static inline float widen(float x) { return x; }
+static inline float widen(bf16 h) {
+  const uint32_t bits = (uint32_t)h.bits << 16;
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+static inline float widen(f16 h) {
+  const uint32_t sign = (uint32_t)(h.bits & 0x8000u) << 16, exponent = (h.bits >> 10) & 31u, mantissa = h.bits & 1023u;
+  float x;
+  if (exponent == 0) {
+    x = (float)mantissa * 5.9604644775390625e-08f;  // subnormal: mantissa * 2^-24
+    return sign ? -x : x;
+  }
+  const uint32_t bits = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | mantissa << 13;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+static inline void narrow(float x, float* out) { *out = x; }
+static inline void narrow(float x, bf16* out) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  out->bits = x != x ? 0x7fc0 : (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+static inline void narrow(float x, f16* out) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const uint16_t sign = (uint16_t)(bits >> 16 & 0x8000u);
+  const float magnitude = std::fabs(x);
+  if (!(magnitude < 65520.0f)) {
+    out->bits = sign | (x != x ? 0x7e00 : 0x7c00);
+  } else if (magnitude < 6.103515625e-05f) {  // subnormal: the float adder rounds for us
+    out->bits = sign | (uint16_t)std::nearbyintf(magnitude * 16777216.0f);
+  } else {
+    const uint32_t m = bits & 0x7fffffffu;
+    out->bits = sign | (uint16_t)((m - (112u << 23) + 0xfffu + ((m >> 13) & 1u)) >> 13);
+  }
+}
+
+struct Group { vf a, b; };
+
+template <class T> static inline Group load_group(const T* p) {
+  Group g;
+  DAPO_LANES { g.a.v[i] = widen(p[i]); g.b.v[i] = widen(p[i + kWidth]); }
+  return g;
+}
+template <class T> static inline void store_group(T* p, Group g) {
+  DAPO_LANES { narrow(g.a.v[i], p + i); narrow(g.b.v[i], p + i + kWidth); }
+}
+static inline uint16_t half_bits(float fill, f16) { f16 h; narrow(fill, &h); return h.bits; }
+#undef DAPO_LANES
+
+#endif
+
+#if !defined(__AVX512F__)
+static inline uint16_t half_bits(float fill, bf16) {
+  uint32_t bits;
+  std::memcpy(&bits, &fill, 4);
+  return (uint16_t)(bits >> 16);
+}
+static inline float make(float fill, float) { return fill; }
+template <class T> static inline T make(float fill, T t) { return T{half_bits(fill, t)}; }
+
+template <class T> static inline Group load_tail(const T* p, int n, float fill) {
+  T whole[2 * kWidth];
+  for (int i = 0; i < 2 * kWidth; ++i) whole[i] = i < n ? p[i] : make(fill, T{});
+  return load_group(whole);
+}
+template <class T> static inline void store_tail(T* p, Group g, int n) {
+  T whole[2 * kWidth];
+  store_group(whole, g);
+  std::memcpy(p, whole, (size_t)n * sizeof(T));
+}
+#endif
+
+constexpr int kGroup = 2 * kWidth;
+
+}  // namespace DAPO_ISA
+}  // namespace dapo

@@ -1,0 +1,51 @@
+// Plain structs of pointers, sizes and strides: what crosses from the bindings to the kernels.
+#pragma once
+
+#include <cstdint>
+
+#include "surrogate.h"
+
+namespace dapo {
+
+enum class Dtype : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
+
+// Rows of V contiguous elements. Row r starts at (r / inner) * stride_outer + (r % inner) * stride_inner elements:
+// [T, V] of any row stride has inner = T; a slice of [B, L, V] has inner = L.
+struct Rows {
+  void* data;
+  int64_t n_rows, n_cols;
+  int64_t inner, stride_outer, stride_inner;
+  Dtype dtype;
+
+  int64_t offset(int64_t row) const { return row / inner * stride_outer + row % inner * stride_inner; }
+};
+
+// Per-token inputs, [n_rows] each; null pointers where a thing was not given.
+struct TokenInputs {
+  const int64_t* target_ids;
+  const uint8_t* live;
+  const float* temperatures;  // null: `temperature` for every row
+  float temperature;
+  const float* weights;
+  const float* advantages;
+  const float* old_logprobs;  // null: on-policy
+  const float* log_ratio;     // for the elementwise kernel, in place of old_logprobs
+  const float* ref_logprobs;
+  const float* importance_weights;
+
+  float tau(int64_t row) const { return temperatures ? temperatures[row] : temperature; }
+};
+
+// Per-token results, [n_rows] each; null pointers where nobody asked.
+struct TokenOutputs {
+  float* logprobs;
+  float* norm;  // [n_rows, 2]: top and sum of the row's SoftmaxPart
+  float* entropy;
+  int8_t* clip_hit;
+  float* ref_kl;
+  uint8_t* idle;
+  float* d_logprobs;
+  float* d_log_ratio;
+};
+
+}  // namespace dapo

@@ -1,0 +1,106 @@
+// The per-token objective, for C++ and CUDA: the twin of dapo_kernels/surrogate.py.
+//
+//   L(l, d) = u * policy(l, d, A) + kl_coef * kl(l_ref - l) [* exp(d)]
+//
+// l log-prob, d log-ratio, A advantage, u importance weight. Value, derivatives and which clip was hit, together.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define DAPO_HOST_DEVICE __host__ __device__ inline
+#else
+#define DAPO_HOST_DEVICE inline
+#endif
+
+namespace dapo {
+
+// Indices of objectives.SURROGATES and objectives.KL_ESTIMATORS.
+enum class Surrogate : int32_t { clip = 0, reinforce = 1 };
+enum class KlEstimator : int32_t { k1 = 0, k2 = 1, k3 = 2 };
+enum ClipHit : int8_t { kClipNone = 0, kClipLow = 1, kClipHigh = 2, kClipDual = 3 };
+
+struct Objective {
+  Surrogate surrogate;
+  KlEstimator kl_estimator;
+  float ratio_min, ratio_max;  // 1 - clip_low, 1 + clip_high
+  float dual_clip;             // inf when off
+  float kl_coef;
+  bool kl_through_ratio;
+};
+
+struct TokenLoss {
+  float value, d_logprob, d_log_ratio, kl;
+  ClipHit hit;
+};
+
+// -min(rho A, clip(rho) A), for A < 0 at most -dual_clip A.
+DAPO_HOST_DEVICE TokenLoss clip_term(float log_ratio, float advantage, const Objective& o) {
+  TokenLoss out{0.0f, 0.0f, 0.0f, 0.0f, kClipNone};
+  if (advantage == 0.0f) return out;  // a ratio that overflows must not become inf * 0
+  const float ratio = expf(log_ratio);
+  const float unclipped = -ratio * advantage;
+  const float bounded = ratio < o.ratio_min ? o.ratio_min : (ratio > o.ratio_max ? o.ratio_max : ratio);
+  const float clipped = -bounded * advantage;
+  // Ties take the first branch: at rho = 1 the gradient is -A. A NaN takes it too, and so stays visible.
+  const bool first = !(unclipped < clipped);
+  out.value = first ? unclipped : clipped;
+  out.d_log_ratio = first ? unclipped : 0.0f;
+  if (!first) out.hit = advantage < 0.0f ? kClipLow : kClipHigh;
+  const float bound = -o.dual_clip * advantage;
+  if (advantage < 0.0f && out.value > bound) {
+    out.value = bound;
+    out.d_log_ratio = 0.0f;
+    out.hit = kClipDual;
+  }
+  return out;
+}
+
+DAPO_HOST_DEVICE TokenLoss reinforce_term(float logprob, float advantage) {
+  TokenLoss out{0.0f, 0.0f, 0.0f, 0.0f, kClipNone};
+  if (advantage == 0.0f) return out;
+  out.value = -advantage * logprob;
+  out.d_logprob = -advantage;
+  return out;
+}
+
+// Estimate of KL(pi || pi_ref) and its derivative by l; d = l_ref - l.
+DAPO_HOST_DEVICE void kl_term(float logprob, float ref_logprob, KlEstimator estimator, float* value, float* slope) {
+  const float d = ref_logprob - logprob;
+  if (estimator == KlEstimator::k1) {
+    *value = -d;
+    *slope = 1.0f;
+  } else if (estimator == KlEstimator::k2) {
+    *value = 0.5f * d * d;
+    *slope = -d;
+  } else {
+    const float growth = expm1f(d);
+    *value = growth - d;
+    *slope = -growth;
+  }
+}
+
+DAPO_HOST_DEVICE TokenLoss token_objective(float logprob, float log_ratio, float advantage, float ref_logprob,
+                                           float importance_weight, const Objective& o) {
+  TokenLoss out = o.surrogate == Surrogate::clip ? clip_term(log_ratio, advantage, o)
+                                                 : reinforce_term(logprob, advantage);
+  out.value *= importance_weight;
+  out.d_logprob *= importance_weight;
+  out.d_log_ratio *= importance_weight;
+  if (o.kl_coef == 0.0f) return out;
+  float kl, slope;
+  kl_term(logprob, ref_logprob, o.kl_estimator, &kl, &slope);
+  if (o.kl_through_ratio) {
+    const float ratio = expf(log_ratio);
+    kl *= ratio;
+    slope *= ratio;
+    out.d_log_ratio += o.kl_coef * kl;
+  }
+  out.kl = kl;
+  out.value += o.kl_coef * kl;
+  out.d_logprob += o.kl_coef * slope;
+  return out;
+}
+
+}  // namespace dapo

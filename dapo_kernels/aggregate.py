@@ -1,0 +1,47 @@
+"""Token weights: how token losses add up to the scalar. loss = Σ_t weight_t · L_t.
+
+The denominator is a tensor and global when the caller says so: splitting, packing or re-ordering a batch then never
+changes a gradient, and nothing is read back to the host.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dapo_kernels.objectives import Objective
+
+
+def sequence_sums(values: Tensor, sequence_ids: Tensor, n_sequences: int) -> Tensor:
+    """Sum of each sequence, [S]. ``values`` [N], ``sequence_ids`` int64 [N]."""
+    return values.new_zeros(n_sequences).index_add(0, sequence_ids, values)
+
+
+def token_weights(
+    objective: Objective,
+    live: Tensor,
+    sequence_ids: Tensor | None,
+    n_sequences: int,
+    denominator: float | Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Weight of every token in the scalar loss, [N] of ``dtype``; exactly 0 on dead tokens.
+
+    Args:
+        live: bool [N].
+        sequence_ids: int64 [N], each token's sequence; needed unless the aggregate is ``"token-mean"``.
+        denominator: replaces the local count of tokens (``token-mean``) or of sequences with a live token.
+    """
+    weights = live.to(dtype)
+    if objective.aggregate == "token-mean":
+        count = weights.sum().clamp(min=1.0) if denominator is None else denominator
+        return weights / count
+    assert sequence_ids is not None
+    lengths = sequence_sums(weights, sequence_ids, n_sequences)
+    count = (lengths > 0).sum().clamp(min=1) if denominator is None else denominator
+    if objective.aggregate == "seq-mean-token-mean":
+        weights = weights / lengths.clamp(min=1.0)[sequence_ids]
+    elif objective.aggregate == "seq-mean-token-sum-norm":
+        assert objective.length_norm is not None
+        count = count * objective.length_norm
+    return weights / count

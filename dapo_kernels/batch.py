@@ -1,0 +1,250 @@
+"""The boundary: what a caller passes is checked here, once, and flattened to one row per token.
+
+T tokens packed, or B×L padded; S sequences; N = T or B·L rows. Nothing after this module looks at shapes again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dapo_kernels.aggregate import token_weights
+from dapo_kernels.objectives import Objective
+from dapo_kernels.tokens import Tokens, accumulate_dtype
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the caller's tokens lie: packed [T] (with or without sequence bounds) or padded [B, L]."""
+
+    caller: str
+    shape: tuple[int, ...]
+    device: torch.device
+    dtype: torch.dtype  # of per-token arithmetic
+    cu_seqlens: Tensor | None
+
+    @property
+    def n_rows(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def n_sequences(self) -> int | None:
+        if len(self.shape) == 2:
+            return self.shape[0]
+        return None if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    def sequence_ids(self) -> Tensor | None:
+        """int64 [N]: the sequence of every token; ``None`` when the packed layout has no bounds."""
+        positions = torch.arange(self.n_rows, device=self.device)
+        if len(self.shape) == 2:
+            return positions // max(self.shape[1], 1)
+        if self.cu_seqlens is None:
+            return None
+        return torch.searchsorted(self.cu_seqlens.to(torch.int64), positions, right=True) - 1
+
+    def describe(self) -> str:
+        return f"[T]={list(self.shape)}" if len(self.shape) == 1 else f"[B, L]={list(self.shape)}"
+
+    def fail(self, name: str, expected: str, got: object) -> ValueError:
+        return ValueError(f"{self.caller}: {name} must be {expected}, got {got}")
+
+    def per_token(self, name: str, value: Any, dtype: torch.dtype | None = None) -> Tensor:
+        """A per-token tensor, flat [N]."""
+        value = self._tensor(name, value)
+        if tuple(value.shape) != self.shape:
+            raise self.fail(name, self.describe(), list(value.shape))
+        return value.reshape(-1).to(dtype or self.dtype).contiguous()
+
+    def per_token_or_sequence(self, name: str, value: Any, sequence_ids: Tensor | None) -> Tensor:
+        """A per-token or per-sequence tensor, spread over tokens: flat [N]."""
+        value = self._tensor(name, value)
+        if tuple(value.shape) == self.shape:
+            return self.per_token(name, value)
+        n = self.n_sequences
+        if n is not None and tuple(value.shape) == (n,):
+            assert sequence_ids is not None
+            return value.to(self.dtype)[sequence_ids]
+        expected = self.describe()
+        if n is not None:
+            expected += f" or {'[S]' if len(self.shape) == 1 else '[B]'}=[{n}]"
+        elif value.dim() == 1:
+            expected += ", or per sequence with cu_seqlens"
+        raise self.fail(name, expected, list(value.shape))
+
+    def _tensor(self, name: str, value: Any) -> Tensor:
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"{self.caller}: {name} must be a tensor {self.describe()}, got {type(value).__name__}"
+            )
+        if value.device != self.device:
+            raise self.fail(name, f"on {self.device} like the rest", value.device)
+        if value.is_complex():
+            raise TypeError(f"{self.caller}: {name} must be real, got {value.dtype}")
+        return value
+
+    def temperature(self, value: float | Tensor) -> tuple[float, Tensor | None]:
+        """A scalar temperature, or one per token (then the scalar is unused)."""
+        if isinstance(value, Tensor) and value.dim() > 0:
+            return 1.0, self.per_token("temperature", value)
+        if isinstance(value, Tensor):
+            return 1.0, value.to(self.device, self.dtype).expand(self.n_rows).contiguous()
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(
+                f"{self.caller}: temperature must be a number or a tensor {self.describe()}, "
+                f"got {type(value).__name__}"
+            )
+        if not (value > 0 and math.isfinite(value)):
+            raise self.fail("temperature", "positive and finite", value)
+        return float(value), None
+
+
+def layout_of(caller: str, name: str, rows: Any, cu_seqlens: Tensor | None = None) -> Layout:
+    """The layout that ``rows``, [T, ·] or [B, L, ·] floating point, gives the call."""
+    if not isinstance(rows, Tensor):
+        raise TypeError(f"{caller}: {name} must be a tensor, got {type(rows).__name__}")
+    if rows.dim() not in (2, 3):
+        raise ValueError(
+            f"{caller}: {name} must be packed [T, ·] or padded [B, L, ·], got {list(rows.shape)}"
+        )
+    if rows.dtype not in _FLOATS:
+        raise TypeError(f"{caller}: {name} must be float32, bfloat16, float16 or float64, got {rows.dtype}")
+    return _layout(caller, tuple(rows.shape[:-1]), rows.device, accumulate_dtype(rows.dtype), cu_seqlens)
+
+
+def token_layout(caller: str, name: str, values: Any, cu_seqlens: Tensor | None) -> Layout:
+    """The layout that a per-token tensor, [T] or [B, L], gives the call."""
+    if not isinstance(values, Tensor):
+        raise TypeError(f"{caller}: {name} must be a tensor, got {type(values).__name__}")
+    if values.dim() not in (1, 2):
+        raise ValueError(f"{caller}: {name} must be packed [T] or padded [B, L], got {list(values.shape)}")
+    if values.dtype not in _FLOATS:
+        raise TypeError(f"{caller}: {name} must be floating point, got {values.dtype}")
+    return _layout(caller, tuple(values.shape), values.device, accumulate_dtype(values.dtype), cu_seqlens)
+
+
+def _layout(
+    caller: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, cu_seqlens: Tensor | None
+) -> Layout:
+    layout = Layout(caller, shape, device, dtype, cu_seqlens)
+    if cu_seqlens is None:
+        return layout
+    if len(shape) == 2:
+        raise ValueError(
+            f"{caller}: cu_seqlens belongs to the packed layout [T]; the input is padded {list(shape)}"
+        )
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"{caller}: cu_seqlens must be an int32 tensor [S+1], got {got}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise layout.fail("cu_seqlens", "[S+1]", list(cu_seqlens.shape))
+    if cu_seqlens.device != device:
+        raise layout.fail("cu_seqlens", f"on {device} like the rest", cu_seqlens.device)
+    if device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_bounds(layout, cu_seqlens)
+    return layout
+
+
+def _check_bounds(layout: Layout, cu_seqlens: Tensor) -> None:
+    """Values are looked at on the CPU only: on a GPU that would wait for the device."""
+    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    if first != 0 or last != layout.n_rows or bool((cu_seqlens.diff() < 0).any()):
+        raise layout.fail(
+            "cu_seqlens", f"non-decreasing from 0 to T={layout.n_rows}", _short(cu_seqlens.tolist())
+        )
+
+
+def _short(values: list[int]) -> str:
+    if len(values) <= 8:
+        return str(values)
+    return f"[{', '.join(map(str, values[:4]))}, …, {', '.join(map(str, values[-3:]))}]"
+
+
+def live_tokens(layout: Layout, mask: Tensor | None) -> Tensor:
+    """bool [N]: which tokens train."""
+    if mask is None:
+        return torch.ones(layout.n_rows, dtype=torch.bool, device=layout.device)
+    return layout.per_token("mask", mask, torch.bool)
+
+
+def target_tokens(layout: Layout, target_ids: Any) -> Tensor:
+    """int64 [N]."""
+    if isinstance(target_ids, Tensor) and (target_ids.is_floating_point() or target_ids.dtype == torch.bool):
+        raise TypeError(f"{layout.caller}: target_ids must be integers, got {target_ids.dtype}")
+    return layout.per_token("target_ids", target_ids, torch.int64)
+
+
+def loss_tokens(
+    layout: Layout,
+    objective: Objective,
+    *,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor | None,
+    ref_logprobs: Tensor | None,
+    importance_weights: Tensor | None,
+    denominator: float | Tensor | None,
+) -> Tokens:
+    """The flat per-token inputs of a loss, with every token's weight in the scalar."""
+    _check_combination(layout, objective, ref_logprobs)
+    live = live_tokens(layout, mask)
+    sequence_ids = layout.sequence_ids()
+    denominator = _denominator(layout, denominator)
+    return Tokens(
+        live=live,
+        weights=token_weights(
+            objective, live, sequence_ids, layout.n_sequences or 0, denominator, layout.dtype
+        ),
+        advantages=layout.per_token_or_sequence("advantages", advantages, sequence_ids),
+        old_logprobs=None
+        if old_logprobs is None
+        else layout.per_token("old_logprobs", old_logprobs).detach(),
+        ref_logprobs=None
+        if ref_logprobs is None
+        else layout.per_token("ref_logprobs", ref_logprobs).detach(),
+        importance_weights=None
+        if importance_weights is None
+        else layout.per_token_or_sequence("importance_weights", importance_weights, sequence_ids).detach(),
+    )
+
+
+def _check_combination(layout: Layout, objective: Objective, ref_logprobs: Tensor | None) -> None:
+    if objective.per_sequence and layout.n_sequences is None:
+        raise ValueError(
+            f"{layout.caller}: aggregate={objective.aggregate!r} works per sequence: pass cu_seqlens (int32 [S+1]) "
+            "with the packed layout"
+        )
+    if objective.aggregate == "seq-mean-token-sum-norm" and objective.length_norm is None:
+        raise ValueError(
+            f"{layout.caller}: aggregate='seq-mean-token-sum-norm' needs length_norm, a constant number of tokens "
+            "(Dr.GRPO: the longest response allowed)"
+        )
+    if objective.kl_coef != 0 and ref_logprobs is None:
+        raise ValueError(
+            f"{layout.caller}: kl_coef={objective.kl_coef:g} needs ref_logprobs; or pass kl_coef=0.0"
+        )
+    if objective.kl_coef == 0 and ref_logprobs is not None:
+        raise ValueError(
+            f"{layout.caller}: ref_logprobs has no use with kl_coef=0; pass kl_coef, or leave it out"
+        )
+
+
+def _denominator(layout: Layout, value: float | Tensor | None) -> float | Tensor | None:
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        if value.dim() != 0:
+            raise layout.fail("denominator", "a number or a 0-d tensor", list(value.shape))
+        return value.detach().to(layout.device, layout.dtype)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(
+            f"{layout.caller}: denominator must be a number or a 0-d tensor, got {type(value).__name__}"
+        )
+    if not value > 0:
+        raise layout.fail("denominator", "positive", value)
+    return float(value)

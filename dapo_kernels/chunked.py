@@ -1,0 +1,249 @@
+"""From hidden states, a chunk of tokens at a time: the logits of one chunk are all that ever exists.
+
+T tokens, V vocabulary, H hidden. Per chunk of C tokens, in one reused [C, V] buffer: logits = hidden · weightᵀ (vendor
+GEMM) → row kernel in place, which leaves ∂loss/∂logits → the two gradient GEMMs at once. Three GEMMs in all, where
+recomputing the logits in the backward pass would take four. Cost follows work: dead tokens are left out before the
+first GEMM, and tokens whose gradient is zero (clipped, zero advantage) before the other two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dapo_kernels.surrogate import ObjectiveScalars
+from dapo_kernels.tokens import RowLoss, Tokens, accumulate_dtype
+
+# Bytes of the logits buffer. The gradient GEMMs revisit all of dW once per chunk, so fewer chunks are faster.
+DEFAULT_CHUNK_BYTES = 256 * 2**20
+# Bytes of the float32 tile of dW that one GEMM adds to; it stays in the L2/L3 cache between GEMM and addition.
+_DWEIGHT_TILE_BYTES = 4 * 2**20
+# Rows moved at once when idle rows are squeezed out of a chunk: bounds the temporary.
+_MOVED_ROWS = 64
+
+
+class Head(NamedTuple):
+    """The last layer: logits = softcap(hidden · weightᵀ + bias), softcap(x) = c·tanh(x/c)."""
+
+    hidden: Tensor  # [T, H]
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    softcap: float | None
+
+    def logits(self, rows: Tensor | slice, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        """The hidden states of ``rows``, [C, H], and their logits in the first C rows of ``buffer``."""
+        hidden = self.hidden[rows]
+        out = buffer[: hidden.shape[0]]
+        if self.bias is None:
+            torch.mm(hidden, self.weight.t(), out=out)
+        else:
+            torch.addmm(self.bias, hidden, self.weight.t(), out=out)
+        if self.softcap is not None:
+            out.div_(self.softcap).tanh_().mul_(self.softcap)
+        return hidden, out
+
+
+class Needs(NamedTuple):
+    """Which gradients somebody asked for."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+class Gradients:
+    """∂loss/∂(hidden, weight, bias), added up over chunks; dW and db in float32."""
+
+    def __init__(self, head: Head, needs: Needs, n_chunks: int) -> None:
+        self.head = head
+        self.hidden = torch.zeros_like(head.hidden) if needs.hidden else None
+        self.bias = None
+        self.weight = None
+        wide = accumulate_dtype(head.weight.dtype)
+        if needs.bias:
+            assert head.bias is not None
+            self.bias = torch.zeros_like(head.bias, dtype=wide)
+        if needs.weight:
+            # A single chunk needs no running sum: its GEMM writes the result in the weight's own dtype.
+            dtype = wide if n_chunks > 1 else head.weight.dtype
+            self.weight = torch.zeros_like(head.weight, dtype=dtype, memory_format=torch.contiguous_format)
+        self.single = n_chunks <= 1
+
+    def add(self, dlogits: Tensor, hidden: Tensor, rows: Tensor) -> None:
+        """``dlogits`` [C, V] of the hidden states [C, H] that stand at ``rows`` [C] of the input."""
+        if dlogits.shape[0] == 0:
+            return
+        if self.hidden is not None:
+            self.hidden.index_copy_(0, rows, dlogits @ self.head.weight)
+        if self.bias is not None:
+            self.bias += dlogits.sum(0, dtype=self.bias.dtype)
+        if self.weight is not None:
+            self._add_weight(self.weight, dlogits, hidden)
+
+    def _add_weight(self, weight: Tensor, dlogits: Tensor, hidden: Tensor) -> None:
+        if self.single:
+            torch.mm(dlogits.t(), hidden, out=weight)
+        elif weight.dtype == dlogits.dtype:
+            weight.addmm_(dlogits.t(), hidden)
+        else:
+            tile = max(1, _DWEIGHT_TILE_BYTES // (4 * weight.shape[1]))
+            for part, columns in zip(weight.split(tile), dlogits.split(tile, dim=1), strict=True):
+                part += columns.t() @ hidden
+
+    def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        weight = None if self.weight is None else self.weight.to(self.head.weight.dtype)
+        bias = None if self.bias is None else self.bias.to(self.head.weight.dtype)
+        return self.hidden, weight, bias
+
+
+def chunk_plan(n_rows: int, vocab: int, itemsize: int, chunk_bytes: int | None) -> int:
+    """Rows of a chunk: as many as the bytes allow, at least one, evened out over the chunks."""
+    most = max(1, (chunk_bytes or DEFAULT_CHUNK_BYTES) // (vocab * itemsize))
+    n_chunks = max(1, -(-n_rows // most))
+    return max(1, -(-n_rows // n_chunks))
+
+
+def _chunks(head: Head, rows: Tensor, chunk_bytes: int | None) -> Iterator[tuple[slice, Tensor]]:
+    """Slices of ``rows`` and the buffer their logits go to, the same for all."""
+    size = chunk_plan(rows.shape[0], head.weight.shape[0], head.hidden.element_size(), chunk_bytes)
+    buffer = head.hidden.new_empty(min(size, rows.shape[0]), head.weight.shape[0])
+    for start in range(0, rows.shape[0], size):
+        yield slice(start, start + size), buffer
+
+
+def _n_chunks(head: Head, rows: Tensor, chunk_bytes: int | None) -> int:
+    size = chunk_plan(rows.shape[0], head.weight.shape[0], head.hidden.element_size(), chunk_bytes)
+    return -(-rows.shape[0] // size)
+
+
+def _tau(temperature: float | Tensor, rows: Tensor) -> float | Tensor:
+    return temperature[rows] if isinstance(temperature, Tensor) else temperature
+
+
+def _undo_softcap(head: Head, dlogits: Tensor, capped: Tensor | None) -> None:
+    """∂/∂x from ∂/∂(c·tanh(x/c)): times 1 − (z/c)²."""
+    if capped is not None:
+        assert head.softcap is not None
+        dlogits.mul_(capped.div_(head.softcap).square_().neg_().add_(1.0))
+
+
+def squeeze_idle(dlogits: Tensor, idle: Tensor) -> tuple[Tensor, Tensor]:
+    """Move the rows that are not idle to the front, in place; returns them and where they came from."""
+    n_active = int((~idle).sum())
+    origin = torch.arange(idle.shape[0], device=idle.device)
+    if n_active < idle.shape[0]:
+        holes = idle[:n_active].nonzero().squeeze(1)
+        movers = (~idle[n_active:]).nonzero().squeeze(1) + n_active
+        for to, source in zip(holes.split(_MOVED_ROWS), movers.split(_MOVED_ROWS), strict=True):
+            dlogits.index_copy_(0, to, dlogits.index_select(0, source))
+        origin[holes] = movers
+    return dlogits[:n_active], origin[:n_active]
+
+
+def linear_stats(
+    head: Head,
+    target_ids: Tensor,
+    live: Tensor,
+    temperature: float | Tensor,
+    want_entropy: bool,
+    chunk_bytes: int | None,
+    backend: ModuleType,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-probs, normalizer, entropy, each [T]: one GEMM, no gradient."""
+    dtype = accumulate_dtype(head.hidden.dtype)
+    logprobs = torch.zeros(live.shape, dtype=dtype, device=live.device)
+    norm = logprobs.new_zeros(*live.shape, 2)
+    entropy = torch.zeros_like(logprobs) if want_entropy else None
+    rows = live.nonzero().squeeze(1)
+    for part, buffer in _chunks(head, rows, chunk_bytes):
+        at = rows[part]
+        _, logits = head.logits(at, buffer)
+        stats = backend.row_stats(logits, target_ids[at], live[at], _tau(temperature, at), want_entropy)
+        logprobs[at], norm[at] = stats[0], stats[1]
+        if entropy is not None:
+            entropy[at] = stats[2]
+    return logprobs, norm, entropy
+
+
+def linear_grad(
+    head: Head,
+    target_ids: Tensor,
+    temperature: float | Tensor,
+    norm: Tensor,
+    entropy: Tensor | None,
+    dlogprobs: Tensor,
+    dentropy: Tensor | None,
+    needs: Needs,
+    chunk_bytes: int | None,
+    backend: ModuleType,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of (hidden, weight, bias) from ∂loss/∂ℓ and ∂loss/∂H: the logits again, then two GEMMs."""
+    active = dlogprobs != 0 if dentropy is None else (dlogprobs != 0) | (dentropy != 0)
+    rows = active.nonzero().squeeze(1)
+    gradients = Gradients(head, needs, _n_chunks(head, rows, chunk_bytes))
+    for part, buffer in _chunks(head, rows, chunk_bytes):
+        at = rows[part]
+        hidden, logits = head.logits(at, buffer)
+        capped = logits.clone() if head.softcap is not None else None
+        backend.row_grad(
+            logits,
+            logits,
+            target_ids[at],
+            active[at],
+            _tau(temperature, at),
+            norm[at],
+            None if entropy is None else entropy[at],
+            dlogprobs[at],
+            None if dentropy is None else dentropy[at],
+        )
+        _undo_softcap(head, logits, capped)
+        gradients.add(logits, hidden, at)
+    return gradients.results()
+
+
+def linear_loss(
+    head: Head,
+    target_ids: Tensor,
+    temperature: float | Tensor,
+    tokens: Tokens,
+    scalars: ObjectiveScalars,
+    entropy_coef: float,
+    want_entropy: bool,
+    needs: Needs,
+    chunk_bytes: int | None,
+    backend: ModuleType,
+) -> tuple[RowLoss, tuple[Tensor | None, Tensor | None, Tensor | None]]:
+    """Loss and, formed on the way, the gradients of (hidden, weight, bias) for grad_output = 1."""
+    dtype = accumulate_dtype(head.hidden.dtype)
+    zeros = torch.zeros(tokens.live.shape, dtype=dtype, device=tokens.live.device)
+    has_entropy = want_entropy or entropy_coef != 0
+    total = RowLoss(
+        loss=torch.zeros((), dtype=torch.float64, device=zeros.device),
+        logprobs=zeros,
+        entropy=zeros.clone() if has_entropy else None,
+        clip_hit=torch.zeros_like(zeros, dtype=torch.int8),
+        ref_kl=zeros.clone() if scalars.kl_coef != 0 else None,
+        idle=torch.ones_like(tokens.live),
+    )
+    rows = tokens.live.nonzero().squeeze(1)
+    gradients = Gradients(head, needs, _n_chunks(head, rows, chunk_bytes))
+    for part, buffer in _chunks(head, rows, chunk_bytes):
+        at = rows[part]
+        hidden, logits = head.logits(at, buffer)
+        capped = logits.clone() if head.softcap is not None else None
+        tau = _tau(temperature, at)
+        out = backend.row_loss_(
+            logits, target_ids[at], tau, tokens.rows(at), scalars, entropy_coef, want_entropy
+        )
+        total.loss.add_(out.loss)
+        for whole, piece in zip(total[1:], out[1:], strict=True):
+            if whole is not None:
+                whole[at] = piece
+        _undo_softcap(head, logits, capped)
+        dlogits, origin = squeeze_idle(logits, out.idle)
+        gradients.add(dlogits, hidden[origin], at[origin])
+    return total._replace(loss=total.loss.to(dtype)), gradients.results()

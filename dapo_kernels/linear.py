@@ -1,0 +1,143 @@
+"""The public functions that start from hidden states and never hold all the logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dapo_kernels import linear_ops, ops
+from dapo_kernels.backends import backend_for
+from dapo_kernels.batch import Layout, layout_of, live_tokens, loss_tokens, target_tokens
+from dapo_kernels.chunked import Head
+from dapo_kernels.loss import LossOutput, TokenStats, loss_of_stats, loss_output, token_stats
+from dapo_kernels.objectives import Objective, resolve_objective
+from dapo_kernels.surrogate import ObjectiveScalars
+
+
+def linear_dapo_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    target_ids: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    chunk_bytes: int | None = None,
+    objective: str | Objective = "dapo",
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    importance_weights: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    denominator: float | Tensor | None = None,
+    entropy: bool = False,
+    **overrides: Any,
+) -> LossOutput:
+    """``dapo_loss`` of ``softcap(hidden · weightᵀ + bias)``, a chunk of tokens at a time.
+
+    The gradient is formed together with the loss, three GEMMs in all, and scaled by ``grad_output`` in the backward
+    pass; it can be handed out once. Inputs that do not require a gradient cost none, and under ``no_grad`` the call
+    costs one GEMM. Cost follows live tokens.
+
+    Args:
+        hidden: [T, H] packed or [B, L, H] padded.
+        weight: [V, H], the output head (``lm_head.weight``), same dtype as ``hidden``.
+        bias: [V], same dtype.
+        softcap: c of c·tanh(logits/c), applied before the temperature.
+        chunk_bytes: size of the logits buffer, the only O(V) memory per token; by default 256 MiB.
+
+    The other arguments, the result and the errors are those of ``dapo_loss``. Logits are rounded to the dtype of
+    ``hidden``, as the model's own head does; softmax arithmetic is float32.
+    """
+    chosen = resolve_objective("linear_dapo_loss", objective, overrides)
+    layout = layout_of("linear_dapo_loss", "hidden", hidden, cu_seqlens)
+    head = _head(layout, hidden, weight, bias, softcap, chunk_bytes)
+    targets = target_tokens(layout, target_ids)
+    tokens = loss_tokens(
+        layout,
+        chosen,
+        old_logprobs=old_logprobs,
+        advantages=advantages,
+        mask=mask,
+        ref_logprobs=ref_logprobs,
+        importance_weights=importance_weights,
+        denominator=denominator,
+    )
+    tau = layout.temperature(temperature)
+    backend = backend_for("linear_dapo_loss", hidden.device, hidden.dtype)
+    needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in head[:3]]
+    if any(needs):
+        scalars = ObjectiveScalars.of(chosen).pack()
+        loss, logprobs, entropies, clip_hit, ref_kl, *_ = linear_ops.linear_loss(
+            *head, targets, *tau, *tokens, scalars, chosen.entropy_coef, entropy, needs, chunk_bytes, backend
+        )
+        return loss_output(
+            layout, tokens, loss, logprobs, ops.or_none(entropies), clip_hit, ops.or_none(ref_kl)
+        )
+    needs_entropy = entropy or chosen.entropy_coef != 0
+    logprobs, _, entropies = linear_ops.linear_stats(
+        *head, targets, tokens.live, *tau, needs_entropy, chunk_bytes, backend
+    )
+    return loss_of_stats(layout, chosen, tokens, logprobs, entropies if needs_entropy else None, backend)
+
+
+def linear_token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    target_ids: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    mask: Tensor | None = None,
+    chunk_bytes: int | None = None,
+) -> TokenStats:
+    """``token_logprobs`` of ``softcap(hidden · weightᵀ + bias)``, a chunk of tokens at a time.
+
+    Differentiable with respect to hidden, weight and bias; the backward pass computes the logits again (four GEMMs in
+    all). With ``mask`` only live tokens are computed; the others are 0. Arguments and errors as in
+    ``linear_dapo_loss``.
+    """
+    layout = layout_of("linear_token_logprobs", "hidden", hidden)
+    head = _head(layout, hidden, weight, bias, softcap, chunk_bytes)
+    targets = target_tokens(layout, target_ids)
+    backend = backend_for("linear_token_logprobs", hidden.device, hidden.dtype)
+    logprobs, _, entropies = linear_ops.linear_stats(
+        *head,
+        targets,
+        live_tokens(layout, mask),
+        *layout.temperature(temperature),
+        entropy,
+        chunk_bytes,
+        backend,
+    )
+    return token_stats(layout, logprobs, entropies if entropy else None)
+
+
+def _head(
+    layout: Layout, hidden: Tensor, weight: Any, bias: Any, softcap: float | None, chunk_bytes: int | None
+) -> Head:
+    caller, width = layout.caller, hidden.shape[-1]
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{caller}: weight must be a tensor [V, H], got {type(weight).__name__}")
+    if weight.dim() != 2 or weight.shape[1] != width:
+        raise layout.fail("weight", f"[V, H] with H={width} like hidden", list(weight.shape))
+    if bias is not None and (not isinstance(bias, Tensor) or tuple(bias.shape) != (weight.shape[0],)):
+        got = list(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
+        raise layout.fail("bias", f"[V]=[{weight.shape[0]}]", got)
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is not None and value.dtype != hidden.dtype:
+            raise TypeError(
+                f"{caller}: {name} must have the dtype of hidden, {hidden.dtype}; got {value.dtype}"
+            )
+        if value is not None and value.device != hidden.device:
+            raise layout.fail(name, f"on {hidden.device} like hidden", value.device)
+    if softcap is not None and not softcap > 0:
+        raise layout.fail("softcap", "positive, or None", softcap)
+    if chunk_bytes is not None and chunk_bytes <= 0:
+        raise layout.fail("chunk_bytes", "positive, or None", chunk_bytes)
+    return Head(hidden.reshape(-1, width), weight, bias, softcap)
