@@ -172,6 +172,7 @@ def linear_stats(
 def linear_grad(
     head: Head,
     target_ids: Tensor,
+    live: Tensor,
     temperature: float | Tensor,
     norm: Tensor,
     entropy: Tensor | None,
@@ -182,8 +183,8 @@ def linear_grad(
     backend: ModuleType,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of (hidden, weight, bias) from ∂loss/∂ℓ and ∂loss/∂H: the logits again, then two GEMMs."""
-    active = dlogprobs != 0 if dentropy is None else (dlogprobs != 0) | (dentropy != 0)
-    rows = active.nonzero().squeeze(1)
+    asked = dlogprobs != 0 if dentropy is None else (dlogprobs != 0) | (dentropy != 0)
+    rows = (live & asked).nonzero().squeeze(1)
     gradients = Gradients(head, needs, _n_chunks(head, rows, chunk_bytes))
     for part, buffer in _chunks(head, rows, chunk_bytes):
         at = rows[part]
@@ -193,7 +194,7 @@ def linear_grad(
             logits,
             logits,
             target_ids[at],
-            active[at],
+            live[at],
             _tau(temperature, at),
             norm[at],
             None if entropy is None else entropy[at],

@@ -29,7 +29,13 @@ def _rows(logits: Tensor) -> Any:
     outer = logits.stride(0) if logits.dim() == 3 else 0
     n_rows = logits.shape[:-1].numel()
     return _C.Rows(
-        logits.data_ptr(), n_rows, logits.shape[-1], max(inner, 1), outer, logits.stride(-2), _DTYPES[logits.dtype]
+        logits.data_ptr(),
+        n_rows,
+        logits.shape[-1],
+        max(inner, 1),
+        outer,
+        logits.stride(-2),
+        _DTYPES[logits.dtype],
     )
 
 
@@ -128,7 +134,9 @@ def row_loss_(
         ref_kl=_address(ref_kl),
         idle=idle.data_ptr(),
     )
-    loss = _C.row_loss(rows, inputs, _C.Objective(*scalars.pack()), entropy_coef, out, torch.get_num_threads())
+    loss = _C.row_loss(
+        rows, inputs, _C.Objective(*scalars.pack()), entropy_coef, out, torch.get_num_threads()
+    )
     if work is not logits:
         logits.copy_(work)
     return RowLoss(torch.tensor(loss, dtype=torch.float32), logprobs, entropy, clip_hit, ref_kl, idle)

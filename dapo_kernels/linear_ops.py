@@ -14,7 +14,7 @@ from dapo_kernels.ops import (
     or_empty,
     or_none,
     refuse_second_backward,
-    scale_,
+    scaled,
     stats_results,
     tau_of,
     token_results,
@@ -84,6 +84,7 @@ def linear_grad(
     bias: Tensor | None,
     softcap: float | None,
     target_ids: Tensor,
+    live: Tensor,
     temperature: float,
     temperatures: Tensor | None,
     norm: Tensor,
@@ -99,6 +100,7 @@ def linear_grad(
     gradients = chunked.linear_grad(
         head,
         target_ids,
+        live,
         tau_of(temperature, temperatures),
         norm,
         or_none(entropy),
@@ -123,7 +125,7 @@ def _linear_stats_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
         bias,
         softcap,
         target_ids,
-        _,
+        live,
         temperature,
         temperatures,
         want_entropy,
@@ -131,7 +133,7 @@ def _linear_stats_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
         backend,
     ) = inputs
     _, norm, entropy = output
-    ctx.save_for_backward(hidden, weight, bias, target_ids, temperatures, norm, entropy)
+    ctx.save_for_backward(hidden, weight, bias, target_ids, live, temperatures, norm, entropy)
     ctx.softcap, ctx.temperature, ctx.want_entropy = softcap, temperature, want_entropy
     ctx.chunk_bytes, ctx.backend = chunk_bytes, backend
     ctx.mark_non_differentiable(norm)
@@ -141,7 +143,7 @@ def _linear_stats_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
 def _linear_stats_backward(
     ctx: Any, dlogprobs: Tensor | None, _: Any, dentropy: Tensor | None
 ) -> tuple[Any, ...]:
-    hidden, weight, bias, target_ids, temperatures, norm, entropy = ctx.saved_tensors
+    hidden, weight, bias, target_ids, live, temperatures, norm, entropy = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:3])
     gradients = linear_grad(
         hidden,
@@ -149,6 +151,7 @@ def _linear_stats_backward(
         bias,
         ctx.softcap,
         target_ids,
+        live,
         ctx.temperature,
         temperatures,
         norm,
@@ -226,11 +229,8 @@ def _linear_loss_backward(ctx: Any, grad_output: Tensor | None, *_: Any) -> tupl
     if grad_output is None:
         return (None,) * ctx.n_inputs
     refuse_second_backward(ctx, "linear_dapo_loss", "Add losses up and call backward once, or call it again.")
-    gradients = []
-    for gradient, need in zip(ctx.saved_tensors, ctx.needs, strict=True):
-        if need:
-            scale_(gradient, grad_output)
-        gradients.append(gradient if need else None)
+    pairs = zip(ctx.saved_tensors, ctx.needs, strict=True)
+    gradients = (scaled(gradient, grad_output) if need else None for gradient, need in pairs)
     return *gradients, *(None,) * (ctx.n_inputs - 3)
 
 

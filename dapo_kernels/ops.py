@@ -254,16 +254,20 @@ class LogitsLossInPlace(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[Any, ...]:
         refuse_second_backward(ctx, "inplace_backward=True", "Call with inplace_backward=False to repeat it.")
         (grad,) = ctx.saved_tensors
-        if grad_output is not None:
-            scale_(grad, grad_output)
-        return (grad if grad_output is not None else None, *[None] * (ctx.n_inputs - 1))
+        return (None if grad_output is None else scaled(grad, grad_output), *(None,) * (ctx.n_inputs - 1))
 
 
-@_op("dapo_kernels::scale_", mutates_args={"x"})
-def scale_(x: Tensor, factor: Tensor) -> None:
-    """x *= factor (0-d); on the CPU the common factor 1 costs nothing."""
-    if x.device.type != "cpu" or factor.item() != 1.0:
-        x.mul_(factor)
+def scaled(gradient: Tensor, grad_output: Tensor) -> Tensor:
+    """grad_output · gradient, in the gradient's own storage: a second copy of dW would be the peak of memory.
+
+    The common grad_output 1 costs nothing on the CPU; elsewhere looking at it would wait for the device. Under a
+    tracer (whose tensors are of another type) the product is a new tensor and the compiler plans the memory.
+    """
+    if type(gradient) is not Tensor:
+        return gradient * grad_output
+    if gradient.device.type != "cpu" or grad_output.item() != 1.0:
+        gradient.mul_(grad_output)
+    return gradient
 
 
 # --- log-probs already there -----------------------------------------------------------------------------------------
