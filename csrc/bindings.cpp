@@ -34,13 +34,15 @@ dapo::TokenOutputs make_outputs(uintptr_t logprobs, uintptr_t norm, uintptr_t en
 }
 
 // Argument order: surrogate.ObjectiveScalars.pack().
-dapo::Objective make_objective(float surrogate, float kl_estimator, double clip_low, double clip_high, float dual_clip,
-                               float kl_coef, float kl_through_ratio) {
+dapo::Objective make_objective(float surrogate, double clip_low, double clip_high, float dual_clip, float tau_positive,
+                               float tau_negative, float kl_coef, float kl_estimator, float kl_through_ratio) {
   return {static_cast<dapo::Surrogate>(static_cast<int>(surrogate)),
           static_cast<dapo::KlEstimator>(static_cast<int>(kl_estimator)),
           static_cast<float>(1.0 - clip_low),
           static_cast<float>(1.0 + clip_high),
           dual_clip,
+          tau_positive,
+          tau_negative,
           kl_coef,
           kl_through_ratio != 0.0f};
 }

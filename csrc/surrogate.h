@@ -17,7 +17,7 @@
 namespace dapo {
 
 // Indices of objectives.SURROGATES and objectives.KL_ESTIMATORS.
-enum class Surrogate : int32_t { clip = 0, reinforce = 1 };
+enum class Surrogate : int32_t { clip = 0, cispo = 1, reinforce = 2, sapo = 3 };
 enum class KlEstimator : int32_t { k1 = 0, k2 = 1, k3 = 2 };
 enum ClipHit : int8_t { kClipNone = 0, kClipLow = 1, kClipHigh = 2, kClipDual = 3 };
 
@@ -26,6 +26,7 @@ struct Objective {
   KlEstimator kl_estimator;
   float ratio_min, ratio_max;  // 1 - clip_low, 1 + clip_high
   float dual_clip;             // inf when off
+  float tau_positive, tau_negative;
   float kl_coef;
   bool kl_through_ratio;
 };
@@ -35,13 +36,17 @@ struct TokenLoss {
   ClipHit hit;
 };
 
+DAPO_HOST_DEVICE float clamp_ratio(float ratio, const Objective& o) {
+  return ratio < o.ratio_min ? o.ratio_min : (ratio > o.ratio_max ? o.ratio_max : ratio);
+}
+
 // -min(rho A, clip(rho) A), for A < 0 at most -dual_clip A.
 DAPO_HOST_DEVICE TokenLoss clip_term(float log_ratio, float advantage, const Objective& o) {
   TokenLoss out{0.0f, 0.0f, 0.0f, 0.0f, kClipNone};
   if (advantage == 0.0f) return out;  // a ratio that overflows must not become inf * 0
   const float ratio = expf(log_ratio);
   const float unclipped = -ratio * advantage;
-  const float bounded = ratio < o.ratio_min ? o.ratio_min : (ratio > o.ratio_max ? o.ratio_max : ratio);
+  const float bounded = clamp_ratio(ratio, o);
   const float clipped = -bounded * advantage;
   // Ties take the first branch: at rho = 1 the gradient is -A. A NaN takes it too, and so stays visible.
   const bool first = !(unclipped < clipped);
@@ -57,6 +62,30 @@ DAPO_HOST_DEVICE TokenLoss clip_term(float log_ratio, float advantage, const Obj
   return out;
 }
 
+// -sg[clip(rho)] A l
+DAPO_HOST_DEVICE TokenLoss cispo_term(float logprob, float log_ratio, float advantage, const Objective& o) {
+  TokenLoss out{0.0f, 0.0f, 0.0f, 0.0f, kClipNone};
+  if (advantage == 0.0f) return out;
+  const float ratio = expf(log_ratio);
+  out.d_logprob = -clamp_ratio(ratio, o) * advantage;
+  out.value = out.d_logprob * logprob;
+  out.hit = ratio < o.ratio_min ? kClipLow : (ratio > o.ratio_max ? kClipHigh : kClipNone);
+  return out;
+}
+
+// -A sigma(tau (rho - 1)) 4 / tau
+DAPO_HOST_DEVICE TokenLoss sapo_term(float log_ratio, float advantage, const Objective& o) {
+  TokenLoss out{0.0f, 0.0f, 0.0f, 0.0f, kClipNone};
+  if (advantage == 0.0f) return out;
+  const float ratio = expf(log_ratio), tau = advantage > 0.0f ? o.tau_positive : o.tau_negative;
+  const float gate = 1.0f / (1.0f + expf(-tau * (ratio - 1.0f)));
+  const float closing = 1.0f / (1.0f + expf(tau * (ratio - 1.0f)));  // 1 - gate, without the cancellation
+  out.value = -4.0f * advantage * gate / tau;
+  out.d_log_ratio = closing == 0.0f ? 0.0f : -4.0f * advantage * gate * closing * ratio;
+  return out;
+}
+
+// -A l
 DAPO_HOST_DEVICE TokenLoss reinforce_term(float logprob, float advantage) {
   TokenLoss out{0.0f, 0.0f, 0.0f, 0.0f, kClipNone};
   if (advantage == 0.0f) return out;
@@ -83,8 +112,10 @@ DAPO_HOST_DEVICE void kl_term(float logprob, float ref_logprob, KlEstimator esti
 
 DAPO_HOST_DEVICE TokenLoss token_objective(float logprob, float log_ratio, float advantage, float ref_logprob,
                                            float importance_weight, const Objective& o) {
-  TokenLoss out = o.surrogate == Surrogate::clip ? clip_term(log_ratio, advantage, o)
-                                                 : reinforce_term(logprob, advantage);
+  TokenLoss out = o.surrogate == Surrogate::clip    ? clip_term(log_ratio, advantage, o)
+                  : o.surrogate == Surrogate::cispo ? cispo_term(logprob, log_ratio, advantage, o)
+                  : o.surrogate == Surrogate::sapo  ? sapo_term(log_ratio, advantage, o)
+                                                    : reinforce_term(logprob, advantage);
   out.value *= importance_weight;
   out.d_logprob *= importance_weight;
   out.d_log_ratio *= importance_weight;

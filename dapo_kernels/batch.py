@@ -6,7 +6,7 @@ T tokens packed, or B×L padded; S sequences; N = T or B·L rows. Nothing after 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -79,9 +79,7 @@ class Layout:
 
     def _tensor(self, name: str, value: Any) -> Tensor:
         if not isinstance(value, Tensor):
-            raise TypeError(
-                f"{self.caller}: {name} must be a tensor {self.describe()}, got {type(value).__name__}"
-            )
+            raise TypeError(f"{self.caller}: {name} must be a tensor {self.describe()}, got {type(value).__name__}")
         if value.device != self.device:
             raise self.fail(name, f"on {self.device} like the rest", value.device)
         if value.is_complex():
@@ -96,8 +94,7 @@ class Layout:
             return 1.0, value.to(self.device, self.dtype).expand(self.n_rows).contiguous()
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(
-                f"{self.caller}: temperature must be a number or a tensor {self.describe()}, "
-                f"got {type(value).__name__}"
+                f"{self.caller}: temperature must be a number or a tensor {self.describe()}, got {type(value).__name__}"
             )
         if not (value > 0 and math.isfinite(value)):
             raise self.fail("temperature", "positive and finite", value)
@@ -109,9 +106,7 @@ def layout_of(caller: str, name: str, rows: Any, cu_seqlens: Tensor | None = Non
     if not isinstance(rows, Tensor):
         raise TypeError(f"{caller}: {name} must be a tensor, got {type(rows).__name__}")
     if rows.dim() not in (2, 3):
-        raise ValueError(
-            f"{caller}: {name} must be packed [T, ·] or padded [B, L, ·], got {list(rows.shape)}"
-        )
+        raise ValueError(f"{caller}: {name} must be packed [T, ·] or padded [B, L, ·], got {list(rows.shape)}")
     if rows.dtype not in _FLOATS:
         raise TypeError(f"{caller}: {name} must be float32, bfloat16, float16 or float64, got {rows.dtype}")
     return _layout(caller, tuple(rows.shape[:-1]), rows.device, accumulate_dtype(rows.dtype), cu_seqlens)
@@ -135,9 +130,7 @@ def _layout(
     if cu_seqlens is None:
         return layout
     if len(shape) == 2:
-        raise ValueError(
-            f"{caller}: cu_seqlens belongs to the packed layout [T]; the input is padded {list(shape)}"
-        )
+        raise ValueError(f"{caller}: cu_seqlens belongs to the packed layout [T]; the input is padded {list(shape)}")
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise TypeError(f"{caller}: cu_seqlens must be an int32 tensor [S+1], got {got}")
@@ -154,9 +147,7 @@ def _check_bounds(layout: Layout, cu_seqlens: Tensor) -> None:
     """Values are looked at on the CPU only: on a GPU that would wait for the device."""
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
     if first != 0 or last != layout.n_rows or bool((cu_seqlens.diff() < 0).any()):
-        raise layout.fail(
-            "cu_seqlens", f"non-decreasing from 0 to T={layout.n_rows}", _short(cu_seqlens.tolist())
-        )
+        raise layout.fail("cu_seqlens", f"non-decreasing from 0 to T={layout.n_rows}", _short(cu_seqlens.tolist()))
 
 
 def _short(values: list[int]) -> str:
@@ -179,7 +170,23 @@ def target_tokens(layout: Layout, target_ids: Any) -> Tensor:
     return layout.per_token("target_ids", target_ids, torch.int64)
 
 
-def loss_tokens(
+@dataclass(frozen=True)
+class LossCall:
+    """One validated call of a loss: what is left to decide is done per token."""
+
+    layout: Layout
+    objective: Objective  # without the selections that ``tokens`` already carries
+    tokens: Tokens
+    sequence_ids: Tensor | None
+    selection: Tensor | float | None  # bool [N], or the entropy threshold of top_entropy
+    generator: torch.Generator | None
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.objective.entropy_coef != 0 or self.objective.top_entropy is not None
+
+
+def loss_call(
     layout: Layout,
     objective: Objective,
     *,
@@ -189,35 +196,80 @@ def loss_tokens(
     ref_logprobs: Tensor | None,
     importance_weights: Tensor | None,
     denominator: float | Tensor | None,
-) -> Tokens:
-    """The flat per-token inputs of a loss, with every token's weight in the scalar."""
-    _check_combination(layout, objective, ref_logprobs)
+    selection: Tensor | float | None,
+    generator: torch.Generator | None,
+) -> LossCall:
+    """Check a loss call and flatten it; every token gets its weight in the scalar."""
+    _check_combination(layout, objective, old_logprobs, ref_logprobs)
     live = live_tokens(layout, mask)
     sequence_ids = layout.sequence_ids()
     denominator = _denominator(layout, denominator)
-    return Tokens(
+    weights = token_weights(objective, live, sequence_ids, layout.n_sequences or 0, denominator, layout.dtype)
+
+    def spread(name: str, value: Tensor | None) -> Tensor | None:
+        return None if value is None else layout.per_token_or_sequence(name, value, sequence_ids).detach()
+
+    def per_token(name: str, value: Tensor | None) -> Tensor | None:
+        return None if value is None else layout.per_token(name, value).detach()
+
+    advantages_ = spread("advantages", advantages)
+    assert advantages_ is not None
+    tokens = Tokens(
         live=live,
-        weights=token_weights(
-            objective, live, sequence_ids, layout.n_sequences or 0, denominator, layout.dtype
-        ),
-        advantages=layout.per_token_or_sequence("advantages", advantages, sequence_ids),
-        old_logprobs=None
-        if old_logprobs is None
-        else layout.per_token("old_logprobs", old_logprobs).detach(),
-        ref_logprobs=None
-        if ref_logprobs is None
-        else layout.per_token("ref_logprobs", ref_logprobs).detach(),
-        importance_weights=None
-        if importance_weights is None
-        else layout.per_token_or_sequence("importance_weights", importance_weights, sequence_ids).detach(),
+        weights=weights,
+        advantages=advantages_,
+        old_logprobs=per_token("old_logprobs", old_logprobs),
+        ref_logprobs=per_token("ref_logprobs", ref_logprobs),
+        importance_weights=spread("importance_weights", importance_weights),
     )
+    if objective.max_old_prob is not None:
+        assert tokens.old_logprobs is not None
+        unsure = tokens.old_logprobs <= math.log(objective.max_old_prob)
+        tokens = tokens._replace(weights=torch.where(unsure, weights, 0.0))
+    selection = _selection(layout, objective, selection)
+    objective, tokens = _settle(objective, tokens, selection)
+    return LossCall(layout, objective, tokens, sequence_ids, selection, generator)
 
 
-def _check_combination(layout: Layout, objective: Objective, ref_logprobs: Tensor | None) -> None:
-    if objective.per_sequence and layout.n_sequences is None:
+def _selection(layout: Layout, objective: Objective, value: Tensor | float | None) -> Tensor | float | None:
+    """A precomputed selection: bool [N], or a threshold for ``top_entropy``."""
+    if value is None:
+        return None
+    name = objective.batch_selection
+    if name is None:
+        raise ValueError(f"{layout.caller}: selection has no use: the objective selects no tokens of the batch")
+    if isinstance(value, Tensor) and value.dim() > 0:
+        return layout.per_token("selection", value, torch.bool)
+    if name != "top_entropy":
+        raise layout.fail("selection", f"bool {layout.describe()} with {name}", "a number")
+    return value.to(layout.dtype) if isinstance(value, Tensor) else float(value)
+
+
+def _settle(objective: Objective, tokens: Tokens, selection: Tensor | float | None) -> tuple[Objective, Tokens]:
+    """A selection known beforehand needs no second pass: fold it into the tokens."""
+    if not isinstance(selection, Tensor) or selection.dim() == 0:
+        return objective, tokens
+    if objective.top_entropy is not None:
+        tokens = tokens._replace(weights=torch.where(selection, tokens.weights, 0.0))
+        return replace(objective, top_entropy=None), tokens
+    if objective.clip_cov is not None:
+        return replace(objective, clip_cov=None), without_policy_term(tokens, selection)
+    return objective, tokens
+
+
+def without_policy_term(tokens: Tokens, selection: Tensor) -> Tokens:
+    """The selected tokens keep their KL and entropy terms and lose their policy gradient."""
+    base = torch.ones_like(tokens.weights) if tokens.importance_weights is None else tokens.importance_weights
+    return tokens._replace(importance_weights=torch.where(selection, 0.0, base))
+
+
+def _check_combination(
+    layout: Layout, objective: Objective, old_logprobs: Tensor | None, ref_logprobs: Tensor | None
+) -> None:
+    if objective.per_sequence is not None and layout.n_sequences is None:
         raise ValueError(
-            f"{layout.caller}: aggregate={objective.aggregate!r} works per sequence: pass cu_seqlens (int32 [S+1]) "
-            "with the packed layout"
+            f"{layout.caller}: {objective.per_sequence} works per sequence: pass cu_seqlens (int32 [S+1]) with the "
+            "packed layout"
         )
     if objective.aggregate == "seq-mean-token-sum-norm" and objective.length_norm is None:
         raise ValueError(
@@ -225,13 +277,11 @@ def _check_combination(layout: Layout, objective: Objective, ref_logprobs: Tenso
             "(Dr.GRPO: the longest response allowed)"
         )
     if objective.kl_coef != 0 and ref_logprobs is None:
-        raise ValueError(
-            f"{layout.caller}: kl_coef={objective.kl_coef:g} needs ref_logprobs; or pass kl_coef=0.0"
-        )
+        raise ValueError(f"{layout.caller}: kl_coef={objective.kl_coef:g} needs ref_logprobs; or pass kl_coef=0.0")
     if objective.kl_coef == 0 and ref_logprobs is not None:
-        raise ValueError(
-            f"{layout.caller}: ref_logprobs has no use with kl_coef=0; pass kl_coef, or leave it out"
-        )
+        raise ValueError(f"{layout.caller}: ref_logprobs has no use with kl_coef=0; pass kl_coef, or leave it out")
+    if objective.max_old_prob is not None and old_logprobs is None:
+        raise ValueError(f"{layout.caller}: max_old_prob={objective.max_old_prob:g} needs old_logprobs")
 
 
 def _denominator(layout: Layout, value: float | Tensor | None) -> float | Tensor | None:
@@ -242,9 +292,7 @@ def _denominator(layout: Layout, value: float | Tensor | None) -> float | Tensor
             raise layout.fail("denominator", "a number or a 0-d tensor", list(value.shape))
         return value.detach().to(layout.device, layout.dtype)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(
-            f"{layout.caller}: denominator must be a number or a 0-d tensor, got {type(value).__name__}"
-        )
+        raise TypeError(f"{layout.caller}: denominator must be a number or a 0-d tensor, got {type(value).__name__}")
     if not value > 0:
         raise layout.fail("denominator", "positive", value)
     return float(value)

@@ -237,9 +237,7 @@ def linear_loss(
         hidden, logits = head.logits(at, buffer)
         capped = logits.clone() if head.softcap is not None else None
         tau = _tau(temperature, at)
-        out = backend.row_loss_(
-            logits, target_ids[at], tau, tokens.rows(at), scalars, entropy_coef, want_entropy
-        )
+        out = backend.row_loss_(logits, target_ids[at], tau, tokens.rows(at), scalars, entropy_coef, want_entropy)
         total.loss.add_(out.loss)
         for whole, piece in zip(total[1:], out[1:], strict=True):
             if whole is not None:

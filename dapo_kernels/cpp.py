@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dapo_kernels import _C
+from dapo_kernels import _C  # type: ignore[attr-defined]
 from dapo_kernels.reference import raise_bad_target, raise_bad_temperature
 from dapo_kernels.surrogate import ObjectiveScalars
 from dapo_kernels.tokens import RowLoss, TokenLoss, Tokens
@@ -134,17 +134,13 @@ def row_loss_(
         ref_kl=_address(ref_kl),
         idle=idle.data_ptr(),
     )
-    loss = _C.row_loss(
-        rows, inputs, _C.Objective(*scalars.pack()), entropy_coef, out, torch.get_num_threads()
-    )
+    loss = _C.row_loss(rows, inputs, _C.Objective(*scalars.pack()), entropy_coef, out, torch.get_num_threads())
     if work is not logits:
         logits.copy_(work)
     return RowLoss(torch.tensor(loss, dtype=torch.float32), logprobs, entropy, clip_hit, ref_kl, idle)
 
 
-def token_loss(
-    logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scalars: ObjectiveScalars
-) -> TokenLoss:
+def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scalars: ObjectiveScalars) -> TokenLoss:
     d_logprobs, d_log_ratio = torch.empty_like(logprobs), torch.empty_like(logprobs)
     clip_hit = torch.empty_like(logprobs, dtype=torch.int8)
     ref_kl = torch.empty_like(logprobs) if scalars.kl_coef != 0 else None

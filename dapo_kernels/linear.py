@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dapo_kernels import linear_ops, ops
 from dapo_kernels.backends import backend_for
-from dapo_kernels.batch import Layout, layout_of, live_tokens, loss_tokens, target_tokens
+from dapo_kernels.batch import Layout, layout_of, live_tokens, loss_call, target_tokens
 from dapo_kernels.chunked import Head
 from dapo_kernels.loss import LossOutput, TokenStats, loss_of_stats, loss_output, token_stats
 from dapo_kernels.objectives import Objective, resolve_objective
@@ -34,13 +34,16 @@ def linear_dapo_loss(
     temperature: float | Tensor = 1.0,
     denominator: float | Tensor | None = None,
     entropy: bool = False,
+    selection: Tensor | float | None = None,
+    generator: torch.Generator | None = None,
     **overrides: Any,
 ) -> LossOutput:
     """``dapo_loss`` of ``softcap(hidden · weightᵀ + bias)``, a chunk of tokens at a time.
 
     The gradient is formed together with the loss, three GEMMs in all, and scaled by ``grad_output`` in the backward
-    pass; it can be handed out once. Inputs that do not require a gradient cost none, and under ``no_grad`` the call
-    costs one GEMM. Cost follows live tokens.
+    pass; it can be handed out once. Objectives that look at a whole sequence or batch first (``gspo``,
+    ``top_entropy``, …) compute the logits again in the backward pass: four GEMMs. Inputs that do not require a
+    gradient cost none, and under ``no_grad`` the call costs one GEMM. Cost follows live tokens.
 
     Args:
         hidden: [T, H] packed or [B, L, H] padded.
@@ -56,7 +59,7 @@ def linear_dapo_loss(
     layout = layout_of("linear_dapo_loss", "hidden", hidden, cu_seqlens)
     head = _head(layout, hidden, weight, bias, softcap, chunk_bytes)
     targets = target_tokens(layout, target_ids)
-    tokens = loss_tokens(
+    call = loss_call(
         layout,
         chosen,
         old_logprobs=old_logprobs,
@@ -65,23 +68,32 @@ def linear_dapo_loss(
         ref_logprobs=ref_logprobs,
         importance_weights=importance_weights,
         denominator=denominator,
+        selection=selection,
+        generator=generator,
     )
     tau = layout.temperature(temperature)
     backend = backend_for("linear_dapo_loss", hidden.device, hidden.dtype)
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in head[:3]]
-    if any(needs):
+    if any(needs) and call.objective.one_pass:
         scalars = ObjectiveScalars.of(chosen).pack()
         loss, logprobs, entropies, clip_hit, ref_kl, *_ = linear_ops.linear_loss(
-            *head, targets, *tau, *tokens, scalars, chosen.entropy_coef, entropy, needs, chunk_bytes, backend
+            *head,
+            targets,
+            *tau,
+            *call.tokens,
+            scalars,
+            chosen.entropy_coef,
+            entropy,
+            needs,
+            chunk_bytes,
+            backend,
         )
-        return loss_output(
-            layout, tokens, loss, logprobs, ops.or_none(entropies), clip_hit, ops.or_none(ref_kl)
-        )
-    needs_entropy = entropy or chosen.entropy_coef != 0
+        return loss_output(call, loss, logprobs, ops.or_none(entropies), clip_hit, ops.or_none(ref_kl))
+    needs_entropy = entropy or call.needs_entropy
     logprobs, _, entropies = linear_ops.linear_stats(
-        *head, targets, tokens.live, *tau, needs_entropy, chunk_bytes, backend
+        *head, targets, call.tokens.live, *tau, needs_entropy, chunk_bytes, backend
     )
-    return loss_of_stats(layout, chosen, tokens, logprobs, entropies if needs_entropy else None, backend)
+    return loss_of_stats(call, logprobs, entropies if needs_entropy else None, backend)
 
 
 def linear_token_logprobs(
@@ -131,9 +143,7 @@ def _head(
         raise layout.fail("bias", f"[V]=[{weight.shape[0]}]", got)
     for name, value in (("weight", weight), ("bias", bias)):
         if value is not None and value.dtype != hidden.dtype:
-            raise TypeError(
-                f"{caller}: {name} must have the dtype of hidden, {hidden.dtype}; got {value.dtype}"
-            )
+            raise TypeError(f"{caller}: {name} must have the dtype of hidden, {hidden.dtype}; got {value.dtype}")
         if value is not None and value.device != hidden.device:
             raise layout.fail(name, f"on {hidden.device} like hidden", value.device)
     if softcap is not None and not softcap > 0:

@@ -140,9 +140,7 @@ def _linear_stats_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
     ctx.set_materialize_grads(False)
 
 
-def _linear_stats_backward(
-    ctx: Any, dlogprobs: Tensor | None, _: Any, dentropy: Tensor | None
-) -> tuple[Any, ...]:
+def _linear_stats_backward(ctx: Any, dlogprobs: Tensor | None, _: Any, dentropy: Tensor | None) -> tuple[Any, ...]:
     hidden, weight, bias, target_ids, live, temperatures, norm, entropy = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:3])
     gradients = linear_grad(

@@ -1,4 +1,4 @@
-"""The public functions that start from logits or from log-probs. ``linear.py`` has those that start from hidden states."""
+"""The public functions that start from logits or from log-probs; those from hidden states are in ``linear.py``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dapo_kernels import ops
+from dapo_kernels import ops, ratio, select
 from dapo_kernels.backends import backend_for
-from dapo_kernels.batch import Layout, layout_of, live_tokens, loss_tokens, target_tokens, token_layout
+from dapo_kernels.batch import (
+    Layout,
+    LossCall,
+    layout_of,
+    live_tokens,
+    loss_call,
+    target_tokens,
+    token_layout,
+    without_policy_term,
+)
 from dapo_kernels.metrics import loss_metrics
 from dapo_kernels.objectives import Objective, resolve_objective
 from dapo_kernels.surrogate import ObjectiveScalars
@@ -48,6 +57,8 @@ def dapo_loss(
     denominator: float | Tensor | None = None,
     inplace_backward: bool = False,
     entropy: bool = False,
+    selection: Tensor | float | None = None,
+    generator: torch.Generator | None = None,
     **overrides: Any,
 ) -> LossOutput:
     """The DAPO loss (or a relative) of a batch of responses, from their logits.
@@ -73,6 +84,10 @@ def dapo_loss(
         inplace_backward: let the gradient overwrite the logits' storage (already in this call, where the objective
             allows one pass). The logits must not be used afterwards.
         entropy: also return the entropy of every live token.
+        selection: with ``top_entropy``, ``clip_cov`` or ``kl_cov``, which tokens were selected (bool, per token), made
+            beforehand over the whole batch (``dapo_kernels.select``) so that micro-batches agree with it;
+            ``top_entropy`` also takes the entropy threshold as a number.
+        generator: for the random choice of ``clip_cov``.
         **overrides: fields of ``Objective`` for this call, e.g. ``clip_high=0.3``.
 
     Raises:
@@ -82,7 +97,7 @@ def dapo_loss(
     chosen = resolve_objective("dapo_loss", objective, overrides)
     layout = layout_of("dapo_loss", "logits", logits, cu_seqlens)
     targets = target_tokens(layout, target_ids)
-    tokens = loss_tokens(
+    call = loss_call(
         layout,
         chosen,
         old_logprobs=old_logprobs,
@@ -91,23 +106,24 @@ def dapo_loss(
         ref_logprobs=ref_logprobs,
         importance_weights=importance_weights,
         denominator=denominator,
+        selection=selection,
+        generator=generator,
     )
     tau = layout.temperature(temperature)
     backend = backend_for("dapo_loss", logits.device, logits.dtype)
     wants_grad = torch.is_grad_enabled() and logits.requires_grad
     # A compiled graph has no use for the in-place form: the compiler plans buffers itself.
     in_place = inplace_backward and wants_grad and not torch.compiler.is_compiling()
-    if in_place:
+    if in_place and call.objective.one_pass:
         scalars = ObjectiveScalars.of(chosen).pack()
         loss, logprobs, entropies, clip_hit, ref_kl = ops.LogitsLossInPlace.apply(
-            logits, targets, *tau, *tokens, scalars, chosen.entropy_coef, entropy, backend
+            logits, targets, *tau, *call.tokens, scalars, chosen.entropy_coef, entropy, backend
         )
-        return loss_output(
-            layout, tokens, loss, logprobs, ops.or_none(entropies), clip_hit, ops.or_none(ref_kl)
-        )
-    needs_entropy = entropy or chosen.entropy_coef != 0
-    logprobs, _, entropies = ops.logits_stats(logits, targets, tokens.live, *tau, needs_entropy, backend)
-    return loss_of_stats(layout, chosen, tokens, logprobs, entropies if needs_entropy else None, backend)
+        return loss_output(call, loss, logprobs, ops.or_none(entropies), clip_hit, ops.or_none(ref_kl))
+    needs_entropy = entropy or call.needs_entropy
+    stats = ops.LogitsStatsInPlace.apply if in_place else ops.logits_stats
+    logprobs, _, entropies = stats(logits, targets, call.tokens.live, *tau, needs_entropy, backend)
+    return loss_of_stats(call, logprobs, entropies if needs_entropy else None, backend)
 
 
 def policy_loss(
@@ -122,6 +138,8 @@ def policy_loss(
     ref_logprobs: Tensor | None = None,
     importance_weights: Tensor | None = None,
     denominator: float | Tensor | None = None,
+    selection: Tensor | float | None = None,
+    generator: torch.Generator | None = None,
     **overrides: Any,
 ) -> LossOutput:
     """``dapo_loss`` from log-probs that are already there: O(tokens).
@@ -134,11 +152,7 @@ def policy_loss(
     """
     chosen = resolve_objective("policy_loss", objective, overrides)
     layout = token_layout("policy_loss", "logprobs", logprobs, cu_seqlens)
-    if chosen.entropy_coef != 0 and entropy is None:
-        raise ValueError(
-            f"policy_loss: entropy_coef={chosen.entropy_coef:g} needs entropy, {layout.describe()}"
-        )
-    tokens = loss_tokens(
+    call = loss_call(
         layout,
         chosen,
         old_logprobs=old_logprobs,
@@ -147,10 +161,15 @@ def policy_loss(
         ref_logprobs=ref_logprobs,
         importance_weights=importance_weights,
         denominator=denominator,
+        selection=selection,
+        generator=generator,
     )
+    if call.needs_entropy and entropy is None:
+        field = "entropy_coef" if chosen.entropy_coef != 0 else "top_entropy"
+        raise ValueError(f"policy_loss: {field}={getattr(chosen, field):g} needs entropy, {layout.describe()}")
     entropies = None if entropy is None else layout.per_token("entropy", entropy)
     backend = backend_for("policy_loss", logprobs.device, layout.dtype)
-    return loss_of_stats(layout, chosen, tokens, layout.per_token("logprobs", logprobs), entropies, backend)
+    return loss_of_stats(call, layout.per_token("logprobs", logprobs), entropies, backend)
 
 
 def token_logprobs(
@@ -191,17 +210,51 @@ def token_stats(layout: Layout, logprobs: Tensor, entropy: Tensor | None) -> Tok
     return TokenStats(logprobs.view(layout.shape), None if entropy is None else entropy.view(layout.shape))
 
 
-def loss_of_stats(
-    layout: Layout,
-    objective: Objective,
-    tokens: Tokens,
-    logprobs: Tensor,
-    entropy: Tensor | None,
-    backend: str,
-) -> LossOutput:
+def loss_of_stats(call: LossCall, logprobs: Tensor, entropy: Tensor | None, backend: str) -> LossOutput:
     """The O(tokens) half: from differentiable per-token statistics [N] to the loss."""
-    log_ratio = None if tokens.old_logprobs is None else logprobs - tokens.old_logprobs
-    loss, _, _, clip_hit, ref_kl = ops.token_loss(
+    objective, tokens = call.objective, call.tokens
+    log_ratio = ratio.log_ratio(
+        objective.ratio,
+        logprobs,
+        tokens.old_logprobs,
+        tokens.live,
+        call.sequence_ids,
+        call.layout.n_sequences or 0,
+    )
+    if objective.top_entropy is not None:
+        assert entropy is not None
+        chosen = _high_entropy(call, entropy.detach())
+        tokens = tokens._replace(weights=torch.where(chosen, tokens.weights, 0.0))
+    if objective.clip_cov is not None:
+        *_, clip_hit, _ = _token_loss(call, tokens, logprobs.detach(), _detached(log_ratio), backend)
+        lots = (
+            logprobs.detach(),
+            tokens.advantages,
+            tokens.live,
+            clip_hit,
+            objective.clip_cov,
+            call.generator,
+        )
+        tokens = without_policy_term(tokens, select.clip_cov(*lots))
+    loss, _, _, clip_hit, ref_kl = _token_loss(call, tokens, logprobs, log_ratio, backend)
+    if objective.kl_cov is not None:
+        loss = loss + _covariance_penalty(call, objective.kl_cov, logprobs)
+    if objective.entropy_coef != 0:
+        assert entropy is not None
+        bonus = (tokens.weights * torch.where(tokens.live, entropy, 0.0)).sum()
+        loss = loss - objective.entropy_coef * bonus
+    seen = None if objective.ratio == "token" else _detached(log_ratio)
+    return loss_output(call, loss, logprobs, entropy, clip_hit, ops.or_none(ref_kl), seen)
+
+
+def _detached(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach()
+
+
+def _token_loss(
+    call: LossCall, tokens: Tokens, logprobs: Tensor, log_ratio: Tensor | None, backend: str
+) -> tuple[Tensor, ...]:
+    return ops.token_loss(
         logprobs,
         log_ratio,
         tokens.live,
@@ -209,27 +262,41 @@ def loss_of_stats(
         tokens.advantages,
         tokens.ref_logprobs,
         tokens.importance_weights,
-        ObjectiveScalars.of(objective).pack(),
+        ObjectiveScalars.of(call.objective).pack(),
         backend,
     )
-    if objective.entropy_coef != 0:
-        assert entropy is not None
-        loss = loss - objective.entropy_coef * (tokens.weights * torch.where(tokens.live, entropy, 0.0)).sum()
-    return loss_output(layout, tokens, loss, logprobs, entropy, clip_hit, ops.or_none(ref_kl))
+
+
+def _high_entropy(call: LossCall, entropy: Tensor) -> Tensor:
+    assert call.objective.top_entropy is not None
+    if call.selection is not None:  # a threshold: a mask would have been settled before
+        return entropy >= call.selection
+    return select.top_entropy(entropy, call.tokens.live, call.objective.top_entropy)
+
+
+def _covariance_penalty(call: LossCall, kl_cov: tuple[float, float], logprobs: Tensor) -> Tensor:
+    """coef·|ℓ − ℓ_old| on the selected tokens (Cui et al. 2025, eq. 13)."""
+    tokens, chosen = call.tokens, call.selection
+    if not isinstance(chosen, Tensor):
+        chosen = select.kl_cov(logprobs.detach(), tokens.advantages, tokens.live, kl_cov)
+    old_logprobs = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
+    distance = torch.where(chosen & tokens.live, logprobs - old_logprobs, 0.0).abs()
+    return kl_cov[1] * (tokens.weights * distance).sum()
 
 
 def loss_output(
-    layout: Layout,
-    tokens: Tokens,
+    call: LossCall,
     loss: Tensor,
     logprobs: Tensor,
     entropy: Tensor | None,
     clip_hit: Tensor,
     ref_kl: Tensor | None,
+    log_ratio: Tensor | None = None,
 ) -> LossOutput:
     """Per-token results [N] in the caller's layout, dead tokens 0, with the metrics."""
-    logprobs = torch.where(tokens.live, logprobs.detach(), 0.0)
-    entropy = None if entropy is None else torch.where(tokens.live, entropy.detach(), 0.0)
-    metrics = loss_metrics(tokens.live, logprobs, tokens.old_logprobs, clip_hit, ref_kl, entropy)
-    shaped = token_stats(layout, logprobs, entropy)
+    live = call.tokens.live
+    logprobs = torch.where(live, logprobs.detach(), 0.0)
+    entropy = None if entropy is None else torch.where(live, entropy.detach(), 0.0)
+    metrics = loss_metrics(live, logprobs, call.tokens.old_logprobs, log_ratio, clip_hit, ref_kl, entropy)
+    shaped = token_stats(call.layout, logprobs, entropy)
     return LossOutput(loss, shaped.logprobs, shaped.entropy, metrics)

@@ -14,8 +14,11 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-SURROGATES = ("clip", "reinforce")
+SURROGATES = ("clip", "cispo", "reinforce", "sapo")
+RATIOS = ("token", "sequence", "sequence_token")
 KL_ESTIMATORS = ("k1", "k2", "k3")
+BATCH_SELECTIONS = ("top_entropy", "clip_cov", "kl_cov")
+_LARGEST = 3.4e38
 AGGREGATES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 
 
@@ -36,6 +39,19 @@ def _number(name: str, value: object, low: float, high: float) -> None:
         raise ValueError(f"{name} must be a number {bounds}, got {value!r}")
 
 
+def _share(name: str, value: object) -> None:
+    if value is not None and not _is_number(value, 0.0, 1.0, open_low=True):
+        raise ValueError(f"{name} must be in (0, 1], or None; got {value!r}")
+
+
+def _numbers(name: str, values: object, parts: tuple[str, ...], positive: int) -> None:
+    """A tuple of as many numbers as ``parts``, the first ``positive`` of them above 0."""
+    ok = isinstance(values, (tuple, list)) and len(values) == len(parts)
+    ok = ok and all(_is_number(value, -math.inf, math.inf) for value in values)  # type: ignore[attr-defined]
+    if not ok or any(value <= 0 for value in values[:positive]):  # type: ignore[index]
+        raise ValueError(f"{name} must be ({', '.join(parts)}), numbers, the first {positive} positive; got {values!r}")
+
+
 @dataclass(frozen=True)
 class Objective:
     """A policy-gradient objective over tokens.
@@ -44,10 +60,14 @@ class Objective:
 
     Attributes:
         surrogate: ``"clip"``: −min(ρA, clip(ρ, 1−clip_low, 1+clip_high)·A) (PPO, eq. 7);
-            ``"reinforce"``: −A·ℓ.
+            ``"cispo"``: −sg[clip(ρ, 1−clip_low, 1+clip_high)]·A·ℓ; ``"reinforce"``: −A·ℓ;
+            ``"sapo"``: −A·σ(τ(ρ−1))·4/τ.
+        ratio: ``"token"``: ρ = exp(ℓ − ℓ_old); ``"sequence"``: the exponential of its mean over the sequence (GSPO);
+            ``"sequence_token"``: that value with each token's own gradient (GSPO-token).
         clip_low: how far below 1 the ratio may fall before its gradient stops, in [0, 1].
         clip_high: how far above 1 it may rise; may be ``math.inf``.
-        dual_clip: for A < 0 the loss never exceeds −dual_clip·A (Ye et al. 2020); above 1, or ``None``.
+        dual_clip: for A < 0 the clip loss never exceeds −dual_clip·A (Ye et al. 2020); above 1, or ``None``.
+        sapo_tau: τ for A > 0 and for A ≤ 0.
         kl_coef: weight of a KL penalty to ``ref_logprobs``; with d = ℓ_ref − ℓ:
         kl_estimator: ``"k1"`` −d, ``"k2"`` ½d², ``"k3"`` exp(d) − d − 1.
         kl_through_ratio: multiply k3 by ρ, with its gradient, which corrects it for off-policy tokens.
@@ -56,43 +76,87 @@ class Objective:
             ``"seq-mean-token-sum"`` the mean over sequences of their sums; ``"seq-mean-token-sum-norm"`` the same
             divided by ``length_norm``. Only live tokens, and sequences with at least one, count.
         length_norm: the constant of ``"seq-mean-token-sum-norm"`` (Dr.GRPO: the longest response allowed).
+        top_entropy: only this share of the live tokens, those of highest entropy, trains; the denominator stays.
+        clip_cov: (share, low, high): of the tokens whose advantage–log-prob covariance is within (low, high), so many
+            at random, as a share of the live ones, lose their policy gradient.
+        kl_cov: (share, coef): the tokens of highest covariance, so many as a share of the live ones, pay
+            coef·|ℓ − ℓ_old|.
+        max_old_prob: tokens the old policy gave a higher probability do not train; the denominator stays.
         paper: where the row comes from.
     """
 
     surrogate: str = "clip"
+    ratio: str = "token"
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
+    sapo_tau: tuple[float, float] = (1.0, 1.05)
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
     kl_through_ratio: bool = False
     entropy_coef: float = 0.0
     aggregate: str = "token-mean"
     length_norm: float | None = None
+    top_entropy: float | None = None
+    clip_cov: tuple[float, float, float] | None = None
+    kl_cov: tuple[float, float] | None = None
+    max_old_prob: float | None = None
     paper: str = ""
 
     def __post_init__(self) -> None:
         _one_of("surrogate", self.surrogate, SURROGATES)
+        _one_of("ratio", self.ratio, RATIOS)
         _one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
         _one_of("aggregate", self.aggregate, AGGREGATES)
         _number("clip_low", self.clip_low, 0.0, 1.0)
         _number("clip_high", self.clip_high, 0.0, math.inf)
+        _number("kl_coef", self.kl_coef, 0.0, math.inf)
+        if not _is_number(self.entropy_coef, -_LARGEST, _LARGEST):
+            raise ValueError(f"entropy_coef must be a finite number, got {self.entropy_coef!r}")
         if self.dual_clip is not None and not _is_number(self.dual_clip, 1.0, math.inf, open_low=True):
             raise ValueError(f"dual_clip must be greater than 1, or None; got {self.dual_clip!r}")
-        _number("kl_coef", self.kl_coef, 0.0, math.inf)
-        if not math.isfinite(self.entropy_coef):
-            raise ValueError(f"entropy_coef must be finite, got {self.entropy_coef!r}")
+        if self.length_norm is not None and not _is_number(self.length_norm, 0.0, math.inf, open_low=True):
+            raise ValueError(f"length_norm must be positive, or None; got {self.length_norm!r}")
+        _numbers("sapo_tau", self.sapo_tau, ("τ for A > 0", "τ for A ≤ 0"), positive=2)
+        _share("top_entropy", self.top_entropy)
+        _share("max_old_prob", self.max_old_prob)
+        if self.clip_cov is not None:
+            _numbers("clip_cov", self.clip_cov, ("share", "low", "high"), positive=1)
+        if self.kl_cov is not None:
+            _numbers("kl_cov", self.kl_cov, ("share", "coef"), positive=1)
+        self._refuse_meaningless()
+
+    def _refuse_meaningless(self) -> None:
         if self.kl_through_ratio and self.kl_estimator != "k3":
             raise ValueError(
                 f"kl_through_ratio corrects the k3 estimator; it has no meaning with {self.kl_estimator!r}"
             )
-        if self.length_norm is not None and not _is_number(self.length_norm, 0.0, math.inf, open_low=True):
-            raise ValueError(f"length_norm must be positive, or None; got {self.length_norm!r}")
+        if self.kl_through_ratio and self.ratio != "token":
+            raise ValueError(f"kl_through_ratio multiplies a token's KL by its own ratio; ratio is {self.ratio!r}")
+        if self.dual_clip is not None and self.surrogate != "clip":
+            raise ValueError(f"dual_clip bounds the clip surrogate; it has no meaning with {self.surrogate!r}")
+        if self.surrogate == "reinforce" and (self.ratio != "token" or self.clip_cov or self.kl_cov):
+            raise ValueError("surrogate 'reinforce' has no ratio: ratio, clip_cov and kl_cov have no meaning with it")
+        chosen = [name for name in BATCH_SELECTIONS if getattr(self, name) is not None]
+        if len(chosen) > 1:
+            raise ValueError(f"{' and '.join(chosen)} each select tokens of the whole batch: choose one")
 
     @property
-    def per_sequence(self) -> bool:
-        """Whether the loss needs to know where sequences begin and end."""
-        return self.aggregate != "token-mean"
+    def per_sequence(self) -> str | None:
+        """The field that makes the loss need to know where sequences begin and end."""
+        if self.aggregate != "token-mean":
+            return f"aggregate={self.aggregate!r}"
+        return None if self.ratio == "token" else f"ratio={self.ratio!r}"
+
+    @property
+    def batch_selection(self) -> str | None:
+        """The field that selects tokens by looking at the whole batch."""
+        return next((name for name in BATCH_SELECTIONS if getattr(self, name) is not None), None)
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether a token's gradient depends on nothing but its own row: log-prob, then gradient, in one visit."""
+        return self.ratio == "token" and self.batch_selection is None
 
 
 PPO = Objective(paper="Schulman et al. 2017, arXiv 1707.06347")
@@ -105,13 +169,60 @@ GRPO = replace(
 )
 DAPO = replace(PPO, clip_high=0.28, paper="Yu et al. 2025, arXiv 2503.14476, eq. 8")
 DR_GRPO = replace(PPO, aggregate="seq-mean-token-sum-norm", paper="Liu et al. 2025, arXiv 2503.20783")
+GSPO = replace(
+    PPO,
+    ratio="sequence",
+    clip_low=3e-4,
+    clip_high=4e-4,
+    aggregate="seq-mean-token-mean",
+    paper="Zheng et al. 2025, arXiv 2507.18071, eq. 5",
+)
+GSPO_TOKEN = replace(GSPO, ratio="sequence_token", paper="Zheng et al. 2025, arXiv 2507.18071, eq. 13")
+CISPO = replace(
+    PPO,
+    surrogate="cispo",
+    clip_low=1.0,
+    clip_high=4.0,
+    paper="Chen et al. 2025 (MiniMax-M1), arXiv 2506.13585, eq. 4",
+)
+LITE_PPO = replace(PPO, paper="Liu et al. 2025 (Tricks or Traps?), arXiv 2508.08221")
 REINFORCE = replace(PPO, surrogate="reinforce", paper="Williams 1992; Ahmadian et al. 2024, arXiv 2402.14740")
+CLIP_COV = replace(PPO, clip_cov=(2e-4, 1.0, 5.0), paper="Cui et al. 2025, arXiv 2505.22617, eq. 11")
+KL_COV = replace(
+    PPO,
+    clip_low=1.0,
+    clip_high=math.inf,
+    kl_cov=(2e-4, 1.0),
+    paper="Cui et al. 2025, arXiv 2505.22617, eq. 13",
+)
+TOP_ENTROPY = replace(DAPO, top_entropy=0.2, paper="Wang et al. 2025 (Beyond the 80/20 Rule), arXiv 2506.01939")
+SPO = replace(PPO, max_old_prob=0.9, paper="Guo et al. 2025 (Segment Policy Optimization), arXiv 2505.23564")
+SAPO = replace(PPO, surrogate="sapo", paper="Gao et al. 2025, arXiv 2511.20347")
 
 OBJECTIVES: Mapping[str, Objective] = MappingProxyType(
-    {"ppo": PPO, "grpo": GRPO, "dapo": DAPO, "dr_grpo": DR_GRPO, "reinforce": REINFORCE}
+    {
+        "ppo": PPO,
+        "grpo": GRPO,
+        "dapo": DAPO,
+        "dr_grpo": DR_GRPO,
+        "gspo": GSPO,
+        "gspo_token": GSPO_TOKEN,
+        "cispo": CISPO,
+        "lite_ppo": LITE_PPO,
+        "reinforce": REINFORCE,
+        "clip_cov": CLIP_COV,
+        "kl_cov": KL_COV,
+        "top_entropy": TOP_ENTROPY,
+        "spo": SPO,
+        "sapo": SAPO,
+    }
 )
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Objective) if field.name != "paper")
+
+
+# Fields that only some surrogates read: naming another one in a call is a mistake.
+_READ_BY = {"clip_low": ("clip", "cispo"), "clip_high": ("clip", "cispo"), "sapo_tau": ("sapo",)}
 
 
 def resolve_objective(caller: str, objective: str | Objective, overrides: dict[str, Any]) -> Objective:
@@ -132,10 +243,14 @@ def resolve_objective(caller: str, objective: str | Objective, overrides: dict[s
         )
     unknown = [name for name in overrides if name not in FIELDS]
     if unknown:
-        raise TypeError(
-            f"{caller}: unknown argument {unknown[0]!r}{_near(unknown[0])}; fields: {', '.join(FIELDS)}"
-        )
-    return replace(objective, **overrides) if overrides else objective
+        raise TypeError(f"{caller}: unknown argument {unknown[0]!r}{_near(unknown[0])}; fields: {', '.join(FIELDS)}")
+    chosen = replace(objective, **overrides) if overrides else objective
+    for name, readers in _READ_BY.items():
+        if name in overrides and chosen.surrogate not in readers:
+            raise ValueError(f"{caller}: {name} has no meaning with surrogate {chosen.surrogate!r}")
+    if chosen.length_norm is not None and chosen.aggregate != "seq-mean-token-sum-norm":
+        raise ValueError(f"{caller}: length_norm has no meaning with aggregate {chosen.aggregate!r}")
+    return chosen
 
 
 def _near(name: str) -> str:

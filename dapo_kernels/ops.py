@@ -47,9 +47,7 @@ def stats_results(per_token: Tensor, want_entropy: bool) -> tuple[Tensor, Tensor
 def refuse_second_backward(ctx: Any, caller: str, remedy: str) -> None:
     """The gradient buffer is handed out once; a second request would return what autograd has since changed."""
     if getattr(ctx, "handed_out", False):
-        raise RuntimeError(
-            f"{caller}: second backward through the same call; its gradient was handed out. {remedy}"
-        )
+        raise RuntimeError(f"{caller}: second backward through the same call; its gradient was handed out. {remedy}")
     ctx.handed_out = True
 
 
@@ -93,9 +91,7 @@ def logits_grad(
     """∂loss/∂logits, contiguous, from ∂loss/∂logprobs and ∂loss/∂entropy."""
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     tau = tau_of(temperature, temperatures)
-    backend_module(backend).row_grad(
-        out, logits, target_ids, live, tau, norm, or_none(entropy), dlogprobs, dentropy
-    )
+    backend_module(backend).row_grad(out, logits, target_ids, live, tau, norm, or_none(entropy), dlogprobs, dentropy)
     return out
 
 
@@ -119,9 +115,7 @@ def logits_grad_(
 ) -> None:
     """``logits_grad`` written over the logits."""
     tau = tau_of(temperature, temperatures)
-    backend_module(backend).row_grad(
-        logits, logits, target_ids, live, tau, norm, or_none(entropy), dlogprobs, dentropy
-    )
+    backend_module(backend).row_grad(logits, logits, target_ids, live, tau, norm, or_none(entropy), dlogprobs, dentropy)
 
 
 def _logits_stats_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -141,9 +135,7 @@ def _stats_grad_args(ctx: Any, dlogprobs: Tensor | None, dentropy: Tensor | None
     return logits, target_ids, live, *tau, norm, entropy, dlogprobs, dentropy, ctx.backend
 
 
-def _logits_stats_backward(
-    ctx: Any, dlogprobs: Tensor | None, _: Any, dentropy: Tensor | None
-) -> tuple[Any, ...]:
+def _logits_stats_backward(ctx: Any, dlogprobs: Tensor | None, _: Any, dentropy: Tensor | None) -> tuple[Any, ...]:
     return logits_grad(*_stats_grad_args(ctx, dlogprobs, dentropy)), None, None, None, None, None, None
 
 
@@ -231,9 +223,7 @@ def _(  # type: ignore[no-untyped-def]
     backend,
 ):
     has_entropy = want_entropy or entropy_coef != 0
-    return token_results(
-        _per_token(logits, target_ids), has_entropy, ObjectiveScalars.unpack(scalars).kl_coef != 0
-    )
+    return token_results(_per_token(logits, target_ids), has_entropy, ObjectiveScalars.unpack(scalars).kl_coef != 0)
 
 
 class LogitsLossInPlace(torch.autograd.Function):

@@ -105,9 +105,7 @@ def row_grad(
     out.copy_(grad.view(out.shape))
 
 
-def token_loss(
-    logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scalars: ObjectiveScalars
-) -> TokenLoss:
+def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scalars: ObjectiveScalars) -> TokenLoss:
     """The surrogate and the KL term over all tokens. ``log_ratio`` [T], or ``None`` on-policy."""
     live = tokens.live
 

@@ -27,39 +27,36 @@ class ObjectiveScalars(NamedTuple):
     clip_low: float
     clip_high: float
     dual_clip: float  # inf when off
+    tau_positive: float
+    tau_negative: float
     kl_coef: float
     kl_estimator: str
     kl_through_ratio: bool
 
     @classmethod
     def of(cls, objective: Objective) -> ObjectiveScalars:
-        dual_clip = float("inf") if objective.dual_clip is None else objective.dual_clip
         return cls(
             objective.surrogate,
             objective.clip_low,
             objective.clip_high,
-            dual_clip,
+            float("inf") if objective.dual_clip is None else objective.dual_clip,
+            *objective.sapo_tau,
             objective.kl_coef,
             objective.kl_estimator,
             objective.kl_through_ratio,
         )
 
     def pack(self) -> list[float]:
-        names = (SURROGATES.index(self.surrogate), KL_ESTIMATORS.index(self.kl_estimator))
-        numbers = (self.clip_low, self.clip_high, self.dual_clip, self.kl_coef, self.kl_through_ratio)
-        return [float(x) for x in names + numbers]
+        names = {"surrogate": SURROGATES.index(self.surrogate), "kl_estimator": KL_ESTIMATORS.index(self.kl_estimator)}
+        return [float(x) for x in (self._asdict() | names).values()]
 
     @classmethod
     def unpack(cls, packed: list[float]) -> ObjectiveScalars:
-        surrogate, estimator, clip_low, clip_high, dual_clip, kl_coef, through_ratio = packed
-        return cls(
-            SURROGATES[int(surrogate)],
-            clip_low,
-            clip_high,
-            dual_clip,
-            kl_coef,
-            KL_ESTIMATORS[int(estimator)],
-            bool(through_ratio),
+        scalars = cls(*packed)  # type: ignore[arg-type]
+        return scalars._replace(
+            surrogate=SURROGATES[int(scalars.surrogate)],
+            kl_estimator=KL_ESTIMATORS[int(scalars.kl_estimator)],
+            kl_through_ratio=bool(scalars.kl_through_ratio),
         )
 
 
@@ -80,6 +77,30 @@ def clip_term(log_ratio: Any, advantage: Any, clip_low: float, clip_high: float,
     # A ratio that overflows must not turn a zero advantage into inf · 0.
     idle = advantage == 0
     return ops.where(idle, 0.0, value), ops.where(idle, 0.0, slope), ops.where(idle, 0, hit)
+
+
+def cispo_term(logprob: Any, log_ratio: Any, advantage: Any, clip_low: float, clip_high: float) -> Any:
+    """−sg[clip(ρ)]·A·ℓ. Returns value, d/dℓ, and which bound was hit."""
+    ratio = ops.exp(log_ratio)
+    slope = -ops.clamp(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantage
+    hit = ops.where(ratio < 1.0 - clip_low, CLIPPED_LOW, ops.where(ratio > 1.0 + clip_high, CLIPPED_HIGH, 0))
+    idle = advantage == 0
+    return ops.where(idle, 0.0, slope * logprob), ops.where(idle, 0.0, slope), ops.where(idle, 0, hit)
+
+
+def reinforce_term(logprob: Any, advantage: Any) -> Any:
+    """−A·ℓ. Returns value and d/dℓ."""
+    return ops.where(advantage == 0, 0.0, -advantage * logprob), -advantage
+
+
+def sapo_term(log_ratio: Any, advantage: Any, tau_positive: float, tau_negative: float) -> Any:
+    """−A·σ(τ(ρ−1))·4/τ. Returns value and d/dδ = −A·4σ(1−σ)·ρ."""
+    ratio = ops.exp(log_ratio)
+    tau = ops.where(advantage > 0, tau_positive, tau_negative)
+    gate = ops.sigmoid(tau * (ratio - 1.0))
+    closing = ops.sigmoid(tau * (1.0 - ratio))  # 1 − σ, without the cancellation
+    slope = ops.where(closing == 0, 0.0, -4.0 * advantage * gate * closing * ratio)  # the gate shuts before ρ overflows
+    return -4.0 * advantage * gate / tau, ops.where(advantage == 0, 0.0, slope)
 
 
 def kl_term(logprob: Any, ref_logprob: Any, estimator: str) -> Any:
@@ -104,19 +125,23 @@ def token_objective(
     clip_low: float,
     clip_high: float,
     dual_clip: float,
+    tau_positive: float,
+    tau_negative: float,
     kl_coef: float,
     kl_estimator: str,
     kl_through_ratio: bool,
 ) -> Any:
     """One token's loss without entropy: L, ∂L/∂ℓ, ∂L/∂δ, which clip was hit, the KL estimate (zeros without one)."""
     nothing = ops.zeros_like(logprob)
+    d_logprob, d_ratio, hit = nothing, nothing, nothing
     if surrogate == "clip":
         value, d_ratio, hit = clip_term(log_ratio, advantage, clip_low, clip_high, dual_clip)
-        d_logprob = nothing
+    elif surrogate == "cispo":
+        value, d_logprob, hit = cispo_term(logprob, log_ratio, advantage, clip_low, clip_high)
+    elif surrogate == "sapo":
+        value, d_ratio = sapo_term(log_ratio, advantage, tau_positive, tau_negative)
     else:
-        idle = advantage == 0
-        value = ops.where(idle, 0.0, -advantage * logprob)
-        d_logprob, d_ratio, hit = -advantage, nothing, ops.zeros_like(logprob)
+        value, d_logprob = reinforce_term(logprob, advantage)
     if importance_weight is not None:
         value, d_logprob, d_ratio = (importance_weight * x for x in (value, d_logprob, d_ratio))
     if kl_coef == 0.0:

@@ -19,7 +19,7 @@ class Tokens(NamedTuple):
     importance_weights: Tensor | None
 
     def rows(self, index: Tensor | slice) -> Tokens:
-        return Tokens(*(None if x is None else x[index] for x in self))
+        return Tokens._make(None if x is None else x[index] for x in self)
 
 
 class TokenLoss(NamedTuple):
