@@ -27,7 +27,12 @@ template <class T> static inline float block_max(const T* x, int64_t n) {
   return max_of(max(max(m[0], m[1]), max(m[2], m[3])));
 }
 
-enum class Keep { none, scratch, in_place };
+// Asks for the cache lines of one group of logits. Past the end of a buffer this is harmless.
+template <class T> static inline void prefetch_group(const T* p) {
+  for (size_t byte = 0; byte < kGroup * sizeof(T); byte += 64) {
+    __builtin_prefetch(reinterpret_cast<const char*>(p) + byte, 0, 2);
+  }
+}
 
 struct Sums { vf sum_a, sum_b, weighted_a, weighted_b; };
 
@@ -43,56 +48,41 @@ template <bool kWeighted> static inline Group exponentials(Group g, vf c, vf shi
   return e;
 }
 
-template <class T, bool kWeighted, Keep kKeep>
-static SoftmaxPart block_stats(const T* x, int64_t n, float c, float* exps) {
+template <class T, bool kWeighted, bool kKeep> static SoftmaxPart block_stats(T* x, int64_t n, float c) {
   const float top = block_max(x, n) * c;
   const vf shift = splat(top == -INFINITY ? 0.0f : -top), scale = splat(c);
   Sums s = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
   int64_t i = 0;
   for (; i + kGroup <= n; i += kGroup) {
+    prefetch_group(x + i + kBlock);  // the next block, which the pass for its maximum would otherwise wait for
     const Group e = exponentials<kWeighted>(load_group(x + i), scale, shift, s);
-    if (kKeep != Keep::none) {
-      store(exps + i, e.a);
-      store(exps + i + kWidth, e.b);
-    }
+    if (kKeep) store_group(x + i, e);
   }
   if (i < n) {
     const Group e = exponentials<kWeighted>(load_tail(x + i, (int)(n - i), -INFINITY), scale, shift, s);
-    if (kKeep == Keep::scratch) {
-      store(exps + i, e.a);
-      store(exps + i + kWidth, e.b);
-    } else if (kKeep == Keep::in_place) {
-      store_tail(exps + i, e, (int)(n - i));
-    }
+    if (kKeep) store_tail(x + i, e, (int)(n - i));
   }
   return {top, sum_of(add(s.sum_a, s.sum_b)), sum_of(add(s.weighted_a, s.weighted_b))};
 }
 
-template <class T> SoftmaxPart stats(const void* data, int64_t n, float c, bool weighted, float* exps) {
-  const T* x = static_cast<const T*>(data);
-  if (exps == nullptr) {
-    return weighted ? block_stats<T, true, Keep::none>(x, n, c, exps) : block_stats<T, false, Keep::none>(x, n, c, exps);
-  }
-  if (static_cast<const void*>(exps) == data) {
-    return weighted ? block_stats<T, true, Keep::in_place>(x, n, c, exps)
-                    : block_stats<T, false, Keep::in_place>(x, n, c, exps);
-  }
-  return weighted ? block_stats<T, true, Keep::scratch>(x, n, c, exps)
-                  : block_stats<T, false, Keep::scratch>(x, n, c, exps);
+template <class T> SoftmaxPart stats(void* data, int64_t n, float c, bool weighted, bool keep) {
+  T* x = static_cast<T*>(data);
+  if (keep) return weighted ? block_stats<T, true, true>(x, n, c) : block_stats<T, false, true>(x, n, c);
+  return weighted ? block_stats<T, true, false>(x, n, c) : block_stats<T, false, false>(x, n, c);
 }
 
-template <class T> void scale(const float* exps, void* data, int64_t n, float factor) {
-  T* out = static_cast<T*>(data);
-  const bool in_place = static_cast<const void*>(exps) == data;
+template <class T> void scale(void* data, int64_t n, float factor, const void* ahead) {
+  T* x = static_cast<T*>(data);
   const vf f = splat(factor);
   int64_t i = 0;
   for (; i + kGroup <= n; i += kGroup) {
-    store_group(out + i, Group{mul(load(exps + i), f), mul(load(exps + i + kWidth), f)});
+    prefetch_group(static_cast<const T*>(ahead) + i);
+    const Group e = load_group(x + i);
+    store_group(x + i, Group{mul(e.a, f), mul(e.b, f)});
   }
   if (i < n) {
-    const int rest = (int)(n - i);
-    const Group e = in_place ? load_tail(exps + i, rest, 0.0f) : Group{load(exps + i), load(exps + i + kWidth)};
-    store_tail(out + i, Group{mul(e.a, f), mul(e.b, f)}, rest);
+    const Group e = load_tail(x + i, (int)(n - i), 0.0f);
+    store_tail(x + i, Group{mul(e.a, f), mul(e.b, f)}, (int)(n - i));
   }
 }
 
@@ -102,10 +92,11 @@ template <bool kSlope> static inline vf grad_of(vf y, vf a, vf b) {
 }
 
 template <class T, bool kSlope>
-static void block_grad(const T* x, T* out, int64_t n, float c, float top, float a_, float b_) {
+static void block_grad(const T* x, T* out, int64_t n, float c, float top, float a_, float b_, const T* ahead) {
   const vf scale = splat(c), shift = splat(-top), a = splat(a_), b = splat(b_);
   int64_t i = 0;
   for (; i + kGroup <= n; i += kGroup) {
+    prefetch_group(ahead + i);
     const Group y = affine(load_group(x + i), scale, shift);
     store_group(out + i, Group{grad_of<kSlope>(y.a, a, b), grad_of<kSlope>(y.b, a, b)});
   }
@@ -116,10 +107,11 @@ static void block_grad(const T* x, T* out, int64_t n, float c, float top, float 
   }
 }
 
-template <class T> void grad(const void* x, void* out, int64_t n, float c, float top, float a, float b) {
-  const T* in = static_cast<const T*>(x);
+template <class T>
+void grad(const void* x, void* out, int64_t n, float c, float top, float a, float b, const void* ahead) {
+  const T *in = static_cast<const T*>(x), *next = static_cast<const T*>(ahead);
   T* to = static_cast<T*>(out);
-  b == 0.0f ? block_grad<T, false>(in, to, n, c, top, a, b) : block_grad<T, true>(in, to, n, c, top, a, b);
+  b == 0.0f ? block_grad<T, false>(in, to, n, c, top, a, b, next) : block_grad<T, true>(in, to, n, c, top, a, b, next);
 }
 
 template <class T> float get(const void* x, int64_t i) {

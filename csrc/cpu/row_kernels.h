@@ -15,16 +15,17 @@ constexpr int64_t kBlock = 2048;
 
 // Kernels of one dtype. `c` = log2(e) / temperature turns logits into base-2 exponents.
 struct BlockKernels {
-  // Statistics of x[0, n). Keeps the exponentials 2^(x c - top) in `exps` unless it is null; `exps` may be x itself
-  // (float32), else it has room for n rounded up to whole groups.
-  SoftmaxPart (*stats)(const void* x, int64_t n, float c, bool weighted, float* exps);
-  // out = exps * scale, from what `stats` kept.
-  void (*scale)(const float* exps, void* out, int64_t n, float scale);
+  // Statistics of x[0, n). With `keep` (float32 only) x is overwritten by its exponentials 2^(x c - top).
+  SoftmaxPart (*stats)(void* x, int64_t n, float c, bool weighted, bool keep);
+  // x *= scale, for the exponentials that `stats` kept.
+  void (*scale)(void* x, int64_t n, float scale, const void* ahead);
   // out = p (a + b (x c - top)) with p = 2^(x c - top): the gradient row but for the target's own entry.
-  void (*grad)(const void* x, void* out, int64_t n, float c, float top, float a, float b);
+  void (*grad)(const void* x, void* out, int64_t n, float c, float top, float a, float b, const void* ahead);
   float (*get)(const void* x, int64_t i);
   void (*set)(void* x, int64_t i, float value);
 };
+// `ahead`: what the caller will read next, as many bytes as the block has; fetched into the L2 cache meanwhile, because
+// the second sweep over a row runs from cache and would leave the memory bus idle.
 
 struct RowKernels {
   const char* isa;
