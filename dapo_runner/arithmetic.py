@@ -1,0 +1,71 @@
+"""Verifiable arithmetic made on the spot: the problems of the tiny recipe."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import reduce
+
+from dapo_runner.config import ArithmeticConfig, ConfigError
+
+_APPLY = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
+
+
+@dataclass(frozen=True, slots=True)
+class ArithmeticProblem:
+    """`operands` joined by one `operator`, worked from the left."""
+
+    operator: str
+    operands: tuple[int, ...]
+
+    @property
+    def question(self) -> str:
+        return self.operator.join(map(str, self.operands))
+
+    @property
+    def answer(self) -> str:
+        return str(reduce(_APPLY[self.operator], self.operands))
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...]]:
+        """Equal for problems that only differ in the order of their operands, where order does not matter."""
+        return self.operator, self.operands if self.operator == "-" else tuple(sorted(self.operands))
+
+
+def split_problems(config: ArithmeticConfig) -> tuple[list[ArithmeticProblem], list[ArithmeticProblem]]:
+    """Training and held-out problems, all distinct; `b+a` never trains where `a+b` is held out.
+
+    Raises ConfigError when there are not that many problems of the kind asked for.
+    """
+    heldout: list[ArithmeticProblem] = []
+    train: list[ArithmeticProblem] = []
+    heldout_keys = set()
+    for problem in _shuffled_problems(config):
+        if len(heldout) < config.eval_size:
+            heldout.append(problem)
+            heldout_keys.add(problem.key)
+        elif problem.key not in heldout_keys:
+            train.append(problem)
+            if len(train) == config.train_size:
+                return train, heldout
+    raise ConfigError(
+        f"data.arithmetic: expected {config.eval_size} held-out and {config.train_size} training problems, "
+        f"got {len(heldout)} and {len(train)}, which is all there are with {config.operands} operands of "
+        f"{config.min_digits} to {config.max_digits} digits; ask for fewer or for more digits"
+    )
+
+
+def _shuffled_problems(config: ArithmeticConfig) -> Iterator[ArithmeticProblem]:
+    """Every problem once, in an order the seed fixes, without listing the space, which may be huge."""
+    low = 0 if config.min_digits == 1 else 10 ** (config.min_digits - 1)
+    values = 10**config.max_digits - low
+    space = len(config.operators) * values**config.operands
+    # Twice the problems wanted, and more, leaves room for those that the split skips.
+    wanted = min(space, 4 * (config.train_size + config.eval_size))
+    for index in random.Random(config.seed).sample(range(space), wanted):
+        rest, operands = index // len(config.operators), []
+        for _ in range(config.operands):
+            rest, value = divmod(rest, values)
+            operands.append(low + value)
+        yield ArithmeticProblem(config.operators[index % len(config.operators)], tuple(operands))

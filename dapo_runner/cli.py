@@ -1,0 +1,204 @@
+"""The `dapo` command. A mistake of the user ends in one line and exit code 2; anything else keeps its
+traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from dapo_runner.config import Config, ConfigError, load_config
+
+USER_ERROR, INTERRUPTED = 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    options, overrides = _parser().parse_known_args(arguments)
+    console = Console()
+    try:
+        return int(options.command(options, overrides, console))
+    except ConfigError as error:
+        print(f"dapo: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("\ndapo: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dapo", description="Train language models with DAPO.", allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="run a recipe, or take up a run where it stopped", allow_abbrev=False)
+    train.add_argument("config", help="a YAML recipe")
+    train.add_argument("--dry-run", action="store_true", help="check everything, download nothing, print the plan")
+    train.set_defaults(command=_train)
+
+    evaluate = commands.add_parser("eval", help="avg@k of a model on held-out problems", allow_abbrev=False)
+    evaluate.add_argument("target", help="a run's folder (its newest checkpoint), or a recipe (its model.path)")
+    evaluate.add_argument("--show", type=int, default=0, metavar="N", help="print N scored responses")
+    evaluate.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE as well")
+    evaluate.set_defaults(command=_evaluate)
+
+    report = commands.add_parser("report", help="draw the curves of a run as one picture", allow_abbrev=False)
+    report.add_argument("run", type=Path, help="a run's folder")
+    report.add_argument("--out", type=Path, help="where to (default: report.png in the run's folder)")
+    report.set_defaults(command=_report)
+
+    doctor = commands.add_parser("doctor", help="what is installed, what is missing and how to get it")
+    doctor.set_defaults(command=_doctor)
+
+    for command in (train, evaluate):
+        command.usage = (
+            f"{command.prog} {'CONFIG' if command is train else 'RUN|CONFIG'} [options] [section.key=value …]"
+        )
+    return parser
+
+
+def _train(options: argparse.Namespace, overrides: list[str], console: Console) -> int:
+    config = load_config(options.config, overrides)
+    if options.dry_run:
+        return _dry_run(config, console)
+    _quiet_libraries()
+    from dapo_runner.learner import NonFiniteUpdateError
+    from dapo_runner.progress import make_progress
+    from dapo_runner.report import write_report
+    from dapo_runner.sampler import SamplingExhaustedError
+    from dapo_runner.train import before_and_after, train
+
+    try:
+        folder = train(config, make_progress(config.logging.progress, console))
+    except (NonFiniteUpdateError, SamplingExhaustedError) as error:
+        print(f"dapo: {error}", file=sys.stderr)
+        return 1
+    _print_evaluations(console, f"{folder}: held-out problems", before_and_after(folder))
+    print(f"picture: {write_report(folder)}")
+    return 0
+
+
+def _dry_run(config: Config, console: Console) -> int:
+    from dapo_runner.learner import resolve_objective
+    from dapo_runner.plan import make_plan
+    from dapo_runner.rewards import load_reward
+
+    resolve_objective(config)
+    load_reward(config.reward)
+    if config.data.path is not None and not config.data.path.is_file():
+        raise ConfigError(f"data.path: expected a file, found nothing at {config.data.path}")
+    table = Table(box=None, show_header=False, title="plan", title_justify="left")
+    for label, text in make_plan(config).items():
+        table.add_row(label, text)
+    console.print(table)
+    return 0
+
+
+def _evaluate(options: argparse.Namespace, overrides: list[str], console: Console) -> int:
+    _quiet_libraries()
+    from dapo_runner.data import load_data
+    from dapo_runner.evaluate import evaluate
+    from dapo_runner.model import load_tokenizer, resolve_device
+    from dapo_runner.rewards import make_scorer
+    from dapo_runner.train import open_engine
+
+    config, source = _evaluation_target(Path(options.target), overrides)
+    dataset = load_data(config, load_tokenizer(source, config.model))
+    if not dataset.heldout:
+        raise ConfigError("data.eval_size: expected at least one held-out problem, got none")
+    engine = open_engine(config, source, resolve_device(config.run.device))
+    result = evaluate(engine.generate, dataset.heldout, make_scorer(config, shaped=False), config)
+    for group in result.groups[: options.show]:
+        sample = group.samples[0]
+        verdict = "right" if sample.correct else "wrong"
+        print(f"--- {verdict}, expected {group.prompt.answer}, read {sample.verdict.extracted}")
+        print(f"{group.prompt.text}{sample.completion.text}")
+    _print_evaluations(console, str(source), {"held-out": {f"eval/{k}": v for k, v in result.metrics.items()}})
+    if options.json is not None:
+        options.json.write_text(json.dumps({"model": str(source), **result.metrics}, indent=1), encoding="utf-8")
+    return 0
+
+
+def _evaluation_target(target: Path, overrides: list[str]) -> tuple[Config, str | Path]:
+    """The configuration and the model folder to evaluate."""
+    from dapo_runner.checkpoint import latest_checkpoint
+    from dapo_runner.train import CHECKPOINTS, CONFIG_FILE
+
+    if not target.is_dir():
+        config = load_config(target, overrides)
+        if config.model.path is None:
+            raise ConfigError(
+                f"{target}: expected model.path, or a run's folder instead of a recipe: "
+                "a tiny model exists only inside its run"
+            )
+        return config, config.model.path
+    config = load_config(target / CONFIG_FILE, overrides)
+    checkpoint = latest_checkpoint(target / CHECKPOINTS)
+    if checkpoint is None:
+        raise ConfigError(f"{target / CHECKPOINTS}: expected a checkpoint, found none")
+    return config, checkpoint.model
+
+
+def _report(options: argparse.Namespace, overrides: list[str], console: Console) -> int:
+    from dapo_runner.report import write_report
+
+    _no_overrides(overrides)
+    try:
+        print(f"picture: {write_report(options.run, options.out)}")
+    except (FileNotFoundError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    return 0
+
+
+def _doctor(options: argparse.Namespace, overrides: list[str], console: Console) -> int:
+    from dapo_runner.doctor import examine
+
+    _no_overrides(overrides)
+    table = Table(box=None, show_header=False)
+    for finding in examine():
+        table.add_row(finding.what, finding.state, finding.advice)
+    console.print(table)
+    return 0
+
+
+def _no_overrides(overrides: list[str]) -> None:
+    if overrides:
+        raise ConfigError(f"unexpected argument {overrides[0]!r}")
+
+
+def _print_evaluations(console: Console, title: str, columns: dict[str, dict[str, float]]) -> None:
+    if not columns:
+        return
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for heading in columns:
+        table.add_column(heading, justify="right")
+    for key in next(iter(columns.values())):
+        if key.startswith("eval/"):
+            table.add_row(key.removeprefix("eval/"), *(_figure(key, column[key]) for column in columns.values()))
+    console.print(table)
+
+
+def _figure(key: str, value: float) -> str:
+    if "@" in key or key in ("eval/truncated", "eval/no_answer"):
+        return f"{value:.1%}"
+    return f"{value:.0f}" if value == int(value) else f"{value:.1f}"
+
+
+def _quiet_libraries() -> None:
+    """Loading bars and advice of the libraries would tear the progress display."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,375 @@
+"""The configuration: typed sections that refuse unknown keys, one YAML file, `key=value` overrides.
+
+The defaults are the DAPO paper's (arXiv 2503.14476, Section 4.1), so a recipe states only where it departs
+from it.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run. The message has one line per problem, each naming its key."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True, validate_default=True
+    )
+
+
+class RunConfig(Section):
+    name: str = "dapo"
+    output_dir: Path = Path("runs")  # the run lives in output_dir/name
+    seed: NonNegativeInt = 0
+    steps: PositiveInt = 320  # rollout steps
+    eval_every: NonNegativeInt = 5  # 0: only before the first and after the last step
+    save_every: NonNegativeInt = 5  # 0: only after the last step
+    keep: PositiveInt = 2  # checkpoints kept; older ones are removed
+    device: str = "auto"  # auto: cuda where there is one, else cpu
+    threads: PositiveInt | None = None  # CPU threads; None leaves torch's choice
+
+
+class WarmupConfig(Section):
+    """The short supervised warm-up that gives the tiny model something to explore with."""
+
+    steps: NonNegativeInt = 300
+    batch_size: PositiveInt = 64
+    examples: PositiveInt = 2000
+    lr: PositiveFloat = 1e-3
+    stop_at: Share | None = None  # end early, once this share of training problems it has not seen is solved
+
+
+class TinyModelConfig(Section):
+    """A small transformer with a tokenizer of its own, made on the spot: no download."""
+
+    layers: PositiveInt = 2
+    hidden_size: PositiveInt = 128
+    heads: PositiveInt = 4
+    intermediate_size: PositiveInt = 512
+    warmup: WarmupConfig = WarmupConfig()
+
+    @model_validator(mode="after")
+    def _heads_divide_hidden(self) -> TinyModelConfig:
+        if self.hidden_size % self.heads:
+            raise ValueError(f"heads must divide hidden_size={self.hidden_size}, got {self.heads}")
+        return self
+
+
+class ModelConfig(Section):
+    path: str | None = None  # a folder in transformers' format or a hub name
+    tiny: TinyModelConfig | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    attention: Literal["auto", "sdpa", "flash", "varlen"] = "auto"
+    gradient_checkpointing: bool = False
+    trust_remote_code: bool = False
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> ModelConfig:
+        if (self.path is None) == (self.tiny is None):
+            given = "neither" if self.path is None else "both (set the unwanted one to null)"
+            raise ValueError(f"expected exactly one of 'path' and 'tiny', got {given}")
+        return self
+
+
+class ArithmeticConfig(Section):
+    """Generated problems `a ? b`. The split is by problem, so the held-out ones never occur in training."""
+
+    operators: list[Literal["+", "-", "*"]] = Field(default=["+"], min_length=1)
+    operands: Annotated[int, Field(ge=2, le=8)] = 2
+    min_digits: PositiveInt = 1
+    max_digits: Annotated[int, Field(gt=0, le=9)] = 2
+    train_size: PositiveInt = 4096
+    eval_size: PositiveInt = 256
+    seed: NonNegativeInt = 0  # of the problems and the split; apart from run.seed so that runs can share one task
+
+    @model_validator(mode="after")
+    def _digits_in_order(self) -> ArithmeticConfig:
+        if self.min_digits > self.max_digits:
+            raise ValueError(f"min_digits must be ≤ max_digits={self.max_digits}, got {self.min_digits}")
+        if self.operands * self.max_digits > 18:
+            raise ValueError(f"operands × max_digits must be ≤ 18, got {self.operands} × {self.max_digits}")
+        return self
+
+
+class DataConfig(Section):
+    path: Path | None = None  # .jsonl or .parquet
+    format: Literal["auto", "dapo", "gsm8k", "arithmetic"] = "auto"
+    template: str = "dapo"  # dapo | plain | a text with {question}
+    chat_template: Literal["auto", "always", "never"] = "auto"  # auto: where the tokenizer has one
+    dedupe: bool = True
+    on_conflict: Literal["drop", "first", "error"] = "drop"  # one prompt, several answers: which of them is right?
+    eval_path: Path | None = None
+    eval_format: Literal["auto", "dapo", "gsm8k"] = "auto"
+    eval_size: NonNegativeInt = 256  # held-out problems: the first of eval_path, else cut from the training file
+    limit: PositiveInt | None = None  # read only so many training problems
+    arithmetic: ArithmeticConfig = ArithmeticConfig()
+
+    @model_validator(mode="after")
+    def _path_or_generator(self) -> DataConfig:
+        if self.format == "arithmetic":
+            if self.path is not None or self.eval_path is not None:
+                raise ValueError("format 'arithmetic' generates its problems: path and eval_path must be null")
+        elif self.path is None:
+            raise ValueError("path: expected a .jsonl or .parquet file (or format: arithmetic), got null")
+        if self.template not in ("dapo", "plain") and "{question}" not in self.template:
+            raise ValueError(
+                f"template: expected 'dapo', 'plain' or a text with {{question}} in it, got {self.template!r}"
+            )
+        return self
+
+
+class RolloutConfig(Section):
+    engine: Literal["hf"] = "hf"
+    group_size: Annotated[int, Field(ge=2)] = 16
+    temperature: PositiveFloat = 1.0
+    top_p: Share = 1.0  # below 1 the rollout distribution is not the policy's and the ratio is biased
+    max_prompt_tokens: PositiveInt = 2048
+    max_response_tokens: PositiveInt = 20480
+    max_batch_sequences: PositiveInt = 256  # responses that the hf engine decodes side by side
+
+
+class SamplerConfig(Section):
+    prompts_per_step: PositiveInt = 512
+    filter_groups: bool = True  # dynamic sampling; False trains on every group
+    initial_acceptance: Share = 1 / 3  # share of groups expected to be mixed before any were seen (paper: 1536 for 512)
+    max_rounds: PositiveInt = 10  # generation rounds per step
+    on_exhausted: Literal["train_partial", "error"] = "error"
+
+
+class OverlongConfig(Section):
+    soft_punishment: bool = True
+    max_length: PositiveInt | None = None  # L_max of Eq. 13; None: rollout.max_response_tokens
+    cache_length: PositiveInt = 4096  # L_cache of Eq. 13: the stretch over which the punishment grows to −1
+    filter: bool = False  # take truncated samples out of the loss
+
+
+class RewardConfig(Section):
+    kind: str = "dapo"  # dapo | gsm8k | integer | module:function
+    correct: float = 1.0
+    wrong: float = -1.0
+    boxed_fallback: bool = False  # kind dapo: read the last \boxed{} when no answer line is found
+    overlong: OverlongConfig = OverlongConfig()
+
+    @model_validator(mode="after")
+    def _right_beats_wrong(self) -> RewardConfig:
+        if self.correct <= self.wrong:
+            raise ValueError(f"correct must be > wrong={self.wrong:g}, got {self.correct:g}")
+        known = ("dapo", "gsm8k", "integer")
+        if self.kind not in known and ":" not in self.kind:
+            raise ValueError(f"kind: expected one of {', '.join(known)} or module:function, got {self.kind!r}")
+        return self
+
+
+class AdvantageConfig(Section):
+    kind: Literal["group_std", "group_mean"] = "group_std"  # (R − mean)/(std + eps) | R − mean
+    eps: PositiveFloat = 1e-6
+
+
+class LossConfig(Section):
+    objective: str = "dapo"  # a name in dapo_kernels.OBJECTIVES
+    overrides: dict[str, Any] = {}  # fields of dapo_kernels.Objective, passed through
+    old_logprobs: Literal["learner", "rollout"] = "learner"  # whose log-probs are the ratio's denominator
+    chunk_bytes: PositiveInt | None = None
+
+
+class OptimizerConfig(Section):
+    lr: PositiveFloat = 1e-6
+    warmup_steps: NonNegativeInt = 20  # linear, in rollout steps
+    weight_decay: NonNegativeFloat = 0.1
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+    grad_clip: PositiveFloat | None = 1.0  # None: no clipping
+    mini_batch_size: PositiveInt | None = 512  # responses per update; None: one update per rollout step
+    token_budget: PositiveInt = 22528  # packed positions per micro-batch
+
+
+class EvaluationConfig(Section):
+    k: PositiveInt = 32  # samples per problem
+    temperature: NonNegativeFloat = 1.0  # 0: greedy
+    top_p: Share = 0.7
+    max_response_tokens: PositiveInt | None = None  # None: rollout.max_response_tokens
+    seed: NonNegativeInt = 1234
+
+
+class LoggingConfig(Section):
+    progress: Literal["auto", "live", "plain", "off"] = "auto"  # auto: live on a terminal, else plain lines
+
+
+class Config(Section):
+    """Everything a run depends on, and the sizes that follow from it."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    sampler: SamplerConfig = SamplerConfig()
+    reward: RewardConfig = RewardConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        return self.run.output_dir / self.run.name
+
+    @property
+    def responses_per_step(self) -> int:
+        return self.sampler.prompts_per_step * self.rollout.group_size
+
+    @property
+    def mini_batch_size(self) -> int:
+        return self.optimizer.mini_batch_size or self.responses_per_step
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.responses_per_step // self.mini_batch_size
+
+    @property
+    def overlong_max_length(self) -> int:
+        """L_max of Eq. 13."""
+        return self.reward.overlong.max_length or self.rollout.max_response_tokens
+
+    @model_validator(mode="after")
+    def _sections_fit_together(self) -> Config:
+        problems = list(_mismatches(self))
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+def _mismatches(config: Config) -> Iterable[str]:
+    """Problems between sections, each as `key: expected, got`."""
+    overlong, limit = config.reward.overlong, config.rollout.max_response_tokens
+    if overlong.soft_punishment:
+        if config.overlong_max_length > limit:
+            yield (
+                f"reward.overlong.max_length: expected at most rollout.max_response_tokens={limit}, "
+                f"beyond which no response goes, got {overlong.max_length}"
+            )
+        if overlong.cache_length >= config.overlong_max_length:
+            yield (
+                f"reward.overlong.cache_length: expected less than L_max={config.overlong_max_length} "
+                f"(reward.overlong.max_length or rollout.max_response_tokens), got {overlong.cache_length}"
+            )
+    if config.responses_per_step % config.mini_batch_size:
+        yield (
+            f"optimizer.mini_batch_size: expected a divisor of the {config.responses_per_step} responses of "
+            f"a step (sampler.prompts_per_step × rollout.group_size), got {config.mini_batch_size}"
+        )
+    longest = config.rollout.max_prompt_tokens + limit - 1
+    if config.optimizer.token_budget < longest:
+        yield (
+            f"optimizer.token_budget: expected at least {longest}, the positions of the longest sequence "
+            "(rollout.max_prompt_tokens + rollout.max_response_tokens − 1), "
+            f"got {config.optimizer.token_budget}"
+        )
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
+    """Read a YAML file and lay ``key=value`` overrides over it.
+
+    Raises ConfigError with one line per problem: the key, what was expected, what came.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"{path}: expected a YAML file, found {'a folder' if path.is_dir() else 'nothing there'}")
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected sections such as 'model:' at the top, got a {type(raw).__name__}")
+    return parse_config(apply_overrides(raw, overrides))
+
+
+def parse_config(raw: dict[str, Any]) -> Config:
+    """Validate plain nested dicts, as YAML gives them. Raises ConfigError."""
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(item) for item in error.errors())) from error
+
+
+def dump_config(config: Config) -> str:
+    """The whole configuration, defaults included, as YAML that ``load_config`` reads back to an equal one."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def apply_overrides(raw: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Lay `section.key=value` (or `--section.key=value`, or `--section.key value`) over nested dicts.
+
+    Values are read as YAML: `true`, `null`, `[1, 2]` mean what they mean in the file.
+    """
+    merged = copy.deepcopy(raw)
+    items = iter(overrides)
+    for item in items:
+        key, equals, text = item.removeprefix("--").partition("=")
+        if not equals and item.startswith("--"):
+            following = next(items, None)
+            if following is None:
+                raise ConfigError(f"{item}: expected a value after it, got nothing")
+            text, equals = following, "="
+        if not equals or not key:
+            raise ConfigError(f"{item!r}: expected key=value, e.g. optimizer.lr=1e-5")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{key}: {text!r} is not a YAML value: {error}") from error
+        _set_nested(merged, key, value)
+    return merged
+
+
+def _set_nested(raw: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, last = dotted.split(".")
+    node = raw
+    for depth, parent in enumerate(parents):
+        if node.get(parent) is None:
+            node[parent] = {}
+        node = node[parent]
+        if not isinstance(node, dict):
+            raise ConfigError(f"{dotted}: {'.'.join(parents[: depth + 1])} is a value, not a section")
+    node[last] = value
+
+
+def _explain(item: Any) -> str:
+    """One pydantic error as `key: expected …, got …`."""
+    location = tuple(str(part) for part in item["loc"])
+    key = ".".join(location)
+    if item["type"] == "extra_forbidden":
+        known = _known_keys(location[:-1])
+        near = difflib.get_close_matches(location[-1], known, n=1)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        return f"{key}: unknown key; {hint}known keys here: {', '.join(known)}"
+    if item["type"] == "missing":
+        return f"{key}: expected a value, got nothing"
+    if item["type"] == "value_error":
+        message = str(item["ctx"]["error"])
+        return f"{key}: {message}" if key else message
+    expected = item["msg"].removeprefix("Input should be ")
+    return f"{key}: expected {expected}, got {item['input']!r}"
+
+
+def _known_keys(section: tuple[str, ...]) -> list[str]:
+    node: type[BaseModel] = Config
+    for name in section:
+        annotation = node.model_fields[name].annotation
+        options = (annotation, *get_args(annotation))
+        node = next(option for option in options if isinstance(option, type) and issubclass(option, BaseModel))
+    return list(node.model_fields)

@@ -1,0 +1,99 @@
+"""`dapo doctor`: what is installed, which kernel backend will serve, what is missing and how to get it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from dataclasses import dataclass
+
+import torch
+
+from dapo_kernels.backends import available_backends, backend_for
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """``state`` is what was found; ``advice`` is empty where there is nothing to do."""
+
+    what: str
+    state: str
+    advice: str = ""
+
+
+# Distribution, what it is for, how to get it. Needed by the runner, then optional.
+NEEDED = (
+    ("transformers", "models and tokenizers"),
+    ("datasets", "parquet files"),
+    ("pydantic", "configuration"),
+    ("rich", "progress"),
+    ("matplotlib", "dapo report"),
+)
+OPTIONAL = (
+    (
+        "flash-attn",
+        "packed attention on CUDA; varlen attention of torch serves without it",
+        "pip install flash-attn",
+    ),
+    ("vllm", "fast rollouts", "pip install vllm"),
+    ("math-verify", "answers that are expressions", "pip install math-verify"),
+    ("tensorboard", "TensorBoard logs", "pip install tensorboard"),
+    ("wandb", "Weights & Biases logs", "pip install wandb"),
+)
+
+
+def examine() -> list[Finding]:
+    """Everything worth knowing about this machine, in the order in which it is read. Changes nothing."""
+    findings = [
+        Finding("python", platform.python_version()),
+        Finding("cpu", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads; {_cpu_features()}"),
+        Finding("torch", torch.__version__),
+        _cuda(),
+    ]
+    findings += [_backend(name, problem) for name, problem in available_backends().items()]
+    findings += [_serves(kind) for kind in ("cpu", *(["cuda"] if torch.cuda.is_available() else []))]
+    findings += [
+        Finding(name, version(name) or "missing", "" if version(name) else f"pip install {name}  ({purpose})")
+        for name, purpose in NEEDED
+    ]
+    findings += [
+        Finding(name, version(name) or "not installed (optional)", "" if version(name) else f"{how}  ({purpose})")
+        for name, purpose, how in OPTIONAL
+    ]
+    return findings
+
+
+def version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_features() -> str:
+    return f"widest vectors {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _cuda() -> Finding:
+    if torch.cuda.is_available():
+        names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+        return Finding("cuda", f"{torch.version.cuda}, {names}")
+    if torch.version.cuda is None:
+        return Finding("cuda", "this torch is a CPU build", "for a GPU: install torch from its CUDA index")
+    return Finding("cuda", f"torch was built for {torch.version.cuda} but finds no device", "look at nvidia-smi")
+
+
+def _backend(name: str, problem: str | None) -> Finding:
+    return (
+        Finding(f"backend {name}", "can run", "")
+        if problem is None
+        else Finding(f"backend {name}", "cannot run", problem)
+    )
+
+
+def _serves(kind: str) -> Finding:
+    served = {
+        str(dtype).removeprefix("torch."): backend_for("doctor", torch.device(kind), dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    return Finding(f"on {kind}", ", ".join(f"{dtype}: {backend}" for dtype, backend in served.items()))

@@ -1,0 +1,240 @@
+"""The update: old log-probs, the fused loss over packed micro-batches, AdamW.
+
+Every sum is divided by the count of the whole mini-batch, never by a micro-batch's own: how a mini-batch is
+split and packed does not change its gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dapo_kernels import OBJECTIVES, Objective, linear_dapo_loss, linear_token_logprobs, summarize
+from dapo_runner.config import Config, ConfigError
+from dapo_runner.model import Policy
+from dapo_runner.packing import count_training_tokens, pack, split_mini_batches
+from dapo_runner.types import PackedBatch
+from dapo_runner.types import Sequence as TrainingSequence
+
+
+class NonFiniteUpdateError(RuntimeError):
+    """A loss or gradient that is not a number. Raised before the weights are touched."""
+
+
+class MiniBatch:
+    """Packed micro-batches that make one update, and the count that all of them are divided by.
+
+    ``rollout_gap``: mean |learner − engine| log-prob of the training tokens before any update of the step. It
+    stays at the rounding of the two unless the engine sampled from other weights: groups carried over, or an
+    update that never arrived. None where the engine's log-probs are taken as they are.
+    """
+
+    def __init__(self, sequences: Sequence[TrainingSequence], token_budget: int, objective: Objective) -> None:
+        self.micro_batches = pack(sequences, token_budget)
+        self.n_tokens = count_training_tokens(sequences)
+        n_live = sum(bool(sequence.mask[1:].any()) for sequence in sequences)
+        self.denominator = self.n_tokens if objective.aggregate == "token-mean" else n_live
+        self.rollout_gap: float | None = None
+
+    def take_old_logprobs(self, logprobs: Callable[[PackedBatch], Tensor]) -> None:
+        """Let ``logprobs(micro-batch)``, float32 [T], be what its ratios are taken against."""
+        gap, replaced = 0.0, []
+        for batch in self.micro_batches:
+            old = logprobs(batch).to(batch.old_logprobs.device)
+            gap += float((old - batch.old_logprobs)[batch.mask].abs().sum(dtype=torch.float64))
+            replaced.append(batch.with_old_logprobs(old))
+        self.micro_batches = replaced
+        self.rollout_gap = gap / max(self.n_tokens, 1)
+
+
+class Learner:
+    """Owns the optimizer of a policy. ``step`` is the rollout step that the learning rate goes by."""
+
+    def __init__(self, policy: Policy, config: Config) -> None:
+        self.policy = policy
+        self.config = config
+        self.objective = resolve_objective(config)
+        self.master = MasterWeights(policy.model)
+        settings = config.optimizer
+        self.optimizer = torch.optim.AdamW(
+            self.master.tensors.values(),
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+
+    def prepare(self, sequences: Sequence[TrainingSequence]) -> list[MiniBatch]:
+        """The mini-batches of a step, packed, with the log-probs of the policy as it is now, before any
+        update.
+        """
+        settings = self.config.optimizer
+        minis = [
+            MiniBatch(part, settings.token_budget, self.objective)
+            for part in split_mini_batches(sequences, self.config.mini_batch_size)
+        ]
+        if self.config.loss.old_logprobs == "learner":
+            for mini in minis:
+                mini.take_old_logprobs(self.logprobs)
+        return [mini for mini in minis if mini.micro_batches]
+
+    @torch.no_grad()
+    def logprobs(self, batch: PackedBatch) -> Tensor:
+        """Log-probs of the targets under the policy, float32 [T] on its device; 0 where the mask is False."""
+        hidden, head, device = self.policy.hidden_states(batch), self.policy.head, self.policy.device
+        return linear_token_logprobs(
+            hidden,
+            head.weight,
+            batch.target_ids.to(device),
+            bias=head.bias,
+            softcap=head.softcap,
+            temperature=self.config.rollout.temperature,
+            mask=batch.mask.to(device),
+            chunk_bytes=self.config.loss.chunk_bytes,
+        ).logprobs
+
+    def update(self, mini: MiniBatch, step: int) -> dict[str, float]:
+        """One optimizer step; returns the means of its metrics. Raises NonFiniteUpdateError."""
+        learning_rate = self.learning_rate(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        metrics, losses = [], []
+        for batch in mini.micro_batches:
+            loss, batch_metrics = self._forward_backward(batch, mini.denominator)
+            metrics.append(batch_metrics)
+            losses.append(loss)
+        gradients = self.master.gradients()
+        clip = self.config.optimizer.grad_clip
+        norm = torch.nn.utils.clip_grad_norm_(gradients, float("inf") if clip is None else clip)
+        loss_sum, grad_norm = torch.stack([torch.stack(losses).sum(), norm.to(losses[0])]).tolist()
+        figures = {"loss": loss_sum, "grad_norm": grad_norm, "lr": learning_rate, **summarize(metrics)}
+        if mini.rollout_gap is not None:
+            figures["rollout_gap"] = mini.rollout_gap
+        self._check_finite(figures, step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.master.publish()
+        return figures
+
+    def learning_rate(self, step: int) -> float:
+        """Linear warm-up over rollout steps, counted from 0, then constant."""
+        settings = self.config.optimizer
+        return settings.lr * min(1.0, (step + 1) / max(settings.warmup_steps, 1))
+
+    def _forward_backward(self, batch: PackedBatch, denominator: int) -> tuple[Tensor, dict[str, Tensor]]:
+        hidden, head = self.policy.hidden_states(batch), self.policy.head
+        moved = batch.to(self.policy.device)
+        out = linear_dapo_loss(
+            hidden,
+            head.weight,
+            moved.target_ids,
+            moved.old_logprobs,
+            moved.advantages,
+            bias=head.bias,
+            softcap=head.softcap,
+            chunk_bytes=self.config.loss.chunk_bytes,
+            objective=self.objective,
+            mask=moved.mask,
+            cu_seqlens=moved.cu_seqlens,
+            temperature=self.config.rollout.temperature,
+            denominator=float(denominator),
+            entropy=True,
+        )
+        out.loss.backward()
+        return out.loss.detach(), out.metrics
+
+    def _check_finite(self, figures: dict[str, float], step: int) -> None:
+        loss, norm, nonfinite = figures["loss"], figures["grad_norm"], figures["nonfinite"]
+        if math.isfinite(loss) and math.isfinite(norm) and not nonfinite:
+            return
+        raise NonFiniteUpdateError(
+            f"step {step + 1}: expected a finite loss and gradient, got loss {loss:g}, gradient norm {norm:g}, "
+            f"{nonfinite:.0f} tokens with a log-prob that is not finite; the weights are those before this "
+            "update. Look at the ratio and the entropy of the steps before; a lower optimizer.lr is the usual cure"
+        )
+
+
+class MasterWeights:
+    """Float32 copies of half-precision parameters, with gradients added up in float32.
+
+    AdamW at the learning rates of RL moves a bfloat16 weight by less than its rounding, and micro-batch
+    gradients added up in bfloat16 depend on their order. For float32 parameters this is the parameters
+    themselves.
+    """
+
+    def __init__(self, model: Any) -> None:
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.copied = {name: p for name, p in trained.items() if p.dtype != torch.float32}
+        self.tensors: dict[str, Tensor] = {
+            name: p.detach().float().requires_grad_() if name in self.copied else p for name, p in trained.items()
+        }
+        for name, parameter in self.copied.items():
+            parameter.register_post_accumulate_grad_hook(_Collect(self.tensors[name]))
+
+    def gradients(self) -> list[Tensor]:
+        """The parameters whose gradients a mini-batch has filled."""
+        return [tensor for tensor in self.tensors.values() if tensor.grad is not None]
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the model."""
+        for name, parameter in self.copied.items():
+            parameter.copy_(self.tensors[name])
+
+
+class _Collect:
+    """Moves a parameter's gradient into its master's as soon as the backward pass has made it."""
+
+    def __init__(self, master: Tensor) -> None:
+        self.master = master
+
+    def __call__(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient = parameter.grad.float()
+        self.master.grad = gradient if self.master.grad is None else self.master.grad.add_(gradient)
+        parameter.grad = None
+
+
+def resolve_objective(config: Config) -> Objective:
+    """The objective the configuration names, with its overrides. Raises ConfigError where it cannot be
+    trained here.
+    """
+    loss = config.loss
+    if loss.objective not in OBJECTIVES:
+        raise ConfigError(f"loss.objective: expected one of {', '.join(OBJECTIVES)}, got {loss.objective!r}")
+    known = [field.name for field in fields(Objective)]
+    unknown = sorted(set(loss.overrides) - set(known))
+    if unknown:
+        raise ConfigError(f"loss.overrides: unknown {', '.join(unknown)}; known: {', '.join(known)}")
+    try:
+        objective = replace(OBJECTIVES[loss.objective], **loss.overrides)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"loss.overrides: {error}") from error
+    if objective.aggregate == "seq-mean-token-sum-norm" and objective.length_norm is None:
+        objective = replace(objective, length_norm=float(config.rollout.max_response_tokens))
+    if objective.kl_coef != 0:
+        raise ConfigError(
+            f"loss.objective: {loss.objective!r} has kl_coef={objective.kl_coef:g} and would need a "
+            "reference model, which this runner does not keep; set loss.overrides.kl_coef=0"
+        )
+    return objective
+
+
+def mean_of(updates: Iterable[dict[str, float]]) -> dict[str, float]:
+    """The figures of a step: means over its updates, but the largest of maxima and the sum of counts."""
+    table = list(updates)
+    combined: dict[str, float] = {}
+    for key in table[0] if table else ():
+        values = [figures[key] for figures in table]
+        if key.endswith("_max"):
+            combined[key] = max(values)
+        else:
+            total = sum(values)
+            combined[key] = total if key in ("tokens", "nonfinite") else total / len(values)
+    return combined

@@ -1,0 +1,225 @@
+"""The engine that needs nothing extra: a transformers model, decoded in batches with a key-value cache.
+
+Prompts are prefilled once however many samples they get; a row that has ended leaves the batch. Legend: R
+rows (one completion each), P prompt tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dapo_runner.rollout.cache import growing_cache
+from dapo_runner.rollout.engine import copy_weights, sampling_of_each
+from dapo_runner.types import Completion, FinishReason, Prompt, SamplingParams
+
+# Rows that have ended are dropped from the batch when this share of it is dead: dropping copies the cache.
+DEAD_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    prompt: int
+    sample: int
+    sampling: SamplingParams
+
+
+class HFEngine:
+    """A rollout engine over any transformers causal language model, on any device."""
+
+    def __init__(self, model: Any, tokenizer: Any, max_batch_sequences: int = 256) -> None:
+        """``model`` becomes the engine's own: ``update_weights`` writes into it. Batches hold up to
+        ``max_batch_sequences`` completions."""
+        self.model = model
+        self.tokenizer = tokenizer
+        self.max_batch_sequences = max_batch_sequences
+        self.stop_ids = stop_token_ids(model, tokenizer)
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        copy_weights(self.model, weights)
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]
+    ) -> list[list[Completion]]:
+        """See ``RolloutEngine.generate``.
+
+        Every completion draws with its own dice, made from its seed, its prompt's place in the call and its
+        own place in the group: a completion does not depend on what it was batched with, but for the rounding
+        of the model.
+        """
+        each = sampling_of_each(prompts, sampling)
+        results: list[list[Completion]] = [[] for _ in prompts]
+        for rows in self._batches(prompts, each):
+            for row, completion in zip(rows, self._decode(prompts, rows), strict=True):
+                results[row.prompt].append(completion)
+        return results
+
+    def _batches(self, prompts: Sequence[Prompt], each: Sequence[SamplingParams]) -> Iterator[list[_Row]]:
+        """Rows in batches, prompts of like length together so that little is padded."""
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))
+        rows = [_Row(index, sample, each[index]) for index in order for sample in range(each[index].n)]
+        for start in range(0, len(rows), self.max_batch_sequences):
+            yield rows[start : start + self.max_batch_sequences]
+
+    def _decode(self, prompts: Sequence[Prompt], rows: list[_Row]) -> list[Completion]:
+        device = self.model.device
+        unique = sorted({row.prompt for row in rows})
+        place = {prompt: index for index, prompt in enumerate(unique)}
+        logits, cache, mask = self._prefill([prompts[index].token_ids for index in unique])
+        spread = torch.tensor([place[row.prompt] for row in rows], device=device)
+        cache.batch_select_indices(spread)
+        logits, mask = logits[spread], mask[spread]
+        limits = torch.tensor([row.sampling.max_tokens for row in rows], device=device)
+        sampler = _TokenSampler([row.sampling for row in rows], _dice(rows), device)
+        out = _Output(len(rows), int(limits.max()), device)
+        stop_ids = torch.tensor(self.stop_ids, device=device)
+        alive = torch.arange(len(rows), device=device)  # which row each line of the batch belongs to
+        running = torch.ones(len(rows), dtype=torch.bool, device=device)
+        for step in range(int(limits.max())):
+            tokens, logprobs = sampler.sample(logits, alive, step)
+            stopped = torch.isin(tokens, stop_ids)
+            out.record(step, alive, running, tokens, logprobs, stopped)
+            running &= ~stopped & (limits[alive] > step + 1)
+            n_running = int(running.sum())
+            if n_running == 0:
+                break
+            if n_running <= (1 - DEAD_SHARE) * running.numel():
+                kept = running.nonzero().squeeze(1)
+                cache.batch_select_indices(kept)
+                alive, mask, tokens, running = alive[kept], mask[kept], tokens[kept], running[kept]
+            mask = torch.cat([mask, mask.new_ones(len(alive), 1)], dim=1)
+            logits = self._forward(tokens[:, None], mask, cache)
+        return self._completions(out)
+
+    def _prefill(self, token_ids: list[tuple[int, ...]]) -> tuple[Tensor, Any, Tensor]:
+        """Logits of the first response token [R, V], the filled cache and the attention mask [R, P],
+        left-padded.
+        """
+        width = max(map(len, token_ids))
+        ids = torch.zeros(len(token_ids), width, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for line, tokens in enumerate(token_ids):
+            ids[line, width - len(tokens) :] = torch.tensor(tokens)
+            mask[line, width - len(tokens) :] = 1
+        mask = mask.to(self.model.device)
+        cache = growing_cache(self.model.config)
+        return self._forward(ids.to(self.model.device), mask, cache), cache, mask
+
+    def _forward(self, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
+        """Logits [R, V] after the last of ``ids`` [R, P or 1]; ``mask`` covers the cache and ``ids``."""
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        output = self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def _completions(self, out: _Output) -> list[Completion]:
+        tokens, logprobs = out.tokens.cpu(), out.logprobs.cpu()
+        lengths, stopped = out.lengths.tolist(), out.stopped.tolist()
+        kept = [tokens[row, :length].clone() for row, length in enumerate(lengths)]
+        texts = self.tokenizer.batch_decode(kept, skip_special_tokens=True)
+        reasons: list[FinishReason] = ["stop" if ended else "length" for ended in stopped]
+        return [
+            Completion(kept[row], logprobs[row, : lengths[row]].clone(), reasons[row], texts[row])
+            for row in range(len(kept))
+        ]
+
+
+class _Output:
+    """What the rows of a batch have said so far: tokens, logprobs [R, steps]; lengths, stopped [R]."""
+
+    def __init__(self, n_rows: int, n_steps: int, device: torch.device) -> None:
+        self.tokens = torch.zeros(n_rows, n_steps, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(n_rows, n_steps, device=device)
+        self.lengths = torch.zeros(n_rows, dtype=torch.int64, device=device)
+        self.stopped = torch.zeros(n_rows, dtype=torch.bool, device=device)
+
+    def record(
+        self, step: int, alive: Tensor, running: Tensor, tokens: Tensor, logprobs: Tensor, stopped: Tensor
+    ) -> None:
+        rows = alive[running]
+        self.tokens[rows, step] = tokens[running]
+        self.logprobs[rows, step] = logprobs[running]
+        self.lengths[rows] = step + 1
+        self.stopped[rows] = stopped[running]
+
+
+class _TokenSampler:
+    """Draws tokens by inverting the cumulative distribution at one uniform number per row and step."""
+
+    def __init__(self, sampling: Sequence[SamplingParams], dice: Tensor, device: torch.device) -> None:
+        self.dice = dice.to(device)
+        temperature = torch.tensor([item.temperature for item in sampling], device=device)
+        self.greedy = temperature == 0
+        # Greedy rows report their log-probs at temperature 1.
+        self.temperature = torch.where(self.greedy, 1.0, temperature)[:, None]
+        self.top_p = torch.tensor([item.top_p for item in sampling], device=device)[:, None]
+        self.any_greedy = bool(self.greedy.any())
+        self.any_top_p = bool((self.top_p < 1).any())
+
+    def sample(self, logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Tokens int64 [R] and their float32 log-probs [R], temperature included, top_p not: the policy's
+        own.
+        """
+        logprobs = torch.log_softmax(logits.float() / self.temperature[rows], dim=-1)
+        probs = logprobs.exp()
+        if self.any_top_p:
+            probs = _nucleus(probs, self.top_p[rows])
+        cdf = probs.cumsum(dim=-1)
+        total = cdf[:, -1:]
+        # Below the total, so that rounding cannot point past the last token that has any probability.
+        target = torch.minimum(self.dice[rows, step, None] * total, torch.nextafter(total, total.new_zeros(())))
+        tokens = torch.searchsorted(cdf, target, right=True)
+        if self.any_greedy:
+            tokens = torch.where(self.greedy[rows, None], logprobs.argmax(dim=-1, keepdim=True), tokens)
+        return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
+
+
+def _nucleus(probs: Tensor, top_p: Tensor) -> Tensor:
+    """Zero all but the fewest tokens whose probabilities reach ``top_p`` together, the one that crosses it
+    included.
+    """
+    ordered, index = probs.sort(dim=-1, descending=True)
+    before = ordered.cumsum(dim=-1) - ordered
+    return torch.zeros_like(probs).scatter(-1, index, ordered.masked_fill(before >= top_p, 0.0))
+
+
+def _dice(rows: list[_Row]) -> Tensor:
+    """Uniform numbers in [0, 1), [R, longest limit]."""
+    dice = torch.zeros(len(rows), max(row.sampling.max_tokens for row in rows))
+    generator = torch.Generator()
+    for line, row in zip(dice, rows, strict=True):
+        # A hash, not a sum: prompt 1 sample 0 of one seed must not throw the dice of prompt 0 sample 1 of the
+        # next.
+        name = f"{row.sampling.seed}:{row.prompt}:{row.sample}".encode()
+        generator.manual_seed(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1)
+        line[: row.sampling.max_tokens] = torch.rand(row.sampling.max_tokens, generator=generator)
+    return dice
+
+
+def stop_token_ids(model: Any, tokenizer: Any) -> list[int]:
+    """The tokens that end a response: those of the generation config, and the tokenizer's end of sequence.
+
+    Raises ValueError when neither names one.
+    """
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    ids = set(configured if isinstance(configured, list) else [configured])
+    ids.add(tokenizer.eos_token_id)
+    ids.discard(None)
+    if not ids:
+        raise ValueError(
+            "rollout: expected an end-of-sequence token in the generation config or the tokenizer, found none"
+        )
+    return sorted(ids)

@@ -1,0 +1,241 @@
+"""The loop: DAPO (arXiv 2503.14476, Algorithm 1), readable top to bottom."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from dapo_runner.advantage import make_sequences
+from dapo_runner.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from dapo_runner.config import Config, ConfigError, dump_config
+from dapo_runner.data import Dataset, PromptCursor, load_data
+from dapo_runner.evaluate import evaluate
+from dapo_runner.learner import Learner, mean_of, resolve_objective
+from dapo_runner.metrics import (
+    METRICS_FILE,
+    TIMINGS_FILE,
+    MetricsLog,
+    batch_metrics,
+    prefixed,
+    read_log,
+    sampling_metrics,
+)
+from dapo_runner.model import load_model, load_policy, load_tokenizer, resolve_device
+from dapo_runner.progress import Progress
+from dapo_runner.rewards import ScoreGroup, make_scorer
+from dapo_runner.rollout import HFEngine, RolloutEngine
+from dapo_runner.sampler import DynamicSampler
+from dapo_runner.tiny import ensure_tiny_model
+from dapo_runner.types import Group, Prompt, SamplingParams
+
+CONFIG_FILE = "config.yaml"
+CHECKPOINTS = "checkpoints"
+TINY_MODEL = "model"
+# What may differ between a run and its resumption without its metrics being those of another run.
+FREE_TO_CHANGE = ("run.steps", "run.save_every", "run.keep", "run.name", "run.output_dir", "logging.")
+
+
+def train(config: Config, progress: Progress) -> Path:
+    """Run, or take up again, the run that the configuration describes. Returns its folder.
+
+    Raises ConfigError, SamplingExhaustedError, NonFiniteUpdateError.
+    """
+    run = open_run(config, progress)
+    learner, engine, sampler = run.learner, run.engine, run.sampler
+
+    def generate_groups(prompts: list[Prompt], round_number: int) -> list[Group]:
+        completions = engine.generate(prompts, rollout_sampling(config, round_number))
+        return [run.score(prompt, samples) for prompt, samples in zip(prompts, completions, strict=True)]
+
+    with run:
+        if run.first_step == 0:
+            run.evaluate(0)
+        for step in range(run.first_step + 1, config.run.steps + 1):
+            with run.timed("rollout"):
+                sampled = sampler.next(generate_groups)
+            with run.timed("train"):
+                sequences = make_sequences(sampled.groups, config.advantage)
+                mini_batches = learner.prepare(sequences)
+                updates = [learner.update(mini, step - 1) for mini in mini_batches]
+                engine.update_weights(learner.policy.named_weights())
+            run.log_step(
+                step,
+                sampling_metrics(sampled.stats)
+                | batch_metrics(sampled.groups)
+                | prefixed("train", mean_of(updates) | {"updates": len(updates)}),
+                shortfall=sampled.shortfall,
+            )
+            last = step == config.run.steps
+            if last or is_due(step, config.run.eval_every):
+                run.evaluate(step)
+            if last or is_due(step, config.run.save_every):
+                with run.timed("save"):
+                    save_checkpoint(run.folder / CHECKPOINTS, step, learner, sampler, config.run.keep)
+    return run.folder
+
+
+def is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def rollout_sampling(config: Config, round_number: int) -> SamplingParams:
+    """The sampling of one generation round, with a seed of its own."""
+    rollout = config.rollout
+    return SamplingParams(
+        n=rollout.group_size,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        max_tokens=rollout.max_response_tokens,
+        seed=random.Random(f"{config.run.seed}:{round_number}").getrandbits(31),
+    )
+
+
+@dataclass
+class Run:
+    """A run under way: what the loop works with, and where it writes."""
+
+    config: Config
+    folder: Path
+    dataset: Dataset
+    learner: Learner
+    engine: RolloutEngine
+    sampler: DynamicSampler
+    score: ScoreGroup
+    metrics: MetricsLog
+    timings: MetricsLog
+    progress: Progress
+    first_step: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.metrics.close()
+        self.timings.close()
+        self.progress.close()
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - start
+
+    def log_step(self, step: int, figures: Mapping[str, float], shortfall: str | None) -> None:
+        self.metrics.write(step, "step", figures)
+        self.timings.write(step, "step", prefixed("seconds", self.seconds))
+        self.progress.step(step, figures, self.seconds)
+        if shortfall is not None:
+            self.progress.note(shortfall)
+        self.seconds.clear()
+
+    def evaluate(self, step: int) -> None:
+        if not self.dataset.heldout:
+            return
+        with self.timed("evaluate"):
+            unshaped = make_scorer(self.config, shaped=False)
+            result = evaluate(self.engine.generate, self.dataset.heldout, unshaped, self.config)
+        self.metrics.write(step, "eval", prefixed("eval", result.metrics))
+        self.progress.evaluation(step, result.metrics)
+
+
+def open_run(config: Config, progress: Progress) -> Run:
+    """Build everything a run needs, or put it back as its last checkpoint left it."""
+    resolve_objective(config)
+    folder, device = config.run_dir, resolve_device(config.run.device)
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    check_same_run(config, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
+    torch.manual_seed(config.run.seed)
+    random.seed(config.run.seed)
+    checkpoint = latest_checkpoint(folder / CHECKPOINTS)
+    source = checkpoint.model if checkpoint else initial_model(config, folder, progress)
+    dataset = load_data(config, load_tokenizer(source, config.model))
+    progress.note(f"data: {dataset.report.describe()}")
+    learner = Learner(load_policy(source, config.model, device), config)
+    sampler = DynamicSampler(PromptCursor(dataset.train, config.run.seed), config.sampler, progress.round)
+    if checkpoint:
+        load_checkpoint(checkpoint, learner, sampler)
+        progress.note(f"resuming after step {checkpoint.step} from {checkpoint.path}")
+    done = checkpoint.step if checkpoint else 0
+    keep_through = checkpoint.step if checkpoint else -1  # without a checkpoint nothing that was logged counts
+    progress.start(done, config.run.steps)
+    return Run(
+        config=config,
+        folder=folder,
+        dataset=dataset,
+        learner=learner,
+        engine=open_engine(config, source, device),
+        sampler=sampler,
+        score=make_scorer(config),
+        metrics=MetricsLog(folder / METRICS_FILE, keep_through=keep_through),
+        timings=MetricsLog(folder / TIMINGS_FILE, keep_through=keep_through),
+        progress=progress,
+        first_step=done,
+    )
+
+
+def initial_model(config: Config, folder: Path, progress: Progress) -> str | Path:
+    """Where the policy starts from."""
+    if config.model.path is not None:
+        return config.model.path
+    return ensure_tiny_model(config, folder / TINY_MODEL, progress.note)
+
+
+def open_engine(config: Config, source: str | Path, device: torch.device) -> HFEngine:
+    """A rollout engine with weights of its own, loaded from ``source``."""
+    model = load_model(source, config.model, device, "sdpa")
+    return HFEngine(model, load_tokenizer(source, config.model), config.rollout.max_batch_sequences)
+
+
+def check_same_run(config: Config, folder: Path) -> None:
+    """Refuse to continue a run under another configuration. Raises ConfigError naming what differs.
+
+    A folder where nothing was logged holds no run yet: what an earlier attempt made there is cleared away.
+    """
+    stored = folder / CONFIG_FILE
+    if not stored.is_file():
+        return
+    before, now = (_flat(yaml.safe_load(text)) for text in (stored.read_text(encoding="utf-8"), dump_config(config)))
+    differing = [
+        f"{key}: {before.get(key)!r} → {now.get(key)!r}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not key.startswith(FREE_TO_CHANGE)
+    ]
+    if differing and not (folder / METRICS_FILE).exists():
+        shutil.rmtree(folder / TINY_MODEL, ignore_errors=True)
+    elif differing:
+        raise ConfigError(
+            f"{folder} holds a run with another configuration ({'; '.join(differing)}); "
+            "choose another run.name, or remove the folder"
+        )
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def before_and_after(folder: Path) -> dict[str, dict[str, Any]]:
+    """The first and the last evaluation of a run, under headings; nothing where it had no held-out problems."""
+    evaluations = [event for event in read_log(folder / METRICS_FILE) if event["kind"] == "eval"]
+    if not evaluations:
+        return {}
+    before, after = evaluations[0], evaluations[-1]
+    return {f"before (step {before['step']})": before, f"after (step {after['step']})": after}

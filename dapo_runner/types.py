@@ -1,0 +1,188 @@
+"""The records that flow through the loop, in the order in which they come to be.
+
+    Prompt → Completion → Sample (completion + verdict + rewards) → Group → Sequence → PackedBatch
+
+Shapes: N response tokens of one completion, L tokens of one sequence (prompt + response), T packed positions,
+S sequences of a batch. Every tensor is made on the CPU; ``PackedBatch.to`` moves one to where it trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One problem, rendered and tokenized."""
+
+    id: str  # a digest of the problem's text: the same in every run and whatever the file's order
+    token_ids: tuple[int, ...]  # what the engine is given, chat template included
+    text: str  # the same as text
+    answer: str  # the ground truth as the data set writes it
+    source: str = ""  # the data set's own name for where the problem comes from
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample; the same for every prompt of one call.
+
+    ``n`` completions per prompt. ``seed`` fixes every random choice of the call.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int = 1024
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """One response of the policy to one prompt.
+
+    token_ids int64 [N], the end-of-sequence token included when it was sampled.
+    logprobs float32 [N], log-probability of each sampled token as the engine saw it, temperature included.
+    finish_reason "stop" when the policy ended the response itself, "length" when the token limit cut it.
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor
+    finish_reason: FinishReason
+    text: str
+
+    @property
+    def length(self) -> int:
+        return self.token_ids.numel()
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason == "length"
+
+
+GenerateFunction = Callable[[SequenceOf[Prompt], SamplingParams], list[list[Completion]]]
+"""What an engine's ``generate`` looks like: ``n`` completions for each prompt, in the prompts' order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a reward function says of one completion."""
+
+    correct: bool  # the only thing that dynamic sampling and evaluation go by
+    extracted: str | None = None  # the answer found, normalised; None when none was found
+    rule: str = ""  # e.g. "answer-line", "boxed", "none"
+    value: float | None = None  # a reward of the function's own; None means the configured correct/wrong values
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """A scored completion. ``reward = base_reward + length_penalty`` is what the advantage is made from."""
+
+    completion: Completion
+    verdict: Verdict
+    base_reward: float
+    length_penalty: float = 0.0  # Eq. 13 of the DAPO paper, in [-1, 0]
+    trains: bool = True  # False: overlong filtering took its tokens out of the loss
+
+    @property
+    def correct(self) -> bool:
+        return self.verdict.correct
+
+    @property
+    def reward(self) -> float:
+        return self.base_reward + self.length_penalty
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """All samples of one prompt."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+
+    @property
+    def n_correct(self) -> int:
+        return sum(sample.correct for sample in self.samples)
+
+    @property
+    def n_truncated(self) -> int:
+        return sum(sample.completion.truncated for sample in self.samples)
+
+    @property
+    def all_right(self) -> bool:
+        return self.n_correct == len(self.samples)
+
+    @property
+    def all_wrong(self) -> bool:
+        return self.n_correct == 0
+
+    @property
+    def is_mixed(self) -> bool:
+        """0 < number correct < G: the constraint of Eq. 11 of the DAPO paper."""
+        return 0 < self.n_correct < len(self.samples)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sequence:
+    """The core training record. Tensors are aligned with the tokens themselves; packing does the one shift.
+
+    token_ids int64 [L]; advantages float32 [L]; mask bool [L], True on the response tokens that train;
+    rollout_logprobs float32 [L], 0 on prompt tokens; group_id counts the groups of the step from 0.
+    """
+
+    token_ids: Tensor
+    advantages: Tensor
+    mask: Tensor
+    rollout_logprobs: Tensor
+    group_id: int
+
+    @property
+    def length(self) -> int:
+        return self.token_ids.numel()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedBatch:
+    """Sequences laid end to end, ready for one forward and backward pass.
+
+    A sequence of L tokens takes L−1 positions: its last token is only ever a target. ``logits[t]`` predicts
+    ``target_ids[t]``, so nothing downstream shifts anything.
+
+    input_ids, position_ids, target_ids int64 [T]; position_ids restart at 0 in every sequence.
+    cu_seqlens int32 [S+1]: sequence s holds positions cu_seqlens[s] … cu_seqlens[s+1].
+    mask bool [T]: True where the target is a response token that trains.
+    advantages, old_logprobs float32 [T], aligned with target_ids; old_logprobs starts as the engine's own.
+    group_ids, sequence_ids int64 [S]: the group of each sequence, and its place in the list that was packed.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    target_ids: Tensor
+    mask: Tensor
+    advantages: Tensor
+    old_logprobs: Tensor
+    group_ids: Tensor
+    sequence_ids: Tensor
+
+    @property
+    def n_positions(self) -> int:
+        return self.input_ids.numel()
+
+    @property
+    def n_sequences(self) -> int:
+        return self.cu_seqlens.numel() - 1
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        return PackedBatch(**{name: getattr(self, name).to(device) for name in self.__dataclass_fields__})
+
+    def with_old_logprobs(self, old_logprobs: Tensor) -> PackedBatch:
+        """The same batch with the log-probs of the policy before the update; float32 [T]."""
+        return replace(self, old_logprobs=old_logprobs)

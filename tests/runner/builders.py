@@ -1,0 +1,71 @@
+"""Small records for tests: a completion, a group, a sequence, without a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dapo_runner.config import Config, parse_config
+from dapo_runner.types import Completion, Group, Prompt, Sample, Sequence, Verdict
+
+
+def make_config(**sections: Any) -> Config:
+    """A valid configuration of a small run; sections are merged over it one level deep."""
+    raw: dict[str, Any] = {
+        "model": {"tiny": {}},
+        "data": {"format": "arithmetic"},
+        "rollout": {"group_size": 4, "max_prompt_tokens": 32, "max_response_tokens": 64},
+        "sampler": {"prompts_per_step": 4},
+        "reward": {"overlong": {"cache_length": 16}},
+        "optimizer": {"mini_batch_size": None, "token_budget": 256},
+    }
+    for name, values in sections.items():
+        raw[name] = {**raw.get(name, {}), **values}
+    return parse_config(raw)
+
+
+def make_prompt(name: str = "p", n_tokens: int = 3, answer: str = "7") -> Prompt:
+    return Prompt(id=name, token_ids=tuple(range(1, n_tokens + 1)), text=name, answer=answer, source="test")
+
+
+def make_completion(length: int = 4, text: str = "", truncated: bool = False) -> Completion:
+    return Completion(
+        token_ids=torch.arange(10, 10 + length),
+        logprobs=-torch.arange(1, length + 1, dtype=torch.float32) / 8,
+        finish_reason="length" if truncated else "stop",
+        text=text,
+    )
+
+
+def make_sample(
+    correct: bool,
+    *,
+    length: int = 4,
+    extracted: str | None = None,
+    truncated: bool = False,
+    penalty: float = 0.0,
+    trains: bool = True,
+) -> Sample:
+    return Sample(
+        completion=make_completion(length, truncated=truncated),
+        verdict=Verdict(correct, extracted, "answer-line"),
+        base_reward=1.0 if correct else -1.0,
+        length_penalty=penalty,
+        trains=trains,
+    )
+
+
+def make_group(pattern: str, name: str = "p") -> Group:
+    """One sample per letter: R right, W wrong, T wrong and truncated."""
+    samples = tuple(make_sample(letter == "R", truncated=letter == "T") for letter in pattern)
+    return Group(make_prompt(name), samples)
+
+
+def make_sequence(n_prompt: int, n_response: int, *, group_id: int = 0, first_token: int = 0) -> Sequence:
+    """Tokens count up from ``first_token``; each response token has an advantage of its own: its token id."""
+    length = n_prompt + n_response
+    token_ids = torch.arange(first_token, first_token + length)
+    mask = torch.arange(length) >= n_prompt
+    values = torch.where(mask, token_ids.float(), 0.0)
+    return Sequence(token_ids, advantages=values, mask=mask, rollout_logprobs=-values, group_id=group_id)

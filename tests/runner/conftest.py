@@ -1,0 +1,38 @@
+"""Small real models for the runner's tests, made once per session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dapo_runner.config import ModelConfig, TinyModelConfig
+from dapo_runner.model import Policy, load_policy
+from dapo_runner.tiny import make_model, make_tokenizer
+
+TINY = TinyModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64)
+
+
+def save_model(model: Any, tokenizer: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with random weights, large enough that its distributions are far from uniform."""
+    torch.manual_seed(7)
+    tokenizer = make_tokenizer()
+    model = make_model(TINY, tokenizer, max_positions=256)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
+    return save_model(model, tokenizer, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def policy(model_folder: Path) -> Policy:
+    return load_policy(model_folder, ModelConfig(path="x", dtype="float32"), torch.device("cpu"))

@@ -1,0 +1,43 @@
+"""A whole run in a second or two: the tiny recipe, shrunk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def small_recipe(**run: Any) -> dict[str, Any]:
+    """One-digit sums, a model of a few thousand weights, no warm-up worth the name. Not meant to learn
+    anything.
+    """
+    return {
+        "run": {"name": "small", "steps": 4, "eval_every": 2, "save_every": 1, "threads": 1, "keep": 2, **run},
+        "model": {
+            "dtype": "float32",
+            "tiny": {
+                "hidden_size": 32,
+                "heads": 2,
+                "intermediate_size": 32,
+                "warmup": {"steps": 90, "batch_size": 32, "examples": 40, "lr": 5e-3},
+            },
+        },
+        "data": {
+            "format": "arithmetic",
+            "template": "{question}=",
+            "arithmetic": {"max_digits": 1, "train_size": 60, "eval_size": 10},
+        },
+        "rollout": {"group_size": 4, "max_prompt_tokens": 8, "max_response_tokens": 16},
+        "sampler": {"prompts_per_step": 4, "max_rounds": 3, "on_exhausted": "train_partial"},
+        "reward": {"overlong": {"cache_length": 4}},
+        "optimizer": {"lr": 1e-3, "warmup_steps": 2, "mini_batch_size": 8, "token_budget": 64},
+        "evaluation": {"k": 2, "top_p": 1.0},
+        "logging": {"progress": "plain"},
+    }
+
+
+def write_recipe(folder: Path, **run: Any) -> Path:
+    path = folder / "small.yaml"
+    path.write_text(yaml.safe_dump(small_recipe(output_dir=str(folder / "runs"), **run)))
+    return path

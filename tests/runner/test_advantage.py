@@ -1,0 +1,61 @@
+"""Advantages against the formula worked by hand, and the records made from groups."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from builders import make_group, make_prompt, make_sample
+
+from dapo_runner.advantage import make_sequences
+from dapo_runner.config import AdvantageConfig
+from dapo_runner.types import Group
+
+
+def advantages_of(group: Group, **values: float | str) -> list[float]:
+    sequences = make_sequences([group], AdvantageConfig.model_validate(values))
+    return [float(sequence.advantages[-1]) for sequence in sequences]
+
+
+def test_group_std_is_the_papers() -> None:
+    """Rewards 1, 1, 1, −1: mean ½, unbiased std 1."""
+    assert advantages_of(make_group("RRRW")) == pytest.approx([0.5, 0.5, 0.5, -1.5], abs=1e-5)
+    assert advantages_of(make_group("RRRW"), eps=1.0) == pytest.approx([0.25, 0.25, 0.25, -0.75])
+
+
+def test_group_mean_leaves_the_scale() -> None:
+    assert advantages_of(make_group("RRRW"), kind="group_mean") == [0.5, 0.5, 0.5, -1.5]
+    assert advantages_of(make_group("RW"), kind="group_mean") == [1.0, -1.0]
+
+
+def test_length_penalty_is_part_of_the_reward() -> None:
+    group = Group(make_prompt(), (make_sample(True), make_sample(True, penalty=-0.5)))
+    assert advantages_of(group, kind="group_mean") == [0.25, -0.25]
+
+
+@pytest.mark.parametrize("penalty", [0.0, -0.3, -1 / 3])
+def test_equal_rewards_give_nothing(penalty: float) -> None:
+    group = Group(make_prompt(), tuple(make_sample(False, penalty=penalty) for _ in range(7)))
+    assert max(map(abs, advantages_of(group))) < 1e-9
+
+
+def test_filtered_samples_count_in_the_group_but_do_not_train() -> None:
+    samples = (make_sample(True), make_sample(False), make_sample(False, truncated=True, trains=False))
+    sequences = make_sequences([Group(make_prompt(), samples)], AdvantageConfig())
+    assert [bool(sequence.mask.any()) for sequence in sequences] == [True, True, False]
+    third, scale = 1 / 3, math.sqrt(4 / 3)
+    expected = [(1 + third) / scale, (-1 + third) / scale, (-1 + third) / scale]
+    assert [float(s.advantages[-1]) for s in sequences] == pytest.approx(expected, abs=1e-5)
+
+
+def test_sequences_line_up_with_their_tokens() -> None:
+    sequences = make_sequences([make_group("RW"), make_group("WR")], AdvantageConfig())
+    assert [sequence.group_id for sequence in sequences] == [0, 0, 1, 1]
+    first = sequences[0]
+    assert first.token_ids.tolist() == [1, 2, 3, 10, 11, 12, 13]
+    assert first.mask.tolist() == [False] * 3 + [True] * 4
+    assert first.rollout_logprobs.tolist() == [0, 0, 0, -0.125, -0.25, -0.375, -0.5]
+    assert first.advantages[:3].tolist() == [0, 0, 0]
+    assert len(set(first.advantages[3:].tolist())) == 1
+    assert (first.token_ids.dtype, first.advantages.dtype) == (torch.int64, torch.float32)

@@ -1,0 +1,121 @@
+"""The `dapo` command: what it prints, what it refuses, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from small import write_recipe
+
+from dapo_runner import cli
+from dapo_runner.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    assert main(["train", str(write_recipe(folder, steps=2))]) == 0
+    return folder / "runs" / "small"
+
+
+def test_train_ends_with_a_table_and_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(tmp_path, steps=2)
+    assert main(["train", str(recipe), "run.name=again", "optimizer.lr=1e-4"]) == 0
+    out = capsys.readouterr().out
+    assert "before (step 0)" in out
+    assert "after (step 2)" in out
+    assert "avg@2" in out
+    picture = Path(out.strip().splitlines()[-1].removeprefix("picture: "))
+    assert picture == tmp_path / "runs" / "again" / "report.png"
+    assert picture.stat().st_size > 10_000
+    # A finished run is not run again: the same table, at once.
+    assert main(["train", str(recipe), "run.name=again", "optimizer.lr=1e-4"]) == 0
+    assert "after (step 2)" in capsys.readouterr().out
+
+
+def test_dry_run_prints_the_plan_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(write_recipe(tmp_path)), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "4 prompts × 4 = 16 responses" in out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_every_recipe_passes_its_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(ROOT / "recipes" / "tiny.yaml"), "--dry-run"]) == 0
+    assert "32 prompts × 16 = 512 responses" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "{recipe}", "optimizer.lr=fast"], "optimizer.lr: "),
+        (["train", "{recipe}", "optimizer.learning_rate=1"], "unknown key"),
+        (["train", "{recipe}", "loss.objective=dapo2", "--dry-run"], "loss.objective: expected one of"),
+        (["train", "{recipe}", "reward.kind=nowhere:f", "--dry-run"], "reward.kind: "),
+        (["train", "{recipe}", "run.device=cuda:99"], "run.device: "),
+        (["train", "{recipe}", "model.tiny=null", "model.path=/nowhere"], "model.path: cannot load"),
+        (["train", "{recipe}", "data.template=What is {{question}}?"], "data.template: "),
+        (["train", "nowhere.yaml"], "nowhere.yaml: expected a YAML file"),
+        (["eval", "{recipe}"], "a tiny model exists only inside its run"),
+        (["report", "nowhere"], "nowhere"),
+        (["doctor", "now"], "unexpected argument 'now'"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_two(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = str(write_recipe(tmp_path))
+    assert (
+        main([argument.replace("{recipe}", recipe).replace("{{", "{").replace("}}", "}") for argument in arguments])
+        == 2
+    )
+    error = capsys.readouterr().err
+    assert error.startswith("dapo: ")
+    assert message in error
+    assert error.count("\n") == 1
+    assert "Traceback" not in error
+
+
+def test_eval_reports_the_newest_checkpoint(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "figures.json"
+    assert main(["eval", str(run), "evaluation.k=3", "--show", "2", "--json", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "avg@3" in printed
+    assert printed.count("--- ") == 2
+    assert "step_000002" in printed
+    figures = json.loads(out.read_text())
+    assert 0 <= figures["avg@3"] <= figures["pass@3"] <= 1
+
+
+def test_eval_of_a_run_agrees_with_its_log(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    assert main(["eval", str(run), "--json", str(out)]) == 0
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    figures = json.loads(out.read_text())
+    assert last["kind"] == "eval"
+    assert figures["avg@2"] == last["eval/avg@2"]
+    assert figures["length"] == last["eval/length"]
+
+
+def test_report_draws_the_picture(run: Path, tmp_path: Path) -> None:
+    assert main(["report", str(run), "--out", str(tmp_path / "p.png")]) == 0
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_doctor_names_the_backends_and_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for expected in ("torch", "backend torch can run", "on cpu float32:", "transformers"):
+        assert expected in out
+    assert ("pip install vllm" in out) == ("vllm not installed" in out)
+
+
+def test_an_interruption_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_train", interrupted)
+    assert main(["train", str(write_recipe(tmp_path))]) == 130

@@ -1,0 +1,71 @@
+"""`kill -9` at any moment, the same command again, and nobody can tell from the metrics."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from small import write_recipe
+
+from dapo_runner.checkpoint import find_checkpoints, is_whole
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 6
+
+
+def command(recipe: Path) -> list[str]:
+    return [sys.executable, "-m", "dapo_runner.cli", "train", str(recipe)]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def run_to_the_end(recipe: Path) -> None:
+    done = subprocess.run(command(recipe), env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def kill_when(recipe: Path, log: Path, lines: int, delay: float) -> None:
+    """Start a run and kill it ``delay`` seconds after its log has ``lines`` lines."""
+    process = subprocess.Popen(command(recipe), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 300
+    while not (log.exists() and log.read_bytes().count(b"\n") >= lines):
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    time.sleep(delay)
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    folder = tmp_path_factory.mktemp("whole")
+    run_to_the_end(write_recipe(folder, steps=STEPS))
+    return (folder / "runs" / "small" / "metrics.jsonl").read_bytes()
+
+
+def test_killed_three_times_and_resumed_equals_uninterrupted(uninterrupted: bytes, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, steps=STEPS)
+    run = tmp_path / "runs" / "small"
+    log = run / "metrics.jsonl"
+    kill_when(recipe, log, lines=1, delay=0.0)  # before the first checkpoint
+    for lines, delay in ((3, 0.0), (6, 0.03)):  # right behind a line; some way into the step or the save
+        kill_when(recipe, log, lines, delay)
+        assert all(is_whole(checkpoint.path) for checkpoint in find_checkpoints(run / "checkpoints"))
+    run_to_the_end(recipe)
+    assert log.read_bytes() == uninterrupted
+
+
+def test_killed_while_the_model_is_made(uninterrupted: bytes, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, steps=STEPS)
+    run = tmp_path / "runs" / "small"
+    kill_when(recipe, run / "config.yaml", lines=1, delay=0.2)
+    run_to_the_end(recipe)
+    assert (run / "metrics.jsonl").read_bytes() == uninterrupted

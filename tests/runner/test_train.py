@@ -1,0 +1,165 @@
+"""The loop: what a run leaves behind, and that it is the same run every time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from small import small_recipe
+
+from dapo_runner import learner as learner_module
+from dapo_runner.checkpoint import find_checkpoints
+from dapo_runner.config import Config, ConfigError, parse_config
+from dapo_runner.metrics import read_log
+from dapo_runner.progress import SilentProgress
+from dapo_runner.sampler import SamplingExhaustedError
+from dapo_runner.train import CHECKPOINTS, before_and_after, open_run, rollout_sampling, train
+
+
+class Notes(SilentProgress):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def config_in(folder: Path, **sections: dict[str, object]) -> Config:
+    raw = small_recipe(output_dir=str(folder))
+    for name, values in sections.items():
+        raw[name] = {**raw[name], **values}
+    return parse_config(raw)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    return train(config_in(folder), SilentProgress())
+
+
+def test_a_run_logs_every_step_and_evaluation(finished: Path) -> None:
+    events = read_log(finished / "metrics.jsonl")
+    assert [(event["kind"], event["step"]) for event in events] == [
+        ("eval", 0), ("step", 1), ("step", 2), ("eval", 2), ("step", 3), ("step", 4), ("eval", 4)
+    ]  # fmt: skip
+    for event in events:
+        if event["kind"] == "step":
+            assert event["train/updates"] == event["batch/groups"] * 4 / 8
+            assert event["train/ratio_max"] >= 1.0
+            assert event["train/tokens"] > 0
+            assert event["train/nonfinite"] == 0
+            assert event["sampling/all_right"] + event["sampling/all_wrong"] + event["sampling/mixed"] == pytest.approx(
+                1
+            )
+        else:
+            assert event["eval/problems"] == 10
+    first = next(event for event in events if event["kind"] == "step")
+    assert first["train/rollout_gap"] < 1e-5  # later steps may hold groups carried over from older weights
+    assert list(before_and_after(finished)) == ["before (step 0)", "after (step 4)"]
+    timings = read_log(finished / "timings.jsonl")
+    assert [event["step"] for event in timings] == [1, 2, 3, 4]
+    assert all(event["seconds/rollout"] > 0 and event["seconds/train"] > 0 for event in timings)
+
+
+def test_a_run_keeps_its_newest_checkpoints_and_its_configuration(finished: Path) -> None:
+    assert [checkpoint.step for checkpoint in find_checkpoints(finished / CHECKPOINTS)] == [3, 4]
+    assert (finished / "config.yaml").is_file()
+    assert (finished / "model" / "model.safetensors").is_file()
+
+
+def test_the_same_configuration_gives_the_same_bytes(finished: Path, tmp_path: Path) -> None:
+    again = train(config_in(tmp_path), SilentProgress())
+    assert (again / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
+    other = train(config_in(tmp_path, run={**small_recipe()["run"], "name": "other", "seed": 1,
+                                           "output_dir": str(tmp_path)}), SilentProgress())  # fmt: skip
+    assert (other / "metrics.jsonl").read_bytes() != (finished / "metrics.jsonl").read_bytes()
+
+
+def test_a_finished_run_can_be_made_longer_and_equals_a_long_one(finished: Path, tmp_path: Path) -> None:
+    """The last step of the short run evaluates and saves; those of the long one fall on the same steps."""
+    short = train(config_in(tmp_path / "a", run={**small_recipe(steps=2)["run"], "output_dir": str(tmp_path / "a")}),
+                  SilentProgress())  # fmt: skip
+    notes = Notes()
+    longer = train(config_in(tmp_path / "a"), notes)
+    assert longer == short
+    assert any("resuming after step 2" in line for line in notes.lines)
+    assert (longer / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
+
+
+def test_another_configuration_does_not_continue_a_run(finished: Path) -> None:
+    changed = config_in(finished.parent, optimizer={**small_recipe()["optimizer"], "lr": 0.5})
+    with pytest.raises(ConfigError, match=r"another configuration \(optimizer\.lr: 0\.001 → 0\.5\)"):
+        train(changed, SilentProgress())
+
+
+def test_an_attempt_that_failed_before_it_began_does_not_bind_the_next(tmp_path: Path) -> None:
+    wrong = {**small_recipe()["data"], "template": "What is {question}?"}
+    with pytest.raises(ConfigError, match=r"data\.template"):
+        train(config_in(tmp_path, data=wrong), SilentProgress())
+    assert train(config_in(tmp_path), SilentProgress()).is_dir()
+
+
+def test_a_run_without_held_out_problems_is_not_evaluated(tmp_path: Path) -> None:
+    data = small_recipe()["data"]
+    raw = small_recipe(output_dir=str(tmp_path), steps=1)
+    raw["data"] = {**data, "arithmetic": {**data["arithmetic"], "eval_size": 1}}
+    config = parse_config(raw)
+    progress = SilentProgress()
+    run = open_run(config, progress)
+    run.dataset.heldout.clear()
+    run.evaluate(0)
+    run.metrics.close()
+    assert before_and_after(run.folder) == {}
+
+
+def test_exhaustion_stops_the_run_or_is_told(tmp_path: Path) -> None:
+    hopeless = {"arithmetic": {"min_digits": 9, "max_digits": 9, "train_size": 60, "eval_size": 4}}
+    stubborn = config_in(tmp_path, data={**small_recipe()["data"], **hopeless}, rollout={
+        **small_recipe()["rollout"], "max_prompt_tokens": 32}, sampler={"prompts_per_step": 4, "max_rounds": 2,
+        "on_exhausted": "error"})  # fmt: skip
+    with pytest.raises(SamplingExhaustedError, match="0 of 4 groups after 2 rounds"):
+        train(stubborn, SilentProgress())
+    notes = Notes()
+    raw = stubborn.model_dump(mode="json")
+    raw["sampler"]["on_exhausted"] = "train_partial"
+    raw["run"] |= {"name": "patient", "steps": 2}
+    folder = train(parse_config(raw), notes)
+    assert sum("0 of 4 groups" in line for line in notes.lines) == 2
+    steps = [event for event in read_log(folder / "metrics.jsonl") if event["kind"] == "step"]
+    assert [step["train/updates"] for step in steps] == [0, 0]
+
+
+def test_every_round_draws_anew_and_every_time_alike(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    seeds = [rollout_sampling(config, number).seed for number in range(100)]
+    assert len(set(seeds)) == 100
+    assert seeds == [rollout_sampling(config, number).seed for number in range(100)]
+    assert rollout_sampling(config, 3).n == 4
+
+
+def test_the_rollout_gap_tells_stale_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe has to see an engine that was not given the new weights."""
+    from dapo_runner.rollout import HFEngine
+
+    monkeypatch.setattr(HFEngine, "update_weights", lambda *_: None)
+    folder = train(config_in(tmp_path, optimizer={**small_recipe()["optimizer"], "lr": 5e-3}), SilentProgress())
+    steps = [event for event in read_log(folder / "metrics.jsonl") if event["kind"] == "step"]
+    assert steps[0]["train/rollout_gap"] < 1e-4
+    assert steps[-1]["train/rollout_gap"] > 1e-2
+
+
+def test_a_broken_update_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = learner_module.linear_dapo_loss
+    calls = iter(range(100))
+
+    def poisoned(*args: object, **kwargs: object) -> object:
+        out = original(*args, **kwargs)  # type: ignore[arg-type]
+        return out._replace(loss=out.loss * float("nan")) if next(calls) == 12 else out
+
+    monkeypatch.setattr(learner_module, "linear_dapo_loss", poisoned)
+    with pytest.raises(learner_module.NonFiniteUpdateError, match="loss nan"):
+        train(config_in(tmp_path), SilentProgress())
+    done = [event["step"] for event in read_log(tmp_path / "small" / "metrics.jsonl")]
+    saved = [checkpoint.step for checkpoint in find_checkpoints(tmp_path / "small" / CHECKPOINTS)]
+    assert saved
+    assert max(saved) == max(done) < 4
