@@ -20,8 +20,8 @@ from dapo_kernels.tokens import RowLoss, Tokens, accumulate_dtype
 
 # Bytes of the logits buffer. The gradient GEMMs revisit all of dW once per chunk, so fewer chunks are faster.
 DEFAULT_CHUNK_BYTES = 256 * 2**20
-# Bytes of the float32 tile of dW that one GEMM adds to; it stays in the L2/L3 cache between GEMM and addition.
-_DWEIGHT_TILE_BYTES = 4 * 2**20
+# Bytes of a float32 tile of the weight or of its gradient: it stays in the L2/L3 cache between GEMM and addition.
+_TILE_BYTES = 4 * 2**20
 # Rows moved at once when idle rows are squeezed out of a chunk: bounds the temporary.
 _MOVED_ROWS = 64
 
@@ -33,18 +33,39 @@ class Head(NamedTuple):
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
     softcap: float | None
+    float32_logits: bool  # keep 16-bit operands' logits in float32 in place of rounding them to the operands' dtype
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        return torch.float32 if self.float32_logits else self.hidden.dtype
+
+    @property
+    def bytes_per_logit(self) -> int:
+        """In a chunk's buffers: float32 logits need a rounded copy of their gradient for the GEMMs."""
+        itemsize = self.hidden.element_size()
+        return 4 + itemsize if self.logits_dtype != self.hidden.dtype else itemsize
 
     def logits(self, rows: Tensor | slice, buffer: Tensor) -> tuple[Tensor, Tensor]:
         """The hidden states of ``rows``, [C, H], and their logits in the first C rows of ``buffer``."""
         hidden = self.hidden[rows]
         out = buffer[: hidden.shape[0]]
-        if self.bias is None:
+        if out.dtype != hidden.dtype:
+            self._float32_product(hidden.float(), out)
+        elif self.bias is None:
             torch.mm(hidden, self.weight.t(), out=out)
         else:
             torch.addmm(self.bias, hidden, self.weight.t(), out=out)
         if self.softcap is not None:
             out.div_(self.softcap).tanh_().mul_(self.softcap)
         return hidden, out
+
+    def _float32_product(self, hidden: Tensor, out: Tensor) -> None:
+        """A part of the vocabulary at a time: a float32 copy of the whole weight would be gigabytes."""
+        part = max(1, _TILE_BYTES // (4 * hidden.shape[1]))
+        for start in range(0, self.weight.shape[0], part):
+            torch.mm(hidden, self.weight[start : start + part].float().t(), out=out[:, start : start + part])
+        if self.bias is not None:
+            out += self.bias
 
 
 class Needs(NamedTuple):
@@ -77,6 +98,7 @@ class Gradients:
         """``dlogits`` [C, V] of the hidden states [C, H] that stand at ``rows`` [C] of the input."""
         if dlogits.shape[0] == 0:
             return
+        dlogits = dlogits.to(self.head.weight.dtype)
         if self.hidden is not None:
             self.hidden.index_copy_(0, rows, dlogits @ self.head.weight)
         if self.bias is not None:
@@ -90,7 +112,7 @@ class Gradients:
         elif weight.dtype == dlogits.dtype:
             weight.addmm_(dlogits.t(), hidden)
         else:
-            tile = max(1, _DWEIGHT_TILE_BYTES // (4 * weight.shape[1]))
+            tile = max(1, _TILE_BYTES // (4 * weight.shape[1]))
             for part, columns in zip(weight.split(tile), dlogits.split(tile, dim=1), strict=True):
                 part += columns.t() @ hidden
 
@@ -100,24 +122,28 @@ class Gradients:
         return self.hidden, weight, bias
 
 
-def chunk_plan(n_rows: int, vocab: int, itemsize: int, chunk_bytes: int | None) -> int:
+def chunk_rows(n_rows: int, vocab: int, bytes_per_logit: int, chunk_bytes: int | None) -> int:
     """Rows of a chunk: as many as the bytes allow, at least one, evened out over the chunks."""
-    most = max(1, (chunk_bytes or DEFAULT_CHUNK_BYTES) // (vocab * itemsize))
+    most = max(1, (chunk_bytes or DEFAULT_CHUNK_BYTES) // max(vocab * bytes_per_logit, 1))
     n_chunks = max(1, -(-n_rows // most))
     return max(1, -(-n_rows // n_chunks))
 
 
-def _chunks(head: Head, rows: Tensor, chunk_bytes: int | None) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of ``rows`` and the buffer their logits go to, the same for all."""
-    size = chunk_plan(rows.shape[0], head.weight.shape[0], head.hidden.element_size(), chunk_bytes)
-    buffer = head.hidden.new_empty(min(size, rows.shape[0]), head.weight.shape[0])
-    for start in range(0, rows.shape[0], size):
-        yield slice(start, start + size), buffer
+class Chunks:
+    """Slices of the rows that need work, and the buffer their logits go to, the same for all."""
 
+    def __init__(self, head: Head, rows: Tensor, chunk_bytes: int | None) -> None:
+        self.head, self.n_rows = head, rows.shape[0]
+        self.size = chunk_rows(self.n_rows, head.weight.shape[0], head.bytes_per_logit, chunk_bytes)
 
-def _n_chunks(head: Head, rows: Tensor, chunk_bytes: int | None) -> int:
-    size = chunk_plan(rows.shape[0], head.weight.shape[0], head.hidden.element_size(), chunk_bytes)
-    return -(-rows.shape[0] // size)
+    def __len__(self) -> int:
+        return -(-self.n_rows // self.size)
+
+    def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
+        shape = (min(self.size, self.n_rows), self.head.weight.shape[0])
+        buffer = self.head.hidden.new_empty(shape, dtype=self.head.logits_dtype)
+        for start in range(0, self.n_rows, self.size):
+            yield slice(start, start + self.size), buffer
 
 
 def _tau(temperature: float | Tensor, rows: Tensor) -> float | Tensor:
@@ -159,7 +185,7 @@ def linear_stats(
     norm = logprobs.new_zeros(*live.shape, 2)
     entropy = torch.zeros_like(logprobs) if want_entropy else None
     rows = live.nonzero().squeeze(1)
-    for part, buffer in _chunks(head, rows, chunk_bytes):
+    for part, buffer in Chunks(head, rows, chunk_bytes):
         at = rows[part]
         _, logits = head.logits(at, buffer)
         stats = backend.row_stats(logits, target_ids[at], live[at], _tau(temperature, at), want_entropy)
@@ -185,8 +211,9 @@ def linear_grad(
     """Gradients of (hidden, weight, bias) from ∂loss/∂ℓ and ∂loss/∂H: the logits again, then two GEMMs."""
     asked = dlogprobs != 0 if dentropy is None else (dlogprobs != 0) | (dentropy != 0)
     rows = (live & asked).nonzero().squeeze(1)
-    gradients = Gradients(head, needs, _n_chunks(head, rows, chunk_bytes))
-    for part, buffer in _chunks(head, rows, chunk_bytes):
+    chunks = Chunks(head, rows, chunk_bytes)
+    gradients = Gradients(head, needs, len(chunks))
+    for part, buffer in chunks:
         at = rows[part]
         hidden, logits = head.logits(at, buffer)
         capped = logits.clone() if head.softcap is not None else None
@@ -231,8 +258,9 @@ def linear_loss(
         idle=torch.ones_like(tokens.live),
     )
     rows = tokens.live.nonzero().squeeze(1)
-    gradients = Gradients(head, needs, _n_chunks(head, rows, chunk_bytes))
-    for part, buffer in _chunks(head, rows, chunk_bytes):
+    chunks = Chunks(head, rows, chunk_bytes)
+    gradients = Gradients(head, needs, len(chunks))
+    for part, buffer in chunks:
         at = rows[part]
         hidden, logits = head.logits(at, buffer)
         capped = logits.clone() if head.softcap is not None else None

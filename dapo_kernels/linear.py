@@ -25,6 +25,7 @@ def linear_dapo_loss(
     *,
     bias: Tensor | None = None,
     softcap: float | None = None,
+    float32_logits: bool = False,
     chunk_bytes: int | None = None,
     objective: str | Objective = "dapo",
     mask: Tensor | None = None,
@@ -50,14 +51,16 @@ def linear_dapo_loss(
         weight: [V, H], the output head (``lm_head.weight``), same dtype as ``hidden``.
         bias: [V], same dtype.
         softcap: c of c·tanh(logits/c), applied before the temperature.
+        float32_logits: keep the logits of 16-bit inputs in float32. By default they are rounded to the inputs' dtype,
+            as the model's own head and most rollout engines do: match the engine, or the ratio carries the
+            difference. On the CPU this product runs at the float32 rate.
         chunk_bytes: size of the logits buffer, the only O(V) memory per token; by default 256 MiB.
 
-    The other arguments, the result and the errors are those of ``dapo_loss``. Logits are rounded to the dtype of
-    ``hidden``, as the model's own head does; softmax arithmetic is float32.
+    The other arguments, the result and the errors are those of ``dapo_loss``. Softmax arithmetic is float32.
     """
     chosen = resolve_objective("linear_dapo_loss", objective, overrides)
     layout = layout_of("linear_dapo_loss", "hidden", hidden, cu_seqlens)
-    head = _head(layout, hidden, weight, bias, softcap, chunk_bytes)
+    head = _head(layout, hidden, weight, bias, softcap, float32_logits, chunk_bytes)
     targets = target_tokens(layout, target_ids)
     call = loss_call(
         layout,
@@ -103,6 +106,7 @@ def linear_token_logprobs(
     *,
     bias: Tensor | None = None,
     softcap: float | None = None,
+    float32_logits: bool = False,
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
     mask: Tensor | None = None,
@@ -115,7 +119,7 @@ def linear_token_logprobs(
     ``linear_dapo_loss``.
     """
     layout = layout_of("linear_token_logprobs", "hidden", hidden)
-    head = _head(layout, hidden, weight, bias, softcap, chunk_bytes)
+    head = _head(layout, hidden, weight, bias, softcap, float32_logits, chunk_bytes)
     targets = target_tokens(layout, target_ids)
     backend = backend_for("linear_token_logprobs", hidden.device, hidden.dtype)
     logprobs, _, entropies = linear_ops.linear_stats(
@@ -131,7 +135,13 @@ def linear_token_logprobs(
 
 
 def _head(
-    layout: Layout, hidden: Tensor, weight: Any, bias: Any, softcap: float | None, chunk_bytes: int | None
+    layout: Layout,
+    hidden: Tensor,
+    weight: Any,
+    bias: Any,
+    softcap: float | None,
+    float32_logits: bool,
+    chunk_bytes: int | None,
 ) -> Head:
     caller, width = layout.caller, hidden.shape[-1]
     if not isinstance(weight, Tensor):
@@ -150,4 +160,4 @@ def _head(
         raise layout.fail("softcap", "positive, or None", softcap)
     if chunk_bytes is not None and chunk_bytes <= 0:
         raise layout.fail("chunk_bytes", "positive, or None", chunk_bytes)
-    return Head(hidden.reshape(-1, width), weight, bias, softcap)
+    return Head(hidden.reshape(-1, width), weight, bias, softcap, float32_logits and hidden.dtype != torch.float64)

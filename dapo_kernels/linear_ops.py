@@ -51,6 +51,7 @@ def linear_stats(
     weight: Tensor,
     bias: Tensor | None,
     softcap: float | None,
+    float32_logits: bool,
     target_ids: Tensor,
     live: Tensor,
     temperature: float,
@@ -61,7 +62,7 @@ def linear_stats(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``logits_stats`` of hidden · weightᵀ: log-probs, normalizer, entropy."""
     logprobs, norm, entropy = chunked.linear_stats(
-        Head(hidden, weight, bias, softcap),
+        Head(hidden, weight, bias, softcap, float32_logits),
         target_ids,
         live,
         tau_of(temperature, temperatures),
@@ -73,7 +74,7 @@ def linear_stats(
 
 
 @linear_stats.register_fake
-def _(hidden, weight, bias, softcap, target_ids, live, temperature, temperatures, want_entropy, *_):  # type: ignore[no-untyped-def]
+def _(hidden, weight, bias, softcap, float32_logits, target_ids, live, temperature, temperatures, want_entropy, *_):  # type: ignore[no-untyped-def]
     return stats_results(_per_token(hidden), want_entropy)
 
 
@@ -83,6 +84,7 @@ def linear_grad(
     weight: Tensor,
     bias: Tensor | None,
     softcap: float | None,
+    float32_logits: bool,
     target_ids: Tensor,
     live: Tensor,
     temperature: float,
@@ -96,7 +98,7 @@ def linear_grad(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of (hidden, weight, bias), those of ``needs``, from ∂loss/∂logprobs and ∂loss/∂entropy."""
-    head = Head(hidden, weight, bias, softcap)
+    head = Head(hidden, weight, bias, softcap, float32_logits)
     gradients = chunked.linear_grad(
         head,
         target_ids,
@@ -114,8 +116,8 @@ def linear_grad(
 
 
 @linear_grad.register_fake
-def _(hidden, weight, bias, softcap, *args):  # type: ignore[no-untyped-def]
-    return _fake_gradients(Head(hidden, weight, bias, softcap), Needs(*args[-3]))
+def _(hidden, weight, bias, softcap, float32_logits, *args):  # type: ignore[no-untyped-def]
+    return _fake_gradients(Head(hidden, weight, bias, softcap, float32_logits), Needs(*args[-3]))
 
 
 def _linear_stats_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -124,6 +126,7 @@ def _linear_stats_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
         weight,
         bias,
         softcap,
+        float32_logits,
         target_ids,
         live,
         temperature,
@@ -134,7 +137,12 @@ def _linear_stats_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
     ) = inputs
     _, norm, entropy = output
     ctx.save_for_backward(hidden, weight, bias, target_ids, live, temperatures, norm, entropy)
-    ctx.softcap, ctx.temperature, ctx.want_entropy = softcap, temperature, want_entropy
+    ctx.softcap, ctx.float32_logits, ctx.temperature, ctx.want_entropy = (
+        softcap,
+        float32_logits,
+        temperature,
+        want_entropy,
+    )
     ctx.chunk_bytes, ctx.backend = chunk_bytes, backend
     ctx.mark_non_differentiable(norm)
     ctx.set_materialize_grads(False)
@@ -148,6 +156,7 @@ def _linear_stats_backward(ctx: Any, dlogprobs: Tensor | None, _: Any, dentropy:
         weight,
         bias,
         ctx.softcap,
+        ctx.float32_logits,
         target_ids,
         live,
         ctx.temperature,
@@ -160,7 +169,7 @@ def _linear_stats_backward(ctx: Any, dlogprobs: Tensor | None, _: Any, dentropy:
         ctx.chunk_bytes,
         ctx.backend,
     )
-    return *(g if need else None for g, need in zip(gradients, needs, strict=True)), *(None,) * 8
+    return *(g if need else None for g, need in zip(gradients, needs, strict=True)), *(None,) * 9
 
 
 linear_stats.register_autograd(_linear_stats_backward, setup_context=_linear_stats_setup)
@@ -172,6 +181,7 @@ def linear_loss(
     weight: Tensor,
     bias: Tensor | None,
     softcap: float | None,
+    float32_logits: bool,
     target_ids: Tensor,
     temperature: float,
     temperatures: Tensor | None,
@@ -189,7 +199,7 @@ def linear_loss(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Loss, log-probs, entropy, clip hits, reference KL; then the gradients of (hidden, weight, bias), those needed."""
-    head = Head(hidden, weight, bias, softcap)
+    head = Head(hidden, weight, bias, softcap, float32_logits)
     out, gradients = chunked.linear_loss(
         head,
         target_ids,
@@ -208,11 +218,11 @@ def linear_loss(
 
 
 @linear_loss.register_fake
-def _(hidden, weight, bias, softcap, *args):  # type: ignore[no-untyped-def]
+def _(hidden, weight, bias, softcap, float32_logits, *args):  # type: ignore[no-untyped-def]
     scalars, entropy_coef, want_entropy, needs, _, _ = args[-6:]
     has_kl = ObjectiveScalars.unpack(scalars).kl_coef != 0
     per_token = token_results(_per_token(hidden), want_entropy or entropy_coef != 0, has_kl)
-    return *per_token, *_fake_gradients(Head(hidden, weight, bias, softcap), Needs(*needs))
+    return *per_token, *_fake_gradients(Head(hidden, weight, bias, softcap, float32_logits), Needs(*needs))
 
 
 def _linear_loss_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
