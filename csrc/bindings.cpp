@@ -5,6 +5,7 @@
 
 #include "cpu/row_kernels.h"
 #include "cpu/rows.h"
+#include "cpu/split_sum.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -63,6 +64,14 @@ double token_loss(int64_t n, uintptr_t logprobs, const dapo::TokenInputs& tokens
   return dapo::token_loss(n, pointer<const float>(logprobs), tokens, objective, out);
 }
 
+void add_split(uintptr_t high, uintptr_t low, uintptr_t part, int64_t n, int threads) {
+  dapo::add_split(pointer<uint16_t>(high), pointer<uint16_t>(low), pointer<const uint16_t>(part), n, threads);
+}
+
+void round_split(uintptr_t high, uintptr_t low, int64_t n, int threads) {
+  dapo::round_split(pointer<uint16_t>(high), pointer<const uint16_t>(low), n, threads);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -88,4 +97,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("row_loss", &dapo::row_loss, no_gil, "logits"_a, "tokens"_a, "objective"_a, "entropy_coef"_a, "out"_a,
         "threads"_a);
   m.def("token_loss", &token_loss, no_gil, "n"_a, "logprobs"_a, "tokens"_a, "objective"_a, "out"_a);
+  m.def("add_split", &add_split, no_gil, "high"_a, "low"_a, "part"_a, "n"_a, "threads"_a);
+  m.def("round_split", &round_split, no_gil, "high"_a, "low"_a, "n"_a, "threads"_a);
 }

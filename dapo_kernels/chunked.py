@@ -76,23 +76,39 @@ class Needs(NamedTuple):
     bias: bool
 
 
+class PlainSum:
+    """A float32 sum of 16-bit tensors, or a sum of tensors in their own dtype."""
+
+    def __init__(self, result: Tensor) -> None:
+        self.result = result
+        self.sum = torch.zeros_like(result, dtype=accumulate_dtype(result.dtype))
+
+    def add(self, rows: slice, part: Tensor) -> None:
+        self.sum[rows] += part
+
+    def rounded(self) -> Tensor:
+        return self.result.copy_(self.sum)
+
+
 class Gradients:
     """∂loss/∂(hidden, weight, bias), added up over chunks; dW and db in float32."""
 
-    def __init__(self, head: Head, needs: Needs, n_chunks: int) -> None:
+    def __init__(self, head: Head, needs: Needs, n_chunks: int, backend: ModuleType) -> None:
         self.head = head
+        self.n_chunks = n_chunks
         self.hidden = torch.zeros_like(head.hidden) if needs.hidden else None
         self.bias = None
         self.weight = None
-        wide = accumulate_dtype(head.weight.dtype)
+        self.weight_sum = None
         if needs.bias:
             assert head.bias is not None
-            self.bias = torch.zeros_like(head.bias, dtype=wide)
+            self.bias = torch.zeros_like(head.bias, dtype=accumulate_dtype(head.bias.dtype))
         if needs.weight:
-            # A single chunk needs no running sum: its GEMM writes the result in the weight's own dtype.
-            dtype = wide if n_chunks > 1 else head.weight.dtype
-            self.weight = torch.zeros_like(head.weight, dtype=dtype, memory_format=torch.contiguous_format)
-        self.single = n_chunks <= 1
+            self.weight = torch.zeros(head.weight.shape, dtype=head.weight.dtype, device=head.weight.device)
+            # A single chunk needs no running sum, and 32-bit GEMMs add to the result themselves.
+            if n_chunks > 1 and self.weight.element_size() < 4:
+                split = self.weight.dtype == torch.bfloat16 and hasattr(backend, "SplitSum")
+                self.weight_sum = backend.SplitSum(self.weight) if split else PlainSum(self.weight)
 
     def add(self, dlogits: Tensor, hidden: Tensor, rows: Tensor) -> None:
         """``dlogits`` [C, V] of the hidden states [C, H] that stand at ``rows`` [C] of the input."""
@@ -103,21 +119,17 @@ class Gradients:
             self.hidden.index_copy_(0, rows, dlogits @ self.head.weight)
         if self.bias is not None:
             self.bias += dlogits.sum(0, dtype=self.bias.dtype)
-        if self.weight is not None:
-            self._add_weight(self.weight, dlogits, hidden)
-
-    def _add_weight(self, weight: Tensor, dlogits: Tensor, hidden: Tensor) -> None:
-        if self.single:
-            torch.mm(dlogits.t(), hidden, out=weight)
-        elif weight.dtype == dlogits.dtype:
-            weight.addmm_(dlogits.t(), hidden)
-        else:
-            tile = max(1, _TILE_BYTES // (4 * weight.shape[1]))
-            for part, columns in zip(weight.split(tile), dlogits.split(tile, dim=1), strict=True):
-                part += columns.t() @ hidden
+        if self.weight_sum is not None:
+            tile = max(1, _TILE_BYTES // (4 * hidden.shape[1]))
+            for start in range(0, dlogits.shape[1], tile):
+                part = slice(start, start + tile)
+                self.weight_sum.add(part, dlogits[:, part].t() @ hidden)
+        elif self.weight is not None:
+            # beta 0 writes the result without reading what was there.
+            torch.addmm(self.weight, dlogits.t(), hidden, beta=int(self.n_chunks > 1), out=self.weight)
 
     def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        weight = None if self.weight is None else self.weight.to(self.head.weight.dtype)
+        weight = self.weight if self.weight_sum is None else self.weight_sum.rounded()
         bias = None if self.bias is None else self.bias.to(self.head.weight.dtype)
         return self.hidden, weight, bias
 
@@ -212,7 +224,7 @@ def linear_grad(
     asked = dlogprobs != 0 if dentropy is None else (dlogprobs != 0) | (dentropy != 0)
     rows = (live & asked).nonzero().squeeze(1)
     chunks = Chunks(head, rows, chunk_bytes)
-    gradients = Gradients(head, needs, len(chunks))
+    gradients = Gradients(head, needs, len(chunks), backend)
     for part, buffer in chunks:
         at = rows[part]
         hidden, logits = head.logits(at, buffer)
@@ -259,7 +271,7 @@ def linear_loss(
     )
     rows = tokens.live.nonzero().squeeze(1)
     chunks = Chunks(head, rows, chunk_bytes)
-    gradients = Gradients(head, needs, len(chunks))
+    gradients = Gradients(head, needs, len(chunks), backend)
     for part, buffer in chunks:
         at = rows[part]
         hidden, logits = head.logits(at, buffer)

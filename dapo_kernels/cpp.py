@@ -160,3 +160,23 @@ def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scala
     )
     loss = _C.token_loss(len(logprobs), logprobs.data_ptr(), inputs, _C.Objective(*scalars.pack()), out)
     return TokenLoss(torch.tensor(loss, dtype=torch.float32), d_logprobs, d_log_ratio, clip_hit, ref_kl)
+
+
+class SplitSum:
+    """A float32 sum of bfloat16 tensors whose upper half is the result: 2 bytes per element beside it, not 4.
+
+    ``reference.py`` has no such class: elsewhere the sum is a float32 tensor.
+    """
+
+    def __init__(self, result: Tensor) -> None:
+        self.result = result.zero_()
+        self.low = torch.zeros_like(result, dtype=torch.int16)
+
+    def add(self, rows: slice, part: Tensor) -> None:
+        """sum[rows] += part, contiguous bfloat16."""
+        high, low = self.result[rows], self.low[rows]
+        _C.add_split(high.data_ptr(), low.data_ptr(), part.data_ptr(), high.numel(), torch.get_num_threads())
+
+    def rounded(self) -> Tensor:
+        _C.round_split(self.result.data_ptr(), self.low.data_ptr(), self.low.numel(), torch.get_num_threads())
+        return self.result

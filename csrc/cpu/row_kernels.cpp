@@ -125,6 +125,31 @@ template <class T> void set(void* x, int64_t i, float value) {
   store_tail(static_cast<T*>(x) + i, Group{splat(value), splat(0.0f)}, 1);
 }
 
+// Plain loops: every compiler turns these into vectors.
+static inline float as_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+static void add_split(uint16_t* __restrict high, uint16_t* __restrict low, const uint16_t* __restrict part, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float sum = as_float((uint32_t)high[i] << 16 | low[i]) + as_float((uint32_t)part[i] << 16);
+    uint32_t bits;
+    std::memcpy(&bits, &sum, 4);
+    high[i] = (uint16_t)(bits >> 16);
+    low[i] = (uint16_t)bits;
+  }
+}
+
+static void round_split(uint16_t* __restrict high, const uint16_t* __restrict low, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t bits = (uint32_t)high[i] << 16 | low[i];
+    const uint32_t up = (bits + 0x7fffu + (high[i] & 1u)) >> 16;
+    high[i] = (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : up);  // a NaN must not round to infinity
+  }
+}
+
 template <class T> constexpr BlockKernels kernels() { return {stats<T>, scale<T>, grad<T>, get<T>, set<T>}; }
 
 }  // namespace DAPO_ISA
@@ -136,7 +161,8 @@ template <class T> constexpr BlockKernels kernels() { return {stats<T>, scale<T>
 
 const RowKernels& DAPO_JOIN(row_kernels_, DAPO_ISA)() {
   using namespace DAPO_ISA;
-  static const RowKernels table = {DAPO_STRING(DAPO_ISA), {kernels<float>(), kernels<bf16>(), kernels<f16>()}};
+  static const RowKernels table = {DAPO_STRING(DAPO_ISA), {kernels<float>(), kernels<bf16>(), kernels<f16>()}, add_split,
+                                   round_split};
   return table;
 }
 

@@ -30,6 +30,10 @@ struct BlockKernels {
 struct RowKernels {
   const char* isa;
   BlockKernels by_dtype[3];  // indexed by Dtype
+  // A float32 running sum held as two planes: `high` is its upper half, a bfloat16, `low` the other 16 bits.
+  void (*add_split)(uint16_t* high, uint16_t* low, const uint16_t* bf16_part, int64_t n);
+  // Rounds the sum to nearest even into `high`.
+  void (*round_split)(uint16_t* high, const uint16_t* low, int64_t n);
 };
 
 const RowKernels& row_kernels_portable();
