@@ -160,10 +160,10 @@ def _doctor(options: argparse.Namespace, overrides: list[str], console: Console)
     from dapo_runner.doctor import examine
 
     _no_overrides(overrides)
-    table = Table(box=None, show_header=False)
     for finding in examine():
-        table.add_row(finding.what, finding.state, finding.advice)
-    console.print(table)
+        print(f"{finding.what:<14} {finding.state}")
+        if finding.advice:
+            print(f"{'':<14} → {finding.advice}")
     return 0
 
 

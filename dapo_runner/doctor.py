@@ -21,7 +21,7 @@ class Finding:
     advice: str = ""
 
 
-# Distribution, what it is for, how to get it. Needed by the runner, then optional.
+# Distribution, and what the runner uses it for.
 NEEDED = (
     ("transformers", "models and tokenizers"),
     ("datasets", "parquet files"),
@@ -30,15 +30,9 @@ NEEDED = (
     ("matplotlib", "dapo report"),
 )
 OPTIONAL = (
-    (
-        "flash-attn",
-        "packed attention on CUDA; varlen attention of torch serves without it",
-        "pip install flash-attn",
-    ),
-    ("vllm", "fast rollouts", "pip install vllm"),
-    ("math-verify", "answers that are expressions", "pip install math-verify"),
-    ("tensorboard", "TensorBoard logs", "pip install tensorboard"),
-    ("wandb", "Weights & Biases logs", "pip install wandb"),
+    ("flash-attn", "packed attention on CUDA; torch's varlen attention serves without it"),
+    ("gguf", "unpacking a model from a GGUF file"),
+    ("accelerate", "the same"),
 )
 
 
@@ -57,8 +51,12 @@ def examine() -> list[Finding]:
         for name, purpose in NEEDED
     ]
     findings += [
-        Finding(name, version(name) or "not installed (optional)", "" if version(name) else f"{how}  ({purpose})")
-        for name, purpose, how in OPTIONAL
+        Finding(
+            name,
+            version(name) or "not installed (optional)",
+            "" if version(name) else f"pip install {name}  ({purpose})",
+        )
+        for name, purpose in OPTIONAL
     ]
     return findings
 

@@ -1,0 +1,136 @@
+"""The table of what is measured. A new objective or shape is a new row here, nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class Config:
+    """One workload; every contestant that can do it runs it side by side.
+
+    Attributes:
+        level: ``"logits"`` or ``"hidden"``: what the contestants start from.
+        dtype: of logits, or of hidden states and head.
+        n_tokens, vocab, hidden: sizes N, V, H (H is 0 at the logits level).
+        n_sequences: equal sequences the tokens belong to; divides ``n_tokens``.
+        mode: ``"train"``: loss and gradient of logits, or of hidden states and head; ``"forward"``: log-probs only.
+        entropy: forward only: entropies too.
+        live: share of the tokens that train; the others are masked.
+        clipped: share of the live tokens whose ratio is clipped, so that their gradient is zero.
+        objective: a name in ``dapo_kernels.OBJECTIVES`` and in ``formulas.FORMULAS``.
+        isa: forces the instruction set of dapo_kernels and of eager PyTorch; ``None`` is the machine's best.
+        contestants: names to run; ``None`` is every one that can.
+        rounds: at most so many interleaved rounds; 1 leaves out the warm-up and checks the timed run itself.
+        seconds: budget of the rounds; at least ``min_rounds`` run all the same.
+        headline: goes into the plot and the first table.
+    """
+
+    level: str
+    dtype: str
+    n_tokens: int
+    vocab: int
+    hidden: int = 0
+    n_sequences: int = 1
+    mode: str = "train"
+    entropy: bool = False
+    live: float = 1.0
+    clipped: float = 0.0
+    objective: str = "dapo"
+    isa: str | None = None
+    contestants: tuple[str, ...] | None = None
+    rounds: int = 31
+    min_rounds: int = 5
+    seconds: float = 20.0
+    headline: bool = False
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def logits_bytes(self) -> int:
+        """Size of [N, V] in ``dtype``, whether or not somebody holds it."""
+        return self.n_tokens * self.vocab * self.torch_dtype.itemsize
+
+    @property
+    def name(self) -> str:
+        parts = [self.level, self.dtype, f"N={self.n_tokens}", f"V={self.vocab}"]
+        parts += [f"H={self.hidden}"] if self.hidden else []
+        parts += [] if self.mode == "train" else ["forward+entropy" if self.entropy else "forward"]
+        parts += [f"live={self.live:.0%}"] if self.live < 1 else []
+        parts += [f"clipped={self.clipped:.0%}"] if self.clipped > 0 else []
+        parts += [self.objective] if self.objective != "dapo" else []
+        parts += [self.isa] if self.isa else []
+        return " ".join(parts)
+
+
+# The contestants of the rows that look at how the cost of the kernels themselves moves.
+_OURS = ("mul_", "three GEMMs", "one GEMM", "dapo_kernels")
+_OURS_AND_EAGER = (*_OURS, "eager", "eager, softmax in fp32")
+
+_LOGITS = Config("logits", "bfloat16", 2048, 49152, n_sequences=4, seconds=14.0)
+_HIDDEN = Config("hidden", "bfloat16", 2048, 49152, hidden=576, n_sequences=4, seconds=24.0)
+# The head of Qwen2.5-0.5B: the widest vocabulary in use on the smallest hidden size.
+_WIDE = replace(_HIDDEN, vocab=151936, hidden=896, seconds=10.0, min_rounds=2)
+
+HEADLINE = (
+    replace(_LOGITS, dtype="float32", headline=True),
+    replace(_LOGITS, headline=True),
+    replace(_HIDDEN, headline=True),
+)
+
+_SHORT = {"seconds": 4.0, "contestants": _OURS_AND_EAGER}
+_BRIEF = {"seconds": 3.0, "contestants": _OURS}
+
+LOGITS_SWEEP = (
+    # Tokens, at both vocabularies.
+    *(replace(_LOGITS, n_tokens=n, n_sequences=1, **_SHORT) for n in (1, 16, 256)),
+    replace(_LOGITS, n_tokens=20480, **_BRIEF, min_rounds=3),
+    replace(_LOGITS, dtype="float32", vocab=151936, **_SHORT, min_rounds=3),
+    replace(_LOGITS, vocab=151936, **_SHORT, min_rounds=3),
+    # Live and clipped shares; compare with the headline row of the same dtype.
+    replace(_LOGITS, live=0.5, **_BRIEF),
+    replace(_LOGITS, live=0.2, **_BRIEF),
+    replace(_LOGITS, clipped=0.3, **_BRIEF),
+    # Forward only.
+    replace(_LOGITS, dtype="float32", mode="forward", **_SHORT),
+    replace(_LOGITS, mode="forward", seconds=6.0),
+    replace(_LOGITS, mode="forward", entropy=True, seconds=6.0),
+    # An older processor.
+    replace(_LOGITS, dtype="float32", isa="avx2", **_SHORT),
+    replace(_LOGITS, isa="avx2", **_SHORT),
+)
+
+HIDDEN_SWEEP = (
+    replace(_HIDDEN, n_tokens=1, n_sequences=1, **_SHORT),
+    replace(_HIDDEN, n_tokens=256, n_sequences=1, **_SHORT),
+    replace(_HIDDEN, dtype="float32", min_rounds=3, **_SHORT),
+    replace(_HIDDEN, live=0.5, **_BRIEF),
+    replace(_HIDDEN, live=0.2, **_BRIEF),
+    replace(_HIDDEN, clipped=0.3, **_BRIEF),
+    replace(_HIDDEN, mode="forward", seconds=8.0, min_rounds=3),
+    replace(_HIDDEN, mode="forward", entropy=True, **_SHORT),
+    replace(_WIDE, **{**_SHORT, "seconds": 8.0}),
+    # The longest response of the DAPO recipe: its logits alone are 5.8 GiB in bfloat16.
+    replace(_WIDE, n_tokens=20480, n_sequences=1, rounds=1, min_rounds=1, contestants=_OURS),
+)
+
+# One configuration of each kind, small enough for a test run and for pytest-benchmark.
+SMOKE = (
+    Config("logits", "float32", 64, 2048, n_sequences=2, rounds=3, headline=True),
+    Config("logits", "bfloat16", 64, 2048, n_sequences=2, live=0.5, clipped=0.3, rounds=3),
+    Config("logits", "bfloat16", 64, 2048, n_sequences=2, mode="forward", entropy=True, rounds=3),
+    Config("logits", "float32", 64, 2048, isa="portable", contestants=_OURS, rounds=3),
+    Config("hidden", "bfloat16", 64, 2048, hidden=64, n_sequences=2, rounds=3, headline=True),
+    Config("hidden", "float32", 64, 2048, hidden=64, n_sequences=2, live=0.5, clipped=0.3, rounds=3),
+    Config("hidden", "bfloat16", 64, 2048, hidden=64, n_sequences=2, mode="forward", entropy=True, rounds=3),
+)
+
+SUITES: dict[str, tuple[Config, ...]] = {
+    "smoke": SMOKE,
+    "quick": HEADLINE,
+    "full": (*HEADLINE, *LOGITS_SWEEP, *HIDDEN_SWEEP),
+}

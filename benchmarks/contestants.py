@@ -1,0 +1,301 @@
+"""Who runs: the bare passes everything is divided by, dapo_kernels, eager PyTorch, torch.compile. ``peers.py``: others.
+
+A contestant makes, from a problem, a function without arguments: that call is what the clock contains. In "train" mode
+it is the loss and ``torch.autograd.grad`` of it with respect to logits, or hidden states and head, as leaves: fresh
+gradient tensors, without the copy that accumulation into ``.grad`` can add. In "forward" mode it runs under ``no_grad``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.configs import Config
+from benchmarks.formulas import FORMULAS, Tokens
+from benchmarks.problem import Problem
+from benchmarks.truth import Result
+from dapo_kernels import dapo_loss, linear_dapo_loss, linear_token_logprobs, token_logprobs
+
+Run = Callable[[], Result]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to do the work.
+
+    Attributes:
+        setting: how it is used, in a few words, for the report.
+        make: problem → the timed call; buffers it may keep are allocated here.
+        kind: "denominator", "ours", "eager", "compile" or "peer".
+        takes: which configurations it can do at all.
+        rounding: the row of ``truth.TOLERANCES`` for a dtype.
+        copies: [N, V] tensors held at the peak beyond the inputs, in the logits' dtype and in float32: decides
+            beforehand whether a configuration fits this machine.
+        modules: what it imports; the first one's package must be installed.
+    """
+
+    name: str
+    setting: str
+    kind: str
+    make: Callable[[Problem], Run]
+    takes: Callable[[Config], bool] = lambda config: True
+    rounding: Callable[[str], str] = lambda dtype: "bfloat16 tensors" if dtype == "bfloat16" else dtype
+    copies: tuple[float, float] = (0.0, 0.0)
+    modules: tuple[str, ...] = ()
+
+    def missing(self) -> str | None:
+        """Why it cannot run in this environment."""
+        packages = {module.partition(".")[0] for module in self.modules}
+        absent = sorted(package for package in packages if importlib.util.find_spec(package) is None)
+        return f"{', '.join(absent)} is not installed" if absent else None
+
+    def extra_bytes(self, config: Config) -> int:
+        """Estimate of the peak beyond the inputs, gradients of hidden states and head included."""
+        own, wide = self.copies
+        logits = config.n_tokens * config.vocab
+        head = (config.n_tokens + config.vocab) * config.hidden
+        return int(logits * (own * config.torch_dtype.itemsize + wide * 4)) + 6 * head
+
+
+def logits_level(config: Config) -> bool:
+    return config.level == "logits"
+
+
+def hidden_level(config: Config) -> bool:
+    return config.level == "hidden"
+
+
+def training(problem: Problem, loss_of: Callable[..., Tensor]) -> Run:
+    """The timed call of anything that maps the inputs to a loss."""
+
+    def run() -> Result:
+        leaves = problem.inputs()
+        loss = loss_of(*leaves)
+        return Result(loss=loss, gradients=torch.autograd.grad(loss, leaves))
+
+    return run
+
+
+def from_logprobs(problem: Problem, logprobs_of: Callable[..., tuple[Tensor, Tensor | None]]) -> Run:
+    """The timed call of anything that maps the inputs to (log-probs, entropy): the loss on top is eager."""
+    config = problem.config
+    if config.mode == "train":
+        formula = FORMULAS[config.objective]
+        return training(problem, lambda *leaves: formula(logprobs_of(*leaves)[0], problem.tokens))
+
+    def run() -> Result:
+        with torch.no_grad():
+            logprobs, entropy = logprobs_of(*problem.inputs())
+        return Result(logprobs=logprobs, entropy=entropy)
+
+    return run
+
+
+# --- denominators ----------------------------------------------------------------------------------------------------
+
+
+def _mul(problem: Problem) -> Run:
+    def run() -> Result:
+        assert problem.logits is not None
+        problem.logits.mul_(1.0)
+        return Result()
+
+    return run
+
+
+def _gemms(problem: Problem) -> Run:
+    """logits = h·Wᵀ, and when training dh = dlogits·W and dW = dlogitsᵀ·h, into buffers that exist.
+
+    The logits stand in for dlogits: a GEMM takes as long whatever the ordinary numbers in it.
+    """
+    hidden, weight = problem.hidden, problem.weight
+    assert hidden is not None and weight is not None
+    dhidden, dweight = torch.ones_like(hidden), torch.ones_like(weight)
+    logits = torch.ones(hidden.shape[0], weight.shape[0], dtype=hidden.dtype)
+    train = problem.config.mode == "train"
+
+    def run() -> Result:
+        torch.mm(hidden, weight.t(), out=logits)
+        if train:
+            torch.mm(logits, weight, out=dhidden)
+            torch.mm(logits.t(), hidden, out=dweight)
+        return Result()
+
+    return run
+
+
+# --- dapo_kernels ----------------------------------------------------------------------------------------------------
+
+
+def _ours_from_logits(inplace: bool) -> Callable[[Problem], Run]:
+    def make(problem: Problem) -> Run:
+        config, tokens = problem.config, problem.tokens
+        if config.mode == "forward":
+
+            def logprobs_of(logits: Tensor) -> tuple[Tensor, Tensor | None]:
+                stats = token_logprobs(logits, tokens.target_ids, entropy=config.entropy)
+                return stats.logprobs, stats.entropy
+
+            return from_logprobs(problem, logprobs_of)
+
+        def loss_of(logits: Tensor) -> Tensor:
+            out = dapo_loss(
+                logits,
+                tokens.target_ids,
+                tokens.old_logprobs,
+                tokens.advantages,
+                objective=config.objective,
+                mask=tokens.mask,
+                cu_seqlens=_cu_seqlens(tokens),
+                inplace_backward=inplace,
+            )
+            return out.loss
+
+        return training(problem, loss_of)
+
+    return make
+
+
+def _ours_from_hidden(problem: Problem) -> Run:
+    config, tokens = problem.config, problem.tokens
+    if config.mode == "forward":
+
+        def logprobs_of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+            stats = linear_token_logprobs(hidden, weight, tokens.target_ids, entropy=config.entropy)
+            return stats.logprobs, stats.entropy
+
+        return from_logprobs(problem, logprobs_of)
+
+    def loss_of(hidden: Tensor, weight: Tensor) -> Tensor:
+        out = linear_dapo_loss(
+            hidden,
+            weight,
+            tokens.target_ids,
+            tokens.old_logprobs,
+            tokens.advantages,
+            objective=config.objective,
+            mask=tokens.mask,
+            cu_seqlens=_cu_seqlens(tokens),
+        )
+        return out.loss
+
+    return training(problem, loss_of)
+
+
+def _cu_seqlens(tokens: Tokens) -> Tensor:
+    n = len(tokens.target_ids)
+    return torch.arange(0, n + 1, n // tokens.n_sequences, dtype=torch.int32)
+
+
+# --- eager PyTorch and torch.compile ---------------------------------------------------------------------------------
+
+
+def eager_logprobs(
+    logits: Tensor, target_ids: Tensor, entropy: bool, upcast: bool
+) -> tuple[Tensor, Tensor | None]:
+    """log_softmax and gather, the usual way, in the logits' dtype or in float32."""
+    everything = torch.log_softmax(logits.float() if upcast else logits, dim=-1)
+    logprobs = everything.gather(-1, target_ids.unsqueeze(-1)).squeeze(-1)
+    return logprobs, -(everything.exp() * everything).sum(-1) if entropy else None
+
+
+def _eager(upcast: bool, compiled: bool) -> Callable[[Problem], Run]:
+    def make(problem: Problem) -> Run:
+        config, ids = problem.config, problem.tokens.target_ids
+
+        def logprobs_of(*leaves: Tensor) -> tuple[Tensor, Tensor | None]:
+            logits = leaves[0] if len(leaves) == 1 else leaves[0] @ leaves[1].t()
+            return eager_logprobs(logits, ids, config.entropy, upcast)
+
+        if not compiled:
+            return from_logprobs(problem, logprobs_of)
+        if config.mode == "forward":
+            return from_logprobs(problem, torch.compile(logprobs_of, fullgraph=True, dynamic=False))
+
+        # Loss included, so that the compiler may fuse all it can.
+        def loss_of(*leaves: Tensor) -> Tensor:
+            return FORMULAS[config.objective](logprobs_of(*leaves)[0], problem.tokens)
+
+        return training(problem, torch.compile(loss_of, fullgraph=True, dynamic=False))
+
+    return make
+
+
+def in_the_logits_dtype(dtype: str) -> str:
+    """Rounding of a softmax that runs in the logits' own dtype."""
+    return "bfloat16 softmax" if dtype == "bfloat16" else dtype
+
+
+def _narrow(config: Config) -> bool:
+    return config.dtype != "float32"
+
+
+_COMPILER = ("torch._dynamo", "torch._inductor.compile_fx")
+
+CONTESTANTS: tuple[Contestant, ...] = (
+    Contestant("mul_", "one bare in-place pass over the logits", "denominator", _mul, logits_level),
+    Contestant(
+        "three GEMMs",
+        "logits, dhidden, dweight into existing buffers",
+        "denominator",
+        _gemms,
+        lambda config: hidden_level(config) and config.mode == "train",
+        copies=(1.0, 0.0),
+    ),
+    Contestant(
+        "one GEMM",
+        "logits into an existing buffer",
+        "denominator",
+        _gemms,
+        lambda config: hidden_level(config) and config.mode == "forward",
+        copies=(1.0, 0.0),
+    ),
+    Contestant("dapo_kernels", "inplace_backward=True", "ours", _ours_from_logits(True), logits_level),
+    Contestant(
+        "dapo_kernels, new gradient",
+        "inplace_backward=False",
+        "ours",
+        _ours_from_logits(False),
+        lambda config: logits_level(config) and config.mode == "train",
+        copies=(1.0, 0.0),
+    ),
+    Contestant("dapo_kernels", "default chunks", "ours", _ours_from_hidden, hidden_level),
+    Contestant(
+        "eager",
+        "log_softmax + gather in the logits' dtype",
+        "eager",
+        _eager(upcast=False, compiled=False),
+        rounding=in_the_logits_dtype,
+        copies=(4.0, 0.0),
+    ),
+    Contestant(
+        "eager, softmax in fp32",
+        "log_softmax of logits.float()",
+        "eager",
+        _eager(upcast=True, compiled=False),
+        _narrow,
+        copies=(2.0, 3.0),
+    ),
+    Contestant(
+        "torch.compile",
+        "eager and the loss, fullgraph, warm",
+        "compile",
+        _eager(upcast=False, compiled=True),
+        rounding=in_the_logits_dtype,
+        copies=(2.0, 1.0),
+        modules=_COMPILER,
+    ),
+    Contestant(
+        "torch.compile, softmax in fp32",
+        "eager in fp32 and the loss, fullgraph, warm",
+        "compile",
+        _eager(upcast=True, compiled=True),
+        _narrow,
+        copies=(2.0, 1.0),
+        modules=_COMPILER,
+    ),
+)

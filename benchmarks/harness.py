@@ -1,0 +1,220 @@
+"""Memory, check, clock: for one configuration, its contestants side by side.
+
+Order of things, all in one process per configuration:
+
+1. Inputs are built on one thread, so that the process may fork.
+2. Memory: each contestant runs alone in a forked child that nobody ran in before. The child first makes a call at the
+   full size (code is loaded, libraries have set themselves up), returns freed memory to the system (``malloc_trim``),
+   resets the kernel's high-water mark (``/proc/self/clear_refs``), calls once more, and reports the high-water mark
+   (``VmHWM``) minus what was resident before that call. Inputs are resident already and do not count.
+3. Check: the first call of every contestant is compared with float64; who fails is reported and not timed.
+4. Clock: rounds of one call each (A B C A B C …). Before every call inputs are restored, outside the clock. The clock
+   stops when the gradients exist; freeing them is outside. A contestant whose check failed has no figure.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks import machine
+from benchmarks.configs import Config
+from benchmarks.contestants import CONTESTANTS, Contestant, Run
+from benchmarks.peers import PEERS
+from benchmarks.problem import Problem, build
+from benchmarks.truth import Result, Truth, exceeded, find_truth
+
+# Share of the available memory that inputs and a contestant together may take.
+_MEMORY_SHARE = 0.85
+
+Report = Callable[[str], None]
+Row = dict[str, Any]
+
+
+def field_of(config: Config) -> list[Contestant]:
+    """Who belongs to a configuration, installed or not."""
+    wanted = config.contestants
+    return [c for c in CONTESTANTS + PEERS if c.takes(config) and (wanted is None or c.name in wanted)]
+
+
+def measure(config: Config, threads: int, report: Report) -> dict[str, Any]:
+    """All there is to know about one configuration: a JSON-able record. Run it in a fresh process."""
+    started = time.time()
+    torch.set_num_threads(1)
+    report("building inputs")
+    field = field_of(config)
+    rows: list[Row] = [_row(contestant) for contestant in field]
+    runnable = []
+    for contestant, row in zip(field, rows, strict=True):
+        row["reason"] = contestant.missing() or _too_large(contestant, config)
+        if row["reason"] is None:
+            runnable.append((contestant, row))
+        else:
+            row["status"] = "absent" if contestant.missing() else "skipped"
+    problem = build(config)
+    # Before the forks: or every child would import it all again.
+    for module in sorted({module for contestant, _ in runnable for module in contestant.modules}):
+        importlib.import_module(module)
+    for contestant, row in runnable:
+        if contestant.kind != "denominator":
+            report(f"memory: {contestant.name}")
+            row |= in_child(lambda c=contestant: peak_extra(c, problem, threads))
+    torch.set_num_threads(threads)
+    report("float64 truth")
+    truth = find_truth(problem)
+    runs = _checked(runnable, problem, truth, report)
+    _time(runs, problem, truth, report)
+    _ratios(rows)
+    return {
+        "config": config.name,
+        "fields": vars(config),
+        "threads": threads,
+        "denominator": next((row["name"] for row in rows if row["kind"] == "denominator"), None),
+        "rows": rows,
+        "wall_s": round(time.time() - started, 1),
+    }
+
+
+def _row(contestant: Contestant) -> Row:
+    return {"name": contestant.name, "kind": contestant.kind, "setting": contestant.setting, "status": "ok"}
+
+
+def _too_large(contestant: Contestant, config: Config) -> str | None:
+    inputs = 2 * config.logits_bytes if config.level == "logits" else 0
+    # The child of the memory run owns a second copy of what it overwrites.
+    needed = inputs * 1.5 + contestant.extra_bytes(config)
+    available = machine.available_bytes()
+    if needed <= _MEMORY_SHARE * available:
+        return None
+    return f"needs about {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free"
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def in_child(work: Callable[[], Row]) -> Row:
+    """``work()`` in a forked child, whose memory is its own. A child that dies reports how."""
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(receive)
+        status = 1
+        try:
+            with os.fdopen(send, "w") as pipe:
+                pipe.write(json.dumps(work()))
+            status = 0
+        except Exception:
+            traceback.print_exc()
+        finally:
+            os._exit(status)  # never back into the parent's code
+    os.close(send)
+    with os.fdopen(receive) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if not text:
+        code = os.waitstatus_to_exitcode(status)
+        return {"memory_reason": f"the measuring process ended with {code}"}
+    return json.loads(text)
+
+
+def peak_extra(contestant: Contestant, problem: Problem, threads: int) -> Row:
+    """Peak bytes beyond the inputs during one call, and bytes of the gradients it returned."""
+    torch.set_num_threads(threads)
+    run = contestant.make(problem)
+    began = time.perf_counter()
+    if problem.config.rounds > 1:
+        run()
+    # A second call compiles nothing and finds every library set up. Inputs need no restoring: size is all that counts,
+    # but consumed logits are gradients, and a softmax of those would be an odd thing to run.
+    problem.restore()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    machine.reset_peak()
+    before = machine.resident_bytes()
+    result = run()
+    peak = machine.peak_resident_bytes() - before
+    inputs = {x.data_ptr() for x in problem.inputs()}
+    returned = sum(g.nbytes for g in result.gradients if g.data_ptr() not in inputs)
+    return {
+        "peak_extra_bytes": peak,
+        "gradient_bytes": returned,
+        "memory_wall_s": round(time.perf_counter() - began, 2),
+    }
+
+
+# --- check and clock -------------------------------------------------------------------------------------------------
+
+
+def check(contestant: Contestant, result: Result, truth: Truth) -> Row:
+    """Errors of a result, and the reason why they disqualify it, if they do."""
+    errors = truth.errors(result)
+    reason = exceeded(errors, contestant.rounding(truth.problem.config.dtype))
+    row: Row = {"errors": errors}
+    return row if reason is None else {**row, "status": "wrong", "reason": reason}
+
+
+def _checked(
+    runnable: list[tuple[Contestant, Row]], problem: Problem, truth: Truth, report: Report
+) -> list[tuple[Contestant, Row, Run]]:
+    """Make every contestant's call and, unless a call is too dear to repeat, check and warm it."""
+    runs = []
+    for contestant, row in runnable:
+        run = contestant.make(problem)
+        if problem.config.rounds > 1:
+            report(f"check: {contestant.name}")
+            problem.restore()
+            result = run()
+            if contestant.kind != "denominator":
+                row |= check(contestant, result, truth)
+            del result
+        if row["status"] == "ok":
+            runs.append((contestant, row, run))
+    return runs
+
+
+def _time(
+    runs: list[tuple[Contestant, Row, Run]], problem: Problem, truth: Truth, report: Report
+) -> None:
+    """Interleaved rounds within the budget; writes the times into the rows."""
+    config = problem.config
+    times: list[list[float]] = [[] for _ in runs]
+    deadline = time.perf_counter() + config.seconds
+    for round_ in range(config.rounds):
+        if round_ >= config.min_rounds and time.perf_counter() > deadline:
+            break
+        report(f"round {round_ + 1}")
+        for (contestant, row, run), seconds in zip(runs, times, strict=True):
+            problem.restore()
+            began = time.perf_counter()
+            result = run()
+            seconds.append(time.perf_counter() - began)
+            if config.rounds == 1 and contestant.kind != "denominator":
+                row |= check(contestant, result, truth)
+            del result
+    for (_, row, _), seconds in zip(runs, times, strict=True):
+        if row["status"] == "ok":
+            row |= summary(seconds)
+
+
+def summary(seconds: list[float]) -> Row:
+    ms = [1e3 * s for s in seconds]
+    return {"median_ms": statistics.median(ms), "min_ms": min(ms), "max_ms": max(ms), "times_ms": ms}
+
+
+def _ratios(rows: list[Row]) -> None:
+    """Every median over that of the denominator, and over ours (the first of kind "ours")."""
+    for kind, name in (("denominator", "over_denominator"), ("ours", "over_ours")):
+        base = next((row["median_ms"] for row in rows if row["kind"] == kind and "median_ms" in row), None)
+        for row in rows:
+            if base is not None and "median_ms" in row:
+                row[name] = row["median_ms"] / base

@@ -1,0 +1,126 @@
+"""The inputs of a configuration: ordinary numbers, no denormals, no NaN, a known share of clipped tokens.
+
+N tokens, V vocabulary, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.configs import Config
+from benchmarks.formulas import Tokens
+
+# Distinct random rows of logits; further rows repeat them with other targets. Random numbers for 20480 × 151936 take minutes.
+_DISTINCT_ROWS = 256
+# Log-ratio of a token inside the clip range, and of one far outside: bfloat16 log-probs (spaced 0.06 near −11) must
+# not push a token over the edge, or eager in bfloat16 would be a different computation.
+_INSIDE, _OUTSIDE = 0.05, 0.6
+_BLOCK_BYTES = 128 * 2**20
+
+
+@dataclass
+class Problem:
+    """Inputs of one configuration.
+
+    Attributes:
+        logits: [N, V], what contestants work on (and may consume); ``pristine`` is its untouched copy.
+        hidden, weight: [N, H] and [V, H], at the hidden level.
+        normalizer: [N] float32, log Σ exp of the logits, by blocks of eager PyTorch.
+    """
+
+    config: Config
+    tokens: Tokens
+    normalizer: Tensor
+    logits: Tensor | None = None
+    pristine: Tensor | None = None
+    hidden: Tensor | None = None
+    weight: Tensor | None = None
+
+    def restore(self) -> None:
+        """Put consumed inputs back, and the caches into the same state before every contestant."""
+        if self.logits is not None and self.pristine is not None:
+            self.logits.copy_(self.pristine)
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The differentiable inputs as fresh leaves."""
+        given = (self.logits,) if self.config.level == "logits" else (self.hidden, self.weight)
+        return tuple(x.detach().requires_grad_(self.config.mode == "train") for x in given if x is not None)
+
+    def row_blocks(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        """The logits by blocks of rows, in ``dtype``; at the hidden level computed in that dtype."""
+        size = max(1, _BLOCK_BYTES // (self.config.vocab * dtype.itemsize))
+        for start in range(0, self.config.n_tokens, size):
+            rows = slice(start, min(start + size, self.config.n_tokens))
+            yield rows, self.logits_of(rows, dtype)
+
+    def logits_of(self, rows: slice | Tensor, dtype: torch.dtype, columns: Tensor | None = None) -> Tensor:
+        """Logits of some rows (and columns), in ``dtype``, from the inputs as they are."""
+        if self.pristine is not None:
+            picked = self.pristine[rows]
+            return (picked if columns is None else picked[:, columns]).to(dtype)
+        assert self.hidden is not None and self.weight is not None
+        weight = self.weight if columns is None else self.weight[columns]
+        if dtype == torch.float32 and self.hidden.dtype == torch.bfloat16:
+            return (self.hidden[rows] @ weight.t()).float()
+        return self.hidden[rows].to(dtype) @ weight.to(dtype).t()
+
+
+def build(config: Config, seed: int = 0) -> Problem:
+    """Make the inputs. Run it on one thread when the process is going to fork."""
+    generator = torch.Generator().manual_seed(seed)
+    n, vocab = config.n_tokens, config.vocab
+    if n % config.n_sequences:
+        raise ValueError(f"n_sequences must divide n_tokens={n}, got {config.n_sequences}")
+    tokens = Tokens(
+        target_ids=torch.randint(vocab, (n,), generator=generator),
+        old_logprobs=torch.zeros(n),
+        advantages=_advantages(config),
+        mask=_share(n, config.live, generator),
+        n_sequences=config.n_sequences,
+    )
+    problem = Problem(config, tokens, normalizer=torch.empty(n))
+    if config.level == "logits":
+        distinct = torch.randn(min(n, _DISTINCT_ROWS), vocab, generator=generator).mul_(2.0)
+        problem.pristine = torch.empty(n, vocab, dtype=config.torch_dtype)
+        for part in problem.pristine.split(_DISTINCT_ROWS):
+            part.copy_(distinct[: part.shape[0]])
+        problem.logits = problem.pristine.clone()
+    else:
+        # Entries of spread H^-¼ times √2 give logits of spread 2.
+        scale = (2.0**0.5) * config.hidden**-0.25
+        for name, rows in (("hidden", n), ("weight", vocab)):
+            values = torch.randn(rows, config.hidden, generator=generator).mul_(scale)
+            setattr(problem, name, values.to(config.torch_dtype))
+    logprobs = torch.empty(n)
+    for rows, logits in problem.row_blocks(torch.float32):
+        problem.normalizer[rows] = logits.logsumexp(1)
+        chosen = logits.gather(1, tokens.target_ids[rows, None]).squeeze(1)
+        logprobs[rows] = chosen - problem.normalizer[rows]
+    problem.tokens = tokens._replace(old_logprobs=logprobs - _log_ratios(config, tokens, generator))
+    return problem
+
+
+def _advantages(config: Config) -> Tensor:
+    """±1 by sequence, alternating, with a little spread; never zero."""
+    per_sequence = torch.tensor([(1.0 + 0.1 * i) * (-1.0) ** i for i in range(config.n_sequences)])
+    return per_sequence.repeat_interleave(config.n_tokens // config.n_sequences)
+
+
+def _share(n: int, share: float, generator: torch.Generator) -> Tensor:
+    """A random subset of exactly round(share·n) of n, at least one, as booleans."""
+    chosen = torch.zeros(n, dtype=torch.bool)
+    chosen[torch.randperm(n, generator=generator)[: max(1, round(share * n))]] = True
+    return chosen
+
+
+def _log_ratios(config: Config, tokens: Tokens, generator: torch.Generator) -> Tensor:
+    """Inside the clip range, except a share far outside on the side where the advantage clips."""
+    inside = _INSIDE * (2 * torch.rand(config.n_tokens, generator=generator) - 1)
+    if config.clipped == 0:
+        return inside
+    outside = _share(config.n_tokens, config.clipped, generator)
+    return torch.where(outside, _OUTSIDE * tokens.advantages.sign(), inside)

@@ -1,0 +1,163 @@
+"""What was measured, as JSON (everything), a Markdown page and one plot."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+_COLUMNS = ("contestant", "setting", "median ms", "min–max", "÷ {denominator}", "÷ dapo_kernels")
+_MEMORY_COLUMNS = ("peak extra MiB", "of it gradients", "error: loss · gradient")
+_METHOD = """\
+Every call is one of an interleaved round (A B C A B C …) in one process per configuration; inputs are restored before
+each, outside the clock. "train" calls are the loss and `torch.autograd.grad` with respect to leaf logits, or leaf hidden
+states and head: no accumulation into `.grad`. "forward" calls run under `no_grad`. Freeing the results is outside.
+
+Peak extra: resident high-water mark of one warm call, alone in a process, minus what was resident before it: beyond the
+inputs, returned gradients included (their share in the next column).
+
+Errors are against float64 eager on the same rounded inputs, over sampled rows: of the loss absolute, of the gradient
+‖error‖/‖truth‖ (of hidden states and head the larger), of forward log-probs and entropies the largest. A contestant
+whose errors exceed what its rounding explains has no figure. No table leaves out a contestant that was faster.
+"""
+
+
+def write(results: dict[str, Any], base: Path) -> None:
+    """``base``.json, .md and .png; each replaced whole."""
+    base.parent.mkdir(parents=True, exist_ok=True)
+    _replace(Path(f"{base}.json"), json.dumps(results, indent=1, ensure_ascii=False))
+    _replace(Path(f"{base}.md"), markdown(results))
+    _plot(results, Path(f"{base}.png"))
+
+
+def markdown(results: dict[str, Any]) -> str:
+    machine = results["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    load = f"{machine['load_average'][0]:.2f} at the start, {results['load_average_at_end'][0]:.2f} at the end"
+    facts = (
+        f"- machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB",
+        f"- instruction set: dapo_kernels {machine['isa']}, torch {machine['torch_isa']}",
+        f"- threads: {results['threads']}; load average {load} (own work included)",
+        f"- versions: {versions}, Python {machine['python']}",
+        f"- commit: {machine['commit']}",
+        f"- command: `{results['command']}`, started {results['started']}, took {results['wall_s']:.0f} s",
+    )
+    parts = [f"# dapo_kernels benchmarks: {results['suite']}", "\n".join(facts), _METHOD]
+    parts += [_losses(results["records"])]
+    parts += [f"## {record['config']}\n\n{table(record)}" for record in results["records"]]
+    return "\n\n".join(parts) + "\n"
+
+
+def _losses(records: list[Record]) -> str:
+    """Where somebody else's median is below ours, said first."""
+    lines = []
+    for record in records:
+        for row in record["rows"]:
+            if row["kind"] in ("eager", "compile", "peer") and row.get("over_ours", 1.0) < 1.0:
+                lines.append(f"- {record['config']}: {row['name']} takes {row['over_ours']:.2f} of our time")
+    found = "\n".join(lines) if lines else "Nowhere in this run."
+    return f"## Where another contestant is faster\n\n{found}"
+
+
+def table(record: Record) -> str:
+    """One configuration as a Markdown table."""
+    if "error" in record:
+        return f"No figures: {record['error']}"
+    columns = [c.format(denominator=record["denominator"]) for c in _COLUMNS + _MEMORY_COLUMNS]
+    lines = [_line(columns), _line(["---", "---"] + ["---:"] * (len(columns) - 2))]
+    lines += [_line(cells(row)) for row in record["rows"]]
+    return "\n".join(lines)
+
+
+def cells(row: Record) -> list[str]:
+    """A row of the table; without figures, the reason."""
+    if "median_ms" not in row:
+        return [row["name"], row["setting"], row["status"], row.get("reason") or "", *[""] * 5]
+    errors = row.get("errors", {})
+    gradient = [errors[name] for name in ("gradient", "dweight") if name in errors]
+    shown = [errors[name] for name in ("loss", "logprob", "entropy") if name in errors]
+    shown += [max(gradient)] if gradient else []
+    ours = f"{row['over_ours']:.2f}" if "over_ours" in row else ""
+    return [
+        row["name"],
+        row["setting"],
+        _ms(row["median_ms"]),
+        f"{_ms(row['min_ms'])}–{_ms(row['max_ms'])}",
+        f"{row['over_denominator']:.2f}" if "over_denominator" in row else "",
+        ours,
+        _mib(row.get("peak_extra_bytes")) or row.get("memory_reason", ""),
+        _mib(row.get("gradient_bytes")),
+        " · ".join(f"{error:.0e}" for error in shown),
+    ]
+
+
+def console(record: Record) -> str:
+    """The table for a terminal: names and the figures that matter, aligned."""
+    if "error" in record:
+        return f"\n{record['config']}\n  {record['error']}"
+    lines = [f"\n{record['config']}   ({record['wall_s']:.0f} s, ÷ {record['denominator']})"]
+    for row in record["rows"]:
+        if "median_ms" not in row:
+            lines.append(f"  {row['name']:34} {row['status']}: {row.get('reason')}")
+            continue
+        name, _, median, spread, ratio, ours, memory, _, error = cells(row)
+        lines.append(f"  {name:34} {median:>9} ms  {spread:>17}  {ratio:>7}  {ours:>7}  {memory:>7}  {error}")
+    return "\n".join(lines)
+
+
+def _line(values: list[str]) -> str:
+    return "| " + " | ".join(value.replace("|", "\\|") for value in values) + " |"
+
+
+def _ms(value: float) -> str:
+    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def _mib(value: int | None) -> str:
+    return "" if value is None else f"{value / 2**20:.1f}" if value < 10 * 2**20 else f"{value / 2**20:.0f}"
+
+
+def _replace(path: Path, text: str) -> None:
+    fresh = path.with_suffix(path.suffix + ".new")
+    fresh.write_text(text)
+    os.replace(fresh, path)
+
+
+def _plot(results: dict[str, Any], path: Path) -> None:
+    """Time over the denominator, one panel per headline configuration, on a logarithmic axis."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    colours = {"ours": "#c0392b", "eager": "#7f8c8d", "compile": "#2c3e50", "peer": "#2980b9"}
+    panels = []
+    for record in results["records"]:
+        rows = [row for row in record["rows"] if row["kind"] in colours and "over_denominator" in row]
+        if rows and record["fields"]["headline"]:
+            panels.append((record, sorted(rows, key=lambda row: row["over_denominator"], reverse=True)))
+    if not panels:
+        return
+    heights = [len(rows) + 1.0 for _, rows in panels]
+    figure, axes = pyplot.subplots(
+        len(panels), 1, figsize=(9, 1.2 + 0.32 * sum(heights)), height_ratios=heights, squeeze=False
+    )
+    for axis, (record, rows) in zip(axes[:, 0], panels, strict=True):
+        values = [row["over_denominator"] for row in rows]
+        bars = axis.barh([row["name"] for row in rows], values, color=[colours[row["kind"]] for row in rows])
+        labels = [f"{row['over_denominator']:.2f}×  ({_ms(row['median_ms'])} ms)" for row in rows]
+        axis.bar_label(bars, labels, padding=3, fontsize=8)
+        axis.set_xscale("log")
+        axis.set_xlim(0.8, max(values) * 4)
+        axis.axvline(1.0, color="black", linewidth=0.8)
+        axis.tick_params(axis="y", labelsize=8)
+        axis.set_title(f"{record['config']}: time ÷ {record['denominator']}", fontsize=9, loc="left")
+        axis.spines[["top", "right"]].set_visible(False)
+    machine = results["machine"]
+    figure.suptitle(f"{machine['cpu']}, {machine['cores']} cores, {machine['isa']}, {machine['commit']}", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)

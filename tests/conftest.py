@@ -1,0 +1,50 @@
+"""Shared fixtures: which kernel backend a test runs on, and thread counts that do not leak between tests."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+# Two test workers on a two-core machine with two threads each spend their time waiting for one another.
+torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-cpp",
+        action="store_true",
+        help="fail instead of skip when the compiled CPU extension dapo_kernels._C is missing",
+    )
+
+
+def cpp_missing() -> str | None:
+    """Why the C++ backend cannot be tested here, or None when it can."""
+    if importlib.util.find_spec("dapo_kernels._C") is None:
+        return "dapo_kernels._C is not built (run `make build` or `pip install .`)"
+    return None
+
+
+@pytest.fixture(params=["torch", "cpp"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The test's body runs with this kernel backend. A missing extension is a skip with its reason."""
+    from dapo_kernels import use_backend
+
+    name: str = request.param
+    reason = cpp_missing() if name == "cpp" else None
+    if reason and request.config.getoption("--require-cpp"):
+        pytest.fail(reason)
+    if reason:
+        pytest.skip(reason)
+    with use_backend(name):
+        yield name
+
+
+@pytest.fixture
+def restore_threads() -> Iterator[None]:
+    """Put torch's thread count back after a test that changes it."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,276 @@
+"""Problems for the kernels and their float64 solutions.
+
+Legend: T tokens, V vocabulary, H hidden, S sequences, B x L padded. A `Case` is packed (flat) by construction;
+`padded` and `pad` turn flat tensors into ``[B, L]`` ones. Policy ratios are drawn away from the clip edges, so that
+the rounding of the logits never decides which branch a token takes; the edges have tests of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from oracle import Options, Span, TokenInputs, batch_loss, row_entropy, row_log_softmax
+from torch import Tensor
+
+# log(0.8) = -0.223, log(1.2) = 0.182, log(1.28) = 0.247, log(2) = 0.693, log(3) = 1.099
+LOG_RATIOS = (-1.2, -0.5, -0.35, -0.1, 0.0, 0.03, 0.1, 0.215, 0.4, 0.55, 0.9, 1.3)
+# Logits that a half-precision GEMM has rounded are off by some hundredths: wider margins.
+WIDE_LOG_RATIOS = (-1.2, -0.45, -0.05, 0.0, 0.03, 0.05, 0.38, 0.9, 1.3)
+
+# Eager PyTorch keeps logits in their dtype and does the softmax in float32.
+MATH_DTYPE = {
+    torch.float64: torch.float64,
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+}
+LOW_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def dtypes_of(backend: str) -> tuple[torch.dtype, ...]:
+    """float64 runs on the reference backend only."""
+    return (torch.float64, *LOW_PRECISION) if backend == "torch" else LOW_PRECISION
+
+
+@dataclass
+class Case:
+    """Per-token inputs of T tokens in S sequences; float32 except ids and mask."""
+
+    target_ids: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor
+    ref_logprobs: Tensor
+    importance_weights: Tensor
+    lengths: tuple[int, ...]
+    leaves: dict[str, Tensor]
+    temperature: float | Tensor = 1.0
+    softcap: float | None = None
+    names: tuple[str, ...] = field(default=())
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """int32 ``[S+1]``."""
+        return torch.tensor([0, *torch.tensor(self.lengths).cumsum(0).tolist()], dtype=torch.int32)
+
+    @property
+    def spans(self) -> list[Span]:
+        edges = self.cu_seqlens.tolist()
+        return list(itertools.pairwise(edges))
+
+    def fresh(self) -> dict[str, Tensor]:
+        """Copies of the leaves, all requiring a gradient."""
+        return {name: leaf.detach().clone().requires_grad_() for name, leaf in self.leaves.items()}
+
+    def tensors(self, *names: str) -> dict[str, Any]:
+        """The named keyword tensors of this case, for a call."""
+        return {name: getattr(self, name) for name in names}
+
+
+def logits_of(leaves: dict[str, Tensor], softcap: float | None) -> Tensor:
+    """``[T, V]`` logits: given, or hidden @ weight.T + bias, then softcap * tanh(. / softcap)."""
+    if "logits" in leaves:
+        return leaves["logits"]
+    logits = leaves["hidden"] @ leaves["weight"].T
+    if "bias" in leaves:
+        logits = logits + leaves["bias"]
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits
+
+
+def _fill_tokens(case: Case, generator: torch.Generator, dead: float, mask: Tensor | None) -> Case:
+    """Targets drawn from the policy, old log-probs at chosen ratios, a mask with `dead` of the tokens off."""
+    n_tokens = sum(case.lengths)
+    leaves = {name: leaf.double() for name, leaf in case.leaves.items()}
+    with torch.no_grad():
+        logits = logits_of(leaves, case.softcap)
+        per_token = torch.as_tensor(case.temperature, dtype=torch.float64).reshape(-1, 1)
+        logp = torch.log_softmax(logits / per_token, dim=-1)
+    case.target_ids = torch.multinomial(logp.exp(), 1, generator=generator).reshape(n_tokens)
+    picked = logp.gather(1, case.target_ids[:, None])[:, 0]
+
+    def uniform(low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.rand(n_tokens, generator=generator, dtype=torch.float64)
+
+    ratios = LOG_RATIOS if "logits" in leaves else WIDE_LOG_RATIOS
+    choice = torch.randint(len(ratios), (n_tokens,), generator=generator)
+    case.old_logprobs = (picked - torch.tensor(ratios).double()[choice] - uniform(0, 0.01)).float()
+    case.ref_logprobs = (picked + uniform(-0.7, 0.7)).float()
+    sign = torch.randint(2, (n_tokens,), generator=generator) * 2 - 1
+    case.advantages = (sign * uniform(0.2, 2.0)).float()
+    case.importance_weights = uniform(0.3, 2.0).float()
+    case.mask = torch.rand(n_tokens, generator=generator) >= dead if mask is None else mask
+    return case
+
+
+def _empty_case(lengths: Sequence[int], leaves: dict[str, Tensor], **kwargs: Any) -> Case:
+    nothing = torch.empty(0)
+    return Case(nothing, nothing, nothing, nothing, nothing, nothing, lengths=tuple(lengths), leaves=leaves, **kwargs)
+
+
+def logits_case(
+    vocab: int = 31,
+    lengths: Sequence[int] = (5, 1, 9, 4),
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    sharpness: float = 2.0,
+    dead: float = 0.3,
+    mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+) -> Case:
+    """A packed problem at the logits level: ``logits`` is ``[T, V]`` in `dtype`, normal with std `sharpness`."""
+    generator = torch.Generator().manual_seed(seed)
+    n_tokens = sum(lengths)
+    logits = (torch.randn(n_tokens, vocab, generator=generator) * sharpness).to(dtype)
+    case = _empty_case(lengths, {"logits": logits}, temperature=temperature)
+    return _fill_tokens(case, generator, dead, mask)
+
+
+def linear_case(
+    vocab: int = 31,
+    hidden_size: int = 8,
+    lengths: Sequence[int] = (5, 1, 9, 4),
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    bias: bool = False,
+    softcap: float | None = None,
+    dead: float = 0.3,
+    mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+) -> Case:
+    """The same from hidden states ``[T, H]`` and a head ``[V, H]`` (and ``[V]`` bias), all in `dtype`."""
+    generator = torch.Generator().manual_seed(seed)
+    n_tokens = sum(lengths)
+    leaves = {
+        "hidden": torch.randn(n_tokens, hidden_size, generator=generator).to(dtype),
+        "weight": (torch.randn(vocab, hidden_size, generator=generator) * 2 / math.sqrt(hidden_size)).to(dtype),
+    }
+    if bias:
+        leaves["bias"] = torch.randn(vocab, generator=generator).to(dtype)
+    case = _empty_case(lengths, leaves, temperature=temperature, softcap=softcap)
+    return _fill_tokens(case, generator, dead, mask)
+
+
+@dataclass
+class Solution:
+    """Loss, gradients by leaf, per-token log-probs and entropies (0 on dead tokens), metric sums."""
+
+    loss: Tensor
+    grads: dict[str, Tensor]
+    logprobs: Tensor
+    entropy: Tensor
+    metrics: dict[str, float]
+
+
+def solve(
+    case: Case,
+    options: Options,
+    *,
+    dtype: torch.dtype = torch.float64,
+    use_mask: bool = True,
+    on_policy: bool = False,
+    weighted: bool = False,
+    denominator: float | None = None,
+    grad_output: float = 1.0,
+    spans: list[Span] | None = None,
+) -> Solution:
+    """Autograd through the oracle with leaves in `dtype`: float64 is the truth, the case's own dtype is eager."""
+    math_dtype = MATH_DTYPE[dtype]
+    leaves = {name: leaf.detach().to(dtype, copy=True).requires_grad_() for name, leaf in case.leaves.items()}
+    n_tokens = sum(case.lengths)
+    live = [bool(m) for m in case.mask.tolist()] if use_mask else [True] * n_tokens
+    rows = torch.tensor([t for t in range(n_tokens) if live[t]], dtype=torch.int64)
+    token_leaf = "logits" if "logits" in leaves else "hidden"
+    logits = logits_of({**leaves, token_leaf: leaves[token_leaf][rows]}, case.softcap).to(math_dtype)
+    temperature = torch.as_tensor(case.temperature, dtype=math_dtype).expand(n_tokens)
+
+    logprobs = torch.zeros(n_tokens, dtype=math_dtype)
+    entropy = torch.zeros(n_tokens, dtype=math_dtype)
+    new, ent = [], []
+    for row, t in enumerate(rows.tolist()):
+        new.append(row_log_softmax(logits[row], temperature[t])[case.target_ids[t]])
+        ent.append(row_entropy(logits[row], temperature[t]))
+    if new:
+        logprobs = logprobs.index_put((rows,), torch.stack(new))
+        entropy = entropy.index_put((rows,), torch.stack(ent))
+    inputs = TokenInputs(
+        logprobs,
+        case.advantages.to(math_dtype),
+        old_logprobs=None if on_policy else case.old_logprobs.to(math_dtype),
+        ref_logprobs=case.ref_logprobs.to(math_dtype) if options.kl_coef else None,
+        importance_weights=case.importance_weights.to(math_dtype) if weighted else None,
+        entropy=entropy if options.entropy_coef else None,
+    )
+    loss, metrics = batch_loss(inputs, live, spans or case.spans, options, denominator)
+    grads = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    if loss.requires_grad:
+        (loss * grad_output).backward()
+        grads = {
+            name: g if leaf.grad is None else leaf.grad
+            for (name, leaf), g in zip(leaves.items(), grads.values(), strict=True)
+        }
+    return Solution(loss.detach(), grads, logprobs.detach(), entropy.detach(), metrics)
+
+
+def pad(flat: Tensor, lengths: Sequence[int], width: int, fill: float) -> Tensor:
+    """``[T, ...]`` → ``[B, L, ...]``, sequences left-aligned, the rest filled."""
+    out = torch.full((len(lengths), width, *flat.shape[1:]), fill, dtype=flat.dtype)
+    start = 0
+    for b, n in enumerate(lengths):
+        out[b, :n] = flat[start : start + n]
+        start += n
+    return out
+
+
+def unpad(padded: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The inverse of `pad`."""
+    return torch.cat([padded[b, :n] for b, n in enumerate(lengths)])
+
+
+def call_logits(
+    fn: Callable[..., Any], case: Case, objective: str, *, grad_output: float = 1.0, **kwargs: Any
+) -> tuple[Any, Tensor]:
+    """Call a logits-level loss on fresh leaves; returns ``(out, logits gradient)``."""
+    logits = case.fresh()["logits"]
+    kwargs = {"temperature": case.temperature, **kwargs}
+    old, advantages = kwargs.pop("old", case.old_logprobs), kwargs.pop("advantages", case.advantages)
+    out = fn(logits, case.target_ids, old, advantages, objective=objective, **kwargs)
+    (out.loss * grad_output).backward()
+    assert logits.grad is not None
+    return out, logits.grad
+
+
+def call_linear(
+    fn: Callable[..., Any],
+    case: Case,
+    objective: str,
+    *,
+    needs: Sequence[str] = ("hidden", "weight", "bias"),
+    grad_output: float = 1.0,
+    **kwargs: Any,
+) -> tuple[Any, dict[str, Tensor | None]]:
+    """Call a loss from hidden states; only the leaves in `needs` require a gradient."""
+    leaves = case.fresh()
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name in needs)
+    kwargs = {"temperature": case.temperature, "softcap": case.softcap, "bias": leaves.get("bias"), **kwargs}
+    old, advantages = kwargs.pop("old", case.old_logprobs), kwargs.pop("advantages", case.advantages)
+    out = fn(
+        leaves["hidden"],
+        leaves["weight"],
+        case.target_ids,
+        old,
+        advantages,
+        objective=objective,
+        **kwargs,
+    )
+    (out.loss * grad_output).backward()
+    return out, {name: leaf.grad for name, leaf in leaves.items()}

@@ -1,0 +1,356 @@
+"""Every refusal, once, at the boundary: the argument's name, what was expected, what came."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dapo_kernels import (
+    OBJECTIVES,
+    Objective,
+    dapo_loss,
+    linear_dapo_loss,
+    linear_token_logprobs,
+    policy_loss,
+    token_logprobs,
+    use_backend,
+)
+
+T, V, H, S = 6, 11, 4, 3
+FIELDS = (
+    "surrogate",
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "kl_coef",
+    "kl_estimator",
+    "kl_through_ratio",
+    "entropy_coef",
+    "aggregate",
+    "length_norm",
+)
+
+
+def packed(**changes: Any) -> dict[str, Any]:
+    """Arguments of a valid packed `dapo_loss` call, some of them replaced."""
+    g = torch.Generator().manual_seed(0)
+    good: dict[str, Any] = {
+        "logits": torch.randn(T, V, generator=g),
+        "target_ids": torch.arange(T),
+        "old_logprobs": torch.full((T,), -2.0),
+        "advantages": torch.ones(T),
+        "cu_seqlens": torch.tensor([0, 2, 3, 6], dtype=torch.int32),
+    }
+    return {**good, **changes}
+
+
+def padded(**changes: Any) -> dict[str, Any]:
+    good = packed()
+    del good["cu_seqlens"]
+    good = {name: value.reshape(2, 3, *value.shape[1:]) for name, value in good.items()}
+    return {**good, **changes}
+
+
+def linear(**changes: Any) -> dict[str, Any]:
+    good = packed()
+    del good["logits"]
+    return {"hidden": torch.randn(T, H), "weight": torch.randn(V, H), **good, **changes}
+
+
+def policy(**changes: Any) -> dict[str, Any]:
+    good = packed()
+    del good["logits"], good["target_ids"]
+    return {"logprobs": torch.full((T,), -2.1), **good, **changes}
+
+
+Call = tuple[Callable[..., Any], dict[str, Any]]
+
+
+def refused(kind: type[Exception] | tuple[type[Exception], ...], call: Call, *words: str) -> str:
+    """The call raises `kind`, and its message holds the function's name and every word."""
+    fn, kwargs = call
+    with pytest.raises(kind) as caught:
+        fn(**kwargs)
+    message = str(caught.value)
+    for word in (fn.__name__, *words):
+        assert word in message, f"{word!r} is not in: {message}"
+    return message
+
+
+def test_the_good_calls_are_good() -> None:
+    dapo_loss(**packed())
+    dapo_loss(**padded())
+    linear_dapo_loss(**linear())
+    policy_loss(**policy())
+
+
+def test_the_designs_own_example() -> None:
+    message = refused(ValueError, (dapo_loss, packed(advantages=torch.ones(32, 128))), "advantages", "[32, 128]")
+    assert re.search(r"advantages must be \[T\]=\[6\] or \[S\]=\[3\], got \[32, 128\]", message), message
+
+
+def test_unknown_objective_lists_the_known() -> None:
+    message = refused(ValueError, (dapo_loss, packed(objective="dapo2")), "dapo2")
+    assert all(name in message for name in OBJECTIVES)
+    refused((TypeError, ValueError), (dapo_loss, packed(objective=3)), "objective")
+
+
+@pytest.mark.parametrize("make", [(dapo_loss, packed), (linear_dapo_loss, linear), (policy_loss, policy)])
+def test_unknown_override_lists_the_fields(make: tuple[Callable[..., Any], Callable[..., dict[str, Any]]]) -> None:
+    fn, arguments = make
+    message = refused(TypeError, (fn, arguments(clip_hihg=0.3)), "clip_hihg")
+    assert all(field in message for field in FIELDS)
+
+
+@pytest.mark.parametrize(
+    "name", ["target_ids", "old_logprobs", "mask", "ref_logprobs", "importance_weights", "advantages"]
+)
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_wrong_shapes(name: str, layout: str) -> None:
+    arguments = packed if layout == "packed" else padded
+    dtype = torch.int64 if name == "target_ids" else torch.float32
+    kl = {"kl_coef": 0.1} if name == "ref_logprobs" else {}
+    wrong = torch.ones(T + 1 if layout == "packed" else (2, 4), dtype=dtype)
+    expected = "[6]" if layout == "packed" else "[2, 3]"
+    refused(ValueError, (dapo_loss, arguments(**{name: wrong}, **kl)), name, expected, str(list(wrong.shape)))
+    refused(ValueError, (dapo_loss, arguments(**{name: torch.ones((), dtype=dtype)}, **kl)), name, expected)
+    if layout == "padded":  # a packed tensor beside padded logits
+        flat = torch.ones(T, dtype=dtype)
+        refused(ValueError, (dapo_loss, arguments(**{name: flat}, **kl)), name, expected, "[6]")
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_wrong_temperature_shape(layout: str) -> None:
+    arguments = packed if layout == "packed" else padded
+    refused(ValueError, (dapo_loss, arguments(temperature=torch.ones(5))), "temperature", "[5]")
+
+
+def test_wrong_ranks() -> None:
+    refused(ValueError, (dapo_loss, packed(logits=torch.randn(V))), "logits", "[11]")
+    refused(ValueError, (dapo_loss, packed(logits=torch.randn(1, 2, 3, V))), "logits", "[1, 2, 3, 11]")
+    refused(ValueError, (linear_dapo_loss, linear(hidden=torch.randn(H))), "hidden", "[4]")
+    refused(ValueError, (policy_loss, policy(logprobs=torch.tensor(-1.0))), "logprobs")
+    refused(ValueError, (policy_loss, policy(logprobs=torch.randn(1, 2, 3))), "logprobs", "[1, 2, 3]")
+
+
+def test_wrong_head() -> None:
+    refused(ValueError, (linear_dapo_loss, linear(weight=torch.randn(V, H + 1))), "weight", "[11, 5]", "4")
+    refused(ValueError, (linear_dapo_loss, linear(weight=torch.randn(V))), "weight", "[11]")
+    refused(ValueError, (linear_dapo_loss, linear(bias=torch.randn(V + 1))), "bias", "[11]", "[12]")
+    refused(TypeError, (linear_dapo_loss, linear(weight=torch.randn(V, H).bfloat16())), "weight", "bfloat16", "float32")
+    refused(TypeError, (linear_dapo_loss, linear(bias=torch.randn(V).half())), "bias", "float16", "float32")
+    refused(ValueError, (linear_dapo_loss, linear(chunk_bytes=0)), "chunk_bytes", "0")
+    refused(ValueError, (linear_dapo_loss, linear(softcap=0.0)), "softcap", "0.0")
+    refused(ValueError, (linear_dapo_loss, linear(softcap=-3.0)), "softcap", "-3.0")
+
+
+def test_wrong_dtypes() -> None:
+    refused(TypeError, (dapo_loss, packed(logits=torch.ones(T, V, dtype=torch.int64))), "logits", "int64")
+    refused(TypeError, (dapo_loss, packed(logits=torch.ones(T, V, dtype=torch.complex64))), "logits", "complex64")
+    refused(TypeError, (dapo_loss, packed(target_ids=torch.ones(T))), "target_ids", "float32")
+    refused(TypeError, (dapo_loss, packed(target_ids=torch.ones(T, dtype=torch.bool))), "target_ids", "bool")
+    refused(TypeError, (dapo_loss, packed(cu_seqlens=torch.tensor([0.0, 6.0]))), "cu_seqlens", "float32")
+    refused(TypeError, (policy_loss, policy(logprobs=torch.ones(T, dtype=torch.int64))), "logprobs", "int64")
+    refused(TypeError, (linear_dapo_loss, linear(hidden=torch.ones(T, H, dtype=torch.int32))), "hidden", "int32")
+
+
+@pytest.mark.parametrize("name", ["logits", "target_ids", "old_logprobs", "advantages", "mask", "cu_seqlens"])
+def test_lists_are_not_tensors(name: str) -> None:
+    refused(TypeError, (dapo_loss, packed(**{name: [1.0] * T})), name, "list")
+
+
+@pytest.mark.parametrize("name", ["target_ids", "old_logprobs", "advantages", "mask", "cu_seqlens"])
+def test_mixed_devices(name: str) -> None:
+    """The meta device stands for any other one."""
+    value: Tensor = packed().get(name, torch.ones(T, dtype=torch.bool))
+    refused(ValueError, (dapo_loss, packed(**{name: value.to("meta")})), name, "cpu", "meta")
+
+
+def test_mixed_devices_of_a_head() -> None:
+    refused(ValueError, (linear_dapo_loss, linear(weight=torch.randn(V, H, device="meta"))), "weight", "meta")
+
+
+@pytest.mark.parametrize("aggregate", ["seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize("make", [(dapo_loss, packed), (linear_dapo_loss, linear), (policy_loss, policy)])
+def test_per_sequence_things_need_cu_seqlens_when_packed(
+    aggregate: str, make: tuple[Callable[..., Any], Callable[..., dict[str, Any]]]
+) -> None:
+    fn, arguments = make
+    norm = {"length_norm": 8.0} if aggregate.endswith("norm") else {}
+    refused(ValueError, (fn, arguments(cu_seqlens=None, aggregate=aggregate, **norm)), "cu_seqlens", aggregate)
+
+
+def test_advantages_per_sequence_need_cu_seqlens_when_packed() -> None:
+    refused(ValueError, (dapo_loss, packed(cu_seqlens=None, advantages=torch.ones(S))), "advantages", "cu_seqlens")
+
+
+def test_cu_seqlens_beside_padded_logits_is_refused() -> None:
+    cu_seqlens = torch.tensor([0, 3, 6], dtype=torch.int32)
+    refused(ValueError, (dapo_loss, padded(cu_seqlens=cu_seqlens)), "cu_seqlens", "padded")
+
+
+@pytest.mark.parametrize("bounds", [[0, 2, 5], [0, 2, 7], [1, 3, 6], [0, 4, 2, 6], [6], []])
+def test_cu_seqlens_that_do_not_fit(bounds: list[int]) -> None:
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+    refused(ValueError, (dapo_loss, packed(cu_seqlens=cu_seqlens)), "cu_seqlens")
+    refused(ValueError, (dapo_loss, packed(cu_seqlens=torch.zeros(2, 2, dtype=torch.int32))), "cu_seqlens", "[2, 2]")
+
+
+@pytest.mark.parametrize("bad", [-1, V, V + 1, -100, 2**40])
+def test_target_ids_out_of_range(backend: str, bad: int) -> None:
+    """IndexError on a live token, anywhere and at every entry point; on a dead token it is padding."""
+    for at in (0, T - 1):
+        ids = torch.arange(T)
+        ids[at] = bad
+        dead = torch.ones(T, dtype=torch.bool)
+        dead[at] = False
+        calls: list[Call] = [
+            (dapo_loss, packed(target_ids=ids)),
+            (dapo_loss, packed(target_ids=ids, logits=torch.randn(T, V, requires_grad=True), inplace_backward=True)),
+            (linear_dapo_loss, linear(target_ids=ids)),
+            (linear_dapo_loss, linear(target_ids=ids, weight=torch.randn(V, H, requires_grad=True))),
+            (token_logprobs, {"logits": torch.randn(T, V), "target_ids": ids}),
+            (linear_token_logprobs, {"hidden": torch.randn(T, H), "weight": torch.randn(V, H), "target_ids": ids}),
+        ]
+        for fn, kwargs in calls:
+            with pytest.raises(IndexError, match=re.escape(str(bad))) as caught:
+                fn(**kwargs)
+            assert "target" in str(caught.value)
+            assert str(V) in str(caught.value)
+        for fn, kwargs in calls[:4]:
+            assert bool(torch.isfinite(fn(**kwargs, mask=dead).loss))
+
+
+def test_the_largest_target_id_is_fine(backend: str) -> None:
+    dapo_loss(**packed(target_ids=torch.full((T,), V - 1)))
+    dapo_loss(**packed(target_ids=torch.full((T,), V - 1, dtype=torch.int32)))
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, 0, float("nan")])
+def test_denominator_must_be_positive(bad: float) -> None:
+    for call in ((dapo_loss, packed), (linear_dapo_loss, linear), (policy_loss, policy)):
+        refused(ValueError, (call[0], call[1](denominator=bad)), "denominator", str(bad))
+
+
+def test_denominator_must_be_a_scalar() -> None:
+    refused(ValueError, (dapo_loss, packed(denominator=torch.ones(2))), "denominator", "[2]")
+    refused((TypeError, ValueError), (dapo_loss, packed(denominator="many")), "denominator")
+
+
+@pytest.mark.parametrize("bad", [0.0, -0.5, float("nan"), float("inf")])
+def test_temperature_must_be_positive(bad: float) -> None:
+    calls: list[Call] = [
+        (dapo_loss, packed()),
+        (linear_dapo_loss, linear()),
+        (token_logprobs, {"logits": torch.randn(T, V), "target_ids": torch.arange(T)}),
+        (
+            linear_token_logprobs,
+            {"hidden": torch.randn(T, H), "weight": torch.randn(V, H), "target_ids": torch.arange(T)},
+        ),
+    ]
+    for fn, kwargs in calls:
+        refused(ValueError, (fn, {**kwargs, "temperature": bad}), "temperature", str(bad))
+
+
+@pytest.mark.parametrize("bad", [0.0, -0.5, float("nan")])
+def test_temperature_per_token_must_be_positive_where_live(backend: str, bad: float) -> None:
+    temperature = torch.ones(T)
+    temperature[3] = bad
+    mask = torch.ones(T, dtype=torch.bool)
+    for call in ((dapo_loss, packed), (linear_dapo_loss, linear)):
+        fn, arguments = call
+        with pytest.raises(ValueError, match="temperature"):
+            fn(**arguments(temperature=temperature))
+        mask[3] = False
+        assert bool(torch.isfinite(fn(**arguments(temperature=temperature, mask=mask)).loss))
+        mask[3] = True
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dual_clip", 1.0),
+        ("dual_clip", 0.5),
+        ("dual_clip", float("nan")),
+        ("clip_low", -0.1),
+        ("clip_high", -0.1),
+        ("clip_high", float("nan")),
+        ("surrogate", "clipp"),
+        ("kl_estimator", "k4"),
+        ("aggregate", "mean"),
+        ("length_norm", 0.0),
+        ("length_norm", -4.0),
+        ("kl_coef", float("nan")),
+        ("entropy_coef", float("nan")),
+    ],
+)
+def test_fields_out_of_range(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=field):
+        dapo_loss(**packed(**{field: value}))
+    with pytest.raises(ValueError, match=field):
+        Objective(**{field: value})
+    with pytest.raises(ValueError, match=field):
+        dataclasses.replace(OBJECTIVES["dapo"], **{field: value})
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2"])
+def test_kl_through_ratio_is_for_k3(estimator: str) -> None:
+    for kl_coef in (0.0, 0.1):
+        with pytest.raises(ValueError, match="kl_through_ratio"):
+            dapo_loss(
+                **packed(kl_estimator=estimator, kl_through_ratio=True, kl_coef=kl_coef, ref_logprobs=torch.ones(T))
+            )
+
+
+def test_missing_companions() -> None:
+    """What one option needs of another, and what it has no use for."""
+    refused(ValueError, (dapo_loss, packed(objective="grpo")), "ref_logprobs", "kl_coef")
+    refused(ValueError, (dapo_loss, packed(objective="dr_grpo")), "length_norm")
+    refused(ValueError, (policy_loss, policy(entropy_coef=0.1)), "entropy")
+    refused(ValueError, (dapo_loss, packed(ref_logprobs=torch.ones(T))), "ref_logprobs", "kl_coef")
+
+
+def test_use_backend_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="unknown backend 'fast'") as caught, use_backend("fast"):
+        pass
+    assert "torch" in str(caught.value)
+    assert "cpp" in str(caught.value)
+    import sys
+
+    monkeypatch.setitem(sys.modules, "dapo_kernels._C", None)  # import raises ImportError
+    with pytest.raises(RuntimeError, match="cpp") as refused_backend, use_backend("cpp"):
+        pass
+    assert "compiler" in str(refused_backend.value) or "install" in str(refused_backend.value)
+
+
+def test_use_backend_is_undone(backend: str) -> None:
+    """Nested choices and exceptions leave the outer choice in place."""
+    double = packed(logits=torch.randn(T, V, dtype=torch.float64))
+
+    def takes_float64() -> bool:
+        try:
+            dapo_loss(**double)
+        except TypeError:
+            return False
+        return True
+
+    assert takes_float64() == (backend == "torch")
+    with use_backend("torch"):
+        assert takes_float64()
+    assert takes_float64() == (backend == "torch")
+    with pytest.raises(KeyError), use_backend("torch"):
+        raise KeyError("inside")
+    assert takes_float64() == (backend == "torch")
+
+
+def test_float64_on_the_cpp_backend_is_refused(backend: str) -> None:
+    if backend == "torch":
+        assert dapo_loss(**packed(logits=torch.randn(T, V, dtype=torch.float64))).loss.dtype == torch.float64
+        return
+    refused(TypeError, (dapo_loss, packed(logits=torch.randn(T, V, dtype=torch.float64))), "float64", "torch")

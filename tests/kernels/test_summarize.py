@@ -1,0 +1,144 @@
+"""Metrics are sums over live tokens that add up over micro-batches; `summarize` turns them into means."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from cases import logits_case
+from torch import Tensor
+
+from dapo_kernels import dapo_loss, policy_loss, summarize
+
+KEYS = {
+    "tokens",
+    "clip_low",
+    "clip_high",
+    "clip_dual",
+    "ratio",
+    "ratio_max",
+    "approx_kl",
+    "ref_kl",
+    "entropy",
+    "nonfinite",
+}
+
+# log-ratio, advantage, live; what hits which limit with clip .2/.28 and dual clip 3
+TOKENS = (
+    (math.log(0.5), -1.0, True),  # low
+    (math.log(0.5), 1.0, True),  # below the range but A > 0: not clipped
+    (math.log(2.0), 1.0, True),  # high
+    (math.log(2.0), 3.0, True),  # high
+    (math.log(2.0), -1.0, True),  # above the range but A < 0: not clipped
+    (math.log(4.0), -1.0, True),  # dual
+    (math.log(9.0), 1.0, False),  # dead: would be the largest ratio
+    (math.log(0.5), 0.0, True),  # zero advantage: nothing to clip
+)
+
+
+def hand_made(order: slice | None = None) -> Any:
+    delta, advantages, live = (torch.tensor(column) for column in zip(*TOKENS, strict=True))
+    if order is not None:
+        delta, advantages, live = delta[order], advantages[order], live[order]
+    old = torch.full_like(delta, -1.0)
+    ref = old - 0.5
+    return policy_loss(
+        old + delta,
+        old,
+        advantages,
+        objective="dapo",
+        mask=live,
+        dual_clip=3.0,
+        kl_coef=0.01,
+        kl_estimator="k1",
+        ref_logprobs=ref,
+        entropy=torch.full_like(delta, 2.0),
+        entropy_coef=0.01,
+    )
+
+
+def test_sums_by_hand(backend: str) -> None:
+    metrics = hand_made().metrics
+    assert set(metrics) == KEYS
+    deltas = [delta for delta, _, live in TOKENS if live]
+    expected = {
+        "tokens": 7,
+        "clip_low": 1,
+        "clip_high": 2,
+        "clip_dual": 1,
+        "ratio": sum(math.exp(d) for d in deltas),
+        "ratio_max": 4.0,
+        "approx_kl": -sum(deltas),
+        "ref_kl": sum(d + 0.5 for d in deltas),
+        "entropy": 14.0,
+        "nonfinite": 0,
+    }
+    for key, value in expected.items():
+        assert float(metrics[key]) == pytest.approx(value, rel=1e-5), key
+
+
+def test_metrics_are_detached_zero_dim_tensors(backend: str) -> None:
+    case = logits_case(seed=121)
+    out = dapo_loss(case.fresh()["logits"], case.target_ids, case.old_logprobs, case.advantages)
+    assert set(out.metrics) == KEYS
+    for value in out.metrics.values():
+        assert isinstance(value, Tensor)
+        assert value.shape == ()
+        assert not value.requires_grad
+
+
+def test_summarize_one(backend: str) -> None:
+    sums = hand_made().metrics
+    means = summarize(sums)
+    assert set(means) == KEYS
+    assert all(type(value) is float for value in means.values())
+    for key in KEYS - {"tokens", "nonfinite", "ratio_max"}:
+        assert means[key] == pytest.approx(float(sums[key]) / 7), key
+    for key in ("tokens", "nonfinite", "ratio_max"):
+        assert means[key] == float(sums[key])
+
+
+def test_micro_batches_summarize_to_the_whole(backend: str) -> None:
+    whole = summarize(hand_made().metrics)
+    parts = [hand_made(slice(a, b)).metrics for a, b in ((0, 1), (1, 5), (5, 6), (6, 7), (7, 8))]
+    for pieces in (parts, iter(parts), tuple(reversed(parts))):
+        means = summarize(pieces)
+        for key, value in whole.items():
+            assert means[key] == pytest.approx(value, rel=1e-6, abs=1e-7), key
+
+
+def test_summarize_leaves_its_input_alone(backend: str) -> None:
+    sums = hand_made().metrics
+    before = {key: value.clone() for key, value in sums.items()}
+    summarize([sums, sums])
+    assert all(torch.equal(sums[key], before[key]) for key in sums)
+
+
+def test_summarize_without_live_tokens(backend: str) -> None:
+    """A batch with nothing to train has no means to take; it must not divide by zero."""
+    case = logits_case(seed=122, mask=torch.zeros(19, dtype=torch.bool))
+    out = dapo_loss(case.leaves["logits"], case.target_ids, case.old_logprobs, case.advantages, mask=case.mask)
+    means = summarize(out.metrics)
+    assert means["tokens"] == 0
+    assert all(value == 0 for value in means.values())
+    live = hand_made().metrics
+    for key, value in summarize([out.metrics, live]).items():
+        assert value == pytest.approx(summarize(live)[key], abs=1e-7), key
+
+
+def test_nonfinite_counts_tokens(backend: str) -> None:
+    logprobs = torch.tensor([-1.0, -math.inf, math.nan, -math.inf, -2.0, -3.0])
+    mask = torch.tensor([1, 1, 1, 0, 1, 0])
+    out = policy_loss(logprobs, torch.full((6,), -1.0), torch.ones(6), mask=mask)
+    assert float(out.metrics["nonfinite"]) == 2
+    assert summarize(out.metrics)["nonfinite"] == 2.0
+
+
+def test_many_tokens_are_counted_exactly(backend: str) -> None:
+    """Counts past 2^24 stay whole when micro-batches add up."""
+    part = {key: torch.tensor(0.0) for key in KEYS}
+    part["tokens"] = torch.tensor(float(2**24))
+    one = {**part, "tokens": torch.tensor(1.0)}
+    assert summarize([part, one, one])["tokens"] == 2**24 + 2
