@@ -46,7 +46,7 @@ def test_weights_by_hand(backend: str, aggregate: str) -> None:
     expected = [first, first, 0, first, 0, 0, last, last, last, last]
     assert logprobs.grad is not None
     assert (-logprobs.grad).tolist() == pytest.approx(expected, rel=1e-6)
-    assert float(out.loss) == pytest.approx(-(3 * first + 4 * last), rel=1e-6)
+    assert out.loss.item() == pytest.approx(-(3 * first + 4 * last), rel=1e-6)
 
 
 @pytest.mark.parametrize("aggregate", AGGREGATIONS)
@@ -57,7 +57,7 @@ def test_against_the_oracle(backend: str, aggregate: str, denominator: Any) -> N
     out, grad = run(case, aggregate, denominator=given)
     o = Options(clip_high=0.28, **options(aggregate))
     truth = solve(case, o, denominator=None if denominator is None else 7.5)
-    assert float(out.loss) == pytest.approx(float(truth.loss), rel=2e-6, abs=1e-6)
+    assert out.loss.item() == pytest.approx(truth.loss.item(), rel=2e-6, abs=1e-6)
     torch.testing.assert_close(grad.double(), truth.grads["logits"], rtol=2e-5, atol=1e-6)
 
 
@@ -70,7 +70,7 @@ def test_kinds_of_denominator(backend: str, kind: Any) -> None:
     if isinstance(kind, torch.dtype):
         value = torch.tensor(40, dtype=kind)
     out, _ = run(case, "token-mean", denominator=value)
-    assert float(out.loss) == pytest.approx(float(reference.loss), rel=1e-6)
+    assert out.loss.item() == pytest.approx(reference.loss.item(), rel=1e-6)
     assert out.loss.dtype == torch.float32
 
 
@@ -107,9 +107,9 @@ def test_micro_batches_add_up(backend: str, aggregate: str) -> None:
         for order in parts:
             piece = split(case, order)
             out, piece_grad = run(piece, aggregate, denominator=count)
-            total += float(out.loss)
+            total += out.loss.item()
             gathered[[int(t) for t in piece.names]] = piece_grad
-        assert total == pytest.approx(float(whole.loss), rel=1e-6, abs=1e-6)
+        assert total == pytest.approx(whole.loss.item(), rel=1e-6, abs=1e-6)
         relative = (gathered - grad).norm() / grad.norm()
         assert float(relative) <= 1e-6
 
@@ -181,4 +181,4 @@ def test_length_norm_divides_the_sum(backend: str) -> None:
         dapo_loss, case, "ppo", mask=case.mask, cu_seqlens=case.cu_seqlens, aggregate="seq-mean-token-sum"
     )
     normed, _ = call_logits(dapo_loss, case, "dr_grpo", mask=case.mask, cu_seqlens=case.cu_seqlens, length_norm=50.0)
-    assert float(normed.loss) == pytest.approx(float(plain.loss) / 50, rel=1e-6)
+    assert normed.loss.item() == pytest.approx(plain.loss.item() / 50, rel=1e-6)

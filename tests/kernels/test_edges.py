@@ -49,9 +49,9 @@ def test_an_impossible_target(backend: str, name: str, advantage: float) -> None
         assert float(out.metrics["nonfinite"]) == 1
         assert bool(torch.isfinite(grad).all())
         assert not grad[2].any()
-        assert math.isfinite(float(out.loss))
+        assert math.isfinite(out.loss.item())
         truth = solve(case, Options(clip_low=0.2, clip_high=9.0), use_mask=False)
-        assert float(out.loss) == pytest.approx(float(truth.loss), rel=1e-4, abs=1e-6)
+        assert out.loss.item() == pytest.approx(truth.loss.item(), rel=1e-4, abs=1e-6)
 
 
 def test_an_impossible_target_on_policy(backend: str) -> None:
@@ -59,7 +59,7 @@ def test_an_impossible_target_on_policy(backend: str) -> None:
     case = logits_case(vocab=67, lengths=(4,), seed=82, dead=0.0)
     case.leaves["logits"][2, int(case.target_ids[2])] = -math.inf
     out, grad = call_logits(dapo_loss, case, "dapo", old=None)
-    assert float(out.loss) == pytest.approx(-float(case.advantages.mean()), rel=1e-6)
+    assert out.loss.item() == pytest.approx(-float(case.advantages.mean()), rel=1e-6)
     assert bool(torch.isfinite(grad).all())
     assert float(out.metrics["nonfinite"]) == 1
     assert float(out.metrics["ratio"]) == 4
@@ -71,7 +71,7 @@ def test_a_nan_row_is_seen_not_hidden(backend: str) -> None:
     clean, clean_grad = call_logits(dapo_loss, case, "dapo")
     case.leaves["logits"][3, 20] = math.nan
     out, grad = call_logits(dapo_loss, case, "dapo")
-    assert math.isnan(float(out.loss))
+    assert math.isnan(out.loss.item())
     assert float(out.metrics["nonfinite"]) == 1
     others = torch.tensor([0, 1, 2, 4, 5])
     assert torch.equal(out.logprobs[others], clean.logprobs[others])
@@ -205,7 +205,7 @@ def test_a_nan_in_a_live_tokens_inputs_is_seen(backend: str, inplace: bool, name
         ref_logprobs=case.ref_logprobs,
         importance_weights=case.importance_weights,
     )
-    assert math.isnan(float(out.loss))
+    assert math.isnan(out.loss.item())
     assert bool(grad[2].isnan().any())
     assert bool(torch.isfinite(grad[[0, 1, 3, 4, 5]]).all())
 
@@ -264,7 +264,7 @@ def test_a_large_case_of_every_kind_at_once() -> None:
                 )
             )
     (out_a, grads_a), (out_b, grads_b) = results
-    assert float(out_a.loss) == pytest.approx(float(out_b.loss), rel=1e-5)
+    assert out_a.loss.item() == pytest.approx(out_b.loss.item(), rel=1e-5)
     torch.testing.assert_close(out_a.logprobs, out_b.logprobs, rtol=0, atol=4e-6)
     for name, grad in grads_a.items():
         torch.testing.assert_close(grad, grads_b[name], rtol=1e-3, atol=1e-8)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, call_linear, dtypes_of, linear_case, logits_of, pad, solve, unpad
-from closeness import as_accurate
+from cases import LOW_PRECISION, Case, call_linear, dtypes_of, linear_case, logits_of, pad, solve, unpad
+from closeness import EPS, as_accurate
 from oracle import ROWS, Options
 from torch import Tensor
 
@@ -38,7 +38,7 @@ def check(case: Case, o: Options, out: Any, grads: dict[str, Tensor | None], **h
     worst = float((eager.logprobs.double() - truth.logprobs).abs().sum().clamp(min=1e-6))
     size = float(case.advantages[case.mask].abs().amax()) if bool(case.mask.any()) else 1.0
     tokens = max(1, int(case.mask.sum()))
-    assert abs(float(out.loss) - float(truth.loss)) <= 2 * size * worst / tokens + 1e-6
+    assert abs(out.loss.item() - truth.loss.item()) <= 2 * size * worst / tokens + 1e-6
     as_accurate(out.logprobs, truth.logprobs, eager.logprobs, what="log-probs", multiple=multiple, scale=8.0)
     for name, grad in grads.items():
         if grad is not None:
@@ -105,6 +105,24 @@ def test_many_chunks_do_not_cost_accuracy(backend: str, dtype: torch.dtype) -> N
         as_accurate(grad, truth.grads[name], eager.grads[name], what=f"{name} gradient", multiple=1.5)
 
 
+def test_a_head_of_more_than_one_tile(backend: str, restore_threads: None) -> None:
+    """Large enough (V=9001, H=128) that the head's gradient is added tile by tile and shared among threads."""
+    for dtype in LOW_PRECISION:
+        case = linear_case(9001, 128, (13, 11), dtype=dtype, seed=47, dead=0.2)
+        truth, eager = solve(case, ROOMY), solve(case, ROOMY, dtype=dtype)
+        results = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            _, grads = call(case, ROOMY, chunk_bytes=5 * 9001 * dtype.itemsize)
+            for name, grad in grads.items():
+                assert grad is not None
+                # A GEMM of five rows adds 9001 products in another order than one of 24.
+                as_accurate(grad, truth.grads[name], eager.grads[name], what=f"{name} gradient", multiple=8.0)
+            results.append(grads)
+        for name, grad in results[0].items():
+            torch.testing.assert_close(grad, results[1][name], rtol=2 * EPS[dtype], atol=1e-7)
+
+
 @pytest.mark.parametrize("temperature", [0.6, "per_token"])
 def test_temperature_comes_after_the_softcap(backend: str, temperature: Any) -> None:
     if temperature == "per_token":
@@ -168,8 +186,8 @@ def test_no_graph_without_a_gradient(backend: str) -> None:
         quiet = linear_dapo_loss(leaves["hidden"], leaves["weight"], *args, mask=case.mask)
     assert not constant.loss.requires_grad
     assert not quiet.loss.requires_grad
-    assert float(quiet.loss) == float(constant.loss)
-    assert float(quiet.loss) == pytest.approx(float(solve(case, ROWS["dapo"]).loss), abs=1e-6)
+    assert quiet.loss.item() == constant.loss.item()
+    assert quiet.loss.item() == pytest.approx(float(solve(case, ROWS["dapo"]).loss), abs=1e-6)
 
 
 def test_the_inputs_are_left_alone(backend: str) -> None:
@@ -225,7 +243,7 @@ def test_smallest_batches(backend: str, which: str) -> None:
         out, grads = call(case, EVERYTHING)
         check(case, EVERYTHING, out, grads)
         if which != "one_token":
-            assert float(out.loss) == 0
+            assert out.loss.item() == 0
             assert all(grad is not None and not grad.any() for grad in grads.values())
 
 

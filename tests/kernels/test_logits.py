@@ -204,7 +204,7 @@ def test_a_constant_logits_tensor_costs_no_graph(backend: str) -> None:
     assert not quiet.loss.requires_grad
     assert torch.equal(quiet.loss, out.loss)
     truth = solve(case, ROWS["dapo"])
-    assert float(out.loss) == pytest.approx(float(truth.loss), abs=1e-6)
+    assert out.loss.item() == pytest.approx(truth.loss.item(), abs=1e-6)
     assert torch.equal(logits, before)
 
 
@@ -237,7 +237,7 @@ def test_smallest_sizes(backend: str, size: str) -> None:
             truth = solve(case, EVERYTHING)
             assert grad.shape == (sum(lengths), vocab)
             assert bool(torch.isfinite(grad).all())
-            assert float(out.loss) == pytest.approx(float(truth.loss), abs=1e-6)
+            assert out.loss.item() == pytest.approx(truth.loss.item(), abs=1e-6)
             torch.testing.assert_close(out.logprobs.double(), truth.logprobs, rtol=0, atol=2e-6)
             assert float(out.metrics["tokens"]) == sum(lengths)
             if size == "vocab_1":

@@ -169,7 +169,7 @@ def test_an_all_dead_mask_gives_zero(backend: str, aggregate: str, level: str) -
     extra = {"aggregate": aggregate, **({"length_norm": 8.0} if aggregate.endswith("norm") else {})}
     for denominator in (None, 100.0):
         out, grads = run(poisoned(case, math.nan, "all"), denominator=denominator, **extra)
-        assert float(out.loss) == 0
+        assert out.loss.item() == 0
         assert all(grad is not None and not grad.any() for grad in grads.values())
         assert all(float(value) == 0 for value in out.metrics.values()), out.metrics
 

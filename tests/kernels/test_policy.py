@@ -156,7 +156,7 @@ def one_token(logprob: float, old: float | None, advantage: float, **options: An
     out = policy_loss(leaf, old_logprobs, torch.tensor([advantage]), objective="ppo", **options)
     out.loss.backward()
     assert leaf.grad is not None
-    return float(out.loss), float(leaf.grad), out
+    return out.loss.item(), float(leaf.grad), out
 
 
 @pytest.mark.parametrize("advantage", [1.5, -1.5])
@@ -261,7 +261,7 @@ def test_importance_weights_leave_kl_and_entropy_alone(backend: str) -> None:
     out.loss.backward()
     d = [-0.5, 0.5]
     kl = [math.exp(v) - v - 1 for v in d]
-    assert float(out.loss) == pytest.approx(0.04 * sum(kl) / 2 - 0.1 * 0.75 / 2, rel=1e-6)
+    assert out.loss.item() == pytest.approx(0.04 * sum(kl) / 2 - 0.1 * 0.75 / 2, rel=1e-6)
     assert logprobs.grad.tolist() == pytest.approx([0.02 * (1 - math.exp(v)) for v in d], rel=1e-6)
     assert entropy.grad.tolist() == pytest.approx([-0.05, -0.05], rel=1e-6)
 
@@ -313,7 +313,7 @@ def test_a_long_batch_adds_up(backend: str) -> None:
     out = policy_loss(logprobs, old, advantages)
     ratio = (logprobs - old).double().exp()
     clipped = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
-    assert float(out.loss) == pytest.approx(-float(clipped.mean()), rel=2e-6)
+    assert out.loss.item() == pytest.approx(-float(clipped.mean()), rel=2e-6)
     assert float(out.metrics["tokens"]) == n
     assert float(out.metrics["ratio"]) == pytest.approx(float(ratio.sum()), rel=2e-6)
     assert float(out.metrics["approx_kl"]) == pytest.approx(float((old - logprobs).double().sum()), rel=1e-4)
