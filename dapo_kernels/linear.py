@@ -11,7 +11,7 @@ from dapo_kernels import linear_ops, ops
 from dapo_kernels.backends import backend_for
 from dapo_kernels.batch import Layout, layout_of, live_tokens, loss_call, target_tokens
 from dapo_kernels.chunked import Head
-from dapo_kernels.loss import LossOutput, TokenStats, loss_of_stats, loss_output, token_stats
+from dapo_kernels.loss import LossOutput, TokenStats, gradient_unit, loss_of_stats, loss_output, token_stats
 from dapo_kernels.objectives import Objective, resolve_objective
 from dapo_kernels.surrogate import ObjectiveScalars
 
@@ -78,12 +78,13 @@ def linear_dapo_loss(
     backend = backend_for("linear_dapo_loss", hidden.device, hidden.dtype)
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in head[:3]]
     if any(needs) and call.objective.one_pass:
+        tokens, unit = gradient_unit(hidden.dtype, call.tokens)
         scalars = ObjectiveScalars.of(chosen).pack()
         loss, logprobs, entropies, clip_hit, ref_kl, *_ = linear_ops.linear_loss(
             *head,
             targets,
             *tau,
-            *call.tokens,
+            *tokens,
             scalars,
             chosen.entropy_coef,
             entropy,
@@ -91,7 +92,7 @@ def linear_dapo_loss(
             chunk_bytes,
             backend,
         )
-        return loss_output(call, loss, logprobs, ops.or_none(entropies), clip_hit, ops.or_none(ref_kl))
+        return loss_output(call, loss / unit, logprobs, ops.or_none(entropies), clip_hit, ops.or_none(ref_kl))
     needs_entropy = entropy or call.needs_entropy
     logprobs, _, entropies = linear_ops.linear_stats(
         *head, targets, call.tokens.live, *tau, needs_entropy, chunk_bytes, backend

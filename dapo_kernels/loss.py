@@ -115,11 +115,12 @@ def dapo_loss(
     # A compiled graph has no use for the in-place form: the compiler plans buffers itself.
     in_place = inplace_backward and wants_grad and not torch.compiler.is_compiling()
     if in_place and call.objective.one_pass:
+        tokens, unit = gradient_unit(logits.dtype, call.tokens)
         scalars = ObjectiveScalars.of(chosen).pack()
         loss, logprobs, entropies, clip_hit, ref_kl = ops.LogitsLossInPlace.apply(
-            logits, targets, *tau, *call.tokens, scalars, chosen.entropy_coef, entropy, backend
+            logits, targets, *tau, *tokens, scalars, chosen.entropy_coef, entropy, backend
         )
-        return loss_output(call, loss, logprobs, ops.or_none(entropies), clip_hit, ops.or_none(ref_kl))
+        return loss_output(call, loss / unit, logprobs, ops.or_none(entropies), clip_hit, ops.or_none(ref_kl))
     needs_entropy = entropy or call.needs_entropy
     stats = ops.LogitsStatsInPlace.apply if in_place else ops.logits_stats
     logprobs, _, entropies = stats(logits, targets, call.tokens.live, *tau, needs_entropy, backend)
@@ -204,6 +205,20 @@ def token_logprobs(
         logits, targets, live_tokens(layout, None), *layout.temperature(temperature), entropy, backend
     )
     return token_stats(layout, logprobs, entropies if entropy else None)
+
+
+def gradient_unit(dtype: torch.dtype, tokens: Tokens) -> tuple[Tokens, Tensor | float]:
+    """Tokens at the scale at which a gradient formed together with its loss is held, and that scale.
+
+    In float16 the entries of a token mean's gradient, p/N, would vanish below 6e-8, before a loss scaler's factor (the
+    ``grad_output``) is known. A power of two that brings the heaviest token's weight to 2⁻⁶ leaves room at both ends;
+    dividing the loss by it again divides what reaches the backward pass. Other dtypes need none.
+    """
+    if dtype != torch.float16 or tokens.weights.numel() == 0:
+        return tokens, 1.0
+    heaviest = tokens.weights.amax()
+    unit = torch.where(heaviest > 0, torch.exp2(-6.0 - torch.floor(torch.log2(heaviest))), 1.0)
+    return tokens._replace(weights=tokens.weights * unit), unit
 
 
 def token_stats(layout: Layout, logprobs: Tensor, entropy: Tensor | None) -> TokenStats:
