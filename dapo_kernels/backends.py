@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
@@ -21,10 +23,29 @@ def _extension_missing() -> str | None:
     return None
 
 
-# Name -> (module with the row functions, why it cannot run here or None, the device types it serves or None for all).
-_BACKENDS: dict[str, tuple[str, Callable[[], str | None], tuple[str, ...] | None]] = {
-    "torch": ("dapo_kernels.reference", lambda: None, None),
-    "cpp": ("dapo_kernels.cpp", _extension_missing, ("cpu",)),
+def _triton_missing() -> str | None:
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        return f"triton cannot be imported ({error}); it comes with the CUDA build of torch, or: pip install triton"
+    if _INTERPRETED or torch.cuda.is_available():
+        return None
+    return "torch finds no CUDA device here; TRITON_INTERPRET=1, set before the start, runs it on the CPU for tests"
+
+
+_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+class Backend(NamedTuple):
+    module: str  # with the row functions
+    missing: Callable[[], str | None]  # why it cannot run here, or None
+    devices: tuple[str, ...] | None  # the device types it serves; None: all
+
+
+_BACKENDS = {
+    "torch": Backend("dapo_kernels.reference", lambda: None, None),
+    "cpp": Backend("dapo_kernels.cpp", _extension_missing, ("cpu",)),
+    "triton": Backend("dapo_kernels.triton", _triton_missing, ("cuda", "cpu") if _INTERPRETED else ("cuda",)),
 }
 
 _forced: str | None = None
@@ -35,7 +56,7 @@ if _cpp_missing is not None:
 
 def available_backends() -> dict[str, str | None]:
     """Every backend's name, and why it cannot run here (``None``: it can)."""
-    return {name: missing() for name, (_, missing, _) in _BACKENDS.items()}
+    return {name: backend.missing() for name, backend in _BACKENDS.items()}
 
 
 @contextmanager
@@ -43,7 +64,7 @@ def use_backend(name: str) -> Iterator[None]:
     """Serve every call inside with one backend.
 
     Args:
-        name: ``"torch"`` (eager reference, any device and float dtype) or ``"cpp"`` (CPU).
+        name: ``"torch"`` (eager reference, any device and float dtype), ``"cpp"`` (CPU) or ``"triton"`` (CUDA).
 
     Raises:
         ValueError: unknown name.
@@ -52,7 +73,7 @@ def use_backend(name: str) -> Iterator[None]:
     global _forced
     if name not in _BACKENDS:
         raise ValueError(f"use_backend: unknown backend {name!r}; known: {', '.join(_BACKENDS)}")
-    why = _BACKENDS[name][1]()
+    why = _BACKENDS[name].missing()
     if why is not None:
         raise RuntimeError(f"use_backend: backend {name!r} cannot run: {why}")
     previous, _forced = _forced, name
@@ -69,10 +90,8 @@ def backend_for(caller: str, device: torch.device, dtype: torch.dtype) -> str:
         ValueError: a forced backend does not serve the device.
         TypeError: the backend does not take the dtype.
     """
-    name = _forced
-    if name is None:
-        name = "cpp" if device.type == "cpu" and dtype != torch.float64 and _cpp_missing is None else "torch"
-    devices = _BACKENDS[name][2]
+    name = _forced or _default(device, dtype)
+    devices = _BACKENDS[name].devices
     if devices is not None and device.type not in devices:
         raise ValueError(f"{caller}: backend {name!r} serves {', '.join(devices)} tensors, got {device}")
     if dtype == torch.float64 and name != "torch":
@@ -80,6 +99,14 @@ def backend_for(caller: str, device: torch.device, dtype: torch.dtype) -> str:
     return name
 
 
+def _default(device: torch.device, dtype: torch.dtype) -> str:
+    if dtype == torch.float64:
+        return "torch"
+    if device.type == "cuda":
+        return "triton"
+    return "cpp" if device.type == "cpu" and _cpp_missing is None else "torch"
+
+
 def backend_module(name: str) -> ModuleType:
     """The module that holds a backend's ``row_stats``, ``row_grad``, ``row_loss_`` and ``token_loss``."""
-    return importlib.import_module(_BACKENDS[name][0])
+    return importlib.import_module(_BACKENDS[name].module)

@@ -5,8 +5,8 @@ For a token with log-prob ℓ, log-ratio δ (ρ = exp δ), advantage A, referenc
     L(ℓ, δ) = u · policy(ℓ, δ, A) + kl_coef · kl(ℓ_ref − ℓ) [· ρ]
 
 Every function returns its value together with its stated derivatives. ``ops`` is the namespace the body draws its
-elementwise functions from: torch here; other front ends bind the same functions to their own. The C++ and CUDA twin
-is ``csrc/surrogate.h``.
+elementwise functions from: torch here; ``triton/objective.py`` binds the same functions to Triton's, so they keep to
+what both languages have. The C++ and CUDA twin is ``csrc/surrogate.h``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ObjectiveScalars(NamedTuple):
         )
 
 
-def clip_term(log_ratio: Any, advantage: Any, clip_low: float, clip_high: float, dual_clip: float) -> Any:
+def clip_term(log_ratio: Any, advantage: Any, clip_low: Any, clip_high: Any, dual_clip: Any) -> Any:
     """−min(ρA, clip(ρ)A), for A < 0 at most −dual_clip·A. Returns value, d/dδ, and which clip was hit."""
     ratio = ops.exp(log_ratio)
     unclipped = -ratio * advantage
@@ -79,7 +79,7 @@ def clip_term(log_ratio: Any, advantage: Any, clip_low: float, clip_high: float,
     return ops.where(idle, 0.0, value), ops.where(idle, 0.0, slope), ops.where(idle, 0, hit)
 
 
-def cispo_term(logprob: Any, log_ratio: Any, advantage: Any, clip_low: float, clip_high: float) -> Any:
+def cispo_term(logprob: Any, log_ratio: Any, advantage: Any, clip_low: Any, clip_high: Any) -> Any:
     """−sg[clip(ρ)]·A·ℓ. Returns value, d/dℓ, and which bound was hit."""
     ratio = ops.exp(log_ratio)
     slope = -ops.clamp(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantage
@@ -93,7 +93,7 @@ def reinforce_term(logprob: Any, advantage: Any) -> Any:
     return ops.where(advantage == 0, 0.0, -advantage * logprob), -advantage
 
 
-def sapo_term(log_ratio: Any, advantage: Any, tau_positive: float, tau_negative: float) -> Any:
+def sapo_term(log_ratio: Any, advantage: Any, tau_positive: Any, tau_negative: Any) -> Any:
     """−A·σ(τ(ρ−1))·4/τ. Returns value and d/dδ = −A·4σ(1−σ)·ρ."""
     ratio = ops.exp(log_ratio)
     tau = ops.where(advantage > 0, tau_positive, tau_negative)
@@ -103,15 +103,17 @@ def sapo_term(log_ratio: Any, advantage: Any, tau_positive: float, tau_negative:
     return -4.0 * advantage * gate / tau, ops.where(advantage == 0, 0.0, slope)
 
 
-def kl_term(logprob: Any, ref_logprob: Any, estimator: str) -> Any:
+def kl_term(logprob: Any, ref_logprob: Any, estimator: Any) -> Any:
     """Estimate of KL(π‖π_ref) from one sample. Returns value and d/dℓ."""
     d = ref_logprob - logprob
     if estimator == "k1":
-        return -d, ops.ones_like(d)
-    if estimator == "k2":
-        return 0.5 * d * d, -d
-    growth = ops.expm1(d)
-    return growth - d, -growth
+        value, slope = -d, ops.ones_like(d)
+    elif estimator == "k2":
+        value, slope = 0.5 * d * d, -d
+    else:
+        growth = ops.expm1(d)
+        value, slope = growth - d, -growth
+    return value, slope
 
 
 def token_objective(
@@ -120,16 +122,15 @@ def token_objective(
     advantage: Any,
     ref_logprob: Any,
     importance_weight: Any,
-    *,
-    surrogate: str,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float,
-    tau_positive: float,
-    tau_negative: float,
-    kl_coef: float,
-    kl_estimator: str,
-    kl_through_ratio: bool,
+    surrogate: Any,
+    clip_low: Any,
+    clip_high: Any,
+    dual_clip: Any,
+    tau_positive: Any,
+    tau_negative: Any,
+    kl_coef: Any,
+    kl_estimator: Any,
+    kl_through_ratio: Any,
 ) -> Any:
     """One token's loss without entropy: L, ∂L/∂ℓ, ∂L/∂δ, which clip was hit, the KL estimate (zeros without one)."""
     nothing = ops.zeros_like(logprob)
@@ -143,12 +144,17 @@ def token_objective(
     else:
         value, d_logprob = reinforce_term(logprob, advantage)
     if importance_weight is not None:
-        value, d_logprob, d_ratio = (importance_weight * x for x in (value, d_logprob, d_ratio))
-    if kl_coef == 0.0:
-        return value, d_logprob, d_ratio, hit, nothing
-    kl, d_kl = kl_term(logprob, ref_logprob, kl_estimator)
-    if kl_through_ratio:
-        ratio = ops.exp(log_ratio)
-        kl, d_kl = ratio * kl, ratio * d_kl
-        d_ratio = d_ratio + kl_coef * kl
-    return value + kl_coef * kl, d_logprob + kl_coef * d_kl, d_ratio, hit, kl
+        value = importance_weight * value
+        d_logprob = importance_weight * d_logprob
+        d_ratio = importance_weight * d_ratio
+    kl = nothing
+    if ref_logprob is not None:
+        kl, d_kl = kl_term(logprob, ref_logprob, kl_estimator)
+        if kl_through_ratio:
+            ratio = ops.exp(log_ratio)
+            kl = ratio * kl
+            d_kl = ratio * d_kl
+            d_ratio = d_ratio + kl_coef * kl
+        value = value + kl_coef * kl
+        d_logprob = d_logprob + kl_coef * d_kl
+    return value, d_logprob, d_ratio, hit, kl

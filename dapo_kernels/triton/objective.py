@@ -1,0 +1,40 @@
+"""``surrogate.py`` compiled by Triton: the same source, bound to Triton's elementwise functions."""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from dapo_kernels import surrogate
+from dapo_kernels.triton import elementwise
+
+# Where the bodies find their globals: callees before callers.
+_namespace: dict[str, Any] = {
+    "__name__": __name__,
+    "__builtins__": __builtins__,
+    "tl": tl,  # the interpreter looks for it
+    "Any": tl,  # the compiler looks annotations up among the globals it knows: modules
+    "ops": elementwise,
+    **{name: tl.constexpr(getattr(surrogate, name)) for name in ("CLIPPED_LOW", "CLIPPED_HIGH", "CLIPPED_DUAL")},
+}
+
+
+def _bind(function: Any) -> Any:
+    body = FunctionType(function.__code__, _namespace, function.__name__, function.__defaults__)
+    body.__module__, body.__doc__ = __name__, function.__doc__
+    _namespace[function.__name__] = triton.jit(body)
+    return _namespace[function.__name__]
+
+
+for _term in (
+    surrogate.clip_term,
+    surrogate.cispo_term,
+    surrogate.reinforce_term,
+    surrogate.sapo_term,
+    surrogate.kl_term,
+):
+    _bind(_term)
+token_objective = _bind(surrogate.token_objective)
