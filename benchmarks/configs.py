@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -71,10 +72,10 @@ class Config:
 _OURS = ("mul_", "three GEMMs", "one GEMM", "dapo_kernels")
 _OURS_AND_EAGER = (*_OURS, "eager", "eager, softmax in fp32")
 
-_LOGITS = Config("logits", "bfloat16", 2048, 49152, n_sequences=4, seconds=14.0)
-_HIDDEN = Config("hidden", "bfloat16", 2048, 49152, hidden=576, n_sequences=4, seconds=24.0)
+_LOGITS = Config("logits", "bfloat16", 2048, 49152, n_sequences=4, seconds=12.0)
+_HIDDEN = Config("hidden", "bfloat16", 2048, 49152, hidden=576, n_sequences=4, min_rounds=3, seconds=20.0)
 # The head of Qwen2.5-0.5B: the widest vocabulary in use on the smallest hidden size.
-_WIDE = replace(_HIDDEN, vocab=151936, hidden=896, seconds=10.0, min_rounds=2)
+_WIDE = replace(_HIDDEN, vocab=151936, hidden=896, min_rounds=2)
 
 HEADLINE = (
     replace(_LOGITS, dtype="float32", headline=True),
@@ -82,38 +83,43 @@ HEADLINE = (
     replace(_HIDDEN, headline=True),
 )
 
-_SHORT = {"seconds": 4.0, "contestants": _OURS_AND_EAGER}
-_BRIEF = {"seconds": 3.0, "contestants": _OURS}
+
+def _short(base: Config, **fields: Any) -> Config:
+    """A row of a sweep: eager beside the kernels, a few seconds."""
+    return replace(base, **{"seconds": 4.0, "contestants": _OURS_AND_EAGER, **fields})
+
+
+def _brief(base: Config, **fields: Any) -> Config:
+    """A row that is compared with the headline row of its dtype: the kernels and their denominator only."""
+    return replace(base, **{"seconds": 3.0, "contestants": _OURS, **fields})
+
 
 LOGITS_SWEEP = (
-    # Tokens, at both vocabularies.
-    *(replace(_LOGITS, n_tokens=n, n_sequences=1, **_SHORT) for n in (1, 16, 256)),
-    replace(_LOGITS, n_tokens=20480, **_BRIEF, min_rounds=3),
-    replace(_LOGITS, dtype="float32", vocab=151936, **_SHORT, min_rounds=3),
-    replace(_LOGITS, vocab=151936, **_SHORT, min_rounds=3),
-    # Live and clipped shares; compare with the headline row of the same dtype.
-    replace(_LOGITS, live=0.5, **_BRIEF),
-    replace(_LOGITS, live=0.2, **_BRIEF),
-    replace(_LOGITS, clipped=0.3, **_BRIEF),
-    # Forward only.
-    replace(_LOGITS, dtype="float32", mode="forward", **_SHORT),
+    *(_short(_LOGITS, n_tokens=n, n_sequences=1) for n in (1, 16, 256)),
+    _brief(_LOGITS, n_tokens=20480, min_rounds=3),
+    _short(_LOGITS, dtype="float32", vocab=151936, min_rounds=3),
+    _short(_LOGITS, vocab=151936, min_rounds=3),
+    _brief(_LOGITS, live=0.5),
+    _brief(_LOGITS, live=0.2),
+    _brief(_LOGITS, clipped=0.3),
+    _short(_LOGITS, dtype="float32", mode="forward"),
     replace(_LOGITS, mode="forward", seconds=6.0),
-    replace(_LOGITS, mode="forward", entropy=True, seconds=6.0),
+    _short(_LOGITS, mode="forward", entropy=True),
     # An older processor.
-    replace(_LOGITS, dtype="float32", isa="avx2", **_SHORT),
-    replace(_LOGITS, isa="avx2", **_SHORT),
+    _short(_LOGITS, dtype="float32", isa="avx2"),
+    _short(_LOGITS, isa="avx2"),
 )
 
 HIDDEN_SWEEP = (
-    replace(_HIDDEN, n_tokens=1, n_sequences=1, **_SHORT),
-    replace(_HIDDEN, n_tokens=256, n_sequences=1, **_SHORT),
-    replace(_HIDDEN, dtype="float32", min_rounds=3, **_SHORT),
-    replace(_HIDDEN, live=0.5, **_BRIEF),
-    replace(_HIDDEN, live=0.2, **_BRIEF),
-    replace(_HIDDEN, clipped=0.3, **_BRIEF),
-    replace(_HIDDEN, mode="forward", seconds=8.0, min_rounds=3),
-    replace(_HIDDEN, mode="forward", entropy=True, **_SHORT),
-    replace(_WIDE, **{**_SHORT, "seconds": 8.0}),
+    _short(_HIDDEN, n_tokens=1, n_sequences=1),
+    _short(_HIDDEN, n_tokens=256, n_sequences=1),
+    _short(_HIDDEN, dtype="float32"),
+    _brief(_HIDDEN, live=0.5),
+    _brief(_HIDDEN, live=0.2),
+    _brief(_HIDDEN, clipped=0.3),
+    replace(_HIDDEN, mode="forward", seconds=6.0),
+    _short(_HIDDEN, mode="forward", entropy=True),
+    _short(_WIDE, seconds=8.0),
     # The longest response of the DAPO recipe: its logits alone are 5.8 GiB in bfloat16.
     replace(_WIDE, n_tokens=20480, n_sequences=1, rounds=1, min_rounds=1, contestants=_OURS),
 )

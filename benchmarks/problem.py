@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.configs import Config
 from benchmarks.formulas import Tokens
 
-# Distinct random rows of logits; further rows repeat them with other targets. Random numbers for 20480 × 151936 take minutes.
+# Distinct random rows of logits; further rows repeat them, with other targets: random numbers are dear.
 _DISTINCT_ROWS = 256
 # Log-ratio of a token inside the clip range, and of one far outside: bfloat16 log-probs (spaced 0.06 near −11) must
 # not push a token over the edge, or eager in bfloat16 would be a different computation.
@@ -45,10 +45,16 @@ class Problem:
         if self.logits is not None and self.pristine is not None:
             self.logits.copy_(self.pristine)
 
+    def head(self) -> tuple[Tensor, Tensor]:
+        """Hidden states [N, H] and head [V, H]."""
+        if self.hidden is None or self.weight is None:
+            raise ValueError(f"{self.config.name} starts from logits: it has no hidden states")
+        return self.hidden, self.weight
+
     def inputs(self) -> tuple[Tensor, ...]:
         """The differentiable inputs as fresh leaves."""
-        given = (self.logits,) if self.config.level == "logits" else (self.hidden, self.weight)
-        return tuple(x.detach().requires_grad_(self.config.mode == "train") for x in given if x is not None)
+        given = self.head() if self.logits is None else (self.logits,)
+        return tuple(x.detach().requires_grad_(self.config.mode == "train") for x in given)
 
     def row_blocks(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         """The logits by blocks of rows, in ``dtype``; at the hidden level computed in that dtype."""
@@ -62,11 +68,11 @@ class Problem:
         if self.pristine is not None:
             picked = self.pristine[rows]
             return (picked if columns is None else picked[:, columns]).to(dtype)
-        assert self.hidden is not None and self.weight is not None
-        weight = self.weight if columns is None else self.weight[columns]
-        if dtype == torch.float32 and self.hidden.dtype == torch.bfloat16:
-            return (self.hidden[rows] @ weight.t()).float()
-        return self.hidden[rows].to(dtype) @ weight.to(dtype).t()
+        hidden, weight = self.head()
+        weight = weight if columns is None else weight[columns]
+        if dtype == torch.float32:
+            return (hidden[rows] @ weight.t()).float()
+        return hidden[rows].to(dtype) @ weight.to(dtype).t()
 
 
 def build(config: Config, seed: int = 0) -> Problem:
@@ -92,8 +98,8 @@ def build(config: Config, seed: int = 0) -> Problem:
     else:
         # Entries of spread H^-¼ times √2 give logits of spread 2.
         scale = (2.0**0.5) * config.hidden**-0.25
-        for name, rows in (("hidden", n), ("weight", vocab)):
-            values = torch.randn(rows, config.hidden, generator=generator).mul_(scale)
+        for name, length in (("hidden", n), ("weight", vocab)):
+            values = torch.randn(length, config.hidden, generator=generator).mul_(scale)
             setattr(problem, name, values.to(config.torch_dtype))
     logprobs = torch.empty(n)
     for rows, logits in problem.row_blocks(torch.float32):

@@ -13,8 +13,9 @@ _COLUMNS = ("contestant", "setting", "median ms", "min–max", "÷ {denominator}
 _MEMORY_COLUMNS = ("peak extra MiB", "of it gradients", "error: loss · gradient")
 _METHOD = """\
 Every call is one of an interleaved round (A B C A B C …) in one process per configuration; inputs are restored before
-each, outside the clock. "train" calls are the loss and `torch.autograd.grad` with respect to leaf logits, or leaf hidden
-states and head: no accumulation into `.grad`. "forward" calls run under `no_grad`. Freeing the results is outside.
+each, outside the clock. "train" calls are the loss and `torch.autograd.grad` with respect to leaf logits, or leaf
+hidden states and head: no accumulation into `.grad`. "forward" calls run under `no_grad`. Freeing the results is
+outside.
 
 Peak extra: resident high-water mark of one warm call, alone in a process, minus what was resident before it: beyond the
 inputs, returned gradients included (their share in the next column).

@@ -87,14 +87,13 @@ def _in_worker(suite: str, config: Config, threads: int, head: str) -> dict[str,
     if config.isa is not None:
         environment |= {"DAPO_KERNELS_ISA": config.isa, **_ISA_ENVIRONMENT[config.isa]}
     began = time.time()
-    record, shown = None, 0.0
+    record: dict[str, Any] | None = None
+    shown = 0.0
     with tempfile.TemporaryFile("w+") as log:
-        worker = subprocess.Popen(
-            command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=log
-        )
+        worker = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=log)
         assert worker.stdout is not None
         for line in worker.stdout:
-            message = json.loads(line) if line.startswith("{") else {"progress": line.strip()}
+            message: dict[str, Any] = json.loads(line) if line.startswith("{") else {"progress": line.strip()}
             record = message.get("record")
             # A terminal has one line, rewritten; a log gets one line every few seconds.
             if record is None and (sys.stdout.isatty() or time.time() - shown > _LOG_EVERY_S):

@@ -110,13 +110,14 @@ def find_truth(problem: Problem) -> Truth:
     dlogits = -slope[rows, None] * probabilities
     dlogits[torch.arange(len(rows)), tokens.target_ids[rows]] += slope[rows]
     row_gradient, column_gradient, columns = dlogits, None, rows.new_empty(0)
-    if problem.hidden is not None and problem.weight is not None:
-        row_gradient = dlogits @ problem.weight.double()
+    if config.level == "hidden":
+        hidden, weight = problem.head()
+        row_gradient = dlogits @ weight.double()
         some = torch.randperm(config.vocab, generator=generator)[:_COLUMNS]
         columns = torch.cat([some, tokens.target_ids[rows[:_COLUMNS]]]).unique()
         whole = problem.logits_of(slice(None), torch.float64, columns).sub_(normalizer[:, None]).exp_()
         is_target = (tokens.target_ids[:, None] == columns).double()
-        column_gradient = ((is_target - whole) * slope[:, None]).t() @ problem.hidden.double()
+        column_gradient = ((is_target - whole) * slope[:, None]).t() @ hidden.double()
     entropy = normalizer[rows] - (probabilities * sampled).sum(1) if config.entropy else None
     return Truth(
         problem,
@@ -135,8 +136,8 @@ def _target_logits(problem: Problem) -> Tensor:
     ids = problem.tokens.target_ids
     if problem.pristine is not None:
         return problem.pristine.gather(1, ids[:, None]).squeeze(1).double()
-    assert problem.hidden is not None and problem.weight is not None
-    return (problem.hidden.double() * problem.weight[ids].double()).sum(1)
+    hidden, weight = problem.head()
+    return (hidden.double() * weight[ids].double()).sum(1)
 
 
 def _worst(got: Tensor, truth: Tensor) -> float:
