@@ -18,7 +18,7 @@ demo: install
 	$(BIN)/dapo train recipes/tiny.yaml
 
 test: install
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n 2 --require-cpp -m "not slow and not gpu"
 
 lint: install
 	$(BIN)/ruff check .

@@ -156,11 +156,28 @@ def _short(values: list[int]) -> str:
     return f"[{', '.join(map(str, values[:4]))}, …, {', '.join(map(str, values[-3:]))}]"
 
 
+def check_rows_apart(layout: Layout, logits: Tensor) -> None:
+    """A gradient written over the logits needs every logit to have memory of its own."""
+    reach = 1
+    for stride, size in sorted(zip(logits.stride(), logits.shape, strict=True)):
+        if size > 1 and stride < reach:
+            raise ValueError(
+                f"{layout.caller}: inplace_backward=True needs logits whose rows do not share memory; got strides "
+                f"{list(logits.stride())} for {list(logits.shape)}: pass logits.contiguous(), or leave it False"
+            )
+        reach += (size - 1) * stride
+
+
 def live_tokens(layout: Layout, mask: Tensor | None) -> Tensor:
     """bool [N]: which tokens train."""
     if mask is None:
         return torch.ones(layout.n_rows, dtype=torch.bool, device=layout.device)
-    return layout.per_token("mask", mask, torch.bool)
+    flat = layout.per_token("mask", mask, mask.dtype if isinstance(mask, Tensor) else None)
+    if flat.dtype == torch.bool:
+        return flat
+    if flat.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(((flat == 0) | (flat == 1)).all()):
+        raise layout.fail("mask", "bool, or 0 and 1; weights go to importance_weights", "other values")
+    return flat != 0
 
 
 def target_tokens(layout: Layout, target_ids: Any) -> Tensor:

@@ -19,7 +19,7 @@ from dapo_kernels.surrogate import ObjectiveScalars
 from dapo_kernels.tokens import RowLoss, Tokens, accumulate_dtype
 
 # Bytes of the logits buffer. The gradient GEMMs revisit all of dW once per chunk, so fewer chunks are faster.
-DEFAULT_CHUNK_BYTES = 256 * 2**20
+DEFAULT_CHUNK_BYTES = 192 * 2**20
 # Bytes of a float32 tile of the weight or of its gradient: it stays in the L2/L3 cache between GEMM and addition.
 _TILE_BYTES = 4 * 2**20
 # Rows moved at once when idle rows are squeezed out of a chunk: bounds the temporary.
@@ -236,7 +236,7 @@ def linear_grad(
             live[at],
             _tau(temperature, at),
             norm[at],
-            None if entropy is None else entropy[at],
+            None if dentropy is None or entropy is None else entropy[at],
             dlogprobs[at],
             None if dentropy is None else dentropy[at],
         )

@@ -54,7 +54,7 @@ def linear_dapo_loss(
         float32_logits: keep the logits of 16-bit inputs in float32. By default they are rounded to the inputs' dtype,
             as the model's own head and most rollout engines do: match the engine, or the ratio carries the
             difference. On the CPU this product runs at the float32 rate.
-        chunk_bytes: size of the logits buffer, the only O(V) memory per token; by default 256 MiB.
+        chunk_bytes: size of the logits buffer, the only O(V) memory per token; by default 192 MiB.
 
     The other arguments, the result and the errors are those of ``dapo_loss``. Softmax arithmetic is float32.
     """
@@ -92,7 +92,9 @@ def linear_dapo_loss(
             chunk_bytes,
             backend,
         )
-        return loss_output(call, loss / unit, logprobs, ops.or_none(entropies), clip_hit, ops.or_none(ref_kl))
+        has_entropy = entropy or chosen.entropy_coef != 0
+        seen = entropies if has_entropy else None
+        return loss_output(call, loss / unit, logprobs, seen, clip_hit, ops.or_none(ref_kl))
     needs_entropy = entropy or call.needs_entropy
     logprobs, _, entropies = linear_ops.linear_stats(
         *head, targets, call.tokens.live, *tau, needs_entropy, chunk_bytes, backend
@@ -147,6 +149,10 @@ def _head(
     caller, width = layout.caller, hidden.shape[-1]
     if not isinstance(weight, Tensor):
         raise TypeError(f"{caller}: weight must be a tensor [V, H], got {type(weight).__name__}")
+    if torch.is_autocast_enabled(hidden.device.type):  # as it treats the Linear layer that this stands for
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = bias.to(dtype) if isinstance(bias, Tensor) else bias
     if weight.dim() != 2 or weight.shape[1] != width:
         raise layout.fail("weight", f"[V, H] with H={width} like hidden", list(weight.shape))
     if bias is not None and (not isinstance(bias, Tensor) or tuple(bias.shape) != (weight.shape[0],)):

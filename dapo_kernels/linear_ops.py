@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dapo_kernels import chunked
 from dapo_kernels.backends import backend_module
 from dapo_kernels.chunked import Head, Needs
 from dapo_kernels.ops import (
+    differentiable,
+    fake,
+    operator,
     or_empty,
-    or_none,
+    refuse_double_backward,
     refuse_second_backward,
     scaled,
     stats_results,
@@ -21,8 +23,6 @@ from dapo_kernels.ops import (
 )
 from dapo_kernels.surrogate import ObjectiveScalars
 from dapo_kernels.tokens import Tokens, accumulate_dtype
-
-_op = torch.library.custom_op
 
 
 def _gradients_or_empty(
@@ -45,7 +45,7 @@ def _per_token(hidden: Tensor) -> Tensor:
     return hidden.new_empty(hidden.shape[0], dtype=accumulate_dtype(hidden.dtype))
 
 
-@_op("dapo_kernels::linear_stats", mutates_args=())
+@operator
 def linear_stats(
     hidden: Tensor,
     weight: Tensor,
@@ -73,12 +73,12 @@ def linear_stats(
     return logprobs, norm, or_empty(entropy, logprobs)
 
 
-@linear_stats.register_fake
+@fake(linear_stats)
 def _(hidden, weight, bias, softcap, float32_logits, target_ids, live, temperature, temperatures, want_entropy, *_):  # type: ignore[no-untyped-def]
     return stats_results(_per_token(hidden), want_entropy)
 
 
-@_op("dapo_kernels::linear_grad", mutates_args=())
+@operator
 def linear_grad(
     hidden: Tensor,
     weight: Tensor,
@@ -105,7 +105,7 @@ def linear_grad(
         live,
         tau_of(temperature, temperatures),
         norm,
-        or_none(entropy),
+        entropy,
         dlogprobs,
         dentropy,
         Needs(*needs),
@@ -115,9 +115,12 @@ def linear_grad(
     return _gradients_or_empty(head, gradients)
 
 
-@linear_grad.register_fake
+@fake(linear_grad)
 def _(hidden, weight, bias, softcap, float32_logits, *args):  # type: ignore[no-untyped-def]
     return _fake_gradients(Head(hidden, weight, bias, softcap, float32_logits), Needs(*args[-3]))
+
+
+refuse_double_backward(linear_grad)
 
 
 def _linear_stats_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -172,10 +175,10 @@ def _linear_stats_backward(ctx: Any, dlogprobs: Tensor | None, _: Any, dentropy:
     return *(g if need else None for g, need in zip(gradients, needs, strict=True)), *(None,) * 9
 
 
-linear_stats.register_autograd(_linear_stats_backward, setup_context=_linear_stats_setup)
+differentiable(linear_stats, _linear_stats_backward, _linear_stats_setup)
 
 
-@_op("dapo_kernels::linear_loss", mutates_args=())
+@operator
 def linear_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -217,7 +220,7 @@ def linear_loss(
     return *per_token, *_gradients_or_empty(head, gradients)
 
 
-@linear_loss.register_fake
+@fake(linear_loss)
 def _(hidden, weight, bias, softcap, float32_logits, *args):  # type: ignore[no-untyped-def]
     scalars, entropy_coef, want_entropy, needs, _, _ = args[-6:]
     has_kl = ObjectiveScalars.unpack(scalars).kl_coef != 0
@@ -242,4 +245,4 @@ def _linear_loss_backward(ctx: Any, grad_output: Tensor | None, *_: Any) -> tupl
     return *gradients, *(None,) * (ctx.n_inputs - 3)
 
 
-linear_loss.register_autograd(_linear_loss_backward, setup_context=_linear_loss_setup)
+differentiable(linear_loss, _linear_loss_backward, _linear_loss_setup)

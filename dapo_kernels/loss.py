@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dapo_kernels import ops, ratio, select
-from dapo_kernels.backends import backend_for
+from dapo_kernels import inplace, ops, ratio, select
+from dapo_kernels.backends import backend_for, backend_module
 from dapo_kernels.batch import (
     Layout,
     LossCall,
+    check_rows_apart,
     layout_of,
     live_tokens,
     loss_call,
@@ -114,17 +115,16 @@ def dapo_loss(
     wants_grad = torch.is_grad_enabled() and logits.requires_grad
     # A compiled graph has no use for the in-place form: the compiler plans buffers itself.
     in_place = inplace_backward and wants_grad and not torch.compiler.is_compiling()
+    if in_place:
+        check_rows_apart(layout, logits)
     if in_place and call.objective.one_pass:
         tokens, unit = gradient_unit(logits.dtype, call.tokens)
-        scalars = ObjectiveScalars.of(chosen).pack()
-        loss, logprobs, entropies, clip_hit, ref_kl = ops.LogitsLossInPlace.apply(
-            logits, targets, *tau, *tokens, scalars, chosen.entropy_coef, entropy, backend
-        )
-        return loss_output(call, loss / unit, logprobs, ops.or_none(entropies), clip_hit, ops.or_none(ref_kl))
-    needs_entropy = entropy or call.needs_entropy
-    stats = ops.LogitsStatsInPlace.apply if in_place else ops.logits_stats
-    logprobs, _, entropies = stats(logits, targets, call.tokens.live, *tau, needs_entropy, backend)
-    return loss_of_stats(call, logprobs, entropies if needs_entropy else None, backend)
+        scalars = ObjectiveScalars.of(chosen)
+        rest = (tokens, scalars, chosen.entropy_coef, entropy, backend_module(backend))
+        loss, logprobs, entropies, clip_hit, ref_kl = inplace.LogitsLoss.apply(logits, targets, ops.tau_of(*tau), *rest)
+        return loss_output(call, loss / unit, logprobs, entropies, clip_hit, ref_kl)
+    stats = _logits_stats(logits, targets, call.tokens.live, tau, entropy or call.needs_entropy, in_place, backend)
+    return loss_of_stats(call, *stats, backend)
 
 
 def policy_loss(
@@ -200,24 +200,41 @@ def token_logprobs(
     targets = target_tokens(layout, target_ids)
     backend = backend_for("token_logprobs", logits.device, logits.dtype)
     in_place = inplace_backward and not torch.compiler.is_compiling()
-    stats = ops.LogitsStatsInPlace.apply if in_place else ops.logits_stats
-    logprobs, _, entropies = stats(
-        logits, targets, live_tokens(layout, None), *layout.temperature(temperature), entropy, backend
-    )
-    return token_stats(layout, logprobs, entropies if entropy else None)
+    if in_place:
+        check_rows_apart(layout, logits)
+    tau, live = layout.temperature(temperature), live_tokens(layout, None)
+    return token_stats(layout, *_logits_stats(logits, targets, live, tau, entropy, in_place, backend))
+
+
+def _logits_stats(
+    logits: Tensor,
+    targets: Tensor,
+    live: Tensor,
+    tau: tuple[float, Tensor | None],
+    want_entropy: bool,
+    in_place: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor | None]:
+    """Differentiable log-probs and entropies, flat [N]."""
+    if in_place:
+        rest = (want_entropy, backend_module(backend))
+        return inplace.LogitsStats.apply(logits, targets, live, ops.tau_of(*tau), *rest)
+    logprobs, _, entropies = ops.logits_stats(logits, targets, live, *tau, want_entropy, backend)
+    return logprobs, entropies if want_entropy else None
 
 
 def gradient_unit(dtype: torch.dtype, tokens: Tokens) -> tuple[Tokens, Tensor | float]:
     """Tokens at the scale at which a gradient formed together with its loss is held, and that scale.
 
     In float16 the entries of a token mean's gradient, p/N, would vanish below 6e-8, before a loss scaler's factor (the
-    ``grad_output``) is known. A power of two that brings the heaviest token's weight to 2⁻⁶ leaves room at both ends;
-    dividing the loss by it again divides what reaches the backward pass. Other dtypes need none.
+    ``grad_output``) is known. A power of two that brings the heaviest token's weight up to 2⁻⁶ leaves room at both
+    ends; dividing the loss by it again divides what reaches the backward pass. Other dtypes need none.
     """
     if dtype != torch.float16 or tokens.weights.numel() == 0:
         return tokens, 1.0
     heaviest = tokens.weights.amax()
-    unit = torch.where(heaviest > 0, torch.exp2(-6.0 - torch.floor(torch.log2(heaviest))), 1.0)
+    unit = torch.exp2(-6.0 - torch.floor(torch.log2(heaviest))).clamp(min=1.0)
+    unit = torch.where(heaviest > 0, unit, 1.0)
     return tokens._replace(weights=tokens.weights * unit), unit
 
 

@@ -11,6 +11,7 @@ earlier are checked, by the kernels (target ids).
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -20,7 +21,49 @@ from dapo_kernels.backends import backend_module
 from dapo_kernels.surrogate import ObjectiveScalars
 from dapo_kernels.tokens import Tokens, accumulate_dtype
 
-_op = torch.library.custom_op
+
+def operator(function: Any) -> Any:
+    """Register ``dapo_kernels::<name>`` with the schema its annotations spell; returns the operator.
+
+    ``torch.library.custom_op`` does as much, but its first call imports torch._dynamo (a second and 900 modules) and
+    every call pays for its wrapping.
+    """
+    name = f"dapo_kernels::{function.__name__}"
+    schema = torch.library.infer_schema(function, mutates_args=())
+    torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(name, "default")(_without_autocast(function))
+    return getattr(torch.ops.dapo_kernels, function.__name__).default
+
+
+def _without_autocast(function: Any) -> Any:
+    """An operator's dtypes are its inputs': autocast has had its say where the public function took them."""
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        device = args[0].device.type
+        if not torch.is_autocast_enabled(device):
+            return function(*args)
+        with torch.autocast(device, enabled=False):
+            return function(*args)
+
+    return run
+
+
+def fake(op: Any) -> Any:
+    return torch.library.register_fake(op.name())
+
+
+def differentiable(op: Any, backward: Any, setup_context: Any) -> None:
+    torch.library.register_autograd(op.name(), backward, setup_context=setup_context)
+
+
+def refuse_double_backward(op: Any) -> None:
+    """A gradient operator has no gradient of its own: say so, where autograd would only warn and answer wrongly."""
+
+    def backward(ctx: Any, *_: Any) -> None:
+        raise RuntimeError(f"{op.name()}: the gradient of a gradient is not implemented; use create_graph=False")
+
+    differentiable(op, backward, lambda ctx, inputs, output: None)
 
 
 def or_empty(x: Tensor | None, like: Tensor) -> Tensor:
@@ -51,10 +94,7 @@ def refuse_second_backward(ctx: Any, caller: str, remedy: str) -> None:
     ctx.handed_out = True
 
 
-# --- logits: statistics forward, gradient backward -------------------------------------------------------------------
-
-
-@_op("dapo_kernels::logits_stats", mutates_args=())
+@operator
 def logits_stats(
     logits: Tensor,
     target_ids: Tensor,
@@ -70,12 +110,12 @@ def logits_stats(
     return logprobs, norm, or_empty(entropy, logprobs)
 
 
-@logits_stats.register_fake
+@fake(logits_stats)
 def _(logits, target_ids, live, temperature, temperatures, want_entropy, backend):  # type: ignore[no-untyped-def]
     return stats_results(_per_token(logits, target_ids), want_entropy)
 
 
-@_op("dapo_kernels::logits_grad", mutates_args=())
+@operator
 def logits_grad(
     logits: Tensor,
     target_ids: Tensor,
@@ -91,31 +131,16 @@ def logits_grad(
     """∂loss/∂logits, contiguous, from ∂loss/∂logprobs and ∂loss/∂entropy."""
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     tau = tau_of(temperature, temperatures)
-    backend_module(backend).row_grad(out, logits, target_ids, live, tau, norm, or_none(entropy), dlogprobs, dentropy)
+    backend_module(backend).row_grad(out, logits, target_ids, live, tau, norm, entropy, dlogprobs, dentropy)
     return out
 
 
-@logits_grad.register_fake
+@fake(logits_grad)
 def _(logits, *args):  # type: ignore[no-untyped-def]
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
-@_op("dapo_kernels::logits_grad_", mutates_args={"logits"})
-def logits_grad_(
-    logits: Tensor,
-    target_ids: Tensor,
-    live: Tensor,
-    temperature: float,
-    temperatures: Tensor | None,
-    norm: Tensor,
-    entropy: Tensor,
-    dlogprobs: Tensor,
-    dentropy: Tensor | None,
-    backend: str,
-) -> None:
-    """``logits_grad`` written over the logits."""
-    tau = tau_of(temperature, temperatures)
-    backend_module(backend).row_grad(logits, logits, target_ids, live, tau, norm, or_none(entropy), dlogprobs, dentropy)
+refuse_double_backward(logits_grad)
 
 
 def _logits_stats_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -139,59 +164,7 @@ def _logits_stats_backward(ctx: Any, dlogprobs: Tensor | None, _: Any, dentropy:
     return logits_grad(*_stats_grad_args(ctx, dlogprobs, dentropy)), None, None, None, None, None, None
 
 
-logits_stats.register_autograd(_logits_stats_backward, setup_context=_logits_stats_setup)
-
-
-class LogitsStatsInPlace(torch.autograd.Function):
-    """``logits_stats`` whose backward overwrites the logits with their gradient. Same inputs and outputs."""
-
-    @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return logits_stats(*inputs)
-
-    setup_context = staticmethod(_logits_stats_setup)
-
-    @staticmethod
-    def backward(ctx: Any, dlogprobs: Tensor | None, _: Any, dentropy: Tensor | None) -> tuple[Any, ...]:
-        refuse_second_backward(ctx, "inplace_backward=True", "Call with inplace_backward=False to repeat it.")
-        args = _stats_grad_args(ctx, dlogprobs, dentropy)
-        logits_grad_(*args)
-        return args[0], None, None, None, None, None, None
-
-
-# --- logits: loss and gradient in one pass ---------------------------------------------------------------------------
-
-
-@_op("dapo_kernels::logits_loss_", mutates_args={"logits"})
-def logits_loss_(
-    logits: Tensor,
-    target_ids: Tensor,
-    temperature: float,
-    temperatures: Tensor | None,
-    live: Tensor,
-    weights: Tensor,
-    advantages: Tensor,
-    old_logprobs: Tensor | None,
-    ref_logprobs: Tensor | None,
-    importance_weights: Tensor | None,
-    scalars: list[float],
-    entropy_coef: float,
-    want_entropy: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Loss, log-probs, entropy, clip hits, reference KL; ∂loss/∂logits is left in ``logits``."""
-    tokens = Tokens(live, weights, advantages, old_logprobs, ref_logprobs, importance_weights)
-    out = backend_module(backend).row_loss_(
-        logits,
-        target_ids,
-        tau_of(temperature, temperatures),
-        tokens,
-        ObjectiveScalars.unpack(scalars),
-        entropy_coef,
-        want_entropy,
-    )
-    logprobs = out.logprobs
-    return out.loss, logprobs, or_empty(out.entropy, logprobs), out.clip_hit, or_empty(out.ref_kl, logprobs)
+differentiable(logits_stats, _logits_stats_backward, _logits_stats_setup)
 
 
 def token_results(per_token: Tensor, has_entropy: bool, has_kl: bool) -> tuple[Tensor, ...]:
@@ -203,48 +176,6 @@ def token_results(per_token: Tensor, has_entropy: bool, has_kl: bool) -> tuple[T
         torch.empty_like(per_token, dtype=torch.int8),
         torch.empty_like(per_token) if has_kl else empty.clone(),
     )
-
-
-@logits_loss_.register_fake
-def _(  # type: ignore[no-untyped-def]
-    logits,
-    target_ids,
-    temperature,
-    temperatures,
-    live,
-    weights,
-    advantages,
-    old_logprobs,
-    ref_logprobs,
-    importance_weights,
-    scalars,
-    entropy_coef,
-    want_entropy,
-    backend,
-):
-    has_entropy = want_entropy or entropy_coef != 0
-    return token_results(_per_token(logits, target_ids), has_entropy, ObjectiveScalars.unpack(scalars).kl_coef != 0)
-
-
-class LogitsLossInPlace(torch.autograd.Function):
-    """``logits_loss_`` as a differentiable function of the logits, which it consumes in the forward pass."""
-
-    @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, ...]:
-        return logits_loss_(*inputs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(inputs[0])
-        ctx.n_inputs = len(inputs)
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        refuse_second_backward(ctx, "inplace_backward=True", "Call with inplace_backward=False to repeat it.")
-        (grad,) = ctx.saved_tensors
-        return (None if grad_output is None else scaled(grad, grad_output), *(None,) * (ctx.n_inputs - 1))
 
 
 def scaled(gradient: Tensor, grad_output: Tensor) -> Tensor:
@@ -260,10 +191,7 @@ def scaled(gradient: Tensor, grad_output: Tensor) -> Tensor:
     return gradient
 
 
-# --- log-probs already there -----------------------------------------------------------------------------------------
-
-
-@_op("dapo_kernels::token_loss", mutates_args=())
+@operator
 def token_loss(
     logprobs: Tensor,
     log_ratio: Tensor | None,
@@ -281,7 +209,7 @@ def token_loss(
     return out.loss, out.d_logprobs, out.d_log_ratio, out.clip_hit, or_empty(out.ref_kl, out.d_logprobs)
 
 
-@token_loss.register_fake
+@fake(token_loss)
 def _(logprobs, log_ratio, live, weights, advantages, ref_logprobs, importance_weights, scalars, backend):  # type: ignore[no-untyped-def]
     has_kl = ObjectiveScalars.unpack(scalars).kl_coef != 0
     loss, d_logprobs, d_log_ratio, hit, kl = token_results(torch.empty_like(logprobs), True, has_kl)
@@ -296,13 +224,27 @@ def _token_loss_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
     ctx.set_materialize_grads(False)
 
 
+@operator
+def token_grad(derivative: Tensor, grad_output: Tensor) -> Tensor:
+    """grad_output · derivative [N]."""
+    return grad_output * derivative
+
+
+@fake(token_grad)
+def _(derivative, grad_output):  # type: ignore[no-untyped-def]
+    return torch.empty_like(derivative)
+
+
+refuse_double_backward(token_grad)
+
+
 def _token_loss_backward(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if grad_output is None:
         return (None,) * 9
     d_logprobs, d_log_ratio = ctx.saved_tensors
     if not ctx.off_policy:
-        return grad_output * (d_logprobs + d_log_ratio), *(None,) * 8
-    return grad_output * d_logprobs, grad_output * d_log_ratio, *(None,) * 7
+        return token_grad(d_logprobs + d_log_ratio, grad_output), *(None,) * 8
+    return token_grad(d_logprobs, grad_output), token_grad(d_log_ratio, grad_output), *(None,) * 7
 
 
-token_loss.register_autograd(_token_loss_backward, setup_context=_token_loss_setup)
+differentiable(token_loss, _token_loss_backward, _token_loss_setup)

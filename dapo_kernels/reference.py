@@ -70,7 +70,7 @@ def row_stats(
     if not want_entropy:
         return logprobs, norm, None
     log_p, p = _softmax(z, norm)
-    entropy = -torch.where(p > 0, p * log_p, 0.0).sum(-1)
+    entropy = -torch.where(p == 0, 0.0, p * log_p).sum(-1)
     return logprobs, norm, torch.where(live, entropy, 0.0)
 
 
@@ -98,7 +98,7 @@ def row_grad(
     grad.scatter_add_(-1, target_ids[:, None], dlogprobs[:, None])
     if dentropy is not None:
         assert entropy is not None
-        grad -= dentropy[:, None] * torch.where(p > 0, p * (log_p + entropy[:, None]), 0.0)
+        grad -= dentropy[:, None] * torch.where(p == 0, 0.0, p * (log_p + entropy[:, None]))
     grad /= temperature[:, None] if isinstance(temperature, Tensor) else temperature
     idle = dlogprobs == 0 if dentropy is None else (dlogprobs == 0) & (dentropy == 0)
     grad = torch.where((live & ~idle)[:, None], grad, 0.0)

@@ -6,7 +6,7 @@
 namespace dapo {
 namespace DAPO_ISA {
 
-static inline Group affine(Group g, vf c, vf shift) { return {fma(g.a, c, shift), fma(g.b, c, shift)}; }
+static inline Group affine(Group g, vf c, vf shift) { return {affine(g.a, c, shift), affine(g.b, c, shift)}; }
 
 template <class T> static inline float block_max(const T* x, int64_t n) {
   const vf low = splat(-INFINITY);

@@ -64,6 +64,7 @@ int64_t n_blocks(const Rows& rows) { return (rows.n_cols + kBlock - 1) / kBlock;
 template <class First, class Middle, class Last>
 void for_rows(const Rows& rows, int threads, First first, Middle middle, Last last) {
   const int64_t n = rows.n_rows, blocks = n_blocks(rows);
+  row_kernels();  // may throw, which it must not do for the first time among the threads
   const auto fit = [&](RowState& state) {
     if (state.parts.size() < static_cast<size_t>(blocks)) state.parts.resize(blocks);
   };
@@ -105,12 +106,13 @@ SoftmaxPart merge_all(const RowState& state, int64_t blocks) {
 
 // In double: one rounding at the end. O(1) per row.
 float logprob_of(float x, float c, const SoftmaxPart& whole) {
-  return static_cast<float>(kLn2 * (static_cast<double>(x) * c - whole.top) - std::log(static_cast<double>(whole.sum)));
+  const double z = kLn2 * (static_cast<double>(x) * c - whole.top) - std::log(static_cast<double>(whole.sum));
+  return static_cast<float>(std::min(z, 0.0));  // rounding must not make a probability greater than 1; NaN stays
 }
 
 float entropy_of(const SoftmaxPart& whole) {
-  return static_cast<float>(std::log(static_cast<double>(whole.sum)) -
-                            kLn2 * (static_cast<double>(whole.weighted) / whole.sum));
+  const double h = std::log(static_cast<double>(whole.sum)) - kLn2 * (static_cast<double>(whole.weighted) / whole.sum);
+  return static_cast<float>(std::max(h, 0.0));
 }
 
 // Gradient of w * logprob + v * entropy (w, v: derivatives of the loss) for a row with this norm:

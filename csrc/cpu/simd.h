@@ -37,6 +37,7 @@ static inline void store(float* p, vf x) { _mm512_storeu_ps(p, x); }
 static inline vf add(vf a, vf b) { return _mm512_add_ps(a, b); }
 static inline vf mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 static inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+static inline vf affine(vf x, vf a, vf b) { return fma(x, a, b); }
 static inline vf max(vf a, vf b) { return _mm512_max_ps(a, b); }  // b where either is NaN
 static inline float sum_of(vf x) { return _mm512_reduce_add_ps(x); }
 static inline float max_of(vf x) { return _mm512_reduce_max_ps(x); }
@@ -119,6 +120,7 @@ static inline void store(float* p, vf x) { _mm256_storeu_ps(p, x); }
 static inline vf add(vf a, vf b) { return _mm256_add_ps(a, b); }
 static inline vf mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
 static inline vf fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+static inline vf affine(vf x, vf a, vf b) { return fma(x, a, b); }
 static inline vf max(vf a, vf b) { return _mm256_max_ps(a, b); }  // b where either is NaN
 static inline float sum_of(vf x) {
   const __m128 h = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -184,6 +186,8 @@ static inline void store(float* p, vf x) { DAPO_LANES p[i] = x.v[i]; }
 static inline vf add(vf a, vf b) { DAPO_LANES a.v[i] += b.v[i]; return a; }
 static inline vf mul(vf a, vf b) { DAPO_LANES a.v[i] *= b.v[i]; return a; }
 static inline vf fma(vf a, vf b, vf c) { DAPO_LANES a.v[i] = a.v[i] * b.v[i] + c.v[i]; return a; }
+// In double: without a fused multiply-add the rounded product of a logit at 1e4 would cost its exponent three digits.
+static inline vf affine(vf x, vf a, vf b) { DAPO_LANES x.v[i] = (float)((double)x.v[i] * a.v[i] + b.v[i]); return x; }
 static inline vf max(vf a, vf b) { DAPO_LANES a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
 static inline float sum_of(vf x) { float s = 0.0f; DAPO_LANES s += x.v[i]; return s; }
 static inline float max_of(vf x) { float m = x.v[0]; DAPO_LANES m = x.v[i] > m ? x.v[i] : m; return m; }

@@ -25,6 +25,7 @@ def as_accurate(
     assert bool(torch.isfinite(got).all()), f"{what}: not finite"
     if got.numel() == 0:
         return
+    got = got.detach()
     error = (got.double() - truth.double()).abs()
     eager_error = (eager.double() - truth.double()).abs()
     largest = float(truth.double().abs().max()) if scale is None else scale

@@ -164,7 +164,7 @@ def test_advantages_per_sequence(backend: str, level: str) -> None:
     assert torch.equal(losses[0][1], losses[1][1])
     truth_case = Case(**{**case.__dict__, "advantages": spread})
     if level == "logits":
-        assert float(losses[0][0]) == pytest.approx(float(solve(truth_case, ROWS["dapo"]).loss), abs=1e-6)
+        assert losses[0][0].item() == pytest.approx(float(solve(truth_case, ROWS["dapo"]).loss), abs=1e-6)
 
 
 def test_token_mean_needs_no_sequences(backend: str) -> None:

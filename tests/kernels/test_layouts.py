@@ -61,6 +61,29 @@ def test_padded_equals_packed(backend: str, vocab: int, aggregate: str) -> None:
             torch.testing.assert_close(out.metrics[key], value, rtol=1e-6, atol=1e-6, msg=key)
 
 
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
+def test_padded_and_empty(backend: str, shape: tuple[int, int]) -> None:
+    """No sequence, or sequences of no token: loss 0 and a gradient of the input's shape."""
+    ids, zeros = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
+    for inplace in (False, True):
+        for aggregate in ("token-mean", "seq-mean-token-mean"):
+            logits = torch.randn(*shape, 11, requires_grad=True)
+            out = dapo_loss(logits, ids, zeros, zeros, aggregate=aggregate, inplace_backward=inplace)
+            out.loss.backward()
+            assert out.loss.item() == 0
+            assert out.logprobs.shape == shape
+            assert logits.grad is not None
+            assert logits.grad.shape == (*shape, 11)
+    hidden, weight = torch.randn(*shape, 4, requires_grad=True), torch.randn(11, 4, requires_grad=True)
+    linear = linear_dapo_loss(hidden, weight, ids, zeros, zeros)
+    linear.loss.backward()
+    assert linear.loss.item() == 0
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    assert hidden.grad.shape == (*shape, 4)
+    assert not weight.grad.any()
+
+
 def test_padded_advantages_per_sequence(backend: str) -> None:
     """[B] equals [B, L] of the same values, also when B == L."""
     for width in (11, 9):

@@ -120,7 +120,7 @@ def test_a_head_of_more_than_one_tile(backend: str, restore_threads: None) -> No
                 as_accurate(grad, truth.grads[name], eager.grads[name], what=f"{name} gradient", multiple=8.0)
             results.append(grads)
         for name, grad in results[0].items():
-            torch.testing.assert_close(grad, results[1][name], rtol=2 * EPS[dtype], atol=1e-7)
+            torch.testing.assert_close(grad, results[1][name], rtol=max(2 * EPS[dtype], 1e-5), atol=2e-7)
 
 
 @pytest.mark.parametrize("temperature", [0.6, "per_token"])

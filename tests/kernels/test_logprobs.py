@@ -155,7 +155,7 @@ def test_every_target_position(backend: str) -> None:
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 7, 131, 4099])
-def test_logprobs_are_never_positive(backend: str, vocab: int) -> None:
+def test_no_positive_logprob_and_no_negative_entropy(backend: str, vocab: int) -> None:
     """A token with all the mass has log-prob 0 and not 3e-8: log(1 - exp(logp)) of a positive one is NaN."""
     g = torch.Generator().manual_seed(vocab)
     for dtype in dtypes_of(backend):

@@ -1,0 +1,125 @@
+"""Golden values: inputs and float64 outputs of every objective, by the longhand equations of ``oracle_family.py``.
+
+    python tests/kernels/golden/make.py        # writes golden.json beside this file
+
+For checking another implementation, in any language. Nothing here is imported from the package. In the file:
+
+``problem``: one small packed batch. ``logits`` [T][V] predict ``target_ids`` [T]; ``cu_seqlens`` bounds the sequences;
+``mask`` says which tokens are live; the rest is per token. ``cases``: per objective its ``fields`` (an infinite
+``clip_high`` is null), the ``temperature`` the logits are divided by, which optional inputs it ``uses``, the tokens a
+batch selection picked (``selection``, indices; null: none), and what comes out: ``loss``, ``grad_logits`` [T][V],
+``logprobs`` and ``entropy`` [T] (0 on dead tokens), ``metrics`` (sums over live tokens).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from cases import Case  # noqa: E402
+from oracle_family import FAMILY, Family, batch_selection, case_rows, family_solve, share_down  # noqa: E402
+
+LENGTHS = (4, 1, 5)
+V = 6
+# What is added to each row in its second case.
+EVERYTHING: dict[str, Any] = {"kl_coef": 0.05, "entropy_coef": 0.02}
+DECIMALS = 6
+
+
+def rounded(x: Tensor) -> Tensor:
+    """The inputs are decimals: what the file says is what was computed with."""
+    return torch.tensor([round(v, DECIMALS) for v in x.flatten().tolist()], dtype=torch.float64).reshape(x.shape)
+
+
+def problem() -> Case:
+    """Ten tokens in three sequences. The first sequence's mean ratio lies within GSPO's trust region."""
+    g = torch.Generator().manual_seed(2)
+    n = sum(LENGTHS)
+    logits = torch.randn(n, V, generator=g, dtype=torch.float64) * 2
+    target_ids = torch.multinomial(logits.softmax(-1), 1, generator=g)[:, 0]
+    logits[2, target_ids[2]] = 6.5  # a token the old policy is sure of
+    logits = rounded(logits)
+    mask = torch.tensor([True] * 3 + [False] + [True] * 5 + [False])
+    now = torch.log_softmax(logits, -1)[torch.arange(n), target_ids]
+    delta = torch.tensor([0.45, -0.42, -0.03, 3.0, 0.31, -0.38, 0.5, 0.06, 0.27, -3.0], dtype=torch.float64)
+    delta[2] = 3 * 1e-4 - delta[0] - delta[1]
+    advantages = torch.tensor([1.1, 1.1, -0.9, 0.7, 0.8, -1.6, -1.6, 1.9, -1.2, 0.4], dtype=torch.float64)
+    return Case(
+        target_ids=target_ids,
+        old_logprobs=rounded(now - delta),
+        advantages=advantages,
+        mask=mask,
+        ref_logprobs=rounded(now + 0.5 * torch.randn(n, generator=g, dtype=torch.float64)),
+        importance_weights=rounded(0.4 + torch.rand(n, generator=g, dtype=torch.float64)),
+        lengths=LENGTHS,
+        leaves={"logits": logits},
+    )
+
+
+def solve_row(case: Case, name: str, o: Family, *, weighted: bool) -> dict[str, Any]:
+    """One case of the file."""
+    rows = case_rows(case, o, torch.float64, weighted=weighted)
+    picked: list[int] | None = None
+    if o.clip_cov is not None:  # the draw is part of the input: the first candidates
+        candidates = sorted(batch_selection(rows.inputs, rows.live, case.spans, o))
+        picked = candidates[: share_down(rows.live, o.clip_cov[0])]
+        assert picked
+    elif o.top_entropy is not None or o.kl_cov is not None:
+        picked = sorted(batch_selection(rows.inputs, rows.live, case.spans, o))
+    solution = family_solve(case, o, selected=picked, weighted=weighted)
+    uses = [x for x, on in (("ref_logprobs", o.kl_coef), ("importance_weights", weighted)) if on]
+    return {
+        "objective": name,
+        "fields": {k: None if v == math.inf else v for k, v in dataclasses.asdict(o).items()},
+        "temperature": case.temperature,
+        "uses": uses,
+        "selection": picked,
+        "loss": float(solution.loss),
+        "logprobs": solution.logprobs.tolist(),
+        "entropy": solution.entropy.tolist(),
+        "metrics": solution.metrics,
+        "grad_logits": solution.grads["logits"].tolist(),
+    }
+
+
+def build() -> dict[str, Any]:
+    """The content of the file, unrounded."""
+    case = problem()
+    cases = []
+    for name, row in FAMILY.items():
+        cases.append(solve_row(case, name, row, weighted=False))
+        warm = dataclasses.replace(case, temperature=0.75)
+        cases.append(solve_row(warm, name, dataclasses.replace(row, **EVERYTHING), weighted=True))
+    tensors = ("target_ids", "old_logprobs", "ref_logprobs", "advantages", "importance_weights", "mask", "cu_seqlens")
+    inputs = {"logits": case.leaves["logits"].tolist(), **{k: getattr(case, k).tolist() for k in tensors}}
+    return {"problem": inputs, "cases": cases}
+
+
+def digits(x: Any) -> Any:
+    """Twelve significant digits: the last ones of float64 differ between machines."""
+    if isinstance(x, float):
+        return float(f"{x:.12g}")
+    if isinstance(x, (list, tuple)):
+        return [digits(v) for v in x]
+    return {k: digits(v) for k, v in x.items()} if isinstance(x, dict) else x
+
+
+def main() -> None:
+    content = digits(build())
+    lines = ",\n".join(json.dumps(case, allow_nan=False) for case in content["cases"])
+    text = f'{{"problem": {json.dumps(content["problem"])},\n"cases": [\n{lines}\n]}}\n'
+    (HERE / "golden.json").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The "triton" backend, run on the CPU by Triton's interpreter in a process of its own (``triton_suite.py``)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton)"
+)
+
+
+def run(*arguments: str, interpret: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter: TRITON_INTERPRET is read when Triton is first imported."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    path = os.pathsep.join([str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**inherited, "TRITON_INTERPRET": interpret, "PYTHONPATH": path},
+        cwd=HERE.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+@needs_triton
+def test_the_suite_under_the_interpreter() -> None:
+    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "triton_suite.py"), interpret="1")
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout or "100%" in done.stdout
+    assert "skipped" not in done.stdout, done.stdout[-2000:]
+
+
+@needs_triton
+def test_without_a_device_and_without_the_interpreter_it_says_why() -> None:
+    code = """
+import torch
+if torch.cuda.is_available():
+    print("RuntimeError TRITON_INTERPRET: not on this machine")
+from dapo_kernels import use_backend
+try:
+    with use_backend("triton"):
+        pass
+except RuntimeError as error:
+    print(type(error).__name__, error)
+"""
+    done = run("-c", code, interpret="0")
+    assert done.returncode == 0, done.stderr
+    assert "RuntimeError" in done.stdout
+    assert "TRITON_INTERPRET" in done.stdout
+
+
+def test_without_triton_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dapo_kernels import use_backend
+
+    monkeypatch.setitem(sys.modules, "triton", None)  # import raises ImportError
+    with pytest.raises(RuntimeError, match="pip install triton"), use_backend("triton"):
+        pass

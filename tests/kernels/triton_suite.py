@@ -1,0 +1,261 @@
+"""The "triton" backend under Triton's interpreter. Started by ``test_triton.py`` with TRITON_INTERPRET=1; not collected
+by itself, because the variable must be set before anything imports Triton.
+
+The interpreter truncates where it stores bfloat16 (the compiler rounds): an error of up to one unit in the last place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cases import Case, linear_case, logits_case
+from closeness import as_accurate, elementwise
+from entries import LOGITS_ENTRIES, call
+from oracle import row_entropy, row_log_softmax
+from oracle_family import FAMILY, Family, batch_selection, case_rows, family_solve, selection_mask, share_down
+from test_golden import CASES, check_case, name_of
+from torch import Tensor
+
+from dapo_kernels import backends, dapo_loss, token_logprobs, use_backend
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+VOCABS = (2, 37, 1031, 5000)  # below, within, just past and well past a block
+
+
+@pytest.fixture(autouse=True)
+def on_triton() -> Iterator[None]:
+    assert backends.available_backends()["triton"] is None
+    with use_backend("triton"):
+        yield
+
+
+# --- rows -------------------------------------------------------------------------------------------------
+
+
+def stats_truth(logits: Tensor, ids: Tensor, tau: Any, dl: Tensor, dh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Float64 log-probs, entropies and gradient of sum(dl * logprobs + dh * entropy)."""
+    x = logits.detach().double().requires_grad_()
+    tau = torch.as_tensor(tau, dtype=torch.float64).expand(len(ids))
+    logp = torch.stack([row_log_softmax(z, t)[y] for z, y, t in zip(x, ids, tau, strict=True)])
+    entropy = torch.stack([row_entropy(z, t) for z, t in zip(x, tau, strict=True)])
+    (dl.double() * logp + dh.double() * entropy).sum().backward()
+    assert x.grad is not None
+    return logp.detach(), entropy.detach(), x.grad
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_stats_and_gradient_of_rows(dtype: torch.dtype, vocab: int) -> None:
+    g = torch.Generator().manual_seed(vocab)
+    logits = (torch.randn(5, vocab, generator=g) * 3).to(dtype)
+    logits[3] *= 8  # a peaked row
+    ids = torch.randint(vocab, (5,), generator=g)
+    dl, dh = torch.randn(5, generator=g), torch.randn(5, generator=g)
+    dl[4], dh[4] = 0.0, 0.0  # nobody asks for its gradient
+    taus = torch.tensor([0.5, 1.0, 1.7, 0.9, 1.0])
+    for tau in (1.0, 0.6, taus):
+        for inplace in (False, True):
+            leaf = logits.clone().requires_grad_()
+            stats = token_logprobs(leaf, ids, temperature=tau, entropy=True, inplace_backward=inplace)
+            assert stats.entropy is not None
+            (dl * stats.logprobs + dh * stats.entropy).sum().backward()
+            logp, entropy, grad = stats_truth(logits, ids, tau, dl, dh)
+            assert leaf.grad is not None
+            elementwise(stats.logprobs.detach(), logp, what="logprobs", scale=10.0)
+            elementwise(stats.entropy.detach(), entropy, what="entropy", scale=10.0)
+            elementwise(leaf.grad, grad, what="gradient", slack=1.05)
+            assert not leaf.grad[4].any()
+    leaf = logits.clone().requires_grad_()
+    token_logprobs(leaf, ids).logprobs.backward(dl)
+    _, _, grad = stats_truth(logits, ids, 1.0, dl, torch.zeros(5))
+    assert leaf.grad is not None
+    elementwise(leaf.grad, grad, what="gradient without entropy", slack=1.05)
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns", "padded", "transposed", "expanded"])
+def test_strides(kind: str) -> None:
+    """Any strides give the bits of the contiguous copy."""
+    g = torch.Generator().manual_seed(1)
+    wide = torch.randn(6, 2, 80, generator=g)
+    view = {
+        "rows": wide[:, 0, :37],
+        "columns": wide[:, 0, ::2],
+        "padded": wide[::2, :, 3:40],
+        "transposed": wide[:, 0].t()[:37].t(),
+        "expanded": wide[:1, 0, :37].expand(6, 37),
+    }[kind]
+    ids = torch.randint(37, view.shape[:-1], generator=g)
+    upstream = torch.randn(view.shape[:-1], generator=g)
+
+    def grad_of(logits: Tensor) -> tuple[Tensor, Tensor]:
+        logits = logits.detach().requires_grad_()
+        stats = token_logprobs(logits, ids, entropy=True)
+        assert stats.entropy is not None
+        (upstream * (stats.logprobs + stats.entropy)).sum().backward()
+        assert logits.grad is not None
+        return stats.logprobs.detach(), logits.grad
+
+    for got, expected in zip(grad_of(view), grad_of(view.contiguous()), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("value", [-math.inf, 1e4, -1e4])
+def test_extreme_logits(value: float) -> None:
+    logits = torch.randn(3, 37, generator=torch.Generator().manual_seed(2))
+    logits[:, 3:9] = value
+    ids = torch.tensor([0, 4, 20]) if value != -math.inf else torch.tensor([0, 1, 20])
+    leaf = logits.clone().requires_grad_()
+    stats = token_logprobs(leaf, ids, entropy=True)
+    assert stats.entropy is not None
+    (stats.logprobs + stats.entropy).sum().backward()
+    double = logits.double()
+    truth = torch.log_softmax(double, -1)
+    torch.testing.assert_close(
+        stats.logprobs.detach().double(), truth[torch.arange(3), ids], rtol=2e-6, atol=2e-6
+    )
+    p = truth.exp()
+    h = -torch.where(p > 0, p * truth, 0.0).sum(-1)
+    torch.testing.assert_close(stats.entropy.detach().double(), h, rtol=1e-5, atol=2e-6)
+    assert leaf.grad is not None
+    assert bool(leaf.grad.isfinite().all())
+
+
+def test_a_row_alone_and_padded_has_the_same_bits() -> None:
+    case = logits_case(1031, lengths=(3, 2), seed=3, dtype=torch.bfloat16)
+    for name in ("dapo", "gspo"):
+        for entry in ("logits", "inplace"):
+            out, grads = call(entry, case, name, entropy=True)
+            padded, padded_grads = call(entry, case, name, layout="padded", entropy=True)
+            assert torch.equal(out.logprobs, padded.logprobs)
+            assert torch.equal(out.entropy, padded.entropy)
+            assert torch.equal(grads["logits"], padded_grads["logits"])
+    together = token_logprobs(case.leaves["logits"], case.target_ids).logprobs
+    alone = [token_logprobs(case.leaves["logits"][t : t + 1], case.target_ids[t : t + 1]).logprobs for t in range(5)]
+    assert torch.equal(together, torch.cat(alone))
+
+
+# --- losses -----------------------------------------------------------------------------------------------
+
+
+def check(entry: str, case: Case, o: Family, **kw: Any) -> None:
+    """One call against the float64 truth, as near as eager is in the case's dtype."""
+    dtype = next(iter(case.leaves.values())).dtype
+    rows = case_rows(case, o, torch.float64)
+    picked = batch_selection(rows.inputs, rows.live, case.spans, o)
+    extra: dict[str, Any] = {"ref_logprobs": case.ref_logprobs} if o.kl_coef else {}
+    if o.clip_cov is not None:
+        picked = set(sorted(picked)[: share_down(rows.live, o.clip_cov[0])])
+        extra["selection"] = selection_mask(case, picked)
+    truth = family_solve(case, o, selected=picked, **kw)
+    eager = family_solve(case, o, dtype=dtype, selected=picked, **kw)
+    out, grads = call(entry, case, "ppo", **extra, **kw, **o.keywords())
+    as_accurate(out.loss, truth.loss, eager.loss, what="loss", scale=max(1.0, abs(float(truth.loss))))
+    for key, grad in grads.items():
+        # Twice eager's rounding for the truncation of the interpreter, and again as much as everywhere.
+        as_accurate(grad, truth.grads[key], eager.grads[key], what=key, multiple=4.0)
+        if "logits" in grads:
+            elementwise(grad, truth.grads[key], what=key, slack=1.05)
+    for key, value in truth.metrics.items():
+        if key != "entropy" or out.entropy is not None:
+            assert float(out.metrics[key]) == pytest.approx(value, rel=1e-5, abs=5e-5), key
+
+
+SURROGATES = {
+    "clip": Family(clip_high=0.28),
+    "dual": Family(dual_clip=1.5),
+    "cispo": Family(surrogate="cispo", clip_low=0.3, clip_high=1.0),
+    "sapo": Family(surrogate="sapo", sapo_tau=(1.5, 0.8)),
+    "reinforce": Family(surrogate="reinforce"),
+    "unclipped": Family(clip_low=1.0, clip_high=math.inf),
+}
+EXTRAS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "k1": {"kl_coef": 0.2, "kl_estimator": "k1"},
+    "k2": {"kl_coef": 0.2, "kl_estimator": "k2"},
+    "k3": {"kl_coef": 0.2, "kl_estimator": "k3", "entropy_coef": 0.1},
+    "k3-ratio": {"kl_coef": 0.2, "kl_estimator": "k3", "kl_through_ratio": True},
+    "entropy": {"entropy_coef": -0.3},
+}
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_every_surrogate_with_every_extra(surrogate: str, extra: str) -> None:
+    o = dataclasses.replace(SURROGATES[surrogate], **EXTRAS[extra])
+    tau = torch.linspace(0.6, 1.4, 12)
+    case = logits_case(37, lengths=(5, 1, 6), seed=4, temperature=tau)
+    for entry in ("logits", "inplace"):
+        check(entry, case, o, weighted=extra != "plain")
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes_and_vocabularies(dtype: torch.dtype, vocab: int) -> None:
+    o = Family(clip_high=0.28, kl_coef=0.1, entropy_coef=0.05)
+    case = logits_case(vocab, lengths=(3, 4), seed=5, dtype=dtype)
+    for entry in ("logits", "inplace"):
+        check(entry, case, o, weighted=True)
+        check(entry, case, Family(), denominator=3.5, grad_output=-2.0)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_every_row_of_the_table(name: str) -> None:
+    wide = {"clip_cov": {"clip_cov": (0.2, 0.0, 3.0)}, "kl_cov": {"kl_cov": (0.25, 0.7)}}.get(name, {})
+    o = dataclasses.replace(FAMILY[name], **wide)
+    case = logits_case(37, lengths=(5, 1, 6), seed=6)
+    check("logits", case, o)
+    check("linear", linear_case(37, lengths=(5, 1, 6), seed=6, softcap=20.0, bias=True), o)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c["uses"]], ids=name_of)
+def test_golden_values(case: dict[str, Any]) -> None:
+    for inplace in (False, True):
+        check_case(case, torch.float32, 3e-6, inplace_backward=inplace)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e38])
+def test_dead_tokens_leave_no_trace(value: float) -> None:
+    case = logits_case(37, lengths=(5, 1, 6), seed=7, dead=0.4)
+    keywords = {"kl_coef": 0.1, "entropy_coef": 0.05, "weighted": True, "ref_logprobs": case.ref_logprobs}
+    dirty = dataclasses.replace(case, leaves={"logits": case.leaves["logits"].masked_fill(~case.mask[:, None], value)})
+    for field in ("old_logprobs", "advantages", "ref_logprobs", "importance_weights"):
+        setattr(dirty, field, getattr(case, field).masked_fill(~case.mask, value))
+    dirty.target_ids = case.target_ids.masked_fill(~case.mask, -100)
+    dirty.temperature = torch.ones(12).masked_fill(~case.mask, value)
+    case.temperature = torch.ones(12)
+    for entry in LOGITS_ENTRIES:
+        extra = {"with_entropy": True} if entry == "policy" else {}
+        if entry == "policy":  # it takes log-probs: a dead token's are made from its finite logits
+            dirty = dataclasses.replace(dirty, leaves=case.leaves, target_ids=case.target_ids, temperature=1.0)
+        clean, clean_grads = call(entry, case, "dapo", **extra, **keywords)
+        got, grads = call(entry, dirty, "dapo", **extra, **{**keywords, "ref_logprobs": dirty.ref_logprobs})
+        assert torch.equal(clean.loss, got.loss)
+        for key, grad in grads.items():
+            assert torch.equal(grad, clean_grads[key])
+            assert not grad[~case.mask].any()
+        for key, metric in got.metrics.items():
+            assert torch.equal(metric, clean.metrics[key]), key
+
+
+def test_edges_of_the_batch() -> None:
+    for shape in ((0, 5), (3, 1)):
+        logits = torch.randn(*shape, requires_grad=True)
+        zeros = torch.zeros(shape[0])
+        for inplace in (False, True):
+            out = dapo_loss(logits * 1.0, zeros.long(), zeros, zeros + 1.0, inplace_backward=inplace)
+            assert out.loss.item() == pytest.approx(-1.0 if shape[0] else 0.0)
+    with pytest.raises(IndexError, match="target_ids"):
+        dapo_loss(torch.randn(2, 5), torch.tensor([0, 5]), torch.zeros(2), torch.zeros(2))
+    with pytest.raises(TypeError, match="float64"):
+        dapo_loss(torch.randn(2, 5).double(), torch.tensor([0, 4]), torch.zeros(2), torch.zeros(2))
+
+
+def test_many_tokens_of_the_elementwise_kernel() -> None:
+    """More tokens than one program holds, the last block part full."""
+    case = logits_case(5, lengths=(300, 1, 299), seed=8)
+    check("logits", case, Family(ratio="sequence", clip_low=0.05, clip_high=0.05))
