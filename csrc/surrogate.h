@@ -116,9 +116,13 @@ DAPO_HOST_DEVICE TokenLoss token_objective(float logprob, float log_ratio, float
                   : o.surrogate == Surrogate::cispo ? cispo_term(logprob, log_ratio, advantage, o)
                   : o.surrogate == Surrogate::sapo  ? sapo_term(log_ratio, advantage, o)
                                                     : reinforce_term(logprob, advantage);
-  out.value *= importance_weight;
-  out.d_logprob *= importance_weight;
-  out.d_log_ratio *= importance_weight;
+  if (importance_weight == 0.0f) {  // silences a policy term that overflows too
+    out.value = out.d_logprob = out.d_log_ratio = 0.0f;
+  } else {
+    out.value *= importance_weight;
+    out.d_logprob *= importance_weight;
+    out.d_log_ratio *= importance_weight;
+  }
   if (o.kl_coef == 0.0f) return out;
   float kl, slope;
   kl_term(logprob, ref_logprob, o.kl_estimator, &kl, &slope);

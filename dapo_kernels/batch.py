@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dapo_kernels.aggregate import token_weights
-from dapo_kernels.objectives import Objective
+from dapo_kernels.objectives import Objective, is_number
 from dapo_kernels.tokens import Tokens, accumulate_dtype
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -92,7 +92,7 @@ class Layout:
             return 1.0, self.per_token("temperature", value)
         if isinstance(value, Tensor):
             return 1.0, value.to(self.device, self.dtype).expand(self.n_rows).contiguous()
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if not is_number(value):
             raise TypeError(
                 f"{self.caller}: temperature must be a number or a tensor {self.describe()}, got {type(value).__name__}"
             )
@@ -257,8 +257,9 @@ def _selection(layout: Layout, objective: Objective, value: Tensor | float | Non
         raise ValueError(f"{layout.caller}: selection has no use: the objective selects no tokens of the batch")
     if isinstance(value, Tensor) and value.dim() > 0:
         return layout.per_token("selection", value, torch.bool)
-    if name != "top_entropy":
-        raise layout.fail("selection", f"bool {layout.describe()} with {name}", "a number")
+    if name != "top_entropy" or not (isinstance(value, Tensor) or is_number(value)):
+        threshold = ", or an entropy threshold" if name == "top_entropy" else ""
+        raise layout.fail("selection", f"bool {layout.describe()} with {name}{threshold}", repr(value))
     return value.to(layout.dtype) if isinstance(value, Tensor) else float(value)
 
 
@@ -308,7 +309,7 @@ def _denominator(layout: Layout, value: float | Tensor | None) -> float | Tensor
         if value.dim() != 0:
             raise layout.fail("denominator", "a number or a 0-d tensor", list(value.shape))
         return value.detach().to(layout.device, layout.dtype)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not is_number(value):
         raise TypeError(f"{layout.caller}: denominator must be a number or a 0-d tensor, got {type(value).__name__}")
     if not value > 0:
         raise layout.fail("denominator", "positive", value)

@@ -12,7 +12,7 @@ from dapo_kernels.backends import backend_for
 from dapo_kernels.batch import Layout, layout_of, live_tokens, loss_call, target_tokens
 from dapo_kernels.chunked import Head
 from dapo_kernels.loss import LossOutput, TokenStats, gradient_unit, loss_of_stats, loss_output, token_stats
-from dapo_kernels.objectives import Objective, resolve_objective
+from dapo_kernels.objectives import Objective, is_number, resolve_objective
 from dapo_kernels.surrogate import ObjectiveScalars
 
 
@@ -163,8 +163,8 @@ def _head(
             raise TypeError(f"{caller}: {name} must have the dtype of hidden, {hidden.dtype}; got {value.dtype}")
         if value is not None and value.device != hidden.device:
             raise layout.fail(name, f"on {hidden.device} like hidden", value.device)
-    if softcap is not None and not softcap > 0:
-        raise layout.fail("softcap", "positive, or None", softcap)
-    if chunk_bytes is not None and chunk_bytes <= 0:
-        raise layout.fail("chunk_bytes", "positive, or None", chunk_bytes)
+    if softcap is not None and not (is_number(softcap) and softcap > 0):
+        raise layout.fail("softcap", "a positive number, or None", repr(softcap))
+    if chunk_bytes is not None and not (type(chunk_bytes) is int and chunk_bytes > 0):
+        raise layout.fail("chunk_bytes", "a positive integer, or None", repr(chunk_bytes))
     return Head(hidden.reshape(-1, width), weight, bias, softcap, float32_logits and hidden.dtype != torch.float64)

@@ -312,7 +312,8 @@ def _covariance_penalty(call: LossCall, kl_cov: tuple[float, float], logprobs: T
     if not isinstance(chosen, Tensor):
         chosen = select.kl_cov(logprobs.detach(), tokens.advantages, tokens.live, kl_cov)
     old_logprobs = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
-    distance = torch.where(chosen & tokens.live, logprobs - old_logprobs, 0.0).abs()
+    counts = chosen & tokens.live & (tokens.weights != 0)
+    distance = torch.where(counts, logprobs - old_logprobs, 0.0).abs()
     return kl_cov[1] * (tokens.weights * distance).sum()
 
 

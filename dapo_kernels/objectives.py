@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 SURROGATES = ("clip", "cispo", "reinforce", "sapo")
 RATIOS = ("token", "sequence", "sequence_token")
@@ -27,10 +27,12 @@ def _one_of(name: str, value: str, known: Iterable[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}")
 
 
+def is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _is_number(value: object, low: float, high: float, *, open_low: bool = False) -> bool:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return low <= value <= high and not (open_low and value == low)
+    return is_number(value) and low <= value <= high and not (open_low and value == low)
 
 
 def _number(name: str, value: object, low: float, high: float) -> None:
@@ -127,6 +129,8 @@ class Objective:
         self._refuse_meaningless()
 
     def _refuse_meaningless(self) -> None:
+        if not isinstance(self.kl_through_ratio, bool):
+            raise ValueError(f"kl_through_ratio must be True or False, got {self.kl_through_ratio!r}")
         if self.kl_through_ratio and self.kl_estimator != "k3":
             raise ValueError(
                 f"kl_through_ratio corrects the k3 estimator; it has no meaning with {self.kl_estimator!r}"

@@ -123,7 +123,7 @@ def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scala
     )
 
     def weigh(x: Tensor) -> Tensor:
-        return torch.where(live, tokens.weights * x, 0.0).to(logprobs.dtype)
+        return torch.where(live & (tokens.weights != 0), tokens.weights * x, 0.0).to(logprobs.dtype)
 
     return TokenLoss(
         loss=weigh(value).sum(dtype=torch.float64).to(logprobs.dtype),

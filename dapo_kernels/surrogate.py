@@ -96,7 +96,7 @@ def reinforce_term(logprob: Any, advantage: Any) -> Any:
 def sapo_term(log_ratio: Any, advantage: Any, tau_positive: Any, tau_negative: Any) -> Any:
     """−A·σ(τ(ρ−1))·4/τ. Returns value and d/dδ = −A·4σ(1−σ)·ρ."""
     ratio = ops.exp(log_ratio)
-    tau = ops.where(advantage > 0, tau_positive, tau_negative)
+    tau = ops.where(advantage > 0, ops.zeros_like(advantage) + tau_positive, tau_negative)
     gate = ops.sigmoid(tau * (ratio - 1.0))
     closing = ops.sigmoid(tau * (1.0 - ratio))  # 1 − σ, without the cancellation
     slope = ops.where(closing == 0, 0.0, -4.0 * advantage * gate * closing * ratio)  # the gate shuts before ρ overflows
@@ -144,9 +144,11 @@ def token_objective(
     else:
         value, d_logprob = reinforce_term(logprob, advantage)
     if importance_weight is not None:
-        value = importance_weight * value
-        d_logprob = importance_weight * d_logprob
-        d_ratio = importance_weight * d_ratio
+        # Where, not multiply: a weight of 0 silences a policy term that overflows too.
+        silent = importance_weight == 0
+        value = ops.where(silent, 0.0, importance_weight * value)
+        d_logprob = ops.where(silent, 0.0, importance_weight * d_logprob)
+        d_ratio = ops.where(silent, 0.0, importance_weight * d_ratio)
     kl = nothing
     if ref_logprob is not None:
         kl, d_kl = kl_term(logprob, ref_logprob, kl_estimator)

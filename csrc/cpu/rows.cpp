@@ -238,9 +238,11 @@ double row_loss(const Rows& logits, const TokenInputs& tokens, const Objective& 
     const float entropy = out.entropy ? entropy_of(whole) : 0.0f;
     const float log_ratio = tokens.old_logprobs ? logprob - tokens.old_logprobs[row] : 0.0f;
     const TokenLoss loss = objective_at(tokens, row, logprob, log_ratio, objective);
-    losses[row] = weight * (loss.value - (entropy_coef == 0.0f ? 0.0f : entropy_coef * entropy));
-    state.gradient = gradient_of(x_target[row], tokens.target_ids[row], tau, c, whole.top, whole.sum,
-                                 weight * (loss.d_logprob + loss.d_log_ratio), -entropy_coef * weight, entropy);
+    if (weight != 0.0f) {  // a token that was not selected has no say, and its loss may overflow
+      losses[row] = weight * (loss.value - (entropy_coef == 0.0f ? 0.0f : entropy_coef * entropy));
+      state.gradient = gradient_of(x_target[row], tokens.target_ids[row], tau, c, whole.top, whole.sum,
+                                   weight * (loss.d_logprob + loss.d_log_ratio), -entropy_coef * weight, entropy);
+    }
     out.logprobs[row] = logprob;
     if (out.entropy) out.entropy[row] = entropy;
     out.clip_hit[row] = loss.hit;
@@ -275,8 +277,9 @@ double token_loss(int64_t n, const float* logprobs, const TokenInputs& tokens, c
     if (tokens.live[i]) {
       weight = tokens.weights[i];
       loss = objective_at(tokens, i, logprobs[i], tokens.log_ratio ? tokens.log_ratio[i] : 0.0f, objective);
-      total += static_cast<double>(weight) * loss.value;
     }
+    if (weight == 0.0f) loss.value = loss.d_logprob = loss.d_log_ratio = 0.0f;  // 0 * inf otherwise
+    total += static_cast<double>(weight) * loss.value;
     out.d_logprobs[i] = weight * loss.d_logprob;
     out.d_log_ratio[i] = weight * loss.d_log_ratio;
     out.clip_hit[i] = loss.hit;

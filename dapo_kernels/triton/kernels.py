@@ -186,7 +186,7 @@ def row_loss_kernel(
         SURROGATE, clip_low, clip_high, dual_clip, tau_positive, tau_negative,
         kl_coef, KL_ESTIMATOR, KL_THROUGH_RATIO,
     )  # fmt: skip
-    w = weight * (d_logprob + d_ratio)
+    w = tl.where(weight == 0.0, 0.0, weight * (d_logprob + d_ratio))
     v = 0.0 * weight
     entropy = 0.0 * weight
     if Entropy is not None:
@@ -198,7 +198,7 @@ def row_loss_kernel(
     if RefKl is not None:
         tl.store(RefKl + row, kl)
     idle = (w == 0.0) & (v == 0.0)
-    tl.store(Losses + row, weight * value)
+    tl.store(Losses + row, tl.where(weight == 0.0, 0.0, weight * value))
     tl.store(Logprobs + row, logprob)
     tl.store(ClipHit + row, hit.to(tl.int8))
     tl.store(Idle + row, idle.to(tl.int8))
@@ -231,9 +231,10 @@ def token_loss_kernel(
         kl_coef, KL_ESTIMATOR, KL_THROUGH_RATIO,
     )  # fmt: skip
     weight = tl.load(Weights + offs, mask=live, other=0.0)
-    tl.store(Losses + offs, tl.where(live, weight * value, 0.0), mask=inside)
-    tl.store(DLogprobs + offs, tl.where(live, weight * d_logprob, 0.0), mask=inside)
-    tl.store(DLogRatio + offs, tl.where(live, weight * d_ratio, 0.0), mask=inside)
+    counts = live & (weight != 0.0)
+    tl.store(Losses + offs, tl.where(counts, weight * value, 0.0), mask=inside)
+    tl.store(DLogprobs + offs, tl.where(counts, weight * d_logprob, 0.0), mask=inside)
+    tl.store(DLogRatio + offs, tl.where(counts, weight * d_ratio, 0.0), mask=inside)
     tl.store(ClipHit + offs, tl.where(live, hit.to(tl.int8), 0), mask=inside)
     if RefKl is not None:
         tl.store(RefKl + offs, tl.where(live, kl, 0.0), mask=inside)
