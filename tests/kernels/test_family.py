@@ -1,201 +1,33 @@
-"""The rows beyond the first five: each against its paper, then with every option, at every entry point and layout."""
+"""Every row with every option, at every entry point and layout, against the longhand oracle."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from cases import Case, linear_case, logits_case
-from closeness import as_accurate, elementwise
+from closeness import as_accurate
 from entries import LOGITS_ENTRIES, call, token_values
-from oracle import Flat, TokenInputs
+from oracle import TokenInputs
 from oracle_family import (
     FAMILY,
     Family,
-    Rows,
     batch_selection,
     case_rows,
-    cispo_paper,
-    clip_cov_paper,
-    covariances,
     family_loss,
     family_solve,
-    gspo_paper,
-    gspo_token_paper,
-    highest,
-    kl_cov_paper,
-    lite_ppo_paper,
-    sapo_paper,
-    sapo_paper_mean,
     selection_mask,
     share_down,
-    spo_paper,
-    top_entropy_paper,
 )
+from test_family_papers import LENGTHS, paper_case
 from torch import Tensor
 
-from dapo_kernels import OBJECTIVES, Objective, dapo_loss, linear_dapo_loss, policy_loss, use_backend
+from dapo_kernels import policy_loss, use_backend
 
-LENGTHS = (6, 3, 11, 2)
 AGGREGATES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
-
-
-# --- one paper at a time ----------------------------------------------------------------------------------
-
-
-def flat_of(case: Case, rows: Rows) -> Flat:
-    x = rows.inputs
-    assert x.old_logprobs is not None
-    return Flat(x.logprobs, x.old_logprobs, x.advantages, torch.zeros(0), rows.live, case.spans)
-
-
-def kl_cov_of(case: Case, rows: Rows) -> Tensor:
-    x = rows.inputs
-    scores = covariances(x.logprobs.detach(), x.advantages, rows.live)
-    return kl_cov_paper(flat_of(case, rows), highest(scores, share_down(rows.live, 2e-4)))
-
-
-def top_entropy_of(case: Case, rows: Rows) -> Tensor:
-    assert rows.inputs.entropy is not None
-    return top_entropy_paper(flat_of(case, rows), rows.inputs.entropy.detach())
-
-
-PAPERS: dict[str, Callable[[Case, Rows], Tensor]] = {
-    "gspo": lambda case, rows: gspo_paper(flat_of(case, rows)),
-    "gspo_token": lambda case, rows: gspo_token_paper(flat_of(case, rows)),
-    "cispo": lambda case, rows: cispo_paper(flat_of(case, rows)),
-    "lite_ppo": lambda case, rows: lite_ppo_paper(flat_of(case, rows)),
-    "sapo": lambda case, rows: sapo_paper(flat_of(case, rows)),
-    "kl_cov": kl_cov_of,
-    "top_entropy": top_entropy_of,
-    "spo": lambda case, rows: spo_paper(flat_of(case, rows)),
-}
-
-
-def paper_case(name: str, *, linear: bool = False, dtype: torch.dtype = torch.float32) -> Case:
-    """GSPO has one advantage per sequence; the others one per token. One sequence has no live token."""
-    mask = torch.rand(sum(LENGTHS), generator=torch.Generator().manual_seed(3)) > 0.25
-    mask[6:9] = False
-    make: Callable[..., Case] = linear_case if linear else logits_case
-    case = make(37, lengths=LENGTHS, seed=31, mask=mask, dtype=dtype)
-    if name == "gspo":
-        case.advantages = torch.tensor([1.3, 0.4, -0.7, 0.9]).repeat_interleave(torch.tensor(LENGTHS))
-    if name == "gspo_token":  # ratios near the trust region, or the whole batch is clipped
-        shift = torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(4)) * 2e-3
-        case.old_logprobs = token_values(case)[0] + shift
-    return case
-
-
-def paper_checks(name: str, case: Case, entry: str, layout: str) -> None:
-    solve = PAPERS[name]
-    truth = family_solve(case, Family(), loss_of=lambda rows: solve(case, rows))
-    eager = family_solve(case, Family(), dtype=torch.float32, loss_of=lambda rows: solve(case, rows))
-    advantages = torch.tensor([1.3, 0.4, -0.7, 0.9]) if name == "gspo" else None
-    out, grads = call(entry, case, name, layout=layout, advantages=advantages)
-    as_accurate(out.loss, truth.loss, eager.loss, what="loss", scale=1.0)
-    assert any(bool(g.any()) for g in grads.values())
-    for key, grad in grads.items():
-        as_accurate(grad, truth.grads[key], eager.grads[key], what=f"{key} gradient")
-        if key == "logits":
-            elementwise(grad, truth.grads[key], what=key)
-
-
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-@pytest.mark.parametrize("name", PAPERS)
-def test_a_row_is_its_papers_equation(backend: str, name: str, layout: str) -> None:
-    case = paper_case(name)
-    for entry in ("logits", "inplace"):
-        paper_checks(name, case, entry, layout)
-    paper_checks(name, paper_case(name, linear=True), "linear", layout)
-
-
-SAPO_FLOAT32_TAU = pytest.param(
-    "sapo",
-    marks=pytest.mark.xfail(
-        strict=True, reason="surrogate.sapo_term: torch.where of two Python floats is float32, so tau is 1.05f in float64"
-    ),
-)
-
-
-@pytest.mark.parametrize("name", [SAPO_FLOAT32_TAU if name == "sapo" else name for name in PAPERS])
-def test_the_float64_reference_is_the_papers_equation_to_rounding(name: str) -> None:
-    case = paper_case(name, dtype=torch.float64)
-    truth = family_solve(case, Family(), loss_of=lambda rows: PAPERS[name](case, rows))
-    with use_backend("torch"):
-        out, grads = call("logits", case, name)
-    torch.testing.assert_close(out.loss, truth.loss, rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(grads["logits"], truth.grads["logits"], rtol=1e-10, atol=1e-15)
-
-
-@pytest.mark.parametrize("entry", ["logits", "inplace", "linear"])
-def test_clip_cov_drops_one_candidate_of_the_paper(backend: str, entry: str) -> None:
-    """2e-4 of some twenty tokens is one token, drawn among those of covariance within (1, 5) that PPO does not clip."""
-    make: Callable[..., Case] = linear_case if entry == "linear" else logits_case
-    case = make(37, lengths=(9, 14, 7), seed=5, dead=0.2)
-    o = FAMILY["clip_cov"]
-    rows = case_rows(case, o, torch.float64)
-    candidates = batch_selection(rows.inputs, rows.live, case.spans, o)
-    assert len(candidates) >= 2
-    seen = set()
-    for seed in range(8):
-        out, grads = call(entry, case, "clip_cov", generator=torch.Generator().manual_seed(seed))
-        matches = []
-        for t in candidates:
-            truth, eager = (
-                family_solve(case, o, dtype=d, loss_of=lambda r, t=t: clip_cov_paper(flat_of(case, r), {t}))  # type: ignore[misc]
-                for d in (torch.float64, torch.float32)
-            )
-            if abs(out.loss.item() - truth.loss.item()) < 2e-6:
-                matches.append(t)
-                for key, grad in grads.items():
-                    as_accurate(grad, truth.grads[key], eager.grads[key], what=key)
-        assert len(matches) == 1
-        seen |= set(matches)
-    assert len(seen) >= 2, "eight generators drew the same token"
-
-
-def test_sapo_with_the_papers_own_mean(backend: str) -> None:
-    case = paper_case("sapo")
-    truth, eager = (
-        family_solve(case, Family(), dtype=d, loss_of=lambda rows: sapo_paper_mean(flat_of(case, rows)))
-        for d in (torch.float64, torch.float32)
-    )
-    out, grads = call("logits", case, "sapo", aggregate="seq-mean-token-mean")
-    as_accurate(out.loss, truth.loss, eager.loss, what="loss", scale=1.0)
-    as_accurate(grads["logits"], truth.grads["logits"], eager.grads["logits"], what="gradient")
-
-
-# The fields the papers print, and what each row must not have.
-PRINTED: dict[str, dict[str, object]] = {
-    "gspo": {"surrogate": "clip", "ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
-    "gspo_token": {"surrogate": "clip", "ratio": "sequence_token", "clip_low": 3e-4, "clip_high": 4e-4},
-    "cispo": {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0},
-    "lite_ppo": {"surrogate": "clip", "clip_low": 0.2, "clip_high": 0.2},
-    "sapo": {"surrogate": "sapo", "sapo_tau": (1.0, 1.05)},
-    "clip_cov": {"surrogate": "clip", "clip_low": 0.2, "clip_high": 0.2, "clip_cov": (2e-4, 1.0, 5.0)},
-    "kl_cov": {"surrogate": "clip", "clip_high": math.inf, "kl_cov": (2e-4, 1.0)},
-    "top_entropy": {"surrogate": "clip", "clip_low": 0.2, "clip_high": 0.28, "top_entropy": 0.2},
-    "spo": {"surrogate": "clip", "clip_low": 0.2, "clip_high": 0.2, "max_old_prob": 0.9},
-}
-OFF = {"ratio": "token", "kl_coef": 0.0, "entropy_coef": 0.0, "dual_clip": None, "top_entropy": None}
-OFF |= {"clip_cov": None, "kl_cov": None, "max_old_prob": None}
-
-
-@pytest.mark.parametrize("name", PRINTED)
-def test_a_row_has_the_papers_constants(name: str) -> None:
-    row, said = OBJECTIVES[name], PRINTED[name]
-    aggregate = "seq-mean-token-mean" if name.startswith("gspo") else "token-mean"
-    expected = {**OFF, "aggregate": aggregate, **said}
-    assert {field: getattr(row, field) for field in expected} == expected
-    assert "arXiv" in row.paper
-
-
-def test_the_table_is_complete() -> None:
-    assert set(OBJECTIVES) == set(FAMILY)
 
 
 # --- every option -----------------------------------------------------------------------------------------
@@ -236,9 +68,7 @@ def policy_solve(case: Case, o: Family, dtype: torch.dtype, selected: set[int], 
     return loss.detach(), {k: torch.zeros_like(logprobs) if g is None else g for k, g in grads.items()}, metrics
 
 
-def check(
-    entry: str, case: Case, name: str, *, layout: str = "packed", weighted: bool = False, **changes: Any
-) -> None:
+def check(entry: str, case: Case, name: str, *, layout: str = "packed", weighted: bool = False, **changes: Any) -> None:
     """One call against the oracle: loss, every gradient, every metric. A random selection is handed in."""
     denominator = changes.pop("denominator", None)
     o, keywords = options(name, **changes)
@@ -251,9 +81,7 @@ def check(
         extra["selection"] = selection_mask(case, picked)
     if entry == "policy" and (o.entropy_coef or o.top_entropy):
         extra["with_entropy"] = True
-    out, grads = call(
-        entry, case, name, layout=layout, weighted=weighted, denominator=denominator, **extra, **keywords
-    )
+    out, grads = call(entry, case, name, layout=layout, weighted=weighted, denominator=denominator, **extra, **keywords)
     if entry == "policy":
         truth, truth_grads, metrics = policy_solve(case, o, torch.float64, picked, weighted, denominator=denominator)
         eager, eager_grads, _ = policy_solve(case, o, torch.float32, picked, weighted, denominator=denominator)
@@ -343,7 +171,7 @@ def test_on_policy(backend: str, name: str) -> None:
 def test_float64_gradients_by_finite_differences(name: str) -> None:
     """Independent of both autograds; where a value is detached, an identity with a row that has none stands in."""
     case = logits_case(7, lengths=(3, 4), seed=47, dead=0.2)
-    o, keywords = options(name)
+    _, keywords = options(name)
     x = {k: getattr(case, k).double() for k in ("old_logprobs", "advantages")}
     start = token_values(case)[0].double()
 
@@ -499,145 +327,3 @@ def test_sequences_in_micro_batches_add_up(backend: str, name: str) -> None:
         parts.append(grad["logits"])
     assert total == pytest.approx(whole.loss.item(), rel=1e-6)
     torch.testing.assert_close(torch.cat(parts), grads["logits"], rtol=1e-5, atol=1e-9)
-
-
-# --- edges of the surrogates ------------------------------------------------------------------------------
-
-
-def one_token(name: str, logprob: float, old: float, advantage: float, **changes: Any) -> tuple[float, float, Any]:
-    leaf = torch.tensor([logprob], requires_grad=True)
-    out = policy_loss(leaf, torch.tensor([old]), torch.tensor([advantage]), objective=name, **changes)
-    out.loss.backward()
-    assert leaf.grad is not None
-    return out.loss.item(), float(leaf.grad), out
-
-
-@pytest.mark.parametrize("name", ["cispo", "sapo"])
-def test_a_zero_advantage_is_an_exact_zero(backend: str, name: str) -> None:
-    for delta in (0.0, 5.0, 100.0, 1e4, -1e4):
-        loss, slope, out = one_token(name, delta - 200.0, -200.0, 0.0)
-        assert (loss, slope) == (0.0, 0.0)
-        assert float(out.metrics["clip_low"] + out.metrics["clip_high"]) == 0
-
-
-@pytest.mark.parametrize("advantage", [1.5, -1.5])
-def test_sapo_at_one_and_far_from_it(backend: str, advantage: float) -> None:
-    """At ratio 1 the slope is PPO's; far above, the gate has shut and nothing overflows; far below, ratio 0."""
-    tau = 1.0 if advantage > 0 else 1.05
-    loss, slope, _ = one_token("sapo", -1.25, -1.25, advantage)
-    assert loss == pytest.approx(-advantage * 2 / tau, rel=1e-6)
-    assert slope == pytest.approx(-advantage, rel=1e-6)
-    for delta in (6.0, 50.0, 100.0):
-        loss, slope, _ = one_token("sapo", delta, 0.0, advantage)
-        assert loss == pytest.approx(-advantage * 4 / tau, rel=1e-6)
-        assert slope == pytest.approx(0.0, abs=1e-30)
-    loss, slope, _ = one_token("sapo", -100.0, 0.0, advantage)
-    assert loss == pytest.approx(-advantage * 4 / tau / (1 + math.exp(tau)), rel=1e-6)
-    assert slope == pytest.approx(0.0, abs=1e-30)
-
-
-def test_sapo_slopes_between(backend: str) -> None:
-    """Down to gates of 1e-8, where 1 - sigmoid in float32 would have no digit left."""
-    for delta in (-2.0, -0.3, 0.4, 1.0, 2.0, 2.9):
-        for advantage in (0.7, -0.7):
-            tau, ratio = (1.0 if advantage > 0 else 1.05), math.exp(float(torch.tensor(delta)))
-            gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
-            closing = 1 / (1 + math.exp(tau * (ratio - 1)))
-            _, slope, _ = one_token("sapo", delta, 0.0, advantage)
-            assert slope == pytest.approx(-advantage * 4 * gate * closing * ratio, rel=2e-5)
-
-
-@pytest.mark.parametrize("advantage", [1.5, -1.5])
-def test_cispo_bounds_the_weight_and_keeps_the_gradient(backend: str, advantage: float) -> None:
-    """Weight min(ratio, 5) with the row's bounds: 1 + clip_high is the raw 5.0 of the libraries that print that."""
-    for delta, weight in ((0.5, math.exp(0.5)), (1.7, 5.0), (100.0, 5.0), (-100.0, 0.0)):
-        loss, slope, out = one_token("cispo", -2.0, -2.0 - delta, advantage)
-        assert slope == pytest.approx(-weight * advantage, rel=1e-6)
-        assert loss == pytest.approx(-weight * advantage * -2.0, rel=1e-6)
-        assert float(out.metrics["clip_high"]) == float(weight == 5.0)
-        assert float(out.metrics["clip_low"]) == 0
-    loss, slope, out = one_token("cispo", -2.0, -1.0, advantage, clip_low=0.2)
-    assert slope == pytest.approx(-0.8 * advantage, rel=1e-6)
-    assert float(out.metrics["clip_low"]) == 1
-
-
-def test_kl_cov_does_not_clip(backend: str) -> None:
-    for delta, advantage in ((2.0, 1.0), (-2.0, -1.0)):
-        loss, slope, out = one_token("kl_cov", -3.0 + delta, -3.0, advantage, kl_cov=(1.0, 0.5))
-        assert loss == pytest.approx(-math.exp(delta) * advantage + 0.5 * abs(delta), rel=1e-6)
-        assert slope == pytest.approx(-math.exp(delta) * advantage + 0.5 * math.copysign(1, delta), rel=1e-6)
-        assert float(out.metrics["clip_low"] + out.metrics["clip_high"]) == 0
-
-
-# --- refusals ---------------------------------------------------------------------------------------------
-
-REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    ({"objective": "reinforce", "ratio": "sequence"}, ("reinforce", "ratio")),
-    ({"objective": "reinforce", "clip_cov": (0.1, 1.0, 5.0)}, ("reinforce", "clip_cov")),
-    ({"objective": "reinforce", "kl_cov": (0.1, 1.0)}, ("reinforce", "kl_cov")),
-    ({"objective": "reinforce", "clip_high": 0.3}, ("clip_high", "reinforce")),
-    ({"objective": "reinforce", "dual_clip": 3.0}, ("dual_clip", "reinforce")),
-    ({"objective": "sapo", "clip_low": 0.3}, ("clip_low", "sapo")),
-    ({"objective": "sapo", "dual_clip": 3.0}, ("dual_clip", "sapo")),
-    ({"objective": "cispo", "dual_clip": 3.0}, ("dual_clip", "cispo")),
-    ({"objective": "dapo", "sapo_tau": (1.0, 2.0)}, ("sapo_tau", "clip")),
-    ({"objective": "top_entropy", "clip_cov": (0.1, 1.0, 5.0)}, ("top_entropy", "clip_cov")),
-    ({"objective": "top_entropy", "kl_cov": (0.1, 1.0)}, ("top_entropy", "kl_cov")),
-    ({"objective": "clip_cov", "kl_cov": (0.1, 1.0)}, ("clip_cov", "kl_cov")),
-    ({"objective": "gspo", "kl_coef": 0.1, "kl_through_ratio": True, "ref_logprobs": torch.zeros(6)}, ("sequence",)),
-    ({"objective": "dapo", "length_norm": 8.0}, ("length_norm", "token-mean")),
-    ({"objective": "spo", "old_logprobs": None}, ("max_old_prob", "old_logprobs")),
-    ({"objective": "gspo", "cu_seqlens": None}, ("cu_seqlens",)),
-    ({"objective": "gspo_token", "cu_seqlens": None, "aggregate": "token-mean"}, ("cu_seqlens", "sequence_token")),
-    ({"objective": "dapo", "selection": torch.ones(6, dtype=torch.bool)}, ("selection",)),
-    ({"objective": "spo", "selection": torch.ones(6, dtype=torch.bool)}, ("selection",)),
-    ({"objective": "clip_cov", "selection": 0.5}, ("selection", "clip_cov")),
-    ({"objective": "kl_cov", "selection": torch.tensor(0.5)}, ("selection", "kl_cov")),
-    ({"objective": "top_entropy", "selection": torch.ones(5, dtype=torch.bool)}, ("selection", "[6]", "[5]")),
-    ({"objective": "top_entropy", "top_entropy": 0.0}, ("top_entropy", "0.0")),
-    ({"objective": "top_entropy", "top_entropy": 1.5}, ("top_entropy", "1.5")),
-    ({"objective": "spo", "max_old_prob": 0.0}, ("max_old_prob",)),
-    ({"objective": "sapo", "sapo_tau": (0.0, 1.0)}, ("sapo_tau",)),
-    ({"objective": "sapo", "sapo_tau": 1.0}, ("sapo_tau",)),
-    ({"objective": "clip_cov", "clip_cov": (0.1, 1.0)}, ("clip_cov", "share, low, high")),
-    ({"objective": "clip_cov", "clip_cov": (0.0, 1.0, 5.0)}, ("clip_cov",)),
-    ({"objective": "kl_cov", "kl_cov": (0.1, math.nan)}, ("kl_cov",)),
-    ({"objective": "gspo", "ratio": "sentence"}, ("ratio", "sequence_token")),
-    ({"objective": "cispo", "surrogate": "cispoo"}, ("surrogate", "cispo")),
-]
-
-
-@pytest.mark.parametrize(("wrong", "words"), REFUSED, ids=lambda v: "-".join(map(str, v)) if type(v) is tuple else "")
-def test_combinations_without_a_meaning_are_refused(wrong: dict[str, Any], words: tuple[str, ...]) -> None:
-    """By name, at every entry point, whatever the tensors hold."""
-    shared: dict[str, Any] = {
-        "old_logprobs": torch.full((6,), -2.0),
-        "advantages": torch.ones(6),
-        "cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32),
-        **wrong,
-    }
-    ids = torch.arange(6)
-    calls: list[tuple[Callable[..., Any], dict[str, Any]]] = [
-        (dapo_loss, {"logits": torch.randn(6, 11), "target_ids": ids}),
-        (linear_dapo_loss, {"hidden": torch.randn(6, 4), "weight": torch.randn(11, 4), "target_ids": ids}),
-        (policy_loss, {"logprobs": torch.full((6,), -2.1), "entropy": torch.ones(6)}),
-    ]
-    for fn, kwargs in calls:
-        with pytest.raises(ValueError, match=words[0]) as caught:
-            fn(**kwargs, **shared)
-        assert all(word in str(caught.value) for word in words), str(caught.value)
-
-
-def test_top_entropy_of_logprobs_needs_the_entropy(backend: str) -> None:
-    x = torch.full((6,), -2.0)
-    with pytest.raises(ValueError, match="entropy"):
-        policy_loss(x, x, torch.ones(6), objective="top_entropy")
-    chosen = torch.tensor([True, False] * 3)
-    out = policy_loss(x, x, torch.ones(6), objective="top_entropy", selection=chosen)
-    assert out.loss.item() == pytest.approx(-0.5)
-
-
-def test_an_objective_object_is_checked_like_a_name() -> None:
-    for fields in ({"clip_cov": (0.1, 1.0, 5.0), "kl_cov": (0.1, 1.0)}, {"surrogate": "sapo", "dual_clip": 2.0}):
-        with pytest.raises(ValueError, match="choose one|dual_clip"):
-            Objective(**fields)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from oracle_family import FAMILY, Family, batch_selection, case_rows, family_sol
 from test_golden import CASES, check_case, name_of
 from torch import Tensor
 
-from dapo_kernels import backends, dapo_loss, token_logprobs, use_backend
+from dapo_kernels import backends, dapo_loss, policy_loss, token_logprobs, use_backend
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 VOCABS = (2, 37, 1031, 5000)  # below, within, just past and well past a block
@@ -115,9 +115,7 @@ def test_extreme_logits(value: float) -> None:
     (stats.logprobs + stats.entropy).sum().backward()
     double = logits.double()
     truth = torch.log_softmax(double, -1)
-    torch.testing.assert_close(
-        stats.logprobs.detach().double(), truth[torch.arange(3), ids], rtol=2e-6, atol=2e-6
-    )
+    torch.testing.assert_close(stats.logprobs.detach().double(), truth[torch.arange(3), ids], rtol=2e-6, atol=2e-6)
     p = truth.exp()
     h = -torch.where(p > 0, p * truth, 0.0).sum(-1)
     torch.testing.assert_close(stats.entropy.detach().double(), h, rtol=1e-5, atol=2e-6)
@@ -156,8 +154,10 @@ def check(entry: str, case: Case, o: Family, **kw: Any) -> None:
     out, grads = call(entry, case, "ppo", **extra, **kw, **o.keywords())
     as_accurate(out.loss, truth.loss, eager.loss, what="loss", scale=max(1.0, abs(float(truth.loss))))
     for key, grad in grads.items():
-        # Twice eager's rounding for the truncation of the interpreter, and again as much as everywhere.
-        as_accurate(grad, truth.grads[key], eager.grads[key], what=key, multiple=4.0)
+        # Truncation errs by up to four times what rounding does where eager's luck holds; see `elementwise`.
+        as_accurate(
+            grad, truth.grads[key], eager.grads[key], what=key, multiple=6.0 if dtype == torch.bfloat16 else 2.0
+        )
         if "logits" in grads:
             elementwise(grad, truth.grads[key], what=key, slack=1.05)
     for key, value in truth.metrics.items():
@@ -242,6 +242,27 @@ def test_dead_tokens_leave_no_trace(value: float) -> None:
             assert torch.equal(metric, clean.metrics[key]), key
 
 
+def test_a_token_that_does_not_train_cannot_spoil_the_loss() -> None:
+    """Weight 0 and an overflowing ratio: where, not multiply."""
+    old, advantages = torch.tensor([-1.0, -200.0, -1.0]), torch.tensor([1.0, -1.0, 1.0])
+    chosen = torch.tensor([True, False, True])
+    for inplace in (False, True):
+        for kwargs in (
+            {"objective": "top_entropy", "selection": chosen},
+            {"objective": "top_entropy", "top_entropy": 0.5},
+            {"objective": "dapo", "importance_weights": chosen.float()},
+        ):
+            logits = torch.zeros(3, 4)
+            logits[1, 1] = 3.0  # the surest token: the entropy leaves it out too
+            logits.requires_grad_()
+            out = dapo_loss(logits, torch.tensor([0, 1, 2]), old, advantages, inplace_backward=inplace, **kwargs)
+            out.loss.backward()
+            assert math.isfinite(out.loss.item())
+            assert logits.grad is not None
+            assert bool(logits.grad.isfinite().all())
+            assert not logits.grad[1].any()
+
+
 def test_edges_of_the_batch() -> None:
     for shape in ((0, 5), (3, 1)):
         logits = torch.randn(*shape, requires_grad=True)
@@ -256,6 +277,25 @@ def test_edges_of_the_batch() -> None:
 
 
 def test_many_tokens_of_the_elementwise_kernel() -> None:
-    """More tokens than one program holds, the last block part full."""
-    case = logits_case(5, lengths=(300, 1, 299), seed=8)
-    check("logits", case, Family(ratio="sequence", clip_low=0.05, clip_high=0.05))
+    """More tokens than one program holds, the last block part full; GSPO's ratios, dead tokens NaN."""
+    g = torch.Generator().manual_seed(8)
+    lengths = torch.tensor([300, 1, 299])
+    old, advantages = -torch.rand(600, generator=g) * 4, torch.randn(600, generator=g)
+    mask = torch.rand(600, generator=g) > 0.2
+    new = (old + torch.randn(600, generator=g) * 0.3).requires_grad_()
+    bounds = torch.tensor([0, 300, 301, 600], dtype=torch.int32)
+    options = {"clip_low": 0.001, "clip_high": 0.001, "aggregate": "token-mean"}
+    dirty = old.masked_fill(~mask, math.nan)
+    out = policy_loss(new, dirty, advantages, objective="gspo", mask=mask, cu_seqlens=bounds, **options)
+    out.loss.backward()
+    wide = new.detach().double().requires_grad_()
+    delta = torch.where(mask, wide - old.double(), 0.0)
+    ids = torch.repeat_interleave(torch.arange(3), lengths)
+    mean = torch.stack([delta[ids == i].sum() / max(1, int(mask[ids == i].sum())) for i in range(3)])[ids]
+    kept = torch.minimum(mean.exp() * advantages, mean.exp().clamp(0.999, 1.001) * advantages)
+    truth = -torch.where(mask, kept, 0.0).sum() / mask.sum()
+    truth.backward()
+    assert out.loss.item() == pytest.approx(truth.item(), rel=1e-5)
+    assert new.grad is not None
+    assert wide.grad is not None
+    elementwise(new.grad, wide.grad, what="gradient")

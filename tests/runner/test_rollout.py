@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from dapo_runner.config import ModelConfig
 from dapo_runner.model import load_model, load_tokenizer
@@ -51,6 +52,20 @@ def test_logprobs_are_those_of_the_sequence_read_without_a_cache(engine: HFEngin
         for completion in group:
             expected = full_logprobs(engine, asked, completion, temperature=0.7)
             torch.testing.assert_close(completion.logprobs, expected, atol=2e-4, rtol=1e-4)
+
+
+def test_padded_prompts_keep_their_positions(engine: HFEngine) -> None:
+    """Rotary embeddings would not notice a shift; learned positions do."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": len(engine.tokenizer)}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1)).eval()
+    with torch.no_grad():
+        model.transformer.wpe.weight.mul_(50)
+    gpt2 = HFEngine(model, engine.tokenizer)
+    prompts = [prompt(text, engine) for text in ("7", "123+45678=")]
+    for asked, group in zip(prompts, gpt2.generate(prompts, SamplingParams(max_tokens=6)), strict=True):
+        expected = full_logprobs(gpt2, asked, group[0])
+        torch.testing.assert_close(group[0].logprobs, expected, atol=2e-4, rtol=1e-4)
 
 
 def test_a_response_ends_at_its_end_token_or_at_its_limit(engine: HFEngine) -> None:

@@ -53,6 +53,8 @@ def test_a_run_logs_every_step_and_evaluation(finished: Path) -> None:
             )
         else:
             assert event["eval/problems"] == 10
+    rates = [event["train/lr"] for event in events if event["kind"] == "step"]
+    assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3])  # warm-up over two rollout steps
     first = next(event for event in events if event["kind"] == "step")
     assert first["train/rollout_gap"] < 1e-5  # later steps may hold groups carried over from older weights
     assert list(before_and_after(finished)) == ["before (step 0)", "after (step 4)"]
