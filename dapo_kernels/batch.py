@@ -156,6 +156,11 @@ def _short(values: list[int]) -> str:
     return f"[{', '.join(map(str, values[:4]))}, …, {', '.join(map(str, values[-3:]))}]"
 
 
+def check_flag(layout: Layout, name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{layout.caller}: {name} must be True or False, got {value!r}")
+
+
 def check_rows_apart(layout: Layout, logits: Tensor) -> None:
     """A gradient written over the logits needs every logit to have memory of its own."""
     reach = 1
@@ -241,9 +246,11 @@ def loss_call(
     )
     if objective.max_old_prob is not None:
         assert tokens.old_logprobs is not None
-        unsure = tokens.old_logprobs <= math.log(objective.max_old_prob)
-        tokens = tokens._replace(weights=torch.where(unsure, weights, 0.0))
+        sure = tokens.old_logprobs > math.log(objective.max_old_prob)  # a NaN is not sure: it stays, and shows
+        tokens = tokens._replace(weights=torch.where(sure, 0.0, weights))
     selection = _selection(layout, objective, selection)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"{layout.caller}: generator must be a torch.Generator, got {type(generator).__name__}")
     objective, tokens = _settle(objective, tokens, selection)
     return LossCall(layout, objective, tokens, sequence_ids, selection, generator)
 
@@ -256,6 +263,8 @@ def _selection(layout: Layout, objective: Objective, value: Tensor | float | Non
     if name is None:
         raise ValueError(f"{layout.caller}: selection has no use: the objective selects no tokens of the batch")
     if isinstance(value, Tensor) and value.dim() > 0:
+        if value.dtype != torch.bool:
+            raise TypeError(f"{layout.caller}: selection per token must be bool, got {value.dtype}")
         return layout.per_token("selection", value, torch.bool)
     if name != "top_entropy" or not (isinstance(value, Tensor) or is_number(value)):
         threshold = ", or an entropy threshold" if name == "top_entropy" else ""
@@ -311,6 +320,6 @@ def _denominator(layout: Layout, value: float | Tensor | None) -> float | Tensor
         return value.detach().to(layout.device, layout.dtype)
     if not is_number(value):
         raise TypeError(f"{layout.caller}: denominator must be a number or a 0-d tensor, got {type(value).__name__}")
-    if not value > 0:
-        raise layout.fail("denominator", "positive", value)
+    if not 0 < value < math.inf:
+        raise layout.fail("denominator", "positive and finite", value)
     return float(value)

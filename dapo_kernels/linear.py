@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from dapo_kernels import linear_ops, ops
 from dapo_kernels.backends import backend_for
-from dapo_kernels.batch import Layout, layout_of, live_tokens, loss_call, target_tokens
+from dapo_kernels.batch import Layout, check_flag, layout_of, live_tokens, loss_call, target_tokens
 from dapo_kernels.chunked import Head
 from dapo_kernels.loss import LossOutput, TokenStats, gradient_unit, loss_of_stats, loss_output, token_stats
 from dapo_kernels.objectives import Objective, is_number, resolve_objective
@@ -61,6 +62,8 @@ def linear_dapo_loss(
     chosen = resolve_objective("linear_dapo_loss", objective, overrides)
     layout = layout_of("linear_dapo_loss", "hidden", hidden, cu_seqlens)
     head = _head(layout, hidden, weight, bias, softcap, float32_logits, chunk_bytes)
+    check_flag(layout, "entropy", entropy)
+    check_flag(layout, "float32_logits", float32_logits)
     targets = target_tokens(layout, target_ids)
     call = loss_call(
         layout,
@@ -123,6 +126,8 @@ def linear_token_logprobs(
     """
     layout = layout_of("linear_token_logprobs", "hidden", hidden)
     head = _head(layout, hidden, weight, bias, softcap, float32_logits, chunk_bytes)
+    check_flag(layout, "entropy", entropy)
+    check_flag(layout, "float32_logits", float32_logits)
     targets = target_tokens(layout, target_ids)
     backend = backend_for("linear_token_logprobs", hidden.device, hidden.dtype)
     logprobs, _, entropies = linear_ops.linear_stats(
@@ -163,7 +168,7 @@ def _head(
             raise TypeError(f"{caller}: {name} must have the dtype of hidden, {hidden.dtype}; got {value.dtype}")
         if value is not None and value.device != hidden.device:
             raise layout.fail(name, f"on {hidden.device} like hidden", value.device)
-    if softcap is not None and not (is_number(softcap) and softcap > 0):
+    if softcap is not None and not (is_number(softcap) and 0 < softcap < math.inf):
         raise layout.fail("softcap", "a positive number, or None", repr(softcap))
     if chunk_bytes is not None and not (type(chunk_bytes) is int and chunk_bytes > 0):
         raise layout.fail("chunk_bytes", "a positive integer, or None", repr(chunk_bytes))

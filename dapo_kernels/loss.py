@@ -12,6 +12,7 @@ from dapo_kernels.backends import backend_for, backend_module
 from dapo_kernels.batch import (
     Layout,
     LossCall,
+    check_flag,
     check_rows_apart,
     layout_of,
     live_tokens,
@@ -97,6 +98,8 @@ def dapo_loss(
     """
     chosen = resolve_objective("dapo_loss", objective, overrides)
     layout = layout_of("dapo_loss", "logits", logits, cu_seqlens)
+    check_flag(layout, "entropy", entropy)
+    check_flag(layout, "inplace_backward", inplace_backward)
     targets = target_tokens(layout, target_ids)
     call = loss_call(
         layout,
@@ -197,6 +200,8 @@ def token_logprobs(
         ValueError, TypeError, IndexError: as in ``dapo_loss``.
     """
     layout = layout_of("token_logprobs", "logits", logits)
+    check_flag(layout, "entropy", entropy)
+    check_flag(layout, "inplace_backward", inplace_backward)
     targets = target_tokens(layout, target_ids)
     backend = backend_for("token_logprobs", logits.device, logits.dtype)
     in_place = inplace_backward and not torch.compiler.is_compiling()

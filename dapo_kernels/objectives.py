@@ -49,7 +49,7 @@ def _share(name: str, value: object) -> None:
 def _numbers(name: str, values: object, parts: tuple[str, ...], positive: int) -> None:
     """A tuple of as many numbers as ``parts``, the first ``positive`` of them above 0."""
     ok = isinstance(values, (tuple, list)) and len(values) == len(parts)
-    ok = ok and all(_is_number(value, -math.inf, math.inf) for value in values)  # type: ignore[attr-defined]
+    ok = ok and all(_is_number(value, -_LARGEST, _LARGEST) for value in values)  # type: ignore[attr-defined]
     if not ok or any(value <= 0 for value in values[:positive]):  # type: ignore[index]
         raise ValueError(f"{name} must be ({', '.join(parts)}), numbers, the first {positive} positive; got {values!r}")
 
@@ -112,20 +112,24 @@ class Objective:
         _one_of("aggregate", self.aggregate, AGGREGATES)
         _number("clip_low", self.clip_low, 0.0, 1.0)
         _number("clip_high", self.clip_high, 0.0, math.inf)
-        _number("kl_coef", self.kl_coef, 0.0, math.inf)
+        _number("kl_coef", self.kl_coef, 0.0, _LARGEST)
         if not _is_number(self.entropy_coef, -_LARGEST, _LARGEST):
             raise ValueError(f"entropy_coef must be a finite number, got {self.entropy_coef!r}")
         if self.dual_clip is not None and not _is_number(self.dual_clip, 1.0, math.inf, open_low=True):
             raise ValueError(f"dual_clip must be greater than 1, or None; got {self.dual_clip!r}")
-        if self.length_norm is not None and not _is_number(self.length_norm, 0.0, math.inf, open_low=True):
+        if self.length_norm is not None and not _is_number(self.length_norm, 0.0, _LARGEST, open_low=True):
             raise ValueError(f"length_norm must be positive, or None; got {self.length_norm!r}")
         _numbers("sapo_tau", self.sapo_tau, ("τ for A > 0", "τ for A ≤ 0"), positive=2)
         _share("top_entropy", self.top_entropy)
         _share("max_old_prob", self.max_old_prob)
         if self.clip_cov is not None:
             _numbers("clip_cov", self.clip_cov, ("share", "low", "high"), positive=1)
+            _share("the share of clip_cov", self.clip_cov[0])
+            if not self.clip_cov[1] < self.clip_cov[2]:
+                raise ValueError(f"clip_cov must have low < high, got {self.clip_cov!r}")
         if self.kl_cov is not None:
             _numbers("kl_cov", self.kl_cov, ("share", "coef"), positive=1)
+            _share("the share of kl_cov", self.kl_cov[0])
         self._refuse_meaningless()
 
     def _refuse_meaningless(self) -> None:
