@@ -171,7 +171,7 @@ def _flash(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+    from flash_attn import flash_attn_varlen_func
 
     bounds = (packing.cu_seqlens, packing.cu_seqlens, packing.longest, packing.longest)
     out: Tensor = flash_attn_varlen_func(

@@ -74,15 +74,21 @@ class Learner:
         """The mini-batches of a step, packed, with the log-probs of the policy as it is now, before any
         update.
         """
-        settings = self.config.optimizer
         minis = [
-            MiniBatch(part, settings.token_budget, self.objective)
-            for part in split_mini_batches(sequences, self.config.mini_batch_size)
+            MiniBatch(part, self.config.optimizer.token_budget, self.objective)
+            for part in split_mini_batches(sequences, self._part_size(len(sequences)))
         ]
         if self.config.loss.old_logprobs == "learner":
             for mini in minis:
                 mini.take_old_logprobs(self.logprobs)
         return [mini for mini in minis if mini.micro_batches]
+
+    def _part_size(self, n_sequences: int) -> int:
+        """Mini-batches of at most the configured size and as equal as they can be: a step that dynamic
+        sampling left short must not end in an update made from the few responses that were left over.
+        """
+        n_parts = max(1, -(-n_sequences // self.config.mini_batch_size))
+        return max(1, -(-n_sequences // n_parts))
 
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch) -> Tensor:
