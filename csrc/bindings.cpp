@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "cpu/huge_pages.h"
 #include "cpu/row_kernels.h"
 #include "cpu/rows.h"
 #include "cpu/split_sum.h"
@@ -97,6 +98,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("row_loss", &dapo::row_loss, no_gil, "logits"_a, "tokens"_a, "objective"_a, "entropy_coef"_a, "out"_a,
         "threads"_a);
   m.def("token_loss", &token_loss, no_gil, "n"_a, "logprobs"_a, "tokens"_a, "objective"_a, "out"_a);
+  m.def("advise_huge_pages", [](uintptr_t data, int64_t bytes) { dapo::advise_huge_pages(pointer<void>(data), bytes); },
+        "data"_a, "bytes"_a);
   m.def("add_split", &add_split, no_gil, "high"_a, "low"_a, "part"_a, "n"_a, "threads"_a);
   m.def("round_split", &round_split, no_gil, "high"_a, "low"_a, "n"_a, "threads"_a);
 }

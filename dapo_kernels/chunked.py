@@ -15,15 +15,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dapo_kernels.memory import large_empty
 from dapo_kernels.surrogate import ObjectiveScalars
 from dapo_kernels.tokens import RowLoss, Tokens, accumulate_dtype
 
 # Bytes of the logits buffer. The gradient GEMMs revisit all of dW once per chunk, so fewer chunks are faster.
 DEFAULT_CHUNK_BYTES = 192 * 2**20
-# Bytes of a float32 tile of the weight or of its gradient: it stays in the L2/L3 cache between GEMM and addition.
+# Bytes of a tile of the weight or of its gradient: it stays in the L2/L3 cache between GEMM and addition. Below
+# _TILE_ROWS rows a GEMM would not run at its rate.
 _TILE_BYTES = 4 * 2**20
+_TILE_ROWS = 1024
 # Rows moved at once when idle rows are squeezed out of a chunk: bounds the temporary.
 _MOVED_ROWS = 64
+
+
+def tile_rows(bytes_per_row: int) -> int:
+    return max(_TILE_ROWS, _TILE_BYTES // bytes_per_row)
 
 
 class Head(NamedTuple):
@@ -61,7 +68,7 @@ class Head(NamedTuple):
 
     def _float32_product(self, hidden: Tensor, out: Tensor) -> None:
         """A part of the vocabulary at a time: a float32 copy of the whole weight would be gigabytes."""
-        part = max(1, _TILE_BYTES // (4 * hidden.shape[1]))
+        part = tile_rows(4 * hidden.shape[1])
         for start in range(0, self.weight.shape[0], part):
             torch.mm(hidden, self.weight[start : start + part].float().t(), out=out[:, start : start + part])
         if self.bias is not None:
@@ -104,11 +111,14 @@ class Gradients:
             assert head.bias is not None
             self.bias = torch.zeros_like(head.bias, dtype=accumulate_dtype(head.bias.dtype))
         if needs.weight:
-            self.weight = torch.zeros(head.weight.shape, dtype=head.weight.dtype, device=head.weight.device)
+            self.weight = large_empty(head.weight.shape, head.weight.dtype, head.weight.device)
+            if n_chunks != 1:
+                self.weight.zero_()
             # A single chunk needs no running sum, and 32-bit GEMMs add to the result themselves.
             if n_chunks > 1 and self.weight.element_size() < 4:
                 split = self.weight.dtype == torch.bfloat16 and hasattr(backend, "SplitSum")
                 self.weight_sum = backend.SplitSum(self.weight) if split else PlainSum(self.weight)
+                self.tile = self.weight.new_empty(tile_rows(2 * self.weight.shape[1]), self.weight.shape[1])
 
     def add(self, dlogits: Tensor, hidden: Tensor, rows: Tensor) -> None:
         """``dlogits`` [C, V] of the hidden states [C, H] that stand at ``rows`` [C] of the input."""
@@ -120,10 +130,11 @@ class Gradients:
         if self.bias is not None:
             self.bias += dlogits.sum(0, dtype=self.bias.dtype)
         if self.weight_sum is not None:
-            tile = max(1, _TILE_BYTES // (4 * hidden.shape[1]))
-            for start in range(0, dlogits.shape[1], tile):
-                part = slice(start, start + tile)
-                self.weight_sum.add(part, dlogits[:, part].t() @ hidden)
+            size = self.tile.shape[0]
+            for start in range(0, dlogits.shape[1], size):
+                part = slice(start, start + size)
+                columns = dlogits[:, part]
+                self.weight_sum.add(part, torch.mm(columns.t(), hidden, out=self.tile[: columns.shape[1]]))
         elif self.weight is not None:
             # beta 0 writes the result without reading what was there.
             torch.addmm(self.weight, dlogits.t(), hidden, beta=int(self.n_chunks > 1), out=self.weight)
@@ -153,7 +164,7 @@ class Chunks:
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
         shape = (min(self.size, self.n_rows), self.head.weight.shape[0])
-        buffer = self.head.hidden.new_empty(shape, dtype=self.head.logits_dtype)
+        buffer = large_empty(shape, self.head.logits_dtype, self.head.hidden.device)
         for start in range(0, self.n_rows, self.size):
             yield slice(start, start + self.size), buffer
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dapo_kernels import _C  # type: ignore[attr-defined]
+from dapo_kernels.memory import large_empty
 from dapo_kernels.reference import raise_bad_target, raise_bad_temperature
 from dapo_kernels.surrogate import ObjectiveScalars
 from dapo_kernels.tokens import RowLoss, TokenLoss, Tokens
@@ -169,8 +170,8 @@ class SplitSum:
     """
 
     def __init__(self, result: Tensor) -> None:
-        self.result = result.zero_()
-        self.low = torch.zeros_like(result, dtype=torch.int16)
+        self.result = result
+        self.low = large_empty(result.shape, torch.int16, result.device).zero_()
 
     def add(self, rows: slice, part: Tensor) -> None:
         """sum[rows] += part, contiguous bfloat16."""

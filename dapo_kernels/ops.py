@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dapo_kernels.backends import backend_module
+from dapo_kernels.memory import large_empty
 from dapo_kernels.surrogate import ObjectiveScalars
 from dapo_kernels.tokens import Tokens, accumulate_dtype
 
@@ -129,7 +130,7 @@ def logits_grad(
     backend: str,
 ) -> Tensor:
     """∂loss/∂logits, contiguous, from ∂loss/∂logprobs and ∂loss/∂entropy."""
-    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    out = large_empty(logits.shape, logits.dtype, logits.device)
     tau = tau_of(temperature, temperatures)
     backend_module(backend).row_grad(out, logits, target_ids, live, tau, norm, entropy, dlogprobs, dentropy)
     return out
