@@ -31,7 +31,7 @@ AVX512_FLAGS += ["-Wno-uninitialized"]
 ISA_FLAGS: dict[str, list[str]] = {"portable": []}
 if X86:
     ISA_FLAGS |= {"avx2": AVX2_FLAGS, "avx512": AVX512_FLAGS, "avx512bf16": [*AVX512_FLAGS, "-mavx512bf16"]}
-SOURCES = ["csrc/bindings.cpp", "csrc/cpu/dispatch.cpp", "csrc/cpu/huge_pages.cpp", "csrc/cpu/rows.cpp", "csrc/cpu/split_sum.cpp"]
+SOURCES = ["csrc/bindings.cpp"] + [f"csrc/cpu/{name}.cpp" for name in ("dispatch", "huge_pages", "rows", "split_sum")]
 
 
 class NinjaBuild(build_ext):

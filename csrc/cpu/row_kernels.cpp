@@ -27,10 +27,10 @@ template <class T> static inline float block_max(const T* x, int64_t n) {
   return max_of(max(max(m[0], m[1]), max(m[2], m[3])));
 }
 
-// Asks for the cache lines of one group of logits. Past the end of a buffer this is harmless.
+// Asks for the cache lines of one group of logits, to write (most are). Past the end of a buffer this is harmless.
 template <class T> static inline void prefetch_group(const T* p) {
   for (size_t byte = 0; byte < kGroup * sizeof(T); byte += 64) {
-    __builtin_prefetch(reinterpret_cast<const char*>(p) + byte, 0, 2);
+    __builtin_prefetch(reinterpret_cast<const char*>(p) + byte, 1, 3);
   }
 }
 
