@@ -10,7 +10,7 @@ install: $(VENV)/.installed
 
 # Editable: Python files are used where they lie, the extension is rebuilt when csrc changes.
 $(VENV)/.installed: pyproject.toml constraints.txt $(SOURCES)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
@@ -33,4 +33,4 @@ bench: install
 	$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf build dist *.egg-info dapo_kernels/*.so .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV)/.installed build dist *.egg-info dapo_kernels/*.so .pytest_cache .mypy_cache .ruff_cache

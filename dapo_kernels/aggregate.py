@@ -35,7 +35,7 @@ def token_weights(
     weights = live.to(dtype)
     if objective.aggregate == "token-mean":
         count = weights.sum().clamp(min=1.0) if denominator is None else denominator
-        return weights / count
+        return torch.where(live, weights / count, 0.0)
     assert sequence_ids is not None
     lengths = sequence_sums(weights, sequence_ids, n_sequences)
     count = (lengths > 0).sum().clamp(min=1) if denominator is None else denominator
@@ -44,4 +44,4 @@ def token_weights(
     elif objective.aggregate == "seq-mean-token-sum-norm":
         assert objective.length_norm is not None
         count = count * objective.length_norm
-    return weights / count
+    return torch.where(live, weights / count, 0.0)

@@ -61,7 +61,7 @@ def available_backends() -> dict[str, str | None]:
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Serve every call inside with one backend.
+    """Serve every call inside with one backend, in the whole process: other threads see the choice too.
 
     Args:
         name: ``"torch"`` (eager reference, any device and float dtype), ``"cpp"`` (CPU) or ``"triton"`` (CUDA).
@@ -91,6 +91,8 @@ def backend_for(caller: str, device: torch.device, dtype: torch.dtype) -> str:
         TypeError: the backend does not take the dtype.
     """
     name = _forced or _default(device, dtype)
+    if _forced is None and name == "triton" and (why := _triton_missing()) is not None:
+        raise RuntimeError(f"{caller}: CUDA tensors need the triton backend: {why}; or use_backend('torch')")
     devices = _BACKENDS[name].devices
     if devices is not None and device.type not in devices:
         raise ValueError(f"{caller}: backend {name!r} serves {', '.join(devices)} tensors, got {device}")

@@ -89,7 +89,7 @@ class Layout:
     def temperature(self, value: float | Tensor) -> tuple[float, Tensor | None]:
         """A scalar temperature, or one per token (then the scalar is unused)."""
         if isinstance(value, Tensor) and value.dim() > 0:
-            return 1.0, self.per_token("temperature", value)
+            return 1.0, self.per_token("temperature", value).detach()
         if isinstance(value, Tensor):
             return 1.0, value.to(self.device, self.dtype).expand(self.n_rows).contiguous()
         if not is_number(value):

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dapo_kernels.memory import large_empty
+from dapo_kernels.memory import large_empty, workspace
+from dapo_kernels.reference import check_rows
 from dapo_kernels.surrogate import ObjectiveScalars
 from dapo_kernels.tokens import RowLoss, Tokens, accumulate_dtype
 
@@ -48,9 +49,11 @@ class Head(NamedTuple):
 
     @property
     def bytes_per_logit(self) -> int:
-        """In a chunk's buffers: float32 logits need a rounded copy of their gradient for the GEMMs."""
-        itemsize = self.hidden.element_size()
-        return 4 + itemsize if self.logits_dtype != self.hidden.dtype else itemsize
+        """In a chunk's buffers: a softcap needs the capped logits beside their gradient, and float32 logits a rounded
+        copy of it for the GEMMs.
+        """
+        itemsize = self.logits_dtype.itemsize * (1 if self.softcap is None else 2)
+        return itemsize + (self.hidden.element_size() if self.logits_dtype != self.hidden.dtype else 0)
 
     def logits(self, rows: Tensor | slice, buffer: Tensor) -> tuple[Tensor, Tensor]:
         """The hidden states of ``rows``, [C, H], and their logits in the first C rows of ``buffer``."""
@@ -164,7 +167,7 @@ class Chunks:
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
         shape = (min(self.size, self.n_rows), self.head.weight.shape[0])
-        buffer = large_empty(shape, self.head.logits_dtype, self.head.hidden.device)
+        buffer = workspace(shape, self.head.logits_dtype, self.head.hidden.device)
         for start in range(0, self.n_rows, self.size):
             yield slice(start, start + self.size), buffer
 
@@ -203,6 +206,7 @@ def linear_stats(
     backend: ModuleType,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-probs, normalizer, entropy, each [T]: one GEMM, no gradient."""
+    check_rows(target_ids, live, temperature, head.weight.shape[0])
     dtype = accumulate_dtype(head.hidden.dtype)
     logprobs = torch.zeros(live.shape, dtype=dtype, device=live.device)
     norm = logprobs.new_zeros(*live.shape, 2)
@@ -269,6 +273,7 @@ def linear_loss(
     backend: ModuleType,
 ) -> tuple[RowLoss, tuple[Tensor | None, Tensor | None, Tensor | None]]:
     """Loss and, formed on the way, the gradients of (hidden, weight, bias) for grad_output = 1."""
+    check_rows(target_ids, tokens.live, temperature, head.weight.shape[0])
     dtype = accumulate_dtype(head.hidden.dtype)
     zeros = torch.zeros(tokens.live.shape, dtype=dtype, device=tokens.live.device)
     has_entropy = want_entropy or entropy_coef != 0

@@ -81,7 +81,7 @@ def linear_dapo_loss(
     backend = backend_for("linear_dapo_loss", hidden.device, hidden.dtype)
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in head[:3]]
     if any(needs) and call.objective.one_pass:
-        tokens, unit = gradient_unit(hidden.dtype, call.tokens)
+        tokens, unit = gradient_unit(head.hidden.dtype, call.tokens)
         scalars = ObjectiveScalars.of(chosen).pack()
         loss, logprobs, entropies, clip_hit, ref_kl, *_ = linear_ops.linear_loss(
             *head,

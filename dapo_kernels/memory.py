@@ -1,13 +1,15 @@
 """Large fresh tensors on the CPU.
 
 The first touch of fresh memory faults once per 4 KiB page: a GEMM into 192 MiB of it took 220 ms in place of 144. In
-huge pages (Linux, where ``transparent_hugepage`` is ``madvise`` or ``always``) it took 150.
+huge pages (Linux, where ``transparent_hugepage`` is ``madvise`` or ``always``) it took 150, as long as the system has
+free ones: in a fragmented memory it may stop to make some. Scratch memory is therefore kept between calls.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import threading
 from typing import Any
 
 import torch
@@ -22,6 +24,23 @@ def _extension() -> Any:
         return importlib.import_module("dapo_kernels._C")
     except ImportError:  # said once, by backends.py
         return None
+
+
+_kept = threading.local()
+
+
+def workspace(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Scratch memory for the duration of one call. On the CPU a thread keeps it for its next call, fresh memory being
+    what it is; elsewhere the allocator does.
+    """
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    n_bytes = shape[0] * shape[1] * dtype.itemsize
+    kept = getattr(_kept, "memory", None)
+    if kept is None or kept.numel() < n_bytes:
+        _kept.memory = None  # before the larger one is made
+        _kept.memory = kept = large_empty((n_bytes,), torch.uint8, device)
+    return kept[:n_bytes].view(dtype).view(shape)
 
 
 def large_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

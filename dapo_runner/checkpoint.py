@@ -88,7 +88,8 @@ def save_checkpoint(folder: Path, step: int, learner: Learner, sampler: DynamicS
     unfinished.rename(final)
     _force_to_disk(folder)
     for old in find_checkpoints(folder)[:-keep]:
-        shutil.rmtree(old.path)
+        # Renamed first: what a kill leaves of it is swept up by the next save.
+        shutil.rmtree(old.path.rename(old.path.with_name(old.path.name + _UNFINISHED)))
     return Checkpoint(final, step)
 
 
@@ -116,9 +117,7 @@ def _load_optimizer(learner: Learner, tensors: dict[str, torch.Tensor]) -> None:
         if name in learner.master.copied:
             master.data.copy_(own.pop("master"))
         if own:
-            learner.optimizer.state[master] = {
-                key: value if key == "step" else value.to(master.device) for key, value in own.items()
-            }
+            learner.optimizer.state[master] = {key: value.to(master.device) for key, value in own.items()}
     learner.master.publish()
 
 

@@ -73,7 +73,7 @@ class TinyModelConfig(Section):
 class ModelConfig(Section):
     path: str | None = None  # a folder in transformers' format or a hub name
     tiny: TinyModelConfig | None = None
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
     attention: Literal["auto", "sdpa", "flash", "varlen"] = "auto"
     gradient_checkpointing: bool = False
     trust_remote_code: bool = False

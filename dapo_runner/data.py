@@ -313,11 +313,11 @@ class PromptCursor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError when the state was saved over other prompts or another seed."""
+        """Raises ConfigError when the state was saved over other prompts or another seed."""
         here = {"seed": self.seed, "data": self._fingerprint()}
         for what, now in here.items():
             if state[what] != now:
-                raise ValueError(
+                raise ConfigError(
                     f"cannot resume: the run was saved with {what} {state[what]!r}, this one has {now!r}; "
                     "resume with the data and the seed it was started with, or start a new run"
                 )

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dapo_kernels import OBJECTIVES, Objective, linear_dapo_loss, linear_token_logprobs, summarize
+from dapo_kernels import Objective, linear_dapo_loss, linear_token_logprobs, objectives, summarize
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.model import Policy
 from dapo_runner.packing import count_training_tokens, pack, split_mini_batches
@@ -212,24 +212,32 @@ def resolve_objective(config: Config) -> Objective:
     trained here.
     """
     loss = config.loss
-    if loss.objective not in OBJECTIVES:
-        raise ConfigError(f"loss.objective: expected one of {', '.join(OBJECTIVES)}, got {loss.objective!r}")
-    known = [field.name for field in fields(Objective)]
-    unknown = sorted(set(loss.overrides) - set(known))
-    if unknown:
-        raise ConfigError(f"loss.overrides: unknown {', '.join(unknown)}; known: {', '.join(known)}")
+    overrides = {name: _number(value) for name, value in loss.overrides.items()}
     try:
-        objective = replace(OBJECTIVES[loss.objective], **loss.overrides)
+        objective = objectives.resolve_objective("loss", loss.objective, overrides)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"loss.overrides: {error}") from error
+        raise ConfigError(str(error)) from error
     if objective.aggregate == "seq-mean-token-sum-norm" and objective.length_norm is None:
         objective = replace(objective, length_norm=float(config.rollout.max_response_tokens))
+    if objective.batch_selection is not None:
+        raise ConfigError(
+            f"loss.objective: {loss.objective!r} selects tokens of the whole batch ({objective.batch_selection}), "
+            "which this runner, whose micro-batches must not depend on each other, does not do yet"
+        )
     if objective.kl_coef != 0:
         raise ConfigError(
             f"loss.objective: {loss.objective!r} has kl_coef={objective.kl_coef:g} and would need a "
             "reference model, which this runner does not keep; set loss.overrides.kl_coef=0"
         )
     return objective
+
+
+def _number(value: Any) -> Any:
+    """YAML reads ``3e-4``, without a point, as text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def mean_of(updates: Iterable[dict[str, float]]) -> dict[str, float]:

@@ -18,7 +18,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dapo_runner.sampler import SamplingStats
 from dapo_runner.types import Group, Sample
@@ -87,23 +86,6 @@ def _bytes_through(path: Path, step: int) -> int:
 
 def _jsonable(value: float | str | None) -> float | int | str | None:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-class KernelMetrics:
-    """Adds up the metrics of `dapo_kernels` over micro-batches, on their device, nothing read back.
-
-    `dapo_kernels.summarize(totals)` then turns the sums into means.
-    """
-
-    def __init__(self) -> None:
-        self.totals: dict[str, Tensor] = {}
-
-    def add(self, metrics: Mapping[str, Tensor]) -> None:
-        """Sums add; of keys that end in `_max` the larger one stays."""
-        for key, value in metrics.items():
-            combine = torch.maximum if key.endswith("_max") else torch.add
-            value = value.detach()
-            self.totals[key] = combine(self.totals[key], value) if key in self.totals else value.clone()
 
 
 def prefixed(area: str, values: Mapping[str, float]) -> dict[str, float]:

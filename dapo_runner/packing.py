@@ -35,7 +35,7 @@ def count_training_tokens(sequences: Iterable[Sequence]) -> int:
 
 
 def split_mini_batches(sequences: SequenceOf[Sequence], size: int) -> list[list[Sequence]]:
-    """Consecutive mini-batches of ``size`` sequences, the last one maybe smaller. Groups stay together."""
+    """Consecutive mini-batches of ``size`` sequences, the last one maybe smaller."""
     return [list(sequences[start : start + size]) for start in range(0, len(sequences), size)]
 
 

@@ -156,15 +156,17 @@ def open_run(config: Config, progress: Progress) -> Run:
         torch.set_num_threads(config.run.threads)
     check_same_run(config, folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
-    torch.manual_seed(config.run.seed)
-    random.seed(config.run.seed)
+    _write_whole(folder / CONFIG_FILE, dump_config(config))
     checkpoint = latest_checkpoint(folder / CHECKPOINTS)
     source = checkpoint.model if checkpoint else initial_model(config, folder, progress)
     dataset = load_data(config, load_tokenizer(source, config.model))
     progress.note(f"data: {dataset.report.describe()}")
     learner = Learner(load_policy(source, config.model, device), config)
     sampler = DynamicSampler(PromptCursor(dataset.train, config.run.seed), config.sampler, progress.round)
+    engine = open_engine(config, source, device)
+    # Nothing that draws a random number comes after this: a resumed run must see the numbers the first one saw.
+    torch.manual_seed(config.run.seed)
+    random.seed(config.run.seed)
     if checkpoint:
         load_checkpoint(checkpoint, learner, sampler)
         progress.note(f"resuming after step {checkpoint.step} from {checkpoint.path}")
@@ -176,7 +178,7 @@ def open_run(config: Config, progress: Progress) -> Run:
         folder=folder,
         dataset=dataset,
         learner=learner,
-        engine=open_engine(config, source, device),
+        engine=engine,
         sampler=sampler,
         score=make_scorer(config),
         metrics=MetricsLog(folder / METRICS_FILE, keep_through=keep_through),
@@ -184,6 +186,13 @@ def open_run(config: Config, progress: Progress) -> Run:
         progress=progress,
         first_step=done,
     )
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """A kill leaves the old file or the new one, never half of it."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
 
 
 def initial_model(config: Config, folder: Path, progress: Progress) -> str | Path:

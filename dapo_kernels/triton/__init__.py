@@ -17,7 +17,7 @@ from dapo_kernels.tokens import RowLoss, TokenLoss, Tokens
 from dapo_kernels.triton import kernels
 
 # Logits of one load. One program per row; a block of 4096 with 8 warps is 16 logits per thread: two 128-bit loads in
-# bfloat16, four in float32, without spills (docs/kernels.md has the compiler's report).
+# bfloat16, four in float32, without spills (tests/kernels/test_triton_compile.py reads the compiler's report).
 _BLOCKS = ((1024, 4), (4096, 8))
 _BLOCK_T = 256
 

@@ -49,8 +49,6 @@ def test_linear(batch: dict[str, Tensor], chunk_bytes: int | None) -> None:
     wide = [batch[name].double().requires_grad_() for name in ("hidden", "weight")]
     expected = torch.autograd.grad(truth(batch, wide[0] @ wide[1].T), wide)
     inputs = [batch[name].requires_grad_() for name in ("hidden", "weight")]
-    out = linear_dapo_loss(
-        *inputs, batch["targets"], batch["old"], batch["advantages"], chunk_bytes=chunk_bytes
-    )
+    out = linear_dapo_loss(*inputs, batch["targets"], batch["old"], batch["advantages"], chunk_bytes=chunk_bytes)
     for got, true in zip(torch.autograd.grad(SCALE * out.loss, inputs), expected, strict=True):
         assert float((got.double() - true).norm() / true.norm()) < 2e-3

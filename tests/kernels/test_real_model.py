@@ -25,8 +25,8 @@ TEXTS = (
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did "
     "Natalia sell altogether in April and May?\nNatalia sold 48/2 = 24 clips in May.\nNatalia sold 48+24 = 72 clips "
     "altogether in April and May.\n#### 72",
-    "A robe takes 2 bolts of blue fiber and half that much white fiber. How many bolts in total does it take?\nIt takes "
-    "2/2=1 bolt of white fiber\nSo the total amount of fabric is 2+1=3 bolts of fabric\n#### 3",
+    "A robe takes 2 bolts of blue fiber and half that much white fiber. How many bolts in total does it take?\nIt "
+    "takes 2/2=1 bolt of white fiber\nSo the total amount of fabric is 2+1=3 bolts of fabric\n#### 3",
 )
 
 
@@ -87,9 +87,7 @@ def test_dapo_loss_on_real_logits(states: dict[str, Any], dtype: torch.dtype, in
     truth, reference = eager(torch.float64), eager(torch.float32)
     assert float((truth[1].abs() < 0.05).float().mean()) > 0.2, "real text has rows that are nearly certain"
     x = logits.clone().requires_grad_()
-    out = dapo_loss(
-        x, states["targets"], old, states["advantages"], mask=states["mask"], inplace_backward=inplace
-    )
+    out = dapo_loss(x, states["targets"], old, states["advantages"], mask=states["mask"], inplace_backward=inplace)
     (gradient,) = torch.autograd.grad(out.loss, x)
     as_accurate(out.loss.detach(), truth[0], reference[0], what="loss")
     as_accurate(out.logprobs, truth[1], reference[1], what="log-probs")

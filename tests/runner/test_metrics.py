@@ -7,10 +7,9 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
 from builders import make_group, make_prompt, make_sample
 
-from dapo_runner.metrics import KernelMetrics, MetricsLog, batch_metrics, prefixed, read_log, sampling_metrics
+from dapo_runner.metrics import MetricsLog, batch_metrics, prefixed, read_log, sampling_metrics
 from dapo_runner.sampler import SamplingStats
 from dapo_runner.types import Group
 
@@ -66,20 +65,6 @@ def test_lines_are_on_disk_at_once_and_strict_json(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(b'{"torn')
     assert len(read_log(path)) == 1
-
-
-def test_kernel_metrics_add_up_and_keep_the_largest() -> None:
-    one = {"tokens": torch.tensor(3), "ratio": torch.tensor(1.5), "ratio_max": torch.tensor(2.0)}
-    two = {"tokens": torch.tensor(5), "ratio": torch.tensor(2.0), "ratio_max": torch.tensor(1.0)}
-    metrics = KernelMetrics()
-    metrics.add(one)
-    metrics.add(two)
-    assert {key: value.item() for key, value in metrics.totals.items()} == {
-        "tokens": 8,
-        "ratio": 3.5,
-        "ratio_max": 2.0,
-    }
-    assert one["tokens"] == 3  # what was handed in is left alone
 
 
 def test_batch_metrics_by_hand() -> None:
