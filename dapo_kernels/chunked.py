@@ -106,6 +106,7 @@ class Gradients:
     def __init__(self, head: Head, needs: Needs, n_chunks: int, backend: ModuleType) -> None:
         self.head = head
         self.n_chunks = n_chunks
+        self.n_added = 0
         self.hidden = torch.zeros_like(head.hidden) if needs.hidden else None
         self.bias = None
         self.weight = None
@@ -127,6 +128,7 @@ class Gradients:
         """``dlogits`` [C, V] of the hidden states [C, H] that stand at ``rows`` [C] of the input."""
         if dlogits.shape[0] == 0:
             return
+        self.n_added += 1
         dlogits = dlogits.to(self.head.weight.dtype)
         if self.hidden is not None:
             self.hidden.index_copy_(0, rows, dlogits @ self.head.weight)
@@ -143,6 +145,8 @@ class Gradients:
             torch.addmm(self.weight, dlogits.t(), hidden, beta=int(self.n_chunks > 1), out=self.weight)
 
     def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        if self.weight is not None and self.n_added == 0:
+            self.weight.zero_()
         weight = self.weight if self.weight_sum is None else self.weight_sum.rounded()
         bias = None if self.bias is None else self.bias.to(self.head.weight.dtype)
         return self.hidden, weight, bias

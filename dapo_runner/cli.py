@@ -175,7 +175,8 @@ def _no_overrides(overrides: list[str]) -> None:
 def _print_evaluations(console: Console, title: str, columns: dict[str, dict[str, float]]) -> None:
     if not columns:
         return
-    table = Table(title=title, title_justify="left")
+    print(title)  # not the table's own title, which is cut to its width
+    table = Table()
     table.add_column("")
     for heading in columns:
         table.add_column(heading, justify="right")

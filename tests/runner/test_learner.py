@@ -213,8 +213,9 @@ def test_gradients_of_micro_batches_add_up_in_float32(model_folder: Path) -> Non
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        ({"objective": "dapo2"}, "expected one of .*dapo"),
-        ({"overrides": {"clip_hihg": 0.3}}, "unknown clip_hihg; known: .*clip_high"),
+        ({"objective": "top_entropy"}, "selects tokens of the whole batch"),
+        ({"objective": "dapo2"}, "unknown objective .*known: .*dapo"),
+        ({"overrides": {"clip_hihg": 0.3}}, "clip_hihg.*did you mean .clip_high"),
         ({"overrides": {"clip_high": -1}}, "clip_high"),
         ({"objective": "grpo"}, "reference model"),
     ],
