@@ -43,6 +43,11 @@ def workspace(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) 
     return kept[:n_bytes].view(dtype).view(shape)
 
 
+def release_workspace() -> None:
+    """Give the calling thread's scratch memory back."""
+    _kept.memory = None
+
+
 def large_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """``torch.empty`` in huge pages where there are any."""
     out = torch.empty(shape, dtype=dtype, device=device)
