@@ -17,7 +17,10 @@ struct Rows {
   int64_t inner, stride_outer, stride_inner;
   Dtype dtype;
 
-  int64_t offset(int64_t row) const { return row / inner * stride_outer + row % inner * stride_inner; }
+  DAPO_HOST_DEVICE int64_t offset(int64_t row) const {
+    if (inner >= n_rows) return row * stride_inner;  // [T, V]: no division
+    return row / inner * stride_outer + row % inner * stride_inner;
+  }
 };
 
 // Per-token inputs, [n_rows] each; null pointers where a thing was not given.
@@ -33,7 +36,7 @@ struct TokenInputs {
   const float* ref_logprobs;
   const float* importance_weights;
 
-  float tau(int64_t row) const { return temperatures ? temperatures[row] : temperature; }
+  DAPO_HOST_DEVICE float tau(int64_t row) const { return temperatures ? temperatures[row] : temperature; }
 };
 
 // Per-token results, [n_rows] each; null pointers where nobody asked.

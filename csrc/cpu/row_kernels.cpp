@@ -48,13 +48,13 @@ template <bool kWeighted> static inline Group exponentials(Group g, vf c, vf shi
   return e;
 }
 
-template <class T, bool kWeighted, bool kKeep> static SoftmaxPart block_stats(T* x, int64_t n, float c) {
+template <class T, bool kWeighted, bool kKeep> static SoftmaxPart block_stats(T* x, int64_t n, float c, const T* ahead) {
   const float top = block_max(x, n) * c;
   const vf shift = splat(top == -INFINITY ? 0.0f : -top), scale = splat(c);
   Sums s = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
   int64_t i = 0;
   for (; i + kGroup <= n; i += kGroup) {
-    prefetch_group(x + i + kBlock);  // the next block, which the pass for its maximum would otherwise wait for
+    prefetch_group(ahead + i);
     const Group e = exponentials<kWeighted>(load_group(x + i), scale, shift, s);
     if (kKeep) store_group(x + i, e);
   }
@@ -65,18 +65,18 @@ template <class T, bool kWeighted, bool kKeep> static SoftmaxPart block_stats(T*
   return {top, sum_of(add(s.sum_a, s.sum_b)), sum_of(add(s.weighted_a, s.weighted_b))};
 }
 
-template <class T> SoftmaxPart stats(void* data, int64_t n, float c, bool weighted, bool keep) {
+template <class T> SoftmaxPart stats(void* data, int64_t n, float c, bool weighted, bool keep, const void* later) {
   T* x = static_cast<T*>(data);
-  if (keep) return weighted ? block_stats<T, true, true>(x, n, c) : block_stats<T, false, true>(x, n, c);
-  return weighted ? block_stats<T, true, false>(x, n, c) : block_stats<T, false, false>(x, n, c);
+  const T* ahead = static_cast<const T*>(later);
+  if (keep) return weighted ? block_stats<T, true, true>(x, n, c, ahead) : block_stats<T, false, true>(x, n, c, ahead);
+  return weighted ? block_stats<T, true, false>(x, n, c, ahead) : block_stats<T, false, false>(x, n, c, ahead);
 }
 
-template <class T> void scale(void* data, int64_t n, float factor, const void* ahead) {
+template <class T> void scale(void* data, int64_t n, float factor) {
   T* x = static_cast<T*>(data);
   const vf f = splat(factor);
   int64_t i = 0;
   for (; i + kGroup <= n; i += kGroup) {
-    prefetch_group(static_cast<const T*>(ahead) + i);
     const Group e = load_group(x + i);
     store_group(x + i, Group{mul(e.a, f), mul(e.b, f)});
   }
@@ -125,6 +125,16 @@ template <class T> void set(void* x, int64_t i, float value) {
   store_tail(static_cast<T*>(x) + i, Group{splat(value), splat(0.0f)}, 1);
 }
 
+static void stream_zeros(void* x, int64_t bytes, bool last) {
+  char* p = static_cast<char*>(x);
+  const int64_t unaligned = -reinterpret_cast<intptr_t>(p) & (kWidth * 4 - 1);
+  const int64_t head = unaligned < bytes ? unaligned : bytes;
+  std::memset(p, 0, head);
+  for (p += head, bytes -= head; bytes >= kWidth * 4; bytes -= kWidth * 4, p += kWidth * 4) stream(p, splat(0.0f));
+  std::memset(p, 0, bytes);
+  if (last) stream_fence();
+}
+
 // Plain loops: every compiler turns these into vectors.
 static inline float as_float(uint32_t bits) {
   float x;
@@ -161,8 +171,8 @@ template <class T> constexpr BlockKernels kernels() { return {stats<T>, scale<T>
 
 const RowKernels& DAPO_JOIN(row_kernels_, DAPO_ISA)() {
   using namespace DAPO_ISA;
-  static const RowKernels table = {DAPO_STRING(DAPO_ISA), {kernels<float>(), kernels<bf16>(), kernels<f16>()}, add_split,
-                                   round_split};
+  static const RowKernels table = {DAPO_STRING(DAPO_ISA), {kernels<float>(), kernels<bf16>(), kernels<f16>()}, stream_zeros,
+                                   add_split, round_split};
   return table;
 }
 

@@ -16,20 +16,22 @@ constexpr int64_t kBlock = 2048;
 // Kernels of one dtype. `c` = log2(e) / temperature turns logits into base-2 exponents.
 struct BlockKernels {
   // Statistics of x[0, n). With `keep` (float32 only) x is overwritten by its exponentials 2^(x c - top).
-  SoftmaxPart (*stats)(void* x, int64_t n, float c, bool weighted, bool keep);
+  SoftmaxPart (*stats)(void* x, int64_t n, float c, bool weighted, bool keep, const void* ahead);
   // x *= scale, for the exponentials that `stats` kept.
-  void (*scale)(void* x, int64_t n, float scale, const void* ahead);
+  void (*scale)(void* x, int64_t n, float scale);
   // out = p (a + b (x c - top)) with p = 2^(x c - top): the gradient row but for the target's own entry.
   void (*grad)(const void* x, void* out, int64_t n, float c, float top, float a, float b, const void* ahead);
   float (*get)(const void* x, int64_t i);
   void (*set)(void* x, int64_t i, float value);
 };
-// `ahead`: what the caller will read next, as many bytes as the block has; fetched into the L2 cache meanwhile, because
-// the second sweep over a row runs from cache and would leave the memory bus idle.
+// `ahead`: what the caller will read later, as many bytes as the block has; fetched into the cache meanwhile.
 
 struct RowKernels {
   const char* isa;
   BlockKernels by_dtype[3];  // indexed by Dtype
+  // Zeros that go to memory past the caches: an ordinary store would first read what it overwrites. They may be seen
+  // by others only after the last of them.
+  void (*stream_zeros)(void* x, int64_t bytes, bool last);
   // A float32 running sum held as two planes: `high` is its upper half, a bfloat16, `low` the other 16 bits.
   void (*add_split)(uint16_t* high, uint16_t* low, const uint16_t* bf16_part, int64_t n);
   // Rounds the sum to nearest even into `high`.

@@ -8,13 +8,11 @@
 #include <omp.h>
 #endif
 
+#include "../row_math.h"
 #include "row_kernels.h"
 
 namespace dapo {
 namespace {
-
-constexpr double kLn2 = 0.693147180559945309417;
-constexpr double kLog2E = 1.44269504088896340736;
 
 constexpr int64_t kItemSize[3] = {4, 2, 2};
 
@@ -23,23 +21,21 @@ constexpr int64_t kFewRowsPerThread = 4;
 // How far ahead a single sweep asks for its input, in bytes.
 constexpr int64_t kAhead = 4096;
 
-// Logits a thread takes at a time when it takes whole rows.
+// A thread takes this many logits at a time, and at least so many rows: neighbours in memory, because a row is fetched
+// while the one before is worked on, and two threads that alternate between rows fetch each other's (17.9 ms instead of
+// 14.8 for 2048 rows of 49152 floats).
 constexpr int64_t kGrain = 65536;
+constexpr int64_t kGrainRows = 16;
 
-float base2_scale(float temperature) { return static_cast<float>(kLog2E / temperature); }
-
-// What the last phase needs to know of a row: gradient = p (a + b (x c - top)), plus `onehot` at the target.
-struct RowGradient {
-  bool zero = true;
-  float c = 0.0f, top = 0.0f, a = 0.0f, b = 0.0f;
-  int64_t target = 0;
-  float at_target = 0.0f;
-};
+// Logits of this many bytes will have left the caches before anybody reads their gradient.
+constexpr int64_t kLargerThanCaches = 32 << 20;
 
 // Working memory of one row in flight.
 struct RowState {
+  int64_t next = -1;  // the row this thread takes next, if it follows in memory
   std::vector<SoftmaxPart> parts;
-  RowGradient gradient;
+  float x_target = 0.0f;  // read before the exponentials overwrite it
+  RowGradient gradient = zero_gradient();
 };
 
 struct RowView {
@@ -84,13 +80,15 @@ void for_rows(const Rows& rows, int threads, First first, Middle middle, Last la
     }
     return;
   }
-  const int64_t grain = std::max<int64_t>(1, std::min(kGrain / std::max<int64_t>(rows.n_cols, 1), n / threads));
+  const int64_t wanted = std::max(kGrainRows, kGrain / std::max<int64_t>(rows.n_cols, 1));
+  const int64_t grain = std::max<int64_t>(1, std::min(wanted, n / threads));
 #pragma omp parallel num_threads(threads) if (threads > 1 && n * rows.n_cols > kGrain)
   {
     static thread_local RowState state;
     fit(state);
 #pragma omp for schedule(dynamic, grain)
     for (int64_t row = 0; row < n; ++row) {
+      state.next = row + 1 < n && (row + 1) % grain != 0 ? row + 1 : -1;
       for (int64_t b = 0; b < blocks; ++b) first(state, row, b);
       middle(state, row);
       for (int64_t b = 0; b < blocks; ++b) last(state, row, b);
@@ -98,59 +96,36 @@ void for_rows(const Rows& rows, int threads, First first, Middle middle, Last la
   }
 }
 
+// What a first sweep fetches while it works on a block: the same block of the next row, so that a row is in the L2 cache
+// when its turn comes and both of its sweeps run from there; without a next row, the next block.
+const void* ahead_of(const Rows& rows, const RowState& state, int64_t row, int64_t b) {
+  return state.next >= 0 ? RowView(rows, state.next).block(b) : RowView(rows, row).block(b + 1);
+}
+
+// All parts are lifted to one reference: merged one after the other, each exponential would wait for the one before.
 SoftmaxPart merge_all(const RowState& state, int64_t blocks) {
   SoftmaxPart whole = empty_part();
-  for (int64_t b = 0; b < blocks; ++b) whole = merge(whole, state.parts[b]);
+  for (int64_t b = 0; b < blocks; ++b) whole.top = std::max(whole.top, state.parts[b].top);
+  for (int64_t b = 0; b < blocks; ++b) {
+    const SoftmaxPart part = lift(state.parts[b], whole.top);
+    whole.sum += part.sum;
+    whole.weighted += part.weighted;
+  }
   return whole;
 }
 
-// In double: one rounding at the end. O(1) per row.
-float logprob_of(float x, float c, const SoftmaxPart& whole) {
-  const double z = kLn2 * (static_cast<double>(x) * c - whole.top) - std::log(static_cast<double>(whole.sum));
-  return static_cast<float>(std::min(z, 0.0));  // rounding must not make a probability greater than 1; NaN stays
+// Zeros for the gradient of a dead row; past the caches where the whole is larger than they are.
+void write_zeros(const Rows& rows, const RowView& row, int64_t b) {
+  const int64_t bytes = row.block_size(b) * row.itemsize;
+  if (rows.n_rows * rows.n_cols * row.itemsize < kLargerThanCaches) {
+    std::memset(row.block(b), 0, bytes);
+  } else {
+    row_kernels().stream_zeros(row.block(b), bytes, b == n_blocks(rows) - 1);
+  }
 }
-
-float entropy_of(const SoftmaxPart& whole) {
-  const double h = std::log(static_cast<double>(whole.sum)) - kLn2 * (static_cast<double>(whole.weighted) / whole.sum);
-  return static_cast<float>(std::max(h, 0.0));
-}
-
-// Gradient of w * logprob + v * entropy (w, v: derivatives of the loss) for a row with this norm:
-//   w (onehot - p) / tau - v p (log p + H) / tau,    log p = ln2 (x c - top) - log sum
-RowGradient gradient_of(float x_target, int64_t target, float tau, float c, float top, float sum, float w, float v,
-                        float entropy) {
-  RowGradient g;
-  g.zero = w == 0.0f && v == 0.0f;
-  g.c = c;
-  g.top = top;
-  g.target = target;
-  const double inv = 1.0 / (static_cast<double>(sum) * tau), log_sum = std::log(static_cast<double>(sum));
-  g.a = static_cast<float>(inv * (-w - (v == 0.0f ? 0.0 : v * (entropy - log_sum))));
-  g.b = static_cast<float>(inv * -v * kLn2);
-  const double log_p = kLn2 * (static_cast<double>(x_target) * c - top) - log_sum;
-  const double slope = v == 0.0f ? 0.0 : v * std::exp(log_p) * (std::max(log_p, -200.0) + entropy);
-  g.at_target = static_cast<float>((-w * std::expm1(log_p) - slope) / tau);
-  return g;
-}
-
-void write_zeros(const RowView& row, int64_t b) { std::memset(row.block(b), 0, row.block_size(b) * row.itemsize); }
 
 void set_target(const RowView& out, const RowGradient& g, int64_t b) {
   if (g.target / kBlock == b) out.kernels.set(out.data, g.target, g.at_target);
-}
-
-TokenLoss objective_at(const TokenInputs& t, int64_t i, float logprob, float log_ratio, const Objective& o) {
-  return token_objective(logprob, log_ratio, t.advantages[i], t.ref_logprobs ? t.ref_logprobs[i] : 0.0f,
-                         t.importance_weights ? t.importance_weights[i] : 1.0f, o);
-}
-
-void write_dead(const TokenOutputs& out, int64_t row) {
-  out.logprobs[row] = 0.0f;
-  if (out.norm) out.norm[2 * row] = out.norm[2 * row + 1] = 0.0f;
-  if (out.entropy) out.entropy[row] = 0.0f;
-  if (out.clip_hit) out.clip_hit[row] = kClipNone;
-  if (out.ref_kl) out.ref_kl[row] = 0.0f;
-  if (out.idle) out.idle[row] = 1;
 }
 
 }  // namespace
@@ -171,16 +146,14 @@ void row_stats(const Rows& logits, const TokenInputs& tokens, const TokenOutputs
   const auto first = [&](RowState& state, int64_t row, int64_t b) {
     if (!tokens.live[row]) return;
     const RowView x(logits, row);
-    state.parts[b] = x.kernels.stats(x.block(b), x.block_size(b), base2_scale(tokens.tau(row)), weighted, false);
+    state.parts[b] =
+        x.kernels.stats(x.block(b), x.block_size(b), base2_scale(tokens.tau(row)), weighted, false, ahead_of(logits, state, row, b));
   };
   const auto middle = [&](RowState& state, int64_t row) {
     if (!tokens.live[row]) return write_dead(out, row);
     const RowView x(logits, row);
     const SoftmaxPart whole = merge_all(state, blocks);
-    out.logprobs[row] = logprob_of(x.kernels.get(x.data, tokens.target_ids[row]), base2_scale(tokens.tau(row)), whole);
-    out.norm[2 * row] = whole.top;
-    out.norm[2 * row + 1] = whole.sum;
-    if (out.entropy) out.entropy[row] = entropy_of(whole);
+    write_stats(out, row, x.kernels.get(x.data, tokens.target_ids[row]), base2_scale(tokens.tau(row)), whole);
   };
   for_rows(logits, threads, first, middle, [](RowState&, int64_t, int64_t) {});
 }
@@ -189,7 +162,7 @@ void row_grad(const Rows& logits, const Rows& grad, const TokenInputs& tokens, c
               const float* d_logprobs, const float* d_entropy, int threads) {
   const auto nothing = [](RowState&, int64_t, int64_t) {};
   const auto middle = [&](RowState& state, int64_t row) {
-    state.gradient = RowGradient();
+    state.gradient = zero_gradient();
     if (!tokens.live[row]) return;
     const RowView x(logits, row);
     const int64_t target = tokens.target_ids[row];
@@ -201,7 +174,7 @@ void row_grad(const Rows& logits, const Rows& grad, const TokenInputs& tokens, c
   const auto last = [&](RowState& state, int64_t row, int64_t b) {
     const RowView x(logits, row), out(grad, row);
     const RowGradient& g = state.gradient;
-    if (g.zero) return write_zeros(out, b);
+    if (g.zero) return write_zeros(grad, out, b);
     x.kernels.grad(x.block(b), out.block(b), x.block_size(b), g.c, g.top, g.a, g.b, x.block(b) + kAhead);
     set_target(out, g, b);
   };
@@ -216,48 +189,34 @@ double row_loss(const Rows& logits, const TokenInputs& tokens, const Objective& 
   // 49152). The entropy's gradient needs the logits themselves.
   const bool keep = logits.dtype == Dtype::f32 && entropy_coef == 0.0f;
   std::vector<double> losses(logits.n_rows, 0.0);
-  std::vector<float> x_target(logits.n_rows);  // read before the exponentials overwrite it
 
-  for (int64_t row = 0; row < logits.n_rows; ++row) {
-    if (!tokens.live[row]) continue;
-    const RowView x(logits, row);
-    x_target[row] = x.kernels.get(x.data, tokens.target_ids[row]);
-  }
   const auto first = [&](RowState& state, int64_t row, int64_t b) {
     if (!tokens.live[row]) return;
     const RowView x(logits, row);
-    state.parts[b] =
-        x.kernels.stats(x.block(b), x.block_size(b), base2_scale(tokens.tau(row)), out.entropy != nullptr, keep);
+    const int64_t target = tokens.target_ids[row];
+    if (target / kBlock == b) state.x_target = x.kernels.get(x.data, target);
+    state.parts[b] = x.kernels.stats(x.block(b), x.block_size(b), base2_scale(tokens.tau(row)), out.entropy != nullptr,
+                                     keep, ahead_of(logits, state, row, b));
   };
   const auto middle = [&](RowState& state, int64_t row) {
-    state.gradient = RowGradient();
+    state.gradient = zero_gradient();
     if (!tokens.live[row]) return write_dead(out, row);
     const SoftmaxPart whole = merge_all(state, blocks);
-    const float tau = tokens.tau(row), c = base2_scale(tau), weight = tokens.weights[row];
-    const float logprob = logprob_of(x_target[row], c, whole);
-    const float entropy = out.entropy ? entropy_of(whole) : 0.0f;
-    const float log_ratio = tokens.old_logprobs ? logprob - tokens.old_logprobs[row] : 0.0f;
-    const TokenLoss loss = objective_at(tokens, row, logprob, log_ratio, objective);
-    if (weight != 0.0f) {  // a token that was not selected has no say, and its loss may overflow
-      losses[row] = weight * (loss.value - (entropy_coef == 0.0f ? 0.0f : entropy_coef * entropy));
-      state.gradient = gradient_of(x_target[row], tokens.target_ids[row], tau, c, whole.top, whole.sum,
-                                   weight * (loss.d_logprob + loss.d_log_ratio), -entropy_coef * weight, entropy);
-    }
-    out.logprobs[row] = logprob;
-    if (out.entropy) out.entropy[row] = entropy;
-    out.clip_hit[row] = loss.hit;
-    if (out.ref_kl) out.ref_kl[row] = loss.kl;
-    out.idle[row] = state.gradient.zero;
+    const float tau = tokens.tau(row);
+    const RowLoss result = finish_loss(token_values(tokens, row), state.x_target, tau, base2_scale(tau), objective,
+                                       entropy_coef, out.entropy != nullptr, whole);
+    write_loss(out, row, result);
+    losses[row] = result.weighted;
+    state.gradient = result.gradient;
   };
   const auto last = [&](RowState& state, int64_t row, int64_t b) {
     const RowView x(logits, row);
     const RowGradient& g = state.gradient;
-    if (g.zero) return write_zeros(x, b);
-    const char* ahead = RowView(logits, std::min(row + 1, logits.n_rows - 1)).block(b);
+    if (g.zero) return write_zeros(logits, x, b);
     if (keep) {
-      x.kernels.scale(x.block(b), x.block_size(b), g.a * exp2f(state.parts[b].top - g.top), ahead);
+      x.kernels.scale(x.block(b), x.block_size(b), g.a * exp2f(state.parts[b].top - g.top));
     } else {
-      x.kernels.grad(x.block(b), x.block(b), x.block_size(b), g.c, g.top, g.a, g.b, ahead);
+      x.kernels.grad(x.block(b), x.block(b), x.block_size(b), g.c, g.top, g.a, g.b, x.block(b));
     }
     set_target(x, g, b);
   };
@@ -271,20 +230,7 @@ double row_loss(const Rows& logits, const TokenInputs& tokens, const Objective& 
 double token_loss(int64_t n, const float* logprobs, const TokenInputs& tokens, const Objective& objective,
                   const TokenOutputs& out) {
   double total = 0.0;
-  for (int64_t i = 0; i < n; ++i) {
-    TokenLoss loss{0.0f, 0.0f, 0.0f, 0.0f, kClipNone};
-    float weight = 0.0f;
-    if (tokens.live[i]) {
-      weight = tokens.weights[i];
-      loss = objective_at(tokens, i, logprobs[i], tokens.log_ratio ? tokens.log_ratio[i] : 0.0f, objective);
-    }
-    if (weight == 0.0f) loss.value = loss.d_logprob = loss.d_log_ratio = 0.0f;  // 0 * inf otherwise
-    total += static_cast<double>(weight) * loss.value;
-    out.d_logprobs[i] = weight * loss.d_logprob;
-    out.d_log_ratio[i] = weight * loss.d_log_ratio;
-    out.clip_hit[i] = loss.hit;
-    if (out.ref_kl) out.ref_kl[i] = loss.kl;
-  }
+  for (int64_t i = 0; i < n; ++i) total += write_token_loss(i, logprobs, tokens, objective, out);
   return total;
 }
 

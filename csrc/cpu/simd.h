@@ -34,6 +34,8 @@ using vf = __m512;
 static inline vf splat(float x) { return _mm512_set1_ps(x); }
 static inline vf load(const float* p) { return _mm512_loadu_ps(p); }
 static inline void store(float* p, vf x) { _mm512_storeu_ps(p, x); }
+static inline void stream(void* p, vf x) { _mm512_stream_ps(static_cast<float*>(p), x); }  // aligned
+static inline void stream_fence() { _mm_sfence(); }
 static inline vf add(vf a, vf b) { return _mm512_add_ps(a, b); }
 static inline vf mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 static inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
@@ -117,6 +119,8 @@ using vf = __m256;
 static inline vf splat(float x) { return _mm256_set1_ps(x); }
 static inline vf load(const float* p) { return _mm256_loadu_ps(p); }
 static inline void store(float* p, vf x) { _mm256_storeu_ps(p, x); }
+static inline void stream(void* p, vf x) { _mm256_stream_ps(static_cast<float*>(p), x); }  // aligned
+static inline void stream_fence() { _mm_sfence(); }
 static inline vf add(vf a, vf b) { return _mm256_add_ps(a, b); }
 static inline vf mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
 static inline vf fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
@@ -183,6 +187,8 @@ struct vf { float v[kWidth]; };
 static inline vf splat(float x) { vf r; DAPO_LANES r.v[i] = x; return r; }
 static inline vf load(const float* p) { vf r; DAPO_LANES r.v[i] = p[i]; return r; }
 static inline void store(float* p, vf x) { DAPO_LANES p[i] = x.v[i]; }
+static inline void stream(void* p, vf x) { std::memcpy(p, x.v, sizeof x.v); }
+static inline void stream_fence() {}
 static inline vf add(vf a, vf b) { DAPO_LANES a.v[i] += b.v[i]; return a; }
 static inline vf mul(vf a, vf b) { DAPO_LANES a.v[i] *= b.v[i]; return a; }
 static inline vf fma(vf a, vf b, vf c) { DAPO_LANES a.v[i] = a.v[i] * b.v[i] + c.v[i]; return a; }

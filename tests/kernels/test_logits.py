@@ -227,6 +227,29 @@ def test_without_inplace_the_logits_stay(backend: str) -> None:
     assert torch.equal(leaves["logits"].detach(), case.leaves["logits"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_logits_larger_than_the_caches(backend: str, dtype: torch.dtype) -> None:
+    """Many megabytes of logits: dead rows are zeros to their last byte, live ones have the bits they have alone."""
+    if backend != "cpp":
+        pytest.skip("the size at which the C++ kernels store past the caches")
+    n, vocab = 37, 640_007 if dtype == torch.bfloat16 else 320_003
+    generator = torch.Generator().manual_seed(21)
+    logits = torch.randn(n, vocab, generator=generator).to(dtype)
+    target_ids = torch.randint(vocab, (n,), generator=generator)
+    mask = torch.rand(n, generator=generator) < 0.5
+
+    def gradient(rows: slice) -> Tensor:
+        leaf = logits[rows].clone().requires_grad_(True)
+        advantages = torch.ones(n)[rows]
+        out = dapo_loss(leaf, target_ids[rows], None, advantages, mask=mask[rows], denominator=1, inplace_backward=True)
+        return torch.autograd.grad(out.loss, leaf)[0]
+
+    together = gradient(slice(None))
+    assert not bool(together[~mask].any())
+    for row in mask.nonzero().flatten().tolist():
+        assert torch.equal(together[row], gradient(slice(row, row + 1))[0])
+
+
 @pytest.mark.parametrize("size", ["vocab_1", "one_token", "no_token"])
 def test_smallest_sizes(backend: str, size: str) -> None:
     vocab, lengths = {"vocab_1": (1, (3, 2)), "one_token": (11, (1,)), "no_token": (11, (0,))}[size]

@@ -1,0 +1,139 @@
+// What one row needs once its softmax statistics are known: O(1) per row, for the CPU and for CUDA.
+//
+// In double: one rounding at the end, and logits at 1e4 keep their digits.
+#pragma once
+
+#include <cmath>
+
+#include "online_softmax.h"
+#include "params.h"
+
+namespace dapo {
+
+constexpr double kLn2 = 0.693147180559945309417;
+constexpr double kLog2E = 1.44269504088896340736;
+
+// c: logits x become base-2 exponents x c.
+DAPO_HOST_DEVICE float base2_scale(float temperature) { return static_cast<float>(kLog2E / temperature); }
+
+DAPO_HOST_DEVICE float logprob_of(float x, float c, const SoftmaxPart& whole) {
+  const double z = kLn2 * (static_cast<double>(x) * c - whole.top) - std::log(static_cast<double>(whole.sum));
+  return static_cast<float>(0.0 < z ? 0.0 : z);  // rounding must not make a probability greater than 1; NaN stays
+}
+
+DAPO_HOST_DEVICE float entropy_of(const SoftmaxPart& whole) {
+  const double h = std::log(static_cast<double>(whole.sum)) - kLn2 * (static_cast<double>(whole.weighted) / whole.sum);
+  return static_cast<float>(h < 0.0 ? 0.0 : h);
+}
+
+// A gradient row: p (a + b (x c - top)) with p = 2^(x c - top), but `at_target` at the target; or all zeros.
+struct RowGradient {
+  int64_t target;
+  float c, top, a, b, at_target;
+  bool zero;
+};
+
+DAPO_HOST_DEVICE RowGradient zero_gradient() { return {0, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, true}; }
+
+// Gradient of w * logprob + v * entropy (w, v: derivatives of the loss) for a row with this norm:
+//   w (onehot - p) / tau - v p (log p + H) / tau,    log p = ln2 (x c - top) - log sum
+DAPO_HOST_DEVICE RowGradient gradient_of(float x_target, int64_t target, float tau, float c, float top, float sum,
+                                         float w, float v, float entropy) {
+  RowGradient g = zero_gradient();
+  g.zero = w == 0.0f && v == 0.0f;
+  g.c = c;
+  g.top = top;
+  g.target = target;
+  const double inv = 1.0 / (static_cast<double>(sum) * tau), log_sum = std::log(static_cast<double>(sum));
+  g.a = static_cast<float>(inv * (-w - (v == 0.0f ? 0.0 : v * (entropy - log_sum))));
+  g.b = static_cast<float>(inv * -v * kLn2);
+  const double log_p = kLn2 * (static_cast<double>(x_target) * c - top) - log_sum;
+  const double slope = v == 0.0f ? 0.0 : v * std::exp(log_p) * ((log_p < -200.0 ? -200.0 : log_p) + entropy);
+  g.at_target = static_cast<float>((-w * std::expm1(log_p) - slope) / tau);
+  return g;
+}
+
+// Inputs of one token, fetched.
+struct TokenValues {
+  int64_t target;
+  float weight, advantage, old_logprob, log_ratio, ref_logprob, importance_weight;
+  bool on_policy;
+};
+
+DAPO_HOST_DEVICE TokenValues token_values(const TokenInputs& t, int64_t i) {
+  return {t.target_ids ? t.target_ids[i] : 0,
+          t.weights[i],
+          t.advantages[i],
+          t.old_logprobs ? t.old_logprobs[i] : 0.0f,
+          t.log_ratio ? t.log_ratio[i] : 0.0f,
+          t.ref_logprobs ? t.ref_logprobs[i] : 0.0f,
+          t.importance_weights ? t.importance_weights[i] : 1.0f,
+          t.old_logprobs == nullptr};
+}
+
+// Results of one live row, and the gradient row still to be written.
+struct RowLoss {
+  float logprob, entropy;
+  TokenLoss loss;
+  double weighted;  // the row's share of the scalar loss
+  RowGradient gradient;
+};
+
+DAPO_HOST_DEVICE RowLoss finish_loss(const TokenValues& t, float x_target, float tau, float c, const Objective& o,
+                                     float entropy_coef, bool has_entropy, const SoftmaxPart& whole) {
+  const float logprob = logprob_of(x_target, c, whole), entropy = has_entropy ? entropy_of(whole) : 0.0f;
+  const float log_ratio = t.on_policy ? 0.0f : logprob - t.old_logprob;
+  RowLoss r{logprob, entropy, token_objective(logprob, log_ratio, t.advantage, t.ref_logprob, t.importance_weight, o),
+            0.0, zero_gradient()};
+  if (t.weight != 0.0f) {  // a token that was not selected has no say, and its loss may overflow
+    r.weighted = t.weight * (r.loss.value - (entropy_coef == 0.0f ? 0.0f : entropy_coef * entropy));
+    r.gradient = gradient_of(x_target, t.target, tau, c, whole.top, whole.sum,
+                             t.weight * (r.loss.d_logprob + r.loss.d_log_ratio), -entropy_coef * t.weight, entropy);
+  }
+  return r;
+}
+
+DAPO_HOST_DEVICE void write_loss(const TokenOutputs& out, int64_t row, const RowLoss& r) {
+  out.logprobs[row] = r.logprob;
+  if (out.entropy) out.entropy[row] = r.entropy;
+  out.clip_hit[row] = r.loss.hit;
+  if (out.ref_kl) out.ref_kl[row] = r.loss.kl;
+  out.idle[row] = r.gradient.zero;
+}
+
+DAPO_HOST_DEVICE void write_stats(const TokenOutputs& out, int64_t row, float x_target, float c,
+                                  const SoftmaxPart& whole) {
+  out.logprobs[row] = logprob_of(x_target, c, whole);
+  out.norm[2 * row] = whole.top;
+  out.norm[2 * row + 1] = whole.sum;
+  if (out.entropy) out.entropy[row] = entropy_of(whole);
+}
+
+DAPO_HOST_DEVICE void write_dead(const TokenOutputs& out, int64_t row) {
+  out.logprobs[row] = 0.0f;
+  if (out.norm) out.norm[2 * row] = out.norm[2 * row + 1] = 0.0f;
+  if (out.entropy) out.entropy[row] = 0.0f;
+  if (out.clip_hit) out.clip_hit[row] = kClipNone;
+  if (out.ref_kl) out.ref_kl[row] = 0.0f;
+  if (out.idle) out.idle[row] = 1;
+}
+
+// One token of the elementwise objective; returns its share of the loss.
+DAPO_HOST_DEVICE double write_token_loss(int64_t i, const float* logprobs, const TokenInputs& tokens,
+                                         const Objective& objective, const TokenOutputs& out) {
+  TokenLoss loss{0.0f, 0.0f, 0.0f, 0.0f, kClipNone};
+  float weight = 0.0f;
+  if (tokens.live[i]) {
+    const TokenValues t = token_values(tokens, i);
+    weight = t.weight;
+    loss = token_objective(logprobs[i], t.log_ratio, t.advantage, t.ref_logprob, t.importance_weight, objective);
+  }
+  if (weight == 0.0f) loss.value = loss.d_logprob = loss.d_log_ratio = 0.0f;  // 0 * inf otherwise
+  out.d_logprobs[i] = weight * loss.d_logprob;
+  out.d_log_ratio[i] = weight * loss.d_log_ratio;
+  out.clip_hit[i] = loss.hit;
+  if (out.ref_kl) out.ref_kl[i] = loss.kl;
+  return static_cast<double>(weight) * loss.value;
+}
+
+}  // namespace dapo
