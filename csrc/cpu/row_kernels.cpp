@@ -6,6 +6,11 @@
 namespace dapo {
 namespace DAPO_ISA {
 
+// Degrees of the polynomial for 2^y: for statistics, whose log-probs are float32 whatever the logits are; and for a
+// gradient that is rounded to the dtype of the logits, which for 16 bits is a thousand times coarser than degree 4.
+template <class T> constexpr int kStatsDegree = sizeof(T) == 4 ? 6 : 5;
+template <class T> constexpr int kGradDegree = sizeof(T) == 4 ? 6 : 4;
+
 static inline Group affine(Group g, vf c, vf shift) { return {affine(g.a, c, shift), affine(g.b, c, shift)}; }
 
 template <class T> static inline float block_max(const T* x, int64_t n) {
@@ -36,9 +41,9 @@ template <class T> static inline void prefetch_group(const T* p) {
 
 struct Sums { vf sum_a, sum_b, weighted_a, weighted_b; };
 
-template <bool kWeighted> static inline Group exponentials(Group g, vf c, vf shift, Sums& s) {
+template <int kDegree, bool kWeighted> static inline Group exponentials(Group g, vf c, vf shift, Sums& s) {
   const Group y = affine(g, c, shift);
-  const Group e = {exp2_nonpos(y.a), exp2_nonpos(y.b)};
+  const Group e = {exp2_nonpos<kDegree>(y.a), exp2_nonpos<kDegree>(y.b)};
   s.sum_a = add(s.sum_a, e.a);
   s.sum_b = add(s.sum_b, e.b);
   if (kWeighted) {  // at -inf: 0 * -200, not 0 * -inf
@@ -55,11 +60,11 @@ template <class T, bool kWeighted, bool kKeep> static SoftmaxPart block_stats(T*
   int64_t i = 0;
   for (; i + kGroup <= n; i += kGroup) {
     prefetch_group(ahead + i);
-    const Group e = exponentials<kWeighted>(load_group(x + i), scale, shift, s);
+    const Group e = exponentials<kStatsDegree<T>, kWeighted>(load_group(x + i), scale, shift, s);
     if (kKeep) store_group(x + i, e);
   }
   if (i < n) {
-    const Group e = exponentials<kWeighted>(load_tail(x + i, (int)(n - i), -INFINITY), scale, shift, s);
+    const Group e = exponentials<kStatsDegree<T>, kWeighted>(load_tail(x + i, (int)(n - i), -INFINITY), scale, shift, s);
     if (kKeep) store_tail(x + i, e, (int)(n - i));
   }
   return {top, sum_of(add(s.sum_a, s.sum_b)), sum_of(add(s.weighted_a, s.weighted_b))};
@@ -86,24 +91,25 @@ template <class T> void scale(void* data, int64_t n, float factor) {
   }
 }
 
-template <bool kSlope> static inline vf grad_of(vf y, vf a, vf b) {
-  const vf p = exp2_nonpos(y);
+template <int kDegree, bool kSlope> static inline vf grad_of(vf y, vf a, vf b) {
+  const vf p = exp2_nonpos<kDegree>(y);
   return mul(p, kSlope ? fma(b, max(splat(-200.0f), y), a) : a);
 }
 
 template <class T, bool kSlope>
 static void block_grad(const T* x, T* out, int64_t n, float c, float top, float a_, float b_, const T* ahead) {
+  constexpr auto gradient = grad_of<kGradDegree<T>, kSlope>;
   const vf scale = splat(c), shift = splat(-top), a = splat(a_), b = splat(b_);
   int64_t i = 0;
   for (; i + kGroup <= n; i += kGroup) {
     prefetch_group(ahead + i);
     const Group y = affine(load_group(x + i), scale, shift);
-    store_group(out + i, Group{grad_of<kSlope>(y.a, a, b), grad_of<kSlope>(y.b, a, b)});
+    store_group(out + i, Group{gradient(y.a, a, b), gradient(y.b, a, b)});
   }
   if (i < n) {
     const int rest = (int)(n - i);
     const Group y = affine(load_tail(x + i, rest, -INFINITY), scale, shift);
-    store_tail(out + i, Group{grad_of<kSlope>(y.a, a, b), grad_of<kSlope>(y.b, a, b)}, rest);
+    store_tail(out + i, Group{gradient(y.a, a, b), gradient(y.b, a, b)}, rest);
   }
 }
 

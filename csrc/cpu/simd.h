@@ -3,7 +3,7 @@
 //   vf            kWidth floats
 //   Group         2 * kWidth logits as two vectors; which element sits where is the dtype's own business, and the same
 //                 in load and store
-//   exp2_nonpos   2^y for y <= ~0: 0 at -inf, NaN stays NaN, relative error < 1.5e-7
+//   exp2_nonpos   2^y for y <= ~0 by a polynomial of the given degree: 0 at -inf, NaN stays NaN
 //
 // Everything is in a namespace per instruction set: two translation units must not share an inline function.
 #pragma once
@@ -22,9 +22,16 @@ namespace DAPO_ISA {
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
 
-// 2^f on [0, 1), minimax of degree 6 (relative error 1.9e-9 before rounding).
-constexpr float kExp2[7] = {1.0f,           0.6931470036f,   0.2402298301f,   0.05548334122f,
-                            0.009678840637f, 0.001243968843f, 0.0002170225489f};
+// 2^f on [0, 1), 1 at 0, minimax. Relative error before rounding: 3e-6, 1e-7, 2e-9.
+constexpr float kExp2[7][7] = {
+    {},
+    {},
+    {},
+    {},
+    {1.0f, 0.6930447221f, 0.2412806451f, 0.05224204808f, 0.01342681143f},
+    {1.0f, 0.6931510568f, 0.2401656508f, 0.05579930171f, 0.009014884941f, 0.001868956373f},
+    {1.0f, 0.6931470036f, 0.2402298301f, 0.05548334122f, 0.009678840637f, 0.001243968843f, 0.0002170225489f},
+};
 
 #if defined(__AVX512F__)
 
@@ -44,10 +51,10 @@ static inline vf max(vf a, vf b) { return _mm512_max_ps(a, b); }  // b where eit
 static inline float sum_of(vf x) { return _mm512_reduce_add_ps(x); }
 static inline float max_of(vf x) { return _mm512_reduce_max_ps(x); }
 
-static inline vf exp2_nonpos(vf y) {
+template <int kDegree> static inline vf exp2_nonpos(vf y) {
   const vf f = _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // y - floor(y); 0 at -inf
-  vf p = splat(kExp2[6]);
-  for (int i = 5; i >= 0; --i) p = fma(p, f, splat(kExp2[i]));
+  vf p = splat(kExp2[kDegree][kDegree]);
+  for (int i = kDegree - 1; i >= 0; --i) p = fma(p, f, splat(kExp2[kDegree][i]));
   return _mm512_scalef_ps(p, y);  // p * 2^floor(y)
 }
 
@@ -137,12 +144,12 @@ static inline float max_of(vf x) {
   return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
 }
 
-static inline vf exp2_nonpos(vf y) {
+template <int kDegree> static inline vf exp2_nonpos(vf y) {
   y = max(splat(-127.0f), y);  // 2^-127 comes out as 0: its exponent field is empty
   const vf n = _mm256_floor_ps(y);
   const vf f = _mm256_sub_ps(y, n);
-  vf p = splat(kExp2[6]);
-  for (int i = 5; i >= 0; --i) p = fma(p, f, splat(kExp2[i]));
+  vf p = splat(kExp2[kDegree][kDegree]);
+  for (int i = kDegree - 1; i >= 0; --i) p = fma(p, f, splat(kExp2[kDegree][i]));
   const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
   return mul(p, _mm256_castsi256_ps(power));
 }
@@ -198,15 +205,15 @@ static inline vf max(vf a, vf b) { DAPO_LANES a.v[i] = a.v[i] > b.v[i] ? a.v[i] 
 static inline float sum_of(vf x) { float s = 0.0f; DAPO_LANES s += x.v[i]; return s; }
 static inline float max_of(vf x) { float m = x.v[0]; DAPO_LANES m = x.v[i] > m ? x.v[i] : m; return m; }
 
-static inline vf exp2_nonpos(vf y) {
+template <int kDegree> static inline vf exp2_nonpos(vf y) {
   vf r;
   DAPO_LANES {
     const float bounded = y.v[i] < -127.0f ? -127.0f : y.v[i];  // 2^-127 comes out as 0: its exponent field is empty
     const int32_t cut = (int32_t)(bounded != bounded ? 0.0f : bounded);
     const int32_t n = cut - (bounded < (float)cut ? 1 : 0);
     const float f = bounded - (float)n;
-    float p = kExp2[6];
-    for (int k = 5; k >= 0; --k) p = p * f + kExp2[k];
+    float p = kExp2[kDegree][kDegree];
+    for (int k = kDegree - 1; k >= 0; --k) p = p * f + kExp2[kDegree][k];
     const int32_t bits = (n + 127) << 23;
     float power;
     std::memcpy(&power, &bits, 4);
