@@ -1,0 +1,1 @@
+"""Adapters to trainers that people already have. Each is imported only when asked for by name."""

@@ -1,0 +1,268 @@
+"""verl's policy losses and fused linear layer, served by this package. Written for verl 0.9.
+
+Importing this module registers one policy loss per objective, named ``dapo_kernels/<objective>``, with verl's registry.
+verl imports it in every worker when told to::
+
+    actor_rollout_ref.model.external_lib=dapo_kernels.integrations.verl
+    actor_rollout_ref.actor.policy_loss.loss_mode=dapo_kernels/dapo
+
+The name says what kind of loss; the numbers stay where verl keeps them, in ``actor_rollout_ref.actor``:
+
+==========================================  ============================================================
+``clip_ratio_low``, ``clip_ratio_high``     clip_low, clip_high of the clip and cispo surrogates
+``clip_ratio_c``                            dual_clip, where verl's ``vanilla`` has it: token-level clip
+``tau_pos``, ``tau_neg``                    sapo_tau
+``policy_loss.clip_cov_*``                  clip_cov
+``policy_loss.kl_cov_ratio, ppo_kl_coef``   kl_cov
+``loss_agg_mode``, ``loss_scale_factor``    aggregate, length_norm (``sapo`` is always seq-mean-token-mean, as in verl)
+==========================================  ============================================================
+
+A warning says so once where those numbers are not the objective's own (``dapo`` with verl's default ``clip_ratio_high``
+of 0.2, say). verl adds the KL to the reference and the entropy bonus itself, so ``grpo`` here is its clip alone.
+Where the losses differ from verl's own on purpose: docs/verl.md.
+
+``install_fused_linear`` replaces the layer behind ``use_fused_kernels=True`` by ``linear_token_logprobs``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dapo_kernels import select
+from dapo_kernels.linear import linear_token_logprobs
+from dapo_kernels.loss import LossOutput, policy_loss
+from dapo_kernels.objectives import OBJECTIVES, Objective
+from dapo_kernels.surrogate import clip_term
+
+SUPPORTED = (0, 9)
+PREFIX = "dapo_kernels/"
+_INSTALL = "pip install 'verl>=0.9,<0.10'"
+_log = logging.getLogger(__name__)
+
+PolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]
+
+
+def check_version(found: str) -> None:
+    """Raises ``ImportError`` for a verl whose losses this module was not compared with."""
+    if tuple(int(part) for part in found.split(".")[:2]) != SUPPORTED:
+        raise ImportError(
+            f"dapo_kernels.integrations.verl supports verl >=0.9,<0.10; verl {found} is installed: {_INSTALL}"
+        )
+
+
+if importlib.util.find_spec("verl") is None:
+    raise ImportError(f"dapo_kernels.integrations.verl needs verl, which is not installed: {_INSTALL}")
+
+from verl import __version__ as _verl_version  # noqa: E402
+
+check_version(_verl_version)
+
+from verl.trainer.ppo.core_algos import register_policy_loss  # noqa: E402
+
+
+def aggregation(mode: str, width: int, batch: Mapping[str, Any]) -> tuple[dict[str, Any], float | Tensor | None]:
+    """Fields of the objective and the denominator that stand for verl's ``agg_loss``.
+
+    Args:
+        mode: verl's ``loss_agg_mode``.
+        width: padded response length, the ``length_norm`` when ``loss_scale_factor`` is not set.
+        batch: verl's ``global_batch_info``: dp_size, batch_num_tokens, global_batch_size, loss_scale_factor.
+
+    verl averages gradients over ranks, hence the denominator: global count / dp_size.
+    """
+    ranks = batch.get("dp_size", 1)
+    if mode == "token-sum":
+        return {"aggregate": "token-mean"}, 1.0 / ranks
+    fields: dict[str, Any] = {"aggregate": mode}
+    if mode == "seq-mean-token-sum-norm":
+        factor = batch.get("loss_scale_factor")
+        fields["length_norm"] = width if factor is None else factor
+    name = "batch_num_tokens" if mode == "token-mean" else "global_batch_size"
+    count = batch.get(name)
+    if count is None and ranks > 1:
+        raise ValueError(f"{PREFIX}*: loss_agg_mode={mode!r} on dp_size={ranks} ranks needs {name}, the global count")
+    if count is None:
+        return fields, None
+    count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+    return fields, count / ranks
+
+
+def configured(name: str, config: Any) -> Objective:
+    """The row ``name`` with the numbers of verl's actor config; the aggregate stays, KL and entropy are verl's."""
+    row = replace(OBJECTIVES[name], kl_coef=0.0)
+    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
+    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+    if row.surrogate == "sapo":
+        return replace(row, sapo_tau=(float(config.tau_pos), float(config.tau_neg)))
+    if row.kl_cov is not None:
+        return replace(row, kl_cov=(config.policy_loss.kl_cov_ratio, config.policy_loss.ppo_kl_coef))
+    if row.surrogate == "reinforce":
+        return row
+    row = replace(row, clip_low=min(low, 1.0), clip_high=high)  # below 0 no ratio is clipped: a low of 10 is one of 1
+    if row.clip_cov is not None:
+        covariance = config.policy_loss
+        return replace(row, clip_cov=(covariance.clip_cov_ratio, covariance.clip_cov_lb, covariance.clip_cov_ub))
+    if row.surrogate == "clip" and row.ratio == "token":
+        return replace(row, dual_clip=config.get("clip_ratio_c", 3.0))
+    return row
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    _log.warning(text)
+
+
+def _say_what_differs(name: str, objective: Objective) -> None:
+    row = OBJECTIVES[name]
+    differing = [
+        f"{field}={getattr(objective, field)} (the objective's own: {getattr(row, field)})"
+        for field in ("clip_low", "clip_high", "aggregate")
+        if getattr(objective, field) != getattr(row, field)
+    ]
+    if differing:
+        _warn_once(f"{PREFIX}{name} takes its numbers from verl's actor config: {', '.join(differing)}")
+
+
+def _covariance_clipped(
+    log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, live: Tensor, objective: Objective
+) -> Tensor:
+    """bool [B, L]: the tokens that Clip-Cov drops, chosen before the loss so that they can be reported."""
+    assert objective.clip_cov is not None
+    logprobs = torch.where(live, log_prob.detach(), 0.0).reshape(-1)
+    old_logprobs = torch.where(live, old_log_prob, 0.0).reshape(-1)
+    advantages = torch.where(live, advantages, 0.0).reshape(-1)
+    *_, clip_hit = clip_term(logprobs - old_logprobs, advantages, objective.clip_low, objective.clip_high, math.inf)
+    chosen = select.clip_cov(logprobs, advantages, live.reshape(-1), clip_hit, objective.clip_cov, None)
+    return chosen.view(live.shape)
+
+
+def _metrics(
+    objective: Objective, out: LossOutput, distance: Tensor | None, dropped: Tensor | None
+) -> dict[str, float]:
+    """The keys of verl's loss of this kind; one read-back to the host, where verl has one per key."""
+    sums = out.metrics
+    if distance is not None:
+        values = {"actor/ppo_kl": distance.sum()}
+    elif objective.surrogate == "reinforce":
+        values = {"actor/ppo_kl": sums["approx_kl"]}
+    elif dropped is not None:
+        values = {"actor/pg_clipfrac": dropped.sum(), "actor/ppo_kl": sums["approx_kl"]}
+    else:
+        values = {
+            "actor/pg_clipfrac": sums["clip_low"] + sums["clip_high"],
+            "actor/ppo_kl": sums["approx_kl"],
+            "actor/pg_clipfrac_lower": sums["clip_dual"],
+        }
+    means = torch.stack([value.float() for value in values.values()]) / sums["tokens"].clamp(min=1)
+    return dict(zip(values, means.tolist(), strict=True))
+
+
+def policy_loss_of(name: str) -> PolicyLoss:
+    """verl's policy-loss function for a row of ``OBJECTIVES``; see the module's docstring for what it reads.
+
+    Its arguments are verl's: ``old_log_prob``, ``log_prob`` (differentiable), ``advantages``, ``response_mask`` [B, L],
+    ``loss_agg_mode``, ``config`` (the actor's) and ``rollout_is_weights`` [B, L]; it returns the loss, 0-d, and a dict
+    of floats under verl's own metric keys.
+    """
+
+    def loss(
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = OBJECTIVES[name].aggregate,
+        config: Any = None,
+        rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        if OBJECTIVES[name].top_entropy is not None:
+            raise ValueError(
+                f"{PREFIX}{name} needs the entropy of every token, which verl does not hand to a policy loss; "
+                f"call dapo_kernels.policy_loss(entropy=…) from a loss function of your own"
+            )
+        if config is None:
+            raise ValueError(f"{PREFIX}{name}: config must be verl's actor config, got None")
+        objective = configured(name, config)
+        mode = "seq-mean-token-mean" if objective.surrogate == "sapo" else loss_agg_mode
+        fields, denominator = aggregation(mode, response_mask.shape[-1], config.global_batch_info)
+        objective = replace(objective, **fields)
+        _say_what_differs(name, objective)
+        live = response_mask.bool()
+        dropped = None
+        if objective.clip_cov is not None:
+            dropped = _covariance_clipped(log_prob, old_log_prob, advantages, live, objective)
+        out = policy_loss(
+            log_prob,
+            old_log_prob,
+            advantages,
+            objective=objective,
+            mask=live,
+            importance_weights=rollout_is_weights,
+            denominator=denominator,
+            selection=dropped,
+        )
+        distance = None
+        if objective.kl_cov is not None:
+            distance = torch.where(live, out.logprobs - old_log_prob, 0.0).abs()
+        return out.loss, _metrics(objective, out, distance, dropped)
+
+    loss.__name__ = loss.__qualname__ = f"{name}_policy_loss"
+    return loss
+
+
+class FusedLinear(torch.nn.Module):
+    """Log-probs and entropy from hidden states: verl's ``FusedLinearForPPO`` outside, ``linear_token_logprobs`` inside.
+
+    Args:
+        chunk_size: tokens whose logits are held at a time; ``None``: as many as 192 MiB hold.
+        impl_backend: ``"torch"``, verl's default; the others are verl's own and go on without this class.
+    """
+
+    def __init__(self, chunk_size: int | None = None, impl_backend: str = "torch") -> None:
+        super().__init__()
+        if impl_backend != "torch":
+            raise ValueError(
+                f"dapo_kernels.integrations.verl: impl_backend must be 'torch' with install_fused_linear, got "
+                f"{impl_backend!r}: set actor_rollout_ref.model.fused_kernel_options.impl_backend=torch"
+            )
+        self.chunk_size = chunk_size
+
+    def forward(
+        self, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float | Tensor = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """``hidden_states`` [..., H], ``vocab_weights`` [V, H], ``input_ids`` [...] the targets; two float32 [...]."""
+        row_bytes = vocab_weights.shape[0] * hidden_states.element_size()
+        stats = linear_token_logprobs(
+            hidden_states,
+            vocab_weights,
+            input_ids,
+            temperature=temperature,
+            entropy=True,
+            chunk_bytes=None if self.chunk_size is None else self.chunk_size * row_bytes,
+        )
+        assert stats.entropy is not None
+        return stats.logprobs, stats.entropy
+
+
+def install_fused_linear() -> None:
+    """Have verl's fused forward (``use_fused_kernels=True``, ``impl_backend=torch``) compute with ``FusedLinear``.
+
+    verl looks the layer up by name at every forward pass; this sets that name in
+    ``verl.utils.experimental.torch_functional``, in this process. Call it from a module of your own that verl imports
+    in its workers (``external_lib``); importing ``dapo_kernels.integrations.verl`` does not call it.
+    """
+    from verl.utils.experimental import torch_functional
+
+    torch_functional.FusedLinearForPPO = FusedLinear
+
+
+for _name in OBJECTIVES:
+    register_policy_loss(PREFIX + _name)(policy_loss_of(_name))

@@ -1,0 +1,297 @@
+"""Runs every snippet of docs/guide.md, and compares what it shows before with what it shows after."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+ROOT = Path(__file__).parent.parent
+GUIDE = ROOT / "docs" / "guide.md"
+SNIPPETS = {
+    name: source
+    for name, source in re.findall(r"<!-- (.+?) -->\n```python\n(.+?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+}
+VOCAB, PROMPT = 61, 3
+
+
+def tiny_llama(**config: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes, **config))
+    for parameter in model.parameters():  # far enough from uniform that log-probs matter
+        parameter.data.mul_(3)
+    return model
+
+
+def batch(rows: int = 6, length: int = 11, seed: int = 1) -> dict[str, Any]:
+    """The names of the guide; right-padded responses of 2 to 8 tokens, ratios that reach both clips."""
+    generator = torch.Generator().manual_seed(seed)
+    input_ids = torch.randint(0, VOCAB, (rows, length), generator=generator)
+    lengths = torch.randint(PROMPT + 2, length + 1, (rows, 1), generator=generator)
+    attention_mask = (torch.arange(length) < lengths).long()
+    mask = attention_mask[:, 1:].bool() & (torch.arange(1, length) >= PROMPT)
+    logprobs = eager_logprobs(tiny_llama(), input_ids, attention_mask)
+    noise = torch.randn(rows, length - 1, generator=generator)
+    return {
+        "torch": torch,
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "mask": mask,
+        "old_logprobs": logprobs + 0.3 * noise,
+        "rollout_logprobs": logprobs + 0.5 * noise.flip(0),
+        "advantages": torch.randn(rows, generator=generator),
+        "temperature": 0.7,
+    }
+
+
+@torch.no_grad()
+def eager_logprobs(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, :-1].float()
+    return logits.log_softmax(-1).gather(-1, input_ids[:, 1:].unsqueeze(-1)).squeeze(-1)
+
+
+def run(snippet: str, **names: Any) -> dict[str, Any]:
+    """Execute a snippet; returns the names it leaves."""
+    exec(compile(SNIPPETS[snippet], f"{GUIDE} ({snippet})", "exec"), names)
+    return names
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    assert any(gradient.abs().sum() > 0 for gradient in found.values())
+    return found
+
+
+def assert_close(got: Any, expected: Any) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_every_snippet_is_tested() -> None:
+    used = set(re.findall(r"run\(\s*\"(.+?)\"", Path(__file__).read_text(encoding="utf-8")))
+    used |= {f"fsdp: {which}" for which in ("before", "after")}  # in fsdp_rank
+    assert set(SNIPPETS) == used
+    assert GUIDE.read_text(encoding="utf-8").count("```python") == len(SNIPPETS)
+
+
+def test_plain_loop() -> None:
+    model, data = tiny_llama(), batch()
+    before = run("plain: before", model=model, **data)
+    expected = gradients(model)
+    ratio = before["ratio"][data["mask"]]
+    assert (ratio > 1.28).any()
+    assert (ratio < 0.8).any()
+    after = run("plain: after", model=model, **data)
+    assert_close(after["out"].loss, before["loss"])
+    assert_close(after["out"].logprobs[data["mask"]], before["logprobs"][data["mask"]])
+    assert_close(gradients(model), expected)
+    logits = run("plain: logits", model=model, **data)
+    assert_close(logits["out"].loss, before["loss"])
+    assert_close(gradients(model), expected)
+    old = run("plain: old log-probs", model=model, **data)
+    assert_close(old["old_logprobs"], torch.where(data["mask"], before["logprobs"], 0.0))
+    probabilities = before["logits"].softmax(-1)
+    entropy = -(probabilities * probabilities.log()).sum(-1)
+    assert_close(old["entropy"], torch.where(data["mask"], entropy, 0.0))
+
+
+def test_gradient_accumulation() -> None:
+    model, data = tiny_llama(), batch()
+    names = {"model": model, "micro_batches": [slice(0, 1), slice(1, 4), slice(4, 6)], **data}
+    run("accumulation: before", **names)
+    expected = gradients(model)
+    run("accumulation: after", **names)
+    assert_close(gradients(model), expected)
+    run("plain: after", **names | {"temperature": 1.0})  # the whole batch at once
+    assert_close(gradients(model), expected)
+
+
+def train(snippet_names: dict[str, Any], folder: Path) -> tuple[dict[str, Tensor], list[float]]:
+    """Two updates of two micro-batches; the weights and the logged losses and gradient norms."""
+    data = batch(rows=8)
+    labels = data["input_ids"].clone()
+    labels[:, 1:][~data["mask"]] = labels[:, 0] = -100
+    columns = {key: data[key] for key in ("input_ids", "attention_mask", "old_logprobs", "advantages")}
+    rows = [{**{key: x[i] for key, x in columns.items()}, "labels": labels[i]} for i in range(8)]
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=2,
+        learning_rate=1e-2,
+        optim="sgd",
+        remove_unused_columns=False,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+    )
+    model = tiny_llama()
+    trainer = snippet_names["DapoTrainer"](model=model, args=arguments, train_dataset=rows)
+    trainer.train()
+    logged = [log[key] for log in trainer.state.log_history[:-1] for key in ("loss", "grad_norm")]
+    assert len(logged) == 4
+    return dict(model.named_parameters()), logged
+
+
+def test_trainer(tmp_path: Path) -> None:
+    before, losses = train(run("trainer: before", torch=torch), tmp_path / "before")
+    after, fused_losses = train(run("trainer: after", torch=torch), tmp_path / "after")
+    assert fused_losses == pytest.approx(losses, rel=1e-4)
+    start = dict(tiny_llama().named_parameters())
+    for name, weight in before.items():
+        torch.testing.assert_close(after[name] - start[name], weight - start[name], rtol=1e-3, atol=1e-7)
+    assert any(not torch.equal(weight, start[name]) for name, weight in before.items())
+
+
+def test_tied_head() -> None:
+    model, data = tiny_llama(tie_word_embeddings=True), batch()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    run("plain: before", model=model, **data)
+    expected = gradients(model)
+    run("plain: after", model=model, **data)
+    assert_close(gradients(model), expected)
+
+
+def test_frozen_head() -> None:
+    model, data = tiny_llama(), batch()
+    model.lm_head.weight.requires_grad_(False)
+    run("plain: before", model=model, **data)
+    expected = gradients(model)
+    run("plain: after", model=model, **data)
+    assert_close(gradients(model), expected)
+
+
+def test_biased_and_capped_head() -> None:
+    model, data = tiny_llama(), batch()
+    model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB))
+    model.config.final_logit_softcapping = 2.0
+    logits = run("heads: before", model=model, **data)["logits"]  # Llama itself does not cap
+    logprobs = (2.0 * (logits / 2.0).tanh()).log_softmax(-1)
+    expected = logprobs.gather(-1, data["input_ids"][:, 1:].unsqueeze(-1)).squeeze(-1)
+    assert_close(run("heads: after", model=model, **data)["stats"].logprobs, expected)
+
+
+def test_gemma_head() -> None:
+    """A model that caps its own logits."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+    }
+    model = Gemma2ForCausalLM(
+        Gemma2Config(vocab_size=VOCAB, num_key_value_heads=1, final_logit_softcapping=0.5, **sizes)
+    ).eval()
+    data = batch()
+    expected = eager_logprobs(model, data["input_ids"], data["attention_mask"])
+    assert_close(run("heads: after", model=model, **data)["stats"].logprobs, expected)
+
+
+def test_lora_head() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    data = batch()
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], lora_alpha=8, init_lora_weights=False)
+    model = peft.get_peft_model(tiny_llama(), config)
+    logits = run("lora: before", model=model, **data)["logits"]
+    logprobs = logits.log_softmax(-1).gather(-1, data["input_ids"][:, 1:].unsqueeze(-1)).squeeze(-1)
+    ratio, gain = (logprobs - data["old_logprobs"]).exp(), data["advantages"][:, None]
+    gain = torch.min(ratio * gain, ratio.clamp(0.8, 1.28) * gain)
+    loss = -(gain * data["mask"]).sum() / data["mask"].sum()
+    loss.backward()
+    expected = gradients(model)
+    assert sum("lm_head" in name for name in expected) == 2
+    after = run("lora: after", model=model, **data)
+    assert_close(after["out"].loss, loss)
+    assert_close(gradients(model), expected)
+
+
+def test_vllm_logprobs() -> None:
+    from dapo_kernels import linear_dapo_loss
+
+    seen = [{5: SimpleNamespace(logprob=-1.25)}, {7: SimpleNamespace(logprob=-0.5), 2: SimpleNamespace(logprob=-0.1)}]
+    completion = SimpleNamespace(token_ids=[5, 7], logprobs=seen)
+    collect = run("vllm: collect", torch=torch)["engine_logprobs"]
+    assert collect(completion).tolist() == [-1.25, -0.5]
+
+    model, data = tiny_llama(), batch()
+    weight, targets = model.lm_head.weight, data["input_ids"][:, 1:]
+
+    def hidden() -> Tensor:
+        return model.model(input_ids=data["input_ids"], attention_mask=data["attention_mask"]).last_hidden_state[:, :-1]
+
+    logprobs = (hidden() @ weight.T / data["temperature"]).log_softmax(-1)
+    logprobs = logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    names = {"weight": weight, "targets": targets, "linear_dapo_loss": linear_dapo_loss, **data}
+    before = run("vllm: before", logprobs=logprobs, **names)
+    before["loss"].backward()
+    expected = gradients(model)
+    assert (before["weights"][data["mask"]] == 2.0).any()
+    after = run("vllm: after", hidden=hidden(), **names)
+    assert_close(after["out"].loss, before["loss"])
+    after["out"].loss.backward()
+    assert_close(gradients(model), expected)
+    old = run("vllm: old", hidden=hidden(), **names)
+    plain = run("plain: before", model=model, **data | {"old_logprobs": data["rollout_logprobs"]})
+    assert_close(old["out"].loss, plain["loss"])
+
+
+def fsdp_rank(rank: int, folder: str) -> None:
+    """One of two ranks: both FSDP2 snippets on its half of the batch, against one process on all of it."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    data = batch()
+    half = slice(0, 2) if rank == 0 else slice(2, 6)
+    mine = {key: x[half] if isinstance(x, Tensor) else x for key, x in data.items()}
+    whole = tiny_llama()
+    run("plain: before", model=whole, **data | {"temperature": 1.0})
+    expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    for which in ("before", "after"):
+        model = tiny_llama()
+        names = run(f"fsdp: {which}", model=model, **mine)
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, torch.distributed.tensor.DTensor)
+            assert_close(parameter.grad.full_tensor(), expected[name])  # type: ignore[union-attr]
+    names = run("fsdp: bfloat16", model=tiny_llama(), PolicyLoss=names["PolicyLoss"], torch=torch) | mine
+    ids = (names["input_ids"], names["attention_mask"])
+    out = names["policy"](*ids, names["old_logprobs"], names["advantages"], mask=names["mask"])
+    assert out.loss.dtype == torch.float32
+    distance = (names["old_logprobs"] - out.logprobs)[names["mask"]].sum()
+    assert_close(out.metrics["approx_kl"], distance)  # of the old log-probs as they were, not rounded
+    out.loss.backward()
+    assert names["model"].lm_head.weight.grad.full_tensor().isfinite().all()
+    torch.distributed.destroy_process_group()
+
+
+def test_fsdp2(tmp_path: Path) -> None:
+    command = "import sys, test_guide; test_guide.fsdp_rank(int(sys.argv[1]), sys.argv[2])"
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", command, str(rank), str(tmp_path)],
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
