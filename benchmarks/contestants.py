@@ -8,6 +8,7 @@ under ``no_grad``.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.configs import Config
-from benchmarks.formulas import FORMULAS, Tokens
+from benchmarks.formulas import FORMULAS, OVERRIDES, Tokens
 from benchmarks.problem import Problem
 from benchmarks.truth import Result
-from dapo_kernels import dapo_loss, linear_dapo_loss, linear_token_logprobs, token_logprobs
+from dapo_kernels import dapo_loss, linear_dapo_loss, linear_token_logprobs, token_logprobs, use_backend
+from dapo_kernels.backends import available_backends
 
 Run = Callable[[], Result]
 
@@ -37,6 +39,7 @@ class Contestant:
         copies: [N, V] tensors held at the peak beyond the inputs, in the logits' dtype and in float32: decides
             beforehand whether a configuration fits this machine.
         modules: what it imports; the first one's package must be installed.
+        backend: of dapo_kernels, where it is not the device's default.
     """
 
     name: str
@@ -47,9 +50,12 @@ class Contestant:
     rounding: Callable[[str], str] = lambda dtype: "bfloat16 tensors" if dtype == "bfloat16" else dtype
     copies: tuple[float, float] = (0.0, 0.0)
     modules: tuple[str, ...] = ()
+    backend: str | None = None
 
     def missing(self) -> str | None:
         """Why it cannot run in this environment."""
+        if self.backend is not None:
+            return available_backends().get(self.backend, f"dapo_kernels has no backend {self.backend!r}")
         packages = {module.partition(".")[0] for module in self.modules}
         absent = sorted(package for package in packages if importlib.util.find_spec(package) is None)
         return f"{', '.join(absent)} is not installed" if absent else None
@@ -86,7 +92,12 @@ def from_logprobs(problem: Problem, logprobs_of: Callable[..., tuple[Tensor, Ten
     config = problem.config
     if config.mode == "train":
         formula = FORMULAS[config.objective]
-        return training(problem, lambda *leaves: formula(logprobs_of(*leaves)[0], problem.tokens))
+
+        def loss_of(*leaves: Tensor) -> Tensor:
+            logprobs, entropy = logprobs_of(*leaves)
+            return formula(logprobs, problem.tokens._replace(entropy=entropy))
+
+        return training(problem, loss_of)
 
     def run() -> Result:
         with torch.no_grad():
@@ -108,6 +119,18 @@ def _mul(problem: Problem) -> Run:
     return run
 
 
+def _copy(problem: Problem) -> Run:
+    """What a GPU calls its bandwidth: every logit read once and written once, by the library's own copy."""
+
+    def run() -> Result:
+        assert problem.logits is not None
+        assert problem.pristine is not None
+        problem.logits.copy_(problem.pristine)
+        return Result()
+
+    return run
+
+
 def _gemms(problem: Problem) -> Run:
     """logits = h·Wᵀ, and when training dh = dlogits·W and dW = dlogitsᵀ·h, into buffers that exist.
 
@@ -115,7 +138,7 @@ def _gemms(problem: Problem) -> Run:
     """
     hidden, weight = problem.head()
     dhidden, dweight = torch.ones_like(hidden), torch.ones_like(weight)
-    logits = torch.ones(hidden.shape[0], weight.shape[0], dtype=hidden.dtype)
+    logits = hidden.new_ones(hidden.shape[0], weight.shape[0])
     train = problem.config.mode == "train"
 
     def run() -> Result:
@@ -152,6 +175,7 @@ def _ours_from_logits(inplace: bool) -> Callable[[Problem], Run]:
                 mask=tokens.mask,
                 cu_seqlens=_cu_seqlens(tokens),
                 inplace_backward=inplace,
+                **OVERRIDES.get(config.objective, {}),
             )
             return out.loss
 
@@ -160,7 +184,35 @@ def _ours_from_logits(inplace: bool) -> Callable[[Problem], Run]:
     return make
 
 
-def _ours_from_hidden(problem: Problem) -> Run:
+def _on_backend(name: str, make: Callable[[Problem], Run]) -> Callable[[Problem], Run]:
+    def make_there(problem: Problem) -> Run:
+        there = make(problem)
+
+        def run() -> Result:
+            with use_backend(name):
+                return there()
+
+        return run
+
+    return make_there
+
+
+def _on_each_backend(make: Callable[[Problem], Run], setting: str, takes: Callable[[Config], bool]) -> list[Contestant]:
+    """The CUDA backends one beside the other; which of them is the default the row before them shows."""
+    return [
+        Contestant(
+            f"dapo_kernels, {name}",
+            f"{setting}, use_backend({name!r})",
+            "ours",
+            _on_backend(name, make),
+            lambda config: takes(config) and config.device == "cuda",
+            backend=name,
+        )
+        for name in ("triton", "cuda")
+    ]
+
+
+def _ours_from_hidden(problem: Problem, host_sync: bool | None = None) -> Run:
     config, tokens = problem.config, problem.tokens
     if config.mode == "forward":
 
@@ -180,6 +232,8 @@ def _ours_from_hidden(problem: Problem) -> Run:
             objective=config.objective,
             mask=tokens.mask,
             cu_seqlens=_cu_seqlens(tokens),
+            host_sync=host_sync,
+            **OVERRIDES.get(config.objective, {}),
         )
         return out.loss
 
@@ -188,7 +242,8 @@ def _ours_from_hidden(problem: Problem) -> Run:
 
 def _cu_seqlens(tokens: Tokens) -> Tensor:
     n = len(tokens.target_ids)
-    return torch.arange(0, n + 1, n // tokens.n_sequences, dtype=torch.int32)
+    step = n // tokens.n_sequences
+    return torch.arange(0, n + 1, step, dtype=torch.int32, device=tokens.target_ids.device)
 
 
 # --- eager PyTorch and torch.compile ---------------------------------------------------------------------------------
@@ -216,7 +271,8 @@ def _eager(upcast: bool, compiled: bool) -> Callable[[Problem], Run]:
 
         # Loss included, so that the compiler may fuse all it can.
         def loss_of(*leaves: Tensor) -> Tensor:
-            return FORMULAS[config.objective](logprobs_of(*leaves)[0], problem.tokens)
+            logprobs, entropy = logprobs_of(*leaves)
+            return FORMULAS[config.objective](logprobs, problem.tokens._replace(entropy=entropy))
 
         return training(problem, torch.compile(loss_of, fullgraph=True, dynamic=False))
 
@@ -235,6 +291,14 @@ def _narrow(config: Config) -> bool:
 _COMPILER = ("torch._dynamo", "torch._inductor.compile_fx")
 
 CONTESTANTS: tuple[Contestant, ...] = (
+    # Before mul_: the first denominator of a field is the one that figures are divided by.
+    Contestant(
+        "copy_",
+        "one copy onto the logits",
+        "denominator",
+        _copy,
+        lambda config: logits_level(config) and config.device == "cuda",
+    ),
     Contestant("mul_", "one bare in-place pass over the logits", "denominator", _mul, logits_level),
     Contestant(
         "three GEMMs",
@@ -261,7 +325,16 @@ CONTESTANTS: tuple[Contestant, ...] = (
         lambda config: logits_level(config) and config.mode == "train",
         copies=(1.0, 0.0),
     ),
+    *_on_each_backend(_ours_from_logits(True), "in place", logits_level),
     Contestant("dapo_kernels", "default chunks", "ours", _ours_from_hidden, hidden_level),
+    *_on_each_backend(_ours_from_hidden, "default chunks", hidden_level),
+    Contestant(
+        "dapo_kernels, no wait",
+        "host_sync=False: dead tokens go through the GEMMs",
+        "ours",
+        functools.partial(_ours_from_hidden, host_sync=False),
+        lambda config: hidden_level(config) and config.device == "cuda" and config.mode == "train" and config.live < 1,
+    ),
     Contestant(
         "eager",
         "log_softmax + gather in the logits' dtype",

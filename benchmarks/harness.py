@@ -11,6 +11,8 @@ Order of things, all in one process per configuration:
 3. Check: the first call of every contestant is compared with float64; who fails is reported and not timed.
 4. Clock: rounds of one call each (A B C A B C …). Before every call inputs are restored, outside the clock. The clock
    stops when the gradients exist; freeing them is outside. A contestant whose check failed has no figure.
+
+On a CUDA device (``cuda_clock.py``) nothing forks: memory is the allocator's count, of the call after the checked one.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ import torch
 from benchmarks import machine
 from benchmarks.configs import Config
 from benchmarks.contestants import CONTESTANTS, Contestant, Run
-from benchmarks.peers import PEERS
+from benchmarks.cuda_clock import CudaMeter
+from benchmarks.gpu_peers import GPU_PEERS
+from benchmarks.peers import PEERS as ANY_PEERS
 from benchmarks.problem import Problem, build
 from benchmarks.truth import Result, Truth, exceeded, find_truth
 from dapo_kernels.memory import release_workspace
@@ -45,6 +49,36 @@ _MEMORY_SHARE = 0.85
 
 Report = Callable[[str], None]
 Row = dict[str, Any]
+PEERS = (*ANY_PEERS, *GPU_PEERS)
+
+
+class HostMeter:
+    """Memory and time of a call on the CPU."""
+
+    forks = True
+
+    def free_bytes(self) -> int:
+        return machine.available_bytes()
+
+    def call(self, run: Run) -> tuple[Result, float]:
+        """One call and its seconds."""
+        began = time.perf_counter()
+        result = run()
+        return result, time.perf_counter() - began
+
+    def peak(self, run: Run, problem: Problem) -> Row:
+        """Was measured before, in a child: see ``peak_extra``."""
+        return {}
+
+    def probe(self) -> None:
+        """A processor survives what a contestant raises."""
+
+    def release(self) -> None:
+        """The process ends with its configuration."""
+
+
+Meter = HostMeter | CudaMeter
+METERS: dict[str, Callable[[], Meter]] = {"cpu": HostMeter, "cuda": CudaMeter}
 
 
 def field_of(config: Config) -> list[Contestant]:
@@ -57,12 +91,13 @@ def measure(config: Config, threads: int, report: Report) -> dict[str, Any]:
     """All there is to know about one configuration: a JSON-able record. Run it in a fresh process."""
     started = time.time()
     torch.set_num_threads(1)
+    meter = METERS[config.device]()
     report("building inputs")
     field = field_of(config)
     rows: list[Row] = [_row(contestant) for contestant in field]
     runnable = []
     for contestant, row in zip(field, rows, strict=True):
-        row["reason"] = contestant.missing() or _too_large(contestant, config)
+        row["reason"] = contestant.missing() or _too_large(contestant, config, meter)
         if row["reason"] is None:
             runnable.append((contestant, row))
         else:
@@ -77,19 +112,16 @@ def measure(config: Config, threads: int, report: Report) -> dict[str, Any]:
     if all(contestant.kind == "denominator" for contestant, _ in runnable):
         return {**record, "wall_s": round(time.time() - started, 1)}
     problem = build(config)
-    # Before the forks: or every child would import it all again.
-    for module in sorted({module for contestant, _ in runnable for module in contestant.modules}):
-        importlib.import_module(module)
-    for contestant, row in runnable:
-        if contestant.kind != "denominator":
-            report(f"memory: {contestant.name}")
-            row |= in_child(functools.partial(peak_extra, contestant, problem, threads))
+    if meter.forks:
+        _memory_in_children(runnable, problem, threads, report)
     torch.set_num_threads(threads)
     report("float64 truth")
     truth = find_truth(problem)
-    runs = _checked(runnable, problem, truth, report)
-    _time(runs, problem, truth, report)
+    runs = _checked(runnable, problem, truth, meter, report)
+    _time(runs, problem, truth, meter, report)
     _ratios(rows)
+    del problem, truth, runs
+    meter.release()
     return {**record, "wall_s": round(time.time() - started, 1)}
 
 
@@ -97,17 +129,27 @@ def _row(contestant: Contestant) -> Row:
     return {"name": contestant.name, "kind": contestant.kind, "setting": contestant.setting, "status": "ok"}
 
 
-def _too_large(contestant: Contestant, config: Config) -> str | None:
+def _too_large(contestant: Contestant, config: Config, meter: Meter) -> str | None:
     inputs = 2 * config.logits_bytes if config.level == "logits" else 0
     # The child of the memory run owns a second copy of what it overwrites.
     needed = inputs * 1.5 + contestant.extra_bytes(config)
-    available = machine.available_bytes()
+    available = meter.free_bytes()
     if needed <= _MEMORY_SHARE * available:
         return None
     return f"needs about {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free"
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def _memory_in_children(runnable: list[tuple[Contestant, Row]], problem: Problem, threads: int, report: Report) -> None:
+    # Before the forks: or every child would import it all again.
+    for module in sorted({module for contestant, _ in runnable for module in contestant.modules}):
+        importlib.import_module(module)
+    for contestant, row in runnable:
+        if contestant.kind != "denominator":
+            report(f"memory: {contestant.name}")
+            row |= in_child(functools.partial(peak_extra, contestant, problem, threads))
 
 
 def in_child(work: Callable[[], Row]) -> Row:
@@ -155,8 +197,7 @@ def peak_extra(contestant: Contestant, problem: Problem, threads: int) -> Row:
         result = run()
         wall = time.perf_counter() - began
         peak = machine.peak_resident_bytes() - before
-        inputs = {x.data_ptr() for x in problem.inputs()}
-        returned = sum(g.nbytes for g in result.gradients if g.data_ptr() not in inputs)
+        returned = problem.bytes_beyond_inputs(result.gradients)
         del result
         if last or (wall > _LONG_CALL_S and not compiles):
             break
@@ -175,25 +216,41 @@ def check(contestant: Contestant, result: Result, truth: Truth) -> Row:
 
 
 def _checked(
-    runnable: list[tuple[Contestant, Row]], problem: Problem, truth: Truth, report: Report
+    runnable: list[tuple[Contestant, Row]], problem: Problem, truth: Truth, meter: Meter, report: Report
 ) -> list[tuple[Contestant, Row, Run]]:
-    """Make every contestant's call and, unless a call is too dear to repeat, check and warm it."""
+    """Make every contestant's call and, unless a call is too dear to repeat, check and warm it.
+
+    Another library's version may not suit this machine: one that raises has its reason in its row, and the others run.
+    """
     runs = []
     for contestant, row in runnable:
-        run = contestant.make(problem)
-        if problem.config.rounds > 1:
-            report(f"check: {contestant.name}")
-            problem.restore()
-            result = run()
-            if contestant.kind != "denominator":
-                row |= check(contestant, result, truth)
-            del result
+        report(f"check: {contestant.name}")
+        try:
+            run = _ready(contestant, row, problem, truth, meter)
+        except Exception as error:
+            traceback.print_exc()
+            row |= {"status": "failed", "reason": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+        meter.probe()
         if row["status"] == "ok":
             runs.append((contestant, row, run))
     return runs
 
 
-def _time(runs: list[tuple[Contestant, Row, Run]], problem: Problem, truth: Truth, report: Report) -> None:
+def _ready(contestant: Contestant, row: Row, problem: Problem, truth: Truth, meter: Meter) -> Run:
+    run = contestant.make(problem)
+    if problem.config.rounds > 1:
+        problem.restore()
+        result = run()
+        if contestant.kind != "denominator":
+            row |= check(contestant, result, truth)
+            del result
+            row |= meter.peak(run, problem)
+    return run
+
+
+def _time(
+    runs: list[tuple[Contestant, Row, Run]], problem: Problem, truth: Truth, meter: Meter, report: Report
+) -> None:
     """Interleaved rounds within the budget; writes the times into the rows."""
     config = problem.config
     times: list[list[float]] = [[] for _ in runs]
@@ -204,9 +261,8 @@ def _time(runs: list[tuple[Contestant, Row, Run]], problem: Problem, truth: Trut
         report(f"round {round_ + 1}")
         for (contestant, row, run), seconds in zip(runs, times, strict=True):
             problem.restore()
-            began = time.perf_counter()
-            result = run()
-            seconds.append(time.perf_counter() - began)
+            result, taken = meter.call(run)
+            seconds.append(taken)
             if config.rounds == 1 and contestant.kind != "denominator":
                 row |= check(contestant, result, truth)
             del result

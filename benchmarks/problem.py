@@ -28,6 +28,7 @@ class Problem:
 
     Attributes:
         logits: [N, V], what contestants work on (and may consume); ``pristine`` is its untouched copy.
+        padded: [1, N + 1, V], the memory of ``logits`` and a row after it, which some libraries want to see.
         hidden, weight: [N, H] and [V, H], at the hidden level.
         normalizer: [N] float32, log Σ exp of the logits, by blocks of eager PyTorch.
     """
@@ -37,6 +38,7 @@ class Problem:
     normalizer: Tensor
     logits: Tensor | None = None
     pristine: Tensor | None = None
+    padded: Tensor | None = None
     hidden: Tensor | None = None
     weight: Tensor | None = None
 
@@ -55,6 +57,11 @@ class Problem:
         """The differentiable inputs as fresh leaves."""
         given = self.head() if self.logits is None else (self.logits,)
         return tuple(x.detach().requires_grad_(self.config.mode == "train") for x in given)
+
+    def bytes_beyond_inputs(self, tensors: tuple[Tensor, ...]) -> int:
+        """Bytes of those tensors that were not written over an input."""
+        inputs = {x.data_ptr() for x in self.inputs()}
+        return sum(x.nbytes for x in tensors if x.data_ptr() not in inputs)
 
     def row_blocks(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         """The logits by blocks of rows, in ``dtype``; at the hidden level computed in that dtype."""
@@ -77,31 +84,34 @@ class Problem:
 
 def build(config: Config, seed: int = 0) -> Problem:
     """Make the inputs. Run it on one thread when the process is going to fork."""
-    generator = torch.Generator().manual_seed(seed)
+    device = torch.device(config.device)
+    generator = seeded(device, seed)
     n, vocab = config.n_tokens, config.vocab
     if n % config.n_sequences:
         raise ValueError(f"n_sequences must divide n_tokens={n}, got {config.n_sequences}")
     tokens = Tokens(
-        target_ids=torch.randint(vocab, (n,), generator=generator),
-        old_logprobs=torch.zeros(n),
+        target_ids=torch.randint(vocab, (n,), generator=generator, device=device),
+        old_logprobs=torch.zeros(n, device=device),
         advantages=_advantages(config),
-        mask=_share(n, config.live, generator),
+        mask=_share(config, config.live, generator),
         n_sequences=config.n_sequences,
     )
-    problem = Problem(config, tokens, normalizer=torch.empty(n))
+    problem = Problem(config, tokens, normalizer=torch.empty(n, device=device))
     if config.level == "logits":
-        distinct = torch.randn(min(n, _DISTINCT_ROWS), vocab, generator=generator).mul_(2.0)
-        problem.pristine = torch.empty(n, vocab, dtype=config.torch_dtype)
+        distinct = torch.randn(min(n, _DISTINCT_ROWS), vocab, generator=generator, device=device).mul_(2.0)
+        problem.pristine = torch.empty(n, vocab, dtype=config.torch_dtype, device=device)
         for part in problem.pristine.split(_DISTINCT_ROWS):
             part.copy_(distinct[: part.shape[0]])
-        problem.logits = problem.pristine.clone()
+        problem.padded = problem.pristine.new_zeros(1, n + 1, vocab)
+        problem.logits = problem.padded[0, :n]
+        problem.restore()
     else:
         # Entries of spread H^-¼ times √2 give logits of spread 2.
         scale = (2.0**0.5) * config.hidden**-0.25
         for name, length in (("hidden", n), ("weight", vocab)):
-            values = torch.randn(length, config.hidden, generator=generator).mul_(scale)
+            values = torch.randn(length, config.hidden, generator=generator, device=device).mul_(scale)
             setattr(problem, name, values.to(config.torch_dtype))
-    logprobs = torch.empty(n)
+    logprobs = torch.empty(n, device=device)
     for rows, logits in problem.row_blocks(torch.float32):
         problem.normalizer[rows] = logits.logsumexp(1)
         chosen = logits.gather(1, tokens.target_ids[rows, None]).squeeze(1)
@@ -110,23 +120,29 @@ def build(config: Config, seed: int = 0) -> Problem:
     return problem
 
 
+def seeded(device: torch.device, seed: int) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
+
+
 def _advantages(config: Config) -> Tensor:
     """±1 by sequence, alternating, with a little spread; never zero."""
-    per_sequence = torch.tensor([(1.0 + 0.1 * i) * (-1.0) ** i for i in range(config.n_sequences)])
+    i = torch.arange(config.n_sequences, device=config.device)
+    per_sequence = (1.0 + 0.1 * i) * (1 - 2 * (i % 2))
     return per_sequence.repeat_interleave(config.n_tokens // config.n_sequences)
 
 
-def _share(n: int, share: float, generator: torch.Generator) -> Tensor:
-    """A random subset of exactly round(share·n) of n, at least one, as booleans."""
-    chosen = torch.zeros(n, dtype=torch.bool)
-    chosen[torch.randperm(n, generator=generator)[: max(1, round(share * n))]] = True
+def _share(config: Config, share: float, generator: torch.Generator) -> Tensor:
+    """A random subset of exactly round(share·N) tokens, at least one, as booleans."""
+    n = config.n_tokens
+    chosen = torch.zeros(n, dtype=torch.bool, device=config.device)
+    chosen[torch.randperm(n, generator=generator, device=config.device)[: max(1, round(share * n))]] = True
     return chosen
 
 
 def _log_ratios(config: Config, tokens: Tokens, generator: torch.Generator) -> Tensor:
     """Inside the clip range, except a share far outside on the side where the advantage clips."""
-    inside = _INSIDE * (2 * torch.rand(config.n_tokens, generator=generator) - 1)
+    inside = _INSIDE * (2 * torch.rand(config.n_tokens, generator=generator, device=config.device) - 1)
     if config.clipped == 0:
         return inside
-    outside = _share(config.n_tokens, config.clipped, generator)
+    outside = _share(config, config.clipped, generator)
     return torch.where(outside, _OUTSIDE * tokens.advantages.sign(), inside)

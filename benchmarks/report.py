@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from pathlib import Path
 from typing import Any
+
+from benchmarks import gpu_report, machine
 
 Record = dict[str, Any]
 
@@ -27,26 +30,36 @@ whose errors exceed what its rounding explains has no figure. No table leaves ou
 
 
 def write(results: dict[str, Any], base: Path) -> None:
-    """``base``.json, .md and .png; each replaced whole."""
+    """``base``.json, .md and, with matplotlib, .png; each replaced whole."""
     base.parent.mkdir(parents=True, exist_ok=True)
     _replace(Path(f"{base}.json"), json.dumps(results, indent=1, ensure_ascii=False))
     _replace(Path(f"{base}.md"), markdown(results))
-    _plot(results, Path(f"{base}.png"))
+    if importlib.util.find_spec("matplotlib") is not None:
+        _plot(results, Path(f"{base}.png"))
+
+
+def is_failure(record: Record) -> bool:
+    """No figures where there should be some: the configuration died, or our own kernels failed or were wrong."""
+    bad = (row["status"] in ("failed", "wrong") for row in record["rows"] if row["kind"] == "ours")
+    return "error" in record or any(bad)
 
 
 def markdown(results: dict[str, Any]) -> str:
-    machine = results["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    load = f"{machine['load_average'][0]:.2f} at the start, {results['load_average_at_end'][0]:.2f} at the end"
-    facts = (
-        f"- machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB",
-        f"- instruction set: dapo_kernels {machine['isa']}, torch {machine['torch_isa']}",
+    here = results["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
+    load = f"{here['load_average'][0]:.2f} at the start, {results['load_average_at_end'][0]:.2f} at the end"
+    facts = [
+        *(gpu_report.facts(here["gpu"]) if "gpu" in here else []),
+        f"- machine: {here['cpu']}, {here['cores']} cores, {here['memory_gib']} GiB",
+        f"- instruction set: dapo_kernels {here['isa']}, torch {here['torch_isa']}",
         f"- threads: {results['threads']}; load average {load} (own work included)",
-        f"- versions: {versions}, Python {machine['python']}",
-        f"- commit: {machine['commit']}",
+        f"- versions: {versions}, Python {here['python']}",
+        f"- commit: {here['commit']}",
         f"- command: `{results['command']}`, started {results['started']}, took {results['wall_s']:.0f} s",
-    )
+    ]
     parts = [f"# dapo_kernels benchmarks: {results['suite']}", "\n".join(facts), _METHOD]
+    if "gpu" in here:
+        parts += [gpu_report.METHOD, *gpu_report.sections(results["records"])]
     parts += [_losses(results["records"])]
     parts += [f"## {record['config']}\n\n{table(record)}" for record in results["records"]]
     return "\n\n".join(parts) + "\n"
@@ -65,12 +78,16 @@ def _losses(records: list[Record]) -> str:
 
 def table(record: Record) -> str:
     """One configuration as a Markdown table."""
-    if "error" in record:
-        return f"No figures: {record['error']}"
+    if not record["rows"]:
+        return f"No figures: {_why_empty(record)}"
     columns = [c.format(denominator=record["denominator"]) for c in _COLUMNS + _MEMORY_COLUMNS]
     lines = [_line(columns), _line(["---", "---"] + ["---:"] * (len(columns) - 2))]
     lines += [_line(cells(row)) for row in record["rows"]]
-    return "\n".join(lines)
+    return "\n".join(lines) + gpu_report.rates(record)
+
+
+def _why_empty(record: Record) -> str:
+    return record.get("error") or record["not_run"]
 
 
 def cells(row: Record) -> list[str]:
@@ -97,8 +114,8 @@ def cells(row: Record) -> list[str]:
 
 def console(record: Record) -> str:
     """The table for a terminal: names and the figures that matter, aligned."""
-    if "error" in record:
-        return f"\n{record['config']}\n  {record['error']}"
+    if not record["rows"]:
+        return f"\n{record['config']}\n  {_why_empty(record)}"
     lines = [f"\n{record['config']}   ({record['wall_s']:.0f} s, ÷ {record['denominator']})"]
     for row in record["rows"]:
         if "median_ms" not in row:
@@ -157,8 +174,8 @@ def _plot(results: dict[str, Any], path: Path) -> None:
         axis.tick_params(axis="y", labelsize=8)
         axis.set_title(f"{record['config']}: time ÷ {record['denominator']}", fontsize=9, loc="left")
         axis.spines[["top", "right"]].set_visible(False)
-    machine = results["machine"]
-    figure.suptitle(f"{machine['cpu']}, {machine['cores']} cores, {machine['isa']}, {machine['commit']}", fontsize=9)
+    here = results["machine"]
+    figure.suptitle(f"{machine.headline(here)}, {here['commit']}", fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

@@ -1,35 +1,30 @@
-"""Run a suite and write what it found: ``python benchmarks/run.py [--suite quick|full]``.
+"""Run a suite and write what it found: ``python benchmarks/run.py [--suite quick|full|gpu] [--seconds S]``.
 
-Every configuration has a process of its own. The files under ``benchmarks/results/`` are rewritten after each, so that
-an interrupted run leaves what it has.
+The files under ``benchmarks/results/`` are rewritten after each configuration, so that an interrupted run leaves what
+it has. ``workers.py`` says which process measures what.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
-import subprocess
 import sys
-import tempfile
 import time
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import torch
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import machine, report  # noqa: E402
-from benchmarks.configs import SUITES, Config  # noqa: E402
+from benchmarks import machine, report, workers  # noqa: E402
+from benchmarks.configs import Config  # noqa: E402
+from benchmarks.gpu_configs import SUITES  # noqa: E402
 
 _LOG_EVERY_S = 5.0
-# The instruction set an older processor would give: to dapo_kernels, to eager PyTorch and to torch.compile.
-_ISA_ENVIRONMENT = {
-    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "TORCHINDUCTOR_CPP_SIMDLEN": "256"},
-    "portable": {"ATEN_CPU_CAPABILITY": "default", "TORCHINDUCTOR_CPP_SIMDLEN": "1"},
-}
 
 
 def main() -> int:
@@ -40,7 +35,12 @@ def main() -> int:
         known = "\n  ".join(c.name for c in SUITES[args.suite])
         print(f"no configuration of {args.suite!r} contains {args.only!r}; there are\n  {known}", file=sys.stderr)
         return 2
-    here = machine.describe()
+    devices = {c.device for c in configs}
+    why = _cannot_run(devices)
+    if why is not None:
+        print(f"suite {args.suite!r}: {why}", file=sys.stderr)
+        return 2
+    here = machine.describe(gpu="cuda" in devices)
     started = datetime.now(timezone.utc)
     results: dict[str, Any] = {
         "suite": args.suite,
@@ -51,12 +51,10 @@ def main() -> int:
         "records": [],
     }
     base = args.out / f"{args.suite}-{machine.slug(here)}-{started:%Y%m%d-%H%M}"
-    print(f"{here['cpu']}, {here['cores']} cores, {here['isa']}, load {here['load_average'][0]}; → {base}.*")
+    print(f"{machine.headline(here)}, load {here['load_average'][0]}; → {base}.*")
     failed = 0
-    for number, config in enumerate(configs, 1):
-        head = f"[{number}/{len(configs)}] {config.name}"
-        record = _in_worker(args.suite, config, threads, head)
-        failed += "error" in record
+    for record in workers.measured(args.suite, configs, threads, args.seconds, _Progress(configs)):
+        failed += report.is_failure(record)
         results["records"].append(record)
         results["load_average_at_end"] = [round(x, 2) for x in os.getloadavg()]
         results["wall_s"] = round((datetime.now(timezone.utc) - started).total_seconds(), 1)
@@ -71,45 +69,35 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--suite", choices=sorted(SUITES), default="full")
     parser.add_argument("--only", help="only configurations whose name contains this")
     parser.add_argument("--threads", type=int, help="default: the cores this process may use")
+    parser.add_argument("--seconds", type=float, help="stop by then; the report names what was not run")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     return parser.parse_args()
 
 
-def _in_worker(suite: str, config: Config, threads: int, head: str) -> dict[str, Any]:
-    """The record of a configuration; one that died has an "error" instead of rows."""
-    index = SUITES[suite].index(config)
-    command = [sys.executable, "-m", "benchmarks.worker", suite, str(index), str(threads)]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    # Inductor's pool of compiling processes would be forked from ours; there is one kernel to compile at a time.
-    environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    path = os.environ.get("PYTHONPATH")
-    environment["PYTHONPATH"] = str(ROOT) if not path else f"{ROOT}{os.pathsep}{path}"
-    if config.isa is not None:
-        environment |= {"DAPO_KERNELS_ISA": config.isa, **_ISA_ENVIRONMENT[config.isa]}
-    began = time.time()
-    record: dict[str, Any] | None = None
-    shown = 0.0
-    with tempfile.TemporaryFile("w+") as log:
-        worker = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=log)
-        assert worker.stdout is not None
-        for line in worker.stdout:
-            message: dict[str, Any] = json.loads(line) if line.startswith("{") else {"progress": line.strip()}
-            record = message.get("record")
-            # A terminal has one line, rewritten; a log gets one line every few seconds.
-            if record is None and (sys.stdout.isatty() or time.time() - shown > _LOG_EVERY_S):
-                shown = time.time()
-                _progress(f"{head}  {shown - began:4.0f} s  {message['progress']}")
-        code = worker.wait()
-        log.seek(0)
-        last_words = " | ".join(log.read().splitlines()[-3:])
-    return record or {"config": config.name, "rows": [], "error": f"worker ended with {code}: {last_words}"}
+def _cannot_run(devices: set[str]) -> str | None:
+    if "cuda" not in devices:
+        return None
+    return None if torch.cuda.is_available() else "torch finds no CUDA device here"
 
 
-def _progress(text: str) -> None:
-    if sys.stdout.isatty():
-        print(f"\r\033[K{text}", end="", flush=True)
-    else:
-        print(text, flush=True)
+class _Progress:
+    """What a worker does: one line, rewritten, on a terminal; in a log one line every few seconds."""
+
+    def __init__(self, configs: list[Config]) -> None:
+        self._configs = configs
+        self._began: dict[str, float] = {}
+        self._shown = 0.0
+
+    def __call__(self, config: Config, text: str) -> None:
+        now = time.time()
+        began = self._began.setdefault(config.name, now)
+        number = self._configs.index(config) + 1
+        line = f"[{number}/{len(self._configs)}] {config.name}  {now - began:4.0f} s  {text}"
+        if sys.stdout.isatty():
+            print(f"\r\033[K{line}", end="", flush=True)
+        elif now - self._shown > _LOG_EVERY_S:
+            self._shown = now
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.formulas import FORMULAS
-from benchmarks.problem import Problem
+from benchmarks.problem import Problem, seeded
 
 FULL_LIMIT = 2**27
 _ROWS, _COLUMNS = 48, 64
@@ -94,26 +94,30 @@ def exceeded(errors: dict[str, float], rounding: str) -> str | None:
 def find_truth(problem: Problem) -> Truth:
     """Compute it, holding one block of logits at a time."""
     config, tokens = problem.config, problem.tokens
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.randperm(config.n_tokens, generator=generator)[:_ROWS].sort().values
-    normalizer = problem.normalizer.double()
+    device = tokens.target_ids.device
+    generator = seeded(device, 1)
+    rows = torch.randperm(config.n_tokens, generator=generator, device=device)[:_ROWS].sort().values
+    normalizer, entropies = problem.normalizer.double(), None
     if config.n_tokens * config.vocab <= FULL_LIMIT:
+        entropies = torch.empty_like(normalizer) if config.entropy else None
         for part, logits in problem.row_blocks(torch.float64):
             normalizer[part] = logits.logsumexp(1)
+            if entropies is not None:
+                entropies[part] = normalizer[part] - (logits.softmax(1) * logits).sum(1)
     sampled = problem.logits_of(rows, torch.float64)
     normalizer[rows] = sampled.logsumexp(1)
     logprobs = _target_logits(problem) - normalizer
     logprobs.requires_grad_(True)
-    loss = FORMULAS[config.objective](logprobs, tokens)
+    loss = FORMULAS[config.objective](logprobs, tokens._replace(entropy=entropies))
     (slope,) = torch.autograd.grad(loss, logprobs)
     probabilities = (sampled - normalizer[rows, None]).exp()
     dlogits = -slope[rows, None] * probabilities
-    dlogits[torch.arange(len(rows)), tokens.target_ids[rows]] += slope[rows]
+    dlogits[torch.arange(len(rows), device=device), tokens.target_ids[rows]] += slope[rows]
     row_gradient, column_gradient, columns = dlogits, None, rows.new_empty(0)
     if config.level == "hidden":
         hidden, weight = problem.head()
         row_gradient = dlogits @ weight.double()
-        some = torch.randperm(config.vocab, generator=generator)[:_COLUMNS]
+        some = torch.randperm(config.vocab, generator=generator, device=device)[:_COLUMNS]
         columns = torch.cat([some, tokens.target_ids[rows[:_COLUMNS]]]).unique()
         whole = problem.logits_of(slice(None), torch.float64, columns).sub_(normalizer[:, None]).exp_()
         is_target = (tokens.target_ids[:, None] == columns).double()

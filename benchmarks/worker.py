@@ -1,6 +1,6 @@
-"""One configuration in a process of its own: ``python -m benchmarks.worker SUITE INDEX THREADS``.
+"""Configurations in a process of their own: ``python -m benchmarks.worker SUITE THREADS INDEX…``.
 
-Standard output carries JSON lines: {"progress": …} while it runs, {"record": …} at the end.
+Standard output carries JSON lines: {"progress": …} while it runs, {"record": …} after each configuration.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import sys
 from typing import Any
 
-from benchmarks.configs import SUITES
+from benchmarks.gpu_configs import SUITES
 from benchmarks.harness import measure
 
 
@@ -18,9 +18,10 @@ def _say(message: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    suite, index, threads = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    record = measure(SUITES[suite][index], threads, lambda text: _say({"progress": text}))
-    _say({"record": record})
+    suite, threads = sys.argv[1], int(sys.argv[2])
+    for index in sys.argv[3:]:
+        record = measure(SUITES[suite][int(index)], threads, lambda text: _say({"progress": text}))
+        _say({"record": record})
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+from interpreter import round_to_nearest
 
 
 @pytest.fixture(autouse=True)
@@ -15,3 +17,24 @@ def poison_uninitialized_memory() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreter_that_rounds() -> None:
+    """Where Triton is interpreted (TRITON_INTERPRET=1, see test_triton.py)."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        round_to_nearest()
+
+
+@pytest.fixture(params=["triton", "cuda"])
+def gpu_backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The test's body runs with this backend for CUDA devices, where it can."""
+    from dapo_kernels import use_backend
+    from dapo_kernels.backends import available_backends
+
+    name: str = request.param
+    why = available_backends().get(name, "dapo_kernels has no such backend")
+    if why is not None:
+        pytest.skip(f"{name}: {why}")
+    with use_backend(name):
+        yield name

@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+# What the owner of a GPU runs (`make gpu`): build beside the torch that is installed there, then the gpu-marked tests,
+# then the benchmarks with what is left of the time. Nothing of the installed environment is changed.
+#
+#   PYTHON     the interpreter whose torch sees the GPU (default: python3)
+#   WHEELS     a folder of wheels, for a machine without a network
+#   BUDGET_S   seconds for everything (default: 530); the report names what they did not suffice for
+#   RESULTS    where figures go (default: benchmarks/results)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3}
+BUDGET_S=${BUDGET_S:-530}
+RESULTS=${RESULTS:-benchmarks/results}
+VENV=.venv-gpu
+
+"$PYTHON" -c '
+import sys
+try:
+    import torch
+except ImportError:
+    sys.exit(f"make gpu: {sys.executable} has no torch; PYTHON=... names the interpreter that has it")
+if not torch.cuda.is_available():
+    sys.exit(f"make gpu: torch {torch.__version__} of {sys.executable} finds no CUDA device")
+print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+'
+
+# An environment of our own whose packages come before those installed beside torch, which stay visible. (A venv made
+# from a venv sees the packages of neither of its parents: hence the .pth.)
+"$PYTHON" -m venv --without-pip --clear "$VENV"
+"$PYTHON" -c '
+import sys
+for path in sys.path:
+    if path.endswith(("site-packages", "dist-packages")):
+        print(f"import site; site.addsitedir({path!r})")
+' >"$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/beside.pth"
+PATH="$PWD/$VENV/bin:$("$PYTHON" -c 'import os, sys; print(os.path.dirname(sys.executable))'):$PATH"
+export PATH PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+
+missing() { # of the packages named, as NAME or NAME>=MAJOR, those that are absent or older
+    "$VENV/bin/python" -c '
+import importlib.metadata, sys
+for wanted in sys.argv[1:]:
+    name, _, least = wanted.partition(">=")
+    try:
+        found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        found = ""
+    if not found or int(found.partition(".")[0]) < int(least or 0):
+        print(wanted)' "$@"
+}
+install() {
+    local offline=()
+    [ -n "${WHEELS:-}" ] && offline=(--no-index --find-links "$WHEELS")
+    "$PYTHON" -m pip --python "$VENV/bin/python" install --quiet --disable-pip-version-check --retries 1 --timeout 10 \
+        "${offline[@]}" "$@"
+}
+mapfile -t needed < <(missing "setuptools>=77" "pybind11>=2" "pytest>=8")
+command -v ninja >/dev/null || needed+=(ninja)
+if [ ${#needed[@]} -gt 0 ]; then
+    install "${needed[@]}" || {
+        echo "make gpu: needs ${needed[*]} beside torch; without a network put their wheels, and those of what they" \
+            "need, into a folder: WHEELS=folder make gpu" >&2
+        exit 1
+    }
+fi
+[ -z "$(missing matplotlib)" ] || install matplotlib || echo "no matplotlib: there will be no plot"
+
+"$VENV/bin/python" setup.py -q build_ext --inplace
+echo "set up after $SECONDS s"
+
+status=0
+gpu_tests() { # of a folder: only files with gpu tests, since collecting the others would ask for more packages
+    mapfile -t files < <(grep -rlE 'mark\.gpu' "$1" --include='test_*.py')
+    # Half of the time at most, so that a test that hangs leaves some for figures; SIGINT lets pytest say what it had.
+    timeout --signal=INT --kill-after=20 $((BUDGET_S / 2)) \
+        "$VENV/bin/python" -m pytest -p no:cacheprovider -m gpu "${files[@]}" || status=1
+}
+gpu_tests tests/kernels
+absent=$(missing transformers datasets pydantic pyyaml rich safetensors matplotlib | tr '\n' ' ')
+if [ -z "$absent" ]; then gpu_tests tests/runner; else echo "tests/runner left out: $absent not installed"; fi
+echo "tests done after $SECONDS s"
+
+left=$((BUDGET_S - SECONDS))
+"$VENV/bin/python" benchmarks/run.py --suite gpu --seconds "$((left > 30 ? left : 30))" --out "$RESULTS" || status=1
+echo "all done after $SECONDS s"
+exit $status

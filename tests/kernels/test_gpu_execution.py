@@ -1,0 +1,221 @@
+"""On a CUDA device: the same bits again, several streams, graphs, no waiting for the device, asserts, torch.compile."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from gpu import DEVICE, NEEDS_DEVICE, batch, keywords_of, near, poison, same, step
+from torch import Tensor
+
+from dapo_kernels import OBJECTIVES, dapo_loss, linear_dapo_loss, linear_token_logprobs, policy_loss, token_logprobs
+
+pytestmark = [pytest.mark.gpu, NEEDS_DEVICE]
+ROOT = Path(__file__).parents[2]
+LEVELS = {"logits": 0, "hidden": 256}  # and its hidden size
+
+
+@pytest.fixture(autouse=True)
+def poison_uninitialized_memory() -> None:
+    poison()
+
+
+# --- the same bits ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hidden", [0, 256])
+@pytest.mark.parametrize("name", ["dapo", "gspo", "kl_cov"])
+def test_runs_give_the_same_bits(gpu_backend: str, name: str, hidden: int) -> None:
+    b = batch(512, 32003, hidden)
+    first = step(b, name)
+    for _ in range(3):
+        assert same(step(b, name), first)
+
+
+@pytest.mark.parametrize("vocab", [1000, 32003, 151936])
+def test_a_row_has_the_same_bits_wherever_it_stands(gpu_backend: str, vocab: int) -> None:
+    """Alone, in another place, and in a batch of another size; the log-prob, the entropy and the gradient."""
+    b = batch(70, vocab)
+    n = len(b["target_ids"])
+
+    def rows(at: Tensor, inplace: bool) -> tuple[Tensor, ...]:
+        leaf = b["logits"][at].requires_grad_()
+        per_token = (b[name][at] for name in ("target_ids", "old_logprobs", "advantages"))
+        out = dapo_loss(leaf, *per_token, denominator=1.0, entropy=True, inplace_backward=inplace)
+        assert out.entropy is not None
+        return out.logprobs, out.entropy, *torch.autograd.grad(out.loss, leaf)
+
+    for inplace in (False, True):
+        together = rows(torch.arange(n, device=DEVICE), inplace)
+        backwards = rows(torch.arange(n - 1, -1, -1, device=DEVICE), inplace)
+        assert same(tuple(x.flip(0) for x in backwards), together)
+        for t in (0, 1, n - 1):
+            alone = rows(torch.tensor([t], device=DEVICE), inplace)
+            assert same(alone, tuple(x[t : t + 1] for x in together))
+
+
+# --- streams, graphs, waiting -----------------------------------------------------------------------------
+
+BATCH_LEVEL = ("dapo", "gspo", "top_entropy")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_streams_do_not_meet(gpu_backend: str, level: str) -> None:
+    """Two calls under way on two streams at once; results and scratch memory are freed before the device gets there."""
+    batches = [batch(640, 32003, LEVELS[level], seed=seed) for seed in (1, 2)]
+    # Without waiting, or the host would not get ahead; several chunks that share a buffer.
+    more = {"chunk_bytes": 2**24, "host_sync": False} if level == "hidden" else {}
+    expected = [step(b, **more) for b in batches]
+    streams = [torch.cuda.Stream() for _ in batches]
+    torch.cuda.synchronize()
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(200_000_000)  # a tenth of a second: everything below is queued behind it
+    kept: list[list[tuple[Tensor, ...]]] = [[], []]
+    for _ in range(4):
+        for b, stream, got in zip(batches, streams, kept, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(step(b, **more))
+                step(b, **more)  # freed at once
+        torch.full((64 * 2**20,), 255, dtype=torch.uint8, device=DEVICE)  # the default stream takes what it can get
+    torch.cuda.synchronize()
+    for got, once in zip(kept, expected, strict=True):
+        assert all(same(g, once) for g in got)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", BATCH_LEVEL)
+def test_a_graph_replays_with_other_inputs(gpu_backend: str, name: str, level: str) -> None:
+    # In float32, so that another GEMM's rounding does not move tokens over the clip edges.
+    static = batch(512, 32003, LEVELS[level], torch.float32, seed=1)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step(static, name)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step(static, name)
+    for seed in (2, 3):
+        fresh = batch(512, 32003, LEVELS[level], torch.float32, seed=seed)
+        for key, value in static.items():
+            value.copy_(fresh[key])
+        graph.replay()
+        expected = step(fresh, name, **({"host_sync": False} if level == "hidden" else {}))
+        for got, want in zip(results, expected, strict=True):
+            # The library may pick another GEMM while a graph is captured; ours may not.
+            assert torch.equal(got, want) if level == "logits" else near(got, want)
+
+
+@pytest.fixture
+def no_waiting() -> Iterator[Callable[[], None]]:
+    """A function after which whatever waits for the device is an error, until the test ends."""
+    yield lambda: torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_losses_never_wait(gpu_backend: str, no_waiting: Callable[[], None], name: str) -> None:
+    levels = [batch(256, 5003, hidden) for hidden in LEVELS.values()]
+    count = torch.tensor(300.0, device=DEVICE)
+    taus = torch.rand(256, device=DEVICE) + 0.5
+    calls: list[Callable[[], tuple[Tensor, ...]]] = [
+        *(functools.partial(step, b, name, denominator=count, temperature=taus) for b in levels),
+        functools.partial(step, levels[0], name, inplace_backward=True),
+        functools.partial(from_logprobs, levels[0], name, count),
+    ]
+    for run in calls:
+        run()  # compiles and loads
+    torch.cuda.synchronize()
+    no_waiting()
+    for run in calls:
+        run()
+
+
+def from_logprobs(b: dict[str, Tensor], name: str, count: Tensor) -> tuple[Tensor, ...]:
+    logprobs = (b["old_logprobs"] + 0.1).requires_grad_()
+    entropy = b["old_logprobs"].abs().requires_grad_()
+    said = keywords_of(name, b)
+    out = policy_loss(logprobs, b["old_logprobs"], b["advantages"], entropy=entropy, denominator=count, **said)
+    return torch.autograd.grad(out.loss, logprobs)
+
+
+def test_logprobs_never_wait(gpu_backend: str, no_waiting: Callable[[], None]) -> None:
+    b, h = batch(256, 5003), batch(256, 5003, 256)
+
+    def run() -> None:
+        for inplace in (False, True):
+            leaf = b["logits"].clone().requires_grad_()
+            stats = token_logprobs(leaf, b["target_ids"], entropy=True, inplace_backward=inplace)
+            assert stats.entropy is not None
+            (stats.logprobs + stats.entropy).sum().backward()
+        leaves = [h["hidden"].clone().requires_grad_(), h["weight"].clone().requires_grad_()]
+        for mask in (None, h["mask"]):
+            linear_token_logprobs(*leaves, h["target_ids"], mask=mask).logprobs.sum().backward()
+
+    run()
+    torch.cuda.synchronize()
+    no_waiting()
+    run()
+
+
+# --- errors and torch.compile -----------------------------------------------------------------------------
+
+_BAD_TARGET = """
+import torch
+from dapo_kernels import dapo_loss, linear_dapo_loss, use_backend
+n, vocab, hidden = 8, 100, 32
+ids, mask = torch.zeros(n, dtype=torch.int64, device="cuda"), torch.ones(n, dtype=torch.bool, device="cuda")
+ids[3] = vocab
+mask[3] = {live}
+rest = (ids, None, torch.ones(n, device="cuda"))
+with use_backend({backend!r}):
+    if {level!r} == "logits":
+        out = dapo_loss(torch.randn(n, vocab, device="cuda").requires_grad_(), *rest, mask=mask)
+    else:
+        h, w = (torch.randn(k, hidden, device="cuda").requires_grad_() for k in (n, vocab))
+        out = linear_dapo_loss(h, w, *rest, mask=mask)
+    out.loss.backward()
+torch.cuda.synchronize()
+print("no complaint", float(out.loss))
+"""
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("live", [True, False])
+def test_a_bad_target_trips_an_assert(gpu_backend: str, live: bool, level: str) -> None:
+    """In a process of its own, which loses its device. A dead token's target may be anything."""
+    code = _BAD_TARGET.format(live=live, backend=gpu_backend, level=level)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    if live:
+        assert done.returncode != 0, done.stdout
+        assert "assert" in done.stderr.lower(), done.stderr[-2000:]
+    else:
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert "no complaint" in done.stdout
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_compiles_as_one_graph(gpu_backend: str, level: str) -> None:
+    def loss_of(b: dict[str, Tensor], *leaves: Tensor) -> Tensor:
+        rest = (b["target_ids"], b["old_logprobs"], b["advantages"])
+        function = linear_dapo_loss if level == "hidden" else dapo_loss
+        return function(*leaves, *rest, mask=b["mask"], temperature=0.9).loss
+
+    compiled = torch.compile(loss_of, fullgraph=True)
+    for n in (192, 320):
+        b = batch(n, 5003, LEVELS[level], torch.float32)
+        names = ("hidden", "weight") if level == "hidden" else ("logits",)
+        results = []
+        for function in (loss_of, compiled):
+            leaves = [b[name].clone().requires_grad_() for name in names]
+            loss = function(b, *leaves)
+            results.append((loss, *torch.autograd.grad(loss, leaves)))
+        for got, want in zip(*results, strict=True):
+            assert near(got, want)
