@@ -1,0 +1,86 @@
+"""From a causal language model of transformers to what the loss needs of it: hidden states and the output head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
+
+# What model families call the factor on their logits.
+_LOGIT_FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+
+
+@dataclass(frozen=True)
+class LogitRule:
+    """What a model does to hidden · weightᵀ on the way to its logits, and the sampling temperature τ.
+
+    With a factor s and a cap c, c·tanh(s·x/c)/τ is what a plain head capped at c/s has at temperature τ/s.
+    """
+
+    softcap: float | None
+    temperature: float
+
+    @classmethod
+    def of(cls, config: Any, temperature: float) -> LogitRule:
+        """``config``: the model's own, or its text part."""
+        text = config.get_text_config()
+        factor = _logit_factor(text)
+        if factor <= 0:
+            raise ValueError(f"the logits of {text.model_type!r} are scaled by {factor:g}; expected a positive factor")
+        cap = getattr(text, "final_logit_softcapping", None)
+        return cls(None if cap is None else cap / factor, temperature / factor)
+
+
+def _logit_factor(config: Any) -> float:
+    for name in _LOGIT_FACTORS:
+        if getattr(config, name, None) is not None:
+            return float(getattr(config, name))
+    scaling = getattr(config, "logits_scaling", None)
+    if scaling is None:
+        return 1.0
+    # HyperCLOVA X multiplies by it; Granite and MiniCPM divide.
+    return float(scaling) if config.model_type == "hyperclovax" else 1.0 / scaling
+
+
+def check_head(model: Any) -> None:
+    """A head whose weight alone makes the logits: the loss multiplies by it and never calls the module.
+
+    Raises:
+        ValueError: the model has no such head.
+    """
+    head = model.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    if weight is None or weight.dim() != 2 or not weight.is_floating_point():
+        got = "no weight" if weight is None else f"a weight {list(weight.shape)} of {weight.dtype}"
+        raise ValueError(
+            f"the output head of {type(model).__name__} must be a linear layer with a floating-point weight [V, H], "
+            f"got {type(head).__name__} with {got}: quantized heads cannot be multiplied by directly"
+        )
+
+
+def head_of(model: Any, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The head's weight [V, H] and bias [V], whole and in the dtype of ``hidden``. Looked up per call: PEFT and FSDP
+    replace modules and parameters.
+    """
+    head = model.get_output_embeddings()
+    weight, bias = whole(head.weight), getattr(head, "bias", None)
+    if torch.is_autocast_enabled(hidden.device.type):  # then the loss itself casts all three alike
+        return weight, None if bias is None else whole(bias)
+    return weight.to(hidden.dtype), None if bias is None else whole(bias).to(hidden.dtype)
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """A parameter, gathered where FSDP2 has sharded it: a head that is a unit of its own never sees its forward called.
+
+    Its gradient is the mean over the ranks, as FSDP makes it; ``full_tensor()`` alone would keep each rank's own.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    mesh = parameter.device_mesh
+    full = parameter.full_tensor(grad_placements=[Partial()] * mesh.ndim)
+    if full.requires_grad:
+        full.register_hook(lambda gradient: gradient / mesh.size())
+    return full

@@ -1,0 +1,291 @@
+"""TRL's ``GRPOTrainer`` with its loss computed here, from hidden states.
+
+    from dapo_kernels.integrations.trl import DapoGRPOTrainer    # in place of trl.GRPOTrainer
+
+Everything else is TRL's: configuration, generation, rewards, advantages, logged metrics. TRL scores completions by
+calling the model with ``fused_lm_head=True``. Here that call is answered by ``linear_token_logprobs``, or, for the
+training pass of a loss whose gradient at a token needs nothing but that token's row, by ``linear_dapo_loss``: the
+gradient is formed with the loss, in three GEMMs in place of four.
+
+The first way leaves the O(tokens) arithmetic to TRL's own code and so covers all of its configuration; ``loss_route``
+and ``loss_route_reason`` say which way a trainer takes and why. B completions of C tokens each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dapo_kernels.integrations.heads import LogitRule, check_head, head_of
+from dapo_kernels.integrations.versions import require
+from dapo_kernels.linear import linear_dapo_loss, linear_token_logprobs
+from dapo_kernels.objectives import Objective
+
+require("dapo_kernels.integrations.trl", "trl", "1.16", "1.17")
+require("dapo_kernels.integrations.trl", "transformers", "5.6", "6")
+
+from accelerate.utils import is_peft_model  # noqa: E402
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled  # noqa: E402
+from transformers.utils import logging  # noqa: E402
+from trl import GRPOTrainer  # noqa: E402
+from trl.trainer.utils import FusedCausalLMOutput  # noqa: E402
+
+logger = logging.get_logger(__name__)
+
+ONE_CALL = "linear_dapo_loss"
+LOGPROBS = "linear_token_logprobs"
+
+_CLIP = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+_LOSS_TYPES = (*_CLIP, "cispo", "sapo", "vespo")
+_SEQUENCE_MEANS = ("grpo", "sapo")  # every completion weighs the same, whatever its length
+_WINDOW_MEANS = ("dapo", "cispo")  # every token of the accumulation window weighs the same
+
+
+class DapoGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
+    """``trl.GRPOTrainer``, same arguments, same configuration, same metrics; the logits are never held.
+
+    Attributes:
+        loss_route: ``"linear_dapo_loss"``, or ``"linear_token_logprobs"`` under TRL's own formula.
+        loss_route_reason: the settings that ask for the second, ``""`` for the first.
+
+    Raises:
+        ValueError: a setting that cannot be honoured, with the reason.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _refuse(self)
+        self.loss_route_reason = _two_pass_reason(self)
+        self.loss_route = LOGPROBS if self.loss_route_reason else ONE_CALL
+        self._objective = None if self.loss_route_reason else objective_of(self)
+        because = f" ({self.loss_route_reason})" if self.loss_route_reason else ""
+        logger.info(f"{type(self).__name__}: the loss goes through {self.loss_route}{because}")
+        policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        self._attach(policy, entropy=True)
+        if self.ref_model is not None:
+            self._attach(self.accelerator.unwrap_model(self.ref_model), entropy=False)
+
+    def _attach(self, model: Any, *, entropy: bool) -> None:
+        check_head(model)
+        rule = LogitRule.of(model.config, self.temperature)
+        attach_scoring(model, rule, entropy=entropy, float32_head=self.args.cast_lm_head_to_fp32)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        if self._objective is None:
+            return super()._compute_loss(model, inputs)
+        scorer = _LossScorer(model, loss_call(self, self._objective, inputs))
+        # TRL's formula once more, on log-probs without a gradient: O(tokens), and every metric is its own.
+        super()._compute_loss(scorer, inputs)
+        loss = scorer.output.loss
+        if self.aux_loss_enabled:
+            loss = loss + self.router_aux_loss_coef * scorer.output.aux_loss / _accumulation(self)
+        return loss
+
+
+@dataclass(frozen=True)
+class LossCall:
+    """What ``linear_dapo_loss`` is told besides the head and the tokens; tensors [B, C] unless said otherwise."""
+
+    objective: Objective
+    mask: Tensor
+    advantages: Tensor  # or [B]
+    old_logprobs: Tensor | None
+    ref_logprobs: Tensor | None
+    importance_weights: Tensor | None  # or [B]
+    denominator: Tensor | float  # 0-d
+
+    def tensors(self, device: torch.device) -> dict[str, Any]:
+        names = ("mask", "advantages", "old_logprobs", "ref_logprobs", "importance_weights")
+        values = {name: getattr(self, name) for name in names}
+        return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
+
+
+class _LossScorer:
+    """Stands in for the model in TRL's ``_compute_loss``: asks it for the loss too, and keeps the answer."""
+
+    output: FusedCausalLMOutput
+
+    def __init__(self, model: Any, call: LossCall) -> None:
+        self.model, self.call = model, call
+
+    def __call__(self, **inputs: Any) -> FusedCausalLMOutput:
+        self.output = self.model(**inputs, dapo_loss=self.call)
+        return self.output
+
+
+def objective_of(trainer: GRPOTrainer) -> Objective:
+    """The row of the family that TRL's settings describe; ``loss_call`` adds the normaliser."""
+    args, loss_type = trainer.args, trainer.loss_type
+    fields: dict[str, Any] = {"aggregate": "seq-mean-token-mean" if loss_type in _SEQUENCE_MEANS else "token-mean"}
+    if trainer.beta != 0:
+        fields |= {"kl_coef": trainer.beta, "kl_estimator": "k3", "kl_through_ratio": args.use_bias_correction_kl}
+    if loss_type == "sapo":
+        return Objective(surrogate="sapo", sapo_tau=(args.sapo_temperature_pos, args.sapo_temperature_neg), **fields)
+    if loss_type == "cispo":  # TRL's bound is the ratio itself, from above only
+        return Objective(surrogate="cispo", clip_low=1.0, clip_high=trainer.epsilon_high - 1.0, **fields)
+    low, high = min(trainer.epsilon_low, 1.0), trainer.epsilon_high  # a ratio is never below 0
+    if args.delta is None:
+        return Objective(clip_low=low, clip_high=high, **fields)
+    # min(min(ρ, δ)·A, clip(ρ)·A): for A > 0 the lower of the two upper bounds holds, for A < 0 the higher one.
+    bounds = (args.delta, 1.0 + high)
+    return Objective(clip_low=low, clip_high=min(bounds) - 1.0, dual_clip=max(bounds), **fields)
+
+
+def loss_call(trainer: GRPOTrainer, objective: Objective, inputs: dict[str, Any]) -> LossCall:
+    """One micro-batch of TRL's as one call of the loss."""
+    mask = inputs["completion_mask"]
+    if "tool_mask" in inputs:
+        mask = mask * inputs["tool_mask"]
+    weights = None
+    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+        weights = inputs["importance_sampling_ratio"]
+        weights = weights.squeeze(1) if weights.shape[1] == 1 else weights
+    return LossCall(
+        objective=objective,
+        mask=mask.bool(),
+        advantages=inputs["advantages"],
+        old_logprobs=inputs.get("old_per_token_logps"),
+        ref_logprobs=inputs["ref_per_token_logps"] if objective.kl_coef != 0 else None,
+        importance_weights=weights,
+        denominator=_denominator(trainer, mask, inputs),
+    )
+
+
+def _accumulation(trainer: GRPOTrainer) -> int:
+    """Micro-batches whose losses add up to one update; evaluation has none."""
+    steps: int = trainer.current_gradient_accumulation_steps if trainer.model.training else 1
+    return steps
+
+
+def _denominator(trainer: GRPOTrainer, mask: Tensor, inputs: dict[str, Any]) -> Tensor | float:
+    """TRL's normaliser for the loss type, accumulation included. Completions without a live token count, too."""
+    steps, loss_type = _accumulation(trainer), trainer.loss_type
+    if loss_type in _WINDOW_MEANS:
+        tokens = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
+        # Counted over the generation batch: the share of it that one window holds.
+        return tokens * steps / trainer.args.steps_per_generation if trainer.model.training else tokens
+    if loss_type == "bnpo":
+        return mask.sum().clamp(min=1.0) * steps
+    completions = float(mask.shape[0] * steps)
+    return completions * trainer.max_completion_length if loss_type == "dr_grpo" else completions
+
+
+def _two_pass_reason(trainer: GRPOTrainer) -> str:
+    """The settings under which a token's gradient waits for other tokens, or which the family has no row for."""
+    args, loss_type = trainer.args, trainer.loss_type
+    settings = {
+        f"importance_sampling_level={trainer.importance_sampling_level!r}": (
+            trainer.importance_sampling_level != "token"
+        ),
+        f"top_entropy_quantile={trainer.top_entropy_quantile}": trainer.top_entropy_quantile < 1.0,
+        f"off_policy_mask_threshold={trainer.off_policy_mask_threshold}": (
+            trainer.off_policy_mask_threshold is not None
+        ),
+        "use_adaptive_entropy=True": trainer.use_adaptive_entropy,
+        f"entropy_coef={trainer.entropy_coef}": trainer.entropy_coef != 0.0,
+        "loss_type='vespo'": loss_type == "vespo",
+        f"delta={args.delta} with loss_type={loss_type!r}": (
+            loss_type in _CLIP and args.delta is not None and args.delta <= 1.0
+        ),
+        f"epsilon_high={trainer.epsilon_high} with loss_type='cispo'": (
+            loss_type == "cispo" and trainer.epsilon_high < 1.0
+        ),
+    }
+    return ", ".join(name for name, holds in settings.items() if holds)
+
+
+def _refuse(trainer: GRPOTrainer) -> None:
+    """What cannot be honoured, each with its reason."""
+    name = type(trainer).__name__
+    if trainer.loss_type not in _LOSS_TYPES:
+        raise ValueError(f"{name}: unknown loss_type {trainer.loss_type!r}; known: {', '.join(_LOSS_TYPES)}")
+    if trainer.args.use_liger_kernel:
+        raise ValueError(
+            f"{name}: use_liger_kernel=True patches the model when training starts, after its output head was taken "
+            "over; nobody tested the two together. Set it to False; TRL deprecates it in favour of "
+            "model_init_kwargs={'use_kernels': True}"
+        )
+    if is_deepspeed_zero3_enabled():
+        raise ValueError(
+            f"{name}: DeepSpeed ZeRO-3 leaves an empty output head outside its own module, and the loss multiplies by "
+            "the head itself; use ZeRO-2 or FSDP2, or trl.GRPOTrainer"
+        )
+    if trainer.loss_type == "dr_grpo" and trainer.max_completion_length is None:
+        raise ValueError(f"{name}: loss_type='dr_grpo' divides by max_completion_length: set it to a number")
+
+
+def attach_scoring(model: Any, rule: LogitRule, *, entropy: bool, float32_head: bool) -> None:
+    """Answer ``model(…, labels=…, fused_lm_head=True)`` here; every other call stays the model's own.
+
+    As in TRL, on this one instance. ``entropy``: also return entropies, differentiable. ``float32_head``: multiply in
+    float32, outside autocast.
+    """
+    plain = model.forward
+
+    # ``generate`` checks its arguments against the signature.
+    @functools.wraps(type(model).forward)
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if not fused_lm_head:
+            return plain(*args, **kwargs)
+        labels, call = kwargs.pop("labels"), kwargs.pop("dapo_loss", None)
+        states = self.base_model(*args, **kwargs, use_cache=False)
+        hidden = states.last_hidden_state[:, :-1]
+        with torch.autocast(hidden.device.type, enabled=False) if float32_head else contextlib.nullcontext():
+            hidden = hidden.float() if float32_head else hidden
+            weight, bias = head_of(self, hidden)
+            head = {"bias": bias, "softcap": rule.softcap, "temperature": rule.temperature}
+            hidden, labels = hidden.to(weight.device), labels[:, 1:].to(weight.device)
+            if call is None:
+                output = _logprobs(hidden, weight, head, labels, entropy)
+            else:
+                output = _loss(hidden, weight, head, labels, call)
+        if kwargs.get("output_router_logits"):
+            output.aux_loss = _router_loss(self.config.get_text_config(), states, kwargs.get("attention_mask"))
+        return output
+
+    model.forward = types.MethodType(forward, model)
+
+
+def _router_loss(config: Any, states: Any, attention_mask: Tensor | None) -> Tensor:
+    """The load-balancing loss of a mixture of experts, as the model's own forward has it."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    return load_balancing_loss_func(
+        states.router_logits, config.num_experts, config.num_experts_per_tok, attention_mask
+    )
+
+
+def _logprobs(
+    hidden: Tensor, weight: Tensor, head: dict[str, Any], labels: Tensor, entropy: bool
+) -> FusedCausalLMOutput:
+    """Log-probs of the labels, 0 where the label is −100."""
+    scored = labels != -100
+    stats = linear_token_logprobs(hidden, weight, labels.clamp(min=0), mask=scored, entropy=entropy, **head)
+    return FusedCausalLMOutput(log_probs=stats.logprobs, entropy=stats.entropy, label_mask=scored)
+
+
+def _loss(hidden: Tensor, weight: Tensor, head: dict[str, Any], labels: Tensor, call: LossCall) -> FusedCausalLMOutput:
+    """The loss of the completions, the last C labels, with their log-probs and entropies for the metrics."""
+    width = call.mask.shape[1]
+    hidden, labels = hidden[:, -width:], labels[:, -width:]
+    tensors = call.tensors(hidden.device)
+    out = linear_dapo_loss(
+        hidden,
+        weight,
+        labels.clamp(min=0),
+        objective=call.objective,
+        denominator=call.denominator,
+        entropy=True,
+        **tensors,
+        **head,
+    )
+    # Where nothing was computed TRL still forms a ratio before it masks: let that be 1, not the overflow of 0 − ℓ_old.
+    old_logprobs = 0.0 if call.old_logprobs is None else tensors["old_logprobs"]
+    logprobs = torch.where(tensors["mask"], out.logprobs, old_logprobs)
+    return FusedCausalLMOutput(loss=out.loss, log_probs=logprobs, entropy=out.entropy, label_mask=tensors["mask"])

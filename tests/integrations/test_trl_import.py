@@ -1,0 +1,40 @@
+"""What the adapter asks of the installation, told before anything else can go wrong. Needs no TRL."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from dapo_kernels.integrations.versions import require
+
+
+def test_the_package_imports_no_trainer() -> None:
+    code = "import sys, dapo_kernels; print(sorted({'trl', 'verl', 'transformers', 'peft'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("installed", ["1.15.9", "1.17.0", "2.0.0.dev0", "0.24"])
+def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, installed: str) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: installed)
+    message = rf"adapter is written for trl >= 1.16, < 1.17; installed is {installed}: pip install 'trl>=1.16,<1.17'"
+    with pytest.raises(ImportError, match=message):
+        require("adapter", "trl", "1.16", "1.17")
+
+
+@pytest.mark.parametrize("installed", ["1.16", "1.16.0", "1.16.3", "1.16.1.dev0"])
+def test_supported_versions_pass(monkeypatch: pytest.MonkeyPatch, installed: str) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: installed)
+    require("adapter", "trl", "1.16", "1.17")
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"it is not installed: pip install 'trl>=1.16,<1.17'"):
+        require("adapter", "trl", "1.16", "1.17")
