@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dapo_kernels import _C  # type: ignore[attr-defined]
 from dapo_kernels.memory import large_empty
-from dapo_kernels.reference import raise_bad_target, raise_bad_temperature
+from dapo_kernels.reference import raise_bad_target, raise_bad_temperature, unit_stride
 from dapo_kernels.surrogate import ObjectiveScalars
 from dapo_kernels.tokens import RowLoss, TokenLoss, Tokens
 
@@ -40,10 +40,6 @@ def _rows(logits: Tensor) -> Any:
     )
 
 
-def _unit_stride(logits: Tensor) -> Tensor:
-    return logits if logits.stride(-1) == 1 or logits.shape[-1] == 1 else logits.contiguous()
-
-
 def _tau(temperature: float | Tensor) -> dict[str, Any]:
     if isinstance(temperature, Tensor):
         return {"temperatures": temperature.data_ptr()}
@@ -62,7 +58,7 @@ def _check(logits: Tensor, rows: Any, inputs: Any, target_ids: Tensor, temperatu
 def row_stats(
     logits: Tensor, target_ids: Tensor, live: Tensor, temperature: float | Tensor, want_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    logits = _unit_stride(logits)
+    logits = unit_stride(logits)
     rows = _rows(logits)
     inputs = _C.TokenInputs(target_ids=target_ids.data_ptr(), live=live.data_ptr(), **_tau(temperature))
     _check(logits, rows, inputs, target_ids, temperature)
@@ -85,7 +81,7 @@ def row_grad(
     dlogprobs: Tensor,
     dentropy: Tensor | None,
 ) -> None:
-    source, to = _unit_stride(logits), _unit_stride(out)
+    source, to = unit_stride(logits), unit_stride(out)
     inputs = _C.TokenInputs(target_ids=target_ids.data_ptr(), live=live.data_ptr(), **_tau(temperature))
     _C.row_grad(
         _rows(source),
@@ -110,7 +106,7 @@ def row_loss_(
     entropy_coef: float,
     want_entropy: bool,
 ) -> RowLoss:
-    work = _unit_stride(logits)
+    work = unit_stride(logits)
     rows = _rows(work)
     inputs = _C.TokenInputs(
         target_ids=target_ids.data_ptr(),

@@ -28,6 +28,7 @@ def linear_dapo_loss(
     softcap: float | None = None,
     float32_logits: bool = False,
     chunk_bytes: int | None = None,
+    host_sync: bool | None = None,
     objective: str | Objective = "dapo",
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -55,7 +56,13 @@ def linear_dapo_loss(
         float32_logits: keep the logits of 16-bit inputs in float32. By default they are rounded to the inputs' dtype,
             as the model's own head and most rollout engines do: match the engine, or the ratio carries the
             difference. On the CPU this product runs at the float32 rate.
-        chunk_bytes: size of the logits buffer, the only O(V) memory per token; by default 192 MiB.
+        chunk_bytes: size of the logits buffer, the only O(V) memory per token; by default 192 MiB, on a GPU 1 GiB
+            (more where a single chunk then saves the float32 running sum of the weight's gradient).
+        host_sync: on a GPU, whether the call may wait for the device once per pass, to learn how many tokens are live.
+            It then computes those only; without waiting all tokens go through the GEMMs, shapes follow from the
+            arguments alone and the call can be captured in a CUDA graph. By default it waits when a mask is given,
+            since a wait costs microseconds and a token's GEMMs 6·H·V flops; but neither while a graph is captured nor
+            under ``torch.cuda.set_sync_debug_mode``.
 
     The other arguments, the result and the errors are those of ``dapo_loss``. Softmax arithmetic is float32.
     """
@@ -79,6 +86,7 @@ def linear_dapo_loss(
     )
     tau = layout.temperature(temperature)
     backend = backend_for("linear_dapo_loss", hidden.device, hidden.dtype)
+    wait = _host_sync(layout, host_sync, mask)
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in head[:3]]
     if any(needs) and call.objective.one_pass:
         tokens, unit = gradient_unit(head.hidden.dtype, call.tokens)
@@ -93,6 +101,7 @@ def linear_dapo_loss(
             entropy,
             needs,
             chunk_bytes,
+            wait,
             backend,
         )
         has_entropy = entropy or chosen.entropy_coef != 0
@@ -100,7 +109,7 @@ def linear_dapo_loss(
         return loss_output(call, loss / unit, logprobs, seen, clip_hit, ops.or_none(ref_kl))
     needs_entropy = entropy or call.needs_entropy
     logprobs, _, entropies = linear_ops.linear_stats(
-        *head, targets, call.tokens.live, *tau, needs_entropy, chunk_bytes, backend
+        *head, targets, call.tokens.live, *tau, needs_entropy, chunk_bytes, wait, backend
     )
     return loss_of_stats(call, logprobs, entropies if needs_entropy else None, backend)
 
@@ -117,6 +126,7 @@ def linear_token_logprobs(
     entropy: bool = False,
     mask: Tensor | None = None,
     chunk_bytes: int | None = None,
+    host_sync: bool | None = None,
 ) -> TokenStats:
     """``token_logprobs`` of ``softcap(hidden · weightᵀ + bias)``, a chunk of tokens at a time.
 
@@ -130,6 +140,7 @@ def linear_token_logprobs(
     check_flag(layout, "float32_logits", float32_logits)
     targets = target_tokens(layout, target_ids)
     backend = backend_for("linear_token_logprobs", hidden.device, hidden.dtype)
+    wait = _host_sync(layout, host_sync, mask)
     logprobs, _, entropies = linear_ops.linear_stats(
         *head,
         targets,
@@ -137,9 +148,18 @@ def linear_token_logprobs(
         *layout.temperature(temperature),
         entropy,
         chunk_bytes,
+        wait,
         backend,
     )
     return token_stats(layout, logprobs, entropies if entropy else None)
+
+
+def _host_sync(layout: Layout, value: bool | None, mask: Tensor | None) -> bool | None:
+    """What the operators are told: ``None`` leaves it to them. Without a mask every token is live."""
+    if value is not None:
+        check_flag(layout, "host_sync", value)
+        return value
+    return False if mask is None else None
 
 
 def _head(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dapo_kernels import chunked
 from dapo_kernels.backends import backend_module
-from dapo_kernels.chunked import Head, Needs
+from dapo_kernels.chunked import Head, Needs, Options
 from dapo_kernels.ops import (
     differentiable,
     fake,
@@ -58,6 +58,7 @@ def linear_stats(
     temperatures: Tensor | None,
     want_entropy: bool,
     chunk_bytes: int | None,
+    host_sync: bool | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``logits_stats`` of hidden · weightᵀ: log-probs, normalizer, entropy."""
@@ -67,8 +68,7 @@ def linear_stats(
         live,
         tau_of(temperature, temperatures),
         want_entropy,
-        chunk_bytes,
-        backend_module(backend),
+        Options(chunk_bytes, host_sync, backend_module(backend)),
     )
     return logprobs, norm, or_empty(entropy, logprobs)
 
@@ -95,6 +95,7 @@ def linear_grad(
     dentropy: Tensor | None,
     needs: list[bool],
     chunk_bytes: int | None,
+    host_sync: bool | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of (hidden, weight, bias), those of ``needs``, from ∂loss/∂logprobs and ∂loss/∂entropy."""
@@ -109,15 +110,14 @@ def linear_grad(
         dlogprobs,
         dentropy,
         Needs(*needs),
-        chunk_bytes,
-        backend_module(backend),
+        Options(chunk_bytes, host_sync, backend_module(backend)),
     )
     return _gradients_or_empty(head, gradients)
 
 
 @fake(linear_grad)
 def _(hidden, weight, bias, softcap, float32_logits, *args):  # type: ignore[no-untyped-def]
-    return _fake_gradients(Head(hidden, weight, bias, softcap, float32_logits), Needs(*args[-3]))
+    return _fake_gradients(Head(hidden, weight, bias, softcap, float32_logits), Needs(*args[-4]))
 
 
 refuse_double_backward(linear_grad)
@@ -136,6 +136,7 @@ def _linear_stats_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
         temperatures,
         want_entropy,
         chunk_bytes,
+        host_sync,
         backend,
     ) = inputs
     _, norm, entropy = output
@@ -146,7 +147,7 @@ def _linear_stats_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
         temperature,
         want_entropy,
     )
-    ctx.chunk_bytes, ctx.backend = chunk_bytes, backend
+    ctx.chunk_bytes, ctx.host_sync, ctx.backend = chunk_bytes, host_sync, backend
     ctx.mark_non_differentiable(norm)
     ctx.set_materialize_grads(False)
 
@@ -170,9 +171,10 @@ def _linear_stats_backward(ctx: Any, dlogprobs: Tensor | None, _: Any, dentropy:
         dentropy.contiguous() if ctx.want_entropy and dentropy is not None else None,
         needs,
         ctx.chunk_bytes,
+        ctx.host_sync,
         ctx.backend,
     )
-    return *(g if need else None for g, need in zip(gradients, needs, strict=True)), *(None,) * 9
+    return *(g if need else None for g, need in zip(gradients, needs, strict=True)), *(None,) * 10
 
 
 differentiable(linear_stats, _linear_stats_backward, _linear_stats_setup)
@@ -199,6 +201,7 @@ def linear_loss(
     want_entropy: bool,
     needs: list[bool],
     chunk_bytes: int | None,
+    host_sync: bool | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Loss, log-probs, entropy, clip hits, reference KL; then the gradients of (hidden, weight, bias), those needed."""
@@ -212,8 +215,7 @@ def linear_loss(
         entropy_coef,
         want_entropy,
         Needs(*needs),
-        chunk_bytes,
-        backend_module(backend),
+        Options(chunk_bytes, host_sync, backend_module(backend)),
     )
     like = out.logprobs
     per_token = (out.loss, like, or_empty(out.entropy, like), out.clip_hit, or_empty(out.ref_kl, like))
@@ -222,14 +224,14 @@ def linear_loss(
 
 @fake(linear_loss)
 def _(hidden, weight, bias, softcap, float32_logits, *args):  # type: ignore[no-untyped-def]
-    scalars, entropy_coef, want_entropy, needs, _, _ = args[-6:]
+    scalars, entropy_coef, want_entropy, needs, *_ = args[-7:]
     has_kl = ObjectiveScalars.unpack(scalars).kl_coef != 0
     per_token = token_results(_per_token(hidden), want_entropy or entropy_coef != 0, has_kl)
     return *per_token, *_fake_gradients(Head(hidden, weight, bias, softcap, float32_logits), Needs(*needs))
 
 
 def _linear_loss_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.needs = inputs[-3]
+    ctx.needs = inputs[-4]
     ctx.n_inputs = len(inputs)
     ctx.save_for_backward(*output[5:])
     ctx.mark_non_differentiable(*output[1:])

@@ -38,6 +38,11 @@ def check_rows(target_ids: Tensor, live: Tensor, temperature: float | Tensor, vo
         raise_bad_temperature(row, float(temperature[row]))
 
 
+def unit_stride(logits: Tensor) -> Tensor:
+    """``logits`` with neighbours side by side in memory, as row kernels take them: a copy where they are not."""
+    return logits if logits.stride(-1) == 1 or logits.shape[-1] == 1 else logits.contiguous()
+
+
 def raise_bad_target(row: int, target: int, vocab: int) -> None:
     raise IndexError(f"target_ids: token {row} is live and its id {target} is outside [0, V) = [0, {vocab})")
 

@@ -18,6 +18,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail instead of skip when the compiled CPU extension dapo_kernels._C is missing",
     )
+    parser.addoption(
+        "--backends",
+        default="torch,cpp",
+        help="run the tests of every backend with these (triton: with TRITON_INTERPRET=1) and leave the others out",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "backend" in metafunc.fixturenames:
+        metafunc.parametrize("backend", metafunc.config.getoption("--backends").split(","), indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A run for other backends than the CPU's repeats what depends on one, not the rest."""
+    if config.getoption("--backends") != "torch,cpp":
+        items[:] = [item for item in items if "backend" in getattr(item, "fixturenames", ())]
 
 
 def cpp_missing() -> str | None:
@@ -27,7 +43,7 @@ def cpp_missing() -> str | None:
     return None
 
 
-@pytest.fixture(params=["torch", "cpp"])
+@pytest.fixture
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """The test's body runs with this kernel backend. A missing extension is a skip with its reason."""
     from dapo_kernels import use_backend

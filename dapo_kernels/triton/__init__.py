@@ -1,31 +1,77 @@
-"""The "triton" backend: launchers of the Triton kernels. Same functions as ``reference.py``.
+"""The "triton" backend: launchers of the Triton kernels. Same functions as ``reference.py``, with a softcap.
 
-CUDA tensors; CPU tensors under ``TRITON_INTERPRET=1``, for the tests.
+CUDA tensors; CPU tensors under ``TRITON_INTERPRET=1``, for the tests. Nothing here looks at values, allocates memory
+outside torch's allocator or depends on the stream: calls may be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from dapo_kernels.reference import check_rows
+from dapo_kernels.reference import check_rows, unit_stride
 from dapo_kernels.surrogate import ObjectiveScalars
 from dapo_kernels.tokens import RowLoss, TokenLoss, Tokens
 from dapo_kernels.triton import kernels
 
-# Logits of one load. One program per row; a block of 4096 with 8 warps is 16 logits per thread: two 128-bit loads in
-# bfloat16, four in float32, without spills (tests/kernels/test_triton_compile.py reads the compiler's report).
-_BLOCKS = ((1024, 4), (4096, 8))
+# The row functions take the softcap of a head, and logits from before it.
+FUSED_SOFTCAP = True
+
+
+class Launch(NamedTuple):
+    """How many warps share a row, and how many rows an SM has in flight when 64 warps fill it."""
+
+    row_bytes: int | None  # rows up to this size
+    num_warps: int
+    rows_per_sm: int
+
+    def block(self, itemsize: int) -> int:
+        """Logits of one step of the loops."""
+        return 32 * self.num_warps * LOADS * 16 // itemsize
+
+
+# 128-bit accesses of a thread on their way at once: 64 KiB of a full SM, where bandwidth times latency asks for 25.
+# With four, ptxas spills where there is a softcap.
+LOADS = 2
+# Registers of a thread; tests/kernels/test_triton_compile.py holds every kernel to it. With up to 32 an SM is full,
+# with 64 half full.
+MAX_REGISTERS = 64
+# The second sweep over a row should find it in the L2 cache: 50 MiB on an H100 are 390 KiB per SM, 40 MiB on an A100
+# 380. The longer the row, the more warps share it and the fewer rows are in flight: up to 192 KiB per SM, half the
+# cache, as long as the number of warps can see to it. At V=151936 two rows in bfloat16 are 594 KiB: part of the second
+# sweep comes from memory. It runs backwards, so that part of it does not. Chosen from these figures, not yet measured.
+LAUNCHES = (
+    Launch(12 * 2**10, 4, 16),
+    Launch(24 * 2**10, 8, 8),
+    Launch(48 * 2**10, 16, 4),
+    Launch(None, 32, 2),
+)
 _BLOCK_T = 256
 
 
-def _launch(vocab: int) -> dict[str, int]:
-    """Block and warps for a vocabulary: the largest block that is not mostly overhang."""
-    block, warps = _BLOCKS[0] if vocab <= _BLOCKS[0][0] else _BLOCKS[1]
-    return {"BLOCK_V": min(block, max(16, triton.next_power_of_2(vocab))), "num_warps": warps}
+def launch_for(vocab: int, itemsize: int) -> Launch:
+    """By the size of a row alone: a row gives the same bits wherever it stands and however many there are."""
+    return next(x for x in LAUNCHES if x.row_bytes is None or vocab * itemsize <= x.row_bytes)
+
+
+def _shape(logits: Tensor) -> dict[str, int]:
+    """Block, logits of a 128-bit access and warps."""
+    vocab, itemsize = logits.shape[-1], logits.element_size()
+    chosen = launch_for(vocab, itemsize)
+    block = min(chosen.block(itemsize), max(16, triton.next_power_of_2(vocab)))
+    return {"BLOCK_V": block, "VEC": 16 // itemsize, "num_warps": chosen.num_warps}
+
+
+def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **meta: Any) -> None:
+    """Every kernel starts here. Triton launches on the current device, which need not be the tensors'."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            kernel[(programs,)](*args, **meta)
+    else:
+        kernel[(programs,)](*args, **meta)
 
 
 def _rows(logits: Tensor) -> tuple[Any, int, int, int]:
@@ -34,34 +80,49 @@ def _rows(logits: Tensor) -> tuple[Any, int, int, int]:
     return logits, max(logits.shape[-2], 1), outer, logits.stride(-2)
 
 
-def _unit_stride(logits: Tensor) -> Tensor:
-    return logits if logits.stride(-1) == 1 or logits.shape[-1] == 1 else logits.contiguous()
-
-
 def _tau(temperature: float | Tensor) -> tuple[Tensor | None, float]:
     return (temperature, 1.0) if isinstance(temperature, Tensor) else (None, float(temperature))
 
 
+def _cap(softcap: float | None) -> float:
+    return 1.0 if softcap is None else float(softcap)
+
+
+def _floats(scalars: ObjectiveScalars) -> tuple[Any, ...]:
+    """As the kernels take them: an integer such as clip_low=1 would be compiled in."""
+    return tuple(float(x) if type(x) is int else x for x in scalars)
+
+
 def row_stats(
-    logits: Tensor, target_ids: Tensor, live: Tensor, temperature: float | Tensor, want_entropy: bool
+    logits: Tensor,
+    target_ids: Tensor,
+    live: Tensor,
+    temperature: float | Tensor,
+    want_entropy: bool,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     check_rows(target_ids, live, temperature, logits.shape[-1])
-    logits = _unit_stride(logits)
+    logits = unit_stride(logits)
     logprobs = torch.empty(target_ids.shape, dtype=torch.float32, device=logits.device)
     norm = logprobs.new_empty(*target_ids.shape, 2)
     entropy = torch.empty_like(logprobs) if want_entropy else None
     n, vocab = target_ids.numel(), logits.shape[-1]
     if n:
-        kernels.row_stats_kernel[(n,)](
+        launch(
+            kernels.row_stats_kernel,
+            n,
+            logits.device,
             *_rows(logits),
             vocab,
             target_ids,
             live.view(torch.int8),
             *_tau(temperature),
+            _cap(softcap),
             logprobs,
             norm,
             entropy,
-            **_launch(vocab),
+            HAS_SOFTCAP=softcap is not None,
+            **_shape(logits),
         )
     return logprobs, norm, entropy
 
@@ -76,22 +137,28 @@ def row_grad(
     entropy: Tensor | None,
     dlogprobs: Tensor,
     dentropy: Tensor | None,
+    softcap: float | None = None,
 ) -> None:
-    source, to = _unit_stride(logits), _unit_stride(out)
+    source, to = unit_stride(logits), unit_stride(out)
     n, vocab = target_ids.numel(), logits.shape[-1]
     if n:
-        kernels.row_grad_kernel[(n,)](
+        launch(
+            kernels.row_grad_kernel,
+            n,
+            logits.device,
             *_rows(to),
             *_rows(source),
             vocab,
             target_ids,
             live.view(torch.int8),
             *_tau(temperature),
+            _cap(softcap),
             norm,
             entropy,
             dlogprobs,
             dentropy,
-            **_launch(vocab),
+            HAS_SOFTCAP=softcap is not None,
+            **_shape(logits),
         )
     if to is not out:
         out.copy_(to)
@@ -105,9 +172,10 @@ def row_loss_(
     scalars: ObjectiveScalars,
     entropy_coef: float,
     want_entropy: bool,
+    softcap: float | None = None,
 ) -> RowLoss:
     check_rows(target_ids, tokens.live, temperature, logits.shape[-1])
-    work = _unit_stride(logits)
+    work = unit_stride(logits)
     logprobs = torch.empty(target_ids.shape, dtype=torch.float32, device=logits.device)
     losses = torch.zeros_like(logprobs)
     entropy = torch.empty_like(logprobs) if want_entropy or entropy_coef != 0 else None
@@ -116,12 +184,16 @@ def row_loss_(
     idle = torch.empty_like(clip_hit)
     n, vocab = target_ids.numel(), logits.shape[-1]
     if n:
-        kernels.row_loss_kernel[(n,)](
+        launch(
+            kernels.row_loss_kernel,
+            n,
+            logits.device,
             *_rows(work),
             vocab,
             target_ids,
             tokens.live.view(torch.int8),
             *_tau(temperature),
+            _cap(softcap),
             *tokens[1:],
             losses,
             logprobs,
@@ -129,10 +201,11 @@ def row_loss_(
             clip_hit,
             ref_kl,
             idle,
-            *scalars,
-            entropy_coef,
+            *_floats(scalars),
+            float(entropy_coef),
             entropy_coef != 0,
-            **_launch(vocab),
+            HAS_SOFTCAP=softcap is not None,
+            **_shape(logits),
         )
     if work is not logits:
         logits.copy_(work)
@@ -146,7 +219,10 @@ def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scala
     ref_kl = torch.zeros_like(logprobs) if scalars.kl_coef != 0 else None
     n = logprobs.numel()
     if n:
-        kernels.token_loss_kernel[(triton.cdiv(n, _BLOCK_T),)](
+        launch(
+            kernels.token_loss_kernel,
+            triton.cdiv(n, _BLOCK_T),
+            logprobs.device,
             n,
             logprobs,
             log_ratio,
@@ -160,7 +236,7 @@ def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scala
             d_log_ratio,
             clip_hit,
             ref_kl,
-            *scalars,
+            *_floats(scalars),
             BLOCK_T=_BLOCK_T,
         )
     loss = losses.sum(dtype=torch.float64).to(torch.float32)

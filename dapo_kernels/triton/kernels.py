@@ -4,8 +4,18 @@
     grad    reads V, writes V
     loss    reads V twice (once from L2), writes V over them
 
-T tokens (rows), V vocabulary. With c = log2(e)/τ, exponents are in base 2: z = x·c, top = max z, sum = Σ 2^(z − top).
+T tokens (rows), V vocabulary. With c = log2(e)/τ, exponents are in base 2: top = max x, sum = Σ 2^((x − top)·c). The
+difference comes first: x·c alone would be rounded at the size of x, 1e-3 at 1e4.
+With a softcap, x stands for cap·tanh(x/cap) there and gradients are multiplied by 1 − tanh².
 Row r starts at (r // inner)·stride_outer + (r % inner)·stride_inner, int64: offsets pass 2³¹ at 14k × 152k.
+
+The statistics sweep sees a block as [BLOCK_V / VEC, VEC], VEC logits being one 128-bit load of one thread: maximum and
+sum stay within the thread until the row ends, so that the loop has no barrier, and rescaling to a new maximum costs one
+exponential per VEC logits.
+
+Compiled once per dtype, set of options and alignment of the logits: what changes from batch to batch (counts, the
+alignment of per-token tensors) is named in ``_PER_CALL`` and not specialized on, strides are int64 whatever their
+value. Nothing is tuned at run time: these kernels write over their input.
 """
 
 from __future__ import annotations
@@ -18,6 +28,15 @@ from dapo_kernels.triton.objective import token_objective
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+_PER_TOKEN = [
+    "Targets", "Live", "Temperatures", "Norm", "Entropy", "DLogprobs", "DEntropy", "Weights", "Advantages",
+    "OldLogprobs", "RefLogprobs", "ImportanceWeights", "Losses", "Logprobs", "LogRatio", "ClipHit", "RefKl", "Idle",
+    "DLogprob", "DLogRatio",
+]  # fmt: skip
+_PER_CALL = {
+    "do_not_specialize": ["inner", "out_inner", "N"],
+    "do_not_specialize_on_alignment": _PER_TOKEN,
+}
 
 
 @triton.jit
@@ -31,31 +50,79 @@ def _temperature(Temperatures, temperature, row):
 
 
 @triton.jit
-def _sweep_stats(X, V, c, BLOCK_V: tl.constexpr, WITH_ENTROPY: tl.constexpr):
-    """(top, sum, Σ 2^(z−top)·(z−top)) of one row. The maximum starts finite: −inf − −inf would be NaN."""
-    top = tl.full((), -1.0e38, tl.float32)
-    total = tl.zeros((BLOCK_V,), tl.float32)
-    weighted = tl.zeros((BLOCK_V,), tl.float32)
-    for start in range(0, V, BLOCK_V):
-        offs_v = start + tl.arange(0, BLOCK_V)
-        x = tl.load(X + offs_v, mask=offs_v < V, other=float("-inf")).to(tl.float32)
-        z = x * c
-        new_top = tl.maximum(top, tl.max(z, 0))
-        lift = tl.exp2(top - new_top)
-        d = tl.maximum(z - new_top, -200.0, propagate_nan=tl.PropagateNan.ALL)
-        e = tl.exp2(d)
-        if WITH_ENTROPY:
-            weighted = lift * (weighted + (top - new_top) * total) + e * d
-        total = total * lift + e
-        top = new_top
-    return top, tl.sum(total, 0), tl.sum(weighted, 0)
+def _tanh_parts(x, cap):
+    """tanh(x/cap) and its derivative 1 − tanh². With q = e^(−2|u|): (1−q)/(1+q) and 4q/(1+q)²; a polynomial (relative
+    error 3e-9) where 1 − q would cancel.
+    """
+    u = x / cap
+    squared = u * u
+    q = tl.exp2(tl.abs(u) * (-2.0 * LOG2E))
+    inverse = 1.0 / (1.0 + q)
+    far = (1.0 - q) * inverse
+    series = -0.33333298 + squared * (
+        0.1333192409 + squared * (-0.05378382721 + squared * (0.02079596153 - squared * 0.005895146425))
+    )
+    tanh = tl.where(tl.abs(u) < 0.6, u + u * squared * series, tl.where(u < 0, -far, far))
+    return tanh, 4.0 * q * inverse * inverse
 
 
 @triton.jit
-def _row_gradient(x_target, c, tau, top, total, w, v, entropy, HAS_ENTROPY: tl.constexpr):
-    """One gradient row is p·(a + b·(z − top)), but for the target's entry; the algebra is in ``csrc/cpu/rows.cpp``."""
+def _capped(x, softcap, HAS_SOFTCAP: tl.constexpr):
+    """The logit and ∂logit/∂x."""
+    slope = 1.0
+    if HAS_SOFTCAP:
+        tanh, slope = _tanh_parts(x, softcap)
+        x = softcap * tanh
+    return x, slope
+
+
+@triton.jit
+def _sweep_stats(
+    X, V, c, softcap,
+    BLOCK_V: tl.constexpr, VEC: tl.constexpr, WITH_ENTROPY: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """(top, sum, Σ 2^d·d) of one row, d = (x − top)·c. The maximum starts finite: −inf − −inf would be NaN."""
+    top = tl.full((BLOCK_V // VEC,), -1.0e38, tl.float32)
+    total = tl.zeros((BLOCK_V // VEC,), tl.float32)
+    weighted = tl.zeros((BLOCK_V // VEC,), tl.float32)
+    tile = tl.arange(0, BLOCK_V // VEC)[:, None] * VEC + tl.arange(0, VEC)[None, :]
+    for start in range(0, V, BLOCK_V):
+        offs_v = start + tile
+        mask_v = offs_v < V
+        x = tl.load(X + offs_v, mask=mask_v, other=float("-inf")).to(tl.float32)
+        x, _ = _capped(x, softcap, HAS_SOFTCAP)
+        if HAS_SOFTCAP:
+            x = tl.where(mask_v, x, float("-inf"))
+        new_top = tl.maximum(top, tl.max(x, 1))
+        d = (x - new_top[:, None]) * c
+        if WITH_ENTROPY:
+            d = tl.maximum(d, -200.0, propagate_nan=tl.PropagateNan.ALL)
+        e = tl.exp2(d)
+        d_top = tl.maximum((top - new_top) * c, -200.0, propagate_nan=tl.PropagateNan.ALL)
+        lift = tl.exp2(d_top)
+        if WITH_ENTROPY:
+            weighted = lift * (weighted + d_top * total) + tl.sum(e * d, 1)
+        total = total * lift + tl.sum(e, 1)
+        top = new_top
+    row_top = tl.max(top, 0)
+    d_top = tl.maximum((top - row_top) * c, -200.0, propagate_nan=tl.PropagateNan.ALL)
+    lift = tl.exp2(d_top)
+    weighted = lift * (weighted + d_top * total)
+    return row_top, tl.sum(total * lift, 0), tl.sum(weighted, 0)
+
+
+@triton.jit
+def _logprob(x_target, tau, top, total):
+    return (x_target - top) / tau - tl.log2(total) * LN2
+
+
+@triton.jit
+def _row_gradient(x_target, tau, top, total, w, v, entropy, HAS_ENTROPY: tl.constexpr):
+    """One gradient row is 2^d·(a + b·d), d = (x − top)·c, but for the target's entry; the algebra is in
+    ``csrc/cpu/rows.cpp``.
+    """
     log_total = tl.log2(total) * LN2
-    log_p = (x_target * c - top) * LN2 - log_total
+    log_p = (x_target - top) / tau - log_total
     a = -w
     b = 0.0 * w
     at_target = -w * expm1(log_p)
@@ -67,14 +134,22 @@ def _row_gradient(x_target, c, tau, top, total, w, v, entropy, HAS_ENTROPY: tl.c
 
 
 @triton.jit
-def _sweep_grad(Out, X, V, c, top, a, b, target, at_target, BLOCK_V: tl.constexpr, HAS_ENTROPY: tl.constexpr):
-    for start in range(0, V, BLOCK_V):
-        offs_v = start + tl.arange(0, BLOCK_V)
+def _sweep_grad(
+    Out, X, V, c, softcap, top, a, b, target, at_target,
+    BLOCK_V: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Backwards: what the statistics sweep read last is still in the cache, however many rows share it."""
+    last = (V - 1) // BLOCK_V
+    for step in range(last + 1):
+        offs_v = (last - step) * BLOCK_V + tl.arange(0, BLOCK_V)
         mask_v = offs_v < V
         x = tl.load(X + offs_v, mask=mask_v, other=float("-inf")).to(tl.float32)
-        d = tl.maximum(x * c - top, -200.0, propagate_nan=tl.PropagateNan.ALL)
+        x, slope = _capped(x, softcap, HAS_SOFTCAP)
+        d = tl.maximum((x - top) * c, -200.0, propagate_nan=tl.PropagateNan.ALL)
         p = tl.exp2(d)
         grad = p * (a + b * d) if HAS_ENTROPY else p * a
+        if HAS_SOFTCAP:
+            grad *= slope
         grad = tl.where(offs_v == target, at_target, grad)
         tl.store(Out + offs_v, grad.to(Out.dtype.element_ty), mask=mask_v)
 
@@ -86,12 +161,12 @@ def _sweep_zeros(Out, V, BLOCK_V: tl.constexpr):
         tl.store(Out + offs_v, tl.zeros((BLOCK_V,), Out.dtype.element_ty), mask=offs_v < V)
 
 
-@triton.jit
+@triton.jit(**_PER_CALL)
 def row_stats_kernel(
-    Logits, inner, stride_outer, stride_inner, V,
-    Targets, Live, Temperatures, temperature,
+    Logits, inner, stride_outer: tl.int64, stride_inner: tl.int64, V,
+    Targets, Live, Temperatures, temperature, softcap,
     Logprobs, Norm, Entropy,
-    BLOCK_V: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if tl.load(Live + row) == 0:
@@ -102,23 +177,24 @@ def row_stats_kernel(
             tl.store(Entropy + row, 0.0)
         return
     X = Logits + _row_offset(row, inner, stride_outer, stride_inner)
-    c = 1.0 / _temperature(Temperatures, temperature, row) * LOG2E
-    x_target = tl.load(X + tl.load(Targets + row)).to(tl.float32)
-    top, total, weighted = _sweep_stats(X, V, c, BLOCK_V, Entropy is not None)
-    tl.store(Logprobs + row, (x_target * c - top - tl.log2(total)) * LN2)
+    tau = _temperature(Temperatures, temperature, row)
+    c = LOG2E / tau
+    x_target, _ = _capped(tl.load(X + tl.load(Targets + row)).to(tl.float32), softcap, HAS_SOFTCAP)
+    top, total, weighted = _sweep_stats(X, V, c, softcap, BLOCK_V, VEC, Entropy is not None, HAS_SOFTCAP)
+    tl.store(Logprobs + row, _logprob(x_target, tau, top, total))
     tl.store(Norm + 2 * row, top)
     tl.store(Norm + 2 * row + 1, total)
     if Entropy is not None:
         tl.store(Entropy + row, (tl.log2(total) - weighted / total) * LN2)
 
 
-@triton.jit
+@triton.jit(**_PER_CALL)
 def row_grad_kernel(
-    Out, out_inner, out_stride_outer, out_stride_inner,
-    Logits, inner, stride_outer, stride_inner, V,
-    Targets, Live, Temperatures, temperature,
+    Out, out_inner, out_stride_outer: tl.int64, out_stride_inner: tl.int64,
+    Logits, inner, stride_outer: tl.int64, stride_inner: tl.int64, V,
+    Targets, Live, Temperatures, temperature, softcap,
     Norm, Entropy, DLogprobs, DEntropy,
-    BLOCK_V: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     To = Out + _row_offset(row, out_inner, out_stride_outer, out_stride_inner)
@@ -133,13 +209,15 @@ def row_grad_kernel(
         return
     X = Logits + _row_offset(row, inner, stride_outer, stride_inner)
     tau = _temperature(Temperatures, temperature, row)
-    c = 1.0 / tau * LOG2E
+    c = LOG2E / tau
     target = tl.load(Targets + row)
     top = tl.load(Norm + 2 * row)
     total = tl.load(Norm + 2 * row + 1)
-    x_target = tl.load(X + target).to(tl.float32)
-    a, b, at_target = _row_gradient(x_target, c, tau, top, total, w, v, entropy, DEntropy is not None)
-    _sweep_grad(To, X, V, c, top, a, b, target, at_target, BLOCK_V, DEntropy is not None)
+    x_target, slope_target = _capped(tl.load(X + target).to(tl.float32), softcap, HAS_SOFTCAP)
+    tl.debug_barrier()  # in place, no warp may write its gradient before all have read the target's logit
+    a, b, at_target = _row_gradient(x_target, tau, top, total, w, v, entropy, DEntropy is not None)
+    at_target *= slope_target
+    _sweep_grad(To, X, V, c, softcap, top, a, b, target, at_target, BLOCK_V, DEntropy is not None, HAS_SOFTCAP)
 
 
 @triton.jit
@@ -147,16 +225,16 @@ def _optional(Values, row, default):
     return default if Values is None else tl.load(Values + row)
 
 
-@triton.jit
+@triton.jit(**_PER_CALL)
 def row_loss_kernel(
-    Logits, inner, stride_outer, stride_inner, V,
-    Targets, Live, Temperatures, temperature,
+    Logits, inner, stride_outer: tl.int64, stride_inner: tl.int64, V,
+    Targets, Live, Temperatures, temperature, softcap,
     Weights, Advantages, OldLogprobs, RefLogprobs, ImportanceWeights,
     Losses, Logprobs, Entropy, ClipHit, RefKl, Idle,
     SURROGATE: tl.constexpr, clip_low, clip_high, dual_clip, tau_positive, tau_negative,
     kl_coef, KL_ESTIMATOR: tl.constexpr, KL_THROUGH_RATIO: tl.constexpr,
     entropy_coef, HAS_ENTROPY_COEF: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     X = Logits + _row_offset(row, inner, stride_outer, stride_inner)
@@ -172,11 +250,11 @@ def row_loss_kernel(
         _sweep_zeros(X, V, BLOCK_V)
         return
     tau = _temperature(Temperatures, temperature, row)
-    c = 1.0 / tau * LOG2E
+    c = LOG2E / tau
     target = tl.load(Targets + row)
-    x_target = tl.load(X + target).to(tl.float32)
-    top, total, weighted = _sweep_stats(X, V, c, BLOCK_V, Entropy is not None)
-    logprob = (x_target * c - top - tl.log2(total)) * LN2
+    x_target, slope_target = _capped(tl.load(X + target).to(tl.float32), softcap, HAS_SOFTCAP)
+    top, total, weighted = _sweep_stats(X, V, c, softcap, BLOCK_V, VEC, Entropy is not None, HAS_SOFTCAP)
+    logprob = _logprob(x_target, tau, top, total)
     weight = tl.load(Weights + row)
     log_ratio = logprob - tl.load(OldLogprobs + row) if OldLogprobs is not None else 0.0 * weight
     ref_logprob = None if RefLogprobs is None else tl.load(RefLogprobs + row)
@@ -205,11 +283,12 @@ def row_loss_kernel(
     if idle:
         _sweep_zeros(X, V, BLOCK_V)
         return
-    a, b, at_target = _row_gradient(x_target, c, tau, top, total, w, v, entropy, HAS_ENTROPY_COEF)
-    _sweep_grad(X, X, V, c, top, a, b, target, at_target, BLOCK_V, HAS_ENTROPY_COEF)
+    a, b, at_target = _row_gradient(x_target, tau, top, total, w, v, entropy, HAS_ENTROPY_COEF)
+    at_target *= slope_target
+    _sweep_grad(X, X, V, c, softcap, top, a, b, target, at_target, BLOCK_V, HAS_ENTROPY_COEF, HAS_SOFTCAP)
 
 
-@triton.jit
+@triton.jit(**_PER_CALL)
 def token_loss_kernel(
     N, Logprobs, LogRatio, Live, Weights, Advantages, RefLogprobs, ImportanceWeights,
     Losses, DLogprobs, DLogRatio, ClipHit, RefKl,

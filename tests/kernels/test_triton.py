@@ -30,9 +30,33 @@ def run(*arguments: str, interpret: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+# Of the suite that every CPU backend passes, what a minute and a half of interpreting holds.
+MODULES = (
+    "triton_suite.py",
+    "test_family.py",
+    "test_golden.py",
+    "test_linear.py",
+    "test_logits.py",
+    "test_objectives.py",
+    "test_policy.py",
+    "test_selection.py",
+)
+# Sizes that are about the CPU's caches and tiles, and averages over many rows.
+TOO_LARGE = (
+    "more_than_one_tile",
+    "many_chunks",
+    "eagers_on_average",
+    "each_aggregate",
+    "long_batch",
+    "real_vocabulary",
+)
+
+
 @needs_triton
-def test_the_suite_under_the_interpreter() -> None:
-    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "triton_suite.py"), interpret="1")
+@pytest.mark.parametrize("module", MODULES)
+def test_the_suite_under_the_interpreter(module: str) -> None:
+    chosen = ("-k", " and ".join(f"not {name}" for name in TOO_LARGE), "--backends", "triton")
+    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, str(HERE / module), interpret="1")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout or "100%" in done.stdout
     assert "skipped" not in done.stdout, done.stdout[-2000:]

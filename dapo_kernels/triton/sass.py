@@ -1,0 +1,216 @@
+"""The Triton kernels compiled ahead of time, for GPUs that need not be here, and what their machine code looks like.
+
+``ptxas``, ``cuobjdump`` and ``nvdisasm`` come with the triton package. ``python -m dapo_kernels.triton.sass`` prints
+the table of docs/triton.md; with the page's name as its argument it replaces the table there.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dapo_kernels.triton import LAUNCHES, Launch, kernels
+
+ARCHITECTURES = (80, 90, 100)
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+REGISTER_FILE = 65536  # 32-bit registers of an SM, on all three
+BEGIN, END = "<!-- sass: begin -->", "<!-- sass: end -->"
+
+_TYPES = {
+    "Targets": "*i64",
+    **dict.fromkeys(("Live", "ClipHit", "Idle"), "*i8"),
+    **dict.fromkeys(("inner", "out_inner", "V", "N"), "i32"),
+    **dict.fromkeys(("stride_outer", "stride_inner", "out_stride_outer", "out_stride_inner"), "i64"),
+}
+_SCALARS = {"temperature", "softcap", "clip_low", "clip_high", "dual_clip", "tau_positive", "tau_negative", "kl_coef"}
+_SCALARS |= {"entropy_coef"}
+# What the launcher's specialization finds for a vocabulary that is a multiple of 16. A chunk's buffer and torch's
+# allocations start on 16 bytes.
+_ALIGNED = ("Logits", "Out", "V", "stride_outer", "stride_inner", "out_stride_outer", "out_stride_inner")
+
+_PLAIN: dict[str, Any] = {"SURROGATE": "clip", "KL_ESTIMATOR": "k3", "KL_THROUGH_RATIO": False}
+_ALONE: dict[str, Any] = {"Temperatures": None, "RefLogprobs": None, "ImportanceWeights": None, "RefKl": None}
+_EVERYTHING: dict[str, Any] = {"SURROGATE": "sapo", "KL_ESTIMATOR": "k3", "KL_THROUGH_RATIO": True}
+
+
+class Variant(NamedTuple):
+    """One way to compile a row kernel. Optional arguments are there unless ``constants`` sets them to None."""
+
+    kernel: str
+    constants: dict[str, Any]
+    loads: int  # sweeps that load the row
+    stores: int  # that store one: gradients, and zeros of rows without
+
+
+VARIANTS = {
+    "stats": Variant("row_stats_kernel", {"Temperatures": None, "Entropy": None, "HAS_SOFTCAP": False}, 1, 0),
+    "stats, entropy": Variant("row_stats_kernel", {"HAS_SOFTCAP": False}, 1, 0),
+    "stats, entropy, softcap": Variant("row_stats_kernel", {"HAS_SOFTCAP": True}, 1, 0),
+    "grad": Variant(
+        "row_grad_kernel", {"Temperatures": None, "Entropy": None, "DEntropy": None, "HAS_SOFTCAP": False}, 1, 2
+    ),
+    "grad, entropy": Variant("row_grad_kernel", {"HAS_SOFTCAP": False}, 1, 2),
+    "grad, entropy, softcap": Variant("row_grad_kernel", {"HAS_SOFTCAP": True}, 1, 2),
+    "loss": Variant(
+        "row_loss_kernel", {**_ALONE, **_PLAIN, "Entropy": None, "HAS_ENTROPY_COEF": False, "HAS_SOFTCAP": False}, 2, 3
+    ),
+    "loss, everything": Variant(
+        "row_loss_kernel", {**_EVERYTHING, "HAS_ENTROPY_COEF": True, "HAS_SOFTCAP": False}, 2, 3
+    ),
+    "loss, everything, softcap": Variant(
+        "row_loss_kernel", {**_EVERYTHING, "HAS_ENTROPY_COEF": True, "HAS_SOFTCAP": True}, 2, 3
+    ),
+}
+
+
+class Loop(NamedTuple):
+    """Instructions of one loop over the vocabulary."""
+
+    loads: int  # 128 bits
+    stores: int
+    narrow: int  # global loads and stores of fewer bits
+    exponentials: int
+    reciprocals: int
+    shared: int  # shared memory, shuffles and barriers
+
+    def __str__(self) -> str:
+        parts = zip(("ld", "st", "narrow", "ex2", "rcp", "shared"), self, strict=True)
+        return " ".join(f"{n} {name}" for name, n in parts if n)
+
+
+class Compiled(NamedTuple):
+    registers: int
+    local_bytes: int
+    local_accesses: int
+    loops: list[Loop]
+
+
+def _signature(fn: Any, logits: str, constants: dict[str, Any]) -> dict[str, str]:
+    types = {}
+    for name in fn.arg_names:
+        if name in constants:
+            types[name] = "constexpr"
+        elif name in ("Logits", "Out"):
+            types[name] = f"*{logits}"
+        else:
+            types[name] = _TYPES.get(name, "fp32" if name in _SCALARS else "*fp32")
+    return types
+
+
+def compiled(kernel: str, logits: str, constants: dict[str, Any], capability: int, warps: int) -> Compiled:
+    """Through ``triton.compile`` and the disassembler."""
+    import triton
+    import triton.backends.nvidia as nvidia
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    fn = getattr(kernels, kernel)
+    types = _signature(fn, logits, constants)
+    index = {name: (fn.arg_names.index(name),) for name in types}
+    source = ASTSource(
+        fn=fn,
+        signature=types,
+        constexprs={index[name]: value for name, value in constants.items()},
+        attrs={index[name]: [["tt.divisibility", 16]] for name in types if name in _ALIGNED},
+    )
+    out = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    tools = Path(nvidia.__file__).parent / "bin"
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(out.asm["cubin"])
+        usage = _run(tools / "cuobjdump", "-res-usage", cubin)
+        sass = _run(tools / "nvdisasm", cubin)
+    return Compiled(
+        registers=int(re.findall(r"REG:(\d+)", usage)[-1]),
+        local_bytes=sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage))),
+        local_accesses=len(re.findall(r"\b(?:STL|LDL)\b", sass)),
+        loops=_loops(sass),
+    )
+
+
+def row_kernel(variant: str, logits: str, capability: int, launch: Launch) -> Compiled:
+    """A row kernel as the launcher would have it for long rows of this launch."""
+    chosen, warps = VARIANTS[variant], launch.num_warps
+    itemsize = ITEMSIZE[logits]
+    shape = {"BLOCK_V": launch.block(itemsize), "VEC": 16 // itemsize}
+    return compiled(chosen.kernel, logits, {**chosen.constants, **shape}, capability, warps)
+
+
+def _run(*arguments: str | Path) -> str:
+    return subprocess.run(list(map(str, arguments)), capture_output=True, text=True, check=True).stdout
+
+
+def _loops(sass: str) -> list[Loop]:
+    """Loops (backward branches, innermost) that load or store 128 bits, in program order."""
+    lines = sass.splitlines()
+    labels = {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"(\.L\w+):", line))}
+    spans = []
+    for i, line in enumerate(lines):
+        m = re.search(r"\bBRA\S*\s.*`\((\.L\w+)\)", line)
+        if m and labels.get(m[1], i) < i:
+            spans.append((labels[m[1]], i))
+    inner = [s for s in spans if not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in spans)]
+    loops = (_count("\n".join(lines[a : b + 1])) for a, b in sorted(inner))
+    return [x for x in loops if x.loads or x.stores or x.narrow]
+
+
+def _count(body: str) -> Loop:
+    def n(pattern: str) -> int:
+        return len(re.findall(pattern, body))
+
+    loads, stores = n(r"\bLDG\S*\.128"), n(r"\bSTG\S*\.128")
+    return Loop(
+        loads,
+        stores,
+        n(r"\bLDG|\bSTG") - loads - stores,
+        n(r"\bMUFU\.EX2"),
+        n(r"\bMUFU\.RCP"),
+        n(r"\b(?:LDS|STS|SHFL|BAR|LDSM|STSM|REDUX)\b"),
+    )
+
+
+def rows_per_sm(registers: int, warps: int) -> int:
+    """Programs that an SM holds: registers are given out 8 to a thread, and there is room for 64 warps."""
+    return min(REGISTER_FILE // (-(-registers // 8) * 8 * 32), 64) // warps
+
+
+HEADER = "| kernel | logits | warps | sm | registers | rows per SM | spilled bytes | loops over the row |"
+# Every variant at the launch for the longest rows, and the plain loss at every other.
+GRID = [(v, d, LAUNCHES[-1], c) for v in VARIANTS for d in ("bf16", "fp32") for c in ARCHITECTURES]
+GRID += [("loss", d, launch, 90) for launch in LAUNCHES[:-1] for d in ("bf16", "fp32")]
+
+
+def name_cells(point: tuple[str, str, Launch, int]) -> list[str]:
+    """The cells of a row that say what was compiled."""
+    variant, logits, launch, capability = point
+    return [f"| {variant}", logits, str(launch.num_warps), str(capability)]
+
+
+def table_row(variant: str, logits: str, launch: Launch, capability: int) -> str:
+    got = row_kernel(variant, logits, capability, launch)
+    rows = rows_per_sm(got.registers, launch.num_warps)
+    figures = [got.registers, rows, got.local_bytes, "; ".join(map(str, got.loops))]
+    return " | ".join([*name_cells((variant, logits, launch, capability)), *map(str, figures)]) + " |"
+
+
+def table() -> str:
+    """Markdown."""
+    return "\n".join([HEADER, "|---|---|---|---|---|---|---|---|", *(table_row(*point) for point in GRID)]) + "\n"
+
+
+def main(arguments: list[str]) -> None:
+    if not arguments:
+        print(table(), end="")
+        return
+    page = Path(arguments[0])
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n{table()}{END}{after}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,161 @@
+"""∂loss/∂(hidden, weight, bias) of the linear path, added up over chunks of tokens; dW and db in float32.
+
+T tokens, V vocabulary, H hidden, A rows of a chunk that have a gradient.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from dapo_kernels.chunk_plan import on_host
+from dapo_kernels.memory import large_empty
+from dapo_kernels.tokens import accumulate_dtype
+
+# Bytes of a tile of the weight or of its gradient: it stays in the L2/L3 cache between GEMM and addition. Below
+# _TILE_ROWS rows a GEMM would not run at its rate.
+_TILE_BYTES = 4 * 2**20
+_TILE_ROWS = 1024
+# 16-bit operands, float32 result (and, from torch 2.10, float32 addend): CUDA only, not in every ROCm build. Elsewhere
+# a chunk's product is rounded to 16 bits before it is added in float32.
+FLOAT32_PRODUCT = "dtype_out" in torch.ops.aten.addmm.overloads() and torch.version.hip is None
+
+
+def tile_rows(bytes_per_row: int) -> int:
+    return max(_TILE_ROWS, _TILE_BYTES // bytes_per_row)
+
+
+def float32_product(x: Tensor) -> bool:
+    """Whether GEMMs of operands like ``x`` can leave their result in float32."""
+    return FLOAT32_PRODUCT and x.device.type == "cuda" and x.element_size() < 4
+
+
+def product_(out: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
+    """out = a · b, or out += a · b: one GEMM, in float32 where ``out`` is."""
+    if out.dtype == a.dtype:
+        # beta 0 writes the result without reading what was there.
+        torch.addmm(out, a, b, beta=int(add), out=out)
+    elif add:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+class Needs(NamedTuple):
+    """Which gradients somebody asked for."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+    def sum_bytes(self, weight: Tensor) -> int:
+        """Of the running sum of dW that several chunks need on a GPU."""
+        return 4 * weight.numel() if self.weight and weight.element_size() < 4 else 0
+
+
+class WeightSum(Protocol):
+    """A sum of 16-bit tensors kept in float32."""
+
+    def add(self, rows: slice, part: Tensor) -> None: ...
+
+    def rounded(self) -> Tensor: ...
+
+
+class PlainSum:
+    """A float32 sum of 16-bit tensors, or a sum of tensors in their own dtype."""
+
+    def __init__(self, result: Tensor) -> None:
+        self.result = result
+        self.sum = torch.zeros_like(result, dtype=accumulate_dtype(result.dtype))
+
+    def add(self, rows: slice, part: Tensor) -> None:
+        self.sum[rows] += part
+
+    def rounded(self) -> Tensor:
+        return self.result.copy_(self.sum)
+
+
+class Gradients:
+    """∂loss/∂(hidden, weight, bias), added up over chunks; dW and db in float32."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needs: Needs,
+        n_chunks: int,
+        backend: ModuleType,
+    ) -> None:
+        self.operand = weight
+        self.n_chunks = n_chunks
+        self.n_added = 0
+        self.hidden = torch.zeros_like(hidden) if needs.hidden else None
+        self.bias: Tensor | None = None
+        self.weight: Tensor | None = None
+        self.weight_sum: WeightSum | None = None
+        self.weight_float32: Tensor | None = None
+        if needs.bias:
+            assert bias is not None
+            self.bias = torch.zeros_like(bias, dtype=accumulate_dtype(bias.dtype))
+        if needs.weight:
+            self._prepare_weight(weight, backend)
+
+    def _prepare_weight(self, weight: Tensor, backend: ModuleType) -> None:
+        # A single chunk needs no running sum, and 32-bit GEMMs add to the result themselves.
+        summed = self.n_chunks > 1 and weight.element_size() < 4
+        if summed and float32_product(weight):
+            # The result is made from it at the end: the two would be the peak of memory.
+            self.weight_float32 = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+            return
+        self.weight = large_empty(weight.shape, weight.dtype, weight.device)
+        if self.n_chunks != 1 and on_host(weight):
+            self.weight.zero_()
+        if summed:
+            split = weight.dtype == torch.bfloat16 and hasattr(backend, "SplitSum") and on_host(weight)
+            self.weight_sum = backend.SplitSum(self.weight) if split else PlainSum(self.weight)
+            self.tile = weight.new_empty(tile_rows(2 * weight.shape[1]), weight.shape[1])
+
+    def add(self, dlogits: Tensor, hidden: Tensor, rows: Tensor | slice) -> None:
+        """``dlogits`` [A, V] of the hidden states [A, H] that stand at ``rows`` of the input."""
+        if dlogits.shape[0] == 0:
+            return
+        self.n_added += 1
+        dlogits = dlogits.to(self.operand.dtype)
+        if self.hidden is not None:
+            if isinstance(rows, slice):
+                torch.mm(dlogits, self.operand, out=self.hidden[rows])
+            else:
+                self.hidden.index_copy_(0, rows, dlogits @ self.operand)
+        if self.bias is not None:
+            self.bias += dlogits.sum(0, dtype=self.bias.dtype)
+        if self.weight_float32 is not None:
+            product_(self.weight_float32, dlogits.t(), hidden, add=self.n_added > 1)
+        elif self.weight_sum is not None:
+            size = self.tile.shape[0]
+            for start in range(0, dlogits.shape[1], size):
+                part = slice(start, start + size)
+                columns = dlogits[:, part]
+                self.weight_sum.add(part, torch.mm(columns.t(), hidden, out=self.tile[: columns.shape[1]]))
+        elif self.weight is not None:
+            product_(self.weight, dlogits.t(), hidden, add=self._adds_to_weight())
+
+    def _adds_to_weight(self) -> bool:
+        assert self.weight is not None
+        return self.n_chunks > 1 if on_host(self.weight) else self.n_added > 1
+
+    def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        bias = None if self.bias is None else self.bias.to(self.operand.dtype)
+        return self.hidden, self._weight(), bias
+
+    def _weight(self) -> Tensor | None:
+        if self.weight_float32 is not None:
+            if self.n_added == 0:
+                self.weight_float32.zero_()
+            return self.weight_float32.to(self.operand.dtype)
+        if self.weight is not None and self.n_added == 0:
+            self.weight.zero_()
+        return self.weight if self.weight_sum is None else self.weight_sum.rounded()

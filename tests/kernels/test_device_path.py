@@ -1,0 +1,419 @@
+"""The path of CUDA tensors, checked without a GPU: chunk plans, what is launched, that nothing waits for the device,
+and the numbers that its way of skipping work gives.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from cases import Case, linear_case
+from closeness import as_accurate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from no_device import HostWaitError, NoWaiting, record_launches, record_products
+from torch import Tensor
+
+from dapo_kernels import (
+    OBJECTIVES,
+    chunk_plan,
+    chunked,
+    dapo_loss,
+    linear_dapo_loss,
+    linear_token_logprobs,
+    memory,
+    policy_loss,
+    reference,
+    token_logprobs,
+    use_backend,
+    weight_grad,
+)
+from dapo_kernels.chunk_plan import ROW_MULTIPLE, Chunks, Rows, device_chunk_rows, live_rows, row_stride
+from dapo_kernels.chunked import Head, Needs, Options
+from dapo_kernels.surrogate import ObjectiveScalars
+from dapo_kernels.tokens import Tokens
+
+GIB = 2**30
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton)"
+)
+
+
+# --- the size of a chunk ----------------------------------------------------------------------------------
+
+
+@settings(derandomize=True, deadline=None, database=None)
+@given(
+    n_rows=st.integers(0, 50_000),
+    vocab=st.sampled_from([1, 37, 32_000, 50_257, 151_936]),
+    bytes_per_logit=st.sampled_from([2, 4, 6]),
+    chunk_bytes=st.sampled_from([None, 1, 10**6, 10**8, 10**9, 10**12]),
+    sum_bytes=st.sampled_from([0, 545 * 2**20, 3 * GIB]),
+)
+def test_chunks_cover_the_rows_within_their_bytes(
+    n_rows: int, vocab: int, bytes_per_logit: int, chunk_bytes: int | None, sum_bytes: int
+) -> None:
+    size = device_chunk_rows(n_rows, vocab, bytes_per_logit, chunk_bytes, sum_bytes)
+    assert 1 <= size <= max(1, n_rows)
+    row_bytes = row_stride(vocab) * bytes_per_logit
+    n_chunks = -(-n_rows // size)
+    if chunk_bytes is not None:
+        assert size * row_bytes <= max(chunk_bytes, row_bytes)
+    elif n_chunks == 1:
+        assert size * row_bytes <= max(GIB + sum_bytes, row_bytes)
+    else:
+        assert size * row_bytes <= GIB
+    if n_chunks > 1 and (chunk_bytes or GIB) >= ROW_MULTIPLE * row_bytes:
+        assert size % ROW_MULTIPLE == 0
+        # Evened out: no more chunks than the bytes ask for.
+        assert n_chunks == -(-n_rows // ((chunk_bytes or GIB) // row_bytes // ROW_MULTIPLE * ROW_MULTIPLE))
+
+
+def test_one_chunk_where_it_saves_the_running_sum() -> None:
+    """8192 tokens of a 4096-wide head: 2.3 GiB of logits, where chunks would take 1 GiB and a sum of 2.3 GiB."""
+    sum_bytes = 4 * 151_936 * 4096
+    assert device_chunk_rows(8192, 151_936, 2, None, sum_bytes) == 8192
+    assert device_chunk_rows(8192, 151_936, 2, None, 0) == 2816
+    assert device_chunk_rows(20_480, 151_936, 2, None, sum_bytes) == 3456
+    assert device_chunk_rows(8192, 151_936, 2, 200_000_000, sum_bytes) == 640
+
+
+def test_rows_of_the_buffer_start_aligned() -> None:
+    assert row_stride(151_936) == 151_936
+    assert row_stride(50_257) == 50_272
+    with NoWaiting():
+        like = torch.empty(300, 8, device="meta", dtype=torch.bfloat16)
+        chunks = Chunks(Rows(None, 300, 300), like, 50_257, like.dtype, 2, 128 * 50_272 * 2)
+        shapes = [(c.rows, tuple(c.logits.shape), c.logits.stride()) for c in chunks]
+    assert shapes == [
+        (slice(0, 128), (128, 50_257), (50_272, 1)),
+        (slice(128, 256), (128, 50_257), (50_272, 1)),
+        (slice(256, 300), (44, 50_257), (50_272, 1)),
+    ]
+
+
+def test_scratch_memory_of_a_device_is_the_allocators() -> None:
+    """Kept by nobody: a graph's replay or another stream could still be using it."""
+    memory.release_workspace()
+    with NoWaiting():
+        memory.workspace((8, 8), torch.float32, torch.device("meta"))
+    assert memory._kept.memory is None
+
+
+# --- which rows -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors take the path of CUDA tensors."""
+    for module in (chunk_plan, chunked, weight_grad):
+        monkeypatch.setattr(module, "on_host", lambda x: False)
+
+
+def test_active_rows_come_first_then_idle_ones(as_on_a_device: None) -> None:
+    live = torch.tensor([1, 0, 1, 1, 0, 1], dtype=torch.bool)
+    idle = torch.tensor([0, 0, 1, 0, 1, 0], dtype=torch.bool)
+    rows = live_rows(live, idle, None)
+    assert rows.at is not None
+    assert (rows.at.tolist(), rows.n, rows.n_active) == ([0, 3, 5, 2], 4, 3)
+    chunks = list(Chunks(rows, torch.empty(6, 2), 4, torch.float32, 4, 2 * 16 * 4))
+    assert [(c.rows.tolist(), c.n_active) for c in chunks] == [([0, 3], 2), ([5, 2], 1)]
+    assert live_rows(live, idle, False) == Rows(None, 6, 6)
+    assert live_rows(torch.ones(3, dtype=torch.bool), None, True) == Rows(None, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("said", "capturing", "debug_mode", "waits"),
+    [
+        (None, False, 0, True),
+        (None, True, 0, False),
+        (None, False, 1, False),
+        (None, False, 2, False),
+        (True, True, 2, True),
+        (False, False, 0, False),
+    ],
+)
+def test_when_a_call_may_wait(
+    monkeypatch: pytest.MonkeyPatch, said: bool | None, capturing: bool, debug_mode: int, waits: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: debug_mode)
+    assert chunk_plan.may_wait(said) is waits
+
+
+def test_without_a_mask_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dapo_kernels import linear
+
+    layout = linear.layout_of("linear_dapo_loss", "hidden", torch.zeros(3, 2))
+    assert linear._host_sync(layout, None, None) is False
+    assert linear._host_sync(layout, None, torch.ones(3)) is None
+    assert linear._host_sync(layout, True, None) is True
+    with pytest.raises(TypeError, match="host_sync"):
+        linear._host_sync(layout, 1, None)  # type: ignore[arg-type]
+
+
+# --- nothing waits ----------------------------------------------------------------------------------------
+
+T, V, H = 300, 1000, 16
+
+
+def problem(dtype: torch.dtype) -> dict[str, Any]:
+    def on_device(*shape: int, kind: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, device="meta", dtype=kind)
+
+    def leaf(*shape: int) -> Tensor:
+        return on_device(*shape, kind=dtype).requires_grad_()
+
+    return {
+        "logits": leaf(T, V),
+        "hidden": leaf(T, H),
+        "weight": leaf(V, H),
+        "bias": leaf(V),
+        "target_ids": on_device(T, kind=torch.int64),
+        "old_logprobs": on_device(T),
+        "advantages": on_device(4),
+        "mask": on_device(T, kind=torch.bool),
+        "cu_seqlens": on_device(5, kind=torch.int32),
+        "ref_logprobs": on_device(T),
+        "temperature": on_device(T),
+    }
+
+
+def loss_keywords(p: dict[str, Any], name: str) -> dict[str, Any]:
+    row = OBJECTIVES[name]
+    said = {"objective": name, "mask": p["mask"], "cu_seqlens": p["cu_seqlens"], "temperature": p["temperature"]}
+    if row.kl_coef != 0:
+        said["ref_logprobs"] = p["ref_logprobs"]
+    if row.aggregate == "seq-mean-token-sum-norm":
+        said["length_norm"] = 64.0
+    return said
+
+
+@needs_triton
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_no_public_function_waits(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Validation, ratios, selections, metrics, both passes. The operators themselves do not run, in-place forms do."""
+    launches = record_launches(monkeypatch)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: False)  # it does not know the meta device
+    with NoWaiting():
+        p = problem(torch.bfloat16)
+        said = loss_keywords(p, name)
+        tokens = (p["target_ids"], p["old_logprobs"], p["advantages"])
+        for inplace in (False, True):
+            dapo_loss(p["logits"] * 1, *tokens, inplace_backward=inplace, entropy=True, **said).loss.backward()
+            token_logprobs(p["logits"] * 1, tokens[0], entropy=True, inplace_backward=inplace).logprobs.sum().backward()
+        linear_dapo_loss(p["hidden"], p["weight"], *tokens, **said).loss.backward()
+        linear_token_logprobs(p["hidden"], p["weight"], tokens[0], mask=p["mask"]).logprobs.sum().backward()
+        del said["temperature"]
+        entropy, logprobs = (torch.empty(T, device="meta", requires_grad=True) for _ in range(2))
+        policy_loss(logprobs, *tokens[1:], entropy=entropy, **said).loss.backward()
+    one = ["row_loss_kernel"] if OBJECTIVES[name].one_pass else ["row_stats_kernel", "row_grad_kernel"]
+    assert launches.names == [*one, "row_stats_kernel", "row_grad_kernel"]
+
+
+def run_linear(
+    dtype: torch.dtype, host_sync: bool, backend: Any, *, chunk_bytes: int | None = None, **head: Any
+) -> tuple[Any, ...]:
+    """The operators' bodies: the loss with its gradients, then the gradient from the log-probs'."""
+    p = problem(dtype)
+    leaves = Head(p["hidden"], p["weight"], head.get("bias"), head.get("softcap"), head.get("float32_logits", False))
+    advantages = torch.empty(T, device="meta")
+    weights = torch.empty(T, device="meta")
+    tokens = Tokens(p["mask"], weights, advantages, p["old_logprobs"], p["ref_logprobs"], None)
+    scalars = ObjectiveScalars.of(OBJECTIVES["grpo"])
+    options = Options(chunk_bytes, host_sync, backend)
+    needs = Needs(True, True, leaves.bias is not None)
+    with torch.no_grad():
+        out, gradients = chunked.linear_loss(
+            leaves, p["target_ids"], p["temperature"], tokens, scalars, 0.1, True, needs, options
+        )
+        stats = chunked.linear_stats(leaves, p["target_ids"], p["mask"], 1.0, True, options)
+        more = chunked.linear_grad(
+            leaves, p["target_ids"], p["mask"], 1.0, *stats[1:], weights, advantages, needs, options
+        )
+    return out, gradients, more
+
+
+@needs_triton
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_linear_path_does_not_wait(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, softcap: float) -> None:
+    """Every chunk at shapes that follow from N, row kernels and GEMMs included; dW in float32."""
+    from dapo_kernels import triton
+
+    launches, products = record_launches(monkeypatch), record_products(monkeypatch)
+    chunk = ROW_MULTIPLE * row_stride(V) * dtype.itemsize
+    with NoWaiting():
+        out, gradients, more = run_linear(dtype, False, triton, chunk_bytes=chunk, softcap=softcap)
+        assert out.logprobs.shape == (T,)
+        for g in (gradients, more):
+            assert [None if x is None else tuple(x.shape) for x in g] == [(T, H), (V, H), None]
+            assert all(x is None or x.dtype == dtype for x in g)
+    rows = [128, 128, 44]
+    kernels = ("row_loss_kernel", "row_stats_kernel", "row_grad_kernel")
+    assert launches.seen == [(kernel, n) for kernel in kernels for n in rows]
+    assert products == [(torch.float32, dtype, add) for add in (False, True, True)] * 2
+
+
+@needs_triton
+def test_one_chunk_writes_dw_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dapo_kernels import triton
+
+    record_launches(monkeypatch)
+    products = record_products(monkeypatch)
+    with NoWaiting():
+        run_linear(torch.bfloat16, False, triton)
+    assert products == [(torch.bfloat16, torch.bfloat16, False)] * 2
+
+
+def test_other_backends_and_heads_do_not_wait_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Softcap and float32 logits in torch, bias."""
+    with NoWaiting():
+        bias = torch.empty(V, device="meta", dtype=torch.bfloat16)
+        head = {"bias": bias, "softcap": 20.0, "float32_logits": True}
+        _, gradients, _ = run_linear(torch.bfloat16, False, reference, chunk_bytes=10**6, **head)
+        assert gradients[2].shape == (V,)
+
+
+@needs_triton
+def test_the_detector_sees_the_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dapo_kernels import triton
+
+    record_launches(monkeypatch)
+    record_products(monkeypatch)
+    with NoWaiting(), pytest.raises(HostWaitError, match=r"_local_scalar_dense|_to_copy"):
+        run_linear(torch.bfloat16, True, triton)
+
+
+# --- the numbers ------------------------------------------------------------------------------------------
+
+
+def gradients_of(case: Case, **kwargs: Any) -> tuple[Any, dict[str, Tensor]]:
+    leaves = case.fresh()
+    out = linear_dapo_loss(
+        leaves["hidden"],
+        leaves["weight"],
+        case.target_ids,
+        case.old_logprobs,
+        case.advantages,
+        bias=leaves["bias"],
+        softcap=case.softcap,
+        mask=case.mask,
+        cu_seqlens=case.cu_seqlens,
+        **kwargs,
+    )
+    out.loss.backward()
+    return out, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+
+
+@pytest.fixture(params=[True, False], ids=["one-wait", "no-wait"])
+def host_sync(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+@pytest.mark.parametrize("name", ["dapo", "gspo"])
+@pytest.mark.parametrize("chunk_bytes", [None, 1500])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_skipping_work_as_on_a_device_gives_the_hosts_numbers(
+    backend: str,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    chunk_bytes: int | None,
+    name: str,
+    host_sync: bool,
+) -> None:
+    """Dead tokens full of NaN, tokens with no advantage or no weight, in one chunk and in several."""
+    case = linear_case(67, 12, (9, 1, 14, 7), dtype=dtype, bias=True, softcap=20.0, seed=3)
+    case.advantages[::4] = 0.0
+    dead = case.mask.logical_not()
+    assert int(dead.sum()) > 4
+    weights = torch.ones_like(case.advantages)
+    weights[1::5] = 0.0
+    said = {"objective": name, "chunk_bytes": chunk_bytes, "importance_weights": weights}
+    expected, truth = gradients_of(case, **said)
+    with use_backend("torch"):
+        _, eager = gradients_of(case, **said)
+    case.leaves["hidden"] = case.leaves["hidden"].masked_fill(dead[:, None], torch.nan)
+    for field in ("old_logprobs", "advantages"):
+        setattr(case, field, getattr(case, field).masked_fill(dead, torch.nan))
+    for module in (chunk_plan, chunked, weight_grad):
+        monkeypatch.setattr(module, "on_host", lambda x: False)
+    out, grads = gradients_of(case, host_sync=host_sync, **said)
+    torch.testing.assert_close(out.loss, expected.loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out.logprobs, expected.logprobs, rtol=1e-5, atol=2e-6)
+    assert not grads["hidden"][dead].any()
+    for key, grad in grads.items():
+        rounding = {torch.float32: 0.0, torch.bfloat16: 2.0**-8}[dtype] * float(truth[key].abs().max())
+        as_accurate(grad, truth[key], eager[key] + rounding, what=key)
+
+
+def test_a_batch_without_live_tokens(as_on_a_device: None, host_sync: bool) -> None:
+    case = linear_case(67, 12, (5, 4), bias=True, seed=4)
+    case.mask[:] = False
+    for chunk_bytes in (None, 1500):
+        out, grads = gradients_of(case, host_sync=host_sync, chunk_bytes=chunk_bytes)
+        assert out.loss.item() == 0.0
+        assert all(not grad.any() for grad in grads.values())
+
+
+# --- the launchers ----------------------------------------------------------------------------------------
+
+
+@needs_triton
+def test_the_launch_follows_the_row_alone() -> None:
+    from dapo_kernels import triton
+
+    picked = {(v, b): triton.launch_for(v, b).num_warps for v in (2, 6144, 6145, 32_000, 151_936) for b in (2, 4)}
+    assert picked == {
+        (2, 2): 4, (2, 4): 4, (6144, 2): 4, (6144, 4): 8, (6145, 2): 8, (6145, 4): 16,
+        (32_000, 2): 32, (32_000, 4): 32, (151_936, 2): 32, (151_936, 4): 32,
+    }  # fmt: skip
+    shape = triton._shape(torch.empty(1, 151_936, dtype=torch.bfloat16))
+    assert shape == {"BLOCK_V": 16_384, "VEC": 8, "num_warps": 32}
+    assert triton._shape(torch.empty(1, 37))["BLOCK_V"] == 64
+
+
+@needs_triton
+def test_nothing_is_compiled_again_for_another_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's own key of a launch, at batches of other sizes, layouts and positions in memory."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    from dapo_kernels import triton
+    from dapo_kernels.triton import kernels
+
+    if not hasattr(kernels.row_loss_kernel, "params"):
+        pytest.skip("TRITON_INTERPRET=1: nothing is compiled")
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    keys: dict[str, set[str]] = {}
+
+    def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **meta: Any) -> None:
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        _, specialization, _ = bind(*args, **meta)
+        keys.setdefault(kernel.__name__, set()).add(str(specialization))
+
+    monkeypatch.setattr(triton, "launch", launch)
+    scalars = ObjectiveScalars.of(OBJECTIVES["grpo"])
+    for shape in ((1,), (2,), (16,), (31,), (1, 1), (2, 16), (3, 5)):
+        for first in (0, 1, 3):  # per-token tensors that start anywhere
+            n = torch.Size(shape).numel()
+            per_token = torch.zeros(n + first)[first:]
+            ids = torch.zeros(n + first, dtype=torch.int64)[first:]
+            live = torch.ones(n + first, dtype=torch.bool)[first:]
+            logits = torch.zeros(*shape, 512, dtype=torch.bfloat16)
+            if shape == (1, 1):  # as in a padded batch beyond 2³¹ elements
+                logits = logits.as_strided((1, 1, 512), (2**32, 512, 1))
+            tokens = Tokens(live, *(per_token,) * 4, None)
+            for low in (0.2, 1):  # an int is a number too
+                some = scalars._replace(clip_low=low)
+                triton.row_loss_(logits, ids, per_token + 1, tokens, some, 0.1, True)
+                triton.token_loss(per_token, per_token, tokens, some)
+            _, norm, entropy = triton.row_stats(logits, ids, live, 1.0, True)
+            triton.row_grad(logits, logits, ids, live, 1.0, norm, entropy, per_token, per_token)
+    # One layout each, [N, V]; the padded one differs in its strides' divisibility only when they are 0.
+    assert {name: len(found) for name, found in keys.items()} == dict.fromkeys(keys, 1)
+    assert len(keys) == 4
