@@ -1,14 +1,22 @@
-"""Advantages: each sample against the others of its group, the same for every token of a response.
+"""Advantages: each sample against a baseline, over a scale, the same for every token of a response.
 
-    group_std    A = (R − mean)/(std + eps), unbiased std: GRPO, DAPO Eq. 9 (arXiv 2503.14476)
-    group_mean   A = R − mean: Dr.GRPO (arXiv 2503.20783)
+With R the reward, G the samples of one prompt and N the samples of the whole step:
 
-Samples that overlong filtering took out of the loss still count in the group's mean and std.
+    group_std        (R − mean_G) / (std_G + eps)     GRPO, DAPO Eq. 9 (arXiv 2503.14476)
+    group_mean       R − mean_G                       Dr.GRPO (arXiv 2503.20783)
+    batch_std        (R − mean_G) / (std_N + eps)     LitePPO (arXiv 2508.08221)
+    batch_whitened   (R − mean_N) / (std_N + eps)     REINFORCE++ (arXiv 2501.03262), over samples, not tokens
+    leave_one_out    R − mean of the others in G      RLOO (arXiv 2402.14740)
+
+Standard deviations are unbiased. Samples that overlong filtering took out of the loss still count in every mean and
+standard deviation. A step may have been split or packed in any way: the formulas see whole groups and the whole step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,29 +24,44 @@ from torch import Tensor
 from dapo_runner.config import AdvantageConfig
 from dapo_runner.types import Group, Sample, Sequence
 
-AdvantageFunction = Callable[[Tensor, float], Tensor]
-"""From the rewards of a group, float64 [G], and eps to its advantages, float64 [G]."""
+
+@dataclass(frozen=True, slots=True)
+class Advantage:
+    """What is taken off a reward, and what the rest is divided by."""
+
+    baseline: Literal["group", "batch", "others"]
+    scale: Literal["group", "batch"] | None = None
+
+    def __call__(self, rewards: Tensor, batch: Tensor, eps: float) -> Tensor:
+        """Advantages [G] of one group's ``rewards`` [G]; ``batch`` [N] holds those of every group. float64."""
+        n = rewards.numel()
+        if self.baseline == "others":
+            centred = (rewards - rewards.mean()) * (n / (n - 1))
+        else:
+            centred = rewards - (rewards if self.baseline == "group" else batch).mean()
+        if self.scale is None:
+            return centred
+        return centred / ((rewards if self.scale == "group" else batch).std(correction=1) + eps)
 
 
-def group_std(rewards: Tensor, eps: float) -> Tensor:
-    return (rewards - rewards.mean()) / (rewards.std(correction=1) + eps)
-
-
-def group_mean(rewards: Tensor, eps: float) -> Tensor:
-    return rewards - rewards.mean()
-
-
-ADVANTAGES: dict[str, AdvantageFunction] = {"group_std": group_std, "group_mean": group_mean}
+ADVANTAGES: dict[str, Advantage] = {
+    "group_std": Advantage("group", "group"),
+    "group_mean": Advantage("group"),
+    "batch_std": Advantage("group", "batch"),
+    "batch_whitened": Advantage("batch", "batch"),
+    "leave_one_out": Advantage("others"),
+}
 
 
 def make_sequences(groups: Iterable[Group], config: AdvantageConfig) -> list[Sequence]:
     """The training records of a step, group by group in order."""
-    advantage = ADVANTAGES[config.kind]
+    groups, advantage = list(groups), ADVANTAGES[config.kind]
+    # float64: in float32 the mean of equal rewards such as -1.3 can leave a residue larger than eps.
+    rewards = [torch.tensor([sample.reward for sample in group.samples], dtype=torch.float64) for group in groups]
+    batch = torch.cat(rewards) if rewards else torch.empty(0, dtype=torch.float64)
     sequences: list[Sequence] = []
-    for group_id, group in enumerate(groups):
-        # float64: in float32 the mean of equal rewards such as -1.3 can leave a residue larger than eps.
-        rewards = torch.tensor([sample.reward for sample in group.samples], dtype=torch.float64)
-        advantages = advantage(rewards, config.eps).tolist()
+    for group_id, (group, own) in enumerate(zip(groups, rewards, strict=True)):
+        advantages = advantage(own, batch, config.eps).tolist()
         sequences += [
             _sequence(group, sample, value, group_id) for sample, value in zip(group.samples, advantages, strict=True)
         ]

@@ -1,36 +1,48 @@
 """Checkpoints: all a run needs to go on as if it had never stopped, or nothing at all.
 
     checkpoints/step_000040/
-        model/                 transformers' format: `dapo eval`, vLLM and anything else can load it
+        model/                 transformers' format, adapters merged in: `dapo eval`, vLLM and anything else can load it
+        adapter/               with model.lora: the adapters alone, in peft's format
         optimizer.safetensors  per parameter: exp_avg, exp_avg_sq, step; float32 master of half precision
         state.pt               step, sampler (cursor, groups carried over), every random generator
-        manifest.json          the size of every other file, written last
+        manifest.json          size and SHA-256 of every other file, written last
 
 A checkpoint is written beside its place, forced to the disk and renamed: whatever moment the power goes, the
-folder of that name is whole or absent. Loading runs no code: safetensors, JSON, and torch's weights-only
-unpickler.
+folder of that name is whole or absent. One that was damaged since is refused, not passed over. Loading runs no
+code: safetensors, JSON, and torch's weights-only unpickler.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
 import random
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dapo_runner.learner import Learner
+from dapo_runner.lora import has_adapters, load_adapters, save_adapters
 from dapo_runner.sampler import DynamicSampler
 
 _NAME = re.compile(r"step_(\d{6,})")
 _UNFINISHED = ".unfinished"
+_BLOCK = 2**22  # bytes hashed at a time
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that could not be written, or that is not what was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +59,12 @@ class Checkpoint:
 
 def find_checkpoints(folder: Path) -> list[Checkpoint]:
     """Whole checkpoints, oldest first. What a kill or a broken copy left half-written is passed over."""
+    return [checkpoint for checkpoint in _named(folder) if is_whole(checkpoint.path)]
+
+
+def _named(folder: Path) -> list[Checkpoint]:
     names = ((path, _NAME.fullmatch(path.name)) for path in (folder.iterdir() if folder.is_dir() else ()))
-    found = [Checkpoint(path, int(name[1])) for path, name in names if name and is_whole(path)]
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
+    return sorted((Checkpoint(path, int(name[1])) for path, name in names if name), key=lambda found: found.step)
 
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:
@@ -57,17 +72,69 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
     return checkpoints[-1] if checkpoints else None
 
 
+def checkpoint_to_resume(folder: Path) -> Checkpoint | None:
+    """The newest checkpoint, its content compared with what was written; None where there is none.
+
+    Raises CheckpointError for a damaged one: to go on from an older one is for a person to decide.
+    """
+    newest = _named(folder)[-1:]
+    for checkpoint in newest:
+        damage = damage_of(checkpoint.path)
+        if damage is not None:
+            before = [other.step for other in find_checkpoints(folder) if other.step < checkpoint.step]
+            rest = f"go on from the one after step {before[-1]}" if before else "start again"
+            raise CheckpointError(f"{checkpoint.path} is damaged: {damage}; remove that folder to {rest}")
+    return newest[0] if newest else None
+
+
 def is_whole(path: Path) -> bool:
     """Every file of the manifest is there in its full size."""
-    manifest = path / "manifest.json"
-    if not manifest.is_file():
-        return False
-    sizes = json.loads(manifest.read_text(encoding="utf-8"))
-    return all((path / name).is_file() and (path / name).stat().st_size == size for name, size in sizes.items())
+    return damage_of(path, contents=False) is None
+
+
+def damage_of(path: Path, *, contents: bool = True) -> str | None:
+    """What is wrong with a checkpoint's files, for a person; None when they are what was written."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return "manifest.json is missing or unreadable"
+    for name, (size, digest) in expected.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes instead of {size}"
+        if contents and _digest(file) != digest:
+            return f"{name} does not hold what was written"
+    return None
 
 
 def save_checkpoint(folder: Path, step: int, learner: Learner, sampler: DynamicSampler, keep: int) -> Checkpoint:
-    """Write a checkpoint after ``step`` steps and remove all but the newest ``keep``."""
+    """Write a checkpoint after ``step`` steps and remove all but the newest ``keep``.
+
+    Raises CheckpointError where it cannot be written; the ones before it stay as they are.
+    """
+    with writing(folder / f"step_{step:06d}", folder):
+        return _save(folder, step, learner, sampler, keep)
+
+
+@contextmanager
+def writing(path: Path, checkpoints: Path) -> Iterator[None]:
+    """What a full disk, or a place that may not be written to, raises, as one clear CheckpointError that names
+    ``path`` and the newest of ``checkpoints``.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        for leftover in checkpoints.glob(f"*{_UNFINISHED}"):
+            shutil.rmtree(leftover, ignore_errors=True)  # half a checkpoint would keep a full disk full
+        kept = find_checkpoints(checkpoints)
+        last = f"the last good checkpoint is {kept[-1].path}" if kept else "there is no checkpoint yet"
+        raise CheckpointError(f"cannot write {path}: {error}; {last}") from error
+
+
+def _save(folder: Path, step: int, learner: Learner, sampler: DynamicSampler, keep: int) -> Checkpoint:
     final = folder / f"step_{step:06d}"
     unfinished = final.with_name(final.name + _UNFINISHED)
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,13 +143,19 @@ def save_checkpoint(folder: Path, step: int, learner: Learner, sampler: DynamicS
     if final.exists():  # a broken one: a whole one of this step would have been resumed from
         shutil.rmtree(final)
     unfinished.mkdir()
-    learner.policy.model.save_pretrained(unfinished / "model")
-    learner.policy.tokenizer.save_pretrained(unfinished / "model")
+    learner.policy.save(unfinished / "model")
+    if has_adapters(learner.policy.model):
+        save_adapters(learner.policy.model, unfinished / "adapter")
     save_file(_optimizer_tensors(learner), unfinished / "optimizer.safetensors")
-    torch.save({"step": step, "sampler": sampler.state_dict(), "rng": _rng_state()}, unfinished / "state.pt")
+    _save_state(
+        {"step": step, "sampler": sampler.state_dict(), "rng": _rng_state()},
+        unfinished / "state.pt",
+    )
     files = sorted(path for path in unfinished.rglob("*") if path.is_file())
-    sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in files}
-    (unfinished / "manifest.json").write_text(json.dumps(sizes, indent=1), encoding="utf-8")
+    manifest = {
+        str(path.relative_to(unfinished)): {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in files
+    }
+    (unfinished / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for path in (*unfinished.rglob("*"), unfinished):
         _force_to_disk(path)
     unfinished.rename(final)
@@ -94,7 +167,11 @@ def save_checkpoint(folder: Path, step: int, learner: Learner, sampler: DynamicS
 
 
 def load_checkpoint(checkpoint: Checkpoint, learner: Learner, sampler: DynamicSampler) -> None:
-    """Put everything back. The learner's policy must have been loaded from ``checkpoint.model``."""
+    """Put everything back. The learner's policy must have been loaded from ``checkpoint.model``; one with adapters
+    from the model that training started from.
+    """
+    if has_adapters(learner.policy.model):
+        load_adapters(learner.policy.model, checkpoint.path / "adapter")
     _load_optimizer(learner, load_file(checkpoint.path / "optimizer.safetensors"))
     state = torch.load(checkpoint.path / "state.pt", weights_only=True)
     sampler.load_state_dict(state["sampler"])
@@ -139,6 +216,21 @@ def _set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def _save_state(state: dict[str, Any], path: Path) -> None:
+    """By way of memory: on a full disk torch.save reports an enforced assertion, a plain write what is wrong."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    path.write_bytes(buffer.getbuffer())
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _force_to_disk(path: Path) -> None:

@@ -71,15 +71,17 @@ def _train(options: argparse.Namespace, overrides: list[str], console: Console) 
     if options.dry_run:
         return _dry_run(config, console)
     _quiet_libraries()
+    from dapo_runner.checkpoint import CheckpointError
     from dapo_runner.learner import NonFiniteUpdateError
     from dapo_runner.progress import make_progress
     from dapo_runner.report import write_report
+    from dapo_runner.rollout.probe import OutOfSyncError
     from dapo_runner.sampler import SamplingExhaustedError
     from dapo_runner.train import before_and_after, train
 
     try:
         folder = train(config, make_progress(config.logging.progress, console))
-    except (NonFiniteUpdateError, SamplingExhaustedError) as error:
+    except (CheckpointError, NonFiniteUpdateError, OutOfSyncError, SamplingExhaustedError) as error:
         print(f"dapo: {error}", file=sys.stderr)
         return 1
     _print_evaluations(console, f"{folder}: held-out problems", before_and_after(folder))
@@ -94,12 +96,13 @@ def _dry_run(config: Config, console: Console) -> int:
 
     resolve_objective(config)
     load_reward(config.reward)
-    if config.data.path is not None and not config.data.path.is_file():
-        raise ConfigError(f"data.path: expected a file, found nothing at {config.data.path}")
     table = Table(box=None, show_header=False, title="plan", title_justify="left")
     for label, text in make_plan(config).items():
         table.add_row(label, text)
     console.print(table)
+    for key, path in (("data.path", config.data.path), ("data.eval_path", config.data.eval_path)):
+        if path is not None and not path.is_file():
+            raise ConfigError(f"{key}: expected a file, found nothing at {path}")
     return 0
 
 

@@ -70,12 +70,24 @@ class TinyModelConfig(Section):
         return self
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (arXiv 2106.09685) through peft: they alone train, and switched off they leave the reference.
+
+    There is no dropout: two passes over one policy must give one answer.
+    """
+
+    rank: PositiveInt = 32
+    alpha: PositiveInt = 64
+    targets: str | list[str] = "all-linear"  # names of modules; all-linear is every linear layer but the head
+
+
 class ModelConfig(Section):
     path: str | None = None  # a folder in transformers' format or a hub name
     tiny: TinyModelConfig | None = None
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     attention: Literal["auto", "sdpa", "flash", "varlen"] = "auto"
     gradient_checkpointing: bool = False
+    lora: LoraConfig | None = None
     trust_remote_code: bool = False
 
     @model_validator(mode="after")
@@ -133,14 +145,47 @@ class DataConfig(Section):
         return self
 
 
+class CorrectionConfig(Section):
+    """What is done about engine and learner disagreeing. Formulas: dapo_runner.correction."""
+
+    weights: Literal["token", "sequence"] | None = None  # truncated importance weights
+    cap: PositiveFloat = 2.0
+    mask: Literal["token", "sequence"] | None = None
+    bound: Annotated[float, Field(gt=1)] = 2.0  # masked beyond this ratio, or below its inverse
+
+    @property
+    def enabled(self) -> bool:
+        return self.weights is not None or self.mask is not None
+
+
+class ProbeConfig(Section):
+    """After each sync the engine answers a few training prompts, and the learner says how likely those answers are."""
+
+    prompts: NonNegativeInt = 8  # 0: no probe
+    tokens: PositiveInt = 4  # of each answer
+    bound: PositiveFloat | None = None  # of the mean |Δ log-prob|; None: 0.001 in float32, 0.2 in bfloat16
+
+
+class VLLMConfig(Section):
+    """The vllm engine, which runs in this process. `kv_cache_gib` is for the CPU, the rest for GPUs."""
+
+    kv_cache_gib: PositiveFloat = 2.0
+    gpu_memory: Share = 0.5  # share of the GPU's memory that weights and cache may take
+    cuda_graphs: bool = True
+    sleep: bool = True  # weights and cache leave the GPU while the policy trains
+
+
 class RolloutConfig(Section):
-    engine: Literal["hf"] = "hf"
+    engine: Literal["hf", "vllm"] = "hf"
+    vllm: VLLMConfig = VLLMConfig()
+    probe: ProbeConfig = ProbeConfig()
+    correction: CorrectionConfig = CorrectionConfig()
     group_size: Annotated[int, Field(ge=2)] = 16
     temperature: PositiveFloat = 1.0
     top_p: Share = 1.0  # below 1 the rollout distribution is not the policy's and the ratio is biased
     max_prompt_tokens: PositiveInt = 2048
     max_response_tokens: PositiveInt = 20480
-    max_batch_sequences: PositiveInt = 256  # responses that the hf engine decodes side by side
+    max_batch_sequences: PositiveInt = 256  # responses that the engine decodes side by side
 
 
 class SamplerConfig(Section):
@@ -159,30 +204,34 @@ class OverlongConfig(Section):
 
 
 class RewardConfig(Section):
-    kind: str = "dapo"  # dapo | gsm8k | integer | module:function
+    kind: str = "dapo"  # dapo | gsm8k | integer | math | module:function
     correct: float = 1.0
     wrong: float = -1.0
     boxed_fallback: bool = False  # kind dapo: read the last \boxed{} when no answer line is found
+    deadline: PositiveFloat = 5.0  # kind math: seconds for one answer, after which its worker is killed
+    workers: PositiveInt = 2  # kind math: processes
     overlong: OverlongConfig = OverlongConfig()
 
     @model_validator(mode="after")
     def _right_beats_wrong(self) -> RewardConfig:
         if self.correct <= self.wrong:
             raise ValueError(f"correct must be > wrong={self.wrong:g}, got {self.correct:g}")
-        known = ("dapo", "gsm8k", "integer")
+        known = ("dapo", "gsm8k", "integer", "math")
         if self.kind not in known and ":" not in self.kind:
             raise ValueError(f"kind: expected one of {', '.join(known)} or module:function, got {self.kind!r}")
         return self
 
 
 class AdvantageConfig(Section):
-    kind: Literal["group_std", "group_mean"] = "group_std"  # (R − mean)/(std + eps) | R − mean
+    # Formulas and papers: dapo_runner.advantage.
+    kind: Literal["group_std", "group_mean", "batch_std", "batch_whitened", "leave_one_out"] = "group_std"
     eps: PositiveFloat = 1e-6
 
 
 class LossConfig(Section):
     objective: str = "dapo"  # a name in dapo_kernels.OBJECTIVES
     overrides: dict[str, Any] = {}  # fields of dapo_kernels.Objective, passed through
+    reference: str | None = None  # kl_coef ≠ 0: the model the penalty refers to; None: the one training starts from
     old_logprobs: Literal["learner", "rollout"] = "learner"  # whose log-probs are the ratio's denominator
     chunk_bytes: PositiveInt | None = None
 
@@ -196,6 +245,21 @@ class OptimizerConfig(Section):
     grad_clip: PositiveFloat | None = 1.0  # None: no clipping
     mini_batch_size: PositiveInt | None = 512  # responses per update; None: one update per rollout step
     token_budget: PositiveInt = 22528  # packed positions per micro-batch
+
+
+class ParallelConfig(Section):
+    """How many GPUs share a run. More than one is only planned with yet: ``dapo train --dry-run``."""
+
+    gpus: PositiveInt = 1
+    sequence: PositiveInt = 1  # GPUs that share the positions of one micro-batch
+    rollout_tensor: PositiveInt = 1  # GPUs that share one copy of the rollout engine's weights
+
+    @model_validator(mode="after")
+    def _groups_divide_gpus(self) -> ParallelConfig:
+        for name in ("sequence", "rollout_tensor"):
+            if self.gpus % getattr(self, name):
+                raise ValueError(f"{name}: expected a divisor of gpus={self.gpus}, got {getattr(self, name)}")
+        return self
 
 
 class EvaluationConfig(Section):
@@ -222,6 +286,7 @@ class Config(Section):
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    parallel: ParallelConfig = ParallelConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     logging: LoggingConfig = LoggingConfig()
 
@@ -240,6 +305,12 @@ class Config(Section):
     @property
     def updates_per_step(self) -> int:
         return self.responses_per_step // self.mini_batch_size
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt and response that an engine may be asked for."""
+        responses = (self.rollout.max_response_tokens, self.evaluation.max_response_tokens or 0)
+        return self.rollout.max_prompt_tokens + max(responses)
 
     @property
     def overlong_max_length(self) -> int:
@@ -272,6 +343,11 @@ def _mismatches(config: Config) -> Iterable[str]:
         yield (
             f"optimizer.mini_batch_size: expected a divisor of the {config.responses_per_step} responses of "
             f"a step (sampler.prompts_per_step × rollout.group_size), got {config.mini_batch_size}"
+        )
+    if config.rollout.correction.enabled and config.loss.old_logprobs == "rollout":
+        yield (
+            "rollout.correction: expected loss.old_logprobs=learner beside it: a ratio against the engine's own "
+            "log-probs holds the correction already"
         )
     longest = config.rollout.max_prompt_tokens + limit - 1
     if config.optimizer.token_budget < longest:

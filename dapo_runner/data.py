@@ -283,10 +283,12 @@ class PromptCursor:
     The order of epoch e is a function of (seed, e) alone, so the state is two integers.
     """
 
-    def __init__(self, prompts: list[Prompt], seed: int) -> None:
+    def __init__(self, prompts: list[Prompt], seed: int, heldout: Iterable[Prompt] = ()) -> None:
+        """``heldout`` is not walked over; a state saved beside other held-out prompts is refused all the same."""
         if not prompts:
             raise ValueError("PromptCursor: expected at least one prompt, got none")
         self.prompts = prompts
+        self.heldout = tuple(heldout)
         self.seed = seed
         self.epoch = 0
         self.position = 0
@@ -318,8 +320,8 @@ class PromptCursor:
         for what, now in here.items():
             if state[what] != now:
                 raise ConfigError(
-                    f"cannot resume: the run was saved with {what} {state[what]!r}, this one has {now!r}; "
-                    "resume with the data and the seed it was started with, or start a new run"
+                    f"cannot resume: the run was saved with {what} {state[what]!r}, this one has {now!r}; resume with "
+                    "the seed and the data it was started with (data.path, data.eval_path), or start a new run"
                 )
         self.epoch, self.position = state["epoch"], state["position"]
         self._order = self._shuffled()
@@ -330,7 +332,11 @@ class PromptCursor:
         return order
 
     def _fingerprint(self) -> str:
-        digest = hashlib.sha256()
-        for prompt in self.prompts:
-            digest.update(f"{prompt.id} {prompt.answer}\n".encode())
-        return f"{len(self.prompts)} prompts, {digest.hexdigest()[:16]}"
+        def digest(prompts: Iterable[Prompt]) -> str:
+            lines = (f"{prompt.id} {prompt.answer}\n" for prompt in prompts)
+            return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+
+        training = f"{len(self.prompts)} prompts, {digest(self.prompts)}"
+        if not self.heldout:
+            return training
+        return f"{training}, {len(self.heldout)} held out, {digest(self.heldout)}"

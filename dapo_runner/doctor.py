@@ -31,6 +31,8 @@ NEEDED = (
 )
 OPTIONAL = (
     ("flash-attn", "packed attention on CUDA; torch's varlen attention serves without it"),
+    ("peft", "model.lora"),
+    ("math-verify", "reward.kind: math"),
     ("gguf", "unpacking a model from a GGUF file"),
     ("accelerate", "the same"),
 )

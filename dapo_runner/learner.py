@@ -7,6 +7,7 @@ split and packed does not change its gradient.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,50 +16,77 @@ import torch
 from torch import Tensor
 
 from dapo_kernels import Objective, linear_dapo_loss, linear_token_logprobs, objectives, summarize
-from dapo_runner.config import Config, ConfigError
+from dapo_kernels.loss import LossOutput, TokenStats
+from dapo_runner.config import Config, ConfigError, CorrectionConfig
+from dapo_runner.correction import Mismatch, correct, measure
+from dapo_runner.lora import adapters_off, has_adapters
 from dapo_runner.model import Policy
 from dapo_runner.packing import count_training_tokens, pack, split_mini_batches
+from dapo_runner.selection import Scores, select_tokens
 from dapo_runner.types import PackedBatch
 from dapo_runner.types import Sequence as TrainingSequence
 
 
 class NonFiniteUpdateError(RuntimeError):
-    """A loss or gradient that is not a number. Raised before the weights are touched."""
+    """A loss or gradient that is not a number. Raised before the weights are touched; ``mini`` is what did it."""
+
+    def __init__(self, message: str, mini: MiniBatch) -> None:
+        super().__init__(message)
+        self.mini = mini
 
 
 class MiniBatch:
     """Packed micro-batches that make one update, and the count that all of them are divided by.
 
-    ``rollout_gap``: mean |learner − engine| log-prob of the training tokens before any update of the step. It
-    stays at the rounding of the two unless the engine sampled from other weights: groups carried over, or an
-    update that never arrived. None where the engine's log-probs are taken as they are.
+    ``mismatch``: learner against engine on the training tokens, before any update of the step. It stays at the
+    rounding of the two unless the engine sampled from other weights: groups carried over, or an update that never
+    arrived. Empty where nobody asked the learner before an update.
+    ``on_policy``: the policy of the update is the one before the step, so its own log-probs are the old ones.
     """
 
-    def __init__(self, sequences: Sequence[TrainingSequence], token_budget: int, objective: Objective) -> None:
+    def __init__(
+        self, sequences: Sequence[TrainingSequence], token_budget: int, objective: Objective, number: int = 0
+    ) -> None:
+        """``number`` counts the mini-batches of a step."""
+        self.number = number
         self.micro_batches = pack(sequences, token_budget)
         self.n_tokens = count_training_tokens(sequences)
         n_live = sum(bool(sequence.mask[1:].any()) for sequence in sequences)
         self.denominator = self.n_tokens if objective.aggregate == "token-mean" else n_live
-        self.rollout_gap: float | None = None
+        self.mismatch = Mismatch()
+        self.on_policy = False
 
-    def take_old_logprobs(self, logprobs: Callable[[PackedBatch], Tensor]) -> None:
+    def take_old_logprobs(self, logprobs: Callable[[PackedBatch], Tensor], correction: CorrectionConfig) -> None:
         """Let ``logprobs(micro-batch)``, float32 [T], be what its ratios are taken against."""
-        gap, replaced = 0.0, []
+        replaced = []
         for batch in self.micro_batches:
-            old = logprobs(batch).to(batch.old_logprobs.device)
-            gap += float((old - batch.old_logprobs)[batch.mask].abs().sum(dtype=torch.float64))
-            replaced.append(batch.with_old_logprobs(old))
+            engine = batch.old_logprobs
+            old = logprobs(batch).to(engine.device)
+            weights = correct(old, engine, batch.mask, batch.cu_seqlens, correction)
+            self.mismatch += measure(old, engine, batch.mask, weights)
+            replaced.append(batch.with_old_logprobs(old, weights))
         self.micro_batches = replaced
-        self.rollout_gap = gap / max(self.n_tokens, 1)
+
+    def take_ref_logprobs(self, logprobs: Callable[[PackedBatch], Tensor]) -> None:
+        """Let ``logprobs(micro-batch)``, float32 [T], be what its KL penalty refers to."""
+        self.micro_batches = [
+            batch.with_ref_logprobs(logprobs(batch).to(batch.old_logprobs.device)) for batch in self.micro_batches
+        ]
 
 
 class Learner:
-    """Owns the optimizer of a policy. ``step`` is the rollout step that the learning rate goes by."""
+    """Owns the optimizer of a policy. ``step`` is the rollout step that the learning rate goes by.
 
-    def __init__(self, policy: Policy, config: Config) -> None:
+    ``reference`` is what a KL penalty refers to; a policy with adapters is its own, with them switched off.
+    """
+
+    def __init__(self, policy: Policy, config: Config, reference: Policy | None = None) -> None:
         self.policy = policy
         self.config = config
         self.objective = resolve_objective(config)
+        self.reference = reference
+        if self.objective.kl_coef != 0 and reference is None and not has_adapters(policy.model):
+            raise ValueError(f"Learner: kl_coef={self.objective.kl_coef:g} needs a reference policy, got none")
         self.master = MasterWeights(policy.model)
         settings = config.optimizer
         self.optimizer = torch.optim.AdamW(
@@ -75,12 +103,18 @@ class Learner:
         update.
         """
         minis = [
-            MiniBatch(part, self.config.optimizer.token_budget, self.objective)
-            for part in split_mini_batches(sequences, self._part_size(len(sequences)))
+            MiniBatch(part, self.config.optimizer.token_budget, self.objective, number)
+            for number, part in enumerate(split_mini_batches(sequences, self._part_size(len(sequences))))
         ]
-        if self.config.loss.old_logprobs == "learner":
-            for mini in minis:
-                mini.take_old_logprobs(self.logprobs)
+        correction = self.config.rollout.correction
+        for mini in minis:
+            if self.config.loss.old_logprobs == "learner":
+                # The first update's forward pass gives the old log-probs as well; a correction wants them before it.
+                mini.on_policy = mini.number == 0 and not correction.enabled and self.objective.max_old_prob is None
+                if not mini.on_policy:
+                    mini.take_old_logprobs(self.logprobs, correction)
+            if self.objective.kl_coef != 0:
+                mini.take_ref_logprobs(self.ref_logprobs)
         return [mini for mini in minis if mini.micro_batches]
 
     def _part_size(self, n_sequences: int) -> int:
@@ -90,10 +124,20 @@ class Learner:
         n_parts = max(1, -(-n_sequences // self.config.mini_batch_size))
         return max(1, -(-n_sequences // n_parts))
 
-    @torch.no_grad()
     def logprobs(self, batch: PackedBatch) -> Tensor:
         """Log-probs of the targets under the policy, float32 [T] on its device; 0 where the mask is False."""
-        hidden, head, device = self.policy.hidden_states(batch), self.policy.head, self.policy.device
+        return self._stats(self.policy, batch).logprobs
+
+    def ref_logprobs(self, batch: PackedBatch) -> Tensor:
+        """The same under the reference policy."""
+        if self.reference is not None:
+            return self._stats(self.reference, batch).logprobs
+        with adapters_off(self.policy.model):
+            return self._stats(self.policy, batch).logprobs
+
+    @torch.no_grad()
+    def _stats(self, policy: Policy, batch: PackedBatch, entropy: bool = False) -> TokenStats:
+        hidden, head, device = policy.hidden_states(batch), policy.head, policy.device
         return linear_token_logprobs(
             hidden,
             head.weight,
@@ -102,27 +146,31 @@ class Learner:
             softcap=head.softcap,
             temperature=self.config.rollout.temperature,
             mask=batch.mask.to(device),
+            entropy=entropy,
             chunk_bytes=self.config.loss.chunk_bytes,
-        ).logprobs
+        )
 
     def update(self, mini: MiniBatch, step: int) -> dict[str, float]:
         """One optimizer step; returns the means of its metrics. Raises NonFiniteUpdateError."""
         learning_rate = self.learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        metrics, losses = [], []
-        for batch in mini.micro_batches:
-            loss, batch_metrics = self._forward_backward(batch, mini.denominator)
-            metrics.append(batch_metrics)
-            losses.append(loss)
+        metrics, losses, logprobs = [], [], []
+        for batch, selection in zip(mini.micro_batches, self._selections(mini, step), strict=True):
+            out = self._forward_backward(batch, mini, selection)
+            metrics.append(out.metrics)
+            losses.append(out.loss.detach())
+            logprobs.append(out.logprobs)
         gradients = self.master.gradients()
         clip = self.config.optimizer.grad_clip
         norm = torch.nn.utils.clip_grad_norm_(gradients, float("inf") if clip is None else clip)
         loss_sum, grad_norm = torch.stack([torch.stack(losses).sum(), norm.to(losses[0])]).tolist()
         figures = {"loss": loss_sum, "grad_norm": grad_norm, "lr": learning_rate, **summarize(metrics)}
-        if mini.rollout_gap is not None:
-            figures["rollout_gap"] = mini.rollout_gap
-        self._check_finite(figures, step)
+        if mini.number == 0 and not mini.mismatch.tokens:
+            for batch, own in zip(mini.micro_batches, logprobs, strict=True):
+                mini.mismatch += measure(own.to(batch.mask.device), batch.old_logprobs, batch.mask)
+        figures |= mini.mismatch.figures()
+        self._check_finite(figures, step, mini)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.master.publish()
@@ -133,14 +181,29 @@ class Learner:
         settings = self.config.optimizer
         return settings.lr * min(1.0, (step + 1) / max(settings.warmup_steps, 1))
 
-    def _forward_backward(self, batch: PackedBatch, denominator: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def _selections(self, mini: MiniBatch, step: int) -> Sequence[Tensor | None]:
+        """For each micro-batch, the tokens that the objective selects by a look at the whole mini-batch."""
+        batches = mini.micro_batches
+        if self.objective.batch_selection is None:
+            return [None] * len(batches)
+        scores = []
+        for batch in batches:
+            stats = self._stats(self.policy, batch, entropy=True)
+            assert stats.entropy is not None
+            scores.append(Scores(stats.logprobs, stats.entropy))
+        # Lots of its own for every update, the same ones after a resume.
+        seed = random.Random(f"{self.config.run.seed}:{step}:{mini.number}").getrandbits(63)
+        generator = torch.Generator(self.policy.device).manual_seed(seed)
+        return select_tokens(self.objective, batches, scores, generator, on_policy=mini.on_policy)
+
+    def _forward_backward(self, batch: PackedBatch, mini: MiniBatch, selection: Tensor | None = None) -> LossOutput:
         hidden, head = self.policy.hidden_states(batch), self.policy.head
         moved = batch.to(self.policy.device)
         out = linear_dapo_loss(
             hidden,
             head.weight,
             moved.target_ids,
-            moved.old_logprobs,
+            None if mini.on_policy else moved.old_logprobs,
             moved.advantages,
             bias=head.bias,
             softcap=head.softcap,
@@ -148,21 +211,25 @@ class Learner:
             objective=self.objective,
             mask=moved.mask,
             cu_seqlens=moved.cu_seqlens,
+            ref_logprobs=moved.ref_logprobs,
+            importance_weights=moved.importance_weights,
+            selection=selection,
             temperature=self.config.rollout.temperature,
-            denominator=float(denominator),
+            denominator=float(mini.denominator),
             entropy=True,
         )
         out.loss.backward()
-        return out.loss.detach(), out.metrics
+        return out
 
-    def _check_finite(self, figures: dict[str, float], step: int) -> None:
+    def _check_finite(self, figures: dict[str, float], step: int, mini: MiniBatch) -> None:
         loss, norm, nonfinite = figures["loss"], figures["grad_norm"], figures["nonfinite"]
         if math.isfinite(loss) and math.isfinite(norm) and not nonfinite:
             return
         raise NonFiniteUpdateError(
             f"step {step + 1}: expected a finite loss and gradient, got loss {loss:g}, gradient norm {norm:g}, "
             f"{nonfinite:.0f} tokens with a log-prob that is not finite; the weights are those before this "
-            "update. Look at the ratio and the entropy of the steps before; a lower optimizer.lr is the usual cure"
+            "update. Look at the ratio and the entropy of the steps before; a lower optimizer.lr is the usual cure",
+            mini,
         )
 
 
@@ -219,15 +286,10 @@ def resolve_objective(config: Config) -> Objective:
         raise ConfigError(str(error)) from error
     if objective.aggregate == "seq-mean-token-sum-norm" and objective.length_norm is None:
         objective = replace(objective, length_norm=float(config.rollout.max_response_tokens))
-    if objective.batch_selection is not None:
+    if objective.kl_coef == 0 and loss.reference is not None:
         raise ConfigError(
-            f"loss.objective: {loss.objective!r} selects tokens of the whole batch ({objective.batch_selection}), "
-            "which this runner, whose micro-batches must not depend on each other, does not do yet"
-        )
-    if objective.kl_coef != 0:
-        raise ConfigError(
-            f"loss.objective: {loss.objective!r} has kl_coef={objective.kl_coef:g} and would need a "
-            "reference model, which this runner does not keep; set loss.overrides.kl_coef=0"
+            f"loss.reference: {loss.objective!r} has no KL penalty, so {loss.reference!r} would go unused; set "
+            "loss.overrides.kl_coef, or leave the reference out"
         )
     return objective
 
@@ -245,7 +307,7 @@ def mean_of(updates: Iterable[dict[str, float]]) -> dict[str, float]:
     table = list(updates)
     combined: dict[str, float] = {}
     for key in table[0] if table else ():
-        values = [figures[key] for figures in table]
+        values = [figures[key] for figures in table if key in figures]
         if key.endswith("_max"):
             combined[key] = max(values)
         else:

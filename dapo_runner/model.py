@@ -22,6 +22,7 @@ from dapo_runner.attention import (
     register_packed_attention,
 )
 from dapo_runner.config import ConfigError, ModelConfig
+from dapo_runner.lora import add_adapters, has_adapters, merged_weights
 from dapo_runner.types import PackedBatch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -64,8 +65,14 @@ class Policy:
         return self._body(batch.input_ids, batch.position_ids, lengths)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every trained tensor once, for an engine's ``update_weights``."""
-        return ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
+        """Every tensor of the model once, adapters merged in, for an engine's ``update_weights``."""
+        return merged_weights(self.model)
+
+    def save(self, folder: Path) -> None:
+        """Write model and tokenizer in transformers' format, as an engine would serve them: adapters merged in."""
+        merged = dict(merged_weights(self.model)) if has_adapters(self.model) else None
+        self.model.save_pretrained(folder, state_dict=merged)
+        self.tokenizer.save_pretrained(folder)
 
     def _body(self, input_ids: Tensor, position_ids: Tensor, lengths: list[int]) -> Tensor:
         # use_cache=False is not only thrift: with a cache, transformers lets packed sequences see each other.
@@ -120,18 +127,28 @@ def load_tokenizer(path: str | Path, config: ModelConfig) -> Any:
         raise ConfigError(f"model.path: cannot load a tokenizer from {str(path)!r}: {_first_line(error)}") from error
 
 
-def load_policy(path: str | Path, config: ModelConfig, device: torch.device) -> Policy:
-    """The model to train, checked by ``check_policy``. Raises ConfigError for a model that cannot be trained
-    packed.
+def load_policy(path: str | Path, config: ModelConfig, device: torch.device, seed: int = 0) -> Policy:
+    """The model to train, checked by ``check_policy``. ``seed`` draws the adapters, where there are any.
+
+    Raises ConfigError for a model that cannot be trained packed.
     """
     kernel = choose_kernel(config.attention, device, DTYPES[config.dtype])
     register_packed_attention()
     model = load_model(path, config, device, PACKED_ATTENTION)
+    if config.lora is not None:
+        add_adapters(model, config.lora, seed)
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-        model.train()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()  # transformers recomputes in train mode only
     policy = Policy(model, load_tokenizer(path, config), kernel)
     check_policy(policy)
+    return policy
+
+
+def load_reference(path: str | Path, config: ModelConfig, device: torch.device) -> Policy:
+    """A model that is only asked for log-probs: what a KL penalty refers to. Raises ConfigError."""
+    policy = load_policy(path, config.model_copy(update={"lora": None, "gradient_checkpointing": False}), device)
+    policy.model.requires_grad_(False)
     return policy
 
 

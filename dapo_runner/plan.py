@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from dapo_runner.config import Config, ModelConfig, TinyModelConfig
+import torch
+
+from dapo_kernels.chunk_plan import DEFAULT_CHUNK_BYTES, DEFAULT_DEVICE_CHUNK_BYTES
+from dapo_runner.config import Config, LoraConfig, ModelConfig, TinyModelConfig
+from dapo_runner.learner import resolve_objective
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TINY_VOCABULARY = 64  # more than the characters of arithmetic
+FLOAT32 = 4  # bytes: master weights, their gradients and both moments of AdamW
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +31,37 @@ class ModelShape:
     tied: bool
 
     @property
+    def block(self) -> int:
+        """Parameters of one layer."""
+        matrices = 2 * self.hidden * (self.attention + self.key_value) + 3 * self.hidden * self.intermediate
+        return matrices + 2 * self.hidden
+
+    @property
+    def head(self) -> int:
+        return self.vocabulary * self.hidden
+
+    @property
     def parameters(self) -> int:
-        block = 2 * self.hidden * (self.attention + self.key_value) + 3 * self.hidden * self.intermediate
-        embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
-        return self.layers * (block + 2 * self.hidden) + embeddings + self.hidden
+        return self.layers * self.block + self.head * (1 if self.tied else 2) + self.hidden
+
+    def adapter_parameters(self, lora: LoraConfig) -> int:
+        """Of adapters on every linear layer but the head."""
+        widths = 4 * self.hidden + 2 * (self.attention + self.key_value) + 3 * (self.hidden + self.intermediate)
+        return self.layers * lora.rank * widths
+
+
+# Models of the recipes that are planned for before they are downloaded, from their published config.json.
+PUBLISHED = {
+    "Qwen/Qwen2.5-32B": ModelShape(
+        layers=64,
+        hidden=5120,
+        intermediate=27648,
+        vocabulary=152064,
+        attention=40 * 128,
+        key_value=8 * 128,
+        tied=False,
+    ),
+}
 
 
 def make_plan(config: Config) -> dict[str, str]:
@@ -41,10 +74,15 @@ def make_plan(config: Config) -> dict[str, str]:
         "data": str(config.data.path or "arithmetic, made on the spot"),
         "rollout steps": f"{steps}",
         "per step": f"{prompts} prompts × {rollout.group_size} = {responses} responses",
+        "sampling": _sampling(config),
         "updates": f"{config.updates_per_step} per step of {config.mini_batch_size} responses, "
         f"{steps * config.updates_per_step} in all",
         "responses": f"{steps * responses:,} trained on, each up to {rollout.max_response_tokens} tokens",
-        "micro-batch": f"{config.optimizer.token_budget} positions",
+        "tokens": f"up to {responses * rollout.max_response_tokens:,} trained on in a step, "
+        f"{steps * responses * rollout.max_response_tokens:,} in all",
+        "micro-batch": f"{config.optimizer.token_budget} positions per GPU"
+        if config.parallel.gpus > 1
+        else f"{config.optimizer.token_budget} positions",
         "objective": _objective(config),
         "reward": f"{reward.kind}, {reward.correct:+g} / {reward.wrong:+g}{_overlong(config)}",
         "evaluation": f"avg@{config.evaluation.k} on {_eval_size(config)} problems {_how_often(config)}",
@@ -53,12 +91,12 @@ def make_plan(config: Config) -> dict[str, str]:
 
 
 def model_shape(model: ModelConfig) -> ModelShape | None:
-    """The sizes of a model on this machine; None for one that would have to be downloaded first."""
+    """The sizes of a model on this machine, or of a recipe's own; None for another that is not here."""
     if model.tiny is not None:
         return _tiny_shape(model.tiny)
     path = Path(model.path or "") / "config.json"
     if not path.is_file():
-        return None
+        return PUBLISHED.get(model.path or "")
     values = json.loads(path.read_text(encoding="utf-8"))
     values = values.get("text_config", values)
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
@@ -75,19 +113,64 @@ def model_shape(model: ModelConfig) -> ModelShape | None:
 
 
 def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
-    """Bytes by purpose, to within a factor of about 1.5: enough to tell whether a run can fit."""
-    size = BYTES[config.model.dtype]
-    budget, sequences = config.optimizer.token_budget, config.rollout.max_batch_sequences
-    # Kept for the backward: about 8 tensors of hidden width and 4 of MLP width a block, or its input alone.
-    per_position = shape.hidden if config.model.gradient_checkpointing else 8 * shape.hidden + 4 * shape.intermediate
-    length = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    return {
-        "weights": shape.parameters * size,
-        "gradients": shape.parameters * size,
-        "AdamW moments": 2 * shape.parameters * size,
-        "activations of a micro-batch": shape.layers * budget * per_position * size,
-        "rollout cache, all responses at full length": 2 * sequences * length * shape.layers * shape.key_value * size,
+    """Bytes per GPU (on a CPU: of the process) by purpose, to within a factor of about 1.5: enough to tell whether a
+    run can fit. What belongs to a parameter is spread over all GPUs, an engine's copy over those that share it.
+    """
+    gpus, lora, size = config.parallel.gpus, config.model.lora, BYTES[config.model.dtype]
+    trained = shape.parameters if lora is None else shape.adapter_parameters(lora)
+    kept = shape.parameters + (trained if lora else 0)
+    terms = {
+        "weights": _shared(kept * size, gpus),
+        "float32 masters": 0 if size == FLOAT32 else _shared(trained * FLOAT32, gpus),
+        "gradients": _shared(trained * FLOAT32, gpus),
+        "AdamW moments": _shared(2 * trained * FLOAT32, gpus),
+        # One layer's weights at a time, the head's and its gradient, whole on every GPU while they are used.
+        "gathered for a pass": (shape.block + 2 * shape.head) * size if gpus > 1 else 0,
+        "activations of a micro-batch": config.optimizer.token_budget * _activations(config, shape) * size,
+        "logits of a chunk": min(_chunk_bytes(config), config.optimizer.token_budget * shape.vocabulary * size),
+        "reference weights": _shared(shape.parameters * size, gpus) if _keeps_reference(config) else 0,
+        "engine's weights": _shared(shape.parameters * size, config.parallel.rollout_tensor),
+        **_cache(config, shape),
     }
+    return {what: amount for what, amount in terms.items() if amount}
+
+
+def _activations(config: Config, shape: ModelShape) -> int:
+    """Numbers kept per position for the backward: about 8 of hidden and 4 of MLP width a layer, or each layer's input
+    and all of the one that is being recomputed.
+    """
+    layer = 8 * shape.hidden + 4 * shape.intermediate
+    return shape.layers * shape.hidden + layer if config.model.gradient_checkpointing else shape.layers * layer
+
+
+def _chunk_bytes(config: Config) -> int:
+    return config.loss.chunk_bytes or (DEFAULT_DEVICE_CHUNK_BYTES if _on_gpus(config) else DEFAULT_CHUNK_BYTES)
+
+
+def _shared(amount: int, gpus: int) -> int:
+    return math.ceil(amount / gpus)
+
+
+def _keeps_reference(config: Config) -> bool:
+    own = config.model.lora is not None and config.loss.reference is None
+    return resolve_objective(config).kl_coef != 0 and not own
+
+
+def _cache(config: Config, shape: ModelShape) -> dict[str, int]:
+    """The engine's keys and values. vLLM takes what it is given and queues responses that do not fit."""
+    rollout, size = config.rollout, BYTES[config.model.dtype]
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    one = _shared(2 * longest * shape.layers * shape.key_value * size, config.parallel.rollout_tensor)
+    if rollout.engine == "hf":
+        return {"KV cache, all responses at full length": rollout.max_batch_sequences * one}
+    if _on_gpus(config):
+        return {"KV cache, for one response at full length": one}
+    return {"KV cache": int(rollout.vllm.kv_cache_gib * 2**30)}
+
+
+def _on_gpus(config: Config) -> bool:
+    device = config.run.device
+    return config.parallel.gpus > 1 or device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
 
 
 def _memory(config: Config) -> dict[str, str]:
@@ -95,11 +178,41 @@ def _memory(config: Config) -> dict[str, str]:
     if shape is None:
         return {"memory": f"unknown: {config.model.path} is not on this machine, and a plan downloads nothing"}
     estimate = memory_estimate(config, shape)
-    parts = ", ".join(f"{what} {_bytes(size)}" for what, size in estimate.items())
+    gpus, where = config.parallel.gpus, " per GPU" if _on_gpus(config) else ""
+    note = ""
+    if config.rollout.engine == "vllm" and _on_gpus(config):
+        share = config.rollout.vllm.gpu_memory
+        note = f"; vLLM fills {share:.0%} of the GPU with its weights and cache" + (
+            ", and leaves it while the policy trains" if config.rollout.vllm.sleep else ""
+        )
     return {
-        "parameters": f"about {shape.parameters / 1e6:,.1f} million",
-        "memory": f"about {_bytes(sum(estimate.values()))}: {parts}",
+        "parameters": f"about {shape.parameters / 1e6:,.1f} million" + _trained(config, shape),
+        **({"GPUs": _gpus(config)} if gpus > 1 else {}),
+        "memory": f"about {_bytes(sum(estimate.values()))}{where}{note}",
+        **{f"  {what}": _bytes(size) for what, size in estimate.items()},
     }
+
+
+def _trained(config: Config, shape: ModelShape) -> str:
+    lora = config.model.lora
+    if lora is None:
+        return ""
+    return f", of which adapters of rank {lora.rank} train {shape.adapter_parameters(lora):,}"
+
+
+def _gpus(config: Config) -> str:
+    parallel = config.parallel
+    return (
+        f"{parallel.gpus}: a micro-batch over {parallel.sequence}, {parallel.gpus // parallel.rollout_tensor} engines "
+        f"over {parallel.rollout_tensor} each"
+    )
+
+
+def _sampling(config: Config) -> str:
+    if not config.sampler.filter_groups:
+        return "every group is trained on"
+    asked = math.ceil(config.sampler.prompts_per_step / config.sampler.initial_acceptance)
+    return f"groups neither all right nor all wrong, at first from {asked} prompts, {config.sampler.max_rounds} rounds"
 
 
 def _tiny_shape(tiny: TinyModelConfig) -> ModelShape:

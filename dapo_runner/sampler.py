@@ -132,7 +132,7 @@ class DynamicSampler:
             f"dynamic sampling: {len(self.buffer)} of {self.config.prompts_per_step} groups after "
             f"{stats.rounds} rounds of at most {self.config.max_rounds}: of {stats.groups} groups generated, "
             f"{stats.all_right} were all right, {stats.all_wrong} all wrong, {stats.mixed} mixed; "
-            f"{stats.truncated} of {stats.samples} samples were truncated. {_advice(stats)}"
+            f"{stats.truncated} of {stats.samples} samples were truncated. {_advice(stats, len(self.cursor.prompts))}"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -152,7 +152,9 @@ class DynamicSampler:
         self.buffer = [_group_from_state(group) for group in state["buffer"]]
 
 
-def _advice(stats: SamplingStats) -> str:
+def _advice(stats: SamplingStats, n_prompts: int) -> str:
+    if stats.mixed and stats.groups > n_prompts:
+        return f"The {n_prompts} prompts were gone through {stats.groups / n_prompts:.1f} times: more data."
     if 2 * stats.truncated >= stats.samples:
         return "Most samples were cut: raise rollout.max_response_tokens."
     if stats.all_right >= stats.all_wrong:

@@ -15,11 +15,12 @@ import torch
 import yaml
 
 from dapo_runner.advantage import make_sequences
-from dapo_runner.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from dapo_runner.config import Config, ConfigError, dump_config
+from dapo_runner.checkpoint import Checkpoint, checkpoint_to_resume, load_checkpoint, save_checkpoint, writing
+from dapo_runner.config import Config, ConfigError, dump_config, parse_config
 from dapo_runner.data import Dataset, PromptCursor, load_data
 from dapo_runner.evaluate import evaluate
-from dapo_runner.learner import Learner, mean_of, resolve_objective
+from dapo_runner.interrupt import StopRequest
+from dapo_runner.learner import Learner, MiniBatch, NonFiniteUpdateError, mean_of, resolve_objective
 from dapo_runner.metrics import (
     METRICS_FILE,
     TIMINGS_FILE,
@@ -29,25 +30,32 @@ from dapo_runner.metrics import (
     read_log,
     sampling_metrics,
 )
-from dapo_runner.model import load_model, load_policy, load_tokenizer, resolve_device
+from dapo_runner.model import load_model, load_policy, load_reference, load_tokenizer, resolve_device
+from dapo_runner.postmortem import save_batch
 from dapo_runner.progress import Progress
 from dapo_runner.rewards import ScoreGroup, make_scorer
-from dapo_runner.rollout import HFEngine, RolloutEngine
+from dapo_runner.rollout import HFEngine, RolloutEngine, VLLMEngine
+from dapo_runner.rollout.probe import SyncProbe
 from dapo_runner.sampler import DynamicSampler
 from dapo_runner.tiny import ensure_tiny_model
 from dapo_runner.types import Group, Prompt, SamplingParams
 
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS = "checkpoints"
+NONFINITE = "nonfinite"
 TINY_MODEL = "model"
 # What may differ between a run and its resumption without its metrics being those of another run.
-FREE_TO_CHANGE = ("run.steps", "run.save_every", "run.keep", "run.name", "run.output_dir", "logging.")
+FREE_TO_CHANGE = (
+    *("run.steps", "run.save_every", "run.keep", "run.name", "run.output_dir", "logging."),
+    "sampler.on_exhausted",  # decides what becomes of a step that the steps so far did not come to
+)
 
 
 def train(config: Config, progress: Progress) -> Path:
     """Run, or take up again, the run that the configuration describes. Returns its folder.
 
-    Raises ConfigError, SamplingExhaustedError, NonFiniteUpdateError.
+    Ctrl-C finishes the step and saves it; then KeyboardInterrupt. Raises ConfigError, SamplingExhaustedError,
+    NonFiniteUpdateError, OutOfSyncError, CheckpointError.
     """
     run = open_run(config, progress)
     learner, engine, sampler = run.learner, run.engine, run.sampler
@@ -56,30 +64,36 @@ def train(config: Config, progress: Progress) -> Path:
         completions = engine.generate(prompts, rollout_sampling(config, round_number))
         return [run.score(prompt, samples) for prompt, samples in zip(prompts, completions, strict=True)]
 
-    with run:
+    with run, StopRequest(progress.note) as stop:
+        run.probe(engine, learner)
         if run.first_step == 0:
             run.evaluate(0)
         for step in range(run.first_step + 1, config.run.steps + 1):
             with run.timed("rollout"):
                 sampled = sampler.next(generate_groups)
             with run.timed("train"):
+                engine.release()
                 sequences = make_sequences(sampled.groups, config.advantage)
                 mini_batches = learner.prepare(sequences)
-                updates = [learner.update(mini, step - 1) for mini in mini_batches]
-                engine.update_weights(learner.policy.named_weights())
+                updates = [run.update(mini, step) for mini in mini_batches]
+            in_sync = run.sync()
             run.log_step(
                 step,
                 sampling_metrics(sampled.stats)
                 | batch_metrics(sampled.groups)
-                | prefixed("train", mean_of(updates) | {"updates": len(updates)}),
+                | prefixed("train", mean_of(updates) | {"updates": len(updates)})
+                | prefixed("sync", in_sync),
                 shortfall=sampled.shortfall,
             )
             last = step == config.run.steps
             if last or is_due(step, config.run.eval_every):
                 run.evaluate(step)
-            if last or is_due(step, config.run.save_every):
+            if last or stop.requested or is_due(step, config.run.save_every):
                 with run.timed("save"):
                     save_checkpoint(run.folder / CHECKPOINTS, step, learner, sampler, config.run.keep)
+            if stop.requested and not last:
+                progress.note(f"stopped after step {step}, which is saved")
+                raise KeyboardInterrupt
     return run.folder
 
 
@@ -109,6 +123,7 @@ class Run:
     learner: Learner
     engine: RolloutEngine
     sampler: DynamicSampler
+    probe: SyncProbe
     score: ScoreGroup
     metrics: MetricsLog
     timings: MetricsLog
@@ -130,9 +145,25 @@ class Run:
         yield
         self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - start
 
+    def update(self, mini: MiniBatch, step: int) -> dict[str, float]:
+        """One update; where its loss or gradient is not finite, the batch is kept."""
+        try:
+            return self.learner.update(mini, step - 1)
+        except NonFiniteUpdateError as error:
+            path = self.folder / NONFINITE / f"step_{step:06d}.safetensors"
+            save_batch(path, mini.micro_batches, str(error))
+            raise NonFiniteUpdateError(f"{error}. The batch is in {path}", mini) from error
+
+    def sync(self) -> dict[str, float]:
+        """Hand the engine the policy's weights, and see that it took them. Raises OutOfSyncError."""
+        with self.timed("sync"):
+            self.engine.update_weights(self.learner.policy.named_weights())
+            return self.probe(self.engine, self.learner)
+
     def log_step(self, step: int, figures: Mapping[str, float], shortfall: str | None) -> None:
-        self.metrics.write(step, "step", figures)
-        self.timings.write(step, "step", prefixed("seconds", self.seconds))
+        with writing(self.folder / METRICS_FILE, self.folder / CHECKPOINTS):
+            self.metrics.write(step, "step", figures)
+            self.timings.write(step, "step", prefixed("seconds", self.seconds))
         self.progress.step(step, figures, self.seconds)
         if shortfall is not None:
             self.progress.note(shortfall)
@@ -144,25 +175,31 @@ class Run:
         with self.timed("evaluate"):
             unshaped = make_scorer(self.config, shaped=False)
             result = evaluate(self.engine.generate, self.dataset.heldout, unshaped, self.config)
-        self.metrics.write(step, "eval", prefixed("eval", result.metrics))
+        with writing(self.folder / METRICS_FILE, self.folder / CHECKPOINTS):
+            self.metrics.write(step, "eval", prefixed("eval", result.metrics))
         self.progress.evaluation(step, result.metrics)
 
 
 def open_run(config: Config, progress: Progress) -> Run:
     """Build everything a run needs, or put it back as its last checkpoint left it."""
     resolve_objective(config)
+    if config.parallel.gpus > 1:
+        raise ConfigError(
+            f"parallel.gpus: expected 1, which is what this version trains on, got {config.parallel.gpus}; "
+            "--dry-run makes a plan for any number"
+        )
     folder, device = config.run_dir, resolve_device(config.run.device)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     check_same_run(config, folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_whole(folder / CONFIG_FILE, dump_config(config))
-    checkpoint = latest_checkpoint(folder / CHECKPOINTS)
+    _make_folder(folder, config)
+    checkpoint = checkpoint_to_resume(folder / CHECKPOINTS)
     source = checkpoint.model if checkpoint else initial_model(config, folder, progress)
     dataset = load_data(config, load_tokenizer(source, config.model))
     progress.note(f"data: {dataset.report.describe()}")
-    learner = Learner(load_policy(source, config.model, device), config)
-    sampler = DynamicSampler(PromptCursor(dataset.train, config.run.seed), config.sampler, progress.round)
+    learner = open_learner(config, folder, checkpoint, device, progress)
+    cursor = PromptCursor(dataset.train, config.run.seed, dataset.heldout)
+    sampler = DynamicSampler(cursor, config.sampler, progress.round)
     engine = open_engine(config, source, device)
     # Nothing that draws a random number comes after this: a resumed run must see the numbers the first one saw.
     torch.manual_seed(config.run.seed)
@@ -180,12 +217,39 @@ def open_run(config: Config, progress: Progress) -> Run:
         learner=learner,
         engine=engine,
         sampler=sampler,
+        probe=SyncProbe(dataset.train, config),
         score=make_scorer(config),
         metrics=MetricsLog(folder / METRICS_FILE, keep_through=keep_through),
         timings=MetricsLog(folder / TIMINGS_FILE, keep_through=keep_through),
         progress=progress,
         first_step=done,
     )
+
+
+def open_learner(
+    config: Config, folder: Path, checkpoint: Checkpoint | None, device: torch.device, progress: Progress
+) -> Learner:
+    """The policy, where the objective has a KL penalty its reference, and the optimizer.
+
+    Adapters are put on the model that training started from: what a checkpoint holds has them merged in.
+    """
+    start = initial_model(config, folder, progress)
+    source = start if checkpoint is None or config.model.lora is not None else checkpoint.model
+    policy = load_policy(source, config.model, device, config.run.seed)
+    needs_reference = resolve_objective(config).kl_coef != 0
+    own_reference = config.model.lora is not None and config.loss.reference is None
+    reference = None
+    if needs_reference and not own_reference:
+        reference = load_reference(config.loss.reference or start, config.model, device)
+    return Learner(policy, config, reference)
+
+
+def _make_folder(folder: Path, config: Config) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_whole(folder / CONFIG_FILE, dump_config(config))
+    except OSError as error:
+        raise ConfigError(f"run.output_dir: expected a folder that can be written to: {error}") from error
 
 
 def _write_whole(path: Path, text: str) -> None:
@@ -202,10 +266,13 @@ def initial_model(config: Config, folder: Path, progress: Progress) -> str | Pat
     return ensure_tiny_model(config, folder / TINY_MODEL, progress.note)
 
 
-def open_engine(config: Config, source: str | Path, device: torch.device) -> HFEngine:
+def open_engine(config: Config, source: str | Path, device: torch.device) -> RolloutEngine:
     """A rollout engine with weights of its own, loaded from ``source``."""
+    tokenizer = load_tokenizer(source, config.model)
+    if config.rollout.engine == "vllm":
+        return VLLMEngine(source, tokenizer, config, device)
     model = load_model(source, config.model, device, "sdpa")
-    return HFEngine(model, load_tokenizer(source, config.model), config.rollout.max_batch_sequences)
+    return HFEngine(model, tokenizer, config.rollout.max_batch_sequences)
 
 
 def check_same_run(config: Config, folder: Path) -> None:
@@ -216,7 +283,9 @@ def check_same_run(config: Config, folder: Path) -> None:
     stored = folder / CONFIG_FILE
     if not stored.is_file():
         return
-    before, now = (_flat(yaml.safe_load(text)) for text in (stored.read_text(encoding="utf-8"), dump_config(config)))
+    # By way of the configuration: keys that a later version added have their defaults.
+    earlier = parse_config(yaml.safe_load(stored.read_text(encoding="utf-8")))
+    before, now = (_flat(yaml.safe_load(dump_config(item))) for item in (earlier, config))
     differing = [
         f"{key}: {before.get(key)!r} → {now.get(key)!r}"
         for key in sorted(before.keys() | now.keys())

@@ -160,6 +160,8 @@ class PackedBatch:
     mask bool [T]: True where the target is a response token that trains.
     advantages, old_logprobs float32 [T], aligned with target_ids; old_logprobs starts as the engine's own.
     group_ids, sequence_ids int64 [S]: the group of each sequence, and its place in the list that was packed.
+    ref_logprobs float32 [T], under the reference policy; None where the objective has no use for it.
+    importance_weights float32 [T], of rollout correction; None where it is off.
     """
 
     input_ids: Tensor
@@ -171,6 +173,8 @@ class PackedBatch:
     old_logprobs: Tensor
     group_ids: Tensor
     sequence_ids: Tensor
+    ref_logprobs: Tensor | None = None
+    importance_weights: Tensor | None = None
 
     @property
     def n_positions(self) -> int:
@@ -181,8 +185,19 @@ class PackedBatch:
         return self.cu_seqlens.numel() - 1
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        return PackedBatch(**{name: getattr(self, name).to(device) for name in self.__dataclass_fields__})
+        return PackedBatch(**{name: tensor.to(device) for name, tensor in self.tensors().items()})
 
-    def with_old_logprobs(self, old_logprobs: Tensor) -> PackedBatch:
-        """The same batch with the log-probs of the policy before the update; float32 [T]."""
-        return replace(self, old_logprobs=old_logprobs)
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors by the names of its fields."""
+        fields = ((name, getattr(self, name)) for name in self.__dataclass_fields__)
+        return {name: tensor for name, tensor in fields if tensor is not None}
+
+    def with_old_logprobs(self, old_logprobs: Tensor, importance_weights: Tensor | None = None) -> PackedBatch:
+        """The same batch with the log-probs of the policy before the update, and what correction makes of them;
+        float32 [T].
+        """
+        return replace(self, old_logprobs=old_logprobs, importance_weights=importance_weights)
+
+    def with_ref_logprobs(self, ref_logprobs: Tensor) -> PackedBatch:
+        """The same batch with the log-probs of the reference policy; float32 [T]."""
+        return replace(self, ref_logprobs=ref_logprobs)

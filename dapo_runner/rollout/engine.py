@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,10 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def release(self) -> None:
+        """Give up what memory can be given up until ``update_weights``: the policy is about to train."""
+        ...
+
 
 def sampling_of_each(
     prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]
@@ -50,15 +54,40 @@ def copy_weights(model: torch.nn.Module, weights: Iterable[tuple[str, Tensor]]) 
     mismatch.
     """
     mine = dict(model.named_parameters())
-    missing = set(mine)
-    for name, tensor in weights:
-        if name not in mine:
-            raise ValueError(f"update_weights: the engine's model has no parameter {name!r}")
-        if mine[name].shape != tensor.shape:
-            raise ValueError(
-                f"update_weights: {name} must be {list(mine[name].shape)} like the engine's, got {list(tensor.shape)}"
-            )
+    for name, tensor in checked_weights({name: p.shape for name, p in mine.items()}, weights):
         mine[name].copy_(tensor)
+
+
+def checked_weights(
+    expected: Mapping[str, torch.Size], weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """The same weights, once each is known to be of ``expected`` and, at the end, all of it to have come.
+
+    Raises ValueError at the first that is not, when the ones before it have been handed on already.
+    """
+    missing = set(expected)
+    for name, tensor in weights:
+        if name not in expected:
+            raise ValueError(f"update_weights: the engine's model has no parameter {name!r}")
+        if tensor.shape != expected[name]:
+            raise ValueError(
+                f"update_weights: {name} must be {list(expected[name])} like the engine's, got {list(tensor.shape)}"
+            )
         missing.discard(name)
+        yield name, tensor
     if missing:
         raise ValueError(f"update_weights: expected every parameter, {', '.join(sorted(missing))} did not come")
+
+
+def stop_token_ids(configured: int | list[int] | None, tokenizer: Any) -> list[int]:
+    """The tokens that end a response: ``eos_token_id`` of the generation config, and the tokenizer's own.
+
+    Raises ValueError when neither names one.
+    """
+    named = [*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id]
+    ids = {token for token in named if token is not None}
+    if not ids:
+        raise ValueError(
+            "rollout: expected an end-of-sequence token in the generation config or the tokenizer, found none"
+        )
+    return sorted(ids)

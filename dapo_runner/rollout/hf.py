@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dapo_runner.rollout.cache import growing_cache
-from dapo_runner.rollout.engine import copy_weights, sampling_of_each
+from dapo_runner.rollout.engine import copy_weights, sampling_of_each, stop_token_ids
 from dapo_runner.types import Completion, FinishReason, Prompt, SamplingParams
 
 # Rows that have ended are dropped from the batch when this share of it is dead: dropping copies the cache.
@@ -38,10 +38,13 @@ class HFEngine:
         self.model = model
         self.tokenizer = tokenizer
         self.max_batch_sequences = max_batch_sequences
-        self.stop_ids = stop_token_ids(model, tokenizer)
+        self.stop_ids = stop_token_ids(getattr(model.generation_config, "eos_token_id", None), tokenizer)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         copy_weights(self.model, weights)
+
+    def release(self) -> None:
+        """Nothing to give up: the weights are written in place, and the cache goes with every call."""
 
     @torch.no_grad()
     def generate(
@@ -207,19 +210,3 @@ def _dice(rows: list[_Row]) -> Tensor:
         generator.manual_seed(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1)
         line[: row.sampling.max_tokens] = torch.rand(row.sampling.max_tokens, generator=generator)
     return dice
-
-
-def stop_token_ids(model: Any, tokenizer: Any) -> list[int]:
-    """The tokens that end a response: those of the generation config, and the tokenizer's end of sequence.
-
-    Raises ValueError when neither names one.
-    """
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    ids = set(configured if isinstance(configured, list) else [configured])
-    ids.add(tokenizer.eos_token_id)
-    ids.discard(None)
-    if not ids:
-        raise ValueError(
-            "rollout: expected an end-of-sequence token in the generation config or the tokenizer, found none"
-        )
-    return sorted(ids)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 from builders import make_group, make_prompt, make_sample
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dapo_runner.advantage import make_sequences
+from dapo_runner.advantage import ADVANTAGES, make_sequences
 from dapo_runner.config import AdvantageConfig
 from dapo_runner.types import Group
 
@@ -27,6 +30,56 @@ def test_group_std_is_the_papers() -> None:
 def test_group_mean_leaves_the_scale() -> None:
     assert advantages_of(make_group("RRRW"), kind="group_mean") == [0.5, 0.5, 0.5, -1.5]
     assert advantages_of(make_group("RW"), kind="group_mean") == [1.0, -1.0]
+
+
+def step_of(*patterns: str, kind: str) -> list[list[float]]:
+    groups = [make_group(pattern, str(index)) for index, pattern in enumerate(patterns)]
+    sequences = make_sequences(groups, AdvantageConfig.model_validate({"kind": kind}))
+    return [[float(s.advantages[-1]) for s in sequences if s.group_id == index] for index in range(len(groups))]
+
+
+def test_batch_std_takes_the_scale_from_the_whole_step() -> None:
+    """Rewards 1, −1 and 1, 1: group means 0 and 1; over all four, mean ½ and unbiased std 1."""
+    assert step_of("RW", "RR", kind="batch_std") == [pytest.approx([1.0, -1.0], abs=1e-5), [0.0, 0.0]]
+    # Mean 0 and unbiased std √(8/7) over the eight.
+    scale = math.sqrt(8 / 7)
+    first, second = step_of("RRRW", "WWWR", kind="batch_std")
+    assert first == pytest.approx([0.5 / scale] * 3 + [-1.5 / scale], abs=1e-5)
+    assert second == pytest.approx([-0.5 / scale] * 3 + [1.5 / scale], abs=1e-5)
+
+
+def test_batch_whitened_knows_no_groups() -> None:
+    first, second = step_of("RW", "RR", kind="batch_whitened")
+    assert first + second == pytest.approx([0.5, -1.5, 0.5, 0.5], abs=1e-5)
+
+
+def test_leave_one_out_is_the_reward_less_the_mean_of_the_others() -> None:
+    (group,) = step_of("RRWR", kind="leave_one_out")
+    rewards = [1.0, 1.0, -1.0, 1.0]
+    expected = [r - (sum(rewards) - r) / 3 for r in rewards]
+    assert group == pytest.approx(expected)
+
+
+def test_every_kind_of_the_configuration_has_its_formula() -> None:
+    kinds = get_args(AdvantageConfig.model_fields["kind"].annotation)
+    assert set(ADVANTAGES) == set(kinds)
+    for kind in kinds:
+        assert make_sequences([], AdvantageConfig.model_validate({"kind": kind})) == []
+
+
+@given(
+    rewards=st.lists(st.lists(st.floats(-2, 2), min_size=2, max_size=6), min_size=1, max_size=5),
+    kind=st.sampled_from(sorted(ADVANTAGES)),
+)
+def test_advantages_are_finite_centred_and_keep_the_order_of_rewards(rewards: list[list[float]], kind: str) -> None:
+    groups = [torch.tensor(group, dtype=torch.float64) for group in rewards]
+    batch = torch.cat(groups)
+    values = [ADVANTAGES[kind](group, batch, 1e-6) for group in groups]
+    assert all(bool(torch.isfinite(value).all()) for value in values)
+    assert abs(float(torch.cat(values).sum())) < 1e-3  # 1e-16 of rounding over eps, at the worst
+    for group, value in zip(groups, values, strict=True):
+        order = group.argsort()
+        assert bool((value[order].diff() >= -1e-12).all())
 
 
 def test_length_penalty_is_part_of_the_reward() -> None:

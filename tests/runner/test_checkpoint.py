@@ -5,6 +5,11 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import resource
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +17,18 @@ import pytest
 import torch
 from builders import make_config, make_group, make_prompt
 from test_learner import random_sequences
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo_runner import checkpoint as module
-from dapo_runner.checkpoint import find_checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint
-from dapo_runner.config import ModelConfig
+from dapo_runner.checkpoint import (
+    CheckpointError,
+    checkpoint_to_resume,
+    find_checkpoints,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from dapo_runner.config import ConfigError, ModelConfig
 from dapo_runner.data import PromptCursor
 from dapo_runner.learner import Learner
 from dapo_runner.model import load_policy
@@ -114,6 +127,84 @@ def test_dying_while_saving_leaves_the_checkpoint_before_it(
     assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [2]
 
 
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """The kernel refuses to let any file of this process grow beyond ``size`` bytes: a disk that is full, for real."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+@pytest.mark.parametrize("room", [100, 3000, 60_000, 100_000])
+def test_a_full_disk_is_told_and_leaves_the_checkpoint_before_it(model_folder: Path, tmp_path: Path, room: int) -> None:
+    """The limit strikes the tokenizer, the weights, or the optimizer's moments, which are twice the weights."""
+    learner, sampler = make_parts(model_folder)
+    train(learner, range(1))
+    save_checkpoint(tmp_path, 1, learner, sampler, keep=1)
+    with (
+        file_size_limit(room),
+        pytest.raises(CheckpointError, match=r"cannot write .*step_000002: .*last good.*step_000001"),
+    ):
+        save_checkpoint(tmp_path, 2, learner, sampler, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]  # no half of one keeps the disk full
+    found = checkpoint_to_resume(tmp_path)
+    assert found is not None
+    assert found.step == 1
+    assert save_checkpoint(tmp_path, 2, learner, sampler, keep=1).step == 2
+
+
+def test_a_folder_that_cannot_be_written_to_is_told(model_folder: Path, tmp_path: Path) -> None:
+    learner, sampler = make_parts(model_folder)
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"cannot write .*there is no checkpoint yet"):
+        save_checkpoint(tmp_path / "file" / "checkpoints", 1, learner, sampler, keep=1)
+
+
+@pytest.mark.parametrize("file", ["model/model.safetensors", "optimizer.safetensors", "state.pt", "manifest.json"])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
+def test_a_damaged_checkpoint_is_refused_by_name(model_folder: Path, tmp_path: Path, file: str, damage: str) -> None:
+    learner, sampler = make_parts(model_folder)
+    train(learner, range(1))
+    for step in (1, 2):
+        save_checkpoint(tmp_path, step, learner, sampler, keep=2)
+    spoiled = tmp_path / "step_000002" / file
+    content = bytearray(spoiled.read_bytes())
+    content[len(content) // 2] ^= 0x80
+    spoiled.write_bytes(content if damage == "flipped" else content[: len(content) // 2])
+    if damage == "gone":
+        spoiled.unlink()
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint_to_resume(tmp_path)
+    assert f"step_000002 is damaged: {file}" in str(caught.value)
+    assert "remove that folder to go on from the one after step 1" in str(caught.value)
+    shutil.rmtree(tmp_path / "step_000002")
+    found = checkpoint_to_resume(tmp_path)
+    assert found is not None
+    assert found.step == 1
+
+
+def test_without_checkpoints_there_is_nothing_to_resume(tmp_path: Path) -> None:
+    assert checkpoint_to_resume(tmp_path) is None
+    assert checkpoint_to_resume(tmp_path / "none") is None
+
+
+def test_the_model_of_a_checkpoint_is_an_ordinary_one(model_folder: Path, tmp_path: Path) -> None:
+    learner, sampler = make_parts(model_folder)
+    train(learner, range(2))
+    saved = save_checkpoint(tmp_path, 2, learner, sampler, keep=1)
+    model = AutoModelForCausalLM.from_pretrained(saved.model, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(saved.model)
+    ids = torch.tensor([tokenizer("12+34=")["input_ids"]])
+    own = dict(learner.policy.model.named_parameters())
+    assert all(torch.equal(parameter, own[name]) for name, parameter in model.named_parameters())
+    assert model(input_ids=ids).logits.shape == (1, 6, len(tokenizer))
+
+
 def test_loading_runs_no_code(model_folder: Path, tmp_path: Path) -> None:
     learner, sampler = make_parts(model_folder)
     saved = save_checkpoint(tmp_path, 1, learner, sampler, keep=1)
@@ -133,9 +224,15 @@ def test_loading_runs_no_code(model_folder: Path, tmp_path: Path) -> None:
 def test_other_data_are_refused(model_folder: Path, tmp_path: Path) -> None:
     learner, sampler = make_parts(model_folder)
     saved = save_checkpoint(tmp_path, 1, learner, sampler, keep=1)
-    other = DynamicSampler(PromptCursor([make_prompt("q")], seed=0), CONFIG.sampler)
-    with pytest.raises(ValueError, match="cannot resume: the run was saved with data"):
-        load_checkpoint(saved, learner, other)
+    same = [make_prompt(f"p{i}") for i in range(10)]
+    for cursor in (
+        PromptCursor([make_prompt("q")], seed=0),
+        PromptCursor([*same[:9], make_prompt("p9", answer="8")], seed=0),
+        PromptCursor(same, seed=0, heldout=[make_prompt("h")]),
+    ):
+        with pytest.raises(ConfigError, match=r"cannot resume: the run was saved with data.*data\.path"):
+            load_checkpoint(saved, learner, DynamicSampler(cursor, CONFIG.sampler))
+    load_checkpoint(saved, learner, DynamicSampler(PromptCursor(same, seed=0), CONFIG.sampler))
 
 
 def test_the_manifest_names_every_file(model_folder: Path, tmp_path: Path) -> None:

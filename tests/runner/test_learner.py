@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from dapo_runner.learner import (
     mean_of,
     resolve_objective,
 )
-from dapo_runner.model import Policy, load_policy
-from dapo_runner.types import Sequence
+from dapo_runner.model import Policy, load_policy, load_reference
+from dapo_runner.packing import pack
+from dapo_runner.types import PackedBatch, Sequence
 
 CPU = torch.device("cpu")
 
@@ -53,7 +55,7 @@ def gradient(policy: Policy, config: Config, sequences: list[Sequence], budget: 
     learner = Learner(policy, config)
     mini = MiniBatch(sequences, budget, learner.objective)
     for batch in mini.micro_batches:
-        learner._forward_backward(batch, mini.denominator)
+        learner._forward_backward(batch, mini)
     found = {name: p.grad.clone() for name, p in policy.model.named_parameters()}
     policy.model.zero_grad()
     return found
@@ -69,6 +71,32 @@ def test_the_gradient_does_not_depend_on_split_or_order(policy: Policy, objectiv
         parts = gradient(policy, config, other, budget)
         for name, expected in whole.items():
             assert (parts[name] - expected).norm() <= 1e-6 * expected.norm(), (name, budget)
+
+
+def test_packed_equals_unpacked(policy: Policy) -> None:
+    """Loss, log-probs and gradient of packed sequences against each sequence in a forward pass of its own."""
+    learner = Learner(policy, make_config(loss={"old_logprobs": "rollout"}))
+    sequences = [sequence for sequence in random_sequences(20, seed=4) if sequence.mask.any()]
+
+    def run(batches: list[PackedBatch]) -> tuple[float, dict[int, torch.Tensor], dict[str, torch.Tensor]]:
+        policy.model.zero_grad()
+        mini = MiniBatch(sequences, 1024, learner.objective)
+        loss, logprobs = 0.0, {}
+        for batch in batches:
+            out = learner._forward_backward(batch, mini)
+            loss += float(out.loss.detach().double())
+            parts = out.logprobs.split(batch.cu_seqlens.diff().tolist())
+            logprobs |= dict(zip(batch.sequence_ids.tolist(), parts, strict=True))
+        return loss, logprobs, {name: p.grad.clone() for name, p in policy.model.named_parameters()}
+
+    packed = run(pack(sequences, 1024))
+    alone = run([replace(batch, sequence_ids=torch.tensor([index])) for index, sequence in enumerate(sequences)
+                 for batch in pack([sequence], 1024)])  # fmt: skip
+    assert packed[0] == pytest.approx(alone[0], rel=1e-6)
+    for index, expected in alone[1].items():
+        assert (packed[1][index] - expected).abs().max() <= 1e-6 * expected.abs().max()
+    for name, expected in alone[2].items():
+        assert (packed[2][name] - expected).norm() <= 1e-6 * expected.norm(), name
 
 
 def test_the_gradient_is_that_of_the_paper_spelled_out(policy: Policy) -> None:
@@ -91,8 +119,10 @@ def test_the_gradient_is_that_of_the_paper_spelled_out(policy: Policy) -> None:
 
 
 def test_before_an_update_every_ratio_is_one(policy: Policy) -> None:
-    learner = Learner(policy, make_config(optimizer={"token_budget": 95, "lr": 1e-3}))
-    (mini,) = learner.prepare(random_sequences(16))
+    """The second mini-batch carries old log-probs, the first is on-policy by construction."""
+    optimizer = {"token_budget": 95, "lr": 1e-3, "mini_batch_size": 16}
+    learner = Learner(policy, make_config(optimizer=optimizer))
+    _, mini = learner.prepare(random_sequences(32))
     assert len(mini.micro_batches) > 1
     figures = learner.update(mini, step=0)
     assert figures["ratio"] == pytest.approx(1.0, abs=1e-6)
@@ -100,6 +130,68 @@ def test_before_an_update_every_ratio_is_one(policy: Policy) -> None:
     assert figures["approx_kl"] == pytest.approx(0.0, abs=1e-6)
     assert figures["tokens"] == mini.denominator
     assert learner.update(mini, step=0)["ratio_max"] > 1.001
+
+
+def test_a_kl_penalty_refers_to_the_reference(policy: Policy, model_folder: Path) -> None:
+    """GRPO's k3 with a reference that is not the policy, spelled out over each sequence with autograd."""
+    reference = load_reference(model_folder, ModelConfig(path="x", dtype="float32"), CPU)
+    with torch.no_grad():
+        for parameter in reference.model.parameters():
+            parameter.mul_(0.9)
+    overrides = {"kl_coef": 0.3}
+    learner = Learner(policy, make_config(loss={"objective": "dapo", "overrides": overrides}), reference)
+    sequences = [sequence for sequence in random_sequences(6) if sequence.mask.any()]
+    (mini,) = learner.prepare(sequences)
+    assert all(batch.ref_logprobs is not None for batch in mini.micro_batches)
+    for batch in mini.micro_batches:
+        learner._forward_backward(batch, mini)
+    penalised = {name: p.grad.clone() for name, p in policy.model.named_parameters()}
+    policy.model.zero_grad()
+
+    def logprobs(model: Any, sequence: Sequence) -> torch.Tensor:
+        logits = model(input_ids=sequence.token_ids[None], use_cache=False).logits[0, :-1]
+        return logits.log_softmax(-1).gather(1, sequence.token_ids[1:, None])[:, 0]
+
+    policy.model.set_attn_implementation("eager")
+    reference.model.set_attn_implementation("eager")
+    terms = []
+    for sequence in sequences:
+        own = logprobs(policy.model, sequence)
+        delta = logprobs(reference.model, sequence) - own
+        ratio = (own - own.detach()).exp()
+        terms.append((-ratio * sequence.advantages[1:] + 0.3 * (delta.exp() - delta - 1))[sequence.mask[1:]])
+    torch.cat(terms).mean().backward()
+    for name, parameter in policy.model.named_parameters():
+        assert (penalised[name] - parameter.grad).norm() <= 1e-4 * parameter.grad.norm(), name
+    assert all(parameter.grad is None for parameter in reference.model.parameters())
+
+
+def test_a_kl_penalty_without_a_reference_is_refused(policy: Policy) -> None:
+    with pytest.raises(ValueError, match="needs a reference policy"):
+        Learner(policy, make_config(loss={"objective": "grpo"}))
+
+
+@pytest.mark.parametrize("objective", ["ppo", "spo", "gspo", "cispo", "sapo", "reinforce", "kl_cov", "top_entropy"])
+def test_every_objective_of_the_table_updates(policy: Policy, objective: str) -> None:
+    learner = Learner(policy, make_config(loss={"objective": objective}, optimizer={"token_budget": 95, "lr": 1e-3}))
+    (mini,) = learner.prepare(random_sequences(12))
+    figures = learner.update(mini, step=0)
+    assert figures["grad_norm"] > 0
+    assert len(mini.micro_batches) > 1
+
+
+def test_gradient_checkpointing_changes_no_gradient(policy: Policy, model_folder: Path) -> None:
+    config = ModelConfig(path="x", dtype="float32", gradient_checkpointing=True)
+    thrifty = load_policy(model_folder, config, CPU)
+    assert thrifty.model.is_gradient_checkpointing
+    layer, calls = thrifty.model.model.layers[0], []
+    layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    sequences = random_sequences(8)
+    expected = gradient(policy, make_config(), sequences, budget=1024)
+    found = gradient(thrifty, make_config(), sequences, budget=1024)
+    assert len(calls) == 2  # the layer ran again in the backward pass
+    for name, parameter in expected.items():
+        assert torch.equal(found[name], parameter), name
 
 
 def test_rollout_logprobs_can_be_the_old_ones(policy: Policy) -> None:
@@ -213,11 +305,10 @@ def test_gradients_of_micro_batches_add_up_in_float32(model_folder: Path) -> Non
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        ({"objective": "top_entropy"}, "selects tokens of the whole batch"),
         ({"objective": "dapo2"}, "unknown objective .*known: .*dapo"),
         ({"overrides": {"clip_hihg": 0.3}}, "clip_hihg.*did you mean .clip_high"),
         ({"overrides": {"clip_high": -1}}, "clip_high"),
-        ({"objective": "grpo"}, "reference model"),
+        ({"reference": "some/model"}, "no KL penalty"),
     ],
 )
 def test_an_objective_that_cannot_be_trained_is_a_configuration_error(loss: dict[str, Any], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -90,6 +91,20 @@ def test_fill_on_the_lengths_of_reasoning(seed: int) -> None:
     lengths = {i: min(20480, 1 + int(rng.lognormvariate(7.0, 1.0))) for i in range(512)}
     bins = assign_bins(lengths, 22528)
     assert sum(lengths.values()) / (22528 * len(bins)) >= 0.95
+
+
+@pytest.mark.parametrize("median", [500, 2000])
+@pytest.mark.parametrize("sigma", [0.6, 1.2])
+def test_fill_while_responses_grow(median: int, sigma: float) -> None:
+    """From the short answers of the beginning to the long tails of the end, prompts of up to 300 tokens included."""
+    rng = random.Random(1)
+    lengths = {
+        i: rng.randint(50, 300) + min(20480, 1 + int(rng.lognormvariate(math.log(median), sigma))) for i in range(512)
+    }
+    bins = assign_bins(lengths, 22528)
+    assert len(bins) <= 1 + math.ceil(sum(lengths.values()) / 22528)  # of what nothing can do with fewer than
+    full = bins if len(bins) > 20 else bins[:-1]  # of few, the last one holds what is left over
+    assert sum(lengths[i] for bin_ in full for i in bin_) / (22528 * len(full)) >= 0.95
 
 
 def test_sequences_without_a_training_token_are_left_out() -> None:

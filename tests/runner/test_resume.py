@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import random
+import shutil
 import signal
 import time
 from multiprocessing.process import BaseProcess
@@ -11,7 +14,8 @@ from pathlib import Path
 import pytest
 from small import write_recipe
 
-from dapo_runner.checkpoint import find_checkpoints, is_whole
+from dapo_runner import checkpoint
+from dapo_runner.checkpoint import checkpoint_to_resume, find_checkpoints, is_whole
 from dapo_runner.cli import main
 
 STEPS = 6
@@ -23,6 +27,19 @@ CONTEXT.set_forkserver_preload(["dapo_runner.train", "dapo_runner.report", "tran
 
 def run_command(recipe: Path) -> None:
     raise SystemExit(main(["train", str(recipe)]))
+
+
+def run_and_die(recipe: Path, function: str, call: int) -> None:
+    """The same, killed as it enters ``function`` of the checkpoint module for the ``call``-th time."""
+    original, calls = getattr(checkpoint, function), iter(range(1, 10**6))
+
+    def deadly(*arguments: object) -> object:
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments)
+
+    setattr(checkpoint, function, deadly)
+    run_command(recipe)
 
 
 def start(recipe: Path) -> BaseProcess:
@@ -68,6 +85,58 @@ def test_killed_three_times_and_resumed_equals_uninterrupted(uninterrupted: byte
         assert all(is_whole(checkpoint.path) for checkpoint in find_checkpoints(run / "checkpoints"))
     run_to_the_end(recipe)
     assert log.read_bytes() == uninterrupted
+
+
+# After the weights; between model and optimizer; before the manifest; before and after the folder gets its name.
+@pytest.mark.parametrize(
+    ("function", "call"),
+    [
+        pytest.param("_save_state", 2, marks=pytest.mark.slow),
+        ("_optimizer_tensors", 3),
+        pytest.param("_digest", 9, marks=pytest.mark.slow),
+        ("_force_to_disk", 14),
+    ],
+)
+def test_killed_inside_a_checkpoint_write(uninterrupted: bytes, tmp_path: Path, function: str, call: int) -> None:
+    recipe = write_recipe(tmp_path, steps=STEPS)
+    run = tmp_path / "runs" / "small"
+    process = CONTEXT.Process(target=run_and_die, args=(recipe, function, call))
+    process.start()
+    process.join(timeout=300)
+    assert process.exitcode == -signal.SIGKILL
+    assert checkpoint_to_resume(run / "checkpoints") is not None
+    run_to_the_end(recipe)
+    assert (run / "metrics.jsonl").read_bytes() == uninterrupted
+    assert not list((run / "checkpoints").glob("*.unfinished"))
+
+
+@pytest.mark.slow
+def test_killed_at_ten_random_moments(tmp_path: Path) -> None:
+    steps, rng = 25, random.Random(0)
+    whole = write_recipe(tmp_path, steps=steps, name="whole")
+    start_time = time.monotonic()
+    run_to_the_end(whole)
+    seconds = time.monotonic() - start_time
+    recipe = write_recipe(tmp_path, steps=steps)
+    run = tmp_path / "runs" / "small"
+    kills = 0
+    while kills < 10:
+        process = start(recipe)
+        process.join(timeout=rng.uniform(0.05, 0.3) * seconds)
+        if not process.is_alive():  # it came to its end before ten: from the first step again
+            assert process.exitcode == 0
+            shutil.rmtree(run)
+            continue
+        process.kill()
+        process.join(timeout=60)
+        kills += 1
+        assert all(is_whole(found.path) for found in find_checkpoints(run / "checkpoints"))
+    run_to_the_end(recipe)
+    expected = (tmp_path / "runs" / "whole" / "metrics.jsonl").read_bytes()
+    assert (run / "metrics.jsonl").read_bytes() == expected
+    tensors = [checkpoint_to_resume(folder / "checkpoints") for folder in (run, tmp_path / "runs" / "whole")]
+    one, two = (found.path / "optimizer.safetensors" for found in tensors if found is not None)
+    assert one.read_bytes() == two.read_bytes()
 
 
 def test_killed_while_the_model_is_made(uninterrupted: bytes, tmp_path: Path) -> None:

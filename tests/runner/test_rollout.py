@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from dapo_runner.config import ModelConfig
+from dapo_runner.config import ConfigError, ModelConfig
 from dapo_runner.model import load_model, load_tokenizer
 from dapo_runner.rollout import HFEngine
+from dapo_runner.rollout import vllm as vllm_module
 from dapo_runner.rollout.cache import growing_cache
 from dapo_runner.types import Completion, Prompt, SamplingParams
 
@@ -193,3 +195,9 @@ def test_the_cache_grows_without_losing_what_it_holds(engine: HFEngine) -> None:
     keys, _ = cache.layers[0].update(pieces[1][[2, 0]], pieces[1][[2, 0]])
     assert torch.equal(keys, torch.cat([*pieces, pieces[1]], dim=2)[[2, 0]])
     assert cache.get_seq_length() == 99
+
+
+def test_without_vllm_its_engine_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ConfigError, match=r"rollout\.engine: .*docs/vllm\.md"):
+        vllm_module._import_vllm()

@@ -7,12 +7,120 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from builders import make_group, make_prompt
+from builders import make_group, make_prompt, make_sample
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dapo_runner.config import SamplerConfig
 from dapo_runner.data import PromptCursor
 from dapo_runner.sampler import DynamicSampler, SamplingExhaustedError, SamplingStats
 from dapo_runner.types import Group, Prompt
+
+# What a prompt's samples are like: right or wrong, with lengths and length penalties that correctness knows nothing of.
+SHAPED = st.lists(st.tuples(st.booleans(), st.integers(1, 60), st.floats(-1, 0)), min_size=4, max_size=4)
+SETTINGS = {
+    "shapes": st.lists(SHAPED, min_size=1, max_size=12),
+    "wanted": st.integers(1, 6),
+    "max_rounds": st.integers(1, 4),
+    "acceptance": st.sampled_from([0.05, 0.25, 1.0]),
+    "steps": st.integers(1, 5),
+}
+
+
+class ShapedEngine:
+    """Gives prompt number i the samples ``shapes[i]``, and remembers the groups in the order they were asked for."""
+
+    def __init__(self, shapes: list[list[tuple[bool, int, float]]]) -> None:
+        self.shapes = shapes
+        self.given: list[Group] = []
+
+    def __call__(self, prompts: list[Prompt], round_index: int) -> list[Group]:
+        groups = [
+            Group(prompt, tuple(make_sample(right, length=n, penalty=p) for right, n, p in self.shapes[int(prompt.id)]))
+            for prompt in prompts
+        ]
+        self.given += groups
+        return groups
+
+
+@given(**SETTINGS)
+def test_whatever_the_groups_are_like(
+    shapes: list[list[tuple[bool, int, float]]], wanted: int, max_rounds: int, acceptance: float, steps: int
+) -> None:
+    """Any lengths and punishments, fewer prompts than a step needs, groups with one success, policies that fail."""
+    engine = ShapedEngine(shapes)
+    sampler = make_sampler(
+        wanted, len(shapes), max_rounds=max_rounds, initial_acceptance=acceptance, on_exhausted="train_partial"
+    )
+    accepted: list[Group] = []
+    for _ in range(steps):
+        before = len(engine.given)
+        step = sampler.next(engine)
+        accepted += step.groups
+        generated = engine.given[before:]
+        assert step.stats.groups == len(generated) == step.stats.all_right + step.stats.all_wrong + step.stats.mixed
+        assert step.stats.rounds <= max_rounds
+        assert len(step.groups) <= wanted
+        assert (step.shortfall is not None) == (len(step.groups) < wanted)
+        assert len(step.groups) == wanted or not sampler.buffer  # nothing is held back from a step that is short
+        assert step.stats.carried_out == len(sampler.buffer)
+    right = [sum(sample.correct for sample in group.samples) for group in engine.given]
+    kept = [group for group, n in zip(engine.given, right, strict=True) if 0 < n < 4]
+    assert [id(group) for group in accepted + sampler.buffer] == [id(group) for group in kept]
+
+
+@given(stop_after=st.integers(0, 4), **SETTINGS)
+def test_a_resume_anywhere_is_exact(
+    shapes: list[list[tuple[bool, int, float]]],
+    wanted: int,
+    max_rounds: int,
+    acceptance: float,
+    steps: int,
+    stop_after: int,
+) -> None:
+    def fresh() -> DynamicSampler:
+        return make_sampler(
+            wanted, len(shapes), max_rounds=max_rounds, initial_acceptance=acceptance, on_exhausted="train_partial"
+        )
+
+    def run(sampler: DynamicSampler, n: int) -> list[tuple[list[str], SamplingStats, str | None]]:
+        results = (sampler.next(ShapedEngine(shapes)) for _ in range(n))
+        return [(ids(step.groups), step.stats, step.shortfall) for step in results]
+
+    expected = run(fresh(), stop_after + steps)
+    first = fresh()
+    before = run(first, stop_after)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second = fresh()
+    second.load_state_dict(torch.load(file, weights_only=True))
+    assert before + run(second, steps) == expected
+
+
+@pytest.mark.parametrize("pattern", ["RWWWWWWW", "WWWWWWWR", "RRRRRRRW"])
+def test_one_success_or_one_failure_is_enough(pattern: str) -> None:
+    step = make_sampler().next(Engine(lambda i: pattern))
+    assert len(step.groups) == 4
+    assert step.stats.rounds == 1
+
+
+def test_a_policy_that_always_fails_stops_at_the_limit_and_says_so() -> None:
+    engine, sampler = Engine(lambda i: "WWWW"), make_sampler(max_rounds=5)
+    with pytest.raises(SamplingExhaustedError, match=r"0 of 4 groups after 5 rounds.*out of reach"):
+        sampler.next(engine)
+    assert len(engine.asked) == 5
+    assert sum(map(len, engine.asked)) <= 5 * 12  # 12 = prompts_per_step / initial_acceptance
+
+
+def test_data_that_run_out_are_gone_through_again_and_named() -> None:
+    """Two prompts, one of them useful: a step of 40 groups cannot be had from them in so few rounds."""
+    engine = Engine(lambda i: "RW" if i == 0 else "RR")
+    sampler = make_sampler(wanted=40, n_prompts=2, max_rounds=1, initial_acceptance=1.0, on_exhausted="train_partial")
+    step = sampler.next(engine)
+    assert step.shortfall is not None
+    assert "The 2 prompts were gone through 20.0 times: more data." in step.shortfall
+    assert len(step.groups) == 20
 
 
 class Engine:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import json
 from pathlib import Path
 
 import pytest
+import torch
 from small import small_recipe
 
 from dapo_runner import learner as learner_module
-from dapo_runner.checkpoint import find_checkpoints
+from dapo_runner.checkpoint import CheckpointError, find_checkpoints
 from dapo_runner.config import Config, ConfigError, parse_config
-from dapo_runner.metrics import read_log
+from dapo_runner.metrics import MetricsLog, read_log
+from dapo_runner.postmortem import load_batch
 from dapo_runner.progress import SilentProgress
 from dapo_runner.sampler import SamplingExhaustedError
 from dapo_runner.train import CHECKPOINTS, before_and_after, open_run, rollout_sampling, train
@@ -56,6 +60,7 @@ def test_a_run_logs_every_step_and_evaluation(finished: Path) -> None:
     rates = [event["train/lr"] for event in events if event["kind"] == "step"]
     assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3])  # warm-up over two rollout steps
     first = next(event for event in events if event["kind"] == "step")
+    assert first["sync/gap"] < 1e-5
     assert first["train/rollout_gap"] < 1e-5  # later steps may hold groups carried over from older weights
     assert list(before_and_after(finished)) == ["before (step 0)", "after (step 4)"]
     timings = read_log(finished / "timings.jsonl")
@@ -114,6 +119,74 @@ def test_a_run_without_held_out_problems_is_not_evaluated(tmp_path: Path) -> Non
     assert before_and_after(run.folder) == {}
 
 
+def test_a_run_with_adapters_and_a_penalty_resumes_exactly(tmp_path: Path) -> None:
+    raw = small_recipe(output_dir=str(tmp_path), steps=4)
+    raw["model"]["lora"] = {"rank": 4}
+    raw["optimizer"]["mini_batch_size"] = 16  # one update a step: before the first, the policy is the reference
+    raw["loss"] = {"objective": "grpo"}
+    whole = train(parse_config({**raw, "run": {**raw["run"], "name": "whole"}}), SilentProgress())
+    train(parse_config({**raw, "run": {**raw["run"], "steps": 2}}), SilentProgress())
+    resumed = train(parse_config(raw), SilentProgress())
+    assert (resumed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    steps = [event for event in read_log(whole / "metrics.jsonl") if event["kind"] == "step"]
+    assert steps[0]["train/ref_kl"] == pytest.approx(0.0, abs=1e-5)
+    assert steps[-1]["train/ref_kl"] > 0
+
+
+def test_a_separate_reference_stays_what_training_started_from(tmp_path: Path) -> None:
+    raw = small_recipe(output_dir=str(tmp_path), steps=4)
+    raw["loss"] = {"overrides": {"kl_coef": 0.1}}
+    whole = train(parse_config({**raw, "run": {**raw["run"], "name": "whole"}}), SilentProgress())
+    train(parse_config({**raw, "run": {**raw["run"], "steps": 2}}), SilentProgress())
+    resumed = train(parse_config(raw), SilentProgress())
+    assert (resumed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+def test_a_damaged_checkpoint_stops_the_resume(tmp_path: Path) -> None:
+    folder = train(config_in(tmp_path, run={**small_recipe(steps=2)["run"], "output_dir": str(tmp_path)}),
+                   SilentProgress())  # fmt: skip
+    spoiled = folder / CHECKPOINTS / "step_000002" / "optimizer.safetensors"
+    content = bytearray(spoiled.read_bytes())
+    content[-1] ^= 1
+    spoiled.write_bytes(content)
+    with pytest.raises(CheckpointError, match="step_000002 is damaged"):
+        train(config_in(tmp_path), SilentProgress())
+    assert spoiled.exists()
+
+
+def test_a_place_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigError, match=r"run\.output_dir: expected a folder that can be written to"):
+        train(config_in(tmp_path / "file"), SilentProgress())
+
+
+def test_a_full_disk_under_the_log_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(MetricsLog, "write", full)
+    with pytest.raises(CheckpointError, match=r"cannot write .*metrics\.jsonl.*No space left on device"):
+        train(config_in(tmp_path), SilentProgress())
+
+
+def test_changed_data_do_not_continue_a_run(tmp_path: Path) -> None:
+    problems = [{"question": f"{a}+{b}", "answer": f"#### {a + b}"} for a in range(10) for b in range(6)]
+    path = tmp_path / "sums.jsonl"
+    path.write_text("\n".join(map(json.dumps, problems)))
+    model = train(config_in(tmp_path, run={**small_recipe(steps=1)["run"], "name": "made", "output_dir":
+                                           str(tmp_path)}), SilentProgress()) / "model"  # fmt: skip
+    raw = small_recipe(output_dir=str(tmp_path), steps=2)
+    raw["model"] = {"path": str(model), "dtype": "float32"}
+    raw["data"] = {"path": str(path), "template": "{question}=", "eval_size": 5}
+    folder = train(parse_config(raw), SilentProgress())
+    problems[3]["answer"] = "#### 99"
+    path.write_text("\n".join(map(json.dumps, problems)))
+    longer = parse_config({**raw, "run": {**raw["run"], "steps": 4}})
+    with pytest.raises(ConfigError, match=r"cannot resume: the run was saved with data .*data\.path"):
+        train(longer, SilentProgress())
+    assert [checkpoint.step for checkpoint in find_checkpoints(folder / CHECKPOINTS)] == [1, 2]
+
+
 def test_exhaustion_stops_the_run_or_is_told(tmp_path: Path) -> None:
     hopeless = {"arithmetic": {"min_digits": 9, "max_digits": 9, "train_size": 60, "eval_size": 4}}
     stubborn = config_in(tmp_path, data={**small_recipe()["data"], **hopeless}, rollout={
@@ -139,15 +212,22 @@ def test_every_round_draws_anew_and_every_time_alike(tmp_path: Path) -> None:
     assert rollout_sampling(config, 3).n == 4
 
 
-def test_the_rollout_gap_tells_stale_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The probe has to see an engine that was not given the new weights."""
+def test_an_engine_without_the_new_weights_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the probe at once, and without it by the rollout gap of the steps that follow."""
     from dapo_runner.rollout import HFEngine
+    from dapo_runner.rollout.probe import OutOfSyncError
 
     monkeypatch.setattr(HFEngine, "update_weights", lambda *_: None)
-    folder = train(config_in(tmp_path, optimizer={**small_recipe()["optimizer"], "lr": 5e-3}), SilentProgress())
+    fast = {**small_recipe()["optimizer"], "lr": 5e-3}
+    with pytest.raises(OutOfSyncError, match=r"agree .* to 0.001 on average"):
+        train(config_in(tmp_path / "probed", optimizer=fast), SilentProgress())
+    unprobed = {**small_recipe()["rollout"], "probe": {"prompts": 0}}
+    folder = train(config_in(tmp_path / "unprobed", optimizer=fast, rollout=unprobed), SilentProgress())
     steps = [event for event in read_log(folder / "metrics.jsonl") if event["kind"] == "step"]
     assert steps[0]["train/rollout_gap"] < 1e-4
     assert steps[-1]["train/rollout_gap"] > 1e-2
+    assert steps[-1]["train/rollout_ess"] < steps[0]["train/rollout_ess"]
+    assert "sync/gap" not in steps[0]
 
 
 def test_a_broken_update_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,8 +239,16 @@ def test_a_broken_update_is_not_saved(tmp_path: Path, monkeypatch: pytest.Monkey
         return out._replace(loss=out.loss * float("nan")) if next(calls) == 12 else out
 
     monkeypatch.setattr(learner_module, "linear_dapo_loss", poisoned)
-    with pytest.raises(learner_module.NonFiniteUpdateError, match="loss nan"):
+    with pytest.raises(learner_module.NonFiniteUpdateError, match=r"loss nan.*The batch is in ") as caught:
         train(config_in(tmp_path), SilentProgress())
+    (kept,) = (tmp_path / "small" / "nonfinite").iterdir()
+    assert str(kept) in str(caught.value)
+    batches = load_batch(kept)
+    assert batches
+    for batch, original_batch in zip(batches, caught.value.mini.micro_batches, strict=True):
+        assert batch.tensors().keys() == original_batch.tensors().keys()
+        for name, tensor in batch.tensors().items():
+            assert torch.equal(tensor, original_batch.tensors()[name]), name
     done = [event["step"] for event in read_log(tmp_path / "small" / "metrics.jsonl")]
     saved = [checkpoint.step for checkpoint in find_checkpoints(tmp_path / "small" / CHECKPOINTS)]
     assert saved

@@ -1,0 +1,101 @@
+"""Engine and learner give the same tokens different log-probs: how different, and what to do about it.
+
+With μ the engine's probability of a sampled token, π the learner's before any update of the step, Δ = log π − log μ
+and means over the tokens that train:
+
+    rollout_gap, rollout_gap_max    mean and largest |Δ|
+    rollout_k3                      mean of e^Δ − Δ − 1, which estimates KL(μ‖π)
+    rollout_ess                     (Σ e^Δ)² / (n Σ e^2Δ): the share of the n tokens that is left, as it were,
+                                    after weighing each by π/μ; 1 when the two agree
+
+Correction multiplies the policy term of each token by a weight w:
+
+    weights: token      min(e^Δ, cap): truncated importance sampling
+    weights: sequence   min(e^{ΣΔ}, cap), the sum over the response: the ratio of whole responses
+    mask: token         0 where e^Δ is outside [1/bound, bound]
+    mask: sequence      0 for every token of a response with e^{mean Δ} outside [1/bound, bound]
+
+A token of weight 0 still counts in the denominator: what is masked makes the step smaller, not the rest of it larger.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from dapo_runner.config import CorrectionConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Sums over tokens, which add up over micro-batches; ``figures`` makes means of them."""
+
+    tokens: int = 0
+    gap: float = 0.0
+    gap_max: float = 0.0
+    k3: float = 0.0
+    ratio: float = 0.0
+    ratio_squared: float = 0.0
+    masked: int = 0  # tokens of weight 0
+
+    def __add__(self, other: Mismatch) -> Mismatch:
+        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
+        return Mismatch(**sums | {"gap_max": max(self.gap_max, other.gap_max)})
+
+    def figures(self) -> dict[str, float]:
+        """Nothing when there was no token."""
+        if not self.tokens:
+            return {}
+        return {
+            "rollout_gap": self.gap / self.tokens,
+            "rollout_gap_max": self.gap_max,
+            "rollout_k3": self.k3 / self.tokens,
+            "rollout_ess": self.ratio**2 / (self.tokens * self.ratio_squared),
+            "rollout_masked": self.masked / self.tokens,
+        }
+
+
+def measure(learner: Tensor, engine: Tensor, mask: Tensor, weights: Tensor | None = None) -> Mismatch:
+    """Of one micro-batch. Log-probs float32 [T], mask bool [T], the weights of ``correct`` or None."""
+    delta = (learner - engine)[mask].double()
+    if not delta.numel():
+        return Mismatch()
+    ratio = delta.exp()
+    sums = torch.stack([delta.abs().sum(), delta.abs().max(), (ratio - delta - 1).sum(), ratio.sum(), (ratio**2).sum()])
+    gap, gap_max, k3, total, squared = sums.tolist()
+    masked = 0 if weights is None else int((weights[mask] == 0).sum())
+    return Mismatch(delta.numel(), gap, gap_max, k3, total, squared, masked)
+
+
+def correct(
+    learner: Tensor, engine: Tensor, mask: Tensor, cu_seqlens: Tensor, config: CorrectionConfig
+) -> Tensor | None:
+    """The weight of each token, float32 [T]; 1 where the mask is False. None when correction is off.
+
+    learner, engine float32 [T]; mask bool [T]; cu_seqlens int32 [S+1].
+    """
+    if not config.enabled:
+        return None
+    delta = torch.where(mask, learner - engine, 0.0)
+    weights = torch.ones_like(delta)
+    if config.weights is not None:
+        log_ratio = delta if config.weights == "token" else _over_sequences(delta, mask, cu_seqlens, mean=False)
+        weights = log_ratio.clamp(max=math.log(config.cap)).exp()
+    if config.mask is not None:
+        log_ratio = delta if config.mask == "token" else _over_sequences(delta, mask, cu_seqlens, mean=True)
+        weights = weights.masked_fill(log_ratio.abs() > math.log(config.bound), 0.0)
+    return torch.where(mask, weights, 1.0)
+
+
+def _over_sequences(values: Tensor, mask: Tensor, cu_seqlens: Tensor, *, mean: bool) -> Tensor:
+    """Each token's value is its sequence's: the sum, or the mean over the tokens of the mask; float32 [T]."""
+    lengths = cu_seqlens.diff().long()
+    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
+    totals = values.new_zeros(len(lengths)).index_add(0, sequence, values)
+    if mean:
+        counts = values.new_zeros(len(lengths)).index_add(0, sequence, mask.to(values.dtype))
+        totals = totals / counts.clamp(min=1)
+    return totals[sequence]

