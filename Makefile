@@ -6,15 +6,23 @@ SOURCES := setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp)
 
 .PHONY: demo test test-vllm lint format bench gpu install clean
 
+# Editable: Python files are used where they lie, the extension is rebuilt when csrc changes.
+INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
 install: $(VENV)/.installed
 
-# Editable: Python files are used where they lie, the extension is rebuilt when csrc changes.
 $(VENV)/.installed: pyproject.toml constraints.txt $(SOURCES)
 	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python $(INSTALL) -e '.[dev]'
+	touch $(VENV)/.runner $@
+
+# What training takes, without what the tests take (Triton, TRL, linters: half a gigabyte more).
+$(VENV)/.runner: pyproject.toml constraints.txt $(SOURCES)
+	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python $(INSTALL) -e '.[runner]'
 	touch $@
 
-demo: install
+demo: $(VENV)/.runner
 	$(BIN)/dapo train recipes/tiny.yaml
 
 test: install
@@ -51,4 +59,4 @@ gpu:
 	PYTHON='$(PYTHON)' benchmarks/gpu.sh
 
 clean:
-	rm -rf $(VENV)/.installed $(VLLM_VENV)/.installed build dist *.egg-info dapo_kernels/*.so .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV)/.installed $(VENV)/.runner $(VLLM_VENV)/.installed build dist *.egg-info dapo_kernels/*.so .pytest_cache .mypy_cache .ruff_cache
