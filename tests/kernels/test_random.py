@@ -2,6 +2,7 @@
 ValueError, TypeError or IndexError with a message that names the argument.
 
 The draws are fixed (``derandomize``): the same examples every time, so a failure is a finding and not the weather.
+Hypothesis also draws constants that stand in the package, so a change there draws others.
 """
 
 from __future__ import annotations
@@ -203,7 +204,8 @@ def test_no_combination_disagrees_with_float64(
     for key, grad in grads.items():
         reach = max(slopes.by_leaf[key], float(truth.grads[key].abs().max()))
         if dtype == torch.float32:
-            as_accurate(grad, truth.grads[key], eager.grads[key], what=key, multiple=4.0, scale=reach)
+            # Twice: the rounding of ratio times advantage, and that of the sum over the vocabulary.
+            as_accurate(grad, truth.grads[key], eager.grads[key], what=key, multiple=4.0, scale=2 * reach)
         else:  # rounded once as it is formed and once as grad_output scales it
             near(grad, truth.grads[key], eager.grads[key], unit * reach, key)
     if "logits" in grads:
