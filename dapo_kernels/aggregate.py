@@ -9,12 +9,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dapo_kernels.chunk_plan import on_host
 from dapo_kernels.objectives import Objective
 
 
 def sequence_sums(values: Tensor, sequence_ids: Tensor, n_sequences: int) -> Tensor:
-    """Sum of each sequence, [S]. ``values`` [N], ``sequence_ids`` int64 [N]."""
-    return values.new_zeros(n_sequences).index_add(0, sequence_ids, values)
+    """Sum of each sequence, [S], the same bits on every run. ``values`` [N], ``sequence_ids`` int64 [N]."""
+    zeros = values.new_zeros(n_sequences)
+    if on_host(values):
+        return zeros.index_add(0, sequence_ids, values)
+    # On a GPU index_add is atomic additions in whatever order they come. This one sorts by sequence first. The public
+    # index_put may wait for the device to see the range of its indices; gathering by them checks it anyway.
+    added: Tensor = torch.ops.aten._unsafe_index_put(zeros, [sequence_ids], values, True)
+    return added
 
 
 def token_weights(

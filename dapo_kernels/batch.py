@@ -78,20 +78,24 @@ class Layout:
         raise self.fail(name, expected, list(value.shape))
 
     def _tensor(self, name: str, value: Any) -> Tensor:
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{self.caller}: {name} must be a tensor {self.describe()}, got {type(value).__name__}")
+        check_tensor(self.caller, name, value, f"a tensor {self.describe()}")
         if value.device != self.device:
             raise self.fail(name, f"on {self.device} like the rest", value.device)
         if value.is_complex():
             raise TypeError(f"{self.caller}: {name} must be real, got {value.dtype}")
         return value
 
+    def number(self, value: Tensor) -> Tensor:
+        """A 0-d tensor. One of the host stays there: arithmetic takes it as it is, a copy to a GPU would wait."""
+        return value.detach() if value.device.type == "cpu" else value.detach().to(self.device)
+
     def temperature(self, value: float | Tensor) -> tuple[float, Tensor | None]:
         """A scalar temperature, or one per token (then the scalar is unused)."""
         if isinstance(value, Tensor) and value.dim() > 0:
             return 1.0, self.per_token("temperature", value).detach()
         if isinstance(value, Tensor):
-            return 1.0, value.to(self.device, self.dtype).expand(self.n_rows).contiguous()
+            ones = torch.ones(self.n_rows, dtype=self.dtype, device=self.device)
+            return 1.0, ones * self.number(value).to(self.dtype)
         if not is_number(value):
             raise TypeError(
                 f"{self.caller}: temperature must be a number or a tensor {self.describe()}, got {type(value).__name__}"
@@ -101,10 +105,20 @@ class Layout:
         return float(value), None
 
 
+def check_tensor(caller: str, name: str, value: Any, expected: str = "a tensor") -> None:
+    """A tensor that this rank has all of."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{caller}: {name} must be {expected}, got {type(value).__name__}")
+    if hasattr(value, "device_mesh"):  # DTensor has it; importing that class takes as long as the rest of the package
+        raise TypeError(
+            f"{caller}: {name} must be {expected} that this rank has all of, got a DTensor: call the loss inside the "
+            "forward of the module that fully_shard wrapped (docs/guide.md, FSDP2), or pass its full_tensor()"
+        )
+
+
 def layout_of(caller: str, name: str, rows: Any, cu_seqlens: Tensor | None = None) -> Layout:
     """The layout that ``rows``, [T, ·] or [B, L, ·] floating point, gives the call."""
-    if not isinstance(rows, Tensor):
-        raise TypeError(f"{caller}: {name} must be a tensor, got {type(rows).__name__}")
+    check_tensor(caller, name, rows)
     if rows.dim() not in (2, 3):
         raise ValueError(f"{caller}: {name} must be packed [T, ·] or padded [B, L, ·], got {list(rows.shape)}")
     if rows.dtype not in _FLOATS:
@@ -114,8 +128,7 @@ def layout_of(caller: str, name: str, rows: Any, cu_seqlens: Tensor | None = Non
 
 def token_layout(caller: str, name: str, values: Any, cu_seqlens: Tensor | None) -> Layout:
     """The layout that a per-token tensor, [T] or [B, L], gives the call."""
-    if not isinstance(values, Tensor):
-        raise TypeError(f"{caller}: {name} must be a tensor, got {type(values).__name__}")
+    check_tensor(caller, name, values)
     if values.dim() not in (1, 2):
         raise ValueError(f"{caller}: {name} must be packed [T] or padded [B, L], got {list(values.shape)}")
     if values.dtype not in _FLOATS:
@@ -131,9 +144,9 @@ def _layout(
         return layout
     if len(shape) == 2:
         raise ValueError(f"{caller}: cu_seqlens belongs to the packed layout [T]; the input is padded {list(shape)}")
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise TypeError(f"{caller}: cu_seqlens must be an int32 tensor [S+1], got {got}")
+    check_tensor(caller, "cu_seqlens", cu_seqlens, "an int32 tensor [S+1]")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{caller}: cu_seqlens must be an int32 tensor [S+1], got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise layout.fail("cu_seqlens", "[S+1]", list(cu_seqlens.shape))
     if cu_seqlens.device != device:
@@ -317,7 +330,7 @@ def _denominator(layout: Layout, value: float | Tensor | None) -> float | Tensor
     if isinstance(value, Tensor):
         if value.dim() != 0:
             raise layout.fail("denominator", "a number or a 0-d tensor", list(value.shape))
-        return value.detach().to(layout.device, layout.dtype)
+        return layout.number(value).to(layout.dtype)
     if not is_number(value):
         raise TypeError(f"{layout.caller}: denominator must be a number or a 0-d tensor, got {type(value).__name__}")
     if not 0 < value < math.inf:

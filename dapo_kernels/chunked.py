@@ -5,6 +5,8 @@ GEMM) → row kernel in place, which leaves ∂loss/∂logits → the two gradie
 recomputing the logits in the backward pass would take four. Cost follows work: dead tokens are left out before the
 first GEMM, and tokens whose gradient is zero (clipped, zero advantage) before the other two; what of that needs the
 host to look, and what a GPU does instead, is in ``chunk_plan.py``.
+
+Gradients are returned as their running sums: rounding dW to its dtype takes memory, and by then the buffer is free.
 """
 
 from __future__ import annotations
@@ -151,7 +153,7 @@ def linear_grad(
     dentropy: Tensor | None,
     needs: Needs,
     options: Options,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> Gradients:
     """Gradients of (hidden, weight, bias) from ∂loss/∂ℓ and ∂loss/∂H: the logits again, then two GEMMs."""
     asked = dlogprobs != 0 if dentropy is None else (dlogprobs != 0) | (dentropy != 0)
     asked = live & asked
@@ -181,7 +183,7 @@ def linear_grad(
             gradients.add(logits, hidden, at)
         else:
             gradients.add(*gradient_rows(logits, hidden, idle, chunk))
-    return gradients.results()
+    return gradients
 
 
 def linear_loss(
@@ -194,7 +196,7 @@ def linear_loss(
     want_entropy: bool,
     needs: Needs,
     options: Options,
-) -> tuple[RowLoss, tuple[Tensor | None, Tensor | None, Tensor | None]]:
+) -> tuple[RowLoss, Gradients]:
     """Loss and, formed on the way, the gradients of (hidden, weight, bias) for grad_output = 1."""
     check_rows(target_ids, tokens.live, temperature, head.weight.shape[0])
     backend = options.backend
@@ -215,7 +217,7 @@ def linear_loss(
                 whole[at] = piece
         head.uncap_(logits, capped, out.idle)
         gradients.add(*gradient_rows(logits, hidden, out.idle, chunk))
-    return total._replace(loss=total.loss.to(total.logprobs.dtype)), gradients.results()
+    return total._replace(loss=total.loss.to(total.logprobs.dtype)), gradients
 
 
 def _no_loss(live: Tensor, dtype: torch.dtype, scalars: ObjectiveScalars, has_entropy: bool) -> RowLoss:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dapo_kernels import linear_ops, ops
 from dapo_kernels.backends import backend_for
-from dapo_kernels.batch import Layout, check_flag, layout_of, live_tokens, loss_call, target_tokens
+from dapo_kernels.batch import Layout, check_flag, check_tensor, layout_of, live_tokens, loss_call, target_tokens
 from dapo_kernels.chunked import Head
 from dapo_kernels.loss import LossOutput, TokenStats, gradient_unit, loss_of_stats, loss_output, token_stats
 from dapo_kernels.objectives import Objective, is_number, resolve_objective
@@ -85,7 +85,7 @@ def linear_dapo_loss(
         generator=generator,
     )
     tau = layout.temperature(temperature)
-    backend = backend_for("linear_dapo_loss", hidden.device, hidden.dtype)
+    backend = backend_for("linear_dapo_loss", hidden.device, hidden.dtype, weight.shape[0])
     wait = _host_sync(layout, host_sync, mask)
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in head[:3]]
     if any(needs) and call.objective.one_pass:
@@ -139,7 +139,7 @@ def linear_token_logprobs(
     check_flag(layout, "entropy", entropy)
     check_flag(layout, "float32_logits", float32_logits)
     targets = target_tokens(layout, target_ids)
-    backend = backend_for("linear_token_logprobs", hidden.device, hidden.dtype)
+    backend = backend_for("linear_token_logprobs", hidden.device, hidden.dtype, weight.shape[0])
     wait = _host_sync(layout, host_sync, mask)
     logprobs, _, entropies = linear_ops.linear_stats(
         *head,
@@ -172,17 +172,17 @@ def _head(
     chunk_bytes: int | None,
 ) -> Head:
     caller, width = layout.caller, hidden.shape[-1]
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"{caller}: weight must be a tensor [V, H], got {type(weight).__name__}")
+    check_tensor(caller, "weight", weight, "a tensor [V, H]")
+    if bias is not None:
+        check_tensor(caller, "bias", bias, "a tensor [V]")
     if torch.is_autocast_enabled(hidden.device.type):  # as it treats the Linear layer that this stands for
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = bias.to(dtype) if isinstance(bias, Tensor) else bias
+        bias = None if bias is None else bias.to(dtype)
     if weight.dim() != 2 or weight.shape[1] != width:
         raise layout.fail("weight", f"[V, H] with H={width} like hidden", list(weight.shape))
-    if bias is not None and (not isinstance(bias, Tensor) or tuple(bias.shape) != (weight.shape[0],)):
-        got = list(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
-        raise layout.fail("bias", f"[V]=[{weight.shape[0]}]", got)
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise layout.fail("bias", f"[V]=[{weight.shape[0]}]", list(bias.shape))
     for name, value in (("weight", weight), ("bias", bias)):
         if value is not None and value.dtype != hidden.dtype:
             raise TypeError(f"{caller}: {name} must have the dtype of hidden, {hidden.dtype}; got {value.dtype}")

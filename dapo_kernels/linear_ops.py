@@ -23,12 +23,11 @@ from dapo_kernels.ops import (
 )
 from dapo_kernels.surrogate import ObjectiveScalars
 from dapo_kernels.tokens import Tokens, accumulate_dtype
+from dapo_kernels.weight_grad import Gradients
 
 
-def _gradients_or_empty(
-    head: Head, gradients: tuple[Tensor | None, Tensor | None, Tensor | None]
-) -> tuple[Tensor, Tensor, Tensor]:
-    dhidden, dweight, dbias = (or_empty(x, head.hidden) for x in gradients)
+def _gradients_or_empty(head: Head, gradients: Gradients) -> tuple[Tensor, Tensor, Tensor]:
+    dhidden, dweight, dbias = (or_empty(x, head.hidden) for x in gradients.results())
     return dhidden, dweight, dbias
 
 

@@ -114,7 +114,7 @@ def dapo_loss(
         generator=generator,
     )
     tau = layout.temperature(temperature)
-    backend = backend_for("dapo_loss", logits.device, logits.dtype)
+    backend = backend_for("dapo_loss", logits.device, logits.dtype, logits.shape[-1])
     wants_grad = torch.is_grad_enabled() and logits.requires_grad
     # A compiled graph has no use for the in-place form: the compiler plans buffers itself.
     in_place = inplace_backward and wants_grad and not torch.compiler.is_compiling()
@@ -203,7 +203,7 @@ def token_logprobs(
     check_flag(layout, "entropy", entropy)
     check_flag(layout, "inplace_backward", inplace_backward)
     targets = target_tokens(layout, target_ids)
-    backend = backend_for("token_logprobs", logits.device, logits.dtype)
+    backend = backend_for("token_logprobs", logits.device, logits.dtype, logits.shape[-1])
     in_place = inplace_backward and not torch.compiler.is_compiling()
     if in_place:
         check_rows_apart(layout, logits)

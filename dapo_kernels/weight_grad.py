@@ -93,7 +93,7 @@ class Gradients:
         self.operand = weight
         self.n_chunks = n_chunks
         self.n_added = 0
-        self.hidden = torch.zeros_like(hidden) if needs.hidden else None
+        self.hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needs.hidden else None
         self.bias: Tensor | None = None
         self.weight: Tensor | None = None
         self.weight_sum: WeightSum | None = None

@@ -31,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"dapo: {error}", file=sys.stderr)
         return USER_ERROR
+    except BrokenPipeError:  # `dapo show … | head`: the rest is not wanted, nor a complaint as Python closes the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("\ndapo: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         return INTERRUPTED
@@ -55,6 +58,13 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run", type=Path, help="a run's folder")
     report.add_argument("--out", type=Path, help="where to (default: report.png in the run's folder)")
     report.set_defaults(command=_report)
+
+    show = commands.add_parser("show", help="read the rollouts of a step, group by group", allow_abbrev=False)
+    show.add_argument("run", type=Path, help="a run's folder")
+    show.add_argument("--step", type=int, metavar="N", help="which step; without it: a list of those that are kept")
+    show.add_argument("--group", type=int, metavar="G", help="only the G-th group of the step")
+    show.add_argument("--json", action="store_true", help="a line of JSON for each group")
+    show.set_defaults(command=_show)
 
     doctor = commands.add_parser("doctor", help="what is installed, what is missing and how to get it")
     doctor.set_defaults(command=_doctor)
@@ -93,9 +103,11 @@ def _dry_run(config: Config, console: Console) -> int:
     from dapo_runner.learner import resolve_objective
     from dapo_runner.plan import make_plan
     from dapo_runner.rewards import load_reward
+    from dapo_runner.trackers import check_trackers
 
     resolve_objective(config)
     load_reward(config.reward)
+    check_trackers(config.logging)
     table = Table(box=None, show_header=False, title="plan", title_justify="left")
     for label, text in make_plan(config).items():
         table.add_row(label, text)
@@ -134,7 +146,8 @@ def _evaluate(options: argparse.Namespace, overrides: list[str], console: Consol
 def _evaluation_target(target: Path, overrides: list[str]) -> tuple[Config, str | Path]:
     """The configuration and the model folder to evaluate."""
     from dapo_runner.checkpoint import latest_checkpoint
-    from dapo_runner.train import CHECKPOINTS, CONFIG_FILE
+    from dapo_runner.run_log import CHECKPOINTS
+    from dapo_runner.train import CONFIG_FILE
 
     if not target.is_dir():
         config = load_config(target, overrides)
@@ -156,9 +169,35 @@ def _report(options: argparse.Namespace, overrides: list[str], console: Console)
 
     _no_overrides(overrides)
     try:
-        print(f"picture: {write_report(options.run, options.out)}")
+        picture = write_report(options.run, options.out)
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError(str(error)) from error
+    _print_time_split(console, options.run)
+    print(f"picture: {picture}")
+    return 0
+
+
+def _show(options: argparse.Namespace, overrides: list[str], console: Console) -> int:
+    from dapo_runner.show import choose_group, load_step, page, render_group, steps_table
+
+    _no_overrides(overrides)
+    try:
+        if options.step is None:
+            if options.group is not None or options.json:
+                raise ConfigError("--step: expected beside --group and --json, got none")
+            console.print(steps_table(options.run))
+            return 0
+        saved = load_step(options.run, options.step)
+        chosen = saved.groups if options.group is None else [choose_group(saved, options.group)]
+    except (FileNotFoundError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    if options.json:
+        for group in chosen:
+            print(json.dumps(group, ensure_ascii=False))
+    elif options.group is not None:
+        console.print(render_group(chosen[0], saved), soft_wrap=not console.is_terminal)
+    else:
+        page(saved, console)
     return 0
 
 
@@ -171,6 +210,24 @@ def _doctor(options: argparse.Namespace, overrides: list[str], console: Console)
         if finding.advice:
             print(f"{'':<14} → {finding.advice}")
     return 0
+
+
+def _print_time_split(console: Console, run: Path) -> None:
+    """Where the time of a step went, all of it."""
+    from dapo_runner.metrics import TIMINGS_FILE, read_log
+    from dapo_runner.timing import PHASES, time_split
+
+    split = time_split(read_log(run / TIMINGS_FILE)) if (run / TIMINGS_FILE).is_file() else []
+    if not split:
+        return
+    table = Table(title=f"a step took {sum(item.seconds for item in split):.2f} s", title_justify="left")
+    table.add_column("phase")
+    table.add_column("seconds", justify="right")
+    table.add_column("share", justify="right")
+    table.add_column("")
+    for item in split:
+        table.add_row(item.phase, f"{item.seconds:.3f}", f"{item.share:.1%}", PHASES.get(item.phase, ""))
+    console.print(table)
 
 
 def _no_overrides(overrides: list[str]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dapo_kernels.backends import available_backends, backend_for
+from dapo_kernels.backends import available_backends, backend_for, cuda_build
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ OPTIONAL = (
     ("flash-attn", "packed attention on CUDA; torch's varlen attention serves without it"),
     ("peft", "model.lora"),
     ("math-verify", "reward.kind: math"),
+    ("tensorboard", "logging.tensorboard"),
+    ("wandb", "logging.wandb"),
     ("gguf", "unpacking a model from a GGUF file"),
     ("accelerate", "the same"),
 )
@@ -47,6 +49,7 @@ def examine() -> list[Finding]:
         _cuda(),
     ]
     findings += [_backend(name, problem) for name, problem in available_backends().items()]
+    findings.append(_cuda_module())
     findings += [_serves(kind) for kind in ("cpu", *(["cuda"] if torch.cuda.is_available() else []))]
     findings += [
         Finding(name, version(name) or "missing", "" if version(name) else f"pip install {name}  ({purpose})")
@@ -89,6 +92,13 @@ def _backend(name: str, problem: str | None) -> Finding:
         if problem is None
         else Finding(f"backend {name}", "cannot run", problem)
     )
+
+
+def _cuda_module() -> Finding:
+    build = cuda_build()
+    if build is None:
+        return Finding("CUDA kernels", "not built (optional)")
+    return Finding("CUDA kernels", f"built for {', '.join(build[0])} with CUDA {build[1]}")
 
 
 def _serves(kind: str) -> Finding:

@@ -23,6 +23,7 @@ from dapo_runner.lora import adapters_off, has_adapters
 from dapo_runner.model import Policy
 from dapo_runner.packing import count_training_tokens, pack, split_mini_batches
 from dapo_runner.selection import Scores, select_tokens
+from dapo_runner.timing import StepClock
 from dapo_runner.types import PackedBatch
 from dapo_runner.types import Sequence as TrainingSequence
 
@@ -77,12 +78,16 @@ class MiniBatch:
 class Learner:
     """Owns the optimizer of a policy. ``step`` is the rollout step that the learning rate goes by.
 
-    ``reference`` is what a KL penalty refers to; a policy with adapters is its own, with them switched off.
+    ``reference`` is what a KL penalty refers to; a policy with adapters is its own, with them switched off. ``clock``
+    is told which part of an update is under way.
     """
 
-    def __init__(self, policy: Policy, config: Config, reference: Policy | None = None) -> None:
+    def __init__(
+        self, policy: Policy, config: Config, reference: Policy | None = None, clock: StepClock | None = None
+    ) -> None:
         self.policy = policy
         self.config = config
+        self.clock = clock if clock is not None else StepClock()
         self.objective = resolve_objective(config)
         self.reference = reference
         if self.objective.kl_coef != 0 and reference is None and not has_adapters(policy.model):
@@ -102,19 +107,22 @@ class Learner:
         """The mini-batches of a step, packed, with the log-probs of the policy as it is now, before any
         update.
         """
-        minis = [
-            MiniBatch(part, self.config.optimizer.token_budget, self.objective, number)
-            for number, part in enumerate(split_mini_batches(sequences, self._part_size(len(sequences))))
-        ]
+        with self.clock.phase("pack"):
+            minis = [
+                MiniBatch(part, self.config.optimizer.token_budget, self.objective, number)
+                for number, part in enumerate(split_mini_batches(sequences, self._part_size(len(sequences))))
+            ]
         correction = self.config.rollout.correction
         for mini in minis:
             if self.config.loss.old_logprobs == "learner":
                 # The first update's forward pass gives the old log-probs as well; a correction wants them before it.
                 mini.on_policy = mini.number == 0 and not correction.enabled and self.objective.max_old_prob is None
                 if not mini.on_policy:
-                    mini.take_old_logprobs(self.logprobs, correction)
+                    with self.clock.phase("old_logprobs"):
+                        mini.take_old_logprobs(self.logprobs, correction)
             if self.objective.kl_coef != 0:
-                mini.take_ref_logprobs(self.ref_logprobs)
+                with self.clock.phase("ref_logprobs"):
+                    mini.take_ref_logprobs(self.ref_logprobs)
         return [mini for mini in minis if mini.micro_batches]
 
     def _part_size(self, n_sequences: int) -> int:
@@ -156,14 +164,15 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         metrics, losses, logprobs = [], [], []
-        for batch, selection in zip(mini.micro_batches, self._selections(mini, step), strict=True):
-            out = self._forward_backward(batch, mini, selection)
-            metrics.append(out.metrics)
-            losses.append(out.loss.detach())
-            logprobs.append(out.logprobs)
-        gradients = self.master.gradients()
-        clip = self.config.optimizer.grad_clip
-        norm = torch.nn.utils.clip_grad_norm_(gradients, float("inf") if clip is None else clip)
+        with self.clock.phase("forward_backward"):
+            for batch, selection in zip(mini.micro_batches, self._selections(mini, step), strict=True):
+                out = self._forward_backward(batch, mini, selection)
+                metrics.append(out.metrics)
+                losses.append(out.loss.detach())
+                logprobs.append(out.logprobs)
+        with self.clock.phase("optimizer"):
+            clip = self.config.optimizer.grad_clip
+            norm = torch.nn.utils.clip_grad_norm_(self.master.gradients(), float("inf") if clip is None else clip)
         loss_sum, grad_norm = torch.stack([torch.stack(losses).sum(), norm.to(losses[0])]).tolist()
         figures = {"loss": loss_sum, "grad_norm": grad_norm, "lr": learning_rate, **summarize(metrics)}
         if mini.number == 0 and not mini.mismatch.tokens:
@@ -171,9 +180,10 @@ class Learner:
                 mini.mismatch += measure(own.to(batch.mask.device), batch.old_logprobs, batch.mask)
         figures |= mini.mismatch.figures()
         self._check_finite(figures, step, mini)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.master.publish()
+        with self.clock.phase("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.master.publish()
         return figures
 
     def learning_rate(self, step: int) -> float:

@@ -4,7 +4,8 @@ Everything in `metrics.jsonl` is a function of the configuration and the seeds, 
 and resumed leaves the same bytes as one that was not. Wall-clock times go to `timings.jsonl`.
 
 Names are `area/figure`: `train/` the update, `batch/` the groups trained on, `sampling/` all that was
-generated, `eval/` held-out problems.
+generated, `reflection/` the phrases of `dapo_runner.reflection` in the groups trained on, `sync/` engine against
+learner, `eval/` held-out problems.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from dapo_runner.reflection import reflection_metrics
 from dapo_runner.sampler import SamplingStats
 from dapo_runner.types import Group, Sample
 
@@ -49,7 +51,7 @@ class MetricsLog:
 
     def write(self, step: int, kind: str, values: Mapping[str, float | int | str | None]) -> None:
         """Append one event. Numbers that JSON does not know (NaN, infinities) are written as null."""
-        record = {"step": step, "kind": kind, **{key: _jsonable(value) for key, value in values.items()}}
+        record = {"step": step, "kind": kind, **{key: jsonable(value) for key, value in values.items()}}
         self._file.write(json.dumps(record, allow_nan=False, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -84,7 +86,8 @@ def _bytes_through(path: Path, step: int) -> int:
     return size
 
 
-def _jsonable(value: float | str | None) -> float | int | str | None:
+def jsonable(value: float | str | None) -> float | int | str | None:
+    """``value``, but None for a number that JSON does not know."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -139,7 +142,8 @@ def batch_metrics(groups: Iterable[Group]) -> dict[str, float]:
         "generation_prob": float(probabilities.mean()),
         **_rule_shares(samples),
     }
-    return prefixed("batch", values)
+    reflection = reflection_metrics(sample.completion.text for sample in samples)
+    return prefixed("batch", values) | prefixed("reflection", reflection)
 
 
 def _rule_shares(samples: list[Sample]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from dapo_kernels.chunk_plan import DEFAULT_CHUNK_BYTES, DEFAULT_DEVICE_CHUNK_BYTES
-from dapo_runner.config import Config, LoraConfig, ModelConfig, TinyModelConfig
+from dapo_runner.config import Config, LoraConfig, ModelConfig, TinyModelConfig, cautions
 from dapo_runner.learner import resolve_objective
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -74,7 +74,7 @@ def make_plan(config: Config) -> dict[str, str]:
         "data": str(config.data.path or "arithmetic, made on the spot"),
         "rollout steps": f"{steps}",
         "per step": f"{prompts} prompts × {rollout.group_size} = {responses} responses",
-        "sampling": _sampling(config),
+        "sampling": "; ".join([_sampling(config), *cautions(config)]),
         "updates": f"{config.updates_per_step} per step of {config.mini_batch_size} responses, "
         f"{steps * config.updates_per_step} in all",
         "responses": f"{steps * responses:,} trained on, each up to {rollout.max_response_tokens} tokens",

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Literal, Protocol
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
+from rich.table import Table
+from rich.text import Text
 
 from dapo_runner.sampler import SamplingStats
 
@@ -19,12 +23,19 @@ STEP_FIGURES = (
     ("entropy", "train/entropy", "{:.3f}"),
     ("grad", "train/grad_norm", "{:.2f}"),
 )
+BLOCKS = "▁▂▃▄▅▆▇█"
+TREND_WIDTH = 32  # characters
+PHASES_SHOWN = 4
 
 
 class Progress(Protocol):
     def start(self, done: int, total: int) -> None: ...
 
     def note(self, text: str) -> None: ...
+
+    def phase(self, name: str) -> None:
+        """What the run has just turned to, as `dapo_runner.timing` names it."""
+        ...
 
     def round(self, at_hand: int, stats: SamplingStats) -> None:
         """After every generation round: how many groups are at hand."""
@@ -41,6 +52,8 @@ class SilentProgress:
     def start(self, done: int, total: int) -> None: ...
 
     def note(self, text: str) -> None: ...
+
+    def phase(self, name: str) -> None: ...
 
     def round(self, at_hand: int, stats: SamplingStats) -> None: ...
 
@@ -72,7 +85,9 @@ class PlainProgress(SilentProgress):
 
 
 class LiveProgress(PlainProgress):
-    """A bar that stays in place, with the latest figures beside it; notes and evaluations scroll by above."""
+    """A block that stays in place: the bar and what is being done, the latest figures with how they came to be, where
+    the time goes. Notes and evaluations scroll by above it.
+    """
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
@@ -80,28 +95,71 @@ class LiveProgress(PlainProgress):
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=20),
-            TextColumn("{task.fields[figures]}"),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(elapsed_when_finished=False),
+            TextColumn("{task.fields[doing]}", style="dim"),
         )
         self.bar = RichProgress(*columns, console=console, speed_estimate_period=120)
-        self.task = self.bar.add_task("", total=None, figures="")
+        self.task = self.bar.add_task("", total=None, doing="")
+        self.history: dict[str, list[float]] = {}
+        self.heldout = self.time = ""
+        self.live = Live(console=console, refresh_per_second=5, get_renderable=self.block)
 
     def start(self, done: int, total: int) -> None:
         super().start(done, total)
         self.bar.update(self.task, total=total, completed=done)
-        self.bar.start()
+        self.live.start()
+
+    def phase(self, name: str) -> None:
+        if name != "other":
+            self.bar.update(self.task, doing=name.replace("_", " "))
 
     def round(self, at_hand: int, stats: SamplingStats) -> None:
         if stats.rounds > 1:
-            self.bar.update(self.task, figures=f"sampling, round {stats.rounds}: {at_hand} groups at hand")
+            self.bar.update(self.task, doing=f"sampling, round {stats.rounds}: {at_hand} groups at hand")
 
     def step(self, step: int, figures: Mapping[str, float], seconds: Mapping[str, float]) -> None:
-        self.bar.update(self.task, completed=step, figures=step_line(figures))
+        self.bar.update(self.task, completed=step)
+        for _, key, _ in STEP_FIGURES:
+            if key in figures:
+                self.history.setdefault(key, []).append(figures[key])
+        self.time = time_line(seconds)
+
+    def evaluation(self, step: int, figures: Mapping[str, float]) -> None:
+        super().evaluation(step, figures)
+        self.heldout = f"step {step}: {evaluation_line(figures)}"
+
+    def block(self) -> Group:
+        table = Table.grid(padding=(0, 2))
+        for name, key, form in STEP_FIGURES:
+            if key in self.history:
+                values = self.history[key]
+                table.add_row(name, Text(form.format(values[-1]), justify="right"), Text(trend(values), style="cyan"))
+        lines = [Text(f"{label}  {text}") for label, text in (("held-out", self.heldout), ("time", self.time)) if text]
+        return Group(self.bar.get_renderable(), table, *lines)
 
     def close(self) -> None:
-        self.bar.stop()
+        self.live.stop()
+
+
+def trend(values: list[float]) -> str:
+    """The course of ``values`` in blocks of different heights, all of it on ``TREND_WIDTH`` characters."""
+    n = min(len(values), TREND_WIDTH)
+    edges = [round(i * len(values) / n) for i in range(n + 1)] if n else []
+    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
+    finite = [value for value in means if value - value == 0.0]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[round((value - low) * scale)] if value - value == 0.0 else " " for value in means)
+
+
+def time_line(seconds: Mapping[str, float]) -> str:
+    """The seconds of a step, and the phases that took most of them."""
+    total = sum(seconds.values())
+    largest = sorted(seconds.items(), key=lambda item: -item[1])[:PHASES_SHOWN]
+    shares = ", ".join(f"{phase.replace('_', ' ')} {part / total:.0%}" for phase, part in largest if part > 0)
+    return f"{total:.1f} s a step: {shares}"
 
 
 def step_line(figures: Mapping[str, float]) -> str:

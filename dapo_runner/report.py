@@ -11,7 +11,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from dapo_runner.metrics import METRICS_FILE, read_log
+from dapo_runner.metrics import METRICS_FILE, TIMINGS_FILE, read_log
+from dapo_runner.timing import seconds_by_phase
 
 REPORT_FILE = "report.png"
 COLUMNS = 3
@@ -35,6 +36,7 @@ class Panel:
     unit: str
     curves: tuple[Curve, ...]
     share: bool = False  # an axis from 0 to 1
+    from_zero: bool = False
     stacked: bool = False
 
 
@@ -101,7 +103,46 @@ PANELS = (
         stacked=True,
     ),
     Panel("Gradient norm", "before clipping", (Curve("train/grad_norm", "norm", BLUE),)),
+    Panel(
+        "Reflection",
+        "phrases per response",
+        (
+            Curve("reflection/en", "English", BLUE),
+            Curve("reflection/zh", "Chinese", ORANGE),
+        ),
+        from_zero=True,
+    ),
+    Panel(
+        "Engine against learner",
+        "mean |Δ log-prob|",
+        (
+            Curve("train/rollout_gap", "rollouts", BLUE),
+            Curve("sync/gap", "after sync", GREEN),
+        ),
+        from_zero=True,
+    ),
+    Panel(
+        "Time",
+        "seconds of a step",
+        (
+            Curve("time/rollout", "rollout", ORANGE),
+            Curve("time/update", "update", BLUE),
+            Curve("time/old_logprobs", "log-probs", GREEN),
+            Curve("time/evaluate", "held-out", RED),
+            Curve("time/rest", "rest", GREY),
+        ),
+        stacked=True,
+    ),
 )
+# What the last panel draws together; any other phase is the rest.
+TIME_GROUPS = {
+    "rollout": "rollout",
+    "forward_backward": "update",
+    "optimizer": "update",
+    "old_logprobs": "old_logprobs",
+    "ref_logprobs": "old_logprobs",
+    "evaluate": "evaluate",
+}
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
@@ -116,8 +157,22 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     if not events:
         raise ValueError(f"{log}: expected at least one step, the log is still empty")
     out = out or run_dir / REPORT_FILE
-    draw(collect(events), title=run_dir.name).savefig(out)
+    timings = run_dir / TIMINGS_FILE
+    times = time_events(read_log(timings)) if timings.is_file() else []
+    draw(collect(events + times), title=run_dir.name).savefig(out)
     return out
+
+
+def time_events(timings: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The seconds of each step as they are drawn: every curve has a value at every step."""
+    events = []
+    for event in timings:
+        if event["kind"] == "step":
+            parts = dict.fromkeys([*TIME_GROUPS.values(), "rest"], 0.0)
+            for phase, seconds in seconds_by_phase(event).items():
+                parts[TIME_GROUPS.get(phase, "rest")] += seconds
+            events.append({"step": event["step"], "kind": "time"} | {f"time/{key}": parts[key] for key in parts})
+    return events
 
 
 def collect(events: list[dict[str, Any]]) -> Points:
@@ -172,6 +227,8 @@ def _draw_panel(ax: Axes, panel: Panel, points: Points, steps: tuple[int, int]) 
         )
         return
     (_draw_stack if panel.stacked else _draw_lines)(ax, found)
+    if panel.from_zero:
+        ax.set_ylim(bottom=0)
     if len(found) > 1:  # above the axes, where it hides no curve
         ax.legend(
             fontsize=7,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 import shutil
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +14,27 @@ import torch
 import yaml
 
 from dapo_runner.advantage import make_sequences
-from dapo_runner.checkpoint import Checkpoint, checkpoint_to_resume, load_checkpoint, save_checkpoint, writing
-from dapo_runner.config import Config, ConfigError, dump_config, parse_config
+from dapo_runner.checkpoint import Checkpoint, checkpoint_to_resume, load_checkpoint, save_checkpoint
+from dapo_runner.config import Config, ConfigError, cautions, dump_config, parse_config
 from dapo_runner.data import Dataset, PromptCursor, load_data
 from dapo_runner.evaluate import evaluate
 from dapo_runner.interrupt import StopRequest
 from dapo_runner.learner import Learner, MiniBatch, NonFiniteUpdateError, mean_of, resolve_objective
-from dapo_runner.metrics import (
-    METRICS_FILE,
-    TIMINGS_FILE,
-    MetricsLog,
-    batch_metrics,
-    prefixed,
-    read_log,
-    sampling_metrics,
-)
+from dapo_runner.metrics import METRICS_FILE, batch_metrics, prefixed, read_log, sampling_metrics
 from dapo_runner.model import load_model, load_policy, load_reference, load_tokenizer, resolve_device
 from dapo_runner.postmortem import save_batch
 from dapo_runner.progress import Progress
 from dapo_runner.rewards import ScoreGroup, make_scorer
 from dapo_runner.rollout import HFEngine, RolloutEngine, VLLMEngine
 from dapo_runner.rollout.probe import SyncProbe
-from dapo_runner.sampler import DynamicSampler
+from dapo_runner.run_log import CHECKPOINTS, RunLog
+from dapo_runner.sampler import DynamicSampler, SampledStep
+from dapo_runner.timing import StepClock
 from dapo_runner.tiny import ensure_tiny_model
-from dapo_runner.types import Group, Prompt, SamplingParams
+from dapo_runner.trackers import open_trackers
+from dapo_runner.types import Group, Prompt, SamplingParams, Sequence
 
 CONFIG_FILE = "config.yaml"
-CHECKPOINTS = "checkpoints"
 NONFINITE = "nonfinite"
 TINY_MODEL = "model"
 # What may differ between a run and its resumption without its metrics being those of another run.
@@ -61,36 +54,33 @@ def train(config: Config, progress: Progress) -> Path:
     learner, engine, sampler = run.learner, run.engine, run.sampler
 
     def generate_groups(prompts: list[Prompt], round_number: int) -> list[Group]:
-        completions = engine.generate(prompts, rollout_sampling(config, round_number))
-        return [run.score(prompt, samples) for prompt, samples in zip(prompts, completions, strict=True)]
+        with run.timed("rollout"):
+            completions = engine.generate(prompts, rollout_sampling(config, round_number))
+        with run.timed("score"):
+            return [run.score(prompt, samples) for prompt, samples in zip(prompts, completions, strict=True)]
 
     with run, StopRequest(progress.note) as stop:
-        run.probe(engine, learner)
+        with run.timed("probe"):
+            run.probe(engine, learner)
         if run.first_step == 0:
             run.evaluate(0)
+            run.end_step(0)
         for step in range(run.first_step + 1, config.run.steps + 1):
-            with run.timed("rollout"):
-                sampled = sampler.next(generate_groups)
-            with run.timed("train"):
+            sampled = sampler.next(generate_groups)
+            with run.timed("sync"):
                 engine.release()
+            with run.timed("pack"):
                 sequences = make_sequences(sampled.groups, config.advantage)
-                mini_batches = learner.prepare(sequences)
-                updates = [run.update(mini, step) for mini in mini_batches]
+            updates = [run.update(mini, step) for mini in learner.prepare(sequences)]
             in_sync = run.sync()
-            run.log_step(
-                step,
-                sampling_metrics(sampled.stats)
-                | batch_metrics(sampled.groups)
-                | prefixed("train", mean_of(updates) | {"updates": len(updates)})
-                | prefixed("sync", in_sync),
-                shortfall=sampled.shortfall,
-            )
+            run.log_step(step, sampled, sequences, updates, in_sync)
             last = step == config.run.steps
             if last or is_due(step, config.run.eval_every):
                 run.evaluate(step)
             if last or stop.requested or is_due(step, config.run.save_every):
                 with run.timed("save"):
                     save_checkpoint(run.folder / CHECKPOINTS, step, learner, sampler, config.run.keep)
+            run.end_step(step)
             if stop.requested and not last:
                 progress.note(f"stopped after step {step}, which is saved")
                 raise KeyboardInterrupt
@@ -125,25 +115,20 @@ class Run:
     sampler: DynamicSampler
     probe: SyncProbe
     score: ScoreGroup
-    metrics: MetricsLog
-    timings: MetricsLog
+    log: RunLog
     progress: Progress
+    clock: StepClock
     first_step: int
-    seconds: dict[str, float] = field(default_factory=dict)
 
     def __enter__(self) -> Run:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.metrics.close()
-        self.timings.close()
         self.progress.close()
+        self.log.close()
 
-    @contextmanager
-    def timed(self, what: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - start
+    def timed(self, phase: str) -> AbstractContextManager[None]:
+        return self.clock.phase(phase)
 
     def update(self, mini: MiniBatch, step: int) -> dict[str, float]:
         """One update; where its loss or gradient is not finite, the batch is kept."""
@@ -158,16 +143,35 @@ class Run:
         """Hand the engine the policy's weights, and see that it took them. Raises OutOfSyncError."""
         with self.timed("sync"):
             self.engine.update_weights(self.learner.policy.named_weights())
+        with self.timed("probe"):
             return self.probe(self.engine, self.learner)
 
-    def log_step(self, step: int, figures: Mapping[str, float], shortfall: str | None) -> None:
-        with writing(self.folder / METRICS_FILE, self.folder / CHECKPOINTS):
-            self.metrics.write(step, "step", figures)
-            self.timings.write(step, "step", prefixed("seconds", self.seconds))
-        self.progress.step(step, figures, self.seconds)
-        if shortfall is not None:
-            self.progress.note(shortfall)
-        self.seconds.clear()
+    def log_step(
+        self,
+        step: int,
+        sampled: SampledStep,
+        sequences: list[Sequence],
+        updates: list[dict[str, float]],
+        in_sync: dict[str, float],
+    ) -> None:
+        with self.timed("log"):
+            figures = (
+                sampling_metrics(sampled.stats)
+                | batch_metrics(sampled.groups)
+                | prefixed("train", mean_of(updates) | {"updates": len(updates)})
+                | prefixed("sync", in_sync)
+            )
+            news = self.log.step(step, figures, sampled.groups, sequences)
+            self.progress.step(step, figures, self.clock.so_far())
+            for note in (news, sampled.shortfall):
+                if note is not None:
+                    self.progress.note(note)
+
+    def end_step(self, step: int) -> None:
+        """After all of a step, its evaluation and its checkpoint included: where its time went. A kill before it loses
+        no more than that line.
+        """
+        self.log.seconds(step, self.clock.lap())
 
     def evaluate(self, step: int) -> None:
         if not self.dataset.heldout:
@@ -175,8 +179,7 @@ class Run:
         with self.timed("evaluate"):
             unshaped = make_scorer(self.config, shaped=False)
             result = evaluate(self.engine.generate, self.dataset.heldout, unshaped, self.config)
-        with writing(self.folder / METRICS_FILE, self.folder / CHECKPOINTS):
-            self.metrics.write(step, "eval", prefixed("eval", result.metrics))
+        self.log.evaluation(step, prefixed("eval", result.metrics))
         self.progress.evaluation(step, result.metrics)
 
 
@@ -196,11 +199,14 @@ def open_run(config: Config, progress: Progress) -> Run:
     checkpoint = checkpoint_to_resume(folder / CHECKPOINTS)
     source = checkpoint.model if checkpoint else initial_model(config, folder, progress)
     dataset = load_data(config, load_tokenizer(source, config.model))
-    progress.note(f"data: {dataset.report.describe()}")
-    learner = open_learner(config, folder, checkpoint, device, progress)
+    for note in (f"data: {dataset.report.describe()}", *cautions(config)):
+        progress.note(note)
+    clock = StepClock(device, progress.phase)
+    learner = open_learner(config, folder, checkpoint, device, progress, clock)
     cursor = PromptCursor(dataset.train, config.run.seed, dataset.heldout)
     sampler = DynamicSampler(cursor, config.sampler, progress.round)
     engine = open_engine(config, source, device)
+    trackers = open_trackers(config, folder, checkpoint.step + 1 if checkpoint else 0)
     # Nothing that draws a random number comes after this: a resumed run must see the numbers the first one saw.
     torch.manual_seed(config.run.seed)
     random.seed(config.run.seed)
@@ -208,8 +214,8 @@ def open_run(config: Config, progress: Progress) -> Run:
         load_checkpoint(checkpoint, learner, sampler)
         progress.note(f"resuming after step {checkpoint.step} from {checkpoint.path}")
     done = checkpoint.step if checkpoint else 0
-    keep_through = checkpoint.step if checkpoint else -1  # without a checkpoint nothing that was logged counts
     progress.start(done, config.run.steps)
+    clock.lap()  # what a run is made of was loaded before its first step
     return Run(
         config=config,
         folder=folder,
@@ -219,15 +225,20 @@ def open_run(config: Config, progress: Progress) -> Run:
         sampler=sampler,
         probe=SyncProbe(dataset.train, config),
         score=make_scorer(config),
-        metrics=MetricsLog(folder / METRICS_FILE, keep_through=keep_through),
-        timings=MetricsLog(folder / TIMINGS_FILE, keep_through=keep_through),
+        log=RunLog(folder, config.logging.rollouts, trackers, resumed_after=checkpoint.step if checkpoint else None),
         progress=progress,
+        clock=clock,
         first_step=done,
     )
 
 
 def open_learner(
-    config: Config, folder: Path, checkpoint: Checkpoint | None, device: torch.device, progress: Progress
+    config: Config,
+    folder: Path,
+    checkpoint: Checkpoint | None,
+    device: torch.device,
+    progress: Progress,
+    clock: StepClock,
 ) -> Learner:
     """The policy, where the objective has a KL penalty its reference, and the optimizer.
 
@@ -241,7 +252,7 @@ def open_learner(
     reference = None
     if needs_reference and not own_reference:
         reference = load_reference(config.loss.reference or start, config.model, device)
-    return Learner(policy, config, reference)
+    return Learner(policy, config, reference, clock)
 
 
 def _make_folder(folder: Path, config: Config) -> None:

@@ -49,6 +49,8 @@ LAUNCHES = (
     Launch(48 * 2**10, 16, 4),
     Launch(None, 32, 2),
 )
+# A program has at most 1024 threads, and a warp of AMD's larger GPUs has 64.
+MAX_WARPS = 32 if torch.version.hip is None else 16
 _BLOCK_T = 256
 
 
@@ -62,7 +64,7 @@ def _shape(logits: Tensor) -> dict[str, int]:
     vocab, itemsize = logits.shape[-1], logits.element_size()
     chosen = launch_for(vocab, itemsize)
     block = min(chosen.block(itemsize), max(16, triton.next_power_of_2(vocab)))
-    return {"BLOCK_V": block, "VEC": 16 // itemsize, "num_warps": chosen.num_warps}
+    return {"BLOCK_V": block, "VEC": 16 // itemsize, "num_warps": min(chosen.num_warps, MAX_WARPS)}
 
 
 def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **meta: Any) -> None:

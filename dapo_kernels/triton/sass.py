@@ -179,7 +179,8 @@ def rows_per_sm(registers: int, warps: int) -> int:
 
 
 HEADER = "| kernel | logits | warps | sm | registers | rows per SM | spilled bytes | loops over the row |"
-# Every variant at the launch for the longest rows, and the plain loss at every other.
+# Every variant at the launch for the longest rows. The others differ in the number of warps only: the plain loss, on
+# one architecture.
 GRID = [(v, d, LAUNCHES[-1], c) for v in VARIANTS for d in ("bf16", "fp32") for c in ARCHITECTURES]
 GRID += [("loss", d, launch, 90) for launch in LAUNCHES[:-1] for d in ("bf16", "fp32")]
 

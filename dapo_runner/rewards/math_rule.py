@@ -62,7 +62,11 @@ class MathJudge:
     def __call__(self, texts: Sequence[str], answer: str) -> list[Verdict]:
         """A verdict for each text, in order. Raises RuntimeError when workers cannot be started."""
         with self._lock:
-            return self._judge([text[-WINDOW:] for text in texts], answer)
+            try:
+                return self._judge([text[-WINDOW:] for text in texts], answer)
+            except BaseException:
+                _stop_all(self._workers)  # their verdicts would be taken for those on the next texts
+                raise
 
     def _judge(self, texts: Sequence[str], answer: str) -> list[Verdict]:
         verdicts: dict[int, Verdict] = {}
@@ -70,6 +74,8 @@ class MathJudge:
         with selectors.DefaultSelector() as selector:
             while len(verdicts) < len(texts):
                 for worker in self._workers:
+                    if worker not in jobs:
+                        worker.bury()
                     starting = sum(job.index is None for job in jobs.values())
                     if worker in jobs or len(waiting) <= (0 if worker.ready else starting):
                         continue
@@ -112,6 +118,11 @@ class _Worker:
         assert self.process is not None
         return self.process.stdout
 
+    def bury(self) -> None:
+        """Forget the process if it died while it had nothing to do, which says nothing about the text it gets next."""
+        if self.process is not None and self.process.poll() is not None:
+            _stop_all([self])
+
     def start(self) -> None:
         """Begin to start, if that has not been done; ``finish_start`` when its output is ready."""
         if self.process is None:
@@ -136,7 +147,7 @@ class _Worker:
             while line:
                 line = line[self.process.stdin.write(line) :]
         except BrokenPipeError:
-            return  # it died while idle; its verdict will say so
+            return  # it has died; its verdict will say so
 
     def verdict(self) -> Verdict:
         """To be called when its output is ready."""

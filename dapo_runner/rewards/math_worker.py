@@ -22,6 +22,8 @@ def judge(text: str, answer: str) -> dict[str, Any]:
 
     try:
         gold = parse(rf"\boxed{{{answer}}}", [LatexExtractionConfig()], parsing_timeout=None, raise_on_error=True)
+        if not gold:
+            raise ValueError("no mathematics in the ground truth")
         found = parse(
             text, [LatexExtractionConfig(), ExprExtractionConfig()], parsing_timeout=None, raise_on_error=True
         )
@@ -29,13 +31,17 @@ def judge(text: str, answer: str) -> dict[str, Any]:
             return {"correct": False, "extracted": None, "rule": "none"}
         correct = bool(verify(gold, found, timeout_seconds=None, raise_on_error=True))
         return {"correct": correct, "extracted": str(found[0])[:SHOWN], "rule": "math-verify"}
+    except MemoryError:
+        raise  # what is left of the memory is not enough for the next text either: a new worker
     except Exception:  # whatever a parser does with hostile text; it is counted
         return {"correct": False, "extracted": None, "rule": "error"}
 
 
 def main() -> None:
-    # Ctrl-C in a terminal reaches every process; this one ends when its standard input does.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C in a terminal, and what a job scheduler sends before it kills, reach every process, and the step under way
+    # is finished nevertheless; this one ends when its standard input does.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     logging.disable(logging.CRITICAL)

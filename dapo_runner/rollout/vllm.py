@@ -8,7 +8,8 @@ What it takes to keep vLLM and a learner in one process and in agreement, each l
 - On a CPU, a head tied to the embeddings keeps the copy that was packed for it at the start when weights are
   reloaded; log-probs were off by 0.5. It is packed anew after every update.
 - A prompt prefilled in two pieces moves its seed's generator back, which generators on a CPU cannot: no such pieces.
-- The cache of prompt prefixes outlives the weights that filled it, unless it is cleared.
+- The cache of prompt prefixes outlives the weights that filled it, unless it is cleared. It is cleared before every
+  call as well: what a call rounds must not depend on the calls before it, which a resumed run has not made.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class VLLMEngine:
                     f"generate: expected prompt and response within {self.max_tokens} tokens, got "
                     f"{len(prompt.token_ids)} + {item.max_tokens}; raise rollout.max_prompt_tokens"
                 )
+        self._forget_prefixes()
         outputs = self.llm.generate(
             [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts],
             [self._sampling_params(item, place) for place, item in enumerate(each)],
@@ -82,14 +84,17 @@ class VLLMEngine:
         if self._asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self._asleep = False
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError("update_weights: vLLM kept prompt prefixes computed with the weights before")
+        self._forget_prefixes()
 
     def release(self) -> None:
         """On a GPU, drop weights and cache until ``update_weights``, if `rollout.vllm.sleep` is on."""
         if self._may_sleep and not self._asleep:
             self.llm.sleep(level=2)
             self._asleep = True
+
+    def _forget_prefixes(self) -> None:
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("rollout: vLLM kept prompt prefixes that it may have computed with earlier weights")
 
     def _sampling_params(self, sampling: SamplingParams, place: int) -> Any:
         # vLLM numbers the samples of a prompt by adding to its seed; a hash keeps the prompts' ranges apart.
@@ -124,6 +129,7 @@ def _arguments(path: str | Path, config: Config, device: torch.device) -> dict[s
     rollout = config.rollout
     arguments: dict[str, Any] = {
         "model": str(path),
+        "load_format": "safetensors",  # as the policy: nothing is unpickled
         "dtype": config.model.dtype,
         "trust_remote_code": config.model.trust_remote_code,
         "max_model_len": config.longest_sequence,

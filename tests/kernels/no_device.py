@@ -40,6 +40,16 @@ class NoWaiting(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class NoAtomics(TorchDispatchMode):
+    """Operations that a GPU does by atomic additions of floats, in another order on every run, raise AssertionError."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().removeprefix("aten::").removeprefix("_")
+        atomic = name.startswith(("index_add", "scatter_add", "scatter_reduce", "bincount", "cumsum", "put_"))
+        assert not (atomic and args[0].is_floating_point()), name
+        return func(*args, **(kwargs or {}))
+
+
 class Launches:
     """Stands in for ``dapo_kernels.triton.launch``: what would have been started, and on what."""
 

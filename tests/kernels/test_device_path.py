@@ -13,11 +13,13 @@ from cases import Case, linear_case
 from closeness import as_accurate
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from no_device import HostWaitError, NoWaiting, record_launches, record_products
+from no_device import HostWaitError, NoAtomics, NoWaiting, record_launches, record_products
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dapo_kernels import (
     OBJECTIVES,
+    aggregate,
     chunk_plan,
     chunked,
     dapo_loss,
@@ -108,7 +110,7 @@ def test_scratch_memory_of_a_device_is_the_allocators() -> None:
 @pytest.fixture
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors take the path of CUDA tensors."""
-    for module in (chunk_plan, chunked, weight_grad):
+    for module in (aggregate, chunk_plan, chunked, weight_grad):
         monkeypatch.setattr(module, "on_host", lambda x: False)
 
 
@@ -214,6 +216,37 @@ def test_no_public_function_waits(monkeypatch: pytest.MonkeyPatch, name: str) ->
     assert launches.names == [*one, "row_stats_kernel", "row_grad_kernel"]
 
 
+@needs_triton
+def test_numbers_of_the_host_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0-d tensors on the CPU, as a token count or a schedule's temperature may be."""
+    launches = record_launches(monkeypatch)
+    with NoWaiting():
+        p = problem(torch.float32)
+        logprobs = torch.empty(T, device="meta")
+        for name in ("dapo", "dr_grpo"):
+            said = {"objective": name, "cu_seqlens": p["cu_seqlens"], "denominator": torch.tensor(300)}
+            if name == "dr_grpo":
+                said["length_norm"] = 64.0
+            policy_loss(logprobs, p["old_logprobs"], p["advantages"], **said)
+        temperature = torch.tensor(0.9, dtype=torch.float64)
+        stats = token_logprobs(p["logits"] * 1, p["target_ids"], temperature=temperature, inplace_backward=True)
+    assert stats.logprobs.dtype == torch.float32
+    assert [(x.shape, x.dtype) for x in launches.arguments[-1][7:8]] == [((T,), torch.float32)]
+
+
+@needs_triton
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_sums_have_one_order(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Sums over sequences and batches, forwards and backwards, give the same bits on every run."""
+    record_launches(monkeypatch)
+    with NoAtomics():
+        p = problem(torch.float32)
+        said = loss_keywords(p, name)
+        del said["temperature"]
+        entropy, logprobs = (torch.empty(T, device="meta", requires_grad=True) for _ in range(2))
+        policy_loss(logprobs, p["old_logprobs"], p["advantages"], entropy=entropy, **said).loss.backward()
+
+
 def run_linear(
     dtype: torch.dtype, host_sync: bool, backend: Any, *, chunk_bytes: int | None = None, **head: Any
 ) -> tuple[Any, ...]:
@@ -234,7 +267,7 @@ def run_linear(
         more = chunked.linear_grad(
             leaves, p["target_ids"], p["mask"], 1.0, *stats[1:], weights, advantages, needs, options
         )
-    return out, gradients, more
+        return out, gradients.results(), more.results()
 
 
 @needs_triton
@@ -267,6 +300,32 @@ def test_one_chunk_writes_dw_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with NoWaiting():
         run_linear(torch.bfloat16, False, triton)
     assert products == [(torch.bfloat16, torch.bfloat16, False)] * 2
+
+
+@needs_triton
+def test_the_buffer_is_free_before_dw_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffer, float32 sum and result at once would be the peak of memory."""
+    from dapo_kernels import triton
+
+    launches, _ = record_launches(monkeypatch), record_products(monkeypatch)
+    buffers: list[StorageWeakRef] = []
+    workspace, results = chunk_plan.workspace, weight_grad.Gradients.results
+
+    def watched(*args: Any) -> Tensor:
+        made = workspace(*args)
+        buffers.append(StorageWeakRef(made.untyped_storage()))
+        return made
+
+    def checked(gradients: weight_grad.Gradients) -> Any:
+        assert gradients.weight_float32 is not None
+        launches.arguments.clear()
+        assert all(buffer.expired() for buffer in buffers)
+        return results(gradients)
+
+    monkeypatch.setattr(chunk_plan, "workspace", watched)
+    monkeypatch.setattr(weight_grad.Gradients, "results", checked)
+    run_linear(torch.bfloat16, False, triton, chunk_bytes=ROW_MULTIPLE * row_stride(V) * 2)
+    assert len(buffers) == 3
 
 
 def test_other_backends_and_heads_do_not_wait_either(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +398,7 @@ def test_skipping_work_as_on_a_device_gives_the_hosts_numbers(
     case.leaves["hidden"] = case.leaves["hidden"].masked_fill(dead[:, None], torch.nan)
     for field in ("old_logprobs", "advantages"):
         setattr(case, field, getattr(case, field).masked_fill(dead, torch.nan))
-    for module in (chunk_plan, chunked, weight_grad):
+    for module in (aggregate, chunk_plan, chunked, weight_grad):
         monkeypatch.setattr(module, "on_host", lambda x: False)
     out, grads = gradients_of(case, host_sync=host_sync, **said)
     torch.testing.assert_close(out.loss, expected.loss, rtol=1e-5, atol=1e-6)
@@ -357,63 +416,3 @@ def test_a_batch_without_live_tokens(as_on_a_device: None, host_sync: bool) -> N
         out, grads = gradients_of(case, host_sync=host_sync, chunk_bytes=chunk_bytes)
         assert out.loss.item() == 0.0
         assert all(not grad.any() for grad in grads.values())
-
-
-# --- the launchers ----------------------------------------------------------------------------------------
-
-
-@needs_triton
-def test_the_launch_follows_the_row_alone() -> None:
-    from dapo_kernels import triton
-
-    picked = {(v, b): triton.launch_for(v, b).num_warps for v in (2, 6144, 6145, 32_000, 151_936) for b in (2, 4)}
-    assert picked == {
-        (2, 2): 4, (2, 4): 4, (6144, 2): 4, (6144, 4): 8, (6145, 2): 8, (6145, 4): 16,
-        (32_000, 2): 32, (32_000, 4): 32, (151_936, 2): 32, (151_936, 4): 32,
-    }  # fmt: skip
-    shape = triton._shape(torch.empty(1, 151_936, dtype=torch.bfloat16))
-    assert shape == {"BLOCK_V": 16_384, "VEC": 8, "num_warps": 32}
-    assert triton._shape(torch.empty(1, 37))["BLOCK_V"] == 64
-
-
-@needs_triton
-def test_nothing_is_compiled_again_for_another_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's own key of a launch, at batches of other sizes, layouts and positions in memory."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import make_backend
-    from triton.runtime.jit import create_function_from_signature
-
-    from dapo_kernels import triton
-    from dapo_kernels.triton import kernels
-
-    if not hasattr(kernels.row_loss_kernel, "params"):
-        pytest.skip("TRITON_INTERPRET=1: nothing is compiled")
-    backend = make_backend(GPUTarget("cuda", 90, 32))
-    keys: dict[str, set[str]] = {}
-
-    def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **meta: Any) -> None:
-        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-        _, specialization, _ = bind(*args, **meta)
-        keys.setdefault(kernel.__name__, set()).add(str(specialization))
-
-    monkeypatch.setattr(triton, "launch", launch)
-    scalars = ObjectiveScalars.of(OBJECTIVES["grpo"])
-    for shape in ((1,), (2,), (16,), (31,), (1, 1), (2, 16), (3, 5)):
-        for first in (0, 1, 3):  # per-token tensors that start anywhere
-            n = torch.Size(shape).numel()
-            per_token = torch.zeros(n + first)[first:]
-            ids = torch.zeros(n + first, dtype=torch.int64)[first:]
-            live = torch.ones(n + first, dtype=torch.bool)[first:]
-            logits = torch.zeros(*shape, 512, dtype=torch.bfloat16)
-            if shape == (1, 1):  # as in a padded batch beyond 2³¹ elements
-                logits = logits.as_strided((1, 1, 512), (2**32, 512, 1))
-            tokens = Tokens(live, *(per_token,) * 4, None)
-            for low in (0.2, 1):  # an int is a number too
-                some = scalars._replace(clip_low=low)
-                triton.row_loss_(logits, ids, per_token + 1, tokens, some, 0.1, True)
-                triton.token_loss(per_token, per_token, tokens, some)
-            _, norm, entropy = triton.row_stats(logits, ids, live, 1.0, True)
-            triton.row_grad(logits, logits, ids, live, 1.0, norm, entropy, per_token, per_token)
-    # One layout each, [N, V]; the padded one differs in its strides' divisibility only when they are 0.
-    assert {name: len(found) for name, found in keys.items()} == dict.fromkeys(keys, 1)
-    assert len(keys) == 4

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dapo_kernels import (
     OBJECTIVES,
@@ -23,6 +25,7 @@ from dapo_kernels import (
 )
 
 T, V, H, S = 6, 11, 4, 3
+IDS = torch.arange(T)
 FIELDS = (
     "surrogate",
     "clip_low",
@@ -163,6 +166,31 @@ def test_wrong_dtypes() -> None:
 @pytest.mark.parametrize("name", ["logits", "target_ids", "old_logprobs", "advantages", "mask", "cu_seqlens"])
 def test_lists_are_not_tensors(name: str) -> None:
     refused(TypeError, (dapo_loss, packed(**{name: [1.0] * T})), name, "list")
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def test_a_shard_is_not_the_whole(mesh: DeviceMesh) -> None:
+    """FSDP2's parameters outside the forward pass: torch would end in "got mixed torch.Tensor and DTensor"."""
+
+    def shard(x: Tensor) -> Tensor:
+        return distribute_tensor(x, mesh, [Shard(0)])
+
+    calls: list[Call] = [
+        *((linear_dapo_loss, linear(**{name: shard(x)})) for name, x in linear(bias=torch.randn(V)).items()),
+        (linear_token_logprobs, {"hidden": torch.randn(T, H), "weight": shard(torch.randn(V, H)), "target_ids": IDS}),
+        (dapo_loss, packed(logits=shard(torch.randn(T, V)))),
+        (token_logprobs, {"logits": shard(torch.randn(T, V)), "target_ids": IDS}),
+        (policy_loss, policy(logprobs=shard(torch.full((T,), -2.1)))),
+    ]
+    for fn, kwargs in calls:
+        (name,) = (name for name, x in kwargs.items() if isinstance(x, DTensor))
+        refused(TypeError, (fn, kwargs), f"{name} must be", "DTensor", "fully_shard", "docs/guide.md", "full_tensor()")
 
 
 @pytest.mark.parametrize("name", ["target_ids", "old_logprobs", "advantages", "mask", "cu_seqlens"])

@@ -100,9 +100,23 @@ def test_eval_of_a_run_agrees_with_its_log(run: Path, tmp_path: Path) -> None:
     assert figures["length"] == last["eval/length"]
 
 
-def test_report_draws_the_picture(run: Path, tmp_path: Path) -> None:
+def test_report_draws_the_picture_and_splits_the_time(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["report", str(run), "--out", str(tmp_path / "p.png")]) == 0
+    out = capsys.readouterr().out
+    rows = [line.split("│") for line in out.splitlines() if line.startswith("│")]
+    shares = {row[1].strip(): float(row[3].strip(" %")) for row in rows if row[1].strip()}
+    assert {"rollout", "forward_backward", "optimizer", "save", "other"} <= shares.keys()
+    assert sum(shares.values()) == pytest.approx(100, abs=0.1 * len(shares))
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_show_reads_a_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", str(run), "--step", "2", "--group", "1", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert len(record["samples"]) == 4
+    assert sum(sample["advantage"] for sample in record["samples"]) == pytest.approx(0, abs=1e-5)
 
 
 def test_doctor_names_the_backends_and_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from builders import make_config
 
-from dapo_runner.config import Config, ConfigError, apply_overrides, dump_config, load_config
+from dapo_runner.config import Config, ConfigError, apply_overrides, cautions, dump_config, load_config
 from dapo_runner.plan import ModelShape, make_plan, memory_estimate, model_shape
 
 MINIMAL = """
@@ -118,6 +118,20 @@ def test_unreadable_files(tmp_path: Path, content: str | None, part: str) -> Non
         path.write_text(content)
     with pytest.raises(ConfigError, match=part):
         load_config(path)
+
+
+def test_vllm_is_on_the_first_gpu_or_on_none() -> None:
+    with pytest.raises(ConfigError, match=r"run\.device: expected auto, cpu, .*got 'cuda:1'.*CUDA_VISIBLE"):
+        make_config(rollout={"engine": "vllm"}, run={"device": "cuda:1"})
+    assert make_config(rollout={"engine": "hf"}, run={"device": "cuda:1"}).run.device == "cuda:1"
+
+
+def test_a_nucleus_in_rollouts_gets_a_word() -> None:
+    assert list(cautions(make_config())) == []
+    config = make_config(rollout={"top_p": 0.9})
+    (word,) = cautions(config)
+    assert word.startswith("rollout.top_p=0.9: ")
+    assert word in make_plan(config)["sampling"]
 
 
 def test_configuration_is_frozen() -> None:

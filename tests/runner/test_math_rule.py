@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from builders import make_completion, make_config, make_prompt
 
 from dapo_runner.config import ConfigError
 from dapo_runner.metrics import batch_metrics
-from dapo_runner.rewards import load_reward, make_scorer
+from dapo_runner.rewards import load_reward, make_scorer, math_worker
 from dapo_runner.rewards import math_rule as module
 from dapo_runner.rewards.math_rule import MathJudge, math_judge
+from dapo_runner.types import Verdict
 
 DEADLINE = 1.0
 
@@ -112,25 +115,67 @@ def test_output_is_never_evaluated(patient: MathJudge, tmp_path: Path) -> None:
     assert not flag.exists()
 
 
-def test_a_worker_that_dies_is_counted_and_replaced() -> None:
-    judge = MathJudge(workers=1, deadline=60.0)
-    assert judge(["Answer: 1"], "1")[0].correct
+def process_of(judge: MathJudge) -> subprocess.Popen[bytes]:
     process = judge._workers[0].process
     assert process is not None
-    process.kill()
-    process.wait()
-    assert judge(["Answer: 1"], "1")[0].rule == "crash"
+    return process
+
+
+def test_a_worker_that_dies_at_work_is_counted_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = MathJudge(workers=1, deadline=60.0)
+    assert judge(["Answer: 1"], "1")[0].correct
+    with monkeypatch.context() as patch:
+        patch.setattr(module._Worker, "ask", lambda worker, request: worker.process.kill())
+        assert judge(["Answer: 1"], "1")[0].rule == "crash"
     assert judge(["Answer: 1"], "1")[0].correct
 
 
-def test_ctrl_c_does_not_reach_the_workers() -> None:
+def test_a_worker_that_dies_idle_costs_no_sample_its_verdict() -> None:
     judge = MathJudge(workers=1, deadline=60.0)
     assert judge(["Answer: 1"], "1")[0].correct
-    process = judge._workers[0].process
-    assert process is not None
-    os.kill(process.pid, signal.SIGINT)
+    process_of(judge).kill()
+    process_of(judge).wait()
+    assert judge(["Answer: 1"], "1")[0].correct
+
+
+def test_a_call_that_is_broken_off_leaves_no_verdict_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second Ctrl-C in the middle of it: the worker's answer is not that to the next question."""
+    judge = MathJudge(workers=1, deadline=60.0)
+    assert judge(["Answer: 1"], "1")[0].correct
+    ask = module._Worker.ask
+
+    def press(worker: module._Worker, request: dict[str, Any]) -> None:
+        ask(worker, request)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module._Worker, "ask", press)
+        with pytest.raises(KeyboardInterrupt):
+            judge(["Answer: 1"], "1")
+    assert judge(["Answer: 2"], "1")[0] == Verdict(correct=False, extracted="2", rule="math-verify")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_asks_a_run_to_stop_does_not_reach_the_workers(number: signal.Signals) -> None:
+    judge = MathJudge(workers=1, deadline=60.0)
+    assert judge(["Answer: 1"], "1")[0].correct
+    process = process_of(judge)
+    os.kill(process.pid, number)
     assert judge(["Answer: 1"], "1")[0].correct
     assert judge._workers[0].process is process
+
+
+def test_a_worker_out_of_memory_gives_way_to_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def parse(*_: object, **__: object) -> list[object]:
+        raise MemoryError
+
+    monkeypatch.setattr("math_verify.parse", parse)
+    with pytest.raises(MemoryError):
+        math_worker.judge("Answer: 1", "1")
+
+
+def test_a_ground_truth_that_cannot_be_read_is_no_plain_wrong(patient: MathJudge) -> None:
+    assert patient(["Answer: 4"], "}{")[0].rule == "error"
 
 
 def test_it_works_outside_the_main_thread_where_signals_do_not() -> None:

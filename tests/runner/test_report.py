@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dapo_runner.metrics import METRICS_FILE, MetricsLog
-from dapo_runner.report import PANELS, REPORT_FILE, collect, draw, write_report
+from dapo_runner.metrics import METRICS_FILE, TIMINGS_FILE, MetricsLog
+from dapo_runner.report import PANELS, REPORT_FILE, collect, draw, time_events, write_report
 
 TRAIN_KEYS = [curve.key for panel in PANELS for curve in panel.curves if not curve.key.startswith("eval/")]
 
@@ -72,3 +72,20 @@ def test_nothing_to_draw_is_said(tmp_path: Path) -> None:
     (tmp_path / METRICS_FILE).touch()
     with pytest.raises(ValueError, match="still empty"):
         write_report(tmp_path)
+
+
+def test_the_time_of_a_step_is_drawn_in_full(tmp_path: Path) -> None:
+    """Phases are drawn together, a phase nobody has heard of is part of the rest, and nothing is lost."""
+    timings = [
+        {"step": 0, "kind": "start", "seconds/evaluate": 50.0},
+        {"step": 1, "kind": "step", "seconds/rollout": 1.0, "seconds/forward_backward": 2.0, "seconds/optimizer": 0.5},
+        {"step": 2, "kind": "step", "seconds/rollout": 1.5, "seconds/evaluate": 3.0, "seconds/surprise": 0.25},
+    ]
+    events = time_events(timings)
+    assert [event["step"] for event in events] == [1, 2]
+    ax = next(a for a in draw(collect(events), "run").axes if a.get_title(loc="left") == "Time")
+    tops = [bar.get_y() + bar.get_height() for bar in ax.containers[-1]]
+    assert tops == pytest.approx([3.5, 4.75])
+    with MetricsLog(write_run(tmp_path, 2) / TIMINGS_FILE) as log:
+        log.write(1, "step", {"seconds/rollout": 1.0})
+    assert write_report(tmp_path).stat().st_size > 10_000

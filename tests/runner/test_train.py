@@ -16,7 +16,9 @@ from dapo_runner.config import Config, ConfigError, parse_config
 from dapo_runner.metrics import MetricsLog, read_log
 from dapo_runner.postmortem import load_batch
 from dapo_runner.progress import SilentProgress
+from dapo_runner.rollout_log import read_step, saved_steps
 from dapo_runner.sampler import SamplingExhaustedError
+from dapo_runner.timing import PHASES
 from dapo_runner.train import CHECKPOINTS, before_and_after, open_run, rollout_sampling, train
 
 
@@ -64,14 +66,47 @@ def test_a_run_logs_every_step_and_evaluation(finished: Path) -> None:
     assert first["train/rollout_gap"] < 1e-5  # later steps may hold groups carried over from older weights
     assert list(before_and_after(finished)) == ["before (step 0)", "after (step 4)"]
     timings = read_log(finished / "timings.jsonl")
-    assert [event["step"] for event in timings] == [1, 2, 3, 4]
-    assert all(event["seconds/rollout"] > 0 and event["seconds/train"] > 0 for event in timings)
+    assert [(event["kind"], event["step"]) for event in timings] == [("start", 0), *(("step", n) for n in (1, 2, 3, 4))]
+    assert timings[0].keys() == {"step", "kind", "seconds/probe", "seconds/evaluate", "seconds/other"}
+    for event in timings[1:]:
+        named = {key.removeprefix("seconds/") for key in event if key.startswith("seconds/")}
+        evaluated = {"evaluate"} if event["step"] % 2 == 0 else set()
+        assert named == PHASES.keys() - {"ref_logprobs", "evaluate"} | evaluated
+        assert all(value > 0 for key, value in event.items() if key.startswith("seconds/"))
+
+
+def test_a_run_keeps_the_rollouts_of_its_steps(finished: Path) -> None:
+    events = {event["step"]: event for event in read_log(finished / "metrics.jsonl") if event["kind"] == "step"}
+    steps = saved_steps(finished / "rollouts")
+    assert list(steps) == [1, 2, 3, 4]
+    for step, path in steps.items():
+        saved = read_step(path)
+        samples = [sample for group in saved.groups for sample in group["samples"]]
+        assert len(saved.groups) == saved.n_groups == events[step]["batch/groups"]
+        assert sum(sample["reward"] for sample in samples) / len(samples) == pytest.approx(events[step]["batch/reward"])
+        for group in saved.groups:
+            rewards = torch.tensor([sample["reward"] for sample in group["samples"]])
+            expected = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+            assert [sample["advantage"] for sample in group["samples"]] == pytest.approx(expected.tolist(), rel=1e-5)
+
+
+def test_logging_takes_no_part_in_a_run(finished: Path, tmp_path: Path) -> None:
+    quiet = train(config_in(tmp_path, logging={"rollouts": {"groups": 0}}), SilentProgress())
+    assert not (quiet / "rollouts").exists()
+    assert (quiet / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
 
 
 def test_a_run_keeps_its_newest_checkpoints_and_its_configuration(finished: Path) -> None:
     assert [checkpoint.step for checkpoint in find_checkpoints(finished / CHECKPOINTS)] == [3, 4]
     assert (finished / "config.yaml").is_file()
     assert (finished / "model" / "model.safetensors").is_file()
+
+
+def test_a_run_says_what_may_not_be_meant(tmp_path: Path) -> None:
+    notes = Notes()
+    with open_run(config_in(tmp_path, rollout={"top_p": 0.9}), notes):
+        pass
+    assert any(line.startswith("rollout.top_p=0.9: ") for line in notes.lines)
 
 
 def test_the_same_configuration_gives_the_same_bytes(finished: Path, tmp_path: Path) -> None:
@@ -115,7 +150,7 @@ def test_a_run_without_held_out_problems_is_not_evaluated(tmp_path: Path) -> Non
     run = open_run(config, progress)
     run.dataset.heldout.clear()
     run.evaluate(0)
-    run.metrics.close()
+    run.log.close()
     assert before_and_after(run.folder) == {}
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from builders import make_config
 from conftest import save_model
+from small import small_recipe
 from transformers import LlamaForCausalLM
 
 from dapo_runner.config import Config, ModelConfig, TinyModelConfig, parse_config
@@ -200,6 +201,8 @@ def test_a_prefix_cache_that_is_kept_is_an_error(
     monkeypatch.setattr(engine.llm, "reset_prefix_cache", lambda: False)
     with pytest.raises(RuntimeError, match="kept prompt prefixes"):
         engine.update_weights(learner.policy.named_weights())
+    with pytest.raises(RuntimeError, match="kept prompt prefixes"):  # those of the call before
+        engine.generate([prompt("1+1=", engine)], SamplingParams(max_tokens=1))
 
 
 def prober(engine: VLLMEngine, learner: Learner, text: str = "12+34=") -> SyncProbe:
@@ -266,15 +269,21 @@ def test_a_released_engine_wakes_in_the_order_vllm_wants(engine: VLLMEngine, mon
     ]  # fmt: skip
 
 
-def test_a_whole_run(tmp_path: Path) -> None:
-    from small import small_recipe
-
-    raw = small_recipe(output_dir=str(tmp_path), steps=2)
+def whole_run(folder: Path, **run: Any) -> Path:
+    raw = small_recipe(output_dir=str(folder), eval_every=1, **run)
     raw["model"]["tiny"] |= {"hidden_size": 64, "heads": 2}
     raw["rollout"] |= {"engine": "vllm", "vllm": {"kv_cache_gib": 0.25}}
     raw["optimizer"] |= {"lr": 5e-3, "mini_batch_size": None}
-    folder = train(parse_config(raw), SilentProgress())
-    steps = [event for event in read_log(folder / "metrics.jsonl") if event["kind"] == "step"]
+    return train(parse_config(raw), SilentProgress())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return whole_run(tmp_path_factory.mktemp("whole"), steps=2)
+
+
+def test_a_whole_run(whole: Path) -> None:
+    steps = [event for event in read_log(whole / "metrics.jsonl") if event["kind"] == "step"]
     assert len(steps) == 2
     for step in steps:
         assert step["train/tokens"] > 0
@@ -282,3 +291,9 @@ def test_a_whole_run(tmp_path: Path) -> None:
         assert step["train/rollout_gap"] < 1e-4 or step["sampling/carried_in"]
         assert step["train/rollout_ess"] > 0.999 or step["sampling/carried_in"]
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+def test_a_run_taken_up_again_is_the_run_that_never_stopped(whole: Path, tmp_path: Path) -> None:
+    whole_run(tmp_path, steps=1)
+    again = whole_run(tmp_path, steps=2)
+    assert (again / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()

@@ -1,4 +1,4 @@
-"""The configuration: typed sections that refuse unknown keys, one YAML file, `key=value` overrides.
+"""Every setting, in typed sections that refuse unknown keys.
 
 The defaults are the DAPO paper's (arXiv 2503.14476, Section 4.1), so a recipe states only where it departs
 from it.
@@ -6,24 +6,18 @@ from it.
 
 from __future__ import annotations
 
-import copy
-import difflib
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from dapo_runner.config.checks import mismatches
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot run. The message has one line per problem, each naming its key."""
 
 
 class Section(BaseModel):
@@ -270,8 +264,24 @@ class EvaluationConfig(Section):
     seed: NonNegativeInt = 1234
 
 
+class RolloutLogConfig(Section):
+    """Which rollouts are kept for `dapo show`."""
+
+    groups: NonNegativeInt | None = 32  # of each step, the first in the order of their prompts; None: all, 0: none
+    max_gb: PositiveFloat = 1.0  # all steps together, compressed; beyond it the oldest steps are removed
+
+
+class WandbConfig(Section):
+    project: str = "dapo"
+    entity: str | None = None  # None: that of the login
+    mode: Literal["online", "offline"] = "online"  # offline: written to the run's folder; `wandb sync` sends it later
+
+
 class LoggingConfig(Section):
     progress: Literal["auto", "live", "plain", "off"] = "auto"  # auto: live on a terminal, else plain lines
+    rollouts: RolloutLogConfig = RolloutLogConfig()
+    tensorboard: bool = False
+    wandb: WandbConfig | None = None
 
 
 class Config(Section):
@@ -319,133 +329,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_fit_together(self) -> Config:
-        problems = list(_mismatches(self))
+        problems = list(mismatches(self))
         if problems:
             raise ValueError("\n".join(problems))
         return self
-
-
-def _mismatches(config: Config) -> Iterable[str]:
-    """Problems between sections, each as `key: expected, got`."""
-    overlong, limit = config.reward.overlong, config.rollout.max_response_tokens
-    if overlong.soft_punishment:
-        if config.overlong_max_length > limit:
-            yield (
-                f"reward.overlong.max_length: expected at most rollout.max_response_tokens={limit}, "
-                f"beyond which no response goes, got {overlong.max_length}"
-            )
-        if overlong.cache_length >= config.overlong_max_length:
-            yield (
-                f"reward.overlong.cache_length: expected less than L_max={config.overlong_max_length} "
-                f"(reward.overlong.max_length or rollout.max_response_tokens), got {overlong.cache_length}"
-            )
-    if config.responses_per_step % config.mini_batch_size:
-        yield (
-            f"optimizer.mini_batch_size: expected a divisor of the {config.responses_per_step} responses of "
-            f"a step (sampler.prompts_per_step × rollout.group_size), got {config.mini_batch_size}"
-        )
-    if config.rollout.correction.enabled and config.loss.old_logprobs == "rollout":
-        yield (
-            "rollout.correction: expected loss.old_logprobs=learner beside it: a ratio against the engine's own "
-            "log-probs holds the correction already"
-        )
-    longest = config.rollout.max_prompt_tokens + limit - 1
-    if config.optimizer.token_budget < longest:
-        yield (
-            f"optimizer.token_budget: expected at least {longest}, the positions of the longest sequence "
-            "(rollout.max_prompt_tokens + rollout.max_response_tokens − 1), "
-            f"got {config.optimizer.token_budget}"
-        )
-
-
-def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """Read a YAML file and lay ``key=value`` overrides over it.
-
-    Raises ConfigError with one line per problem: the key, what was expected, what came.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise ConfigError(f"{path}: expected a YAML file, found {'a folder' if path.is_dir() else 'nothing there'}")
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: expected sections such as 'model:' at the top, got a {type(raw).__name__}")
-    return parse_config(apply_overrides(raw, overrides))
-
-
-def parse_config(raw: dict[str, Any]) -> Config:
-    """Validate plain nested dicts, as YAML gives them. Raises ConfigError."""
-    try:
-        return Config.model_validate(raw)
-    except ValidationError as error:
-        raise ConfigError("\n".join(_explain(item) for item in error.errors())) from error
-
-
-def dump_config(config: Config) -> str:
-    """The whole configuration, defaults included, as YAML that ``load_config`` reads back to an equal one."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-def apply_overrides(raw: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Lay `section.key=value` (or `--section.key=value`, or `--section.key value`) over nested dicts.
-
-    Values are read as YAML: `true`, `null`, `[1, 2]` mean what they mean in the file.
-    """
-    merged = copy.deepcopy(raw)
-    items = iter(overrides)
-    for item in items:
-        key, equals, text = item.removeprefix("--").partition("=")
-        if not equals and item.startswith("--"):
-            following = next(items, None)
-            if following is None:
-                raise ConfigError(f"{item}: expected a value after it, got nothing")
-            text, equals = following, "="
-        if not equals or not key:
-            raise ConfigError(f"{item!r}: expected key=value, e.g. optimizer.lr=1e-5")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{key}: {text!r} is not a YAML value: {error}") from error
-        _set_nested(merged, key, value)
-    return merged
-
-
-def _set_nested(raw: dict[str, Any], dotted: str, value: Any) -> None:
-    *parents, last = dotted.split(".")
-    node = raw
-    for depth, parent in enumerate(parents):
-        if node.get(parent) is None:
-            node[parent] = {}
-        node = node[parent]
-        if not isinstance(node, dict):
-            raise ConfigError(f"{dotted}: {'.'.join(parents[: depth + 1])} is a value, not a section")
-    node[last] = value
-
-
-def _explain(item: Any) -> str:
-    """One pydantic error as `key: expected …, got …`."""
-    location = tuple(str(part) for part in item["loc"])
-    key = ".".join(location)
-    if item["type"] == "extra_forbidden":
-        known = _known_keys(location[:-1])
-        near = difflib.get_close_matches(location[-1], known, n=1)
-        hint = f"did you mean '{near[0]}'? " if near else ""
-        return f"{key}: unknown key; {hint}known keys here: {', '.join(known)}"
-    if item["type"] == "missing":
-        return f"{key}: expected a value, got nothing"
-    if item["type"] == "value_error":
-        message = str(item["ctx"]["error"])
-        return f"{key}: {message}" if key else message
-    expected = item["msg"].removeprefix("Input should be ")
-    return f"{key}: expected {expected}, got {item['input']!r}"
-
-
-def _known_keys(section: tuple[str, ...]) -> list[str]:
-    node: type[BaseModel] = Config
-    for name in section:
-        annotation = node.model_fields[name].annotation
-        options = (annotation, *get_args(annotation))
-        node = next(option for option in options if isinstance(option, type) and issubclass(option, BaseModel))
-    return list(node.model_fields)

@@ -1,0 +1,134 @@
+// Which kernels an operation launches.
+#include "launch.h"
+
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "../check.h"
+
+namespace dapo {
+namespace cuda {
+namespace {
+
+constexpr int kItemSize[3] = {4, 2, 2};
+constexpr int64_t kMaxBlocks = (int64_t{1} << 31) - 1;
+
+Slicing slicing_of(const Rows& rows) {
+  if (rows.n_cols > kMaxColumns || rows.n_rows > kMaxBlocks / kMaxSlices) {
+    throw std::invalid_argument("dapo_kernels: logits of " + std::to_string(rows.n_rows) + " x " +
+                                std::to_string(rows.n_cols) + " exceed what a kernel's grid covers");
+  }
+  return slicing(static_cast<int>(rows.n_cols), kItemSize[static_cast<int>(rows.dtype)]);
+}
+
+RowArgs row_args(const Operands& in, bool full) {
+  const float c = in.tokens.temperatures == nullptr ? base2_scale(in.tokens.temperature) : 0.0f;
+  return {in, slicing_of(in.logits), c, full || in.softcap.value != 0.0f};
+}
+
+struct Workspace {
+  RowGradient* gradients;  // [n_rows]
+  SoftmaxPart* parts;      // [n_rows, n_slices]
+};
+
+Workspace carve(void* memory, const Rows& rows) {
+  auto* gradients = static_cast<RowGradient*>(memory);
+  return {gradients, reinterpret_cast<SoftmaxPart*>(gradients + rows.n_rows)};
+}
+
+cudaStream_t stream_of(uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
+
+// Clusters of more than 8 blocks are known of 9.0 and 10.x only.
+bool cluster_runs(const Device& device, const Slicing& s) {
+  const int most = device.capability < 110 ? kMaxCluster : 8;
+  return device.capability >= 90 && s.n_elements > 0 && s.fits_cluster() && s.n_slices <= most &&
+         shared_words(s) * kWord + kClusterStaticBytes <= device.shared_bytes;
+}
+
+// Fewer rows than multiprocessors leave some of them without a row to sweep.
+Path choose(const Device& device, const Rows& rows, const Slicing& s) {
+  if (cluster_runs(device, s)) return Path::cluster;
+  return rows.n_rows < device.multiprocessors && s.n_slices > 1 ? Path::split : Path::sweep;
+}
+
+}  // namespace
+
+Device current_device() {
+  static std::mutex lock;
+  static std::vector<Device> known;
+  int index;
+  DAPO_CHECK_CUDA(cudaGetDevice(&index));
+  const std::lock_guard<std::mutex> guard(lock);
+  if (static_cast<int>(known.size()) <= index) known.resize(index + 1, Device{-1, 0, 0, 0});
+  Device& device = known[index];
+  if (device.index < 0) {
+    const auto get = [&](cudaDeviceAttr what) {
+      int value;
+      DAPO_CHECK_CUDA(cudaDeviceGetAttribute(&value, what, index));
+      return value;
+    };
+    device = {index, get(cudaDevAttrMultiProcessorCount),
+              10 * get(cudaDevAttrComputeCapabilityMajor) + get(cudaDevAttrComputeCapabilityMinor),
+              get(cudaDevAttrMaxSharedMemoryPerBlockOptin)};
+  }
+  return device;
+}
+
+int64_t workspace_bytes(const Rows& logits) {
+  const int64_t per_row = sizeof(RowGradient) + slicing_of(logits).n_slices * sizeof(SoftmaxPart);
+  return logits.n_rows * per_row;
+}
+
+Path choose_path(const Rows& logits) { return choose(current_device(), logits, slicing_of(logits)); }
+
+void row_stats(const Operands& in, const TokenOutputs& out, void* workspace, uintptr_t stream) {
+  if (in.logits.n_rows == 0) return;
+  const RowArgs args = row_args(in, out.entropy != nullptr);
+  SoftmaxPart* parts = carve(workspace, in.logits).parts;
+  launch_slice_stats(args, parts, stream_of(stream));
+  launch_finish_stats(args, out, parts, stream_of(stream));
+}
+
+void row_grad(const Operands& in, const Rows& grad, const float* norm, const float* entropy, const float* d_logprobs,
+              const float* d_entropy, void* workspace, uintptr_t stream) {
+  if (in.logits.n_rows == 0) return;
+  const RowArgs args = row_args(in, d_entropy != nullptr);
+  RowGradient* gradients = carve(workspace, in.logits).gradients;
+  launch_plan_grad(args, norm, entropy, d_logprobs, d_entropy, gradients, stream_of(stream));
+  launch_slice_grad(args, grad, gradients, stream_of(stream));
+}
+
+void row_loss(const Operands& in, const Objective& objective, float entropy_coef, const TokenOutputs& out,
+              double* losses, void* workspace, Path path, uintptr_t stream) {
+  if (in.logits.n_rows == 0) return;
+  const LossArgs args{row_args(in, out.entropy != nullptr), objective, entropy_coef, out, losses};
+  const Device device = current_device();
+  if (path == Path::automatic) path = choose(device, in.logits, args.slicing);
+  if (path == Path::cluster) {
+    if (!cluster_runs(device, args.slicing)) {
+      throw std::invalid_argument("dapo_kernels: rows of " + std::to_string(in.logits.n_cols) +
+                                  " logits do not fit a cluster of compute capability " +
+                                  std::to_string(device.capability / 10) + "." +
+                                  std::to_string(device.capability % 10));
+    }
+    launch_cluster_loss(args, stream_of(stream));
+  } else if (path == Path::sweep) {
+    launch_sweep_loss(args, stream_of(stream));
+  } else {
+    const Workspace work = carve(workspace, in.logits);
+    launch_slice_stats(args, work.parts, stream_of(stream));
+    launch_finish_loss(args, work.parts, work.gradients, stream_of(stream));
+    launch_slice_grad(args, in.logits, work.gradients, stream_of(stream));
+  }
+}
+
+void token_loss(int64_t n, const float* logprobs, const TokenInputs& tokens, const Objective& objective,
+                const TokenOutputs& out, double* losses, uintptr_t stream) {
+  if (n == 0) return;
+  launch_token_loss(n, logprobs, tokens, objective, out, losses, stream_of(stream));
+}
+
+}  // namespace cuda
+}  // namespace dapo

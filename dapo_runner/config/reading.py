@@ -1,0 +1,111 @@
+"""From a YAML file and `key=value` overrides to a configuration, and back."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from dapo_runner.config.settings import Config
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run. The message has one line per problem, each naming its key."""
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
+    """Read a YAML file and lay ``key=value`` overrides over it.
+
+    Raises ConfigError with one line per problem: the key, what was expected, what came.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"{path}: expected a YAML file, found {'a folder' if path.is_dir() else 'nothing there'}")
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected sections such as 'model:' at the top, got a {type(raw).__name__}")
+    return parse_config(apply_overrides(raw, overrides))
+
+
+def parse_config(raw: dict[str, Any]) -> Config:
+    """Validate plain nested dicts, as YAML gives them. Raises ConfigError."""
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(item) for item in error.errors())) from error
+
+
+def dump_config(config: Config) -> str:
+    """The whole configuration, defaults included, as YAML that ``load_config`` reads back to an equal one."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def apply_overrides(raw: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Lay `section.key=value` (or `--section.key=value`, or `--section.key value`) over nested dicts.
+
+    Values are read as YAML: `true`, `null`, `[1, 2]` mean what they mean in the file.
+    """
+    merged = copy.deepcopy(raw)
+    items = iter(overrides)
+    for item in items:
+        key, equals, text = item.removeprefix("--").partition("=")
+        if not equals and item.startswith("--"):
+            following = next(items, None)
+            if following is None:
+                raise ConfigError(f"{item}: expected a value after it, got nothing")
+            text, equals = following, "="
+        if not equals or not key:
+            raise ConfigError(f"{item!r}: expected key=value, e.g. optimizer.lr=1e-5")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{key}: {text!r} is not a YAML value: {error}") from error
+        _set_nested(merged, key, value)
+    return merged
+
+
+def _set_nested(raw: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, last = dotted.split(".")
+    node = raw
+    for depth, parent in enumerate(parents):
+        if node.get(parent) is None:
+            node[parent] = {}
+        node = node[parent]
+        if not isinstance(node, dict):
+            raise ConfigError(f"{dotted}: {'.'.join(parents[: depth + 1])} is a value, not a section")
+    node[last] = value
+
+
+def _explain(item: Any) -> str:
+    """One pydantic error as `key: expected …, got …`."""
+    location = tuple(str(part) for part in item["loc"])
+    key = ".".join(location)
+    if item["type"] == "extra_forbidden":
+        known = _known_keys(location[:-1])
+        near = difflib.get_close_matches(location[-1], known, n=1)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        return f"{key}: unknown key; {hint}known keys here: {', '.join(known)}"
+    if item["type"] == "missing":
+        return f"{key}: expected a value, got nothing"
+    if item["type"] == "value_error":
+        message = str(item["ctx"]["error"])
+        return f"{key}: {message}" if key else message
+    expected = item["msg"].removeprefix("Input should be ")
+    return f"{key}: expected {expected}, got {item['input']!r}"
+
+
+def _known_keys(section: tuple[str, ...]) -> list[str]:
+    node: type[BaseModel] = Config
+    for name in section:
+        annotation = node.model_fields[name].annotation
+        options = (annotation, *get_args(annotation))
+        node = next(option for option in options if isinstance(option, type) and issubclass(option, BaseModel))
+    return list(node.model_fields)

@@ -1,0 +1,99 @@
+"""Where the wall time of a step goes: a clock that is always in exactly one phase, so that the phases add up to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# In the order of a step. `other` is what belongs to none of them: the loop itself.
+PHASES = {
+    "rollout": "the engine generates",
+    "score": "answers are checked",
+    "pack": "advantages, sequences laid out in micro-batches",
+    "old_logprobs": "forward passes for the ratios' denominator",
+    "ref_logprobs": "forward passes of the reference",
+    "forward_backward": "forward and backward passes of the updates",
+    "optimizer": "gradient norm, AdamW, masters rounded into the model",
+    "sync": "weights to the engine, its memory back and forth",
+    "probe": "the engine asked whether it has them",
+    "log": "figures, rollouts and logs written",
+    "evaluate": "held-out problems",
+    "save": "checkpoints",
+    "other": "none of these",
+}
+OTHER = "other"
+
+
+class StepClock:
+    """Seconds by phase since the last ``lap``. A phase inside another takes its time off the outer one's."""
+
+    def __init__(self, device: torch.device | None = None, on_phase: Callable[[str], None] | None = None) -> None:
+        """On a CUDA ``device`` a phase ends when its work has, not when it is queued. ``on_phase`` hears of changes."""
+        self._cuda = device if device is not None and device.type == "cuda" else None
+        self._on_phase = on_phase
+        self._seconds: dict[str, float] = {}
+        self._phase, self._since = OTHER, time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        outer = self._phase
+        self._turn_to(name)
+        try:
+            yield
+        finally:
+            self._turn_to(outer)
+
+    def so_far(self) -> dict[str, float]:
+        """Seconds by phase since the last lap; their sum is the wall time since then."""
+        self._turn_to(self._phase)
+        return dict(self._seconds)
+
+    def lap(self) -> dict[str, float]:
+        """The same, and start again."""
+        seconds = self.so_far()
+        self._seconds = {}
+        return seconds
+
+    def _turn_to(self, name: str) -> None:
+        if self._cuda is not None:
+            torch.cuda.synchronize(self._cuda)
+        now = time.perf_counter()
+        self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
+        self._since = now
+        if name != self._phase:
+            self._phase = name
+            if self._on_phase is not None:
+                self._on_phase(name)
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseShare:
+    """``seconds`` are a mean over the steps, those included in which the phase did not occur."""
+
+    phase: str
+    seconds: float
+    share: float
+
+
+def seconds_by_phase(event: Mapping[str, Any]) -> dict[str, float]:
+    """The phases of one line of `timings.jsonl`."""
+    return {key.removeprefix("seconds/"): value for key, value in event.items() if key.startswith("seconds/")}
+
+
+def time_split(timings: Iterable[Mapping[str, Any]]) -> list[PhaseShare]:
+    """How an average step divides up, the largest phase first; the shares add up to 1. Empty without a step."""
+    steps = [seconds_by_phase(event) for event in timings if event["kind"] == "step"]
+    total = sum(sum(step.values()) for step in steps)
+    if not total:
+        return []
+    sums: dict[str, float] = {}
+    for step in steps:
+        for phase, seconds in step.items():
+            sums[phase] = sums.get(phase, 0.0) + seconds
+    shares = [PhaseShare(phase, seconds / len(steps), seconds / total) for phase, seconds in sums.items()]
+    return sorted(shares, key=lambda item: -item.seconds)

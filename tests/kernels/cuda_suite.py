@@ -1,0 +1,153 @@
+"""The "cuda" backend's own tests under emulation. Started by ``test_cuda.py``; not collected by itself.
+
+T tokens, V vocabulary. Vectors of 16 bytes, tiles of 16 KiB, slices of up to 40 KiB, clusters of up to 16 slices.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+from emulated_cuda import load
+from torch import Tensor
+
+from dapo_kernels import cuda, reference
+from dapo_kernels.objectives import OBJECTIVES
+from dapo_kernels.surrogate import ObjectiveScalars
+from dapo_kernels.tokens import RowLoss, Tokens
+
+PATHS = ("cluster", "sweep", "split")
+# Rows of one element; around a vector, a tile, a slice, two slices; the last with a tail.
+BF16_VOCABS = (1, 7, 8, 9, 1031, 8191, 8193, 20481, 45003)
+DTYPES = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+COVERAGE = load("cuda_coverage", os.environ["CUDA_EMULATION"])
+
+
+def stored(n: int, vocab: int, dtype: torch.dtype, offset: int, gap: int) -> tuple[Tensor, Tensor]:
+    """Memory full of NaN, and rows in it that begin after ``offset`` elements with ``gap`` between them."""
+    memory = torch.full((offset + n * (vocab + gap) + 64,), math.nan).to(dtype)
+    return memory, memory[offset : offset + n * (vocab + gap)].view(n, vocab + gap)[:, :vocab]
+
+
+def problem(n: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tokens]:
+    g = torch.Generator().manual_seed(vocab)
+    logits = (torch.randn(n, vocab, generator=g) * 3).to(dtype)
+    ids = torch.randint(vocab, (n,), generator=g)
+    live = torch.ones(n, dtype=torch.bool)
+    live[[1, 4]] = False
+    logprobs, _, _ = reference.row_stats(logits.double(), ids, live, 0.7, False)
+
+    def near() -> Tensor:
+        return (logprobs + 0.3 * torch.randn(n, generator=g).double()).float()
+
+    weights = torch.rand(n, generator=g)
+    weights[2] = 0.0
+    return logits, ids, Tokens(live, weights, torch.randn(n, generator=g), near(), near(), None)
+
+
+def run(path: str, rows: Tensor, ids: Tensor, tokens: Tokens, options: dict[str, Any]) -> RowLoss:
+    cuda.PATH = path
+    scalars = ObjectiveScalars.of(OBJECTIVES["grpo"])
+    return cuda.row_loss_(
+        rows, ids, 0.7, tokens, scalars, options.get("entropy_coef", 0.0), False, options.get("softcap")
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"entropy_coef": 0.1}, {"softcap": 5.0}], ids=str)
+@pytest.mark.parametrize("vocab", BF16_VOCABS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_loss_and_gradient_of_every_path(dtype: torch.dtype, vocab: int, options: dict[str, Any]) -> None:
+    """Float64's values, the same bits on every path and at every alignment, and not a byte outside the rows touched."""
+    logits, ids, tokens = problem(7, vocab, dtype)
+    z = logits.double()
+    cap = options.get("softcap")
+    truth = z if cap is None else cap * torch.tanh(z / cap)
+    slope = torch.ones_like(z) if cap is None else 1 - (truth / cap) ** 2
+    grad = truth.clone()
+    wide = Tokens(*(x.double() if x is not None and x.is_floating_point() else x for x in tokens))
+    scalars = ObjectiveScalars.of(OBJECTIVES["grpo"])
+    expected = reference.row_loss_(grad, ids, 0.7, wide, scalars, options.get("entropy_coef", 0.0), False)
+    grad *= slope
+    first = None
+    for offset, gap in ((0, 0), (1, 3), (5, 0)):
+        for path in PATHS:
+            memory, rows = stored(7, vocab, dtype, offset, gap)
+            rows.copy_(logits)
+            rows[~tokens.live] = math.nan
+            before = memory.clone()
+            out = run(path, rows, ids, tokens, options)
+            got = rows.clone()
+            rows.copy_(before.as_strided(rows.shape, rows.stride(), rows.storage_offset()))
+            assert torch.equal(memory.view(BITS[dtype]), before.view(BITS[dtype])), (path, offset, gap)
+            if first is None:
+                first = (out, got)
+            assert torch.equal(got, first[1]), (path, offset, gap)
+            for mine, theirs in zip(out, first[0], strict=True):
+                assert (mine is None) == (theirs is None)
+                assert mine is None or torch.equal(mine, theirs), (path, offset, gap)
+    assert first is not None
+    out, got = first
+    assert (out.logprobs - expected.logprobs).abs().max() < 3e-6
+    assert out.loss.item() == pytest.approx(expected.loss.item(), rel=2e-5, abs=2e-5)
+    error = (got.double() - grad).abs() - grad.abs() * DTYPES[dtype]
+    assert error.max() < (4e-6 if dtype == torch.float32 else 1e-5)
+    assert not got[~tokens.live | (tokens.weights == 0)].any()
+
+
+def test_rows_alone_and_together_give_the_same_bits() -> None:
+    logits, ids, tokens = problem(7, 20481, torch.bfloat16)
+    together = logits.clone()
+    out = run("cluster", together, ids, tokens, {})
+    for row in (0, 3, 6):
+        alone = logits[row : row + 1].clone()
+        mine = run("split", alone, ids[row : row + 1], tokens.rows(slice(row, row + 1)), {})
+        assert torch.equal(alone[0], together[row])
+        assert torch.equal(mine.logprobs[0], out.logprobs[row])
+
+
+def test_a_softcap_takes_minus_infinity_to_its_bound() -> None:
+    logits = torch.randn(2, 9000, generator=torch.Generator().manual_seed(0))
+    logits[:, 100:8990] = -math.inf
+    ids, live = torch.tensor([5, 200]), torch.ones(2, dtype=torch.bool)
+    logprobs, _, entropy = cuda.row_stats(logits, ids, live, 1.0, True, 3.0)
+    truth = torch.log_softmax(3 * torch.tanh(logits.double() / 3), -1)
+    assert entropy is not None
+    torch.testing.assert_close(logprobs.double(), truth[torch.arange(2), ids], rtol=0, atol=2e-6)
+    torch.testing.assert_close(entropy.double(), -(truth.exp() * truth).sum(-1), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("vocab", [1, 2, 7, 8, 9, 127, 4096, 4097, 8200, 20480, 20489, 32001, 151936, 152064, 262144])
+def test_a_cluster_covers_each_element_once(vocab: int, itemsize: int) -> None:
+    for address in range(0, 16, itemsize):
+        for what, counts in zip(
+            ("fetched", "summed", "written"), COVERAGE.coverage(vocab, itemsize, address), strict=True
+        ):
+            assert min(counts) == max(counts) == 1, (what, address)
+
+
+def test_slices_of_known_vocabularies() -> None:
+    """(slices, vectors of each, whether a cluster holds the row)."""
+    assert COVERAGE.slices(32000, 2) == (2, 2000, True)
+    assert COVERAGE.slices(151936, 2) == (8, 2376, True)
+    assert COVERAGE.slices(151936, 4) == (16, 2376, True)
+    assert COVERAGE.slices(1_800_000, 2) == (16, 14064, True)
+    slices, per_slice, fits = COVERAGE.slices(2_000_000, 2)
+    assert not fits
+    assert slices * per_slice >= 250_000
+
+
+def test_a_row_beyond_a_cluster() -> None:
+    vocab = 1_900_000
+    g = torch.Generator().manual_seed(1)
+    logits = torch.randn(2, vocab, generator=g).bfloat16()
+    rows = cuda._rows(logits)
+    assert cuda._cuda.choose_path(rows).name == "split"
+    ids, live = torch.tensor([0, vocab - 1]), torch.ones(2, dtype=torch.bool)
+    logprobs, _, _ = cuda.row_stats(logits, ids, live, 1.0, False)
+    truth = torch.log_softmax(logits.double(), -1)[torch.arange(2), ids]
+    torch.testing.assert_close(logprobs.double(), truth, rtol=0, atol=3e-6)

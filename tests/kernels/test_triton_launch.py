@@ -1,0 +1,72 @@
+"""Triton's launchers: what a launch follows from, and that batches of other shapes compile nothing anew."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed (pip install triton)", allow_module_level=True)
+
+from dapo_kernels import OBJECTIVES, triton
+from dapo_kernels.surrogate import ObjectiveScalars
+from dapo_kernels.tokens import Tokens
+from dapo_kernels.triton import kernels
+
+
+def test_the_launch_follows_the_row_alone() -> None:
+    picked = {(v, b): triton.launch_for(v, b).num_warps for v in (2, 6144, 6145, 32_000, 151_936) for b in (2, 4)}
+    assert picked == {
+        (2, 2): 4, (2, 4): 4, (6144, 2): 4, (6144, 4): 8, (6145, 2): 8, (6145, 4): 16,
+        (32_000, 2): 32, (32_000, 4): 32, (151_936, 2): 32, (151_936, 4): 32,
+    }  # fmt: skip
+    shape = triton._shape(torch.empty(1, 151_936, dtype=torch.bfloat16))
+    assert shape == {"BLOCK_V": 16_384, "VEC": 8, "num_warps": 32}
+    assert triton._shape(torch.empty(1, 37))["BLOCK_V"] == 64
+
+
+def test_warps_of_64_threads_are_half_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "MAX_WARPS", 16)
+    assert [triton._shape(torch.empty(1, v))["num_warps"] for v in (37, 12_288, 151_936)] == [4, 16, 16]
+
+
+def test_nothing_is_compiled_again_for_another_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's own key of a launch, at batches of other sizes, layouts and positions in memory."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    if not hasattr(kernels.row_loss_kernel, "params"):
+        pytest.skip("TRITON_INTERPRET=1: nothing is compiled")
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    keys: dict[str, set[str]] = {}
+
+    def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **meta: Any) -> None:
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        _, specialization, _ = bind(*args, **meta)
+        keys.setdefault(kernel.__name__, set()).add(str(specialization))
+
+    monkeypatch.setattr(triton, "launch", launch)
+    scalars = ObjectiveScalars.of(OBJECTIVES["grpo"])
+    for shape in ((1,), (2,), (16,), (31,), (1, 1), (2, 16), (3, 5)):
+        for first in (0, 1, 3):  # per-token tensors that start anywhere
+            n = torch.Size(shape).numel()
+            per_token = torch.zeros(n + first)[first:]
+            ids = torch.zeros(n + first, dtype=torch.int64)[first:]
+            live = torch.ones(n + first, dtype=torch.bool)[first:]
+            logits = torch.zeros(*shape, 512, dtype=torch.bfloat16)
+            if shape == (1, 1):  # as in a padded batch beyond 2³¹ elements
+                logits = logits.as_strided((1, 1, 512), (2**32, 512, 1))
+            tokens = Tokens(live, *(per_token,) * 4, None)
+            for low in (0.2, 1):  # an int is a number too
+                some = scalars._replace(clip_low=low)
+                triton.row_loss_(logits, ids, per_token + 1, tokens, some, 0.1, True)
+                triton.token_loss(per_token, per_token, tokens, some)
+            _, norm, entropy = triton.row_stats(logits, ids, live, 1.0, True)
+            triton.row_grad(logits, logits, ids, live, 1.0, norm, entropy, per_token, per_token)
+    # One layout each, [N, V]; the padded one differs in its strides' divisibility only when they are 0.
+    assert {name: len(found) for name, found in keys.items()} == dict.fromkeys(keys, 1)
+    assert len(keys) == 4
