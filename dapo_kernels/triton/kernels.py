@@ -13,9 +13,9 @@ The statistics sweep sees a block as [BLOCK_V / VEC, VEC], VEC logits being one 
 sum stay within the thread until the row ends, so that the loop has no barrier, and rescaling to a new maximum costs one
 exponential per VEC logits.
 
-The loops end at V rounded down to a multiple of 16, which the compiler sees to be one: their masks are then the same for
-the 16 bytes of an access, and accesses have 128 bits wherever rows start on 16 bytes. The last V mod 16 logits are a
-thread's each, before the loop (HAS_REST).
+The loops end at V rounded down to a multiple of 16, which the compiler knows to be one: a mask is then the same for all
+16 bytes of an access, and accesses have 128 bits wherever rows start on 16 bytes. HAS_REST says that V mod 16 logits are
+left; they take one thread each.
 
 Compiled once per dtype, set of options and alignment of the logits: what changes from batch to batch (counts, the
 alignment of per-token tensors) is named in ``_PER_CALL`` and not specialized on, strides are int64 whatever their
