@@ -134,9 +134,8 @@ def table(config: Config, steps: list[Step], times: list[float]) -> str:
         lines.append(f"| {step.name} | {ms:.2f} | {ms / whole:.0%} | {speed} | {rate} |")
     if any(step.part for step in steps):
         rest = whole - sum(ms for step, ms in zip(steps, times, strict=True) if step.part)
-        lines.append(
-            f"| left over: host work, copies of [N] tensors, steps that were faster alone | {rest:.2f} | {rest / whole:.0%} | | | | |"
-        )
+        name = "left over: host work, copies of [N] tensors, steps that were faster alone"
+        lines.append(f"| {name} | {rest:.2f} | {rest / whole:.0%} | | | | |")
     return "\n".join(lines) + "\n"
 
 
