@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from oracle import Flat, dapo_paper
 from torch import Tensor
 
 from dapo_kernels import dapo_loss, linear_dapo_loss
-from tests.kernels.oracle import Flat, dapo_paper
 
 T, V, H = 1024, 257, 16
 SCALE = 65536.0  # a loss scaler's usual start

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import as_accurate
+from oracle import Flat, dapo_paper
 from torch import Tensor
 
 from dapo_kernels import dapo_loss, linear_dapo_loss
-from tests.kernels.closeness import as_accurate
-from tests.kernels.oracle import Flat, dapo_paper
 
 pytestmark = pytest.mark.slow
 
