@@ -60,12 +60,11 @@ def launch_for(vocab: int, itemsize: int) -> Launch:
 
 
 def _shape(logits: Tensor) -> dict[str, int]:
-    """Block, logits of a 128-bit access, whether some are left after the last multiple of 16, and warps."""
+    """Block, logits of a 128-bit access and warps."""
     vocab, itemsize = logits.shape[-1], logits.element_size()
-    chosen, vec = launch_for(vocab, itemsize), 16 // itemsize
-    # At least 16 running sums, for the logits that are left take one each.
-    block = min(chosen.block(itemsize), max(16 * vec, triton.next_power_of_2(vocab)))
-    return {"BLOCK_V": block, "VEC": vec, "HAS_REST": vocab % 16 != 0, "num_warps": min(chosen.num_warps, MAX_WARPS)}
+    chosen = launch_for(vocab, itemsize)
+    block = min(chosen.block(itemsize), max(16, triton.next_power_of_2(vocab)))
+    return {"BLOCK_V": block, "VEC": 16 // itemsize, "num_warps": min(chosen.num_warps, MAX_WARPS)}
 
 
 def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **meta: Any) -> None:

@@ -28,12 +28,9 @@ _TYPES = {
 }
 _SCALARS = {"temperature", "softcap", "clip_low", "clip_high", "dual_clip", "tau_positive", "tau_negative", "kl_coef"}
 _SCALARS |= {"entropy_coef"}
-# Rows, and what of theirs the launcher's specialization finds to be a multiple of 16: a vocabulary that is one; one that
-# is not, such as GPT-2's 50257, in rows padded to one, as a chunk's buffer has them; and in rows that follow each other.
-# torch's allocations start on 16 bytes.
-_POINTERS = ("Logits", "Out")
-_STRIDES = ("stride_outer", "stride_inner", "out_stride_outer", "out_stride_inner")
-ROWS = {"even": (*_POINTERS, *_STRIDES, "V"), "padded": (*_POINTERS, *_STRIDES), "odd": _POINTERS}
+# What the launcher's specialization finds for a vocabulary that is a multiple of 16. A chunk's buffer and torch's
+# allocations start on 16 bytes.
+_ALIGNED = ("Logits", "Out", "V", "stride_outer", "stride_inner", "out_stride_outer", "out_stride_inner")
 
 _PLAIN: dict[str, Any] = {"SURROGATE": "clip", "KL_ESTIMATOR": "k3", "KL_THROUGH_RATIO": False}
 _ALONE: dict[str, Any] = {"Temperatures": None, "RefLogprobs": None, "ImportanceWeights": None, "RefKl": None}
@@ -104,9 +101,7 @@ def _signature(fn: Any, logits: str, constants: dict[str, Any]) -> dict[str, str
     return types
 
 
-def compiled(
-    kernel: str, logits: str, constants: dict[str, Any], capability: int, warps: int, rows: str = "even"
-) -> Compiled:
+def compiled(kernel: str, logits: str, constants: dict[str, Any], capability: int, warps: int) -> Compiled:
     """Through ``triton.compile`` and the disassembler."""
     import triton
     import triton.backends.nvidia as nvidia
@@ -120,7 +115,7 @@ def compiled(
         fn=fn,
         signature=types,
         constexprs={index[name]: value for name, value in constants.items()},
-        attrs={index[name]: [["tt.divisibility", 16]] for name in types if name in ROWS[rows]},
+        attrs={index[name]: [["tt.divisibility", 16]] for name in types if name in _ALIGNED},
     )
     out = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
     tools = Path(nvidia.__file__).parent / "bin"
@@ -137,12 +132,12 @@ def compiled(
     )
 
 
-def row_kernel(variant: str, logits: str, capability: int, launch: Launch, rows: str = "even") -> Compiled:
+def row_kernel(variant: str, logits: str, capability: int, launch: Launch) -> Compiled:
     """A row kernel as the launcher would have it for long rows of this launch."""
     chosen, warps = VARIANTS[variant], launch.num_warps
     itemsize = ITEMSIZE[logits]
-    shape = {"BLOCK_V": launch.block(itemsize), "VEC": 16 // itemsize, "HAS_REST": rows != "even"}
-    return compiled(chosen.kernel, logits, {**chosen.constants, **shape}, capability, warps, rows)
+    shape = {"BLOCK_V": launch.block(itemsize), "VEC": 16 // itemsize}
+    return compiled(chosen.kernel, logits, {**chosen.constants, **shape}, capability, warps)
 
 
 def _run(*arguments: str | Path) -> str:
