@@ -74,8 +74,8 @@ class Config:
 _OURS = ("mul_", "three GEMMs", "one GEMM", "dapo_kernels")
 _OURS_AND_EAGER = (*_OURS, "eager", "eager, softmax in fp32")
 
-_LOGITS = Config("logits", "bfloat16", 2048, 49152, n_sequences=4, seconds=12.0)
-_HIDDEN = Config("hidden", "bfloat16", 2048, 49152, hidden=576, n_sequences=4, min_rounds=3, seconds=20.0)
+_LOGITS = Config("logits", "bfloat16", 2048, 49152, n_sequences=4, seconds=8.0)
+_HIDDEN = Config("hidden", "bfloat16", 2048, 49152, hidden=576, n_sequences=4, min_rounds=3, seconds=15.0)
 # The head of Qwen2.5-0.5B: the widest vocabulary in use on the smallest hidden size.
 _WIDE = replace(_HIDDEN, vocab=151936, hidden=896, min_rounds=2)
 
@@ -119,7 +119,7 @@ LOGITS_SWEEP = (
     _brief(_LOGITS, clipped=0.3),
     *_OBJECTIVES_ON_LOGITS,
     _short(_LOGITS, dtype="float32", mode="forward"),
-    replace(_LOGITS, mode="forward", seconds=6.0),
+    replace(_LOGITS, mode="forward", seconds=4.0),
     _short(_LOGITS, mode="forward", entropy=True),
     # An older processor.
     _short(_LOGITS, dtype="float32", isa="avx2"),
@@ -129,16 +129,16 @@ LOGITS_SWEEP = (
 HIDDEN_SWEEP = (
     _short(_HIDDEN, n_tokens=1, n_sequences=1),
     _short(_HIDDEN, n_tokens=256, n_sequences=1),
-    _short(_HIDDEN, dtype="float32"),
+    _short(_HIDDEN, dtype="float32", min_rounds=2),
     _brief(_HIDDEN, live=0.5),
     _brief(_HIDDEN, live=0.2),
     _brief(_HIDDEN, clipped=0.3),
     *_OBJECTIVES_ON_HIDDEN,
-    replace(_HIDDEN, mode="forward", seconds=6.0),
+    replace(_HIDDEN, mode="forward", seconds=6.0, min_rounds=2),
     _short(_HIDDEN, mode="forward", entropy=True),
-    _short(_WIDE, seconds=8.0),
+    replace(_WIDE, seconds=6.0, contestants=(*_OURS, "eager")),
     # The longest response of the DAPO recipe: its logits alone are 5.8 GiB in bfloat16.
-    replace(_WIDE, n_tokens=20480, n_sequences=1, rounds=1, min_rounds=1, contestants=_OURS),
+    replace(_WIDE, n_tokens=20480, n_sequences=1, rounds=1, min_rounds=1, contestants=("dapo_kernels",)),
 )
 
 # One configuration of each kind, small enough for a test run and for pytest-benchmark.
