@@ -13,7 +13,16 @@ import torch
 from gpu import DEVICE, NEEDS_DEVICE, batch, keywords_of, near, poison, same, step
 from torch import Tensor
 
-from dapo_kernels import OBJECTIVES, dapo_loss, linear_dapo_loss, linear_token_logprobs, policy_loss, token_logprobs
+from dapo_kernels import (
+    OBJECTIVES,
+    dapo_loss,
+    linear_dapo_loss,
+    linear_token_logprobs,
+    policy_loss,
+    token_logprobs,
+    use_backend,
+)
+from dapo_kernels.backends import available_backends
 
 pytestmark = [pytest.mark.gpu, NEEDS_DEVICE]
 ROOT = Path(__file__).parents[2]
@@ -57,6 +66,30 @@ def test_a_row_has_the_same_bits_wherever_it_stands(gpu_backend: str, vocab: int
         for t in (0, 1, n - 1):
             alone = rows(torch.tensor([t], device=DEVICE), inplace)
             assert same(alone, tuple(x[t : t + 1] for x in together))
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [513, 32003, 151936])
+def test_every_kernel_of_the_cuda_backend_gives_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, vocab: int, dtype: torch.dtype, entropy_coef: float
+) -> None:
+    """One cluster per row, one block per row, slices of a row: the in-place loss, rows that start anywhere."""
+    why = available_backends().get("cuda", "dapo_kernels has no such backend")
+    if why is not None:
+        pytest.skip(f"cuda: {why}")
+    from dapo_kernels import cuda
+
+    b = batch(40, vocab, dtype=dtype)
+    paths = ["sweep", "split", *(["cluster"] if torch.cuda.get_device_capability() >= (9, 0) else [])]
+    found = {}
+    with use_backend("cuda"):
+        for path in paths:
+            monkeypatch.setattr(cuda, "PATH", path)
+            fresh = {**b, "logits": b["logits"].clone()}
+            found[path] = step(fresh, inplace_backward=True, entropy_coef=entropy_coef)
+    for path in paths[1:]:
+        assert same(found[path], found[paths[0]]), f"{path} and {paths[0]} differ"
 
 
 # --- streams, graphs, waiting -----------------------------------------------------------------------------
