@@ -60,11 +60,16 @@ def launch_for(vocab: int, itemsize: int) -> Launch:
 
 
 def _shape(logits: Tensor) -> dict[str, int]:
-    """Block, logits of a 128-bit access and warps."""
+    """How the rows are cut. ``HAS_REST`` repeats what Triton specializes V on: nothing is compiled anew for it."""
     vocab, itemsize = logits.shape[-1], logits.element_size()
-    chosen = launch_for(vocab, itemsize)
-    block = min(chosen.block(itemsize), max(16, triton.next_power_of_2(vocab)))
-    return {"BLOCK_V": block, "VEC": 16 // itemsize, "num_warps": min(chosen.num_warps, MAX_WARPS)}
+    chosen, vec = launch_for(vocab, itemsize), 16 // itemsize
+    return {
+        # At least 16 running sums, because the logits after the last multiple of 16 take one each.
+        "BLOCK_V": min(chosen.block(itemsize), max(16 * vec, triton.next_power_of_2(vocab))),
+        "VEC": vec,  # logits of a 128-bit access
+        "HAS_REST": vocab % 16 != 0,
+        "num_warps": min(chosen.num_warps, MAX_WARPS),
+    }
 
 
 def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **meta: Any) -> None:

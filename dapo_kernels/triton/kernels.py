@@ -13,6 +13,10 @@ The statistics sweep sees a block as [BLOCK_V / VEC, VEC], VEC logits being one 
 sum stay within the thread until the row ends, so that the loop has no barrier, and rescaling to a new maximum costs one
 exponential per VEC logits.
 
+The loops end at V rounded down to a multiple of 16, which the compiler knows to be one: a mask is then the same for
+all 16 bytes of an access, and accesses have 128 bits wherever strides are multiples of 16. HAS_REST says that V mod 16
+logits are left; they take one thread each.
+
 Compiled once per dtype, set of options and alignment of the logits: what changes from batch to batch (counts, the
 alignment of per-token tensors) is named in ``_PER_CALL`` and not specialized on, strides are int64 whatever their
 value. Nothing is tuned at run time: these kernels write over their input.
@@ -77,22 +81,35 @@ def _capped(x, softcap, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _load_logits(X, offs_v, end, softcap, HAS_SOFTCAP: tl.constexpr):
+    """−inf from ``end`` on."""
+    mask_v = offs_v < end
+    x = tl.load(X + offs_v, mask=mask_v, other=float("-inf")).to(tl.float32)
+    x, _ = _capped(x, softcap, HAS_SOFTCAP)
+    if HAS_SOFTCAP:
+        x = tl.where(mask_v, x, float("-inf"))
+    return x
+
+
+@triton.jit
 def _sweep_stats(
     X, V, c, softcap,
-    BLOCK_V: tl.constexpr, VEC: tl.constexpr, WITH_ENTROPY: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    BLOCK_V: tl.constexpr, VEC: tl.constexpr, HAS_REST: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """(top, sum, Σ 2^d·d) of one row, d = (x − top)·c. The maximum starts finite: −inf − −inf would be NaN."""
     top = tl.full((BLOCK_V // VEC,), -1.0e38, tl.float32)
     total = tl.zeros((BLOCK_V // VEC,), tl.float32)
     weighted = tl.zeros((BLOCK_V // VEC,), tl.float32)
+    end = V // 16 * 16 if HAS_REST else V
+    if HAS_REST:
+        rest = end + tl.arange(0, BLOCK_V // VEC)
+        x_rest = _load_logits(X, rest, V, softcap, HAS_SOFTCAP)
+        top = tl.maximum(top, x_rest)
+        total = tl.exp2((x_rest - top) * c)  # 1, or NaN; 0 at −inf and where there is no logit
     tile = tl.arange(0, BLOCK_V // VEC)[:, None] * VEC + tl.arange(0, VEC)[None, :]
-    for start in range(0, V, BLOCK_V):
-        offs_v = start + tile
-        mask_v = offs_v < V
-        x = tl.load(X + offs_v, mask=mask_v, other=float("-inf")).to(tl.float32)
-        x, _ = _capped(x, softcap, HAS_SOFTCAP)
-        if HAS_SOFTCAP:
-            x = tl.where(mask_v, x, float("-inf"))
+    for start in range(0, end, BLOCK_V):
+        x = _load_logits(X, start + tile, end, softcap, HAS_SOFTCAP)
         new_top = tl.maximum(top, tl.max(x, 1))
         d = (x - new_top[:, None]) * c
         if WITH_ENTROPY:
@@ -134,31 +151,47 @@ def _row_gradient(x_target, tau, top, total, w, v, entropy, HAS_ENTROPY: tl.cons
 
 
 @triton.jit
-def _sweep_grad(
-    Out, X, V, c, softcap, top, a, b, target, at_target,
-    BLOCK_V: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+def _store_grad(
+    Out, X, offs_v, end, c, softcap, top, a, b, target, at_target,
+    HAS_ENTROPY: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Backwards: what the statistics sweep read last is still in the cache, however many rows share it."""
-    last = (V - 1) // BLOCK_V
-    for step in range(last + 1):
-        offs_v = (last - step) * BLOCK_V + tl.arange(0, BLOCK_V)
-        mask_v = offs_v < V
-        x = tl.load(X + offs_v, mask=mask_v, other=float("-inf")).to(tl.float32)
-        x, slope = _capped(x, softcap, HAS_SOFTCAP)
-        d = tl.maximum((x - top) * c, -200.0, propagate_nan=tl.PropagateNan.ALL)
-        p = tl.exp2(d)
-        grad = p * (a + b * d) if HAS_ENTROPY else p * a
-        if HAS_SOFTCAP:
-            grad *= slope
-        grad = tl.where(offs_v == target, at_target, grad)
-        tl.store(Out + offs_v, grad.to(Out.dtype.element_ty), mask=mask_v)
+    mask_v = offs_v < end
+    x = tl.load(X + offs_v, mask=mask_v, other=float("-inf")).to(tl.float32)
+    x, slope = _capped(x, softcap, HAS_SOFTCAP)
+    d = tl.maximum((x - top) * c, -200.0, propagate_nan=tl.PropagateNan.ALL)
+    p = tl.exp2(d)
+    grad = p * (a + b * d) if HAS_ENTROPY else p * a
+    if HAS_SOFTCAP:
+        grad *= slope
+    grad = tl.where(offs_v == target, at_target, grad)
+    tl.store(Out + offs_v, grad.to(Out.dtype.element_ty), mask=mask_v)
 
 
 @triton.jit
-def _sweep_zeros(Out, V, BLOCK_V: tl.constexpr):
-    for start in range(0, V, BLOCK_V):
+def _sweep_grad(
+    Out, X, V, c, softcap, top, a, b, target, at_target,
+    BLOCK_V: tl.constexpr, HAS_REST: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Backwards: what the statistics sweep read last is still in the cache, however many rows share it."""
+    end = V // 16 * 16 if HAS_REST else V
+    if HAS_REST:
+        rest = end + tl.arange(0, 16)
+        _store_grad(Out, X, rest, V, c, softcap, top, a, b, target, at_target, HAS_ENTROPY, HAS_SOFTCAP)
+    steps = tl.cdiv(end, BLOCK_V)
+    for step in range(steps):
+        offs_v = (steps - 1 - step) * BLOCK_V + tl.arange(0, BLOCK_V)
+        _store_grad(Out, X, offs_v, end, c, softcap, top, a, b, target, at_target, HAS_ENTROPY, HAS_SOFTCAP)
+
+
+@triton.jit
+def _sweep_zeros(Out, V, BLOCK_V: tl.constexpr, HAS_REST: tl.constexpr):
+    end = V // 16 * 16 if HAS_REST else V
+    for start in range(0, end, BLOCK_V):
         offs_v = start + tl.arange(0, BLOCK_V)
-        tl.store(Out + offs_v, tl.zeros((BLOCK_V,), Out.dtype.element_ty), mask=offs_v < V)
+        tl.store(Out + offs_v, tl.zeros((BLOCK_V,), Out.dtype.element_ty), mask=offs_v < end)
+    if HAS_REST:
+        rest = end + tl.arange(0, 16)
+        tl.store(Out + rest, tl.zeros((16,), Out.dtype.element_ty), mask=rest < V)
 
 
 @triton.jit(**_PER_CALL)
@@ -166,7 +199,7 @@ def row_stats_kernel(
     Logits, inner, stride_outer: tl.int64, stride_inner: tl.int64, V,
     Targets, Live, Temperatures, temperature, softcap,
     Logprobs, Norm, Entropy,
-    HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr, VEC: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr, VEC: tl.constexpr, HAS_REST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if tl.load(Live + row) == 0:
@@ -180,7 +213,7 @@ def row_stats_kernel(
     tau = _temperature(Temperatures, temperature, row)
     c = LOG2E / tau
     x_target, _ = _capped(tl.load(X + tl.load(Targets + row)).to(tl.float32), softcap, HAS_SOFTCAP)
-    top, total, weighted = _sweep_stats(X, V, c, softcap, BLOCK_V, VEC, Entropy is not None, HAS_SOFTCAP)
+    top, total, weighted = _sweep_stats(X, V, c, softcap, BLOCK_V, VEC, HAS_REST, Entropy is not None, HAS_SOFTCAP)
     tl.store(Logprobs + row, _logprob(x_target, tau, top, total))
     tl.store(Norm + 2 * row, top)
     tl.store(Norm + 2 * row + 1, total)
@@ -194,7 +227,7 @@ def row_grad_kernel(
     Logits, inner, stride_outer: tl.int64, stride_inner: tl.int64, V,
     Targets, Live, Temperatures, temperature, softcap,
     Norm, Entropy, DLogprobs, DEntropy,
-    HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr, VEC: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr, VEC: tl.constexpr, HAS_REST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     To = Out + _row_offset(row, out_inner, out_stride_outer, out_stride_inner)
@@ -205,7 +238,7 @@ def row_grad_kernel(
         v = tl.load(DEntropy + row)
         entropy = tl.load(Entropy + row)
     if (tl.load(Live + row) == 0) | ((w == 0.0) & (v == 0.0)):
-        _sweep_zeros(To, V, BLOCK_V)
+        _sweep_zeros(To, V, BLOCK_V, HAS_REST)
         return
     X = Logits + _row_offset(row, inner, stride_outer, stride_inner)
     tau = _temperature(Temperatures, temperature, row)
@@ -217,7 +250,9 @@ def row_grad_kernel(
     tl.debug_barrier()  # in place, no warp may write its gradient before all have read the target's logit
     a, b, at_target = _row_gradient(x_target, tau, top, total, w, v, entropy, DEntropy is not None)
     at_target *= slope_target
-    _sweep_grad(To, X, V, c, softcap, top, a, b, target, at_target, BLOCK_V, DEntropy is not None, HAS_SOFTCAP)
+    _sweep_grad(
+        To, X, V, c, softcap, top, a, b, target, at_target, BLOCK_V, HAS_REST, DEntropy is not None, HAS_SOFTCAP
+    )  # fmt: skip
 
 
 @triton.jit
@@ -234,7 +269,7 @@ def row_loss_kernel(
     SURROGATE: tl.constexpr, clip_low, clip_high, dual_clip, tau_positive, tau_negative,
     kl_coef, KL_ESTIMATOR: tl.constexpr, KL_THROUGH_RATIO: tl.constexpr,
     entropy_coef, HAS_ENTROPY_COEF: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr, VEC: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr, VEC: tl.constexpr, HAS_REST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     X = Logits + _row_offset(row, inner, stride_outer, stride_inner)
@@ -247,13 +282,13 @@ def row_loss_kernel(
             tl.store(Entropy + row, 0.0)
         if RefKl is not None:
             tl.store(RefKl + row, 0.0)
-        _sweep_zeros(X, V, BLOCK_V)
+        _sweep_zeros(X, V, BLOCK_V, HAS_REST)
         return
     tau = _temperature(Temperatures, temperature, row)
     c = LOG2E / tau
     target = tl.load(Targets + row)
     x_target, slope_target = _capped(tl.load(X + target).to(tl.float32), softcap, HAS_SOFTCAP)
-    top, total, weighted = _sweep_stats(X, V, c, softcap, BLOCK_V, VEC, Entropy is not None, HAS_SOFTCAP)
+    top, total, weighted = _sweep_stats(X, V, c, softcap, BLOCK_V, VEC, HAS_REST, Entropy is not None, HAS_SOFTCAP)
     logprob = _logprob(x_target, tau, top, total)
     weight = tl.load(Weights + row)
     log_ratio = logprob - tl.load(OldLogprobs + row) if OldLogprobs is not None else 0.0 * weight
@@ -281,11 +316,11 @@ def row_loss_kernel(
     tl.store(ClipHit + row, hit.to(tl.int8))
     tl.store(Idle + row, idle.to(tl.int8))
     if idle:
-        _sweep_zeros(X, V, BLOCK_V)
+        _sweep_zeros(X, V, BLOCK_V, HAS_REST)
         return
     a, b, at_target = _row_gradient(x_target, tau, top, total, w, v, entropy, HAS_ENTROPY_COEF)
     at_target *= slope_target
-    _sweep_grad(X, X, V, c, softcap, top, a, b, target, at_target, BLOCK_V, HAS_ENTROPY_COEF, HAS_SOFTCAP)
+    _sweep_grad(X, X, V, c, softcap, top, a, b, target, at_target, BLOCK_V, HAS_REST, HAS_ENTROPY_COEF, HAS_SOFTCAP)
 
 
 @triton.jit(**_PER_CALL)

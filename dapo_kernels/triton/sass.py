@@ -28,9 +28,12 @@ _TYPES = {
 }
 _SCALARS = {"temperature", "softcap", "clip_low", "clip_high", "dual_clip", "tau_positive", "tau_negative", "kl_coef"}
 _SCALARS |= {"entropy_coef"}
-# What the launcher's specialization finds for a vocabulary that is a multiple of 16. A chunk's buffer and torch's
-# allocations start on 16 bytes.
-_ALIGNED = ("Logits", "Out", "V", "stride_outer", "stride_inner", "out_stride_outer", "out_stride_inner")
+# Rows, and what of theirs the launcher's specialization finds to be a multiple of 16: a vocabulary that is one; one
+# that is not, such as GPT-2's 50257, in rows padded to one, as a chunk's buffer has them; and in rows that follow each
+# other. torch's allocations start on 16 bytes.
+_POINTERS = ("Logits", "Out")
+_STRIDES = ("stride_outer", "stride_inner", "out_stride_outer", "out_stride_inner")
+ROWS = {"even": (*_POINTERS, *_STRIDES, "V"), "padded": (*_POINTERS, *_STRIDES), "odd": _POINTERS}
 
 _PLAIN: dict[str, Any] = {"SURROGATE": "clip", "KL_ESTIMATOR": "k3", "KL_THROUGH_RATIO": False}
 _ALONE: dict[str, Any] = {"Temperatures": None, "RefLogprobs": None, "ImportanceWeights": None, "RefKl": None}
@@ -101,7 +104,9 @@ def _signature(fn: Any, logits: str, constants: dict[str, Any]) -> dict[str, str
     return types
 
 
-def compiled(kernel: str, logits: str, constants: dict[str, Any], capability: int, warps: int) -> Compiled:
+def compiled(
+    kernel: str, logits: str, constants: dict[str, Any], capability: int, warps: int, rows: str = "even"
+) -> Compiled:
     """Through ``triton.compile`` and the disassembler."""
     import triton
     import triton.backends.nvidia as nvidia
@@ -115,7 +120,7 @@ def compiled(kernel: str, logits: str, constants: dict[str, Any], capability: in
         fn=fn,
         signature=types,
         constexprs={index[name]: value for name, value in constants.items()},
-        attrs={index[name]: [["tt.divisibility", 16]] for name in types if name in _ALIGNED},
+        attrs={index[name]: [["tt.divisibility", 16]] for name in types if name in ROWS[rows]},
     )
     out = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
     tools = Path(nvidia.__file__).parent / "bin"
@@ -132,12 +137,12 @@ def compiled(kernel: str, logits: str, constants: dict[str, Any], capability: in
     )
 
 
-def row_kernel(variant: str, logits: str, capability: int, launch: Launch) -> Compiled:
+def row_kernel(variant: str, logits: str, capability: int, launch: Launch, rows: str = "even") -> Compiled:
     """A row kernel as the launcher would have it for long rows of this launch."""
     chosen, warps = VARIANTS[variant], launch.num_warps
     itemsize = ITEMSIZE[logits]
-    shape = {"BLOCK_V": launch.block(itemsize), "VEC": 16 // itemsize}
-    return compiled(chosen.kernel, logits, {**chosen.constants, **shape}, capability, warps)
+    shape = {"BLOCK_V": launch.block(itemsize), "VEC": 16 // itemsize, "HAS_REST": "V" not in ROWS[rows]}
+    return compiled(chosen.kernel, logits, {**chosen.constants, **shape}, capability, warps, rows)
 
 
 def _run(*arguments: str | Path) -> str:
@@ -145,7 +150,7 @@ def _run(*arguments: str | Path) -> str:
 
 
 def _loops(sass: str) -> list[Loop]:
-    """Loops (backward branches, innermost) that load or store 128 bits, in program order."""
+    """Loops (backward branches, innermost) that load or store, in program order."""
     lines = sass.splitlines()
     labels = {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"(\.L\w+):", line))}
     spans = []
@@ -178,29 +183,37 @@ def rows_per_sm(registers: int, warps: int) -> int:
     return min(REGISTER_FILE // (-(-registers // 8) * 8 * 32), 64) // warps
 
 
-HEADER = "| kernel | logits | warps | sm | registers | rows per SM | spilled bytes | loops over the row |"
-# Every variant at the launch for the longest rows. The others differ in the number of warps only: the plain loss, on
-# one architecture.
-GRID = [(v, d, LAUNCHES[-1], c) for v in VARIANTS for d in ("bf16", "fp32") for c in ARCHITECTURES]
-GRID += [("loss", d, launch, 90) for launch in LAUNCHES[:-1] for d in ("bf16", "fp32")]
+HEADER = "| kernel | rows | logits | warps | sm | registers | rows per SM | spilled bytes | loops over the row |"
+Point = tuple[str, str, Launch, int, str]  # variant, dtype, launch, architecture, rows
 
 
-def name_cells(point: tuple[str, str, Launch, int]) -> list[str]:
+def grid(rows: str, capabilities: tuple[int, ...]) -> list[Point]:
+    """Every variant at the launch for the longest rows."""
+    return [(v, d, LAUNCHES[-1], c, rows) for v in VARIANTS for d in ("bf16", "fp32") for c in capabilities]
+
+
+# The other launches differ in the number of warps only: the plain loss, on one architecture.
+GRID = grid("even", ARCHITECTURES) + grid("padded", (90,)) + grid("odd", (90,))
+GRID += [("loss", d, launch, 90, "even") for launch in LAUNCHES[:-1] for d in ("bf16", "fp32")]
+
+
+def name_cells(point: Point) -> list[str]:
     """The cells of a row that say what was compiled."""
-    variant, logits, launch, capability = point
-    return [f"| {variant}", logits, str(launch.num_warps), str(capability)]
+    variant, logits, launch, capability, rows = point
+    return [f"| {variant}", rows, logits, str(launch.num_warps), str(capability)]
 
 
-def table_row(variant: str, logits: str, launch: Launch, capability: int) -> str:
-    got = row_kernel(variant, logits, capability, launch)
-    rows = rows_per_sm(got.registers, launch.num_warps)
-    figures = [got.registers, rows, got.local_bytes, "; ".join(map(str, got.loops))]
-    return " | ".join([*name_cells((variant, logits, launch, capability)), *map(str, figures)]) + " |"
+def table_row(point: Point) -> str:
+    variant, logits, launch, capability, rows = point
+    got = row_kernel(variant, logits, capability, launch, rows)
+    per_sm = rows_per_sm(got.registers, launch.num_warps)
+    figures = [got.registers, per_sm, got.local_bytes, "; ".join(map(str, got.loops))]
+    return " | ".join([*name_cells(point), *map(str, figures)]) + " |"
 
 
 def table() -> str:
     """Markdown."""
-    return "\n".join([HEADER, "|---|---|---|---|---|---|---|---|", *(table_row(*point) for point in GRID)]) + "\n"
+    return "\n".join([HEADER, "|---|---|---|---|---|---|---|---|---|", *(table_row(point) for point in GRID)]) + "\n"
 
 
 def main(arguments: list[str]) -> None:

@@ -24,8 +24,14 @@ def test_the_launch_follows_the_row_alone() -> None:
         (32_000, 2): 32, (32_000, 4): 32, (151_936, 2): 32, (151_936, 4): 32,
     }  # fmt: skip
     shape = triton._shape(torch.empty(1, 151_936, dtype=torch.bfloat16))
-    assert shape == {"BLOCK_V": 16_384, "VEC": 8, "num_warps": 32}
+    assert shape == {"BLOCK_V": 16_384, "VEC": 8, "HAS_REST": False, "num_warps": 32}
     assert triton._shape(torch.empty(1, 37))["BLOCK_V"] == 64
+    assert triton._shape(torch.empty(1, 2, dtype=torch.bfloat16))["BLOCK_V"] == 128  # 16 running sums
+
+
+def test_the_launch_says_what_triton_specializes_on() -> None:
+    rests = {v: triton._shape(torch.empty(1, v))["HAS_REST"] for v in (1, 15, 16, 50_256, 50_257, 50_264, 50_272)}
+    assert rests == {1: True, 15: True, 16: False, 50_256: False, 50_257: True, 50_264: True, 50_272: False}
 
 
 def test_warps_of_64_threads_are_half_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
