@@ -129,7 +129,7 @@ LOGITS_SWEEP = (
 HIDDEN_SWEEP = (
     _short(_HIDDEN, n_tokens=1, n_sequences=1),
     _short(_HIDDEN, n_tokens=256, n_sequences=1),
-    _short(_HIDDEN, dtype="float32", min_rounds=2),
+    _brief(_HIDDEN, dtype="float32", min_rounds=2),
     _brief(_HIDDEN, live=0.5),
     _brief(_HIDDEN, live=0.2),
     _brief(_HIDDEN, clipped=0.3),
@@ -138,7 +138,7 @@ HIDDEN_SWEEP = (
     _short(_HIDDEN, mode="forward", entropy=True),
     replace(_WIDE, seconds=6.0, contestants=(*_OURS, "eager")),
     # The longest response of the DAPO recipe: its logits alone are 5.8 GiB in bfloat16.
-    replace(_WIDE, n_tokens=20480, n_sequences=1, rounds=1, min_rounds=1, contestants=("dapo_kernels",)),
+    replace(_WIDE, n_tokens=20480, n_sequences=1, rounds=1, min_rounds=1, contestants=_OURS),
 )
 
 # One configuration of each kind, small enough for a test run and for pytest-benchmark.
