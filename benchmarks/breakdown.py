@@ -150,8 +150,8 @@ def main() -> int:
     pages = [
         "# Where the time goes\n",
         f"- machine: {machine.headline(described)}\n- commit: {machine.commit()}\n"
-        f"- command: `python -m benchmarks.breakdown`, {started:%Y-%m-%dT%H:%M}Z; medians of "
-        f"{options.rounds} interleaved rounds\n",
+        f"- command: `{machine.command('python', '-m', 'benchmarks.breakdown')}`, {started:%Y-%m-%dT%H:%M}Z; "
+        f"medians of {options.rounds} interleaved rounds\n",
     ]
     for config in HEADLINE:
         config = replace(config, n_tokens=options.tokens)

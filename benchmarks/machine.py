@@ -6,8 +6,10 @@ import importlib.metadata
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,18 @@ def commit() -> str:
     head = git("rev-parse", "--short=12", "HEAD")
     changed = git("status", "--porcelain", "--", "csrc", "dapo_kernels", "benchmarks/*.py")
     return (head or "not a git checkout") + ("+changes" if changed else "")
+
+
+def command(*program: str) -> str:
+    """How this process was called, for its page of results: without ``--out``, a path of one machine."""
+    arguments = iter(sys.argv[1:])
+    kept = []
+    for argument in arguments:
+        if argument == "--out":
+            next(arguments, None)
+        elif not argument.startswith("--out="):
+            kept.append(argument)
+    return shlex.join([*program, *kept])
 
 
 def available_bytes() -> int:

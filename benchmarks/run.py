@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 import time
 from datetime import datetime, timezone
@@ -44,7 +43,7 @@ def main() -> int:
     started = datetime.now(timezone.utc)
     results: dict[str, Any] = {
         "suite": args.suite,
-        "command": shlex.join(["python", *sys.argv]),
+        "command": machine.command("python", "benchmarks/run.py"),
         "started": started.isoformat(timespec="seconds"),
         "threads": threads,
         "machine": here,

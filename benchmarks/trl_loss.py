@@ -17,7 +17,6 @@ import gc
 import json
 import os
 import random
-import shlex
 import statistics
 import subprocess
 import sys
@@ -240,7 +239,7 @@ def main() -> None:
         "threads": args.threads,
         "rounds": args.rounds,
         "started": started.isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmarks.trl_loss", *sys.argv[1:]]),
+        "command": machine.command("python", "-m", "benchmarks.trl_loss"),
         "records": [],
     }
     base = args.out / f"trl-loss-{machine.slug(here)}-{started:%Y%m%d-%H%M}"

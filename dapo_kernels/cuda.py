@@ -15,16 +15,15 @@ from torch import Tensor
 
 from dapo_kernels import _cuda  # type: ignore[attr-defined]
 from dapo_kernels.reference import check_rows, unit_stride
+from dapo_kernels.structs import address, outputs, row_inputs, rows_of, token_inputs
 from dapo_kernels.surrogate import ObjectiveScalars
-from dapo_kernels.tokens import RowLoss, TokenLoss, Tokens
+from dapo_kernels.tokens import RowLoss, TokenLoss, Tokens, empty_row_loss, empty_stats
 
 # The row functions take the softcap of a head, and logits from before it.
 FUSED_SOFTCAP = True
 # How the loss of a row is computed: by the device and the shape ("automatic"), or as a name of _cuda.Path. The results
 # are the same bits either way, which the tests check.
 PATH = "automatic"
-
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def _stream(device: torch.device) -> int:
@@ -36,39 +35,8 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
-def _rows(logits: Tensor) -> Any:
-    """Rows of [N, V] or [B, L, V], whose last stride is 1."""
-    outer = logits.stride(0) if logits.dim() == 3 else 0
-    n_rows, inner = logits.shape[:-1].numel(), max(logits.shape[-2], 1)
-    dtype = _DTYPES[logits.dtype]
-    return _cuda.Rows(logits.data_ptr(), n_rows, logits.shape[-1], inner, outer, logits.stride(-2), dtype)
-
-
 def _workspace(rows: Any, device: torch.device) -> Tensor:
     return torch.empty(_cuda.workspace_bytes(rows), dtype=torch.uint8, device=device)
-
-
-def _tau(temperature: float | Tensor) -> dict[str, Any]:
-    if isinstance(temperature, Tensor):
-        return {"temperatures": temperature.data_ptr()}
-    return {"temperature": temperature}
-
-
-def _inputs(target_ids: Tensor, live: Tensor, temperature: float | Tensor, **more: int) -> Any:
-    return _cuda.TokenInputs(target_ids=target_ids.data_ptr(), live=live.data_ptr(), **_tau(temperature), **more)
-
-
-def _objective_inputs(tokens: Tokens) -> dict[str, int]:
-    return {
-        "weights": tokens.weights.data_ptr(),
-        "advantages": tokens.advantages.data_ptr(),
-        "ref_logprobs": _address(tokens.ref_logprobs),
-        "importance_weights": _address(tokens.importance_weights),
-    }
 
 
 def row_stats(
@@ -82,13 +50,11 @@ def row_stats(
     check_rows(target_ids, live, temperature, logits.shape[-1])
     logits = unit_stride(logits)
     device = logits.device
-    logprobs = torch.empty(target_ids.shape, dtype=torch.float32, device=device)
-    norm = logprobs.new_empty(*target_ids.shape, 2)
-    entropy = torch.empty_like(logprobs) if want_entropy else None
-    out = _cuda.TokenOutputs(logprobs=logprobs.data_ptr(), norm=norm.data_ptr(), entropy=_address(entropy))
-    rows = _rows(logits)
+    logprobs, norm, entropy = empty_stats(target_ids, want_entropy)
+    out = outputs(_cuda, logprobs=logprobs, norm=norm, entropy=entropy)
+    rows = rows_of(_cuda, logits)
     work = _workspace(rows, device)
-    inputs = _inputs(target_ids, live, temperature)
+    inputs = row_inputs(_cuda, target_ids, live, temperature)
     with _on(device):
         _cuda.row_stats(rows, inputs, softcap or 0.0, out, work.data_ptr(), _stream(device))
     return logprobs, norm, entropy
@@ -108,18 +74,18 @@ def row_grad(
 ) -> None:
     source, to = unit_stride(logits), unit_stride(out)
     device = source.device
-    rows = _rows(source)
+    rows = rows_of(_cuda, source)
     work = _workspace(rows, device)
     with _on(device):
         _cuda.row_grad(
             rows,
-            _inputs(target_ids, live, temperature),
+            row_inputs(_cuda, target_ids, live, temperature),
             softcap or 0.0,
-            _rows(to),
+            rows_of(_cuda, to),
             norm.data_ptr(),
-            _address(entropy),
+            address(entropy),
             dlogprobs.data_ptr(),
-            _address(dentropy),
+            address(dentropy),
             work.data_ptr(),
             _stream(device),
         )
@@ -140,23 +106,13 @@ def row_loss_(
     check_rows(target_ids, tokens.live, temperature, logits.shape[-1])
     work = unit_stride(logits)
     device = work.device
-    logprobs = torch.empty(target_ids.shape, dtype=torch.float32, device=device)
+    want_entropy = want_entropy or entropy_coef != 0
+    logprobs, entropy, clip_hit, ref_kl, idle = empty_row_loss(target_ids, want_entropy, scalars.kl_coef != 0)
     losses = torch.empty_like(logprobs, dtype=torch.float64)
-    entropy = torch.empty_like(logprobs) if want_entropy or entropy_coef != 0 else None
-    clip_hit = torch.empty_like(logprobs, dtype=torch.int8)
-    ref_kl = torch.empty_like(logprobs) if scalars.kl_coef != 0 else None
-    idle = torch.empty_like(tokens.live)
-    out = _cuda.TokenOutputs(
-        logprobs=logprobs.data_ptr(),
-        entropy=_address(entropy),
-        clip_hit=clip_hit.data_ptr(),
-        ref_kl=_address(ref_kl),
-        idle=idle.data_ptr(),
-    )
-    rows = _rows(work)
+    out = outputs(_cuda, logprobs=logprobs, entropy=entropy, clip_hit=clip_hit, ref_kl=ref_kl, idle=idle)
+    rows = rows_of(_cuda, work)
     scratch = _workspace(rows, device)
-    old_logprobs = _address(tokens.old_logprobs)
-    inputs = _inputs(target_ids, tokens.live, temperature, old_logprobs=old_logprobs, **_objective_inputs(tokens))
+    inputs = row_inputs(_cuda, target_ids, tokens.live, temperature, tokens)
     with _on(device):
         _cuda.row_loss(
             rows,
@@ -181,13 +137,8 @@ def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scala
     losses = torch.empty_like(logprobs, dtype=torch.float64)
     clip_hit = torch.empty_like(logprobs, dtype=torch.int8)
     ref_kl = torch.empty_like(logprobs) if scalars.kl_coef != 0 else None
-    inputs = _cuda.TokenInputs(live=tokens.live.data_ptr(), log_ratio=_address(log_ratio), **_objective_inputs(tokens))
-    out = _cuda.TokenOutputs(
-        clip_hit=clip_hit.data_ptr(),
-        ref_kl=_address(ref_kl),
-        d_logprobs=d_logprobs.data_ptr(),
-        d_log_ratio=d_log_ratio.data_ptr(),
-    )
+    inputs = token_inputs(_cuda, tokens, log_ratio)
+    out = outputs(_cuda, clip_hit=clip_hit, ref_kl=ref_kl, d_logprobs=d_logprobs, d_log_ratio=d_log_ratio)
     objective = _cuda.Objective(*scalars.pack())
     with _on(device):
         _cuda.token_loss(

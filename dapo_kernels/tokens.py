@@ -43,6 +43,25 @@ class RowLoss(NamedTuple):
     idle: Tensor  # bool: the gradient row is zero
 
 
+def empty_stats(target_ids: Tensor, want_entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Float32 room for log-probs [T], normalizer [T, 2] and entropies [T], for a kernel to fill."""
+    logprobs = torch.empty(target_ids.shape, dtype=torch.float32, device=target_ids.device)
+    entropy = torch.empty_like(logprobs) if want_entropy else None
+    return logprobs, logprobs.new_empty(*target_ids.shape, 2), entropy
+
+
+def empty_row_loss(
+    target_ids: Tensor, want_entropy: bool, want_kl: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]:
+    """Room for the fields of ``RowLoss`` after the loss."""
+    logprobs = torch.empty(target_ids.shape, dtype=torch.float32, device=target_ids.device)
+    entropy = torch.empty_like(logprobs) if want_entropy else None
+    ref_kl = torch.empty_like(logprobs) if want_kl else None
+    clip_hit = torch.empty_like(logprobs, dtype=torch.int8)
+    idle = torch.empty_like(logprobs, dtype=torch.bool)
+    return logprobs, entropy, clip_hit, ref_kl, idle
+
+
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of softmax arithmetic and of per-token results."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dapo_kernels.reference import check_rows, unit_stride
 from dapo_kernels.surrogate import ObjectiveScalars
-from dapo_kernels.tokens import RowLoss, TokenLoss, Tokens
+from dapo_kernels.tokens import RowLoss, TokenLoss, Tokens, empty_row_loss, empty_stats
 from dapo_kernels.triton import kernels
 
 # The row functions take the softcap of a head, and logits from before it.
@@ -110,9 +110,7 @@ def row_stats(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     check_rows(target_ids, live, temperature, logits.shape[-1])
     logits = unit_stride(logits)
-    logprobs = torch.empty(target_ids.shape, dtype=torch.float32, device=logits.device)
-    norm = logprobs.new_empty(*target_ids.shape, 2)
-    entropy = torch.empty_like(logprobs) if want_entropy else None
+    logprobs, norm, entropy = empty_stats(target_ids, want_entropy)
     n, vocab = target_ids.numel(), logits.shape[-1]
     if n:
         launch(
@@ -183,12 +181,9 @@ def row_loss_(
 ) -> RowLoss:
     check_rows(target_ids, tokens.live, temperature, logits.shape[-1])
     work = unit_stride(logits)
-    logprobs = torch.empty(target_ids.shape, dtype=torch.float32, device=logits.device)
+    want_entropy = want_entropy or entropy_coef != 0
+    logprobs, entropy, clip_hit, ref_kl, idle = empty_row_loss(target_ids, want_entropy, scalars.kl_coef != 0)
     losses = torch.zeros_like(logprobs)
-    entropy = torch.empty_like(logprobs) if want_entropy or entropy_coef != 0 else None
-    clip_hit = torch.empty_like(logprobs, dtype=torch.int8)
-    ref_kl = torch.empty_like(logprobs) if scalars.kl_coef != 0 else None
-    idle = torch.empty_like(clip_hit)
     n, vocab = target_ids.numel(), logits.shape[-1]
     if n:
         launch(
@@ -207,7 +202,7 @@ def row_loss_(
             entropy,
             clip_hit,
             ref_kl,
-            idle,
+            idle.view(torch.int8),
             *_floats(scalars),
             float(entropy_coef),
             entropy_coef != 0,
@@ -217,7 +212,7 @@ def row_loss_(
     if work is not logits:
         logits.copy_(work)
     loss = losses.sum(dtype=torch.float64).to(torch.float32)
-    return RowLoss(loss, logprobs, entropy, clip_hit, ref_kl, idle.bool())
+    return RowLoss(loss, logprobs, entropy, clip_hit, ref_kl, idle)
 
 
 def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scalars: ObjectiveScalars) -> TokenLoss:

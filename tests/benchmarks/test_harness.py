@@ -200,3 +200,9 @@ def test_the_table_is_sound(suite: str) -> None:
         assert config.n_tokens % config.n_sequences == 0
         assert config.objective in FORMULAS
     assert {config.level for config in configs} == {"logits", "hidden"}
+
+
+@pytest.mark.parametrize("out", [["--out", "/somewhere"], ["--out=/somewhere"], []])
+def test_a_page_names_its_command_but_no_folder_of_ours(monkeypatch: pytest.MonkeyPatch, out: list[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["run.py", "--suite", "quick", *out, "--only", "N=1 V"])
+    assert machine.command("python", "run.py") == "python run.py --suite quick --only 'N=1 V'"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dapo_kernels import cuda, reference
 from dapo_kernels.objectives import OBJECTIVES
+from dapo_kernels.structs import rows_of
 from dapo_kernels.surrogate import ObjectiveScalars
 from dapo_kernels.tokens import RowLoss, Tokens
 
@@ -145,7 +146,7 @@ def test_a_row_beyond_a_cluster() -> None:
     vocab = 1_900_000
     g = torch.Generator().manual_seed(1)
     logits = torch.randn(2, vocab, generator=g).bfloat16()
-    rows = cuda._rows(logits)
+    rows = rows_of(cuda._cuda, logits)
     assert cuda._cuda.choose_path(rows).name == "split"
     ids, live = torch.tensor([0, vocab - 1]), torch.ones(2, dtype=torch.bool)
     logprobs, _, _ = cuda.row_stats(logits, ids, live, 1.0, False)
