@@ -9,6 +9,7 @@ Legend: T packed positions, S sequences, n sequences of a bucket, L the longest 
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,9 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dapo_runner.config import ConfigError
+from dapo_runner.prefixes import Distinct
 
 PACKED_ATTENTION = "dapo_packed"
 Kernel = Literal["sdpa", "flash", "varlen"]
+
+# Up to this length plain products beat torch's CPU kernel, above all in the backward pass: at 85 positions in
+# bfloat16 12 ms against 89 for both passes, with a smaller error in the gradient. They keep [L, L] probabilities.
+SHORT = 128
 
 # Padding inside a bucket, as a share of its positions. Short sequences pay for a call of their own more than
 # for padding.
@@ -32,7 +38,7 @@ class Bucket:
     """Sequences of similar length as rows of one SDPA call. Padding comes last in a row, where causality
     hides it.
 
-    rows int64 [n·L]: the packed position in every slot; a slot of padding repeats its row's last position.
+    rows int64 [n·L]: the computed position in every slot; a slot of padding repeats its row's last position.
     """
 
     n: int
@@ -44,8 +50,9 @@ class Bucket:
 class Packing:
     """Where the sequences of a packed batch lie.
 
-    cu_seqlens int32 [S+1]. For the SDPA kernel alone: ``buckets``, and restore int64 [T], the slot of every
-    packed position among all the slots of all buckets.
+    cu_seqlens int32 [S+1]. For the SDPA kernel alone: ``buckets``, and restore int64, the slot of every computed
+    position among all the slots of all buckets. Computed are all T packed positions, or the fewer of
+    ``prefixes.Distinct``.
     """
 
     kernel: Kernel
@@ -55,9 +62,11 @@ class Packing:
     restore: Tensor | None = None
 
 
-def plan_packing(lengths: SequenceOf[int], device: torch.device, kernel: Kernel) -> Packing:
+def plan_packing(
+    lengths: SequenceOf[int], device: torch.device, kernel: Kernel, distinct: Distinct | None = None
+) -> Packing:
     """Made once per forward pass and shared by all layers. ``lengths``: positions of each sequence, in their
-    order.
+    order. ``distinct``: the positions that are computed, where that is not all of them; for the SDPA kernel.
     """
     starts = [0]
     for length in lengths:
@@ -72,13 +81,16 @@ def plan_packing(lengths: SequenceOf[int], device: torch.device, kernel: Kernel)
         first = torch.tensor([starts[i] for i in members])[:, None]
         last = torch.tensor([lengths[i] - 1 for i in members])[:, None]
         offset = torch.arange(width)[None, :]
-        buckets.append(Bucket(len(members), width, (first + offset.minimum(last)).flatten().to(device)))
+        rows = (first + offset.minimum(last)).flatten()
+        rows = rows if distinct is None else distinct.place[rows]
+        buckets.append(Bucket(len(members), width, rows.to(device)))
         slots.append(torch.stack([(first + offset).flatten(), torch.arange(slot, slot + len(members) * width)]))
         slots[-1] = slots[-1][:, (offset <= last).flatten()]
         slot += len(members) * width
     restore = torch.empty(starts[-1], dtype=torch.int64)
     for position, place in slots:
         restore[position] = place
+    restore = restore if distinct is None else restore[distinct.source]
     return Packing(kernel, cu_seqlens, longest, tuple(buckets), restore.to(device))
 
 
@@ -146,15 +158,32 @@ def _sdpa(
             tensor.index_select(0, bucket.rows).unflatten(0, (bucket.n, bucket.length)).transpose(1, 2)
             for tensor in (query, key, value)
         ]
-        mask = None
-        if window is not None and bucket.length > window:
-            ones = torch.ones(bucket.length, bucket.length, dtype=torch.bool, device=query.device)
-            mask = ones.tril().triu(1 - window)
-        out = F.scaled_dot_product_attention(
-            rows[0], rows[1], rows[2], attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
-        )
+        mask = None if window is None or bucket.length <= window else _seen(bucket.length, window, query.device)
+        if bucket.length <= SHORT and query.device.type == "cpu":
+            out = _plain(rows[0], rows[1], rows[2], mask, scale)
+        else:
+            out = F.scaled_dot_product_attention(
+                rows[0], rows[1], rows[2], attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
+            )
         outs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outs).index_select(0, packing.restore)
+
+
+def _seen(length: int, window: int, device: torch.device) -> Tensor:
+    """bool [L, L]: the keys that a query sees, itself and those before it in its window."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scale: float | None) -> Tensor:
+    """query [n, Hq, L, D], key and value [n, Hk, L, D] → [n, Hq, L, D]. ``seen`` None is causal without a window."""
+    n, heads, length, size = query.shape
+    seen = _seen(length, length, query.device) if seen is None else seen
+    hidden = torch.zeros(length, length, dtype=query.dtype, device=query.device).masked_fill_(~seen, -math.inf)
+    grouped = (n, key.shape[1], -1)  # the query heads that share a key: one product
+    scaled = query * (size**-0.5 if scale is None else scale)
+    scores = scaled.reshape(*grouped, size) @ key.transpose(-1, -2)
+    probs = torch.softmax(scores.view(n, heads, length, length).add_(hidden), -1)
+    return (probs.view(*grouped, length) @ value).view(n, heads, length, size)
 
 
 def _window_size(window: int | None) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from dapo_runner.attention import (
 )
 from dapo_runner.config import ConfigError, ModelConfig
 from dapo_runner.lora import add_adapters, has_adapters, merged_weights
+from dapo_runner.prefixes import find_shared
 from dapo_runner.types import PackedBatch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -75,15 +76,20 @@ class Policy:
         self.tokenizer.save_pretrained(folder)
 
     def _body(self, input_ids: Tensor, position_ids: Tensor, lengths: list[int]) -> Tensor:
+        # The kernels of flash-attn and torch's varlen want every sequence laid out in full.
+        distinct = find_shared(input_ids.cpu(), lengths) if self.kernel == "sdpa" else None
+        if distinct is not None:
+            source = distinct.source.to(input_ids.device)
+            input_ids, position_ids = input_ids[source], position_ids[source]
         # use_cache=False is not only thrift: with a cache, transformers lets packed sequences see each other.
         output = self.model.base_model(
             input_ids=input_ids.to(self.device)[None],
             position_ids=position_ids.to(self.device)[None],
             use_cache=False,
-            packing=plan_packing(lengths, self.device, self.kernel),
+            packing=plan_packing(lengths, self.device, self.kernel, distinct),
         )
         hidden: Tensor = output.last_hidden_state[0]
-        return hidden
+        return hidden if distinct is None else hidden.index_select(0, distinct.place.to(self.device))
 
 
 def resolve_device(name: str) -> torch.device:

@@ -22,11 +22,13 @@ from transformers import (
     Qwen2Config,
 )
 
+from dapo_runner import attention
 from dapo_runner import model as model_module
 from dapo_runner.attention import choose_kernel, plan_packing
 from dapo_runner.config import ConfigError, ModelConfig
 from dapo_runner.model import Policy, load_policy, resolve_device
 from dapo_runner.packing import pack
+from dapo_runner.prefixes import find_shared
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -74,14 +76,22 @@ ARCHITECTURES = {
 }
 
 
+@pytest.fixture(params=[0, 1000], ids=["torch's kernel", "plain products"])
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "SHORT", request.param)
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_packed_hidden_states_are_those_of_each_sequence_alone(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = saved(ARCHITECTURES[name], tmp_path, monkeypatch)
     policy = load_policy(path, ModelConfig(path=str(path), dtype="float32"), CPU)
-    sequences = [make_sequence(2, n, first_token=n) for n in (3, 17, 4, 11, 1)]
+    sequences = [make_sequence(2, n, first_token=3 if shared else n) for n in (3, 17, 4, 11, 1)]
     (batch,) = pack(sequences, token_budget=128)
+    assert (find_shared(batch.input_ids, batch.cu_seqlens.diff().tolist()) is not None) == shared
     with torch.no_grad():
         hidden = policy.hidden_states(batch)
         for place, start, end in zip(
@@ -91,8 +101,10 @@ def test_packed_hidden_states_are_those_of_each_sequence_alone(
             torch.testing.assert_close(hidden[start:end], alone, atol=2e-5, rtol=2e-5)
 
 
-def test_gradients_through_packed_attention_are_those_of_each_sequence_alone(policy: Policy) -> None:
-    sequences = [make_sequence(2, n, first_token=3) for n in (3, 9, 4)]
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("shared", [False, True])
+def test_gradients_through_packed_attention_are_those_of_each_sequence_alone(policy: Policy, shared: bool) -> None:
+    sequences = [make_sequence(2, n, first_token=3 if shared else n) for n in (3, 9, 4)]
     (batch,) = pack(sequences, token_budget=64)
     policy.hidden_states(batch).square().sum().backward()
     packed = {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
