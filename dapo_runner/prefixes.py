@@ -42,7 +42,8 @@ def find_shared(input_ids: Tensor, lengths: SequenceOf[int]) -> Distinct | None:
     shared |= {after: _common(rows[before], rows[after]) for before, after in pairwise(order)}
     if sum(shared.values()) <= LEAST_SHARED * len(tokens):
         return None
-    source, place = [], [0] * len(tokens)
+    source: list[int] = []
+    place = [0] * len(tokens)
     before = 0
     for row in order:
         start, own = starts[row], starts[row] + shared[row]
