@@ -23,14 +23,15 @@ def loss_metrics(
 ) -> dict[str, Tensor]:
     """Sums over live tokens (and maxima) as 0-d tensors; all inputs [N], detached. No host sync.
 
-    ``log_ratio`` is what the surrogate saw, where that is not the token's own.
+    ``log_ratio`` is what the surrogate saw, where that is not the token's own. Without ``entropy`` there is no such
+    key: a 0 would read as a policy that has collapsed.
     """
     delta = torch.zeros_like(logprobs) if old_logprobs is None else logprobs - old_logprobs
     delta = torch.where(live, delta, 0.0)
     ratio = torch.where(live, (delta if log_ratio is None else log_ratio).exp(), 0.0)
     tokens = live.sum()
     zero = torch.zeros_like(tokens, dtype=logprobs.dtype)
-    return {
+    sums = {
         "tokens": tokens,
         "clip_low": (clip_hit == CLIPPED_LOW).sum(),
         "clip_high": (clip_hit == CLIPPED_HIGH).sum(),
@@ -39,27 +40,35 @@ def loss_metrics(
         "ratio_max": ratio.amax() if ratio.numel() else zero,
         "approx_kl": -delta.sum(),
         "ref_kl": zero if ref_kl is None else ref_kl.sum(),
-        "entropy": zero if entropy is None else entropy.sum(),
         "nonfinite": (live & ~torch.isfinite(logprobs)).sum(),
     }
+    return sums if entropy is None else sums | {"entropy": entropy.sum()}
 
 
 def summarize(metrics: Mapping[str, Tensor] | Iterable[Mapping[str, Tensor]]) -> dict[str, float]:
     """Metrics of one call, or of many (micro-batches, ranks), as plain numbers.
 
     Sums become means per live token; ``tokens`` and ``nonfinite`` stay counts and keys ending in ``_max`` maxima.
-    Without a live token every mean is 0. Reads the values back to the host.
+    Without a live token every mean is 0. ``entropy`` is there when a call computed it (``entropy=True``, or an
+    objective that needs it), as the mean over the live tokens of those calls. Reads the values back to the host.
     """
     parts = [metrics] if isinstance(metrics, Mapping) else list(metrics)
     if not parts:
         raise ValueError("summarize: no metrics were given")
-    names = list(parts[0])
-    table = torch.stack([torch.stack([part[name].detach().double().cpu() for name in names]) for part in parts])
-    sums, maxima = table.sum(0).tolist(), table.amax(0).tolist()
-    total = dict(zip(names, sums, strict=True))
-    largest = dict(zip(names, maxima, strict=True))
-    tokens = max(total["tokens"], 1.0)
-    return {
-        name: largest[name] if name.endswith("_max") else total[name] if name in _COUNTS else total[name] / tokens
-        for name in names
-    }
+    table = [_on_host(part) for part in parts]
+    names = dict.fromkeys(name for part in table for name in part)
+    return {name: _combined(name, [part for part in table if name in part]) for name in names}
+
+
+def _on_host(part: Mapping[str, Tensor]) -> dict[str, float]:
+    """In one copy."""
+    values = torch.stack([value.detach().double() for value in part.values()])
+    return dict(zip(part, values.tolist(), strict=True))
+
+
+def _combined(name: str, table: list[dict[str, float]]) -> float:
+    values = torch.tensor([part[name] for part in table], dtype=torch.float64)
+    if name.endswith("_max"):
+        return float(values.amax())  # NaN where one is
+    total = float(values.sum())
+    return total if name in _COUNTS else total / max(sum(part["tokens"] for part in table), 1.0)

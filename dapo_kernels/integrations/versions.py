@@ -1,26 +1,54 @@
-"""Which versions of another library an adapter was written for and tested with."""
+"""Which versions of other libraries this package was written for and tested with: the one place that says so."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+from dataclasses import dataclass
 
 
-def require(adapter: str, package: str, at_least: str, below: str) -> None:
-    """Check the installed version of ``package`` before ``adapter`` builds on it.
+@dataclass(frozen=True, slots=True)
+class Supported:
+    """Versions of a package from ``at_least`` on, up to but not including ``below`` (None: no end is known)."""
+
+    package: str
+    at_least: str
+    below: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.package} >= {self.at_least}" + ("" if self.below is None else f", < {self.below}")
+
+    @property
+    def requirement(self) -> str:
+        """As pip takes it."""
+        return str(self).replace(" ", "")
+
+    def covers(self, version: str) -> bool:
+        found = _release(version)
+        return _release(self.at_least) <= found and (self.below is None or found < _release(self.below))
+
+
+TRL = (Supported("trl", "1.16", "1.17"), Supported("transformers", "5.6", "6"))
+VERL = (Supported("verl", "0.9", "0.10"),)
+VLLM = (Supported("vllm", "0.32"),)
+
+
+def require(adapter: str, *wanted: Supported) -> None:
+    """Check the installed versions of what ``adapter`` builds on before it does.
 
     An adapter for a trainer stands on parts of it that are not promised to stay, so a version nobody tried is refused.
 
     Raises:
-        ImportError: the package is not installed, or its version is outside [at_least, below).
+        ImportError: a package is not installed, or its version is not one that is supported.
     """
-    wanted = f"{adapter} is written for {package} >= {at_least}, < {below}"
-    remedy = f"pip install '{package}>={at_least},<{below}'"
-    if importlib.util.find_spec(package) is None:
-        raise ImportError(f"{wanted}; it is not installed: {remedy}")
-    installed = importlib.metadata.version(package)
-    if not _release(at_least) <= _release(installed) < _release(below):
-        raise ImportError(f"{wanted}; installed is {installed}: {remedy}")
+    for supported in wanted:
+        message = f"{adapter} is written for {supported}"
+        remedy = f"pip install '{supported.requirement}'"
+        if importlib.util.find_spec(supported.package) is None:
+            raise ImportError(f"{message}; it is not installed: {remedy}")
+        installed = importlib.metadata.version(supported.package)
+        if not supported.covers(installed):
+            raise ImportError(f"{message}; installed is {installed}: {remedy}")
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from dapo_runner.config.settings import Config
 
 ONE_GPU = ("auto", "cpu", "cuda", "cuda:0")  # where a vLLM in this process can be
+# vLLM 0.32 samples at 0.01 whatever smaller temperature it is given (0, greedy, apart) and takes none above 2.
+VLLM_TEMPERATURES = (0.01, 2.0)
 
 
 def mismatches(config: Config) -> Iterator[str]:
@@ -35,6 +37,7 @@ def mismatches(config: Config) -> Iterator[str]:
             "rollout.correction: expected loss.old_logprobs=learner beside it: a ratio against the engine's own "
             "log-probs holds the correction already"
         )
+    yield from _correction_without_use(config)
     longest = config.rollout.max_prompt_tokens + limit - 1
     if config.optimizer.token_budget < longest:
         yield (
@@ -47,6 +50,32 @@ def mismatches(config: Config) -> Iterator[str]:
             f"run.device: expected {', '.join(ONE_GPU)} with rollout.engine=vllm, which takes the first GPU it sees, "
             f"got {config.run.device!r}; CUDA_VISIBLE_DEVICES chooses another"
         )
+    yield from _temperatures_of_vllm(config)
+
+
+def _correction_without_use(config: Config) -> Iterator[str]:
+    correction = config.rollout.correction
+    for limit, user in (("cap", "weights"), ("bound", "mask")):
+        value, default = getattr(correction, limit), type(correction).model_fields[limit].default
+        if getattr(correction, user) is None and value != default:
+            yield (
+                f"rollout.correction.{limit}: expected rollout.correction.{user}=token or sequence beside it, which "
+                f"alone it limits, got {limit}={value:g} and {user}=null"
+            )
+
+
+def _temperatures_of_vllm(config: Config) -> Iterator[str]:
+    if config.rollout.engine != "vllm":
+        return
+    low, high = VLLM_TEMPERATURES
+    for section, greedy in (("rollout", False), ("evaluation", True)):
+        temperature = getattr(config, section).temperature
+        if not (low <= temperature <= high or (greedy and temperature == 0)):
+            yield (
+                f"{section}.temperature: expected {low:g} to {high:g}{' or 0' if greedy else ''} with "
+                f"rollout.engine=vllm, which samples at {low:g} when asked for less and refuses more, got "
+                f"{temperature:g}; rollout.engine=hf samples at any"
+            )
 
 
 def cautions(config: Config) -> Iterator[str]:

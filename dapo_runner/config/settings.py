@@ -67,7 +67,8 @@ class TinyModelConfig(Section):
 class LoraConfig(Section):
     """Low-rank adapters (arXiv 2106.09685) through peft: they alone train, and switched off they leave the reference.
 
-    There is no dropout: two passes over one policy must give one answer.
+    There is no dropout: two passes over one policy must give one answer. The rollout engine serves the merged weights,
+    rounded to `model.dtype`: in bfloat16 it lags behind by what that rounding hides (docs/vllm.md).
     """
 
     rank: PositiveInt = 32

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from dapo_kernels.integrations.versions import require
+from dapo_kernels.integrations.versions import TRL, VERL, VLLM, Supported, require
+
+ADAPTED = Supported("trl", "1.16", "1.17")
 
 
 def test_the_package_imports_no_trainer() -> None:
@@ -24,17 +28,29 @@ def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, installed: 
     monkeypatch.setattr(importlib.metadata, "version", lambda name: installed)
     message = rf"adapter is written for trl >= 1.16, < 1.17; installed is {installed}: pip install 'trl>=1.16,<1.17'"
     with pytest.raises(ImportError, match=message):
-        require("adapter", "trl", "1.16", "1.17")
+        require("adapter", ADAPTED)
 
 
 @pytest.mark.parametrize("installed", ["1.16", "1.16.0", "1.16.3", "1.16.1.dev0"])
 def test_supported_versions_pass(monkeypatch: pytest.MonkeyPatch, installed: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(importlib.metadata, "version", lambda name: installed)
-    require("adapter", "trl", "1.16", "1.17")
+    require("adapter", ADAPTED)
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"it is not installed: pip install 'trl>=1.16,<1.17'"):
-        require("adapter", "trl", "1.16", "1.17")
+        require("adapter", ADAPTED)
+
+
+def test_the_extras_install_what_is_supported() -> None:
+    extras = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    for supported in (*TRL, *VERL, *VLLM):
+        assert re.search(rf'"{re.escape(supported.requirement)}[";]', extras), supported
+
+
+def test_no_upper_end_is_none_at_all() -> None:
+    supported = Supported("vllm", "0.32")
+    assert not supported.covers("0.31.9")
+    assert all(supported.covers(version) for version in ("0.32", "0.32.0+cpu", "0.40.1", "1.0"))

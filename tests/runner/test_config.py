@@ -126,6 +126,24 @@ def test_vllm_is_on_the_first_gpu_or_on_none() -> None:
     assert make_config(rollout={"engine": "hf"}, run={"device": "cuda:1"}).run.device == "cuda:1"
 
 
+@pytest.mark.parametrize("section", ["rollout", "evaluation"])
+@pytest.mark.parametrize("temperature", [1e-6, 0.009, 2.1])
+def test_temperatures_that_vllm_would_change_or_refuse(section: str, temperature: float) -> None:
+    sections = {"rollout": {"engine": "vllm"}}
+    sections[section] = {**sections.get(section, {}), "temperature": temperature}
+    with pytest.raises(ConfigError, match=rf"^{section}\.temperature: expected 0\.01 to 2 .*got {temperature:g}; .*hf"):
+        make_config(**sections)
+    sections["rollout"]["engine"] = "hf"
+    assert getattr(make_config(**sections), section).temperature == temperature
+
+
+def test_temperatures_that_vllm_takes() -> None:
+    for temperature in (0.01, 1.0, 2.0):
+        both = {"temperature": temperature}
+        make_config(rollout={"engine": "vllm", **both}, evaluation=both)
+    make_config(rollout={"engine": "vllm"}, evaluation={"temperature": 0.0})  # greedy
+
+
 def test_a_nucleus_in_rollouts_gets_a_word() -> None:
     assert list(cautions(make_config())) == []
     config = make_config(rollout={"top_p": 0.9})

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dapo_runner.config import ConfigError, CorrectionConfig
 from dapo_runner.correction import Mismatch, correct, measure
-from dapo_runner.learner import Learner, MiniBatch
+from dapo_runner.learner import Learner, MiniBatch, step_figures
 from dapo_runner.model import Policy
 from dapo_runner.packing import pack
 from dapo_runner.types import Sequence
@@ -92,6 +92,19 @@ def test_correction_is_off_unless_asked_for() -> None:
         make_config(rollout={"correction": {"mask": "token"}}, loss={"old_logprobs": "rollout"})
 
 
+@pytest.mark.parametrize(("limit", "user"), [("cap", "weights"), ("bound", "mask")])
+def test_a_limit_of_what_is_off_is_refused(limit: str, user: str) -> None:
+    other = "mask" if user == "weights" else "weights"
+    message = rf"correction\.{limit}: expected rollout\.correction\.{user}=.*got {limit}=3 and {user}=null$"
+    for rest in ({}, {other: "token"}):
+        with pytest.raises(ConfigError, match=message) as caught:
+            make_config(rollout={"correction": {limit: 3.0, **rest}})
+        assert len(str(caught.value).splitlines()) == 1
+    make_config(rollout={"correction": {limit: 3.0, user: "token"}})
+    config = make_config(rollout={"correction": {limit: 2.0}})  # the default spelled out, as in a run's own copy
+    assert not config.rollout.correction.enabled
+
+
 def learner_of(policy: Policy, **correction: object) -> Learner:
     return Learner(policy, make_config(rollout={"correction": correction}))
 
@@ -105,7 +118,7 @@ def gradients(learner: Learner, monkeypatch: pytest.MonkeyPatch, mini: MiniBatch
     """Of one update, which does not take place, and its figures."""
     monkeypatch.setattr(learner.optimizer, "step", lambda: None)
     monkeypatch.setattr(learner.optimizer, "zero_grad", lambda **_: None)
-    figures = learner.update(mini, 0)
+    figures = step_figures([mini], [learner.update(mini, 0)])
     found = [tensor.grad.clone() for tensor in learner.master.tensors.values() if tensor.grad is not None]
     for tensor in learner.master.tensors.values():
         tensor.grad = None
@@ -147,3 +160,38 @@ def test_the_first_update_measures_what_it_trains_on(policy: Policy, monkeypatch
     assert figures["rollout_gap"] == pytest.approx(0.5, rel=1e-3)
     assert figures["rollout_ess"] == pytest.approx(1.0, rel=1e-3)  # the same ratio everywhere
     assert figures["ratio"] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_a_steps_figures_do_not_depend_on_its_mini_batches(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two responses of unlike length and gap: their mean is over tokens, not over updates."""
+
+    def figures(mini_batch_size: int | None) -> dict[str, float]:
+        settings = {"mini_batch_size": mini_batch_size, "token_budget": 256}
+        correction = {"mask": "token", "bound": 1.5}
+        config = make_config(
+            rollout={"correction": correction, "group_size": 2}, sampler={"prompts_per_step": 1}, optimizer=settings
+        )
+        learner = Learner(policy, config)
+        monkeypatch.setattr(learner.optimizer, "step", lambda: None)
+        minis = learner.prepare(unequal)
+        updates = [learner.update(mini, 0) for mini in minis]
+        assert len(updates) == 2 // (mini_batch_size or 2)
+        return step_figures(minis, updates)
+
+    plain = learner_of(policy)
+    unequal = []
+    for length, gap in ((1, 0.75), (9, 0.25)):
+        sequence = make_sequence(3, length)
+        (batch,) = pack([sequence], 64)
+        own = torch.cat([torch.zeros(1), plain.logprobs(batch)])
+        unequal.append(replace(sequence, rollout_logprobs=own - gap * sequence.mask))
+    split, whole = figures(1), figures(None)
+    assert {key for key in whole if key.startswith("rollout_")} == set(measure(LEARNER, ENGINE, MASK).figures())
+    for key in whole:
+        if key.startswith("rollout_"):
+            assert split[key] == pytest.approx(whole[key], rel=1e-4), key
+    assert split["rollout_gap"] == pytest.approx((0.75 + 9 * 0.25) / 10, rel=1e-3)
+    assert split["rollout_gap_max"] == pytest.approx(0.75, rel=1e-3)
+    assert split["rollout_masked"] == pytest.approx(0.1)
+    ratios = math.exp(0.75) + 9 * math.exp(0.25), math.exp(1.5) + 9 * math.exp(0.5)
+    assert split["rollout_ess"] == pytest.approx(ratios[0] ** 2 / (10 * ratios[1]), rel=1e-3)

@@ -98,6 +98,24 @@ def test_an_engine_and_transformers_see_the_merged_model(model_folder: Path, tmp
     assert not torch.allclose(before, served)
 
 
+def test_merged_weights_are_rounded_once(model_folder: Path) -> None:
+    """Adapters as large as the weights: rounding their product before the sum would show."""
+    adapted = load(model_folder, "bfloat16")
+    layers = {name: module for name, module in adapted.model.named_modules() if hasattr(module, "lora_A")}
+    with torch.no_grad():
+        for layer in layers.values():
+            torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.1)
+    merged = dict(adapted.named_weights())
+    assert layers
+    for name, layer in layers.items():
+        a, b = (part["default"].weight.double() for part in (layer.lora_A, layer.lora_B))
+        exact = layer.base_layer.weight.double() + 2.0 * b @ a  # alpha / rank
+        got = merged[f"{name}.weight"]
+        assert got.dtype == torch.bfloat16
+        half_a_bit = torch.ldexp(torch.ones_like(exact), exact.frexp().exponent - 9)
+        assert bool(((got.double() - exact).abs() <= 1.0001 * half_a_bit).all()), name
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_training_goes_on_as_if_it_had_not_stopped(model_folder: Path, tmp_path: Path, dtype: str) -> None:
     def parts(seed: int) -> tuple[Learner, DynamicSampler]:
@@ -151,6 +169,8 @@ def test_targets_that_are_not_there_and_the_head_are_refused(model_folder: Path)
         load(model_folder, targets=["nowhere"])
     with pytest.raises(ConfigError, match="output head"):
         load(model_folder, targets=["lm_head"])
+    with pytest.raises(ConfigError, match=r"expected linear layers, got model\.embed_tokens"):
+        load(model_folder, targets=["embed_tokens"])
     load(model_folder, targets=["q_proj", "v_proj"])
 
 

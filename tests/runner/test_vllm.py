@@ -16,6 +16,7 @@ from small import small_recipe
 from transformers import LlamaForCausalLM
 
 from dapo_runner.config import Config, ModelConfig, TinyModelConfig, parse_config
+from dapo_runner.config.checks import VLLM_TEMPERATURES
 from dapo_runner.learner import Learner
 from dapo_runner.metrics import read_log
 from dapo_runner.model import load_policy
@@ -109,6 +110,18 @@ def change(learner: Learner, scale: float = 0.2) -> None:
     with torch.no_grad():
         for parameter in learner.policy.model.parameters():
             parameter += scale * parameter.std() * torch.randn(parameter.shape, generator=generator)
+
+
+def test_beyond_the_temperatures_of_a_configuration_vllm_does_something_else() -> None:
+    from vllm import SamplingParams as Asked
+    from vllm.exceptions import VLLMValidationError
+
+    low, high = VLLM_TEMPERATURES
+    for temperature in (0.0, low, high):
+        assert Asked(temperature=temperature).temperature == temperature
+    assert Asked(temperature=low / 2).temperature == low
+    with pytest.raises(VLLMValidationError, match="temperature"):
+        Asked(temperature=1.01 * high)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
