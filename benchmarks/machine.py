@@ -33,13 +33,13 @@ def describe(gpu: bool = False) -> dict[str, Any]:
         "isa": _C.isa(),
         "torch_isa": torch.backends.cpu.get_cpu_capability(),
         "kernel": platform.release(),
-        "python": platform.python_version(),
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "python": platform.pythonversion(),
+        "versions": {name: version(name) for name in _PACKAGES},
         "commit": commit(),
         "load_average": [round(x, 2) for x in os.getloadavg()],
     }
     if gpu:
-        here["versions"] |= {name: _version(name) for name in _GPU_PACKAGES}
+        here["versions"] |= {name: version(name) for name in _GPU_PACKAGES}
         here["gpu"] = describe_gpu()
     return here
 
@@ -136,7 +136,7 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

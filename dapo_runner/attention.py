@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -253,8 +254,8 @@ def choose_kernel(
     return wanted
 
 
-def register_packed_attention() -> None:
+def register_packed_attention(function: Callable[..., Any] = packed_attention) -> None:
     """Make ``PACKED_ATTENTION`` known to transformers. Called where a model is loaded, not on import."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    AttentionInterface.register(PACKED_ATTENTION, function)

@@ -18,6 +18,7 @@ from dapo_runner.attention import (
     PACKED_ATTENTION,
     Kernel,
     choose_kernel,
+    packed_attention,
     plan_packing,
     register_packed_attention,
 )
@@ -146,9 +147,23 @@ def load_policy(path: str | Path, config: ModelConfig, device: torch.device, see
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # transformers recomputes in train mode only
+    if config.compile:
+        _compile_layers(model)
     policy = Policy(model, load_tokenizer(path, config), kernel)
     check_policy(policy)
     return policy
+
+
+def _compile_layers(model: Any) -> None:
+    """Norms, rotations, activations and residual sums of a layer become few passes over memory, with fewer roundings
+    between them. All layers share one compilation, for any number of positions; attention stays as it is.
+    """
+    layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    if not layers:
+        raise ConfigError(f"model.compile: transformers names no layers of {type(model).__name__}; leave it off")
+    register_packed_attention(torch.compiler.disable(packed_attention))
+    for layer in layers:
+        layer.compile(dynamic=True)
 
 
 def load_reference(path: str | Path, config: ModelConfig, device: torch.device) -> Policy:

@@ -82,6 +82,7 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     attention: Literal["auto", "sdpa", "flash", "varlen"] = "auto"
     gradient_checkpointing: bool = False
+    compile: bool = False  # torch.compile for what lies between the matrix products of a layer; costs some 10 s once
     lora: LoraConfig | None = None
     trust_remote_code: bool = False
 
@@ -162,9 +163,10 @@ class ProbeConfig(Section):
 
 
 class VLLMConfig(Section):
-    """The vllm engine, which runs in this process. `kv_cache_gib` is for the CPU, the rest for GPUs."""
+    """The vllm engine, which runs in this process. The first two are for the CPU, the rest for GPUs."""
 
     kv_cache_gib: PositiveFloat = 2.0
+    compile: bool = False  # costs about a minute at the start
     gpu_memory: Share = 0.5  # share of the GPU's memory that weights and cache may take
     cuda_graphs: bool = True
     sleep: bool = True  # weights and cache leave the GPU while the policy trains

@@ -147,7 +147,8 @@ def _arguments(path: str | Path, config: Config, device: torch.device) -> dict[s
         }
     return arguments | {
         "kv_cache_memory_bytes": int(rollout.vllm.kv_cache_gib * GIB),
-        "enforce_eager": True,  # compiling takes longer than it saves at the sizes of a CPU
+        "enforce_eager": not rollout.vllm.compile,
+        "compilation_config": {"custom_ops": ["all"]},  # vLLM's own norms and activations, which it leaves to compilers
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(8192, config.longest_sequence),
     }

@@ -4,12 +4,14 @@ refused.
 
 from __future__ import annotations
 
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from builders import make_sequence
+from torch._dynamo.utils import counters
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -25,7 +27,7 @@ from transformers import (
 from dapo_runner import attention
 from dapo_runner import model as model_module
 from dapo_runner.attention import choose_kernel, plan_packing
-from dapo_runner.config import ConfigError, ModelConfig
+from dapo_runner.config import ConfigError, LoraConfig, ModelConfig
 from dapo_runner.model import Policy, load_policy, resolve_device
 from dapo_runner.packing import pack
 from dapo_runner.prefixes import find_shared
@@ -116,6 +118,30 @@ def test_gradients_through_packed_attention_are_those_of_each_sequence_alone(pol
     for name, parameter in policy.model.named_parameters():
         if name in packed:
             torch.testing.assert_close(packed[name], parameter.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("beside", [{}, {"gradient_checkpointing": True, "lora": LoraConfig(rank=2)}], ids=str)
+def test_compiled_layers_do_the_same(beside: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if beside:  # half a minute of C++ once is enough: without it, what is traced and how often
+        monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="aot_eager"))
+    path = saved(ARCHITECTURES["qwen2, biased projections"], tmp_path, monkeypatch)
+    config = ModelConfig(path=str(path), dtype="float32", **beside)
+    plain = load_policy(path, config, CPU)
+    compiled = load_policy(path, config.model_copy(update={"compile": True}), CPU)
+    counters.clear()
+    for lengths in ((3, 9, 4), (20, 2)):
+        (batch,) = pack([make_sequence(2, n, first_token=n) for n in lengths], token_budget=64)
+        for policy in (plain, compiled):
+            policy.model.zero_grad()
+            policy.hidden_states(batch).square().sum().backward()
+        expected = {name: p.grad for name, p in plain.model.named_parameters() if p.grad is not None}
+        got = {name: p.grad for name, p in compiled.model.named_parameters() if p.grad is not None}
+        assert expected.keys() == got.keys()
+        largest = max(float(gradient.abs().max()) for gradient in expected.values())
+        for name, gradient in expected.items():
+            assert (got[name] - gradient).abs().max() <= 1e-5 * largest, name
+    assert counters["aot_autograd"]["ok"] > 0
+    assert counters["aot_autograd"]["ok"] <= 4  # for both layers and both batches together
 
 
 def test_dropout_of_a_model_is_off_even_in_train_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
