@@ -33,7 +33,7 @@ def describe(gpu: bool = False) -> dict[str, Any]:
         "isa": _C.isa(),
         "torch_isa": torch.backends.cpu.get_cpu_capability(),
         "kernel": platform.release(),
-        "python": platform.pythonversion(),
+        "python": platform.python_version(),
         "versions": {name: version(name) for name in _PACKAGES},
         "commit": commit(),
         "load_average": [round(x, 2) for x in os.getloadavg()],
