@@ -80,12 +80,13 @@ absent=$(missing transformers datasets pydantic pyyaml rich safetensors matplotl
 if [ -z "$absent" ]; then gpu_tests tests/runner; else echo "tests/runner left out: $absent not installed"; fi
 echo "tests done after $SECONDS s"
 
-# The CUDA kernels under the toolkit's checkers, on small rows: what stays silent in a plain run.
+# The CUDA kernels under the toolkit's checkers, on rows of two and four slices that start anywhere: what stays silent in
+# a plain run.
 if command -v compute-sanitizer >/dev/null && "$VENV/bin/python" -c 'import dapo_kernels._cuda' 2>/dev/null; then
     for tool in memcheck racecheck; do
         timeout --kill-after=10 45 compute-sanitizer --tool "$tool" --error-exitcode 1 --print-limit 20 \
             "$VENV/bin/python" -m pytest -q -p no:cacheprovider -m gpu tests/kernels/test_gpu_execution.py \
-            -k 'every_kernel_of_the_cuda_backend and 513' || { echo "compute-sanitizer $tool: exit status $?"; status=1; }
+            -k 'every_kernel_of_the_cuda_backend and 32003' || { echo "compute-sanitizer $tool: exit status $?"; status=1; }
     done
 else
     echo "compute-sanitizer left out: not on the PATH, or the CUDA module is not built"

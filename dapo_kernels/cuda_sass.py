@@ -6,6 +6,7 @@ the table there. ``cuobjdump`` comes with the CUDA toolkit and with the triton p
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import shutil
@@ -31,6 +32,7 @@ class Kernel(NamedTuple):
     shared_bytes: int  # static
     local_bytes: int
     local_accesses: int
+    gpu_fences: int  # wait until the whole GPU sees what was stored
     bulk_copies: int
     loads128: int
     stores128: int
@@ -64,6 +66,7 @@ def _output(*arguments: str) -> str:
     return subprocess.run([cuobjdump, *arguments], capture_output=True, text=True, check=True).stdout
 
 
+@functools.cache
 def examine() -> list[Kernel]:
     """Every kernel of the built module, for every architecture it holds machine code for."""
     spec = importlib.util.find_spec("dapo_kernels._cuda")
@@ -99,6 +102,7 @@ def _kernel(architecture: str, symbol: str, code: str, used: dict[str, int]) -> 
         shared_bytes=used.get("SHARED", 0),
         local_bytes=used.get("STACK", 0) + used.get("LOCAL", 0),
         local_accesses=count(r"\b(?:STL|LDL)\b"),
+        gpu_fences=count(r"\bMEMBAR\S*\.GPU"),
         bulk_copies=count(r"\bUBLKCP"),
         loads128=count(r"\bLDG\S*\.128"),
         stores128=count(r"\bSTG\S*\.128"),

@@ -43,7 +43,7 @@ cudaStream_t stream_of(uintptr_t stream) { return reinterpret_cast<cudaStream_t>
 // Clusters of more than 8 blocks are known of 9.0 and 10.x only.
 bool cluster_runs(const Device& device, const Slicing& s) {
   const int most = device.capability < 110 ? kMaxCluster : 8;
-  return device.capability >= 90 && s.n_elements > 0 && s.fits_cluster() && s.n_slices <= most &&
+  return device.clusters && s.n_elements > 0 && s.fits_cluster() && s.n_slices <= most &&
          shared_words(s) * kWord + kClusterStaticBytes <= device.shared_bytes;
 }
 
@@ -61,7 +61,7 @@ Device current_device() {
   int index;
   DAPO_CHECK_CUDA(cudaGetDevice(&index));
   const std::lock_guard<std::mutex> guard(lock);
-  if (static_cast<int>(known.size()) <= index) known.resize(index + 1, Device{-1, 0, 0, 0});
+  if (static_cast<int>(known.size()) <= index) known.resize(index + 1, Device{-1, 0, 0, 0, false});
   Device& device = known[index];
   if (device.index < 0) {
     const auto get = [&](cudaDeviceAttr what) {
@@ -71,7 +71,8 @@ Device current_device() {
     };
     device = {index, get(cudaDevAttrMultiProcessorCount),
               10 * get(cudaDevAttrComputeCapabilityMajor) + get(cudaDevAttrComputeCapabilityMinor),
-              get(cudaDevAttrMaxSharedMemoryPerBlockOptin)};
+              get(cudaDevAttrMaxSharedMemoryPerBlockOptin), false};
+    device.clusters = device.capability >= 90 && cluster_code_loaded();
   }
   return device;
 }
@@ -109,9 +110,10 @@ void row_loss(const Operands& in, const Objective& objective, float entropy_coef
   if (path == Path::cluster) {
     if (!cluster_runs(device, args.slicing)) {
       throw std::invalid_argument("dapo_kernels: rows of " + std::to_string(in.logits.n_cols) +
-                                  " logits do not fit a cluster of compute capability " +
+                                  " logits: no cluster holds them on compute capability " +
                                   std::to_string(device.capability / 10) + "." +
-                                  std::to_string(device.capability % 10));
+                                  std::to_string(device.capability % 10) +
+                                  (device.clusters ? "" : ", or the module was not compiled for it"));
     }
     launch_cluster_loss(args, stream_of(stream));
   } else if (path == Path::sweep) {

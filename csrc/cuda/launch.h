@@ -23,11 +23,16 @@ struct LossArgs : RowArgs {
   double* losses;
 };
 
-// Compute capability as 10 * major + minor; shared memory that one block may have.
+// Compute capability as 10 * major + minor; shared memory that one block may have; whether clusters can be launched.
 struct Device {
   int index, multiprocessors, capability, shared_bytes;
+  bool clusters;
 };
 Device current_device();
+
+// Whether the code that the current device loads holds the cluster kernel. PTX for 8.x runs on later devices too, and
+// the kernel in it is an empty shell.
+bool cluster_code_loaded();
 
 // What the cluster kernel keeps in shared memory beside the slice, at most.
 constexpr int kClusterStaticBytes = 1024;

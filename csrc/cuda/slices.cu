@@ -47,19 +47,18 @@ template <class T, bool kFull>
 __global__ void __launch_bounds__(kThreads, 4)
     slice_grad_kernel(const __grid_constant__ RowArgs args, const __grid_constant__ Rows grad,
                       const RowGradient* gradients) {
-  const int n_slices = args.slicing.n_slices, n = args.slicing.n_elements;
-  const Place at = place_of_block(n_slices);
+  const int n = args.slicing.n_elements;
+  const Place at = place_of_block(args.slicing.n_slices);
   const RowGradient g = gradients[at.row];
   const T* const x = row_of<T>(args.in.logits, at.row);
   T* const out = row_of<T>(grad, at.row);
-  // Words of the output row: each is read and written by one thread, so `out` may be `x`.
   const Stretch s = stretch(reinterpret_cast<uintptr_t>(out), sizeof(T), 0, n);
-  const int begin = at.slice * args.slicing.per_slice;
-  const int end = at.slice == n_slices - 1 ? s.full_end : min_of(begin + args.slicing.per_slice, s.full_end);
-  for (int first = begin; first < end; first += kTile) {
-    write_words<T, kFull>(out, s, first + static_cast<int>(threadIdx.x), end, kThreads, g, args.in.softcap, [&](int w) {
-      return g.zero ? Word{{0, 0, 0, 0}} : load_elements(x, n, word_element(s, sizeof(T), w));
-    });
+  const WordSlice mine = words_of_slice(args.slicing, s, at.slice);
+  for (int first = mine.begin; first < mine.end; first += kTile) {
+    write_words<T, kFull>(out, s, first + static_cast<int>(threadIdx.x), mine.end, kThreads, g, args.in.softcap,
+                          [&](int w) {
+                            return g.zero ? Word{{0, 0, 0, 0}} : load_elements(x, n, word_element(s, sizeof(T), w));
+                          });
   }
   if (at.slice == 0) {
     write_partial<T, kFull>(out, s, threadIdx.x, g, args.in.softcap, [&](int e) { return widen(x[e]); });

@@ -19,6 +19,8 @@ namespace cuda {
 
 constexpr int kWord = 16;
 constexpr int kThreads = 256;
+constexpr int kWarp = 32;
+constexpr int kWarps = kThreads / kWarp;
 constexpr int kPerThread = 4;  // vectors of a tile in one thread: 4 independent 16-byte loads in flight
 constexpr int kTile = kThreads * kPerThread;
 

@@ -47,17 +47,9 @@ __global__ void __launch_bounds__(kBlock)
     plan_grad_kernel(const __grid_constant__ RowArgs args, const float* norm, const float* entropy,
                      const float* d_logprobs, const float* d_entropy, RowGradient* gradients) {
   const int64_t row = thread_index();
-  if (row >= args.in.logits.n_rows) return;
-  if (!args.in.tokens.live[row]) {
-    gradients[row] = zero_gradient();
-    return;
+  if (row < args.in.logits.n_rows) {
+    gradients[row] = planned_gradient(args, row, norm, entropy, d_logprobs, d_entropy);
   }
-  const float x_target = target_logit(args.in, row);
-  const RowGradient g =
-      gradient_of(x_target, args.in.tokens.target_ids[row], args.in.tokens.tau(row), base2_scale_of(args, row),
-                  norm[2 * row], norm[2 * row + 1], d_logprobs[row], d_entropy ? d_entropy[row] : 0.0f,
-                  d_entropy ? entropy[row] : 0.0f);
-  gradients[row] = through_cap(g, x_target, args.in.softcap);
 }
 
 __global__ void __launch_bounds__(kBlock)

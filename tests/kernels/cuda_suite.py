@@ -110,6 +110,70 @@ def test_rows_alone_and_together_give_the_same_bits() -> None:
         assert torch.equal(mine.logprobs[0], out.logprobs[row])
 
 
+@pytest.mark.parametrize(("vocab", "dtype", "gap"), [(1031, torch.float32, 0), (9001, torch.bfloat16, 1)], ids=str)
+@pytest.mark.parametrize("dead", ["none", "some", "most", "all"])
+@pytest.mark.parametrize("turns", range(8))
+def test_a_cluster_goes_from_row_to_row_whatever_its_threads_order(
+    turns: int, dead: str, vocab: int, dtype: torch.dtype, gap: int
+) -> None:
+    """Rows that start anywhere within 16 bytes follow each other in the same shared memory."""
+    n = 19
+    g = torch.Generator().manual_seed(turns)
+    share = {"none": 1.0, "some": 0.7, "most": 0.15, "all": 0.0}[dead]
+    live = torch.rand(n, generator=g) < share
+    logits = (torch.randn(n, vocab, generator=g) * 3).to(dtype)
+    logits[~live] = math.nan
+    ids = torch.randint(vocab, (n,), generator=g)
+    values = (torch.rand(n, generator=g) for _ in range(4))
+    tokens = Tokens(live, next(values), next(values) - 0.5, next(values) - 8, next(values) - 8, None)
+    results = []
+    for path in ("split", "cluster"):
+        _, rows = stored(n, vocab, dtype, turns % 3, gap)
+        rows.copy_(logits)
+        COVERAGE.take_turns(turns)
+        out = run(path, rows, ids, tokens, {})
+        results.append((rows.clone(), *out))
+    for a, b in zip(*results, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_a_cluster_of_sixteen(turns: int) -> None:
+    logits, ids, tokens = problem(7, 90_001, torch.float32)
+    assert COVERAGE.slices(90_001, 4)[0] == 16
+    COVERAGE.take_turns(turns)
+    together = [logits.clone(), logits.clone()]
+    outs = [run(path, rows, ids, tokens, {}) for path, rows in zip(("cluster", "split"), together, strict=True)]
+    assert torch.equal(*together)
+    assert torch.equal(outs[0].logprobs, outs[1].logprobs)
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared_bytes", "cluster_code", "expected"),
+    [
+        (80, 166912, False, ["sweep", "split", "sweep", "split"]),
+        (90, 232448, True, ["cluster", "cluster", "cluster", "split"]),
+        (100, 232448, True, ["cluster", "cluster", "cluster", "split"]),
+        (120, 101376, True, ["cluster", "cluster", "sweep", "split"]),  # clusters of 8
+        (90, 232448, False, ["sweep", "split", "sweep", "split"]),  # PTX for 8.0, compiled by the driver
+    ],
+)
+def test_the_path_of_a_device(capability: int, shared_bytes: int, cluster_code: bool, expected: list[str]) -> None:
+    """Many rows of a common vocabulary, few of them, many that want sixteen blocks, few that no cluster holds."""
+    shapes = [(4096, 151936, 1), (4, 151936, 1), (4096, 151936, 0), (4, 2_000_000, 1)]
+    rows = [cuda._cuda.Rows(0, n, vocab, n, 0, vocab, dtype) for n, vocab, dtype in shapes]
+    try:
+        COVERAGE.pretend(132, capability, shared_bytes, cluster_code)
+        assert [cuda._cuda.choose_path(r).name for r in rows] == expected
+        if expected[0] != "cluster":
+            logits, ids, tokens = problem(7, 9, torch.bfloat16)
+            with pytest.raises(ValueError, match=f"cluster.*compute capability {capability / 10}"):
+                run("cluster", logits, ids, tokens, {})
+    finally:
+        COVERAGE.pretend(4, 90, 232448, True)
+
+
 def test_a_softcap_takes_minus_infinity_to_its_bound() -> None:
     logits = torch.randn(2, 9000, generator=torch.Generator().manual_seed(0))
     logits[:, 100:8990] = -math.inf
