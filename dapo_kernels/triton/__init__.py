@@ -59,15 +59,22 @@ def launch_for(vocab: int, itemsize: int) -> Launch:
     return next(x for x in LAUNCHES if x.row_bytes is None or vocab * itemsize <= x.row_bytes)
 
 
-def _shape(logits: Tensor) -> dict[str, int]:
+def _aligned(rows: Tensor) -> bool:
+    """Whether every row starts on 16 bytes."""
+    strides = (stride * rows.element_size() for stride in rows.stride()[:-1])
+    return all(distance % 16 == 0 for distance in (rows.data_ptr(), *strides))
+
+
+def _shape(logits: Tensor, *others: Tensor) -> dict[str, int]:
     """How the rows are cut. ``HAS_REST`` repeats what Triton specializes V on: nothing is compiled anew for it."""
     vocab, itemsize = logits.shape[-1], logits.element_size()
     chosen, vec = launch_for(vocab, itemsize), 16 // itemsize
     return {
-        # At least 16 running sums, because the logits after the last multiple of 16 take one each.
+        # At least 16 running sums, because the logits after the last multiple of VEC take one each.
         "BLOCK_V": min(chosen.block(itemsize), max(16 * vec, triton.next_power_of_2(vocab))),
         "VEC": vec,  # logits of a 128-bit access
         "HAS_REST": vocab % 16 != 0,
+        "ALIGNED": all(map(_aligned, (logits, *others))),
         "num_warps": min(chosen.num_warps, MAX_WARPS),
     }
 
@@ -163,7 +170,7 @@ def row_grad(
             dlogprobs,
             dentropy,
             HAS_SOFTCAP=softcap is not None,
-            **_shape(logits),
+            **_shape(source, to),
         )
     if to is not out:
         out.copy_(to)
@@ -207,7 +214,7 @@ def row_loss_(
             float(entropy_coef),
             entropy_coef != 0,
             HAS_SOFTCAP=softcap is not None,
-            **_shape(logits),
+            **_shape(work),
         )
     if work is not logits:
         logits.copy_(work)

@@ -30,10 +30,15 @@ _SCALARS = {"temperature", "softcap", "clip_low", "clip_high", "dual_clip", "tau
 _SCALARS |= {"entropy_coef"}
 # Rows, and what of theirs the launcher's specialization finds to be a multiple of 16: a vocabulary that is one; one
 # that is not, such as GPT-2's 50257, in rows padded to one, as a chunk's buffer has them; and in rows that follow each
-# other. torch's allocations start on 16 bytes.
+# other. torch's allocations start on 16 bytes; "shifted" is an even vocabulary in a view that does not.
 _POINTERS = ("Logits", "Out")
 _STRIDES = ("stride_outer", "stride_inner", "out_stride_outer", "out_stride_inner")
-ROWS = {"even": (*_POINTERS, *_STRIDES, "V"), "padded": (*_POINTERS, *_STRIDES), "odd": _POINTERS}
+ROWS = {
+    "even": (*_POINTERS, *_STRIDES, "V"),
+    "padded": (*_POINTERS, *_STRIDES),
+    "odd": _POINTERS,
+    "shifted": (*_STRIDES, "V"),
+}
 
 _PLAIN: dict[str, Any] = {"SURROGATE": "clip", "KL_ESTIMATOR": "k3", "KL_THROUGH_RATIO": False}
 _ALONE: dict[str, Any] = {"Temperatures": None, "RefLogprobs": None, "ImportanceWeights": None, "RefKl": None}
@@ -68,6 +73,11 @@ VARIANTS = {
         "row_loss_kernel", {**_EVERYTHING, "HAS_ENTROPY_COEF": True, "HAS_SOFTCAP": True}, 2, 3
     ),
 }
+
+
+def told(rows: str) -> dict[str, bool]:
+    """What the launcher says of them."""
+    return {"HAS_REST": "V" not in ROWS[rows], "ALIGNED": set(ROWS[rows]) >= {*_POINTERS, *_STRIDES}}
 
 
 class Loop(NamedTuple):
@@ -141,7 +151,7 @@ def row_kernel(variant: str, logits: str, capability: int, launch: Launch, rows:
     """A row kernel as the launcher would have it for long rows of this launch."""
     chosen, warps = VARIANTS[variant], launch.num_warps
     itemsize = ITEMSIZE[logits]
-    shape = {"BLOCK_V": launch.block(itemsize), "VEC": 16 // itemsize, "HAS_REST": "V" not in ROWS[rows]}
+    shape = {"BLOCK_V": launch.block(itemsize), "VEC": 16 // itemsize, **told(rows)}
     return compiled(chosen.kernel, logits, {**chosen.constants, **shape}, capability, warps, rows)
 
 
@@ -193,7 +203,7 @@ def grid(rows: str, capabilities: tuple[int, ...]) -> list[Point]:
 
 
 # The other launches differ in the number of warps only: the plain loss, on one architecture.
-GRID = grid("even", ARCHITECTURES) + grid("padded", (90,)) + grid("odd", (90,))
+GRID = grid("even", ARCHITECTURES) + grid("padded", (90,)) + grid("odd", ARCHITECTURES)
 GRID += [("loss", d, launch, 90, "even") for launch in LAUNCHES[:-1] for d in ("bf16", "fp32")]
 
 

@@ -73,11 +73,12 @@ def test_stats_and_gradient_of_rows(dtype: torch.dtype, vocab: int) -> None:
     elementwise(leaf.grad, grad, what="gradient without entropy", slack=1.05)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["rows", "columns", "padded", "transposed", "expanded"])
-def test_strides(kind: str) -> None:
+def test_strides(kind: str, dtype: torch.dtype) -> None:
     """Any strides give the bits of the contiguous copy."""
     g = torch.Generator().manual_seed(1)
-    wide = torch.randn(6, 2, 80, generator=g)
+    wide = torch.randn(6, 2, 80, generator=g).to(dtype)
     view = {
         "rows": wide[:, 0, :37],
         "columns": wide[:, 0, ::2],
@@ -98,6 +99,49 @@ def test_strides(kind: str) -> None:
 
     for got, expected in zip(grad_of(view), grad_of(view.contiguous()), strict=True):
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("vocab", [2, 37, 1031])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_has_its_bits_wherever_it_starts(dtype: torch.dtype, vocab: int) -> None:
+    """At every distance from a 16-byte boundary, between NaNs that stay; the gradient at another distance, or in
+    place; zeros in place of a row without one.
+    """
+    from dapo_kernels import triton
+
+    g = torch.Generator().manual_seed(vocab)
+    row = (torch.randn(1, vocab, generator=g) * 3).to(dtype)
+    ids, live, upstream = torch.tensor([vocab - 1]), torch.tensor([True]), torch.tensor([0.7])
+    places = 16 // row.element_size()
+
+    def at(start: int) -> tuple[Tensor, Tensor]:
+        storage = torch.full((vocab + 64,), math.nan, dtype=dtype)
+        assert storage.data_ptr() % 16 == 0
+        return storage, storage[start : start + vocab].view(1, vocab)
+
+    def check_guards(storage: Tensor, start: int) -> None:
+        assert bool(storage[:start].isnan().all())
+        assert bool(storage[start + vocab :].isnan().all())
+
+    found = []
+    for start in range(places):
+        storage, logits = at(start)
+        logits.copy_(row)
+        stats = triton.row_stats(logits, ids, live, 0.8, True)
+        assert stats[2] is not None
+        to = (3 * start + 1) % places
+        others, gradient = at(to)
+        triton.row_grad(gradient, logits, ids, live, 0.8, stats[1], stats[2], upstream, upstream)
+        check_guards(others, to)
+        triton.row_grad(logits, logits, ids, live, 0.8, stats[1], stats[2], upstream, upstream)
+        check_guards(storage, start)
+        assert torch.equal(logits, gradient)
+        found.append((*stats, gradient))
+        triton.row_grad(logits, logits, ids, ~live, 0.8, stats[1], stats[2], upstream, upstream)
+        check_guards(storage, start)
+        assert not logits.any()
+    for got in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(got, found[0], strict=True))
 
 
 @pytest.mark.parametrize("value", [-math.inf, 1e4, -1e4])
