@@ -93,7 +93,7 @@ def build(config: Config, seed: int = 0) -> Problem:
         target_ids=torch.randint(vocab, (n,), generator=generator, device=device),
         old_logprobs=torch.zeros(n, device=device),
         advantages=_advantages(config),
-        mask=_share(config, config.live, generator),
+        mask=_responses(config),
         n_sequences=config.n_sequences,
     )
     problem = Problem(config, tokens, normalizer=torch.empty(n, device=device))
@@ -129,6 +129,12 @@ def _advantages(config: Config) -> Tensor:
     i = torch.arange(config.n_sequences, device=config.device)
     per_sequence = (1.0 + 0.1 * i) * (1 - 2 * (i % 2))
     return per_sequence.repeat_interleave(config.n_tokens // config.n_sequences)
+
+
+def _responses(config: Config) -> Tensor:
+    """The first ``live`` of every sequence, at least one token: what is left of a row of a padded batch is padding."""
+    length = config.n_tokens // config.n_sequences
+    return torch.arange(config.n_tokens, device=config.device) % length < max(1, round(config.live * length))
 
 
 def _share(config: Config, share: float, generator: torch.Generator) -> Tensor:

@@ -22,9 +22,9 @@ std::pair<int, int64_t> find_fault(const dapo::Rows& logits, const dapo::TokenIn
 }
 
 void row_grad(const dapo::Rows& logits, const dapo::Rows& grad, const dapo::TokenInputs& tokens, uintptr_t norm,
-              uintptr_t entropy, uintptr_t d_logprobs, uintptr_t d_entropy, int threads) {
+              uintptr_t entropy, uintptr_t d_logprobs, uintptr_t d_entropy, bool zeroed, int threads) {
   dapo::row_grad(logits, grad, tokens, pointer<const float>(norm), pointer<const float>(entropy),
-                 pointer<const float>(d_logprobs), pointer<const float>(d_entropy), threads);
+                 pointer<const float>(d_logprobs), pointer<const float>(d_entropy), zeroed, threads);
 }
 
 double token_loss(int64_t n, uintptr_t logprobs, const dapo::TokenInputs& tokens, const dapo::Objective& objective,
@@ -52,7 +52,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("find_fault", &find_fault, no_gil);
   m.def("row_stats", &dapo::row_stats, no_gil, "logits"_a, "tokens"_a, "out"_a, "threads"_a);
   m.def("row_grad", &row_grad, no_gil, "logits"_a, "grad"_a, "tokens"_a, "norm"_a, "entropy"_a, "d_logprobs"_a,
-        "d_entropy"_a, "threads"_a);
+        "d_entropy"_a, "zeroed"_a, "threads"_a);
   m.def("row_loss", &dapo::row_loss, no_gil, "logits"_a, "tokens"_a, "objective"_a, "entropy_coef"_a, "out"_a,
         "threads"_a);
   m.def("token_loss", &token_loss, no_gil, "n"_a, "logprobs"_a, "tokens"_a, "objective"_a, "out"_a);

@@ -17,6 +17,9 @@ from dapo_kernels.structs import address, outputs, row_inputs, rows_of, token_in
 from dapo_kernels.surrogate import ObjectiveScalars
 from dapo_kernels.tokens import RowLoss, TokenLoss, Tokens, empty_row_loss, empty_stats
 
+# row_grad takes ``zeroed``: ``out`` holds zeros, which rows without a gradient may keep.
+SKIPS_ZEROS = True
+
 _BAD_TARGET, _BAD_TEMPERATURE = 1, 2
 
 
@@ -51,6 +54,7 @@ def row_grad(
     entropy: Tensor | None,
     dlogprobs: Tensor,
     dentropy: Tensor | None,
+    zeroed: bool = False,
 ) -> None:
     source, to = unit_stride(logits), unit_stride(out)
     _C.row_grad(
@@ -61,6 +65,7 @@ def row_grad(
         address(entropy),
         dlogprobs.data_ptr(),
         address(dentropy),
+        zeroed and to is out,
         torch.get_num_threads(),
     )
     if to is not out:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
+import mmap
 import threading
 from typing import Any
 
@@ -54,3 +56,17 @@ def large_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device:
     if device.type == "cpu" and out.nbytes >= _LARGE_BYTES and type(out) is Tensor and _extension() is not None:
         _extension().advise_huge_pages(out.data_ptr(), out.nbytes)
     return out
+
+
+def fresh_pages(shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+    """A large tensor of zeros on the CPU that takes up memory only where it is written, in huge pages where there are
+    any; None for a small one. Pages come from the system as zeros: what stays zero costs neither time nor memory.
+    """
+    n_bytes = math.prod(shape) * dtype.itemsize
+    if n_bytes < _LARGE_BYTES or _extension() is None:
+        return None
+    pages = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    flat = torch.frombuffer(pages, dtype=dtype)  # gives the pages back when its storage goes
+    _extension().advise_huge_pages(flat.data_ptr(), n_bytes)
+    strides = torch.empty(shape, device="meta").stride()
+    return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, shape, strides)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dapo_kernels.backends import backend_module
-from dapo_kernels.memory import large_empty
+from dapo_kernels.memory import fresh_pages
 from dapo_kernels.surrogate import ObjectiveScalars
 from dapo_kernels.tokens import Tokens, accumulate_dtype
 
@@ -130,9 +130,13 @@ def logits_grad(
     backend: str,
 ) -> Tensor:
     """∂loss/∂logits, contiguous, from ∂loss/∂logprobs and ∂loss/∂entropy."""
-    out = large_empty(logits.shape, logits.dtype, logits.device)
-    tau = tau_of(temperature, temperatures)
-    backend_module(backend).row_grad(out, logits, target_ids, live, tau, norm, entropy, dlogprobs, dentropy)
+    module = backend_module(backend)
+    arguments = (logits, target_ids, live, tau_of(temperature, temperatures), norm, entropy, dlogprobs, dentropy)
+    if getattr(module, "SKIPS_ZEROS", False) and (zeros := fresh_pages(logits.shape, logits.dtype)) is not None:
+        module.row_grad(zeros, *arguments, zeroed=True)
+        return zeros
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    module.row_grad(out, *arguments)
     return out
 
 

@@ -159,7 +159,7 @@ void row_stats(const Rows& logits, const TokenInputs& tokens, const TokenOutputs
 }
 
 void row_grad(const Rows& logits, const Rows& grad, const TokenInputs& tokens, const float* norm, const float* entropy,
-              const float* d_logprobs, const float* d_entropy, int threads) {
+              const float* d_logprobs, const float* d_entropy, bool zeroed, int threads) {
   const auto nothing = [](RowState&, int64_t, int64_t) {};
   const auto middle = [&](RowState& state, int64_t row) {
     state.gradient = zero_gradient();
@@ -174,7 +174,7 @@ void row_grad(const Rows& logits, const Rows& grad, const TokenInputs& tokens, c
   const auto last = [&](RowState& state, int64_t row, int64_t b) {
     const RowView x(logits, row), out(grad, row);
     const RowGradient& g = state.gradient;
-    if (g.zero) return write_zeros(grad, out, b);
+    if (g.zero) return zeroed ? void() : write_zeros(grad, out, b);
     x.kernels.grad(x.block(b), out.block(b), x.block_size(b), g.c, g.top, g.a, g.b, x.block(b) + kAhead);
     set_target(out, g, b);
   };

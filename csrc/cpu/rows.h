@@ -18,9 +18,10 @@ Fault find_fault(const Rows& logits, const TokenInputs& tokens);
 // logprobs, norm and, unless null, entropy.
 void row_stats(const Rows& logits, const TokenInputs& tokens, const TokenOutputs& out, int threads);
 
-// d loss / d logits into `grad` (may be `logits`), from d loss / d logprob and d loss / d entropy (or null).
+// d loss / d logits into `grad` (may be `logits`), from d loss / d logprob and d loss / d entropy (or null). `zeroed`:
+// `grad` holds zeros, and rows without a gradient are left as they are.
 void row_grad(const Rows& logits, const Rows& grad, const TokenInputs& tokens, const float* norm, const float* entropy,
-              const float* d_logprobs, const float* d_entropy, int threads);
+              const float* d_logprobs, const float* d_entropy, bool zeroed, int threads);
 
 // Loss and per-token results; the gradient overwrites the logits. One pass over memory.
 double row_loss(const Rows& logits, const TokenInputs& tokens, const Objective& objective, float entropy_coef,
