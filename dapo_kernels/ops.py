@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dapo_kernels.backends import backend_module
-from dapo_kernels.memory import fresh_pages
+from dapo_kernels.memory import large_gradient
 from dapo_kernels.surrogate import ObjectiveScalars
 from dapo_kernels.tokens import Tokens, accumulate_dtype
 
@@ -132,9 +132,10 @@ def logits_grad(
     """∂loss/∂logits, contiguous, from ∂loss/∂logprobs and ∂loss/∂entropy."""
     module = backend_module(backend)
     arguments = (logits, target_ids, live, tau_of(temperature, temperatures), norm, entropy, dlogprobs, dentropy)
-    if getattr(module, "SKIPS_ZEROS", False) and (zeros := fresh_pages(logits.shape, logits.dtype)) is not None:
-        module.row_grad(zeros, *arguments, zeroed=True)
-        return zeros
+    if getattr(module, "SKIPS_ZEROS", False) and (large := large_gradient(logits.shape, logits.dtype)) is not None:
+        out, zeroed = large
+        module.row_grad(out, *arguments, zeroed=zeroed)
+        return out
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     module.row_grad(out, *arguments)
     return out

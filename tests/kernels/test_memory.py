@@ -1,4 +1,4 @@
-"""A gradient in fresh pages: zeros that nobody writes, and memory only for the tokens that train."""
+"""Large gradients: in fresh pages zeros that nobody writes, in kept ones nothing of the call before."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dapo_kernels import dapo_loss, use_backend
-from dapo_kernels.memory import fresh_pages
+from dapo_kernels import dapo_loss, memory, use_backend
+from dapo_kernels.memory import large_gradient, release_workspace
 
 
 def resident() -> int:
@@ -25,6 +25,11 @@ def call(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.autograd.grad(out.loss, logits)[0]
 
 
+@pytest.fixture(autouse=True)
+def _nothing_kept() -> None:
+    release_workspace()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("live", ["first", "scattered", "none"])
 def test_a_large_gradient_is_that_of_the_reference(live: str, dtype: torch.dtype) -> None:
@@ -32,6 +37,7 @@ def test_a_large_gradient_is_that_of_the_reference(live: str, dtype: torch.dtype
     logits = torch.randn(n, vocab, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
     numbers = torch.arange(n)
     mask = {"first": numbers < 5, "scattered": numbers % 7 == 3, "none": numbers < 0}[live]
+    call(logits, ~mask).fill_(torch.nan)  # what the next one may be given
     grad = call(logits, mask)
     with use_backend("torch"):
         expected = call(logits, mask)
@@ -50,8 +56,41 @@ def test_rows_without_a_gradient_take_no_memory() -> None:
     grad = call(logits, torch.arange(n) < n // 8)
     assert resident() - before < grad.nbytes / 4
     del grad
-    assert resident() - before < 2**22  # given back
+    release_workspace()
+    assert resident() - before < 2**22
+
+
+def take(n_rows: int) -> tuple[torch.Tensor, bool]:
+    found = large_gradient(torch.Size((n_rows, 2**20)), torch.float32)
+    assert found is not None
+    return found
+
+
+def test_pages_are_used_again_once_nobody_holds_them() -> None:
+    first, zeroed = take(4)
+    assert zeroed
+    address = first.data_ptr()
+    view = first[1:]
+    del first
+    other, zeroed = take(4)  # a view is a holder too
+    assert zeroed
+    assert other.data_ptr() != view.data_ptr() - 2**22
+    address = other.data_ptr()
+    del other
+    again, zeroed = take(3)
+    assert not zeroed
+    assert again.data_ptr() == address
+    assert again.shape == (3, 2**20)
+
+
+def test_very_large_ones_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_KEPT_BYTES", 2**23)
+    for _ in range(2):
+        gradient, zeroed = take(4)
+        assert zeroed
+        gradient.fill_(1.0)
+        del gradient
 
 
 def test_small_tensors_are_left_to_torch() -> None:
-    assert fresh_pages(torch.Size((4, 100)), torch.float32) is None
+    assert large_gradient(torch.Size((4, 100)), torch.float32) is None
