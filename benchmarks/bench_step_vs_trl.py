@@ -10,7 +10,7 @@ own, one after the other; the figure is the median over steps after the first, w
     runner            dapo_runner with vLLM
     runner, compiled  the same with model.compile and rollout.vllm.compile; what compiling takes is printed apart
     TRL               GRPOTrainer, which on a CPU generates with transformers. Its torch_compile=True compiles anew for
-                      every length it has not met, 65 to 90 s each time, and is no faster once it has
+                      every length it has not met, 70 to 90 s each time, and is no faster once it has
     TRL, our loss     the same with DapoGRPOTrainer in GRPOTrainer's place
 """
 

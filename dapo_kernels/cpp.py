@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dapo_kernels import _C  # type: ignore[attr-defined]
-from dapo_kernels.memory import large_empty
+from dapo_kernels.memory import large_gradient
 from dapo_kernels.reference import raise_bad_target, raise_bad_temperature, unit_stride
 from dapo_kernels.structs import address, outputs, row_inputs, rows_of, token_inputs
 from dapo_kernels.surrogate import ObjectiveScalars
@@ -111,7 +111,10 @@ class SplitSum:
 
     def __init__(self, result: Tensor) -> None:
         self.result = result
-        self.low = large_empty(result.shape, torch.int16, result.device).zero_()
+        kept = large_gradient(result.shape, torch.int16, result.device, "low halves of weight")
+        self.low, zeroed = kept or (torch.zeros_like(result, dtype=torch.int16), True)
+        if not zeroed:
+            self.low.zero_()
 
     def add(self, rows: slice, part: Tensor) -> None:
         """sum[rows] += part, contiguous bfloat16."""

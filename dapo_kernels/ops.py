@@ -132,7 +132,8 @@ def logits_grad(
     """∂loss/∂logits, contiguous, from ∂loss/∂logprobs and ∂loss/∂entropy."""
     module = backend_module(backend)
     arguments = (logits, target_ids, live, tau_of(temperature, temperatures), norm, entropy, dlogprobs, dentropy)
-    if getattr(module, "SKIPS_ZEROS", False) and (large := large_gradient(logits.shape, logits.dtype)) is not None:
+    skips = getattr(module, "SKIPS_ZEROS", False)
+    if skips and (large := large_gradient(logits.shape, logits.dtype, logits.device, "logits")) is not None:
         out, zeroed = large
         module.row_grad(out, *arguments, zeroed=zeroed)
         return out

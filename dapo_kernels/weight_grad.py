@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dapo_kernels.chunk_plan import on_host
-from dapo_kernels.memory import large_empty
+from dapo_kernels.memory import large_gradient
 from dapo_kernels.tokens import accumulate_dtype
 
 # Bytes of a tile of the weight or of its gradient: it stays in the L2/L3 cache between GEMM and addition. Below
@@ -111,7 +111,8 @@ class Gradients:
             # The result is made from it at the end: the two would be the peak of memory.
             self.weight_float32 = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
             return
-        self.weight = large_empty(weight.shape, weight.dtype, weight.device)
+        kept = large_gradient(weight.shape, weight.dtype, weight.device, "weight")
+        self.weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if kept is None else kept[0]
         if self.n_chunks != 1 and on_host(weight):
             self.weight.zero_()
         if summed:

@@ -26,7 +26,8 @@ PACKED_ATTENTION = "dapo_packed"
 Kernel = Literal["sdpa", "flash", "varlen"]
 
 # Up to this length plain products beat torch's CPU kernel, above all in the backward pass: at 85 positions in
-# bfloat16 12 ms against 89 for both passes, with a smaller error in the gradient. They keep [L, L] probabilities.
+# bfloat16 12 ms against 89 for both passes. They keep [L, L] probabilities, and round them and the scores to bfloat16:
+# SmolLM2's gradient on text was 6.4 % off the float32 one, with torch's kernel 5.7 %.
 SHORT = 128
 
 # Padding inside a bucket, as a share of its positions. Short sequences pay for a call of their own more than
@@ -176,7 +177,9 @@ def _seen(length: int, window: int, device: torch.device) -> Tensor:
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scale: float | None) -> Tensor:
-    """query [n, Hq, L, D], key and value [n, Hk, L, D] → [n, Hq, L, D]. ``seen`` None is causal without a window."""
+    """query [n, Hq, L, D], key [n, Hk, L, D], value [n, Hk, L, E] → [n, Hq, L, E]. ``seen`` None is causal without a
+    window.
+    """
     n, heads, length, size = query.shape
     seen = _seen(length, length, query.device) if seen is None else seen
     hidden = torch.zeros(length, length, dtype=query.dtype, device=query.device).masked_fill_(~seen, -math.inf)
@@ -185,7 +188,7 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scale
     scores = torch.baddbmm(
         hidden.repeat(sharing, 1), stacked, key.flatten(0, 1).mT, alpha=size**-0.5 if scale is None else scale
     )
-    return (torch.softmax(scores, -1) @ value.flatten(0, 1)).view(n, heads, length, size)
+    return (torch.softmax(scores, -1) @ value.flatten(0, 1)).view(n, heads, length, value.shape[-1])
 
 
 def _window_size(window: int | None) -> tuple[int, int]:

@@ -187,6 +187,8 @@ def check_policy(policy: Policy) -> None:
     packed = policy._body(torch.cat([first, second]), positions, [5, 9])
     beside_other = policy._body(torch.cat([other, second]), positions, [5, 9])
     alone = policy._body(second, positions[5:], [9])
+    twice = torch.cat([first, second, first, other])  # as the responses of a group begin
+    group = policy._body(twice, torch.cat([torch.arange(14), torch.arange(10)]), [14, 10])
     name = type(policy.model).__name__
     # The first comparison is the sharp one: in bfloat16 a leak can be smaller than the rounding between two
     # shapes, but here the shapes are equal, and only expert layers, whose matmuls depend on the routing,
@@ -194,6 +196,9 @@ def check_policy(policy: Policy) -> None:
     sharp = max(torch.finfo(packed.dtype).eps / 8, 2e-6)
     if not _close(packed[5:], beside_other[5:], sharp) or not _close(packed[5:], alone):
         raise ConfigError(f"model: {name} cannot be trained on packed sequences, because they see each other")
+    apart = [policy._body(twice[:14], torch.arange(14), [14]), policy._body(twice[14:], torch.arange(10), [10])]
+    if not _close(group, torch.cat(apart)):
+        raise ConfigError(f"model: {name} cannot be trained on packed sequences, because equal beginnings differ")
     head = policy.head
     ours = nn.functional.linear(alone, head.weight, head.bias)
     if head.softcap is not None:

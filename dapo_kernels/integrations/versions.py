@@ -46,7 +46,10 @@ def require(adapter: str, *wanted: Supported) -> None:
         remedy = f"pip install '{supported.requirement}'"
         if importlib.util.find_spec(supported.package) is None:
             raise ImportError(f"{message}; it is not installed: {remedy}")
-        installed = importlib.metadata.version(supported.package)
+        try:
+            installed = importlib.metadata.version(supported.package)
+        except importlib.metadata.PackageNotFoundError:
+            raise ImportError(f"{message}; the one on the path has no installed version: {remedy}") from None
         if not supported.covers(installed):
             raise ImportError(f"{message}; installed is {installed}: {remedy}")
 

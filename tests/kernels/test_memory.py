@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dapo_kernels import dapo_loss, memory, use_backend
+from dapo_kernels import dapo_loss, linear_dapo_loss, memory, use_backend
 from dapo_kernels.memory import large_gradient, release_workspace
 
 
@@ -61,7 +61,7 @@ def test_rows_without_a_gradient_take_no_memory() -> None:
 
 
 def take(n_rows: int) -> tuple[torch.Tensor, bool]:
-    found = large_gradient(torch.Size((n_rows, 2**20)), torch.float32)
+    found = large_gradient(torch.Size((n_rows, 2**20)), torch.float32, torch.device("cpu"), "logits")
     assert found is not None
     return found
 
@@ -81,6 +81,27 @@ def test_pages_are_used_again_once_nobody_holds_them() -> None:
     assert not zeroed
     assert again.data_ptr() == address
     assert again.shape == (3, 2**20)
+    assert again.untyped_storage().nbytes() == again.nbytes  # what torch.save writes
+
+
+def test_a_small_one_does_not_sit_on_many_pages() -> None:
+    first, _ = take(16)
+    del first
+    _, zeroed = take(3)
+    assert zeroed
+
+
+def test_the_heads_gradient_is_not_that_of_another_call() -> None:
+    g = torch.Generator().manual_seed(3)
+    hidden, weight = torch.randn(8, 64, generator=g), torch.randn(40000, 64, generator=g)
+    found = []
+    for ids in (torch.arange(8), torch.arange(8, 16), torch.arange(8)):
+        head = weight.clone().requires_grad_()
+        linear_dapo_loss(hidden, head, ids, None, torch.ones(8)).loss.backward()
+        assert head.grad is not None
+        found.append(head.grad if len(found) == 0 else head.grad.clone())
+    assert torch.equal(found[0], found[2])  # held while the others were made
+    assert not torch.equal(found[0], found[1])
 
 
 def test_very_large_ones_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,4 +114,4 @@ def test_very_large_ones_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_small_tensors_are_left_to_torch() -> None:
-    assert large_gradient(torch.Size((4, 100)), torch.float32) is None
+    assert large_gradient(torch.Size((4, 100)), torch.float32, torch.device("cpu"), "logits") is None

@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    DeepseekV2Config,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
@@ -74,6 +75,15 @@ ARCHITECTURES = {
     "gemma3, windows and scaled embeddings": Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=4),
     "gpt2, learned positions": GPT2Config(
         vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2
+    ),
+    "deepseek, values of a size of their own": DeepseekV2Config(
+        **SIZES | {"num_key_value_heads": 4},
+        first_k_dense_replace=2,
+        kv_lora_rank=16,
+        q_lora_rank=None,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
     ),
 }
 
