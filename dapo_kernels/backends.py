@@ -7,11 +7,16 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
+_CHECKOUT_HINT = (
+    "Python imports the checkout at {}, where it was not built: pip install -e . there (with a C++ compiler, without "
+    "DAPO_KERNELS_CPP=0), or start Python in another folder"
+)
 _INSTALL_HINT = "reinstall dapo-kernels with a C++ compiler present (and without DAPO_KERNELS_CPP=0)"
 
 
@@ -19,7 +24,9 @@ def _extension_missing() -> str | None:
     try:
         importlib.import_module("dapo_kernels._C")
     except ImportError as error:
-        return f"the C++ extension dapo_kernels._C cannot be imported ({error}); {_INSTALL_HINT}"
+        root = Path(__file__).parent.parent
+        hint = _CHECKOUT_HINT.format(root) if (root / "setup.py").exists() else _INSTALL_HINT
+        return f"the C++ extension dapo_kernels._C cannot be imported ({error}); {hint}"
     return None
 
 

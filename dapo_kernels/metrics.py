@@ -52,7 +52,14 @@ def summarize(metrics: Mapping[str, Tensor] | Iterable[Mapping[str, Tensor]]) ->
     Without a live token every mean is 0. ``entropy`` is there when a call computed it (``entropy=True``, or an
     objective that needs it), as the mean over the live tokens of those calls. Reads the values back to the host.
     """
-    parts = [metrics] if isinstance(metrics, Mapping) else list(metrics)
+    several = isinstance(metrics, Iterable) and not (isinstance(metrics, Mapping) or hasattr(metrics, "metrics"))
+    parts = list(metrics) if several else [metrics]
+    for part in parts:
+        if not isinstance(part, Mapping):
+            raise TypeError(
+                "summarize: metrics must be the metrics of a loss (out.metrics), or several of them in a list, got "
+                f"{type(part).__name__}"
+            )
     if not parts:
         raise ValueError("summarize: no metrics were given")
     table = [_on_host(part) for part in parts]

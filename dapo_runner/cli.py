@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib.metadata
 import json
 import os
 import platform
@@ -23,7 +24,11 @@ USER_ERROR, INTERRUPTED = 2, 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    options, overrides = _parser().parse_known_args(arguments)
+    parser = _parser()
+    if not (sys.argv[1:] if arguments is None else arguments):
+        parser.print_help()
+        return USER_ERROR
+    options, overrides = parser.parse_known_args(arguments)
     _keep_freed_memory()
     console = Console()
     try:
@@ -41,11 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dapo", description="Train language models with DAPO.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=importlib.metadata.version("dapo-kernels"))
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="run a recipe, or take up a run where it stopped", allow_abbrev=False)
     train.add_argument("config", help="a YAML recipe")
-    train.add_argument("--dry-run", action="store_true", help="check everything, download nothing, print the plan")
+    train.add_argument("--dry-run", action="store_true", help="print the plan and what is missing here; no download")
     train.set_defaults(command=_train)
 
     evaluate = commands.add_parser("eval", help="avg@k of a model on held-out problems", allow_abbrev=False)
@@ -101,20 +107,19 @@ def _train(options: argparse.Namespace, overrides: list[str], console: Console) 
 
 def _dry_run(config: Config, console: Console) -> int:
     from dapo_runner.learner import resolve_objective
+    from dapo_runner.metrics import METRICS_FILE
+    from dapo_runner.needs import check_needs
     from dapo_runner.plan import make_plan
-    from dapo_runner.rewards import load_reward
-    from dapo_runner.trackers import check_trackers
+    from dapo_runner.train import check_same_run
 
     resolve_objective(config)
-    load_reward(config.reward)
-    check_trackers(config.logging)
     table = Table(box=None, show_header=False, title="plan", title_justify="left")
     for label, text in make_plan(config).items():
         table.add_row(label, text)
     console.print(table)
-    for key, path in (("data.path", config.data.path), ("data.eval_path", config.data.eval_path)):
-        if path is not None and not path.is_file():
-            raise ConfigError(f"{key}: expected a file, found nothing at {path}")
+    check_needs(config)
+    if (config.run_dir / METRICS_FILE).exists():
+        check_same_run(config, config.run_dir)
     return 0
 
 
@@ -149,6 +154,8 @@ def _evaluation_target(target: Path, overrides: list[str]) -> tuple[Config, str 
     from dapo_runner.run_log import CHECKPOINTS
     from dapo_runner.train import CONFIG_FILE
 
+    if not target.exists():
+        raise ConfigError(f"expected a run's folder or a recipe, found nothing at {target}")
     if not target.is_dir():
         config = load_config(target, overrides)
         if config.model.path is None:

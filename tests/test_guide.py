@@ -298,3 +298,13 @@ def test_fsdp2(tmp_path: Path) -> None:
             rank.kill()
     codes = [rank.returncode for rank in ranks]
     assert codes == [0, 0], f"exit statuses {codes}\n" + "\n".join(errors)
+
+
+def test_the_first_example_of_the_readme_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    snippet = re.search(r"```python\n(.+?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert snippet is not None
+    names: dict[str, Any] = {}
+    exec(snippet[1], names)  # the page is the test
+    assert float(names["out"].metrics["tokens"]) == 14
+    assert names["model"].lm_head.weight.grad.any()
+    assert "'tokens': 14.0" in capsys.readouterr().out

@@ -12,6 +12,7 @@ from cases import linear_case, logits_case
 from torch import Tensor
 
 from dapo_kernels import dapo_loss, linear_dapo_loss, policy_loss, summarize
+from dapo_kernels.loss import LossOutput
 
 KEYS = {
     "tokens",
@@ -173,3 +174,13 @@ def test_many_tokens_are_counted_exactly(backend: str) -> None:
     part["tokens"] = torch.tensor(float(2**24))
     one = {**part, "tokens": torch.tensor(1.0)}
     assert summarize([part, one, one])["tokens"] == 2**24 + 2
+
+
+def some_output() -> LossOutput:
+    return dapo_loss(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64), None, torch.ones(2))
+
+
+@pytest.mark.parametrize("wrong", [None, "x", 3, [1.0], some_output()])
+def test_anything_else_than_metrics_is_refused(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"summarize: metrics must be the metrics of a loss \(out\.metrics\)"):
+        summarize(wrong)

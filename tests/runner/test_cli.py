@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -161,3 +162,29 @@ def test_an_interruption_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(cli, "_train", interrupted)
     assert main(["train", str(write_recipe(tmp_path))]) == 130
+
+
+def test_a_dry_run_names_everything_that_is_missing_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("vllm", "peft") else find(name))
+    recipe = write_recipe(tmp_path)
+    wanted = ["rollout.engine=vllm", "rollout.temperature=1.0", "model.lora.rank=4"]
+    for command in (["train", str(recipe), *wanted, "--dry-run"], ["train", str(recipe), *wanted]):
+        assert main(command) == 2
+        out, err = capsys.readouterr()
+        assert ("responses" in out) == ("--dry-run" in command)  # the plan all the same
+        assert "rollout.engine: expected vLLM for 'vllm', it is not installed" in err
+        assert "model.lora: needs the package peft" in err
+
+
+def test_without_a_command_there_is_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["dapo"])
+    assert main() == 2
+    assert "run a recipe" in capsys.readouterr().out
+
+
+def test_evaluating_nothing_says_what_was_expected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(tmp_path / "nothing")]) == 2
+    assert "expected a run's folder or a recipe, found nothing" in capsys.readouterr().err

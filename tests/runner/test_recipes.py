@@ -89,7 +89,8 @@ def test_every_recipe_prints_its_plan(path: Path, capsys: pytest.CaptureFixture[
     code = main(["train", str(path), "--dry-run"])
     out, err = capsys.readouterr()
     assert "responses" in out
-    assert code == 0 or "expected a file, found nothing at" in err  # data that do not come with the project
+    # Data and packages that do not come with the project.
+    assert code == 0 or "expected a file, found nothing at" in err or "expected vLLM" in err
 
 
 def test_more_gpus_than_one_are_planned_with_and_not_trained_on(tmp_path: Path) -> None:
