@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ def summarize(metrics: Mapping[str, Tensor] | Iterable[Mapping[str, Tensor]]) ->
     objective that needs it), as the mean over the live tokens of those calls. Reads the values back to the host.
     """
     several = isinstance(metrics, Iterable) and not (isinstance(metrics, Mapping) or hasattr(metrics, "metrics"))
-    parts = list(metrics) if several else [metrics]
+    parts: list[Any] = list(metrics) if several else [metrics]
     for part in parts:
         if not isinstance(part, Mapping):
             raise TypeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,3 +70,9 @@ def make_sequence(n_prompt: int, n_response: int, *, group_id: int = 0, first_to
     mask = torch.arange(length) >= n_prompt
     values = torch.where(mask, token_ids.float(), 0.0)
     return Sequence(token_ids, advantages=values, mask=mask, rollout_logprobs=-values, group_id=group_id)
+
+
+def save_model(model: Any, tokenizer: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from builders import save_model
 
 from dapo_runner.config import ModelConfig, TinyModelConfig
 from dapo_runner.model import Policy, load_policy
 from dapo_runner.tiny import make_model, make_tokenizer
 
 TINY = TinyModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64)
-
-
-def save_model(model: Any, tokenizer: Any, folder: Path) -> Path:
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import make_config
-from conftest import save_model
+from builders import make_config, save_model
 from small import small_recipe
 from transformers import LlamaForCausalLM
 
