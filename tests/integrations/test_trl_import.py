@@ -54,3 +54,8 @@ def test_no_upper_end_is_none_at_all() -> None:
     supported = Supported("vllm", "0.32")
     assert not supported.covers("0.31.9")
     assert all(supported.covers(version) for version in ("0.32", "0.32.0+cpu", "0.40.1", "1.0"))
+
+
+def test_a_package_that_pip_knows_nothing_of_is_refused_by_name() -> None:
+    with pytest.raises(ImportError, match=r"no installed version: pip install 'json>=1\.0,<2'"):
+        require("adapter", Supported("json", "1.0", "2"))
