@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
-import hypothesis
 import pytest
 import torch
 
-# How long an example takes says more of the machine and its neighbours than of the code.
-hypothesis.settings.register_profile("no deadline", deadline=None)
-hypothesis.settings.load_profile("no deadline")
+if importlib.util.find_spec("hypothesis") is not None:  # the tests of vLLM, and those on a GPU, do without
+    from hypothesis import settings
+
+    # How long an example takes says more of the machine and its neighbours than of the code.
+    settings.register_profile("no deadline", deadline=None)
+    settings.load_profile("no deadline")
 
 # Two test workers on a two-core machine with two threads each spend their time waiting for one another.
 torch.set_num_threads(1)
