@@ -194,18 +194,6 @@ def test_new_weights_arrive_whole(engine: VLLMEngine, learner: Learner) -> None:
         assert answer.token_ids.tolist() == again.token_ids.tolist()
 
 
-def test_a_compiled_engine_takes_new_weights(tiny: Path, learner: Learner) -> None:
-    config = tiny_config(tiny, rollout={"vllm": {"kv_cache_gib": 0.25, "compile": True}})
-    engine = VLLMEngine(tiny, make_tokenizer(), config, CPU)
-    engine.generate([prompt("12+34=", engine)], SamplingParams(n=4, max_tokens=8, seed=1))
-    change(learner)
-    engine.update_weights(learner.policy.named_weights())
-    (group,) = engine.generate([prompt("12+34=", engine)], SamplingParams(n=4, max_tokens=8, seed=1))
-    for answer in group:
-        wanted = policy_logprobs(learner, prompt("12+34=", engine), answer)
-        torch.testing.assert_close(answer.logprobs, wanted, atol=1e-4, rtol=1e-4)
-
-
 def test_weights_that_do_not_fit_are_refused(engine: VLLMEngine, learner: Learner) -> None:
     weights = dict(learner.policy.named_weights())
     name, tensor = next(iter(weights.items()))
@@ -321,3 +309,16 @@ def test_a_run_taken_up_again_is_the_run_that_never_stopped(whole: Path, tmp_pat
     whole_run(tmp_path, steps=1)
     again = whole_run(tmp_path, steps=2)
     assert (again / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+# The last one: when this engine goes, it takes vLLM's process groups with it.
+def test_a_compiled_engine_takes_new_weights(tiny: Path, learner: Learner) -> None:
+    config = tiny_config(tiny, rollout={"vllm": {"kv_cache_gib": 0.25, "compile": True}})
+    engine = VLLMEngine(tiny, make_tokenizer(), config, CPU)
+    engine.generate([prompt("12+34=", engine)], SamplingParams(n=4, max_tokens=8, seed=1))
+    change(learner)
+    engine.update_weights(learner.policy.named_weights())
+    (group,) = engine.generate([prompt("12+34=", engine)], SamplingParams(n=4, max_tokens=8, seed=1))
+    for answer in group:
+        wanted = policy_logprobs(learner, prompt("12+34=", engine), answer)
+        torch.testing.assert_close(answer.logprobs, wanted, atol=1e-4, rtol=1e-4)
