@@ -112,8 +112,8 @@ class Gradients:
             self.weight_float32 = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
             return
         kept = large_gradient(weight.shape, weight.dtype, weight.device, "weight")
-        self.weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if kept is None else kept[0]
-        if self.n_chunks != 1 and on_host(weight):
+        self.weight, zeroed = kept or (torch.empty_like(weight, memory_format=torch.contiguous_format), False)
+        if self.n_chunks != 1 and on_host(weight) and not zeroed:
             self.weight.zero_()
         if summed:
             split = weight.dtype == torch.bfloat16 and hasattr(backend, "SplitSum") and on_host(weight)

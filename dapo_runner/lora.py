@@ -23,13 +23,18 @@ WEIGHTS_FILE = "adapter_model.safetensors"  # peft's own name, as is the prefix
 PREFIX = "base_model.model."
 
 
+def check_installed() -> None:
+    """Raises ConfigError where peft is not."""
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("model.lora: needs the package peft; pip install 'dapo-kernels[lora]'")
+
+
 def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
     """Wrap the linear layers of a transformers model in place; the base stops training. The start, B = 0, changes
     nothing. Raises ConfigError without peft, or when a target is not in the model, is no linear layer or its output
     head.
     """
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError("model.lora: needs the package peft; pip install 'dapo-kernels[lora]'")
+    check_installed()
     import peft
 
     settings = peft.LoraConfig(

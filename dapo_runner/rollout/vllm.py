@@ -15,6 +15,7 @@ What it takes to keep vLLM and a learner in one process and in agreement, each l
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ class VLLMEngine:
 
     def __init__(self, path: str | Path, tokenizer: Any, config: Config, device: torch.device) -> None:
         """``path`` is a model in transformers' format. Raises ConfigError when vLLM is not installed."""
+        check_installed()
         self.tokenizer = tokenizer
         self.max_tokens = config.longest_sequence
         self.device = device
@@ -154,16 +156,20 @@ def _arguments(path: str | Path, config: Config, device: torch.device) -> dict[s
     }
 
 
+def check_installed() -> None:
+    """Raises ConfigError where vLLM is not."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "rollout.engine: expected vLLM for 'vllm', it is not installed; docs/vllm.md says how; "
+            "rollout.engine=hf needs nothing"
+        )
+
+
 def _import_vllm() -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it would talk over the progress display
-    try:
-        import vllm
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"rollout.engine: expected vLLM for 'vllm', it cannot be imported ({error}); docs/vllm.md says how to "
-            "install it; rollout.engine=hf needs nothing"
-        ) from error
+    import vllm
+
     return vllm
 
 
