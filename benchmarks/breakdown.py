@@ -22,7 +22,7 @@ from benchmarks import machine
 from benchmarks.configs import HEADLINE, Config
 from benchmarks.problem import Problem, build
 from dapo_kernels import dapo_loss, linear_dapo_loss, token_logprobs
-from dapo_kernels.cpp import SplitSum
+from dapo_kernels.backends.cpp import SplitSum
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -1,10 +1,17 @@
 """Fused loss kernels for reinforcement learning on language models: the DAPO loss and its relatives."""
 
 from dapo_kernels.backends import use_backend
-from dapo_kernels.linear import linear_dapo_loss, linear_token_logprobs
-from dapo_kernels.loss import dapo_loss, policy_loss, token_logprobs
+from dapo_kernels.logprobs import linear_token_logprobs, token_logprobs
+from dapo_kernels.losses import (
+    dapo_loss,
+    linear_dapo_loss,
+    policy_loss,
+    policy_loss_from_hidden,
+    policy_loss_from_logits,
+)
 from dapo_kernels.metrics import summarize
 from dapo_kernels.objectives import OBJECTIVES, Objective
+from dapo_kernels.objectives import select as select
 
 __all__ = [
     "OBJECTIVES",
@@ -13,6 +20,8 @@ __all__ = [
     "linear_dapo_loss",
     "linear_token_logprobs",
     "policy_loss",
+    "policy_loss_from_hidden",
+    "policy_loss_from_logits",
     "summarize",
     "token_logprobs",
     "use_backend",

@@ -2,41 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dapo_kernels.surrogate import CLIPPED_DUAL, CLIPPED_HIGH, CLIPPED_LOW
+from dapo_kernels.objectives.surrogate import CLIPPED_DUAL, CLIPPED_HIGH, CLIPPED_LOW
 
 _COUNTS = ("tokens", "nonfinite")
+_CLIPPED = {"clip_low": CLIPPED_LOW, "clip_high": CLIPPED_HIGH, "clip_dual": CLIPPED_DUAL}
 
 
-def loss_metrics(
-    live: Tensor,
-    logprobs: Tensor,
-    old_logprobs: Tensor | None,
-    log_ratio: Tensor | None,
-    clip_hit: Tensor,
-    ref_kl: Tensor | None,
-    entropy: Tensor | None,
-) -> dict[str, Tensor]:
-    """Sums over live tokens (and maxima) as 0-d tensors; all inputs [N], detached. No host sync.
+class PerToken(NamedTuple):
+    """What the metrics are sums of, each [N] and detached; zeros on dead tokens but for ``old_logprobs``."""
 
-    ``log_ratio`` is what the surrogate saw, where that is not the token's own. Without ``entropy`` there is no such
-    key: a 0 would read as a policy that has collapsed.
-    """
+    live: Tensor
+    logprobs: Tensor
+    old_logprobs: Tensor | None
+    log_ratio: Tensor | None  # what the surrogate saw, where that is not the token's own
+    clip_hit: Tensor | None  # None: nobody knows
+    ref_kl: Tensor | None
+    entropy: Tensor | None
+
+
+class Metrics(Mapping[str, Tensor]):
+    """Sums over live tokens (and maxima) as 0-d tensors, computed when the first is read. Never a host sync."""
+
+    def __init__(self, tokens: PerToken) -> None:
+        self._tokens: PerToken | None = tokens
+        self._sums: dict[str, Tensor] = {}
+
+    def _computed(self) -> dict[str, Tensor]:
+        if self._tokens is not None:
+            self._sums, self._tokens = token_sums(self._tokens), None
+        return self._sums
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._computed()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._computed())
+
+    def __len__(self) -> int:
+        return len(self._computed())
+
+    def __repr__(self) -> str:
+        return f"Metrics({self._computed()!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (self._computed(),)
+
+
+@torch.no_grad()
+def token_sums(tokens: PerToken) -> dict[str, Tensor]:
+    """What is not known has no key: an entropy of 0 would read as a policy that has collapsed."""
+    live, logprobs, old_logprobs, log_ratio, clip_hit, ref_kl, entropy = tokens
     delta = torch.zeros_like(logprobs) if old_logprobs is None else logprobs - old_logprobs
     delta = torch.where(live, delta, 0.0)
     ratio = torch.where(live, (delta if log_ratio is None else log_ratio).exp(), 0.0)
-    tokens = live.sum()
-    zero = torch.zeros_like(tokens, dtype=logprobs.dtype)
-    sums = {
-        "tokens": tokens,
-        "clip_low": (clip_hit == CLIPPED_LOW).sum(),
-        "clip_high": (clip_hit == CLIPPED_HIGH).sum(),
-        "clip_dual": (clip_hit == CLIPPED_DUAL).sum(),
+    count = live.sum()
+    zero = torch.zeros_like(count, dtype=logprobs.dtype)
+    sums = {"tokens": count}
+    if clip_hit is not None:
+        sums |= {name: (clip_hit == value).sum() for name, value in _CLIPPED.items()}
+    sums |= {
         "ratio": ratio.sum(),
         "ratio_max": ratio.amax() if ratio.numel() else zero,
         "approx_kl": -delta.sum(),

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from dapo_kernels import Objective, linear_dapo_loss, linear_token_logprobs, objectives, summarize
-from dapo_kernels.loss import LossOutput, TokenStats
+from dapo_kernels.logprobs import TokenStats
+from dapo_kernels.losses import LossOutput
 from dapo_runner.config import Config, ConfigError, CorrectionConfig
 from dapo_runner.correction import Mismatch, correct, measure
 from dapo_runner.lora import adapters_off, has_adapters

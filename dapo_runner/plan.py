@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from dapo_kernels.chunk_plan import DEFAULT_CHUNK_BYTES, DEFAULT_DEVICE_CHUNK_BYTES
+from dapo_kernels.engine.chunks import DEFAULT_CHUNK_BYTES, DEFAULT_DEVICE_CHUNK_BYTES
 from dapo_runner.config import Config, LoraConfig, ModelConfig, TinyModelConfig, cautions
 from dapo_runner.learner import resolve_objective
 

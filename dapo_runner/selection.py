@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dapo_kernels import Objective, ops, ratio, select
-from dapo_kernels.backends import backend_for
-from dapo_kernels.surrogate import ObjectiveScalars
+from dapo_kernels import Objective, select
+from dapo_kernels.objectives import ratio
 from dapo_runner.types import PackedBatch
 
 
@@ -68,11 +67,7 @@ def _clip_hit(
 ) -> Tensor:
     n_sequences = int(sequence_ids.max()) + 1
     log_ratio = ratio.log_ratio(objective.ratio, logprobs, old, live, sequence_ids, n_sequences)
-    scalars = ObjectiveScalars.of(objective)._replace(kl_coef=0.0)  # the penalty does not clip
-    backend = backend_for("select_tokens", logprobs.device, logprobs.dtype)
-    weights = live.to(logprobs.dtype)
-    *_, hit, _ = ops.token_loss(logprobs, log_ratio, live, weights, advantages, None, None, scalars.pack(), backend)
-    return hit
+    return select.clip_hits(objective, logprobs, log_ratio, advantages, live)
 
 
 def _sequence_ids(batches: Sequence[PackedBatch]) -> list[Tensor]:

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from dapo_kernels.integrations.heads import LogitRule, check_head, head_of
 from dapo_kernels.integrations.versions import TRL, require
-from dapo_kernels.linear import linear_dapo_loss, linear_token_logprobs
-from dapo_kernels.objectives import Objective
+from dapo_kernels.logprobs import linear_token_logprobs
+from dapo_kernels.losses import linear_dapo_loss
+from dapo_kernels.objectives.table import Objective
 
 require("dapo_kernels.integrations.trl", *TRL)
 

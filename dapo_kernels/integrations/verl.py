@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -36,12 +35,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dapo_kernels import select
 from dapo_kernels.integrations.versions import VERL, require
-from dapo_kernels.linear import linear_token_logprobs
-from dapo_kernels.loss import LossOutput, policy_loss
-from dapo_kernels.objectives import OBJECTIVES, Objective
-from dapo_kernels.surrogate import clip_term
+from dapo_kernels.logprobs import linear_token_logprobs
+from dapo_kernels.losses import LossOutput, policy_loss
+from dapo_kernels.objectives import select
+from dapo_kernels.objectives.table import OBJECTIVES, Objective
 
 require("dapo_kernels.integrations.verl", *VERL)
 
@@ -124,7 +122,7 @@ def _covariance_clipped(
     logprobs = torch.where(live, log_prob.detach(), 0.0).reshape(-1)
     old_logprobs = torch.where(live, old_log_prob, 0.0).reshape(-1)
     advantages = torch.where(live, advantages, 0.0).reshape(-1)
-    *_, clip_hit = clip_term(logprobs - old_logprobs, advantages, objective.clip_low, objective.clip_high, math.inf)
+    clip_hit = select.clip_hits(objective, logprobs, logprobs - old_logprobs, advantages, live.reshape(-1))
     chosen = select.clip_cov(logprobs, advantages, live.reshape(-1), clip_hit, objective.clip_cov, None)
     return chosen.view(live.shape)
 

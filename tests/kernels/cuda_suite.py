@@ -14,11 +14,11 @@ import torch
 from emulated_cuda import load
 from torch import Tensor
 
-from dapo_kernels import cuda, reference
+from dapo_kernels.backends import cuda, reference
+from dapo_kernels.backends.structs import rows_of
 from dapo_kernels.objectives import OBJECTIVES
-from dapo_kernels.structs import rows_of
-from dapo_kernels.surrogate import ObjectiveScalars
-from dapo_kernels.tokens import RowLoss, Tokens
+from dapo_kernels.objectives.surrogate import ObjectiveScalars
+from dapo_kernels.records import Asked, RowsLoss, Tokens
 
 PATHS = ("cluster", "sweep", "split")
 # Rows of one element; around a vector, a tile, a slice, two slices; the last with a tail.
@@ -40,7 +40,7 @@ def problem(n: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tok
     ids = torch.randint(vocab, (n,), generator=g)
     live = torch.ones(n, dtype=torch.bool)
     live[[1, 4]] = False
-    logprobs, _, _ = reference.row_stats(logits.double(), ids, live, 0.7, False)
+    logprobs = reference.row_stats(logits.double(), Asked(ids, live, 0.7, None, False)).logprobs
 
     def near() -> Tensor:
         return (logprobs + 0.3 * torch.randn(n, generator=g).double()).float()
@@ -50,12 +50,12 @@ def problem(n: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tok
     return logits, ids, Tokens(live, weights, torch.randn(n, generator=g), near(), near(), None)
 
 
-def run(path: str, rows: Tensor, ids: Tensor, tokens: Tokens, options: dict[str, Any]) -> RowLoss:
+def run(path: str, rows: Tensor, ids: Tensor, tokens: Tokens, options: dict[str, Any]) -> RowsLoss:
     cuda.PATH = path
     scalars = ObjectiveScalars.of(OBJECTIVES["grpo"])
-    return cuda.row_loss_(
-        rows, ids, 0.7, tokens, scalars, options.get("entropy_coef", 0.0), False, options.get("softcap")
-    )
+    coef = options.get("entropy_coef", 0.0)
+    asked = Asked(ids, tokens.live, 0.7, None, coef != 0)
+    return cuda.row_loss_(rows, asked, tokens, scalars, coef, options.get("softcap"))
 
 
 @pytest.mark.parametrize("options", [{}, {"entropy_coef": 0.1}, {"softcap": 5.0}], ids=str)
@@ -71,7 +71,8 @@ def test_loss_and_gradient_of_every_path(dtype: torch.dtype, vocab: int, options
     grad = truth.clone()
     wide = Tokens(*(x.double() if x is not None and x.is_floating_point() else x for x in tokens))
     scalars = ObjectiveScalars.of(OBJECTIVES["grpo"])
-    expected = reference.row_loss_(grad, ids, 0.7, wide, scalars, options.get("entropy_coef", 0.0), False)
+    coef = options.get("entropy_coef", 0.0)
+    expected = reference.row_loss_(grad, Asked(ids, tokens.live, 0.7, None, coef != 0), wide, scalars, coef)
     grad *= slope
     first = None
     for offset, gap in ((0, 0), (1, 3), (5, 0)):
@@ -105,7 +106,7 @@ def test_rows_alone_and_together_give_the_same_bits() -> None:
     out = run("cluster", together, ids, tokens, {})
     for row in (0, 3, 6):
         alone = logits[row : row + 1].clone()
-        mine = run("split", alone, ids[row : row + 1], tokens.rows(slice(row, row + 1)), {})
+        mine = run("split", alone, ids[row : row + 1], tokens.at(slice(row, row + 1)), {})
         assert torch.equal(alone[0], together[row])
         assert torch.equal(mine.logprobs[0], out.logprobs[row])
 

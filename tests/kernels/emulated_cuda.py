@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import dapo_kernels
-from dapo_kernels import backends
+from dapo_kernels.backends import registry
 
 
 def load(name: str, path: str) -> Any:
@@ -29,13 +29,13 @@ def install() -> None:
     emulation = load("dapo_kernels._cuda", os.environ["CUDA_EMULATION"])
     sys.modules["dapo_kernels._cuda"] = emulation
     dapo_kernels._cuda = emulation  # type: ignore[attr-defined]
-    from dapo_kernels import cuda
+    from dapo_kernels.backends import cuda
 
     def no_stream(device: torch.device) -> int:
         return 0
 
     cuda._stream = no_stream
-    backends._BACKENDS["cuda"] = backends.Backend("dapo_kernels.cuda", lambda: None, ("cpu",))
+    registry.BACKENDS["cuda"] = registry.Entry("dapo_kernels.backends.cuda", lambda: None, ("cpu",))
 
 
 install()

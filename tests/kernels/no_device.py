@@ -25,9 +25,9 @@ class NoWaiting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.name().removeprefix("aten::")
-        if any(name.startswith(looking) for looking in _LOOKING):
-            raise HostWaitError(name)
         tensors = [x for x in args if isinstance(x, Tensor)]
+        if any(name.startswith(looking) for looking in _LOOKING) and tensors[0].device.type != "cpu":
+            raise HostWaitError(name)
         if name.startswith("index") and any(
             isinstance(i, Tensor) and i.dtype == torch.bool for x in args if isinstance(x, list | tuple) for i in x
         ):
@@ -51,7 +51,7 @@ class NoAtomics(TorchDispatchMode):
 
 
 class Launches:
-    """Stands in for ``dapo_kernels.triton.launch``: what would have been started, and on what."""
+    """Stands in for ``dapo_kernels.backends.triton.launch``: what would have been started, and on what."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, int]] = []
@@ -71,20 +71,20 @@ class Launches:
 
 def record_launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """The triton backend for all calls and devices, without anything being started."""
-    from dapo_kernels import backends, triton
+    from dapo_kernels.backends import registry, triton
 
     launches = Launches()
     monkeypatch.setattr(triton, "launch", launches)
-    monkeypatch.setattr(backends, "_forced", "triton")
-    monkeypatch.setitem(backends._BACKENDS, "triton", backends._BACKENDS["triton"]._replace(devices=None))
+    monkeypatch.setattr(registry, "_default", lambda *of: "triton")
+    monkeypatch.setitem(registry.BACKENDS, "triton", registry.BACKENDS["triton"]._replace(devices=None))
     return launches
 
 
 def record_products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, torch.dtype, bool]]:
     """GEMMs of dW as (result's dtype, operands' dtype, added to): torch does the mixed ones on CUDA only."""
-    from dapo_kernels import weight_grad
+    from dapo_kernels.engine import gradients
 
-    monkeypatch.setattr(weight_grad, "float32_product", lambda x: x.element_size() < 4)
+    monkeypatch.setattr(gradients, "float32_product", lambda x: x.element_size() < 4)
 
     products = []
 
@@ -94,5 +94,5 @@ def record_products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, 
         assert a.dtype == b.dtype
         products.append((out.dtype, a.dtype, add))
 
-    monkeypatch.setattr(weight_grad, "product_", product_)
+    monkeypatch.setattr(gradients, "product_", product_)
     return products

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dapo_kernels import backends, use_backend
-from dapo_kernels.backends import covers
+from dapo_kernels import use_backend
+from dapo_kernels.backends import covers, registry
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -73,15 +73,15 @@ def test_which_devices_an_architecture_covers(
 
 
 def test_defaults_hold_for_every_shape_and_are_triton_until_measured() -> None:
-    last = backends.CUDA_DEFAULTS[-1]
-    assert last == backends.Default("triton")
+    last = registry.CUDA_DEFAULTS[-1]
+    assert last == registry.Default("triton")
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert backends._cuda_default(torch.device("cuda"), dtype, 151936) == "triton"
+        assert registry._cuda_default(torch.device("cuda"), dtype, 151936) == "triton"
 
 
 def test_a_row_of_the_defaults_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    hopper = backends.Default("cuda", capability=(9, 0), vocab=100_000, dtypes=(torch.bfloat16,))
-    monkeypatch.setattr(backends, "CUDA_DEFAULTS", (hopper, backends.Default("triton")))
+    hopper = registry.Default("cuda", capability=(9, 0), vocab=100_000, dtypes=(torch.bfloat16,))
+    monkeypatch.setattr(registry, "CUDA_DEFAULTS", (hopper, registry.Default("triton")))
     device = torch.device("cuda")
     for capability, dtype, vocab, expected in (
         ((9, 0), torch.bfloat16, 151936, "cuda"),
@@ -90,7 +90,7 @@ def test_a_row_of_the_defaults_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         ((9, 0), torch.bfloat16, 32000, "triton"),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        assert backends._cuda_default(device, dtype, vocab) == expected
+        assert registry._cuda_default(device, dtype, vocab) == expected
 
 
 def test_without_the_module_or_a_device_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def test_the_module_imports_without_a_gpu_and_an_error_says_where() -> None:
 @needs_module
 def test_machine_code() -> None:
     """No spills; bulk copies in the cluster kernels; 128-bit accesses in every loop over logits; planned occupancy."""
-    from dapo_kernels import cuda_sass
+    from dapo_kernels.backends import cuda_sass
 
     if cuda_sass.tool("cuobjdump") is None:
         pytest.skip("no cuobjdump (in the CUDA toolkit and in the triton package)")
@@ -146,7 +146,7 @@ def test_machine_code() -> None:
 
 @needs_module
 def test_the_page_shows_what_the_command_prints() -> None:
-    from dapo_kernels import cuda_sass
+    from dapo_kernels.backends import cuda_sass
 
     if cuda_sass.tool("cuobjdump") is None:
         pytest.skip("no cuobjdump (in the CUDA toolkit and in the triton package)")

@@ -19,23 +19,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dapo_kernels import (
     OBJECTIVES,
-    aggregate,
-    chunk_plan,
-    chunked,
     dapo_loss,
     linear_dapo_loss,
     linear_token_logprobs,
     memory,
     policy_loss,
-    reference,
     token_logprobs,
     use_backend,
-    weight_grad,
 )
-from dapo_kernels.chunk_plan import ROW_MULTIPLE, Chunks, Rows, device_chunk_rows, live_rows, row_stride
-from dapo_kernels.chunked import Head, Needs, Options
-from dapo_kernels.surrogate import ObjectiveScalars
-from dapo_kernels.tokens import Tokens
+from dapo_kernels.engine import chunks, gradients, hidden
+from dapo_kernels.engine.chunks import ROW_MULTIPLE, Chunks, Work, device_chunk_rows, live_work, row_stride
+from dapo_kernels.head import head_of_call
+from dapo_kernels.layout import layout_of
+from dapo_kernels.objectives import aggregate
+from dapo_kernels.objectives.surrogate import ObjectiveScalars
+from dapo_kernels.records import Asked, Head, Needs, Plan, RowStats, Slopes, Tokens
 
 GIB = 2**30
 needs_triton = pytest.mark.skipif(
@@ -87,8 +85,8 @@ def test_rows_of_the_buffer_start_aligned() -> None:
     assert row_stride(50_257) == 50_272
     with NoWaiting():
         like = torch.empty(300, 8, device="meta", dtype=torch.bfloat16)
-        chunks = Chunks(Rows(None, 300, 300), like, 50_257, like.dtype, 2, 128 * 50_272 * 2)
-        shapes = [(c.rows, tuple(c.logits.shape), c.logits.stride()) for c in chunks]
+        made = Chunks(Work(None, 300, 300), like, 50_257, like.dtype, 2, 128 * 50_272 * 2)
+        shapes = [(c.rows, tuple(c.logits.shape), c.logits.stride()) for c in made]
     assert shapes == [
         (slice(0, 128), (128, 50_257), (50_272, 1)),
         (slice(128, 256), (128, 50_257), (50_272, 1)),
@@ -110,20 +108,20 @@ def test_scratch_memory_of_a_device_is_the_allocators() -> None:
 @pytest.fixture
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors take the path of CUDA tensors."""
-    for module in (aggregate, chunk_plan, chunked, weight_grad):
+    for module in (aggregate, chunks, hidden, gradients):
         monkeypatch.setattr(module, "on_host", lambda x: False)
 
 
 def test_active_rows_come_first_then_idle_ones(as_on_a_device: None) -> None:
     live = torch.tensor([1, 0, 1, 1, 0, 1], dtype=torch.bool)
     idle = torch.tensor([0, 0, 1, 0, 1, 0], dtype=torch.bool)
-    rows = live_rows(live, idle, None)
-    assert rows.at is not None
-    assert (rows.at.tolist(), rows.n, rows.n_active) == ([0, 3, 5, 2], 4, 3)
-    chunks = list(Chunks(rows, torch.empty(6, 2), 4, torch.float32, 4, 2 * 16 * 4))
-    assert [(c.rows.tolist(), c.n_active) for c in chunks] == [([0, 3], 2), ([5, 2], 1)]
-    assert live_rows(live, idle, False) == Rows(None, 6, 6)
-    assert live_rows(torch.ones(3, dtype=torch.bool), None, True) == Rows(None, 3, 3)
+    work = live_work(live, idle, None)
+    assert work.at is not None
+    assert (work.at.tolist(), work.n, work.n_active) == ([0, 3, 5, 2], 4, 3)
+    made = list(Chunks(work, torch.empty(6, 2), 4, torch.float32, 4, 2 * 16 * 4))
+    assert [(c.rows.tolist(), c.n_active) for c in made] == [([0, 3], 2), ([5, 2], 1)]
+    assert live_work(live, idle, False) == Work(None, 6, 6)
+    assert live_work(torch.ones(3, dtype=torch.bool), None, True) == Work(None, 3, 3)
 
 
 @pytest.mark.parametrize(
@@ -143,18 +141,21 @@ def test_when_a_call_may_wait(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: debug_mode)
-    assert chunk_plan.may_wait(said) is waits
+    assert chunks.may_wait(said) is waits
 
 
-def test_without_a_mask_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dapo_kernels import linear
+def test_without_a_mask_there_is_nothing_to_wait_for() -> None:
+    states, weight = torch.zeros(3, 2), torch.zeros(4, 2)
+    layout = layout_of("linear_dapo_loss", "hidden", states)
 
-    layout = linear.layout_of("linear_dapo_loss", "hidden", torch.zeros(3, 2))
-    assert linear._host_sync(layout, None, None) is False
-    assert linear._host_sync(layout, None, torch.ones(3)) is None
-    assert linear._host_sync(layout, True, None) is True
+    def host_sync(mask: Tensor | None, **said: Any) -> bool | None:
+        return head_of_call(layout, states, weight, mask, said)[1].host_sync
+
+    assert host_sync(None) is False
+    assert host_sync(torch.ones(3)) is None
+    assert host_sync(None, host_sync=True) is True
     with pytest.raises(TypeError, match="host_sync"):
-        linear._host_sync(layout, 1, None)  # type: ignore[arg-type]
+        host_sync(None, host_sync=1)
 
 
 # --- nothing waits ----------------------------------------------------------------------------------------
@@ -248,7 +249,7 @@ def test_sums_have_one_order(monkeypatch: pytest.MonkeyPatch, name: str) -> None
 
 
 def run_linear(
-    dtype: torch.dtype, host_sync: bool, backend: Any, *, chunk_bytes: int | None = None, **head: Any
+    dtype: torch.dtype, host_sync: bool, backend: str, *, chunk_bytes: int | None = None, **head: Any
 ) -> tuple[Any, ...]:
     """The operators' bodies: the loss with its gradients, then the gradient from the log-probs'."""
     p = problem(dtype)
@@ -257,17 +258,14 @@ def run_linear(
     weights = torch.empty(T, device="meta")
     tokens = Tokens(p["mask"], weights, advantages, p["old_logprobs"], p["ref_logprobs"], None)
     scalars = ObjectiveScalars.of(OBJECTIVES["grpo"])
-    options = Options(chunk_bytes, host_sync, backend)
+    plan = Plan(chunk_bytes, host_sync, backend)
     needs = Needs(True, True, leaves.bias is not None)
+    asked = Asked(p["target_ids"], p["mask"], 1.0, p["temperature"], True)
     with torch.no_grad():
-        out, gradients = chunked.linear_loss(
-            leaves, p["target_ids"], p["temperature"], tokens, scalars, 0.1, True, needs, options
-        )
-        stats = chunked.linear_stats(leaves, p["target_ids"], p["mask"], 1.0, True, options)
-        more = chunked.linear_grad(
-            leaves, p["target_ids"], p["mask"], 1.0, *stats[1:], weights, advantages, needs, options
-        )
-        return out, gradients.results(), more.results()
+        out = hidden.linear_loss.run(leaves, asked, tokens, scalars, 0.1, 0, needs, plan)
+        stats: RowStats = hidden.linear_stats.run(leaves, asked, plan)
+        more = hidden.linear_grad.run(leaves, asked, stats, Slopes(weights, advantages), needs, plan)
+        return out, out[5:], more
 
 
 @needs_triton
@@ -275,14 +273,12 @@ def run_linear(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_linear_path_does_not_wait(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, softcap: float) -> None:
     """Every chunk at shapes that follow from N, row kernels and GEMMs included; dW in float32."""
-    from dapo_kernels import triton
-
     launches, products = record_launches(monkeypatch), record_products(monkeypatch)
     chunk = ROW_MULTIPLE * row_stride(V) * dtype.itemsize
     with NoWaiting():
-        out, gradients, more = run_linear(dtype, False, triton, chunk_bytes=chunk, softcap=softcap)
+        out, formed, more = run_linear(dtype, False, "triton", chunk_bytes=chunk, softcap=softcap)
         assert out.logprobs.shape == (T,)
-        for g in (gradients, more):
+        for g in (formed, more):
             assert [None if x is None else tuple(x.shape) for x in g] == [(T, H), (V, H), None]
             assert all(x is None or x.dtype == dtype for x in g)
     rows = [128, 128, 44]
@@ -293,38 +289,34 @@ def test_the_linear_path_does_not_wait(monkeypatch: pytest.MonkeyPatch, dtype: t
 
 @needs_triton
 def test_one_chunk_writes_dw_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dapo_kernels import triton
-
     record_launches(monkeypatch)
     products = record_products(monkeypatch)
     with NoWaiting():
-        run_linear(torch.bfloat16, False, triton)
+        run_linear(torch.bfloat16, False, "triton")
     assert products == [(torch.bfloat16, torch.bfloat16, False)] * 2
 
 
 @needs_triton
 def test_the_buffer_is_free_before_dw_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffer, float32 sum and result at once would be the peak of memory."""
-    from dapo_kernels import triton
-
     launches, _ = record_launches(monkeypatch), record_products(monkeypatch)
     buffers: list[StorageWeakRef] = []
-    workspace, results = chunk_plan.workspace, weight_grad.Gradients.results
+    workspace, results = chunks.workspace, gradients.GradientSum.results
 
     def watched(*args: Any) -> Tensor:
         made = workspace(*args)
         buffers.append(StorageWeakRef(made.untyped_storage()))
         return made
 
-    def checked(gradients: weight_grad.Gradients) -> Any:
-        assert gradients.weight_float32 is not None
+    def checked(total: gradients.GradientSum) -> Any:
+        assert total.weight_float32 is not None
         launches.arguments.clear()
         assert all(buffer.expired() for buffer in buffers)
-        return results(gradients)
+        return results(total)
 
-    monkeypatch.setattr(chunk_plan, "workspace", watched)
-    monkeypatch.setattr(weight_grad.Gradients, "results", checked)
-    run_linear(torch.bfloat16, False, triton, chunk_bytes=ROW_MULTIPLE * row_stride(V) * 2)
+    monkeypatch.setattr(chunks, "workspace", watched)
+    monkeypatch.setattr(gradients.GradientSum, "results", checked)
+    run_linear(torch.bfloat16, False, "triton", chunk_bytes=ROW_MULTIPLE * row_stride(V) * 2)
     assert len(buffers) == 3
 
 
@@ -333,18 +325,16 @@ def test_other_backends_and_heads_do_not_wait_either(monkeypatch: pytest.MonkeyP
     with NoWaiting():
         bias = torch.empty(V, device="meta", dtype=torch.bfloat16)
         head = {"bias": bias, "softcap": 20.0, "float32_logits": True}
-        _, gradients, _ = run_linear(torch.bfloat16, False, reference, chunk_bytes=10**6, **head)
-        assert gradients[2].shape == (V,)
+        _, formed, _ = run_linear(torch.bfloat16, False, "torch", chunk_bytes=10**6, **head)
+        assert formed[2].shape == (V,)
 
 
 @needs_triton
 def test_the_detector_sees_the_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dapo_kernels import triton
-
     record_launches(monkeypatch)
     record_products(monkeypatch)
     with NoWaiting(), pytest.raises(HostWaitError, match=r"_local_scalar_dense|_to_copy"):
-        run_linear(torch.bfloat16, True, triton)
+        run_linear(torch.bfloat16, True, "triton")
 
 
 # --- the numbers ------------------------------------------------------------------------------------------
@@ -398,7 +388,7 @@ def test_skipping_work_as_on_a_device_gives_the_hosts_numbers(
     case.leaves["hidden"] = case.leaves["hidden"].masked_fill(dead[:, None], torch.nan)
     for field in ("old_logprobs", "advantages"):
         setattr(case, field, getattr(case, field).masked_fill(dead, torch.nan))
-    for module in (aggregate, chunk_plan, chunked, weight_grad):
+    for module in (aggregate, chunks, hidden, gradients):
         monkeypatch.setattr(module, "on_host", lambda x: False)
     out, grads = gradients_of(case, host_sync=host_sync, **said)
     torch.testing.assert_close(out.loss, expected.loss, rtol=1e-5, atol=1e-6)

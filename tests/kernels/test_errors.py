@@ -23,6 +23,7 @@ from dapo_kernels import (
     token_logprobs,
     use_backend,
 )
+from dapo_kernels.backends import registry
 
 T, V, H, S = 6, 11, 4, 3
 IDS = torch.arange(T)
@@ -352,6 +353,7 @@ def test_use_backend_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch) ->
     import sys
 
     monkeypatch.setitem(sys.modules, "dapo_kernels._C", None)  # import raises ImportError
+    monkeypatch.setattr(registry, "_reasons", {})
     with pytest.raises(RuntimeError, match="cpp") as refused_backend, use_backend("cpp"):
         pass
     assert "compiler" in str(refused_backend.value) or "install" in str(refused_backend.value)

@@ -81,7 +81,7 @@ def test_every_kernel_of_the_cuda_backend_gives_the_same_bits(
     why = available_backends().get("cuda", "dapo_kernels has no such backend")
     if why is not None:
         pytest.skip(f"cuda: {why}")
-    from dapo_kernels import cuda
+    from dapo_kernels.backends import cuda
 
     b = batch({513: 2000, 32003: 800}.get(vocab, 200), vocab, dtype=dtype)
     paths = ["sweep", "split", *(["cluster"] if torch.cuda.get_device_capability() >= (9, 0) else [])]

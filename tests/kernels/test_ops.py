@@ -323,6 +323,7 @@ assert state() == before
 assert not {"transformers", "trl", "verl", "triton"} & set(sys.modules), "imported more than torch"
 assert set(dapo_kernels.__all__) == {
     "dapo_loss", "linear_dapo_loss", "policy_loss", "token_logprobs", "linear_token_logprobs",
+    "policy_loss_from_logits", "policy_loss_from_hidden",
     "Objective", "OBJECTIVES", "summarize", "use_backend"}
 """
     _run(program)

@@ -12,7 +12,7 @@ from cases import linear_case, logits_case
 from torch import Tensor
 
 from dapo_kernels import dapo_loss, linear_dapo_loss, policy_loss, summarize
-from dapo_kernels.loss import LossOutput
+from dapo_kernels.losses import LossOutput
 
 KEYS = {
     "tokens",

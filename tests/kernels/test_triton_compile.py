@@ -18,7 +18,7 @@ if importlib.util.find_spec("triton") is None:
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1: the interpreter compiles nothing", allow_module_level=True)
 
-from dapo_kernels.triton import LAUNCHES, LOADS, MAX_REGISTERS, Launch, kernels, sass
+from dapo_kernels.backends.triton import LAUNCHES, LOADS, MAX_REGISTERS, Launch, kernels, sass
 
 PAGE = Path(__file__).parents[2] / "docs" / "triton.md"
 
@@ -118,4 +118,4 @@ def test_the_page_shows_the_table() -> None:
     assert header == sass.HEADER
     assert [row.split(" | ")[:5] for row in rows] == [sass.name_cells(point) for point in sass.GRID]
     fresh = sass.table_row(sass.GRID[0])
-    assert fresh in rows, f"python -m dapo_kernels.triton.sass {PAGE.name}: {fresh}"
+    assert fresh in rows, f"python -m dapo_kernels.backends.triton.sass {PAGE.name}: {fresh}"

@@ -11,10 +11,11 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed (pip install triton)", allow_module_level=True)
 
-from dapo_kernels import OBJECTIVES, triton
-from dapo_kernels.surrogate import ObjectiveScalars
-from dapo_kernels.tokens import Tokens
-from dapo_kernels.triton import kernels
+from dapo_kernels import OBJECTIVES
+from dapo_kernels.backends import triton
+from dapo_kernels.backends.triton import kernels
+from dapo_kernels.objectives.surrogate import ObjectiveScalars
+from dapo_kernels.records import Asked, Slopes, Tokens
 
 
 def test_the_launch_follows_the_row_alone() -> None:
@@ -86,10 +87,11 @@ def test_nothing_is_compiled_again_for_another_length(monkeypatch: pytest.Monkey
             tokens = Tokens(live, *(per_token,) * 4, None)
             for low in (0.2, 1):  # an int is a number too
                 some = scalars._replace(clip_low=low)
-                triton.row_loss_(logits, ids, per_token + 1, tokens, some, 0.1, True)
+                triton.row_loss_(logits, Asked(ids, live, 1.0, per_token + 1, True), tokens, some, 0.1)
                 triton.token_loss(per_token, per_token, tokens, some)
-            _, norm, entropy = triton.row_stats(logits, ids, live, 1.0, True)
-            triton.row_grad(logits, logits, ids, live, 1.0, norm, entropy, per_token, per_token)
+            asked = Asked(ids, live, 1.0, None, True)
+            stats = triton.row_stats(logits, asked)
+            triton.row_grad(logits, logits, asked, stats, Slopes(per_token, per_token))
     # One layout each, [N, V]; the padded one differs in its strides' divisibility only when they are 0.
     assert {name: len(found) for name, found in keys.items()} == dict.fromkeys(keys, 1)
     assert len(keys) == 4

@@ -107,7 +107,7 @@ def test_a_row_has_its_bits_wherever_it_starts(dtype: torch.dtype, vocab: int) -
     """At every distance from a 16-byte boundary, between NaNs that stay; the gradient at another distance, or in
     place; zeros in place of a row without one.
     """
-    from dapo_kernels import triton
+    from dapo_kernels.backends import triton
 
     g = torch.Generator().manual_seed(vocab)
     row = (torch.randn(1, vocab, generator=g) * 3).to(dtype)
@@ -166,7 +166,7 @@ def test_extreme_logits(value: float) -> None:
 @pytest.mark.parametrize("vocab", [37, 5000])
 def test_softcap_in_the_row_kernels(vocab: int) -> None:
     """From well inside the cap, where tanh is its argument, to far beyond it."""
-    from dapo_kernels import triton
+    from dapo_kernels.backends import triton
 
     g = torch.Generator().manual_seed(9)
     cap = 20.0

@@ -1,6 +1,6 @@
 """The "cuda" backend: launchers of the CUDA C++ kernels. Allocate, describe tensors as pointers and strides, call.
 
-Same functions as ``reference.py``, with a softcap. float32, bfloat16 and float16 logits on a CUDA device of compute
+float32, bfloat16 and float16 logits on a CUDA device of compute
 capability 8.0 or later, on torch's current stream. Nothing here looks at values or allocates outside torch's allocator:
 calls may be captured in a CUDA graph. A row's results are the same bits whatever rows stand around it.
 """
@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from dapo_kernels import _cuda  # type: ignore[attr-defined]
-from dapo_kernels.reference import check_rows, unit_stride
-from dapo_kernels.structs import address, outputs, row_inputs, rows_of, token_inputs
-from dapo_kernels.surrogate import ObjectiveScalars
-from dapo_kernels.tokens import RowLoss, TokenLoss, Tokens, empty_row_loss, empty_stats
+from dapo_kernels.backends.reference import check_rows, unit_stride
+from dapo_kernels.backends.structs import address, outputs, row_inputs, rows_of, token_inputs
+from dapo_kernels.objectives.surrogate import ObjectiveScalars
+from dapo_kernels.records import Asked, RowsLoss, RowStats, Slopes, TokenLoss, Tokens
 
-# The row functions take the softcap of a head, and logits from before it.
-FUSED_SOFTCAP = True
+SOFTCAP_COPIES = False  # the kernels apply it
 # How the loss of a row is computed: by the device and the shape ("automatic"), or as a name of _cuda.Path. The results
 # are the same bits either way, which the tests check.
 PATH = "automatic"
@@ -39,38 +38,28 @@ def _workspace(rows: Any, device: torch.device) -> Tensor:
     return torch.empty(_cuda.workspace_bytes(rows), dtype=torch.uint8, device=device)
 
 
-def row_stats(
-    logits: Tensor,
-    target_ids: Tensor,
-    live: Tensor,
-    temperature: float | Tensor,
-    want_entropy: bool,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    check_rows(target_ids, live, temperature, logits.shape[-1])
+def row_stats(logits: Tensor, asked: Asked, softcap: float | None = None) -> RowStats:
+    check_rows(asked, logits.shape[-1])
     logits = unit_stride(logits)
     device = logits.device
-    logprobs, norm, entropy = empty_stats(target_ids, want_entropy)
-    out = outputs(_cuda, logprobs=logprobs, norm=norm, entropy=entropy)
+    stats = RowStats.empty(asked)
     rows = rows_of(_cuda, logits)
     work = _workspace(rows, device)
-    inputs = row_inputs(_cuda, target_ids, live, temperature)
     with _on(device):
-        _cuda.row_stats(rows, inputs, softcap or 0.0, out, work.data_ptr(), _stream(device))
-    return logprobs, norm, entropy
+        _cuda.row_stats(
+            rows, row_inputs(_cuda, asked), softcap or 0.0, outputs(_cuda, stats), work.data_ptr(), _stream(device)
+        )
+    return stats
 
 
 def row_grad(
     out: Tensor,
     logits: Tensor,
-    target_ids: Tensor,
-    live: Tensor,
-    temperature: float | Tensor,
-    norm: Tensor,
-    entropy: Tensor | None,
-    dlogprobs: Tensor,
-    dentropy: Tensor | None,
+    asked: Asked,
+    stats: RowStats,
+    slopes: Slopes,
     softcap: float | None = None,
+    zeroed: bool = False,
 ) -> None:
     source, to = unit_stride(logits), unit_stride(out)
     device = source.device
@@ -79,13 +68,13 @@ def row_grad(
     with _on(device):
         _cuda.row_grad(
             rows,
-            row_inputs(_cuda, target_ids, live, temperature),
+            row_inputs(_cuda, asked),
             softcap or 0.0,
             rows_of(_cuda, to),
-            norm.data_ptr(),
-            address(entropy),
-            dlogprobs.data_ptr(),
-            address(dentropy),
+            stats.norm.data_ptr(),
+            address(stats.entropy),
+            slopes.logprobs.data_ptr(),
+            address(slopes.entropy),
             work.data_ptr(),
             _stream(device),
         )
@@ -95,32 +84,27 @@ def row_grad(
 
 def row_loss_(
     logits: Tensor,
-    target_ids: Tensor,
-    temperature: float | Tensor,
+    asked: Asked,
     tokens: Tokens,
     scalars: ObjectiveScalars,
     entropy_coef: float,
-    want_entropy: bool,
     softcap: float | None = None,
-) -> RowLoss:
-    check_rows(target_ids, tokens.live, temperature, logits.shape[-1])
+) -> RowsLoss:
+    check_rows(asked, logits.shape[-1])
     work = unit_stride(logits)
     device = work.device
-    want_entropy = want_entropy or entropy_coef != 0
-    logprobs, entropy, clip_hit, ref_kl, idle = empty_row_loss(target_ids, want_entropy, scalars.kl_coef != 0)
-    losses = torch.empty_like(logprobs, dtype=torch.float64)
-    out = outputs(_cuda, logprobs=logprobs, entropy=entropy, clip_hit=clip_hit, ref_kl=ref_kl, idle=idle)
+    result = RowsLoss.empty(asked, scalars.kl_coef != 0)
+    losses = torch.empty_like(result.logprobs, dtype=torch.float64)
     rows = rows_of(_cuda, work)
     scratch = _workspace(rows, device)
-    inputs = row_inputs(_cuda, target_ids, tokens.live, temperature, tokens)
     with _on(device):
         _cuda.row_loss(
             rows,
-            inputs,
+            row_inputs(_cuda, asked, tokens),
             softcap or 0.0,
             _cuda.Objective(*scalars.pack()),
             float(entropy_coef),
-            out,
+            outputs(_cuda, result),
             losses.data_ptr(),
             scratch.data_ptr(),
             getattr(_cuda.Path, PATH),
@@ -128,20 +112,24 @@ def row_loss_(
         )
     if work is not logits:
         logits.copy_(work)
-    return RowLoss(losses.sum().to(torch.float32), logprobs, entropy, clip_hit, ref_kl, idle)
+    return result._replace(loss=losses.sum().to(torch.float32))
 
 
 def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scalars: ObjectiveScalars) -> TokenLoss:
     device = logprobs.device
-    d_logprobs, d_log_ratio = torch.empty_like(logprobs), torch.empty_like(logprobs)
+    result = TokenLoss.empty(logprobs, scalars.kl_coef != 0)
     losses = torch.empty_like(logprobs, dtype=torch.float64)
-    clip_hit = torch.empty_like(logprobs, dtype=torch.int8)
-    ref_kl = torch.empty_like(logprobs) if scalars.kl_coef != 0 else None
-    inputs = token_inputs(_cuda, tokens, log_ratio)
-    out = outputs(_cuda, clip_hit=clip_hit, ref_kl=ref_kl, d_logprobs=d_logprobs, d_log_ratio=d_log_ratio)
-    objective = _cuda.Objective(*scalars.pack())
+    inputs, out, objective = (
+        token_inputs(_cuda, tokens, log_ratio),
+        outputs(_cuda, result),
+        _cuda.Objective(*scalars.pack()),
+    )
     with _on(device):
         _cuda.token_loss(
             logprobs.numel(), logprobs.data_ptr(), inputs, objective, out, losses.data_ptr(), _stream(device)
         )
-    return TokenLoss(losses.sum().to(torch.float32), d_logprobs, d_log_ratio, clip_hit, ref_kl)
+    return result._replace(loss=losses.sum().to(torch.float32))
+
+
+def weight_sum(result: Tensor) -> None:
+    return None

@@ -1,19 +1,18 @@
-"""∂loss/∂(hidden, weight, bias) of the linear path, added up over chunks of tokens; dW and db in float32.
+"""∂loss/∂(hidden, weight, bias) of the path from hidden states, added up over chunks of tokens; dW and db in float32.
 
-T tokens, V vocabulary, H hidden, A rows of a chunk that have a gradient.
+N tokens, V vocabulary, H hidden, A rows of a chunk that have a gradient.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dapo_kernels.chunk_plan import on_host
+from dapo_kernels.backends import Backend, WeightSum
 from dapo_kernels.memory import large_gradient
-from dapo_kernels.tokens import accumulate_dtype
+from dapo_kernels.records import Head, Needs, accumulate_dtype, on_host
 
 # Bytes of a tile of the weight or of its gradient: it stays in the L2/L3 cache between GEMM and addition. Below
 # _TILE_ROWS rows a GEMM would not run at its rate.
@@ -44,26 +43,6 @@ def product_(out: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
-class Needs(NamedTuple):
-    """Which gradients somebody asked for."""
-
-    hidden: bool
-    weight: bool
-    bias: bool
-
-    def sum_bytes(self, weight: Tensor) -> int:
-        """Of the running sum of dW that several chunks need on a GPU."""
-        return 4 * weight.numel() if self.weight and weight.element_size() < 4 else 0
-
-
-class WeightSum(Protocol):
-    """A sum of 16-bit tensors kept in float32."""
-
-    def add(self, rows: slice, part: Tensor) -> None: ...
-
-    def rounded(self) -> Tensor: ...
-
-
 class PlainSum:
     """A float32 sum of 16-bit tensors, or a sum of tensors in their own dtype."""
 
@@ -78,18 +57,22 @@ class PlainSum:
         return self.result.copy_(self.sum)
 
 
-class Gradients:
+def sum_bytes(weight: Tensor, needs: Needs) -> int:
+    """Of the running sum of dW that several chunks need on a GPU."""
+    return 4 * weight.numel() if needs.weight and weight.element_size() < 4 else 0
+
+
+class HeadGradients(NamedTuple):
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+class GradientSum:
     """∂loss/∂(hidden, weight, bias), added up over chunks; dW and db in float32."""
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        needs: Needs,
-        n_chunks: int,
-        backend: ModuleType,
-    ) -> None:
+    def __init__(self, head: Head, needs: Needs, n_chunks: int, backend: Backend) -> None:
+        hidden, weight, bias = head[:3]
         self.operand = weight
         self.n_chunks = n_chunks
         self.n_added = 0
@@ -104,7 +87,7 @@ class Gradients:
         if needs.weight:
             self._prepare_weight(weight, backend)
 
-    def _prepare_weight(self, weight: Tensor, backend: ModuleType) -> None:
+    def _prepare_weight(self, weight: Tensor, backend: Backend) -> None:
         # A single chunk needs no running sum, and 32-bit GEMMs add to the result themselves.
         summed = self.n_chunks > 1 and weight.element_size() < 4
         if summed and float32_product(weight):
@@ -116,8 +99,7 @@ class Gradients:
         if self.n_chunks != 1 and on_host(weight) and not zeroed:
             self.weight.zero_()
         if summed:
-            split = weight.dtype == torch.bfloat16 and hasattr(backend, "SplitSum") and on_host(weight)
-            self.weight_sum = backend.SplitSum(self.weight) if split else PlainSum(self.weight)
+            self.weight_sum = (backend.weight_sum(self.weight) if on_host(weight) else None) or PlainSum(self.weight)
             self.tile = weight.new_empty(tile_rows(2 * weight.shape[1]), weight.shape[1])
 
     def add(self, dlogits: Tensor, hidden: Tensor, rows: Tensor | slice) -> None:
@@ -148,9 +130,9 @@ class Gradients:
         assert self.weight is not None
         return self.n_chunks > 1 if on_host(self.weight) else self.n_added > 1
 
-    def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def results(self) -> HeadGradients:
         bias = None if self.bias is None else self.bias.to(self.operand.dtype)
-        return self.hidden, self._weight(), bias
+        return HeadGradients(self.hidden, self._weight(), bias)
 
     def _weight(self) -> Tensor | None:
         if self.weight_float32 is not None:

@@ -7,11 +7,13 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+
+from dapo_kernels.backends.protocol import Backend
 
 _CHECKOUT_HINT = (
     "Python imports the checkout at {}, where it was not built: pip install -e . there (with a C++ compiler, without "
@@ -24,7 +26,7 @@ def _extension_missing() -> str | None:
     try:
         importlib.import_module("dapo_kernels._C")
     except ImportError as error:
-        root = Path(__file__).parent.parent
+        root = Path(__file__).parent.parent.parent
         hint = _CHECKOUT_HINT.format(root) if (root / "setup.py").exists() else _INSTALL_HINT
         return f"the C++ extension dapo_kernels._C cannot be imported ({error}); {hint}"
     return None
@@ -82,17 +84,19 @@ def _cuda_missing() -> str | None:
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-class Backend(NamedTuple):
-    module: str  # with the row functions
+class Entry(NamedTuple):
+    """A backend that may or may not run here."""
+
+    module: str  # an implementation of ``protocol.Backend``
     missing: Callable[[], str | None]  # why it cannot run here, or None
     devices: tuple[str, ...] | None  # the device types it serves; None: all
 
 
-_BACKENDS = {
-    "torch": Backend("dapo_kernels.reference", lambda: None, None),
-    "cpp": Backend("dapo_kernels.cpp", _extension_missing, ("cpu",)),
-    "cuda": Backend("dapo_kernels.cuda", _cuda_missing, ("cuda",)),
-    "triton": Backend("dapo_kernels.triton", _triton_missing, ("cuda", "cpu") if _INTERPRETED else ("cuda",)),
+BACKENDS = {
+    "torch": Entry("dapo_kernels.backends.reference", lambda: None, None),
+    "cpp": Entry("dapo_kernels.backends.cpp", _extension_missing, ("cpu",)),
+    "cuda": Entry("dapo_kernels.backends.cuda", _cuda_missing, ("cuda",)),
+    "triton": Entry("dapo_kernels.backends.triton", _triton_missing, ("cuda", "cpu") if _INTERPRETED else ("cuda",)),
 }
 
 
@@ -109,20 +113,38 @@ class Default(NamedTuple):
 # triton there; its row then names the file. No GPU has timed the two against each other yet.
 CUDA_DEFAULTS = (Default("triton"),)
 
-_forced: str | None = None
-_cpp_missing = _extension_missing()
-if _cpp_missing is not None:
-    warnings.warn(f"dapo_kernels: {_cpp_missing}; CPU tensors use the slower torch backend", stacklevel=2)
+_forced: ContextVar[str | None] = ContextVar("dapo_kernels.use_backend", default=None)
+# The same for torch.compile, which reads no context variables but guards a graph on a global.
+_forced_last: str | None = None
+_reasons: dict[str, str | None] = {}  # why a backend cannot run, as found once
+_loaded: dict[str, Backend] = {}
+
+
+def _why_not(name: str) -> str | None:
+    """Why a backend cannot run here, looked into once; None: it can."""
+    if name not in _reasons:
+        _reasons[name] = BACKENDS[name].missing()
+    return _reasons[name]
+
+
+# torch.compile cannot see through imports and need not: it takes the answer as a constant, as
+# ``torch.compiler.assume_constant_result`` would have it, which imports all of torch._dynamo.
+_why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+if _why_not("cpp") is not None:
+    warnings.warn(f"dapo_kernels: {_why_not('cpp')}; CPU tensors use the slower torch backend", stacklevel=2)
 
 
 def available_backends() -> dict[str, str | None]:
     """Every backend's name, and why it cannot run here (``None``: it can)."""
-    return {name: backend.missing() for name, backend in _BACKENDS.items()}
+    return {name: _why_not(name) for name in BACKENDS}
 
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Serve every call inside with one backend, in the whole process: other threads see the choice too.
+    """Serve every call inside with one backend: those of this thread, or of this asynchronous task.
+
+    A backward pass runs on the backend of its forward pass.
 
     Args:
         name: ``"torch"`` (eager reference, any device and float dtype), ``"cpp"`` (CPU), ``"cuda"`` or
@@ -132,17 +154,17 @@ def use_backend(name: str) -> Iterator[None]:
         ValueError: unknown name.
         RuntimeError: the backend cannot run on this machine; says why and what to do.
     """
-    global _forced
-    if name not in _BACKENDS:
-        raise ValueError(f"use_backend: unknown backend {name!r}; known: {', '.join(_BACKENDS)}")
-    why = _BACKENDS[name].missing()
-    if why is not None:
+    if name not in BACKENDS:
+        raise ValueError(f"use_backend: unknown backend {name!r}; known: {', '.join(BACKENDS)}")
+    if (why := _why_not(name)) is not None:
         raise RuntimeError(f"use_backend: backend {name!r} cannot run: {why}")
-    previous, _forced = _forced, name
+    global _forced_last
+    token, _forced_last = _forced.set(name), name
     try:
         yield
     finally:
-        _forced = previous
+        _forced.reset(token)
+        _forced_last = _forced.get()
 
 
 def backend_for(caller: str, device: torch.device, dtype: torch.dtype, vocab: int = 0) -> str:
@@ -152,10 +174,11 @@ def backend_for(caller: str, device: torch.device, dtype: torch.dtype, vocab: in
         ValueError: a forced backend does not serve the device.
         TypeError: the backend does not take the dtype.
     """
-    name = _forced or _default(device, dtype, vocab)
-    if _forced is None and device.type == "cuda" and (why := _BACKENDS[name].missing()) is not None:
+    forced = _forced_last if torch.compiler.is_compiling() else _forced.get()
+    name = forced or _default(device, dtype, vocab)
+    if forced is None and device.type == "cuda" and (why := _why_not(name)) is not None:
         raise RuntimeError(f"{caller}: CUDA tensors need the {name} backend: {why}; or use_backend('torch')")
-    devices = _BACKENDS[name].devices
+    devices = BACKENDS[name].devices
     if devices is not None and device.type not in devices:
         raise ValueError(f"{caller}: backend {name!r} serves {', '.join(devices)} tensors, got {device}")
     if dtype == torch.float64 and name != "torch":
@@ -168,7 +191,7 @@ def _default(device: torch.device, dtype: torch.dtype, vocab: int) -> str:
         return "torch"
     if device.type == "cuda":
         return _cuda_default(device, dtype, vocab)
-    return "cpp" if device.type == "cpu" and _cpp_missing is None else "torch"
+    return "cpp" if device.type == "cpu" and _why_not("cpp") is None else "torch"
 
 
 def _cuda_default(device: torch.device, dtype: torch.dtype, vocab: int) -> str:
@@ -179,6 +202,9 @@ def _cuda_default(device: torch.device, dtype: torch.dtype, vocab: int) -> str:
     raise AssertionError("CUDA_DEFAULTS: the last row must hold for everything")
 
 
-def backend_module(name: str) -> ModuleType:
-    """The module that holds a backend's ``row_stats``, ``row_grad``, ``row_loss_`` and ``token_loss``."""
-    return importlib.import_module(_BACKENDS[name].module)
+def backend(name: str) -> Backend:
+    """The backend itself, loaded once."""
+    if name not in _loaded:
+        module: Any = importlib.import_module(BACKENDS[name].module)
+        _loaded[name] = module
+    return _loaded[name]

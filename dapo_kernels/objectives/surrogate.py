@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch as ops
 
-from dapo_kernels.objectives import KL_ESTIMATORS, SURROGATES, Objective
+from dapo_kernels.objectives.table import KL_ESTIMATORS, SURROGATES, Objective
 
 CLIPPED_LOW, CLIPPED_HIGH, CLIPPED_DUAL = 1, 2, 3
 
@@ -35,8 +35,9 @@ class ObjectiveScalars(NamedTuple):
 
     @classmethod
     def of(cls, objective: Objective) -> ObjectiveScalars:
+        """A function of the caller's own has no scalars: nothing reads them."""
         return cls(
-            objective.surrogate,
+            objective.surrogate if isinstance(objective.surrogate, str) else "own",
             objective.clip_low,
             objective.clip_high,
             float("inf") if objective.dual_clip is None else objective.dual_clip,
@@ -49,15 +50,6 @@ class ObjectiveScalars(NamedTuple):
     def pack(self) -> list[float]:
         names = {"surrogate": SURROGATES.index(self.surrogate), "kl_estimator": KL_ESTIMATORS.index(self.kl_estimator)}
         return [float(x) for x in (self._asdict() | names).values()]
-
-    @classmethod
-    def unpack(cls, packed: list[float]) -> ObjectiveScalars:
-        scalars = cls(*packed)  # type: ignore[arg-type]
-        return scalars._replace(
-            surrogate=SURROGATES[int(scalars.surrogate)],
-            kl_estimator=KL_ESTIMATORS[int(scalars.kl_estimator)],
-            kl_through_ratio=bool(scalars.kl_through_ratio),
-        )
 
 
 def clip_term(log_ratio: Any, advantage: Any, clip_low: Any, clip_high: Any, dual_clip: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dapo_kernels.tokens import Tokens
+from dapo_kernels.records import Asked, RowsLoss, RowStats, TokenLoss, Tokens
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -28,15 +28,13 @@ def rows_of(module: Any, logits: Tensor) -> Any:
     return module.Rows(logits.data_ptr(), n_rows, logits.shape[-1], inner, outer, logits.stride(-2), dtype)
 
 
-def row_inputs(
-    module: Any, target_ids: Tensor, live: Tensor, temperature: float | Tensor, tokens: Tokens | None = None
-) -> Any:
+def row_inputs(module: Any, asked: Asked, tokens: Tokens | None = None) -> Any:
     """What a row is asked for; with ``tokens`` also what its objective looks at."""
-    said: dict[str, Any] = {"target_ids": target_ids.data_ptr(), "live": live.data_ptr()}
-    if isinstance(temperature, Tensor):
-        said["temperatures"] = temperature.data_ptr()
+    said: dict[str, Any] = {"target_ids": asked.target_ids.data_ptr(), "live": asked.live.data_ptr()}
+    if asked.temperatures is None:
+        said["temperature"] = asked.temperature
     else:
-        said["temperature"] = temperature
+        said["temperatures"] = asked.temperatures.data_ptr()
     if tokens is not None:
         said |= {"old_logprobs": address(tokens.old_logprobs), **_objective_fields(tokens)}
     return module.TokenInputs(**said)
@@ -56,6 +54,6 @@ def _objective_fields(tokens: Tokens) -> dict[str, int]:
     }
 
 
-def outputs(module: Any, **tensors: Tensor | None) -> Any:
-    """Where results go, by the names of the struct's fields."""
-    return module.TokenOutputs(**{name: address(x) for name, x in tensors.items() if x is not None})
+def outputs(module: Any, record: RowStats | RowsLoss | TokenLoss) -> Any:
+    """Where results go: the struct has fields of the record's names. Of a loss each backend keeps its own sum."""
+    return module.TokenOutputs(**{name: address(x) for name, x in record._asdict().items() if name != "loss"})

@@ -1,7 +1,7 @@
 """What the machine code of the built CUDA module looks like: registers, spills, widths of accesses. Needs no GPU.
 
-``python -m dapo_kernels.cuda_sass`` prints the table of docs/cuda.md; with the page's name as its argument it replaces
-the table there. ``cuobjdump`` comes with the CUDA toolkit and with the triton package.
+``python -m dapo_kernels.backends.cuda_sass`` prints the table of docs/cuda.md; with the page's name as its argument it
+replaces the table there. ``cuobjdump`` comes with the CUDA toolkit and with the triton package.
 """
 
 from __future__ import annotations

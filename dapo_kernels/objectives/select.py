@@ -11,6 +11,9 @@ import math
 import torch
 from torch import Tensor
 
+from dapo_kernels.objectives.surrogate import ObjectiveScalars, token_objective
+from dapo_kernels.objectives.table import Objective
+
 
 def covariance(logprobs: Tensor, advantages: Tensor, live: Tensor) -> Tensor:
     """(A − mean A)(ℓ − mean ℓ) over live tokens (Cui et al. 2025, eq. 10); −inf on dead ones."""
@@ -42,6 +45,16 @@ def share_of(live: Tensor, share: float, *, rounding: str) -> Tensor:
 def top_entropy(entropy: Tensor, live: Tensor, share: float) -> Tensor:
     """bool: the live tokens of highest entropy, a share of the live ones rounded up."""
     return highest(entropy, live, share_of(live, share, rounding="up"))
+
+
+def clip_hits(
+    objective: Objective, logprobs: Tensor, log_ratio: Tensor | None, advantages: Tensor, live: Tensor
+) -> Tensor:
+    """int8: which clip the surrogate hits (0: none); 0 on dead tokens. ``log_ratio`` None: on-policy."""
+    delta = torch.zeros_like(logprobs) if log_ratio is None else log_ratio
+    scalars = ObjectiveScalars.of(objective)
+    *_, hit, _ = token_objective(logprobs, delta, advantages, None, None, **scalars._asdict())
+    return torch.where(live, hit, 0).to(torch.int8)
 
 
 def clip_cov(

@@ -17,9 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dapo_kernels.triton.elementwise import expm1
-from dapo_kernels.triton.objective import token_objective
-from dapo_kernels.triton.sweeps import LOG2E, capped, sweep_grad, sweep_stats, sweep_zeros
+from dapo_kernels.backends.triton.elementwise import expm1
+from dapo_kernels.backends.triton.objective import token_objective
+from dapo_kernels.backends.triton.sweeps import LOG2E, capped, sweep_grad, sweep_stats, sweep_zeros
 
 LN2 = tl.constexpr(0.6931471805599453)
 _PER_TOKEN = [

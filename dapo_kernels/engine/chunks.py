@@ -1,4 +1,4 @@
-"""Which tokens the linear path works on, in what order, and how many at a time.
+"""Which tokens the path from hidden states works on, in what order, and how many at a time.
 
 N tokens, V vocabulary, C tokens of a chunk. On the CPU the host knows which tokens are live: dead ones are left out and
 idle ones (gradient zero) squeezed out of every chunk. On a GPU looking costs a wait for the device, so there are two
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from dapo_kernels.memory import workspace
-from dapo_kernels.surrogate import ObjectiveScalars
-from dapo_kernels.tokens import Tokens
+from dapo_kernels.objectives.surrogate import ObjectiveScalars
+from dapo_kernels.records import Tokens, on_host
 
 # Bytes of the logits buffer on the CPU. The gradient GEMMs revisit all of dW once per chunk: fewer chunks are faster.
 DEFAULT_CHUNK_BYTES = 192 * 2**20
@@ -40,11 +40,6 @@ _STRIDE_MULTIPLE = 16
 _MOVED_ROWS = 64
 
 
-def on_host(x: Tensor) -> bool:
-    """Whether looking at the values of ``x`` is free."""
-    return x.device.type == "cpu"
-
-
 def may_wait(host_sync: bool | None) -> bool:
     """Whether a call on a GPU may wait for the device. Undecided (``None``): not while a graph is captured, nor where
     ``torch.cuda.set_sync_debug_mode`` forbids or reports it.
@@ -57,8 +52,8 @@ def may_wait(host_sync: bool | None) -> bool:
 # --- which rows -------------------------------------------------------------------------------------------
 
 
-class Rows(NamedTuple):
-    """The tokens that are worked on."""
+class Work(NamedTuple):
+    """The tokens that are worked on, in this order."""
 
     at: Tensor | None  # int64 [n]; None: all, where they stand
     n: int
@@ -69,18 +64,18 @@ class Rows(NamedTuple):
         return slice(start, start + size) if self.at is None else self.at[start : start + size]
 
 
-def live_rows(live: Tensor, idle: Tensor | None, host_sync: bool | None) -> Rows:
-    """Rows of the live tokens. ``idle`` [N]: those of them known to have no gradient (used on a GPU only)."""
+def live_work(live: Tensor, idle: Tensor | None, host_sync: bool | None) -> Work:
+    """The live tokens. ``idle`` [N]: those of them known to have no gradient (used on a GPU only)."""
     if on_host(live):
         at = live.nonzero().squeeze(1)
-        return Rows(at, at.shape[0], at.shape[0])
+        return Work(at, at.shape[0], at.shape[0])
     n = live.shape[0]
     if n == 0 or not may_wait(host_sync):
-        return Rows(None, n, n)
+        return Work(None, n, n)
     active = live if idle is None else live & ~idle
     order = (live.to(torch.int8) + active.to(torch.int8)).argsort(descending=True, stable=True)
     n_active, n_live = torch.stack([active.sum(), live.sum()]).tolist()
-    return Rows(None if n_active == n else order[:n_live], n_live, n_active)
+    return Work(None if n_active == n else order[:n_live], n_live, n_active)
 
 
 def idle_beforehand(tokens: Tokens, scalars: ObjectiveScalars, entropy_coef: float) -> Tensor:
@@ -136,7 +131,7 @@ class Chunks:
 
     def __init__(
         self,
-        rows: Rows,
+        work: Work,
         like: Tensor,
         vocab: int,
         logits_dtype: torch.dtype,
@@ -144,27 +139,27 @@ class Chunks:
         chunk_bytes: int | None,
         sum_bytes: int = 0,
     ) -> None:
-        self.rows, self.like, self.vocab, self.dtype = rows, like, vocab, logits_dtype
+        self.work, self.like, self.vocab, self.dtype = work, like, vocab, logits_dtype
         if on_host(like):
-            self.size = chunk_rows(rows.n, vocab, bytes_per_logit, chunk_bytes)
+            self.size = chunk_rows(work.n, vocab, bytes_per_logit, chunk_bytes)
         else:
-            self.size = device_chunk_rows(rows.n, vocab, bytes_per_logit, chunk_bytes, sum_bytes)
+            self.size = device_chunk_rows(work.n, vocab, bytes_per_logit, chunk_bytes, sum_bytes)
 
     def __len__(self) -> int:
-        return -(-self.rows.n // self.size)
+        return -(-self.work.n // self.size)
 
     @property
     def n_with_gradient(self) -> int:
-        return -(-self.rows.n_active // self.size)
+        return -(-self.work.n_active // self.size)
 
     def __iter__(self) -> Iterator[Chunk]:
         stride = self.vocab if on_host(self.like) else row_stride(self.vocab)
         # On a GPU the allocator's: it knows of streams and graphs. Fresh on every call, reused by its chunks.
-        buffer = workspace((min(self.size, self.rows.n), stride), self.dtype, self.like.device)[:, : self.vocab]
-        for start in range(0, self.rows.n, self.size):
-            size = min(self.size, self.rows.n - start)
-            n_active = max(0, min(size, self.rows.n_active - start))
-            yield Chunk(self.rows.part(start, size), buffer[:size], n_active)
+        buffer = workspace((min(self.size, self.work.n), stride), self.dtype, self.like.device)[:, : self.vocab]
+        for start in range(0, self.work.n, self.size):
+            size = min(self.size, self.work.n - start)
+            n_active = max(0, min(size, self.work.n_active - start))
+            yield Chunk(self.work.part(start, size), buffer[:size], n_active)
 
 
 # --- idle rows of a chunk ---------------------------------------------------------------------------------

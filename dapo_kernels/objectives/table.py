@@ -9,16 +9,18 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, TypeGuard
+from typing import Any, TypedDict, TypeGuard
 
 SURROGATES = ("clip", "cispo", "reinforce", "sapo")
 RATIOS = ("token", "sequence", "sequence_token")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 BATCH_SELECTIONS = ("top_entropy", "clip_cov", "kl_cov")
 _LARGEST = 3.4e38
+# What a loss function of the caller's own leaves to decide.
+_READ_BESIDE_OWN = ("surrogate", "aggregate", "length_norm", "top_entropy", "max_old_prob", "paper")
 AGGREGATES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 
 
@@ -63,7 +65,8 @@ class Objective:
     Attributes:
         surrogate: ``"clip"``: −min(ρA, clip(ρ, 1−clip_low, 1+clip_high)·A) (PPO, eq. 7);
             ``"cispo"``: −sg[clip(ρ, 1−clip_low, 1+clip_high)]·A·ℓ; ``"reinforce"``: −A·ℓ;
-            ``"sapo"``: −A·σ(τ(ρ−1))·4/τ.
+            ``"sapo"``: −A·σ(τ(ρ−1))·4/τ. Or a function of the caller's own, see ``own.py``: then only ``aggregate``,
+            ``length_norm``, ``top_entropy`` and ``max_old_prob`` are read.
         ratio: ``"token"``: ρ = exp(ℓ − ℓ_old); ``"sequence"``: the exponential of its mean over the sequence (GSPO);
             ``"sequence_token"``: that value with each token's own gradient (GSPO-token).
         clip_low: how far below 1 the ratio may fall before its gradient stops, in [0, 1].
@@ -87,7 +90,7 @@ class Objective:
         paper: where the row comes from.
     """
 
-    surrogate: str = "clip"
+    surrogate: str | Callable[..., Any] = "clip"
     ratio: str = "token"
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -106,7 +109,10 @@ class Objective:
     paper: str = ""
 
     def __post_init__(self) -> None:
-        _one_of("surrogate", self.surrogate, SURROGATES)
+        if callable(self.surrogate):
+            self._refuse_unread()
+        else:
+            _one_of("surrogate", self.surrogate, SURROGATES)
         _one_of("ratio", self.ratio, RATIOS)
         _one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
         _one_of("aggregate", self.aggregate, AGGREGATES)
@@ -131,6 +137,11 @@ class Objective:
             _numbers("kl_cov", self.kl_cov, ("share", "coef"), positive=1)
             _share("the share of kl_cov", self.kl_cov[0])
         self._refuse_meaningless()
+
+    def _refuse_unread(self) -> None:
+        for field in dataclasses.fields(self):
+            if field.name not in _READ_BESIDE_OWN and getattr(self, field.name) != field.default:
+                raise ValueError(f"{field.name} has no meaning with an objective of your own: it belongs inside it")
 
     def _refuse_meaningless(self) -> None:
         if not isinstance(self.kl_through_ratio, bool):
@@ -165,6 +176,11 @@ class Objective:
     def one_pass(self) -> bool:
         """Whether a token's gradient depends on nothing but its own row: log-prob, then gradient, in one visit."""
         return self.ratio == "token" and self.batch_selection is None
+
+    @property
+    def own(self) -> Callable[..., Any] | None:
+        """The caller's own loss function, see ``own.py``."""
+        return None if isinstance(self.surrogate, str) else self.surrogate
 
 
 PPO = Objective(paper="Schulman et al. 2017, arXiv 1707.06347")
@@ -229,38 +245,74 @@ OBJECTIVES: Mapping[str, Objective] = MappingProxyType(
 FIELDS = tuple(field.name for field in dataclasses.fields(Objective) if field.name != "paper")
 
 
+class ObjectiveFields(TypedDict, total=False):
+    """Fields of ``Objective`` as keywords of a call, for one call."""
+
+    surrogate: str | Callable[..., Any]
+    ratio: str
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None
+    sapo_tau: tuple[float, float]
+    kl_coef: float
+    kl_estimator: str
+    kl_through_ratio: bool
+    entropy_coef: float
+    aggregate: str
+    length_norm: float | None
+    top_entropy: float | None
+    clip_cov: tuple[float, float, float] | None
+    kl_cov: tuple[float, float] | None
+    max_old_prob: float | None
+
+
 # Fields that only some surrogates read: naming another one in a call is a mistake.
 _READ_BY = {"clip_low": ("clip", "cispo"), "clip_high": ("clip", "cispo"), "sapo_tau": ("sapo",)}
 
 
-def resolve_objective(caller: str, objective: str | Objective, overrides: dict[str, Any]) -> Objective:
-    """The objective a call asks for: a row of the table, with the call's own fields on top.
+def resolve_objective(
+    caller: str,
+    objective: str | Objective | Callable[..., Any],
+    overrides: Mapping[str, Any],
+    also: tuple[str, ...] = (),
+) -> Objective:
+    """The objective a call asks for: a row of the table, or a function, with the call's own fields on top.
+
+    ``also``: other keywords of the call, for a hint at a misspelled one.
 
     Raises:
         ValueError: unknown name, or a field's value out of range.
-        TypeError: an override that is not a field, or an objective that is neither a name nor an ``Objective``.
+        TypeError: an override that is not a field, or an objective that is neither a name, an ``Objective`` nor a
+            function.
     """
     if isinstance(objective, str):
         if objective not in OBJECTIVES:
             raise ValueError(f"{caller}: unknown objective {objective!r}; known: {', '.join(OBJECTIVES)}")
         objective = OBJECTIVES[objective]
     elif not isinstance(objective, Objective):
-        raise TypeError(
-            f"{caller}: objective must be a name ({', '.join(OBJECTIVES)}) or an Objective, "
-            f"got {type(objective).__name__}"
-        )
+        if not callable(objective) or isinstance(objective, type):
+            raise TypeError(
+                f"{caller}: objective must be a name ({', '.join(OBJECTIVES)}), an Objective or a function, "
+                f"got {type(objective).__name__}"
+            )
+        objective = Objective(surrogate=objective)
+    if overrides:
+        objective = _with_overrides(caller, objective, overrides, also)
+    if objective.length_norm is not None and objective.aggregate != "seq-mean-token-sum-norm":
+        raise ValueError(f"{caller}: length_norm has no meaning with aggregate {objective.aggregate!r}")
+    return objective
+
+
+def _with_overrides(
+    caller: str, objective: Objective, overrides: Mapping[str, Any], also: tuple[str, ...]
+) -> Objective:
     unknown = [name for name in overrides if name not in FIELDS]
     if unknown:
-        raise TypeError(f"{caller}: unknown argument {unknown[0]!r}{_near(unknown[0])}; fields: {', '.join(FIELDS)}")
-    chosen = replace(objective, **overrides) if overrides else objective
+        near = difflib.get_close_matches(unknown[0], (*FIELDS, *also), n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise TypeError(f"{caller}: unknown argument {unknown[0]!r}{hint}; fields: {', '.join(FIELDS)}")
+    chosen = replace(objective, **overrides)
     for name, readers in _READ_BY.items():
         if name in overrides and chosen.surrogate not in readers:
             raise ValueError(f"{caller}: {name} has no meaning with surrogate {chosen.surrogate!r}")
-    if chosen.length_norm is not None and chosen.aggregate != "seq-mean-token-sum-norm":
-        raise ValueError(f"{caller}: length_norm has no meaning with aggregate {chosen.aggregate!r}")
     return chosen
-
-
-def _near(name: str) -> str:
-    close = difflib.get_close_matches(name, FIELDS, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dapo_kernels.chunk_plan import on_host
-from dapo_kernels.objectives import Objective
+from dapo_kernels.objectives.table import Objective
+from dapo_kernels.records import on_host
 
 
 def sequence_sums(values: Tensor, sequence_ids: Tensor, n_sequences: int) -> Tensor:
@@ -27,6 +27,7 @@ def sequence_sums(values: Tensor, sequence_ids: Tensor, n_sequences: int) -> Ten
 def token_weights(
     objective: Objective,
     live: Tensor,
+    all_live: bool,
     sequence_ids: Tensor | None,
     n_sequences: int,
     denominator: float | Tensor | None,
@@ -36,9 +37,12 @@ def token_weights(
 
     Args:
         live: bool [N].
+        all_live: whether it is known that every token is.
         sequence_ids: int64 [N], each token's sequence; needed unless the aggregate is ``"token-mean"``.
         denominator: replaces the local count of tokens (``token-mean``) or of sequences with a live token.
     """
+    if objective.aggregate == "token-mean" and all_live and not isinstance(denominator, Tensor):
+        return torch.full(live.shape, 1.0 / (denominator or max(live.numel(), 1)), dtype=dtype, device=live.device)
     weights = live.to(dtype)
     if objective.aggregate == "token-mean":
         count = weights.sum().clamp(min=1.0) if denominator is None else denominator

@@ -1,7 +1,7 @@
 """The Triton kernels compiled ahead of time, for GPUs that need not be here, and what their machine code looks like.
 
-``ptxas``, ``cuobjdump`` and ``nvdisasm`` come with the triton package. ``python -m dapo_kernels.triton.sass`` prints
-the table of docs/triton.md; with the page's name as its argument it replaces the table there.
+``ptxas``, ``cuobjdump`` and ``nvdisasm`` come with the triton package. ``python -m dapo_kernels.backends.triton.sass``
+prints the table of docs/triton.md; with the page's name as its argument it replaces the table there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dapo_kernels.triton import LAUNCHES, Launch, kernels
+from dapo_kernels.backends.triton import LAUNCHES, Launch, kernels
 
 ARCHITECTURES = (80, 90, 100)
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}

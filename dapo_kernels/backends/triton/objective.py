@@ -8,8 +8,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from dapo_kernels import surrogate
-from dapo_kernels.triton import elementwise
+from dapo_kernels.backends.triton import elementwise
+from dapo_kernels.objectives import surrogate
 
 # Where the bodies find their globals: callees before callers.
 _namespace: dict[str, Any] = {

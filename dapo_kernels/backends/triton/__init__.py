@@ -1,4 +1,4 @@
-"""The "triton" backend: launchers of the Triton kernels. Same functions as ``reference.py``, with a softcap.
+"""The "triton" backend: launchers of the Triton kernels.
 
 CUDA tensors; CPU tensors under ``TRITON_INTERPRET=1``, for the tests. Nothing here looks at values, allocates memory
 outside torch's allocator or depends on the stream: calls may be captured in a CUDA graph.
@@ -12,13 +12,12 @@ import torch
 import triton
 from torch import Tensor
 
-from dapo_kernels.reference import check_rows, unit_stride
-from dapo_kernels.surrogate import ObjectiveScalars
-from dapo_kernels.tokens import RowLoss, TokenLoss, Tokens, empty_row_loss, empty_stats
-from dapo_kernels.triton import kernels
+from dapo_kernels.backends.reference import check_rows, unit_stride
+from dapo_kernels.backends.triton import kernels
+from dapo_kernels.objectives.surrogate import ObjectiveScalars
+from dapo_kernels.records import Asked, RowsLoss, RowStats, Slopes, TokenLoss, Tokens
 
-# The row functions take the softcap of a head, and logits from before it.
-FUSED_SOFTCAP = True
+SOFTCAP_COPIES = False  # the kernels apply it
 
 
 class Launch(NamedTuple):
@@ -94,8 +93,9 @@ def _rows(logits: Tensor) -> tuple[Any, int, int, int]:
     return logits, max(logits.shape[-2], 1), outer, logits.stride(-2)
 
 
-def _tau(temperature: float | Tensor) -> tuple[Tensor | None, float]:
-    return (temperature, 1.0) if isinstance(temperature, Tensor) else (None, float(temperature))
+def _asked(asked: Asked) -> tuple[Any, ...]:
+    """Targets, live rows, temperatures: as the row kernels take them."""
+    return asked.target_ids, asked.live.view(torch.int8), asked.temperatures, float(asked.temperature)
 
 
 def _cap(softcap: float | None) -> float:
@@ -107,18 +107,11 @@ def _floats(scalars: ObjectiveScalars) -> tuple[Any, ...]:
     return tuple(float(x) if type(x) is int else x for x in scalars)
 
 
-def row_stats(
-    logits: Tensor,
-    target_ids: Tensor,
-    live: Tensor,
-    temperature: float | Tensor,
-    want_entropy: bool,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    check_rows(target_ids, live, temperature, logits.shape[-1])
+def row_stats(logits: Tensor, asked: Asked, softcap: float | None = None) -> RowStats:
+    check_rows(asked, logits.shape[-1])
     logits = unit_stride(logits)
-    logprobs, norm, entropy = empty_stats(target_ids, want_entropy)
-    n, vocab = target_ids.numel(), logits.shape[-1]
+    stats = RowStats.empty(asked)
+    n, vocab = asked.target_ids.numel(), logits.shape[-1]
     if n:
         launch(
             kernels.row_stats_kernel,
@@ -126,33 +119,26 @@ def row_stats(
             logits.device,
             *_rows(logits),
             vocab,
-            target_ids,
-            live.view(torch.int8),
-            *_tau(temperature),
+            *_asked(asked),
             _cap(softcap),
-            logprobs,
-            norm,
-            entropy,
+            *stats,
             HAS_SOFTCAP=softcap is not None,
             **_shape(logits),
         )
-    return logprobs, norm, entropy
+    return stats
 
 
 def row_grad(
     out: Tensor,
     logits: Tensor,
-    target_ids: Tensor,
-    live: Tensor,
-    temperature: float | Tensor,
-    norm: Tensor,
-    entropy: Tensor | None,
-    dlogprobs: Tensor,
-    dentropy: Tensor | None,
+    asked: Asked,
+    stats: RowStats,
+    slopes: Slopes,
     softcap: float | None = None,
+    zeroed: bool = False,
 ) -> None:
     source, to = unit_stride(logits), unit_stride(out)
-    n, vocab = target_ids.numel(), logits.shape[-1]
+    n, vocab = asked.target_ids.numel(), logits.shape[-1]
     if n:
         launch(
             kernels.row_grad_kernel,
@@ -161,14 +147,10 @@ def row_grad(
             *_rows(to),
             *_rows(source),
             vocab,
-            target_ids,
-            live.view(torch.int8),
-            *_tau(temperature),
+            *_asked(asked),
             _cap(softcap),
-            norm,
-            entropy,
-            dlogprobs,
-            dentropy,
+            *stats[1:],
+            *slopes,
             HAS_SOFTCAP=softcap is not None,
             **_shape(source, to),
         )
@@ -178,20 +160,17 @@ def row_grad(
 
 def row_loss_(
     logits: Tensor,
-    target_ids: Tensor,
-    temperature: float | Tensor,
+    asked: Asked,
     tokens: Tokens,
     scalars: ObjectiveScalars,
     entropy_coef: float,
-    want_entropy: bool,
     softcap: float | None = None,
-) -> RowLoss:
-    check_rows(target_ids, tokens.live, temperature, logits.shape[-1])
+) -> RowsLoss:
+    check_rows(asked, logits.shape[-1])
     work = unit_stride(logits)
-    want_entropy = want_entropy or entropy_coef != 0
-    logprobs, entropy, clip_hit, ref_kl, idle = empty_row_loss(target_ids, want_entropy, scalars.kl_coef != 0)
-    losses = torch.zeros_like(logprobs)
-    n, vocab = target_ids.numel(), logits.shape[-1]
+    result = RowsLoss.empty(asked, scalars.kl_coef != 0)
+    losses = torch.zeros_like(result.logprobs)
+    n, vocab = asked.target_ids.numel(), logits.shape[-1]
     if n:
         launch(
             kernels.row_loss_kernel,
@@ -199,17 +178,12 @@ def row_loss_(
             logits.device,
             *_rows(work),
             vocab,
-            target_ids,
-            tokens.live.view(torch.int8),
-            *_tau(temperature),
+            *_asked(asked),
             _cap(softcap),
             *tokens[1:],
             losses,
-            logprobs,
-            entropy,
-            clip_hit,
-            ref_kl,
-            idle.view(torch.int8),
+            *result[1:-1],
+            result.idle.view(torch.int8),
             *_floats(scalars),
             float(entropy_coef),
             entropy_coef != 0,
@@ -218,14 +192,12 @@ def row_loss_(
         )
     if work is not logits:
         logits.copy_(work)
-    loss = losses.sum(dtype=torch.float64).to(torch.float32)
-    return RowLoss(loss, logprobs, entropy, clip_hit, ref_kl, idle)
+    return result._replace(loss=losses.sum(dtype=torch.float64).to(torch.float32))
 
 
 def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scalars: ObjectiveScalars) -> TokenLoss:
-    losses, d_logprobs, d_log_ratio = (torch.zeros_like(logprobs) for _ in range(3))
-    clip_hit = torch.zeros_like(logprobs, dtype=torch.int8)
-    ref_kl = torch.zeros_like(logprobs) if scalars.kl_coef != 0 else None
+    result = TokenLoss.empty(logprobs, scalars.kl_coef != 0)
+    losses = torch.zeros_like(logprobs)
     n = logprobs.numel()
     if n:
         launch(
@@ -241,12 +213,12 @@ def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scala
             tokens.ref_logprobs,
             tokens.importance_weights,
             losses,
-            d_logprobs,
-            d_log_ratio,
-            clip_hit,
-            ref_kl,
+            *result[1:],
             *_floats(scalars),
             BLOCK_T=_BLOCK_T,
         )
-    loss = losses.sum(dtype=torch.float64).to(torch.float32)
-    return TokenLoss(loss, d_logprobs, d_log_ratio, clip_hit, ref_kl)
+    return result._replace(loss=losses.sum(dtype=torch.float64).to(torch.float32))
+
+
+def weight_sum(result: Tensor) -> None:
+    return None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dapo_kernels.aggregate import sequence_sums
+from dapo_kernels.objectives.aggregate import sequence_sums
 
 
 def log_ratio(

@@ -1,0 +1,23 @@
+"""The backends: one protocol (``protocol.py``), four implementations, and which of them serves a call
+(``registry.py``)."""
+
+from dapo_kernels.backends.protocol import Backend, WeightSum
+from dapo_kernels.backends.registry import (
+    available_backends,
+    backend,
+    backend_for,
+    covers,
+    cuda_build,
+    use_backend,
+)
+
+__all__ = [
+    "Backend",
+    "WeightSum",
+    "available_backends",
+    "backend",
+    "backend_for",
+    "covers",
+    "cuda_build",
+    "use_backend",
+]

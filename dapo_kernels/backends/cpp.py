@@ -1,0 +1,132 @@
+"""The "cpp" backend: launchers of the C++ kernels. Allocate, describe tensors as pointers and strides, call.
+
+float32, bfloat16 and float16 logits on the CPU; threads as torch's own. A softcap is torch's work, around the kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dapo_kernels import _C  # type: ignore[attr-defined]
+from dapo_kernels.backends.reference import raise_bad_target, raise_bad_temperature, unit_stride
+from dapo_kernels.backends.structs import address, outputs, row_inputs, rows_of, token_inputs
+from dapo_kernels.memory import large_gradient
+from dapo_kernels.objectives.surrogate import ObjectiveScalars
+from dapo_kernels.records import Asked, RowsLoss, RowStats, Slopes, TokenLoss, Tokens
+
+SOFTCAP_COPIES = True
+
+_BAD_TARGET, _BAD_TEMPERATURE = 1, 2
+
+
+def _check(rows: Any, inputs: Any, asked: Asked, vocab: int) -> None:
+    fault, row = _C.find_fault(rows, inputs)
+    if fault == _BAD_TARGET:
+        raise_bad_target(asked, row, vocab)
+    if fault == _BAD_TEMPERATURE:
+        raise_bad_temperature(asked, row)
+
+
+def _cap_(logits: Tensor, asked: Asked, softcap: float | None) -> Tensor:
+    if softcap is None:
+        return logits
+    if not bool(asked.live.all()):
+        logits.view(-1, logits.shape[-1])[~asked.live] = 0.0  # whatever stands there must not outlive ``_uncap_``
+    return logits.div_(softcap).tanh_().mul_(softcap)
+
+
+def _uncap_(gradient: Tensor, capped: Tensor | None, softcap: float | None) -> None:
+    """∂/∂x from ∂/∂(c·tanh(x/c)): times 1 − (z/c)²."""
+    if capped is not None and softcap is not None:
+        gradient.mul_(capped.div_(softcap).square_().neg_().add_(1.0))
+
+
+def row_stats(logits: Tensor, asked: Asked, softcap: float | None = None) -> RowStats:
+    logits = unit_stride(_cap_(logits, asked, softcap))
+    rows, inputs = rows_of(_C, logits), row_inputs(_C, asked)
+    _check(rows, inputs, asked, logits.shape[-1])
+    stats = RowStats.empty(asked)
+    _C.row_stats(rows, inputs, outputs(_C, stats), torch.get_num_threads())
+    return stats
+
+
+def row_grad(
+    out: Tensor,
+    logits: Tensor,
+    asked: Asked,
+    stats: RowStats,
+    slopes: Slopes,
+    softcap: float | None = None,
+    zeroed: bool = False,
+) -> None:
+    source, to = unit_stride(_cap_(logits, asked, softcap)), unit_stride(out)
+    capped = None if softcap is None else source.clone()
+    _C.row_grad(
+        rows_of(_C, source),
+        rows_of(_C, to),
+        row_inputs(_C, asked),
+        stats.norm.data_ptr(),
+        address(stats.entropy),
+        slopes.logprobs.data_ptr(),
+        address(slopes.entropy),
+        zeroed and to is out,
+        torch.get_num_threads(),
+    )
+    _uncap_(to, capped, softcap)
+    if to is not out:
+        out.copy_(to)
+
+
+def row_loss_(
+    logits: Tensor,
+    asked: Asked,
+    tokens: Tokens,
+    scalars: ObjectiveScalars,
+    entropy_coef: float,
+    softcap: float | None = None,
+) -> RowsLoss:
+    work = unit_stride(_cap_(logits, asked, softcap))
+    capped = None if softcap is None else work.clone()
+    rows, inputs = rows_of(_C, work), row_inputs(_C, asked, tokens)
+    _check(rows, inputs, asked, work.shape[-1])
+    result = RowsLoss.empty(asked, scalars.kl_coef != 0)
+    objective, out = _C.Objective(*scalars.pack()), outputs(_C, result)
+    loss = _C.row_loss(rows, inputs, objective, entropy_coef, out, torch.get_num_threads())
+    _uncap_(work, capped, softcap)
+    if work is not logits:
+        logits.copy_(work)
+    return result._replace(loss=torch.tensor(loss, dtype=torch.float32))
+
+
+def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scalars: ObjectiveScalars) -> TokenLoss:
+    result = TokenLoss.empty(logprobs, scalars.kl_coef != 0)
+    inputs, out = token_inputs(_C, tokens, log_ratio), outputs(_C, result)
+    loss = _C.token_loss(len(logprobs), logprobs.data_ptr(), inputs, _C.Objective(*scalars.pack()), out)
+    return result._replace(loss=torch.tensor(loss, dtype=torch.float32))
+
+
+def weight_sum(result: Tensor) -> SplitSum | None:
+    return SplitSum(result) if result.dtype == torch.bfloat16 else None
+
+
+class SplitSum:
+    """A float32 sum of bfloat16 tensors whose upper half is the result: 2 bytes per element beside it, not 4."""
+
+    def __init__(self, result: Tensor) -> None:
+        self.result = result
+        kept = large_gradient(result.shape, torch.int16, result.device, "low halves of weight")
+        self.low, zeroed = kept or (torch.zeros_like(result, dtype=torch.int16), True)
+        if not zeroed:
+            self.low.zero_()
+
+    def add(self, rows: slice, part: Tensor) -> None:
+        """sum[rows] += part, contiguous bfloat16."""
+        high, low = self.result[rows], self.low[rows]
+        _C.add_split(high.data_ptr(), low.data_ptr(), part.data_ptr(), high.numel(), torch.get_num_threads())
+
+    def rounded(self) -> Tensor:
+        _C.round_split(self.result.data_ptr(), self.low.data_ptr(), self.low.numel(), torch.get_num_threads())
+        return self.result

@@ -1,0 +1,62 @@
+"""What a backend is: a module with these functions. ``reference.py`` says in eager torch what each computes.
+
+N rows, V vocabulary. Logits are [N, V] or, padded, [B, L, V] with N = B·L, any strides. A ``softcap`` c asks for the
+rows of c·tanh(logits/c), and for the gradient of the logits from before it; ``logits`` may then be used as scratch.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from dapo_kernels.objectives.surrogate import ObjectiveScalars
+from dapo_kernels.records import Asked, RowsLoss, RowStats, Slopes, TokenLoss, Tokens
+
+
+class WeightSum(Protocol):
+    """A sum of 16-bit tensors kept in float32."""
+
+    def add(self, rows: slice, part: Tensor) -> None: ...
+
+    def rounded(self) -> Tensor: ...
+
+
+class Backend(Protocol):
+    SOFTCAP_COPIES: bool
+    """Whether a softcap takes a second buffer of the logits' size."""
+
+    def row_stats(self, logits: Tensor, asked: Asked, softcap: float | None = None) -> RowStats: ...
+
+    def row_grad(
+        self,
+        out: Tensor,
+        logits: Tensor,
+        asked: Asked,
+        stats: RowStats,
+        slopes: Slopes,
+        softcap: float | None = None,
+        zeroed: bool = False,
+    ) -> None:
+        """Write ∂loss/∂logits into ``out`` (may be ``logits`` itself). ``zeroed``: it holds zeros, which rows without a
+        gradient may keep.
+        """
+
+    def row_loss_(
+        self,
+        logits: Tensor,
+        asked: Asked,
+        tokens: Tokens,
+        scalars: ObjectiveScalars,
+        entropy_coef: float,
+        softcap: float | None = None,
+    ) -> RowsLoss:
+        """The whole loss of token-level objectives; ∂loss/∂logits overwrites ``logits``."""
+
+    def token_loss(
+        self, logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scalars: ObjectiveScalars
+    ) -> TokenLoss:
+        """The surrogate and the KL term over all tokens. ``log_ratio`` [N], or ``None`` on-policy."""
+
+    def weight_sum(self, result: Tensor) -> WeightSum | None:
+        """A running sum that is rounded into the 16-bit ``result`` in the end; None: a plain float32 tensor serves."""

@@ -1,0 +1,168 @@
+"""Row operations in eager torch, in any floating dtype, float64 included: the readable truth, and the "torch" backend.
+
+N tokens (rows), V vocabulary. With z = x/τ (x a row of logits, τ its temperature), p = softmax(z), target y::
+
+    ℓ = z_y − lse(z)         dℓ/dx_j = (1[j = y] − p_j) / τ
+    H = lse(z) − Σ p_j z_j    dH/dx_j = −p_j (log p_j + H) / τ
+
+Softmax arithmetic is float32 (float64 for float64 logits). A dead row may hold anything: it is replaced before any
+arithmetic, its log-prob and entropy come out as 0 and its gradient as exact zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dapo_kernels.objectives.surrogate import ObjectiveScalars, token_objective
+from dapo_kernels.records import Asked, RowsLoss, RowStats, Slopes, TokenLoss, Tokens, accumulate_dtype, on_host
+
+SOFTCAP_COPIES = True
+
+
+def check_rows(asked: Asked, vocab: int) -> None:
+    """Refuse live tokens whose target is outside [0, V) or whose temperature is not positive.
+
+    On the CPU an IndexError or ValueError, elsewhere an asynchronous assert: looking would wait for the device.
+    """
+    bad_target = asked.live & ((asked.target_ids < 0) | (asked.target_ids >= vocab))
+    cold = torch.zeros_like(asked.live) if asked.temperatures is None else asked.live & ~(asked.temperatures > 0)
+    if not on_host(asked.live):
+        torch._assert_async(~(bad_target | cold).any())
+    elif bool(bad_target.any()):
+        raise_bad_target(asked, int(bad_target.nonzero()[0]), vocab)
+    elif bool(cold.any()):
+        raise_bad_temperature(asked, int(cold.nonzero()[0]))
+
+
+def unit_stride(logits: Tensor) -> Tensor:
+    """``logits`` with neighbours side by side in memory, as row kernels take them: a copy where they are not."""
+    return logits if logits.stride(-1) == 1 or logits.shape[-1] == 1 else logits.contiguous()
+
+
+def raise_bad_target(asked: Asked, row: int, vocab: int) -> None:
+    target = int(asked.target_ids[row])
+    raise IndexError(f"target_ids: token {row} is live and its id {target} is outside [0, V) = [0, {vocab})")
+
+
+def raise_bad_temperature(asked: Asked, row: int) -> None:
+    assert asked.temperatures is not None
+    temperature = float(asked.temperatures[row])
+    raise ValueError(f"temperature: token {row} is live and its temperature {temperature:g} is not positive")
+
+
+def _capped(logits: Tensor, asked: Asked, softcap: float | None) -> Tensor:
+    """[N, V] in the dtype of the arithmetic, dead rows zeros, after the softcap and before the temperature."""
+    rows = logits.reshape(-1, logits.shape[-1])
+    rows = torch.where(asked.live[:, None], rows.to(accumulate_dtype(logits.dtype)), 0.0)
+    return rows if softcap is None else softcap * torch.tanh(rows / softcap)
+
+
+def _scaled(rows: Tensor, asked: Asked) -> Tensor:
+    if asked.temperatures is None:
+        return rows / asked.temperature
+    return rows / torch.where(asked.live, asked.temperatures, 1.0)[:, None]
+
+
+def row_stats(logits: Tensor, asked: Asked, softcap: float | None = None) -> RowStats:
+    """Log-probs of the targets [N], (max, log-sum-exp above it) [N, 2], entropy [N]. ``logits`` [..., V]."""
+    check_rows(asked, logits.shape[-1])
+    live = asked.live
+    z = _scaled(_capped(logits, asked, softcap), asked)
+    target_ids = torch.where(live, asked.target_ids, 0)
+    # Kept apart: one rounded log-sum-exp of a row at 1e4 would cost three digits of every probability.
+    top = z.amax(dim=-1)
+    above = (z - top[:, None]).exp().sum(-1).log()
+    logprobs = z.gather(-1, target_ids[:, None]).squeeze(-1) - top - above
+    norm = torch.stack([top, above], dim=-1)
+    logprobs, norm = torch.where(live, logprobs, 0.0), torch.where(live[:, None], norm, 0.0)
+    if not asked.want_entropy:
+        return RowStats(logprobs, norm, None)
+    log_p, p = _softmax(z, norm)
+    entropy = -torch.where(p == 0, 0.0, p * log_p).sum(-1)
+    return RowStats(logprobs, norm, torch.where(live, entropy, 0.0))
+
+
+def _softmax(z: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+    log_p = z - norm[:, :1] - norm[:, 1:]
+    return log_p, log_p.exp()
+
+
+def row_grad(
+    out: Tensor,
+    logits: Tensor,
+    asked: Asked,
+    stats: RowStats,
+    slopes: Slopes,
+    softcap: float | None = None,
+    zeroed: bool = False,
+) -> None:
+    """Write ∂loss/∂logits into ``out`` ([..., V], may be ``logits`` itself) from ∂loss/∂ℓ and ∂loss/∂H, each [N]."""
+    capped = _capped(logits, asked, softcap)
+    target_ids = torch.where(asked.live, asked.target_ids, 0)
+    log_p, p = _softmax(_scaled(capped, asked), stats.norm)
+    grad = -p * slopes.logprobs[:, None]
+    grad.scatter_add_(-1, target_ids[:, None], slopes.logprobs[:, None])
+    if slopes.entropy is not None:
+        assert stats.entropy is not None
+        grad -= slopes.entropy[:, None] * torch.where(p == 0, 0.0, p * (log_p + stats.entropy[:, None]))
+    grad /= asked.temperature if asked.temperatures is None else asked.temperatures[:, None]
+    if softcap is not None:
+        grad *= 1.0 - (capped / softcap).square()
+    grad = torch.where((asked.live & ~slopes.idle)[:, None], grad, 0.0)
+    out.copy_(grad.view(out.shape))
+
+
+def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scalars: ObjectiveScalars) -> TokenLoss:
+    """The surrogate and the KL term over all tokens. ``log_ratio`` [N], or ``None`` on-policy."""
+    live = tokens.live
+
+    def alive(x: Tensor | None) -> Tensor | None:
+        return None if x is None else torch.where(live, x, 0.0)
+
+    logprobs = torch.where(live, logprobs, 0.0)
+    value, d_logprobs, d_log_ratio, hit, ref_kl = token_objective(
+        logprobs,
+        torch.zeros_like(logprobs) if log_ratio is None else alive(log_ratio),
+        alive(tokens.advantages),
+        alive(tokens.ref_logprobs),
+        alive(tokens.importance_weights),
+        **scalars._asdict(),
+    )
+
+    def weigh(x: Tensor) -> Tensor:
+        return torch.where(live & (tokens.weights != 0), tokens.weights * x, 0.0).to(logprobs.dtype)
+
+    return TokenLoss(
+        loss=weigh(value).sum(dtype=torch.float64).to(logprobs.dtype),
+        d_logprobs=weigh(d_logprobs),
+        d_log_ratio=weigh(d_log_ratio),
+        clip_hit=torch.where(live, hit, 0).to(torch.int8),
+        ref_kl=torch.where(live, ref_kl, 0.0) if scalars.kl_coef != 0 else None,
+    )
+
+
+def row_loss_(
+    logits: Tensor,
+    asked: Asked,
+    tokens: Tokens,
+    scalars: ObjectiveScalars,
+    entropy_coef: float,
+    softcap: float | None = None,
+) -> RowsLoss:
+    """The whole loss of token-level objectives; ∂loss/∂logits overwrites ``logits`` [..., V]."""
+    stats = row_stats(logits, asked, softcap)
+    log_ratio = None if tokens.old_logprobs is None else stats.logprobs - tokens.old_logprobs
+    policy = token_loss(stats.logprobs, log_ratio, tokens, scalars)
+    d_entropy, loss = None, policy.loss
+    if entropy_coef != 0:
+        assert stats.entropy is not None
+        d_entropy = -entropy_coef * tokens.weights.to(stats.logprobs.dtype)
+        loss = loss + (d_entropy * stats.entropy).sum(dtype=torch.float64).to(loss.dtype)
+    slopes = Slopes(policy.d_logprobs + policy.d_log_ratio, d_entropy)
+    row_grad(logits, logits, asked, stats, slopes, softcap)
+    return RowsLoss(loss, stats.logprobs, stats.entropy, policy.clip_hit, policy.ref_kl, slopes.idle)
+
+
+def weight_sum(result: Tensor) -> None:
+    return None

@@ -1,0 +1,196 @@
+"""The boundary of a loss: its options are checked here, once, and become one record.
+
+T tokens packed, or B×L padded; S sequences; N = T or B·L rows. An option of every loss is a field of ``LossOptions``
+and a step of ``PolicyCall.of``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dapo_kernels.layout import Layout
+from dapo_kernels.objectives.aggregate import token_weights
+from dapo_kernels.objectives.surrogate import ObjectiveScalars
+from dapo_kernels.objectives.table import Objective, ObjectiveFields, is_number, resolve_objective
+from dapo_kernels.records import Tokens, on_host
+
+
+class LossOptions(ObjectiveFields, total=False):
+    """The keywords of every loss; ``dapo_loss`` says what each means."""
+
+    mask: Tensor | None
+    ref_logprobs: Tensor | None
+    importance_weights: Tensor | None
+    denominator: float | Tensor | None
+    selection: Tensor | float | None
+    generator: torch.Generator | None
+
+
+class RowOptions(LossOptions, total=False):
+    """Those of the losses that start from logits or hidden states."""
+
+    cu_seqlens: Tensor | None
+    temperature: float | Tensor
+    entropy: bool
+
+
+_OPTIONS = ("mask", "ref_logprobs", "importance_weights", "denominator", "selection", "generator")
+_NAMES = (*_OPTIONS, "cu_seqlens", "temperature", "entropy")  # for a hint at a misspelled one
+
+
+@dataclass(frozen=True)
+class PolicyCall:
+    """One validated call of a loss: what is left to decide is done per token."""
+
+    layout: Layout
+    objective: Objective  # without the selections that ``tokens`` already carries
+    scalars: ObjectiveScalars
+    tokens: Tokens
+    sequence_ids: Tensor | None
+    selection: Tensor | float | None  # bool [N], or the entropy threshold of top_entropy
+    generator: torch.Generator | None
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.objective.entropy_coef != 0 or self.objective.top_entropy is not None
+
+    @property
+    def one_visit(self) -> bool:
+        """Whether a token's gradient depends on nothing but its own row: log-prob, then gradient, in one visit."""
+        return self.objective.one_pass and self.objective.own is None
+
+    @property
+    def own_alone(self) -> bool:
+        """Whether that holds of a function of the caller's, which the kernels do not know."""
+        return self.objective.one_pass and self.objective.own is not None
+
+    @classmethod
+    def of(
+        cls,
+        layout: Layout,
+        objective: str | Objective | Callable[..., Any],
+        old_logprobs: Tensor | None,
+        advantages: Tensor,
+        options: LossOptions,
+    ) -> PolicyCall:
+        """Check a loss call and flatten it; every token gets its weight in the scalar."""
+        given: dict[str, Any] = dict(options)
+        mask, ref_logprobs, importance_weights, denominator, selection, generator = (
+            given.pop(name, None) for name in _OPTIONS
+        )
+        chosen = resolve_objective(layout.caller, objective, given, also=_NAMES)
+        _check_combination(layout, chosen, old_logprobs, ref_logprobs)
+        live = layout.live(mask)
+        sequence_ids = None if chosen.per_sequence is None else layout.sequence_ids()
+        count = _denominator(layout, denominator, live)
+        weights = token_weights(chosen, live, mask is None, sequence_ids, layout.n_sequences or 0, count, layout.dtype)
+        tokens = Tokens(
+            live=live,
+            weights=weights,
+            advantages=layout.per_token_or_sequence("advantages", advantages),
+            old_logprobs=None if old_logprobs is None else layout.per_token("old_logprobs", old_logprobs),
+            ref_logprobs=None if ref_logprobs is None else layout.per_token("ref_logprobs", ref_logprobs),
+            importance_weights=None
+            if importance_weights is None
+            else layout.per_token_or_sequence("importance_weights", importance_weights),
+        )
+        if chosen.max_old_prob is not None:
+            assert tokens.old_logprobs is not None
+            sure = tokens.old_logprobs > math.log(chosen.max_old_prob)  # a NaN is not sure: it stays, and shows
+            tokens = tokens._replace(weights=torch.where(sure, 0.0, weights))
+        picked = None if selection is None else _selection(layout, chosen, selection)
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(f"{layout.caller}: generator must be a torch.Generator, got {type(generator).__name__}")
+        settled, tokens = _settle(chosen, tokens, picked)
+        return cls(layout, settled, ObjectiveScalars.of(settled), tokens, sequence_ids, picked, generator)
+
+
+def _selection(layout: Layout, objective: Objective, value: Tensor | float) -> Tensor | float:
+    """A precomputed selection: bool [N], or a threshold for ``top_entropy``."""
+    name = objective.batch_selection
+    if name is None:
+        raise ValueError(f"{layout.caller}: selection has no use: the objective selects no tokens of the batch")
+    if isinstance(value, Tensor) and value.dim() > 0:
+        if value.dtype != torch.bool:
+            raise TypeError(f"{layout.caller}: selection per token must be bool, got {value.dtype}")
+        return layout.per_token("selection", value, torch.bool)
+    if name != "top_entropy" or not (isinstance(value, Tensor) or is_number(value)):
+        threshold = ", or an entropy threshold" if name == "top_entropy" else ""
+        raise layout.fail("selection", f"bool {layout.describe()} with {name}{threshold}", repr(value))
+    return value.to(layout.dtype) if isinstance(value, Tensor) else float(value)
+
+
+def _settle(objective: Objective, tokens: Tokens, selection: Tensor | float | None) -> tuple[Objective, Tokens]:
+    """A selection known beforehand needs no second pass: fold it into the tokens."""
+    if not isinstance(selection, Tensor) or selection.dim() == 0:
+        return objective, tokens
+    if objective.top_entropy is not None:
+        tokens = tokens._replace(weights=torch.where(selection, tokens.weights, 0.0))
+        return replace(objective, top_entropy=None), tokens
+    if objective.clip_cov is not None:
+        return replace(objective, clip_cov=None), without_policy_term(tokens, selection)
+    return objective, tokens
+
+
+def without_policy_term(tokens: Tokens, selection: Tensor) -> Tokens:
+    """The selected tokens keep their KL and entropy terms and lose their policy gradient."""
+    base = torch.ones_like(tokens.weights) if tokens.importance_weights is None else tokens.importance_weights
+    return tokens._replace(importance_weights=torch.where(selection, 0.0, base))
+
+
+def _check_combination(
+    layout: Layout, objective: Objective, old_logprobs: Tensor | None, ref_logprobs: Tensor | None
+) -> None:
+    if objective.per_sequence is not None and layout.n_sequences is None:
+        raise ValueError(
+            f"{layout.caller}: {objective.per_sequence} works per sequence: pass cu_seqlens (int32 [S+1]) with the "
+            "packed layout"
+        )
+    if objective.aggregate == "seq-mean-token-sum-norm" and objective.length_norm is None:
+        raise ValueError(
+            f"{layout.caller}: aggregate='seq-mean-token-sum-norm' needs length_norm, a constant number of tokens "
+            "(Dr.GRPO: the longest response allowed)"
+        )
+    if objective.kl_coef != 0 and ref_logprobs is None:
+        raise ValueError(f"{layout.caller}: kl_coef={objective.kl_coef:g} needs ref_logprobs; or pass kl_coef=0.0")
+    if objective.kl_coef == 0 and objective.own is None and ref_logprobs is not None:
+        raise ValueError(f"{layout.caller}: ref_logprobs has no use with kl_coef=0; pass kl_coef, or leave it out")
+    if objective.max_old_prob is not None and old_logprobs is None:
+        raise ValueError(f"{layout.caller}: max_old_prob={objective.max_old_prob:g} needs old_logprobs")
+
+
+def _denominator(layout: Layout, value: float | Tensor | None, live: Tensor) -> float | Tensor | None:
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        if value.dim() != 0:
+            raise layout.fail("denominator", "a number or a 0-d tensor", list(value.shape))
+        _check_positive(layout, value, live)
+        return layout.number(value).to(layout.dtype)
+    if not is_number(value):
+        raise TypeError(f"{layout.caller}: denominator must be a number or a 0-d tensor, got {type(value).__name__}")
+    if not 0 < value < math.inf:
+        raise layout.fail("denominator", "positive and finite", value)
+    return float(value)
+
+
+def _check_positive(layout: Layout, value: Tensor, live: Tensor) -> None:
+    """A count of 0 is right where no token of any rank is live. On a GPU an asynchronous assert: nobody waits."""
+    if torch.compiler.is_compiling():
+        return
+    if not on_host(value):
+        torch._assert_async((value > 0) | ((value == 0) & ~live.any()))
+        return
+    count = float(value)
+    if 0 < count < math.inf:
+        return
+    if count != 0 or (on_host(live) and bool(live.any())):
+        raise layout.fail("denominator", "positive and finite", f"{count:g}")
+    if not on_host(live):
+        torch._assert_async(~live.any())

@@ -1,0 +1,258 @@
+"""From hidden states, a chunk of tokens at a time: the logits of one chunk are all that ever exists.
+
+N tokens, V vocabulary, H hidden. Per chunk of C tokens, in one reused [C, V] buffer: logits = hidden · weightᵀ (vendor
+GEMM) → row kernel in place, which leaves ∂loss/∂logits → the two gradient GEMMs at once. Three GEMMs in all, where
+recomputing the logits in the backward pass would take four. Cost follows work: dead tokens are left out before the
+first GEMM, and tokens whose gradient is zero (clipped, zero advantage) before the other two; what of that needs the
+host to look, and what a GPU does instead, is in ``chunks.py``.
+
+The loops over chunks return running sums: rounding dW to its dtype takes memory, and by then the buffer is free.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dapo_kernels.backends import Backend, backend
+from dapo_kernels.backends.reference import check_rows
+from dapo_kernels.engine.chunks import Chunks, gradient_rows, idle_beforehand, live_work
+from dapo_kernels.engine.gradients import GradientSum, HeadGradients, float32_product, sum_bytes, tile_rows
+from dapo_kernels.engine.operators import hand_out_once, operator, scaled
+from dapo_kernels.engine.rows import given_slopes
+from dapo_kernels.objectives.own import OwnLoss, own_slopes, registered
+from dapo_kernels.objectives.surrogate import ObjectiveScalars
+from dapo_kernels.records import Asked, Head, Needs, Plan, RowsLoss, RowStats, Slopes, Tokens, accumulate_dtype, on_host
+
+
+def logits_of(head: Head, rows: Tensor | slice, out: Tensor) -> Tensor:
+    """The hidden states of ``rows``, [C, H]; their logits before the softcap, [C, V], in ``out``."""
+    hidden = head.hidden[rows]
+    if out.dtype != hidden.dtype:
+        _float32_logits(head, hidden, out)
+    elif head.bias is None:
+        torch.mm(hidden, head.weight.t(), out=out)
+    else:
+        torch.addmm(head.bias, hidden, head.weight.t(), out=out)
+    return hidden
+
+
+def _float32_logits(head: Head, hidden: Tensor, out: Tensor) -> None:
+    """A part of the vocabulary at a time: a float32 copy of the whole weight would be gigabytes."""
+    if float32_product(hidden):
+        torch.mm(hidden, head.weight.t(), out_dtype=out.dtype, out=out)
+    else:
+        hidden = hidden.float()
+        part = tile_rows(4 * hidden.shape[1])
+        for start in range(0, head.weight.shape[0], part):
+            torch.mm(hidden, head.weight[start : start + part].float().t(), out=out[:, start : start + part])
+    if head.bias is not None:
+        out += head.bias
+
+
+def _chunks(head: Head, live: Tensor, idle: Tensor | None, needs: Needs, plan: Plan, by: Backend) -> Chunks:
+    # In a chunk's buffers: a softcap may take a copy of the logits, float32 logits a rounded copy for the GEMMs.
+    bytes_per_logit = head.logits_dtype.itemsize * (2 if head.softcap is not None and by.SOFTCAP_COPIES else 1)
+    if head.logits_dtype != head.hidden.dtype:
+        bytes_per_logit += head.hidden.element_size()
+    return Chunks(
+        live_work(live, idle, plan.host_sync),
+        head.hidden,
+        head.weight.shape[0],
+        head.logits_dtype,
+        bytes_per_logit,
+        plan.chunk_bytes,
+        sum_bytes(head.weight, needs),
+    )
+
+
+def _per_token(head: Head, asked: Asked) -> Tensor:
+    """Zeros, as dead tokens have to show."""
+    dtype = accumulate_dtype(head.hidden.dtype)
+    return torch.zeros(asked.live.shape, dtype=dtype, device=asked.live.device)
+
+
+def _fill(whole: Any, rows: Tensor | slice, part: Any) -> None:
+    for into, piece in zip(whole, part, strict=True):
+        if into is not None:
+            into[rows] = piece
+
+
+# --- statistics, and a gradient of any two slopes per token: four GEMMs -------------------------------------
+
+
+@operator
+def linear_stats(head: Head, asked: Asked, plan: Plan) -> RowStats:
+    """``logits_stats`` of the head's logits: one GEMM, no gradient."""
+    check_rows(asked, head.weight.shape[0])
+    by = backend(plan.backend)
+    logprobs = _per_token(head, asked)
+    entropy = torch.zeros_like(logprobs) if asked.want_entropy else None
+    stats = RowStats(logprobs, logprobs.new_zeros(*logprobs.shape, 2), entropy)
+    for chunk in _chunks(head, asked.live, None, Needs(False, False, False), plan, by):
+        logits_of(head, chunk.rows, chunk.logits)
+        _fill(stats, chunk.rows, by.row_stats(chunk.logits, asked.at(chunk.rows), head.softcap))
+    return stats
+
+
+@linear_stats.fake
+def _(head: Head, asked: Asked, plan: Plan) -> RowStats:
+    return RowStats.empty(asked, accumulate_dtype(head.hidden.dtype))
+
+
+@operator
+def linear_grad(head: Head, asked: Asked, stats: RowStats, slopes: Slopes, needs: Needs, plan: Plan) -> HeadGradients:
+    """Gradients of (hidden, weight, bias) from ∂loss/∂ℓ and ∂loss/∂H: the logits again, then two GEMMs."""
+    return _grad_over_chunks(head, asked._replace(live=asked.live & ~slopes.idle), stats, slopes, needs, plan).results()
+
+
+def _grad_over_chunks(
+    head: Head, asked: Asked, stats: RowStats, slopes: Slopes, needs: Needs, plan: Plan
+) -> GradientSum:
+    by = backend(plan.backend)
+    chunks = _chunks(head, asked.live, None, needs, plan, by)
+    gradients = GradientSum(head, needs, chunks.n_with_gradient, by)
+    for chunk in chunks:
+        rows, logits = chunk.rows, chunk.logits
+        hidden = logits_of(head, rows, logits)
+        wanted = asked.at(rows)
+        by.row_grad(logits, logits, wanted, stats.at(rows), slopes.at(rows), head.softcap)
+        if on_host(logits):
+            gradients.add(logits, hidden, rows)
+        else:
+            gradients.add(*gradient_rows(logits, hidden, ~wanted.live, chunk))
+    return gradients
+
+
+def _fake_gradients(head: Head, needs: Needs) -> HeadGradients:
+    return HeadGradients(
+        head.hidden.new_empty(head.hidden.shape) if needs.hidden else None,
+        head.weight.new_empty(head.weight.shape) if needs.weight else None,
+        torch.empty_like(head.bias) if needs.bias and head.bias is not None else None,
+    )
+
+
+@linear_grad.fake
+def _(head: Head, asked: Asked, stats: RowStats, slopes: Slopes, needs: Needs, plan: Plan) -> HeadGradients:
+    return _fake_gradients(head, needs)
+
+
+linear_grad.has_no_gradient()
+
+
+@linear_stats.gradient(lambda stats, *inputs: (*inputs, stats), "logprobs", "entropy")
+def _(ctx: Any, head: Head, asked: Asked, plan: Plan, stats: RowStats, grads: RowStats) -> dict[str, Tensor | None]:
+    slopes = given_slopes(stats, grads, asked.want_entropy)
+    gradients = linear_grad(head, asked, stats, slopes, Needs(*ctx.needs_input_grad[:3]), plan)
+    return {f"head_{name}": gradient for name, gradient in gradients._asdict().items()}
+
+
+# --- the loss of objectives whose gradient at a token needs nothing but that token's row: three GEMMs --------
+
+
+class LinearLoss(NamedTuple):
+    """``RowsLoss`` without ``idle``, and the gradients for grad_output = 1, those needed."""
+
+    loss: Tensor
+    logprobs: Tensor
+    entropy: Tensor | None
+    clip_hit: Tensor | None
+    ref_kl: Tensor | None
+    d_hidden: Tensor | None
+    d_weight: Tensor | None
+    d_bias: Tensor | None
+
+
+def _no_loss(head: Head, asked: Asked, scalars: ObjectiveScalars, own: int) -> RowsLoss:
+    """What dead tokens have to show."""
+    zeros = _per_token(head, asked)
+    return RowsLoss(
+        loss=torch.zeros((), dtype=torch.float64, device=zeros.device),
+        logprobs=zeros,
+        entropy=zeros.clone() if asked.want_entropy else None,
+        clip_hit=None if own else torch.zeros_like(zeros, dtype=torch.int8),
+        ref_kl=zeros.clone() if scalars.kl_coef != 0 else None,
+        idle=torch.ones_like(asked.live),
+    )
+
+
+@operator
+def linear_loss(
+    head: Head,
+    asked: Asked,
+    tokens: Tokens,
+    scalars: ObjectiveScalars,
+    entropy_coef: float,
+    own: int,
+    needs: Needs,
+    plan: Plan,
+) -> LinearLoss:
+    """The loss and, formed on the way, the gradients of (hidden, weight, bias)."""
+    total, gradients = _loss_over_chunks(head, asked, tokens, scalars, entropy_coef, own, needs, plan)
+    return LinearLoss(total.loss.to(total.logprobs.dtype), *total[1:-1], *gradients.results())
+
+
+def _loss_over_chunks(
+    head: Head,
+    asked: Asked,
+    tokens: Tokens,
+    scalars: ObjectiveScalars,
+    entropy_coef: float,
+    own: int,
+    needs: Needs,
+    plan: Plan,
+) -> tuple[RowsLoss, GradientSum]:
+    check_rows(asked, head.weight.shape[0])
+    by, function = backend(plan.backend), registered(own)
+    total = _no_loss(head, asked, scalars, own)
+    idle = None if on_host(asked.live) or function else idle_beforehand(tokens, scalars, entropy_coef)
+    chunks = _chunks(head, asked.live, idle, needs, plan, by)
+    gradients = GradientSum(head, needs, chunks.n_with_gradient, by)
+    for chunk in chunks:
+        rows, logits = chunk.rows, chunk.logits
+        hidden = logits_of(head, rows, logits)
+        arguments = (logits, asked.at(rows), tokens.at(rows))
+        if function is None:
+            out = by.row_loss_(*arguments, scalars, entropy_coef, head.softcap)
+        else:
+            out = _own_row_loss_(by, *arguments, function, head.softcap)
+        total.loss.add_(out.loss)
+        _fill(total[1:], rows, out[1:])
+        gradients.add(*gradient_rows(logits, hidden, out.idle, chunk))
+    return total, gradients
+
+
+def _own_row_loss_(
+    by: Backend, logits: Tensor, asked: Asked, tokens: Tokens, function: OwnLoss, softcap: float | None
+) -> RowsLoss:
+    """``row_loss_`` of a function of the caller's."""
+    # A softcap that works in place leaves nothing to start from again.
+    before = logits.clone() if softcap is not None and by.SOFTCAP_COPIES else logits
+    stats = by.row_stats(before, asked, softcap)
+    loss, slopes = own_slopes(function, stats.logprobs, stats.entropy, tokens)
+    by.row_grad(logits, logits, asked, stats, slopes, softcap)
+    return RowsLoss(loss, stats.logprobs, stats.entropy, None, None, slopes.idle)
+
+
+@linear_loss.fake
+def _(
+    head: Head,
+    asked: Asked,
+    tokens: Tokens,
+    scalars: ObjectiveScalars,
+    entropy_coef: float,
+    own: int,
+    needs: Needs,
+    plan: Plan,
+) -> LinearLoss:
+    total = _no_loss(head, asked, scalars, own)
+    return LinearLoss(total.logprobs.new_empty(()), *total[1:-1], *_fake_gradients(head, needs))
+
+
+@linear_loss.gradient(lambda out, *_: (HeadGradients(*out[5:]),), "loss")
+def _(ctx: Any, gradients: HeadGradients, grads: LinearLoss) -> dict[str, Tensor | None]:
+    hand_out_once(ctx, "linear_dapo_loss", "Add losses up and call backward once, or call it again.")
+    named = zip(HeadGradients._fields, gradients, strict=True)
+    return {f"head_{name}": None if x is None else scaled(x, grads.loss) for name, x in named}

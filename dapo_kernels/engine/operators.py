@@ -1,0 +1,242 @@
+"""Operators that take records: one function becomes what autograd, torch.compile and fake tensors see.
+
+``@operator`` registers ``dapo_kernels::<name>`` with a schema spelled from the records' fields, ``head_hidden``,
+``head_weight``, …; this is the only place where a record is taken apart. An eager call of plain tensors goes to the
+same function without torch's dispatcher, which at 64 × 64 would cost more than the arithmetic; under a tracer, a mode
+or a transform it goes through the registered operator.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_SCHEMA = {Tensor: "Tensor", bool: "bool", int: "int", float: "float", str: "str"}
+
+
+def _is_record(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, tuple)
+
+
+def _schema(kind: Any) -> str:
+    args = [arg for arg in typing.get_args(kind) if arg is not types.NoneType]
+    return f"{_SCHEMA[args[0]]}?" if args else _SCHEMA[kind]
+
+
+class _Field(NamedTuple):
+    name: str
+    kind: Any
+
+
+class _Parameter(NamedTuple):
+    """A record, or a plain value, and where it stands among the operator's flat arguments."""
+
+    record: Any
+    start: int
+    stop: int
+
+
+class Kept(NamedTuple):
+    """What a forward pass leaves for its backward pass: records and plain values, taken apart for ``ctx``."""
+
+    values: tuple[Any, ...]
+
+    def store(self, ctx: Any) -> None:
+        ctx.shape = [(type(x), len(x)) if isinstance(x, tuple) else None for x in self.values]
+        flat = [y for x in self.values for y in (x if isinstance(x, tuple) else (x,))]
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in flat))
+        ctx.plain = [None if isinstance(x, Tensor) else x for x in flat]
+
+    @staticmethod
+    def load(ctx: Any) -> tuple[Any, ...]:
+        flat = iter([x if y is None else y for x, y in zip(ctx.saved_tensors, ctx.plain, strict=True)])
+        return tuple(
+            next(flat) if shape is None else shape[0](*(next(flat) for _ in range(shape[1]))) for shape in ctx.shape
+        )
+
+
+class Operator:
+    """A function of records that returns a record of tensors. See ``operator``."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self.name = run.__name__
+        self.run = run
+        kinds = typing.get_type_hints(run)
+        self.result: Any = kinds.pop("return")
+        self.fields: list[_Field] = []
+        self.parameters: list[_Parameter] = []
+        for name, kind in kinds.items():
+            start = len(self.fields)
+            if _is_record(kind):
+                self.fields += [_Field(f"{name}_{field}", of) for field, of in typing.get_type_hints(kind).items()]
+            else:
+                self.fields.append(_Field(name, kind))
+            self.parameters.append(_Parameter(kind if _is_record(kind) else None, start, len(self.fields)))
+        self._single = self.result is Tensor
+        self.op = self._register()
+        self.function: Any = None  # the torch.autograd.Function of eager calls
+        self._keep: Callable[..., tuple[Any, ...]]
+        self._backward: Callable[..., dict[str, Tensor | None]]
+        self._marked: list[int]
+
+    def _register(self) -> Any:
+        # torch.library.custom_op does as much, but its first call imports torch._dynamo (a second and 900 modules) and
+        # every call pays for its wrapping.
+        arguments = ", ".join(f"{_schema(kind)} {name}" for name, kind in self.fields)
+        results = "Tensor" if self._single else f"({', '.join(['Tensor'] * len(self.result._fields))})"
+        name = f"dapo_kernels::{self.name}"
+        torch.library.define(name, f"({arguments}) -> {results}", tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.impl(name, "default")(lambda *flat: self._present(self._without_autocast(flat), flat))
+        return getattr(torch.ops.dapo_kernels, self.name).default
+
+    # --- records and flat arguments -----------------------------------------------------------------------
+
+    def _flat(self, arguments: tuple[Any, ...]) -> list[Any]:
+        flat: list[Any] = []
+        for parameter, argument in zip(self.parameters, arguments, strict=True):
+            if parameter.record is None:
+                flat.append(argument)
+            else:
+                flat.extend(argument)
+        return flat
+
+    def _records(self, flat: Any) -> list[Any]:
+        return [flat[p.start] if p.record is None else p.record(*flat[p.start : p.stop]) for p in self.parameters]
+
+    def _present(self, result: Any, flat: Any) -> Any:
+        """An operator cannot return None: an absent result is an empty tensor of a dtype no result has."""
+        if self._single:
+            return result
+        device = flat[0].device
+        return tuple(torch.empty(0, dtype=torch.int16, device=device) if x is None else x for x in result)
+
+    def _result(self, present: Any) -> Any:
+        if self._single:
+            return present
+        return self.result(*(None if x is None or x.dtype == torch.int16 else x for x in present))
+
+    # --- calls --------------------------------------------------------------------------------------------
+
+    def __call__(self, *arguments: Any) -> Any:
+        flat = self._flat(arguments)
+        if torch.compiler.is_compiling() or not _plain(flat):
+            return self._result(self.op(*flat))
+        wants_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in flat)
+        if wants_grad and self.function is not None:
+            out = self.function.apply(*flat)
+            return out if self._single else self.result(*out)
+        return self._without_autocast(flat)
+
+    def _without_autocast(self, flat: Any) -> Any:
+        """An operator's dtypes are its inputs': autocast has had its say where the public function took them."""
+        device = flat[0].device.type
+        if not torch.is_autocast_enabled(device):
+            return self.run(*self._records(flat))
+        with torch.autocast(device, enabled=False):
+            return self.run(*self._records(flat))
+
+    # --- what else an operator is made of -----------------------------------------------------------------
+
+    def fake(self, function: Callable[..., Any]) -> None:
+        """Shapes and dtypes of the results, from the same records."""
+        torch.library.register_fake(self.op.name())(
+            lambda *flat: self._present(function(*self._records(flat)), flat),
+        )
+
+    def gradient(self, keep: Callable[..., tuple[Any, ...]], *differentiable: str) -> Callable[..., Any]:
+        """Register the function below as the backward pass.
+
+        Args:
+            keep: of (result, *records) what the backward pass wants, records and plain values.
+            differentiable: names of the results that have a gradient; by default the only one.
+
+        The function gets (ctx, *kept, grads), with ``grads`` a record like the result, and returns gradients by the
+        flat names of their inputs.
+        """
+
+        def register(backward: Callable[..., dict[str, Tensor | None]]) -> Callable[..., Any]:
+            self._keep, self._backward = keep, backward
+            if not self._single:
+                self._marked = [i for i, name in enumerate(self.result._fields) if name not in differentiable]
+            torch.library.register_autograd(self.op.name(), self._backward_pass, setup_context=self._setup)
+            self.function = self._eager_function()
+            return backward
+
+        return register
+
+    def _setup(self, ctx: Any, inputs: Any, output: Any) -> None:
+        Kept(self._keep(self._result(output), *self._records(inputs))).store(ctx)
+        if not self._single:
+            ctx.mark_non_differentiable(*(output[i] for i in self._marked if output[i] is not None))
+        ctx.set_materialize_grads(False)
+
+    def _backward_pass(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        if all(grad is None for grad in grads):
+            return (None,) * len(self.fields)
+        by_name = self._backward(ctx, *Kept.load(ctx), grads[0] if self._single else self.result(*grads))
+        return tuple(by_name.get(field.name) for field in self.fields)
+
+    def _eager_function(self) -> Any:
+        def forward(ctx: Any, *flat: Any) -> Any:
+            result = self._without_autocast(flat)
+            self._setup(ctx, flat, result)
+            return result if self._single else tuple(result)
+
+        members = {"forward": staticmethod(forward), "backward": staticmethod(self._backward_pass)}
+        return type(self.name, (torch.autograd.Function,), members)
+
+    def has_no_gradient(self) -> None:
+        """A gradient operator has no gradient of its own: say so, where autograd would only warn and answer wrongly."""
+
+        def refuse(ctx: Any, grads: Any) -> dict[str, Tensor | None]:
+            raise RuntimeError(f"{self.op.name()}: {NO_SECOND_DERIVATIVE}")
+
+        fields = () if self._single else self.result._fields
+        self.gradient(lambda *_: (), *fields)(refuse)
+
+
+NO_SECOND_DERIVATIVE = "the gradient of a gradient is not implemented; use create_graph=False"
+
+
+def operator(run: Callable[..., Any]) -> Operator:
+    """The decorator: parameters are records or plain values as their annotations say, the result a record of tensors
+    (or one tensor).
+    """
+    return Operator(run)
+
+
+def _plain(flat: list[Any]) -> bool:
+    """Whether this is an eager call of ordinary tensors: no mode watches, no transform is under way."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return all(type(x) in _PLAIN for x in flat if isinstance(x, Tensor))
+
+
+def hand_out_once(ctx: Any, caller: str, remedy: str) -> None:
+    """A gradient that was formed with its loss is handed out once; a second request would return what autograd has
+    since changed, and a derivative of it does not exist.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"{caller}: {NO_SECOND_DERIVATIVE}")
+    if getattr(ctx, "handed_out", False):
+        raise RuntimeError(f"{caller}: second backward through the same call; its gradient was handed out. {remedy}")
+    ctx.handed_out = True
+
+
+def scaled(gradient: Tensor, grad_output: Tensor) -> Tensor:
+    """grad_output · gradient, in the gradient's own storage: a second copy of dW would be the peak of memory.
+
+    The common grad_output 1 costs nothing on the CPU; elsewhere looking at it would wait for the device. Under a
+    tracer (whose tensors are of another type) the product is a new tensor and the compiler plans the memory.
+    """
+    if type(gradient) is not Tensor:
+        return gradient * grad_output
+    if gradient.device.type != "cpu" or grad_output.item() != 1.0:
+        gradient.mul_(grad_output)
+    return gradient

@@ -1,0 +1,185 @@
+"""From logits: statistics of every row, or the whole loss, with their gradients.
+
+N rows (tokens), V vocabulary. Logits are [N, V] or, padded, [B, L, V] with N = B·L, any strides. An operator names the
+backend that runs it, so that a compiled graph keeps its choice.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dapo_kernels.backends import Backend, backend
+from dapo_kernels.engine.operators import Kept, hand_out_once, operator, scaled
+from dapo_kernels.memory import large_gradient
+from dapo_kernels.objectives.surrogate import ObjectiveScalars
+from dapo_kernels.records import Asked, RowStats, Slopes, TokenLoss, Tokens, accumulate_dtype
+
+
+def _fake_stats(logits: Tensor, asked: Asked) -> RowStats:
+    return RowStats.empty(asked, accumulate_dtype(logits.dtype))
+
+
+# --- statistics, and a gradient of any two slopes per token -----------------------------------------------
+
+
+@operator
+def logits_stats(logits: Tensor, asked: Asked, served_by: str) -> RowStats:
+    """Log-probs of the targets, normalizer, entropy; each [N], zeros on dead rows."""
+    return backend(served_by).row_stats(logits, asked)
+
+
+@logits_stats.fake
+def _(logits: Tensor, asked: Asked, served_by: str) -> RowStats:
+    return _fake_stats(logits, asked)
+
+
+@operator
+def logits_grad(logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, served_by: str) -> Tensor:
+    """∂loss/∂logits, contiguous, from ∂loss/∂ℓ and ∂loss/∂H."""
+    large = large_gradient(logits.shape, logits.dtype, logits.device, "logits")
+    out, zeroed = large or (torch.empty(logits.shape, dtype=logits.dtype, device=logits.device), False)
+    backend(served_by).row_grad(out, logits, asked, stats, slopes, zeroed=zeroed)
+    return out
+
+
+@logits_grad.fake
+def _(logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, served_by: str) -> Tensor:
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+logits_grad.has_no_gradient()
+
+
+def given_slopes(stats: RowStats, grads: RowStats, want_entropy: bool) -> Slopes:
+    """What autograd hands to the statistics of rows, absent where nobody asked."""
+    logprobs = torch.zeros_like(stats.logprobs) if grads.logprobs is None else grads.logprobs.contiguous()
+    return Slopes(logprobs, grads.entropy.contiguous() if want_entropy and grads.entropy is not None else None)
+
+
+@logits_stats.gradient(lambda stats, *inputs: (*inputs, stats), "logprobs", "entropy")
+def _(ctx: Any, logits: Tensor, asked: Asked, served_by: str, stats: RowStats, grads: RowStats) -> dict[str, Tensor]:
+    slopes = given_slopes(stats, grads, asked.want_entropy)
+    return {"logits": logits_grad(logits, asked, stats, slopes, served_by)}
+
+
+# --- the loss of objectives whose gradient at a token needs nothing but that token's row --------------------
+
+
+class LogitsLoss(NamedTuple):
+    """The loss, what is reported of every token, and what the backward pass makes the gradient of."""
+
+    loss: Tensor
+    logprobs: Tensor
+    entropy: Tensor | None
+    clip_hit: Tensor
+    ref_kl: Tensor | None
+    norm: Tensor
+    d_logprobs: Tensor
+    d_entropy: Tensor | None
+
+
+@operator
+def logits_loss(
+    logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, entropy_coef: float, served_by: str
+) -> LogitsLoss:
+    """The loss from one sweep over the logits; its gradient takes another, in the backward pass."""
+    by = backend(served_by)
+    stats = by.row_stats(logits, asked)
+    log_ratio = None if tokens.old_logprobs is None else stats.logprobs - tokens.old_logprobs
+    loss, d_logprobs, d_log_ratio, clip_hit, ref_kl = by.token_loss(stats.logprobs, log_ratio, tokens, scalars)
+    d_entropy = None
+    if entropy_coef != 0:
+        assert stats.entropy is not None
+        d_entropy = -entropy_coef * tokens.weights
+        loss = loss + (d_entropy * stats.entropy).sum(dtype=torch.float64).to(loss.dtype)
+    return LogitsLoss(
+        loss, stats.logprobs, stats.entropy, clip_hit, ref_kl, stats.norm, d_logprobs + d_log_ratio, d_entropy
+    )
+
+
+@logits_loss.fake
+def _(
+    logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, entropy_coef: float, served_by: str
+) -> LogitsLoss:
+    stats = _fake_stats(logits, asked)
+    token = TokenLoss.empty(stats.logprobs, scalars.kl_coef != 0)
+    d_entropy = torch.empty_like(stats.logprobs) if entropy_coef != 0 else None
+    return LogitsLoss(
+        stats.logprobs.new_empty(()), *stats[::2], token.clip_hit, token.ref_kl, stats.norm, token.d_logprobs, d_entropy
+    )
+
+
+def _keep_for_loss(out: LogitsLoss, *inputs: Any) -> tuple[Any, ...]:
+    logits, asked, *_, served_by = inputs
+    stats = RowStats(out.logprobs, out.norm, out.entropy)
+    return logits, asked, stats, Slopes(out.d_logprobs, out.d_entropy), served_by
+
+
+@logits_loss.gradient(_keep_for_loss, "loss")
+def _(
+    ctx: Any, logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, served_by: str, grads: LogitsLoss
+) -> dict[str, Tensor]:
+    slopes = Slopes(grads.loss * slopes.logprobs, None if slopes.entropy is None else grads.loss * slopes.entropy)
+    return {"logits": logits_grad(logits, asked, stats, slopes, served_by)}
+
+
+# --- the gradient over the logits, in eager mode only: a compiler plans buffers itself ----------------------
+
+_REMEDY = "Call with inplace_backward=False to repeat it."
+
+
+class StatsInPlace(torch.autograd.Function):
+    """``logits_stats`` whose backward pass writes ∂loss/∂logits over the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, asked: Asked, by: Backend) -> tuple[Tensor | None, ...]:
+        stats = by.row_stats(logits, asked)
+        Kept((logits, asked, stats, by)).store(ctx)
+        ctx.mark_non_differentiable(stats.norm)
+        ctx.set_materialize_grads(False)
+        return tuple(stats)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        hand_out_once(ctx, "inplace_backward=True", _REMEDY)
+        logits, asked, stats, by = Kept.load(ctx)
+        logits = logits.detach()
+        slopes = given_slopes(stats, RowStats(*grads), asked.want_entropy)  # type: ignore[arg-type]
+        by.row_grad(logits, logits, asked, stats, slopes)
+        torch.autograd.graph.increment_version(logits)
+        return logits, None, None
+
+
+class LossInPlace(torch.autograd.Function):
+    """``RowsLoss``, one visit to every row. The logits hold their gradient from here on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        asked: Asked,
+        tokens: Tokens,
+        scalars: ObjectiveScalars,
+        entropy_coef: float,
+        by: Backend,
+    ) -> tuple[Tensor | None, ...]:
+        out = by.row_loss_(logits, asked, tokens, scalars, entropy_coef)
+        # Whoever saved the logits for a backward pass of their own must be told that they are gone.
+        torch.autograd.graph.increment_version(logits)
+        ctx.save_for_backward(logits)
+        ctx.mark_non_differentiable(*(x for x in out[1:] if x is not None))
+        ctx.set_materialize_grads(False)
+        return tuple(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        hand_out_once(ctx, "inplace_backward=True", _REMEDY)
+        (gradient,) = ctx.saved_tensors
+        gradient = None if grad_output is None else scaled(gradient.detach(), grad_output)
+        return gradient, None, None, None, None, None

@@ -1,0 +1,113 @@
+"""The O(tokens) half: from differentiable log-probs and entropies, [N], to the loss.
+
+For what looks at a sequence or at the batch before it knows a token's gradient, for losses of the caller's own, and
+for log-probs that are there already.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dapo_kernels.backends import backend
+from dapo_kernels.call import PolicyCall, without_policy_term
+from dapo_kernels.engine.operators import operator
+from dapo_kernels.objectives import ratio, select
+from dapo_kernels.objectives.own import own_loss
+from dapo_kernels.objectives.surrogate import ObjectiveScalars
+from dapo_kernels.records import TokenLoss, Tokens
+
+
+@operator
+def token_loss(
+    logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scalars: ObjectiveScalars, served_by: str
+) -> TokenLoss:
+    """Loss without entropy, ∂/∂logprobs, ∂/∂log_ratio, clip hits, reference KL. ``log_ratio`` None: on-policy."""
+    return backend(served_by).token_loss(logprobs, log_ratio, tokens, scalars)
+
+
+@token_loss.fake
+def _(
+    logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scalars: ObjectiveScalars, served_by: str
+) -> TokenLoss:
+    return TokenLoss.empty(logprobs, scalars.kl_coef != 0)._replace(loss=logprobs.new_empty(()))
+
+
+@operator
+def token_grad(derivative: Tensor, grad_output: Tensor) -> Tensor:
+    """grad_output · derivative [N]."""
+    return grad_output * derivative
+
+
+@token_grad.fake
+def _(derivative: Tensor, grad_output: Tensor) -> Tensor:
+    return torch.empty_like(derivative)
+
+
+token_grad.has_no_gradient()
+
+
+def _keep(out: TokenLoss, logprobs: Tensor, log_ratio: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    return out.d_logprobs, out.d_log_ratio, log_ratio is not None
+
+
+@token_loss.gradient(_keep, "loss")
+def _(ctx: Any, d_logprobs: Tensor, d_log_ratio: Tensor, off_policy: bool, grads: TokenLoss) -> dict[str, Tensor]:
+    if not off_policy:
+        return {"logprobs": token_grad(d_logprobs + d_log_ratio, grads.loss)}
+    return {"logprobs": token_grad(d_logprobs, grads.loss), "log_ratio": token_grad(d_log_ratio, grads.loss)}
+
+
+def loss_of_stats(
+    call: PolicyCall, logprobs: Tensor, entropy: Tensor | None, served_by: str
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The loss; of every token clip hits, reference KL, and its log-ratio where that is not the token's own."""
+    objective, tokens = call.objective, call.tokens
+    if objective.top_entropy is not None:
+        assert entropy is not None
+        chosen = _high_entropy(call, entropy.detach())
+        tokens = tokens._replace(weights=torch.where(chosen, tokens.weights, 0.0))
+    if objective.own is not None:
+        return own_loss(objective.own, logprobs, entropy, tokens), None, None, None
+    log_ratio = ratio.log_ratio(
+        objective.ratio,
+        logprobs,
+        tokens.old_logprobs,
+        tokens.live,
+        call.sequence_ids,
+        call.layout.n_sequences or 0,
+    )
+    detached = None if log_ratio is None else log_ratio.detach()
+    if objective.clip_cov is not None:
+        clip_hit = select.clip_hits(objective, logprobs.detach(), detached, tokens.advantages, tokens.live)
+        lots = (logprobs.detach(), tokens.advantages, tokens.live, clip_hit, objective.clip_cov, call.generator)
+        tokens = without_policy_term(tokens, select.clip_cov(*lots))
+    out = token_loss(logprobs, log_ratio, tokens, call.scalars, served_by)
+    loss = out.loss
+    if objective.kl_cov is not None:
+        loss = loss + _covariance_penalty(call, objective.kl_cov, logprobs)
+    if objective.entropy_coef != 0:
+        assert entropy is not None
+        bonus = (tokens.weights * torch.where(tokens.live, entropy, 0.0)).sum()
+        loss = loss - objective.entropy_coef * bonus
+    return loss, out.clip_hit, out.ref_kl, None if objective.ratio == "token" else detached
+
+
+def _high_entropy(call: PolicyCall, entropy: Tensor) -> Tensor:
+    assert call.objective.top_entropy is not None
+    if call.selection is not None:  # a threshold: a mask would have been settled before
+        return entropy >= call.selection
+    return select.top_entropy(entropy, call.tokens.live, call.objective.top_entropy)
+
+
+def _covariance_penalty(call: PolicyCall, kl_cov: tuple[float, float], logprobs: Tensor) -> Tensor:
+    """coef·|ℓ − ℓ_old| on the selected tokens (Cui et al. 2025, eq. 13)."""
+    tokens, chosen = call.tokens, call.selection
+    if not isinstance(chosen, Tensor):
+        chosen = select.kl_cov(logprobs.detach(), tokens.advantages, tokens.live, kl_cov)
+    old_logprobs = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
+    counts = chosen & tokens.live & (tokens.weights != 0)
+    distance = torch.where(counts, logprobs - old_logprobs, 0.0).abs()
+    return kl_cov[1] * (tokens.weights * distance).sum()

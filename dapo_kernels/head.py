@@ -1,0 +1,61 @@
+"""The output head of a call from hidden states: its options, checked. An option of the head is a field of
+``HeadOptions`` and of ``records.Head``."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from dapo_kernels.backends import backend_for
+from dapo_kernels.layout import Layout, check_flag, check_tensor
+from dapo_kernels.objectives.table import is_number
+from dapo_kernels.records import Head, Plan
+
+
+class HeadOptions(TypedDict, total=False):
+    """``linear_dapo_loss`` says what each means."""
+
+    bias: Tensor | None
+    softcap: float | None
+    float32_logits: bool
+    chunk_bytes: int | None
+    host_sync: bool | None
+
+
+def head_of_call(layout: Layout, hidden: Tensor, weight: Any, mask: Tensor | None, options: Any) -> tuple[Head, Plan]:
+    """Takes its own out of ``options``."""
+    bias, softcap, chunk_bytes, host_sync = (
+        options.pop(name, None) for name in ("bias", "softcap", "chunk_bytes", "host_sync")
+    )
+    float32_logits = check_flag(layout, "float32_logits", options.pop("float32_logits", False))
+    caller, width = layout.caller, hidden.shape[-1]
+    check_tensor(caller, "weight", weight, "a tensor [V, H]")
+    if bias is not None:
+        check_tensor(caller, "bias", bias, "a tensor [V]")
+    if torch.is_autocast_enabled(hidden.device.type):  # as it treats the Linear layer that this stands for
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    if weight.dim() != 2 or weight.shape[1] != width:
+        raise layout.fail("weight", f"[V, H] with H={width} like hidden", list(weight.shape))
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise layout.fail("bias", f"[V]=[{weight.shape[0]}]", list(bias.shape))
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is not None and value.dtype != hidden.dtype:
+            raise TypeError(f"{caller}: {name} must have the dtype of hidden, {hidden.dtype}; got {value.dtype}")
+        if value is not None and value.device != hidden.device:
+            raise layout.fail(name, f"on {hidden.device} like hidden", value.device)
+    if softcap is not None and not (is_number(softcap) and 0 < softcap < math.inf):
+        raise layout.fail("softcap", "a positive number, or None", repr(softcap))
+    if chunk_bytes is not None and not (type(chunk_bytes) is int and chunk_bytes > 0):
+        raise layout.fail("chunk_bytes", "a positive integer, or None", repr(chunk_bytes))
+    if host_sync is not None:
+        check_flag(layout, "host_sync", host_sync)
+    elif mask is None:  # every token is live: nothing to wait for
+        host_sync = False
+    hidden = hidden.reshape(-1, width)
+    head = Head(hidden, weight, bias, softcap, float32_logits and hidden.dtype != torch.float64)
+    return head, Plan(chunk_bytes, host_sync, backend_for(caller, hidden.device, hidden.dtype, weight.shape[0]))

@@ -1,0 +1,211 @@
+"""How the tokens of a call lie, and the checks of everything that is given per token.
+
+T tokens packed, or B×L padded; S sequences; N = T or B·L rows. Nothing after the boundary looks at shapes again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dapo_kernels.objectives.table import is_number
+from dapo_kernels.records import Asked, accumulate_dtype, on_host
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the caller's tokens lie: packed [T] (with or without sequence bounds) or padded [B, L]."""
+
+    caller: str
+    shape: tuple[int, ...]
+    device: torch.device
+    dtype: torch.dtype  # of per-token arithmetic
+    cu_seqlens: Tensor | None
+
+    @property
+    def n_rows(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def n_sequences(self) -> int | None:
+        if len(self.shape) == 2:
+            return self.shape[0]
+        return None if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    def sequence_ids(self) -> Tensor | None:
+        """int64 [N]: the sequence of every token; ``None`` when the packed layout has no bounds."""
+        if len(self.shape) == 1 and self.cu_seqlens is None:
+            return None
+        positions = torch.arange(self.n_rows, device=self.device)
+        if len(self.shape) == 2:
+            return positions // max(self.shape[1], 1)
+        assert self.cu_seqlens is not None
+        return torch.searchsorted(self.cu_seqlens.to(torch.int64), positions, right=True) - 1
+
+    def describe(self) -> str:
+        return f"[T]={list(self.shape)}" if len(self.shape) == 1 else f"[B, L]={list(self.shape)}"
+
+    def fail(self, name: str, expected: str, got: object) -> ValueError:
+        return ValueError(f"{self.caller}: {name} must be {expected}, got {got}")
+
+    def per_token(self, name: str, value: Any, dtype: torch.dtype | None = None, keep_grad: bool = False) -> Tensor:
+        """A per-token tensor, flat [N]; a constant unless ``keep_grad``."""
+        value = self._tensor(name, value)
+        if tuple(value.shape) != self.shape:
+            raise self.fail(name, self.describe(), list(value.shape))
+        if value.requires_grad and not keep_grad:
+            value = value.detach()
+        if value.dim() != 1:
+            value = value.reshape(-1)
+        return value.to(dtype or self.dtype).contiguous()
+
+    def per_token_or_sequence(self, name: str, value: Any) -> Tensor:
+        """A per-token or per-sequence tensor, spread over tokens: flat [N], a constant."""
+        value = self._tensor(name, value)
+        if tuple(value.shape) == self.shape:
+            return self.per_token(name, value)
+        n = self.n_sequences
+        if n is not None and tuple(value.shape) == (n,):
+            ids = self.sequence_ids()
+            assert ids is not None
+            return value.detach().to(self.dtype)[ids]
+        expected = self.describe()
+        if n is not None:
+            expected += f" or {'[S]' if len(self.shape) == 1 else '[B]'}=[{n}]"
+        elif value.dim() == 1:
+            expected += ", or per sequence with cu_seqlens"
+        raise self.fail(name, expected, list(value.shape))
+
+    def _tensor(self, name: str, value: Any) -> Tensor:
+        check_tensor(self.caller, name, value, f"a tensor {self.describe()}")
+        if value.device != self.device:
+            raise self.fail(name, f"on {self.device} like the rest", value.device)
+        if value.is_complex():
+            raise TypeError(f"{self.caller}: {name} must be real, got {value.dtype}")
+        return value
+
+    def number(self, value: Tensor) -> Tensor:
+        """A 0-d tensor. One of the host stays there: arithmetic takes it as it is, a copy to a GPU would wait."""
+        return value.detach() if value.device.type == "cpu" else value.detach().to(self.device)
+
+    def _temperature(self, value: float | Tensor) -> tuple[float, Tensor | None]:
+        """A scalar temperature, or one per token (then the scalar is unused)."""
+        if isinstance(value, Tensor) and value.dim() > 0:
+            return 1.0, self.per_token("temperature", value)
+        if isinstance(value, Tensor):
+            ones = torch.ones(self.n_rows, dtype=self.dtype, device=self.device)
+            return 1.0, ones * self.number(value).to(self.dtype)
+        if not is_number(value):
+            raise TypeError(
+                f"{self.caller}: temperature must be a number or a tensor {self.describe()}, got {type(value).__name__}"
+            )
+        if not (value > 0 and math.isfinite(value)):
+            raise self.fail("temperature", "positive and finite", value)
+        return float(value), None
+
+    def asked(self, target_ids: Any, temperature: float | Tensor, live: Tensor, want_entropy: bool) -> Asked:
+        """What is asked of every row."""
+        if isinstance(target_ids, Tensor) and (target_ids.is_floating_point() or target_ids.dtype == torch.bool):
+            raise TypeError(f"{self.caller}: target_ids must be integers, got {target_ids.dtype}")
+        targets = self.per_token("target_ids", target_ids, torch.int64)
+        return Asked(targets, live, *self._temperature(temperature), want_entropy)
+
+    def live(self, mask: Tensor | None) -> Tensor:
+        """bool [N]: which tokens train."""
+        if mask is None:
+            return torch.ones(self.n_rows, dtype=torch.bool, device=self.device)
+        flat = self.per_token("mask", mask, mask.dtype if isinstance(mask, Tensor) else None)
+        if flat.dtype == torch.bool:
+            return flat
+        looks = on_host(flat) and not torch.compiler.is_compiling()
+        if looks and not bool(((flat == 0) | (flat == 1)).all()):
+            raise self.fail("mask", "bool, or 0 and 1; weights go to importance_weights", "other values")
+        return flat != 0
+
+
+def check_tensor(caller: str, name: str, value: Any, expected: str = "a tensor") -> None:
+    """A tensor that this rank has all of."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{caller}: {name} must be {expected}, got {type(value).__name__}")
+    if hasattr(value, "device_mesh"):  # DTensor has it; importing that class takes as long as the rest of the package
+        raise TypeError(
+            f"{caller}: {name} must be {expected} that this rank has all of, got a DTensor: call the loss inside the "
+            "forward of the module that fully_shard wrapped (docs/guide.md, FSDP2), or pass its full_tensor()"
+        )
+
+
+def layout_of(caller: str, name: str, rows: Any, cu_seqlens: Tensor | None = None) -> Layout:
+    """The layout that ``rows``, [T, ·] or [B, L, ·] floating point, gives the call."""
+    check_tensor(caller, name, rows)
+    if rows.dim() not in (2, 3):
+        raise ValueError(f"{caller}: {name} must be packed [T, ·] or padded [B, L, ·], got {list(rows.shape)}")
+    if rows.dtype not in _FLOATS:
+        raise TypeError(f"{caller}: {name} must be float32, bfloat16, float16 or float64, got {rows.dtype}")
+    return _layout(caller, tuple(rows.shape[:-1]), rows.device, accumulate_dtype(rows.dtype), cu_seqlens)
+
+
+def token_layout(caller: str, name: str, values: Any, cu_seqlens: Tensor | None) -> Layout:
+    """The layout that a per-token tensor, [T] or [B, L], gives the call."""
+    check_tensor(caller, name, values)
+    if values.dim() not in (1, 2):
+        raise ValueError(f"{caller}: {name} must be packed [T] or padded [B, L], got {list(values.shape)}")
+    if values.dtype not in _FLOATS:
+        raise TypeError(f"{caller}: {name} must be floating point, got {values.dtype}")
+    return _layout(caller, tuple(values.shape), values.device, accumulate_dtype(values.dtype), cu_seqlens)
+
+
+def _layout(
+    caller: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, cu_seqlens: Tensor | None
+) -> Layout:
+    layout = Layout(caller, shape, device, dtype, cu_seqlens)
+    if cu_seqlens is None:
+        return layout
+    if len(shape) == 2:
+        raise ValueError(f"{caller}: cu_seqlens belongs to the packed layout [T]; the input is padded {list(shape)}")
+    check_tensor(caller, "cu_seqlens", cu_seqlens, "an int32 tensor [S+1]")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{caller}: cu_seqlens must be an int32 tensor [S+1], got {cu_seqlens.dtype}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise layout.fail("cu_seqlens", "[S+1]", list(cu_seqlens.shape))
+    if cu_seqlens.device != device:
+        raise layout.fail("cu_seqlens", f"on {device} like the rest", cu_seqlens.device)
+    if device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_bounds(layout, cu_seqlens)
+    return layout
+
+
+def _check_bounds(layout: Layout, cu_seqlens: Tensor) -> None:
+    """Values are looked at on the CPU only: on a GPU that would wait for the device."""
+    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    if first != 0 or last != layout.n_rows or bool((cu_seqlens.diff() < 0).any()):
+        raise layout.fail("cu_seqlens", f"non-decreasing from 0 to T={layout.n_rows}", _short(cu_seqlens.tolist()))
+
+
+def _short(values: list[int]) -> str:
+    if len(values) <= 8:
+        return str(values)
+    return f"[{', '.join(map(str, values[:4]))}, …, {', '.join(map(str, values[-3:]))}]"
+
+
+def check_flag(layout: Layout, name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{layout.caller}: {name} must be True or False, got {value!r}")
+    return value
+
+
+def check_rows_apart(layout: Layout, logits: Tensor) -> None:
+    """A gradient written over the logits needs every logit to have memory of its own."""
+    reach = 1
+    for stride, size in sorted(zip(logits.stride(), logits.shape, strict=True)):
+        if size > 1 and stride < reach:
+            raise ValueError(
+                f"{layout.caller}: inplace_backward=True needs logits whose rows do not share memory; got strides "
+                f"{list(logits.stride())} for {list(logits.shape)}: pass logits.contiguous(), or leave it False"
+            )
+        reach += (size - 1) * stride

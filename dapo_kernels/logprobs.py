@@ -1,0 +1,88 @@
+"""Differentiable log-probs and entropies, from logits or from hidden states."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from dapo_kernels.backends import backend, backend_for
+from dapo_kernels.engine import hidden as from_hidden
+from dapo_kernels.engine import rows as from_rows
+from dapo_kernels.head import HeadOptions, head_of_call
+from dapo_kernels.layout import Layout, check_flag, check_rows_apart, layout_of
+
+
+class TokenStats(NamedTuple):
+    """``logprobs`` of the targets and, when asked for, ``entropy`` of the distribution; both differentiable."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+
+
+def token_logprobs(
+    logits: Tensor,
+    target_ids: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    inplace_backward: bool = False,
+) -> TokenStats:
+    """Log-probs of the targets, log softmax(logits/τ)[target], and entropies of softmax(logits/τ).
+
+    Args:
+        logits: [T, V] or [B, L, V]; dtypes and strides as in ``dapo_loss``.
+        target_ids: [T] or [B, L].
+        temperature: positive number, or one per token.
+        entropy: also return −Σ p log p over the vocabulary.
+        inplace_backward: let the backward pass overwrite the logits with their gradient.
+
+    Returns:
+        float32 tensors in the layout of ``target_ids``, differentiable with respect to the logits.
+
+    Raises:
+        ValueError, TypeError, IndexError: as in ``dapo_loss``.
+    """
+    layout = layout_of("token_logprobs", "logits", logits)
+    check_flag(layout, "entropy", entropy)
+    check_flag(layout, "inplace_backward", inplace_backward)
+    asked = layout.asked(target_ids, temperature, layout.live(None), entropy)
+    served_by = backend_for("token_logprobs", logits.device, logits.dtype, logits.shape[-1])
+    if inplace_backward and not torch.compiler.is_compiling():
+        check_rows_apart(layout, logits)
+        stats = from_rows.StatsInPlace.apply(logits, asked, backend(served_by))
+    else:
+        stats = from_rows.logits_stats(logits, asked, served_by)
+    return _shaped(layout, stats[0], stats[2])
+
+
+def linear_token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    target_ids: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    mask: Tensor | None = None,
+    **options: Unpack[HeadOptions],
+) -> TokenStats:
+    """``token_logprobs`` of ``softcap(hidden · weightᵀ + bias)``, a chunk of tokens at a time.
+
+    Differentiable with respect to hidden, weight and bias; the backward pass computes the logits again (four GEMMs in
+    all). With ``mask`` only live tokens are computed; the others are 0. Arguments and errors as in
+    ``linear_dapo_loss``.
+    """
+    layout = layout_of("linear_token_logprobs", "hidden", hidden)
+    head, plan = head_of_call(layout, hidden, weight, mask, options)
+    if options:
+        raise TypeError(f"linear_token_logprobs: unknown argument {next(iter(options))!r}")
+    check_flag(layout, "entropy", entropy)
+    asked = layout.asked(target_ids, temperature, layout.live(mask), entropy)
+    stats = from_hidden.linear_stats(head, asked, plan)
+    return _shaped(layout, stats.logprobs, stats.entropy)
+
+
+def _shaped(layout: Layout, logprobs: Tensor, entropy: Tensor | None) -> TokenStats:
+    return TokenStats(logprobs.view(layout.shape), None if entropy is None else entropy.view(layout.shape))

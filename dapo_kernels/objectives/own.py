@@ -1,0 +1,153 @@
+"""A per-token loss of the caller's own, ``objective=`` as a function, differentiated by autograd at O(tokens).
+
+    def fn(logprobs, entropy, tokens):      # each [n]; entropy is None unless the call asks for it (entropy=True)
+        ratio = (logprobs - tokens.old_logprobs).exp()
+        return -ratio * tokens.advantages   # losses [n], before aggregation
+
+Every objective ends as ∂L/∂ℓ and ∂L/∂H per token, and that is all the kernels over the vocabulary want to know. The
+function sees the tokens of one chunk at a time, so a token's loss must follow from that token alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dapo_kernels.records import Slopes, Tokens, on_host
+
+
+class OwnTokens(NamedTuple):
+    """What a function of the caller's is told of its tokens, each [n] and constant; dead tokens are zeros."""
+
+    old_logprobs: Tensor  # where the call has none (on-policy), the log-probs themselves, without a gradient
+    advantages: Tensor
+    ref_logprobs: Tensor | None
+    importance_weights: Tensor  # ones where the call has none: multiply the policy term
+
+    @classmethod
+    def of(cls, tokens: Tokens, logprobs: Tensor) -> OwnTokens:
+        def alive(x: Tensor) -> Tensor:
+            return torch.where(tokens.live, x, 0.0)
+
+        return cls(
+            alive(logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs),
+            alive(tokens.advantages),
+            None if tokens.ref_logprobs is None else alive(tokens.ref_logprobs),
+            torch.ones_like(logprobs) if tokens.importance_weights is None else alive(tokens.importance_weights),
+        )
+
+
+OwnLoss = Callable[[Tensor, "Tensor | None", OwnTokens], Tensor]
+
+
+def name_of(function: OwnLoss) -> str:
+    return getattr(function, "__name__", None) or type(function).__name__
+
+
+def own_loss(function: OwnLoss, logprobs: Tensor, entropy: Tensor | None, tokens: Tokens) -> Tensor:
+    """Σ weight·loss, 0-d and differentiable in ``logprobs`` and ``entropy``, [n].
+
+    Raises:
+        TypeError, ValueError: what the function returned is no loss per token.
+    """
+    logprobs = torch.where(tokens.live, logprobs, 0.0)
+    entropy = None if entropy is None else torch.where(tokens.live, entropy, 0.0)
+    given = OwnTokens.of(tokens, logprobs)
+    losses = function(logprobs, entropy, given)
+    expected = f"objective {name_of(function)!r} must return a loss per token, a floating-point tensor [n]="
+    if not isinstance(losses, Tensor) or not losses.is_floating_point():
+        got = losses.dtype if isinstance(losses, Tensor) else type(losses).__name__
+        raise TypeError(f"{expected}{list(logprobs.shape)}, got {got}")
+    if losses.shape != logprobs.shape:
+        raise ValueError(f"{expected}{list(logprobs.shape)}, got {list(losses.shape)}: aggregate= adds them up")
+    if torch.is_grad_enabled() and logprobs.requires_grad and not losses.requires_grad:
+        raise ValueError(
+            f"objective {name_of(function)!r}: its losses do not depend on logprobs (is there a detach()?)"
+        )
+    if not torch.compiler.is_compiling():
+        _check_tokens_apart(function, losses, logprobs, entropy, given, tokens.live)
+    counts = tokens.live & (tokens.weights != 0)
+    return torch.where(counts, tokens.weights * torch.where(counts, losses, 0.0), 0.0).sum()
+
+
+@torch.no_grad()
+def _check_tokens_apart(
+    function: OwnLoss, losses: Tensor, logprobs: Tensor, entropy: Tensor | None, given: OwnTokens, live: Tensor
+) -> None:
+    """Every other token, backwards: a mean, a cumulative sum or a neighbour would now be another."""
+    n = len(logprobs)
+    if n < 2:
+        return
+    some = torch.arange(n - 1, -1, -2, device=logprobs.device)
+    part = OwnTokens._make(None if x is None else x[some] for x in given)
+    again = function(logprobs[some].detach(), None if entropy is None else entropy[some].detach(), part)
+    same = torch.isclose(again, losses[some], rtol=1e-4, atol=1e-6, equal_nan=True) | ~live[some]
+    if not on_host(same):
+        torch._assert_async(same.all())
+    elif not bool(same.all()):
+        raise ValueError(
+            f"objective {name_of(function)!r} looks across tokens: among other tokens a token had another loss. The "
+            "function sees a chunk of the batch at a time; what takes the whole batch (a mean, a norm) is computed "
+            "beforehand and handed over in advantages or importance_weights"
+        )
+
+
+def own_slopes(function: OwnLoss, logprobs: Tensor, entropy: Tensor | None, tokens: Tokens) -> tuple[Tensor, Slopes]:
+    """The loss of ``own_loss``, detached, with ∂/∂logprobs and ∂/∂entropy."""
+    # Inside an operator torch has put autograd away.
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutogradFunctionality)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (logprobs, entropy) if x is not None]
+        loss = own_loss(function, leaves[0], leaves[1] if len(leaves) > 1 else None, tokens)
+        slopes = torch.autograd.grad(loss, leaves, allow_unused=True)
+    dead = ~tokens.live | (tokens.weights == 0)
+
+    def alive(slope: Tensor | None) -> Tensor | None:
+        return None if slope is None else slope.masked_fill(dead, 0.0)
+
+    d_logprobs = alive(slopes[0])
+    assert d_logprobs is not None
+    return loss.detach(), Slopes(d_logprobs, alive(slopes[1]) if len(slopes) > 1 else None)
+
+
+# --- as an argument of an operator, which takes numbers ---------------------------------------------------
+
+_by_number: dict[int, OwnLoss] = {}
+_numbers = itertools.count(1)
+
+
+def registered(number: int) -> OwnLoss | None:
+    """0: none."""
+    return _by_number[number] if number else None
+
+
+@contextmanager
+def as_number(function: OwnLoss | None) -> Iterator[int]:
+    """A number that stands for the function while the context lasts; in a compiled graph, for good."""
+    if function is None:
+        yield 0
+    elif torch.compiler.is_compiling():
+        yield _number_for_good(function)
+    else:
+        number = next(_numbers)
+        _by_number[number] = function
+        try:
+            yield number
+        finally:
+            del _by_number[number]
+
+
+def _number_for_good(function: OwnLoss) -> int:
+    number = next(_numbers)
+    _by_number[number] = function
+    return number
+
+
+# torch.compile takes the answer as a constant of the graph.
+_number_for_good._dynamo_marked_constant = True  # type: ignore[attr-defined]

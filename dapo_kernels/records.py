@@ -1,0 +1,164 @@
+"""What passes between the public functions, the engine and the backends: flat, validated, one entry per token.
+
+N tokens (rows), V vocabulary, H hidden. A record is a flat ``NamedTuple`` of tensors and plain values, so that an
+operator of ``engine/operators.py`` can spell its fields as its schema. A new option of a call is a field here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Asked(NamedTuple):
+    """What is asked of every row of logits: its target's log-prob, at its temperature, and its entropy."""
+
+    target_ids: Tensor  # int64 [N]
+    live: Tensor  # bool [N]: the others may hold anything and come out as zeros
+    temperature: float
+    temperatures: Tensor | None  # [N]; then ``temperature`` is unused
+    want_entropy: bool
+
+    @property
+    def tau(self) -> float | Tensor:
+        return self.temperature if self.temperatures is None else self.temperatures
+
+    def at(self, rows: Tensor | slice) -> Asked:
+        temperatures = None if self.temperatures is None else self.temperatures[rows]
+        return self._replace(target_ids=self.target_ids[rows], live=self.live[rows], temperatures=temperatures)
+
+
+class Head(NamedTuple):
+    """The last layer: logits = softcap(hidden · weightᵀ + bias), softcap(x) = c·tanh(x/c)."""
+
+    hidden: Tensor  # [N, H]
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    softcap: float | None
+    float32_logits: bool  # keep 16-bit operands' logits in float32 in place of rounding them to the operands' dtype
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        return torch.float32 if self.float32_logits else self.hidden.dtype
+
+
+class Plan(NamedTuple):
+    """How a call from hidden states is to run."""
+
+    chunk_bytes: int | None  # None: as the device likes it
+    host_sync: bool | None  # whether a GPU may be waited for; see ``engine/chunks.py``
+    backend: str
+
+
+class Needs(NamedTuple):
+    """Which gradients somebody asked for."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+class Tokens(NamedTuple):
+    """What the loss of every token is made of: ``live`` bool, the rest float32 (float64 when the logits are)."""
+
+    live: Tensor
+    weights: Tensor  # of each token in the scalar loss, 0 on dead tokens
+    advantages: Tensor
+    old_logprobs: Tensor | None  # None: on-policy, ratio 1 with its gradient
+    ref_logprobs: Tensor | None
+    importance_weights: Tensor | None
+
+    def at(self, rows: Tensor | slice) -> Tokens:
+        return Tokens._make(None if x is None else x[rows] for x in self)
+
+
+class RowStats(NamedTuple):
+    """Of every row. ``norm`` [N, 2] is what the gradient wants to know again of its softmax."""
+
+    logprobs: Tensor
+    norm: Tensor
+    entropy: Tensor | None
+
+    @classmethod
+    def empty(cls, asked: Asked, dtype: torch.dtype = torch.float32) -> RowStats:
+        """Room for a kernel to fill."""
+        logprobs = torch.empty(asked.target_ids.shape, dtype=dtype, device=asked.target_ids.device)
+        entropy = torch.empty_like(logprobs) if asked.want_entropy else None
+        return cls(logprobs, logprobs.new_empty(*logprobs.shape, 2), entropy)
+
+    def at(self, rows: Tensor | slice) -> RowStats:
+        entropy = None if self.entropy is None else self.entropy[rows]
+        return RowStats(self.logprobs[rows], self.norm[rows], entropy)
+
+
+class Slopes(NamedTuple):
+    """∂loss/∂ℓ and ∂loss/∂H per token: every objective ends as these two."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+
+    @property
+    def idle(self) -> Tensor:
+        """bool [N]: the gradient row is zero."""
+        idle = self.logprobs == 0
+        return idle if self.entropy is None else idle & (self.entropy == 0)
+
+    def at(self, rows: Tensor | slice) -> Slopes:
+        return Slopes(self.logprobs[rows], None if self.entropy is None else self.entropy[rows])
+
+
+class TokenLoss(NamedTuple):
+    """Policy and KL loss over all tokens, without entropy, and its derivatives."""
+
+    loss: Tensor  # 0-d
+    d_logprobs: Tensor
+    d_log_ratio: Tensor
+    clip_hit: Tensor  # int8: 0 none, 1 low, 2 high, 3 dual
+    ref_kl: Tensor | None  # when kl_coef is not 0
+
+    @classmethod
+    def empty(cls, logprobs: Tensor, want_kl: bool) -> TokenLoss:
+        """Room for a kernel to fill, but for the loss."""
+        return cls(
+            loss=logprobs,
+            d_logprobs=torch.empty_like(logprobs),
+            d_log_ratio=torch.empty_like(logprobs),
+            clip_hit=torch.empty_like(logprobs, dtype=torch.int8),
+            ref_kl=torch.empty_like(logprobs) if want_kl else None,
+        )
+
+
+class RowsLoss(NamedTuple):
+    """The whole loss of the rows whose gradient stands in their logits' place."""
+
+    loss: Tensor  # 0-d
+    logprobs: Tensor
+    entropy: Tensor | None
+    clip_hit: Tensor | None  # None: a loss of the caller's own, which says nothing of clipping
+    ref_kl: Tensor | None
+    idle: Tensor  # bool: the gradient row is zero
+
+    @classmethod
+    def empty(cls, asked: Asked, want_kl: bool) -> RowsLoss:
+        """Room for a kernel to fill, but for the loss."""
+        logprobs = torch.empty(asked.target_ids.shape, dtype=torch.float32, device=asked.target_ids.device)
+        return cls(
+            loss=logprobs,
+            logprobs=logprobs,
+            entropy=torch.empty_like(logprobs) if asked.want_entropy else None,
+            clip_hit=torch.empty_like(logprobs, dtype=torch.int8),
+            ref_kl=torch.empty_like(logprobs) if want_kl else None,
+            idle=torch.empty_like(logprobs, dtype=torch.bool),
+        )
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of softmax arithmetic and of per-token results."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def on_host(x: Tensor) -> bool:
+    """Whether looking at the values of ``x`` is free."""
+    return x.device.type == "cpu"

@@ -1,0 +1,216 @@
+"""A loss of the caller's own: ``objective=`` as a function. Held against the built-in rows written that way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import linear_case, logits_case
+from test_ops import gemm_flops
+from torch import Tensor
+
+from dapo_kernels import Objective, dapo_loss, linear_dapo_loss, policy_loss, summarize
+from dapo_kernels.objectives import own
+
+Loss = Callable[..., Tensor]
+
+
+def clip(low: float, high: float) -> Loss:
+    def fn(logprobs: Tensor, entropy: Tensor | None, tokens: own.OwnTokens) -> Tensor:
+        ratio = (logprobs - tokens.old_logprobs).exp()
+        policy = -torch.minimum(ratio * tokens.advantages, ratio.clamp(1 - low, 1 + high) * tokens.advantages)
+        return policy * tokens.importance_weights
+
+    return fn
+
+
+def grpo(logprobs: Tensor, entropy: Tensor | None, tokens: own.OwnTokens) -> Tensor:
+    assert tokens.ref_logprobs is not None
+    d = tokens.ref_logprobs - logprobs
+    return clip(0.2, 0.2)(logprobs, entropy, tokens) + 0.04 * (d.exp() - d - 1)
+
+
+def cispo(logprobs: Tensor, entropy: Tensor | None, tokens: own.OwnTokens) -> Tensor:
+    ratio = (logprobs - tokens.old_logprobs).exp().clamp(0.0, 5.0).detach()
+    return -ratio * tokens.advantages * logprobs * tokens.importance_weights
+
+
+def reinforce_with_bonus(logprobs: Tensor, entropy: Tensor | None, tokens: own.OwnTokens) -> Tensor:
+    assert entropy is not None
+    return -tokens.advantages * logprobs * tokens.importance_weights - 0.1 * entropy
+
+
+ROWS: dict[str, tuple[Loss, dict[str, Any], dict[str, Any]]] = {
+    "dapo": (clip(0.2, 0.28), {}, {}),
+    "grpo": (grpo, {}, {"aggregate": "seq-mean-token-mean"}),
+    "cispo": (cispo, {}, {}),
+    "reinforce": (reinforce_with_bonus, {"entropy_coef": 0.1}, {"entropy": True}),
+}
+
+
+def backward(call: Callable[..., Any], leaves: dict[str, Tensor], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    out = call(*leaves.values(), *args, **kwargs)
+    (2.0 * out.loss).backward()
+    return (out.loss.detach(), out.logprobs, *(leaf.grad for leaf in leaves.values()))
+
+
+@pytest.mark.parametrize("on_policy", [False, True])
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("entry", ["logits", "inplace", "hidden", "logprobs"])
+def test_a_row_of_the_table_written_as_a_function(backend: str, entry: str, name: str, on_policy: bool) -> None:
+    fn, row, own_row = ROWS[name]
+    case = linear_case(53, 8, (6, 1, 9), seed=7) if entry == "hidden" else logits_case(53, (6, 1, 9), seed=7)
+    shared: dict[str, Any] = {"mask": case.mask, "cu_seqlens": case.cu_seqlens, "denominator": 9.5}
+    shared["importance_weights"] = case.importance_weights
+    kl = {"ref_logprobs": case.ref_logprobs} if name == "grpo" else {}
+    old = None if on_policy else case.old_logprobs
+    results = []
+    for objective, options in ((name, row), (fn, own_row)):
+        if entry == "logprobs":
+            g = torch.Generator().manual_seed(1)
+            entropy = torch.rand(16, generator=g).requires_grad_()
+            leaves = {"logprobs": (case.old_logprobs + 0.1).nan_to_num(0.0).requires_grad_()}
+            options = {**options, "entropy": entropy} if name == "reinforce" else options
+            args: tuple[Any, ...] = (old, case.advantages)
+            call: Callable[..., Any] = policy_loss
+        else:
+            call = linear_dapo_loss if entry == "hidden" else dapo_loss
+            leaves, args = case.fresh(), (case.target_ids, old, case.advantages)
+            if entry == "inplace":
+                leaves = {"logits": (leaves["logits"].detach() * 1).requires_grad_()}
+                options = {**options, "inplace_backward": True}
+            if entry == "hidden":
+                options = {**options, "chunk_bytes": 5 * 53 * 4}
+        results.append(backward(call, leaves, *args, objective=objective, **shared, **kl, **options))
+    for mine, theirs in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=1e-7)
+    assert any(float(x.abs().max()) > 1e-3 for x in results[0][2:])
+
+
+def test_three_matrix_products_from_hidden_states(backend: str) -> None:
+    n_tokens, vocab, width = 64, 101, 16
+    case = linear_case(vocab, width, (n_tokens,), seed=5, mask=torch.ones(n_tokens, dtype=torch.bool))
+    for objective, products in ((clip(9.0, 9.0), 3), (Objective(surrogate=clip(9.0, 9.0), top_entropy=1.0), 4)):
+        x = case.fresh()
+        args = (*x.values(), case.target_ids, case.old_logprobs, case.advantages)
+
+        def run(args: Any = args, objective: Any = objective) -> None:
+            linear_dapo_loss(*args, objective=objective, chunk_bytes=20 * vocab * 4).loss.backward()
+
+        assert gemm_flops(run) / (2.0 * n_tokens * vocab * width) == pytest.approx(products, rel=0.01)
+
+
+@pytest.mark.parametrize("entry", ["logits", "hidden"])
+def test_compiled(backend: str, entry: str) -> None:
+    case = linear_case(37, 8, seed=3) if entry == "hidden" else logits_case(37, seed=3)
+    call = linear_dapo_loss if entry == "hidden" else dapo_loss
+    fn = clip(0.2, 0.28)
+
+    def loss(*leaves: Tensor) -> Tensor:
+        args = (case.target_ids, case.old_logprobs, case.advantages)
+        return call(*leaves, *args, objective=fn, mask=case.mask).loss
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for f in (loss, compiled, compiled):
+        leaves = list(case.fresh().values())
+        value = f(*leaves)
+        value.backward()
+        if f is loss:
+            expected, gradients = value.detach(), [x.grad for x in leaves]
+        torch.testing.assert_close(value.detach(), expected, rtol=1e-6, atol=1e-7)
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            torch.testing.assert_close(leaf.grad, gradient, rtol=1e-5, atol=1e-8)
+
+
+def test_micro_batches_add_up(backend: str) -> None:
+    case = linear_case(37, 8, (5, 7, 4), seed=9)
+    tokens = int(case.mask.sum())
+
+    def gradient(parts: list[slice]) -> Tensor:
+        x = case.fresh()
+        for at in parts:
+            args = (case.target_ids[at], case.old_logprobs[at], case.advantages[at])
+            out = linear_dapo_loss(
+                x["hidden"][at], x["weight"], *args, objective=grpo, mask=case.mask[at],
+                ref_logprobs=case.ref_logprobs[at], denominator=tokens,
+            )  # fmt: skip
+            out.loss.backward()
+        return x["weight"].grad  # type: ignore[return-value]
+
+    whole = gradient([slice(0, 16)])
+    torch.testing.assert_close(gradient([slice(0, 5), slice(5, 12), slice(12, 16)]), whole, rtol=1e-5, atol=1e-8)
+
+
+def test_dead_tokens_may_hold_anything(backend: str) -> None:
+    case = linear_case(37, 8, (5, 7, 4), seed=10)
+    dead = ~case.mask
+    assert dead.any()
+    seen = []
+    for fill in (0.0, torch.nan, torch.inf):
+        x = case.fresh()
+        filled = [t.masked_fill(dead, fill) for t in (case.old_logprobs, case.advantages)]
+        hidden = x["hidden"].detach().masked_fill(dead[:, None], fill).requires_grad_()
+        out = linear_dapo_loss(hidden, x["weight"], case.target_ids, *filled, objective=cispo, mask=case.mask)
+        out.loss.backward()
+        assert not hidden.grad[dead].any()  # type: ignore[index]
+        seen.append((out.loss.detach(), x["weight"].grad, out.logprobs))
+    for other in seen[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(seen[0], other, strict=True))  # type: ignore[arg-type]
+
+
+def test_its_metrics_say_nothing_of_clipping() -> None:
+    case = logits_case(37, seed=3)
+    out = dapo_loss(case.leaves["logits"], case.target_ids, case.old_logprobs, case.advantages, objective=cispo)
+    assert set(summarize(out.metrics)) == {"tokens", "ratio", "ratio_max", "approx_kl", "ref_kl", "nonfinite"}
+
+
+@pytest.mark.parametrize("entry", ["logits", "hidden"])
+@pytest.mark.parametrize(
+    "across",
+    [
+        lambda lp, h, t: -(t.advantages - t.advantages.mean()) * lp,
+        lambda lp, h, t: -t.advantages * lp.cumsum(0),
+        lambda lp, h, t: -t.advantages * (lp - lp.mean().detach()),
+        lambda lp, h, t: -t.advantages * (lp - lp.roll(1)),
+        lambda lp, h, t: -torch.softmax(lp, 0),
+    ],
+    ids=["mean", "cumsum", "detached mean", "neighbour", "softmax"],
+)
+def test_what_looks_across_tokens_is_refused(entry: str, across: Loss) -> None:
+    case = linear_case(37, 8, (9, 8), seed=3) if entry == "hidden" else logits_case(37, (9, 8), seed=3)
+    call = linear_dapo_loss if entry == "hidden" else dapo_loss
+    with pytest.raises(ValueError, match=r"<lambda>.* looks across tokens"):
+        call(*case.fresh().values(), case.target_ids, case.old_logprobs, case.advantages, objective=across)
+
+
+@pytest.mark.parametrize(
+    ("fn", "error", "words"),
+    [
+        (lambda lp, h, t: lp.sum(), ValueError, "a loss per token"),
+        (lambda lp, h, t: 3.0, TypeError, "a loss per token.*float"),
+        (lambda lp, h, t: lp.detach() * 2, ValueError, "do not depend on logprobs"),
+        (Objective, TypeError, "objective must be a name"),
+    ],
+)
+def test_what_is_no_loss_per_token_is_refused(fn: Any, error: type[Exception], words: str) -> None:
+    case = linear_case(37, 8, seed=3)
+    with pytest.raises(error, match=words):
+        linear_dapo_loss(*case.fresh().values(), case.target_ids, None, case.advantages, objective=fn)
+
+
+@pytest.mark.parametrize("field", [{"clip_high": 0.3}, {"kl_coef": 0.1}, {"ratio": "sequence"}, {"kl_cov": (0.1, 1.0)}])
+def test_fields_that_the_function_takes_the_place_of_are_refused(field: dict[str, Any]) -> None:
+    case = logits_case(37, seed=3)
+    with pytest.raises(ValueError, match=next(iter(field))):
+        dapo_loss(case.leaves["logits"], case.target_ids, None, case.advantages, objective=cispo, **field)
+
+
+def test_nothing_is_kept_of_a_function() -> None:
+    case = linear_case(37, 8, seed=3)
+    for _ in range(3):
+        fn = clip(0.1, 0.1)
+        linear_dapo_loss(*case.fresh().values(), case.target_ids, None, case.advantages, objective=fn).loss.backward()
+    assert fn not in own._by_number.values()
