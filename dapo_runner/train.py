@@ -13,27 +13,29 @@ from typing import Any
 import torch
 import yaml
 
-from dapo_runner.advantage import make_sequences
 from dapo_runner.checkpoint import Checkpoint, checkpoint_to_resume, load_checkpoint, save_checkpoint
 from dapo_runner.config import Config, ConfigError, cautions, dump_config, parse_config
-from dapo_runner.data import Dataset, PromptCursor, load_data
 from dapo_runner.evaluate import evaluate
 from dapo_runner.interrupt import StopRequest
-from dapo_runner.learner import Learner, MiniBatch, NonFiniteUpdateError, resolve_objective, step_figures
-from dapo_runner.metrics import METRICS_FILE, batch_metrics, prefixed, read_log, sampling_metrics
-from dapo_runner.model import load_model, load_policy, load_reference, load_tokenizer, resolve_device
-from dapo_runner.needs import check_needs
-from dapo_runner.postmortem import save_batch
-from dapo_runner.progress import Progress
-from dapo_runner.rewards import ScoreGroup, make_scorer
-from dapo_runner.rollout import HFEngine, RolloutEngine, VLLMEngine
+from dapo_runner.policy.model import load_model, load_policy, load_reference, load_tokenizer, resolve_device
+from dapo_runner.preflight.needs import check_needs
+from dapo_runner.records.metrics import METRICS_FILE, batch_metrics, prefixed, read_log, sampling_metrics
+from dapo_runner.records.postmortem import save_batch
+from dapo_runner.records.progress import Progress
+from dapo_runner.records.run_log import CHECKPOINTS, RunLog
+from dapo_runner.records.trackers import open_trackers
+from dapo_runner.rewards.scoring import ScoreGroup, make_scorer
+from dapo_runner.rollout.engine import RolloutEngine
+from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.probe import SyncProbe
-from dapo_runner.run_log import CHECKPOINTS, RunLog
-from dapo_runner.sampler import DynamicSampler, SampledStep
+from dapo_runner.rollout.vllm import VLLMEngine
+from dapo_runner.sampling.data import Dataset, PromptCursor, load_data
+from dapo_runner.sampling.sampler import DynamicSampler, SampledStep
+from dapo_runner.tasks.tiny import ensure_tiny_model
 from dapo_runner.timing import StepClock
-from dapo_runner.tiny import ensure_tiny_model
-from dapo_runner.trackers import open_trackers
 from dapo_runner.types import Group, Prompt, SamplingParams, Sequence
+from dapo_runner.update.advantage import make_sequences
+from dapo_runner.update.learner import Learner, MiniBatch, NonFiniteUpdateError, resolve_objective, step_figures
 
 CONFIG_FILE = "config.yaml"
 NONFINITE = "nonfinite"

@@ -142,7 +142,7 @@ class DataConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """What is done about engine and learner disagreeing. Formulas: dapo_runner.correction."""
+    """What is done about engine and learner disagreeing. Formulas: dapo_runner.update.correction."""
 
     weights: Literal["token", "sequence"] | None = None  # truncated importance weights
     cap: PositiveFloat = 2.0
@@ -220,7 +220,7 @@ class RewardConfig(Section):
 
 
 class AdvantageConfig(Section):
-    # Formulas and papers: dapo_runner.advantage.
+    # Formulas and papers: dapo_runner.update.advantage.
     kind: Literal["group_std", "group_mean", "batch_std", "batch_whitened", "leave_one_out"] = "group_std"
     eps: PositiveFloat = 1e-6
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 from small import small_recipe
 
-from dapo_runner import learner as learner_module
 from dapo_runner.checkpoint import CheckpointError, find_checkpoints
 from dapo_runner.config import Config, ConfigError, parse_config
-from dapo_runner.metrics import MetricsLog, read_log
-from dapo_runner.postmortem import load_batch
-from dapo_runner.progress import SilentProgress
-from dapo_runner.rollout_log import read_step, saved_steps
-from dapo_runner.sampler import SamplingExhaustedError
+from dapo_runner.records.metrics import MetricsLog, read_log
+from dapo_runner.records.postmortem import load_batch
+from dapo_runner.records.progress import SilentProgress
+from dapo_runner.records.rollout_log import read_step, saved_steps
+from dapo_runner.sampling.sampler import SamplingExhaustedError
 from dapo_runner.timing import PHASES
 from dapo_runner.train import CHECKPOINTS, before_and_after, open_run, rollout_sampling, train
+from dapo_runner.update import learner as learner_module
 
 
 class Notes(SilentProgress):
@@ -249,7 +249,7 @@ def test_every_round_draws_anew_and_every_time_alike(tmp_path: Path) -> None:
 
 def test_an_engine_without_the_new_weights_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the probe at once, and without it by the rollout gap of the steps that follow."""
-    from dapo_runner.rollout import HFEngine
+    from dapo_runner.rollout.hf import HFEngine
     from dapo_runner.rollout.probe import OutOfSyncError
 
     monkeypatch.setattr(HFEngine, "update_weights", lambda *_: None)
