@@ -88,11 +88,12 @@ def _train(options: argparse.Namespace, overrides: list[str], console: Console) 
         return _dry_run(config, console)
     _quiet_libraries()
     from dapo_runner.checkpoint import CheckpointError
+    from dapo_runner.records.metrics import before_and_after
     from dapo_runner.records.progress import make_progress
     from dapo_runner.records.report import write_report
     from dapo_runner.rollout.probe import OutOfSyncError
     from dapo_runner.sampling.sampler import SamplingExhaustedError
-    from dapo_runner.train import before_and_after, train
+    from dapo_runner.train import train
     from dapo_runner.update.learner import NonFiniteUpdateError
 
     try:
@@ -109,7 +110,7 @@ def _dry_run(config: Config, console: Console) -> int:
     from dapo_runner.preflight.needs import check_needs
     from dapo_runner.preflight.plan import make_plan
     from dapo_runner.records.metrics import METRICS_FILE
-    from dapo_runner.train import check_same_run
+    from dapo_runner.run import check_same_run
     from dapo_runner.update.learner import resolve_objective
 
     resolve_objective(config)
@@ -128,8 +129,8 @@ def _evaluate(options: argparse.Namespace, overrides: list[str], console: Consol
     from dapo_runner.evaluate import evaluate
     from dapo_runner.policy.model import load_tokenizer, resolve_device
     from dapo_runner.rewards.scoring import make_scorer
+    from dapo_runner.run import open_engine
     from dapo_runner.sampling.data import load_data
-    from dapo_runner.train import open_engine
 
     config, source = _evaluation_target(Path(options.target), overrides)
     dataset = load_data(config, load_tokenizer(source, config.model))
@@ -152,7 +153,7 @@ def _evaluation_target(target: Path, overrides: list[str]) -> tuple[Config, str 
     """The configuration and the model folder to evaluate."""
     from dapo_runner.checkpoint import latest_checkpoint
     from dapo_runner.records.run_log import CHECKPOINTS
-    from dapo_runner.train import CONFIG_FILE
+    from dapo_runner.run import CONFIG_FILE
 
     if not target.exists():
         raise ConfigError(f"expected a run's folder or a recipe, found nothing at {target}")

@@ -11,8 +11,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from dapo_runner.config.checks import mismatches
-
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -288,7 +286,7 @@ class LoggingConfig(Section):
 
 
 class Config(Section):
-    """Everything a run depends on, and the sizes that follow from it."""
+    """Everything a run depends on, and the sizes that follow from it. ``checks`` holds its sections against each other."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig
@@ -329,10 +327,3 @@ class Config(Section):
     def overlong_max_length(self) -> int:
         """L_max of Eq. 13."""
         return self.reward.overlong.max_length or self.rollout.max_response_tokens
-
-    @model_validator(mode="after")
-    def _sections_fit_together(self) -> Config:
-        problems = list(mismatches(self))
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self

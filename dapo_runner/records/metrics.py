@@ -74,6 +74,15 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1] if line]
 
 
+def before_and_after(folder: Path) -> dict[str, dict[str, Any]]:
+    """The first and the last evaluation of a run, under headings; nothing where it had no held-out problems."""
+    evaluations = [event for event in read_log(folder / METRICS_FILE) if event["kind"] == "eval"]
+    if not evaluations:
+        return {}
+    before, after = evaluations[0], evaluations[-1]
+    return {f"before (step {before['step']})": before, f"after (step {after['step']})": after}
+
+
 def _bytes_through(path: Path, step: int) -> int:
     """How many leading bytes of the file hold whole lines of steps up to ``step``."""
     if not path.exists():
