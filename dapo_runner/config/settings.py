@@ -286,7 +286,7 @@ class LoggingConfig(Section):
 
 
 class Config(Section):
-    """Everything a run depends on, and the sizes that follow from it. ``checks`` holds its sections against each other."""
+    """Everything a run depends on, and the sizes that follow from it. `checks.py` knows which sections fit."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -70,29 +71,25 @@ def plan_packing(
     """Made once per forward pass and shared by all layers. ``lengths``: positions of each sequence, in their
     order. ``distinct``: the positions that are computed, where that is not all of them; for the SDPA kernel.
     """
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
+    starts = list(accumulate(lengths, initial=0))
     cu_seqlens = torch.tensor(starts, dtype=torch.int32).to(device)
     longest = max(lengths, default=0)
     if kernel != "sdpa":
         return Packing(kernel, cu_seqlens, longest)
-    buckets, slots, slot = [], [], 0
+    buckets, n_slots = [], 0
+    restore = torch.empty(starts[-1], dtype=torch.int64)
     for members in _group_by_length(lengths):
         width = lengths[members[0]]
-        first = torch.tensor([starts[i] for i in members])[:, None]
-        last = torch.tensor([lengths[i] - 1 for i in members])[:, None]
-        offset = torch.arange(width)[None, :]
-        rows = (first + offset.minimum(last)).flatten()
-        rows = rows if distinct is None else distinct.place[rows]
-        buckets.append(Bucket(len(members), width, rows.to(device)))
-        slots.append(torch.stack([(first + offset).flatten(), torch.arange(slot, slot + len(members) * width)]))
-        slots[-1] = slots[-1][:, (offset <= last).flatten()]
-        slot += len(members) * width
-    restore = torch.empty(starts[-1], dtype=torch.int64)
-    for position, place in slots:
-        restore[position] = place
-    restore = restore if distinct is None else restore[distinct.source]
+        places = torch.arange(width)
+        rows = []
+        for start, length in ((starts[member], lengths[member]) for member in members):
+            rows.append(start + places.clamp(max=length - 1))  # padding repeats the last position
+            restore[start : start + length] = n_slots + places[:length]
+            n_slots += width
+        packed = torch.cat(rows)
+        buckets.append(Bucket(len(members), width, (packed if distinct is None else distinct.place[packed]).to(device)))
+    if distinct is not None:
+        restore = restore[distinct.source]
     return Packing(kernel, cu_seqlens, longest, tuple(buckets), restore.to(device))
 
 

@@ -8,7 +8,7 @@ Legend: T packed positions, U distinct ones.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -32,25 +32,23 @@ def find_shared(input_ids: Tensor, lengths: SequenceOf[int]) -> Distinct | None:
 
     Two positions are one when everything up to them is equal, token for token.
     """
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
     tokens = input_ids.tolist()
-    rows = [tokens[start:end] for start, end in pairwise(starts)]
-    order = sorted(range(len(rows)), key=rows.__getitem__)  # equal prefixes are neighbours now
-    shared = dict.fromkeys(order[:1], 0)
-    shared |= {after: _common(rows[before], rows[after]) for before, after in pairwise(order)}
-    if sum(shared.values()) <= LEAST_SHARED * len(tokens):
-        return None
+    bounds = list(pairwise(accumulate(lengths, initial=0)))
     source: list[int] = []
     place = [0] * len(tokens)
-    before = 0
-    for row in order:
-        start, own = starts[row], starts[row] + shared[row]
-        place[start:own] = place[before : before + shared[row]]
-        place[own : starts[row + 1]] = range(len(source), len(source) + starts[row + 1] - own)
-        source += range(own, starts[row + 1])
-        before = start
+    before: list[int] = []
+    before_start = 0
+    # In the order of their tokens, no earlier sequence shares more of a sequence's beginning than the one before it.
+    for start, end in sorted(bounds, key=lambda bound: tokens[slice(*bound)]):
+        row = tokens[start:end]
+        n_shared = _common(before, row)
+        own = start + n_shared
+        place[start:own] = place[before_start : before_start + n_shared]
+        place[own:end] = range(len(source), len(source) + end - own)
+        source += range(own, end)
+        before, before_start = row, start
+    if len(tokens) - len(source) <= LEAST_SHARED * len(tokens):
+        return None
     return Distinct(torch.tensor(source), torch.tensor(place))
 
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dapo_kernels import Objective, ops, ratio, select
-from dapo_kernels.backends import backend_for
+from dapo_kernels import Objective, ratio, reference, select
 from dapo_kernels.surrogate import ObjectiveScalars
+from dapo_kernels.tokens import Tokens
 from dapo_runner.types import PackedBatch
 
 
@@ -66,13 +66,14 @@ def select_tokens(
 def _clip_hit(
     objective: Objective, logprobs: Tensor, old: Tensor, advantages: Tensor, live: Tensor, sequence_ids: Tensor
 ) -> Tensor:
-    n_sequences = int(sequence_ids.max()) + 1
-    log_ratio = ratio.log_ratio(objective.ratio, logprobs, old, live, sequence_ids, n_sequences)
-    scalars = ObjectiveScalars.of(objective)._replace(kl_coef=0.0)  # the penalty does not clip
-    backend = backend_for("select_tokens", logprobs.device, logprobs.dtype)
+    """Which bound of the ratio clip stops a token already, 0 for none; int8 [N]. The arguments are [N] each, in the
+    order of the sequences, whose places ``sequence_ids`` holds.
+    """
+    log_ratio = ratio.log_ratio(objective.ratio, logprobs, old, live, sequence_ids, int(sequence_ids.max()) + 1)
     weights = live.to(logprobs.dtype)
-    *_, hit, _ = ops.token_loss(logprobs, log_ratio, live, weights, advantages, None, None, scalars.pack(), backend)
-    return hit
+    tokens = Tokens(live, weights, advantages, old_logprobs=old, ref_logprobs=None, importance_weights=None)
+    scalars = ObjectiveScalars.of(objective)._replace(kl_coef=0.0)  # the penalty does not clip
+    return reference.token_loss(logprobs, log_ratio, tokens, scalars).clip_hit
 
 
 def _sequence_ids(batches: Sequence[PackedBatch]) -> list[Tensor]:
