@@ -143,16 +143,20 @@ def test_a_call_that_is_broken_off_leaves_no_verdict_behind(monkeypatch: pytest.
     """A second Ctrl-C in the middle of it: the worker's answer is not that to the next question."""
     judge = MathJudge(workers=1, deadline=60.0)
     assert judge(["Answer: 1"], "1")[0].correct
-    ask = module._Worker.ask
+    ask, kill = module._Worker.ask, module._Worker.kill
 
     def press(worker: module._Worker, request: dict[str, Any]) -> None:
         ask(worker, request)
-        raise KeyboardInterrupt
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        heard.wait(timeout=60)
 
+    heard, before = threading.Event(), signal.signal(signal.SIGINT, signal.default_int_handler)
     with monkeypatch.context() as patch:
         patch.setattr(module._Worker, "ask", press)
+        patch.setattr(module._Worker, "kill", lambda worker: (heard.set(), kill(worker)))
         with pytest.raises(KeyboardInterrupt):
             judge(["Answer: 1"], "1")
+    signal.signal(signal.SIGINT, before)
     assert judge(["Answer: 2"], "1")[0] == Verdict(correct=False, extracted="2", rule="math-verify")
 
 
