@@ -54,8 +54,8 @@ def judge(prompt: Any, completion: Any) -> Any:
 def run_ours(model: str, steps: int, threads: int, engine: str, compiled: bool) -> dict[str, Any]:
     """Seconds of each step by phase, and tokens per step."""
     from dapo_runner.config import parse_config
-    from dapo_runner.metrics import read_log
-    from dapo_runner.progress import SilentProgress
+    from dapo_runner.records.metrics import read_log
+    from dapo_runner.records.progress import SilentProgress
     from dapo_runner.train import train
 
     with tempfile.TemporaryDirectory() as scratch:

@@ -32,9 +32,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from dapo_runner.learner import Learner
-from dapo_runner.lora import has_adapters, load_adapters, save_adapters
-from dapo_runner.sampler import DynamicSampler
+from dapo_runner.policy.lora import has_adapters, load_adapters, save_adapters
+from dapo_runner.sampling.sampler import DynamicSampler
+from dapo_runner.update.learner import Learner
 
 _NAME = re.compile(r"step_(\d{6,})")
 _UNFINISHED = ".unfinished"

@@ -88,12 +88,13 @@ def _train(options: argparse.Namespace, overrides: list[str], console: Console) 
         return _dry_run(config, console)
     _quiet_libraries()
     from dapo_runner.checkpoint import CheckpointError
-    from dapo_runner.learner import NonFiniteUpdateError
-    from dapo_runner.progress import make_progress
-    from dapo_runner.report import write_report
+    from dapo_runner.records.metrics import before_and_after
+    from dapo_runner.records.progress import make_progress
+    from dapo_runner.records.report import write_report
     from dapo_runner.rollout.probe import OutOfSyncError
-    from dapo_runner.sampler import SamplingExhaustedError
-    from dapo_runner.train import before_and_after, train
+    from dapo_runner.sampling.sampler import SamplingExhaustedError
+    from dapo_runner.train import train
+    from dapo_runner.update.learner import NonFiniteUpdateError
 
     try:
         folder = train(config, make_progress(config.logging.progress, console))
@@ -106,11 +107,11 @@ def _train(options: argparse.Namespace, overrides: list[str], console: Console) 
 
 
 def _dry_run(config: Config, console: Console) -> int:
-    from dapo_runner.learner import resolve_objective
-    from dapo_runner.metrics import METRICS_FILE
-    from dapo_runner.needs import check_needs
-    from dapo_runner.plan import make_plan
-    from dapo_runner.train import check_same_run
+    from dapo_runner.preflight.needs import check_needs
+    from dapo_runner.preflight.plan import make_plan
+    from dapo_runner.records.metrics import METRICS_FILE
+    from dapo_runner.run import check_same_run
+    from dapo_runner.update.learner import resolve_objective
 
     resolve_objective(config)
     table = Table(box=None, show_header=False, title="plan", title_justify="left")
@@ -125,11 +126,11 @@ def _dry_run(config: Config, console: Console) -> int:
 
 def _evaluate(options: argparse.Namespace, overrides: list[str], console: Console) -> int:
     _quiet_libraries()
-    from dapo_runner.data import load_data
     from dapo_runner.evaluate import evaluate
-    from dapo_runner.model import load_tokenizer, resolve_device
-    from dapo_runner.rewards import make_scorer
-    from dapo_runner.train import open_engine
+    from dapo_runner.policy.model import load_tokenizer, resolve_device
+    from dapo_runner.rewards.scoring import make_scorer
+    from dapo_runner.run import open_engine
+    from dapo_runner.sampling.data import load_data
 
     config, source = _evaluation_target(Path(options.target), overrides)
     dataset = load_data(config, load_tokenizer(source, config.model))
@@ -151,8 +152,8 @@ def _evaluate(options: argparse.Namespace, overrides: list[str], console: Consol
 def _evaluation_target(target: Path, overrides: list[str]) -> tuple[Config, str | Path]:
     """The configuration and the model folder to evaluate."""
     from dapo_runner.checkpoint import latest_checkpoint
-    from dapo_runner.run_log import CHECKPOINTS
-    from dapo_runner.train import CONFIG_FILE
+    from dapo_runner.records.run_log import CHECKPOINTS
+    from dapo_runner.run import CONFIG_FILE
 
     if not target.exists():
         raise ConfigError(f"expected a run's folder or a recipe, found nothing at {target}")
@@ -172,7 +173,7 @@ def _evaluation_target(target: Path, overrides: list[str]) -> tuple[Config, str 
 
 
 def _report(options: argparse.Namespace, overrides: list[str], console: Console) -> int:
-    from dapo_runner.report import write_report
+    from dapo_runner.records.report import write_report
 
     _no_overrides(overrides)
     try:
@@ -185,7 +186,7 @@ def _report(options: argparse.Namespace, overrides: list[str], console: Console)
 
 
 def _show(options: argparse.Namespace, overrides: list[str], console: Console) -> int:
-    from dapo_runner.show import choose_group, load_step, page, render_group, steps_table
+    from dapo_runner.records.show import choose_group, load_step, page, render_group, steps_table
 
     _no_overrides(overrides)
     try:
@@ -209,7 +210,7 @@ def _show(options: argparse.Namespace, overrides: list[str], console: Console) -
 
 
 def _doctor(options: argparse.Namespace, overrides: list[str], console: Console) -> int:
-    from dapo_runner.doctor import examine
+    from dapo_runner.preflight.doctor import examine
 
     _no_overrides(overrides)
     for finding in examine():
@@ -221,7 +222,7 @@ def _doctor(options: argparse.Namespace, overrides: list[str], console: Console)
 
 def _print_time_split(console: Console, run: Path) -> None:
     """Where the time of a step went, all of it."""
-    from dapo_runner.metrics import TIMINGS_FILE, read_log
+    from dapo_runner.records.metrics import TIMINGS_FILE, read_log
     from dapo_runner.timing import PHASES, time_split
 
     split = time_split(read_log(run / TIMINGS_FILE)) if (run / TIMINGS_FILE).is_file() else []

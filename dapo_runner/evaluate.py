@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import comb
 
 from dapo_runner.config import Config
-from dapo_runner.rewards import ScoreGroup
+from dapo_runner.rewards.scoring import ScoreGroup
 from dapo_runner.types import GenerateFunction, Group, Prompt, SamplingParams
 
 

@@ -2,47 +2,14 @@
 
 from __future__ import annotations
 
-import random
-import shutil
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-import yaml
-
-from dapo_runner.advantage import make_sequences
-from dapo_runner.checkpoint import Checkpoint, checkpoint_to_resume, load_checkpoint, save_checkpoint
-from dapo_runner.config import Config, ConfigError, cautions, dump_config, parse_config
-from dapo_runner.data import Dataset, PromptCursor, load_data
-from dapo_runner.evaluate import evaluate
+from dapo_runner.config import Config
 from dapo_runner.interrupt import StopRequest
-from dapo_runner.learner import Learner, MiniBatch, NonFiniteUpdateError, resolve_objective, step_figures
-from dapo_runner.metrics import METRICS_FILE, batch_metrics, prefixed, read_log, sampling_metrics
-from dapo_runner.model import load_model, load_policy, load_reference, load_tokenizer, resolve_device
-from dapo_runner.needs import check_needs
-from dapo_runner.postmortem import save_batch
-from dapo_runner.progress import Progress
-from dapo_runner.rewards import ScoreGroup, make_scorer
-from dapo_runner.rollout import HFEngine, RolloutEngine, VLLMEngine
-from dapo_runner.rollout.probe import SyncProbe
-from dapo_runner.run_log import CHECKPOINTS, RunLog
-from dapo_runner.sampler import DynamicSampler, SampledStep
-from dapo_runner.timing import StepClock
-from dapo_runner.tiny import ensure_tiny_model
-from dapo_runner.trackers import open_trackers
-from dapo_runner.types import Group, Prompt, SamplingParams, Sequence
-
-CONFIG_FILE = "config.yaml"
-NONFINITE = "nonfinite"
-TINY_MODEL = "model"
-# What may differ between a run and its resumption without its metrics being those of another run.
-FREE_TO_CHANGE = (
-    *("run.steps", "run.save_every", "run.keep", "run.name", "run.output_dir", "logging."),
-    "sampler.on_exhausted",  # decides what becomes of a step that the steps so far did not come to
-)
+from dapo_runner.records.progress import Progress
+from dapo_runner.run import open_run
+from dapo_runner.update.advantage import make_sequences
+from dapo_runner.update.learner import step_figures
 
 
 def train(config: Config, progress: Progress) -> Path:
@@ -52,27 +19,17 @@ def train(config: Config, progress: Progress) -> Path:
     NonFiniteUpdateError, OutOfSyncError, CheckpointError.
     """
     run = open_run(config, progress)
-    learner, engine, sampler = run.learner, run.engine, run.sampler
-
-    def generate_groups(prompts: list[Prompt], round_number: int) -> list[Group]:
-        with run.timed("rollout"):
-            completions = engine.generate(prompts, rollout_sampling(config, round_number))
-        with run.timed("score"):
-            return [run.score(prompt, samples) for prompt, samples in zip(prompts, completions, strict=True)]
-
     with run, StopRequest(progress.note) as stop:
-        with run.timed("probe"):
-            run.probe(engine, learner)
+        run.probe()
         if run.first_step == 0:
             run.evaluate(0)
             run.end_step(0)
         for step in range(run.first_step + 1, config.run.steps + 1):
-            sampled = sampler.next(generate_groups)
-            with run.timed("sync"):
-                engine.release()
+            sampled = run.sampler.next(run.generate_groups)
+            run.release_engine()
             with run.timed("pack"):
                 sequences = make_sequences(sampled.groups, config.advantage)
-            minis = learner.prepare(sequences)
+            minis = run.learner.prepare(sequences)
             updates = [run.update(mini, step) for mini in minis]
             in_sync = run.sync()
             run.log_step(step, sampled, sequences, step_figures(minis, updates), in_sync)
@@ -80,8 +37,7 @@ def train(config: Config, progress: Progress) -> Path:
             if last or is_due(step, config.run.eval_every):
                 run.evaluate(step)
             if last or stop.requested or is_due(step, config.run.save_every):
-                with run.timed("save"):
-                    save_checkpoint(run.folder / CHECKPOINTS, step, learner, sampler, config.run.keep)
+                run.save(step)
             run.end_step(step)
             if stop.requested and not last:
                 progress.note(f"stopped after step {step}, which is saved")
@@ -91,243 +47,3 @@ def train(config: Config, progress: Progress) -> Path:
 
 def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def rollout_sampling(config: Config, round_number: int) -> SamplingParams:
-    """The sampling of one generation round, with a seed of its own."""
-    rollout = config.rollout
-    return SamplingParams(
-        n=rollout.group_size,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        max_tokens=rollout.max_response_tokens,
-        seed=random.Random(f"{config.run.seed}:{round_number}").getrandbits(31),
-    )
-
-
-@dataclass
-class Run:
-    """A run under way: what the loop works with, and where it writes."""
-
-    config: Config
-    folder: Path
-    dataset: Dataset
-    learner: Learner
-    engine: RolloutEngine
-    sampler: DynamicSampler
-    probe: SyncProbe
-    score: ScoreGroup
-    log: RunLog
-    progress: Progress
-    clock: StepClock
-    first_step: int
-
-    def __enter__(self) -> Run:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.progress.close()
-        self.log.close()
-
-    def timed(self, phase: str) -> AbstractContextManager[None]:
-        return self.clock.phase(phase)
-
-    def update(self, mini: MiniBatch, step: int) -> dict[str, float]:
-        """One update; where its loss or gradient is not finite, the batch is kept."""
-        try:
-            return self.learner.update(mini, step - 1)
-        except NonFiniteUpdateError as error:
-            path = self.folder / NONFINITE / f"step_{step:06d}.safetensors"
-            save_batch(path, mini.micro_batches, str(error))
-            raise NonFiniteUpdateError(f"{error}. The batch is in {path}", mini) from error
-
-    def sync(self) -> dict[str, float]:
-        """Hand the engine the policy's weights, and see that it took them. Raises OutOfSyncError."""
-        with self.timed("sync"):
-            self.engine.update_weights(self.learner.policy.named_weights())
-        with self.timed("probe"):
-            return self.probe(self.engine, self.learner)
-
-    def log_step(
-        self,
-        step: int,
-        sampled: SampledStep,
-        sequences: list[Sequence],
-        trained: dict[str, float],
-        in_sync: dict[str, float],
-    ) -> None:
-        with self.timed("log"):
-            figures = (
-                sampling_metrics(sampled.stats)
-                | batch_metrics(sampled.groups)
-                | prefixed("train", trained)
-                | prefixed("sync", in_sync)
-            )
-            news = self.log.step(step, figures, sampled.groups, sequences)
-            self.progress.step(step, figures, self.clock.so_far())
-            for note in (news, sampled.shortfall):
-                if note is not None:
-                    self.progress.note(note)
-
-    def end_step(self, step: int) -> None:
-        """After all of a step, its evaluation and its checkpoint included: where its time went. A kill before it loses
-        no more than that line.
-        """
-        self.log.seconds(step, self.clock.lap())
-
-    def evaluate(self, step: int) -> None:
-        if not self.dataset.heldout:
-            return
-        with self.timed("evaluate"):
-            unshaped = make_scorer(self.config, shaped=False)
-            result = evaluate(self.engine.generate, self.dataset.heldout, unshaped, self.config)
-        self.log.evaluation(step, prefixed("eval", result.metrics))
-        self.progress.evaluation(step, result.metrics)
-
-
-def open_run(config: Config, progress: Progress) -> Run:
-    """Build everything a run needs, or put it back as its last checkpoint left it."""
-    resolve_objective(config)
-    if config.parallel.gpus > 1:
-        raise ConfigError(
-            f"parallel.gpus: expected 1, which is what this version trains on, got {config.parallel.gpus}; "
-            "--dry-run makes a plan for any number"
-        )
-    check_needs(config)
-    folder, device = config.run_dir, resolve_device(config.run.device)
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
-    check_same_run(config, folder)
-    _make_folder(folder, config)
-    checkpoint = checkpoint_to_resume(folder / CHECKPOINTS)
-    source = checkpoint.model if checkpoint else initial_model(config, folder, progress)
-    dataset = load_data(config, load_tokenizer(source, config.model))
-    for note in (f"data: {dataset.report.describe()}", *cautions(config)):
-        progress.note(note)
-    clock = StepClock(device, progress.phase)
-    learner = open_learner(config, folder, checkpoint, device, progress, clock)
-    cursor = PromptCursor(dataset.train, config.run.seed, dataset.heldout)
-    sampler = DynamicSampler(cursor, config.sampler, progress.round)
-    engine = open_engine(config, source, device)
-    trackers = open_trackers(config, folder, checkpoint.step + 1 if checkpoint else 0)
-    # Nothing that draws a random number comes after this: a resumed run must see the numbers the first one saw.
-    torch.manual_seed(config.run.seed)
-    random.seed(config.run.seed)
-    if checkpoint:
-        load_checkpoint(checkpoint, learner, sampler)
-        progress.note(f"resuming after step {checkpoint.step} from {checkpoint.path}")
-    done = checkpoint.step if checkpoint else 0
-    progress.start(done, config.run.steps)
-    clock.lap()  # what a run is made of was loaded before its first step
-    return Run(
-        config=config,
-        folder=folder,
-        dataset=dataset,
-        learner=learner,
-        engine=engine,
-        sampler=sampler,
-        probe=SyncProbe(dataset.train, config),
-        score=make_scorer(config),
-        log=RunLog(folder, config.logging.rollouts, trackers, resumed_after=checkpoint.step if checkpoint else None),
-        progress=progress,
-        clock=clock,
-        first_step=done,
-    )
-
-
-def open_learner(
-    config: Config,
-    folder: Path,
-    checkpoint: Checkpoint | None,
-    device: torch.device,
-    progress: Progress,
-    clock: StepClock,
-) -> Learner:
-    """The policy, where the objective has a KL penalty its reference, and the optimizer.
-
-    Adapters are put on the model that training started from: what a checkpoint holds has them merged in.
-    """
-    start = initial_model(config, folder, progress)
-    source = start if checkpoint is None or config.model.lora is not None else checkpoint.model
-    policy = load_policy(source, config.model, device, config.run.seed)
-    needs_reference = resolve_objective(config).kl_coef != 0
-    own_reference = config.model.lora is not None and config.loss.reference is None
-    reference = None
-    if needs_reference and not own_reference:
-        reference = load_reference(config.loss.reference or start, config.model, device)
-    return Learner(policy, config, reference, clock)
-
-
-def _make_folder(folder: Path, config: Config) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _write_whole(folder / CONFIG_FILE, dump_config(config))
-    except OSError as error:
-        raise ConfigError(f"run.output_dir: expected a folder that can be written to: {error}") from error
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """A kill leaves the old file or the new one, never half of it."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
-
-
-def initial_model(config: Config, folder: Path, progress: Progress) -> str | Path:
-    """Where the policy starts from."""
-    if config.model.path is not None:
-        return config.model.path
-    return ensure_tiny_model(config, folder / TINY_MODEL, progress.note)
-
-
-def open_engine(config: Config, source: str | Path, device: torch.device) -> RolloutEngine:
-    """A rollout engine with weights of its own, loaded from ``source``."""
-    tokenizer = load_tokenizer(source, config.model)
-    if config.rollout.engine == "vllm":
-        return VLLMEngine(source, tokenizer, config, device)
-    model = load_model(source, config.model, device, "sdpa")
-    return HFEngine(model, tokenizer, config.rollout.max_batch_sequences)
-
-
-def check_same_run(config: Config, folder: Path) -> None:
-    """Refuse to continue a run under another configuration. Raises ConfigError naming what differs.
-
-    A folder where nothing was logged holds no run yet: what an earlier attempt made there is cleared away.
-    """
-    stored = folder / CONFIG_FILE
-    if not stored.is_file():
-        return
-    # By way of the configuration: keys that a later version added have their defaults.
-    earlier = parse_config(yaml.safe_load(stored.read_text(encoding="utf-8")))
-    before, now = (_flat(yaml.safe_load(dump_config(item))) for item in (earlier, config))
-    differing = [
-        f"{key}: {before.get(key)!r} → {now.get(key)!r}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not key.startswith(FREE_TO_CHANGE)
-    ]
-    if differing and not (folder / METRICS_FILE).exists():
-        shutil.rmtree(folder / TINY_MODEL, ignore_errors=True)
-    elif differing:
-        raise ConfigError(
-            f"{folder} holds a run with another configuration ({'; '.join(differing)}); "
-            "choose another run.name, or remove the folder"
-        )
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in section.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def before_and_after(folder: Path) -> dict[str, dict[str, Any]]:
-    """The first and the last evaluation of a run, under headings; nothing where it had no held-out problems."""
-    evaluations = [event for event in read_log(folder / METRICS_FILE) if event["kind"] == "eval"]
-    if not evaluations:
-        return {}
-    before, after = evaluations[0], evaluations[-1]
-    return {f"before (step {before['step']})": before, f"after (step {after['step']})": after}

@@ -11,6 +11,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from dapo_runner.config.checks import mismatches
 from dapo_runner.config.settings import Config
 
 
@@ -38,9 +39,12 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 def parse_config(raw: dict[str, Any]) -> Config:
     """Validate plain nested dicts, as YAML gives them. Raises ConfigError."""
     try:
-        return Config.model_validate(raw)
+        config = Config.model_validate(raw)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(item) for item in error.errors())) from error
+    if problems := list(mismatches(config)):
+        raise ConfigError("\n".join(problems))
+    return config
 
 
 def dump_config(config: Config) -> str:

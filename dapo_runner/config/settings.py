@@ -11,8 +11,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from dapo_runner.config.checks import mismatches
-
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -142,7 +140,7 @@ class DataConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """What is done about engine and learner disagreeing. Formulas: dapo_runner.correction."""
+    """What is done about engine and learner disagreeing. Formulas: dapo_runner.update.correction."""
 
     weights: Literal["token", "sequence"] | None = None  # truncated importance weights
     cap: PositiveFloat = 2.0
@@ -220,7 +218,7 @@ class RewardConfig(Section):
 
 
 class AdvantageConfig(Section):
-    # Formulas and papers: dapo_runner.advantage.
+    # Formulas and papers: dapo_runner.update.advantage.
     kind: Literal["group_std", "group_mean", "batch_std", "batch_whitened", "leave_one_out"] = "group_std"
     eps: PositiveFloat = 1e-6
 
@@ -288,7 +286,7 @@ class LoggingConfig(Section):
 
 
 class Config(Section):
-    """Everything a run depends on, and the sizes that follow from it."""
+    """Everything a run depends on, and the sizes that follow from it. `checks.py` knows which sections fit."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig
@@ -329,10 +327,3 @@ class Config(Section):
     def overlong_max_length(self) -> int:
         """L_max of Eq. 13."""
         return self.reward.overlong.max_length or self.rollout.max_response_tokens
-
-    @model_validator(mode="after")
-    def _sections_fit_together(self) -> Config:
-        problems = list(mismatches(self))
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self

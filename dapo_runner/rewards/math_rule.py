@@ -18,19 +18,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import selectors
 import subprocess
 import sys
 import threading
-import time
 import weakref
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import repeat
+from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
+from queue import LifoQueue
 
 from dapo_runner.config import ConfigError
 from dapo_runner.types import Verdict
@@ -56,130 +54,90 @@ class MathJudge:
     def __init__(self, workers: int, deadline: float) -> None:
         self.deadline = deadline
         self._workers = [_Worker() for _ in range(workers)]
-        self._lock = threading.Lock()  # two callers would read each other's verdicts
+        self._free: LifoQueue[_Worker] = LifoQueue()  # the one used last goes first: no more start than are needed
+        for worker in self._workers:
+            self._free.put(worker)
+        self._lock = threading.Lock()  # a call that is broken off kills all workers, which must all be its own
         weakref.finalize(self, _stop_all, self._workers)
 
     def __call__(self, texts: Sequence[str], answer: str) -> list[Verdict]:
         """A verdict for each text, in order. Raises RuntimeError when workers cannot be started."""
-        with self._lock:
+        with self._lock, ThreadPoolExecutor(len(self._workers)) as threads:
             try:
-                return self._judge([text[-WINDOW:] for text in texts], answer)
-            except BaseException:
-                _stop_all(self._workers)  # their verdicts would be taken for those on the next texts
+                return list(threads.map(self._judge, texts, repeat(answer)))
+            except BaseException:  # a second Ctrl-C: nobody waits for what is under way
+                threads.shutdown(wait=False, cancel_futures=True)
+                for worker in self._workers:
+                    worker.kill()
                 raise
 
-    def _judge(self, texts: Sequence[str], answer: str) -> list[Verdict]:
-        verdicts: dict[int, Verdict] = {}
-        waiting, jobs = deque(range(len(texts))), dict[_Worker, _Job]()
-        with selectors.DefaultSelector() as selector:
-            while len(verdicts) < len(texts):
-                for worker in self._workers:
-                    if worker not in jobs:
-                        worker.bury()
-                    starting = sum(job.index is None for job in jobs.values())
-                    if worker in jobs or len(waiting) <= (0 if worker.ready else starting):
-                        continue
-                    if worker.ready:
-                        index = waiting.popleft()
-                        worker.ask({"text": texts[index], "answer": answer, "deadline": self.deadline})
-                        jobs[worker] = _Job(index, time.monotonic() + self.deadline)
-                    else:
-                        worker.start()
-                        jobs[worker] = _Job(None, time.monotonic() + START_LIMIT)
-                    selector.register(worker.output, selectors.EVENT_READ, worker)
-                first = min(job.until for job in jobs.values())
-                answered = {key.data for key, _ in selector.select(max(0.0, first - time.monotonic()))}
-                now = time.monotonic()
-                for worker in [worker for worker, job in jobs.items() if worker in answered or job.until <= now]:
-                    selector.unregister(worker.output)
-                    job = jobs.pop(worker)
-                    if job.index is None:
-                        worker.finish_start(job.until)
-                    else:
-                        verdicts[job.index] = worker.verdict() if worker in answered else worker.kill("timeout")
-        return [verdicts[index] for index in range(len(texts))]
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    index: int | None  # of a text; None: the worker is starting
-    until: float  # time.monotonic()
+    def _judge(self, text: str, answer: str) -> Verdict:
+        worker = self._free.get()
+        try:
+            return worker.judge(text[-WINDOW:], answer, self.deadline)
+        finally:
+            self._free.put(worker)
 
 
 class _Worker:
-    """A worker process, replaced whenever it was killed or died."""
+    """A worker process: started when there is a text for it, and anew after it was killed or died."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
-        self.ready = False
 
-    @property
-    def output(self) -> Any:
-        assert self.process is not None
-        return self.process.stdout
-
-    def bury(self) -> None:
-        """Forget the process if it died while it had nothing to do, which says nothing about the text it gets next."""
+    def judge(self, text: str, answer: str, deadline: float) -> Verdict:
         if self.process is not None and self.process.poll() is not None:
-            _stop_all([self])
-
-    def start(self) -> None:
-        """Begin to start, if that has not been done; ``finish_start`` when its output is ready."""
+            self.stop()  # it died while it had nothing to do, which says nothing about this text
         if self.process is None:
-            self.process = subprocess.Popen(
-                _COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
-            )
-
-    def finish_start(self, until: float) -> None:
-        if self._read_line(until) is None:
-            _stop_all([self])
-            raise RuntimeError(
-                f"reward math: a worker did not start within {START_LIMIT:.0f} s; to see why, run "
-                f"{sys.executable} -c 'import math_verify'"
-            )
-        self.ready = True
-
-    def ask(self, request: dict[str, Any]) -> None:
-        assert self.process is not None
-        assert self.process.stdin is not None
-        line = json.dumps(request).encode() + b"\n"
+            self.start()
+        rule = "crash"
         try:
-            while line:
-                line = line[self.process.stdin.write(line) :]
-        except BrokenPipeError:
-            return  # it has died; its verdict will say so
-
-    def verdict(self) -> Verdict:
-        """To be called when its output is ready."""
-        line = self._read_line(time.monotonic() + START_LIMIT)
-        return self.kill("crash") if line is None else Verdict(**json.loads(line))
-
-    def kill(self, rule: str) -> Verdict:
-        """End the process; the verdict on what it was at."""
-        _stop_all([self])
+            self.ask({"text": text, "answer": answer, "deadline": deadline})
+            if self.pipe.poll(deadline):
+                return Verdict(**json.loads(self.pipe.recv_bytes()))
+            rule = "timeout"
+        except (EOFError, OSError):
+            pass
+        self.stop()
         return Verdict(correct=False, extracted=None, rule=rule)
 
-    def _read_line(self, until: float) -> bytes | None:
-        """A whole line of its output; None when it has ended or ``until`` has passed."""
-        line = b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.output, selectors.EVENT_READ)
-            while not line.endswith(b"\n"):
-                if not selector.select(max(0.0, until - time.monotonic())):
-                    return None
-                part = os.read(self.output.fileno(), 65536)
-                if not part:
-                    return None
-                line += part
-        return line
+    def ask(self, request: dict[str, str | float]) -> None:
+        self.pipe.send_bytes(json.dumps(request).encode())
+
+    def start(self) -> None:
+        """Returns when it is ready. Raises RuntimeError when it is not within ``START_LIMIT``."""
+        self.pipe, theirs = Pipe()
+        descriptor, null = theirs.fileno(), subprocess.DEVNULL
+        self.process = subprocess.Popen(
+            (*_COMMAND, str(descriptor)), pass_fds=[descriptor], stdin=null, stdout=null, stderr=null
+        )
+        theirs.close()  # so that ours ends when the process does
+        try:
+            if self.pipe.poll(START_LIMIT):
+                self.pipe.recv_bytes()
+                return
+        except (EOFError, OSError):
+            pass
+        self.stop()
+        raise RuntimeError(
+            f"reward math: a worker did not start within {START_LIMIT:.0f} s; to see why, run "
+            f"{sys.executable} -c 'import math_verify'"
+        )
+
+    def kill(self) -> None:
+        """From another thread than the one it works for, which then finds that it has died."""
+        if (process := self.process) is not None:
+            process.kill()
+            process.wait()
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+            self.pipe.close()
 
 
 def _stop_all(workers: Sequence[_Worker]) -> None:
     for worker in workers:
-        if worker.process is not None:
-            worker.process.kill()
-            worker.process.wait()
-            for pipe in (worker.process.stdin, worker.process.stdout):
-                assert pipe is not None
-                pipe.close()
-            worker.process, worker.ready = None, False
+        worker.stop()

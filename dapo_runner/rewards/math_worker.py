@@ -1,4 +1,5 @@
-"""One worker of the ``math`` rule: reads a request per line, writes a verdict per line. Run by ``math_rule``.
+"""One worker of the ``math`` rule: a verdict for each request, both JSON, over the pipe whose descriptor
+``math_rule`` starts it with.
 
 It is a process so that it can be killed, and it imports nothing of this package so that it starts quickly. What it
 judges was written by a model: it may ask for any amount of time or memory, and gets neither.
@@ -6,10 +7,11 @@ judges was written by a model: it may ask for any amount of time or memory, and 
 
 import json
 import logging
-import os
 import resource
 import signal
 import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any
 
 MEMORY = 4 * 2**30  # bytes of address space
@@ -39,23 +41,28 @@ def judge(text: str, answer: str) -> dict[str, Any]:
 
 def main() -> None:
     # Ctrl-C in a terminal, and what a job scheduler sends before it kills, reach every process, and the step under way
-    # is finished nevertheless; this one ends when its standard input does.
+    # is finished nevertheless; this one ends when the pipe does.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     logging.disable(logging.CRITICAL)
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a library prints must not be taken for a verdict
+    pipe = Connection(int(sys.argv[1]))
     judge("1", "1")  # imports and first-use costs do not count against anyone's deadline
-    print(json.dumps({"ready": True}), file=answers, flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        # Nobody is left to kill this process when its parent was killed: the default action of the alarm does.
-        signal.setitimer(signal.ITIMER_REAL, 2 * request["deadline"] + 1)
-        verdict = judge(request["text"], request["answer"])
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps(verdict), file=answers, flush=True)
+    pipe.send_bytes(b"ready")
+    with suppress(EOFError):
+        while True:
+            answer_one(pipe)
+
+
+def answer_one(pipe: Connection) -> None:
+    """Raises EOFError when the other end is gone."""
+    request = json.loads(pipe.recv_bytes())
+    # Nobody is left to kill this process when its parent was killed: the default action of the alarm does.
+    signal.setitimer(signal.ITIMER_REAL, 2 * request["deadline"] + 1)
+    verdict = judge(request["text"], request["answer"])
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    pipe.send_bytes(json.dumps(verdict).encode())
 
 
 if __name__ == "__main__":

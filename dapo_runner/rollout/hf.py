@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -71,48 +72,43 @@ class HFEngine:
             yield rows[start : start + self.max_batch_sequences]
 
     def _decode(self, prompts: Sequence[Prompt], rows: list[_Row]) -> list[Completion]:
+        """One completion for each row, all decoded side by side until the last of them has ended."""
         device = self.model.device
-        unique = sorted({row.prompt for row in rows})
-        place = {prompt: index for index, prompt in enumerate(unique)}
-        logits, cache, mask = self._prefill([prompts[index].token_ids for index in unique])
-        spread = torch.tensor([place[row.prompt] for row in rows], device=device)
-        cache.batch_select_indices(spread)
-        logits, mask = logits[spread], mask[spread]
-        limits = torch.tensor([row.sampling.max_tokens for row in rows], device=device)
         sampler = _TokenSampler([row.sampling for row in rows], _dice(rows), device)
-        out = _Output(len(rows), int(limits.max()), device)
-        stop_ids = torch.tensor(self.stop_ids, device=device)
-        alive = torch.arange(len(rows), device=device)  # which row each line of the batch belongs to
-        running = torch.ones(len(rows), dtype=torch.bool, device=device)
-        for step in range(int(limits.max())):
-            tokens, logprobs = sampler.sample(logits, alive, step)
-            stopped = torch.isin(tokens, stop_ids)
-            out.record(step, alive, running, tokens, logprobs, stopped)
-            running &= ~stopped & (limits[alive] > step + 1)
+        responses = _Responses([row.sampling.max_tokens for row in rows], self.stop_ids, device)
+        logits, lines = self._prefill(prompts, rows)
+        for step in count():
+            tokens, logprobs = sampler.sample(logits, lines.rows, step)
+            responses.append(step, lines.rows, tokens, logprobs)
+            running = responses.running[lines.rows]
             n_running = int(running.sum())
             if n_running == 0:
                 break
             if n_running <= (1 - DEAD_SHARE) * running.numel():
                 kept = running.nonzero().squeeze(1)
-                cache.batch_select_indices(kept)
-                alive, mask, tokens, running = alive[kept], mask[kept], tokens[kept], running[kept]
-            mask = torch.cat([mask, mask.new_ones(len(alive), 1)], dim=1)
-            logits = self._forward(tokens[:, None], mask, cache)
-        return self._completions(out)
+                lines, tokens = lines.select(kept), tokens[kept]
+            lines = lines.longer()
+            logits = self._forward(tokens[:, None], lines.mask, lines.cache)
+        return self._completions(responses)
 
-    def _prefill(self, token_ids: list[tuple[int, ...]]) -> tuple[Tensor, Any, Tensor]:
-        """Logits of the first response token [R, V], the filled cache and the attention mask [R, P],
-        left-padded.
+    def _prefill(self, prompts: Sequence[Prompt], rows: list[_Row]) -> tuple[Tensor, _Lines]:
+        """Logits of the first response token [R, V], and a line for each row. A prompt is computed once, however many
+        rows it has, left-padded to the longest.
         """
-        width = max(map(len, token_ids))
-        ids = torch.zeros(len(token_ids), width, dtype=torch.int64)
+        device, unique = self.model.device, sorted({row.prompt for row in rows})
+        width = max(len(prompts[index].token_ids) for index in unique)
+        ids = torch.zeros(len(unique), width, dtype=torch.int64)
         mask = torch.zeros_like(ids)
-        for line, tokens in enumerate(token_ids):
+        for line, index in enumerate(unique):
+            tokens = prompts[index].token_ids
             ids[line, width - len(tokens) :] = torch.tensor(tokens)
             mask[line, width - len(tokens) :] = 1
-        mask = mask.to(self.model.device)
-        cache = growing_cache(self.model.config)
-        return self._forward(ids.to(self.model.device), mask, cache), cache, mask
+        mask, cache = mask.to(device), growing_cache(self.model.config)
+        logits = self._forward(ids.to(device), mask, cache)
+        line_of = {prompt: line for line, prompt in enumerate(unique)}
+        spread = torch.tensor([line_of[row.prompt] for row in rows], device=device)
+        cache.batch_select_indices(spread)
+        return logits[spread], _Lines(torch.arange(len(rows), device=device), mask[spread], cache)
 
     def _forward(self, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
         """Logits [R, V] after the last of ``ids`` [R, P or 1]; ``mask`` covers the cache and ``ids``."""
@@ -128,9 +124,9 @@ class HFEngine:
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _completions(self, out: _Output) -> list[Completion]:
-        tokens, logprobs = out.tokens.cpu(), out.logprobs.cpu()
-        lengths, stopped = out.lengths.tolist(), out.stopped.tolist()
+    def _completions(self, responses: _Responses) -> list[Completion]:
+        tokens, logprobs = responses.tokens.cpu(), responses.logprobs.cpu()
+        lengths, stopped = responses.lengths.tolist(), responses.stopped.tolist()
         kept = [tokens[row, :length].clone() for row, length in enumerate(lengths)]
         texts = self.tokenizer.batch_decode(kept, skip_special_tokens=True)
         reasons: list[FinishReason] = ["stop" if ended else "length" for ended in stopped]
@@ -140,23 +136,49 @@ class HFEngine:
         ]
 
 
-class _Output:
-    """What the rows of a batch have said so far: tokens, logprobs [R, steps]; lengths, stopped [R]."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Lines:
+    """What the model is given, a line for each row that still runs and for few that do not.
 
-    def __init__(self, n_rows: int, n_steps: int, device: torch.device) -> None:
+    rows int64 [B]: the row that a line decodes. mask int64 [B, positions]: 0 on padding. cache: keys and values.
+    """
+
+    rows: Tensor
+    mask: Tensor
+    cache: Any
+
+    def select(self, kept: Tensor) -> _Lines:
+        """Only the lines ``kept``, int64; the cache is changed in place."""
+        self.cache.batch_select_indices(kept)
+        return _Lines(self.rows[kept], self.mask[kept], self.cache)
+
+    def longer(self) -> _Lines:
+        """With room for one more token each."""
+        return _Lines(self.rows, torch.cat([self.mask, self.mask.new_ones(len(self.rows), 1)], dim=1), self.cache)
+
+
+class _Responses:
+    """What the rows have said so far: tokens, logprobs [R, steps]; lengths, limits, stopped, running [R]."""
+
+    def __init__(self, limits: Sequence[int], stop_ids: list[int], device: torch.device) -> None:
+        n_rows, n_steps = len(limits), max(limits)
+        self.limits = torch.tensor(limits, device=device)
+        self.stop_ids = torch.tensor(stop_ids, device=device)
         self.tokens = torch.zeros(n_rows, n_steps, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(n_rows, n_steps, device=device)
         self.lengths = torch.zeros(n_rows, dtype=torch.int64, device=device)
         self.stopped = torch.zeros(n_rows, dtype=torch.bool, device=device)
+        self.running = torch.ones(n_rows, dtype=torch.bool, device=device)
 
-    def record(
-        self, step: int, alive: Tensor, running: Tensor, tokens: Tensor, logprobs: Tensor, stopped: Tensor
-    ) -> None:
-        rows = alive[running]
-        self.tokens[rows, step] = tokens[running]
+    def append(self, step: int, rows: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
+        """The next token [B] of ``rows`` [B]; one that has ended says no more."""
+        running = self.running[rows]
+        rows, tokens = rows[running], tokens[running]
+        self.tokens[rows, step] = tokens
         self.logprobs[rows, step] = logprobs[running]
         self.lengths[rows] = step + 1
-        self.stopped[rows] = stopped[running]
+        self.stopped[rows] = torch.isin(tokens, self.stop_ids)
+        self.running[rows] = ~self.stopped[rows] & (self.limits[rows] > step + 1)
 
 
 class _TokenSampler:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dapo_runner.advantage import make_sequences
 from dapo_runner.config import AdvantageConfig, Config
-from dapo_runner.correction import Mismatch, measure
-from dapo_runner.learner import Learner
-from dapo_runner.packing import pack
 from dapo_runner.rollout.engine import RolloutEngine
 from dapo_runner.types import Completion, Group, Prompt, Sample, SamplingParams, Verdict
+from dapo_runner.update.advantage import make_sequences
+from dapo_runner.update.correction import Mismatch, measure
+from dapo_runner.update.learner import Learner
+from dapo_runner.update.packing import pack
 
 # Mean |Δ log-prob| that is still rounding. SmolLM2-135M under vLLM on a CPU: 8e-6 and 0.045 in sync; 0.5 with nothing
 # but a stale output head.

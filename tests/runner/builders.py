@@ -72,6 +72,29 @@ def make_sequence(n_prompt: int, n_response: int, *, group_id: int = 0, first_to
     return Sequence(token_ids, advantages=values, mask=mask, rollout_logprobs=-values, group_id=group_id)
 
 
+def random_sequences(count: int, seed: int = 0) -> list[Sequence]:
+    """Sequences of unlike lengths, some of whose response tokens do not train."""
+    generator = torch.Generator().manual_seed(seed)
+    sequences = []
+    for index in range(count):
+        n_prompt, n_response = 2 + index % 4, 3 + (7 * index) % 13
+        length = n_prompt + n_response
+        mask = torch.arange(length) >= n_prompt
+        if index % 5 == 4:
+            mask[:] = False  # overlong filtering
+        advantage = torch.randn((), generator=generator)
+        sequences.append(
+            Sequence(
+                token_ids=torch.randint(3, 26, (length,), generator=generator),
+                advantages=torch.where(mask, advantage, 0.0),
+                mask=mask,
+                rollout_logprobs=torch.where(mask, -3 * torch.rand(length, generator=generator), 0.0),
+                group_id=index // 4,
+            )
+        )
+    return sequences
+
+
 def save_model(model: Any, tokenizer: Any, folder: Path) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -9,8 +9,8 @@ import torch
 from builders import save_model
 
 from dapo_runner.config import ModelConfig, TinyModelConfig
-from dapo_runner.model import Policy, load_policy
-from dapo_runner.tiny import make_model, make_tokenizer
+from dapo_runner.policy.model import Policy, load_policy
+from dapo_runner.tasks.tiny import make_model, make_tokenizer
 
 TINY = TinyModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64)
 

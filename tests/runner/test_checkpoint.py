@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import make_config, make_group, make_prompt
-from test_learner import random_sequences
+from builders import make_config, make_group, make_prompt, random_sequences
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo_runner import checkpoint as module
@@ -29,10 +28,10 @@ from dapo_runner.checkpoint import (
     save_checkpoint,
 )
 from dapo_runner.config import ConfigError, ModelConfig
-from dapo_runner.data import PromptCursor
-from dapo_runner.learner import Learner
-from dapo_runner.model import load_policy
-from dapo_runner.sampler import DynamicSampler
+from dapo_runner.policy.model import load_policy
+from dapo_runner.sampling.data import PromptCursor
+from dapo_runner.sampling.sampler import DynamicSampler
+from dapo_runner.update.learner import Learner
 
 CPU = torch.device("cpu")
 CONFIG = make_config(optimizer={"lr": 1e-3, "warmup_steps": 0, "token_budget": 95})

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from small import write_recipe
 
-from dapo_runner import cli, doctor
+from dapo_runner import cli
 from dapo_runner.cli import main
+from dapo_runner.preflight import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_runner.evaluate import Evaluation, evaluate, majority_correct, mean_correct, pass_at, pass_estimate
-from dapo_runner.rewards import make_scorer
+from dapo_runner.rewards.scoring import make_scorer
 from dapo_runner.types import Completion, Group, Prompt, SamplingParams
 
 

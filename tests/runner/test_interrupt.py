@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from test_train import Notes, config_in
 
-from dapo_runner import train as module
+from dapo_runner import run as module
 from dapo_runner.checkpoint import find_checkpoints
 from dapo_runner.interrupt import StopRequest
-from dapo_runner.learner import Learner
-from dapo_runner.progress import SilentProgress
-from dapo_runner.train import CHECKPOINTS, train
+from dapo_runner.records.progress import SilentProgress
+from dapo_runner.records.run_log import CHECKPOINTS
+from dapo_runner.train import train
+from dapo_runner.update.learner import Learner
 
 
 def press(patch: pytest.MonkeyPatch, at_update: int, number: signal.Signals = signal.SIGINT, times: int = 1) -> None:

@@ -8,18 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from small import small_recipe
 
-from dapo_runner import learner as learner_module
 from dapo_runner.checkpoint import CheckpointError, find_checkpoints
 from dapo_runner.config import Config, ConfigError, parse_config
-from dapo_runner.metrics import MetricsLog, read_log
-from dapo_runner.postmortem import load_batch
-from dapo_runner.progress import SilentProgress
-from dapo_runner.rollout_log import read_step, saved_steps
-from dapo_runner.sampler import SamplingExhaustedError
+from dapo_runner.records.metrics import MetricsLog, before_and_after, read_log
+from dapo_runner.records.progress import SilentProgress
+from dapo_runner.records.rollout_log import read_step, saved_steps
+from dapo_runner.records.run_log import CHECKPOINTS
+from dapo_runner.run import open_run, rollout_sampling
+from dapo_runner.sampling.sampler import SamplingExhaustedError
 from dapo_runner.timing import PHASES
-from dapo_runner.train import CHECKPOINTS, before_and_after, open_run, rollout_sampling, train
+from dapo_runner.train import train
+from dapo_runner.update import learner as learner_module
 
 
 class Notes(SilentProgress):
@@ -249,7 +251,7 @@ def test_every_round_draws_anew_and_every_time_alike(tmp_path: Path) -> None:
 
 def test_an_engine_without_the_new_weights_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the probe at once, and without it by the rollout gap of the steps that follow."""
-    from dapo_runner.rollout import HFEngine
+    from dapo_runner.rollout.hf import HFEngine
     from dapo_runner.rollout.probe import OutOfSyncError
 
     monkeypatch.setattr(HFEngine, "update_weights", lambda *_: None)
@@ -278,12 +280,14 @@ def test_a_broken_update_is_not_saved(tmp_path: Path, monkeypatch: pytest.Monkey
         train(config_in(tmp_path), SilentProgress())
     (kept,) = (tmp_path / "small" / "nonfinite").iterdir()
     assert str(kept) in str(caught.value)
-    batches = load_batch(kept)
-    assert batches
-    for batch, original_batch in zip(batches, caught.value.mini.micro_batches, strict=True):
-        assert batch.tensors().keys() == original_batch.tensors().keys()
-        for name, tensor in batch.tensors().items():
-            assert torch.equal(tensor, original_batch.tensors()[name]), name
+    stored, batches = load_file(kept), caught.value.mini.micro_batches
+    wanted = {
+        f"{place}.{name}": tensor for place, batch in enumerate(batches) for name, tensor in batch.tensors().items()
+    }
+    assert wanted
+    assert stored.keys() == wanted.keys()
+    for name, tensor in stored.items():
+        assert torch.equal(tensor, wanted[name]), name
     done = [event["step"] for event in read_log(tmp_path / "small" / "metrics.jsonl")]
     saved = [checkpoint.step for checkpoint in find_checkpoints(tmp_path / "small" / CHECKPOINTS)]
     assert saved

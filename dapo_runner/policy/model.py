@@ -1,0 +1,226 @@
+"""The policy: a transformers causal language model, run over packed sequences down to its hidden states.
+
+The logits are never made here. ``Policy.head`` is what `dapo_kernels` needs to do its part from the hidden
+states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dapo_runner.config import ConfigError, ModelConfig
+from dapo_runner.policy.attention import (
+    PACKED_ATTENTION,
+    Kernel,
+    choose_kernel,
+    packed_attention,
+    plan_packing,
+    register_packed_attention,
+)
+from dapo_runner.policy.lora import add_adapters, has_adapters, merged_weights
+from dapo_runner.policy.prefixes import find_shared
+from dapo_runner.types import PackedBatch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Head(NamedTuple):
+    """softcap(hidden · weightᵀ + bias): weight [V, H], bias [V] or None, softcap or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+    softcap: float | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Policy:
+    """A model with packed attention, and the tokenizer it belongs to."""
+
+    model: Any  # transformers.PreTrainedModel
+    tokenizer: Any
+    kernel: Kernel
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head.weight.dtype
+
+    @property
+    def head(self) -> Head:
+        """The output head; with tied embeddings its weight is the embedding itself."""
+        layer = self.model.get_output_embeddings()
+        config = self.model.config.get_text_config(decoder=True)
+        return Head(layer.weight, getattr(layer, "bias", None), getattr(config, "final_logit_softcapping", None))
+
+    def hidden_states(self, batch: PackedBatch) -> Tensor:
+        """What the head is applied to: [T, H] in the model's dtype. ``batch`` may lie on any device."""
+        lengths = batch.cu_seqlens.diff().tolist()
+        return self._body(batch.input_ids, batch.position_ids, lengths)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the model once, adapters merged in, for an engine's ``update_weights``."""
+        return merged_weights(self.model)
+
+    def save(self, folder: Path) -> None:
+        """Write model and tokenizer in transformers' format, as an engine would serve them: adapters merged in."""
+        merged = dict(merged_weights(self.model)) if has_adapters(self.model) else None
+        self.model.save_pretrained(folder, state_dict=merged)
+        self.tokenizer.save_pretrained(folder)
+
+    def _body(self, input_ids: Tensor, position_ids: Tensor, lengths: list[int]) -> Tensor:
+        # The kernels of flash-attn and torch's varlen want every sequence laid out in full.
+        distinct = find_shared(input_ids.cpu(), lengths) if self.kernel == "sdpa" else None
+        if distinct is not None:
+            source = distinct.source.to(input_ids.device)
+            input_ids, position_ids = input_ids[source], position_ids[source]
+        # use_cache=False is not only thrift: with a cache, transformers lets packed sequences see each other.
+        output = self.model.base_model(
+            input_ids=input_ids.to(self.device)[None],
+            position_ids=position_ids.to(self.device)[None],
+            use_cache=False,
+            packing=plan_packing(lengths, self.device, self.kernel, distinct),
+        )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden if distinct is None else hidden.index_select(0, distinct.place.to(self.device))
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto``: CUDA where there is one, else the CPU. Raises ConfigError when the device is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"run.device: expected a device of this machine, got {name!r}, but torch finds no CUDA here")
+    return torch.device(name)
+
+
+def load_model(path: str | Path, config: ModelConfig, device: torch.device, attention: str) -> Any:
+    """A transformers causal language model in eval mode, from safetensors, running no code from the model's
+    folder unless `model.trust_remote_code` says so. Raises ConfigError when there is no such model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=DTYPES[config.dtype],
+            use_safetensors=True,
+            trust_remote_code=config.trust_remote_code,
+            attn_implementation=attention,
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: cannot load a model from {str(path)!r}: {_first_line(error)}") from error
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # two passes over one policy must give one answer, in train mode (checkpointing) too
+    return model.to(device).eval()
+
+
+def load_tokenizer(path: str | Path, config: ModelConfig) -> Any:
+    """The tokenizer of a model folder. Raises ConfigError when there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: cannot load a tokenizer from {str(path)!r}: {_first_line(error)}") from error
+
+
+def load_policy(path: str | Path, config: ModelConfig, device: torch.device, seed: int = 0) -> Policy:
+    """The model to train, checked by ``check_policy``. ``seed`` draws the adapters, where there are any.
+
+    Raises ConfigError for a model that cannot be trained packed.
+    """
+    kernel = choose_kernel(config.attention, device, DTYPES[config.dtype])
+    register_packed_attention()
+    model = load_model(path, config, device, PACKED_ATTENTION)
+    if config.lora is not None:
+        add_adapters(model, config.lora, seed)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()  # transformers recomputes in train mode only
+    if config.compile:
+        _compile_layers(model)
+    policy = Policy(model, load_tokenizer(path, config), kernel)
+    check_policy(policy)
+    return policy
+
+
+def _compile_layers(model: Any) -> None:
+    """Norms, rotations, activations and residual sums of a layer become few passes over memory, with fewer roundings
+    between them. All layers share one compilation, for any number of positions; attention stays as it is.
+    """
+    layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    if not layers:
+        raise ConfigError(f"model.compile: transformers names no layers of {type(model).__name__}; leave it off")
+    register_packed_attention(torch.compiler.disable(packed_attention))
+    for layer in layers:
+        layer.compile(dynamic=True)
+
+
+def load_reference(path: str | Path, config: ModelConfig, device: torch.device) -> Policy:
+    """A model that is only asked for log-probs: what a KL penalty refers to. Raises ConfigError."""
+    policy = load_policy(path, config.model_copy(update={"lora": None, "gradient_checkpointing": False}), device)
+    policy.model.requires_grad_(False)
+    return policy
+
+
+@torch.no_grad()
+def check_policy(policy: Policy) -> None:
+    """See that this architecture means what we take it to mean, on two short sequences.
+
+    Packed sequences must not see each other (state-space layers do), and the model's logits must be our head
+    over our hidden states (some models scale them). Raises ConfigError naming what differs.
+    """
+    vocab_size = policy.model.config.get_text_config(decoder=True).vocab_size
+    generator = torch.Generator().manual_seed(0)
+    first, other, second = (torch.randint(vocab_size, (n,), generator=generator) for n in (5, 5, 9))
+    positions = torch.cat([torch.arange(5), torch.arange(9)])
+    packed = policy._body(torch.cat([first, second]), positions, [5, 9])
+    beside_other = policy._body(torch.cat([other, second]), positions, [5, 9])
+    alone = policy._body(second, positions[5:], [9])
+    twice = torch.cat([first, second, first, other])  # as the responses of a group begin
+    group = policy._body(twice, torch.cat([torch.arange(14), torch.arange(10)]), [14, 10])
+    name = type(policy.model).__name__
+    # The first comparison is the sharp one: in bfloat16 a leak can be smaller than the rounding between two
+    # shapes, but here the shapes are equal, and only expert layers, whose matmuls depend on the routing,
+    # round differently at all.
+    sharp = max(torch.finfo(packed.dtype).eps / 8, 2e-6)
+    if not _close(packed[5:], beside_other[5:], sharp) or not _close(packed[5:], alone):
+        raise ConfigError(f"model: {name} cannot be trained on packed sequences, because they see each other")
+    apart = [policy._body(twice[:14], torch.arange(14), [14]), policy._body(twice[14:], torch.arange(10), [10])]
+    if not _close(group, torch.cat(apart)):
+        raise ConfigError(f"model: {name} cannot be trained on packed sequences, because equal beginnings differ")
+    head = policy.head
+    ours = nn.functional.linear(alone, head.weight, head.bias)
+    if head.softcap is not None:
+        ours = head.softcap * torch.tanh(ours / head.softcap)
+    theirs = policy.model(
+        input_ids=second.to(policy.device)[None],
+        use_cache=False,
+        packing=plan_packing([9], policy.device, policy.kernel),
+    ).logits[0]
+    if not _close(ours, theirs):
+        raise ConfigError(
+            f"model: the logits of {name} are not its output head over its last hidden states "
+            f"(they differ by {float((ours - theirs).abs().max()):.2g}); models that scale their logits "
+            "are not supported"
+        )
+
+
+def _close(one: Tensor, other: Tensor, tolerance: float | None = None) -> bool:
+    """Equal up to ``tolerance``, by default rounding, as a share of the largest entry."""
+    share = 64 * torch.finfo(one.dtype).eps if tolerance is None else tolerance
+    return bool((one - other).abs().max() <= share * other.abs().max())
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

@@ -1,0 +1,255 @@
+"""What a run will do and roughly need, worked out from the configuration alone: what `--dry-run` prints."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dapo_kernels.engine.chunks import DEFAULT_CHUNK_BYTES, DEFAULT_DEVICE_CHUNK_BYTES
+from dapo_runner.config import Config, LoraConfig, ModelConfig, TinyModelConfig, cautions
+from dapo_runner.update.learner import resolve_objective
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+TINY_VOCABULARY = 64  # more than the characters of arithmetic
+FLOAT32 = 4  # bytes: master weights, their gradients and both moments of AdamW
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a decoder with gated MLP and rotary attention."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    attention: int  # heads × head dimension
+    key_value: int  # key/value heads × head dimension
+    tied: bool
+
+    @property
+    def block(self) -> int:
+        """Parameters of one layer."""
+        matrices = 2 * self.hidden * (self.attention + self.key_value) + 3 * self.hidden * self.intermediate
+        return matrices + 2 * self.hidden
+
+    @property
+    def head(self) -> int:
+        return self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.block + self.head * (1 if self.tied else 2) + self.hidden
+
+    def adapter_parameters(self, lora: LoraConfig) -> int:
+        """Of adapters on every linear layer but the head."""
+        widths = 4 * self.hidden + 2 * (self.attention + self.key_value) + 3 * (self.hidden + self.intermediate)
+        return self.layers * lora.rank * widths
+
+
+# Models of the recipes that are planned for before they are downloaded, from their published config.json.
+PUBLISHED = {
+    "Qwen/Qwen2.5-32B": ModelShape(
+        layers=64,
+        hidden=5120,
+        intermediate=27648,
+        vocabulary=152064,
+        attention=40 * 128,
+        key_value=8 * 128,
+        tied=False,
+    ),
+}
+
+
+def make_plan(config: Config) -> dict[str, str]:
+    """Labels and figures, in the order in which they are read. Downloads nothing and loads no weights."""
+    prompts, rollout, reward = config.sampler.prompts_per_step, config.rollout, config.reward
+    steps, responses = config.run.steps, config.responses_per_step
+    return {
+        "run": f"{config.run_dir}, seed {config.run.seed}",
+        "model": f"{config.model.path or 'tiny, made on the spot'}, {config.model.dtype}",
+        "data": str(config.data.path or "arithmetic, made on the spot"),
+        "rollout steps": f"{steps}",
+        "per step": f"{prompts} prompts × {rollout.group_size} = {responses} responses",
+        "sampling": "; ".join([_sampling(config), *cautions(config)]),
+        "updates": f"{config.updates_per_step} per step of {config.mini_batch_size} responses, "
+        f"{steps * config.updates_per_step} in all",
+        "responses": f"{steps * responses:,} trained on, each up to {rollout.max_response_tokens} tokens",
+        "tokens": f"up to {responses * rollout.max_response_tokens:,} trained on in a step, "
+        f"{steps * responses * rollout.max_response_tokens:,} in all",
+        "micro-batch": f"{config.optimizer.token_budget} positions per GPU"
+        if config.parallel.gpus > 1
+        else f"{config.optimizer.token_budget} positions",
+        "objective": _objective(config),
+        "reward": f"{reward.kind}, {reward.correct:+g} / {reward.wrong:+g}{_overlong(config)}",
+        "evaluation": f"avg@{config.evaluation.k} on {_eval_size(config)} problems {_how_often(config)}",
+        **_memory(config),
+    }
+
+
+def model_shape(model: ModelConfig) -> ModelShape | None:
+    """The sizes of a model on this machine, or of a recipe's own; None for another that is not here."""
+    if model.tiny is not None:
+        return _tiny_shape(model.tiny)
+    path = Path(model.path or "") / "config.json"
+    if not path.is_file():
+        return PUBLISHED.get(model.path or "")
+    values = json.loads(path.read_text(encoding="utf-8"))
+    values = values.get("text_config", values)
+    hidden, heads = values["hidden_size"], values["num_attention_heads"]
+    head_dim = values.get("head_dim") or hidden // heads
+    return ModelShape(
+        layers=values["num_hidden_layers"],
+        hidden=hidden,
+        intermediate=values["intermediate_size"],
+        vocabulary=values["vocab_size"],
+        attention=heads * head_dim,
+        key_value=(values.get("num_key_value_heads") or heads) * head_dim,
+        tied=bool(values.get("tie_word_embeddings", False)),
+    )
+
+
+def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
+    """Bytes per GPU (on a CPU: of the process) by purpose, to within a factor of about 1.5: enough to tell whether a
+    run can fit. What belongs to a parameter is spread over all GPUs, an engine's copy over those that share it.
+    """
+    gpus, lora, size = config.parallel.gpus, config.model.lora, BYTES[config.model.dtype]
+    trained = shape.parameters if lora is None else shape.adapter_parameters(lora)
+    kept = shape.parameters + (trained if lora else 0)
+    terms = {
+        "weights": _shared(kept * size, gpus),
+        "float32 masters": 0 if size == FLOAT32 else _shared(trained * FLOAT32, gpus),
+        "gradients": _shared(trained * FLOAT32, gpus),
+        "AdamW moments": _shared(2 * trained * FLOAT32, gpus),
+        # One layer's weights at a time, the head's and its gradient, whole on every GPU while they are used.
+        "gathered for a pass": (shape.block + 2 * shape.head) * size if gpus > 1 else 0,
+        "activations of a micro-batch": config.optimizer.token_budget * _activations(config, shape) * size,
+        "logits of a chunk": min(_chunk_bytes(config), config.optimizer.token_budget * shape.vocabulary * size),
+        "reference weights": _shared(shape.parameters * size, gpus) if _keeps_reference(config) else 0,
+        "engine's weights": _shared(shape.parameters * size, config.parallel.rollout_tensor),
+        **_cache(config, shape),
+    }
+    return {what: amount for what, amount in terms.items() if amount}
+
+
+def _activations(config: Config, shape: ModelShape) -> int:
+    """Numbers kept per position for the backward: about 8 of hidden and 4 of MLP width a layer, or each layer's input
+    and all of the one that is being recomputed.
+    """
+    layer = 8 * shape.hidden + 4 * shape.intermediate
+    return shape.layers * shape.hidden + layer if config.model.gradient_checkpointing else shape.layers * layer
+
+
+def _chunk_bytes(config: Config) -> int:
+    return config.loss.chunk_bytes or (DEFAULT_DEVICE_CHUNK_BYTES if _on_gpus(config) else DEFAULT_CHUNK_BYTES)
+
+
+def _shared(amount: int, gpus: int) -> int:
+    return math.ceil(amount / gpus)
+
+
+def _keeps_reference(config: Config) -> bool:
+    own = config.model.lora is not None and config.loss.reference is None
+    return resolve_objective(config).kl_coef != 0 and not own
+
+
+def _cache(config: Config, shape: ModelShape) -> dict[str, int]:
+    """The engine's keys and values. vLLM takes what it is given and queues responses that do not fit."""
+    rollout, size = config.rollout, BYTES[config.model.dtype]
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    one = _shared(2 * longest * shape.layers * shape.key_value * size, config.parallel.rollout_tensor)
+    if rollout.engine == "hf":
+        return {"KV cache, all responses at full length": rollout.max_batch_sequences * one}
+    if _on_gpus(config):
+        return {"KV cache, for one response at full length": one}
+    return {"KV cache": int(rollout.vllm.kv_cache_gib * 2**30)}
+
+
+def _on_gpus(config: Config) -> bool:
+    device = config.run.device
+    return config.parallel.gpus > 1 or device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+
+
+def _memory(config: Config) -> dict[str, str]:
+    shape = model_shape(config.model)
+    if shape is None:
+        return {"memory": f"unknown: {config.model.path} is not on this machine, and a plan downloads nothing"}
+    estimate = memory_estimate(config, shape)
+    gpus, where = config.parallel.gpus, " per GPU" if _on_gpus(config) else ""
+    note = ""
+    if config.rollout.engine == "vllm" and _on_gpus(config):
+        share = config.rollout.vllm.gpu_memory
+        note = f"; vLLM fills {share:.0%} of the GPU with its weights and cache" + (
+            ", and leaves it while the policy trains" if config.rollout.vllm.sleep else ""
+        )
+    return {
+        "parameters": f"about {shape.parameters / 1e6:,.1f} million" + _trained(config, shape),
+        **({"GPUs": _gpus(config)} if gpus > 1 else {}),
+        "memory": f"about {_bytes(sum(estimate.values()))}{where}{note}",
+        **{f"  {what}": _bytes(size) for what, size in estimate.items()},
+    }
+
+
+def _trained(config: Config, shape: ModelShape) -> str:
+    lora = config.model.lora
+    if lora is None:
+        return ""
+    return f", of which adapters of rank {lora.rank} train {shape.adapter_parameters(lora):,}"
+
+
+def _gpus(config: Config) -> str:
+    parallel = config.parallel
+    return (
+        f"{parallel.gpus}: a micro-batch over {parallel.sequence}, {parallel.gpus // parallel.rollout_tensor} engines "
+        f"over {parallel.rollout_tensor} each"
+    )
+
+
+def _sampling(config: Config) -> str:
+    if not config.sampler.filter_groups:
+        return "every group is trained on"
+    asked = math.ceil(config.sampler.prompts_per_step / config.sampler.initial_acceptance)
+    return f"groups neither all right nor all wrong, at first from {asked} prompts, {config.sampler.max_rounds} rounds"
+
+
+def _tiny_shape(tiny: TinyModelConfig) -> ModelShape:
+    return ModelShape(
+        layers=tiny.layers,
+        hidden=tiny.hidden_size,
+        intermediate=tiny.intermediate_size,
+        vocabulary=TINY_VOCABULARY,
+        attention=tiny.hidden_size,
+        key_value=tiny.hidden_size,
+        tied=True,
+    )
+
+
+def _objective(config: Config) -> str:
+    changes = ", ".join(f"{key}={value}" for key, value in config.loss.overrides.items())
+    return config.loss.objective + (f" with {changes}" if changes else "")
+
+
+def _overlong(config: Config) -> str:
+    overlong = config.reward.overlong
+    soft = f", soft punishment over the last {overlong.cache_length} of {config.overlong_max_length} tokens"
+    return (soft if overlong.soft_punishment else "") + (", truncated samples filtered" if overlong.filter else "")
+
+
+def _eval_size(config: Config) -> int:
+    return config.data.arithmetic.eval_size if config.data.format == "arithmetic" else config.data.eval_size
+
+
+def _how_often(config: Config) -> str:
+    every = config.run.eval_every
+    return f"every {every} steps" if every else "before the first and after the last step"
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:,.1f} GiB"

@@ -1,0 +1,153 @@
+"""The rollouts of a run, kept for people to read: `dapo show`.
+
+    rollouts/step_000012.jsonl.gz    a header line, then a line for each group that was trained on
+
+Of every step the first `logging.rollouts.groups` groups are kept, in the order of their prompts, which says nothing
+about their lengths or rewards. All files together hold at most `logging.rollouts.max_gb`; beyond it the oldest steps
+go, and that is told. Steps, groups and samples are numbered from 1.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dapo_runner.config import RolloutLogConfig
+from dapo_runner.records.metrics import jsonable
+from dapo_runner.types import Group, Sample, Sequence
+
+ROLLOUTS = "rollouts"
+GB = 10**9
+_NAME = re.compile(r"step_(\d{6,})\.jsonl\.gz")
+_UNFINISHED = ".unfinished"
+
+
+class RolloutLog:
+    """Writes them. A file of that name is whole or absent."""
+
+    def __init__(self, folder: Path, config: RolloutLogConfig, *, keep_through: int) -> None:
+        """Go on after step ``keep_through``; what was written of later steps is removed."""
+        self.folder = folder
+        self.config = config
+        for step, path in saved_steps(folder).items():
+            if step > keep_through:
+                path.unlink()
+        self._sizes = {path: path.stat().st_size for path in saved_steps(folder).values()}
+        self._told = False
+
+    def write(self, step: int, groups: SequenceOf[Group], sequences: SequenceOf[Sequence]) -> str | None:
+        """Keep the rollouts of a step. ``sequences`` are the training records of the groups' samples, in order: the
+        advantages come from there. Returns what a person should know: that older steps have begun to go.
+        """
+        kept = groups[: self.config.groups]
+        if not kept:
+            return None
+        self.folder.mkdir(exist_ok=True)
+        records, place = [_header(step, groups, len(kept))], 0
+        for number, group in enumerate(kept, start=1):
+            advantages = [float(sequence.advantages[-1]) for sequence in sequences[place : place + len(group.samples)]]
+            place += len(group.samples)
+            records.append(_group_record(number, group, advantages))
+        lines = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
+        path = self.folder / f"step_{step:06d}.jsonl.gz"
+        unfinished = path.with_name(path.name + _UNFINISHED)
+        # No time stamp: the same run leaves the same bytes.
+        unfinished.write_bytes(gzip.compress(lines.encode(), compresslevel=1, mtime=0))
+        unfinished.replace(path)
+        self._sizes[path] = path.stat().st_size
+        return self._make_room()
+
+    def _make_room(self) -> str | None:
+        removed = False
+        while sum(self._sizes.values()) > self.config.max_gb * GB and len(self._sizes) > 1:
+            oldest = min(self._sizes, key=_step_of)
+            oldest.unlink(missing_ok=True)
+            del self._sizes[oldest]
+            removed = True
+        if not removed or self._told:
+            return None
+        self._told = True
+        return (
+            f"{self.folder} has reached {self.config.max_gb:g} GB: from now on the rollouts of the oldest steps are "
+            "removed (logging.rollouts.max_gb, logging.rollouts.groups)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStep:
+    """``n_groups`` is how many the step trained on; ``groups`` the records of those that were kept."""
+
+    step: int
+    n_groups: int
+    groups: list[dict[str, Any]]
+
+
+def saved_steps(folder: Path) -> dict[int, Path]:
+    """The files of a rollout folder by step, in order."""
+    names = ((path, _NAME.fullmatch(path.name)) for path in (folder.iterdir() if folder.is_dir() else ()))
+    return dict(sorted((int(name[1]), path) for path, name in names if name))
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        header: dict[str, Any] = json.loads(file.readline())
+    return header
+
+
+def read_step(path: Path) -> SavedStep:
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        header, *groups = map(json.loads, file)
+    return SavedStep(header["step"], header["groups"], groups)
+
+
+def _step_of(path: Path) -> int:
+    name = _NAME.fullmatch(path.name)
+    assert name is not None
+    return int(name[1])
+
+
+def _header(step: int, groups: SequenceOf[Group], n_kept: int) -> dict[str, Any]:
+    """Means over the samples of all groups, kept or not."""
+    samples = [sample for group in groups for sample in group.samples]
+    return {
+        "step": step,
+        "groups": len(groups),
+        "kept": n_kept,
+        "reward": jsonable(sum(sample.reward for sample in samples) / len(samples)),
+        "accuracy": sum(sample.correct for sample in samples) / len(samples),
+        "length": sum(sample.completion.length for sample in samples) / len(samples),
+    }
+
+
+def _group_record(number: int, group: Group, advantages: list[float]) -> dict[str, Any]:
+    prompt = group.prompt
+    pairs = zip(group.samples, advantages, strict=True)
+    return {
+        "group": number,
+        "prompt": {"id": prompt.id, "source": prompt.source, "text": prompt.text, "answer": prompt.answer},
+        "samples": [_sample_record(place, sample, value) for place, (sample, value) in enumerate(pairs, start=1)],
+    }
+
+
+def _sample_record(number: int, sample: Sample, advantage: float) -> dict[str, Any]:
+    completion, verdict = sample.completion, sample.verdict
+    return {
+        "sample": number,
+        "response": completion.text,
+        "tokens": completion.length,
+        "finish_reason": completion.finish_reason,
+        "correct": sample.correct,
+        "extracted": verdict.extracted,
+        "rule": verdict.rule,
+        "base_reward": jsonable(sample.base_reward),
+        "length_penalty": jsonable(sample.length_penalty),
+        "reward": jsonable(sample.reward),
+        "advantage": jsonable(advantage),
+        "trains": sample.trains,
+        "mean_logprob": jsonable(float(completion.logprobs.double().mean())),
+    }

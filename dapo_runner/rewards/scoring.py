@@ -1,0 +1,109 @@
+"""Rewards: a function judges a completion; scoring adds the length term and decides what trains.
+
+A reward function is any `(prompt, completion) -> Verdict`; `math` alone judges all completions of a prompt at once,
+side by side. A plug-in is named in the configuration as
+`module:function`; it may set ``Verdict.value`` to a reward of its own, while dynamic sampling goes by
+``Verdict.correct`` alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+from dapo_runner.config import Config, ConfigError, RewardConfig
+from dapo_runner.rewards.math_rule import math_judge
+from dapo_runner.rewards.numbers import gsm8k_rule, integer_rule
+from dapo_runner.rewards.overlong import length_penalty
+from dapo_runner.rewards.rule import answer_rule
+from dapo_runner.types import Completion, Group, Prompt, Sample, Verdict
+
+__all__ = ["GroupReward", "RewardFunction", "ScoreGroup", "load_group_reward", "load_reward", "make_scorer"]
+
+RewardFunction = Callable[[Prompt, Completion], Verdict]
+GroupReward = Callable[[Prompt, Sequence[Completion]], list[Verdict]]
+ScoreGroup = Callable[[Prompt, Iterable[Completion]], Group]
+
+
+def load_reward(config: RewardConfig) -> RewardFunction:
+    """The reward function that the configuration names. Raises ConfigError when a plug-in cannot be found, or a
+    package that it needs.
+    """
+    if config.kind == "math":
+        judge = math_judge(config.workers, config.deadline)
+        return lambda prompt, completion: judge([completion.text], prompt.answer)[0]
+    rules: dict[str, Callable[[str, str], Verdict]] = {
+        "dapo": partial(answer_rule, boxed_fallback=config.boxed_fallback),
+        "gsm8k": gsm8k_rule,
+        "integer": integer_rule,
+    }
+    if config.kind in rules:
+        rule = rules[config.kind]
+        return lambda prompt, completion: rule(completion.text, prompt.answer)
+    return _load_plugin(config.kind)
+
+
+def load_group_reward(config: RewardConfig) -> GroupReward:
+    """The same for all completions of one prompt. Raises ConfigError as ``load_reward`` does."""
+    if config.kind == "math":
+        judge = math_judge(config.workers, config.deadline)
+        return lambda prompt, completions: judge([completion.text for completion in completions], prompt.answer)
+    reward = load_reward(config)
+    return lambda prompt, completions: [reward(prompt, completion) for completion in completions]
+
+
+def _load_plugin(name: str) -> RewardFunction:
+    module_name, _, function_name = name.partition(":")
+    if str(Path.cwd()) not in sys.path:  # a console script does not see the folder it is started in
+        sys.path.append(str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"reward.kind: expected module:function that can be imported from here, got {name!r} ({error})"
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ConfigError(f"reward.kind: module {module_name!r} has no function {function_name!r}")
+
+    def checked(prompt: Prompt, completion: Completion) -> Verdict:
+        verdict = function(prompt, completion)
+        if not isinstance(verdict, Verdict):
+            raise TypeError(f"reward {name}: expected a dapo_runner.types.Verdict, got {type(verdict).__name__}")
+        return verdict
+
+    return checked
+
+
+def make_scorer(config: Config, *, shaped: bool = True) -> ScoreGroup:
+    """A function that scores the completions of one prompt.
+
+    ``shaped=False`` leaves the length term and overlong filtering out: the plain correctness that evaluation
+    reports.
+    """
+    reward = load_group_reward(config.reward)
+    overlong = config.reward.overlong
+    punish, filter_truncated = shaped and overlong.soft_punishment, shaped and overlong.filter
+    max_length, cache_length = config.overlong_max_length, overlong.cache_length
+
+    def make_sample(completion: Completion, verdict: Verdict) -> Sample:
+        value = verdict.value
+        if value is None:
+            value = config.reward.correct if verdict.correct else config.reward.wrong
+        return Sample(
+            completion=completion,
+            verdict=verdict,
+            base_reward=value,
+            length_penalty=length_penalty(completion.length, max_length, cache_length) if punish else 0.0,
+            trains=not (filter_truncated and completion.truncated),
+        )
+
+    def score(prompt: Prompt, completions: Iterable[Completion]) -> Group:
+        completions = list(completions)
+        verdicts = reward(prompt, completions)
+        return Group(prompt, tuple(map(make_sample, completions, verdicts)))
+
+    return score

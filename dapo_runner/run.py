@@ -1,0 +1,295 @@
+"""What a run is made of: built, or put back as its last checkpoint left it; and whether it is the same run."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from dapo_runner.checkpoint import Checkpoint, checkpoint_to_resume, load_checkpoint, save_checkpoint
+from dapo_runner.config import Config, ConfigError, cautions, dump_config, parse_config
+from dapo_runner.evaluate import evaluate
+from dapo_runner.policy.model import load_model, load_policy, load_reference, load_tokenizer, resolve_device
+from dapo_runner.preflight.needs import check_needs
+from dapo_runner.records.metrics import METRICS_FILE, batch_metrics, prefixed, sampling_metrics
+from dapo_runner.records.postmortem import save_batch
+from dapo_runner.records.progress import Progress
+from dapo_runner.records.run_log import CHECKPOINTS, RunLog
+from dapo_runner.records.trackers import open_trackers
+from dapo_runner.rewards.scoring import ScoreGroup, make_scorer
+from dapo_runner.rollout.engine import RolloutEngine
+from dapo_runner.rollout.hf import HFEngine
+from dapo_runner.rollout.probe import SyncProbe
+from dapo_runner.rollout.vllm import VLLMEngine
+from dapo_runner.sampling.data import Dataset, PromptCursor, load_data
+from dapo_runner.sampling.sampler import DynamicSampler, SampledStep
+from dapo_runner.tasks.tiny import ensure_tiny_model
+from dapo_runner.timing import StepClock
+from dapo_runner.types import Group, Prompt, SamplingParams, Sequence
+from dapo_runner.update.learner import Learner, MiniBatch, NonFiniteUpdateError, resolve_objective
+
+CONFIG_FILE = "config.yaml"
+NONFINITE = "nonfinite"
+TINY_MODEL = "model"
+# What may differ between a run and its resumption without its metrics being those of another run.
+FREE_TO_CHANGE = (
+    *("run.steps", "run.save_every", "run.keep", "run.name", "run.output_dir", "logging."),
+    "sampler.on_exhausted",  # decides what becomes of a step that the steps so far did not come to
+)
+
+
+@dataclass
+class Run:
+    """A run under way: what the loop works with, and where it writes."""
+
+    config: Config
+    folder: Path
+    dataset: Dataset
+    learner: Learner
+    engine: RolloutEngine
+    sampler: DynamicSampler
+    sync_probe: SyncProbe
+    score: ScoreGroup
+    log: RunLog
+    progress: Progress
+    clock: StepClock
+    first_step: int
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.close()
+        self.log.close()
+
+    def timed(self, phase: str) -> AbstractContextManager[None]:
+        return self.clock.phase(phase)
+
+    def generate_groups(self, prompts: list[Prompt], round_number: int) -> list[Group]:
+        with self.timed("rollout"):
+            completions = self.engine.generate(prompts, rollout_sampling(self.config, round_number))
+        with self.timed("score"):
+            return [self.score(prompt, samples) for prompt, samples in zip(prompts, completions, strict=True)]
+
+    def release_engine(self) -> None:
+        """The policy is about to train and wants the memory."""
+        with self.timed("sync"):
+            self.engine.release()
+
+    def update(self, mini: MiniBatch, step: int) -> dict[str, float]:
+        """One update; where its loss or gradient is not finite, the batch is kept."""
+        try:
+            return self.learner.update(mini, step - 1)
+        except NonFiniteUpdateError as error:
+            path = self.folder / NONFINITE / f"step_{step:06d}.safetensors"
+            save_batch(path, mini.micro_batches, str(error))
+            raise NonFiniteUpdateError(f"{error}. The batch is in {path}", mini) from error
+
+    def sync(self) -> dict[str, float]:
+        """Hand the engine the policy's weights, and see that it took them. Raises OutOfSyncError."""
+        with self.timed("sync"):
+            self.engine.update_weights(self.learner.policy.named_weights())
+        return self.probe()
+
+    def probe(self) -> dict[str, float]:
+        """How far engine and learner are apart. Raises OutOfSyncError."""
+        with self.timed("probe"):
+            return self.sync_probe(self.engine, self.learner)
+
+    def log_step(
+        self,
+        step: int,
+        sampled: SampledStep,
+        sequences: list[Sequence],
+        trained: dict[str, float],
+        in_sync: dict[str, float],
+    ) -> None:
+        with self.timed("log"):
+            figures = (
+                sampling_metrics(sampled.stats)
+                | batch_metrics(sampled.groups)
+                | prefixed("train", trained)
+                | prefixed("sync", in_sync)
+            )
+            news = self.log.step(step, figures, sampled.groups, sequences)
+            self.progress.step(step, figures, self.clock.so_far())
+            for note in (news, sampled.shortfall):
+                if note is not None:
+                    self.progress.note(note)
+
+    def save(self, step: int) -> None:
+        with self.timed("save"):
+            save_checkpoint(self.folder / CHECKPOINTS, step, self.learner, self.sampler, self.config.run.keep)
+
+    def end_step(self, step: int) -> None:
+        """After all of a step, its evaluation and its checkpoint included: where its time went. A kill before it loses
+        no more than that line.
+        """
+        self.log.seconds(step, self.clock.lap())
+
+    def evaluate(self, step: int) -> None:
+        if not self.dataset.heldout:
+            return
+        with self.timed("evaluate"):
+            unshaped = make_scorer(self.config, shaped=False)
+            result = evaluate(self.engine.generate, self.dataset.heldout, unshaped, self.config)
+        self.log.evaluation(step, prefixed("eval", result.metrics))
+        self.progress.evaluation(step, result.metrics)
+
+
+def rollout_sampling(config: Config, round_number: int) -> SamplingParams:
+    """The sampling of one generation round, with a seed of its own."""
+    rollout = config.rollout
+    return SamplingParams(
+        n=rollout.group_size,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        max_tokens=rollout.max_response_tokens,
+        seed=random.Random(f"{config.run.seed}:{round_number}").getrandbits(31),
+    )
+
+
+def open_run(config: Config, progress: Progress) -> Run:
+    """Build everything a run needs, or put it back as its last checkpoint left it."""
+    resolve_objective(config)
+    if config.parallel.gpus > 1:
+        raise ConfigError(
+            f"parallel.gpus: expected 1, which is what this version trains on, got {config.parallel.gpus}; "
+            "--dry-run makes a plan for any number"
+        )
+    check_needs(config)
+    folder, device = config.run_dir, resolve_device(config.run.device)
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    check_same_run(config, folder)
+    _make_folder(folder, config)
+    checkpoint = checkpoint_to_resume(folder / CHECKPOINTS)
+    source = checkpoint.model if checkpoint else initial_model(config, folder, progress)
+    dataset = load_data(config, load_tokenizer(source, config.model))
+    for note in (f"data: {dataset.report.describe()}", *cautions(config)):
+        progress.note(note)
+    clock = StepClock(device, progress.phase)
+    learner = open_learner(config, folder, checkpoint, device, progress, clock)
+    cursor = PromptCursor(dataset.train, config.run.seed, dataset.heldout)
+    sampler = DynamicSampler(cursor, config.sampler, progress.round)
+    engine = open_engine(config, source, device)
+    trackers = open_trackers(config, folder, checkpoint.step + 1 if checkpoint else 0)
+    # Nothing that draws a random number comes after this: a resumed run must see the numbers the first one saw.
+    torch.manual_seed(config.run.seed)
+    random.seed(config.run.seed)
+    if checkpoint:
+        load_checkpoint(checkpoint, learner, sampler)
+        progress.note(f"resuming after step {checkpoint.step} from {checkpoint.path}")
+    done = checkpoint.step if checkpoint else 0
+    progress.start(done, config.run.steps)
+    clock.lap()  # what a run is made of was loaded before its first step
+    return Run(
+        config=config,
+        folder=folder,
+        dataset=dataset,
+        learner=learner,
+        engine=engine,
+        sampler=sampler,
+        sync_probe=SyncProbe(dataset.train, config),
+        score=make_scorer(config),
+        log=RunLog(folder, config.logging.rollouts, trackers, resumed_after=checkpoint.step if checkpoint else None),
+        progress=progress,
+        clock=clock,
+        first_step=done,
+    )
+
+
+def open_learner(
+    config: Config,
+    folder: Path,
+    checkpoint: Checkpoint | None,
+    device: torch.device,
+    progress: Progress,
+    clock: StepClock,
+) -> Learner:
+    """The policy, where the objective has a KL penalty its reference, and the optimizer.
+
+    Adapters are put on the model that training started from: what a checkpoint holds has them merged in.
+    """
+    start = initial_model(config, folder, progress)
+    source = start if checkpoint is None or config.model.lora is not None else checkpoint.model
+    policy = load_policy(source, config.model, device, config.run.seed)
+    needs_reference = resolve_objective(config).kl_coef != 0
+    own_reference = config.model.lora is not None and config.loss.reference is None
+    reference = None
+    if needs_reference and not own_reference:
+        reference = load_reference(config.loss.reference or start, config.model, device)
+    return Learner(policy, config, reference, clock)
+
+
+def _make_folder(folder: Path, config: Config) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_whole(folder / CONFIG_FILE, dump_config(config))
+    except OSError as error:
+        raise ConfigError(f"run.output_dir: expected a folder that can be written to: {error}") from error
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """A kill leaves the old file or the new one, never half of it."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
+
+
+def initial_model(config: Config, folder: Path, progress: Progress) -> str | Path:
+    """Where the policy starts from."""
+    if config.model.path is not None:
+        return config.model.path
+    return ensure_tiny_model(config, folder / TINY_MODEL, progress.note)
+
+
+def open_engine(config: Config, source: str | Path, device: torch.device) -> RolloutEngine:
+    """A rollout engine with weights of its own, loaded from ``source``."""
+    tokenizer = load_tokenizer(source, config.model)
+    if config.rollout.engine == "vllm":
+        return VLLMEngine(source, tokenizer, config, device)
+    model = load_model(source, config.model, device, "sdpa")
+    return HFEngine(model, tokenizer, config.rollout.max_batch_sequences)
+
+
+def check_same_run(config: Config, folder: Path) -> None:
+    """Refuse to continue a run under another configuration. Raises ConfigError naming what differs.
+
+    A folder where nothing was logged holds no run yet: what an earlier attempt made there is cleared away.
+    """
+    stored = folder / CONFIG_FILE
+    if not stored.is_file():
+        return
+    # By way of the configuration: keys that a later version added have their defaults.
+    earlier = parse_config(yaml.safe_load(stored.read_text(encoding="utf-8")))
+    before, now = (_flat(yaml.safe_load(dump_config(item))) for item in (earlier, config))
+    differing = [
+        f"{key}: {before.get(key)!r} → {now.get(key)!r}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not key.startswith(FREE_TO_CHANGE)
+    ]
+    if differing and not (folder / METRICS_FILE).exists():
+        shutil.rmtree(folder / TINY_MODEL, ignore_errors=True)
+    elif differing:
+        raise ConfigError(
+            f"{folder} holds a run with another configuration ({'; '.join(differing)}); "
+            "choose another run.name, or remove the folder"
+        )
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,0 +1,342 @@
+"""Problems from files, cleaned and counted, as tokenized prompts, and the cursor that walks over them.
+
+Two schemas, in .jsonl or .parquet. Whatever is left out on the way is counted in the ``DataReport``.
+
+    DAPO    `prompt` [{role, content}], `reward_model` {ground_truth}, `data_source`
+    GSM8K   `question`, `answer` ending in `#### n`
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+from dapo_runner.config import Config, ConfigError, DataConfig
+from dapo_runner.sampling.arithmetic import split_problems
+from dapo_runner.types import Prompt
+
+RECIPE_OPENING = "Solve the following math problem step by step."
+RECIPE_TEMPLATE = (
+    RECIPE_OPENING + " The last line of your response should be of the form Answer: $Answer (without quotes) where "
+    "$Answer is the answer to the problem.\n\n{question}\n\n"
+    'Remember to put your answer on its own line after "Answer:".'
+)
+
+
+class Tokenizer(Protocol):
+    """What is asked of a transformers tokenizer."""
+
+    chat_template: Any
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool = ...) -> Any: ...
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], **kwargs: Any) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One row of a data set. ``context`` holds the messages before the question (a system prompt, say)."""
+
+    question: str
+    answer: str
+    source: str
+    context: tuple[tuple[str, str], ...] = ()  # (role, content)
+
+    @property
+    def key(self) -> str:
+        """What makes two rows the same problem: their text, apart from white space."""
+        text = "\0".join([*(f"{role}:{content}" for role, content in self.context), self.question])
+        return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()
+
+
+@dataclass(slots=True)
+class DataReport:
+    """Where the rows went: ``rows`` = the sum of everything below it, ``train`` and ``heldout`` included."""
+
+    rows: int = 0
+    duplicates: int = 0
+    conflicting: int = 0  # rows of prompts that come with several different answers
+    in_heldout: int = 0  # training rows that are held out
+    too_long: int = 0
+    beyond_limit: int = 0  # rows of the evaluation file past eval_size
+    train: int = 0
+    heldout: int = 0
+    conflicting_prompts: int = 0
+
+    def describe(self) -> str:
+        dropped = {
+            "duplicates": self.duplicates,
+            f"rows of {self.conflicting_prompts} prompts with conflicting answers": self.conflicting,
+            "held-out problems": self.in_heldout,
+            "prompts too long": self.too_long,
+            "evaluation rows past eval_size": self.beyond_limit,
+        }
+        parts = [f"{count} {what}" for what, count in dropped.items() if count]
+        return f"{self.rows} rows → {self.train} training and {self.heldout} held-out prompts" + (
+            f"; dropped {', '.join(parts)}" if parts else ""
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    train: list[Prompt]
+    heldout: list[Prompt]
+    report: DataReport = field(default_factory=DataReport)
+
+
+def load_data(config: Config, tokenizer: Tokenizer) -> Dataset:
+    """Training and held-out prompts as the configuration asks for them. Raises ConfigError."""
+    data, report = config.data, DataReport()
+    if data.format == "arithmetic":
+        split = split_problems(data.arithmetic)
+        train, heldout = ([Problem(p.question, p.answer, "arithmetic") for p in part] for part in split)
+        report.rows = len(train) + len(heldout)
+    else:
+        assert data.path is not None  # the configuration saw to it
+        train = clean(read_problems(data.path, data.format, data.limit), data, report)
+        if data.eval_path is not None:
+            rows = clean(read_problems(data.eval_path, data.eval_format), data, report)
+            heldout, report.beyond_limit = rows[: data.eval_size], max(0, len(rows) - data.eval_size)
+        else:
+            heldout = _cut_heldout(train, data.eval_size)
+        keys = {problem.key for problem in heldout}
+        kept = [problem for problem in train if problem.key not in keys]
+        report.in_heldout = len(train) - len(kept) - (len(heldout) if data.eval_path is None else 0)
+        train = kept
+    limit = config.rollout.max_prompt_tokens
+    dataset = Dataset(
+        train=build_prompts(train, tokenizer, data, limit, report),
+        heldout=build_prompts(heldout, tokenizer, data, limit, report),
+        report=report,
+    )
+    report.train, report.heldout = len(dataset.train), len(dataset.heldout)
+    if not dataset.train:
+        raise ConfigError(f"data: no training prompt is left: {report.describe()}")
+    return dataset
+
+
+def _cut_heldout(problems: list[Problem], size: int) -> list[Problem]:
+    """The same choice for every seed, so that runs over one file are compared on the same problems."""
+    if size >= len(problems) > 0:
+        raise ConfigError(
+            f"data.eval_size: expected fewer than the {len(problems)} problems of the training file, "
+            f"got {size}; lower it, or name an eval_path"
+        )
+    return random.Random("held-out").sample(problems, size if problems else 0)
+
+
+def read_problems(path: Path, format: str = "auto", limit: int | None = None) -> Iterator[Problem]:
+    """The rows of a file, in order. Raises ConfigError naming the file, the row and what was expected."""
+    for number, row in enumerate(islice(_read_rows(path), limit), start=1):
+        if format == "auto":
+            format = _detect_format(path, row)
+        try:
+            problem = _FORMATS[format](row)
+        except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
+            expected = {"dapo": "prompt [{role, content}] and reward_model {ground_truth}"}.get(
+                format, "question and an answer ending in '#### n'"
+            )
+            raise ConfigError(f"{path}, row {number}: expected {expected}, got {_shorten(row)}") from error
+        yield problem
+
+
+def clean(problems: Iterable[Problem], data: DataConfig, report: DataReport) -> list[Problem]:
+    """Drop repeated rows and settle conflicting ones, counting both.
+
+    A prompt that occurs with several answers is dropped altogether (`on_conflict: drop`: nobody knows which
+    is right), keeps its first answer (`first`), or stops the run (`error`).
+    """
+    if not data.dedupe:
+        kept = list(problems)
+        report.rows += len(kept)
+        return kept
+    first: dict[str, Problem] = {}
+    rows: dict[str, int] = {}
+    conflicts: set[str] = set()
+    for problem in problems:
+        key = problem.key
+        known = first.setdefault(key, problem)
+        rows[key] = rows.get(key, 0) + 1
+        if known.answer != problem.answer:
+            conflicts.add(key)
+            if data.on_conflict == "error":
+                raise ConfigError(
+                    f"data: one prompt has the answers {known.answer!r} and {problem.answer!r}: "
+                    f"{_shorten(problem.question)} (data.on_conflict: drop or first settles it)"
+                )
+    dropped = conflicts if data.on_conflict == "drop" else set()
+    report.rows += sum(rows.values())
+    report.conflicting_prompts += len(conflicts)
+    report.conflicting += sum(rows[key] - (key not in dropped) for key in conflicts)
+    report.duplicates += sum(count - 1 for key, count in rows.items() if key not in conflicts)
+    return [problem for key, problem in first.items() if key not in dropped]
+
+
+def build_prompts(
+    problems: list[Problem], tokenizer: Tokenizer, data: DataConfig, max_tokens: int, report: DataReport
+) -> list[Prompt]:
+    """Render and tokenize. Prompts of more than ``max_tokens`` tokens are left out and counted."""
+    has_template = bool(tokenizer.chat_template)
+    if data.chat_template == "always" and not has_template:
+        raise ConfigError("data.chat_template: expected a tokenizer with a chat template for 'always', it has none")
+    chat = has_template and data.chat_template != "never"
+    texts = [_render(problem, tokenizer, data.template, chat) for problem in problems]
+    # A chat template writes its own special tokens; adding them again would double the first one.
+    token_ids = tokenizer(texts, add_special_tokens=not chat)["input_ids"] if texts else []
+    prompts = [
+        Prompt(id=problem.key[:16], token_ids=tuple(ids), text=text, answer=problem.answer, source=problem.source)
+        for problem, text, ids in zip(problems, texts, token_ids, strict=True)
+        if len(ids) <= max_tokens
+    ]
+    report.too_long += len(problems) - len(prompts)
+    return prompts
+
+
+def _render(problem: Problem, tokenizer: Tokenizer, template: str, chat: bool) -> str:
+    question = apply_template(template, problem.question)
+    if not chat:
+        return "\n\n".join([*(content for _, content in problem.context), question])
+    turns = [*problem.context, ("user", question)]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def apply_template(template: str, question: str) -> str:
+    """Put a question into a template, unless it carries the recipe's instruction already."""
+    if template == "plain" or (template == "dapo" and question.startswith(RECIPE_OPENING)):
+        return question
+    return (RECIPE_TEMPLATE if template == "dapo" else template).replace("{question}", question)
+
+
+def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        raise ConfigError(f"data: expected a file at {path}, found nothing there")
+    if path.suffix == ".jsonl":
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield _parse_json(path, number, line)
+    elif path.suffix == ".parquet":
+        from pyarrow import parquet  # comes with datasets; slow to import, and only this branch wants it
+
+        for batch in parquet.ParquetFile(path).iter_batches(batch_size=1024):
+            yield from batch.to_pylist()
+    else:
+        raise ConfigError(f"data: expected a .jsonl or .parquet file, got {path}")
+
+
+def _parse_json(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}, line {number}: not valid JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ConfigError(f"{path}, line {number}: expected a JSON object, got {_shorten(row)}")
+    return row
+
+
+def _detect_format(path: Path, row: Mapping[str, Any]) -> str:
+    if {"prompt", "reward_model"} <= row.keys():
+        return "dapo"
+    if {"question", "answer"} <= row.keys():
+        return "gsm8k"
+    raise ConfigError(
+        f"{path}: expected the columns 'prompt' and 'reward_model' (DAPO) or 'question' and 'answer' "
+        f"(GSM8K), got {', '.join(row)}"
+    )
+
+
+def _from_dapo(row: Mapping[str, Any]) -> Problem:
+    *context, question = [(message["role"], message["content"]) for message in row["prompt"]]
+    if question[0] != "user":
+        raise ValueError("the last message must be the user's")
+    answer = row["reward_model"]["ground_truth"]
+    if answer is None or not str(answer).strip():
+        raise ValueError("empty ground truth")
+    return Problem(question[1].strip(), str(answer).strip(), str(row.get("data_source") or ""), tuple(context))
+
+
+def _from_gsm8k(row: Mapping[str, Any]) -> Problem:
+    _, mark, answer = row["answer"].rpartition("####")
+    if not mark or not answer.strip():
+        raise ValueError("no '#### n'")
+    return Problem(row["question"].strip(), answer.strip().replace(",", ""), "gsm8k")
+
+
+_FORMATS = {"dapo": _from_dapo, "gsm8k": _from_gsm8k}
+
+
+def _shorten(value: Any, width: int = 160) -> str:
+    text = repr(value)
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+class PromptCursor:
+    """Walks over the prompts for ever, in a new order every epoch, and can be put down and taken up again.
+
+    The order of epoch e is a function of (seed, e) alone, so the state is two integers.
+    """
+
+    def __init__(self, prompts: list[Prompt], seed: int, heldout: Iterable[Prompt] = ()) -> None:
+        """``heldout`` is not walked over; a state saved beside other held-out prompts is refused all the same."""
+        if not prompts:
+            raise ValueError("PromptCursor: expected at least one prompt, got none")
+        self.prompts = prompts
+        self.heldout = tuple(heldout)
+        self.seed = seed
+        self.epoch = 0
+        self.position = 0
+        self._order = self._shuffled()
+
+    def take(self, n: int) -> list[Prompt]:
+        """The next ``n`` prompts; an epoch ends, and the next begins, wherever that falls."""
+        taken: list[Prompt] = []
+        while len(taken) < n:
+            if self.position == len(self._order):
+                self.epoch, self.position = self.epoch + 1, 0
+                self._order = self._shuffled()
+            indices = self._order[self.position : self.position + n - len(taken)]
+            taken += [self.prompts[index] for index in indices]
+            self.position += len(indices)
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "seed": self.seed,
+            "data": self._fingerprint(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ConfigError when the state was saved over other prompts or another seed."""
+        here = {"seed": self.seed, "data": self._fingerprint()}
+        for what, now in here.items():
+            if state[what] != now:
+                raise ConfigError(
+                    f"cannot resume: the run was saved with {what} {state[what]!r}, this one has {now!r}; resume with "
+                    "the seed and the data it was started with (data.path, data.eval_path), or start a new run"
+                )
+        self.epoch, self.position = state["epoch"], state["position"]
+        self._order = self._shuffled()
+
+    def _shuffled(self) -> list[int]:
+        order = list(range(len(self.prompts)))
+        random.Random(f"{self.seed}:{self.epoch}").shuffle(order)
+        return order
+
+    def _fingerprint(self) -> str:
+        def digest(prompts: Iterable[Prompt]) -> str:
+            lines = (f"{prompt.id} {prompt.answer}\n" for prompt in prompts)
+            return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+
+        training = f"{len(self.prompts)} prompts, {digest(self.prompts)}"
+        if not self.heldout:
+            return training
+        return f"{training}, {len(self.heldout)} held out, {digest(self.heldout)}"

@@ -1,0 +1,196 @@
+"""Dynamic sampling (DAPO, Section 3.2, Eq. 11): ask until the batch is full of groups that teach something.
+
+A group is kept when some but not all of its samples are right, judged on correctness and never on the shaped
+reward. Groups are accepted in the order of their prompts, whatever order they were finished in: taking the
+quick ones first would favour short responses. What is left over opens the next step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dapo_runner.config import SamplerConfig
+from dapo_runner.sampling.data import PromptCursor
+from dapo_runner.types import Completion, Group, Prompt, Sample, Verdict
+
+GenerateGroups = Callable[[list[Prompt], int], list[Group]]
+"""Scored groups for prompts, in their order. The second argument counts the rounds of the whole run: a seed
+made from it differs from round to round and is the same again after a resume."""
+
+# The weight of `initial_acceptance`, in groups: steadies the first rounds, soon outweighed by what is seen.
+PRIOR_GROUPS = 4
+# What earlier rounds saw counts less with each round: a policy that learns changes its acceptance rate.
+MEMORY = 0.7
+
+
+class SamplingExhaustedError(RuntimeError):
+    """The rounds of a step ran out before its batch was full, and the configuration calls that an error."""
+
+
+@dataclass(slots=True)
+class SamplingStats:
+    """What one step generated, kept or not; all of it counts of groups, but for the last five, of samples."""
+
+    rounds: int = 0
+    groups: int = 0
+    all_right: int = 0
+    all_wrong: int = 0
+    mixed: int = 0
+    carried_in: int = 0  # groups left over from earlier steps
+    carried_out: int = 0
+    samples: int = 0
+    correct: int = 0
+    truncated: int = 0
+    tokens: int = 0
+    reward: float = 0.0  # sum over samples
+
+    def count(self, groups: list[Group]) -> None:
+        for group in groups:
+            self.groups += 1
+            self.all_right += group.all_right
+            self.all_wrong += group.all_wrong
+            self.mixed += group.is_mixed
+            self.samples += len(group.samples)
+            self.correct += group.n_correct
+            self.truncated += group.n_truncated
+            self.tokens += sum(sample.completion.length for sample in group.samples)
+            self.reward += sum(sample.reward for sample in group.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledStep:
+    """With `on_exhausted: train_partial`, ``groups`` may be short; ``shortfall`` then says why."""
+
+    groups: list[Group]
+    stats: SamplingStats
+    shortfall: str | None = None
+
+
+class DynamicSampler:
+    """Turns a prompt cursor and a generator into full batches of groups."""
+
+    def __init__(
+        self,
+        cursor: PromptCursor,
+        config: SamplerConfig,
+        on_round: Callable[[int, SamplingStats], None] | None = None,
+    ) -> None:
+        """``on_round(groups at hand, stats)`` is called after every round: progress while a step fills."""
+        self.cursor = cursor
+        self.config = config
+        self.on_round = on_round
+        self.rounds_so_far = 0
+        self.buffer: list[Group] = []
+        self._accepted = self._tried = 0.0  # groups, with fading memory
+
+    @property
+    def acceptance(self) -> float:
+        """The share of groups that is expected to be kept; in (0, 1]."""
+        prior = self.config.initial_acceptance * PRIOR_GROUPS
+        return (self._accepted + prior) / (self._tried + PRIOR_GROUPS)
+
+    def next(self, generate_groups: GenerateGroups) -> SampledStep:
+        """The groups of one step.
+
+        Raises SamplingExhaustedError when `max_rounds` rounds do not fill it and `on_exhausted` is `error`.
+        With `train_partial` the step may be short, or even empty when no group at all was mixed.
+        """
+        wanted, stats = self.config.prompts_per_step, SamplingStats(carried_in=len(self.buffer))
+        while len(self.buffer) < wanted and stats.rounds < self.config.max_rounds:
+            prompts = self.cursor.take(self._round_size(wanted - len(self.buffer)))
+            groups = generate_groups(prompts, self.rounds_so_far)
+            self.rounds_so_far += 1
+            stats.rounds += 1
+            stats.count(groups)
+            kept = [group for group in groups if group.is_mixed or not self.config.filter_groups]
+            self.buffer += kept
+            self._accepted = MEMORY * self._accepted + len(kept)
+            self._tried = MEMORY * self._tried + len(groups)
+            if self.on_round is not None:
+                self.on_round(len(self.buffer), stats)
+        shortfall = self._explain(stats) if len(self.buffer) < wanted else None
+        if shortfall is not None and self.config.on_exhausted == "error":
+            raise SamplingExhaustedError(
+                f"{shortfall} (sampler.on_exhausted: train_partial goes on with what there is)"
+            )
+        step, self.buffer = self.buffer[:wanted], self.buffer[wanted:]
+        stats.carried_out = len(self.buffer)
+        return SampledStep(step, stats, shortfall)
+
+    def _round_size(self, missing: int) -> int:
+        """As many prompts as are expected to give the missing groups, within what a first round asks for."""
+        if not self.config.filter_groups:
+            return missing
+        ceiling = math.ceil(self.config.prompts_per_step / self.config.initial_acceptance)
+        return min(math.ceil(missing / self.acceptance), ceiling)
+
+    def _explain(self, stats: SamplingStats) -> str:
+        return (
+            f"dynamic sampling: {len(self.buffer)} of {self.config.prompts_per_step} groups after "
+            f"{stats.rounds} rounds of at most {self.config.max_rounds}: of {stats.groups} groups generated, "
+            f"{stats.all_right} were all right, {stats.all_wrong} all wrong, {stats.mixed} mixed; "
+            f"{stats.truncated} of {stats.samples} samples were truncated. {_advice(stats, len(self.cursor.prompts))}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and tensors: the cursor, the acceptance rate and the groups carried over."""
+        return {
+            "cursor": self.cursor.state_dict(),
+            "rounds_so_far": self.rounds_so_far,
+            "accepted": self._accepted,
+            "tried": self._tried,
+            "buffer": [_group_state(group) for group in self.buffer],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.cursor.load_state_dict(state["cursor"])
+        self.rounds_so_far = state["rounds_so_far"]
+        self._accepted, self._tried = state["accepted"], state["tried"]
+        self.buffer = [_group_from_state(group) for group in state["buffer"]]
+
+
+def _advice(stats: SamplingStats, n_prompts: int) -> str:
+    if stats.mixed and stats.groups > n_prompts:
+        return f"The {n_prompts} prompts were gone through {stats.groups / n_prompts:.1f} times: more data."
+    if 2 * stats.truncated >= stats.samples:
+        return "Most samples were cut: raise rollout.max_response_tokens."
+    if stats.all_right >= stats.all_wrong:
+        return "The problems are mostly solved: harder data, or the end of this run."
+    return "The problems are mostly out of reach: easier data, larger groups, or check the answer format."
+
+
+def _group_state(group: Group) -> dict[str, Any]:
+    return {
+        "prompt": asdict(group.prompt),
+        "samples": [
+            {
+                "token_ids": sample.completion.token_ids,
+                "logprobs": sample.completion.logprobs,
+                "finish_reason": sample.completion.finish_reason,
+                "text": sample.completion.text,
+                "verdict": asdict(sample.verdict),
+                "base_reward": sample.base_reward,
+                "length_penalty": sample.length_penalty,
+                "trains": sample.trains,
+            }
+            for sample in group.samples
+        ],
+    }
+
+
+def _group_from_state(state: Mapping[str, Any]) -> Group:
+    samples = tuple(
+        Sample(
+            completion=Completion(item["token_ids"], item["logprobs"], item["finish_reason"], item["text"]),
+            verdict=Verdict(**item["verdict"]),
+            base_reward=item["base_reward"],
+            length_penalty=item["length_penalty"],
+            trains=item["trains"],
+        )
+        for item in state["samples"]
+    )
+    prompt = state["prompt"]
+    return Group(Prompt(**{**prompt, "token_ids": tuple(prompt["token_ids"])}), samples)

@@ -1,0 +1,176 @@
+"""Configuration: what is refused, and whether the message would help the person who made the mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from builders import make_config
+
+from dapo_runner.config import Config, ConfigError, apply_overrides, cautions, dump_config, load_config
+from dapo_runner.preflight.plan import ModelShape, make_plan, memory_estimate, model_shape
+
+MINIMAL = """
+model: {tiny: {layers: 2}}
+data: {format: arithmetic}
+rollout: {max_response_tokens: 64, max_prompt_tokens: 32}
+sampler: {prompts_per_step: 32}
+reward: {overlong: {cache_length: 16}}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def test_defaults_are_the_papers() -> None:
+    config = Config.model_validate({"model": {"path": "m"}, "data": {"path": "d.parquet"}})
+    assert (config.sampler.prompts_per_step, config.rollout.group_size) == (512, 16)
+    assert config.updates_per_step == 16
+    assert config.overlong_max_length == 20480
+    assert config.reward.overlong.cache_length == 4096
+    assert (config.optimizer.lr, config.optimizer.warmup_steps, config.optimizer.weight_decay) == (
+        1e-6,
+        20,
+        0.1,
+    )
+    assert (config.evaluation.k, config.evaluation.top_p) == (32, 0.7)
+    assert config.advantage.eps == 1e-6
+
+
+def test_dump_reads_back_equal(recipe: Path, tmp_path: Path) -> None:
+    config = load_config(recipe, ["optimizer.lr=1e-4", "loss.overrides.clip_high=0.3"])
+    again = tmp_path / "again.yaml"
+    again.write_text(dump_config(config))
+    assert load_config(again) == config
+
+
+@pytest.mark.parametrize(
+    "override", [["optimizer.lr=1e-4"], ["--optimizer.lr=1e-4"], ["--optimizer.lr", "1e-4"]], ids=str
+)
+def test_override_forms(recipe: Path, override: list[str]) -> None:
+    assert load_config(recipe, override).optimizer.lr == 1e-4
+
+
+def test_override_values_are_yaml_and_leave_the_input_alone() -> None:
+    raw = {"a": {"b": 1, "c": 2}}
+    merged = apply_overrides(raw, ["a.b=null", "a.d.e=[1, x]", "f=a=b"])
+    assert merged == {"a": {"b": None, "c": 2, "d": {"e": [1, "x"]}}, "f": "a=b"}
+    assert raw == {"a": {"b": 1, "c": 2}}
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("optimizer.lrr=1", ["optimizer.lrr", "unknown key", "did you mean 'lr'?", "warmup_steps"]),
+        ("optimiser.lr=1", ["optimiser", "did you mean 'optimizer'?", "evaluation"]),
+        ("model.tiny.layer=3", ["model.tiny.layer", "did you mean 'layers'?"]),
+        ("optimizer.lr=fast", ["optimizer.lr", "number", "'fast'"]),
+        ("optimizer.lr=-1", ["optimizer.lr", "greater than 0", "-1"]),
+        ("optimizer.lr=.nan", ["optimizer.lr", "finite"]),
+        ("rollout.group_size=1", ["rollout.group_size", "greater than or equal to 2", "got 1"]),
+        ("model.path=x", ["model", "exactly one of 'path' and 'tiny'", "both"]),
+        ("data.path=x.jsonl", ["data", "arithmetic", "must be null"]),
+        ("data.format=csv", ["data.format", "'gsm8k'", "'csv'"]),
+        ("data.format=auto", ["data", ".jsonl or .parquet", "null"]),
+        ("data.template=solve", ["template", "{question}", "'solve'"]),
+        ("reward.kind=magic", ["kind", "module:function", "'magic'"]),
+        ("reward.correct=-1", ["correct must be > wrong=-1"]),
+        ("reward.overlong.cache_length=64", ["reward.overlong.cache_length", "less than L_max=64", "got 64"]),
+        ("reward.overlong.max_length=65", ["reward.overlong.max_length", "at most", "64", "got 65"]),
+        ("optimizer.mini_batch_size=100", ["optimizer.mini_batch_size", "divisor of the 512", "got 100"]),
+        ("optimizer.token_budget=94", ["optimizer.token_budget", "at least 95", "got 94"]),
+        ("data.arithmetic.max_digits=9", []),
+        ("data.arithmetic.operands=3", []),
+        ("run=3", ["run", "got 3"]),
+        ("optimizer.lr.x=3", ["optimizer.lr.x"]),
+        ("optimizer.lr", ["expected key=value"]),
+        ("=3", ["expected key=value"]),
+        ("--optimizer.lr", ["expected a value after it"]),
+        ("run.name=[1", ["run.name", "not a YAML value"]),
+    ],
+)
+def test_mistakes_are_named(recipe: Path, override: str, parts: list[str]) -> None:
+    if not parts:
+        load_config(recipe, [override])
+        return
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe, ["optimizer.lr=1", override] if override == "optimizer.lr.x=3" else [override])
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_every_problem_is_listed_at_once(recipe: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe, ["optimizer.lrr=1", "run.stepz=3", "rollout.top_p=2"])
+    assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "part"), [(None, "nothing there"), ("a: [", "not valid YAML"), ("- a", "expected sections")]
+)
+def test_unreadable_files(tmp_path: Path, content: str | None, part: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=part):
+        load_config(path)
+
+
+def test_vllm_is_on_the_first_gpu_or_on_none() -> None:
+    with pytest.raises(ConfigError, match=r"run\.device: expected auto, cpu, .*got 'cuda:1'.*CUDA_VISIBLE"):
+        make_config(rollout={"engine": "vllm"}, run={"device": "cuda:1"})
+    assert make_config(rollout={"engine": "hf"}, run={"device": "cuda:1"}).run.device == "cuda:1"
+
+
+@pytest.mark.parametrize("section", ["rollout", "evaluation"])
+@pytest.mark.parametrize("temperature", [1e-6, 0.009, 2.1])
+def test_temperatures_that_vllm_would_change_or_refuse(section: str, temperature: float) -> None:
+    sections = {"rollout": {"engine": "vllm"}}
+    sections[section] = {**sections.get(section, {}), "temperature": temperature}
+    with pytest.raises(ConfigError, match=rf"^{section}\.temperature: expected 0\.01 to 2 .*got {temperature:g}; .*hf"):
+        make_config(**sections)
+    sections["rollout"]["engine"] = "hf"
+    assert getattr(make_config(**sections), section).temperature == temperature
+
+
+def test_temperatures_that_vllm_takes() -> None:
+    for temperature in (0.01, 1.0, 2.0):
+        both = {"temperature": temperature}
+        make_config(rollout={"engine": "vllm", **both}, evaluation=both)
+    make_config(rollout={"engine": "vllm"}, evaluation={"temperature": 0.0})  # greedy
+
+
+def test_a_nucleus_in_rollouts_gets_a_word() -> None:
+    assert list(cautions(make_config())) == []
+    config = make_config(rollout={"top_p": 0.9})
+    (word,) = cautions(config)
+    assert word.startswith("rollout.top_p=0.9: ")
+    assert word in make_plan(config)["sampling"]
+
+
+def test_configuration_is_frozen() -> None:
+    config = make_config()
+    with pytest.raises(ValueError, match="frozen"):
+        config.run.steps = 3  # type: ignore[misc]
+
+
+def test_plan_counts_and_knows_a_real_models_size(tmp_path: Path) -> None:
+    config = make_config(optimizer={"mini_batch_size": 8, "token_budget": 256}, run={"steps": 10})
+    plan = make_plan(config)
+    assert plan["per step"] == "4 prompts × 4 = 16 responses"
+    assert "2 per step of 8 responses, 20 in all" in plan["updates"]
+    assert "unknown" in make_plan(make_config(model={"tiny": None, "path": "not/here"}))["memory"]
+    # SmolLM2-135M, whose published size is 134,515,008 parameters.
+    (tmp_path / "config.json").write_text(
+        '{"hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536, "vocab_size": 49152,'
+        ' "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": true}'
+    )
+    local = make_config(model={"tiny": None, "path": str(tmp_path)})
+    shape = model_shape(local.model)
+    assert isinstance(shape, ModelShape)
+    assert shape.parameters == 134_515_008
+    assert memory_estimate(local, shape)["weights"] == 2 * 134_515_008

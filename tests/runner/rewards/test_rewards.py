@@ -1,0 +1,260 @@
+"""Rewards: the recipe's rule on the forms answers really take, hostile output, Eq. 13, plug-ins."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from builders import make_completion, make_config, make_prompt
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapo_runner.config import ConfigError
+from dapo_runner.rewards.numbers import canonical_number, gsm8k_rule, integer_rule
+from dapo_runner.rewards.overlong import length_penalty
+from dapo_runner.rewards.rule import answer_rule, last_boxed, normalise
+from dapo_runner.rewards.scoring import load_reward, make_scorer
+from dapo_runner.types import Verdict
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ("34", "34"),
+        ("  34  ", "34"),
+        ("x = 34", "34"),
+        ("a = b = 34", "34"),
+        ("$34$", "34"),
+        (r"so $\frac{1}{2}$ it is", r"\frac{1}{2}"),
+        (r"$\boxed{34}$", "34"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\text{east}", "east"),
+        (r"\textbf{34}", "34"),
+        (r"\overline{AB}", "AB"),
+        (r"\mbox{east}", "east"),
+        (r"336^\circ", "336"),
+        (r"336^{\circ}", "336"),
+        ("336 degrees", "336"),
+        ("12 cm", "12"),
+        ("5 square units", "5"),
+        ("an apple", "apple"),
+        ("1,234,567", "1234567"),
+        ("1{,}234", "1234"),
+        (r"1,\!234", "1234"),
+        ("1,2,x", "1,2,x"),
+        (r"\frac12", r"\frac{1}{2}"),
+        (r"\frac ab", r"\frac{a}{b}"),
+        (r"\sqrt2", r"\sqrt{2}"),
+        (r"\sqrt{2}", r"\sqrt{2}"),
+        (r"\$5", "5"),
+        ('"34"', "34"),
+        ("34.$", "34"),
+        ("-1,234", "-1,234"),  # the recipe takes commas out of bare digits only
+        ("$34.$", "34"),
+        (r"3,\text{and}4", "34"),
+        ("-7", "-7"),
+        ("", ""),
+    ],
+)
+def test_normalisation(raw: str, expected: str) -> None:
+    assert normalise(raw) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "correct", "extracted"),
+    [
+        ("We get 12.\nAnswer: 12", "12", True, "12"),
+        ("Answer: 11\nno wait\nANSWER :  12\n", "12", True, "12"),
+        ("Answer: 12\nAnswer: 11", "12", False, "11"),
+        ("answer:\n12", "12", True, "12"),
+        ("Answer: $12$.", "12", True, "12"),
+        ("Answer: 12.", "12", False, "12."),
+        ("Answer: 1,200", "1200", True, "1200"),
+        ("Answer: 336", r"336^\circ", True, "336"),
+        (r"Answer: $\boxed{12}$", "12", True, "12"),
+        ("The result is 12", "12", False, None),
+        ("Answer:", "12", False, None),
+        ("", "12", False, None),
+        ("Answer: 12 apples", "12", False, "12apples"),
+        ("Answer: 12" + " " * 300, "12", False, None),
+        ("Answer: 12" + "\n" * 290, "12", True, "12"),
+    ],
+)
+def test_answer_line(text: str, answer: str, correct: bool, extracted: str | None) -> None:
+    verdict = answer_rule(text, answer)
+    assert (verdict.correct, verdict.extracted) == (correct, extracted)
+    assert verdict.rule == ("none" if extracted is None else "answer-line")
+
+
+def test_boxed_fallback_is_a_switch_and_is_named() -> None:
+    text = r"so \boxed{3} and \boxed{\frac{1}{2}}, done"
+    assert answer_rule(text, r"\frac{1}{2}") == Verdict(False, None, "none")
+    assert answer_rule(text, r"\frac12", boxed_fallback=True) == Verdict(True, r"\frac{1}{2}", "boxed")
+    both = r"Answer: 4 \n".replace(r"\n", "\n") + r"\boxed{5}"
+    assert answer_rule(both, "4", boxed_fallback=True).rule == "answer-line"
+    assert answer_rule(r"\boxed{5}" + "x" * 100, "5", boxed_fallback=True).rule == "none"
+
+
+def test_last_boxed_balances_braces() -> None:
+    assert last_boxed(r"\boxed{a{b}{c}} d}") == "a{b}{c}"
+    assert last_boxed(r"\boxed{1} \boxed{2") is None
+    assert last_boxed("nothing") is None
+
+
+HOSTILE = {
+    "open braces": "{" * 100_000,
+    "nested boxes": r"\boxed{" * 20_000,
+    "closed nest": r"\boxed{" * 10_000 + "}" * 10_000,
+    "answers": "Answer: " * 15_000,
+    "blanks after the colon": "Answer:" + " " * 100_000,
+    "blanks before the colon": "Answer" + " " * 100_000 + ":",
+    "dollars": "Answer: " + "$" * 100_000,
+    "text commands": "Answer: " + r"\text{" * 20_000,
+    "commas": "Answer: " + "1," * 50_000,
+    "minuses": "Answer: " + "-" * 100_000,
+    "hashes": "#" * 100_000,
+    "digits": "#### " + "9" * 100_000,
+    "fractions": "Answer: " + "frac" * 25_000,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_output_takes_no_longer_than_other_output(name: str) -> None:
+    """100 kB through every rule. Anything worse than linear takes seconds here, this takes well under a
+    millisecond.
+    """
+    text = HOSTILE[name]
+    start = time.process_time()
+    for _ in range(20):
+        answer_rule(text, "1", boxed_fallback=True)
+        gsm8k_rule(text, "1")
+        integer_rule(text, "1")
+    assert time.process_time() - start < 0.5
+
+
+def test_output_is_never_evaluated(tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    bomb = f"__import__('pathlib').Path({str(flag)!r}).touch()"
+    for rule in (answer_rule, gsm8k_rule, integer_rule):
+        rule(f"Answer: {bomb}\n#### {bomb}", bomb)
+    assert not flag.exists()
+
+
+@given(st.text(max_size=400), st.text(max_size=40))
+def test_rules_judge_any_text(text: str, answer: str) -> None:
+    for rule in (answer_rule, gsm8k_rule, integer_rule):
+        verdict = rule(text, answer)
+        assert not (verdict.correct and verdict.extracted is None)
+
+
+@given(st.integers(min_value=-(10**12), max_value=10**12))
+def test_integers_written_in_any_usual_way_are_right(n: int) -> None:
+    thousands = f"{n:,}" if n >= 0 else f"{n}"
+    for written in (f"{n}", thousands, f"${n}$", rf"$\boxed{{{n}}}$", f"x = {n}"):
+        assert answer_rule(f"so it is.\nAnswer: {written}", str(n)).correct, written
+    assert not answer_rule(f"Answer: {n + 1}", str(n)).correct
+    assert gsm8k_rule(f"thus\n#### {n:,}", str(n)).correct
+    assert integer_rule(f"it is {n:,}.", str(n)).correct
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "rule", "extracted"),
+    [
+        ("#### 18", "18", "hash-line", "18"),
+        ("Answer: 3\n#### 18", "18", "hash-line", "18"),
+        ("Answer: $18.00", "18", "answer-line", "18"),
+        ("Answer: about 1,800.50 dollars", "1800.5", "answer-line", "1800.5"),
+        ("#### -4", "-4", "hash-line", "-4"),
+    ],
+)
+def test_gsm8k_rule(text: str, answer: str, rule: str, extracted: str) -> None:
+    assert gsm8k_rule(text, answer) == Verdict(True, extracted, rule)
+
+
+@pytest.mark.parametrize(
+    ("text", "extracted"),
+    [
+        ("3 + 4 = 7", "7"),
+        ("it is 10-3", "3"),
+        ("minus -3", "-3"),
+        ("3.5", None),
+        ("1,234", "1234"),
+        ("0007", "7"),
+        ("7.", "7"),
+        ("", None),
+    ],
+)
+def test_integer_rule(text: str, extracted: str | None) -> None:
+    assert integer_rule(text, "x").extracted == extracted
+
+
+@pytest.mark.parametrize("rule", [gsm8k_rule, integer_rule])
+def test_number_rules_look_at_the_end_only(rule: Callable[[str, str], Verdict]) -> None:
+    assert rule("#### 12" + " " * 290, "12").correct
+    assert rule("#### 12" + " " * 300, "12") == Verdict(False, None, "none")
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [("01,234.50", "1234.5"), ("-0", "0"), ("-0.0", "0"), ("$5", "5"), ("x", "x"), (".5", "0.5"), ("", "")],
+)
+def test_canonical_number(raw: str, expected: str) -> None:
+    assert canonical_number(raw) == expected
+
+
+def test_length_penalty_is_equation_13() -> None:
+    """The paper's own figures: 16384 expected tokens and 4096 of buffer."""
+    expected = {1: 0.0, 16384: 0.0, 16385: -1 / 4096, 18432: -0.5, 20480: -1.0, 20481: -1.0, 10**6: -1.0}
+    assert {length: length_penalty(length, 20480, 4096) for length in expected} == expected
+
+
+def test_scoring_adds_the_parts_up() -> None:
+    overlong = {"cache_length": 16, "filter": True}
+    config = make_config(reward={"correct": 2.0, "wrong": -0.5, "overlong": overlong})
+    completions = [
+        make_completion(10, "Answer: 7"),
+        make_completion(56, "Answer: 7"),
+        make_completion(64, "Answer: 8", truncated=True),
+    ]
+    group = make_scorer(config)(make_prompt(answer="7"), completions)
+    assert [sample.reward for sample in group.samples] == [2.0, 1.5, -1.5]
+    assert [sample.trains for sample in group.samples] == [True, True, False]
+    assert [sample.correct for sample in group.samples] == [True, True, False]
+    plain = make_scorer(config, shaped=False)(make_prompt(answer="7"), completions)
+    assert [sample.reward for sample in plain.samples] == [2.0, 2.0, -0.5]
+    assert all(sample.trains for sample in plain.samples)
+
+
+def test_punishment_and_filtering_are_apart() -> None:
+    completion = make_completion(64, "Answer: 8", truncated=True)
+    for soft in (False, True):
+        for drop in (False, True):
+            overlong = {"cache_length": 16, "soft_punishment": soft, "filter": drop}
+            config = make_config(reward={"overlong": overlong})
+            (sample,) = make_scorer(config)(make_prompt(), [completion]).samples
+            assert (sample.length_penalty, sample.trains) == (-1.0 if soft else 0.0, not drop)
+
+
+def test_plugin_is_loaded_and_its_value_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_reward.py").write_text(
+        "from dapo_runner.types import Verdict\n"
+        "def shout(prompt, completion):\n"
+        "    return Verdict(completion.text.isupper(), value=0.25)\n"
+        "def wrong_type(prompt, completion):\n"
+        "    return 1.0\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    config = make_config(reward={"kind": "my_reward:shout", "overlong": {"soft_punishment": False}})
+    group = make_scorer(config)(make_prompt(), [make_completion(text="YES"), make_completion(text="no")])
+    assert [(sample.correct, sample.reward) for sample in group.samples] == [(True, 0.25), (False, 0.25)]
+    bad = load_reward(make_config(reward={"kind": "my_reward:wrong_type"}).reward)
+    with pytest.raises(TypeError, match=r"my_reward:wrong_type: expected .*Verdict, got float"):
+        bad(make_prompt(), make_completion())
+
+
+@pytest.mark.parametrize("kind", ["no_such_module_here:f", "json:no_such_function"])
+def test_missing_plugins_are_named(kind: str) -> None:
+    with pytest.raises(ConfigError, match=kind.split(":")[0]):
+        load_reward(make_config(reward={"kind": kind}).reward)

@@ -1,0 +1,203 @@
+"""The hf engine: what it samples, from which distribution, and that nothing depends on the batching."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from dapo_runner.config import ConfigError, ModelConfig
+from dapo_runner.policy.model import load_model, load_tokenizer
+from dapo_runner.rollout import vllm as vllm_module
+from dapo_runner.rollout.cache import growing_cache
+from dapo_runner.rollout.hf import HFEngine
+from dapo_runner.types import Completion, Prompt, SamplingParams
+
+CPU = torch.device("cpu")
+MODEL = ModelConfig(path="x", dtype="float32")
+
+
+@pytest.fixture
+def engine(model_folder: Path) -> HFEngine:
+    return HFEngine(load_model(model_folder, MODEL, CPU, "sdpa"), load_tokenizer(model_folder, MODEL), 64)
+
+
+def prompt(text: str, engine: HFEngine) -> Prompt:
+    return Prompt(text, tuple(engine.tokenizer(text)["input_ids"]), text, "")
+
+
+def flat(results: list[list[Completion]]) -> Iterator[Completion]:
+    return (completion for group in results for completion in group)
+
+
+def full_logprobs(engine: HFEngine, prompt: Prompt, completion: Completion, temperature: float = 1.0) -> Any:
+    """Log-probs of every response token by one pass over the whole sequence, without a cache."""
+    ids = torch.tensor([*prompt.token_ids, *completion.token_ids.tolist()])
+    with torch.no_grad():
+        logits = engine.model(input_ids=ids[None], use_cache=False).logits[0] / temperature
+    logprobs = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+    return logprobs[len(prompt.token_ids) - 1 :]
+
+
+def test_logprobs_are_those_of_the_sequence_read_without_a_cache(engine: HFEngine) -> None:
+    prompts = [prompt(text, engine) for text in ("1+1=", "123+45678=", "7", "90+90=")]
+    sampling = SamplingParams(n=5, temperature=0.7, max_tokens=70, seed=3)  # beyond the cache's first block
+    results = engine.generate(prompts, sampling)
+    assert [len(group) for group in results] == [5] * 4
+    for asked, group in zip(prompts, results, strict=True):
+        for completion in group:
+            expected = full_logprobs(engine, asked, completion, temperature=0.7)
+            torch.testing.assert_close(completion.logprobs, expected, atol=2e-4, rtol=1e-4)
+
+
+def test_padded_prompts_keep_their_positions(engine: HFEngine) -> None:
+    """Rotary embeddings would not notice a shift; learned positions do."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": len(engine.tokenizer)}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1)).eval()
+    with torch.no_grad():
+        model.transformer.wpe.weight.mul_(50)
+    gpt2 = HFEngine(model, engine.tokenizer)
+    prompts = [prompt(text, engine) for text in ("7", "123+45678=")]
+    for asked, group in zip(prompts, gpt2.generate(prompts, SamplingParams(max_tokens=6)), strict=True):
+        expected = full_logprobs(gpt2, asked, group[0])
+        torch.testing.assert_close(group[0].logprobs, expected, atol=2e-4, rtol=1e-4)
+
+
+def test_a_response_ends_at_its_end_token_or_at_its_limit(engine: HFEngine) -> None:
+    completions = list(flat(engine.generate([prompt("12+34=", engine)], SamplingParams(n=200, max_tokens=12))))
+    reasons = Counter(completion.finish_reason for completion in completions)
+    assert reasons["stop"] > 5
+    assert reasons["length"] > 5
+    end = engine.tokenizer.eos_token_id
+    for completion in completions:
+        tokens = completion.token_ids.tolist()
+        assert end not in tokens[:-1]
+        assert (tokens[-1] == end) == (completion.finish_reason == "stop")
+        assert completion.finish_reason == "stop" or len(tokens) == 12
+        assert completion.logprobs.shape == completion.token_ids.shape
+        assert completion.text == engine.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def test_tokens_do_not_depend_on_the_batching(engine: HFEngine, model_folder: Path) -> None:
+    prompts = [prompt(text, engine) for text in ("1+1=", "123+45678=", "7", "90+90=", "5-5=")]
+    sampling = SamplingParams(n=6, max_tokens=20, seed=11)
+    together = engine.generate(prompts, sampling)
+    engine.max_batch_sequences = 4  # groups are cut in two
+    apart = engine.generate(prompts, sampling)
+    for one, other in zip(flat(together), flat(apart), strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        torch.testing.assert_close(one.logprobs, other.logprobs, atol=1e-4, rtol=1e-4)
+
+
+def test_seeds_decide(engine: HFEngine) -> None:
+    asked = [prompt("12+34=", engine)] * 2
+    first, again, other = (
+        [c.token_ids.tolist() for c in flat(engine.generate(asked, SamplingParams(n=8, max_tokens=16, seed=seed)))]
+        for seed in (1, 1, 2)
+    )
+    assert first == again
+    assert first != other
+    assert len({tuple(tokens) for tokens in first}) > 8  # neither samples nor equal prompts share their dice
+
+
+def test_samples_follow_the_model_and_the_temperature(engine: HFEngine) -> None:
+    asked = prompt("3+4=", engine)
+    with torch.no_grad():
+        logits = engine.model(input_ids=torch.tensor([asked.token_ids]), use_cache=False).logits[0, -1]
+    engine.max_batch_sequences = 4000
+    for temperature in (1.0, 0.5):
+        sampling = SamplingParams(n=4000, temperature=temperature, max_tokens=1, seed=5)
+        drawn = Counter(int(c.token_ids[0]) for c in flat(engine.generate([asked], sampling)))
+        expected = (logits / temperature).softmax(-1)
+        for token, probability in enumerate(expected.tolist()):
+            error = 5 * (probability * (1 - probability) / 4000) ** 0.5 + 1e-4
+            assert abs(drawn[token] / 4000 - probability) <= error, (temperature, token)
+
+
+def test_top_p_keeps_the_fewest_likeliest_tokens_and_reports_the_policys_logprobs(engine: HFEngine) -> None:
+    asked = prompt("3+4=", engine)
+    with torch.no_grad():
+        probs = engine.model(input_ids=torch.tensor([asked.token_ids]), use_cache=False).logits[0, -1].softmax(-1)
+    order = probs.argsort(descending=True).tolist()
+    nucleus = set(order[: int((probs[order].cumsum(0) < 0.6).sum()) + 1])
+    completions = list(flat(engine.generate([asked], SamplingParams(n=500, top_p=0.6, max_tokens=1))))
+    assert {int(c.token_ids[0]) for c in completions} == nucleus
+    for completion in completions:
+        assert float(completion.logprobs[0]) == pytest.approx(float(probs[completion.token_ids[0]].log()), abs=1e-4)
+
+
+def test_temperature_zero_is_greedy(engine: HFEngine) -> None:
+    asked = prompt("3+4=", engine)
+    (group,) = engine.generate([asked], SamplingParams(n=3, temperature=0.0, max_tokens=10))
+    tokens = list(asked.token_ids)
+    for token in group[0].token_ids.tolist():
+        with torch.no_grad():
+            assert token == int(engine.model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax())
+        tokens.append(token)
+    assert len({tuple(c.token_ids.tolist()) for c in group}) == 1
+
+
+def test_a_prefix_is_continued_with_limits_of_its_own(engine: HFEngine) -> None:
+    asked = prompt("12+34=", engine)
+    (whole,) = engine.generate([asked], SamplingParams(n=1, temperature=0.0, max_tokens=9))
+    cut = whole[0].token_ids[:4].tolist()
+    prefix = Prompt("prefix", (*asked.token_ids, *cut), "", "")
+    limits = [SamplingParams(temperature=0.0, max_tokens=5), SamplingParams(n=2, temperature=0.0, max_tokens=2)]
+    (rest,), short = engine.generate([prefix, asked], limits)
+    assert cut + rest.token_ids.tolist() == whole[0].token_ids.tolist()
+    assert [c.token_ids.tolist() for c in short] == [whole[0].token_ids[:2].tolist()] * 2
+    with pytest.raises(ValueError, match="one for each of 2 prompts, got 1"):
+        engine.generate([prefix, asked], limits[:1])
+
+
+def test_completions_can_be_saved_for_a_backward_pass(engine: HFEngine) -> None:
+    (group,) = engine.generate([prompt("1+1=", engine)], SamplingParams(max_tokens=4))
+    weight = torch.ones(group[0].length, requires_grad=True)
+    (weight * group[0].logprobs).sum().backward()  # tensors of inference_mode cannot
+    assert weight.grad is not None
+
+
+def test_weights_arrive_all_of_them_or_not_at_all(engine: HFEngine) -> None:
+    asked = [prompt("12+34=", engine)]
+    sampling = SamplingParams(n=4, max_tokens=8, seed=1)
+    before = [c.token_ids.tolist() for c in flat(engine.generate(asked, sampling))]
+    weights = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+    engine.update_weights((name, tensor * 1.5) for name, tensor in weights.items())
+    assert [c.token_ids.tolist() for c in flat(engine.generate(asked, sampling))] != before
+    engine.update_weights(weights.items())
+    assert [c.token_ids.tolist() for c in flat(engine.generate(asked, sampling))] == before
+    name, tensor = next(iter(weights.items()))
+    for wrong, message in (
+        ({**weights, "extra": tensor}, "no parameter 'extra'"),
+        ({key: value for key, value in weights.items() if key != name}, f"{name} did not come"),
+        ({**weights, name: tensor[:1]}, rf"{name} must be \["),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.update_weights(wrong.items())
+
+
+def test_the_cache_grows_without_losing_what_it_holds(engine: HFEngine) -> None:
+    cache = growing_cache(engine.model.config)
+    generator = torch.Generator().manual_seed(0)
+    pieces = [torch.randn(3, 2, n, 4, generator=generator) for n in (5, 1, 1, 90, 1)]
+    for end, piece in enumerate(pieces, start=1):
+        keys, values = cache.layers[0].update(piece, -piece)
+        assert torch.equal(keys, torch.cat(pieces[:end], dim=2))
+        assert torch.equal(values, -keys)
+    cache.layers[0].batch_select_indices(torch.tensor([2, 0]))
+    keys, _ = cache.layers[0].update(pieces[1][[2, 0]], pieces[1][[2, 0]])
+    assert torch.equal(keys, torch.cat([*pieces, pieces[1]], dim=2)[[2, 0]])
+    assert cache.get_seq_length() == 99
+
+
+def test_without_vllm_its_engine_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ConfigError, match=r"rollout\.engine: .*docs/vllm\.md"):
+        vllm_module.VLLMEngine("anywhere", None, None, torch.device("cpu"))  # type: ignore[arg-type]

@@ -1,0 +1,324 @@
+"""The real vLLM on a CPU, with a tiny random model: what it samples, that weights reach all of it, a whole run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from builders import make_config, save_model
+from small import small_recipe
+from transformers import LlamaForCausalLM
+
+from dapo_runner.config import Config, ModelConfig, TinyModelConfig, parse_config
+from dapo_runner.config.checks import VLLM_TEMPERATURES
+from dapo_runner.policy.model import load_policy
+from dapo_runner.records.metrics import read_log
+from dapo_runner.records.progress import SilentProgress
+from dapo_runner.rollout import vllm as vllm_module
+from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
+from dapo_runner.rollout.vllm import VLLMEngine
+from dapo_runner.tasks.tiny import make_model, make_tokenizer
+from dapo_runner.train import train
+from dapo_runner.types import Completion, Prompt, SamplingParams
+from dapo_runner.update.learner import Learner
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed: make test-vllm"),
+]
+CPU = torch.device("cpu")
+SHAPE = TinyModelConfig(layers=2, hidden_size=64, heads=2, intermediate_size=64)  # heads of 32: the least vLLM takes
+PROMPT, RESPONSE = 160, 16
+
+
+def tiny_config(path: Path | None = None, **sections: Any) -> Config:
+    return make_config(
+        model={"tiny": None, "path": str(path), "dtype": "float32"},
+        rollout={
+            "engine": "vllm",
+            "max_prompt_tokens": PROMPT,
+            "max_response_tokens": RESPONSE,
+            "vllm": {"kv_cache_gib": 0.25},
+            **sections.pop("rollout", {}),
+        },
+        reward={"overlong": {"cache_length": 4}},
+        **sections,
+    )
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(7)
+    tokenizer = make_tokenizer()
+    shape = make_model(SHAPE, tokenizer, max_positions=256).config
+    shape.tie_word_embeddings = True  # where vLLM on a CPU needs help; the whole run below has a head of its own
+    model = LlamaForCausalLM(shape)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
+    return save_model(model, tokenizer, tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def shared(tiny: Path) -> VLLMEngine:
+    threads = torch.get_num_threads()
+    engine = VLLMEngine(tiny, make_tokenizer(), tiny_config(tiny), CPU)
+    torch.set_num_threads(threads + 1)
+    assert torch.get_num_threads() == threads + 1  # still in order after vLLM started
+    torch.set_num_threads(threads)
+    return engine
+
+
+@pytest.fixture
+def learner(tiny: Path) -> Learner:
+    return Learner(load_policy(tiny, ModelConfig(path="x", dtype="float32"), CPU), tiny_config(tiny))
+
+
+@pytest.fixture
+def engine(shared: VLLMEngine, learner: Learner) -> VLLMEngine:
+    """One engine for all tests, each with the weights of the model's folder."""
+    shared.update_weights(learner.policy.named_weights())
+    return shared
+
+
+def prompt(text: str, engine: VLLMEngine) -> Prompt:
+    return Prompt(text, tuple(engine.tokenizer(text)["input_ids"]), text, "")
+
+
+def policy_logprobs(learner: Learner, asked: Prompt, answer: Completion, temperature: float = 1.0) -> torch.Tensor:
+    """By transformers, without packing or our kernels."""
+    ids = torch.tensor([*asked.token_ids, *answer.token_ids.tolist()])
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_config(learner.policy.model.config, attn_implementation="eager")
+    plain.load_state_dict(learner.policy.model.state_dict())
+    with torch.no_grad():
+        logits = plain.eval()(input_ids=ids[None], use_cache=False).logits[0]
+    logprobs = (logits / temperature).log_softmax(-1)
+    start = len(asked.token_ids)
+    return logprobs[start - 1 : -1].gather(1, ids[start:, None])[:, 0]
+
+
+def change(learner: Learner, scale: float = 0.2) -> None:
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in learner.policy.model.parameters():
+            parameter += scale * parameter.std() * torch.randn(parameter.shape, generator=generator)
+
+
+def test_beyond_the_temperatures_of_a_configuration_vllm_does_something_else() -> None:
+    from vllm import SamplingParams as Asked
+    from vllm.exceptions import VLLMValidationError
+
+    low, high = VLLM_TEMPERATURES
+    for temperature in (0.0, low, high):
+        assert Asked(temperature=temperature).temperature == temperature
+    assert Asked(temperature=low / 2).temperature == low
+    with pytest.raises(VLLMValidationError, match="temperature"):
+        Asked(temperature=1.01 * high)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_completions_carry_the_policys_logprobs(engine: VLLMEngine, learner: Learner, temperature: float) -> None:
+    asked = [prompt(text, engine) for text in ("1+1=", "123+45678=")]
+    sampling = SamplingParams(n=4, temperature=temperature, max_tokens=12, seed=3)
+    groups = engine.generate(asked, sampling)
+    assert [len(group) for group in groups] == [4, 4]
+    for one, group in zip(asked, groups, strict=True):
+        for answer in group:
+            tokens = answer.token_ids.tolist()
+            assert tokens
+            stopped = answer.finish_reason == "stop"
+            assert stopped == (tokens[-1] in engine.stop_ids)  # the token that ends a response belongs to it
+            assert stopped or len(tokens) == 12
+            assert answer.text == engine.tokenizer.decode(tokens, skip_special_tokens=True)
+            wanted = policy_logprobs(learner, one, answer, temperature)
+            torch.testing.assert_close(answer.logprobs, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_seeds_decide_and_no_two_samples_share_theirs(engine: VLLMEngine) -> None:
+    asked = [prompt("12+34=", engine)] * 2
+    first, again, other = (
+        [c.token_ids.tolist() for group in engine.generate(asked, SamplingParams(n=8, max_tokens=16, seed=seed))
+         for c in group]
+        for seed in (1, 1, 2)
+    )  # fmt: skip
+    assert first == again
+    assert first != other
+    assert len({tuple(tokens) for tokens in first}) > 8  # neither samples nor equal prompts share their dice
+
+
+def test_a_prefix_is_continued_with_limits_of_its_own(engine: VLLMEngine) -> None:
+    asked = prompt("12+34=", engine)
+    (whole,) = engine.generate([asked], SamplingParams(temperature=0.0, max_tokens=9))
+    cut = whole[0].token_ids[:4].tolist()
+    prefix = Prompt("prefix", (*asked.token_ids, *cut), "", "")
+    limits = [SamplingParams(temperature=0.0, max_tokens=5), SamplingParams(n=2, temperature=0.0, max_tokens=2)]
+    (rest,), short = engine.generate([prefix, asked], limits)
+    assert cut + rest.token_ids.tolist() == whole[0].token_ids.tolist()
+    assert [c.token_ids.tolist() for c in short] == [whole[0].token_ids[:2].tolist()] * 2
+    with pytest.raises(ValueError, match="one for each of 2 prompts, got 1"):
+        engine.generate([prefix, asked], limits[:1])
+    long = Prompt("long", asked.token_ids * 30, "", "")
+    with pytest.raises(ValueError, match=rf"within {PROMPT + RESPONSE} tokens, got"):
+        engine.generate([long], SamplingParams(max_tokens=RESPONSE))
+
+
+def test_more_tokens_than_one_batch_takes_are_prefilled_whole(engine: VLLMEngine) -> None:
+    """A seeded prompt prefilled in two pieces ends vLLM on a CPU."""
+    asked = [Prompt(str(i), tuple(torch.randint(5, 12, (150,)).tolist()), "", "") for i in range(80)]
+    groups = engine.generate(asked, SamplingParams(max_tokens=2))
+    assert [len(group) for group in groups] == [1] * 80
+
+
+def test_new_weights_arrive_whole(engine: VLLMEngine, learner: Learner) -> None:
+    # Longer than a block of the prefix cache, so that a stale cache would show.
+    asked = Prompt("long", tuple(prompt("12+34=", engine).token_ids) * 25, "", "")
+    assert len(asked.token_ids) > 128
+    sampling = SamplingParams(n=4, max_tokens=8, seed=1)
+    before = engine.generate([asked], sampling)[0]
+    original = {name: tensor.clone() for name, tensor in learner.policy.named_weights()}
+    change(learner)
+    stale = [(answer.logprobs - policy_logprobs(learner, asked, answer)).abs().mean() for answer in before]
+    assert max(stale) > 0.05
+    engine.update_weights(learner.policy.named_weights())
+    for answer in engine.generate([asked], sampling)[0]:
+        torch.testing.assert_close(answer.logprobs, policy_logprobs(learner, asked, answer), atol=1e-4, rtol=1e-4)
+    engine.update_weights(original.items())
+    for answer, again in zip(before, engine.generate([asked], sampling)[0], strict=True):
+        assert answer.token_ids.tolist() == again.token_ids.tolist()
+
+
+def test_weights_that_do_not_fit_are_refused(engine: VLLMEngine, learner: Learner) -> None:
+    weights = dict(learner.policy.named_weights())
+    name, tensor = next(iter(weights.items()))
+    for wrong, message in (
+        ({**weights, "extra": tensor}, "no parameter 'extra'"),
+        ({**weights, name: tensor[:1]}, rf"{name} must be \["),
+        ({key: value for key, value in weights.items() if key != name}, f"{name} did not come"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.update_weights(wrong.items())
+        engine.update_weights(weights.items())
+
+
+def test_a_prefix_cache_that_is_kept_is_an_error(
+    engine: VLLMEngine, learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.llm, "reset_prefix_cache", lambda: False)
+    with pytest.raises(RuntimeError, match="kept prompt prefixes"):
+        engine.update_weights(learner.policy.named_weights())
+    with pytest.raises(RuntimeError, match="kept prompt prefixes"):  # those of the call before
+        engine.generate([prompt("1+1=", engine)], SamplingParams(max_tokens=1))
+
+
+def prober(engine: VLLMEngine, learner: Learner, text: str = "12+34=") -> SyncProbe:
+    return SyncProbe([prompt(text, engine)] * 8, learner.config)
+
+
+def test_the_probe_passes_an_engine_in_sync(engine: VLLMEngine, learner: Learner) -> None:
+    change(learner)
+    engine.update_weights(learner.policy.named_weights())
+    assert prober(engine, learner)(engine, learner)["gap"] < 1e-4
+
+
+def test_the_probe_finds_weights_that_never_came(engine: VLLMEngine, learner: Learner) -> None:
+    change(learner, 0.01)
+    with pytest.raises(OutOfSyncError, match=r"to 0\.001 on average \(rollout\.probe\.bound\)"):
+        prober(engine, learner)(engine, learner)
+
+
+def test_the_probe_finds_a_head_left_behind(
+    engine: VLLMEngine, learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What vLLM 0.32 does on its own: with tied embeddings its output head keeps the old weights."""
+    monkeypatch.setattr(vllm_module, "_pack_tied_head", lambda model: None)
+    change(learner)
+    engine.update_weights(learner.policy.named_weights())
+    with pytest.raises(OutOfSyncError):
+        prober(engine, learner)(engine, learner)
+
+
+def test_the_probe_finds_a_stale_prefix_cache(
+    engine: VLLMEngine, learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe = prober(engine, learner, "12+34=" * 25)
+    probe(engine, learner)
+    monkeypatch.setattr(engine.llm, "reset_prefix_cache", lambda: True)
+    change(learner)
+    engine.update_weights(learner.policy.named_weights())
+    with pytest.raises(OutOfSyncError):
+        probe(engine, learner)
+
+
+def test_a_released_engine_wakes_in_the_order_vllm_wants(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sleeping is for GPUs: here only the order of the calls."""
+    calls: list[Any] = []
+    llm = SimpleNamespace(
+        sleep=lambda level: calls.append(("sleep", level)),
+        wake_up=lambda tags: calls.append(("wake", *tags)),
+        collective_rpc=lambda method, kwargs: calls.append(method),
+        reset_prefix_cache=lambda: calls.append("reset") is None,
+    )
+    engine.release()
+    assert not engine._asleep  # nothing sleeps on a CPU
+    monkeypatch.setattr(engine, "llm", llm)
+    monkeypatch.setattr(engine, "device", torch.device("cuda"))
+    monkeypatch.setattr(engine, "_may_sleep", True)
+    engine.release()
+    engine.release()
+    with pytest.raises(RuntimeError, match="update_weights first"):
+        engine.generate([prompt("1+1=", engine)], SamplingParams(max_tokens=1))
+    engine.update_weights([])
+    engine.update_weights([])
+    assert calls == [
+        ("sleep", 2), ("wake", "weights"), "reload_weights", ("wake", "kv_cache"), "reset", "reload_weights", "reset"
+    ]  # fmt: skip
+
+
+def whole_run(folder: Path, **run: Any) -> Path:
+    raw = small_recipe(output_dir=str(folder), eval_every=1, **run)
+    raw["model"]["tiny"] |= {"hidden_size": 64, "heads": 2}
+    raw["rollout"] |= {"engine": "vllm", "vllm": {"kv_cache_gib": 0.25}}
+    raw["optimizer"] |= {"lr": 5e-3, "mini_batch_size": None}
+    return train(parse_config(raw), SilentProgress())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return whole_run(tmp_path_factory.mktemp("whole"), steps=2)
+
+
+def test_a_whole_run(whole: Path) -> None:
+    steps = [event for event in read_log(whole / "metrics.jsonl") if event["kind"] == "step"]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["train/tokens"] > 0
+        assert step["sync/gap"] < 1e-4
+        assert step["train/rollout_gap"] < 1e-4 or step["sampling/carried_in"]
+        assert step["train/rollout_ess"] > 0.999 or step["sampling/carried_in"]
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+def test_a_run_taken_up_again_is_the_run_that_never_stopped(whole: Path, tmp_path: Path) -> None:
+    whole_run(tmp_path, steps=1)
+    again = whole_run(tmp_path, steps=2)
+    assert (again / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+# The last one: when this engine goes, it takes vLLM's process groups with it.
+def test_a_compiled_engine_takes_new_weights(tiny: Path, learner: Learner) -> None:
+    config = tiny_config(tiny, rollout={"vllm": {"kv_cache_gib": 0.25, "compile": True}})
+    engine = VLLMEngine(tiny, make_tokenizer(), config, CPU)
+    engine.generate([prompt("12+34=", engine)], SamplingParams(n=4, max_tokens=8, seed=1))
+    change(learner)
+    engine.update_weights(learner.policy.named_weights())
+    (group,) = engine.generate([prompt("12+34=", engine)], SamplingParams(n=4, max_tokens=8, seed=1))
+    for answer in group:
+        wanted = policy_logprobs(learner, prompt("12+34=", engine), answer)
+        torch.testing.assert_close(answer.logprobs, wanted, atol=1e-4, rtol=1e-4)

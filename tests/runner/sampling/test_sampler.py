@@ -1,0 +1,294 @@
+"""Dynamic sampling without a model: a scripted generator stands in for the engine."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from builders import make_group, make_prompt, make_sample
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapo_runner.config import SamplerConfig
+from dapo_runner.sampling.data import PromptCursor
+from dapo_runner.sampling.sampler import DynamicSampler, SamplingExhaustedError, SamplingStats
+from dapo_runner.types import Group, Prompt
+
+# What a prompt's samples are like: right or wrong, with lengths and length penalties that correctness knows nothing of.
+SHAPED = st.lists(st.tuples(st.booleans(), st.integers(1, 60), st.floats(-1, 0)), min_size=4, max_size=4)
+SETTINGS = {
+    "shapes": st.lists(SHAPED, min_size=1, max_size=12),
+    "wanted": st.integers(1, 6),
+    "max_rounds": st.integers(1, 4),
+    "acceptance": st.sampled_from([0.05, 0.25, 1.0]),
+    "steps": st.integers(1, 5),
+}
+
+
+class ShapedEngine:
+    """Gives prompt number i the samples ``shapes[i]``, and remembers the groups in the order they were asked for."""
+
+    def __init__(self, shapes: list[list[tuple[bool, int, float]]]) -> None:
+        self.shapes = shapes
+        self.given: list[Group] = []
+
+    def __call__(self, prompts: list[Prompt], round_index: int) -> list[Group]:
+        groups = [
+            Group(prompt, tuple(make_sample(right, length=n, penalty=p) for right, n, p in self.shapes[int(prompt.id)]))
+            for prompt in prompts
+        ]
+        self.given += groups
+        return groups
+
+
+@given(**SETTINGS)
+def test_whatever_the_groups_are_like(
+    shapes: list[list[tuple[bool, int, float]]], wanted: int, max_rounds: int, acceptance: float, steps: int
+) -> None:
+    """Any lengths and punishments, fewer prompts than a step needs, groups with one success, policies that fail."""
+    engine = ShapedEngine(shapes)
+    sampler = make_sampler(
+        wanted, len(shapes), max_rounds=max_rounds, initial_acceptance=acceptance, on_exhausted="train_partial"
+    )
+    accepted: list[Group] = []
+    for _ in range(steps):
+        before = len(engine.given)
+        step = sampler.next(engine)
+        accepted += step.groups
+        generated = engine.given[before:]
+        assert step.stats.groups == len(generated) == step.stats.all_right + step.stats.all_wrong + step.stats.mixed
+        assert step.stats.rounds <= max_rounds
+        assert len(step.groups) <= wanted
+        assert (step.shortfall is not None) == (len(step.groups) < wanted)
+        assert len(step.groups) == wanted or not sampler.buffer  # nothing is held back from a step that is short
+        assert step.stats.carried_out == len(sampler.buffer)
+    right = [sum(sample.correct for sample in group.samples) for group in engine.given]
+    kept = [group for group, n in zip(engine.given, right, strict=True) if 0 < n < 4]
+    assert [id(group) for group in accepted + sampler.buffer] == [id(group) for group in kept]
+
+
+@given(stop_after=st.integers(0, 4), **SETTINGS)
+def test_a_resume_anywhere_is_exact(
+    shapes: list[list[tuple[bool, int, float]]],
+    wanted: int,
+    max_rounds: int,
+    acceptance: float,
+    steps: int,
+    stop_after: int,
+) -> None:
+    def fresh() -> DynamicSampler:
+        return make_sampler(
+            wanted, len(shapes), max_rounds=max_rounds, initial_acceptance=acceptance, on_exhausted="train_partial"
+        )
+
+    def run(sampler: DynamicSampler, n: int) -> list[tuple[list[str], SamplingStats, str | None]]:
+        results = (sampler.next(ShapedEngine(shapes)) for _ in range(n))
+        return [(ids(step.groups), step.stats, step.shortfall) for step in results]
+
+    expected = run(fresh(), stop_after + steps)
+    first = fresh()
+    before = run(first, stop_after)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second = fresh()
+    second.load_state_dict(torch.load(file, weights_only=True))
+    assert before + run(second, steps) == expected
+
+
+@pytest.mark.parametrize("pattern", ["RWWWWWWW", "WWWWWWWR", "RRRRRRRW"])
+def test_one_success_or_one_failure_is_enough(pattern: str) -> None:
+    step = make_sampler().next(Engine(lambda i: pattern))
+    assert len(step.groups) == 4
+    assert step.stats.rounds == 1
+
+
+def test_a_policy_that_always_fails_stops_at_the_limit_and_says_so() -> None:
+    engine, sampler = Engine(lambda i: "WWWW"), make_sampler(max_rounds=5)
+    with pytest.raises(SamplingExhaustedError, match=r"0 of 4 groups after 5 rounds.*out of reach"):
+        sampler.next(engine)
+    assert len(engine.asked) == 5
+    assert sum(map(len, engine.asked)) <= 5 * 12  # 12 = prompts_per_step / initial_acceptance
+
+
+def test_data_that_run_out_are_gone_through_again_and_named() -> None:
+    """Two prompts, one of them useful: a step of 40 groups cannot be had from them in so few rounds."""
+    engine = Engine(lambda i: "RW" if i == 0 else "RR")
+    sampler = make_sampler(wanted=40, n_prompts=2, max_rounds=1, initial_acceptance=1.0, on_exhausted="train_partial")
+    step = sampler.next(engine)
+    assert step.shortfall is not None
+    assert "The 2 prompts were gone through 20.0 times: more data." in step.shortfall
+    assert len(step.groups) == 20
+
+
+class Engine:
+    """Gives prompt number i the pattern that ``script(i)`` says, and remembers what it was asked."""
+
+    def __init__(self, script: Callable[[int], str]) -> None:
+        self.script = script
+        self.asked: list[list[str]] = []
+        self.rounds: list[int] = []
+
+    def __call__(self, prompts: list[Prompt], round_index: int) -> list[Group]:
+        self.asked.append([prompt.id for prompt in prompts])
+        self.rounds.append(round_index)
+        return [make_group(self.script(int(prompt.id)), prompt.id) for prompt in prompts]
+
+
+def make_sampler(wanted: int = 4, n_prompts: int = 50, **values: object) -> DynamicSampler:
+    config = SamplerConfig.model_validate({"prompts_per_step": wanted, **values})
+    return DynamicSampler(PromptCursor([make_prompt(str(i)) for i in range(n_prompts)], seed=0), config)
+
+
+def ids(groups: list[Group]) -> list[str]:
+    return [group.prompt.id for group in groups]
+
+
+def every_third(i: int) -> str:
+    return ("RWRW", "RRRR", "WWWT")[i % 3]
+
+
+def test_only_mixed_groups_in_prompt_order_and_none_lost() -> None:
+    engine, sampler = Engine(every_third), make_sampler()
+    accepted = [group for _ in range(6) for group in sampler.next(engine).groups]
+    assert len(accepted) == 24
+    asked = [name for prompts in engine.asked for name in prompts]
+    mixed = [name for name in asked if every_third(int(name)) == "RWRW"]
+    assert ids(accepted) + ids(sampler.buffer) == mixed
+
+
+def test_filter_goes_by_correctness_not_by_reward() -> None:
+    """All right, yet with different rewards (some were punished for length): nothing to tell the samples
+    apart by.
+    """
+    engine, sampler = (
+        Engine(lambda i: "RRRR" if i % 2 else "WWWW"),
+        make_sampler(on_exhausted="train_partial"),
+    )
+    assert sampler.next(engine).groups == []
+
+
+def test_without_filter_every_group_trains() -> None:
+    engine, sampler = Engine(lambda i: "WWWW"), make_sampler(filter_groups=False)
+    step = sampler.next(engine)
+    assert ids(step.groups) == engine.asked[0]
+    assert step.stats.rounds == 1
+
+
+def test_first_round_expects_the_configured_acceptance() -> None:
+    engine, sampler = Engine(lambda i: "RW"), make_sampler(wanted=5, initial_acceptance=0.25)
+    step = sampler.next(engine)
+    assert len(engine.asked[0]) == 20
+    assert (len(step.groups), step.stats.carried_out) == (5, 15)
+
+
+def test_surplus_opens_the_next_step_without_generating() -> None:
+    engine, sampler = Engine(lambda i: "RW"), make_sampler(wanted=4, initial_acceptance=0.5)
+    first = sampler.next(engine)
+    second = sampler.next(engine)
+    assert len(engine.asked) == 1
+    assert ids(first.groups) + ids(second.groups) == engine.asked[0]
+    assert (second.stats.rounds, second.stats.carried_in, second.stats.carried_out) == (0, 4, 0)
+
+
+def test_refill_is_sized_by_the_rate_so_far() -> None:
+    """Everything is accepted, so the requests shrink to what is needed; then little is, and they grow."""
+    sampler = make_sampler(wanted=20, n_prompts=1000, initial_acceptance=0.2)
+    easy = Engine(lambda i: "RW")
+    while not easy.asked or len(sampler.buffer) >= 20:
+        sampler.next(easy)
+    for _ in range(30):
+        sampler.next(easy)
+    assert 0.9 < sampler.acceptance <= 1
+    assert len(easy.asked[-1]) <= 25
+    hard = Engine(lambda i: "RW" if i % 10 == 0 else "WW")
+    for _ in range(4):
+        sampler.next(hard)
+    assert sampler.acceptance < 0.25
+    assert max(map(len, hard.asked)) > 50
+    assert max(map(len, hard.asked)) <= 100  # never beyond prompts_per_step / initial_acceptance
+
+
+def test_statistics_count_everything_generated() -> None:
+    engine, sampler = Engine(every_third), make_sampler()
+    seen: list[tuple[int, int]] = []
+    sampler.on_round = lambda at_hand, stats: seen.append((at_hand, stats.groups))
+    stats = sampler.next(engine).stats
+    n = sum(map(len, engine.asked))
+    assert stats.groups == n == stats.all_right + stats.all_wrong + stats.mixed
+    assert stats.samples == 4 * n
+    assert stats.correct == 2 * stats.mixed + 4 * stats.all_right
+    assert stats.truncated == stats.all_wrong
+    assert stats.tokens == 4 * stats.samples
+    assert stats.reward == 2 * stats.correct - stats.samples
+    assert seen[-1][1] == n
+    assert len(seen) == stats.rounds
+
+
+def test_exhaustion_explains_itself() -> None:
+    engine, sampler = Engine(lambda i: "RRRR" if i % 5 else "WWWW"), make_sampler(max_rounds=3)
+    with pytest.raises(SamplingExhaustedError) as caught:
+        sampler.next(engine)
+    asked = [name for prompts in engine.asked for name in prompts]
+    all_right = sum(int(name) % 5 != 0 for name in asked)
+    for part in (
+        "0 of 4 groups after 3 rounds",
+        f"{all_right} were all right",
+        "mostly solved",
+        "train_partial",
+    ):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(("pattern", "part"), [("TTTT", "raise rollout.max_response_tokens"), ("WWWW", "out of reach")])
+def test_advice_follows_the_cause(pattern: str, part: str) -> None:
+    with pytest.raises(SamplingExhaustedError, match=part):
+        make_sampler(max_rounds=1).next(Engine(lambda i: pattern))
+
+
+def test_partial_step_says_so() -> None:
+    engine = Engine(lambda i: "RW" if i == 7 else "WW")
+    sampler = make_sampler(wanted=30, max_rounds=1, on_exhausted="train_partial", initial_acceptance=0.5)
+    step = sampler.next(engine)
+    assert ids(step.groups) == ["7"]
+    assert step.shortfall is not None
+    assert "1 of 30 groups" in step.shortfall
+    assert sampler.buffer == []
+
+
+def test_rounds_are_numbered_over_the_whole_run() -> None:
+    engine, sampler = Engine(every_third), make_sampler()
+    for _ in range(5):
+        sampler.next(engine)
+    assert engine.rounds == list(range(len(engine.rounds)))
+
+
+def test_resume_is_exact_with_a_half_filled_buffer() -> None:
+    def run(sampler: DynamicSampler, steps: int) -> list[tuple[list[str], SamplingStats, list[int]]]:
+        results = []
+        for _ in range(steps):
+            engine = Engine(every_third)
+            step = sampler.next(engine)
+            results.append((ids(step.groups), step.stats, engine.rounds))
+        return results
+
+    straight = make_sampler(wanted=3, initial_acceptance=0.2)
+    expected = run(straight, 9)
+    first = make_sampler(wanted=3, initial_acceptance=0.2)
+    before = run(first, 4)
+    assert first.buffer, "the case is only interesting with groups carried over"
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second = make_sampler(wanted=3, initial_acceptance=0.2)
+    second.load_state_dict(torch.load(file, weights_only=True))
+    for one, two in zip(first.buffer, second.buffer, strict=True):
+        assert one.prompt == two.prompt
+        for a, b in zip(one.samples, two.samples, strict=True):
+            assert (a.verdict, a.reward, a.trains) == (b.verdict, b.reward, b.trains)
+            assert a.completion.finish_reason == b.completion.finish_reason
+            assert torch.equal(a.completion.token_ids, b.completion.token_ids)
+            assert torch.equal(a.completion.logprobs, b.completion.logprobs)
+    assert before + run(second, 5) == expected

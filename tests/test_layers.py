@@ -1,0 +1,95 @@
+"""Which room imports which: no arrow runs upwards, no module reaches itself. Read from the source, so that an import
+inside a function or for a type checker counts like any other.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# From the ground up. A room imports from those below; rooms of one line do not know each other.
+LAYERS = (
+    ("dapo_kernels.records", "dapo_kernels.memory"),
+    ("dapo_kernels.objectives",),
+    ("dapo_kernels.backends", "dapo_kernels.layout"),
+    ("dapo_kernels.call", "dapo_kernels.head", "dapo_kernels.metrics"),
+    ("dapo_kernels.engine",),
+    ("dapo_kernels.losses", "dapo_kernels.logprobs"),
+    ("dapo_kernels",),
+    ("dapo_kernels.integrations",),
+    ("dapo_runner.types", "dapo_runner.timing", "dapo_runner.interrupt", "dapo_runner.config"),
+    ("dapo_runner.policy", "dapo_runner.sampling", "dapo_runner.rewards"),
+    ("dapo_runner.update", "dapo_runner.evaluate"),
+    ("dapo_runner.rollout", "dapo_runner.checkpoint"),
+    ("dapo_runner.records", "dapo_runner.tasks"),
+    ("dapo_runner.preflight",),
+    ("dapo_runner.run",),
+    ("dapo_runner.train",),
+    ("dapo_runner.cli",),
+)
+COMPILED = ("dapo_kernels._C", "dapo_kernels._cuda")
+HEIGHT = {room: height for height, rooms in enumerate(LAYERS) for room in rooms}
+
+
+def read_imports(root: Path) -> dict[str, set[str]]:
+    """What each module of the two packages under ``root`` imports of them."""
+    files = {}
+    for path in (file for package in ("dapo_kernels", "dapo_runner") for file in (root / package).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+
+    def targets(node: ast.AST) -> list[str]:
+        if isinstance(node, ast.Import):
+            return [alias.name for alias in node.names]
+        if not isinstance(node, ast.ImportFrom):
+            return []
+        assert node.level == 0, "imports here name the package they import from"
+        within = [f"{node.module}.{alias.name}" for alias in node.names]
+        return [name if name in files else str(node.module) for name in within if name not in COMPILED]
+
+    return {
+        name: {found for node in ast.walk(ast.parse(path.read_text())) for found in targets(node) if found in files}
+        for name, path in files.items()
+    }
+
+
+def room_of(module: str) -> str:
+    rooms = [room for room in HEIGHT if f"{module}.".startswith(f"{room}.")]
+    assert rooms, f"{module}: LAYERS does not say where it lives"
+    return max(rooms, key=len)
+
+
+def upward_arrows(imports: dict[str, set[str]]) -> list[str]:
+    arrows = [(module, target) for module, targets in imports.items() for target in targets]
+    rooms = [(room_of(module), room_of(target), f"{module} → {target}") for module, target in arrows]
+    return sorted(arrow for room, other, arrow in rooms if room != other and HEIGHT[other] >= HEIGHT[room])
+
+
+def test_no_arrow_runs_upwards() -> None:
+    assert upward_arrows(read_imports(ROOT)) == []
+
+
+def test_no_module_reaches_itself() -> None:
+    graphlib.TopologicalSorter(read_imports(ROOT)).prepare()
+
+
+def test_they_would_be_found(tmp_path: Path) -> None:
+    for name, text in {
+        "dapo_kernels/loss.py": "def f():\n    import dapo_runner.config.checks",
+        "dapo_runner/config/settings.py": "from dapo_runner.config import checks\nfrom dapo_runner import types",
+        "dapo_runner/config/checks.py": "if False:\n    from dapo_runner.config.settings import Config",
+        "dapo_runner/types.py": "import torch",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    imports = read_imports(tmp_path)
+    assert upward_arrows(imports) == [
+        "dapo_kernels.loss → dapo_runner.config.checks",
+        "dapo_runner.config.settings → dapo_runner.types",
+    ]
+    with pytest.raises(graphlib.CycleError, match=r"dapo_runner\.config\.checks"):
+        graphlib.TopologicalSorter(imports).prepare()
