@@ -23,19 +23,23 @@ class HeadOptions(TypedDict, total=False):
     float32_logits: bool
     chunk_bytes: int | None
     host_sync: bool | None
+    main_grad: Tensor | None
 
 
 def head_of_call(layout: Layout, hidden: Tensor, weight: Any, mask: Tensor | None, options: Any) -> tuple[Head, Plan]:
     """Takes its own out of ``options``."""
-    bias, softcap, chunk_bytes, host_sync = (
-        options.pop(name, None) for name in ("bias", "softcap", "chunk_bytes", "host_sync")
+    bias, softcap, chunk_bytes, host_sync, main_grad = (
+        options.pop(name, None) for name in ("bias", "softcap", "chunk_bytes", "host_sync", "main_grad")
     )
     float32_logits = check_flag(layout, "float32_logits", options.pop("float32_logits", False))
     caller, width = layout.caller, hidden.shape[-1]
     check_tensor(caller, "weight", weight, "a tensor [V, H]")
     if bias is not None:
         check_tensor(caller, "bias", bias, "a tensor [V]")
-    if torch.is_autocast_enabled(hidden.device.type):  # as it treats the Linear layer that this stands for
+    if main_grad is not None:
+        _check_main_grad(layout, main_grad, weight)
+    # As autocast treats the Linear layer that this stands for, which keeps float64.
+    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
@@ -58,4 +62,17 @@ def head_of_call(layout: Layout, hidden: Tensor, weight: Any, mask: Tensor | Non
         host_sync = False
     hidden = hidden.reshape(-1, width)
     head = Head(hidden, weight, bias, softcap, float32_logits and hidden.dtype != torch.float64)
-    return head, Plan(chunk_bytes, host_sync, backend_for(caller, hidden.device, hidden.dtype, weight.shape[0]))
+    served_by = backend_for(caller, hidden.device, hidden.dtype, weight.shape[0])
+    return head, Plan(chunk_bytes, host_sync, main_grad, served_by)
+
+
+def _check_main_grad(layout: Layout, main_grad: Any, weight: Tensor) -> None:
+    check_tensor(layout.caller, "main_grad", main_grad, "a float32 tensor [V, H]")
+    shape = list(weight.shape)
+    if main_grad.dtype != torch.float32 or list(main_grad.shape) != shape or main_grad.device != weight.device:
+        got = f"{main_grad.dtype} {list(main_grad.shape)} on {main_grad.device}"
+        raise layout.fail("main_grad", f"float32 {shape} on {weight.device}, like weight", got)
+    if torch.is_grad_enabled() and not weight.requires_grad:
+        raise ValueError(f"{layout.caller}: main_grad has no use: weight does not require a gradient")
+    if torch.compiler.is_compiling():
+        raise ValueError(f"{layout.caller}: main_grad works in eager mode; a compiled graph adds gradients up itself")

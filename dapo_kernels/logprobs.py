@@ -50,7 +50,8 @@ def token_logprobs(
     check_flag(layout, "inplace_backward", inplace_backward)
     asked = layout.asked(target_ids, temperature, layout.live(None), entropy)
     served_by = backend_for("token_logprobs", logits.device, logits.dtype, logits.shape[-1])
-    if inplace_backward and not torch.compiler.is_compiling():
+    wants_grad = torch.is_grad_enabled() and logits.requires_grad
+    if inplace_backward and wants_grad and not torch.compiler.is_compiling():
         check_rows_apart(layout, logits)
         stats = from_rows.StatsInPlace.apply(logits, asked, backend(served_by))
     else:

@@ -1,8 +1,11 @@
-"""Large fresh tensors on the CPU.
+"""Large memory on the CPU, kept between calls, with one bound for the process.
 
 The first touch of fresh memory faults once per 4 KiB page: a GEMM into 192 MiB of it took 220 ms in place of 144. In
 huge pages (Linux, where ``transparent_hugepage`` is ``madvise`` or ``always``) it took 150, as long as the system has
-free ones: in a fragmented memory it may stop to make some. Scratch memory is therefore kept between calls.
+free ones: in a fragmented memory it may stop to make some. Where a hypervisor lends memory it is dearest: new gradients
+of 400 MB took 188 ms, in used memory 18. So pages that nobody holds any more serve the next call, of whatever thread.
+
+Fresh pages are zeros of the system's, and those that nobody writes cost neither time nor memory.
 """
 
 from __future__ import annotations
@@ -19,74 +22,87 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 _LARGE_BYTES = 4 * 2**20
-_KEPT_BYTES = 2**30
-_MOST_UNUSED = 4  # kept pages serve a gradient of at least this part of them
+# Of all that is kept, whoever keeps it. More than one call takes at a time is not worth keeping.
+KEPT_BYTES = 2 * 2**30
+_MOST_UNUSED = 4  # kept pages serve a tensor of at least this part of them
 
 
 @functools.cache
 def _extension() -> Any:
     try:
         return importlib.import_module("dapo_kernels._C")
-    except ImportError:  # said once, by backends.py
+    except ImportError:  # said once, by backends/registry.py
         return None
 
 
-_kept = threading.local()
+class _Pages(NamedTuple):
+    """Memory, and the storage of the tensor that was last made of it."""
+
+    memory: mmap.mmap
+    user: StorageWeakRef
+    of: str
+
+
+_kept: list[_Pages] = []  # the longest unused first
+_lock = threading.Lock()
 
 
 def workspace(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Scratch memory for the duration of one call. On the CPU a thread keeps it for its next call, fresh memory being
-    what it is; elsewhere the allocator does.
-    """
-    if device.type != "cpu":
-        return torch.empty(shape, dtype=dtype, device=device)
-    n_bytes = shape[0] * shape[1] * dtype.itemsize
-    kept = getattr(_kept, "memory", None)
-    if kept is None or kept.numel() < n_bytes:
-        _kept.memory = None  # before the larger one is made
-        _kept.memory = kept = torch.empty(n_bytes, dtype=torch.uint8, device=device)
-        if n_bytes >= _LARGE_BYTES and _extension() is not None:
-            _extension().advise_huge_pages(kept.data_ptr(), n_bytes)
-    return kept[:n_bytes].view(dtype).view(shape)
+    """Scratch memory for the duration of one call: kept on the CPU, elsewhere the allocator does that."""
+    made = large_tensor(torch.Size(shape), dtype, device, "workspace")
+    return torch.empty(shape, dtype=dtype, device=device) if made is None else made[0]
 
 
 def release_workspace() -> None:
-    """Give back what the calling thread keeps for its next call."""
-    _kept.memory = None
-    _kept.gradients = {}
+    """Give back all that is kept for later calls, of every thread. What somebody holds goes when they let go."""
+    with _lock:
+        _kept.clear()
 
 
-class _Pages(NamedTuple):
-    memory: mmap.mmap
-    user: StorageWeakRef  # of the tensor that was last made of them
+def kept_bytes() -> int:
+    """How much is kept, in use or not."""
+    with _lock:
+        return sum(len(pages.memory) for pages in _kept)
 
 
-def large_gradient(shape: torch.Size, dtype: torch.dtype, device: torch.device, of: str) -> tuple[Tensor, bool] | None:
-    """(A large tensor on the CPU for the gradient ``of`` something, whether it holds zeros), in huge pages where there
-    are any; None for a small one.
+def large_tensor(shape: torch.Size, dtype: torch.dtype, device: torch.device, of: str) -> tuple[Tensor, bool] | None:
+    """(A large tensor on the CPU for ``of``, whether it holds zeros), in huge pages where there are any; None for a
+    small one. Pages serve one purpose: what was all written last time will be again.
 
-    Fresh pages are zeros of the system's, and those that nobody writes cost neither time nor memory. Writing them is
-    dear, where a hypervisor lends memory most of all: new logits-sized gradients of 400 MB took 188 ms where one in
-    used memory took 18. So a thread keeps up to ``_KEPT_BYTES`` for the next gradient of the same thing, which gets
-    them if nothing holds the last one then.
+    Its storage is not torch's allocator's: ``untyped_storage().resize_`` refuses it.
     """
     n_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or n_bytes < _LARGE_BYTES or _extension() is None:
         return None
-    gradients: dict[str, _Pages] = _kept.__dict__.setdefault("gradients", {})
-    kept = gradients.get(of)
-    used = kept is not None and kept.user.expired() and n_bytes <= len(kept.memory) <= _MOST_UNUSED * n_bytes
-    if kept is not None and used:
-        memory = kept.memory
-    else:
-        gradients.pop(of, None)  # before the larger one is made
-        del kept
-        memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Gives the pages back when it goes. Of the gradient's own size: torch.save and deepcopy take all of a storage.
-    storage = torch.frombuffer(memory, dtype=torch.uint8, count=n_bytes).untyped_storage()
+    with _lock:
+        memory = _reusable(n_bytes, of)
+        used = memory is not None
+        if memory is None:
+            _make_room(n_bytes, of)
+            memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Gives the pages back when it goes. Of the tensor's own size: torch.save and deepcopy take all of a storage.
+        storage = torch.frombuffer(memory, dtype=torch.uint8, count=n_bytes).untyped_storage()
+        if sum(len(pages.memory) for pages in _kept) + len(memory) <= KEPT_BYTES:
+            _kept.append(_Pages(memory, StorageWeakRef(storage), of))
     if not used:
         _extension().advise_huge_pages(storage.data_ptr(), n_bytes)
-    if len(memory) <= _KEPT_BYTES:
-        gradients[of] = _Pages(memory, StorageWeakRef(storage))
     strides = torch.empty(shape, device="meta").stride()
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape, strides), not used
+
+
+def _reusable(n_bytes: int, of: str) -> mmap.mmap | None:
+    """Pages of that purpose that nobody holds, taken off the list."""
+    for i, pages in enumerate(_kept):
+        fits = n_bytes <= len(pages.memory) <= _MOST_UNUSED * n_bytes
+        if pages.of == of and fits and pages.user.expired():
+            return _kept.pop(i).memory
+    return None
+
+
+def _make_room(n_bytes: int, of: str) -> None:
+    """Let go of what nobody holds and, the longest unused first, what would pass the bound, before more is made."""
+    total = sum(len(pages.memory) for pages in _kept)
+    for pages in list(_kept):
+        if pages.user.expired() and (pages.of == of or total + n_bytes > KEPT_BYTES):
+            _kept.remove(pages)
+            total -= len(pages.memory)

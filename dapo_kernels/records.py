@@ -49,6 +49,7 @@ class Plan(NamedTuple):
 
     chunk_bytes: int | None  # None: as the device likes it
     host_sync: bool | None  # whether a GPU may be waited for; see ``engine/chunks.py``
+    main_grad: Tensor | None  # float32 [V, H] of the caller's: takes the weight's gradient in place of autograd
     backend: str
 
 

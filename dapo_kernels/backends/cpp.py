@@ -13,7 +13,7 @@ from torch import Tensor
 from dapo_kernels import _C  # type: ignore[attr-defined]
 from dapo_kernels.backends.reference import raise_bad_target, raise_bad_temperature, unit_stride
 from dapo_kernels.backends.structs import address, outputs, row_inputs, rows_of, token_inputs
-from dapo_kernels.memory import large_gradient
+from dapo_kernels.memory import large_tensor
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
 from dapo_kernels.records import Asked, RowsLoss, RowStats, Slopes, TokenLoss, Tokens
 
@@ -117,7 +117,7 @@ class SplitSum:
 
     def __init__(self, result: Tensor) -> None:
         self.result = result
-        kept = large_gradient(result.shape, torch.int16, result.device, "low halves of weight")
+        kept = large_tensor(result.shape, torch.int16, result.device, "low halves of weight")
         self.low, zeroed = kept or (torch.zeros_like(result, dtype=torch.int16), True)
         if not zeroed:
             self.low.zero_()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dapo_kernels.backends import Backend, WeightSum
-from dapo_kernels.memory import large_gradient
+from dapo_kernels.memory import large_tensor
 from dapo_kernels.records import Head, Needs, accumulate_dtype, on_host
 
 # Bytes of a tile of the weight or of its gradient: it stays in the L2/L3 cache between GEMM and addition. Below
@@ -69,11 +69,14 @@ class HeadGradients(NamedTuple):
 
 
 class GradientSum:
-    """∂loss/∂(hidden, weight, bias), added up over chunks; dW and db in float32."""
+    """∂loss/∂(hidden, weight, bias), added up over chunks; dW and db in float32. With ``float32_sums`` they are handed
+    over so: to a float32 tensor of the caller's, or because a float16 could not hold them before the loss is scaled.
+    """
 
-    def __init__(self, head: Head, needs: Needs, n_chunks: int, backend: Backend) -> None:
+    def __init__(self, head: Head, needs: Needs, n_chunks: int, backend: Backend, float32_sums: bool) -> None:
         hidden, weight, bias = head[:3]
         self.operand = weight
+        self.result_dtype = accumulate_dtype(weight.dtype) if float32_sums else weight.dtype
         self.n_chunks = n_chunks
         self.n_added = 0
         self.hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needs.hidden else None
@@ -90,11 +93,12 @@ class GradientSum:
     def _prepare_weight(self, weight: Tensor, backend: Backend) -> None:
         # A single chunk needs no running sum, and 32-bit GEMMs add to the result themselves.
         summed = self.n_chunks > 1 and weight.element_size() < 4
-        if summed and float32_product(weight):
+        if self.result_dtype != weight.dtype or (summed and float32_product(weight)):
             # The result is made from it at the end: the two would be the peak of memory.
-            self.weight_float32 = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+            kept = large_tensor(weight.shape, torch.float32, weight.device, "weight in float32")
+            self.weight_float32 = kept[0] if kept else weight.new_empty(weight.shape, dtype=torch.float32)
             return
-        kept = large_gradient(weight.shape, weight.dtype, weight.device, "weight")
+        kept = large_tensor(weight.shape, weight.dtype, weight.device, "weight")
         self.weight, zeroed = kept or (torch.empty_like(weight, memory_format=torch.contiguous_format), False)
         if self.n_chunks != 1 and on_host(weight) and not zeroed:
             self.weight.zero_()
@@ -115,7 +119,9 @@ class GradientSum:
                 self.hidden.index_copy_(0, rows, dlogits @ self.operand)
         if self.bias is not None:
             self.bias += dlogits.sum(0, dtype=self.bias.dtype)
-        if self.weight_float32 is not None:
+        if self.weight_float32 is not None and not float32_product(hidden):
+            self._add_float32(self.weight_float32, dlogits, hidden)
+        elif self.weight_float32 is not None:
             product_(self.weight_float32, dlogits.t(), hidden, add=self.n_added > 1)
         elif self.weight_sum is not None:
             size = self.tile.shape[0]
@@ -126,19 +132,30 @@ class GradientSum:
         elif self.weight is not None:
             product_(self.weight, dlogits.t(), hidden, add=self._adds_to_weight())
 
+    def _add_float32(self, total: Tensor, dlogits: Tensor, hidden: Tensor) -> None:
+        """Where no GEMM of 16-bit operands leaves float32. A product in float16 may overflow before the loss is scaled;
+        one in bfloat16 is rounded.
+        """
+        wide = hidden.float() if hidden.dtype == torch.float16 else hidden
+        size = tile_rows(4 * hidden.shape[1])
+        for start in range(0, dlogits.shape[1], size):
+            product = dlogits[:, start : start + size].to(wide.dtype).t() @ wide
+            part = total[start : start + size]
+            part.add_(product) if self.n_added > 1 else part.copy_(product)
+
     def _adds_to_weight(self) -> bool:
         assert self.weight is not None
         return self.n_chunks > 1 if on_host(self.weight) else self.n_added > 1
 
     def results(self) -> HeadGradients:
-        bias = None if self.bias is None else self.bias.to(self.operand.dtype)
+        bias = None if self.bias is None else self.bias.to(self.result_dtype)
         return HeadGradients(self.hidden, self._weight(), bias)
 
     def _weight(self) -> Tensor | None:
         if self.weight_float32 is not None:
             if self.n_added == 0:
                 self.weight_float32.zero_()
-            return self.weight_float32.to(self.operand.dtype)
+            return self.weight_float32.to(self.result_dtype)
         if self.weight is not None and self.n_added == 0:
             self.weight.zero_()
         return self.weight if self.weight_sum is None else self.weight_sum.rounded()

@@ -113,7 +113,7 @@ def _grad_over_chunks(
 ) -> GradientSum:
     by = backend(plan.backend)
     chunks = _chunks(head, asked.live, None, needs, plan, by)
-    gradients = GradientSum(head, needs, chunks.n_with_gradient, by)
+    gradients = GradientSum(head, needs, chunks.n_with_gradient, by, plan.main_grad is not None)
     for chunk in chunks:
         rows, logits = chunk.rows, chunk.logits
         hidden = logits_of(head, rows, logits)
@@ -126,27 +126,60 @@ def _grad_over_chunks(
     return gradients
 
 
-def _fake_gradients(head: Head, needs: Needs) -> HeadGradients:
+def _float32_sums(head: Head, plan: Plan) -> bool:
+    """Whether the gradients of weight and bias that are formed with the loss wait for ``grad_output`` in float32."""
+    return plan.main_grad is not None or head.hidden.dtype == torch.float16
+
+
+def _fake_gradients(head: Head, needs: Needs, float32_sums: bool) -> HeadGradients:
+    dtype = accumulate_dtype(head.weight.dtype) if float32_sums else head.weight.dtype
     return HeadGradients(
         head.hidden.new_empty(head.hidden.shape) if needs.hidden else None,
-        head.weight.new_empty(head.weight.shape) if needs.weight else None,
-        torch.empty_like(head.bias) if needs.bias and head.bias is not None else None,
+        head.weight.new_empty(head.weight.shape, dtype=dtype) if needs.weight else None,
+        head.weight.new_empty(head.weight.shape[0], dtype=dtype) if needs.bias else None,
     )
 
 
 @linear_grad.fake
 def _(head: Head, asked: Asked, stats: RowStats, slopes: Slopes, needs: Needs, plan: Plan) -> HeadGradients:
-    return _fake_gradients(head, needs)
+    return _fake_gradients(head, needs, plan.main_grad is not None)
 
 
 linear_grad.has_no_gradient()
 
 
-@linear_stats.gradient(lambda stats, *inputs: (*inputs, stats), "logprobs", "entropy")
-def _(ctx: Any, head: Head, asked: Asked, plan: Plan, stats: RowStats, grads: RowStats) -> dict[str, Tensor | None]:
+def _handed_over(gradients: HeadGradients, dtype: torch.dtype, main_grad: Tensor | None) -> dict[str, Tensor | None]:
+    """To autograd; the weight's to ``main_grad``, where there is one."""
+    hidden, weight, bias = gradients
+    if main_grad is not None and weight is not None:
+        main_grad += weight
+        weight = None
+    return {
+        "head_hidden": hidden,
+        "head_weight": None if weight is None else weight.to(dtype),
+        "head_bias": None if bias is None else bias.to(dtype),
+    }
+
+
+class _Unsaved(NamedTuple):
+    """Autograd would refuse a saved ``main_grad`` that another micro-batch has added to meanwhile."""
+
+    tensors: list[Tensor | None]
+
+
+def _keep_for_stats(stats: RowStats, head: Head, asked: Asked, plan: Plan) -> tuple[Any, ...]:
+    return head, asked, plan._replace(main_grad=None), stats, _Unsaved([plan.main_grad])
+
+
+@linear_stats.gradient(_keep_for_stats, "logprobs", "entropy")
+def _(
+    ctx: Any, head: Head, asked: Asked, plan: Plan, stats: RowStats, unsaved: _Unsaved, grads: RowStats
+) -> dict[str, Tensor | None]:
+    (main_grad,) = unsaved.tensors
     slopes = given_slopes(stats, grads, asked.want_entropy)
+    plan = plan._replace(main_grad=main_grad)
     gradients = linear_grad(head, asked, stats, slopes, Needs(*ctx.needs_input_grad[:3]), plan)
-    return {f"head_{name}": gradient for name, gradient in gradients._asdict().items()}
+    return _handed_over(gradients, head.weight.dtype, main_grad)
 
 
 # --- the loss of objectives whose gradient at a token needs nothing but that token's row: three GEMMs --------
@@ -209,7 +242,7 @@ def _loss_over_chunks(
     total = _no_loss(head, asked, scalars, own)
     idle = None if on_host(asked.live) or function else idle_beforehand(tokens, scalars, entropy_coef)
     chunks = _chunks(head, asked.live, idle, needs, plan, by)
-    gradients = GradientSum(head, needs, chunks.n_with_gradient, by)
+    gradients = GradientSum(head, needs, chunks.n_with_gradient, by, _float32_sums(head, plan))
     for chunk in chunks:
         rows, logits = chunk.rows, chunk.logits
         hidden = logits_of(head, rows, logits)
@@ -248,11 +281,20 @@ def _(
     plan: Plan,
 ) -> LinearLoss:
     total = _no_loss(head, asked, scalars, own)
-    return LinearLoss(total.logprobs.new_empty(()), *total[1:-1], *_fake_gradients(head, needs))
+    return LinearLoss(
+        total.logprobs.new_empty(()), *total[1:-1], *_fake_gradients(head, needs, _float32_sums(head, plan))
+    )
 
 
-@linear_loss.gradient(lambda out, *_: (HeadGradients(*out[5:]),), "loss")
-def _(ctx: Any, gradients: HeadGradients, grads: LinearLoss) -> dict[str, Tensor | None]:
+def _keep_for_loss(out: LinearLoss, head: Head, *inputs: Any) -> tuple[Any, ...]:
+    plan: Plan = inputs[-1]
+    return HeadGradients(*out[5:]), head.weight.dtype, _Unsaved([plan.main_grad])
+
+
+@linear_loss.gradient(_keep_for_loss, "loss")
+def _(
+    ctx: Any, gradients: HeadGradients, dtype: torch.dtype, unsaved: _Unsaved, grads: LinearLoss
+) -> dict[str, Tensor | None]:
     hand_out_once(ctx, "linear_dapo_loss", "Add losses up and call backward once, or call it again.")
-    named = zip(HeadGradients._fields, gradients, strict=True)
-    return {f"head_{name}": None if x is None else scaled(x, grads.loss) for name, x in named}
+    gradients = HeadGradients(*(None if x is None else scaled(x, grads.loss) for x in gradients))
+    return _handed_over(gradients, dtype, unsaved.tensors[0])

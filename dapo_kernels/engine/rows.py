@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from dapo_kernels.backends import Backend, backend
 from dapo_kernels.engine.operators import Kept, hand_out_once, operator, scaled
-from dapo_kernels.memory import large_gradient
+from dapo_kernels.memory import large_tensor
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
 from dapo_kernels.records import Asked, RowStats, Slopes, TokenLoss, Tokens, accumulate_dtype
 
@@ -40,7 +40,7 @@ def _(logits: Tensor, asked: Asked, served_by: str) -> RowStats:
 @operator
 def logits_grad(logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, served_by: str) -> Tensor:
     """∂loss/∂logits, contiguous, from ∂loss/∂ℓ and ∂loss/∂H."""
-    large = large_gradient(logits.shape, logits.dtype, logits.device, "logits")
+    large = large_tensor(logits.shape, logits.dtype, logits.device, "logits")
     out, zeroed = large or (torch.empty(logits.shape, dtype=logits.dtype, device=logits.device), False)
     backend(served_by).row_grad(out, logits, asked, stats, slopes, zeroed=zeroed)
     return out

@@ -284,3 +284,27 @@ def test_without_a_graph(backend: str, mode: Callable[[], Any]) -> None:
             loss, _ = build(kind)()
         assert not loss.requires_grad
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("objective", ["dapo", "gspo"])
+@pytest.mark.parametrize("call", ["logits", "hidden"])
+def test_a_second_derivative_is_refused(backend: str, call: str, objective: str) -> None:
+    """``torch.autograd.functional.hessian``, a gradient penalty: never a silent zero."""
+    case = linear_case(11, 4, (3, 4), seed=2) if call == "hidden" else logits_case(11, (3, 4), seed=2)
+    leaves = list(case.fresh().values())
+
+    def loss(first: Tensor) -> Tensor:
+        function = linear_dapo_loss if call == "hidden" else dapo_loss
+        args = (case.target_ids, case.old_logprobs, case.advantages)
+        said = {"objective": objective, "mask": case.mask, "cu_seqlens": case.cu_seqlens}
+        return function(first, *leaves[1:], *args, **said).loss
+
+    with pytest.raises(RuntimeError, match="gradient of a gradient is not implemented"):
+        torch.autograd.functional.hessian(loss, leaves[0].detach())
+
+    def penalty() -> None:
+        (gradient,) = torch.autograd.grad(loss(leaves[0]), leaves[0], create_graph=True)
+        gradient.square().sum().backward()
+
+    with pytest.raises(RuntimeError, match="gradient of a gradient is not implemented"):
+        penalty()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import math
 import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -384,3 +387,81 @@ def test_float64_on_the_cpp_backend_is_refused(backend: str) -> None:
         assert dapo_loss(**packed(logits=torch.randn(T, V, dtype=torch.float64))).loss.dtype == torch.float64
         return
     refused(TypeError, (dapo_loss, packed(logits=torch.randn(T, V, dtype=torch.float64))), "float64", "torch")
+
+
+def test_use_backend_leaves_nothing_behind_in_any_order() -> None:
+    """Two threads that enter and leave crosswise, and two asynchronous tasks of one thread."""
+    device = torch.device("cpu")
+    default = registry.backend_for("test", device, torch.float32)
+    assert default == "cpp"
+    barrier = threading.Barrier(2)
+    seen = {}
+
+    def thread(name: str) -> None:
+        with use_backend(name):
+            barrier.wait()
+            seen[name] = registry.backend_for("test", device, torch.float32)
+            if name == "torch":
+                barrier.wait()
+        if name == "cpp":
+            barrier.wait()
+
+    threads = [threading.Thread(target=thread, args=(name,)) for name in ("torch", "cpp")]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert seen == {"torch": "torch", "cpp": "cpp"}
+    assert registry.backend_for("test", device, torch.float32) == default
+    assert registry._forced_last is None
+
+    async def task(name: str, seconds: float) -> str:
+        with use_backend(name):
+            await asyncio.sleep(seconds)
+            return registry.backend_for("test", device, torch.float32)
+
+    async def both() -> list[str]:
+        return await asyncio.gather(task("torch", 0.01), task("cpp", 0.03))
+
+    assert asyncio.run(both()) == ["torch", "cpp"]
+    assert registry.backend_for("test", device, torch.float32) == default
+
+
+@pytest.mark.parametrize("value", [0.0, -3.0, math.nan, math.inf])
+def test_a_denominator_in_a_tensor_is_looked_at_where_that_is_free(value: float) -> None:
+    logprobs, advantages = torch.zeros(3, requires_grad=True), torch.ones(3)
+    with pytest.raises(ValueError, match="denominator must be positive and finite"):
+        policy_loss(logprobs, None, advantages, denominator=torch.tensor(value))
+
+
+def test_no_live_token_anywhere_is_a_count_of_zero() -> None:
+    logprobs, dead = torch.zeros(3, requires_grad=True), torch.zeros(3, dtype=torch.bool)
+    out = policy_loss(logprobs, None, torch.ones(3), mask=dead, denominator=torch.tensor(0))
+    out.loss.backward()
+    assert out.loss == 0
+    assert not logprobs.grad.any()  # type: ignore[union-attr]
+
+
+def test_in_place_without_a_gradient_is_a_forward_pass() -> None:
+    logits, ids = torch.randn(3, 7, requires_grad=True), torch.tensor([1, 2, 3])
+    with torch.no_grad():
+        inplace = token_logprobs(logits, ids, inplace_backward=True)
+    assert torch.equal(inplace.logprobs, token_logprobs(logits, ids).logprobs)
+
+
+@pytest.mark.parametrize(
+    ("main_grad", "words"),
+    [
+        (torch.zeros(5, 4, dtype=torch.bfloat16), "main_grad must be float32"),
+        (torch.zeros(4, 5), r"main_grad must be float32 \[5, 4\]"),
+        (3.0, "main_grad must be a float32 tensor"),
+    ],
+)
+def test_main_grad_is_checked(main_grad: Any, words: str) -> None:
+    hidden, weight = torch.randn(3, 4), torch.randn(5, 4, requires_grad=True)
+    with pytest.raises((ValueError, TypeError), match=words):
+        linear_dapo_loss(hidden, weight, torch.tensor([1, 2, 3]), None, torch.ones(3), main_grad=main_grad)
+    with pytest.raises(ValueError, match="main_grad has no use"):
+        linear_dapo_loss(
+            hidden, weight.detach(), torch.tensor([1, 2, 3]), None, torch.ones(3), main_grad=torch.zeros(5, 4)
+        )

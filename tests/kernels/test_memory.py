@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from dapo_kernels import dapo_loss, linear_dapo_loss, memory, use_backend
-from dapo_kernels.memory import large_gradient, release_workspace
+from dapo_kernels.memory import large_tensor, release_workspace
 
 
 def resident() -> int:
@@ -61,7 +63,7 @@ def test_rows_without_a_gradient_take_no_memory() -> None:
 
 
 def take(n_rows: int) -> tuple[torch.Tensor, bool]:
-    found = large_gradient(torch.Size((n_rows, 2**20)), torch.float32, torch.device("cpu"), "logits")
+    found = large_tensor(torch.Size((n_rows, 2**20)), torch.float32, torch.device("cpu"), "logits")
     assert found is not None
     return found
 
@@ -105,7 +107,7 @@ def test_the_heads_gradient_is_not_that_of_another_call() -> None:
 
 
 def test_very_large_ones_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_KEPT_BYTES", 2**23)
+    monkeypatch.setattr(memory, "KEPT_BYTES", 2**23)
     for _ in range(2):
         gradient, zeroed = take(4)
         assert zeroed
@@ -113,5 +115,35 @@ def test_very_large_ones_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         del gradient
 
 
+def test_threads_share_one_bound_and_one_release() -> None:
+    """Pool threads that have gone on to other work must not sit on memory, nor must it add up over them."""
+    logits = torch.randn(64, 50257, generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(64, dtype=torch.bool)
+    with ThreadPoolExecutor(6) as pool:
+        started = threading.Barrier(6)
+
+        def work(_: int) -> None:
+            started.wait()
+            for _ in range(3):
+                call(logits.clone().requires_grad_(), mask)
+
+        list(pool.map(work, range(6)))
+        kept, before = memory.kept_bytes(), resident()
+        assert 0 < kept <= 6 * logits.nbytes
+        release_workspace()
+        assert memory.kept_bytes() == 0
+        assert before - resident() > 0.9 * kept
+
+
+def test_the_bound_holds_over_purposes_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "KEPT_BYTES", 2**26)
+    for i in range(8):
+        found = memory.large_tensor(torch.Size((4, 2**20)), torch.float32, torch.device("cpu"), f"purpose {i}")
+        assert found is not None
+        del found
+        assert memory.kept_bytes() <= 2**26
+    assert memory.kept_bytes() == 2**26  # four of them
+
+
 def test_small_tensors_are_left_to_torch() -> None:
-    assert large_gradient(torch.Size((4, 100)), torch.float32, torch.device("cpu"), "logits") is None
+    assert large_tensor(torch.Size((4, 100)), torch.float32, torch.device("cpu"), "logits") is None

@@ -22,6 +22,7 @@ from dapo_kernels import (
     token_logprobs,
     use_backend,
 )
+from dapo_kernels.backends import registry
 
 
 def registered() -> set[str]:
@@ -338,3 +339,21 @@ def test_backends_agree_inside_one_process() -> None:
     for name in ("torch", "cpp", "torch"):
         with use_backend(name):
             torch.testing.assert_close(compiled(*leaves), fn(*leaves), rtol=0, atol=0)
+
+
+def test_compile_finds_the_backend_of_cuda_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without ``use_backend``: no import may be left for the tracer to stop at. Fake CUDA tensors need no GPU."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    monkeypatch.setattr(registry, "_reasons", {})
+    entry = registry.BACKENDS["triton"]._replace(missing=lambda: __import__("importlib").import_module("os") and None)
+    monkeypatch.setitem(registry.BACKENDS, "triton", entry)
+
+    def served(x: Tensor) -> Tensor:
+        return x + len(registry.backend_for("dapo_loss", x.device, x.dtype, x.shape[-1]))
+
+    torch._dynamo.reset()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(3, 7, device="cuda", dtype=torch.bfloat16)
+        assert torch.compile(served, fullgraph=True, backend="eager")(x).device.type == "cuda"
+    assert registry._reasons == {"triton": None}
