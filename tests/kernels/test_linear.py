@@ -11,7 +11,7 @@ from closeness import EPS, as_accurate
 from oracle import ROWS, Options
 from torch import Tensor
 
-from dapo_kernels import dapo_loss, linear_dapo_loss, linear_token_logprobs, use_backend
+from dapo_kernels import dapo_loss, linear_dapo_loss, linear_token_logprobs
 
 EVERYTHING = Options(clip_high=0.28, dual_clip=2.0, kl_coef=0.1, entropy_coef=0.05, aggregate="seq-mean-token-mean")
 ROOMY = Options(clip_low=0.5, clip_high=0.75)  # log 0.5 = -0.69, log 1.75 = 0.56

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,6 +89,38 @@ def test_a_row_of_the_table_written_as_a_function(backend: str, entry: str, name
     for mine, theirs in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=1e-7)
     assert any(float(x.abs().max()) > 1e-3 for x in results[0][2:])
+
+
+def test_the_example_of_the_page(backend: str) -> None:
+    """DPPO-Binary-TV of docs/objectives.md, run as it stands there, against its equation in float64 autograd."""
+    page = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text(encoding="utf-8")
+    snippet = re.search(r"<!-- dppo -->\n```python\n(.+?)```", page, re.DOTALL)
+    assert snippet is not None
+    case = linear_case(23, 8, (40, 30), seed=11)
+    case.old_logprobs = (case.old_logprobs + 2.0).clamp(max=-0.01)  # probabilities that can change by more than 0.2
+    x = case.fresh()
+    names = {**x, "mask": case.mask, "global_tokens": 31.0, "torch": torch, "linear_dapo_loss": linear_dapo_loss}
+    names |= {name: getattr(case, name) for name in ("target_ids", "old_logprobs", "advantages")}
+    exec(snippet[1], names)
+    names["out"].loss.backward()
+
+    hidden, weight = (leaf.detach().double().requires_grad_() for leaf in x.values())
+    logprobs = (hidden @ weight.T).log_softmax(-1).gather(1, case.target_ids[:, None])[:, 0]
+    total, masked = torch.zeros((), dtype=torch.float64), 0
+    for t in range(70):
+        if not case.mask[t]:
+            continue
+        old, advantage = case.old_logprobs[t].double(), case.advantages[t].double()
+        shift = float(logprobs[t].exp() - old.exp())
+        if (advantage > 0 and shift > 0.2) or (advantage <= 0 and shift < -0.2):
+            masked += 1
+            continue
+        total = total - (logprobs[t] - old).exp() * advantage / 31.0
+    total.backward()
+    assert 3 < masked < int(case.mask.sum()) - 3
+    torch.testing.assert_close(names["out"].loss.double(), total, rtol=1e-5, atol=1e-6)
+    for mine, theirs in ((x["hidden"].grad, hidden.grad), (x["weight"].grad, weight.grad)):
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_three_matrix_products_from_hidden_states(backend: str) -> None:
