@@ -15,7 +15,16 @@ N_TOKENS = (8192, 2048, 20480)
 HEADS = ((4096, 151936), (896, 151936), (5120, 152064))
 LIVE = (1.0, 0.5, 0.2)
 
-_OURS = ("copy_", "mul_", "three GEMMs", "one GEMM", "dapo_kernels", "dapo_kernels, no wait")
+_OURS = (
+    "copy_",
+    "mul_",
+    "mul_, live rows",
+    "three GEMMs",
+    "three GEMMs, live tokens",
+    "one GEMM",
+    "dapo_kernels",
+    "dapo_kernels, no wait",
+)
 _PEERS = (
     "dapo_kernels, new gradient",
     "dapo_kernels, triton",
