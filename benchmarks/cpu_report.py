@@ -101,7 +101,7 @@ def best_of(group: Sequence[Record], name: str) -> tuple[Record, Record] | None:
 
 def headline(group: Sequence[Record]) -> str:
     """One workload: milliseconds under every allocator, and each side against ours where that side was fastest."""
-    denominator = group[0]["denominator"]
+    denominator = group[0]["denominators"][0]
     columns = [
         "side",
         *(f"{record['allocator']}: ms (÷ {denominator})" for record in group),

@@ -36,6 +36,10 @@ _PEERS = (
     "Liger GRPO, Triton",
     "quack cross_entropy",
     "quack linear_cross_entropy",
+    "cut-cross-entropy",
+    "cut-cross-entropy, unfiltered",
+    "verl linear_cross_entropy",
+    "Megatron linear_cross_entropy",
     "flash-attn cross_entropy_loss",
 )
 # These compile for every shape, ten seconds and more each: in the first row of their kind only.
@@ -96,7 +100,13 @@ _CROSS_ENTROPY = replace(
     _HIDDEN,
     n_sequences=1,
     objective="reinforce",
-    contestants=(*_OURS, "eager", "quack linear_cross_entropy, chunked", "Liger fused linear cross-entropy"),
+    contestants=(
+        *_OURS,
+        "eager",
+        "cut-cross-entropy",
+        "quack linear_cross_entropy, chunked",
+        "Liger fused linear cross-entropy",
+    ),
 )
 
 GPU = (*_WANTED, _CROSS_ENTROPY, *_rest(_WANTED))

@@ -100,7 +100,6 @@ def measure(config: Config, threads: int, report: Report) -> dict[str, Any]:
         "allocator": config.allocator if alone_each else None,
         "fields": vars(config),
         "threads": threads,
-        "denominator": denominators[0] if denominators else None,
         "denominators": denominators,
         "rows": rows,
     }
@@ -137,7 +136,9 @@ def _row(contestant: Contestant) -> Row:
 def _too_large(contestant: Contestant, config: Config, meter: Meter) -> str | None:
     inputs = 2 * config.logits_bytes if config.level == "logits" else 0
     passes = (c.extra_bytes(config) for c in field_of(config) if c.kind == "denominator")
-    needed = inputs + contestant.extra_bytes(config) + (max(passes) if contestant.kind != "denominator" else 0)
+    needed = (
+        inputs + contestant.extra_bytes(config) + (max(passes, default=0) if contestant.kind != "denominator" else 0)
+    )
     available = meter.free_bytes()
     if needed <= _MEMORY_SHARE * available:
         return None
@@ -245,7 +246,8 @@ def alone(contestant: Contestant, denominators: list[Contestant], problem: Probl
     row |= summary(own)
     row["beside_ms"] = {name: summary(times)["times_ms"] for name, times in beside.items()}
     row["over"] = {name: row["median_ms"] / statistics.median(ms) for name, ms in row["beside_ms"].items()}
-    row["over_denominator"] = next(iter(row["over"].values()))
+    if passes:
+        row["over_denominator"] = next(iter(row["over"].values()))
     return row
 
 
@@ -257,16 +259,16 @@ def _checked_alone(contestant: Contestant, problem: Problem, truth: Truth) -> tu
         # The first call of all loads code (170 MiB of it behind a custom operator), whatever its size.
         contestant.make(build(replace(config, n_tokens=4 * config.n_sequences, vocab=256)))()
     run = contestant.make(problem)
-    result, taken, memory = _watched(run, problem)
+    result, taken, memory = watched(run, problem)
     row = check(contestant, result, truth)
     del result
     if config.rounds > 1 and "reason" not in row and (compiles or taken <= _LONG_CALL_S):
-        result, _, memory = _watched(run, problem)
+        result, _, memory = watched(run, problem)
         del result
     return {**row, **memory}, run, [taken] if config.rounds == 1 else []
 
 
-def _watched(run: Run, problem: Problem) -> tuple[Result, float, Row]:
+def watched(run: Run, problem: Problem) -> tuple[Result, float, Row]:
     """A call, its seconds, and its peak bytes beyond what was resident, of which it returned some as gradients."""
     problem.restore()
     release_workspace()  # what a library keeps for its next call counts too

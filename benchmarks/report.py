@@ -173,7 +173,7 @@ def _panels(records: list[Record]) -> list[tuple[str, list[tuple[str, str, float
         if record.get("allocator") is None and record["rows"] and record["fields"]["headline"]:
             rows = [row for row in record["rows"] if row["kind"] != "denominator" and "over_denominator" in row]
             sides = [(row["name"], row["kind"], row["over_denominator"], row["median_ms"]) for row in rows]
-            panels.append((f"{record['config']}: time ÷ {record['denominator']}", sides))
+            panels.append((f"{record['config']}: time ÷ {record['denominators'][0]}", sides))
     for group in cpu_report.headlines([record for record in records if record.get("allocator") is not None]):
         sides = []
         for name in dict.fromkeys(row["name"] for row in group[0]["rows"]):
