@@ -43,8 +43,9 @@ _PROBE_MIB = 64
 
 
 def spelled(name: str) -> str:
-    """The setting as one would type it."""
-    return " ".join(f"{key}={value}" for key, value in ALLOCATORS[name].items()) or "no variable set"
+    """The setting as one would type it, for a page."""
+    typed = " ".join(f"{key}={value}" for key, value in ALLOCATORS[name].items())
+    return f"`{typed}`" if typed else "no variable set"
 
 
 def environment(name: str, base: Mapping[str, str] = os.environ) -> dict[str, str]:

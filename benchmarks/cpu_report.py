@@ -76,7 +76,7 @@ BARS = (
 
 
 def method() -> str:
-    return METHOD + "\n" + "\n".join(f"- {name}: `{spelled(name)}`" for name in ALLOCATORS)
+    return METHOD + "\n" + "\n".join(f"- {name}: {spelled(name)}" for name in ALLOCATORS)
 
 
 def sections(records: Sequence[Record]) -> list[str]:
