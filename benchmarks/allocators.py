@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -59,6 +60,12 @@ def mismatch(name: str, env: Mapping[str, str] = os.environ) -> str | None:
     found = environment(name, env)
     different = sorted(key for key in {*found, *env} if found.get(key) != env.get(key))
     return f"this process does not run {name}: {', '.join(different)} differ" if different else None
+
+
+def restart_under(name: str) -> None:
+    """Start this program anew under the setting, unless it runs under it."""
+    if mismatch(name):
+        os.execve(sys.executable, sys.orig_argv, environment(name))
 
 
 class Faults(NamedTuple):
