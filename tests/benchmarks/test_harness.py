@@ -117,8 +117,8 @@ def test_peak_memory_is_what_was_taken(mib: int) -> None:
     harness.in_child(lambda: harness.watched(run, problem)[2])
     row = harness.in_child(lambda: [harness.watched(run, problem)[2] for _ in range(2)][1])
     assert row["gradient_bytes"] == MIB
-    # The kernel counts pages in per-core batches: a quarter of a MiB either way.
-    assert mib + 0.75 <= row["peak_extra_bytes"] / MIB <= mib + 5
+    # The kernel counts pages in per-core batches, and a heap keeps a few: a quarter of a MiB each.
+    assert mib + 0.5 <= row["peak_extra_bytes"] / MIB <= mib + 5
 
 
 def _dies() -> dict[str, Any]:
