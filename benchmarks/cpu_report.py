@@ -19,6 +19,8 @@ compares two processes under the same allocator.
 Each heading names the allocator that every process under it had from its start:
 """
 _FOR_GPUS = "*written for GPUs:*"
+# The denominator's medians in the processes of one workload lie within this factor on a machine that does nothing else.
+QUIET = 1.25
 _HEAD = {"n_tokens": 2048, "vocab": 49152, "allocator": HUGE_PAGES}
 
 
@@ -117,7 +119,23 @@ def headline(group: Sequence[Record]) -> str:
     if any(row["for_gpus"] for row in rows):
         lines.append(_line([_FOR_GPUS] + [""] * (len(columns) - 1)))
         lines += [_side(group, row["name"]) for row in rows if row["for_gpus"]]
-    return f"## {group[0]['workload']}: each side at its best\n\n" + "\n".join(lines)
+    title = f"## {group[0]['workload']}: each side at its best\n\n"
+    return title + "\n".join(lines) + "\n\n" + "\n".join(_quiet(record) for record in group)
+
+
+def _quiet(record: Record) -> str:
+    """How far the denominator's medians in the sides' processes lie apart: "÷ ours" compares two of them."""
+    medians = [row["median_ms"] / row["over_denominator"] for row in record["rows"] if _has_its_own(row)]
+    if not medians:
+        return ""
+    low, high = min(medians), max(medians)
+    verdict = "" if high <= QUIET * low else f"; more than {QUIET} × apart: **the machine was not quiet, run it again**"
+    name = record["denominators"][0]
+    return f"- {record['allocator']}: {name} took {low:.3g} to {high:.3g} ms, medians of the sides' processes{verdict}"
+
+
+def _has_its_own(row: Record) -> bool:
+    return row["kind"] != "denominator" and "over_denominator" in row
 
 
 def _side(group: Sequence[Record], name: str) -> str:

@@ -191,6 +191,14 @@ def test_a_peer_is_quoted_at_its_best_and_ours_under_the_same() -> None:
     assert names[-2:] == ["*written for GPUs:*", "Liger"]
 
 
+def test_a_machine_that_was_not_quiet_is_told() -> None:
+    assert "not quiet" not in cpu_report.headline(GROUP)
+    noisy = _group(("mul_", "denominator", {HUGE_PAGES: 8.0}), ("dapo_kernels", "ours", {HUGE_PAGES: 12.0}))
+    eager = {**noisy[0]["rows"][1], "name": "eager", "kind": "eager", "over_denominator": 1.0}  # its mul_ took 12 ms
+    noisy[0]["rows"].append(eager)
+    assert "mul_ took 8 to 12 ms, medians of the sides' processes; more than 1.25" in cpu_report.headline(noisy)
+
+
 def test_the_plot_shows_the_same() -> None:
     ((title, sides),) = report._panels(GROUP)
     assert title.endswith("under the same allocator")
