@@ -1,6 +1,7 @@
 """Benchmarks of dapo_kernels: one table of configurations, one harness, one report.
 
-configs → problem (inputs) → truth (float64) → contestants, peers → harness (memory, check, clock) → report. ``run.py``
-has them measured in processes of their own (``workers.py``, ``worker.py``). A CUDA device adds ``gpu_configs.py``,
-``gpu_peers.py``, ``cuda_clock.py``, ``gpu_report.py``, and ``gpu.sh``, which its owner runs.
+configs → problem (inputs) → truth (float64) → contestants, peers → harness (memory, check, clock) → report (bars,
+cpu_report). ``run.py`` has them measured in processes of their own (``workers.py``, ``worker.py``), each under one of
+the settings of ``allocators.py``. A CUDA device adds ``gpu_configs.py``, ``gpu_peers.py``, ``cuda_clock.py``,
+``gpu_report.py``, and ``gpu.sh``, which its owner runs.
 """

@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks import machine
+from benchmarks import allocators, machine
+from benchmarks.allocators import ALLOCATORS, HUGE_PAGES
 from benchmarks.configs import HEADLINE, Config
 from benchmarks.problem import Problem, build
 from dapo_kernels import dapo_loss, linear_dapo_loss, token_logprobs
@@ -123,7 +124,7 @@ def table(config: Config, steps: list[Step], times: list[float]) -> str:
     """Markdown; the whole call is the step whose name is in bold."""
     whole = next(ms for step, ms in zip(steps, times, strict=True) if step.name.startswith("**"))
     lines = [
-        f"## {config.name}",
+        f"## {config.workload}",
         "",
         "| step | ms | share | GB | GB/s | TFLOP | TFLOP/s |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -144,12 +145,15 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tokens", type=int, default=HEADLINE[0].n_tokens, help="rows, for a trial run")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--allocator", choices=ALLOCATORS, default=HUGE_PAGES)
     options = parser.parse_args()
+    allocators.restart_under(options.allocator)
     described = machine.describe()
     started = datetime.now(timezone.utc)
     pages = [
         "# Where the time goes\n",
-        f"- machine: {machine.headline(described)}\n- commit: {machine.commit()}\n"
+        f"- machine: {machine.headline(described)}\n"
+        f"- allocator: {options.allocator}: {allocators.spelled(options.allocator)}\n- commit: {machine.commit()}\n"
         f"- command: `{machine.command('python', '-m', 'benchmarks.breakdown')}`, {started:%Y-%m-%dT%H:%M}Z; "
         f"medians of {options.rounds} interleaved rounds\n",
     ]

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.allocators import ALLOCATORS, HUGE_PAGES, OUT_OF_THE_BOX
+
 
 @dataclass(frozen=True)
 class Config:
@@ -23,11 +25,13 @@ class Config:
         clipped: share of the live tokens whose ratio is clipped, so that their gradient is zero.
         objective: a name in ``dapo_kernels.OBJECTIVES`` and in ``formulas.FORMULAS``.
         device: "cpu" or "cuda": where the tensors are.
+        allocator: a name in ``allocators.ALLOCATORS``: of the process, where the tensors are on the CPU.
         isa: forces the instruction set of dapo_kernels and of eager PyTorch; ``None`` is the machine's best.
         contestants: names to run; ``None`` is every one that can.
-        rounds: at most so many interleaved rounds; 1 leaves out the warm-up and checks the timed run itself.
-        seconds: budget of the rounds; at least ``min_rounds`` run all the same.
-        headline: goes into the plot and the first table.
+        rounds: at most so many rounds; 1 leaves out the warm-up and checks the timed run itself.
+        seconds: budget of the rounds, on a CPU those of each contestant (ours have twice that: their ratio to the
+            denominator is read to the third digit), on a GPU those of all; at least ``min_rounds`` run all the same.
+        headline: goes into the plot and the first tables.
     """
 
     level: str
@@ -42,6 +46,7 @@ class Config:
     clipped: float = 0.0
     objective: str = "dapo"
     device: str = "cpu"
+    allocator: str = OUT_OF_THE_BOX
     isa: str | None = None
     contestants: tuple[str, ...] | None = None
     rounds: int = 31
@@ -60,6 +65,11 @@ class Config:
 
     @property
     def name(self) -> str:
+        """The workload and, on a CPU, the allocator."""
+        return f"{self.workload}, {self.allocator}" if self.device == "cpu" else self.workload
+
+    @property
+    def workload(self) -> str:
         parts = [self.level, self.dtype, f"N={self.n_tokens}", f"V={self.vocab}"]
         parts += [f"H={self.hidden}"] if self.hidden else []
         parts += [] if self.mode == "train" else ["forward+entropy" if self.entropy else "forward"]
@@ -71,11 +81,27 @@ class Config:
 
 
 # The contestants of the rows that look at how the cost of the kernels themselves moves.
-_OURS = ("mul_", "three GEMMs", "one GEMM", "dapo_kernels")
+_OURS = (
+    "mul_",
+    "mul_, live rows",
+    "three GEMMs",
+    "three GEMMs, live tokens",
+    "one GEMM",
+    "dapo_kernels",
+)
 _OURS_AND_EAGER = (*_OURS, "eager", "eager, softmax in fp32")
+_PLAIN_PYTORCH = (
+    *_OURS_AND_EAGER,
+    "dapo_kernels, new gradient",
+    "torch.compile",
+    "torch.compile, softmax in fp32",
+    "linear_cross_entropy",
+    "linear_cross_entropy, chunked",
+)
 
-_LOGITS = Config("logits", "bfloat16", 2048, 49152, n_sequences=4, seconds=8.0)
-_HIDDEN = Config("hidden", "bfloat16", 2048, 49152, hidden=576, n_sequences=4, min_rounds=3, seconds=15.0)
+# The sweeps run in huge pages: where the bare pass is fastest, and a ratio to it hardest to keep.
+_LOGITS = Config("logits", "bfloat16", 2048, 49152, n_sequences=4, allocator=HUGE_PAGES, seconds=1.5)
+_HIDDEN = replace(_LOGITS, level="hidden", hidden=576, min_rounds=3, seconds=3.0)
 # The head of Qwen2.5-0.5B: the widest vocabulary in use on the smallest hidden size.
 _WIDE = replace(_HIDDEN, vocab=151936, hidden=896, min_rounds=2)
 
@@ -86,14 +112,19 @@ HEADLINE = (
 )
 
 
+def in_each_allocator(configs: tuple[Config, ...]) -> tuple[Config, ...]:
+    """The same rows under all three settings, one setting after the other: a process serves those that share it."""
+    return tuple(replace(config, allocator=name) for name in ALLOCATORS for config in configs)
+
+
 def _short(base: Config, **fields: Any) -> Config:
-    """A row of a sweep: eager beside the kernels, a few seconds."""
-    return replace(base, **{"seconds": 4.0, "contestants": _OURS_AND_EAGER, **fields})
+    """A row of a sweep: eager beside the kernels."""
+    return replace(base, **{"seconds": 1.0, "contestants": _OURS_AND_EAGER, **fields})
 
 
 def _brief(base: Config, **fields: Any) -> Config:
-    """A row that is compared with the headline row of its dtype: the kernels and their denominator only."""
-    return replace(base, **{"seconds": 3.0, "contestants": _OURS, **fields})
+    """A row that is compared with the headline row of its dtype: the kernels and their denominators only."""
+    return replace(base, **{"seconds": 1.0, "contestants": _OURS, **fields})
 
 
 def _two_passes(base: Config) -> tuple[Config, ...]:
@@ -102,54 +133,70 @@ def _two_passes(base: Config) -> tuple[Config, ...]:
     return replace(base, objective="gspo"), replace(base, objective="top_entropy", entropy=True)
 
 
-_OBJECTIVES_ON_LOGITS = _two_passes(_LOGITS)
-_OBJECTIVES_ON_HIDDEN = _two_passes(_HIDDEN)
+# What a call costs that has next to nothing to do.
+TINY = replace(
+    _LOGITS,
+    dtype="float32",
+    n_tokens=64,
+    vocab=64,
+    n_sequences=1,
+    rounds=1001,
+    seconds=1.0,
+    contestants=(*_OURS_AND_EAGER, "dapo_kernels, new gradient"),
+)
 
-LOGITS_SWEEP = (
-    *(_short(_LOGITS, n_tokens=n, n_sequences=1) for n in (1, 16, 256)),
-    _brief(_LOGITS, n_tokens=20480, min_rounds=3),
-    _short(_LOGITS, dtype="float32", vocab=151936, min_rounds=3),
-    _brief(_LOGITS, vocab=151936, min_rounds=3),
+# What bars and the README's sentences are about.
+QUOTED = (
+    TINY,
+    _short(_LOGITS, n_tokens=1, n_sequences=1),
+    _short(_LOGITS, dtype="float32", mode="forward"),
+    _short(_HIDDEN, n_tokens=256, n_sequences=1),
+    _brief(_HIDDEN, live=0.5),
+    _brief(_HIDDEN, live=0.2),
+    _brief(_HIDDEN, dtype="float32", min_rounds=2),
+    _brief(_WIDE),
+)
+# How the cost moves with everything else. In the order of the inputs: rows that share them make them once.
+SWEEP = (
+    *(_short(_LOGITS, n_tokens=n, n_sequences=1) for n in (16, 256)),
+    _brief(_LOGITS),
     _brief(_LOGITS, live=0.5, contestants=(*_OURS, "dapo_kernels, new gradient")),
     _brief(_LOGITS, live=0.2, contestants=(*_OURS, "dapo_kernels, new gradient")),
     _brief(_LOGITS, clipped=0.3),
-    *_OBJECTIVES_ON_LOGITS,
-    _short(_LOGITS, dtype="float32", mode="forward"),
-    replace(_LOGITS, mode="forward", seconds=4.0),
+    *_two_passes(_LOGITS),
+    _short(_LOGITS, mode="forward", contestants=_PLAIN_PYTORCH),
     _brief(_LOGITS, mode="forward", entropy=True),
-    # An older processor.
-    _brief(_LOGITS, dtype="float32", isa="avx2"),
-    _brief(_LOGITS, isa="avx2"),
-)
-
-HIDDEN_SWEEP = (
+    _brief(_LOGITS, n_tokens=20480, min_rounds=3),
+    _short(_LOGITS, dtype="float32", vocab=151936, min_rounds=3),
+    _brief(_LOGITS, vocab=151936, min_rounds=3),
     _short(_HIDDEN, n_tokens=1, n_sequences=1),
-    _short(_HIDDEN, n_tokens=256, n_sequences=1),
-    _brief(_HIDDEN, dtype="float32", min_rounds=2),
-    _brief(_HIDDEN, live=0.5),
-    _brief(_HIDDEN, live=0.2),
     _brief(_HIDDEN, clipped=0.3),
-    *_OBJECTIVES_ON_HIDDEN,
-    replace(_HIDDEN, mode="forward", seconds=6.0, min_rounds=2),
+    *_two_passes(_HIDDEN),
+    _short(_HIDDEN, mode="forward", contestants=_PLAIN_PYTORCH),
     _brief(_HIDDEN, mode="forward", entropy=True),
-    _brief(_WIDE),
-    # The longest response of the DAPO recipe: its logits alone are 5.8 GiB in bfloat16.
-    replace(_WIDE, n_tokens=20480, n_sequences=1, rounds=1, min_rounds=1, contestants=_OURS),
 )
+# An older processor: the instruction set is the process's, too.
+OLDER = (_brief(_LOGITS, dtype="float32", isa="avx2"), _brief(_LOGITS, isa="avx2"))
+# The longest response of the DAPO recipe: its logits alone are 5.8 GiB in bfloat16. A minute and a half.
+LONG = (replace(_WIDE, n_tokens=20480, n_sequences=1, rounds=1, min_rounds=1, contestants=_OURS),)
 
 # One configuration of each kind, small enough for a test run and for pytest-benchmark.
 SMOKE = (
     Config("logits", "float32", 64, 2048, n_sequences=2, rounds=3, headline=True),
     Config("logits", "bfloat16", 64, 2048, n_sequences=2, live=0.5, clipped=0.3, rounds=3),
     Config("logits", "bfloat16", 64, 2048, n_sequences=2, mode="forward", entropy=True, rounds=3),
-    Config("logits", "float32", 64, 2048, isa="portable", contestants=_OURS, rounds=3),
     Config("hidden", "bfloat16", 64, 2048, hidden=64, n_sequences=2, rounds=3, headline=True),
     Config("hidden", "float32", 64, 2048, hidden=64, n_sequences=2, live=0.5, clipped=0.3, rounds=3),
     Config("hidden", "bfloat16", 64, 2048, hidden=64, n_sequences=2, mode="forward", entropy=True, rounds=3),
+    Config("logits", "float32", 64, 2048, isa="portable", contestants=_OURS, rounds=3),
+    Config("logits", "float32", 64, 2048, n_sequences=2, rounds=3, headline=True, allocator=HUGE_PAGES),
 )
 
 SUITES: dict[str, tuple[Config, ...]] = {
     "smoke": SMOKE,
-    "quick": HEADLINE,
-    "full": (*HEADLINE, *LOGITS_SWEEP, *HIDDEN_SWEEP),
+    "quick": tuple(replace(config, contestants=_PLAIN_PYTORCH) for config in HEADLINE),
+    "headline": in_each_allocator(HEADLINE),
+    "full": (*in_each_allocator(HEADLINE), *QUOTED),  # what `make bench` runs, in under ten minutes
+    "sweep": (*SWEEP, *OLDER),  # three minutes more
+    "long": LONG,
 }

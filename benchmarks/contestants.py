@@ -40,6 +40,7 @@ class Contestant:
             beforehand whether a configuration fits this machine.
         modules: what it imports; the first one's package must be installed.
         backend: of dapo_kernels, where it is not the device's default.
+        for_gpus: its authors wrote it for GPUs; in tables of a CPU it stands apart.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Contestant:
     copies: tuple[float, float] = (0.0, 0.0)
     modules: tuple[str, ...] = ()
     backend: str | None = None
+    for_gpus: bool = False
 
     def missing(self) -> str | None:
         """Why it cannot run in this environment."""
@@ -110,10 +112,13 @@ def from_logprobs(problem: Problem, logprobs_of: Callable[..., tuple[Tensor, Ten
 # --- denominators ----------------------------------------------------------------------------------------------------
 
 
-def _mul(problem: Problem) -> Run:
+def _mul(problem: Problem, live: bool = False) -> Run:
+    assert problem.logits is not None
+    parts = [problem.logits[rows] for rows in problem.live_rows()] if live else [problem.logits]
+
     def run() -> Result:
-        assert problem.logits is not None
-        problem.logits.mul_(1.0)
+        for part in parts:
+            part.mul_(1.0)
         return Result()
 
     return run
@@ -131,12 +136,15 @@ def _copy(problem: Problem) -> Run:
     return run
 
 
-def _gemms(problem: Problem) -> Run:
+def _gemms(problem: Problem, live: bool = False) -> Run:
     """logits = h·Wᵀ, and when training dh = dlogits·W and dW = dlogitsᵀ·h, into buffers that exist.
 
-    The logits stand in for dlogits: a GEMM takes as long whatever the ordinary numbers in it.
+    The logits stand in for dlogits: a GEMM takes as long whatever the ordinary numbers in it. Of the live tokens
+    alone, their hidden states lie gathered beforehand.
     """
     hidden, weight = problem.head()
+    if live:
+        hidden = hidden[problem.tokens.mask]
     dhidden, dweight = torch.ones_like(hidden), torch.ones_like(weight)
     logits = hidden.new_ones(hidden.shape[0], weight.shape[0])
     train = problem.config.mode == "train"
@@ -156,7 +164,7 @@ def _gemms(problem: Problem) -> Run:
 
 def _ours_from_logits(inplace: bool) -> Callable[[Problem], Run]:
     def make(problem: Problem) -> Run:
-        config, tokens = problem.config, problem.tokens
+        config, tokens, cu_seqlens = problem.config, problem.tokens, _cu_seqlens(problem.tokens)
         if config.mode == "forward":
 
             def logprobs_of(logits: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -173,7 +181,7 @@ def _ours_from_logits(inplace: bool) -> Callable[[Problem], Run]:
                 tokens.advantages,
                 objective=config.objective,
                 mask=tokens.mask,
-                cu_seqlens=_cu_seqlens(tokens),
+                cu_seqlens=cu_seqlens,
                 inplace_backward=inplace,
                 **OVERRIDES.get(config.objective, {}),
             )
@@ -213,7 +221,7 @@ def _on_each_backend(make: Callable[[Problem], Run], setting: str, takes: Callab
 
 
 def _ours_from_hidden(problem: Problem, host_sync: bool | None = None) -> Run:
-    config, tokens = problem.config, problem.tokens
+    config, tokens, cu_seqlens = problem.config, problem.tokens, _cu_seqlens(problem.tokens)
     if config.mode == "forward":
 
         def logprobs_of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -231,7 +239,7 @@ def _ours_from_hidden(problem: Problem, host_sync: bool | None = None) -> Run:
             tokens.advantages,
             objective=config.objective,
             mask=tokens.mask,
-            cu_seqlens=_cu_seqlens(tokens),
+            cu_seqlens=cu_seqlens,
             host_sync=host_sync,
             **OVERRIDES.get(config.objective, {}),
         )
@@ -301,11 +309,26 @@ CONTESTANTS: tuple[Contestant, ...] = (
     ),
     Contestant("mul_", "one bare in-place pass over the logits", "denominator", _mul, logits_level),
     Contestant(
+        "mul_, live rows",
+        "the pass over the rows that train",
+        "denominator",
+        functools.partial(_mul, live=True),
+        lambda config: logits_level(config) and config.live < 1,
+    ),
+    Contestant(
         "three GEMMs",
         "logits, dhidden, dweight into existing buffers",
         "denominator",
         _gemms,
         lambda config: hidden_level(config) and config.mode == "train",
+        copies=(1.0, 0.0),
+    ),
+    Contestant(
+        "three GEMMs, live tokens",
+        "of the tokens that train alone",
+        "denominator",
+        functools.partial(_gemms, live=True),
+        lambda config: hidden_level(config) and config.mode == "train" and config.live < 1,
         copies=(1.0, 0.0),
     ),
     Contestant(

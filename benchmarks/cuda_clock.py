@@ -26,8 +26,6 @@ _FLUSH_TIMES, _UNKNOWN_CACHE = 4, 64 * 2**20
 class CudaMeter:
     """The CUDA side of what the harness asks of a device; ``harness.HostMeter`` is the CPU's."""
 
-    forks = False
-
     def __init__(self) -> None:
         cache = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) or _UNKNOWN_CACHE
         self._scratch = torch.empty(_FLUSH_TIMES * cache, dtype=torch.uint8, device="cuda")

@@ -6,11 +6,15 @@
 #   WHEELS     a folder of wheels, for a machine without a network
 #   BUDGET_S   seconds for everything (default: 530); the report names what they did not suffice for
 #   RESULTS    where figures go (default: benchmarks/results)
+#   PEERS      1: install the other libraries' kernels that are wheels, without what they ask for (default: 0). Those
+#              whose imports then fail are named in the report; verl wants ray, tensordict and hydra-core beside it
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 BUDGET_S=${BUDGET_S:-530}
 RESULTS=${RESULTS:-benchmarks/results}
+PEERS=${PEERS:-0}
+PEER_WHEELS=(liger-kernel quack-kernels cut-cross-entropy verl)
 VENV=.venv-gpu
 
 "$PYTHON" -c '
@@ -64,6 +68,11 @@ if [ ${#needed[@]} -gt 0 ]; then
     }
 fi
 [ -z "$(missing matplotlib)" ] || install matplotlib || echo "no matplotlib: there will be no plot"
+if [ "$PEERS" = 1 ]; then
+    for peer in "${PEER_WHEELS[@]}"; do
+        [ -z "$(missing "$peer")" ] || install --no-deps "$peer" || echo "no $peer: the report names who is absent"
+    done
+fi
 
 "$VENV/bin/python" setup.py -q build_ext --inplace
 echo "set up after $SECONDS s"

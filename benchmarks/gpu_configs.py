@@ -15,7 +15,16 @@ N_TOKENS = (8192, 2048, 20480)
 HEADS = ((4096, 151936), (896, 151936), (5120, 152064))
 LIVE = (1.0, 0.5, 0.2)
 
-_OURS = ("copy_", "mul_", "three GEMMs", "one GEMM", "dapo_kernels", "dapo_kernels, no wait")
+_OURS = (
+    "copy_",
+    "mul_",
+    "mul_, live rows",
+    "three GEMMs",
+    "three GEMMs, live tokens",
+    "one GEMM",
+    "dapo_kernels",
+    "dapo_kernels, no wait",
+)
 _PEERS = (
     "dapo_kernels, new gradient",
     "dapo_kernels, triton",
@@ -27,6 +36,10 @@ _PEERS = (
     "Liger GRPO, Triton",
     "quack cross_entropy",
     "quack linear_cross_entropy",
+    "cut-cross-entropy",
+    "cut-cross-entropy, unfiltered",
+    "verl linear_cross_entropy",
+    "Megatron linear_cross_entropy",
     "flash-attn cross_entropy_loss",
 )
 # These compile for every shape, ten seconds and more each: in the first row of their kind only.
@@ -87,7 +100,13 @@ _CROSS_ENTROPY = replace(
     _HIDDEN,
     n_sequences=1,
     objective="reinforce",
-    contestants=(*_OURS, "eager", "quack linear_cross_entropy, chunked", "Liger fused linear cross-entropy"),
+    contestants=(
+        *_OURS,
+        "eager",
+        "cut-cross-entropy",
+        "quack linear_cross_entropy, chunked",
+        "Liger fused linear cross-entropy",
+    ),
 )
 
 GPU = (*_WANTED, _CROSS_ENTROPY, *_rest(_WANTED))

@@ -6,6 +6,8 @@ the objective on top is eager PyTorch, O(N). The two that return a mean only run
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -90,6 +92,41 @@ def _quack_chunked(problem: Problem) -> Run:
     return training(problem, lambda hidden, weight: chunked_linear_cross_entropy(hidden, weight, ids))
 
 
+def _cut_cross_entropy(problem: Problem, filtered: bool) -> Run:
+    from cut_cross_entropy import linear_cross_entropy
+
+    ids, eps = problem.tokens.target_ids, "high" if filtered else None
+
+    def logprobs_of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, None]:
+        return -linear_cross_entropy(hidden, weight, ids, reduction="none", filter_eps=eps), None
+
+    return from_logprobs(problem, logprobs_of)
+
+
+def _verl_linear(problem: Problem) -> Run:
+    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+
+    ids = problem.tokens.target_ids
+
+    # It gives log-probs, not their negatives, and entropies with them, asked for or not.
+    def logprobs_of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        logprobs, entropy = linear_cross_entropy(hidden, weight, ids, 1.0, "none")
+        return logprobs, entropy if problem.config.entropy else None
+
+    return from_logprobs(problem, logprobs_of)
+
+
+def _megatron_linear(problem: Problem) -> Run:
+    from megatron.core.fusions.fused_linear_cross_entropy import linear_cross_entropy
+
+    ids = problem.tokens.target_ids
+
+    def logprobs_of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, None]:
+        return -linear_cross_entropy(hidden, weight, ids, reduction="none"), None
+
+    return from_logprobs(problem, logprobs_of)
+
+
 def _liger_cross_entropy(problem: Problem) -> Run:
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
@@ -117,6 +154,11 @@ def _from_logits(config: Config) -> bool:
 
 def _from_hidden(config: Config) -> bool:
     return _on_cuda(config) and hidden_level(config)
+
+
+def _verl_takes(config: Config) -> bool:
+    # Its kernels want a hidden size that 128 divides.
+    return config.device == "cuda" and hidden_level(config) and config.hidden % 128 == 0
 
 
 def _mean_from_hidden(config: Config) -> bool:
@@ -156,6 +198,38 @@ GPU_PEERS: tuple[Contestant, ...] = (
         _from_hidden,
         copies=(1.0, 0.0),
         modules=("quack.linear_cross_entropy",),
+    ),
+    Contestant(
+        "cut-cross-entropy",
+        "apple's, reduction none, its default: small gradients left out",
+        "peer",
+        functools.partial(_cut_cross_entropy, filtered=True),
+        _from_hidden,
+        modules=("cut_cross_entropy",),
+    ),
+    Contestant(
+        "cut-cross-entropy, unfiltered",
+        "apple's, reduction none, filter_eps=None",
+        "peer",
+        functools.partial(_cut_cross_entropy, filtered=False),
+        _from_hidden,
+        modules=("cut_cross_entropy",),
+    ),
+    Contestant(
+        "verl linear_cross_entropy",
+        "its fused kernel, reduction none, entropies included",
+        "peer",
+        _verl_linear,
+        _verl_takes,
+        modules=("verl.utils.kernel.linear_cross_entropy",),
+    ),
+    Contestant(
+        "Megatron linear_cross_entropy",
+        "reduction none; from its sources: the wheels (0.19.2) are without it",
+        "peer",
+        _megatron_linear,
+        _from_hidden,
+        modules=("megatron.core.fusions.fused_linear_cross_entropy",),
     ),
     Contestant(
         "quack linear_cross_entropy, chunked",

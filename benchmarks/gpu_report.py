@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
+
+from benchmarks import bars
+from benchmarks.bars import Bar, beyond_gradients, over_denominator
 
 Record = dict[str, Any]
 
@@ -14,46 +16,18 @@ call, after the second-level cache was overwritten; the first launch is hidden b
 figure. Peak extra is the most that torch's allocator gave out during a call, minus what it had before: to the byte,
 returned gradients included (their share in the next column).
 """
-_GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A figure that was promised: the largest value that meets it, of the first row of kind "ours"."""
-
-    what: str
-    limit: float
-    of: Callable[[Record], float | None]
-    shown: Callable[[float], str]
-    fields: dict[str, Any]  # of the configuration; those not named are as in a plain training row
-
-    def applies(self, record: Record) -> bool:
-        plain = {"mode": "train", "live": 1.0, "clipped": 0.0, "objective": "dapo", "dtype": "bfloat16"}
-        fields = record.get("fields", {})
-        return all(fields.get(name) == value for name, value in {**plain, **self.fields}.items())
-
-
-def _over_denominator(row: Record) -> float | None:
-    return row.get("over_denominator")
-
-
-def _beyond_gradients(row: Record) -> float | None:
-    if "peak_extra_bytes" not in row:
-        return None
-    return (row["peak_extra_bytes"] - row["gradient_bytes"]) / _GIB
-
 
 _BIG_HEAD = {"level": "hidden", "n_tokens": 8192, "hidden": 4096, "vocab": 151936}
 BARS = (
     Bar(
         "≥ 85 % of the copy's bandwidth, one read and one write",
         1 / 0.85,
-        _over_denominator,
+        over_denominator,
         lambda ratio: f"{1 / ratio:.1%}",
         {"level": "logits"},
     ),
-    Bar("≤ 1.10 × the three GEMMs", 1.10, _over_denominator, lambda ratio: f"{ratio:.3f}", _BIG_HEAD),
-    Bar("≤ 3 GiB beyond inputs and gradients", 3.0, _beyond_gradients, lambda gib: f"{gib:.2f} GiB", _BIG_HEAD),
+    Bar("≤ 1.10 × the three GEMMs", 1.10, over_denominator, lambda ratio: f"{ratio:.3f}", _BIG_HEAD),
+    Bar("≤ 3 GiB beyond inputs and gradients", 3.0, beyond_gradients, lambda gib: f"{gib:.2f} GiB", _BIG_HEAD),
 )
 
 
@@ -68,21 +42,7 @@ def facts(gpu: dict[str, Any]) -> list[str]:
 
 def sections(records: Sequence[Record]) -> list[str]:
     """Bars, absent contestants and what was not run, each under a heading."""
-    return [f"## Bars\n\n{bars(records)}", f"## Who did not run\n\n{absent(records)}"]
-
-
-def bars(records: Sequence[Record]) -> str:
-    lines = ["| bar | configuration | measured | |", "| --- | --- | ---: | --- |"]
-    for bar in BARS:
-        for record in filter(bar.applies, records):
-            ours = next((row for row in record["rows"] if row["kind"] == "ours"), {})
-            value = bar.of(ours)
-            if value is None:
-                lines.append(f"| {bar.what} | {record['config']} | {ours.get('status', 'no figure')} | |")
-            else:
-                met = "met" if value <= bar.limit else "not met"
-                lines.append(f"| {bar.what} | {record['config']} | {bar.shown(value)} | {met} |")
-    return "\n".join(lines) if len(lines) > 2 else "No configuration of this run has one."
+    return [f"## Bars\n\n{bars.table(BARS, records)}", f"## Who did not run\n\n{absent(records)}"]
 
 
 def absent(records: Sequence[Record]) -> str:

@@ -1,18 +1,20 @@
-"""Memory, check, clock: for one configuration, its contestants side by side.
+"""Memory, check, clock: for one configuration, its contestants.
 
-Order of things, all in one process per configuration:
+On the CPU every contestant has a process of its own, forked from one that only holds the inputs (built on one thread,
+so that it may fork) and in which nobody computed. There:
 
-1. Inputs are built on one thread, so that the process may fork.
-2. Memory: each contestant runs alone in a forked child that nobody ran in before. The child makes a tiny call (code is
-   loaded) and one at the full size (libraries have set themselves up; not when it is long), returns freed memory to the
-   system (``malloc_trim``), resets the kernel's high-water mark (``/proc/self/clear_refs``), calls once more, and
-   reports the high-water mark (``VmHWM``) minus what was resident before that call: good to a quarter of a MiB, the
-   batches in which the kernel counts pages. Inputs are resident already and do not count.
-3. Check: the first call of every contestant is compared with float64; who fails is reported and not timed.
-4. Clock: rounds of one call each (A B C A B C …). Before every call inputs are restored, outside the clock. The clock
-   stops when the gradients exist; freeing them is outside. A contestant whose check failed has no figure.
+1. It makes its own copy of logits that are worked on: pages of its own allocator, not copies of the parent's.
+2. A tiny call loads code. The first call at full size is compared with float64; who fails is reported and not timed.
+3. Memory: freed memory goes back to the system (``malloc_trim``), the kernel's high-water mark is reset
+   (``/proc/self/clear_refs``), and a second call is made (the first is taken if it was long): the high-water mark
+   (``VmHWM``) minus what was resident before it, good to a quarter of a MiB, the batches in which the kernel counts
+   pages. Inputs, and the denominators' buffers, are resident already and do not count.
+4. Clock: rounds of the denominators and one call (M A M A …). Before each the inputs are restored, outside the clock.
+   The clock stops when the gradients exist; freeing them is outside. Every ratio to a denominator is one of medians
+   from the same process. The denominator's own row is of all processes.
 
-On a CUDA device (``cuda_clock.py``) nothing forks: memory is the allocator's count, of the call after the checked one.
+On a CUDA device (``cuda_clock.py``) nothing forks: all run in one process, in rounds of one call each (A B C A B C …),
+and memory is the allocator's count, of the call after the checked one.
 """
 
 from __future__ import annotations
@@ -24,15 +26,16 @@ import importlib
 import json
 import os
 import statistics
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
-from benchmarks import machine
+from benchmarks import allocators, machine
 from benchmarks.configs import Config
 from benchmarks.contestants import CONTESTANTS, Contestant, Run
 from benchmarks.cuda_clock import CudaMeter
@@ -53,28 +56,13 @@ PEERS = (*ANY_PEERS, *GPU_PEERS)
 
 
 class HostMeter:
-    """Memory and time of a call on the CPU."""
-
-    forks = True
+    """On the CPU contestants are measured in children: see ``alone``."""
 
     def free_bytes(self) -> int:
         return machine.available_bytes()
 
-    def call(self, run: Run) -> tuple[Result, float]:
-        """One call and its seconds."""
-        began = time.perf_counter()
-        result = run()
-        return result, time.perf_counter() - began
-
-    def peak(self, run: Run, problem: Problem) -> Row:
-        """Was measured before, in a child: see ``peak_extra``."""
-        return {}
-
-    def probe(self) -> None:
-        """A processor survives what a contestant raises."""
-
     def release(self) -> None:
-        """The process ends with its configuration."""
+        """The children have ended."""
 
 
 Meter = HostMeter | CudaMeter
@@ -88,10 +76,13 @@ def field_of(config: Config) -> list[Contestant]:
 
 
 def measure(config: Config, threads: int, report: Report) -> dict[str, Any]:
-    """All there is to know about one configuration: a JSON-able record. Run it in a fresh process."""
+    """All there is to know about one configuration: a JSON-able record. In a process in which nobody computed yet."""
     started = time.time()
     torch.set_num_threads(1)
     meter = METERS[config.device]()
+    alone_each = isinstance(meter, HostMeter)
+    if alone_each and (why := allocators.mismatch(config.allocator)):
+        raise RuntimeError(why)
     report("building inputs")
     field = field_of(config)
     rows: list[Row] = [_row(contestant) for contestant in field]
@@ -102,54 +93,81 @@ def measure(config: Config, threads: int, report: Report) -> dict[str, Any]:
             runnable.append((contestant, row))
         else:
             row["status"] = "absent" if contestant.missing() else "skipped"
+    denominators = [row["name"] for row in rows if row["kind"] == "denominator"]
     record = {
         "config": config.name,
+        "workload": config.workload,
+        "allocator": config.allocator if alone_each else None,
         "fields": vars(config),
         "threads": threads,
-        "denominator": next((row["name"] for row in rows if row["kind"] == "denominator"), None),
+        "denominators": denominators,
         "rows": rows,
     }
     if all(contestant.kind == "denominator" for contestant, _ in runnable):
         return {**record, "wall_s": round(time.time() - started, 1)}
-    problem = build(config)
-    if meter.forks:
-        _memory_in_children(runnable, problem, threads, report)
-    torch.set_num_threads(threads)
-    report("float64 truth")
-    truth = find_truth(problem)
-    runs = _checked(runnable, problem, truth, meter, report)
-    _time(runs, problem, truth, meter, report)
-    _ratios(rows)
-    del problem, truth, runs
+    problem = build(config, logits=not alone_each)
+    if isinstance(meter, HostMeter):
+        record["page_faults_per_mib"] = in_child(lambda: allocators.faults()._asdict())
+        _each_alone(runnable, problem, threads, report)
+    else:
+        torch.set_num_threads(threads)
+        report("float64 truth")
+        truth = find_truth(problem)
+        runs = _checked(runnable, problem, truth, meter, report)
+        _time(runs, problem, truth, meter, report)
+        _over_denominators(rows)
+        del truth, runs
+    _over_ours(rows)
+    del problem
     meter.release()
     return {**record, "wall_s": round(time.time() - started, 1)}
 
 
 def _row(contestant: Contestant) -> Row:
-    return {"name": contestant.name, "kind": contestant.kind, "setting": contestant.setting, "status": "ok"}
+    return {
+        "name": contestant.name,
+        "kind": contestant.kind,
+        "setting": contestant.setting,
+        "for_gpus": contestant.for_gpus,
+        "status": "ok",
+    }
 
 
 def _too_large(contestant: Contestant, config: Config, meter: Meter) -> str | None:
     inputs = 2 * config.logits_bytes if config.level == "logits" else 0
-    # The child of the memory run owns a second copy of what it overwrites.
-    needed = inputs * 1.5 + contestant.extra_bytes(config)
+    passes = (c.extra_bytes(config) for c in field_of(config) if c.kind == "denominator")
+    needed = (
+        inputs + contestant.extra_bytes(config) + (max(passes, default=0) if contestant.kind != "denominator" else 0)
+    )
     available = meter.free_bytes()
     if needed <= _MEMORY_SHARE * available:
         return None
     return f"needs about {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free"
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- alone -----------------------------------------------------------------------------------------------------------
 
 
-def _memory_in_children(runnable: list[tuple[Contestant, Row]], problem: Problem, threads: int, report: Report) -> None:
+def _each_alone(runnable: list[tuple[Contestant, Row]], problem: Problem, threads: int, report: Report) -> None:
+    """Fill the rows from a child each; those of the denominators from all children."""
     # Before the forks: or every child would import it all again.
     for module in sorted({module for contestant, _ in runnable for module in contestant.modules}):
         importlib.import_module(module)
+    report("float64 truth")
+    truth = _truth_of_a_child(problem, threads)
+    denominators = [contestant for contestant, _ in runnable if contestant.kind == "denominator"]
+    pooled: dict[str, list[float]] = {contestant.name: [] for contestant in denominators}
     for contestant, row in runnable:
-        if contestant.kind != "denominator":
-            report(f"memory: {contestant.name}")
-            row |= in_child(functools.partial(peak_extra, contestant, problem, threads))
+        if contestant.kind == "denominator":
+            continue
+        report(contestant.name)
+        row |= in_child(functools.partial(alone, contestant, denominators, problem, truth, threads))
+        for name, ms in row.pop("beside_ms", {}).items():
+            pooled[name] += ms
+    for contestant, row in runnable:
+        if contestant.kind == "denominator" and pooled[contestant.name]:
+            row |= summary([ms / 1e3 for ms in pooled[contestant.name]])
+    _malloc_trim()
 
 
 def in_child(work: Callable[[], Row]) -> Row:
@@ -173,38 +191,108 @@ def in_child(work: Callable[[], Row]) -> Row:
     _, status = os.waitpid(child, 0)
     if not text:
         code = os.waitstatus_to_exitcode(status)
-        return {"memory_reason": f"the measuring process ended with {code}"}
+        return {"status": "failed", "reason": f"the measuring process ended with {code}"}
     return json.loads(text)
 
 
-def peak_extra(contestant: Contestant, problem: Problem, threads: int) -> Row:
-    """Peak bytes beyond the inputs during one call, and bytes of the gradients it returned."""
+def _truth_of_a_child(problem: Problem, threads: int) -> Truth:
+    """The truth, computed on all threads elsewhere: this process has to stay fit for forking."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "truth.pt")
+
+        def work() -> Row:
+            torch.set_num_threads(threads)
+            found = find_truth(problem)
+            parts = {field.name: getattr(found, field.name) for field in fields(found) if field.name != "problem"}
+            torch.save((parts, problem.exact), path)
+            return {"status": "ok"}
+
+        done = in_child(work)
+        if done["status"] != "ok":
+            raise RuntimeError(f"the float64 truth could not be computed: {done['reason']}")
+        parts, exact = torch.load(path)
+    problem.exact.update(exact)
+    return Truth(problem=problem, **parts)
+
+
+def alone(contestant: Contestant, denominators: list[Contestant], problem: Problem, truth: Truth, threads: int) -> Row:
+    """Check, memory and times of one contestant; those of the denominators beside it under "beside_ms"."""
     torch.set_num_threads(threads)
+    problem.take_logits()
+    config = problem.config
+    try:
+        passes = {denominator.name: denominator.make(problem) for denominator in denominators}
+        row, run, first = _checked_alone(contestant, problem, truth)
+    except Exception as error:  # another library's version may not suit this machine
+        traceback.print_exc()
+        return {"status": "failed", "reason": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+    if "reason" in row:
+        return row
+    own = list(first)
+    beside: dict[str, list[float]] = {name: [] for name in passes}
+    seconds = config.seconds * (2 if contestant.kind == "ours" else 1)
+    began = time.perf_counter()
+    for round_ in range(config.rounds):
+        if round_ >= config.min_rounds and time.perf_counter() - began > seconds:
+            break
+        for name, bare in passes.items():
+            problem.restore()
+            beside[name].append(_clocked(bare)[1])
+        if config.rounds > 1:
+            problem.restore()
+            result, taken = _clocked(run)
+            own.append(taken)
+            del result
+    row |= summary(own)
+    row["beside_ms"] = {name: summary(times)["times_ms"] for name, times in beside.items()}
+    row["over"] = {name: row["median_ms"] / statistics.median(ms) for name, ms in row["beside_ms"].items()}
+    if passes:
+        row["over_denominator"] = next(iter(row["over"].values()))
+    return row
+
+
+def _checked_alone(contestant: Contestant, problem: Problem, truth: Truth) -> tuple[Row, Run, list[float]]:
+    """Errors and memory, the call, and its time where the checked call is the only one."""
     config = problem.config
     compiles = "torch._dynamo" in contestant.modules
     if not compiles:
         # The first call of all loads code (170 MiB of it behind a custom operator), whatever its size.
         contestant.make(build(replace(config, n_tokens=4 * config.n_sequences, vocab=256)))()
     run = contestant.make(problem)
-    for last in (False, True):
-        problem.restore()
-        release_workspace()  # what a library keeps for its next call counts too
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        machine.reset_peak()
-        before = machine.resident_bytes()
-        began = time.perf_counter()
-        result = run()
-        wall = time.perf_counter() - began
-        peak = machine.peak_resident_bytes() - before
-        returned = problem.bytes_beyond_inputs(result.gradients)
+    result, taken, memory = watched(run, problem)
+    row = check(contestant, result, truth)
+    del result
+    if config.rounds > 1 and "reason" not in row and (compiles or taken <= _LONG_CALL_S):
+        result, _, memory = watched(run, problem)
         del result
-        if last or (wall > _LONG_CALL_S and not compiles):
-            break
-    return {"peak_extra_bytes": peak, "gradient_bytes": returned}
+    return {**row, **memory}, run, [taken] if config.rounds == 1 else []
 
 
-# --- check and clock -------------------------------------------------------------------------------------------------
+def watched(run: Run, problem: Problem) -> tuple[Result, float, Row]:
+    """A call, its seconds, and its peak bytes beyond what was resident, of which it returned some as gradients."""
+    problem.restore()
+    release_workspace()  # what a library keeps for its next call counts too
+    gc.collect()
+    _malloc_trim()
+    machine.reset_peak()
+    before = machine.resident_bytes()
+    result, taken = _clocked(run)
+    peak = machine.peak_resident_bytes() - before
+    memory = {"peak_extra_bytes": peak, "gradient_bytes": problem.bytes_beyond_inputs(result.gradients)}
+    return result, taken, memory
+
+
+def _clocked(run: Run) -> tuple[Result, float]:
+    began = time.perf_counter()
+    result = run()
+    return result, time.perf_counter() - began
+
+
+def _malloc_trim() -> None:
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+# --- side by side ---------------------------------------------------------------------------------------------------
 
 
 def check(contestant: Contestant, result: Result, truth: Truth) -> Row:
@@ -216,7 +304,7 @@ def check(contestant: Contestant, result: Result, truth: Truth) -> Row:
 
 
 def _checked(
-    runnable: list[tuple[Contestant, Row]], problem: Problem, truth: Truth, meter: Meter, report: Report
+    runnable: list[tuple[Contestant, Row]], problem: Problem, truth: Truth, meter: CudaMeter, report: Report
 ) -> list[tuple[Contestant, Row, Run]]:
     """Make every contestant's call and, unless a call is too dear to repeat, check and warm it.
 
@@ -236,7 +324,7 @@ def _checked(
     return runs
 
 
-def _ready(contestant: Contestant, row: Row, problem: Problem, truth: Truth, meter: Meter) -> Run:
+def _ready(contestant: Contestant, row: Row, problem: Problem, truth: Truth, meter: CudaMeter) -> Run:
     run = contestant.make(problem)
     if problem.config.rounds > 1:
         problem.restore()
@@ -249,7 +337,7 @@ def _ready(contestant: Contestant, row: Row, problem: Problem, truth: Truth, met
 
 
 def _time(
-    runs: list[tuple[Contestant, Row, Run]], problem: Problem, truth: Truth, meter: Meter, report: Report
+    runs: list[tuple[Contestant, Row, Run]], problem: Problem, truth: Truth, meter: CudaMeter, report: Report
 ) -> None:
     """Interleaved rounds within the budget; writes the times into the rows."""
     config = problem.config
@@ -276,10 +364,18 @@ def summary(seconds: list[float]) -> Row:
     return {"median_ms": statistics.median(ms), "min_ms": min(ms), "max_ms": max(ms), "times_ms": ms}
 
 
-def _ratios(rows: list[Row]) -> None:
-    """Every median over that of the denominator, and over ours (the first of kind "ours")."""
-    for kind, name in (("denominator", "over_denominator"), ("ours", "over_ours")):
-        base = next((row["median_ms"] for row in rows if row["kind"] == kind and "median_ms" in row), None)
-        for row in rows:
-            if base is not None and "median_ms" in row:
-                row[name] = row["median_ms"] / base
+def _over_denominators(rows: list[Row]) -> None:
+    """Every median over those of the denominators, of which the first is the one that figures are divided by."""
+    bases = {row["name"]: row["median_ms"] for row in rows if row["kind"] == "denominator" and "median_ms" in row}
+    for row in rows:
+        if bases and "median_ms" in row:
+            row["over"] = {name: row["median_ms"] / base for name, base in bases.items()}
+            row["over_denominator"] = next(iter(row["over"].values()))
+
+
+def _over_ours(rows: list[Row]) -> None:
+    """Every median over ours, the first of that kind."""
+    base = next((row["median_ms"] for row in rows if row["kind"] == "ours" and "median_ms" in row), None)
+    for row in rows:
+        if base is not None and "median_ms" in row:
+            row["over_ours"] = row["median_ms"] / base

@@ -18,7 +18,14 @@ import torch
 from dapo_kernels.backends import available_backends
 
 _PACKAGES = ("torch", "triton", "transformers", "trl", "liger_kernel", "numpy")
-_GPU_PACKAGES = ("quack-kernels", "nvidia-cutlass-dsl", "flash-attn")
+_GPU_PACKAGES = (
+    "quack-kernels",
+    "nvidia-cutlass-dsl",
+    "flash-attn",
+    "cut-cross-entropy",
+    "verl",
+    "megatron-core",
+)
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 

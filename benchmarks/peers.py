@@ -118,6 +118,7 @@ PEERS: tuple[Contestant, ...] = (
         rounding=in_the_logits_dtype,
         copies=(2.5, 0.0),
         modules=("trl.trainer.utils",),
+        for_gpus=True,
     ),
     Contestant(
         "TRL chunked log-probs",
@@ -126,6 +127,7 @@ PEERS: tuple[Contestant, ...] = (
         _trl_chunked,
         hidden_level,
         modules=("trl.trainer.utils", "trl.kernels"),
+        for_gpus=True,
     ),
     Contestant(
         "Liger GRPO",
@@ -134,6 +136,7 @@ PEERS: tuple[Contestant, ...] = (
         _liger,
         _liger_takes,
         modules=("liger_kernel.chunked_loss", "torch._dynamo", "torch._inductor.compile_fx"),
+        for_gpus=True,
     ),
     Contestant(
         "linear_cross_entropy",

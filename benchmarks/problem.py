@@ -5,8 +5,9 @@ N tokens, V vocabulary, H hidden.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ class Problem:
         padded: [1, N + 1, V], the memory of ``logits`` and a row after it, which some libraries want to see.
         hidden, weight: [N, H] and [V, H], at the hidden level.
         normalizer: [N] float32, log Σ exp of the logits, by blocks of eager PyTorch.
+        exact: the same in float64, and entropies, once ``truth`` has found them: problems of the same inputs share it.
     """
 
     config: Config
@@ -41,6 +43,15 @@ class Problem:
     padded: Tensor | None = None
     hidden: Tensor | None = None
     weight: Tensor | None = None
+    exact: dict[str, Tensor] = field(default_factory=dict)
+
+    def take_logits(self) -> None:
+        """Make the logits to work on: in the process that will, so that their pages are of its own allocator."""
+        if self.pristine is not None and self.logits is None:
+            n, vocab = self.pristine.shape
+            self.padded = self.pristine.new_zeros(1, n + 1, vocab)
+            self.logits = self.padded[0, :n]
+            self.restore()
 
     def restore(self) -> None:
         """Put consumed inputs back, and the caches into the same state before every contestant."""
@@ -63,6 +74,12 @@ class Problem:
         inputs = {x.data_ptr() for x in self.inputs()}
         return sum(x.nbytes for x in tensors if x.data_ptr() not in inputs)
 
+    def live_rows(self) -> list[slice]:
+        """The rows that train: the first part of every sequence."""
+        length = self.config.n_tokens // self.config.n_sequences
+        live = _live_length(self.config)
+        return [slice(start, start + live) for start in range(0, self.config.n_tokens, length)]
+
     def row_blocks(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         """The logits by blocks of rows, in ``dtype``; at the hidden level computed in that dtype."""
         size = max(1, _BLOCK_BYTES // (self.config.vocab * dtype.itemsize))
@@ -82,42 +99,79 @@ class Problem:
         return hidden[rows].to(dtype) @ weight.to(dtype).t()
 
 
-def build(config: Config, seed: int = 0) -> Problem:
-    """Make the inputs. Run it on one thread when the process is going to fork."""
-    device = torch.device(config.device)
-    generator = seeded(device, seed)
-    n, vocab = config.n_tokens, config.vocab
-    if n % config.n_sequences:
-        raise ValueError(f"n_sequences must divide n_tokens={n}, got {config.n_sequences}")
+def build(config: Config, seed: int = 0, logits: bool = True) -> Problem:
+    """Make the inputs; without the logits to work on, those are to be taken later. On one thread, if the process will
+    fork.
+    """
+    if config.n_tokens % config.n_sequences:
+        raise ValueError(f"n_sequences must divide n_tokens={config.n_tokens}, got {config.n_sequences}")
+    base = _base(config.level, config.dtype, config.n_tokens, config.vocab, config.hidden, config.device, seed)
+    generator = seeded(torch.device(config.device), seed)
+    if base.state is not None:
+        generator.set_state(base.state)
     tokens = Tokens(
-        target_ids=torch.randint(vocab, (n,), generator=generator, device=device),
-        old_logprobs=torch.zeros(n, device=device),
+        target_ids=base.target_ids,
+        old_logprobs=base.logprobs,
         advantages=_advantages(config),
         mask=_responses(config),
         n_sequences=config.n_sequences,
     )
-    problem = Problem(config, tokens, normalizer=torch.empty(n, device=device))
-    if config.level == "logits":
+    problem = Problem(
+        config,
+        tokens._replace(old_logprobs=base.logprobs - _log_ratios(config, tokens, generator)),
+        base.normalizer,
+        pristine=base.pristine,
+        hidden=base.hidden,
+        weight=base.weight,
+        exact=base.exact,
+    )
+    if logits:
+        problem.take_logits()
+    return problem
+
+
+@dataclass
+class _Base:
+    """What problems share that differ in what is asked of the same tokens; ``state``: of the generator, after it."""
+
+    target_ids: Tensor
+    logprobs: Tensor
+    normalizer: Tensor
+    state: Tensor | None
+    pristine: Tensor | None
+    hidden: Tensor | None
+    weight: Tensor | None
+    exact: dict[str, Tensor]
+
+
+@functools.lru_cache(maxsize=1)
+def _base(level: str, dtype: str, n: int, vocab: int, width: int, device_name: str, seed: int) -> _Base:
+    config = Config(level, dtype, n, vocab, width, device=device_name)
+    device = torch.device(device_name)
+    generator = seeded(device, seed)
+    ids = torch.randint(vocab, (n,), generator=generator, device=device)
+    zeros = torch.zeros(n, device=device)
+    problem = Problem(config, Tokens(ids, zeros, zeros, zeros > 0, 1), normalizer=torch.empty(n, device=device))
+    if level == "logits":
         distinct = torch.randn(min(n, _DISTINCT_ROWS), vocab, generator=generator, device=device).mul_(2.0)
         problem.pristine = torch.empty(n, vocab, dtype=config.torch_dtype, device=device)
         for part in problem.pristine.split(_DISTINCT_ROWS):
             part.copy_(distinct[: part.shape[0]])
-        problem.padded = problem.pristine.new_zeros(1, n + 1, vocab)
-        problem.logits = problem.padded[0, :n]
-        problem.restore()
     else:
         # Entries of spread H^-¼ times √2 give logits of spread 2.
-        scale = (2.0**0.5) * config.hidden**-0.25
+        scale = (2.0**0.5) * width**-0.25
         for name, length in (("hidden", n), ("weight", vocab)):
-            values = torch.randn(length, config.hidden, generator=generator, device=device).mul_(scale)
+            values = torch.randn(length, width, generator=generator, device=device).mul_(scale)
             setattr(problem, name, values.to(config.torch_dtype))
     logprobs = torch.empty(n, device=device)
     for rows, logits in problem.row_blocks(torch.float32):
         problem.normalizer[rows] = logits.logsumexp(1)
-        chosen = logits.gather(1, tokens.target_ids[rows, None]).squeeze(1)
+        chosen = logits.gather(1, ids[rows, None]).squeeze(1)
         logprobs[rows] = chosen - problem.normalizer[rows]
-    problem.tokens = tokens._replace(old_logprobs=logprobs - _log_ratios(config, tokens, generator))
-    return problem
+    state = None if generator is None else generator.get_state()
+    return _Base(
+        ids, logprobs, problem.normalizer, state, problem.pristine, problem.hidden, problem.weight, problem.exact
+    )
 
 
 def seeded(device: torch.device, seed: int) -> torch.Generator:
@@ -131,10 +185,14 @@ def _advantages(config: Config) -> Tensor:
     return per_sequence.repeat_interleave(config.n_tokens // config.n_sequences)
 
 
+def _live_length(config: Config) -> int:
+    return max(1, round(config.live * (config.n_tokens // config.n_sequences)))
+
+
 def _responses(config: Config) -> Tensor:
     """The first ``live`` of every sequence, at least one token: what is left of a row of a padded batch is padding."""
     length = config.n_tokens // config.n_sequences
-    return torch.arange(config.n_tokens, device=config.device) % length < max(1, round(config.live * length))
+    return torch.arange(config.n_tokens, device=config.device) % length < _live_length(config)
 
 
 def _share(config: Config, share: float, generator: torch.Generator) -> Tensor:

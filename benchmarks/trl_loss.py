@@ -5,8 +5,9 @@ layers: hidden states are normalised embeddings of random tokens, at no cost wor
 size of SmolLM2-135M's (V = 49152, H = 576, bfloat16, a weight of its own). So the time is that of log-probs, entropies,
 loss, metrics and gradients of hidden states and head.
 
-Memory is measured in a process of its own per trainer: the resident high-water mark of a second call minus what was
-resident before it, gradients included.
+Every case runs under each setting of ``allocators.py``, in a process of its own; TRL is quoted where it is fastest,
+ours under the same. Memory is measured in a process of its own per trainer: the resident high-water mark of a second
+call minus what was resident before it, gradients included.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import machine
+from benchmarks import allocators, machine
+from benchmarks.allocators import ALLOCATORS
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB, HIDDEN, PROMPT = 49152, 576, 8
@@ -186,6 +188,27 @@ def _in_a_process(name: str, case: str, threads: int) -> int:
     return int(done.stdout.split()[-1])
 
 
+def measured_under(allocator: str, case: str, rounds: int, threads: int) -> dict[str, Any]:
+    """``measure`` in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.trl_loss", "--threads", str(threads), "--rounds", str(rounds)]
+    done = subprocess.run(
+        [*command, "--case", case],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        env=allocators.environment(allocator),
+    )
+    record: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return record | {"allocator": allocator}
+
+
+def trl_is_best(record: dict[str, Any], records: list[dict[str, Any]]) -> bool:
+    """Is this the allocator under which TRL is fastest in this case?"""
+    times = [one["rows"]["TRL"]["median_ms"] for one in records if one["case"] == record["case"]]
+    return bool(record["rows"]["TRL"]["median_ms"] == min(times))
+
+
 def markdown(results: dict[str, Any]) -> str:
     here = results["machine"]
     versions = ", ".join(f"{name} {here['versions'][name]}" for name in ("torch", "transformers", "trl"))
@@ -200,15 +223,18 @@ def markdown(results: dict[str, Any]) -> str:
         f"`compute_loss` and its backward pass, {BATCH} completions of at most {WIDTH} tokens, H = {HIDDEN}, "
         f"V = {VOCAB}, bfloat16, behind a model without layers. Medians of {results['rounds']} interleaved rounds. "
         "Peak extra MiB: the resident high-water mark of one call alone in a process, gradients included. Before "
-        "that the two were compared: loss and gradient of the head.",
+        "that the two were compared: loss and gradient of the head. In bold: the allocator under which TRL is fastest.",
         "",
-        "| case | live tokens | TRL ms | dapo_kernels ms | faster | three GEMMs ms | TRL MiB | dapo_kernels MiB |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        *(f"- {name}: {allocators.spelled(name)}" for name in ALLOCATORS),
+        "",
+        "| case | allocator | live tokens | TRL ms | ours ms | TRL ÷ ours | three GEMMs ms | TRL MiB | ours MiB |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for record in results["records"]:
         theirs, ours, floor = (record["rows"][name] for name in (*TRAINERS, "three GEMMs"))
         cells = [
             f"{record['case']} (`{record['route']}`)",
+            f"**{record['allocator']}**" if trl_is_best(record, results["records"]) else record["allocator"],
             f"{record['tokens']}",
             *(f"{row['median_ms']:.0f}" for row in (theirs, ours)),
             f"{theirs['median_ms'] / ours['median_ms']:.2f}×",
@@ -226,11 +252,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--memory", nargs=2, metavar=("TRAINER", "CASE"), help="only one trainer's peak extra bytes")
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(args.threads)
     if args.memory:
         print(peak_extra(*args.memory))
+        return
+    if args.case:
+        print(json.dumps(measure(args.case, args.rounds)))
         return
     started = datetime.now(timezone.utc)
     here = machine.describe()
@@ -244,9 +274,10 @@ def main() -> None:
     }
     base = args.out / f"trl-loss-{machine.slug(here)}-{started:%Y%m%d-%H%M}"
     for case in (case for case in CASES if args.only in case):
-        results["records"].append(measure(case, args.rounds))
-        base.with_suffix(".json").write_text(json.dumps(results, indent=1, ensure_ascii=False))
-        base.with_suffix(".md").write_text(markdown(results))
+        for allocator in ALLOCATORS:
+            results["records"].append(measured_under(allocator, case, args.rounds, args.threads))
+            base.with_suffix(".json").write_text(json.dumps(results, indent=1, ensure_ascii=False))
+            base.with_suffix(".md").write_text(markdown(results))
     print(markdown(results))
 
 

@@ -100,11 +100,9 @@ def find_truth(problem: Problem) -> Truth:
     rows = torch.randperm(config.n_tokens, generator=generator, device=device)[:_ROWS].sort().values
     normalizer, entropies = problem.normalizer.double(), None
     if config.n_tokens * config.vocab <= FULL_LIMIT:
-        entropies = torch.empty_like(normalizer) if config.entropy else None
-        for part, logits in problem.row_blocks(torch.float64):
-            normalizer[part] = logits.logsumexp(1)
-            if entropies is not None:
-                entropies[part] = normalizer[part] - (logits.softmax(1) * logits).sum(1)
+        _exactly(problem)
+        normalizer = problem.exact["normalizer"].clone()
+        entropies = problem.exact["entropy"] if config.entropy else None
     sampled = problem.logits_of(rows, torch.float64)
     normalizer[rows] = sampled.logsumexp(1)
     logprobs = _target_logits(problem) - normalizer
@@ -137,6 +135,21 @@ def find_truth(problem: Problem) -> Truth:
         entropy,
         4 * float(slope.abs().max()) if selects else 0.0,
     )
+
+
+def _exactly(problem: Problem) -> None:
+    """Normalizers, and entropies where they are asked for, of all rows in float64; kept in ``problem.exact``."""
+    exact, wants_entropy = problem.exact, problem.config.entropy
+    if "normalizer" in exact and ("entropy" in exact or not wants_entropy):
+        return
+    found = {"normalizer": torch.empty_like(problem.normalizer, dtype=torch.float64)}
+    found |= {"entropy": torch.empty_like(found["normalizer"])} if wants_entropy else {}
+    for part, logits in problem.row_blocks(torch.float64):
+        normalizer = logits.logsumexp(1)
+        found["normalizer"][part] = normalizer
+        if wants_entropy:
+            found["entropy"][part] = normalizer - (logits.softmax(1) * logits).sum(1)
+    exact.update(found)
 
 
 def _target_logits(problem: Problem) -> Tensor:

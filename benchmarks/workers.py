@@ -1,12 +1,13 @@
 """Configurations measured in processes of their own, so that one that dies leaves the others' figures.
 
-On the CPU every configuration has a fresh process: memory is the process's own. On a CUDA device the allocator counts,
-and starting a context takes seconds: one process serves one configuration after another until it dies, and a new one
-goes on with the next.
+One process serves one configuration after another, as long as they want the same environment, until it dies; a new one
+goes on with the next. What has to be in force from a process's start is its environment: the allocator, the instruction
+set. On the CPU that process only holds the inputs and forks for every contestant (``harness.py``).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import allocators
 from benchmarks.configs import Config
 from benchmarks.gpu_configs import SUITES
 
@@ -49,7 +51,7 @@ def measured(
         remaining = None if seconds is None else seconds - (time.monotonic() - began)
         if remaining is not None and remaining <= 0:
             break
-        served = len(left) if left[0].device == "cuda" else 1
+        served = sum(1 for _ in itertools.takewhile(lambda config: _kind(config) == _kind(left[0]), left))
         for record in _in_worker(suite, left[:served], threads, remaining, progress):
             left.pop(0)
             yield record
@@ -105,8 +107,14 @@ def _command(suite: str, configs: Sequence[Config], threads: int) -> list[str]:
     return [sys.executable, "-m", "benchmarks.worker", suite, str(threads), *indices]
 
 
+def _kind(config: Config) -> tuple[str, ...]:
+    """Configurations of one kind can be served by one process."""
+    return ("cuda",) if config.device == "cuda" else (config.allocator, config.isa or "")
+
+
 def _environment(config: Config, threads: int) -> dict[str, str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    environment = dict(os.environ) if config.device == "cuda" else allocators.environment(config.allocator)
+    environment["OMP_NUM_THREADS"] = str(threads)
     # Inductor's pool of compiling processes would be forked from ours; there is one kernel to compile at a time.
     environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     path = os.environ.get("PYTHONPATH")

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import gpu_report, harness, machine, report, run, workers
+from benchmarks import bars, gpu_report, harness, machine, report, run, workers
+from benchmarks.allocators import HUGE_PAGES
 from benchmarks.configs import Config
 from benchmarks.contestants import CONTESTANTS, Contestant, Run
 from benchmarks.formulas import FORMULAS
@@ -28,7 +29,7 @@ from benchmarks.truth import Result, find_truth
 
 ROOT = Path(__file__).parents[2]
 LOGITS = Config("logits", "float32", 32, 512, rounds=3, min_rounds=3)
-HIDDEN = replace(LOGITS, level="hidden", hidden=32)
+HIDDEN = replace(LOGITS, level="hidden", hidden=128)
 
 
 # --- the tables -------------------------------------------------------------------------------------------
@@ -106,12 +107,37 @@ def grpo_loss(
     return (losses * completion_mask).sum() / completion_mask.sum(), []
 
 
+def cut_cross_entropy(
+    e: Tensor, c: Tensor, targets: Tensor, reduction: str = "mean", filter_eps: str | None = "high"
+) -> Tensor:
+    assert filter_eps in ("high", None)
+    return linear_cross_entropy(e, c, None, targets, reduction)
+
+
+def verl_linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0, reduction: str = "none"
+) -> tuple[Tensor, Tensor]:
+    assert hidden.shape[1] % 128 == 0
+    assert (temperature, reduction) == (1.0, "none")
+    logp = torch.log_softmax((hidden @ weight.t()).float(), -1)
+    return logp.gather(-1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+def megatron_linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, tp_group: None = None, reduction: str = "mean"
+) -> Tensor:
+    return linear_cross_entropy(hidden, weight, None, labels, reduction)
+
+
 STAND_INS: dict[str, dict[str, Callable[..., Any]]] = {
     "quack.cross_entropy": {"cross_entropy": cross_entropy},
     "quack.linear_cross_entropy": {
         "linear_cross_entropy_func": linear_cross_entropy,
         "chunked_linear_cross_entropy": mean_cross_entropy,
     },
+    "cut_cross_entropy": {"linear_cross_entropy": cut_cross_entropy},
+    "verl.utils.kernel.linear_cross_entropy": {"linear_cross_entropy": verl_linear_cross_entropy},
+    "megatron.core.fusions.fused_linear_cross_entropy": {"linear_cross_entropy": megatron_linear_cross_entropy},
     "flash_attn.ops.triton.cross_entropy": {"cross_entropy_loss": flash_cross_entropy},
     "liger_kernel.transformers.grpo_loss": {"triton_grpo_loss": grpo_loss},
     "liger_kernel.transformers.functional": {"liger_fused_linear_cross_entropy": mean_cross_entropy},
@@ -134,7 +160,8 @@ def test_peers_do_the_same_work(stand_ins: None, contestant: Contestant) -> None
     """Fed with a stand-in that has the library's signature, each gives what the check wants."""
     assert {m for c in GPU_PEERS for m in c.modules} == set(STAND_INS)
     ran = 0
-    for config in (LOGITS, HIDDEN, replace(HIDDEN, objective="reinforce"), replace(LOGITS, live=0.5, clipped=0.3)):
+    base = (LOGITS, HIDDEN, replace(HIDDEN, objective="reinforce"), replace(LOGITS, live=0.5, clipped=0.3))
+    for config in (*base, replace(HIDDEN, mode="forward"), replace(HIDDEN, mode="forward", entropy=True)):
         if not contestant.takes(replace(config, device="cuda")):
             assert not contestant.takes(config)
             continue
@@ -195,7 +222,7 @@ def test_a_record_from_one_process(fake_device: None, monkeypatch: pytest.Monkey
     monkeypatch.setattr(harness, "in_child", lambda work: pytest.fail("a CUDA context does not survive a fork"))
     record = measured("mul_", "dapo_kernels", "dapo_kernels, new gradient", "eager")
     rows = rows_of(record)
-    assert record["denominator"] == "mul_"
+    assert record["denominators"] == ["mul_"]
     assert {row["median_ms"] for row in rows.values()} == {1.0}
     assert rows["dapo_kernels"]["peak_extra_bytes"] == 7
     assert rows["dapo_kernels"]["gradient_bytes"] == 0
@@ -250,8 +277,8 @@ for name in sys.argv[1:]:
         time.sleep(60)
     row = {"name": "dapo_kernels", "kind": "ours", "setting": "", "status": "ok", "median_ms": 1.0, "min_ms": 1.0}
     row |= {"max_ms": 1.0, "pid": os.getpid()}
-    print(json.dumps({"record": {"config": name, "denominator": None, "wall_s": 0, "rows": [row],
-                                 "fields": {"headline": True}}}), flush=True)
+    record = {"config": name, "denominators": ["copy_"], "allocator": None, "wall_s": 0, "rows": [row]}
+    print(json.dumps({"record": record | {"fields": {"headline": True}}}), flush=True)
 """
 SERVED = [replace(GPU[0], n_tokens=n) for n in (1, 2, 3, 4)]
 
@@ -278,7 +305,11 @@ def pids(records: list[dict[str, Any]]) -> list[int]:
 
 def test_one_process_serves_a_device(fake_worker: None) -> None:
     assert len(set(pids(served()))) == 1
-    assert len(set(pids(served([replace(c, device="cpu") for c in SERVED])))) == len(SERVED)
+    on_cpu = [replace(c, device="cpu") for c in SERVED]
+    assert len(set(pids(served(on_cpu)))) == 1
+    environments = [{}, {"allocator": HUGE_PAGES}, {"allocator": HUGE_PAGES, "isa": "avx2"}, {"isa": "avx2"}]
+    apart = [replace(config, **fields) for config, fields in zip(on_cpu, environments, strict=True)]
+    assert len(set(pids(served(apart)))) == len(SERVED)
 
 
 def test_a_worker_that_dies_leaves_the_others(fake_worker: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,8 +371,9 @@ def _row(name: str, kind: str, ms: float, **more: Any) -> dict[str, Any]:
 
 
 def _record(config: Config, *rows: dict[str, Any]) -> dict[str, Any]:
-    record = {"config": config.name, "fields": vars(config), "denominator": rows[0]["name"], "rows": list(rows)}
-    harness._ratios(record["rows"])
+    record = {"config": config.name, "fields": vars(config), "rows": list(rows)}
+    harness._over_denominators(record["rows"])
+    harness._over_ours(record["rows"])
     return record
 
 
@@ -351,12 +383,13 @@ def test_bars_are_judged() -> None:
     slow = _record(replace(GPU[0], n_tokens=2048), _row("copy_", "denominator", 1.0), _row("dapo_kernels", "ours", 1.3))
     memory = {"peak_extra_bytes": 5 * gib, "gradient_bytes": gib}
     big = _record(GPU[1], _row("three GEMMs", "denominator", 40.0), _row("dapo_kernels", "ours", 43.0, **memory))
-    page = gpu_report.bars([fast, slow, big])
+    page = bars.table(gpu_report.BARS, [fast, slow, big])
     assert "90.9% | met" in page
     assert "76.9% | not met" in page
     assert "1.075 | met" in page
     assert "4.00 GiB | not met" in page
-    assert gpu_report.bars([_record(replace(GPU[0], live=0.5), _row("copy_", "denominator", 1.0))]).startswith("No ")
+    page = bars.table(gpu_report.BARS, [_record(replace(GPU[0], live=0.5), _row("copy_", "denominator", 1.0))])
+    assert page.count("none in this run") == 3
 
 
 def test_rates_of_the_denominators() -> None:
@@ -409,7 +442,7 @@ def test_inputs_and_contestants_stay_on_the_device(base: Config, monkeypatch: py
     if config.level == "logits":
         assert find_truth(problem).row_gradient.device.type == "meta"
     ran = [c for c in harness.field_of(replace(base, device="cuda")) if c.kind in ("denominator", "eager")]
-    assert len(ran) == (3 if config.level == "logits" else 2)
+    assert len(ran) == (3 if config.level == "logits" else 2) + (config.live < 1)
     for contestant in ran:
         result = contestant.make(problem)()
         assert all(g.device.type == "meta" for g in result.gradients)

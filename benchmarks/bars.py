@@ -1,0 +1,73 @@
+"""Bars: figures that the project asked of itself before it measured, with what was found and whether it meets them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Record = dict[str, Any]
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Bar:
+    """The largest value that meets it, of the first row of kind "ours".
+
+    Attributes:
+        of: the value, from our row and the whole record; ``None`` where there is none.
+        fields: of the configuration; those not named are as in a plain training row.
+    """
+
+    what: str
+    limit: float
+    of: Callable[[Record, Record], float | None]
+    shown: Callable[[float], str]
+    fields: dict[str, Any]
+
+    def applies(self, record: Record) -> bool:
+        plain = {"mode": "train", "live": 1.0, "clipped": 0.0, "objective": "dapo", "dtype": "bfloat16", "isa": None}
+        fields = record.get("fields", {})
+        return all(fields.get(name) == value for name, value in {**plain, **self.fields}.items())
+
+
+def over_denominator(ours: Record, record: Record) -> float | None:
+    return ours.get("over_denominator")
+
+
+def over_eager(ours: Record, record: Record) -> float | None:
+    eager = next((row.get("median_ms") for row in record["rows"] if row["name"] == "eager"), None)
+    return None if eager is None or "median_ms" not in ours else ours["median_ms"] / eager
+
+
+def milliseconds(ours: Record, record: Record) -> float | None:
+    return ours.get("median_ms")
+
+
+def logprob_error(ours: Record, record: Record) -> float | None:
+    return ours.get("errors", {}).get("logprob")
+
+
+def beyond_gradients(ours: Record, record: Record) -> float | None:
+    """GiB."""
+    if "peak_extra_bytes" not in ours:
+        return None
+    return (ours["peak_extra_bytes"] - ours["gradient_bytes"]) / _GIB
+
+
+def table(bars: Sequence[Bar], records: Sequence[Record]) -> str:
+    """A line for every bar and configuration that it is about; bars without a configuration are named."""
+    lines = ["| bar | configuration | measured | |", "| --- | --- | ---: | --- |"]
+    for bar in bars:
+        about = [record for record in records if bar.applies(record)]
+        if not about:
+            lines.append(f"| {bar.what} | none in this run | | |")
+        for record in about:
+            ours = next((row for row in record["rows"] if row["kind"] == "ours"), {})
+            value = bar.of(ours, record)
+            if value is None:
+                lines.append(f"| {bar.what} | {record['config']} | {ours.get('status', 'no figure')} | |")
+            else:
+                met = "met" if value <= bar.limit else "not met"
+                lines.append(f"| {bar.what} | {record['config']} | {bar.shown(value)} | {met} |")
+    return "\n".join(lines)
