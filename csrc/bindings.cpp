@@ -51,6 +51,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("isa", [] { return dapo::row_kernels().isa; });
   m.def("find_fault", &find_fault, no_gil);
   m.def("row_stats", &dapo::row_stats, no_gil, "logits"_a, "tokens"_a, "out"_a, "threads"_a);
+  m.def("row_slopes", &dapo::row_slopes, no_gil, "logits"_a, "tokens"_a, "objective"_a, "entropy_coef"_a, "out"_a,
+        "threads"_a);
   m.def("row_grad", &row_grad, no_gil, "logits"_a, "grad"_a, "tokens"_a, "norm"_a, "entropy"_a, "d_logprobs"_a,
         "d_entropy"_a, "zeroed"_a, "threads"_a);
   m.def("row_loss", &dapo::row_loss, no_gil, "logits"_a, "tokens"_a, "objective"_a, "entropy_coef"_a, "out"_a,

@@ -98,7 +98,7 @@ DAPO_HOST_DEVICE void write_loss(const TokenOutputs& out, int64_t row, const Row
   if (out.entropy) out.entropy[row] = r.entropy;
   out.clip_hit[row] = r.loss.hit;
   if (out.ref_kl) out.ref_kl[row] = r.loss.kl;
-  out.idle[row] = r.gradient.zero;
+  if (out.idle) out.idle[row] = r.gradient.zero;
 }
 
 DAPO_HOST_DEVICE void write_stats(const TokenOutputs& out, int64_t row, float x_target, float c,
@@ -116,6 +116,7 @@ DAPO_HOST_DEVICE void write_dead(const TokenOutputs& out, int64_t row) {
   if (out.clip_hit) out.clip_hit[row] = kClipNone;
   if (out.ref_kl) out.ref_kl[row] = 0.0f;
   if (out.idle) out.idle[row] = 1;
+  if (out.d_logprobs) out.d_logprobs[row] = 0.0f;
 }
 
 // One token of the elementwise objective; returns its share of the loss.

@@ -57,18 +57,19 @@ class Layout:
     def per_token(self, name: str, value: Any, dtype: torch.dtype | None = None, keep_grad: bool = False) -> Tensor:
         """A per-token tensor, flat [N]; a constant unless ``keep_grad``."""
         value = self._tensor(name, value)
-        if tuple(value.shape) != self.shape:
+        if value.shape != self.shape:
             raise self.fail(name, self.describe(), list(value.shape))
         if value.requires_grad and not keep_grad:
             value = value.detach()
         if value.dim() != 1:
             value = value.reshape(-1)
-        return value.to(dtype or self.dtype).contiguous()
+        dtype = dtype or self.dtype
+        return (value if value.dtype == dtype else value.to(dtype)).contiguous()
 
     def per_token_or_sequence(self, name: str, value: Any) -> Tensor:
         """A per-token or per-sequence tensor, spread over tokens: flat [N], a constant."""
         value = self._tensor(name, value)
-        if tuple(value.shape) == self.shape:
+        if value.shape == self.shape:
             return self.per_token(name, value)
         n = self.n_sequences
         if n is not None and tuple(value.shape) == (n,):
@@ -131,6 +132,8 @@ class Layout:
 
 def check_tensor(caller: str, name: str, value: Any, expected: str = "a tensor") -> None:
     """A tensor that this rank has all of."""
+    if type(value) is Tensor or type(value) is torch.nn.Parameter:
+        return
     if not isinstance(value, Tensor):
         raise TypeError(f"{caller}: {name} must be {expected}, got {type(value).__name__}")
     if hasattr(value, "device_mesh"):  # DTensor has it; importing that class takes as long as the rest of the package

@@ -219,7 +219,7 @@ def _from_logits(
         loss, *reported, _ = from_rows.LossInPlace.apply(logits, *rest)
         return _output(call, loss / unit, *reported)
     out = from_rows.logits_loss(logits, asked, call.tokens, call.scalars, coef, served_by)
-    return _output(call, *out[:5])
+    return _output(call, out.loss, out.logprobs, out.entropy, out.clip_hit, out.ref_kl)
 
 
 def _from_hidden(
@@ -297,4 +297,6 @@ def _output(
     reported = PerToken(tokens.live, logprobs, tokens.old_logprobs, log_ratio, clip_hit, ref_kl, entropy)
     # What a compiled graph does not return it does not compute.
     metrics = token_sums(reported) if torch.compiler.is_compiling() else Metrics(reported)
-    return LossOutput(loss, logprobs.view(shape), None if entropy is None else entropy.view(shape), metrics)
+    if len(shape) > 1:
+        logprobs, entropy = logprobs.view(shape), None if entropy is None else entropy.view(shape)
+    return LossOutput(loss, logprobs, entropy, metrics)

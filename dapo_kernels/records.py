@@ -131,6 +131,37 @@ class TokenLoss(NamedTuple):
         )
 
 
+class RowsSlopes(NamedTuple):
+    """The loss of rows and their slopes: statistics, token losses and derivatives, before any gradient row is made."""
+
+    loss: Tensor  # 0-d
+    logprobs: Tensor
+    norm: Tensor
+    entropy: Tensor | None
+    clip_hit: Tensor
+    ref_kl: Tensor | None
+    d_logprobs: Tensor
+    d_entropy: Tensor | None
+
+    @classmethod
+    def of(cls, stats: RowStats, policy: TokenLoss, weights: Tensor, entropy_coef: float) -> RowsSlopes:
+        loss, d_entropy = policy.loss, None
+        if entropy_coef != 0:
+            assert stats.entropy is not None
+            d_entropy = -entropy_coef * weights.to(stats.logprobs.dtype)
+            loss = loss + (d_entropy * stats.entropy).sum(dtype=torch.float64).to(loss.dtype)
+        d_logprobs = policy.d_logprobs + policy.d_log_ratio
+        return cls(loss, *stats, policy.clip_hit, policy.ref_kl, d_logprobs, d_entropy)
+
+    @property
+    def stats(self) -> RowStats:
+        return RowStats(self.logprobs, self.norm, self.entropy)
+
+    @property
+    def slopes(self) -> Slopes:
+        return Slopes(self.d_logprobs, self.d_entropy)
+
+
 class RowsLoss(NamedTuple):
     """The whole loss of the rows whose gradient stands in their logits' place."""
 

@@ -61,11 +61,11 @@ template <class T, bool kWeighted, bool kKeep> static SoftmaxPart block_stats(T*
   for (; i + kGroup <= n; i += kGroup) {
     prefetch_group(ahead + i);
     const Group e = exponentials<kStatsDegree<T>, kWeighted>(load_group(x + i), scale, shift, s);
-    if (kKeep) store_group(x + i, e);
+    if (kKeep) keep_group(x + i, e);
   }
   if (i < n) {
     const Group e = exponentials<kStatsDegree<T>, kWeighted>(load_tail(x + i, (int)(n - i), -INFINITY), scale, shift, s);
-    if (kKeep) store_tail(x + i, e, (int)(n - i));
+    if (kKeep) keep_tail(x + i, e, (int)(n - i));
   }
   return {top, sum_of(add(s.sum_a, s.sum_b)), sum_of(add(s.weighted_a, s.weighted_b))};
 }
@@ -82,11 +82,11 @@ template <class T> void scale(void* data, int64_t n, float factor) {
   const vf f = splat(factor);
   int64_t i = 0;
   for (; i + kGroup <= n; i += kGroup) {
-    const Group e = load_group(x + i);
+    const Group e = kept_group(x + i);
     store_group(x + i, Group{mul(e.a, f), mul(e.b, f)});
   }
   if (i < n) {
-    const Group e = load_tail(x + i, (int)(n - i), 0.0f);
+    const Group e = kept_tail(x + i, (int)(n - i));
     store_tail(x + i, Group{mul(e.a, f), mul(e.b, f)}, (int)(n - i));
   }
 }

@@ -15,7 +15,7 @@ constexpr int64_t kBlock = 2048;
 
 // Kernels of one dtype. `c` = log2(e) / temperature turns logits into base-2 exponents.
 struct BlockKernels {
-  // Statistics of x[0, n). With `keep` (float32 only) x is overwritten by its exponentials 2^(x c - top).
+  // Statistics of x[0, n). With `keep` (not float16) x is overwritten by its exponentials 2^(x c - top).
   SoftmaxPart (*stats)(void* x, int64_t n, float c, bool weighted, bool keep, const void* ahead);
   // x *= scale, for the exponentials that `stats` kept.
   void (*scale)(void* x, int64_t n, float scale);

@@ -124,6 +124,13 @@ void write_zeros(const Rows& rows, const RowView& row, int64_t b) {
   }
 }
 
+// In row order: the same bits for any number of threads.
+double sum_in_order(const std::vector<double>& losses) {
+  double total = 0.0;
+  for (double loss : losses) total += loss;
+  return total;
+}
+
 void set_target(const RowView& out, const RowGradient& g, int64_t b) {
   if (g.target / kBlock == b) out.kernels.set(out.data, g.target, g.at_target);
 }
@@ -140,22 +147,44 @@ Fault find_fault(const Rows& logits, const TokenInputs& tokens) {
   return {InputFault::none, -1};
 }
 
-void row_stats(const Rows& logits, const TokenInputs& tokens, const TokenOutputs& out, int threads) {
-  const int64_t blocks = n_blocks(logits);
-  const bool weighted = out.entropy != nullptr;
+// Runs middle(row, the target's logit, statistics of the row) for every live row: one sweep, nothing written to the logits.
+template <class Middle>
+static void for_stats(const Rows& logits, const TokenInputs& tokens, const TokenOutputs& out, int threads, Middle middle) {
   const auto first = [&](RowState& state, int64_t row, int64_t b) {
     if (!tokens.live[row]) return;
     const RowView x(logits, row);
-    state.parts[b] =
-        x.kernels.stats(x.block(b), x.block_size(b), base2_scale(tokens.tau(row)), weighted, false, ahead_of(logits, state, row, b));
+    state.parts[b] = x.kernels.stats(x.block(b), x.block_size(b), base2_scale(tokens.tau(row)), out.entropy != nullptr,
+                                     false, ahead_of(logits, state, row, b));
   };
-  const auto middle = [&](RowState& state, int64_t row) {
+  const auto finish = [&](RowState& state, int64_t row) {
     if (!tokens.live[row]) return write_dead(out, row);
     const RowView x(logits, row);
-    const SoftmaxPart whole = merge_all(state, blocks);
-    write_stats(out, row, x.kernels.get(x.data, tokens.target_ids[row]), base2_scale(tokens.tau(row)), whole);
+    middle(row, x.kernels.get(x.data, tokens.target_ids[row]), merge_all(state, n_blocks(logits)));
   };
-  for_rows(logits, threads, first, middle, [](RowState&, int64_t, int64_t) {});
+  for_rows(logits, threads, first, finish, [](RowState&, int64_t, int64_t) {});
+}
+
+void row_stats(const Rows& logits, const TokenInputs& tokens, const TokenOutputs& out, int threads) {
+  for_stats(logits, tokens, out, threads, [&](int64_t row, float x_target, const SoftmaxPart& whole) {
+    write_stats(out, row, x_target, base2_scale(tokens.tau(row)), whole);
+  });
+}
+
+double row_slopes(const Rows& logits, const TokenInputs& tokens, const Objective& objective, float entropy_coef,
+                  const TokenOutputs& out, int threads) {
+  std::vector<double> losses(logits.n_rows, 0.0);
+  for_stats(logits, tokens, out, threads, [&](int64_t row, float x_target, const SoftmaxPart& whole) {
+    const float tau = tokens.tau(row);
+    const TokenValues token = token_values(tokens, row);
+    const RowLoss result = finish_loss(token, x_target, tau, base2_scale(tau), objective, entropy_coef,
+                                       out.entropy != nullptr, whole);
+    write_stats(out, row, x_target, base2_scale(tau), whole);
+    write_loss(out, row, result);
+    const float slope = result.loss.d_logprob + result.loss.d_log_ratio;
+    out.d_logprobs[row] = token.weight == 0.0f ? 0.0f : token.weight * slope;
+    losses[row] = result.weighted;
+  });
+  return sum_in_order(losses);
 }
 
 void row_grad(const Rows& logits, const Rows& grad, const TokenInputs& tokens, const float* norm, const float* entropy,
@@ -184,10 +213,9 @@ void row_grad(const Rows& logits, const Rows& grad, const TokenInputs& tokens, c
 double row_loss(const Rows& logits, const TokenInputs& tokens, const Objective& objective, float entropy_coef,
                 const TokenOutputs& out, int threads) {
   const int64_t blocks = n_blocks(logits);
-  // float32 has room for its own exponentials: kept over the logits, the second sweep only scales them. 16-bit rows
-  // compute them again: a float32 copy of the row in the L2 cache took longer (3.3 ms against 2.7 ms for 256 rows of
-  // 49152). The entropy's gradient needs the logits themselves.
-  const bool keep = logits.dtype == Dtype::f32 && entropy_coef == 0.0f;
+  // The exponentials are kept over the logits, the second sweep only scales them; computed again they took as long as the
+  // first time, in a float32 copy of a bfloat16 row longer still. The entropy's gradient needs the logits themselves.
+  const bool keep = logits.dtype != Dtype::f16 && entropy_coef == 0.0f;
   std::vector<double> losses(logits.n_rows, 0.0);
 
   const auto first = [&](RowState& state, int64_t row, int64_t b) {
@@ -222,9 +250,7 @@ double row_loss(const Rows& logits, const TokenInputs& tokens, const Objective& 
   };
   for_rows(logits, threads, first, middle, last);
 
-  double total = 0.0;
-  for (double loss : losses) total += loss;  // in row order: the same bits for any number of threads
-  return total;
+  return sum_in_order(losses);
 }
 
 double token_loss(int64_t n, const float* logprobs, const TokenInputs& tokens, const Objective& objective,

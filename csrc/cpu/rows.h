@@ -18,6 +18,10 @@ Fault find_fault(const Rows& logits, const TokenInputs& tokens);
 // logprobs, norm and, unless null, entropy.
 void row_stats(const Rows& logits, const TokenInputs& tokens, const TokenOutputs& out, int threads);
 
+// `row_stats` and, from them, the loss: its derivative by each log-prob is in d_logprobs, the logits stay as they are.
+double row_slopes(const Rows& logits, const TokenInputs& tokens, const Objective& objective, float entropy_coef,
+                  const TokenOutputs& out, int threads);
+
 // d loss / d logits into `grad` (may be `logits`), from d loss / d logprob and d loss / d entropy (or null). `zeroed`:
 // `grad` holds zeros, and rows without a gradient are left as they are.
 void row_grad(const Rows& logits, const Rows& grad, const TokenInputs& tokens, const float* norm, const float* entropy,

@@ -4,6 +4,9 @@
 //   Group         2 * kWidth logits as two vectors; which element sits where is the dtype's own business, and the same
 //                 in load and store
 //   exp2_nonpos   2^y for y <= ~0 by a polynomial of the given degree: 0 at -inf, NaN stays NaN
+//   keep, kept    exponentials in [0, 2) in the place of logits of the same size. Sign and highest exponent bit are zero,
+//                 so 16 bits hold a bfloat16's exponent and two more bits of mantissa: 2^-11 off, where the gradient's
+//                 rounding to bfloat16 is 2^-9
 //
 // Everything is in a namespace per instruction set: two translation units must not share an inline function.
 #pragma once
@@ -102,12 +105,28 @@ static inline __m512i narrow(Group g, f16) {
   constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtps_ph(g.a, kNearest)), _mm512_cvtps_ph(g.b, kNearest), 1);
 }
+static inline __m512i pack(Group e) {
+  const __m512i half = _mm512_set1_epi32(1 << 13), high = _mm512_set1_epi32((int)0xffff0000u);
+  const __m512i a = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(e.a), half), 14);
+  const __m512i b = _mm512_slli_epi32(_mm512_add_epi32(_mm512_castps_si512(e.b), half), 2);
+  return _mm512_or_si512(a, _mm512_and_si512(b, high));
+}
+static inline Group unpack(__m512i w) {
+  const __m512i bits = _mm512_set1_epi32(0x3fffc000);
+  return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_slli_epi32(w, 14), bits)),
+          _mm512_castsi512_ps(_mm512_and_si512(_mm512_srli_epi32(w, 2), bits))};
+}
 static inline uint16_t half_bits(float fill, bf16) {
   uint32_t bits;
   std::memcpy(&bits, &fill, 4);
   return (uint16_t)(bits >> 16);
 }
 static inline uint16_t half_bits(float fill, f16) { return _cvtss_sh(fill, _MM_FROUND_TO_NEAREST_INT); }
+
+static inline void keep_group(bf16* p, Group e) { _mm512_storeu_si512(p, pack(e)); }
+static inline void keep_tail(bf16* p, Group e, int n) { _mm512_mask_storeu_epi16(p, first(n), pack(e)); }
+static inline Group kept_group(const bf16* p) { return unpack(_mm512_loadu_si512(p)); }
+static inline Group kept_tail(const bf16* p, int n) { return unpack(_mm512_maskz_loadu_epi16(first(n), p)); }
 
 template <class T> static inline Group load_group(const T* p) { return widen(_mm512_loadu_si512(p), T{}); }
 template <class T> static inline Group load_tail(const T* p, int n, float fill) {
@@ -175,6 +194,17 @@ static inline void store_group(bf16* p, Group g) {
   const __m256i even = _mm256_srli_epi32(round_bf16(g.a), 16);
   const __m256i odd = _mm256_and_si256(round_bf16(g.b), _mm256_set1_epi32((int)0xffff0000u));
   _mm256_storeu_si256((__m256i*)p, _mm256_or_si256(even, odd));
+}
+static inline void keep_group(bf16* p, Group e) {
+  const __m256i half = _mm256_set1_epi32(1 << 13), high = _mm256_set1_epi32((int)0xffff0000u);
+  const __m256i a = _mm256_srli_epi32(_mm256_add_epi32(_mm256_castps_si256(e.a), half), 14);
+  const __m256i b = _mm256_slli_epi32(_mm256_add_epi32(_mm256_castps_si256(e.b), half), 2);
+  _mm256_storeu_si256((__m256i*)p, _mm256_or_si256(a, _mm256_and_si256(b, high)));
+}
+static inline Group kept_group(const bf16* p) {
+  const __m256i w = _mm256_loadu_si256((const __m256i*)p), bits = _mm256_set1_epi32(0x3fffc000);
+  return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_slli_epi32(w, 14), bits)),
+          _mm256_castsi256_ps(_mm256_and_si256(_mm256_srli_epi32(w, 2), bits))};
 }
 static inline Group load_group(const f16* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p + 1))};
@@ -271,6 +301,25 @@ template <class T> static inline Group load_group(const T* p) {
 template <class T> static inline void store_group(T* p, Group g) {
   DAPO_LANES { narrow(g.a.v[i], p + i); narrow(g.b.v[i], p + i + kWidth); }
 }
+static inline uint16_t pack(float e) {
+  uint32_t bits;
+  std::memcpy(&bits, &e, 4);
+  return (uint16_t)((bits + (1u << 13)) >> 14);
+}
+static inline float unpack(uint16_t w) {
+  const uint32_t bits = (uint32_t)w << 14;
+  float e;
+  std::memcpy(&e, &bits, 4);
+  return e;
+}
+static inline void keep_group(bf16* p, Group e) {
+  DAPO_LANES { p[i].bits = pack(e.a.v[i]); p[i + kWidth].bits = pack(e.b.v[i]); }
+}
+static inline Group kept_group(const bf16* p) {
+  Group e;
+  DAPO_LANES { e.a.v[i] = unpack(p[i].bits); e.b.v[i] = unpack(p[i + kWidth].bits); }
+  return e;
+}
 static inline uint16_t half_bits(float fill, f16) { f16 h; narrow(fill, &h); return h.bits; }
 #undef DAPO_LANES
 
@@ -295,7 +344,27 @@ template <class T> static inline void store_tail(T* p, Group g, int n) {
   store_group(whole, g);
   std::memcpy(p, whole, (size_t)n * sizeof(T));
 }
+static inline void keep_tail(bf16* p, Group e, int n) {
+  bf16 whole[2 * kWidth];
+  keep_group(whole, e);
+  std::memcpy(p, whole, (size_t)n * sizeof(bf16));
+}
+static inline Group kept_tail(const bf16* p, int n) {
+  bf16 whole[2 * kWidth] = {};
+  std::memcpy(whole, p, (size_t)n * sizeof(bf16));
+  return kept_group(whole);
+}
 #endif
+
+static inline void keep_group(float* p, Group e) { store_group(p, e); }
+static inline void keep_tail(float* p, Group e, int n) { store_tail(p, e, n); }
+static inline Group kept_group(const float* p) { return load_group(p); }
+static inline Group kept_tail(const float* p, int n) { return load_tail(p, n, 0.0f); }
+// In a group of float16 the halves lie one behind the other, which a tail could not be cut from: nothing is kept.
+static inline void keep_group(f16*, Group) {}
+static inline void keep_tail(f16*, Group, int) {}
+static inline Group kept_group(const f16* p) { return load_group(p); }
+static inline Group kept_tail(const f16* p, int n) { return load_tail(p, n, 0.0f); }
 
 constexpr int kGroup = 2 * kWidth;
 

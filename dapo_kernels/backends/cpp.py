@@ -12,10 +12,10 @@ from torch import Tensor
 
 from dapo_kernels import _C  # type: ignore[attr-defined]
 from dapo_kernels.backends.reference import raise_bad_target, raise_bad_temperature, unit_stride
-from dapo_kernels.backends.structs import address, outputs, row_inputs, rows_of, token_inputs
+from dapo_kernels.backends.structs import address, objective_of, outputs, row_inputs, rows_of, token_inputs
 from dapo_kernels.memory import large_tensor
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
-from dapo_kernels.records import Asked, RowsLoss, RowStats, Slopes, TokenLoss, Tokens
+from dapo_kernels.records import Asked, RowsLoss, RowsSlopes, RowStats, Slopes, TokenLoss, Tokens
 
 SOFTCAP_COPIES = True
 
@@ -80,6 +80,26 @@ def row_grad(
         out.copy_(to)
 
 
+def row_slopes(
+    logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, entropy_coef: float
+) -> RowsSlopes:
+    logits = unit_stride(logits)
+    rows, inputs = rows_of(_C, logits), row_inputs(_C, asked, tokens)
+    _check(rows, inputs, asked, logits.shape[-1])
+    stats = RowStats.empty(asked)
+    result = RowsSlopes(
+        stats.logprobs,
+        *stats,
+        clip_hit=torch.empty_like(stats.logprobs, dtype=torch.int8),
+        ref_kl=torch.empty_like(stats.logprobs) if scalars.kl_coef != 0 else None,
+        d_logprobs=torch.empty_like(stats.logprobs),
+        d_entropy=-entropy_coef * tokens.weights if entropy_coef != 0 else None,
+    )
+    objective, out = objective_of(_C, scalars), outputs(_C, result)
+    loss = _C.row_slopes(rows, inputs, objective, entropy_coef, out, torch.get_num_threads())
+    return result._replace(loss=torch.full((), loss))
+
+
 def row_loss_(
     logits: Tensor,
     asked: Asked,
@@ -93,19 +113,19 @@ def row_loss_(
     rows, inputs = rows_of(_C, work), row_inputs(_C, asked, tokens)
     _check(rows, inputs, asked, work.shape[-1])
     result = RowsLoss.empty(asked, scalars.kl_coef != 0)
-    objective, out = _C.Objective(*scalars.pack()), outputs(_C, result)
+    objective, out = objective_of(_C, scalars), outputs(_C, result)
     loss = _C.row_loss(rows, inputs, objective, entropy_coef, out, torch.get_num_threads())
     _uncap_(work, capped, softcap)
     if work is not logits:
         logits.copy_(work)
-    return result._replace(loss=torch.tensor(loss, dtype=torch.float32))
+    return result._replace(loss=torch.full((), loss))
 
 
 def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scalars: ObjectiveScalars) -> TokenLoss:
     result = TokenLoss.empty(logprobs, scalars.kl_coef != 0)
     inputs, out = token_inputs(_C, tokens, log_ratio), outputs(_C, result)
-    loss = _C.token_loss(len(logprobs), logprobs.data_ptr(), inputs, _C.Objective(*scalars.pack()), out)
-    return result._replace(loss=torch.tensor(loss, dtype=torch.float32))
+    loss = _C.token_loss(len(logprobs), logprobs.data_ptr(), inputs, objective_of(_C, scalars), out)
+    return result._replace(loss=torch.full((), loss))
 
 
 def weight_sum(result: Tensor) -> SplitSum | None:

@@ -7,6 +7,7 @@ calls may be captured in a CUDA graph. A row's results are the same bits whateve
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,10 +15,10 @@ import torch
 from torch import Tensor
 
 from dapo_kernels import _cuda  # type: ignore[attr-defined]
-from dapo_kernels.backends.reference import check_rows, unit_stride
-from dapo_kernels.backends.structs import address, outputs, row_inputs, rows_of, token_inputs
+from dapo_kernels.backends.reference import check_rows, slopes_of_stats, unit_stride
+from dapo_kernels.backends.structs import address, objective_of, outputs, row_inputs, rows_of, token_inputs
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
-from dapo_kernels.records import Asked, RowsLoss, RowStats, Slopes, TokenLoss, Tokens
+from dapo_kernels.records import Asked, RowsLoss, RowsSlopes, RowStats, Slopes, TokenLoss, Tokens
 
 SOFTCAP_COPIES = False  # the kernels apply it
 # How the loss of a row is computed: by the device and the shape ("automatic"), or as a name of _cuda.Path. The results
@@ -82,6 +83,13 @@ def row_grad(
         out.copy_(to)
 
 
+def row_slopes(
+    logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, entropy_coef: float
+) -> RowsSlopes:
+    of_tokens = functools.partial(token_loss, scalars=scalars)
+    return slopes_of_stats(row_stats(logits, asked), tokens, entropy_coef, of_tokens)
+
+
 def row_loss_(
     logits: Tensor,
     asked: Asked,
@@ -102,7 +110,7 @@ def row_loss_(
             rows,
             row_inputs(_cuda, asked, tokens),
             softcap or 0.0,
-            _cuda.Objective(*scalars.pack()),
+            objective_of(_cuda, scalars),
             float(entropy_coef),
             outputs(_cuda, result),
             losses.data_ptr(),
@@ -122,7 +130,7 @@ def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scala
     inputs, out, objective = (
         token_inputs(_cuda, tokens, log_ratio),
         outputs(_cuda, result),
-        _cuda.Objective(*scalars.pack()),
+        objective_of(_cuda, scalars),
     )
     with _on(device):
         _cuda.token_loss(

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
-from dapo_kernels.records import Asked, RowsLoss, RowStats, Slopes, TokenLoss, Tokens
+from dapo_kernels.records import Asked, RowsLoss, RowsSlopes, RowStats, Slopes, TokenLoss, Tokens
 
 
 class WeightSum(Protocol):
@@ -41,6 +41,11 @@ class Backend(Protocol):
         """Write ∂loss/∂logits into ``out`` (may be ``logits`` itself). ``zeroed``: it holds zeros, which rows without a
         gradient may keep.
         """
+
+    def row_slopes(
+        self, logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, entropy_coef: float
+    ) -> RowsSlopes:
+        """``row_stats``, and the loss of token-level objectives with its slopes; the logits stay as they are."""
 
     def row_loss_(
         self,

@@ -11,11 +11,24 @@ arithmetic, its log-prob and entropy come out as 0 and its gradient as exact zer
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from dapo_kernels.objectives.surrogate import ObjectiveScalars, token_objective
-from dapo_kernels.records import Asked, RowsLoss, RowStats, Slopes, TokenLoss, Tokens, accumulate_dtype, on_host
+from dapo_kernels.records import (
+    Asked,
+    RowsLoss,
+    RowsSlopes,
+    RowStats,
+    Slopes,
+    TokenLoss,
+    Tokens,
+    accumulate_dtype,
+    on_host,
+)
 
 SOFTCAP_COPIES = True
 
@@ -142,6 +155,21 @@ def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scala
     )
 
 
+def row_slopes(
+    logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, entropy_coef: float
+) -> RowsSlopes:
+    """The whole loss of token-level objectives, with its slopes; the logits stay as they are."""
+    stats = row_stats(logits, asked)
+    return slopes_of_stats(stats, tokens, entropy_coef, functools.partial(token_loss, scalars=scalars))
+
+
+def slopes_of_stats(
+    stats: RowStats, tokens: Tokens, entropy_coef: float, token_loss: Callable[..., TokenLoss]
+) -> RowsSlopes:
+    log_ratio = None if tokens.old_logprobs is None else stats.logprobs - tokens.old_logprobs
+    return RowsSlopes.of(stats, token_loss(stats.logprobs, log_ratio, tokens), tokens.weights, entropy_coef)
+
+
 def row_loss_(
     logits: Tensor,
     asked: Asked,
@@ -150,18 +178,11 @@ def row_loss_(
     entropy_coef: float,
     softcap: float | None = None,
 ) -> RowsLoss:
-    """The whole loss of token-level objectives; ∂loss/∂logits overwrites ``logits`` [..., V]."""
-    stats = row_stats(logits, asked, softcap)
-    log_ratio = None if tokens.old_logprobs is None else stats.logprobs - tokens.old_logprobs
-    policy = token_loss(stats.logprobs, log_ratio, tokens, scalars)
-    d_entropy, loss = None, policy.loss
-    if entropy_coef != 0:
-        assert stats.entropy is not None
-        d_entropy = -entropy_coef * tokens.weights.to(stats.logprobs.dtype)
-        loss = loss + (d_entropy * stats.entropy).sum(dtype=torch.float64).to(loss.dtype)
-    slopes = Slopes(policy.d_logprobs + policy.d_log_ratio, d_entropy)
-    row_grad(logits, logits, asked, stats, slopes, softcap)
-    return RowsLoss(loss, stats.logprobs, stats.entropy, policy.clip_hit, policy.ref_kl, slopes.idle)
+    """The same, and ∂loss/∂logits overwrites ``logits`` [..., V]."""
+    of_tokens = functools.partial(token_loss, scalars=scalars)
+    out = slopes_of_stats(row_stats(logits, asked, softcap), tokens, entropy_coef, of_tokens)
+    row_grad(logits, logits, asked, out.stats, out.slopes, softcap)
+    return RowsLoss(out.loss, out.logprobs, out.entropy, out.clip_hit, out.ref_kl, out.slopes.idle)
 
 
 def weight_sum(result: Tensor) -> None:

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dapo_kernels.records import Asked, RowsLoss, RowStats, TokenLoss, Tokens
+from dapo_kernels.objectives.surrogate import ObjectiveScalars
+from dapo_kernels.records import Asked, RowsLoss, RowsSlopes, RowStats, TokenLoss, Tokens
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -22,10 +24,12 @@ def address(x: Tensor | None) -> int:
 
 def rows_of(module: Any, logits: Tensor) -> Any:
     """Rows of [N, V] or [B, L, V], whose last stride is 1."""
-    outer = logits.stride(0) if logits.dim() == 3 else 0
-    n_rows, inner = logits.shape[:-1].numel(), max(logits.shape[-2], 1)
-    dtype = _DTYPES[logits.dtype]
-    return module.Rows(logits.data_ptr(), n_rows, logits.shape[-1], inner, outer, logits.stride(-2), dtype)
+    *outer, inner, vocab = logits.shape
+    *stride_outer, stride_inner, _ = logits.stride()
+    batch, stride = (outer[0], stride_outer[0]) if outer else (1, 0)
+    return module.Rows(
+        logits.data_ptr(), batch * inner, vocab, max(inner, 1), stride, stride_inner, _DTYPES[logits.dtype]
+    )
 
 
 def row_inputs(module: Any, asked: Asked, tokens: Tokens | None = None) -> Any:
@@ -38,6 +42,11 @@ def row_inputs(module: Any, asked: Asked, tokens: Tokens | None = None) -> Any:
     if tokens is not None:
         said |= {"old_logprobs": address(tokens.old_logprobs), **_objective_fields(tokens)}
     return module.TokenInputs(**said)
+
+
+@functools.cache
+def objective_of(module: Any, scalars: ObjectiveScalars) -> Any:
+    return module.Objective(*scalars.pack())
 
 
 def token_inputs(module: Any, tokens: Tokens, log_ratio: Tensor | None) -> Any:
@@ -54,6 +63,10 @@ def _objective_fields(tokens: Tokens) -> dict[str, int]:
     }
 
 
-def outputs(module: Any, record: RowStats | RowsLoss | TokenLoss) -> Any:
-    """Where results go: the struct has fields of the record's names. Of a loss each backend keeps its own sum."""
-    return module.TokenOutputs(**{name: address(x) for name, x in record._asdict().items() if name != "loss"})
+_NOT_WRITTEN = ("loss", "d_entropy")  # a sum that each backend makes itself; a multiple of the weights
+
+
+def outputs(module: Any, record: RowStats | RowsSlopes | RowsLoss | TokenLoss) -> Any:
+    """Where results go: the struct has fields of the record's names."""
+    given = {name: x.data_ptr() for name, x in record._asdict().items() if x is not None and name not in _NOT_WRITTEN}
+    return module.TokenOutputs(**given)

@@ -42,23 +42,37 @@ class _Parameter(NamedTuple):
     stop: int
 
 
+class _Saved(int):
+    """Which of the tensors that autograd keeps."""
+
+
 class Kept(NamedTuple):
     """What a forward pass leaves for its backward pass: records and plain values, taken apart for ``ctx``."""
 
     values: tuple[Any, ...]
 
     def store(self, ctx: Any) -> None:
-        ctx.shape = [(type(x), len(x)) if isinstance(x, tuple) else None for x in self.values]
-        flat = [y for x in self.values for y in (x if isinstance(x, tuple) else (x,))]
-        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in flat))
-        ctx.plain = [None if isinstance(x, Tensor) else x for x in flat]
+        tensors: list[Tensor] = []
+
+        def put_away(x: Any) -> Any:
+            if isinstance(x, Tensor):
+                tensors.append(x)
+                return _Saved(len(tensors) - 1)
+            return type(x)(*[put_away(y) for y in x]) if isinstance(x, tuple) else x
+
+        ctx.kept = [put_away(x) for x in self.values]
+        ctx.save_for_backward(*tensors)
 
     @staticmethod
-    def load(ctx: Any) -> tuple[Any, ...]:
-        flat = iter([x if y is None else y for x, y in zip(ctx.saved_tensors, ctx.plain, strict=True)])
-        return tuple(
-            next(flat) if shape is None else shape[0](*(next(flat) for _ in range(shape[1]))) for shape in ctx.shape
-        )
+    def load(ctx: Any) -> list[Any]:
+        tensors = ctx.saved_tensors
+
+        def take_out(x: Any) -> Any:
+            if type(x) is _Saved:
+                return tensors[x]
+            return type(x)(*[take_out(y) for y in x]) if isinstance(x, tuple) else x
+
+        return [take_out(x) for x in ctx.kept]
 
 
 class Operator:
@@ -79,6 +93,8 @@ class Operator:
                 self.fields.append(_Field(name, kind))
             self.parameters.append(_Parameter(kind if _is_record(kind) else None, start, len(self.fields)))
         self._single = self.result is Tensor
+        self._at = {field.name: i for i, field in enumerate(self.fields)}
+        self._tensors = [i for i, field in enumerate(self.fields) if _schema(field.kind).startswith("Tensor")]
         self.op = self._register()
         self.function: Any = None  # the torch.autograd.Function of eager calls
         self._keep: Callable[..., tuple[Any, ...]]
@@ -92,7 +108,9 @@ class Operator:
         results = "Tensor" if self._single else f"({', '.join(['Tensor'] * len(self.result._fields))})"
         name = f"dapo_kernels::{self.name}"
         torch.library.define(name, f"({arguments}) -> {results}", tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.impl(name, "default")(lambda *flat: self._present(self._without_autocast(flat), flat))
+        torch.library.impl(name, "default")(
+            lambda *flat: self._present(self._without_autocast(self._records(flat), flat[0]), flat)
+        )
         return getattr(torch.ops.dapo_kernels, self.name).default
 
     # --- records and flat arguments -----------------------------------------------------------------------
@@ -125,21 +143,25 @@ class Operator:
 
     def __call__(self, *arguments: Any) -> Any:
         flat = self._flat(arguments)
-        if torch.compiler.is_compiling() or not _plain(flat):
+        if torch.compiler.is_compiling():
             return self._result(self.op(*flat))
-        wants_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in flat)
-        if wants_grad and self.function is not None:
-            out = self.function.apply(*flat)
-            return out if self._single else self.result(*out)
-        return self._without_autocast(flat)
+        tensors = [flat[i] for i in self._tensors if flat[i] is not None]
+        if not _plain(tensors):
+            return self._result(self.op(*flat))
+        if self.function is not None and torch.is_grad_enabled():
+            for x in tensors:
+                if x.requires_grad:
+                    out = self.function.apply(*flat)
+                    return out if self._single else self.result(*out)
+        return self._without_autocast(arguments, flat[0])
 
-    def _without_autocast(self, flat: Any) -> Any:
+    def _without_autocast(self, records: Any, first: Tensor) -> Any:
         """An operator's dtypes are its inputs': autocast has had its say where the public function took them."""
-        device = flat[0].device.type
+        device = first.device.type
         if not torch.is_autocast_enabled(device):
-            return self.run(*self._records(flat))
+            return self.run(*records)
         with torch.autocast(device, enabled=False):
-            return self.run(*self._records(flat))
+            return self.run(*records)
 
     # --- what else an operator is made of -----------------------------------------------------------------
 
@@ -171,21 +193,29 @@ class Operator:
         return register
 
     def _setup(self, ctx: Any, inputs: Any, output: Any) -> None:
-        Kept(self._keep(self._result(output), *self._records(inputs))).store(ctx)
+        self._leave_for_backward(ctx, self._result(output), self._records(inputs))
+        if not self._single:  # absent results too
+            ctx.mark_non_differentiable(*[output[i] for i in self._marked])
+
+    def _leave_for_backward(self, ctx: Any, result: Any, records: Any) -> None:
+        Kept(self._keep(result, *records)).store(ctx)
         if not self._single:
-            ctx.mark_non_differentiable(*(output[i] for i in self._marked if output[i] is not None))
+            ctx.mark_non_differentiable(*[result[i] for i in self._marked if result[i] is not None])
         ctx.set_materialize_grads(False)
 
     def _backward_pass(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        if all(grad is None for grad in grads):
-            return (None,) * len(self.fields)
-        by_name = self._backward(ctx, *Kept.load(ctx), grads[0] if self._single else self.result(*grads))
-        return tuple(by_name.get(field.name) for field in self.fields)
+        gradients: list[Tensor | None] = [None] * len(self.fields)
+        if any(grad is not None for grad in grads):
+            asked = grads[0] if self._single else self.result(*grads)
+            for name, gradient in self._backward(ctx, *Kept.load(ctx), asked).items():
+                gradients[self._at[name]] = gradient
+        return tuple(gradients)
 
     def _eager_function(self) -> Any:
         def forward(ctx: Any, *flat: Any) -> Any:
-            result = self._without_autocast(flat)
-            self._setup(ctx, flat, result)
+            records = self._records(flat)
+            result = self._without_autocast(records, flat[0])
+            self._leave_for_backward(ctx, result, records)
             return result if self._single else tuple(result)
 
         members = {"forward": staticmethod(forward), "backward": staticmethod(self._backward_pass)}
@@ -211,11 +241,11 @@ def operator(run: Callable[..., Any]) -> Operator:
     return Operator(run)
 
 
-def _plain(flat: list[Any]) -> bool:
+def _plain(tensors: list[Tensor]) -> bool:
     """Whether this is an eager call of ordinary tensors: no mode watches, no transform is under way."""
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    return all(type(x) in _PLAIN for x in flat if isinstance(x, Tensor))
+    return all(type(x) in _PLAIN for x in tensors)
 
 
 def hand_out_once(ctx: Any, caller: str, remedy: str) -> None:

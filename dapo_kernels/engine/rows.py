@@ -6,7 +6,7 @@ backend that runs it, so that a compiled graph keeps its choice.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from dapo_kernels.backends import Backend, backend
 from dapo_kernels.engine.operators import Kept, hand_out_once, operator, scaled
 from dapo_kernels.memory import large_tensor
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
-from dapo_kernels.records import Asked, RowStats, Slopes, TokenLoss, Tokens, accumulate_dtype
+from dapo_kernels.records import Asked, RowsSlopes, RowStats, Slopes, TokenLoss, Tokens, accumulate_dtype
 
 
 def _fake_stats(logits: Tensor, asked: Asked) -> RowStats:
@@ -69,59 +69,31 @@ def _(ctx: Any, logits: Tensor, asked: Asked, served_by: str, stats: RowStats, g
 # --- the loss of objectives whose gradient at a token needs nothing but that token's row --------------------
 
 
-class LogitsLoss(NamedTuple):
-    """The loss, what is reported of every token, and what the backward pass makes the gradient of."""
-
-    loss: Tensor
-    logprobs: Tensor
-    entropy: Tensor | None
-    clip_hit: Tensor
-    ref_kl: Tensor | None
-    norm: Tensor
-    d_logprobs: Tensor
-    d_entropy: Tensor | None
-
-
 @operator
 def logits_loss(
     logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, entropy_coef: float, served_by: str
-) -> LogitsLoss:
+) -> RowsSlopes:
     """The loss from one sweep over the logits; its gradient takes another, in the backward pass."""
-    by = backend(served_by)
-    stats = by.row_stats(logits, asked)
-    log_ratio = None if tokens.old_logprobs is None else stats.logprobs - tokens.old_logprobs
-    loss, d_logprobs, d_log_ratio, clip_hit, ref_kl = by.token_loss(stats.logprobs, log_ratio, tokens, scalars)
-    d_entropy = None
-    if entropy_coef != 0:
-        assert stats.entropy is not None
-        d_entropy = -entropy_coef * tokens.weights
-        loss = loss + (d_entropy * stats.entropy).sum(dtype=torch.float64).to(loss.dtype)
-    return LogitsLoss(
-        loss, stats.logprobs, stats.entropy, clip_hit, ref_kl, stats.norm, d_logprobs + d_log_ratio, d_entropy
-    )
+    return backend(served_by).row_slopes(logits, asked, tokens, scalars, entropy_coef)
 
 
 @logits_loss.fake
 def _(
     logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, entropy_coef: float, served_by: str
-) -> LogitsLoss:
+) -> RowsSlopes:
     stats = _fake_stats(logits, asked)
-    token = TokenLoss.empty(stats.logprobs, scalars.kl_coef != 0)
-    d_entropy = torch.empty_like(stats.logprobs) if entropy_coef != 0 else None
-    return LogitsLoss(
-        stats.logprobs.new_empty(()), *stats[::2], token.clip_hit, token.ref_kl, stats.norm, token.d_logprobs, d_entropy
-    )
+    policy = TokenLoss.empty(stats.logprobs, scalars.kl_coef != 0)
+    policy = policy._replace(loss=stats.logprobs.new_empty(()))
+    return RowsSlopes.of(stats, policy, tokens.weights, entropy_coef)
 
 
-def _keep_for_loss(out: LogitsLoss, *inputs: Any) -> tuple[Any, ...]:
-    logits, asked, *_, served_by = inputs
-    stats = RowStats(out.logprobs, out.norm, out.entropy)
-    return logits, asked, stats, Slopes(out.d_logprobs, out.d_entropy), served_by
+def _keep_for_loss(out: RowsSlopes, logits: Tensor, asked: Asked, *inputs: Any) -> tuple[Any, ...]:
+    return logits, asked, out.stats, out.slopes, inputs[-1]
 
 
 @logits_loss.gradient(_keep_for_loss, "loss")
 def _(
-    ctx: Any, logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, served_by: str, grads: LogitsLoss
+    ctx: Any, logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, served_by: str, grads: RowsSlopes
 ) -> dict[str, Tensor]:
     slopes = Slopes(grads.loss * slopes.logprobs, None if slopes.entropy is None else grads.loss * slopes.entropy)
     return {"logits": logits_grad(logits, asked, stats, slopes, served_by)}

@@ -6,16 +6,17 @@ outside torch's allocator or depends on the stream: calls may be captured in a C
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from dapo_kernels.backends.reference import check_rows, unit_stride
+from dapo_kernels.backends.reference import check_rows, slopes_of_stats, unit_stride
 from dapo_kernels.backends.triton import kernels
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
-from dapo_kernels.records import Asked, RowsLoss, RowStats, Slopes, TokenLoss, Tokens
+from dapo_kernels.records import Asked, RowsLoss, RowsSlopes, RowStats, Slopes, TokenLoss, Tokens
 
 SOFTCAP_COPIES = False  # the kernels apply it
 
@@ -156,6 +157,13 @@ def row_grad(
         )
     if to is not out:
         out.copy_(to)
+
+
+def row_slopes(
+    logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, entropy_coef: float
+) -> RowsSlopes:
+    of_tokens = functools.partial(token_loss, scalars=scalars)
+    return slopes_of_stats(row_stats(logits, asked), tokens, entropy_coef, of_tokens)
 
 
 def row_loss_(
