@@ -108,9 +108,11 @@ class Operator:
         results = "Tensor" if self._single else f"({', '.join(['Tensor'] * len(self.result._fields))})"
         name = f"dapo_kernels::{self.name}"
         torch.library.define(name, f"({arguments}) -> {results}", tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.impl(name, "default")(
-            lambda *flat: self._present(self._without_autocast(self._records(flat), flat[0]), flat)
-        )
+
+        def run(*flat: Any) -> Any:
+            return self._present(self._without_autocast(self._records(flat), flat[0]), flat)
+
+        torch.library.impl(name, "default")(run)
         return getattr(torch.ops.dapo_kernels, self.name).default
 
     # --- records and flat arguments -----------------------------------------------------------------------
@@ -194,8 +196,6 @@ class Operator:
 
     def _setup(self, ctx: Any, inputs: Any, output: Any) -> None:
         self._leave_for_backward(ctx, self._result(output), self._records(inputs))
-        if not self._single:  # absent results too
-            ctx.mark_non_differentiable(*[output[i] for i in self._marked])
 
     def _leave_for_backward(self, ctx: Any, result: Any, records: Any) -> None:
         Kept(self._keep(result, *records)).store(ctx)
