@@ -38,11 +38,8 @@ struct Hopper {
 
   __device__ static void publish_barriers() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    order_before_copies();
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
-
-  // What this thread wrote to shared memory is there before a later copy, of any thread that it meets at a barrier.
-  __device__ static void order_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
   __device__ static void arrive_expecting(uint64_t* barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
@@ -102,7 +99,7 @@ struct Hopper {
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [place], {%3, %4, %5, %6}, [barrier];\n"
         "}" ::"r"(shared_address(place)),
         "r"(shared_address(barrier)), "r"(rank), "f"(value.part.top), "f"(value.part.sum), "f"(value.part.weighted),
-        "f"(value.x_target)
+        "f"(0.0f)
         : "memory");
   }
 
@@ -129,11 +126,11 @@ __global__ void __launch_bounds__(kThreads, kFull ? 3 : 4) cluster_loss_kernel(c
   __shared__ uint64_t arrived[kMaxTiles], met[2];
   __shared__ SoftmaxPart warp_parts[kWarps];
   __shared__ SlicePart slice_parts[2][kMaxCluster];
-  __shared__ RowPlan<T> plans[2];
+  __shared__ RowPlan plans[2];
   __shared__ TokenValues token;
   __shared__ RowGradient gradient;
-  __shared__ float scale;
-  cluster_loss<Hopper, T, kFull>(args, words, {arrived, met, warp_parts, slice_parts, plans, token, gradient, scale});
+  __shared__ float scale, x_target;
+  cluster_loss<Hopper, T, kFull>(args, words, {arrived, met, warp_parts, slice_parts, plans, token, gradient, scale, x_target});
 #endif
 }
 

@@ -40,16 +40,18 @@ Workspace carve(void* memory, const Rows& rows) {
 
 cudaStream_t stream_of(uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
-// Clusters of more than 8 blocks are known of 9.0 and 10.x only.
-bool cluster_runs(const Device& device, const Slicing& s) {
+// Rows that start on 16 bytes, on a device with clusters; those of more than 8 blocks are known of 9.0 and 10.x only.
+bool cluster_runs(const Device& device, const Rows& rows, const Slicing& s) {
+  const int64_t strides = (rows.stride_inner | rows.stride_outer) * s.itemsize;
+  const bool aligned = (reinterpret_cast<intptr_t>(rows.data) | strides) % kWord == 0;
   const int most = device.capability < 110 ? kMaxCluster : 8;
-  return device.clusters && s.n_elements > 0 && s.fits_cluster() && s.n_slices <= most &&
+  return device.clusters && aligned && s.n_elements > 0 && s.n_slices <= most &&
          shared_words(s) * kWord + kClusterStaticBytes <= device.shared_bytes;
 }
 
 // Fewer rows than multiprocessors leave some of them without a row to sweep.
 Path choose(const Device& device, const Rows& rows, const Slicing& s) {
-  if (cluster_runs(device, s)) return Path::cluster;
+  if (cluster_runs(device, rows, s)) return Path::cluster;
   return rows.n_rows < device.multiprocessors && s.n_slices > 1 ? Path::split : Path::sweep;
 }
 
@@ -108,12 +110,12 @@ void row_loss(const Operands& in, const Objective& objective, float entropy_coef
   const Device device = current_device();
   if (path == Path::automatic) path = choose(device, in.logits, args.slicing);
   if (path == Path::cluster) {
-    if (!cluster_runs(device, args.slicing)) {
-      throw std::invalid_argument("dapo_kernels: rows of " + std::to_string(in.logits.n_cols) +
-                                  " logits: no cluster holds them on compute capability " +
+    if (!cluster_runs(device, in.logits, args.slicing)) {
+      throw std::invalid_argument("dapo_kernels: no cluster holds these rows of " + std::to_string(in.logits.n_cols) +
+                                  " logits: they are too long for compute capability " +
                                   std::to_string(device.capability / 10) + "." +
                                   std::to_string(device.capability % 10) +
-                                  (device.clusters ? "" : ", or the module was not compiled for it"));
+                                  ", do not start on 16 bytes, or the module was not compiled for it");
     }
     launch_cluster_loss(args, stream_of(stream));
   } else if (path == Path::sweep) {

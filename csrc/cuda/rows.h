@@ -54,17 +54,6 @@ DAPO_HOST_DEVICE RowGradient planned_gradient(const RowArgs& args, int64_t row, 
   return through_cap(g, x_target, args.in.softcap);
 }
 
-// The words of an output row that slice k's block turns into gradient, from `begin` below `end`. Slices of words, not of
-// vectors: each word is read and written by one thread, so the output may be the input.
-struct WordSlice {
-  int begin, end;
-};
-
-DAPO_HOST_DEVICE WordSlice words_of_slice(const Slicing& slicing, const Stretch& s, int k) {
-  const int begin = k * slicing.per_slice;
-  return {begin, k == slicing.n_slices - 1 ? s.full_end : min_of(begin + slicing.per_slice, s.full_end)};
-}
-
 // Calls launch(T*, bool constant kFull) for the dtype and variant of `args`.
 template <class Launch> void for_variant(const RowArgs& args, Launch launch) {
   const auto both = [&](auto* element) {

@@ -27,13 +27,9 @@ __global__ void __launch_bounds__(kThreads, 4)
   if (!args.in.tokens.live[at.row]) return;
   const int thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp;
   const T* const x = row_of<T>(args.in.logits, at.row);
-  const Stretch s = slice_stretch(args.slicing, reinterpret_cast<uintptr_t>(x), at.slice);
-  const GlobalSource<T> source{x, args.slicing.n_elements, s};
+  const Slice s = slice_of(args.slicing, at.slice, x);
   const float c = base2_scale_of(args, at.row);
-  SoftmaxPart part = first_part();
-  for (int t = 0; t < n_tiles(ceil_div(s.n, kElements<T>)); ++t) {
-    add_tile<T, kFull>(part, source, t, thread, c, args.in.softcap);
-  }
+  SoftmaxPart part = thread_part<T, kFull>(x + s.first, s, thread, c, args.in.softcap);
   part = merge_lanes<kWarp>(part);
   if (lane == 0) warp_parts[warp] = part;
   __syncthreads();
@@ -47,22 +43,11 @@ template <class T, bool kFull>
 __global__ void __launch_bounds__(kThreads, 4)
     slice_grad_kernel(const __grid_constant__ RowArgs args, const __grid_constant__ Rows grad,
                       const RowGradient* gradients) {
-  const int n = args.slicing.n_elements;
   const Place at = place_of_block(args.slicing.n_slices);
-  const RowGradient g = gradients[at.row];
   const T* const x = row_of<T>(args.in.logits, at.row);
   T* const out = row_of<T>(grad, at.row);
-  const Stretch s = stretch(reinterpret_cast<uintptr_t>(out), sizeof(T), 0, n);
-  const WordSlice mine = words_of_slice(args.slicing, s, at.slice);
-  for (int first = mine.begin; first < mine.end; first += kTile) {
-    write_words<T, kFull>(out, s, first + static_cast<int>(threadIdx.x), mine.end, kThreads, g, args.in.softcap,
-                          [&](int w) {
-                            return g.zero ? Word{{0, 0, 0, 0}} : load_elements(x, n, word_element(s, sizeof(T), w));
-                          });
-  }
-  if (at.slice == 0) {
-    write_partial<T, kFull>(out, s, threadIdx.x, g, args.in.softcap, [&](int e) { return widen(x[e]); });
-  }
+  const Slice s = slice_of(args.slicing, at.slice, x, out);
+  write_gradient<T, kFull>(out + s.first, x + s.first, s, threadIdx.x, kThreads, gradients[at.row], args.in.softcap);
 }
 
 unsigned blocks(const RowArgs& args) {

@@ -2,8 +2,8 @@
 //
 // Each has a stack of its own and runs until it has to wait; who goes on then, and when a bulk copy lands, is drawn by
 // chance or chosen to be awkward. Where a copy will land lies NaN until then, and it reads its source as late as it may.
-// What only hardware would forgive is an error: a copy that is not aligned or overwrites what threads wrote without a
-// fence, bytes for a block that has left, a barrier that nobody will complete.
+// What only hardware would forgive is an error: a copy that is not aligned or overwrites what threads wrote, bytes for a
+// block that has left, a barrier that nobody will complete.
 #pragma once
 
 #include <setjmp.h>
@@ -72,11 +72,9 @@ class HostCluster {
   }
 
   Word* words(int rank) { return blocks_[rank]->words.data(); }
-  template <class T> ClusterShared<T> shared(int rank) {
-    static_assert(sizeof(RowPlan<T>) == sizeof(RowPlan<float>), "the same but for what a pointer points to");
+  ClusterShared shared(int rank) {
     Block& b = *blocks_[rank];
-    return {b.arrived,  b.met,      b.warp_parts, b.slice_parts, reinterpret_cast<RowPlan<T>(&)[2]>(b.plans), b.token,
-            b.gradient, b.scale};
+    return {b.arrived, b.met, b.warp_parts, b.slice_parts, b.plans, b.token, b.gradient, b.scale, b.x_target};
   }
 
   // What a thread asks for. Static, as the hardware's are: of the thread that runs.
@@ -114,13 +112,12 @@ class HostCluster {
       const auto odd = (reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) % kWord;
       if (odd != 0) throw std::logic_error("a bulk copy that is not aligned to 16 bytes");
       if (first + n > b.words.size()) throw std::logic_error("a bulk copy beyond shared memory");
-      if (std::memcmp(&b.words[first], &b.ordered[first], bytes) != 0) {
-        throw std::logic_error("a bulk copy over what threads wrote, without a fence between");
+      if (std::memcmp(&b.words[first], &b.copied[first], bytes) != 0) {  // it would take a fence
+        throw std::logic_error("a bulk copy over what threads wrote");
       }
       std::memset(&b.words[first], 0xff, bytes);
       running_->copies_.push_back({&b, first, n, from, barrier});
     }
-    static void order_before_copies() { block().ordered = block().words; }
 
     static void send(SlicePart* place, int rank, const SlicePart& value, uint64_t* barrier) {
       Block &mine = block(), &other = *running_->blocks_[rank];
@@ -146,15 +143,15 @@ class HostCluster {
     std::vector<int> waiting;
   };
   struct Block {
-    explicit Block(size_t n_words) : words(n_words, Word{{~0u, ~0u, ~0u, ~0u}}), ordered(words) {}
-    std::vector<Word> words, ordered;  // what threads see; what copies are known to come after
+    explicit Block(size_t n_words) : words(n_words, Word{{~0u, ~0u, ~0u, ~0u}}), copied(words) {}
+    std::vector<Word> words, copied;  // what threads see; what copies brought
     uint64_t arrived[kMaxTiles], met[2];
     SoftmaxPart warp_parts[kWarps];
     SlicePart slice_parts[2][kMaxCluster];
-    alignas(16) char plans[2 * sizeof(RowPlan<float>)];
+    RowPlan plans[2];
     TokenValues token;
     RowGradient gradient;
-    float scale;
+    float scale, x_target;
     std::map<uint64_t*, Barrier> barriers;
     Meeting sync;
     int n_done = 0;
@@ -261,7 +258,7 @@ class HostCluster {
     const Copy c = copies_[which];
     copies_.erase(copies_.begin() + static_cast<std::ptrdiff_t>(which));
     std::memcpy(&c.block->words[c.first], c.from, c.n * kWord);
-    std::memcpy(&c.block->ordered[c.first], c.from, c.n * kWord);
+    std::memcpy(&c.block->copied[c.first], c.from, c.n * kWord);
     count(*c.block, c.barrier, c.n * kWord);
   }
   void deliver(size_t which) {
