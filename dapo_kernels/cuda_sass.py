@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 REGISTERS = 65536  # of an SM, all architectures since 8.0
 BEGIN, END = "<!-- sass: begin -->", "<!-- sass: end -->"
-_NAMES = "cluster_loss|sweep_loss|slice_stats|slice_grad|finish_stats|finish_loss|plan_grad|token_loss"
+_NAMES = "cluster_loss|sweep_loss|slice_stats|slice_grad|finish|plan_grad|token_loss"
 _DTYPES = {"f": "fp32", "13__nv_bfloat16": "bf16", "6__half": "fp16"}
 
 

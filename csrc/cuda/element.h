@@ -17,8 +17,7 @@
 #include "kernels.h"
 #include "tiles.h"
 
-namespace dapo {
-namespace cuda {
+namespace dapo::cuda {
 
 #if defined(__CUDA_ARCH__)
 #define DAPO_UNROLL _Pragma("unroll")
@@ -35,12 +34,8 @@ struct alignas(16) Word {
 using bf16 = __nv_bfloat16;
 using f16 = __half;
 
-DAPO_HOST_DEVICE float widen(float x) { return x; }
-DAPO_HOST_DEVICE float widen(bf16 x) { return __bfloat162float(x); }
-DAPO_HOST_DEVICE float widen(f16 x) { return __half2float(x); }
-DAPO_HOST_DEVICE void narrow(float x, float* out) { *out = x; }
-DAPO_HOST_DEVICE void narrow(float x, bf16* out) { *out = __float2bfloat16_rn(x); }
-DAPO_HOST_DEVICE void narrow(float x, f16* out) { *out = __float2half_rn(x); }
+template <class T> DAPO_HOST_DEVICE float widen(T x) { return static_cast<float>(x); }
+template <class T> DAPO_HOST_DEVICE void narrow(float x, T* out) { *out = static_cast<T>(x); }  // to the nearest
 
 #else
 
@@ -88,26 +83,21 @@ template <class T> DAPO_HOST_DEVICE Word pack(const float (&x)[kElements<T>]) {
 
 // Elementwise; the other operand where one is NaN.
 template <class T> DAPO_HOST_DEVICE Word max_of_words(const Word& a, const Word& b) {
-  Word out;
 #if defined(__CUDA_ARCH__)
-  DAPO_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    if constexpr (sizeof(T) == 4) {
-      out.x[i] = __float_as_uint(fmaxf(__uint_as_float(a.x[i]), __uint_as_float(b.x[i])));
-    } else {  // two at a time
-      using Pair = std::conditional_t<std::is_same<T, bf16>::value, __nv_bfloat162, __half2>;
-      out.x[i] = bits_as<uint32_t>(__hmax2(bits_as<Pair>(a.x[i]), bits_as<Pair>(b.x[i])));
-    }
+  if constexpr (sizeof(T) == 2) {  // two at a time
+    using Pair = std::conditional_t<std::is_same<T, bf16>::value, __nv_bfloat162, __half2>;
+    Word out;
+    DAPO_UNROLL
+    for (int i = 0; i < 4; ++i) out.x[i] = bits_as<uint32_t>(__hmax2(bits_as<Pair>(a.x[i]), bits_as<Pair>(b.x[i])));
+    return out;
   }
-#else
-  constexpr int kN = kElements<T>;
-  float x[kN], y[kN];
+#endif
+  float x[kElements<T>], y[kElements<T>];
   unpack<T>(a, x);
   unpack<T>(b, y);
-  for (int i = 0; i < kN; ++i) x[i] = fmaxf(x[i], y[i]);
-  out = pack<T>(x);
-#endif
-  return out;
+  DAPO_UNROLL
+  for (int i = 0; i < kElements<T>; ++i) x[i] = fmaxf(x[i], y[i]);
+  return pack<T>(x);
 }
 
 // A vector of which n elements are there, -inf behind them.
@@ -127,5 +117,4 @@ DAPO_HOST_DEVICE float cap_slope(float y, const Softcap& cap) {
   return cap.value == 0.0f ? 1.0f : 1.0f - u * u;
 }
 
-}  // namespace cuda
-}  // namespace dapo
+}  // namespace dapo::cuda

@@ -4,14 +4,9 @@
 // A block has a group of kThreads threads for each of up to kGroups slices, and about 768 threads share an SM: few rows
 // are in flight at a time (on 132 SMs 40 MB of 16-bit rows of 152k logits). The second sweep goes backwards and finds
 // what was read last.
-#include "device.cuh"
+#include "rows.h"
 
-#include <type_traits>
-
-#include "../check.h"
-
-namespace dapo {
-namespace cuda {
+namespace dapo::cuda {
 namespace {
 
 // Not 4: 1024 threads leave a thread 64 registers and ptxas spills; 768 leave it 80.
@@ -35,7 +30,7 @@ __global__ void __launch_bounds__(kThreads * kGroups, 1) sweep_loss_kernel(const
     }
     __syncthreads();
     for (int k = flat / kWarp; k < n_slices; k += n_threads / kWarp) {
-      const SoftmaxPart part = merge_warps(&parts[k * kWarps], lane);
+      const SoftmaxPart part = merge_lanes<kWarps>(parts[k * kWarps + lane % kWarps]);
       if (lane == 0) parts[n_slices * kWarps + k] = part;
     }
     __syncthreads();
@@ -44,8 +39,7 @@ __global__ void __launch_bounds__(kThreads * kGroups, 1) sweep_loss_kernel(const
       if (lane == 0) gradient = finish_row(args, row, whole);
     }
   } else if (flat == 0) {
-    write_dead_loss(args, row);
-    gradient = zero_gradient();
+    gradient = finish_dead_row(args, row);
   }
   __syncthreads();
   write_gradient<T, kFull>(x, x, whole_row(args.slicing, x), flat, n_threads, gradient, args.in.softcap);
@@ -53,17 +47,15 @@ __global__ void __launch_bounds__(kThreads * kGroups, 1) sweep_loss_kernel(const
 
 }  // namespace
 
-void launch_sweep_loss(const LossArgs& args, cudaStream_t stream) {
+void launch_sweep_loss(const LossArgs& args) {
   const int n_slices = args.slicing.n_slices;
   const size_t shared = static_cast<size_t>(n_slices) * (kWarps + 1) * sizeof(SoftmaxPart);
   for_variant(args, [&](auto* element, auto full) {
     using T = std::remove_pointer_t<decltype(element)>;
     constexpr bool kFull = decltype(full)::value;
     const dim3 block(kThreads, min_of(kGroups, n_slices));
-    sweep_loss_kernel<T, kFull><<<static_cast<unsigned>(args.in.logits.n_rows), block, shared, stream>>>(args);
-    DAPO_CHECK_CUDA(cudaGetLastError());
+    sweep_loss_kernel<T, kFull><<<static_cast<unsigned>(args.in.logits.n_rows), block, shared, args.stream>>>(args);
   });
 }
 
-}  // namespace cuda
-}  // namespace dapo
+}  // namespace dapo::cuda

@@ -14,8 +14,7 @@
 
 #include "../params.h"
 
-namespace dapo {
-namespace cuda {
+namespace dapo::cuda {
 
 constexpr int kWord = 16;
 constexpr int kThreads = 256;
@@ -86,5 +85,4 @@ DAPO_HOST_DEVICE int tile_index(int t, int j, int thread) { return t * kTile + j
 // Words of shared memory that a block of a cluster needs for its slice.
 DAPO_HOST_DEVICE int shared_words(const Slicing& s) { return min_of(s.per_slice, s.n_vectors); }
 
-}  // namespace cuda
-}  // namespace dapo
+}  // namespace dapo::cuda

@@ -46,7 +46,7 @@ void gradient(T* out, const T* x, const Slice& s, int n_threads, const RowGradie
 
 bool cluster_code_loaded() { return pretended.cluster_code; }
 
-void launch_cluster_loss(const LossArgs& args, cudaStream_t) {
+void launch_cluster_loss(const LossArgs& args) {
   for_variant(args, [&](auto* element, auto full) {
     using T = std::remove_pointer_t<decltype(element)>;
     for (int k = 0; k < kClusters; ++k) {
@@ -58,7 +58,7 @@ void launch_cluster_loss(const LossArgs& args, cudaStream_t) {
   });
 }
 
-void launch_sweep_loss(const LossArgs& args, cudaStream_t) {
+void launch_sweep_loss(const LossArgs& args) {
   for_variant(args, [&](auto* element, auto full) {
     using T = std::remove_pointer_t<decltype(element)>;
     constexpr bool kFull = decltype(full)::value;
@@ -70,26 +70,26 @@ void launch_sweep_loss(const LossArgs& args, cudaStream_t) {
         for (int k = 0; k < args.slicing.n_slices; ++k) parts.push_back(slice_part<T, kFull>(args, row, k));
         g = finish_row(args, row, merge_slices(parts.data(), args.slicing.n_slices));
       } else {
-        write_dead_loss(args, row);
+        finish_dead_row(args, row);
       }
       gradient<T, kFull>(x, x, whole_row(args.slicing, x), 3 * kThreads, g, args.in.softcap);
     }
   });
 }
 
-void launch_slice_stats(const RowArgs& args, SoftmaxPart* parts, cudaStream_t) {
+void launch_slice_stats(const RowArgs& args) {
   for_variant(args, [&](auto* element, auto full) {
     using T = std::remove_pointer_t<decltype(element)>;
     const int n = args.slicing.n_slices;
     for (int64_t i = 0; i < args.in.logits.n_rows * n; ++i) {
       if (args.in.tokens.live[i / n]) {
-        parts[i] = slice_part<T, decltype(full)::value>(args, i / n, static_cast<int>(i % n));
+        args.parts[i] = slice_part<T, decltype(full)::value>(args, i / n, static_cast<int>(i % n));
       }
     }
   });
 }
 
-void launch_slice_grad(const RowArgs& args, const Rows& grad, const RowGradient* gradients, cudaStream_t) {
+void launch_slice_grad(const RowArgs& args, const Rows& grad) {
   for_variant(args, [&](auto* element, auto full) {
     using T = std::remove_pointer_t<decltype(element)>;
     for (int64_t row = 0; row < args.in.logits.n_rows; ++row) {
@@ -97,44 +97,26 @@ void launch_slice_grad(const RowArgs& args, const Rows& grad, const RowGradient*
       T* out = row_of<T>(grad, row);
       for (int k = args.slicing.n_slices - 1; k >= 0; --k) {
         const Slice s = slice_of(args.slicing, k, x, out);
-        gradient<T, decltype(full)::value>(out + s.first, x + s.first, s, kThreads, gradients[row], args.in.softcap);
+        gradient<T, decltype(full)::value>(out + s.first, x + s.first, s, kThreads, args.gradients[row], args.in.softcap);
       }
     }
   });
 }
 
-void launch_finish_stats(const RowArgs& args, const TokenOutputs& out, const SoftmaxPart* parts, cudaStream_t) {
+void launch_finish(const LossArgs& args) {
+  const int n = args.slicing.n_slices;
   for (int64_t row = 0; row < args.in.logits.n_rows; ++row) {
-    if (args.in.tokens.live[row]) {
-      const SoftmaxPart whole = merge_slices(parts + row * args.slicing.n_slices, args.slicing.n_slices);
-      write_stats(out, row, target_logit(args.in, row), base2_scale_of(args, row), whole);
-    } else {
-      write_dead(out, row);
-    }
+    const SoftmaxPart whole = args.in.tokens.live[row] ? merge_slices(args.parts + row * n, n) : empty_part();
+    finish(args, row, whole);
   }
 }
 
-void launch_finish_loss(const LossArgs& args, const SoftmaxPart* parts, RowGradient* gradients, cudaStream_t) {
-  for (int64_t row = 0; row < args.in.logits.n_rows; ++row) {
-    if (args.in.tokens.live[row]) {
-      const SoftmaxPart whole = merge_slices(parts + row * args.slicing.n_slices, args.slicing.n_slices);
-      gradients[row] = finish_row(args, row, whole);
-    } else {
-      write_dead_loss(args, row);
-      gradients[row] = zero_gradient();
-    }
-  }
+void launch_plan_grad(const RowArgs& args, const GradInputs& from) {
+  for (int64_t row = 0; row < args.in.logits.n_rows; ++row) args.gradients[row] = planned_gradient(args, row, from);
 }
 
-void launch_plan_grad(const RowArgs& args, const float* norm, const float* entropy, const float* d_logprobs,
-                      const float* d_entropy, RowGradient* gradients, cudaStream_t) {
-  for (int64_t row = 0; row < args.in.logits.n_rows; ++row) {
-    gradients[row] = planned_gradient(args, row, norm, entropy, d_logprobs, d_entropy);
-  }
-}
-
-void launch_token_loss(int64_t n, const float* logprobs, const TokenInputs& tokens, const Objective& objective,
-                       const TokenOutputs& out, double* losses, cudaStream_t) {
+void token_loss(int64_t n, const float* logprobs, const TokenInputs& tokens, const Objective& objective,
+                const TokenOutputs& out, double* losses, uintptr_t) {
   for (int64_t i = 0; i < n; ++i) losses[i] = write_token_loss(i, logprobs, tokens, objective, out);
 }
 

@@ -190,7 +190,7 @@ def test_rows_between_16_byte_boundaries_are_no_clusters() -> None:
     found = {name: cuda._cuda.choose_path(r).name for name, r in rows.items()}
     assert found == {n: "cluster" if n in ("even", "padded", "sequences") else "sweep" for n in rows}
     logits, ids, tokens = problem(7, 9, torch.bfloat16)
-    with pytest.raises(ValueError, match="do not start on 16 bytes"):
+    with pytest.raises(ValueError, match="not on 16 bytes"):
         run("cluster", logits, ids, tokens, {})
 
 

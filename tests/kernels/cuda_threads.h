@@ -72,10 +72,7 @@ class HostCluster {
   }
 
   Word* words(int rank) { return blocks_[rank]->words.data(); }
-  ClusterShared shared(int rank) {
-    Block& b = *blocks_[rank];
-    return {b.arrived, b.met, b.warp_parts, b.slice_parts, b.plans, b.token, b.gradient, b.scale, b.x_target};
-  }
+  ClusterShared& shared(int rank) { return blocks_[rank]->shared; }
 
   // What a thread asks for. Static, as the hardware's are: of the thread that runs.
   struct Machine {
@@ -87,10 +84,7 @@ class HostCluster {
     static void block_sync() { running_->meet(block().sync, kThreads); }
     static void cluster_sync() { running_->meet(running_->all_, static_cast<int>(running_->threads_.size())); }
 
-    static SoftmaxPart merge_warp(const SoftmaxPart& part) { return running_->exchange(part, kWarp); }
-    static SoftmaxPart merge_warps(const SoftmaxPart* parts, int lane) {
-      return running_->exchange(parts[lane % kWarps], kWarps);
-    }
+    template <int kWidth> static SoftmaxPart merge(const SoftmaxPart& part) { return running_->exchange(part, kWidth); }
 
     static void init_barrier(uint64_t* barrier) { block().barriers[barrier] = Barrier(); }
     static void publish_barriers() {}
@@ -121,8 +115,8 @@ class HostCluster {
 
     static void send(SlicePart* place, int rank, const SlicePart& value, uint64_t* barrier) {
       Block &mine = block(), &other = *running_->blocks_[rank];
-      running_->messages_.push_back({&other, &other.slice_parts[0][0] + (place - &mine.slice_parts[0][0]), value,
-                                     other.met + (barrier - mine.met)});
+      running_->messages_.push_back({&other, &other.shared.slice_parts[0][0] + (place - &mine.shared.slice_parts[0][0]), value,
+                                     other.shared.met + (barrier - mine.shared.met)});
     }
     static void wait_for_cluster(uint64_t* barrier, int parity) { wait(barrier, parity); }
   };
@@ -145,13 +139,7 @@ class HostCluster {
   struct Block {
     explicit Block(size_t n_words) : words(n_words, Word{{~0u, ~0u, ~0u, ~0u}}), copied(words) {}
     std::vector<Word> words, copied;  // what threads see; what copies brought
-    uint64_t arrived[kMaxTiles], met[2];
-    SoftmaxPart warp_parts[kWarps];
-    SlicePart slice_parts[2][kMaxCluster];
-    RowPlan plans[2];
-    TokenValues token;
-    RowGradient gradient;
-    float scale, x_target;
+    ClusterShared shared;
     std::map<uint64_t*, Barrier> barriers;
     Meeting sync;
     int n_done = 0;
