@@ -24,7 +24,7 @@ __device__ inline uint32_t shared_address(const void* p) { return static_cast<ui
 struct Hopper {
   __device__ static int thread() { return static_cast<int>(threadIdx.x); }
   __device__ static void block_sync() { __syncthreads(); }
-  template <int kWidth> __device__ static SoftmaxPart merge(const SoftmaxPart& part) { return merge_lanes<kWidth>(part); }
+  template <int kWidth> __device__ static SoftmaxPart merge(SoftmaxPart part) { return merge_lanes<kWidth>(part); }
 
   __device__ static void init_barrier(uint64_t* barrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");

@@ -44,7 +44,7 @@ DAPO_DEVICE void fetch(const T* x, const Slice& slice, int tile, Word* words, ui
   if (bytes > 0) Machine::bulk_load(words + first, words_of(x) + first, bytes, &arrived[tile]);
 }
 
-// Rows start on 16 bytes. A slice is in shared memory but for the elements after its last word: those stay where they are.
+// Rows start on 16 bytes. Shared memory holds a slice's words; the elements after them are read where they are.
 template <class Machine, class T, bool kFull>
 DAPO_DEVICE void cluster_loss(const LossArgs& args, Word* words, ClusterShared& shared) {
   uint64_t* const arrived = shared.arrived;

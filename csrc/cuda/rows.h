@@ -1,5 +1,5 @@
-// What threads do with a row of logits between two barriers: add a tile to their statistics, merge, write gradient; and with
-// its token. For the host too, where a test runs the threads of a block in a loop; warps are the device's alone.
+// What threads do with a row of logits between two barriers, and with its token: add a tile to their statistics, finish
+// the row, write gradient. For the host too, where a test runs the threads of a block in a loop; warps are the device's.
 #pragma once
 
 #include <cmath>
@@ -17,7 +17,7 @@ DAPO_HOST_DEVICE SoftmaxPart first_part() { return {-3.402823466e38f, 0.0f, 0.0f
 
 template <class T> DAPO_HOST_DEVICE const Word* words_of(const T* x) { return reinterpret_cast<const Word*>(x); }
 
-// Adds thread `thread`'s vectors of tile t of a slice that begins at x; its words lie at `words`, in shared memory perhaps.
+// Adds thread `thread`'s vectors of tile t of a slice that begins at x, whose words lie at `words`: x, or shared memory.
 // kFull: with the entropy's sum, and a softcap if it is not 0.
 template <class T, bool kFull>
 DAPO_HOST_DEVICE void add_tile(SoftmaxPart& part, const Word* words, const T* x, const Slice& s, int t, int thread,

@@ -25,9 +25,15 @@ SoftmaxPart merge_slices(const SoftmaxPart* slices, int n) {
   return merge_tree(lanes);
 }
 
+// A GPU has no 16-byte access between two boundaries.
+void check_words(const Slice& s, const void* x) {
+  if (s.n_words > 0 && reinterpret_cast<uintptr_t>(x) % kWord != 0) throw std::logic_error("words that are not aligned");
+}
+
 template <class T, bool kFull> SoftmaxPart slice_part(const RowArgs& args, int64_t row, int k) {
   const T* x = row_of<T>(args.in.logits, row);
   const Slice s = slice_of(args.slicing, k, x);
+  check_words(s, x + s.first);
   const float c = base2_scale_of(args, row);
   std::vector<SoftmaxPart> threads, warps;
   for (int i = 0; i < kThreads; ++i) threads.push_back(thread_part<T, kFull>(x + s.first, s, i, c, args.in.softcap));
@@ -39,6 +45,8 @@ template <class T, bool kFull> SoftmaxPart slice_part(const RowArgs& args, int64
 
 template <class T, bool kFull>
 void gradient(T* out, const T* x, const Slice& s, int n_threads, const RowGradient& g, const Softcap& softcap) {
+  check_words(s, out);
+  check_words(s, x);
   for (int i = 0; i < n_threads; ++i) write_gradient<T, kFull>(out, x, s, i, n_threads, g, softcap);
 }
 
@@ -97,7 +105,8 @@ void launch_slice_grad(const RowArgs& args, const Rows& grad) {
       T* out = row_of<T>(grad, row);
       for (int k = args.slicing.n_slices - 1; k >= 0; --k) {
         const Slice s = slice_of(args.slicing, k, x, out);
-        gradient<T, decltype(full)::value>(out + s.first, x + s.first, s, kThreads, args.gradients[row], args.in.softcap);
+        const RowGradient g = args.gradients[row];
+        gradient<T, decltype(full)::value>(out + s.first, x + s.first, s, kThreads, g, args.in.softcap);
       }
     }
   });
@@ -120,7 +129,7 @@ void token_loss(int64_t n, const float* logprobs, const TokenInputs& tokens, con
   for (int64_t i = 0; i < n; ++i) losses[i] = write_token_loss(i, logprobs, tokens, objective, out);
 }
 
-// How often the threads of a cluster, or of blocks where rows do not start on 16 bytes, fetch, sum and write each element.
+// How often the threads of a row that starts at `address` fetch, sum and write each element.
 std::vector<std::vector<int>> coverage(int n_cols, int itemsize, uintptr_t address) {
   const Slicing cut = slicing(n_cols, itemsize);
   const int per_vector = cut.vector_elements();

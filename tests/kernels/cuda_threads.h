@@ -84,7 +84,7 @@ class HostCluster {
     static void block_sync() { running_->meet(block().sync, kThreads); }
     static void cluster_sync() { running_->meet(running_->all_, static_cast<int>(running_->threads_.size())); }
 
-    template <int kWidth> static SoftmaxPart merge(const SoftmaxPart& part) { return running_->exchange(part, kWidth); }
+    template <int kWidth> static SoftmaxPart merge(SoftmaxPart part) { return running_->exchange(part, kWidth); }
 
     static void init_barrier(uint64_t* barrier) { block().barriers[barrier] = Barrier(); }
     static void publish_barriers() {}
@@ -115,8 +115,8 @@ class HostCluster {
 
     static void send(SlicePart* place, int rank, const SlicePart& value, uint64_t* barrier) {
       Block &mine = block(), &other = *running_->blocks_[rank];
-      running_->messages_.push_back({&other, &other.shared.slice_parts[0][0] + (place - &mine.shared.slice_parts[0][0]), value,
-                                     other.shared.met + (barrier - mine.shared.met)});
+      SlicePart* const there = &other.shared.slice_parts[0][0] + (place - &mine.shared.slice_parts[0][0]);
+      running_->messages_.push_back({&other, there, value, other.shared.met + (barrier - mine.shared.met)});
     }
     static void wait_for_cluster(uint64_t* barrier, int parity) { wait(barrier, parity); }
   };
