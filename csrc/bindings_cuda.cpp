@@ -24,8 +24,9 @@ void row_stats(const dapo::Rows& logits, const dapo::TokenInputs& tokens, float 
 void row_grad(const dapo::Rows& logits, const dapo::TokenInputs& tokens, float softcap, const dapo::Rows& grad,
               uintptr_t norm, uintptr_t entropy, uintptr_t d_logprobs, uintptr_t d_entropy, uintptr_t workspace,
               uintptr_t stream) {
-  cuda::row_grad(operands(logits, tokens, softcap), grad, pointer<const float>(norm), pointer<const float>(entropy),
-                 pointer<const float>(d_logprobs), pointer<const float>(d_entropy), pointer<void>(workspace), stream);
+  const cuda::GradInputs from{pointer<const float>(norm), pointer<const float>(entropy),
+                              pointer<const float>(d_logprobs), pointer<const float>(d_entropy)};
+  cuda::row_grad(operands(logits, tokens, softcap), grad, from, pointer<void>(workspace), stream);
 }
 
 void row_loss(const dapo::Rows& logits, const dapo::TokenInputs& tokens, float softcap,

@@ -6,17 +6,14 @@
 // block writes its slice's gradient, and as soon as a tile of shared memory has been read for the last time the same
 // tile of the cluster's next row is fetched into it. Several clusters share an SM: one computes while others wait.
 #include "cluster_row.h"
-#include "device.cuh"
 
 #include <map>
-#include <mutex>
 #include <tuple>
 #include <type_traits>
 
 #include "../check.h"
 
-namespace dapo {
-namespace cuda {
+namespace dapo::cuda {
 namespace {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -27,10 +24,7 @@ __device__ inline uint32_t shared_address(const void* p) { return static_cast<ui
 struct Hopper {
   __device__ static int thread() { return static_cast<int>(threadIdx.x); }
   __device__ static void block_sync() { __syncthreads(); }
-  __device__ static SoftmaxPart merge_warp(const SoftmaxPart& part) { return merge_lanes<kWarp>(part); }
-  __device__ static SoftmaxPart merge_warps(const SoftmaxPart* parts, int lane) {
-    return cuda::merge_warps(parts, lane);
-  }
+  template <int kWidth> __device__ static SoftmaxPart merge(SoftmaxPart part) { return merge_lanes<kWidth>(part); }
 
   __device__ static void init_barrier(uint64_t* barrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
@@ -38,11 +32,8 @@ struct Hopper {
 
   __device__ static void publish_barriers() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    order_before_copies();
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
-
-  // What this thread wrote to shared memory is there before a later copy, of any thread that it meets at a barrier.
-  __device__ static void order_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
   __device__ static void arrive_expecting(uint64_t* barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
@@ -56,36 +47,26 @@ struct Hopper {
                  : "memory");
   }
 
-  __device__ static void wait(uint64_t* barrier, int parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}" ::"r"(shared_address(barrier)),
-        "r"(parity)
-        : "memory");
+#define DAPO_WAIT(sem, barrier, parity)                                       \
+  asm volatile(                                                               \
+      "{\n"                                                                   \
+      ".reg .pred done;\n"                                                    \
+      "again:\n"                                                              \
+      "mbarrier.try_wait.parity" sem ".shared::cta.b64 done, [%0], %1;\n"     \
+      "@!done bra again;\n"                                                   \
+      "}" ::"r"(shared_address(barrier)),                                     \
+      "r"(parity)                                                             \
+      : "memory")
+
+  __device__ static void wait(uint64_t* barrier, int parity) { DAPO_WAIT("", barrier, parity); }
+  // For what other blocks sent.
+  __device__ static void wait_for_cluster(uint64_t* barrier, int parity) {
+    DAPO_WAIT(".acquire.cluster", barrier, parity);
   }
 
-  // Volatile: read anew at each use, which is cheaper than a register kept for it.
-  __device__ static int rank() {
-    int x;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(x));
-    return x;
-  }
-
-  __device__ static int cluster() {
-    int x;
-    asm("mov.u32 %0, %%clusterid.x;" : "=r"(x));
-    return x;
-  }
-
-  __device__ static int clusters() {
-    int x;
-    asm volatile("mov.u32 %0, %%nclusterid.x;" : "=r"(x));
-    return x;
-  }
+  __device__ static int rank() { return static_cast<int>(__clusterRelativeBlockRank()); }
+  __device__ static int cluster() { return static_cast<int>(__clusterIdx().x); }
+  __device__ static int clusters() { return static_cast<int>(__clusterGridDimInClusters().x); }
 
   // Every block of the cluster has its barriers. Not .aligned: a warp may arrive in parts.
   __device__ static void cluster_sync() {
@@ -102,22 +83,10 @@ struct Hopper {
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [place], {%3, %4, %5, %6}, [barrier];\n"
         "}" ::"r"(shared_address(place)),
         "r"(shared_address(barrier)), "r"(rank), "f"(value.part.top), "f"(value.part.sum), "f"(value.part.weighted),
-        "f"(value.x_target)
+        "f"(0.0f)
         : "memory");
   }
 
-  // As wait, for what other blocks sent.
-  __device__ static void wait_for_cluster(uint64_t* barrier, int parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}" ::"r"(shared_address(barrier)),
-        "r"(parity)
-        : "memory");
-  }
 };
 
 #endif
@@ -126,22 +95,14 @@ template <class T, bool kFull>
 __global__ void __launch_bounds__(kThreads, kFull ? 3 : 4) cluster_loss_kernel(const __grid_constant__ LossArgs args) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) Word words[];
-  __shared__ uint64_t arrived[kMaxTiles], met[2];
-  __shared__ SoftmaxPart warp_parts[kWarps];
-  __shared__ SlicePart slice_parts[2][kMaxCluster];
-  __shared__ RowPlan<T> plans[2];
-  __shared__ TokenValues token;
-  __shared__ RowGradient gradient;
-  __shared__ float scale;
-  cluster_loss<Hopper, T, kFull>(args, words, {arrived, met, warp_parts, slice_parts, plans, token, gradient, scale});
+  __shared__ ClusterShared shared;
+  cluster_loss<Hopper, T, kFull>(args, words, shared);
 #endif
 }
 
 // Clusters that fit the device at a time; asked once per kernel, device and slice size.
 int resident_clusters(const void* kernel, const cudaLaunchConfig_t& config, const Device& device, int n_slices) {
-  static std::mutex lock;
-  static std::map<std::tuple<const void*, int, int, size_t>, int> known;
-  const std::lock_guard<std::mutex> guard(lock);
+  thread_local std::map<std::tuple<const void*, int, int, size_t>, int> known;
   int& clusters = known[{kernel, device.index, n_slices, config.dynamicSmemBytes}];
   if (clusters == 0) {
     const int most = device.shared_bytes - kClusterStaticBytes;
@@ -163,7 +124,7 @@ bool cluster_code_loaded() {
   return found.ptxVersion >= 90;
 }
 
-void launch_cluster_loss(const LossArgs& args, cudaStream_t stream) {
+void launch_cluster_loss(const LossArgs& args) {
   const int n_slices = args.slicing.n_slices;
   cudaLaunchAttribute cluster;
   cluster.id = cudaLaunchAttributeClusterDimension;
@@ -172,7 +133,7 @@ void launch_cluster_loss(const LossArgs& args, cudaStream_t stream) {
   config.blockDim = dim3(kThreads);
   config.gridDim = dim3(n_slices);
   config.dynamicSmemBytes = static_cast<size_t>(shared_words(args.slicing)) * kWord;
-  config.stream = stream;
+  config.stream = args.stream;
   config.attrs = &cluster;
   config.numAttrs = 1;
   for_variant(args, [&](auto* element, auto full) {
@@ -182,9 +143,7 @@ void launch_cluster_loss(const LossArgs& args, cudaStream_t stream) {
     const int64_t clusters = min_of<int64_t>(resident, args.in.logits.n_rows);
     config.gridDim = dim3(static_cast<unsigned>(clusters * n_slices));
     DAPO_CHECK_CUDA(cudaLaunchKernelEx(&config, kernel, args));
-    DAPO_CHECK_CUDA(cudaGetLastError());
   });
 }
 
-}  // namespace cuda
-}  // namespace dapo
+}  // namespace dapo::cuda

@@ -7,8 +7,7 @@
 #include "../params.h"
 #include "../row_math.h"
 
-namespace dapo {
-namespace cuda {
+namespace dapo::cuda {
 
 // How the loss of a row is computed. The results are the same bits whichever it is.
 enum class Path : int32_t {
@@ -29,15 +28,19 @@ struct Operands {
   Softcap softcap;
 };
 
+// The statistics of an earlier pass, and d loss / d logprob and d loss / d entropy (or null).
+struct GradInputs {
+  const float *norm, *entropy, *d_logprobs, *d_entropy;
+};
+
 // Scratch memory that row_stats, row_grad and row_loss want, aligned to 16 bytes.
 int64_t workspace_bytes(const Rows& logits);
 
 // logprobs, norm and, unless null, entropy.
 void row_stats(const Operands& in, const TokenOutputs& out, void* workspace, uintptr_t stream);
 
-// d loss / d logits into `grad` (may be the logits), from d loss / d logprob and d loss / d entropy (or null).
-void row_grad(const Operands& in, const Rows& grad, const float* norm, const float* entropy, const float* d_logprobs,
-              const float* d_entropy, void* workspace, uintptr_t stream);
+// d loss / d logits into `grad`, which may be the logits.
+void row_grad(const Operands& in, const Rows& grad, const GradInputs& from, void* workspace, uintptr_t stream);
 
 // Per-token results and each row's loss; the gradient overwrites the logits.
 void row_loss(const Operands& in, const Objective& objective, float entropy_coef, const TokenOutputs& out,
@@ -50,5 +53,4 @@ void token_loss(int64_t n, const float* logprobs, const TokenInputs& tokens, con
 // Which path `automatic` takes for these rows on the current device.
 Path choose_path(const Rows& logits);
 
-}  // namespace cuda
-}  // namespace dapo
+}  // namespace dapo::cuda

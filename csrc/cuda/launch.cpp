@@ -1,15 +1,13 @@
 // Which kernels an operation launches.
 #include "launch.h"
 
-#include <mutex>
+#include <map>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
 #include "../check.h"
 
-namespace dapo {
-namespace cuda {
+namespace dapo::cuda {
 namespace {
 
 constexpr int kItemSize[3] = {4, 2, 2};
@@ -23,47 +21,36 @@ Slicing slicing_of(const Rows& rows) {
   return slicing(static_cast<int>(rows.n_cols), kItemSize[static_cast<int>(rows.dtype)]);
 }
 
-RowArgs row_args(const Operands& in, bool full) {
+RowArgs row_args(const Operands& in, bool full, void* workspace, uintptr_t stream) {
   const float c = in.tokens.temperatures == nullptr ? base2_scale(in.tokens.temperature) : 0.0f;
-  return {in, slicing_of(in.logits), c, full || in.softcap.value != 0.0f};
+  auto* const gradients = static_cast<RowGradient*>(workspace);
+  return {in, slicing_of(in.logits), c, full || in.softcap.value != 0.0f, gradients,
+          reinterpret_cast<SoftmaxPart*>(gradients + in.logits.n_rows), reinterpret_cast<cudaStream_t>(stream)};
 }
 
-struct Workspace {
-  RowGradient* gradients;  // [n_rows]
-  SoftmaxPart* parts;      // [n_rows, n_slices]
-};
-
-Workspace carve(void* memory, const Rows& rows) {
-  auto* gradients = static_cast<RowGradient*>(memory);
-  return {gradients, reinterpret_cast<SoftmaxPart*>(gradients + rows.n_rows)};
-}
-
-cudaStream_t stream_of(uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
-
-// Clusters of more than 8 blocks are known of 9.0 and 10.x only.
-bool cluster_runs(const Device& device, const Slicing& s) {
+// Rows that start on 16 bytes, on a device with clusters; those of more than 8 blocks are known of 9.0 and 10.x only.
+bool cluster_runs(const Device& device, const Rows& rows, const Slicing& s) {
+  const int64_t strides = (rows.stride_inner | rows.stride_outer) * s.itemsize;
+  const bool aligned = (reinterpret_cast<intptr_t>(rows.data) | strides) % kWord == 0;
   const int most = device.capability < 110 ? kMaxCluster : 8;
-  return device.clusters && s.n_elements > 0 && s.fits_cluster() && s.n_slices <= most &&
+  return device.clusters && aligned && s.n_elements > 0 && s.n_slices <= most &&
          shared_words(s) * kWord + kClusterStaticBytes <= device.shared_bytes;
 }
 
 // Fewer rows than multiprocessors leave some of them without a row to sweep.
 Path choose(const Device& device, const Rows& rows, const Slicing& s) {
-  if (cluster_runs(device, s)) return Path::cluster;
+  if (cluster_runs(device, rows, s)) return Path::cluster;
   return rows.n_rows < device.multiprocessors && s.n_slices > 1 ? Path::split : Path::sweep;
 }
 
 }  // namespace
 
 Device current_device() {
-  static std::mutex lock;
-  static std::vector<Device> known;
+  thread_local std::map<int, Device> known;
   int index;
   DAPO_CHECK_CUDA(cudaGetDevice(&index));
-  const std::lock_guard<std::mutex> guard(lock);
-  if (static_cast<int>(known.size()) <= index) known.resize(index + 1, Device{-1, 0, 0, 0, false});
   Device& device = known[index];
-  if (device.index < 0) {
+  if (device.multiprocessors == 0) {
     const auto get = [&](cudaDeviceAttr what) {
       int value;
       DAPO_CHECK_CUDA(cudaDeviceGetAttribute(&value, what, index));
@@ -86,51 +73,42 @@ Path choose_path(const Rows& logits) { return choose(current_device(), logits, s
 
 void row_stats(const Operands& in, const TokenOutputs& out, void* workspace, uintptr_t stream) {
   if (in.logits.n_rows == 0) return;
-  const RowArgs args = row_args(in, out.entropy != nullptr);
-  SoftmaxPart* parts = carve(workspace, in.logits).parts;
-  launch_slice_stats(args, parts, stream_of(stream));
-  launch_finish_stats(args, out, parts, stream_of(stream));
+  const LossArgs args{row_args(in, out.entropy != nullptr, workspace, stream), {}, 0.0f, out, nullptr};
+  launch_slice_stats(args);
+  launch_finish(args);
+  DAPO_CHECK_CUDA(cudaGetLastError());
 }
 
-void row_grad(const Operands& in, const Rows& grad, const float* norm, const float* entropy, const float* d_logprobs,
-              const float* d_entropy, void* workspace, uintptr_t stream) {
+void row_grad(const Operands& in, const Rows& grad, const GradInputs& from, void* workspace, uintptr_t stream) {
   if (in.logits.n_rows == 0) return;
-  const RowArgs args = row_args(in, d_entropy != nullptr);
-  RowGradient* gradients = carve(workspace, in.logits).gradients;
-  launch_plan_grad(args, norm, entropy, d_logprobs, d_entropy, gradients, stream_of(stream));
-  launch_slice_grad(args, grad, gradients, stream_of(stream));
+  const RowArgs args = row_args(in, from.d_entropy != nullptr, workspace, stream);
+  launch_plan_grad(args, from);
+  launch_slice_grad(args, grad);
+  DAPO_CHECK_CUDA(cudaGetLastError());
 }
 
 void row_loss(const Operands& in, const Objective& objective, float entropy_coef, const TokenOutputs& out,
               double* losses, void* workspace, Path path, uintptr_t stream) {
   if (in.logits.n_rows == 0) return;
-  const LossArgs args{row_args(in, out.entropy != nullptr), objective, entropy_coef, out, losses};
+  const LossArgs args{row_args(in, out.entropy != nullptr, workspace, stream), objective, entropy_coef, out, losses};
   const Device device = current_device();
   if (path == Path::automatic) path = choose(device, in.logits, args.slicing);
   if (path == Path::cluster) {
-    if (!cluster_runs(device, args.slicing)) {
-      throw std::invalid_argument("dapo_kernels: rows of " + std::to_string(in.logits.n_cols) +
-                                  " logits: no cluster holds them on compute capability " +
-                                  std::to_string(device.capability / 10) + "." +
-                                  std::to_string(device.capability % 10) +
-                                  (device.clusters ? "" : ", or the module was not compiled for it"));
+    if (!cluster_runs(device, in.logits, args.slicing)) {
+      const int capability = device.capability;
+      throw std::invalid_argument("dapo_kernels: no cluster holds these rows of " + std::to_string(in.logits.n_cols) +
+                                  " logits: too long for compute capability " + std::to_string(capability / 10) + "." +
+                                  std::to_string(capability % 10) + ", not on 16 bytes, or no code for the device");
     }
-    launch_cluster_loss(args, stream_of(stream));
+    launch_cluster_loss(args);
   } else if (path == Path::sweep) {
-    launch_sweep_loss(args, stream_of(stream));
+    launch_sweep_loss(args);
   } else {
-    const Workspace work = carve(workspace, in.logits);
-    launch_slice_stats(args, work.parts, stream_of(stream));
-    launch_finish_loss(args, work.parts, work.gradients, stream_of(stream));
-    launch_slice_grad(args, in.logits, work.gradients, stream_of(stream));
+    launch_slice_stats(args);
+    launch_finish(args);
+    launch_slice_grad(args, in.logits);
   }
+  DAPO_CHECK_CUDA(cudaGetLastError());
 }
 
-void token_loss(int64_t n, const float* logprobs, const TokenInputs& tokens, const Objective& objective,
-                const TokenOutputs& out, double* losses, uintptr_t stream) {
-  if (n == 0) return;
-  launch_token_loss(n, logprobs, tokens, objective, out, losses, stream_of(stream));
-}
-
-}  // namespace cuda
-}  // namespace dapo
+}  // namespace dapo::cuda

@@ -6,14 +6,16 @@
 #include "kernels.h"
 #include "tiles.h"
 
-namespace dapo {
-namespace cuda {
+namespace dapo::cuda {
 
 struct RowArgs {
   Operands in;
   Slicing slicing;
-  float c;    // base-2 scale of the one temperature
-  bool full;  // entropy or softcap: the kernels' longer variant
+  float c;                 // base-2 scale of the one temperature
+  bool full;               // entropy or softcap: the kernels' longer variant
+  RowGradient* gradients;  // [n_rows]; with the parts, a workspace
+  SoftmaxPart* parts;      // [n_rows, n_slices]; of live rows
+  cudaStream_t stream;
 };
 
 struct LossArgs : RowArgs {
@@ -37,22 +39,14 @@ bool cluster_code_loaded();
 // What the cluster kernel keeps in shared memory beside the slice, at most.
 constexpr int kClusterStaticBytes = 1024;
 
-void launch_cluster_loss(const LossArgs& args, cudaStream_t stream);
-void launch_sweep_loss(const LossArgs& args, cudaStream_t stream);
+void launch_cluster_loss(const LossArgs& args);
+void launch_sweep_loss(const LossArgs& args);
 
-// parts [n_rows, n_slices] of the live rows.
-void launch_slice_stats(const RowArgs& args, SoftmaxPart* parts, cudaStream_t stream);
-// The gradient rows that `gradients` [n_rows] describes.
-void launch_slice_grad(const RowArgs& args, const Rows& grad, const RowGradient* gradients, cudaStream_t stream);
+// The parts; from them every row's loss and the gradient still to be written, or without `losses` its statistics.
+void launch_slice_stats(const RowArgs& args);
+void launch_finish(const LossArgs& args);
+// The gradient still to be written, from an earlier pass's statistics and what arrives at its results; then `grad`.
+void launch_plan_grad(const RowArgs& args, const GradInputs& from);
+void launch_slice_grad(const RowArgs& args, const Rows& grad);
 
-// From the parts of every row: its statistics; or its loss and the gradient still to be written.
-void launch_finish_stats(const RowArgs& args, const TokenOutputs& out, const SoftmaxPart* parts, cudaStream_t stream);
-void launch_finish_loss(const LossArgs& args, const SoftmaxPart* parts, RowGradient* gradients, cudaStream_t stream);
-// From the statistics of an earlier pass and what arrives at its results.
-void launch_plan_grad(const RowArgs& args, const float* norm, const float* entropy, const float* d_logprobs,
-                      const float* d_entropy, RowGradient* gradients, cudaStream_t stream);
-void launch_token_loss(int64_t n, const float* logprobs, const TokenInputs& tokens, const Objective& objective,
-                       const TokenOutputs& out, double* losses, cudaStream_t stream);
-
-}  // namespace cuda
-}  // namespace dapo
+}  // namespace dapo::cuda

@@ -25,173 +25,131 @@ SoftmaxPart merge_slices(const SoftmaxPart* slices, int n) {
   return merge_tree(lanes);
 }
 
+// A GPU has no 16-byte access between two boundaries.
+void check_words(const Slice& s, const void* x) {
+  if (s.n_words > 0 && reinterpret_cast<uintptr_t>(x) % kWord != 0) throw std::logic_error("words that are not aligned");
+}
+
 template <class T, bool kFull> SoftmaxPart slice_part(const RowArgs& args, int64_t row, int k) {
   const T* x = row_of<T>(args.in.logits, row);
-  const Stretch s = slice_stretch(args.slicing, reinterpret_cast<uintptr_t>(x), k);
-  const GlobalSource<T> source{x, args.slicing.n_elements, s};
+  const Slice s = slice_of(args.slicing, k, x);
+  check_words(s, x + s.first);
   const float c = base2_scale_of(args, row);
-  std::vector<SoftmaxPart> threads(kThreads, first_part()), warps;
-  for (int t = 0; t < n_tiles(ceil_div(s.n, kElements<T>)); ++t) {
-    for (int i = 0; i < kThreads; ++i) add_tile<T, kFull>(threads[i], source, t, i, c, args.in.softcap);
-  }
+  std::vector<SoftmaxPart> threads, warps;
+  for (int i = 0; i < kThreads; ++i) threads.push_back(thread_part<T, kFull>(x + s.first, s, i, c, args.in.softcap));
   for (int w = 0; w < kWarps; ++w) {
     warps.push_back(merge_tree({threads.begin() + w * kWarp, threads.begin() + (w + 1) * kWarp}));
   }
   return merge_tree(warps);
 }
 
-// sweep_loss_kernel's second sweep.
-template <class T, bool kFull> void sweep_gradient(const LossArgs& args, T* x, const RowGradient& g) {
-  const Stretch s = stretch(reinterpret_cast<uintptr_t>(x), sizeof(T), 0, args.slicing.n_elements);
-  const int n_threads = 3 * kThreads, tile = kPerThread * n_threads;
-  for (int t = ceil_div(s.n_words, tile) - 1; t >= 0; --t) {
-    for (int i = 0; i < n_threads; ++i) {
-      write_words<T, kFull>(x, s, t * tile + i, s.full_end, n_threads, g, args.in.softcap,
-                            [&](int w) { return words_at(x, s.phase)[w]; });
-    }
-  }
-  for (int i = 0; i < n_threads; ++i) {
-    write_partial<T, kFull>(x, s, i, g, args.in.softcap, [&](int e) { return widen(x[e]); });
-  }
+template <class T, bool kFull>
+void gradient(T* out, const T* x, const Slice& s, int n_threads, const RowGradient& g, const Softcap& softcap) {
+  check_words(s, out);
+  check_words(s, x);
+  for (int i = 0; i < n_threads; ++i) write_gradient<T, kFull>(out, x, s, i, n_threads, g, softcap);
 }
 
 }  // namespace
 
 bool cluster_code_loaded() { return pretended.cluster_code; }
 
-void launch_cluster_loss(const LossArgs& args, cudaStream_t) {
+void launch_cluster_loss(const LossArgs& args) {
   for_variant(args, [&](auto* element, auto full) {
     using T = std::remove_pointer_t<decltype(element)>;
     for (int k = 0; k < kClusters; ++k) {
       HostCluster cluster(args.slicing.n_slices, shared_words(args.slicing), k, kClusters, turns++);
       cluster.run([&](int rank) {
-        cluster_loss<HostCluster::Machine, T, decltype(full)::value>(args, cluster.words(rank),
-                                                                     cluster.shared<T>(rank));
+        cluster_loss<HostCluster::Machine, T, decltype(full)::value>(args, cluster.words(rank), cluster.shared(rank));
       });
     }
   });
 }
 
-void launch_sweep_loss(const LossArgs& args, cudaStream_t) {
+void launch_sweep_loss(const LossArgs& args) {
   for_variant(args, [&](auto* element, auto full) {
     using T = std::remove_pointer_t<decltype(element)>;
     constexpr bool kFull = decltype(full)::value;
     for (int64_t row = 0; row < args.in.logits.n_rows; ++row) {
       T* x = row_of<T>(args.in.logits, row);
+      RowGradient g = zero_gradient();
       if (args.in.tokens.live[row]) {
         std::vector<SoftmaxPart> parts;
         for (int k = 0; k < args.slicing.n_slices; ++k) parts.push_back(slice_part<T, kFull>(args, row, k));
-        const SoftmaxPart whole = merge_slices(parts.data(), args.slicing.n_slices);
-        sweep_gradient<T, kFull>(args, x, finish_row(args, row, whole));
+        g = finish_row(args, row, merge_slices(parts.data(), args.slicing.n_slices));
       } else {
-        const Stretch s = stretch(reinterpret_cast<uintptr_t>(x), sizeof(T), 0, args.slicing.n_elements);
-        for (int i = 0; i < kThreads; ++i) write_zeros(x, s, i, kThreads);
-        write_dead_loss(args, row);
+        finish_dead_row(args, row);
       }
+      gradient<T, kFull>(x, x, whole_row(args.slicing, x), 3 * kThreads, g, args.in.softcap);
     }
   });
 }
 
-void launch_slice_stats(const RowArgs& args, SoftmaxPart* parts, cudaStream_t) {
+void launch_slice_stats(const RowArgs& args) {
   for_variant(args, [&](auto* element, auto full) {
     using T = std::remove_pointer_t<decltype(element)>;
     const int n = args.slicing.n_slices;
     for (int64_t i = 0; i < args.in.logits.n_rows * n; ++i) {
       if (args.in.tokens.live[i / n]) {
-        parts[i] = slice_part<T, decltype(full)::value>(args, i / n, static_cast<int>(i % n));
+        args.parts[i] = slice_part<T, decltype(full)::value>(args, i / n, static_cast<int>(i % n));
       }
     }
   });
 }
 
-void launch_slice_grad(const RowArgs& args, const Rows& grad, const RowGradient* gradients, cudaStream_t) {
+void launch_slice_grad(const RowArgs& args, const Rows& grad) {
   for_variant(args, [&](auto* element, auto full) {
     using T = std::remove_pointer_t<decltype(element)>;
-    constexpr bool kFull = decltype(full)::value;
-    const int n = args.slicing.n_elements;
     for (int64_t row = 0; row < args.in.logits.n_rows; ++row) {
-      const RowGradient g = gradients[row];
       const T* x = row_of<T>(args.in.logits, row);
       T* out = row_of<T>(grad, row);
-      const Stretch s = stretch(reinterpret_cast<uintptr_t>(out), sizeof(T), 0, n);
       for (int k = args.slicing.n_slices - 1; k >= 0; --k) {
-        const WordSlice mine = words_of_slice(args.slicing, s, k);
-        for (int first = mine.begin; first < mine.end; first += kTile) {
-          for (int i = 0; i < kThreads; ++i) {
-            write_words<T, kFull>(out, s, first + i, mine.end, kThreads, g, args.in.softcap, [&](int w) {
-              return g.zero ? Word{{0, 0, 0, 0}} : load_elements(x, n, word_element(s, sizeof(T), w));
-            });
-          }
-        }
-      }
-      for (int i = 0; i < kThreads; ++i) {
-        write_partial<T, kFull>(out, s, i, g, args.in.softcap, [&](int e) { return widen(x[e]); });
+        const Slice s = slice_of(args.slicing, k, x, out);
+        const RowGradient g = args.gradients[row];
+        gradient<T, decltype(full)::value>(out + s.first, x + s.first, s, kThreads, g, args.in.softcap);
       }
     }
   });
 }
 
-void launch_finish_stats(const RowArgs& args, const TokenOutputs& out, const SoftmaxPart* parts, cudaStream_t) {
+void launch_finish(const LossArgs& args) {
+  const int n = args.slicing.n_slices;
   for (int64_t row = 0; row < args.in.logits.n_rows; ++row) {
-    if (args.in.tokens.live[row]) {
-      const SoftmaxPart whole = merge_slices(parts + row * args.slicing.n_slices, args.slicing.n_slices);
-      write_stats(out, row, target_logit(args.in, row), base2_scale_of(args, row), whole);
-    } else {
-      write_dead(out, row);
-    }
+    const SoftmaxPart whole = args.in.tokens.live[row] ? merge_slices(args.parts + row * n, n) : empty_part();
+    finish(args, row, whole);
   }
 }
 
-void launch_finish_loss(const LossArgs& args, const SoftmaxPart* parts, RowGradient* gradients, cudaStream_t) {
-  for (int64_t row = 0; row < args.in.logits.n_rows; ++row) {
-    if (args.in.tokens.live[row]) {
-      const SoftmaxPart whole = merge_slices(parts + row * args.slicing.n_slices, args.slicing.n_slices);
-      gradients[row] = finish_row(args, row, whole);
-    } else {
-      write_dead_loss(args, row);
-      gradients[row] = zero_gradient();
-    }
-  }
+void launch_plan_grad(const RowArgs& args, const GradInputs& from) {
+  for (int64_t row = 0; row < args.in.logits.n_rows; ++row) args.gradients[row] = planned_gradient(args, row, from);
 }
 
-void launch_plan_grad(const RowArgs& args, const float* norm, const float* entropy, const float* d_logprobs,
-                      const float* d_entropy, RowGradient* gradients, cudaStream_t) {
-  for (int64_t row = 0; row < args.in.logits.n_rows; ++row) {
-    gradients[row] = planned_gradient(args, row, norm, entropy, d_logprobs, d_entropy);
-  }
-}
-
-void launch_token_loss(int64_t n, const float* logprobs, const TokenInputs& tokens, const Objective& objective,
-                       const TokenOutputs& out, double* losses, cudaStream_t) {
+void token_loss(int64_t n, const float* logprobs, const TokenInputs& tokens, const Objective& objective,
+                const TokenOutputs& out, double* losses, uintptr_t) {
   for (int64_t i = 0; i < n; ++i) losses[i] = write_token_loss(i, logprobs, tokens, objective, out);
 }
 
-// How often the threads of a cluster fetch, sum and write each element of a row that starts at `address`.
+// How often the threads of a row that starts at `address` fetch, sum and write each element.
 std::vector<std::vector<int>> coverage(int n_cols, int itemsize, uintptr_t address) {
   const Slicing cut = slicing(n_cols, itemsize);
-  const int per_word = kWord / itemsize;
+  const int per_vector = cut.vector_elements();
   std::vector<int> fetched(n_cols), summed(n_cols), written(n_cols);
   for (int k = 0; k < cut.n_slices; ++k) {
-    const Stretch s = slice_stretch(cut, address, k);
-    for (int t = 0; t < cut.n_tiles; ++t) {
-      const WordRange copy = tile_copy(s, t);
-      for (int w = copy.begin; w < copy.end; ++w) {
-        for (int i = 0; i < per_word; ++i) ++fetched.at(s.first + word_element(s, itemsize, w) + i);
-      }
+    const Slice s = slice_of(cut, k, reinterpret_cast<const void*>(address));
+    for (int e = 0; e < s.n_words * per_vector; ++e) ++fetched.at(s.first + e);
+    for (int t = 0; t < n_tiles(cut.per_slice); ++t) {
       for (int thread = 0; thread < kThreads; ++thread) {
         for (int j = 0; j < kPerThread; ++j) {
-          const int index = tile_index(t, j, thread);
-          for (int i = 0; i < per_word; ++i) {
-            if (index * per_word + i < s.n) ++summed.at(s.first + index * per_word + i);
-            if (s.whole(index)) ++written.at(s.first + word_element(s, itemsize, index) + i);
+          const int v = tile_index(t, j, thread);
+          for (int e = v * per_vector; e < min_of((v + 1) * per_vector, s.n); ++e) {
+            ++summed.at(s.first + e);
+            if (v >= s.n_words) ++fetched.at(s.first + e);
+            if (v < s.n_words) ++written.at(s.first + e);
           }
         }
       }
     }
-    for (int i = 0; i < s.n_partial(); ++i) {
-      ++fetched.at(s.first + s.partial(i));
-      ++written.at(s.first + s.partial(i));
-    }
+    for (int e = s.n_words * per_vector; e < s.n; ++e) ++written.at(s.first + e);
   }
   return {fetched, summed, written};
 }
@@ -208,6 +166,6 @@ PYBIND11_MODULE(cuda_coverage, m) {
   });
   m.def("slices", [](int n_cols, int itemsize) {
     const dapo::cuda::Slicing s = dapo::cuda::slicing(n_cols, itemsize);
-    return std::make_tuple(s.n_slices, s.per_slice, s.fits_cluster());
+    return std::make_tuple(s.n_slices, s.per_slice, s.n_slices <= dapo::cuda::kMaxCluster);
   });
 }

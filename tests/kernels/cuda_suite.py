@@ -62,7 +62,9 @@ def run(path: str, rows: Tensor, ids: Tensor, tokens: Tokens, options: dict[str,
 @pytest.mark.parametrize("vocab", BF16_VOCABS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_loss_and_gradient_of_every_path(dtype: torch.dtype, vocab: int, options: dict[str, Any]) -> None:
-    """Float64's values, the same bits on every path and at every alignment, and not a byte outside the rows touched."""
+    """Float64's values, the same bits on every path and at every alignment, and not a byte outside the rows touched:
+    at multiples of 16 bytes, with a part full vector at a row's end, and between them, where a cluster takes no rows.
+    """
     logits, ids, tokens = problem(7, vocab, dtype)
     z = logits.double()
     cap = options.get("softcap")
@@ -75,8 +77,8 @@ def test_loss_and_gradient_of_every_path(dtype: torch.dtype, vocab: int, options
     expected = reference.row_loss_(grad, Asked(ids, tokens.live, 0.7, None, coef != 0), wide, scalars, coef)
     grad *= slope
     first = None
-    for offset, gap in ((0, 0), (1, 3), (5, 0)):
-        for path in PATHS:
+    for offset, gap, paths in ((8, -vocab % 8, PATHS), (1, -vocab % 8 + 3, PATHS[1:]), (5, -vocab % 8, PATHS[1:])):
+        for path in paths:
             memory, rows = stored(7, vocab, dtype, offset, gap)
             rows.copy_(logits)
             rows[~tokens.live] = math.nan
@@ -102,7 +104,7 @@ def test_loss_and_gradient_of_every_path(dtype: torch.dtype, vocab: int, options
 
 def test_rows_alone_and_together_give_the_same_bits() -> None:
     logits, ids, tokens = problem(7, 20481, torch.bfloat16)
-    together = logits.clone()
+    together = stored(7, 20481, torch.bfloat16, 0, 7)[1].copy_(logits)
     out = run("cluster", together, ids, tokens, {})
     for row in (0, 3, 6):
         alone = logits[row : row + 1].clone()
@@ -111,13 +113,13 @@ def test_rows_alone_and_together_give_the_same_bits() -> None:
         assert torch.equal(mine.logprobs[0], out.logprobs[row])
 
 
-@pytest.mark.parametrize(("vocab", "dtype", "gap"), [(1031, torch.float32, 0), (9001, torch.bfloat16, 1)], ids=str)
+@pytest.mark.parametrize(("vocab", "dtype", "gap"), [(1031, torch.float32, 1), (9001, torch.bfloat16, 7)], ids=str)
 @pytest.mark.parametrize("dead", ["none", "some", "most", "all"])
 @pytest.mark.parametrize("turns", range(8))
 def test_a_cluster_goes_from_row_to_row_whatever_its_threads_order(
     turns: int, dead: str, vocab: int, dtype: torch.dtype, gap: int
 ) -> None:
-    """Rows that start anywhere within 16 bytes follow each other in the same shared memory."""
+    """Rows that end in a part full vector follow each other in the same shared memory."""
     n = 19
     g = torch.Generator().manual_seed(turns)
     share = {"none": 1.0, "some": 0.7, "most": 0.15, "all": 0.0}[dead]
@@ -129,7 +131,7 @@ def test_a_cluster_goes_from_row_to_row_whatever_its_threads_order(
     tokens = Tokens(live, next(values), next(values) - 0.5, next(values) - 8, next(values) - 8, None)
     results = []
     for path in ("split", "cluster"):
-        _, rows = stored(n, vocab, dtype, turns % 3, gap)
+        _, rows = stored(n, vocab, dtype, 8 * (turns % 3), gap)
         rows.copy_(logits)
         COVERAGE.take_turns(turns)
         out = run(path, rows, ids, tokens, {})
@@ -144,7 +146,7 @@ def test_a_cluster_of_sixteen(turns: int) -> None:
     logits, ids, tokens = problem(7, 90_001, torch.float32)
     assert COVERAGE.slices(90_001, 4)[0] == 16
     COVERAGE.take_turns(turns)
-    together = [logits.clone(), logits.clone()]
+    together = [stored(7, 90_001, torch.float32, 0, 3)[1].copy_(logits) for _ in range(2)]
     outs = [run(path, rows, ids, tokens, {}) for path, rows in zip(("cluster", "split"), together, strict=True)]
     assert torch.equal(*together)
     assert torch.equal(outs[0].logprobs, outs[1].logprobs)
@@ -168,18 +170,36 @@ def test_the_path_of_a_device(capability: int, shared_bytes: int, cluster_code: 
         COVERAGE.pretend(132, capability, shared_bytes, cluster_code)
         assert [cuda._cuda.choose_path(r).name for r in rows] == expected
         if expected[0] != "cluster":
-            logits, ids, tokens = problem(7, 9, torch.bfloat16)
+            logits, ids, tokens = problem(7, 8, torch.bfloat16)
             with pytest.raises(ValueError, match=f"cluster.*compute capability {capability / 10}"):
                 run("cluster", logits, ids, tokens, {})
     finally:
         COVERAGE.pretend(4, 90, 232448, True)
 
 
+def test_rows_between_16_byte_boundaries_are_no_clusters() -> None:
+    """What a launcher goes by: the first row's address, and the distances between rows and between sequences."""
+    base, vocab = 2**20, 151936
+    rows = {
+        "even": cuda._cuda.Rows(base, 4096, vocab, 4096, 0, vocab, 1),
+        "padded": cuda._cuda.Rows(base, 4096, vocab + 1, 4096, 0, vocab + 8, 1),
+        "odd": cuda._cuda.Rows(base, 4096, vocab + 1, 4096, 0, vocab + 1, 1),
+        "shifted": cuda._cuda.Rows(base + 2, 4096, vocab, 4096, 0, vocab, 1),
+        "sequences": cuda._cuda.Rows(base, 4096, vocab, 512, 513 * vocab, vocab, 1),
+        "odd sequences": cuda._cuda.Rows(base, 4096, vocab, 512, 513 * vocab + 4, vocab, 1),
+    }
+    found = {name: cuda._cuda.choose_path(r).name for name, r in rows.items()}
+    assert found == {n: "cluster" if n in ("even", "padded", "sequences") else "sweep" for n in rows}
+    logits, ids, tokens = problem(7, 9, torch.bfloat16)
+    with pytest.raises(ValueError, match="not on 16 bytes"):
+        run("cluster", logits, ids, tokens, {})
+
+
 def test_a_softcap_takes_minus_infinity_to_its_bound() -> None:
     logits = torch.randn(2, 9000, generator=torch.Generator().manual_seed(0))
     logits[:, 100:8990] = -math.inf
     ids, live = torch.tensor([5, 200]), torch.ones(2, dtype=torch.bool)
-    logprobs, _, entropy = cuda.row_stats(logits, ids, live, 1.0, True, 3.0)
+    logprobs, _, entropy = cuda.row_stats(logits, Asked(ids, live, 1.0, None, True), 3.0)
     truth = torch.log_softmax(3 * torch.tanh(logits.double() / 3), -1)
     assert entropy is not None
     torch.testing.assert_close(logprobs.double(), truth[torch.arange(2), ids], rtol=0, atol=2e-6)
@@ -189,7 +209,7 @@ def test_a_softcap_takes_minus_infinity_to_its_bound() -> None:
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("vocab", [1, 2, 7, 8, 9, 127, 4096, 4097, 8200, 20480, 20489, 32001, 151936, 152064, 262144])
 def test_a_cluster_covers_each_element_once(vocab: int, itemsize: int) -> None:
-    for address in range(0, 16, itemsize):
+    for address in (0, itemsize):
         for what, counts in zip(
             ("fetched", "summed", "written"), COVERAGE.coverage(vocab, itemsize, address), strict=True
         ):
@@ -214,6 +234,6 @@ def test_a_row_beyond_a_cluster() -> None:
     rows = rows_of(cuda._cuda, logits)
     assert cuda._cuda.choose_path(rows).name == "split"
     ids, live = torch.tensor([0, vocab - 1]), torch.ones(2, dtype=torch.bool)
-    logprobs, _, _ = cuda.row_stats(logits, ids, live, 1.0, False)
+    logprobs = cuda.row_stats(logits, Asked(ids, live, 1.0, None, False)).logprobs
     truth = torch.log_softmax(logits.double(), -1)[torch.arange(2), ids]
     torch.testing.assert_close(logprobs.double(), truth, rtol=0, atol=3e-6)

@@ -2,8 +2,8 @@
 //
 // Each has a stack of its own and runs until it has to wait; who goes on then, and when a bulk copy lands, is drawn by
 // chance or chosen to be awkward. Where a copy will land lies NaN until then, and it reads its source as late as it may.
-// What only hardware would forgive is an error: a copy that is not aligned or overwrites what threads wrote without a
-// fence, bytes for a block that has left, a barrier that nobody will complete.
+// What only hardware would forgive is an error: a copy that is not aligned or overwrites what threads wrote, bytes for a
+// block that has left, a barrier that nobody will complete.
 #pragma once
 
 #include <setjmp.h>
@@ -72,12 +72,7 @@ class HostCluster {
   }
 
   Word* words(int rank) { return blocks_[rank]->words.data(); }
-  template <class T> ClusterShared<T> shared(int rank) {
-    static_assert(sizeof(RowPlan<T>) == sizeof(RowPlan<float>), "the same but for what a pointer points to");
-    Block& b = *blocks_[rank];
-    return {b.arrived,  b.met,      b.warp_parts, b.slice_parts, reinterpret_cast<RowPlan<T>(&)[2]>(b.plans), b.token,
-            b.gradient, b.scale};
-  }
+  ClusterShared& shared(int rank) { return blocks_[rank]->shared; }
 
   // What a thread asks for. Static, as the hardware's are: of the thread that runs.
   struct Machine {
@@ -89,10 +84,7 @@ class HostCluster {
     static void block_sync() { running_->meet(block().sync, kThreads); }
     static void cluster_sync() { running_->meet(running_->all_, static_cast<int>(running_->threads_.size())); }
 
-    static SoftmaxPart merge_warp(const SoftmaxPart& part) { return running_->exchange(part, kWarp); }
-    static SoftmaxPart merge_warps(const SoftmaxPart* parts, int lane) {
-      return running_->exchange(parts[lane % kWarps], kWarps);
-    }
+    template <int kWidth> static SoftmaxPart merge(SoftmaxPart part) { return running_->exchange(part, kWidth); }
 
     static void init_barrier(uint64_t* barrier) { block().barriers[barrier] = Barrier(); }
     static void publish_barriers() {}
@@ -114,18 +106,17 @@ class HostCluster {
       const auto odd = (reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) % kWord;
       if (odd != 0) throw std::logic_error("a bulk copy that is not aligned to 16 bytes");
       if (first + n > b.words.size()) throw std::logic_error("a bulk copy beyond shared memory");
-      if (std::memcmp(&b.words[first], &b.ordered[first], bytes) != 0) {
-        throw std::logic_error("a bulk copy over what threads wrote, without a fence between");
+      if (std::memcmp(&b.words[first], &b.copied[first], bytes) != 0) {  // it would take a fence
+        throw std::logic_error("a bulk copy over what threads wrote");
       }
       std::memset(&b.words[first], 0xff, bytes);
       running_->copies_.push_back({&b, first, n, from, barrier});
     }
-    static void order_before_copies() { block().ordered = block().words; }
 
     static void send(SlicePart* place, int rank, const SlicePart& value, uint64_t* barrier) {
       Block &mine = block(), &other = *running_->blocks_[rank];
-      running_->messages_.push_back({&other, &other.slice_parts[0][0] + (place - &mine.slice_parts[0][0]), value,
-                                     other.met + (barrier - mine.met)});
+      SlicePart* const there = &other.shared.slice_parts[0][0] + (place - &mine.shared.slice_parts[0][0]);
+      running_->messages_.push_back({&other, there, value, other.shared.met + (barrier - mine.shared.met)});
     }
     static void wait_for_cluster(uint64_t* barrier, int parity) { wait(barrier, parity); }
   };
@@ -146,15 +137,9 @@ class HostCluster {
     std::vector<int> waiting;
   };
   struct Block {
-    explicit Block(size_t n_words) : words(n_words, Word{{~0u, ~0u, ~0u, ~0u}}), ordered(words) {}
-    std::vector<Word> words, ordered;  // what threads see; what copies are known to come after
-    uint64_t arrived[kMaxTiles], met[2];
-    SoftmaxPart warp_parts[kWarps];
-    SlicePart slice_parts[2][kMaxCluster];
-    alignas(16) char plans[2 * sizeof(RowPlan<float>)];
-    TokenValues token;
-    RowGradient gradient;
-    float scale;
+    explicit Block(size_t n_words) : words(n_words, Word{{~0u, ~0u, ~0u, ~0u}}), copied(words) {}
+    std::vector<Word> words, copied;  // what threads see; what copies brought
+    ClusterShared shared;
     std::map<uint64_t*, Barrier> barriers;
     Meeting sync;
     int n_done = 0;
@@ -261,7 +246,7 @@ class HostCluster {
     const Copy c = copies_[which];
     copies_.erase(copies_.begin() + static_cast<std::ptrdiff_t>(which));
     std::memcpy(&c.block->words[c.first], c.from, c.n * kWord);
-    std::memcpy(&c.block->ordered[c.first], c.from, c.n * kWord);
+    std::memcpy(&c.block->copied[c.first], c.from, c.n * kWord);
     count(*c.block, c.barrier, c.n * kWord);
   }
   void deliver(size_t which) {

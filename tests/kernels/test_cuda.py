@@ -12,6 +12,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import cuda_sass
 import pytest
 import torch
 
@@ -120,8 +121,6 @@ def test_the_module_imports_without_a_gpu_and_an_error_says_where() -> None:
 @needs_module
 def test_machine_code() -> None:
     """No spills; bulk copies in the cluster kernels; 128-bit accesses in every loop over logits; planned occupancy."""
-    from dapo_kernels.backends import cuda_sass
-
     if cuda_sass.tool("cuobjdump") is None:
         pytest.skip("no cuobjdump (in the CUDA toolkit and in the triton package)")
     kernels = cuda_sass.examine()
@@ -146,8 +145,6 @@ def test_machine_code() -> None:
 
 @needs_module
 def test_the_page_shows_what_the_command_prints() -> None:
-    from dapo_kernels.backends import cuda_sass
-
     if cuda_sass.tool("cuobjdump") is None:
         pytest.skip("no cuobjdump (in the CUDA toolkit and in the triton package)")
     page = (ROOT / "docs/cuda.md").read_text()

@@ -25,13 +25,17 @@ def test_the_launch_follows_the_row_alone() -> None:
         (32_000, 2): 32, (32_000, 4): 32, (151_936, 2): 32, (151_936, 4): 32,
     }  # fmt: skip
     shape = triton._shape(torch.empty(1, 151_936, dtype=torch.bfloat16))
-    assert shape == {"BLOCK_V": 16_384, "VEC": 8, "HAS_REST": False, "ALIGNED": True, "num_warps": 32}
+    assert shape == {"BLOCK_V": 16_384, "VEC": 8, "HAS_REST": False, "num_warps": 32}
+    odd = triton._shape(torch.empty(1, 151_937, dtype=torch.bfloat16))
+    assert odd == {"BLOCK_V": 8_192, "VEC": 1, "HAS_REST": False, "num_warps": 32}
+    assert triton._shape(torch.empty(1, 40)[:, :37])["BLOCK_V"] == 64
     assert triton._shape(torch.empty(1, 37))["BLOCK_V"] == 64
-    assert triton._shape(torch.empty(1, 2, dtype=torch.bfloat16))["BLOCK_V"] == 128  # 16 running sums
+    assert triton._shape(torch.empty(1, 8, dtype=torch.bfloat16)[:, :2])["BLOCK_V"] == 128  # 16 running sums
 
 
 def test_the_launch_says_what_triton_specializes_on() -> None:
-    rests = {v: triton._shape(torch.empty(1, v))["HAS_REST"] for v in (1, 15, 16, 50_256, 50_257, 50_264, 50_272)}
+    vocabs = (1, 15, 16, 50_256, 50_257, 50_264, 50_272)
+    rests = {v: triton._shape(torch.empty(1, 50_272)[:, :v])["HAS_REST"] for v in vocabs}
     assert rests == {1: True, 15: True, 16: False, 50_256: False, 50_257: True, 50_264: True, 50_272: False}
 
 
@@ -46,10 +50,10 @@ def test_rows_are_aligned_where_all_start_on_16_bytes() -> None:
         "odd outer stride": flat.as_strided((2, 3, 64), (259, 64, 1)),
         "transposed back": flat[:512].view(2, 4, 64).transpose(0, 1),
     }
-    found = {name: triton._shape(x)["ALIGNED"] for name, x in rows.items()}
+    found = {name: triton._shape(x)["VEC"] > 1 for name, x in rows.items()}
     unaligned = {"odd", "shifted", "odd outer stride"}
     assert found == {name: name not in unaligned for name in rows}
-    assert triton._shape(rows["even"], rows["odd"])["ALIGNED"] is False  # of both
+    assert triton._shape(rows["even"], rows["odd"])["VEC"] == 1  # of both
 
 
 def test_warps_of_64_threads_are_half_as_many(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from test_golden import CASES, check_case, name_of
 from torch import Tensor
 
 from dapo_kernels import dapo_loss, policy_loss, token_logprobs
+from dapo_kernels.records import Asked, Slopes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 VOCABS = (2, 37, 1031, 5000)  # below, within, just past and well past a block
@@ -44,9 +45,16 @@ def stats_truth(logits: Tensor, ids: Tensor, tau: Any, dl: Tensor, dh: Tensor) -
     return logp.detach(), entropy.detach(), x.grad
 
 
+def on_boundaries(logits: Tensor) -> Tensor:
+    """A copy whose rows start on 16 bytes, whatever the vocabulary."""
+    vocab = logits.shape[-1]
+    return torch.nn.functional.pad(logits, (0, -vocab % 8))[..., :vocab]
+
+
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_stats_and_gradient_of_rows(dtype: torch.dtype, vocab: int) -> None:
+def test_stats_and_gradient_of_rows(dtype: torch.dtype, vocab: int, padded: bool) -> None:
     g = torch.Generator().manual_seed(vocab)
     logits = (torch.randn(5, vocab, generator=g) * 3).to(dtype)
     logits[3] *= 8  # a peaked row
@@ -56,7 +64,7 @@ def test_stats_and_gradient_of_rows(dtype: torch.dtype, vocab: int) -> None:
     taus = torch.tensor([0.5, 1.0, 1.7, 0.9, 1.0])
     for tau in (1.0, 0.6, taus):
         for inplace in (False, True):
-            leaf = logits.clone().requires_grad_()
+            leaf = (on_boundaries(logits) if padded else logits.clone()).requires_grad_()
             stats = token_logprobs(leaf, ids, temperature=tau, entropy=True, inplace_backward=inplace)
             assert stats.entropy is not None
             (dl * stats.logprobs + dh * stats.entropy).sum().backward()
@@ -76,17 +84,17 @@ def test_stats_and_gradient_of_rows(dtype: torch.dtype, vocab: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["rows", "columns", "padded", "transposed", "expanded"])
 def test_strides(kind: str, dtype: torch.dtype) -> None:
-    """Any strides give the bits of the contiguous copy."""
+    """Any strides give the bits of the contiguous copy, as both start on 16 bytes."""
     g = torch.Generator().manual_seed(1)
     wide = torch.randn(6, 2, 80, generator=g).to(dtype)
     view = {
-        "rows": wide[:, 0, :37],
+        "rows": wide[:, 0, :40],
         "columns": wide[:, 0, ::2],
-        "padded": wide[::2, :, 3:40],
-        "transposed": wide[:, 0].t()[:37].t(),
-        "expanded": wide[:1, 0, :37].expand(6, 37),
+        "padded": wide[::2, :, 8:48],
+        "transposed": wide[:, 0].t()[:40].t(),
+        "expanded": wide[:1, 0, :40].expand(6, 40),
     }[kind]
-    ids = torch.randint(37, view.shape[:-1], generator=g)
+    ids = torch.randint(40, view.shape[:-1], generator=g)
     upstream = torch.randn(view.shape[:-1], generator=g)
 
     def grad_of(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,8 +112,8 @@ def test_strides(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("vocab", [2, 37, 1031])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_has_its_bits_wherever_it_starts(dtype: torch.dtype, vocab: int) -> None:
-    """At every distance from a 16-byte boundary, between NaNs that stay; the gradient at another distance, or in
-    place; zeros in place of a row without one.
+    """On any 16-byte boundary; at any distance from one, where the last bits may be others. Between NaNs that stay; the
+    gradient at another distance, or in place; zeros in place of a row without one.
     """
     from dapo_kernels.backends import triton
 
@@ -124,24 +132,27 @@ def test_a_row_has_its_bits_wherever_it_starts(dtype: torch.dtype, vocab: int) -
         assert bool(storage[start + vocab :].isnan().all())
 
     found = []
-    for start in range(places):
+    asked, slopes = Asked(ids, live, 0.8, None, True), Slopes(upstream, upstream)
+    for start in range(2 * places):
         storage, logits = at(start)
         logits.copy_(row)
-        stats = triton.row_stats(logits, ids, live, 0.8, True)
+        stats = triton.row_stats(logits, asked)
         assert stats[2] is not None
-        to = (3 * start + 1) % places
+        to = (3 * start + places // 2) % (2 * places)
         others, gradient = at(to)
-        triton.row_grad(gradient, logits, ids, live, 0.8, stats[1], stats[2], upstream, upstream)
+        triton.row_grad(gradient, logits, asked, stats, slopes)
         check_guards(others, to)
-        triton.row_grad(logits, logits, ids, live, 0.8, stats[1], stats[2], upstream, upstream)
+        triton.row_grad(logits, logits, asked, stats, slopes)
         check_guards(storage, start)
         assert torch.equal(logits, gradient)
         found.append((*stats, gradient))
-        triton.row_grad(logits, logits, ids, ~live, 0.8, stats[1], stats[2], upstream, upstream)
+        triton.row_grad(logits, logits, asked._replace(live=~live), stats, slopes)
         check_guards(storage, start)
         assert not logits.any()
-    for got in found[1:]:
-        assert all(torch.equal(x, y) for x, y in zip(got, found[0], strict=True))
+    for start, got in enumerate(found):
+        for x, y, z in zip(got, found[min(start % places, 1)], found[0], strict=True):
+            assert torch.equal(x, y)
+            torch.testing.assert_close(x, z, rtol=1e-6 + torch.finfo(x.dtype).eps, atol=1e-6)
 
 
 @pytest.mark.parametrize("value", [-math.inf, 1e4, -1e4])
@@ -163,7 +174,7 @@ def test_extreme_logits(value: float) -> None:
     assert bool(leaf.grad.isfinite().all())
 
 
-@pytest.mark.parametrize("vocab", [37, 5000])
+@pytest.mark.parametrize("vocab", [37, 4999, 5000])
 def test_softcap_in_the_row_kernels(vocab: int) -> None:
     """From well inside the cap, where tanh is its argument, to far beyond it."""
     from dapo_kernels.backends import triton
@@ -181,12 +192,15 @@ def test_softcap_in_the_row_kernels(vocab: int) -> None:
     z = capped / 0.8
     per_row = torch.log_softmax(z, -1)
     (dl.double() * per_row[torch.arange(5), ids] - dh.double() * (per_row.exp() * per_row).sum(-1)).sum().backward()
-    got_logp, norm, got_entropy = triton.row_stats(logits, ids, live, 0.8, True, softcap=cap)
-    assert got_entropy is not None
-    elementwise(got_logp, logp, what="logprobs", scale=20.0)
-    elementwise(got_entropy, entropy, what="entropy", scale=20.0)
-    work = logits.clone()
-    triton.row_grad(work, work, ids, live, 0.8, norm, got_entropy, dl, dh, softcap=cap)
+    if vocab == 37:
+        logits = on_boundaries(logits)
+    asked = Asked(ids, live, 0.8, None, True)
+    got = triton.row_stats(logits, asked, softcap=cap)
+    assert got.entropy is not None
+    elementwise(got.logprobs, logp, what="logprobs", scale=20.0)
+    elementwise(got.entropy, entropy, what="entropy", scale=20.0)
+    work = logits.clone()  # with the logits' strides
+    triton.row_grad(work, work, asked, got, Slopes(dl, dh), softcap=cap)
     assert x.grad is not None
     elementwise(work, x.grad, what="gradient")
 

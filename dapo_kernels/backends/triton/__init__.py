@@ -28,14 +28,16 @@ class Launch(NamedTuple):
     num_warps: int
     rows_per_sm: int
 
-    def block(self, itemsize: int) -> int:
-        """Logits of one step of the loops."""
-        return 32 * self.num_warps * LOADS * 16 // itemsize
+    def block(self, vec: int) -> int:
+        """Logits of one step of the loops, VEC to an access."""
+        return 32 * self.num_warps * (LOADS * vec if vec > 1 else NARROW_LOADS)
 
 
 # 128-bit accesses of a thread on their way at once: 64 KiB of a full SM, where bandwidth times latency asks for 25.
 # With four, ptxas spills where there is a softcap.
 LOADS = 2
+# The same of one logit each, for rows that start between 16-byte boundaries.
+NARROW_LOADS = 8
 # Registers of a thread; tests/kernels/test_triton_compile.py holds every kernel to it. With up to 32 an SM is full,
 # with 64 half full.
 MAX_REGISTERS = 64
@@ -55,7 +57,9 @@ _BLOCK_T = 256
 
 
 def launch_for(vocab: int, itemsize: int) -> Launch:
-    """By the size of a row alone: a row gives the same bits wherever it stands and however many there are."""
+    """By the size of a row alone: it gives the same bits however many there are, and wherever it starts on 16 bytes.
+    Where it does not, the last bits may be others, the same wherever that is.
+    """
     return next(x for x in LAUNCHES if x.row_bytes is None or vocab * itemsize <= x.row_bytes)
 
 
@@ -68,19 +72,20 @@ def _aligned(rows: Tensor) -> bool:
 def _shape(logits: Tensor, *others: Tensor) -> dict[str, int]:
     """How the rows are cut. ``HAS_REST`` repeats what Triton specializes V on: nothing is compiled anew for it."""
     vocab, itemsize = logits.shape[-1], logits.element_size()
-    chosen, vec = launch_for(vocab, itemsize), 16 // itemsize
+    chosen, vec = launch_for(vocab, itemsize), 16 // itemsize if all(map(_aligned, (logits, *others))) else 1
     return {
         # At least 16 running sums, because the logits after the last multiple of VEC take one each.
-        "BLOCK_V": min(chosen.block(itemsize), max(16 * vec, triton.next_power_of_2(vocab))),
-        "VEC": vec,  # logits of a 128-bit access
-        "HAS_REST": vocab % 16 != 0,
-        "ALIGNED": all(map(_aligned, (logits, *others))),
+        "BLOCK_V": min(chosen.block(vec), max(16 * vec, triton.next_power_of_2(vocab))),
+        "VEC": vec,  # logits of an access, of 128 bits if rows allow it
+        "HAS_REST": vec > 1 and vocab % 16 != 0,
         "num_warps": min(chosen.num_warps, MAX_WARPS),
     }
 
 
 def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **meta: Any) -> None:
     """Every kernel starts here. Triton launches on the current device, which need not be the tensors'."""
+    if not programs:
+        return
     if device.type == "cuda":
         with torch.cuda.device(device):
             kernel[(programs,)](*args, **meta)
@@ -94,13 +99,11 @@ def _rows(logits: Tensor) -> tuple[Any, int, int, int]:
     return logits, max(logits.shape[-2], 1), outer, logits.stride(-2)
 
 
-def _asked(asked: Asked) -> tuple[Any, ...]:
-    """Targets, live rows, temperatures: as the row kernels take them."""
-    return asked.target_ids, asked.live.view(torch.int8), asked.temperatures, float(asked.temperature)
-
-
-def _cap(softcap: float | None) -> float:
-    return 1.0 if softcap is None else float(softcap)
+def _inputs(logits: Tensor, asked: Asked, softcap: float | None) -> tuple[Any, ...]:
+    """What every row kernel takes."""
+    cap = None if softcap is None else float(softcap)
+    tau = (asked.temperatures, float(asked.temperature))
+    return *_rows(logits), logits.shape[-1], asked.target_ids, asked.live.view(torch.int8), *tau, cap
 
 
 def _floats(scalars: ObjectiveScalars) -> tuple[Any, ...]:
@@ -112,20 +115,8 @@ def row_stats(logits: Tensor, asked: Asked, softcap: float | None = None) -> Row
     check_rows(asked, logits.shape[-1])
     logits = unit_stride(logits)
     stats = RowStats.empty(asked)
-    n, vocab = asked.target_ids.numel(), logits.shape[-1]
-    if n:
-        launch(
-            kernels.row_stats_kernel,
-            n,
-            logits.device,
-            *_rows(logits),
-            vocab,
-            *_asked(asked),
-            _cap(softcap),
-            *stats,
-            HAS_SOFTCAP=softcap is not None,
-            **_shape(logits),
-        )
+    n = asked.target_ids.numel()
+    launch(kernels.row_stats_kernel, n, logits.device, *_inputs(logits, asked, softcap), *stats, **_shape(logits))
     return stats
 
 
@@ -139,22 +130,16 @@ def row_grad(
     zeroed: bool = False,
 ) -> None:
     source, to = unit_stride(logits), unit_stride(out)
-    n, vocab = asked.target_ids.numel(), logits.shape[-1]
-    if n:
-        launch(
-            kernels.row_grad_kernel,
-            n,
-            logits.device,
-            *_rows(to),
-            *_rows(source),
-            vocab,
-            *_asked(asked),
-            _cap(softcap),
-            *stats[1:],
-            *slopes,
-            HAS_SOFTCAP=softcap is not None,
-            **_shape(source, to),
-        )
+    launch(
+        kernels.row_grad_kernel,
+        asked.target_ids.numel(),
+        source.device,
+        *_rows(to),
+        *_inputs(source, asked, softcap),
+        *stats[1:],
+        *slopes,
+        **_shape(source, to),
+    )
     if to is not out:
         out.copy_(to)
 
@@ -178,26 +163,19 @@ def row_loss_(
     work = unit_stride(logits)
     result = RowsLoss.empty(asked, scalars.kl_coef != 0)
     losses = torch.zeros_like(result.logprobs)
-    n, vocab = asked.target_ids.numel(), logits.shape[-1]
-    if n:
-        launch(
-            kernels.row_loss_kernel,
-            n,
-            logits.device,
-            *_rows(work),
-            vocab,
-            *_asked(asked),
-            _cap(softcap),
-            *tokens[1:],
-            losses,
-            *result[1:-1],
-            result.idle.view(torch.int8),
-            *_floats(scalars),
-            float(entropy_coef),
-            entropy_coef != 0,
-            HAS_SOFTCAP=softcap is not None,
-            **_shape(work),
-        )
+    launch(
+        kernels.row_loss_kernel,
+        asked.target_ids.numel(),
+        logits.device,
+        *_inputs(work, asked, softcap),
+        *tokens[1:],
+        losses,
+        *result[1:-1],
+        result.idle.view(torch.int8),
+        *_floats(scalars),
+        float(entropy_coef) or None,
+        **_shape(work),
+    )
     if work is not logits:
         logits.copy_(work)
     return result._replace(loss=losses.sum(dtype=torch.float64).to(torch.float32))
@@ -207,24 +185,23 @@ def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scala
     result = TokenLoss.empty(logprobs, scalars.kl_coef != 0)
     losses = torch.zeros_like(logprobs)
     n = logprobs.numel()
-    if n:
-        launch(
-            kernels.token_loss_kernel,
-            triton.cdiv(n, _BLOCK_T),
-            logprobs.device,
-            n,
-            logprobs,
-            log_ratio,
-            tokens.live.view(torch.int8),
-            tokens.weights,
-            tokens.advantages,
-            tokens.ref_logprobs,
-            tokens.importance_weights,
-            losses,
-            *result[1:],
-            *_floats(scalars),
-            BLOCK_T=_BLOCK_T,
-        )
+    launch(
+        kernels.token_loss_kernel,
+        triton.cdiv(n, _BLOCK_T),
+        logprobs.device,
+        n,
+        logprobs,
+        log_ratio,
+        tokens.live.view(torch.int8),
+        tokens.weights,
+        tokens.advantages,
+        tokens.ref_logprobs,
+        tokens.importance_weights,
+        losses,
+        *result[1:],
+        *_floats(scalars),
+        BLOCK_T=_BLOCK_T,
+    )
     return result._replace(loss=losses.sum(dtype=torch.float64).to(torch.float32))
 
 

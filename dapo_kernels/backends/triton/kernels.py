@@ -34,10 +34,10 @@ _PER_CALL = {
 
 
 @triton.jit
-def _row(Rows, row, inner, stride_outer, stride_inner, ALIGNED: tl.constexpr):
+def _row(Rows, row, inner, stride_outer, stride_inner, VEC: tl.constexpr):
     """Where it starts. Strides of 8 bfloat16 are not specialized on: the hint stands for them."""
     X = Rows + (row // inner * stride_outer + row % inner * stride_inner)
-    return tl.multiple_of(X, 16) if ALIGNED else X
+    return tl.multiple_of(X, 16) if VEC > 1 else X
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def row_stats_kernel(
     Logits, inner, stride_outer: tl.int64, stride_inner: tl.int64, V,
     Targets, Live, Temperatures, temperature, softcap,
     Logprobs, Norm, Entropy,
-    HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr, VEC: tl.constexpr, HAS_REST: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_V: tl.constexpr, VEC: tl.constexpr, HAS_REST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if tl.load(Live + row) == 0:
@@ -82,13 +82,11 @@ def row_stats_kernel(
         if Entropy is not None:
             tl.store(Entropy + row, 0.0)
         return
-    X = _row(Logits, row, inner, stride_outer, stride_inner, ALIGNED)
+    X = _row(Logits, row, inner, stride_outer, stride_inner, VEC)
     tau = _temperature(Temperatures, temperature, row)
     c = LOG2E / tau
-    x_target, _ = capped(tl.load(X + tl.load(Targets + row)).to(tl.float32), softcap, HAS_SOFTCAP)
-    top, total, weighted = sweep_stats(
-        X, V, c, softcap, BLOCK_V, VEC, HAS_REST, ALIGNED, Entropy is not None, HAS_SOFTCAP
-    )  # fmt: skip
+    x_target, _ = capped(tl.load(X + tl.load(Targets + row)).to(tl.float32), softcap)
+    top, total, weighted = sweep_stats(X, V, c, softcap, BLOCK_V, VEC, HAS_REST, Entropy is not None)
     tl.store(Logprobs + row, _logprob(x_target, tau, top, total))
     tl.store(Norm + 2 * row, top)
     tl.store(Norm + 2 * row + 1, total)
@@ -102,10 +100,10 @@ def row_grad_kernel(
     Logits, inner, stride_outer: tl.int64, stride_inner: tl.int64, V,
     Targets, Live, Temperatures, temperature, softcap,
     Norm, Entropy, DLogprobs, DEntropy,
-    HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr, VEC: tl.constexpr, HAS_REST: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_V: tl.constexpr, VEC: tl.constexpr, HAS_REST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    To = _row(Out, row, out_inner, out_stride_outer, out_stride_inner, ALIGNED)
+    To = _row(Out, row, out_inner, out_stride_outer, out_stride_inner, VEC)
     w = tl.load(DLogprobs + row)
     v = 0.0 * w
     entropy = 0.0 * w
@@ -113,21 +111,21 @@ def row_grad_kernel(
         v = tl.load(DEntropy + row)
         entropy = tl.load(Entropy + row)
     if (tl.load(Live + row) == 0) | ((w == 0.0) & (v == 0.0)):
-        sweep_zeros(To, V, BLOCK_V, VEC, HAS_REST, ALIGNED)
+        sweep_zeros(To, V, BLOCK_V, VEC, HAS_REST)
         return
-    X = _row(Logits, row, inner, stride_outer, stride_inner, ALIGNED)
+    X = _row(Logits, row, inner, stride_outer, stride_inner, VEC)
     tau = _temperature(Temperatures, temperature, row)
     c = LOG2E / tau
     target = tl.load(Targets + row)
     top = tl.load(Norm + 2 * row)
     total = tl.load(Norm + 2 * row + 1)
-    x_target, slope_target = capped(tl.load(X + target).to(tl.float32), softcap, HAS_SOFTCAP)
+    x_target, slope_target = capped(tl.load(X + target).to(tl.float32), softcap)
     tl.debug_barrier()  # in place, no warp may write its gradient before all have read the target's logit
     a, b, at_target = _row_gradient(x_target, tau, top, total, w, v, entropy, DEntropy is not None)
     at_target *= slope_target
     sweep_grad(
         To, X, V, c, softcap, top, a, b, target, at_target,
-        BLOCK_V, VEC, HAS_REST, ALIGNED, ALIGNED, DEntropy is not None, HAS_SOFTCAP,
+        BLOCK_V, VEC, HAS_REST, DEntropy is not None,
     )  # fmt: skip
 
 
@@ -144,11 +142,11 @@ def row_loss_kernel(
     Losses, Logprobs, Entropy, ClipHit, RefKl, Idle,
     SURROGATE: tl.constexpr, clip_low, clip_high, dual_clip, tau_positive, tau_negative,
     kl_coef, KL_ESTIMATOR: tl.constexpr, KL_THROUGH_RATIO: tl.constexpr,
-    entropy_coef, HAS_ENTROPY_COEF: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr, VEC: tl.constexpr, HAS_REST: tl.constexpr, ALIGNED: tl.constexpr,
+    entropy_coef,
+    BLOCK_V: tl.constexpr, VEC: tl.constexpr, HAS_REST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    X = _row(Logits, row, inner, stride_outer, stride_inner, ALIGNED)
+    X = _row(Logits, row, inner, stride_outer, stride_inner, VEC)
     if tl.load(Live + row) == 0:
         tl.store(Losses + row, 0.0)
         tl.store(Logprobs + row, 0.0)
@@ -158,15 +156,13 @@ def row_loss_kernel(
             tl.store(Entropy + row, 0.0)
         if RefKl is not None:
             tl.store(RefKl + row, 0.0)
-        sweep_zeros(X, V, BLOCK_V, VEC, HAS_REST, ALIGNED)
+        sweep_zeros(X, V, BLOCK_V, VEC, HAS_REST)
         return
     tau = _temperature(Temperatures, temperature, row)
     c = LOG2E / tau
     target = tl.load(Targets + row)
-    x_target, slope_target = capped(tl.load(X + target).to(tl.float32), softcap, HAS_SOFTCAP)
-    top, total, weighted = sweep_stats(
-        X, V, c, softcap, BLOCK_V, VEC, HAS_REST, ALIGNED, Entropy is not None, HAS_SOFTCAP
-    )  # fmt: skip
+    x_target, slope_target = capped(tl.load(X + target).to(tl.float32), softcap)
+    top, total, weighted = sweep_stats(X, V, c, softcap, BLOCK_V, VEC, HAS_REST, Entropy is not None)
     logprob = _logprob(x_target, tau, top, total)
     weight = tl.load(Weights + row)
     log_ratio = logprob - tl.load(OldLogprobs + row) if OldLogprobs is not None else 0.0 * weight
@@ -183,7 +179,7 @@ def row_loss_kernel(
     if Entropy is not None:
         entropy = (tl.log2(total) - weighted / total) * LN2
         tl.store(Entropy + row, entropy)
-    if HAS_ENTROPY_COEF:
+    if entropy_coef is not None:
         value -= entropy_coef * entropy
         v = -entropy_coef * weight
     if RefKl is not None:
@@ -194,13 +190,13 @@ def row_loss_kernel(
     tl.store(ClipHit + row, hit.to(tl.int8))
     tl.store(Idle + row, idle.to(tl.int8))
     if idle:
-        sweep_zeros(X, V, BLOCK_V, VEC, HAS_REST, ALIGNED)
+        sweep_zeros(X, V, BLOCK_V, VEC, HAS_REST)
         return
-    a, b, at_target = _row_gradient(x_target, tau, top, total, w, v, entropy, HAS_ENTROPY_COEF)
+    a, b, at_target = _row_gradient(x_target, tau, top, total, w, v, entropy, entropy_coef is not None)
     at_target *= slope_target
     sweep_grad(
         X, X, V, c, softcap, top, a, b, target, at_target,
-        BLOCK_V, VEC, HAS_REST, ALIGNED, True, HAS_ENTROPY_COEF, HAS_SOFTCAP,
+        BLOCK_V, VEC, HAS_REST, entropy_coef is not None,
     )  # fmt: skip
 
 

@@ -10,11 +10,8 @@ exponential per VEC logits.
 
 The loops end at a multiple of VEC, which the compiler knows to be one: a mask is then the same for all 16 bytes of an
 access. HAS_REST says that V may be none; the logits that are left take one thread each.
-
-ALIGNED says that all rows start on 16 bytes. Where they do not, as with an odd V and no padding, the statistics sweep
-shifts VEC logits out of two aligned words: sums run over the same logits, and a row has the same bits, wherever it
-starts. In the gradient sweep no logit depends on another: its blocks begin at the row's first 16-byte boundary, and the
-logits before it go with the rest.
+Where rows start between 16-byte boundaries, VEC is 1 and the same loops access one logit at a time: sums run in another
+order, so that the last bits may differ from those of the same row at a boundary.
 """
 
 from __future__ import annotations
@@ -43,68 +40,28 @@ def _tanh_parts(x, cap):
 
 
 @triton.jit
-def capped(x, softcap, HAS_SOFTCAP: tl.constexpr):
+def capped(x, softcap):
     """The logit and ∂logit/∂x."""
     slope = 1.0
-    if HAS_SOFTCAP:
+    if softcap is not None:
         tanh, slope = _tanh_parts(x, softcap)
         x = softcap * tanh
     return x, slope
 
 
 @triton.jit
-def _from_bit(low, high, bit):
-    """64 of the 128 bits of (low, high), ``bit`` = 0 … 63 the first."""
-    return (low >> bit) | ((high << 1) << (63 - bit))
-
-
-@triton.jit
-def _load_anywhere(X, offs_v, end, VEC: tl.constexpr):
-    """[N, VEC] logits offs_v + (0 … VEC − 1) of a row that starts anywhere, zeros from ``end`` on.
-
-    VEC of them lie in two 16-byte words, of two 64-bit halves each: (a, b) and (c, d). All four go to one thread, which
-    shifts the logits together; splitting and joining move nothing between threads. The first word may begin before the
-    row, the last end after it; none is read that holds no logit of the row.
-    """
-    address = X.to(tl.int64)
-    skew = address & 15
-    Words = tl.multiple_of((address - skew).to(tl.pointer_type(tl.uint64)), 16)
-    halves = (offs_v // VEC * 2)[:, None] + tl.arange(0, 2)[None, :]
-    a, b = tl.split(tl.load(Words + halves, mask=(offs_v < end)[:, None], other=0))
-    c, d = tl.split(tl.load(Words + halves + 2, mask=(offs_v < tl.where(skew == 0, 0, end))[:, None], other=0))
-    upper, bit = skew >= 8, ((skew & 7) * 8).to(tl.uint64)
-    middle = tl.where(upper, c, b)
-    x = tl.join(_from_bit(tl.where(upper, b, a), middle, bit), _from_bit(middle, tl.where(upper, d, c), bit))
-    x = tl.join(x.to(tl.uint32), (x >> 32).to(tl.uint32))
-    if VEC == 8:
-        x = tl.join(x.to(tl.uint16), (x >> 16).to(tl.uint16))
-    return tl.reshape(x, (offs_v.shape[0], VEC)).to(X.dtype.element_ty, bitcast=True)
-
-
-@triton.jit
-def _load_tile(X, offs_v, end, VEC: tl.constexpr, ALIGNED: tl.constexpr):
-    """[N, VEC] logits offs_v + (0 … VEC − 1), −inf from ``end`` on; offs_v and ``end`` are multiples of VEC."""
-    if ALIGNED:
-        tile = offs_v[:, None] + tl.arange(0, VEC)[None, :]
-        x = tl.load(X + tile, mask=tile < end, other=float("-inf")).to(tl.float32)
-    else:
-        x = _load_anywhere(X, offs_v, end, VEC).to(tl.float32)
-        x = tl.where((offs_v < end)[:, None], x, float("-inf"))
+def _load_capped(X, offs_v, end, softcap):
+    """Logits as the statistics take them: −inf from ``end`` on."""
+    x = tl.load(X + offs_v, mask=offs_v < end, other=float("-inf")).to(tl.float32)
+    if softcap is not None:
+        x, _ = capped(x, softcap)
+        x = tl.where(offs_v < end, x, float("-inf"))
     return x
 
 
 @triton.jit
-def _capped_inside(x, mask_v, softcap, HAS_SOFTCAP: tl.constexpr):
-    """As the statistics take them: still −inf outside."""
-    x, _ = capped(x, softcap, HAS_SOFTCAP)
-    return tl.where(mask_v, x, float("-inf")) if HAS_SOFTCAP else x
-
-
-@triton.jit
 def sweep_stats(
-    X, V, c, softcap,
-    BLOCK_V: tl.constexpr, VEC: tl.constexpr, HAS_REST: tl.constexpr, ALIGNED: tl.constexpr,
-    WITH_ENTROPY: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    X, V, c, softcap, BLOCK_V: tl.constexpr, VEC: tl.constexpr, HAS_REST: tl.constexpr, WITH_ENTROPY: tl.constexpr,
 ):  # fmt: skip
     """(top, sum, Σ 2^d·d) of one row, d = (x − top)·c. The maximum starts finite: −inf − −inf would be NaN."""
     top = tl.full((BLOCK_V // VEC,), -1.0e38, tl.float32)
@@ -112,15 +69,12 @@ def sweep_stats(
     weighted = tl.zeros((BLOCK_V // VEC,), tl.float32)
     end = V // VEC * VEC if HAS_REST else V
     if HAS_REST:
-        rest = end + tl.arange(0, BLOCK_V // VEC)
-        x_rest = tl.load(X + rest, mask=rest < V, other=float("-inf")).to(tl.float32)
-        x_rest = _capped_inside(x_rest, rest < V, softcap, HAS_SOFTCAP)
+        x_rest = _load_capped(X, end + tl.arange(0, BLOCK_V // VEC), V, softcap)
         top = tl.maximum(top, x_rest)
         total = tl.exp2((x_rest - top) * c)  # 1, or NaN; 0 at −inf and where there is no logit
     for start in range(0, end, BLOCK_V):
         offs_v = start + tl.arange(0, BLOCK_V // VEC) * VEC
-        x = _load_tile(X, offs_v, end, VEC, ALIGNED)
-        x = _capped_inside(x, (offs_v < end)[:, None], softcap, HAS_SOFTCAP)
+        x = _load_capped(X, offs_v[:, None] + tl.arange(0, VEC)[None, :], end, softcap)
         new_top = tl.maximum(top, tl.max(x, 1))
         d = (x - new_top[:, None]) * c
         if WITH_ENTROPY:
@@ -140,68 +94,43 @@ def sweep_stats(
 
 
 @triton.jit
-def _edges(Out, V, VEC: tl.constexpr, ALIGNED: tl.constexpr):
-    """(first, end, edge): ``end`` logits, from ``first`` on, fill 16-byte words of Out; ``edge`` lists the others,
-    fewer than 2·VEC, and then numbers from V on.
-    """
-    first = 0
-    if not ALIGNED:
-        itemsize: tl.constexpr = 16 // VEC
-        first = tl.minimum((-Out.to(tl.int64) & 15).to(tl.int32) // itemsize, V)
-    end = (V - first) // VEC * VEC
-    edge = tl.arange(0, 2 * VEC)
-    return first, end, tl.where(edge < first, edge, edge + end)
-
-
-@triton.jit
-def _gradient(
-    x, offs_v, c, softcap, top, a, b, target, at_target, HAS_ENTROPY: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+def _write_gradient(
+    Out, X, offs_v, end, c, softcap, top, a, b, target, at_target, HAS_ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    x, slope = capped(x, softcap, HAS_SOFTCAP)
+    x = tl.load(X + offs_v, mask=offs_v < end, other=float("-inf")).to(tl.float32)
+    x, slope = capped(x, softcap)
     d = tl.maximum((x - top) * c, -200.0, propagate_nan=tl.PropagateNan.ALL)
     p = tl.exp2(d)
     grad = p * (a + b * d) if HAS_ENTROPY else p * a
-    if HAS_SOFTCAP:
+    if softcap is not None:
         grad *= slope
-    return tl.where(offs_v == target, at_target, grad)
+    grad = tl.where(offs_v == target, at_target, grad)
+    tl.store(Out + offs_v, grad.to(Out.dtype.element_ty), mask=offs_v < end)
 
 
 @triton.jit
 def sweep_grad(
     Out, X, V, c, softcap, top, a, b, target, at_target,
-    BLOCK_V: tl.constexpr, VEC: tl.constexpr, HAS_REST: tl.constexpr, ALIGNED: tl.constexpr, IN_STEP: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    BLOCK_V: tl.constexpr, VEC: tl.constexpr, HAS_REST: tl.constexpr, HAS_ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """Backwards: what the statistics sweep read last is still in the cache, however many rows share it. IN_STEP: X and
-    Out begin equally far from a 16-byte boundary.
-    """
-    end = V
-    if HAS_REST or not ALIGNED:
-        first, end, edge = _edges(Out, V, VEC, ALIGNED)
-        x_edge = tl.load(X + edge, mask=edge < V, other=float("-inf")).to(tl.float32)
-        at_edge = _gradient(x_edge, edge, c, softcap, top, a, b, target, at_target, HAS_ENTROPY, HAS_SOFTCAP)
-        tl.store(Out + edge, at_edge.to(Out.dtype.element_ty), mask=edge < V)
-        if not ALIGNED:
-            Out = tl.multiple_of(Out + first, 16)
-            X = tl.multiple_of(X + first, 16) if IN_STEP else X + first
-            target -= first
+    """Backwards: what the statistics sweep read last is still in the cache, however many rows share it."""
+    end = V // VEC * VEC if HAS_REST else V
+    if HAS_REST:
+        rest = end + tl.arange(0, VEC)
+        _write_gradient(Out, X, rest, V, c, softcap, top, a, b, target, at_target, HAS_ENTROPY)
     steps = tl.cdiv(end, BLOCK_V)
     for step in range(steps):
         offs_v = (steps - 1 - step) * BLOCK_V + tl.arange(0, BLOCK_V // VEC) * VEC
-        x = _load_tile(X, offs_v, end, VEC, IN_STEP)
         tile = offs_v[:, None] + tl.arange(0, VEC)[None, :]
-        grad = _gradient(x, tile, c, softcap, top, a, b, target, at_target, HAS_ENTROPY, HAS_SOFTCAP)
-        tl.store(Out + tile, grad.to(Out.dtype.element_ty), mask=tile < end)
+        _write_gradient(Out, X, tile, end, c, softcap, top, a, b, target, at_target, HAS_ENTROPY)
 
 
 @triton.jit
-def sweep_zeros(Out, V, BLOCK_V: tl.constexpr, VEC: tl.constexpr, HAS_REST: tl.constexpr, ALIGNED: tl.constexpr):
-    end = V
-    if HAS_REST or not ALIGNED:
-        first, end, edge = _edges(Out, V, VEC, ALIGNED)
-        tl.store(Out + edge, tl.zeros((2 * VEC,), Out.dtype.element_ty), mask=edge < V)
-        if not ALIGNED:
-            Out = tl.multiple_of(Out + first, 16)
+def sweep_zeros(Out, V, BLOCK_V: tl.constexpr, VEC: tl.constexpr, HAS_REST: tl.constexpr):
+    end = V // VEC * VEC if HAS_REST else V
+    if HAS_REST:
+        rest = end + tl.arange(0, VEC)
+        tl.store(Out + rest, tl.zeros((VEC,), Out.dtype.element_ty), mask=rest < V)
     for start in range(0, end, BLOCK_V):
         offs_v = start + tl.arange(0, BLOCK_V)
         tl.store(Out + offs_v, tl.zeros((BLOCK_V,), Out.dtype.element_ty), mask=offs_v < end)

@@ -1,6 +1,6 @@
 """What the machine code of the built CUDA module looks like: registers, spills, widths of accesses. Needs no GPU.
 
-``python -m dapo_kernels.backends.cuda_sass`` prints the table of docs/cuda.md; with the page's name as its argument it
+``python tests/kernels/cuda_sass.py`` prints the table of docs/cuda.md; with the page's name as its argument it
 replaces the table there. ``cuobjdump`` comes with the CUDA toolkit and with the triton package.
 """
 
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 REGISTERS = 65536  # of an SM, all architectures since 8.0
 BEGIN, END = "<!-- sass: begin -->", "<!-- sass: end -->"
-_NAMES = "cluster_loss|sweep_loss|slice_stats|slice_grad|finish_stats|finish_loss|plan_grad|token_loss"
+_NAMES = "cluster_loss|sweep_loss|slice_stats|slice_grad|finish|plan_grad|token_loss"
 _DTYPES = {"f": "fp32", "13__nv_bfloat16": "bf16", "6__half": "fp16"}
 
 

@@ -1,7 +1,7 @@
 """The Triton kernels compiled ahead of time, for GPUs that need not be here, and what their machine code looks like.
 
-``ptxas``, ``cuobjdump`` and ``nvdisasm`` come with the triton package. ``python -m dapo_kernels.backends.triton.sass``
-prints the table of docs/triton.md; with the page's name as its argument it replaces the table there.
+``ptxas``, ``cuobjdump`` and ``nvdisasm`` come with the triton package. ``python tests/kernels/triton_sass.py`` prints
+the table of docs/triton.md; with the page's name as its argument it replaces the table there.
 """
 
 from __future__ import annotations
@@ -55,29 +55,31 @@ class Variant(NamedTuple):
 
 
 VARIANTS = {
-    "stats": Variant("row_stats_kernel", {"Temperatures": None, "Entropy": None, "HAS_SOFTCAP": False}, 1, 0),
-    "stats, entropy": Variant("row_stats_kernel", {"HAS_SOFTCAP": False}, 1, 0),
-    "stats, entropy, softcap": Variant("row_stats_kernel", {"HAS_SOFTCAP": True}, 1, 0),
+    "stats": Variant("row_stats_kernel", {"Temperatures": None, "Entropy": None, "softcap": None}, 1, 0),
+    "stats, entropy": Variant("row_stats_kernel", {"softcap": None}, 1, 0),
+    "stats, entropy, softcap": Variant("row_stats_kernel", {}, 1, 0),
     "grad": Variant(
-        "row_grad_kernel", {"Temperatures": None, "Entropy": None, "DEntropy": None, "HAS_SOFTCAP": False}, 1, 2
+        "row_grad_kernel", {"Temperatures": None, "Entropy": None, "DEntropy": None, "softcap": None}, 1, 2
     ),
-    "grad, entropy": Variant("row_grad_kernel", {"HAS_SOFTCAP": False}, 1, 2),
-    "grad, entropy, softcap": Variant("row_grad_kernel", {"HAS_SOFTCAP": True}, 1, 2),
+    "grad, entropy": Variant("row_grad_kernel", {"softcap": None}, 1, 2),
+    "grad, entropy, softcap": Variant("row_grad_kernel", {}, 1, 2),
     "loss": Variant(
-        "row_loss_kernel", {**_ALONE, **_PLAIN, "Entropy": None, "HAS_ENTROPY_COEF": False, "HAS_SOFTCAP": False}, 2, 3
+        "row_loss_kernel", {**_ALONE, **_PLAIN, "Entropy": None, "entropy_coef": None, "softcap": None}, 2, 3
     ),
-    "loss, everything": Variant(
-        "row_loss_kernel", {**_EVERYTHING, "HAS_ENTROPY_COEF": True, "HAS_SOFTCAP": False}, 2, 3
-    ),
-    "loss, everything, softcap": Variant(
-        "row_loss_kernel", {**_EVERYTHING, "HAS_ENTROPY_COEF": True, "HAS_SOFTCAP": True}, 2, 3
-    ),
+    "loss, everything": Variant("row_loss_kernel", {**_EVERYTHING, "softcap": None}, 2, 3),
+    "loss, everything, softcap": Variant("row_loss_kernel", _EVERYTHING, 2, 3),
 }
 
 
-def told(rows: str) -> dict[str, bool]:
+def aligned(rows: str) -> bool:
+    """Whether they start on 16 bytes."""
+    return set(ROWS[rows]) >= {*_POINTERS, *_STRIDES}
+
+
+def cut(rows: str, logits: str) -> dict[str, Any]:
     """What the launcher says of them."""
-    return {"HAS_REST": "V" not in ROWS[rows], "ALIGNED": set(ROWS[rows]) >= {*_POINTERS, *_STRIDES}}
+    vec = 16 // ITEMSIZE[logits] if aligned(rows) else 1
+    return {"VEC": vec, "HAS_REST": vec > 1 and "V" not in ROWS[rows]}
 
 
 class Loop(NamedTuple):
@@ -150,9 +152,9 @@ def compiled(
 def row_kernel(variant: str, logits: str, capability: int, launch: Launch, rows: str = "even") -> Compiled:
     """A row kernel as the launcher would have it for long rows of this launch."""
     chosen, warps = VARIANTS[variant], launch.num_warps
-    itemsize = ITEMSIZE[logits]
-    shape = {"BLOCK_V": launch.block(itemsize), "VEC": 16 // itemsize, **told(rows)}
-    return compiled(chosen.kernel, logits, {**chosen.constants, **shape}, capability, warps, rows)
+    shape = cut(rows, logits)
+    constants = {**chosen.constants, **shape, "BLOCK_V": launch.block(shape["VEC"])}
+    return compiled(chosen.kernel, logits, constants, capability, warps, rows)
 
 
 def _run(*arguments: str | Path) -> str:
@@ -203,7 +205,7 @@ def grid(rows: str, capabilities: tuple[int, ...]) -> list[Point]:
 
 
 # The other launches differ in the number of warps only: the plain loss, on one architecture.
-GRID = grid("even", ARCHITECTURES) + grid("padded", (90,)) + grid("odd", ARCHITECTURES)
+GRID = grid("even", ARCHITECTURES) + grid("padded", (90,)) + grid("odd", (90,))
 GRID += [("loss", d, launch, 90, "even") for launch in LAUNCHES[:-1] for d in ("bf16", "fp32")]
 
 
