@@ -122,7 +122,7 @@ class DataConfig(Section):
     eval_path: Path | None = None
     eval_format: Literal["auto", "dapo", "gsm8k"] = "auto"
     eval_size: NonNegativeInt = 256  # held-out problems: the first of eval_path, else cut from the training file
-    limit: PositiveInt | None = None  # read only so many training problems
+    limit: PositiveInt | None = None  # only the first so many problems of path, repeated rows not counted
     arithmetic: ArithmeticConfig = ArithmeticConfig()
 
     @model_validator(mode="after")
