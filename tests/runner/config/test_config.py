@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from builders import make_config
 
 from dapo_runner.config import Config, ConfigError, apply_overrides, cautions, dump_config, load_config
 from dapo_runner.preflight.plan import ModelShape, make_plan, memory_estimate, model_shape
+from dapo_runner.update.learner import resolve_objective
 
 MINIMAL = """
 model: {tiny: {layers: 2}}
@@ -63,6 +66,66 @@ def test_override_values_are_yaml_and_leave_the_input_alone() -> None:
 
 
 @pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("logging.progress=off", "off"),
+        ("logging.wandb.project=on", "on"),
+        ("run.name=no", "no"),
+        ("run.name=2026-11-21", "2026-11-21"),
+        ("run.name=12:30", "12:30"),
+        ("run.name=007", "007"),
+        ("run.name=1e-4", "1e-4"),
+        ("run.name=1.5e3", "1.5e3"),
+        ("run.name=tRUE", "tRUE"),
+        ("run.name=7", "7"),
+        ("loss.overrides.aggregate=token-mean", "token-mean"),
+        ("data.dedupe=off", False),
+        ("data.dedupe=No", False),
+        ("model.compile=yes", True),
+        ("model.compile=on", True),
+        ("model.compile=True", True),
+        ("loss.overrides.kl_through_ratio=yes", True),
+        ("loss.overrides.dual_clip=~", None),
+        ("optimizer.lr=3e-4", 3e-4),
+        ("optimizer.betas=[9e-1, 95e-2]", (0.9, 0.95)),
+        ("run.steps=1e3", 1000),
+        ("run.steps=1_000", 1000),
+        ("run.steps=0x10", 16),
+        ("optimizer.lr=1.5e-3", 1.5e-3),
+        ("loss.overrides.clip_high=.inf", math.inf),
+        ("data.limit=2.5e3", 2500),
+        ("rollout.group_size=16e0", 16),
+        ("loss.overrides.clip_low=3e-4", 3e-4),
+        ("loss.overrides.clip_cov=[2e-4,1,5]", (2e-4, 1, 5)),
+    ],
+)
+def test_a_value_is_what_its_setting_takes_it_for(
+    recipe: Path, tmp_path: Path, override: str, expected: object
+) -> None:
+    """In YAML 1.1 off is False, 12:30 is 750, 007 is 7, 2026-11-21 a date, and 3e-4 is text."""
+    config = load_config(recipe, [override])
+    found: Any = config
+    for name in override.partition("=")[0].split("."):
+        found = found[name] if isinstance(found, dict) else getattr(found, name)
+    assert found == expected
+    assert type(found) is type(expected)
+    again = tmp_path / "again.yaml"
+    again.write_text(dump_config(config))
+    assert load_config(again) == config
+
+
+def test_a_file_is_read_as_the_command_line_is(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"{MINIMAL}run: {{name: 12:30, steps: 1e3}}\nlogging:\n  progress: off\n"
+        "loss: {objective: clip_cov, overrides: {clip_cov: [3e-4, 1, 5]}}\n"
+    )
+    config = load_config(path)
+    assert (config.run.name, config.run.steps, config.logging.progress) == ("12:30", 1000, "off")
+    assert resolve_objective(config).clip_cov == (3e-4, 1, 5)
+
+
+@pytest.mark.parametrize(
     ("override", "parts"),
     [
         ("optimizer.lrr=1", ["optimizer.lrr", "unknown key", "did you mean 'lr'?", "warmup_steps"]),
@@ -71,6 +134,11 @@ def test_override_values_are_yaml_and_leave_the_input_alone() -> None:
         ("optimizer.lr=fast", ["optimizer.lr", "number", "'fast'"]),
         ("optimizer.lr=-1", ["optimizer.lr", "greater than 0", "-1"]),
         ("optimizer.lr=.nan", ["optimizer.lr", "finite"]),
+        ("rollout.group_size=25e-1", ["rollout.group_size", "integer", "'25e-1'"]),
+        ("run.steps=1e3x", ["run.steps", "integer", "'1e3x'"]),
+        ("run.steps=off", ["run.steps", "integer", "'off'"]),
+        ("run.steps=1e999", ["run.steps", "integer", "'1e999'"]),
+        ("logging.progress=no", ["logging.progress", "'off'", "got 'no'"]),
         ("rollout.group_size=1", ["rollout.group_size", "greater than or equal to 2", "got 1"]),
         ("model.path=x", ["model", "exactly one of 'path' and 'tiny'", "both"]),
         ("data.path=x.jsonl", ["data", "arithmetic", "must be null"]),
