@@ -139,9 +139,9 @@ class Run:
             return
         with self.timed("evaluate"):
             unshaped = make_scorer(self.config, shaped=False)
-            result = evaluate(self.engine.generate, self.dataset.heldout, unshaped, self.config)
-        self.log.evaluation(step, prefixed("eval", result.metrics))
-        self.progress.evaluation(step, result.metrics)
+            figures = evaluate(self.engine.generate, self.dataset.heldout, unshaped, self.config).metrics
+        self.log.evaluation(step, prefixed("eval", figures))
+        self.progress.evaluation(step, figures)
 
 
 def rollout_sampling(config: Config, round_number: int) -> SamplingParams:

@@ -21,11 +21,22 @@ from dapo_runner.rewards.overlong import length_penalty
 from dapo_runner.rewards.rule import answer_rule
 from dapo_runner.types import Completion, Group, Prompt, Sample, Verdict
 
-__all__ = ["GroupReward", "RewardFunction", "ScoreGroup", "load_group_reward", "load_reward", "make_scorer"]
+__all__ = [
+    "GroupReward",
+    "RewardFunction",
+    "SameAnswer",
+    "ScoreGroup",
+    "load_group_reward",
+    "load_reward",
+    "load_same_answer",
+    "make_scorer",
+]
 
 RewardFunction = Callable[[Prompt, Completion], Verdict]
 GroupReward = Callable[[Prompt, Sequence[Completion]], list[Verdict]]
 ScoreGroup = Callable[[Prompt, Iterable[Completion]], Group]
+SameAnswer = Callable[[str, Sequence[str]], list[bool | None]]
+"""Which of the other responses give the first one's answer; None where that could not be found out."""
 
 
 def load_reward(config: RewardConfig) -> RewardFunction:
@@ -53,6 +64,11 @@ def load_group_reward(config: RewardConfig) -> GroupReward:
         return lambda prompt, completions: judge([completion.text for completion in completions], prompt.answer)
     reward = load_reward(config)
     return lambda prompt, completions: [reward(prompt, completion) for completion in completions]
+
+
+def load_same_answer(config: RewardConfig) -> SameAnswer | None:
+    """How wrong answers are told apart where the rule compares by calculation. None: by the text it extracted."""
+    return math_judge(config.workers, config.deadline).same if config.kind == "math" else None
 
 
 def _load_plugin(name: str) -> RewardFunction:
