@@ -113,14 +113,14 @@ class Run:
     ) -> None:
         with self.timed("log"):
             figures = (
-                sampling_metrics(sampled.stats)
+                sampling_metrics(sampled.stats, self.config.sampler.filter_on)
                 | batch_metrics(sampled.groups)
                 | prefixed("train", trained)
                 | prefixed("sync", in_sync)
             )
             news = self.log.step(step, figures, sampled.groups, sequences)
             self.progress.step(step, figures, self.clock.so_far())
-            for note in (news, sampled.shortfall):
+            for note in (news, sampled.shortfall, sampled.caution):
                 if note is not None:
                     self.progress.note(note)
 

@@ -204,6 +204,8 @@ class RolloutConfig(Section):
 class SamplerConfig(Section):
     prompts_per_step: PositiveInt = 512
     filter_groups: bool = True  # dynamic sampling; False trains on every group
+    # What keeps a group: samples right and wrong, or rewards that vary (before the length term), for graded ones.
+    filter_on: Literal["correctness", "reward"] = "correctness"
     initial_acceptance: Share = 1 / 3  # share of groups expected to be mixed before any were seen (paper: 1536 for 512)
     max_rounds: PositiveInt = 10  # generation rounds per step
     on_exhausted: Literal["train_partial", "error"] = "error"

@@ -212,7 +212,8 @@ def _sampling(config: Config) -> str:
     if not config.sampler.filter_groups:
         return "every group is trained on"
     asked = math.ceil(config.sampler.prompts_per_step / config.sampler.initial_acceptance)
-    return f"groups neither all right nor all wrong, at first from {asked} prompts, {config.sampler.max_rounds} rounds"
+    kept = "whose rewards vary" if config.sampler.filter_on == "reward" else "neither all right nor all wrong"
+    return f"groups {kept}, at first from {asked} prompts, {config.sampler.max_rounds} rounds"
 
 
 def _tiny_shape(tiny: TinyModelConfig) -> ModelShape:

@@ -3,7 +3,7 @@
 A reward function is any `(prompt, completion) -> Verdict`; `math` alone judges all completions of a prompt at once,
 side by side. A plug-in is named in the configuration as
 `module:function`; it may set ``Verdict.value`` to a reward of its own, while dynamic sampling goes by
-``Verdict.correct`` alone.
+``Verdict.correct`` alone, unless `sampler.filter_on` is `reward`.
 """
 
 from __future__ import annotations

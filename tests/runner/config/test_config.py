@@ -132,6 +132,8 @@ def test_a_file_is_read_as_the_command_line_is(tmp_path: Path) -> None:
         ("optimiser.lr=1", ["optimiser", "did you mean 'optimizer'?", "evaluation"]),
         ("model.tiny.layer=3", ["model.tiny.layer", "did you mean 'layers'?"]),
         ("optimizer.lr=fast", ["optimizer.lr", "number", "'fast'"]),
+        ("optimizer.lr=0", ["optimizer.lr", "greater than 0", "0"]),
+        ("sampler.filter_on=rewards", ["sampler.filter_on", "'correctness' or 'reward'"]),
         ("optimizer.lr=-1", ["optimizer.lr", "greater than 0", "-1"]),
         ("optimizer.lr=.nan", ["optimizer.lr", "finite"]),
         ("rollout.group_size=25e-1", ["rollout.group_size", "integer", "'25e-1'"]),
@@ -218,6 +220,24 @@ def test_a_nucleus_in_rollouts_gets_a_word() -> None:
     (word,) = cautions(config)
     assert word.startswith("rollout.top_p=0.9: ")
     assert word in make_plan(config)["sampling"]
+
+
+def test_a_reward_of_ones_own_gets_a_word_until_the_filter_is_chosen() -> None:
+    """Only the plug-in knows whether its rewards are graded; the filter throws such groups away by default."""
+    reward = {"kind": "grades:grade"}
+    config = make_config(reward=reward)
+    (word,) = cautions(config)
+    assert word.startswith("reward.kind=grades:grade: ")
+    assert "sampler.filter_on=reward" in word
+    assert word in make_plan(config)["sampling"]
+    for sampler in ({"filter_on": "reward"}, {"filter_on": "correctness"}, {"filter_groups": False}):
+        assert list(cautions(make_config(reward=reward, sampler=sampler))) == []
+    assert "whose rewards vary" in make_plan(make_config(sampler={"filter_on": "reward"}))["sampling"]
+
+
+def test_what_the_filter_goes_by_is_nothing_without_a_filter() -> None:
+    with pytest.raises(ConfigError, match=r"sampler\.filter_on: expected sampler\.filter_groups=true beside it"):
+        make_config(sampler={"filter_on": "reward", "filter_groups": False})
 
 
 def test_configuration_is_frozen() -> None:
