@@ -17,6 +17,7 @@ from dapo_runner.checkpoint import Checkpoint, checkpoint_to_resume, load_checkp
 from dapo_runner.config import Config, ConfigError, cautions, dump_config, parse_config
 from dapo_runner.evaluate import evaluate
 from dapo_runner.policy.model import load_model, load_policy, load_reference, load_tokenizer, resolve_device
+from dapo_runner.preflight.algorithm import algorithm
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.records.metrics import METRICS_FILE, batch_metrics, prefixed, sampling_metrics
 from dapo_runner.records.postmortem import save_batch
@@ -170,6 +171,8 @@ def open_run(config: Config, progress: Progress) -> Run:
         torch.set_num_threads(config.run.threads)
     check_same_run(config, folder)
     _make_folder(folder, config)
+    for part, choice in algorithm(config).items():
+        progress.note(f"{part}: {choice}")
     checkpoint = checkpoint_to_resume(folder / CHECKPOINTS)
     source = checkpoint.model if checkpoint else initial_model(config, folder, progress)
     dataset = load_data(config, load_tokenizer(source, config.model))

@@ -10,6 +10,7 @@ import pytest
 from builders import make_config
 
 from dapo_runner.config import Config, ConfigError, apply_overrides, cautions, dump_config, load_config
+from dapo_runner.preflight.algorithm import algorithm
 from dapo_runner.preflight.plan import ModelShape, make_plan, memory_estimate, model_shape
 from dapo_runner.update.learner import resolve_objective
 
@@ -232,7 +233,7 @@ def test_a_reward_of_ones_own_gets_a_word_until_the_filter_is_chosen() -> None:
     assert word in make_plan(config)["sampling"]
     for sampler in ({"filter_on": "reward"}, {"filter_on": "correctness"}, {"filter_groups": False}):
         assert list(cautions(make_config(reward=reward, sampler=sampler))) == []
-    assert "whose rewards vary" in make_plan(make_config(sampler={"filter_on": "reward"}))["sampling"]
+    assert "whose rewards vary" in make_plan(make_config(sampler={"filter_on": "reward"}))["filter"]
 
 
 def test_what_the_filter_goes_by_is_nothing_without_a_filter() -> None:
@@ -244,6 +245,99 @@ def test_configuration_is_frozen() -> None:
     config = make_config()
     with pytest.raises(ValueError, match="frozen"):
         config.run.steps = 3  # type: ignore[misc]
+
+
+PARTS = ("objective", "ratio and clip", "KL", "aggregation", "advantage", "filter", "length shaping")
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (
+            {},
+            {
+                "objective": "dapo (Yu et al. 2025, arXiv 2503.14476, eq. 8)",
+                "ratio and clip": "clip, the ratio of a token within 1 − 0.2 and 1 + 0.28",
+                "KL": "none",
+                "aggregation": "token-mean over a mini-batch",
+                "advantage": "group_std: (R − mean of its group) / (std of its group + 1e-06) (GRPO, DAPO eq. 9, arXiv "
+                "2503.14476)",
+                "filter": "keeps groups neither all right nor all wrong",
+                "length shaping": "soft punishment over the last 16 of 64 tokens",
+            },
+        ),
+        (
+            {"loss": {"objective": "dr_grpo", "overrides": {"clip_high": 0.3, "dual_clip": 3}}},
+            {
+                "objective": "dr_grpo (Liu et al. 2025, arXiv 2503.20783) with clip_high=0.3, dual_clip=3; this "
+                "chooses the loss alone: advantage, filter and length shaping are settings of their own",
+                "ratio and clip": "clip, the ratio of a token within 1 − 0.2 and 1 + 0.3, dual clip 3",
+                "aggregation": "seq-mean-token-sum-norm over a mini-batch, divided by 64",
+                "advantage": "group_std: ",
+            },
+        ),
+        (
+            {"loss": {"objective": "grpo"}, "advantage": {"kind": "batch_std"}},
+            {
+                "KL": "0.04 × k3 to the model that training starts from",
+                "aggregation": "seq-mean-token-mean over a mini-batch",
+                "advantage": "batch_std: (R − mean of its group) / (std of the step + 1e-06) (LitePPO, arXiv "
+                "2508.08221)",
+            },
+        ),
+        (
+            {"loss": {"objective": "grpo", "reference": "some/model", "overrides": {"kl_through_ratio": True}}},
+            {"KL": "0.04 × k3 × ratio to some/model"},
+        ),
+        (
+            {"loss": {"objective": "gspo"}, "advantage": {"kind": "leave_one_out"}},
+            {
+                "ratio and clip": "clip, the ratio of a sequence within 1 − 0.0003 and 1 + 0.0004",
+                "advantage": "leave_one_out: R − mean of the others in its group (RLOO, arXiv 2402.14740)",
+            },
+        ),
+        (
+            {"loss": {"objective": "cispo"}, "advantage": {"kind": "group_mean"}},
+            {
+                "ratio and clip": "cispo, the ratio of a token within 1 − 1 and 1 + 4",
+                "advantage": "group_mean: R − mean of its group (Dr.GRPO, arXiv 2503.20783)",
+            },
+        ),
+        ({"loss": {"objective": "reinforce"}}, {"ratio and clip": "reinforce: no ratio, no clip"}),
+        ({"loss": {"objective": "sapo"}}, {"ratio and clip": "sapo, the ratio of a token softly gated, τ 1 / 1.05"}),
+        (
+            {"loss": {"objective": "kl_cov"}},
+            {
+                "ratio and clip": "clip, the ratio of a token within 1 − 1 and no bound above",
+                "KL": "none",
+                "selection": "kl_cov=(0.0002, 1)",
+            },
+        ),
+        (
+            {"loss": {"objective": "top_entropy", "overrides": {"entropy_coef": 1e-3, "max_old_prob": 0.9}}},
+            {"selection": "top_entropy=0.2, max_old_prob=0.9", "entropy bonus": "0.001"},
+        ),
+        (
+            {
+                "sampler": {"filter_groups": False},
+                "reward": {"overlong": {"soft_punishment": False, "filter": True}},
+            },
+            {"filter": "none, every group is trained on", "length shaping": "none; truncated samples do not train"},
+        ),
+        (
+            {"sampler": {"filter_on": "reward"}, "reward": {"overlong": {"soft_punishment": False}}},
+            {"filter": "keeps groups whose rewards vary", "length shaping": "none"},
+        ),
+    ],
+)
+def test_a_plan_says_every_part_of_the_algorithm(sections: dict[str, Any], said: dict[str, str]) -> None:
+    """loss.objective names a loss, and is easily taken for the algorithm of its paper."""
+    config = make_config(**sections)
+    plan = make_plan(config)
+    assert set(PARTS) <= plan.keys()
+    assert algorithm(config).items() <= plan.items()
+    for part, text in said.items():
+        assert plan[part].startswith(text) if text.endswith(": ") else plan[part] == text
 
 
 def test_plan_counts_and_knows_a_real_models_size(tmp_path: Path) -> None:
