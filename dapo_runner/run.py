@@ -24,7 +24,7 @@ from dapo_runner.records.postmortem import save_batch
 from dapo_runner.records.progress import Progress
 from dapo_runner.records.run_log import CHECKPOINTS, RunLog
 from dapo_runner.records.trackers import open_trackers
-from dapo_runner.rewards.scoring import ScoreGroup, make_scorer
+from dapo_runner.rewards.scoring import ScoreGroup, make_scorer, never_right
 from dapo_runner.rollout.engine import RolloutEngine
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.probe import SyncProbe
@@ -176,8 +176,9 @@ def open_run(config: Config, progress: Progress) -> Run:
     checkpoint = checkpoint_to_resume(folder / CHECKPOINTS)
     source = checkpoint.model if checkpoint else initial_model(config, folder, progress)
     dataset = load_data(config, load_tokenizer(source, config.model))
-    for note in (f"data: {dataset.report.describe()}", *cautions(config)):
-        progress.note(note)
+    for note in (f"data: {dataset.report.describe()}", *cautions(config), never_right(config.reward, dataset.train)):
+        if note is not None:
+            progress.note(note)
     clock = StepClock(device, progress.phase)
     learner = open_learner(config, folder, checkpoint, device, progress, clock)
     cursor = PromptCursor(dataset.train, config.run.seed, dataset.heldout)

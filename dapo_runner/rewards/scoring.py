@@ -30,6 +30,7 @@ __all__ = [
     "load_reward",
     "load_same_answer",
     "make_scorer",
+    "never_right",
 ]
 
 RewardFunction = Callable[[Prompt, Completion], Verdict]
@@ -37,6 +38,9 @@ GroupReward = Callable[[Prompt, Sequence[Completion]], list[Verdict]]
 ScoreGroup = Callable[[Prompt, Iterable[Completion]], Group]
 SameAnswer = Callable[[str, Sequence[str]], list[bool | None]]
 """Which of the other responses give the first one's answer; None where that could not be found out."""
+
+_RULES: dict[str, Callable[[str, str], Verdict]] = {"dapo": answer_rule, "gsm8k": gsm8k_rule, "integer": integer_rule}
+_IDEAL = {"dapo": "Answer: {}", "gsm8k": "#### {}", "integer": "{}"}  # the answer as each rule wants it written
 
 
 def load_reward(config: RewardConfig) -> RewardFunction:
@@ -46,13 +50,10 @@ def load_reward(config: RewardConfig) -> RewardFunction:
     if config.kind == "math":
         judge = math_judge(config.workers, config.deadline)
         return lambda prompt, completion: judge([completion.text], prompt.answer)[0]
-    rules: dict[str, Callable[[str, str], Verdict]] = {
-        "dapo": partial(answer_rule, boxed_fallback=config.boxed_fallback),
-        "gsm8k": gsm8k_rule,
-        "integer": integer_rule,
-    }
-    if config.kind in rules:
-        rule = rules[config.kind]
+    if config.kind in _RULES:
+        rule = _RULES[config.kind]
+        if config.kind == "dapo":
+            rule = partial(answer_rule, boxed_fallback=config.boxed_fallback)
         return lambda prompt, completion: rule(completion.text, prompt.answer)
     return _load_plugin(config.kind)
 
@@ -92,6 +93,21 @@ def _load_plugin(name: str) -> RewardFunction:
         return verdict
 
     return checked
+
+
+def never_right(config: RewardConfig, prompts: Sequence[Prompt]) -> str | None:
+    """A word on problems whose ground truth a rule by strings does not find right even where it is the answer."""
+    rule = _RULES.get(config.kind)
+    if rule is None:
+        return None
+    ideal = _IDEAL[config.kind]
+    lost = [prompt.answer for prompt in prompts if not rule(ideal.format(prompt.answer), prompt.answer).correct]
+    if not lost:
+        return None
+    return (
+        f"reward.kind={config.kind}: {len(lost)} of {len(prompts)} training problems can never be right: the rule "
+        f"cannot read their ground truth, e.g. {', '.join(map(repr, lost[:3]))}"
+    )
 
 
 def make_scorer(config: Config, *, shaped: bool = True) -> ScoreGroup:

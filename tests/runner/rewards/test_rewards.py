@@ -15,8 +15,8 @@ from dapo_runner.config import ConfigError
 from dapo_runner.rewards.numbers import canonical_number, gsm8k_rule, integer_rule
 from dapo_runner.rewards.overlong import length_penalty
 from dapo_runner.rewards.rule import answer_rule, last_boxed, normalise
-from dapo_runner.rewards.scoring import load_reward, make_scorer
-from dapo_runner.types import Verdict
+from dapo_runner.rewards.scoring import load_reward, make_scorer, never_right
+from dapo_runner.types import Prompt, Verdict
 
 
 @pytest.mark.parametrize(
@@ -264,6 +264,24 @@ def test_number_rules_look_at_the_end_only(rule: Callable[[str, str], Verdict]) 
 )
 def test_canonical_number(raw: str, expected: str) -> None:
     assert canonical_number(raw) == expected
+
+
+def test_ground_truths_that_a_rule_cannot_find_right_are_counted() -> None:
+    answers = ["5", r"\frac{1}{2}", "1,234", "-3", "x + 1", "3.5", "line\nbreak"]
+    prompts = [make_prompt(str(i), answer=answer) for i, answer in enumerate(answers)]
+
+    def said(kind: str, chosen: list[Prompt] = prompts) -> str | None:
+        return never_right(make_config(reward={"kind": kind}).reward, chosen)
+
+    assert said("integer") == (
+        "reward.kind=integer: 4 of 7 training problems can never be right: the rule cannot read their ground "
+        r"truth, e.g. '\\frac{1}{2}', 'x + 1', '3.5'"
+    )
+    assert "3 of 7" in (said("gsm8k") or "")
+    assert "1 of 7" in (said("dapo") or "")
+    for kind in ("math", "json:loads"):  # not asked: a worker's time; another's code
+        assert said(kind) is None
+    assert said("integer", [prompts[0], prompts[2]]) is None
 
 
 def test_length_penalty_is_equation_13() -> None:
