@@ -1,9 +1,15 @@
 """Evaluation on held-out problems: avg@k, cons@k and pass@k of k samples per problem.
 
     avg@k    the mean correctness of all samples: the paper's avg@32
-    cons@k   correctness of the majority vote; samples without an answer do not vote
+    cons@k   correctness of the majority vote; samples without an answer do not vote, and one answer written in several
+             ways is one answer
     pass@j   the chance that at least one of j samples is right, estimated without bias from the k drawn:
              1 − C(k−c, j)/C(k, j) with c right (arXiv 2107.03374, Eq. 1)
+
+Which votes are for one answer is the reward rule's to say. Those it finds right are. Wrong ones are when what it
+extracted is the same text, or, under the `math` rule, the same mathematics: equality by calculation need not be
+transitive, so answers are taken by their votes, then by their first sample, and each is one answer with the first
+before it that it equals. No comparison is made whose outcome could not change the figure.
 
 Ties of the vote share: between two answers, one of them right, the problem counts ½, which is what breaking
 the tie by lot gives on average.
@@ -14,37 +20,53 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import comb
+from typing import NamedTuple
 
 from dapo_runner.config import Config
-from dapo_runner.rewards.scoring import ScoreGroup
+from dapo_runner.rewards.scoring import SameAnswer, ScoreGroup, load_same_answer
 from dapo_runner.types import GenerateFunction, Group, Prompt, SamplingParams
 
+MAX_COMPARISONS = 200  # of the answers to one problem; what they leave open counts as different answers
 
-@dataclass(frozen=True, slots=True)
+
+class Consensus(NamedTuple):
+    """cons@k, and how many comparisons of two answers failed or ran into their deadline."""
+
+    correct: float
+    unsettled: int
+
+
+@dataclass(frozen=True)
 class Evaluation:
-    """``groups`` holds every scored sample, for whoever wants to read them; ``metrics`` what is logged."""
+    """``groups`` holds every scored sample, for whoever wants to read them; ``metrics`` what is logged. ``same`` tells
+    which answers are the same where the text extracted does not.
+    """
 
     groups: list[Group]
     k: int
+    same: SameAnswer | None = None
 
     @property
     def average(self) -> float:
         return mean_correct(self.groups)
 
-    @property
+    @cached_property
     def metrics(self) -> dict[str, float]:
         """avg@k, cons@k, pass@1, 2, 4 … k, and what the responses looked like: means, shares in [0, 1]."""
+        consensus = majority(self.groups, self.same)
         samples = [sample for group in self.groups for sample in group.samples]
         return {
             f"avg@{self.k}": self.average,
-            f"cons@{self.k}": majority_correct(self.groups),
+            f"cons@{self.k}": consensus.correct,
             **{f"pass@{j}": pass_at(self.groups, j) for j in _powers_of_two(self.k)},
             "length": sum(sample.completion.length for sample in samples) / len(samples),
             "truncated": sum(sample.completion.truncated for sample in samples) / len(samples),
-            "no_answer": sum(_vote(sample.verdict.extracted, sample.correct) is None for sample in samples)
+            "no_answer": sum(not sample.correct and sample.verdict.extracted is None for sample in samples)
             / len(samples),
             "problems": float(len(self.groups)),
+            **({} if self.same is None else {"unsettled_votes": float(consensus.unsettled)}),
         }
 
 
@@ -68,7 +90,7 @@ def evaluate(generate: GenerateFunction, prompts: Sequence[Prompt], score: Score
     )
     completions = generate(prompts, sampling)
     groups = [score(prompt, samples) for prompt, samples in zip(prompts, completions, strict=True)]
-    return Evaluation(groups, settings.k)
+    return Evaluation(groups, settings.k, load_same_answer(config.reward))
 
 
 def mean_correct(groups: Sequence[Group]) -> float:
@@ -76,9 +98,10 @@ def mean_correct(groups: Sequence[Group]) -> float:
     return sum(group.n_correct / len(group.samples) for group in groups) / len(groups)
 
 
-def majority_correct(groups: Sequence[Group]) -> float:
+def majority(groups: Sequence[Group], same: SameAnswer | None = None) -> Consensus:
     """cons@k."""
-    return sum(_majority(group) for group in groups) / len(groups)
+    votes = [_majority(group, same) for group in groups]
+    return Consensus(sum(vote.correct for vote in votes) / len(groups), sum(vote.unsettled for vote in votes))
 
 
 def pass_at(groups: Sequence[Group], j: int) -> float:
@@ -93,25 +116,30 @@ def pass_estimate(n: int, correct: int, j: int) -> float:
     return 1.0 - comb(n - correct, j) / comb(n, j)
 
 
-def _majority(group: Group) -> float:
-    votes: Counter[str] = Counter()
-    right: set[str] = set()
+def _majority(group: Group, same: SameAnswer | None) -> Consensus:
+    texts: dict[str, str] = {}  # of each wrong answer, a response that gave it
+    count: Counter[str] = Counter()
     for sample in group.samples:
-        vote = _vote(sample.verdict.extracted, sample.correct)
-        if vote is not None:
-            votes[vote] += 1
-            if sample.correct:
-                right.add(vote)
-    if not votes:
-        return 0.0
-    most = max(votes.values())
-    winners = [vote for vote, count in votes.items() if count == most]
-    return sum(vote in right for vote in winners) / len(winners)
-
-
-def _vote(extracted: str | None, correct: bool) -> str | None:
-    """A reward function that extracts nothing still tells right from wrong: its right samples vote as one."""
-    return "\0right" if extracted is None and correct else extracted
+        answer = sample.verdict.extracted
+        if answer is not None and not sample.correct:
+            count[answer] += 1
+            texts.setdefault(answer, sample.completion.text)
+    right, undecided = group.n_correct, count.most_common()  # answers of equal votes stay in the order of the samples
+    rivals = made = unsettled = 0  # rivals: wrong answers with as many votes as the right one
+    while undecided and sum(votes for _, votes in undecided) >= right:
+        (first, votes), *undecided = undecided
+        if same is not None and undecided and votes <= right and not unsettled and made < MAX_COMPARISONS:
+            others = undecided[: MAX_COMPARISONS - made]
+            verdicts = same(texts[first], [texts[answer] for answer, _ in others])
+            made += len(others)
+            unsettled += verdicts.count(None)
+            joined = {answer for (answer, _), verdict in zip(others, verdicts, strict=True) if verdict}
+            votes += sum(count[answer] for answer in joined)
+            undecided = [item for item in undecided if item[0] not in joined]
+        if votes > right:
+            return Consensus(0.0, unsettled)
+        rivals += votes == right
+    return Consensus(1 / (1 + rivals) if right else 0.0, unsettled)
 
 
 def _powers_of_two(k: int) -> list[int]:

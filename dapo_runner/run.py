@@ -17,13 +17,14 @@ from dapo_runner.checkpoint import Checkpoint, checkpoint_to_resume, load_checkp
 from dapo_runner.config import Config, ConfigError, cautions, dump_config, parse_config
 from dapo_runner.evaluate import evaluate
 from dapo_runner.policy.model import load_model, load_policy, load_reference, load_tokenizer, resolve_device
+from dapo_runner.preflight.algorithm import algorithm
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.records.metrics import METRICS_FILE, batch_metrics, prefixed, sampling_metrics
 from dapo_runner.records.postmortem import save_batch
 from dapo_runner.records.progress import Progress
 from dapo_runner.records.run_log import CHECKPOINTS, RunLog
 from dapo_runner.records.trackers import open_trackers
-from dapo_runner.rewards.scoring import ScoreGroup, make_scorer
+from dapo_runner.rewards.scoring import ScoreGroup, make_scorer, never_right
 from dapo_runner.rollout.engine import RolloutEngine
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.probe import SyncProbe
@@ -113,14 +114,14 @@ class Run:
     ) -> None:
         with self.timed("log"):
             figures = (
-                sampling_metrics(sampled.stats)
+                sampling_metrics(sampled.stats, self.config.sampler.filter_on)
                 | batch_metrics(sampled.groups)
                 | prefixed("train", trained)
                 | prefixed("sync", in_sync)
             )
             news = self.log.step(step, figures, sampled.groups, sequences)
             self.progress.step(step, figures, self.clock.so_far())
-            for note in (news, sampled.shortfall):
+            for note in (news, sampled.shortfall, sampled.caution):
                 if note is not None:
                     self.progress.note(note)
 
@@ -139,9 +140,9 @@ class Run:
             return
         with self.timed("evaluate"):
             unshaped = make_scorer(self.config, shaped=False)
-            result = evaluate(self.engine.generate, self.dataset.heldout, unshaped, self.config)
-        self.log.evaluation(step, prefixed("eval", result.metrics))
-        self.progress.evaluation(step, result.metrics)
+            figures = evaluate(self.engine.generate, self.dataset.heldout, unshaped, self.config).metrics
+        self.log.evaluation(step, prefixed("eval", figures))
+        self.progress.evaluation(step, figures)
 
 
 def rollout_sampling(config: Config, round_number: int) -> SamplingParams:
@@ -170,11 +171,14 @@ def open_run(config: Config, progress: Progress) -> Run:
         torch.set_num_threads(config.run.threads)
     check_same_run(config, folder)
     _make_folder(folder, config)
+    for part, choice in algorithm(config).items():
+        progress.note(f"{part}: {choice}")
     checkpoint = checkpoint_to_resume(folder / CHECKPOINTS)
     source = checkpoint.model if checkpoint else initial_model(config, folder, progress)
     dataset = load_data(config, load_tokenizer(source, config.model))
-    for note in (f"data: {dataset.report.describe()}", *cautions(config)):
-        progress.note(note)
+    for note in (f"data: {dataset.report.describe()}", *cautions(config), never_right(config.reward, dataset.train)):
+        if note is not None:
+            progress.note(note)
     clock = StepClock(device, progress.phase)
     learner = open_learner(config, folder, checkpoint, device, progress, clock)
     cursor = PromptCursor(dataset.train, config.run.seed, dataset.heldout)

@@ -75,7 +75,7 @@ GenerateFunction = Callable[[SequenceOf[Prompt], SamplingParams], list[list[Comp
 class Verdict:
     """What a reward function says of one completion."""
 
-    correct: bool  # the only thing that dynamic sampling and evaluation go by
+    correct: bool  # what evaluation goes by, and dynamic sampling unless filter_on is reward
     extracted: str | None = None  # the answer found, normalised; None when none was found
     rule: str = ""  # e.g. "answer-line", "boxed", "none"
     value: float | None = None  # a reward of the function's own; None means the configured correct/wrong values
@@ -127,6 +127,11 @@ class Group:
     def is_mixed(self) -> bool:
         """0 < number correct < G: the constraint of Eq. 11 of the DAPO paper."""
         return 0 < self.n_correct < len(self.samples)
+
+    @property
+    def is_graded(self) -> bool:
+        """Some samples earned more than others, whatever their lengths."""
+        return len({sample.base_reward for sample in self.samples}) > 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

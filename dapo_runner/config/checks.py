@@ -36,6 +36,8 @@ def mismatches(config: Config) -> Iterator[str]:
             "log-probs holds the correction already"
         )
     yield from _correction_without_use(config)
+    if config.sampler.filter_on == "reward" and not config.sampler.filter_groups:
+        yield "sampler.filter_on: expected sampler.filter_groups=true beside it, without which nothing is filtered"
     longest = config.rollout.max_prompt_tokens + limit - 1
     if config.optimizer.token_budget < longest:
         yield (
@@ -82,4 +84,10 @@ def cautions(config: Config) -> Iterator[str]:
         yield (
             f"rollout.top_p={config.rollout.top_p:g}: responses come from the nucleus, the update takes them for the "
             "policy's own: the ratio is biased"
+        )
+    sampler, own = config.sampler, ":" in config.reward.kind
+    if own and sampler.filter_groups and "filter_on" not in sampler.model_fields_set:
+        yield (
+            f"reward.kind={config.reward.kind}: groups are kept by what it calls correct, so that of a graded reward "
+            "those all right or all wrong are lost: sampler.filter_on=reward keeps them (=correctness: this is meant)"
         )

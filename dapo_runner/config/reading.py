@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_args
@@ -19,6 +20,34 @@ class ConfigError(ValueError):
     """A configuration that cannot run. The message has one line per problem, each naming its key."""
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML without what version 1.1, PyYAML's, makes of words that people write for settings: there `off` is False,
+    12:30 the number 750, 007 is 7 and 2026-11-21 a date. Here they stay text, which a setting that wants a number or
+    a switch still takes for one.
+    """
+
+
+# Each a part of what version 1.1 takes, so that whatever a configuration is dumped as is read back as the same.
+_SWITCH = re.compile(r"(?:true|True|TRUE|false|False|FALSE)$")
+_INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$")
+_NUMBER = re.compile(
+    r"(?:[-+]?[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+][0-9]+)?$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$"
+)
+_KEPT = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag in _KEPT]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", _SWITCH, list("tTfF"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INTEGER, list("-+0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
+
+
+def read_yaml(text: str) -> Any:
+    """The values of a YAML text. Raises yaml.YAMLError."""
+    return yaml.load(text, _Loader)  # a safe loader
+
+
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     """Read a YAML file and lay ``key=value`` overrides over it.
 
@@ -28,7 +57,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     if not path.is_file():
         raise ConfigError(f"{path}: expected a YAML file, found {'a folder' if path.is_dir() else 'nothing there'}")
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        raw = read_yaml(path.read_text(encoding="utf-8")) or {}
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(raw, dict):
@@ -55,7 +84,8 @@ def dump_config(config: Config) -> str:
 def apply_overrides(raw: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """Lay `section.key=value` (or `--section.key=value`, or `--section.key value`) over nested dicts.
 
-    Values are read as YAML: `true`, `null`, `[1, 2]` mean what they mean in the file.
+    Values are read as YAML: `true`, `null`, `[1, 2]` mean what they mean in the file. `off` and `no` are text, which
+    a switch takes as well; so is `3e-4`, which every number may be written as.
     """
     merged = copy.deepcopy(raw)
     items = iter(overrides)
@@ -69,7 +99,7 @@ def apply_overrides(raw: dict[str, Any], overrides: Iterable[str]) -> dict[str, 
         if not equals or not key:
             raise ConfigError(f"{item!r}: expected key=value, e.g. optimizer.lr=1e-5")
         try:
-            value = yaml.safe_load(text)
+            value = read_yaml(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"{key}: {text!r} is not a YAML value: {error}") from error
         _set_nested(merged, key, value)

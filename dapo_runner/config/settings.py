@@ -9,10 +9,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+
+def _whole(value: Any) -> Any:
+    """`1e4`, which is text to YAML, as the whole number that it is."""
+    if not isinstance(value, str) or "e" not in value.lower():
+        return value
+    try:
+        number = float(value)
+    except ValueError:
+        return value
+    return int(number) if number.is_integer() else value
+
+
+Int = Annotated[int, BeforeValidator(_whole)]
+PositiveInt = Annotated[Int, Field(gt=0)]
+NonNegativeInt = Annotated[Int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -20,7 +33,12 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 class Section(BaseModel):
     model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True, validate_default=True
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,
+        validate_default=True,
+        ser_json_inf_nan="constants",  # loss.overrides.clip_high=.inf comes back as it went
     )
 
 
@@ -96,9 +114,9 @@ class ArithmeticConfig(Section):
     """Generated problems `a ? b`. The split is by problem, so the held-out ones never occur in training."""
 
     operators: list[Literal["+", "-", "*"]] = Field(default=["+"], min_length=1)
-    operands: Annotated[int, Field(ge=2, le=8)] = 2
+    operands: Annotated[Int, Field(ge=2, le=8)] = 2
     min_digits: PositiveInt = 1
-    max_digits: Annotated[int, Field(gt=0, le=9)] = 2
+    max_digits: Annotated[Int, Field(gt=0, le=9)] = 2
     train_size: PositiveInt = 4096
     eval_size: PositiveInt = 256
     seed: NonNegativeInt = 0  # of the problems and the split; apart from run.seed so that runs can share one task
@@ -122,7 +140,7 @@ class DataConfig(Section):
     eval_path: Path | None = None
     eval_format: Literal["auto", "dapo", "gsm8k"] = "auto"
     eval_size: NonNegativeInt = 256  # held-out problems: the first of eval_path, else cut from the training file
-    limit: PositiveInt | None = None  # read only so many training problems
+    limit: PositiveInt | None = None  # only the first so many problems of path, repeated rows not counted
     arithmetic: ArithmeticConfig = ArithmeticConfig()
 
     @model_validator(mode="after")
@@ -175,7 +193,7 @@ class RolloutConfig(Section):
     vllm: VLLMConfig = VLLMConfig()
     probe: ProbeConfig = ProbeConfig()
     correction: CorrectionConfig = CorrectionConfig()
-    group_size: Annotated[int, Field(ge=2)] = 16
+    group_size: Annotated[Int, Field(ge=2)] = 16
     temperature: PositiveFloat = 1.0
     top_p: Share = 1.0  # below 1 the rollout distribution is not the policy's and the ratio is biased
     max_prompt_tokens: PositiveInt = 2048
@@ -186,6 +204,8 @@ class RolloutConfig(Section):
 class SamplerConfig(Section):
     prompts_per_step: PositiveInt = 512
     filter_groups: bool = True  # dynamic sampling; False trains on every group
+    # What keeps a group: samples right and wrong, or rewards that vary (before the length term), for graded ones.
+    filter_on: Literal["correctness", "reward"] = "correctness"
     initial_acceptance: Share = 1 / 3  # share of groups expected to be mixed before any were seen (paper: 1536 for 512)
     max_rounds: PositiveInt = 10  # generation rounds per step
     on_exhausted: Literal["train_partial", "error"] = "error"
@@ -229,6 +249,23 @@ class LossConfig(Section):
     reference: str | None = None  # kl_coef ≠ 0: the model the penalty refers to; None: the one training starts from
     old_logprobs: Literal["learner", "rollout"] = "learner"  # whose log-probs are the ratio's denominator
     chunk_bytes: PositiveInt | None = None
+
+    @field_validator("overrides", mode="after")
+    @classmethod
+    def _plain_values(cls, overrides: dict[str, Any]) -> dict[str, Any]:
+        return {name: _plain(value) for name, value in overrides.items()}
+
+
+def _plain(value: Any) -> Any:
+    """What a field of an objective may be given as text: `3e-4`, alone or in a list, and `yes`."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_plain(item) for item in value)
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return {"yes": True, "on": True, "no": False, "off": False}.get(value.lower(), value)
 
 
 class OptimizerConfig(Section):

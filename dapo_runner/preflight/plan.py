@@ -11,6 +11,7 @@ import torch
 
 from dapo_kernels.engine.chunks import DEFAULT_CHUNK_BYTES, DEFAULT_DEVICE_CHUNK_BYTES
 from dapo_runner.config import Config, LoraConfig, ModelConfig, TinyModelConfig, cautions
+from dapo_runner.preflight.algorithm import algorithm
 from dapo_runner.update.learner import resolve_objective
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -83,8 +84,8 @@ def make_plan(config: Config) -> dict[str, str]:
         "micro-batch": f"{config.optimizer.token_budget} positions per GPU"
         if config.parallel.gpus > 1
         else f"{config.optimizer.token_budget} positions",
-        "objective": _objective(config),
-        "reward": f"{reward.kind}, {reward.correct:+g} / {reward.wrong:+g}{_overlong(config)}",
+        **algorithm(config),
+        "reward": f"{reward.kind}, {reward.correct:+g} / {reward.wrong:+g}",
         "evaluation": f"avg@{config.evaluation.k} on {_eval_size(config)} problems {_how_often(config)}",
         **_memory(config),
     }
@@ -210,9 +211,9 @@ def _gpus(config: Config) -> str:
 
 def _sampling(config: Config) -> str:
     if not config.sampler.filter_groups:
-        return "every group is trained on"
+        return "one round"
     asked = math.ceil(config.sampler.prompts_per_step / config.sampler.initial_acceptance)
-    return f"groups neither all right nor all wrong, at first from {asked} prompts, {config.sampler.max_rounds} rounds"
+    return f"at first from {asked} prompts, {config.sampler.max_rounds} rounds"
 
 
 def _tiny_shape(tiny: TinyModelConfig) -> ModelShape:
@@ -225,17 +226,6 @@ def _tiny_shape(tiny: TinyModelConfig) -> ModelShape:
         key_value=tiny.hidden_size,
         tied=True,
     )
-
-
-def _objective(config: Config) -> str:
-    changes = ", ".join(f"{key}={value}" for key, value in config.loss.overrides.items())
-    return config.loss.objective + (f" with {changes}" if changes else "")
-
-
-def _overlong(config: Config) -> str:
-    overlong = config.reward.overlong
-    soft = f", soft punishment over the last {overlong.cache_length} of {config.overlong_max_length} tokens"
-    return (soft if overlong.soft_punishment else "") + (", truncated samples filtered" if overlong.filter else "")
 
 
 def _eval_size(config: Config) -> int:

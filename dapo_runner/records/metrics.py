@@ -105,8 +105,10 @@ def prefixed(area: str, values: Mapping[str, float]) -> dict[str, float]:
     return {f"{area}/{key}": value for key, value in values.items()}
 
 
-def sampling_metrics(stats: SamplingStats) -> dict[str, float]:
-    """All that a step generated, kept or not; shares in [0, 1]. Counts only when nothing was generated."""
+def sampling_metrics(stats: SamplingStats, filter_on: str = "correctness") -> dict[str, float]:
+    """All that a step generated, kept or not; shares in [0, 1]. Counts only when nothing was generated. ``graded``,
+    where groups are kept for it: all right or all wrong, with rewards that vary.
+    """
     counts = {
         "rounds": stats.rounds,
         "groups": stats.groups,
@@ -119,6 +121,7 @@ def sampling_metrics(stats: SamplingStats) -> dict[str, float]:
         "all_right": stats.all_right / stats.groups,
         "all_wrong": stats.all_wrong / stats.groups,
         "mixed": stats.mixed / stats.groups,
+        **({"graded": stats.graded / stats.groups} if filter_on == "reward" else {}),
         "accuracy": stats.correct / stats.samples,
         "reward": stats.reward / stats.samples,
         "length": stats.tokens / stats.samples,

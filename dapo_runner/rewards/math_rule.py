@@ -25,7 +25,6 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import repeat
 from multiprocessing import Pipe
 from pathlib import Path
 from queue import LifoQueue
@@ -62,19 +61,29 @@ class MathJudge:
 
     def __call__(self, texts: Sequence[str], answer: str) -> list[Verdict]:
         """A verdict for each text, in order. Raises RuntimeError when workers cannot be started."""
+        return self._ask([{"text": text[-WINDOW:], "answer": answer} for text in texts])
+
+    def same(self, text: str, others: Sequence[str]) -> list[bool | None]:
+        """Whether each of the ``others`` gives the answer of ``text``; None where the deadline struck, or comparing
+        failed. Raises RuntimeError when workers cannot be started.
+        """
+        verdicts = self._ask([{"text": other[-WINDOW:], "other": text[-WINDOW:]} for other in others])
+        return [verdict.correct if verdict.rule == "math-verify" else None for verdict in verdicts]
+
+    def _ask(self, requests: Sequence[dict[str, str]]) -> list[Verdict]:
         with self._lock, ThreadPoolExecutor(len(self._workers)) as threads:
             try:
-                return list(threads.map(self._judge, texts, repeat(answer)))
+                return list(threads.map(self._judge, requests))
             except BaseException:  # a second Ctrl-C: nobody waits for what is under way
                 threads.shutdown(wait=False, cancel_futures=True)
                 for worker in self._workers:
                     worker.kill()
                 raise
 
-    def _judge(self, text: str, answer: str) -> Verdict:
+    def _judge(self, request: dict[str, str]) -> Verdict:
         worker = self._free.get()
         try:
-            return worker.judge(text[-WINDOW:], answer, self.deadline)
+            return worker.judge(request, self.deadline)
         finally:
             self._free.put(worker)
 
@@ -85,14 +94,14 @@ class _Worker:
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
 
-    def judge(self, text: str, answer: str, deadline: float) -> Verdict:
+    def judge(self, request: dict[str, str], deadline: float) -> Verdict:
         if self.process is not None and self.process.poll() is not None:
             self.stop()  # it died while it had nothing to do, which says nothing about this text
         if self.process is None:
             self.start()
         rule = "crash"
         try:
-            self.ask({"text": text, "answer": answer, "deadline": deadline})
+            self.ask({**request, "deadline": deadline})
             if self.pipe.poll(deadline):
                 return Verdict(**json.loads(self.pipe.recv_bytes()))
             rule = "timeout"

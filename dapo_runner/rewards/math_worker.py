@@ -18,17 +18,22 @@ MEMORY = 4 * 2**30  # bytes of address space
 SHOWN = 200  # characters of an extracted answer that are passed on
 
 
-def judge(text: str, answer: str) -> dict[str, Any]:
-    """{"correct", "extracted", "rule"}; rule "none" without an answer in the text, "error" when judging failed."""
+def judge(text: str, answer: str | None = None, other: str | None = None) -> dict[str, Any]:
+    """{"correct", "extracted", "rule"}; rule "none" without an answer in the text, "error" when judging failed.
+
+    The text is held against the ground truth ``answer``, or against what another text, ``other``, answers.
+    """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
+    def read(text: str, *formats: Any) -> Any:
+        return parse(text, list(formats), parsing_timeout=None, raise_on_error=True)
+
+    latex, plain = LatexExtractionConfig(), ExprExtractionConfig()
     try:
-        gold = parse(rf"\boxed{{{answer}}}", [LatexExtractionConfig()], parsing_timeout=None, raise_on_error=True)
+        gold = read(rf"\boxed{{{answer}}}", latex) if other is None else read(other, latex, plain)
         if not gold:
             raise ValueError("no mathematics in the ground truth")
-        found = parse(
-            text, [LatexExtractionConfig(), ExprExtractionConfig()], parsing_timeout=None, raise_on_error=True
-        )
+        found = read(text, latex, plain)
         if not found:
             return {"correct": False, "extracted": None, "rule": "none"}
         correct = bool(verify(gold, found, timeout_seconds=None, raise_on_error=True))
@@ -60,7 +65,7 @@ def answer_one(pipe: Connection) -> None:
     request = json.loads(pipe.recv_bytes())
     # Nobody is left to kill this process when its parent was killed: the default action of the alarm does.
     signal.setitimer(signal.ITIMER_REAL, 2 * request["deadline"] + 1)
-    verdict = judge(request["text"], request["answer"])
+    verdict = judge(request["text"], request.get("answer"), request.get("other"))
     signal.setitimer(signal.ITIMER_REAL, 0)
     pipe.send_bytes(json.dumps(verdict).encode())
 

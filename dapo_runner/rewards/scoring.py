@@ -3,7 +3,7 @@
 A reward function is any `(prompt, completion) -> Verdict`; `math` alone judges all completions of a prompt at once,
 side by side. A plug-in is named in the configuration as
 `module:function`; it may set ``Verdict.value`` to a reward of its own, while dynamic sampling goes by
-``Verdict.correct`` alone.
+``Verdict.correct`` alone, unless `sampler.filter_on` is `reward`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,26 @@ from dapo_runner.rewards.overlong import length_penalty
 from dapo_runner.rewards.rule import answer_rule
 from dapo_runner.types import Completion, Group, Prompt, Sample, Verdict
 
-__all__ = ["GroupReward", "RewardFunction", "ScoreGroup", "load_group_reward", "load_reward", "make_scorer"]
+__all__ = [
+    "GroupReward",
+    "RewardFunction",
+    "SameAnswer",
+    "ScoreGroup",
+    "load_group_reward",
+    "load_reward",
+    "load_same_answer",
+    "make_scorer",
+    "never_right",
+]
 
 RewardFunction = Callable[[Prompt, Completion], Verdict]
 GroupReward = Callable[[Prompt, Sequence[Completion]], list[Verdict]]
 ScoreGroup = Callable[[Prompt, Iterable[Completion]], Group]
+SameAnswer = Callable[[str, Sequence[str]], list[bool | None]]
+"""Which of the other responses give the first one's answer; None where that could not be found out."""
+
+_RULES: dict[str, Callable[[str, str], Verdict]] = {"dapo": answer_rule, "gsm8k": gsm8k_rule, "integer": integer_rule}
+_IDEAL = {"dapo": "Answer: {}", "gsm8k": "#### {}", "integer": "{}"}  # the answer as each rule wants it written
 
 
 def load_reward(config: RewardConfig) -> RewardFunction:
@@ -35,13 +50,10 @@ def load_reward(config: RewardConfig) -> RewardFunction:
     if config.kind == "math":
         judge = math_judge(config.workers, config.deadline)
         return lambda prompt, completion: judge([completion.text], prompt.answer)[0]
-    rules: dict[str, Callable[[str, str], Verdict]] = {
-        "dapo": partial(answer_rule, boxed_fallback=config.boxed_fallback),
-        "gsm8k": gsm8k_rule,
-        "integer": integer_rule,
-    }
-    if config.kind in rules:
-        rule = rules[config.kind]
+    if config.kind in _RULES:
+        rule = _RULES[config.kind]
+        if config.kind == "dapo":
+            rule = partial(answer_rule, boxed_fallback=config.boxed_fallback)
         return lambda prompt, completion: rule(completion.text, prompt.answer)
     return _load_plugin(config.kind)
 
@@ -53,6 +65,11 @@ def load_group_reward(config: RewardConfig) -> GroupReward:
         return lambda prompt, completions: judge([completion.text for completion in completions], prompt.answer)
     reward = load_reward(config)
     return lambda prompt, completions: [reward(prompt, completion) for completion in completions]
+
+
+def load_same_answer(config: RewardConfig) -> SameAnswer | None:
+    """How wrong answers are told apart where the rule compares by calculation. None: by the text it extracted."""
+    return math_judge(config.workers, config.deadline).same if config.kind == "math" else None
 
 
 def _load_plugin(name: str) -> RewardFunction:
@@ -76,6 +93,21 @@ def _load_plugin(name: str) -> RewardFunction:
         return verdict
 
     return checked
+
+
+def never_right(config: RewardConfig, prompts: Sequence[Prompt]) -> str | None:
+    """A word on problems whose ground truth a rule by strings does not find right even where it is the answer."""
+    rule = _RULES.get(config.kind)
+    if rule is None:
+        return None
+    ideal = _IDEAL[config.kind]
+    lost = [prompt.answer for prompt in prompts if not rule(ideal.format(prompt.answer), prompt.answer).correct]
+    if not lost:
+        return None
+    return (
+        f"reward.kind={config.kind}: {len(lost)} of {len(prompts)} training problems can never be right: the rule "
+        f"cannot read their ground truth, e.g. {', '.join(map(repr, lost[:3]))}"
+    )
 
 
 def make_scorer(config: Config, *, shaped: bool = True) -> ScoreGroup:

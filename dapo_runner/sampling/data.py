@@ -99,7 +99,7 @@ def load_data(config: Config, tokenizer: Tokenizer) -> Dataset:
         report.rows = len(train) + len(heldout)
     else:
         assert data.path is not None  # the configuration saw to it
-        train = clean(read_problems(data.path, data.format, data.limit), data, report)
+        train = clean(read_problems(data.path, data.format), data, report, data.limit)
         if data.eval_path is not None:
             rows = clean(read_problems(data.eval_path, data.eval_format), data, report)
             heldout, report.beyond_limit = rows[: data.eval_size], max(0, len(rows) - data.eval_size)
@@ -131,9 +131,9 @@ def _cut_heldout(problems: list[Problem], size: int) -> list[Problem]:
     return random.Random("held-out").sample(problems, size if problems else 0)
 
 
-def read_problems(path: Path, format: str = "auto", limit: int | None = None) -> Iterator[Problem]:
+def read_problems(path: Path, format: str = "auto") -> Iterator[Problem]:
     """The rows of a file, in order. Raises ConfigError naming the file, the row and what was expected."""
-    for number, row in enumerate(islice(_read_rows(path), limit), start=1):
+    for number, row in enumerate(_read_rows(path), start=1):
         if format == "auto":
             format = _detect_format(path, row)
         try:
@@ -146,14 +146,15 @@ def read_problems(path: Path, format: str = "auto", limit: int | None = None) ->
         yield problem
 
 
-def clean(problems: Iterable[Problem], data: DataConfig, report: DataReport) -> list[Problem]:
+def clean(problems: Iterable[Problem], data: DataConfig, report: DataReport, limit: int | None = None) -> list[Problem]:
     """Drop repeated rows and settle conflicting ones, counting both.
 
     A prompt that occurs with several answers is dropped altogether (`on_conflict: drop`: nobody knows which
-    is right), keeps its first answer (`first`), or stops the run (`error`).
+    is right), keeps its first answer (`first`), or stops the run (`error`). No more is read once there are ``limit``
+    problems and a row holds another one: a conflict that only shows behind it stays unseen.
     """
     if not data.dedupe:
-        kept = list(problems)
+        kept = list(islice(problems, limit))
         report.rows += len(kept)
         return kept
     first: dict[str, Problem] = {}
@@ -161,6 +162,10 @@ def clean(problems: Iterable[Problem], data: DataConfig, report: DataReport) -> 
     conflicts: set[str] = set()
     for problem in problems:
         key = problem.key
+        if limit is not None and key not in first:
+            dropped_so_far = len(conflicts) if data.on_conflict == "drop" else 0
+            if len(first) - dropped_so_far == limit:
+                break
         known = first.setdefault(key, problem)
         rows[key] = rows.get(key, 0) + 1
         if known.answer != problem.answer:

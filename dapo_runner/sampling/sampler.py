@@ -1,8 +1,9 @@
 """Dynamic sampling (DAPO, Section 3.2, Eq. 11): ask until the batch is full of groups that teach something.
 
 A group is kept when some but not all of its samples are right, judged on correctness and never on the shaped
-reward. Groups are accepted in the order of their prompts, whatever order they were finished in: taking the
-quick ones first would favour short responses. What is left over opens the next step.
+reward; with `filter_on: reward`, when the rewards of its samples vary before the length term is added. Groups are
+accepted in the order of their prompts, whatever order they were finished in: taking the quick ones first would favour
+short responses. What is left over opens the next step.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class SamplingStats:
     all_right: int = 0
     all_wrong: int = 0
     mixed: int = 0
+    graded: int = 0  # all right or all wrong, and yet their rewards vary
     carried_in: int = 0  # groups left over from earlier steps
     carried_out: int = 0
     samples: int = 0
@@ -53,6 +55,7 @@ class SamplingStats:
             self.all_right += group.all_right
             self.all_wrong += group.all_wrong
             self.mixed += group.is_mixed
+            self.graded += group.is_graded and not group.is_mixed
             self.samples += len(group.samples)
             self.correct += group.n_correct
             self.truncated += group.n_truncated
@@ -62,11 +65,14 @@ class SamplingStats:
 
 @dataclass(frozen=True, slots=True)
 class SampledStep:
-    """With `on_exhausted: train_partial`, ``groups`` may be short; ``shortfall`` then says why."""
+    """With `on_exhausted: train_partial`, ``groups`` may be short; ``shortfall`` then says why. ``caution`` tells,
+    once, of groups that another filter would have kept.
+    """
 
     groups: list[Group]
     stats: SamplingStats
     shortfall: str | None = None
+    caution: str | None = None
 
 
 class DynamicSampler:
@@ -85,6 +91,7 @@ class DynamicSampler:
         self.rounds_so_far = 0
         self.buffer: list[Group] = []
         self._accepted = self._tried = 0.0  # groups, with fading memory
+        self._cautioned = False
 
     @property
     def acceptance(self) -> float:
@@ -105,7 +112,7 @@ class DynamicSampler:
             self.rounds_so_far += 1
             stats.rounds += 1
             stats.count(groups)
-            kept = [group for group in groups if group.is_mixed or not self.config.filter_groups]
+            kept = [group for group in groups if self._keeps(group)]
             self.buffer += kept
             self._accepted = MEMORY * self._accepted + len(kept)
             self._tried = MEMORY * self._tried + len(groups)
@@ -118,7 +125,24 @@ class DynamicSampler:
             )
         step, self.buffer = self.buffer[:wanted], self.buffer[wanted:]
         stats.carried_out = len(self.buffer)
-        return SampledStep(step, stats, shortfall)
+        return SampledStep(step, stats, shortfall, self._caution(stats))
+
+    def _keeps(self, group: Group) -> bool:
+        if not self.config.filter_groups:
+            return True
+        return group.is_graded if self.config.filter_on == "reward" else group.is_mixed
+
+    def _loses_graded(self, stats: SamplingStats) -> bool:
+        return bool(stats.graded) and self.config.filter_groups and self.config.filter_on == "correctness"
+
+    def _caution(self, stats: SamplingStats) -> str | None:
+        if self._cautioned or not self._loses_graded(stats):
+            return None
+        self._cautioned = True
+        return (
+            f"dynamic sampling turned away {stats.graded} of {stats.groups} groups whose rewards vary, because all of "
+            "their samples are right, or all wrong: sampler.filter_on=reward keeps them"
+        )
 
     def _round_size(self, missing: int) -> int:
         """As many prompts as are expected to give the missing groups, within what a first round asks for."""
@@ -128,12 +152,19 @@ class DynamicSampler:
         return min(math.ceil(missing / self.acceptance), ceiling)
 
     def _explain(self, stats: SamplingStats) -> str:
+        by_reward = self.config.filter_groups and self.config.filter_on == "reward"
+        graded = f" ({stats.graded} of these with rewards that vary)" if by_reward else ""
         return (
             f"dynamic sampling: {len(self.buffer)} of {self.config.prompts_per_step} groups after "
             f"{stats.rounds} rounds of at most {self.config.max_rounds}: of {stats.groups} groups generated, "
-            f"{stats.all_right} were all right, {stats.all_wrong} all wrong, {stats.mixed} mixed; "
-            f"{stats.truncated} of {stats.samples} samples were truncated. {_advice(stats, len(self.cursor.prompts))}"
+            f"{stats.all_right} were all right, {stats.all_wrong} all wrong{graded}, {stats.mixed} mixed; "
+            f"{stats.truncated} of {stats.samples} samples were truncated. {self._advice(stats)}"
         )
+
+    def _advice(self, stats: SamplingStats) -> str:
+        if self._loses_graded(stats):
+            return f"In {stats.graded} that are not mixed the rewards vary: sampler.filter_on=reward keeps them."
+        return _advice(stats, len(self.cursor.prompts))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and tensors: the cursor, the acceptance rate and the groups carried over."""

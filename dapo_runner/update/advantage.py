@@ -2,11 +2,11 @@
 
 With R the reward, G the samples of one prompt and N the samples of the whole step:
 
-    group_std        (R − mean_G) / (std_G + eps)     GRPO, DAPO Eq. 9 (arXiv 2503.14476)
-    group_mean       R − mean_G                       Dr.GRPO (arXiv 2503.20783)
-    batch_std        (R − mean_G) / (std_N + eps)     LitePPO (arXiv 2508.08221)
-    batch_whitened   (R − mean_N) / (std_N + eps)     REINFORCE++ (arXiv 2501.03262), over samples, not tokens
-    leave_one_out    R − mean of the others in G      RLOO (arXiv 2402.14740)
+    group_std        (R − mean_G) / (std_G + eps)
+    group_mean       R − mean_G
+    batch_std        (R − mean_G) / (std_N + eps)
+    batch_whitened   (R − mean_N) / (std_N + eps)     over samples, not tokens
+    leave_one_out    R − mean of the others in G
 
 Standard deviations are unbiased. Samples that overlong filtering took out of the loss still count in every mean and
 standard deviation. A step may have been split or packed in any way: the formulas see whole groups and the whole step.
@@ -31,6 +31,7 @@ class Advantage:
 
     baseline: Literal["group", "batch", "others"]
     scale: Literal["group", "batch"] | None = None
+    paper: str = ""
 
     def __call__(self, rewards: Tensor, batch: Tensor, eps: float) -> Tensor:
         """Advantages [G] of one group's ``rewards`` [G]; ``batch`` [N] holds those of every group. float64."""
@@ -43,13 +44,22 @@ class Advantage:
             return centred
         return centred / ((rewards if self.scale == "group" else batch).std(correction=1) + eps)
 
+    def formula(self, eps: float) -> str:
+        """In words, for a plan."""
+        mean = {"group": "mean of its group", "batch": "mean of the step", "others": "mean of the others in its group"}
+        if self.scale is None:
+            return f"R − {mean[self.baseline]}"
+        return (
+            f"(R − {mean[self.baseline]}) / (std of {'its group' if self.scale == 'group' else 'the step'} + {eps:g})"
+        )
+
 
 ADVANTAGES: dict[str, Advantage] = {
-    "group_std": Advantage("group", "group"),
-    "group_mean": Advantage("group"),
-    "batch_std": Advantage("group", "batch"),
-    "batch_whitened": Advantage("batch", "batch"),
-    "leave_one_out": Advantage("others"),
+    "group_std": Advantage("group", "group", paper="GRPO, DAPO eq. 9, arXiv 2503.14476"),
+    "group_mean": Advantage("group", paper="Dr.GRPO, arXiv 2503.20783"),
+    "batch_std": Advantage("group", "batch", paper="LitePPO, arXiv 2508.08221"),
+    "batch_whitened": Advantage("batch", "batch", paper="REINFORCE++, arXiv 2501.03262"),
+    "leave_one_out": Advantage("others", paper="RLOO, arXiv 2402.14740"),
 }
 
 

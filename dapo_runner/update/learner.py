@@ -291,9 +291,8 @@ def resolve_objective(config: Config) -> Objective:
     trained here.
     """
     loss = config.loss
-    overrides = {name: _number(value) for name, value in loss.overrides.items()}
     try:
-        objective = objectives.resolve_objective("loss", loss.objective, overrides)
+        objective = objectives.resolve_objective("loss", loss.objective, loss.overrides)
     except (TypeError, ValueError) as error:
         raise ConfigError(str(error)) from error
     if objective.aggregate == "seq-mean-token-sum-norm" and objective.length_norm is None:
@@ -304,14 +303,6 @@ def resolve_objective(config: Config) -> Objective:
             "loss.overrides.kl_coef, or leave the reference out"
         )
     return objective
-
-
-def _number(value: Any) -> Any:
-    """YAML reads ``3e-4``, without a point, as text."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
 
 
 def step_figures(minis: Iterable[MiniBatch], updates: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -28,6 +28,9 @@ def test_train_ends_with_a_table_and_the_picture(tmp_path: Path, capsys: pytest.
     recipe = write_recipe(tmp_path, steps=2)
     assert main(["train", str(recipe), "run.name=again", "optimizer.lr=1e-4"]) == 0
     out = capsys.readouterr().out
+    first_lines = out.partition("step 1/2")[0]
+    for part in ("objective: dapo (", "KL: none", "advantage: group_std: (R", "filter: keeps", "length shaping: soft"):
+        assert part in first_lines
     assert "before (step 0)" in out
     assert "after (step 2)" in out
     assert "avg@2" in out

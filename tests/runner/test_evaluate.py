@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 import pytest
 from builders import make_completion, make_config, make_prompt, make_sample
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_runner.evaluate import Evaluation, evaluate, majority_correct, mean_correct, pass_at, pass_estimate
+from dapo_runner.evaluate import (
+    MAX_COMPARISONS,
+    Evaluation,
+    evaluate,
+    majority,
+    mean_correct,
+    pass_at,
+    pass_estimate,
+)
+from dapo_runner.rewards import math_rule
+from dapo_runner.rewards.math_rule import math_judge
 from dapo_runner.rewards.scoring import make_scorer
 from dapo_runner.types import Completion, Group, Prompt, SamplingParams
 
@@ -36,12 +48,105 @@ def group_of(answers: str, truth: str = "a") -> Group:
     ],
 )
 def test_majority(answers: str, expected: float) -> None:
-    assert majority_correct([group_of(answers)]) == pytest.approx(expected)
+    assert majority([group_of(answers)]).correct == pytest.approx(expected)
+
+
+def evaluate_answers(answers: Sequence[str], truth: str, kind: str) -> Evaluation:
+    """The samples of one problem, scored by one of the rules."""
+    config = make_config(evaluation={"k": len(answers)}, reward={"kind": kind, "deadline": 60.0})
+    completions = [make_completion(text=f"It is so.\nAnswer: {answer}") for answer in answers]
+    return evaluate(
+        lambda prompts, sampling: [completions], [make_prompt(answer=truth)], make_scorer(config, shaped=False), config
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "answers", "truth", "expected"),
+    [
+        ("math", ["1/2", "3", "50*(1/100)", "3", "1/2"], "0.5", 1.0),
+        ("math", ["1/2", "3", "50*(1/100)", "4", "4", "3"], "0.5", 1 / 3),
+        ("math", ["1/2", "1/3", "50*(1/150)", "0.5", r"$\frac{2}{6}$"], "0.5", 0.0),
+        ("math", ["1/2", "1/3", "50*(1/150)", "0.5"], "0.5", 0.5),
+        ("math", ["$x^2+2x+1$", "$(x+1)^2$", "$y$", "$x+1$"], "y", 0.0),
+        ("math", ["1/3", "2/6"], "0.5", 0.0),
+        ("dapo", ["1,200", "$1200$", "7", "7", "x = 1200"], "1200", 1.0),
+        ("gsm8k", ["1,200", "$1200", "7", "7", "1200.0"], "1200", 1.0),
+        ("integer", ["7", "−3", "- 3", "7", "-3"], "7", 0.0),
+    ],
+)
+def test_one_answer_written_differently_is_one_vote(kind: str, answers: list[str], truth: str, expected: float) -> None:
+    assert evaluate_answers(answers, truth, kind).metrics[f"cons@{len(answers)}"] == pytest.approx(expected)
+
+
+class Comparisons:
+    """Answers are the same when they begin with the same letter; ``!`` is an answer that cannot be compared."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[str, str]] = []
+
+    def __call__(self, first: str, others: Sequence[str]) -> list[bool | None]:
+        self.made += [(first, other) for other in others]
+        return [None if "!" in first + other else first[0] == other[0] for other in others]
+
+
+def spelled(answers: str, truth: str = "a") -> Group:
+    """Answers of several letters, the first of which decides; what a sample wrote is its text."""
+    samples = []
+    for word in answers.split():
+        sample = make_sample(word[0] == truth, extracted=word)
+        samples.append(replace(sample, completion=make_completion(text=word)))
+    return Group(make_prompt(answer=truth), tuple(samples))
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected", "made"),
+    [
+        ("a1 a2 a3 b1 b2", 1.0, 0),  # no vote of the others can change it
+        ("b1 b2 c1 c2", 0.0, 0),  # nothing right
+        ("a1 a2 b1 b1 b1 c1", 0.0, 0),  # outvoted by one writing
+        ("a1 a2 b1 c1 b2 b3", 0.0, 3),
+        ("a1 a2 b1 c1 b2", 0.5, 2),
+        ("a1 a2 b1 c1 c2 b2 d1", 1 / 3, 4 + 2),
+        ("a1 b1 c1 d1", 1 / 4, 2 + 1),
+    ],
+)
+def test_answers_are_compared_only_where_it_matters(answers: str, expected: float, made: int) -> None:
+    same = Comparisons()
+    assert majority([spelled(answers)], same) == (pytest.approx(expected), 0)
+    assert len(same.made) == made
+
+
+def test_comparisons_are_bounded_and_what_did_not_settle_is_counted() -> None:
+    same = Comparisons()
+    words = [f"{chr(0x4E00 + i)}" for i in range(100)]
+    assert majority([spelled(" ".join(["a1", *words]))], same) == (pytest.approx(1 / 101), 0)
+    assert len(same.made) <= MAX_COMPARISONS
+    # The first comparison that does not settle is the problem's last round; the answers stay apart.
+    same = Comparisons()
+    groups = [spelled("a1 a2 b! b1 c1 c2"), spelled("a1 a2 b1 b2")]
+    assert majority(groups, same) == ((1.0 + 0.5) / 2, 3)
+    assert same.made == [("b!", "b1"), ("b!", "c1"), ("b!", "c2"), ("b1", "b2")]
+
+
+def test_a_comparison_past_its_deadline_is_in_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "unsettled_votes" not in evaluate_answers(["1", "2", "2"], "1", "dapo").metrics
+    assert evaluate_answers(["1/2", "1/3", "2/6"], "0.5", "math").metrics["unsettled_votes"] == 0
+    ask = math_rule._Worker.ask
+
+    def hang(worker: math_rule._Worker, request: dict[str, Any]) -> None:
+        if "other" not in request:
+            ask(worker, request)
+
+    monkeypatch.setattr(math_rule._Worker, "ask", hang)
+    monkeypatch.setattr(math_judge(2, 60.0), "deadline", 3.0)
+    metrics = evaluate_answers(["1/2", "1/3", "50*(1/150)"], "0.5", "math").metrics
+    assert metrics["unsettled_votes"] == 1
+    assert metrics["cons@3"] == pytest.approx(1 / 3)
 
 
 def test_majority_when_nothing_is_extracted() -> None:
     samples = (make_sample(True), make_sample(True), make_sample(False, extracted="b"))
-    assert majority_correct([Group(make_prompt(), samples)]) == 1.0
+    assert majority([Group(make_prompt(), samples)]).correct == 1.0
 
 
 @given(n=st.integers(1, 9), data=st.data())

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from builders import make_config
 
 from dapo_runner.config import Config, ConfigError, apply_overrides, cautions, dump_config, load_config
+from dapo_runner.preflight.algorithm import algorithm
 from dapo_runner.preflight.plan import ModelShape, make_plan, memory_estimate, model_shape
+from dapo_runner.update.learner import resolve_objective
 
 MINIMAL = """
 model: {tiny: {layers: 2}}
@@ -63,14 +67,81 @@ def test_override_values_are_yaml_and_leave_the_input_alone() -> None:
 
 
 @pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("logging.progress=off", "off"),
+        ("logging.wandb.project=on", "on"),
+        ("run.name=no", "no"),
+        ("run.name=2026-11-21", "2026-11-21"),
+        ("run.name=12:30", "12:30"),
+        ("run.name=007", "007"),
+        ("run.name=1e-4", "1e-4"),
+        ("run.name=1.5e3", "1.5e3"),
+        ("run.name=tRUE", "tRUE"),
+        ("run.name=7", "7"),
+        ("loss.overrides.aggregate=token-mean", "token-mean"),
+        ("data.dedupe=off", False),
+        ("data.dedupe=No", False),
+        ("model.compile=yes", True),
+        ("model.compile=on", True),
+        ("model.compile=True", True),
+        ("loss.overrides.kl_through_ratio=yes", True),
+        ("loss.overrides.dual_clip=~", None),
+        ("optimizer.lr=3e-4", 3e-4),
+        ("optimizer.betas=[9e-1, 95e-2]", (0.9, 0.95)),
+        ("run.steps=1e3", 1000),
+        ("run.steps=1_000", 1000),
+        ("run.steps=0x10", 16),
+        ("optimizer.lr=1.5e-3", 1.5e-3),
+        ("loss.overrides.clip_high=.inf", math.inf),
+        ("data.limit=2.5e3", 2500),
+        ("rollout.group_size=16e0", 16),
+        ("loss.overrides.clip_low=3e-4", 3e-4),
+        ("loss.overrides.clip_cov=[2e-4,1,5]", (2e-4, 1, 5)),
+    ],
+)
+def test_a_value_is_what_its_setting_takes_it_for(
+    recipe: Path, tmp_path: Path, override: str, expected: object
+) -> None:
+    """In YAML 1.1 off is False, 12:30 is 750, 007 is 7, 2026-11-21 a date, and 3e-4 is text."""
+    config = load_config(recipe, [override])
+    found: Any = config
+    for name in override.partition("=")[0].split("."):
+        found = found[name] if isinstance(found, dict) else getattr(found, name)
+    assert found == expected
+    assert type(found) is type(expected)
+    again = tmp_path / "again.yaml"
+    again.write_text(dump_config(config))
+    assert load_config(again) == config
+
+
+def test_a_file_is_read_as_the_command_line_is(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"{MINIMAL}run: {{name: 12:30, steps: 1e3}}\nlogging:\n  progress: off\n"
+        "loss: {objective: clip_cov, overrides: {clip_cov: [3e-4, 1, 5]}}\n"
+    )
+    config = load_config(path)
+    assert (config.run.name, config.run.steps, config.logging.progress) == ("12:30", 1000, "off")
+    assert resolve_objective(config).clip_cov == (3e-4, 1, 5)
+
+
+@pytest.mark.parametrize(
     ("override", "parts"),
     [
         ("optimizer.lrr=1", ["optimizer.lrr", "unknown key", "did you mean 'lr'?", "warmup_steps"]),
         ("optimiser.lr=1", ["optimiser", "did you mean 'optimizer'?", "evaluation"]),
         ("model.tiny.layer=3", ["model.tiny.layer", "did you mean 'layers'?"]),
         ("optimizer.lr=fast", ["optimizer.lr", "number", "'fast'"]),
+        ("optimizer.lr=0", ["optimizer.lr", "greater than 0", "0"]),
+        ("sampler.filter_on=rewards", ["sampler.filter_on", "'correctness' or 'reward'"]),
         ("optimizer.lr=-1", ["optimizer.lr", "greater than 0", "-1"]),
         ("optimizer.lr=.nan", ["optimizer.lr", "finite"]),
+        ("rollout.group_size=25e-1", ["rollout.group_size", "integer", "'25e-1'"]),
+        ("run.steps=1e3x", ["run.steps", "integer", "'1e3x'"]),
+        ("run.steps=off", ["run.steps", "integer", "'off'"]),
+        ("run.steps=1e999", ["run.steps", "integer", "'1e999'"]),
+        ("logging.progress=no", ["logging.progress", "'off'", "got 'no'"]),
         ("rollout.group_size=1", ["rollout.group_size", "greater than or equal to 2", "got 1"]),
         ("model.path=x", ["model", "exactly one of 'path' and 'tiny'", "both"]),
         ("data.path=x.jsonl", ["data", "arithmetic", "must be null"]),
@@ -152,10 +223,121 @@ def test_a_nucleus_in_rollouts_gets_a_word() -> None:
     assert word in make_plan(config)["sampling"]
 
 
+def test_a_reward_of_ones_own_gets_a_word_until_the_filter_is_chosen() -> None:
+    """Only the plug-in knows whether its rewards are graded; the filter throws such groups away by default."""
+    reward = {"kind": "grades:grade"}
+    config = make_config(reward=reward)
+    (word,) = cautions(config)
+    assert word.startswith("reward.kind=grades:grade: ")
+    assert "sampler.filter_on=reward" in word
+    assert word in make_plan(config)["sampling"]
+    for sampler in ({"filter_on": "reward"}, {"filter_on": "correctness"}, {"filter_groups": False}):
+        assert list(cautions(make_config(reward=reward, sampler=sampler))) == []
+    assert "whose rewards vary" in make_plan(make_config(sampler={"filter_on": "reward"}))["filter"]
+
+
+def test_what_the_filter_goes_by_is_nothing_without_a_filter() -> None:
+    with pytest.raises(ConfigError, match=r"sampler\.filter_on: expected sampler\.filter_groups=true beside it"):
+        make_config(sampler={"filter_on": "reward", "filter_groups": False})
+
+
 def test_configuration_is_frozen() -> None:
     config = make_config()
     with pytest.raises(ValueError, match="frozen"):
         config.run.steps = 3  # type: ignore[misc]
+
+
+PARTS = ("objective", "ratio and clip", "KL", "aggregation", "advantage", "filter", "length shaping")
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (
+            {},
+            {
+                "objective": "dapo (Yu et al. 2025, arXiv 2503.14476, eq. 8)",
+                "ratio and clip": "clip, the ratio of a token within 1 − 0.2 and 1 + 0.28",
+                "KL": "none",
+                "aggregation": "token-mean over a mini-batch",
+                "advantage": "group_std: (R − mean of its group) / (std of its group + 1e-06) (GRPO, DAPO eq. 9, arXiv "
+                "2503.14476)",
+                "filter": "keeps groups neither all right nor all wrong",
+                "length shaping": "soft punishment over the last 16 of 64 tokens",
+            },
+        ),
+        (
+            {"loss": {"objective": "dr_grpo", "overrides": {"clip_high": 0.3, "dual_clip": 3}}},
+            {
+                "objective": "dr_grpo (Liu et al. 2025, arXiv 2503.20783) with clip_high=0.3, dual_clip=3; this "
+                "chooses the loss alone: advantage, filter and length shaping are settings of their own",
+                "ratio and clip": "clip, the ratio of a token within 1 − 0.2 and 1 + 0.3, dual clip 3",
+                "aggregation": "seq-mean-token-sum-norm over a mini-batch, divided by 64",
+                "advantage": "group_std: ",
+            },
+        ),
+        (
+            {"loss": {"objective": "grpo"}, "advantage": {"kind": "batch_std"}},
+            {
+                "KL": "0.04 × k3 to the model that training starts from",
+                "aggregation": "seq-mean-token-mean over a mini-batch",
+                "advantage": "batch_std: (R − mean of its group) / (std of the step + 1e-06) (LitePPO, arXiv "
+                "2508.08221)",
+            },
+        ),
+        (
+            {"loss": {"objective": "grpo", "reference": "some/model", "overrides": {"kl_through_ratio": True}}},
+            {"KL": "0.04 × k3 × ratio to some/model"},
+        ),
+        (
+            {"loss": {"objective": "gspo"}, "advantage": {"kind": "leave_one_out"}},
+            {
+                "ratio and clip": "clip, the ratio of a sequence within 1 − 0.0003 and 1 + 0.0004",
+                "advantage": "leave_one_out: R − mean of the others in its group (RLOO, arXiv 2402.14740)",
+            },
+        ),
+        (
+            {"loss": {"objective": "cispo"}, "advantage": {"kind": "group_mean"}},
+            {
+                "ratio and clip": "cispo, the ratio of a token within 1 − 1 and 1 + 4",
+                "advantage": "group_mean: R − mean of its group (Dr.GRPO, arXiv 2503.20783)",
+            },
+        ),
+        ({"loss": {"objective": "reinforce"}}, {"ratio and clip": "reinforce: no ratio, no clip"}),
+        ({"loss": {"objective": "sapo"}}, {"ratio and clip": "sapo, the ratio of a token softly gated, τ 1 / 1.05"}),
+        (
+            {"loss": {"objective": "kl_cov"}},
+            {
+                "ratio and clip": "clip, the ratio of a token within 1 − 1 and no bound above",
+                "KL": "none",
+                "selection": "kl_cov=(0.0002, 1)",
+            },
+        ),
+        (
+            {"loss": {"objective": "top_entropy", "overrides": {"entropy_coef": 1e-3, "max_old_prob": 0.9}}},
+            {"selection": "top_entropy=0.2, max_old_prob=0.9", "entropy bonus": "0.001"},
+        ),
+        (
+            {
+                "sampler": {"filter_groups": False},
+                "reward": {"overlong": {"soft_punishment": False, "filter": True}},
+            },
+            {"filter": "none, every group is trained on", "length shaping": "none; truncated samples do not train"},
+        ),
+        (
+            {"sampler": {"filter_on": "reward"}, "reward": {"overlong": {"soft_punishment": False}}},
+            {"filter": "keeps groups whose rewards vary", "length shaping": "none"},
+        ),
+    ],
+)
+def test_a_plan_says_every_part_of_the_algorithm(sections: dict[str, Any], said: dict[str, str]) -> None:
+    """loss.objective names a loss, and is easily taken for the algorithm of its paper."""
+    config = make_config(**sections)
+    plan = make_plan(config)
+    assert set(PARTS) <= plan.keys()
+    assert algorithm(config).items() <= plan.items()
+    for part, text in said.items():
+        assert plan[part].startswith(text) if text.endswith(": ") else plan[part] == text
 
 
 def test_plan_counts_and_knows_a_real_models_size(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from dapo_runner.config import ConfigError
 from dapo_runner.rewards.numbers import canonical_number, gsm8k_rule, integer_rule
 from dapo_runner.rewards.overlong import length_penalty
 from dapo_runner.rewards.rule import answer_rule, last_boxed, normalise
-from dapo_runner.rewards.scoring import load_reward, make_scorer
-from dapo_runner.types import Verdict
+from dapo_runner.rewards.scoring import load_reward, make_scorer, never_right
+from dapo_runner.types import Prompt, Verdict
 
 
 @pytest.mark.parametrize(
@@ -116,6 +116,9 @@ HOSTILE = {
     "minuses": "Answer: " + "-" * 100_000,
     "hashes": "#" * 100_000,
     "digits": "#### " + "9" * 100_000,
+    "minuses and blanks": "Answer: " + "- " * 50_000 + "5",
+    "a minus far away": "Answer: -" + " " * 280 + "5",
+    "digits and blanks": "Answer: " + "1 " * 50_000,
     "fractions": "Answer: " + "frac" * 25_000,
 }
 
@@ -167,10 +170,54 @@ def test_integers_written_in_any_usual_way_are_right(n: int) -> None:
         ("Answer: $18.00", "18", "answer-line", "18"),
         ("Answer: about 1,800.50 dollars", "1800.5", "answer-line", "1800.5"),
         ("#### -4", "-4", "hash-line", "-4"),
+        ("#### − 4", "-4", "hash-line", "-4"),
+        ("#### $-4", "-4", "hash-line", "-4"),
+        ("#### -$4", "−4", "hash-line", "-4"),
+        ("#### 1,234,567.0 apples", "1234567", "hash-line", "1234567"),
+        ("#### 5/hour", "5", "hash-line", "5"),
+        ("#### 5.", "5", "hash-line", "5"),
+        ("#### 1/2", "1/2", "hash-line", "1/2"),
+        ("#### 1 / 2", "1/2", "hash-line", "1/2"),
+        ("#### Step 1\nAnswer: 18", "18", "answer-line", "18"),
+        ("Answer: twenty-five, 25", "25", "answer-line", "25"),
+        ("Answer: x = - 5", "-5", "answer-line", "-5"),
     ],
 )
 def test_gsm8k_rule(text: str, answer: str, rule: str, extracted: str) -> None:
     assert gsm8k_rule(text, answer) == Verdict(True, extracted, rule)
+
+
+SIGNED = ("-5", "- 5", "−5", "− 5", "–5", "－5", "$-5$", "-$5", "−\\$5", "- $5$", r"\boxed{−5}")
+
+
+@pytest.mark.parametrize("written", SIGNED)
+@pytest.mark.parametrize("opening", ["", "it is ", "x=", "10\n"])
+def test_no_sign_is_lost(written: str, opening: str) -> None:
+    assert integer_rule(opening + written, "-5") == Verdict(True, "-5", "last-integer")
+    assert not integer_rule(opening + written, "5").correct
+
+
+@pytest.mark.parametrize("written", SIGNED)
+def test_no_sign_is_lost_in_the_gsm8k_format(written: str) -> None:
+    for text in (f"Answer: {written}", f"Answer: it is {written} dollars", f"#### {written}"):
+        assert not gsm8k_rule(text, "5").correct, text
+        assert gsm8k_rule(text, "-5").correct or "#### \\boxed" in text, text
+
+
+@pytest.mark.parametrize(
+    ("written", "truth"),
+    [
+        *(("1/2", "1"), ("1 / 2", "1"), ("$1/2", "1"), ("1 1/2", "1"), ("-1/2", "-1")),
+        *(("1,2,3,4", "1234"), ("12,34", "1234"), ("1234,567", "1234567"), ("1,2345", "12345"), ("1,2,3,4", "1")),
+        *(("1.2.3", "1.2"), ("1e3", "1"), ("1E-3", "1")),
+    ],
+)
+def test_the_beginning_of_a_number_is_not_the_number(written: str, truth: str) -> None:
+    for text in (f"#### {written}", f"Answer: {written}", f"Answer: {truth}\n#### {written}"):
+        verdict = gsm8k_rule(text, truth)
+        assert not verdict.correct, (text, verdict)
+        assert verdict.extracted is not None
+        assert gsm8k_rule(text, written).correct
 
 
 @pytest.mark.parametrize(
@@ -178,6 +225,18 @@ def test_gsm8k_rule(text: str, answer: str, rule: str, extracted: str) -> None:
     [
         ("3 + 4 = 7", "7"),
         ("it is 10-3", "3"),
+        ("it is 10 - 3", "3"),
+        ("it is $10 − $3", "3"),
+        ("$10$ - $3$", "3"),
+        ("pages 3–5", "5"),
+        ("pages 3 – 5", "5"),
+        ("10 -3", "-3"),
+        ("the total – 5", "5"),
+        ("7 or 1/2", "7"),
+        ("1/2", None),
+        ("12/4=3", "3"),
+        ("1,2,3,4", None),
+        ("1234,567", None),
         ("minus -3", "-3"),
         ("3.5", None),
         ("1,234", "1234"),
@@ -198,10 +257,31 @@ def test_number_rules_look_at_the_end_only(rule: Callable[[str, str], Verdict]) 
 
 @pytest.mark.parametrize(
     ("raw", "expected"),
-    [("01,234.50", "1234.5"), ("-0", "0"), ("-0.0", "0"), ("$5", "5"), ("x", "x"), (".5", "0.5"), ("", "")],
+    [
+        *(("01,234.50", "1234.5"), ("-0", "0"), ("-0.0", "0"), ("$5", "5"), ("x", "x"), (".5", "0.5"), ("", "")),
+        *(("− 5", "-5"), ("1,2", "1,2"), ("1,234,5", "1,234,5"), ("- x", "-x"), ("1 234", "1 234")),
+    ],
 )
 def test_canonical_number(raw: str, expected: str) -> None:
     assert canonical_number(raw) == expected
+
+
+def test_ground_truths_that_a_rule_cannot_find_right_are_counted() -> None:
+    answers = ["5", r"\frac{1}{2}", "1,234", "-3", "x + 1", "3.5", "line\nbreak"]
+    prompts = [make_prompt(str(i), answer=answer) for i, answer in enumerate(answers)]
+
+    def said(kind: str, chosen: list[Prompt] = prompts) -> str | None:
+        return never_right(make_config(reward={"kind": kind}).reward, chosen)
+
+    assert said("integer") == (
+        "reward.kind=integer: 4 of 7 training problems can never be right: the rule cannot read their ground "
+        r"truth, e.g. '\\frac{1}{2}', 'x + 1', '3.5'"
+    )
+    assert "3 of 7" in (said("gsm8k") or "")
+    assert "1 of 7" in (said("dapo") or "")
+    for kind in ("math", "json:loads"):  # not asked: a worker's time; another's code
+        assert said(kind) is None
+    assert said("integer", [prompts[0], prompts[2]]) is None
 
 
 def test_length_penalty_is_equation_13() -> None:

@@ -86,6 +86,27 @@ def test_repeated_rows_are_dropped_and_counted(tmp_path: Path) -> None:
     assert len(kept.train) == 4
 
 
+@pytest.mark.parametrize("order", ["each at a time", "over and over"])
+def test_a_limit_counts_problems_not_rows(tmp_path: Path, order: str) -> None:
+    """The hub's copy of DAPO-Math-17k repeats every row some hundred times."""
+    names = [f"q{i}" for i in range(30)]
+    repeated = [name for name in names for _ in range(100)] if order == "each at a time" else names * 100
+    path = write_rows(tmp_path / "d.jsonl", [dapo_row(name, "1") for name in repeated])
+    dataset = load_data(data_config(path, limit=10), CharTokenizer())
+    assert [p.text for p in dataset.train] == names[:10]
+    report = dataset.report
+    assert report.rows == report.duplicates + report.train  # what was read, which is not the whole file
+    assert len(load_data(data_config(path, limit=10, dedupe=False), CharTokenizer()).train) == 10
+    assert len(load_data(data_config(path, limit=31), CharTokenizer()).train) == 30
+
+
+@pytest.mark.parametrize(("rule", "kept"), [("drop", ["b", "c"]), ("first", ["a", "b"])])
+def test_a_problem_that_conflicts_takes_no_place_within_the_limit(tmp_path: Path, rule: str, kept: list[str]) -> None:
+    rows = [dapo_row("a", "1"), dapo_row("a", "2"), *(dapo_row(name, "1") for name in "bbccdd")]
+    config = data_config(write_rows(tmp_path / "d.jsonl", rows), on_conflict=rule, limit=2)
+    assert [p.text for p in load_data(config, CharTokenizer()).train] == kept
+
+
 @pytest.mark.parametrize(("rule", "kept", "dropped"), [("drop", ["c"], 3), ("first", ["a", "c"], 2)])
 def test_conflicting_answers(tmp_path: Path, rule: str, kept: list[str], dropped: int) -> None:
     rows = [dapo_row("a", "1"), dapo_row("a", "2"), dapo_row("c", "2"), dapo_row("a", "1")]

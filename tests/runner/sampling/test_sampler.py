@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_runner.config import SamplerConfig
+from dapo_runner.records.metrics import sampling_metrics
 from dapo_runner.sampling.data import PromptCursor
 from dapo_runner.sampling.sampler import DynamicSampler, SamplingExhaustedError, SamplingStats
 from dapo_runner.types import Group, Prompt
@@ -168,6 +170,61 @@ def test_filter_goes_by_correctness_not_by_reward() -> None:
         make_sampler(on_exhausted="train_partial"),
     )
     assert sampler.next(engine).groups == []
+
+
+class GradingEngine(Engine):
+    """Gives every prompt the same rewards; from 0.5 on an answer is right."""
+
+    def __init__(self, *rewards: float) -> None:
+        super().__init__(lambda i: "")
+        samples = (make_sample(reward >= 0.5, penalty=-index / 8) for index, reward in enumerate(rewards))
+        self.samples = tuple(replace(sample, base_reward=r) for sample, r in zip(samples, rewards, strict=True))
+
+    def __call__(self, prompts: list[Prompt], round_index: int) -> list[Group]:
+        return [Group(group.prompt, self.samples) for group in super().__call__(prompts, round_index)]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "by_correctness", "by_reward"),
+    [
+        ((0.55, 0.99, 0.7, 0.6), 0, 4),  # all right, some better
+        ((0.0, 0.2, 0.0, 0.0), 0, 4),  # all wrong, one nearly right
+        ((0.9, 0.9, 0.9, 0.9), 0, 0),  # nothing but unlike length terms
+        ((0.1, 0.9, 0.9, 0.9), 4, 4),
+    ],
+)
+def test_what_the_filter_goes_by(rewards: tuple[float, ...], by_correctness: int, by_reward: int) -> None:
+    for filter_on, kept in (("correctness", by_correctness), ("reward", by_reward)):
+        sampler = make_sampler(filter_on=filter_on, on_exhausted="train_partial", max_rounds=3)
+        step = sampler.next(GradingEngine(*rewards))
+        assert len(step.groups) == kept
+        assert (step.shortfall is None) == (kept > 0)
+        assert (sampler.acceptance > 0.5) == (kept > 0)
+        graded = step.stats.groups if by_reward > by_correctness else 0
+        assert step.stats.graded == graded
+        figures = sampling_metrics(step.stats, filter_on)
+        assert figures.get("sampling/graded") == (None if filter_on == "correctness" else graded / step.stats.groups)
+
+
+def test_groups_that_were_turned_away_though_they_teach_something_are_named_once() -> None:
+    sampler = make_sampler(on_exhausted="train_partial", max_rounds=1)
+    first, second = (sampler.next(GradingEngine(0.55, 0.99)) for _ in range(2))
+    n = first.stats.groups
+    assert first.caution == (
+        f"dynamic sampling turned away {n} of {n} groups whose rewards vary, because all of their samples are right, "
+        "or all wrong: sampler.filter_on=reward keeps them"
+    )
+    assert second.caution is None
+    assert first.shortfall is not None
+    assert "sampler.filter_on=reward" in first.shortfall
+    for other in (make_sampler(filter_on="reward"), make_sampler(filter_groups=False)):
+        assert other.next(GradingEngine(0.55, 0.99)).caution is None
+    assert make_sampler(on_exhausted="train_partial").next(GradingEngine(0.9, 0.9)).caution is None
+
+
+def test_exhaustion_by_reward_says_that_rewards_do_not_vary() -> None:
+    with pytest.raises(SamplingExhaustedError, match=r"0 all wrong \(0 of these with rewards that vary\)"):
+        make_sampler(filter_on="reward", max_rounds=1).next(GradingEngine(0.9, 0.9))
 
 
 def test_without_filter_every_group_trains() -> None:

@@ -13,6 +13,7 @@ from builders import make_config, random_sequences
 
 from dapo_runner.config import Config, ConfigError, ModelConfig
 from dapo_runner.policy.model import Policy, load_policy, load_reference
+from dapo_runner.run import rollout_sampling
 from dapo_runner.types import PackedBatch, Sequence
 from dapo_runner.update.learner import (
     Learner,
@@ -76,16 +77,24 @@ def test_packed_equals_unpacked(policy: Policy) -> None:
         assert (packed[2][name] - expected).norm() <= 1e-6 * expected.norm(), name
 
 
-def test_the_gradient_is_that_of_the_paper_spelled_out(policy: Policy) -> None:
-    """DAPO Eq. 8 over each sequence by itself, with transformers' own logits and attention."""
+def spelled_logprobs(model: Any, sequence: Sequence, temperature: float = 1.0) -> torch.Tensor:
+    """Of each token after the first, under softmax(logits / temperature); float64 [L - 1], with its gradient."""
+    logits = model(input_ids=sequence.token_ids[None], use_cache=False).logits[0, :-1].double() / temperature
+    return logits.log_softmax(-1).gather(1, sequence.token_ids[1:, None])[:, 0]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_gradient_is_that_of_the_paper_spelled_out(policy: Policy, temperature: float) -> None:
+    """DAPO Eq. 8 over each sequence by itself, with transformers' own logits and attention. The policy is what was
+    sampled from: the softmax at the rollout's temperature, whose gradient is not that at 1.
+    """
     sequences = random_sequences(8)
-    packed = gradient(policy, make_config(), sequences, budget=40)
+    packed = gradient(policy, make_config(rollout={"temperature": temperature}), sequences, budget=40)
     policy.model.set_attn_implementation("eager")
     losses, n_tokens = [], 0
     for sequence in sequences:
-        logits = policy.model(input_ids=sequence.token_ids[None], use_cache=False).logits[0, :-1]
-        targets, mask = sequence.token_ids[1:], sequence.mask[1:]
-        logprobs = logits.double().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        mask = sequence.mask[1:]
+        logprobs = spelled_logprobs(policy.model, sequence, temperature)
         ratio = (logprobs - sequence.rollout_logprobs[1:]).exp()
         advantages = sequence.advantages[1:]
         losses.append(-torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)[mask].sum())
@@ -95,10 +104,36 @@ def test_the_gradient_is_that_of_the_paper_spelled_out(policy: Policy) -> None:
         assert (packed[name] - parameter.grad).norm() <= 1e-4 * parameter.grad.norm(), name
 
 
-def test_before_an_update_every_ratio_is_one(policy: Policy) -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_those_at_the_temperature_of_the_rollout(
+    policy: Policy, model_folder: Path, temperature: float
+) -> None:
+    """The policy's, the reference's and, in the metrics of an update, the entropy."""
+    config = make_config(rollout={"temperature": temperature})
+    assert rollout_sampling(config, 0).temperature == temperature
+    reference = load_reference(model_folder, ModelConfig(path="x", dtype="float32"), CPU)
+    learner = Learner(policy, config, reference)
+    sequences = [sequence for sequence in random_sequences(6) if sequence.mask.any()]
+    (batch,) = pack(sequences, 1024)
+    found = [learner.logprobs(batch), learner.ref_logprobs(batch)]
+    (mini,) = learner.prepare(sequences)
+    entropy = learner.update(mini, step=0)["entropy"]
+    reference.model.set_attn_implementation("eager")  # the policy as it was before the update
+    ordered = [sequences[index] for index in batch.sequence_ids.tolist()]
+    expected = torch.cat([spelled_logprobs(reference.model, item, temperature) for item in ordered]).detach()
+    for logprobs in found:
+        assert (logprobs - expected)[batch.mask].abs().max() <= 1e-4
+    with torch.no_grad():
+        logits = [reference.model(input_ids=item.token_ids[None]).logits[0, :-1][item.mask[1:]] for item in ordered]
+    distribution = torch.distributions.Categorical(logits=torch.cat(logits).double() / temperature)
+    assert entropy == pytest.approx(float(distribution.entropy().mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_before_an_update_every_ratio_is_one(policy: Policy, temperature: float) -> None:
     """The second mini-batch carries old log-probs, the first is on-policy by construction."""
     optimizer = {"token_budget": 95, "lr": 1e-3, "mini_batch_size": 16}
-    learner = Learner(policy, make_config(optimizer=optimizer))
+    learner = Learner(policy, make_config(optimizer=optimizer, rollout={"temperature": temperature}))
     _, mini = learner.prepare(random_sequences(32))
     assert len(mini.micro_batches) > 1
     figures = learner.update(mini, step=0)
@@ -125,16 +160,12 @@ def test_a_kl_penalty_refers_to_the_reference(policy: Policy, model_folder: Path
     penalised = {name: p.grad.clone() for name, p in policy.model.named_parameters()}
     policy.model.zero_grad()
 
-    def logprobs(model: Any, sequence: Sequence) -> torch.Tensor:
-        logits = model(input_ids=sequence.token_ids[None], use_cache=False).logits[0, :-1]
-        return logits.log_softmax(-1).gather(1, sequence.token_ids[1:, None])[:, 0]
-
     policy.model.set_attn_implementation("eager")
     reference.model.set_attn_implementation("eager")
     terms = []
     for sequence in sequences:
-        own = logprobs(policy.model, sequence)
-        delta = logprobs(reference.model, sequence) - own
+        own = spelled_logprobs(policy.model, sequence)
+        delta = spelled_logprobs(reference.model, sequence) - own
         ratio = (own - own.detach()).exp()
         terms.append((-ratio * sequence.advantages[1:] + 0.3 * (delta.exp() - delta - 1))[sequence.mask[1:]])
     torch.cat(terms).mean().backward()

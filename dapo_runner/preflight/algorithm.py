@@ -1,0 +1,88 @@
+"""Every part of the algorithm that a configuration describes: a plan and a run's first lines say them one by one.
+
+`loss.objective` chooses a loss and nothing else, while the name it goes by is also that of a paper with an advantage, a
+filter and a length term of its own.
+"""
+
+from __future__ import annotations
+
+import math
+
+from dapo_kernels import Objective
+from dapo_runner.config import Config
+from dapo_runner.update.advantage import ADVANTAGES
+from dapo_runner.update.learner import resolve_objective
+
+SELECTIONS = ("top_entropy", "clip_cov", "kl_cov", "max_old_prob")
+
+
+def algorithm(config: Config) -> dict[str, str]:
+    """Labels and what stands for them. Raises ConfigError where the objective cannot be trained."""
+    objective = resolve_objective(config)
+    selected = {name: getattr(objective, name) for name in SELECTIONS}
+    selection = ", ".join(f"{name}={_figures(value)}" for name, value in selected.items() if value is not None)
+    return {
+        "objective": _objective(config, objective),
+        "ratio and clip": _ratio(objective),
+        **({"selection": selection} if selection else {}),
+        "KL": _kl(config, objective),
+        **({"entropy bonus": f"{objective.entropy_coef:g}"} if objective.entropy_coef else {}),
+        "aggregation": f"{objective.aggregate} over a mini-batch"
+        + (f", divided by {objective.length_norm:g}" if objective.length_norm is not None else ""),
+        "advantage": _advantage(config),
+        "filter": _filter(config),
+        "length shaping": _length_shaping(config),
+    }
+
+
+def _filter(config: Config) -> str:
+    if not config.sampler.filter_groups:
+        return "none, every group is trained on"
+    by_reward = config.sampler.filter_on == "reward"
+    return "keeps groups " + ("whose rewards vary" if by_reward else "neither all right nor all wrong")
+
+
+def _objective(config: Config, objective: Objective) -> str:
+    name, overrides = config.loss.objective, config.loss.overrides
+    changes = ", ".join(f"{key}={_figures(value)}" for key, value in overrides.items())
+    alone = "; this chooses the loss alone: advantage, filter and length shaping are settings of their own"
+    return f"{name} ({objective.paper})" + (f" with {changes}" if changes else "") + ("" if name == "dapo" else alone)
+
+
+def _ratio(objective: Objective) -> str:
+    if objective.surrogate == "reinforce":
+        return "reinforce: no ratio, no clip"
+    of = {"token": "a token", "sequence": "a sequence", "sequence_token": "a sequence, with the gradient of each token"}
+    ratio = f"{objective.surrogate}, the ratio of {of[objective.ratio]}"
+    if objective.surrogate == "sapo":
+        positive, negative = objective.sapo_tau
+        return f"{ratio} softly gated, τ {positive:g} / {negative:g}"
+    high = "no bound above" if math.isinf(objective.clip_high) else f"1 + {objective.clip_high:g}"
+    dual = "" if objective.dual_clip is None else f", dual clip {objective.dual_clip:g}"
+    return f"{ratio} within 1 − {objective.clip_low:g} and {high}{dual}"
+
+
+def _kl(config: Config, objective: Objective) -> str:
+    if not objective.kl_coef:
+        return "none"
+    estimate = f"{objective.kl_coef:g} × {objective.kl_estimator}" + (" × ratio" if objective.kl_through_ratio else "")
+    return f"{estimate} to {config.loss.reference or 'the model that training starts from'}"
+
+
+def _advantage(config: Config) -> str:
+    advantage = ADVANTAGES[config.advantage.kind]
+    return f"{config.advantage.kind}: {advantage.formula(config.advantage.eps)} ({advantage.paper})"
+
+
+def _length_shaping(config: Config) -> str:
+    overlong = config.reward.overlong
+    soft = f"soft punishment over the last {overlong.cache_length} of {config.overlong_max_length} tokens"
+    return (soft if overlong.soft_punishment else "none") + (
+        "; truncated samples do not train" if overlong.filter else ""
+    )
+
+
+def _figures(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_figures, value))})"
+    return f"{value:g}" if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)
