@@ -212,13 +212,12 @@ def _from_logits(
         else:
             stats = from_rows.logits_stats(logits, asked, served_by)
         return _of_stats(call, stats[0], stats[2], served_by)
-    coef = call.objective.entropy_coef
     if in_place:
         tokens, unit = gradient_unit(logits.dtype, call.tokens)
-        rest = (asked, tokens, call.scalars, coef, backend(served_by))
+        rest = (asked, tokens, call.scalars, backend(served_by))
         loss, *reported, _ = from_rows.LossInPlace.apply(logits, *rest)
         return _output(call, loss / unit, *reported)
-    out = from_rows.logits_loss(logits, asked, call.tokens, call.scalars, coef, served_by)
+    out = from_rows.logits_loss(logits, asked, call.tokens, call.scalars, served_by)
     return _output(call, out.loss, out.logprobs, out.entropy, out.clip_hit, out.ref_kl)
 
 
@@ -241,8 +240,7 @@ def _from_hidden(
         return _of_stats(call, stats.logprobs, stats.entropy, plan.backend)
     tokens, unit = gradient_unit(head.hidden.dtype, call.tokens)
     with as_number(call.objective.own) as own:
-        rest = (tokens, call.scalars, call.objective.entropy_coef, own, needs, plan)
-        out = from_hidden.linear_loss(head, asked, *rest)
+        out = from_hidden.linear_loss(head, asked, tokens, call.scalars._replace(own=own), needs, plan)
     return _output(call, out.loss / unit, *out[1:5])
 
 

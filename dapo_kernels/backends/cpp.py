@@ -80,9 +80,7 @@ def row_grad(
         out.copy_(to)
 
 
-def row_slopes(
-    logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, entropy_coef: float
-) -> RowsSlopes:
+def row_slopes(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsSlopes:
     logits = unit_stride(logits)
     rows, inputs = rows_of(_C, logits), row_inputs(_C, asked, tokens)
     _check(rows, inputs, asked, logits.shape[-1])
@@ -93,20 +91,15 @@ def row_slopes(
         clip_hit=torch.empty_like(stats.logprobs, dtype=torch.int8),
         ref_kl=torch.empty_like(stats.logprobs) if scalars.kl_coef != 0 else None,
         d_logprobs=torch.empty_like(stats.logprobs),
-        d_entropy=-entropy_coef * tokens.weights if entropy_coef != 0 else None,
+        d_entropy=-scalars.entropy_coef * tokens.weights if scalars.entropy_coef != 0 else None,
     )
     objective, out = objective_of(_C, scalars), outputs(_C, result)
-    loss = _C.row_slopes(rows, inputs, objective, entropy_coef, out, torch.get_num_threads())
+    loss = _C.row_slopes(rows, inputs, objective, scalars.entropy_coef, out, torch.get_num_threads())
     return result._replace(loss=torch.full((), loss))
 
 
 def row_loss_(
-    logits: Tensor,
-    asked: Asked,
-    tokens: Tokens,
-    scalars: ObjectiveScalars,
-    entropy_coef: float,
-    softcap: float | None = None,
+    logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, softcap: float | None = None
 ) -> RowsLoss:
     work = unit_stride(_cap_(logits, asked, softcap))
     capped = None if softcap is None else work.clone()
@@ -114,7 +107,7 @@ def row_loss_(
     _check(rows, inputs, asked, work.shape[-1])
     result = RowsLoss.empty(asked, scalars.kl_coef != 0)
     objective, out = objective_of(_C, scalars), outputs(_C, result)
-    loss = _C.row_loss(rows, inputs, objective, entropy_coef, out, torch.get_num_threads())
+    loss = _C.row_loss(rows, inputs, objective, scalars.entropy_coef, out, torch.get_num_threads())
     _uncap_(work, capped, softcap)
     if work is not logits:
         logits.copy_(work)

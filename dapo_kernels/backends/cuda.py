@@ -7,7 +7,6 @@ calls may be captured in a CUDA graph. A row's results are the same bits whateve
 
 from __future__ import annotations
 
-import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -83,20 +82,12 @@ def row_grad(
         out.copy_(to)
 
 
-def row_slopes(
-    logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, entropy_coef: float
-) -> RowsSlopes:
-    of_tokens = functools.partial(token_loss, scalars=scalars)
-    return slopes_of_stats(row_stats(logits, asked), tokens, entropy_coef, of_tokens)
+def row_slopes(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsSlopes:
+    return slopes_of_stats(row_stats(logits, asked), tokens, scalars, token_loss)
 
 
 def row_loss_(
-    logits: Tensor,
-    asked: Asked,
-    tokens: Tokens,
-    scalars: ObjectiveScalars,
-    entropy_coef: float,
-    softcap: float | None = None,
+    logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, softcap: float | None = None
 ) -> RowsLoss:
     check_rows(asked, logits.shape[-1])
     work = unit_stride(logits)
@@ -111,7 +102,7 @@ def row_loss_(
             row_inputs(_cuda, asked, tokens),
             softcap or 0.0,
             objective_of(_cuda, scalars),
-            float(entropy_coef),
+            float(scalars.entropy_coef),
             outputs(_cuda, result),
             losses.data_ptr(),
             scratch.data_ptr(),

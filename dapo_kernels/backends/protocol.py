@@ -42,19 +42,11 @@ class Backend(Protocol):
         gradient may keep.
         """
 
-    def row_slopes(
-        self, logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, entropy_coef: float
-    ) -> RowsSlopes:
+    def row_slopes(self, logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsSlopes:
         """``row_stats``, and the loss of token-level objectives with its slopes; the logits stay as they are."""
 
     def row_loss_(
-        self,
-        logits: Tensor,
-        asked: Asked,
-        tokens: Tokens,
-        scalars: ObjectiveScalars,
-        entropy_coef: float,
-        softcap: float | None = None,
+        self, logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, softcap: float | None = None
     ) -> RowsLoss:
         """The whole loss of token-level objectives; ∂loss/∂logits overwrites ``logits``."""
 

@@ -11,7 +11,6 @@ arithmetic, its log-prob and entropy come out as 0 and its gradient as exact zer
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -140,7 +139,7 @@ def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scala
         alive(tokens.advantages),
         alive(tokens.ref_logprobs),
         alive(tokens.importance_weights),
-        **scalars._asdict(),
+        **scalars.per_token,
     )
 
     def weigh(x: Tensor) -> Tensor:
@@ -155,32 +154,24 @@ def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scala
     )
 
 
-def row_slopes(
-    logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, entropy_coef: float
-) -> RowsSlopes:
+def row_slopes(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsSlopes:
     """The whole loss of token-level objectives, with its slopes; the logits stay as they are."""
-    stats = row_stats(logits, asked)
-    return slopes_of_stats(stats, tokens, entropy_coef, functools.partial(token_loss, scalars=scalars))
+    return slopes_of_stats(row_stats(logits, asked), tokens, scalars, token_loss)
 
 
 def slopes_of_stats(
-    stats: RowStats, tokens: Tokens, entropy_coef: float, token_loss: Callable[..., TokenLoss]
+    stats: RowStats, tokens: Tokens, scalars: ObjectiveScalars, token_loss: Callable[..., TokenLoss]
 ) -> RowsSlopes:
     log_ratio = None if tokens.old_logprobs is None else stats.logprobs - tokens.old_logprobs
-    return RowsSlopes.of(stats, token_loss(stats.logprobs, log_ratio, tokens), tokens.weights, entropy_coef)
+    policy = token_loss(stats.logprobs, log_ratio, tokens, scalars)
+    return RowsSlopes.of(stats, policy, tokens.weights, scalars.entropy_coef)
 
 
 def row_loss_(
-    logits: Tensor,
-    asked: Asked,
-    tokens: Tokens,
-    scalars: ObjectiveScalars,
-    entropy_coef: float,
-    softcap: float | None = None,
+    logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, softcap: float | None = None
 ) -> RowsLoss:
     """The same, and ∂loss/∂logits overwrites ``logits`` [..., V]."""
-    of_tokens = functools.partial(token_loss, scalars=scalars)
-    out = slopes_of_stats(row_stats(logits, asked, softcap), tokens, entropy_coef, of_tokens)
+    out = slopes_of_stats(row_stats(logits, asked, softcap), tokens, scalars, token_loss)
     row_grad(logits, logits, asked, out.stats, out.slopes, softcap)
     return RowsLoss(out.loss, out.logprobs, out.entropy, out.clip_hit, out.ref_kl, out.slopes.idle)
 

@@ -44,7 +44,7 @@ def row_inputs(module: Any, asked: Asked, tokens: Tokens | None = None) -> Any:
     return module.TokenInputs(**said)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=128)
 def objective_of(module: Any, scalars: ObjectiveScalars) -> Any:
     return module.Objective(*scalars.pack())
 

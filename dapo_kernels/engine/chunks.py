@@ -78,10 +78,10 @@ def live_work(live: Tensor, idle: Tensor | None, host_sync: bool | None) -> Work
     return Work(None if n_active == n else order[:n_live], n_live, n_active)
 
 
-def idle_beforehand(tokens: Tokens, scalars: ObjectiveScalars, entropy_coef: float) -> Tensor:
+def idle_beforehand(tokens: Tokens, scalars: ObjectiveScalars) -> Tensor:
     """bool [N]: tokens whose gradient is zero whatever their logits."""
     idle = tokens.weights == 0
-    if scalars.kl_coef == 0 and entropy_coef == 0:
+    if scalars.kl_coef == 0 and scalars.entropy_coef == 0:
         idle = idle | (tokens.advantages == 0)
         if tokens.importance_weights is not None:
             idle = idle | (tokens.importance_weights == 0)

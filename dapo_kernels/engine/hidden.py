@@ -198,14 +198,14 @@ class LinearLoss(NamedTuple):
     d_bias: Tensor | None
 
 
-def _no_loss(head: Head, asked: Asked, scalars: ObjectiveScalars, own: int) -> RowsLoss:
+def _no_loss(head: Head, asked: Asked, scalars: ObjectiveScalars) -> RowsLoss:
     """What dead tokens have to show."""
     zeros = _per_token(head, asked)
     return RowsLoss(
         loss=torch.zeros((), dtype=torch.float64, device=zeros.device),
         logprobs=zeros,
         entropy=zeros.clone() if asked.want_entropy else None,
-        clip_hit=None if own else torch.zeros_like(zeros, dtype=torch.int8),
+        clip_hit=None if scalars.own else torch.zeros_like(zeros, dtype=torch.int8),
         ref_kl=zeros.clone() if scalars.kl_coef != 0 else None,
         idle=torch.ones_like(asked.live),
     )
@@ -213,34 +213,20 @@ def _no_loss(head: Head, asked: Asked, scalars: ObjectiveScalars, own: int) -> R
 
 @operator
 def linear_loss(
-    head: Head,
-    asked: Asked,
-    tokens: Tokens,
-    scalars: ObjectiveScalars,
-    entropy_coef: float,
-    own: int,
-    needs: Needs,
-    plan: Plan,
+    head: Head, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, needs: Needs, plan: Plan
 ) -> LinearLoss:
     """The loss and, formed on the way, the gradients of (hidden, weight, bias)."""
-    total, gradients = _loss_over_chunks(head, asked, tokens, scalars, entropy_coef, own, needs, plan)
+    total, gradients = _loss_over_chunks(head, asked, tokens, scalars, needs, plan)
     return LinearLoss(total.loss.to(total.logprobs.dtype), *total[1:-1], *gradients.results())
 
 
 def _loss_over_chunks(
-    head: Head,
-    asked: Asked,
-    tokens: Tokens,
-    scalars: ObjectiveScalars,
-    entropy_coef: float,
-    own: int,
-    needs: Needs,
-    plan: Plan,
+    head: Head, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, needs: Needs, plan: Plan
 ) -> tuple[RowsLoss, GradientSum]:
     check_rows(asked, head.weight.shape[0])
-    by, function = backend(plan.backend), registered(own)
-    total = _no_loss(head, asked, scalars, own)
-    idle = None if on_host(asked.live) or function else idle_beforehand(tokens, scalars, entropy_coef)
+    by, function = backend(plan.backend), registered(scalars.own)
+    total = _no_loss(head, asked, scalars)
+    idle = None if on_host(asked.live) or function else idle_beforehand(tokens, scalars)
     chunks = _chunks(head, asked.live, idle, needs, plan, by)
     gradients = GradientSum(head, needs, chunks.n_with_gradient, by, _float32_sums(head, plan))
     for chunk in chunks:
@@ -248,7 +234,7 @@ def _loss_over_chunks(
         hidden = logits_of(head, rows, logits)
         arguments = (logits, asked.at(rows), tokens.at(rows))
         if function is None:
-            out = by.row_loss_(*arguments, scalars, entropy_coef, head.softcap)
+            out = by.row_loss_(*arguments, scalars, head.softcap)
         else:
             out = _own_row_loss_(by, *arguments, function, head.softcap)
         total.loss.add_(out.loss)
@@ -270,17 +256,8 @@ def _own_row_loss_(
 
 
 @linear_loss.fake
-def _(
-    head: Head,
-    asked: Asked,
-    tokens: Tokens,
-    scalars: ObjectiveScalars,
-    entropy_coef: float,
-    own: int,
-    needs: Needs,
-    plan: Plan,
-) -> LinearLoss:
-    total = _no_loss(head, asked, scalars, own)
+def _(head: Head, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, needs: Needs, plan: Plan) -> LinearLoss:
+    total = _no_loss(head, asked, scalars)
     return LinearLoss(
         total.logprobs.new_empty(()), *total[1:-1], *_fake_gradients(head, needs, _float32_sums(head, plan))
     )

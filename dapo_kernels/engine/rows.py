@@ -70,21 +70,17 @@ def _(ctx: Any, logits: Tensor, asked: Asked, served_by: str, stats: RowStats, g
 
 
 @operator
-def logits_loss(
-    logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, entropy_coef: float, served_by: str
-) -> RowsSlopes:
+def logits_loss(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, served_by: str) -> RowsSlopes:
     """The loss from one sweep over the logits; its gradient takes another, in the backward pass."""
-    return backend(served_by).row_slopes(logits, asked, tokens, scalars, entropy_coef)
+    return backend(served_by).row_slopes(logits, asked, tokens, scalars)
 
 
 @logits_loss.fake
-def _(
-    logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, entropy_coef: float, served_by: str
-) -> RowsSlopes:
+def _(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, served_by: str) -> RowsSlopes:
     stats = _fake_stats(logits, asked)
     policy = TokenLoss.empty(stats.logprobs, scalars.kl_coef != 0)
     policy = policy._replace(loss=stats.logprobs.new_empty(()))
-    return RowsSlopes.of(stats, policy, tokens.weights, entropy_coef)
+    return RowsSlopes.of(stats, policy, tokens.weights, scalars.entropy_coef)
 
 
 def _keep_for_loss(out: RowsSlopes, logits: Tensor, asked: Asked, *inputs: Any) -> tuple[Any, ...]:
@@ -132,15 +128,9 @@ class LossInPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        asked: Asked,
-        tokens: Tokens,
-        scalars: ObjectiveScalars,
-        entropy_coef: float,
-        by: Backend,
+        ctx: Any, logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, by: Backend
     ) -> tuple[Tensor | None, ...]:
-        out = by.row_loss_(logits, asked, tokens, scalars, entropy_coef)
+        out = by.row_loss_(logits, asked, tokens, scalars)
         # Whoever saved the logits for a backward pass of their own must be told that they are gone.
         torch.autograd.graph.increment_version(logits)
         ctx.save_for_backward(logits)
@@ -154,4 +144,4 @@ class LossInPlace(torch.autograd.Function):
         hand_out_once(ctx, "inplace_backward=True", _REMEDY)
         (gradient,) = ctx.saved_tensors
         gradient = None if grad_output is None else scaled(gradient.detach(), grad_output)
-        return gradient, None, None, None, None, None
+        return gradient, None, None, None, None

@@ -53,7 +53,7 @@ def clip_hits(
     """int8: which clip the surrogate hits (0: none); 0 on dead tokens. ``log_ratio`` None: on-policy."""
     delta = torch.zeros_like(logprobs) if log_ratio is None else log_ratio
     scalars = ObjectiveScalars.of(objective)
-    *_, hit, _ = token_objective(logprobs, delta, advantages, None, None, **scalars._asdict())
+    *_, hit, _ = token_objective(logprobs, delta, advantages, None, None, **scalars.per_token)
     return torch.where(live, hit, 0).to(torch.int8)
 
 

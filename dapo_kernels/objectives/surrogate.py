@@ -32,6 +32,13 @@ class ObjectiveScalars(NamedTuple):
     kl_coef: float
     kl_estimator: str
     kl_through_ratio: bool
+    entropy_coef: float = 0.0
+    own: int = 0  # stands for a function of the caller's, see ``own.py``; 0: none
+
+    @property
+    def per_token(self) -> dict[str, Any]:
+        """What ``token_objective`` takes: all but the entropy bonus, which is a row's business."""
+        return dict(zip(self._fields[:9], self[:9], strict=True))
 
     @classmethod
     def of(cls, objective: Objective) -> ObjectiveScalars:
@@ -45,11 +52,12 @@ class ObjectiveScalars(NamedTuple):
             objective.kl_coef,
             objective.kl_estimator,
             objective.kl_through_ratio,
+            objective.entropy_coef,
         )
 
     def pack(self) -> list[float]:
         names = {"surrogate": SURROGATES.index(self.surrogate), "kl_estimator": KL_ESTIMATORS.index(self.kl_estimator)}
-        return [float(x) for x in (self._asdict() | names).values()]
+        return [float(x) for x in (self.per_token | names).values()]
 
 
 def clip_term(log_ratio: Any, advantage: Any, clip_low: Any, clip_high: Any, dual_clip: Any) -> Any:

@@ -55,7 +55,7 @@ def run(path: str, rows: Tensor, ids: Tensor, tokens: Tokens, options: dict[str,
     scalars = ObjectiveScalars.of(OBJECTIVES["grpo"])
     coef = options.get("entropy_coef", 0.0)
     asked = Asked(ids, tokens.live, 0.7, None, coef != 0)
-    return cuda.row_loss_(rows, asked, tokens, scalars, coef, options.get("softcap"))
+    return cuda.row_loss_(rows, asked, tokens, scalars._replace(entropy_coef=coef), options.get("softcap"))
 
 
 @pytest.mark.parametrize("options", [{}, {"entropy_coef": 0.1}, {"softcap": 5.0}], ids=str)
@@ -74,7 +74,8 @@ def test_loss_and_gradient_of_every_path(dtype: torch.dtype, vocab: int, options
     wide = Tokens(*(x.double() if x is not None and x.is_floating_point() else x for x in tokens))
     scalars = ObjectiveScalars.of(OBJECTIVES["grpo"])
     coef = options.get("entropy_coef", 0.0)
-    expected = reference.row_loss_(grad, Asked(ids, tokens.live, 0.7, None, coef != 0), wide, scalars, coef)
+    scalars = scalars._replace(entropy_coef=coef)
+    expected = reference.row_loss_(grad, Asked(ids, tokens.live, 0.7, None, coef != 0), wide, scalars)
     grad *= slope
     first = None
     for offset, gap, paths in ((8, -vocab % 8, PATHS), (1, -vocab % 8 + 3, PATHS[1:]), (5, -vocab % 8, PATHS[1:])):

@@ -262,7 +262,7 @@ def run_linear(
     needs = Needs(True, True, leaves.bias is not None)
     asked = Asked(p["target_ids"], p["mask"], 1.0, p["temperature"], True)
     with torch.no_grad():
-        out = hidden.linear_loss.run(leaves, asked, tokens, scalars, 0.1, 0, needs, plan)
+        out = hidden.linear_loss.run(leaves, asked, tokens, scalars._replace(entropy_coef=0.1), needs, plan)
         stats: RowStats = hidden.linear_stats.run(leaves, asked, plan)
         more = hidden.linear_grad.run(leaves, asked, stats, Slopes(weights, advantages), needs, plan)
         return out, out[5:], more

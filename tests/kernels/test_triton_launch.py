@@ -90,8 +90,8 @@ def test_nothing_is_compiled_again_for_another_length(monkeypatch: pytest.Monkey
                 logits = logits.as_strided((1, 1, 512), (2**32, 512, 1))
             tokens = Tokens(live, *(per_token,) * 4, None)
             for low in (0.2, 1):  # an int is a number too
-                some = scalars._replace(clip_low=low)
-                triton.row_loss_(logits, Asked(ids, live, 1.0, per_token + 1, True), tokens, some, 0.1)
+                some = scalars._replace(clip_low=low, entropy_coef=0.1)
+                triton.row_loss_(logits, Asked(ids, live, 1.0, per_token + 1, True), tokens, some)
                 triton.token_loss(per_token, per_token, tokens, some)
             asked = Asked(ids, live, 1.0, None, True)
             stats = triton.row_stats(logits, asked)

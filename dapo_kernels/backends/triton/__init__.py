@@ -6,7 +6,6 @@ outside torch's allocator or depends on the stream: calls may be captured in a C
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -108,7 +107,7 @@ def _inputs(logits: Tensor, asked: Asked, softcap: float | None) -> tuple[Any, .
 
 def _floats(scalars: ObjectiveScalars) -> tuple[Any, ...]:
     """As the kernels take them: an integer such as clip_low=1 would be compiled in."""
-    return tuple(float(x) if type(x) is int else x for x in scalars)
+    return tuple(float(x) if type(x) is int else x for x in scalars[:9])
 
 
 def row_stats(logits: Tensor, asked: Asked, softcap: float | None = None) -> RowStats:
@@ -144,20 +143,12 @@ def row_grad(
         out.copy_(to)
 
 
-def row_slopes(
-    logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, entropy_coef: float
-) -> RowsSlopes:
-    of_tokens = functools.partial(token_loss, scalars=scalars)
-    return slopes_of_stats(row_stats(logits, asked), tokens, entropy_coef, of_tokens)
+def row_slopes(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsSlopes:
+    return slopes_of_stats(row_stats(logits, asked), tokens, scalars, token_loss)
 
 
 def row_loss_(
-    logits: Tensor,
-    asked: Asked,
-    tokens: Tokens,
-    scalars: ObjectiveScalars,
-    entropy_coef: float,
-    softcap: float | None = None,
+    logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, softcap: float | None = None
 ) -> RowsLoss:
     check_rows(asked, logits.shape[-1])
     work = unit_stride(logits)
@@ -173,7 +164,7 @@ def row_loss_(
         *result[1:-1],
         result.idle.view(torch.int8),
         *_floats(scalars),
-        float(entropy_coef) or None,
+        float(scalars.entropy_coef) or None,
         **_shape(work),
     )
     if work is not logits:
