@@ -152,8 +152,8 @@ def _evaluate(options: argparse.Namespace, overrides: list[str], console: Consol
 def _evaluation_target(target: Path, overrides: list[str]) -> tuple[Config, str | Path]:
     """The configuration and the model folder to evaluate."""
     from dapo_runner.checkpoint import latest_checkpoint
+    from dapo_runner.folder import CONFIG_FILE
     from dapo_runner.records.run_log import CHECKPOINTS
-    from dapo_runner.run import CONFIG_FILE
 
     if not target.exists():
         raise ConfigError(f"expected a run's folder or a recipe, found nothing at {target}")

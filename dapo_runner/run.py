@@ -16,6 +16,7 @@ import yaml
 from dapo_runner.checkpoint import Checkpoint, checkpoint_to_resume, load_checkpoint, save_checkpoint
 from dapo_runner.config import Config, ConfigError, cautions, dump_config, parse_config
 from dapo_runner.evaluate import evaluate
+from dapo_runner.folder import CONFIG_FILE, FolderLock, check_alone, lock_folder, write_config
 from dapo_runner.policy.model import load_model, load_policy, load_reference, load_tokenizer, resolve_device
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.records.metrics import METRICS_FILE, batch_metrics, prefixed, sampling_metrics
@@ -35,7 +36,6 @@ from dapo_runner.timing import StepClock
 from dapo_runner.types import Group, Prompt, SamplingParams, Sequence
 from dapo_runner.update.learner import Learner, MiniBatch, NonFiniteUpdateError, resolve_objective
 
-CONFIG_FILE = "config.yaml"
 NONFINITE = "nonfinite"
 TINY_MODEL = "model"
 # What may differ between a run and its resumption without its metrics being those of another run.
@@ -60,6 +60,7 @@ class Run:
     log: RunLog
     progress: Progress
     clock: StepClock
+    lock: FolderLock
     first_step: int
 
     def __enter__(self) -> Run:
@@ -68,6 +69,7 @@ class Run:
     def __exit__(self, *_: object) -> None:
         self.progress.close()
         self.log.close()
+        self.lock.release()
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
         return self.clock.phase(phase)
@@ -157,7 +159,10 @@ def rollout_sampling(config: Config, round_number: int) -> SamplingParams:
 
 
 def open_run(config: Config, progress: Progress) -> Run:
-    """Build everything a run needs, or put it back as its last checkpoint left it."""
+    """Build everything a run needs, or put it back as its last checkpoint left it. The run's folder is locked until the
+    run is left.
+    """
+    check_alone()
     resolve_objective(config)
     if config.parallel.gpus > 1:
         raise ConfigError(
@@ -165,11 +170,21 @@ def open_run(config: Config, progress: Progress) -> Run:
             "--dry-run makes a plan for any number"
         )
     check_needs(config)
-    folder, device = config.run_dir, resolve_device(config.run.device)
+    device = resolve_device(config.run.device)
+    lock = lock_folder(config.run_dir, progress.note)
+    try:
+        return _open_run(config, device, progress, lock)
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _open_run(config: Config, device: torch.device, progress: Progress, lock: FolderLock) -> Run:
+    folder = config.run_dir
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     check_same_run(config, folder)
-    _make_folder(folder, config)
+    write_config(config, folder)
     checkpoint = checkpoint_to_resume(folder / CHECKPOINTS)
     source = checkpoint.model if checkpoint else initial_model(config, folder, progress)
     dataset = load_data(config, load_tokenizer(source, config.model))
@@ -202,6 +217,7 @@ def open_run(config: Config, progress: Progress) -> Run:
         log=RunLog(folder, config.logging.rollouts, trackers, resumed_after=checkpoint.step if checkpoint else None),
         progress=progress,
         clock=clock,
+        lock=lock,
         first_step=done,
     )
 
@@ -227,21 +243,6 @@ def open_learner(
     if needs_reference and not own_reference:
         reference = load_reference(config.loss.reference or start, config.model, device)
     return Learner(policy, config, reference, clock)
-
-
-def _make_folder(folder: Path, config: Config) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _write_whole(folder / CONFIG_FILE, dump_config(config))
-    except OSError as error:
-        raise ConfigError(f"run.output_dir: expected a folder that can be written to: {error}") from error
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """A kill leaves the old file or the new one, never half of it."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
 
 
 def initial_model(config: Config, folder: Path, progress: Progress) -> str | Path:
