@@ -174,7 +174,7 @@ def load_checkpoint(checkpoint: Checkpoint, learner: Learner, sampler: DynamicSa
         load_adapters(learner.policy.model, checkpoint.path / "adapter")
     _load_optimizer(learner, load_file(checkpoint.path / "optimizer.safetensors"))
     state = torch.load(checkpoint.path / "state.pt", weights_only=True)
-    sampler.load_state_dict(state["sampler"])
+    sampler.load_state_dict({"steps": state["step"], **state["sampler"]})  # older samplers did not count
     _set_rng_state(state["rng"])
 
 

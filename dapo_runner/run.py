@@ -116,7 +116,7 @@ class Run:
         with self.timed("log"):
             figures = (
                 sampling_metrics(sampled.stats)
-                | batch_metrics(sampled.groups)
+                | batch_metrics(sampled.groups, step)
                 | prefixed("train", trained)
                 | prefixed("sync", in_sync)
             )

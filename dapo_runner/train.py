@@ -28,7 +28,7 @@ def train(config: Config, progress: Progress) -> Path:
             sampled = run.sampler.next(run.generate_groups)
             run.release_engine()
             with run.timed("pack"):
-                sequences = make_sequences(sampled.groups, config.advantage)
+                sequences = make_sequences(sampled.groups, config.advantage, step)
             minis = run.learner.prepare(sequences)
             updates = [run.update(mini, step) for mini in minis]
             in_sync = run.sync()

@@ -188,6 +188,7 @@ class SamplerConfig(Section):
     filter_groups: bool = True  # dynamic sampling; False trains on every group
     initial_acceptance: Share = 1 / 3  # share of groups expected to be mixed before any were seen (paper: 1536 for 512)
     max_rounds: PositiveInt = 10  # generation rounds per step
+    max_age: NonNegativeInt = 1  # steps that a group left over may wait; older ones are dropped and counted
     on_exhausted: Literal["train_partial", "error"] = "error"
 
 

@@ -2,14 +2,14 @@
 
 A group is kept when some but not all of its samples are right, judged on correctness and never on the shaped
 reward. Groups are accepted in the order of their prompts, whatever order they were finished in: taking the
-quick ones first would favour short responses. What is left over opens the next step.
+quick ones first would favour short responses. What is left over opens the next step, unless it has grown too old.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dapo_runner.config import SamplerConfig
@@ -41,6 +41,7 @@ class SamplingStats:
     mixed: int = 0
     carried_in: int = 0  # groups left over from earlier steps
     carried_out: int = 0
+    too_old: int = 0  # groups left over that are past `max_age`, and gone
     samples: int = 0
     correct: int = 0
     truncated: int = 0
@@ -82,7 +83,7 @@ class DynamicSampler:
         self.cursor = cursor
         self.config = config
         self.on_round = on_round
-        self.rounds_so_far = 0
+        self.rounds_so_far = self.steps = 0
         self.buffer: list[Group] = []
         self._accepted = self._tried = 0.0  # groups, with fading memory
 
@@ -98,7 +99,10 @@ class DynamicSampler:
         Raises SamplingExhaustedError when `max_rounds` rounds do not fill it and `on_exhausted` is `error`.
         With `train_partial` the step may be short, or even empty when no group at all was mixed.
         """
-        wanted, stats = self.config.prompts_per_step, SamplingStats(carried_in=len(self.buffer))
+        self.steps += 1
+        young = [group for group in self.buffer if self.steps - group.step <= self.config.max_age]
+        stats = SamplingStats(carried_in=len(young), too_old=len(self.buffer) - len(young))
+        wanted, self.buffer = self.config.prompts_per_step, young
         while len(self.buffer) < wanted and stats.rounds < self.config.max_rounds:
             prompts = self.cursor.take(self._round_size(wanted - len(self.buffer)))
             groups = generate_groups(prompts, self.rounds_so_far)
@@ -106,7 +110,7 @@ class DynamicSampler:
             stats.rounds += 1
             stats.count(groups)
             kept = [group for group in groups if group.is_mixed or not self.config.filter_groups]
-            self.buffer += kept
+            self.buffer += [replace(group, step=self.steps) for group in kept]
             self._accepted = MEMORY * self._accepted + len(kept)
             self._tried = MEMORY * self._tried + len(groups)
             if self.on_round is not None:
@@ -140,6 +144,7 @@ class DynamicSampler:
         return {
             "cursor": self.cursor.state_dict(),
             "rounds_so_far": self.rounds_so_far,
+            "steps": self.steps,
             "accepted": self._accepted,
             "tried": self._tried,
             "buffer": [_group_state(group) for group in self.buffer],
@@ -147,9 +152,10 @@ class DynamicSampler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.cursor.load_state_dict(state["cursor"])
-        self.rounds_so_far = state["rounds_so_far"]
+        self.rounds_so_far, self.steps = state["rounds_so_far"], state["steps"]
         self._accepted, self._tried = state["accepted"], state["tried"]
-        self.buffer = [_group_from_state(group) for group in state["buffer"]]
+        # Groups of older versions do not say when they were sampled: not after the last step.
+        self.buffer = [_group_from_state({"step": self.steps, **group}) for group in state["buffer"]]
 
 
 def _advice(stats: SamplingStats, n_prompts: int) -> str:
@@ -164,6 +170,7 @@ def _advice(stats: SamplingStats, n_prompts: int) -> str:
 
 def _group_state(group: Group) -> dict[str, Any]:
     return {
+        "step": group.step,
         "prompt": asdict(group.prompt),
         "samples": [
             {
@@ -193,4 +200,4 @@ def _group_from_state(state: Mapping[str, Any]) -> Group:
         for item in state["samples"]
     )
     prompt = state["prompt"]
-    return Group(Prompt(**{**prompt, "token_ids": tuple(prompt["token_ids"])}), samples)
+    return Group(Prompt(**{**prompt, "token_ids": tuple(prompt["token_ids"])}), samples, state["step"])

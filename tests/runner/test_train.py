@@ -241,6 +241,37 @@ def test_exhaustion_stops_the_run_or_is_told(tmp_path: Path) -> None:
     assert [step["train/updates"] for step in steps] == [0, 0]
 
 
+EVERY_OTHER = """
+from dapo_runner.types import Verdict
+calls = iter(range(10**6))
+def right(prompt, completion):
+    return Verdict(next(calls) % 2 == 0)
+"""
+
+
+def test_groups_carried_over_are_not_taken_for_on_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One update a step, so that every ratio was 1 by construction; all groups are kept where a fifth was expected."""
+    (tmp_path / "every_other.py").write_text(EVERY_OTHER)
+    monkeypatch.syspath_prepend(tmp_path)
+    recipe = small_recipe(steps=3)
+    config = config_in(
+        tmp_path,
+        run={**recipe["run"], "output_dir": str(tmp_path)},
+        reward={"kind": "every_other:right", "overlong": {"soft_punishment": False}},
+        sampler={**recipe["sampler"], "initial_acceptance": 0.2},
+        optimizer={**recipe["optimizer"], "mini_batch_size": None},
+    )
+    folder = train(config, SilentProgress())
+    first, second, third = (event for event in read_log(folder / "metrics.jsonl") if event["kind"] == "step")
+    assert first["train/ratio_max"] == 1
+    assert second["train/ratio_max"] > 1.001
+    assert [first[f"batch/{figure}"] for figure in ("age", "age_max")] == [0, 0]
+    assert [second[f"batch/{figure}"] for figure in ("age", "age_max")] == [1, 1]
+    assert second["train/rollout_gap"] > 1e-3
+    assert third["sampling/too_old"] == second["sampling/carried_out"] > 0
+    assert (third["batch/age"], third["train/ratio_max"]) == (0, 1)
+
+
 def test_every_round_draws_anew_and_every_time_alike(tmp_path: Path) -> None:
     config = config_in(tmp_path)
     seeds = [rollout_sampling(config, number).seed for number in range(100)]

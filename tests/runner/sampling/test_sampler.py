@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -50,7 +51,12 @@ def test_whatever_the_groups_are_like(
     """Any lengths and punishments, fewer prompts than a step needs, groups with one success, policies that fail."""
     engine = ShapedEngine(shapes)
     sampler = make_sampler(
-        wanted, len(shapes), max_rounds=max_rounds, initial_acceptance=acceptance, on_exhausted="train_partial"
+        wanted,
+        len(shapes),
+        max_rounds=max_rounds,
+        max_age=99,
+        initial_acceptance=acceptance,
+        on_exhausted="train_partial",
     )
     accepted: list[Group] = []
     for _ in range(steps):
@@ -66,7 +72,7 @@ def test_whatever_the_groups_are_like(
         assert step.stats.carried_out == len(sampler.buffer)
     right = [sum(sample.correct for sample in group.samples) for group in engine.given]
     kept = [group for group, n in zip(engine.given, right, strict=True) if 0 < n < 4]
-    assert [id(group) for group in accepted + sampler.buffer] == [id(group) for group in kept]
+    assert [id(group.samples) for group in accepted + sampler.buffer] == [id(group.samples) for group in kept]
 
 
 @given(stop_after=st.integers(0, 4), **SETTINGS)
@@ -151,7 +157,7 @@ def every_third(i: int) -> str:
 
 
 def test_only_mixed_groups_in_prompt_order_and_none_lost() -> None:
-    engine, sampler = Engine(every_third), make_sampler()
+    engine, sampler = Engine(every_third), make_sampler(max_age=99)
     accepted = [group for _ in range(6) for group in sampler.next(engine).groups]
     assert len(accepted) == 24
     asked = [name for prompts in engine.asked for name in prompts]
@@ -191,6 +197,47 @@ def test_surplus_opens_the_next_step_without_generating() -> None:
     assert len(engine.asked) == 1
     assert ids(first.groups) + ids(second.groups) == engine.asked[0]
     assert (second.stats.rounds, second.stats.carried_in, second.stats.carried_out) == (0, 4, 0)
+
+
+def test_groups_know_the_step_that_sampled_them() -> None:
+    sampler = make_sampler(wanted=4, initial_acceptance=0.6)
+    for step in (1, 2, 3):
+        sampled = sampler.next(Engine(lambda i: "RW"))
+        carried = sampled.stats.carried_in
+        assert [group.step for group in sampled.groups[carried:]] == [step] * (4 - carried)
+        assert all(group.step == step - 1 for group in sampled.groups[:carried])
+
+
+@pytest.mark.parametrize("max_age", [0, 1, 2, 10])
+def test_groups_that_have_grown_too_old_go_and_are_counted(max_age: int) -> None:
+    """Everything is accepted where a fifth was expected: a first round that would serve five steps, the last of them
+    with groups four steps old.
+    """
+    engine = Engine(lambda i: "RW")
+    sampler = make_sampler(wanted=4, initial_acceptance=0.2, max_age=max_age)
+    steps = [sampler.next(engine) for _ in range(5)]
+    ages = {number - group.step for number, step in enumerate(steps, start=1) for group in step.groups}
+    assert ages == set(range(min(max_age, 4) + 1))
+    dropped = sum(step.stats.too_old for step in steps)
+    assert (dropped > 0) == (max_age < 4)
+    assert sum(len(step.groups) for step in steps) + len(sampler.buffer) + dropped == sum(map(len, engine.asked))
+    for before, after in pairwise(steps):
+        assert after.stats.carried_in + after.stats.too_old == before.stats.carried_out
+    assert ids(steps[0].groups) == engine.asked[0][:4]
+
+
+def test_an_old_checkpoint_takes_its_groups_for_those_of_its_last_step() -> None:
+    """Groups used not to say when they were sampled; nor did the sampler count steps, but the checkpoint did."""
+    sampler = make_sampler(wanted=4, initial_acceptance=0.2)
+    sampler.next(Engine(lambda i: "RW"))
+    old = sampler.state_dict()
+    del old["steps"]
+    for group in old["buffer"]:
+        del group["step"]
+    resumed = make_sampler(wanted=4, initial_acceptance=0.2)
+    resumed.load_state_dict({"steps": 7, **old})
+    step = resumed.next(Engine(lambda i: "RW"))
+    assert (resumed.steps, {group.step for group in step.groups}, step.stats.too_old) == (8, {7}, 0)
 
 
 def test_refill_is_sized_by_the_rate_so_far() -> None:
