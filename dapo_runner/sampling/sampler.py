@@ -24,6 +24,12 @@ made from it differs from round to round and is the same again after a resume.""
 PRIOR_GROUPS = 4
 # What earlier rounds saw counts less with each round: a policy that learns changes its acceptance rate.
 MEMORY = 0.7
+# Standard deviations by which a round is to exceed what is missing: 2.3 % of the rounds do not. Asking for the bare
+# expectation takes 1.8 rounds a step, each with a tail as long as its longest response.
+MARGIN = 2.0
+# No round asks for more than a whole step takes at this share of `initial_acceptance`: a policy that has come to fail
+# (or to solve) everything must not ask for ever more.
+LEAST_SHARE = 0.5
 
 
 class SamplingExhaustedError(RuntimeError):
@@ -125,11 +131,11 @@ class DynamicSampler:
         return SampledStep(step, stats, shortfall)
 
     def _round_size(self, missing: int) -> int:
-        """As many prompts as are expected to give the missing groups, within what a first round asks for."""
+        """As many prompts as will give the missing groups at the acceptance so far."""
         if not self.config.filter_groups:
             return missing
-        ceiling = math.ceil(self.config.prompts_per_step / self.config.initial_acceptance)
-        return min(math.ceil(missing / self.acceptance), ceiling)
+        ceiling = prompts_for(self.config.prompts_per_step, LEAST_SHARE * self.config.initial_acceptance)
+        return min(prompts_for(missing, self.acceptance), ceiling)
 
     def _explain(self, stats: SamplingStats) -> str:
         return (
@@ -156,6 +162,15 @@ class DynamicSampler:
         self._accepted, self._tried = state["accepted"], state["tried"]
         # Groups of older versions do not say when they were sampled: not after the last step.
         self.buffer = [_group_from_state({"step": self.steps, **group}) for group in state["buffer"]]
+
+
+def prompts_for(groups: int, acceptance: float) -> int:
+    """The smallest n of which ``groups`` are kept with a margin, the binomial's mean less MARGIN standard deviations:
+    n·p − MARGIN·√(n·p·(1 − p)) ≥ groups at an acceptance of p.
+    """
+    spread = MARGIN**2 * (1 - acceptance) / 4
+    kept = groups + 2 * spread + 2 * math.sqrt(spread * (spread + groups))  # n·p
+    return math.ceil(kept / acceptance)
 
 
 def _advice(stats: SamplingStats, n_prompts: int) -> str:

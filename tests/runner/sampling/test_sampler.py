@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import math
+import random
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 from dapo_runner.config import SamplerConfig
 from dapo_runner.sampling.data import PromptCursor
-from dapo_runner.sampling.sampler import DynamicSampler, SamplingExhaustedError, SamplingStats
+from dapo_runner.sampling.sampler import DynamicSampler, SamplingExhaustedError, SamplingStats, prompts_for
 from dapo_runner.types import Group, Prompt
 
 # What a prompt's samples are like: right or wrong, with lengths and length penalties that correctness knows nothing of.
@@ -116,7 +118,7 @@ def test_a_policy_that_always_fails_stops_at_the_limit_and_says_so() -> None:
     with pytest.raises(SamplingExhaustedError, match=r"0 of 4 groups after 5 rounds.*out of reach"):
         sampler.next(engine)
     assert len(engine.asked) == 5
-    assert sum(map(len, engine.asked)) <= 5 * 12  # 12 = prompts_per_step / initial_acceptance
+    assert sum(map(len, engine.asked)) <= 5 * prompts_for(4, 1 / 6)  # half of what is accepted at first
 
 
 def test_data_that_run_out_are_gone_through_again_and_named() -> None:
@@ -186,8 +188,8 @@ def test_without_filter_every_group_trains() -> None:
 def test_first_round_expects_the_configured_acceptance() -> None:
     engine, sampler = Engine(lambda i: "RW"), make_sampler(wanted=5, initial_acceptance=0.25)
     step = sampler.next(engine)
-    assert len(engine.asked[0]) == 20
-    assert (len(step.groups), step.stats.carried_out) == (5, 15)
+    assert len(engine.asked[0]) == prompts_for(5, 0.25) == 43
+    assert (len(step.groups), step.stats.carried_out) == (5, 38)
 
 
 def test_surplus_opens_the_next_step_without_generating() -> None:
@@ -195,8 +197,9 @@ def test_surplus_opens_the_next_step_without_generating() -> None:
     first = sampler.next(engine)
     second = sampler.next(engine)
     assert len(engine.asked) == 1
-    assert ids(first.groups) + ids(second.groups) == engine.asked[0]
-    assert (second.stats.rounds, second.stats.carried_in, second.stats.carried_out) == (0, 4, 0)
+    assert ids(first.groups) + ids(second.groups) + ids(sampler.buffer) == engine.asked[0]
+    left = len(engine.asked[0]) - 4
+    assert (second.stats.rounds, second.stats.carried_in, second.stats.carried_out) == (0, left, left - 4)
 
 
 def test_groups_know_the_step_that_sampled_them() -> None:
@@ -255,7 +258,36 @@ def test_refill_is_sized_by_the_rate_so_far() -> None:
         sampler.next(hard)
     assert sampler.acceptance < 0.25
     assert max(map(len, hard.asked)) > 50
-    assert max(map(len, hard.asked)) <= 100  # never beyond prompts_per_step / initial_acceptance
+    assert max(map(len, hard.asked)) <= prompts_for(20, 0.1)  # never beyond half of the initial acceptance
+
+
+@pytest.mark.parametrize(("share", "before"), [(1 / 3, 1.8), (0.2, 2.7)])
+def test_a_step_takes_one_round(share: float, before: float) -> None:
+    """Asking for the expectation fills a step every other time, and each round ends in a tail as long as the longest
+    response: it took ``before`` rounds a step. No more is generated in the end: what is left over opens the next step.
+    """
+    lots, wanted, steps = random.Random(0), 64, 100
+    prompt, right, wrong = make_prompt("0"), make_group("RW").samples, make_group("WW").samples
+
+    def generate(prompts: list[Prompt], _: int) -> list[Group]:
+        return [Group(prompt, right if lots.random() < share else wrong) for prompt in prompts]
+
+    cursor = PromptCursor([prompt], seed=0)
+    sampler = DynamicSampler(cursor, SamplerConfig(prompts_per_step=wanted))
+    stats = [sampler.next(generate).stats for _ in range(steps)]
+    assert sum(item.rounds for item in stats) / steps <= 1.05 < before
+    assert sum(item.groups for item in stats) * share / (wanted * steps) == pytest.approx(1, abs=0.02)
+    assert sum(item.too_old for item in stats) == 0
+
+
+def test_the_number_of_prompts_is_the_binomials() -> None:
+    """The smallest whose expectation, less two standard deviations, is what is wanted."""
+    for wanted, share in ((512, 1 / 3), (64, 0.2), (1, 0.5), (7, 0.95)):
+        n = prompts_for(wanted, share)
+        assert n * share - 2 * math.sqrt(n * share * (1 - share)) >= wanted - 1e-9
+        n -= 1
+        assert n * share - 2 * math.sqrt(n * share * (1 - share)) < wanted
+    assert [prompts_for(wanted, 1.0) for wanted in (1, 2, 3, 512)] == [1, 2, 3, 512]
 
 
 def test_statistics_count_everything_generated() -> None:
