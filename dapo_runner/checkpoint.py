@@ -156,14 +156,32 @@ def _save(folder: Path, step: int, learner: Learner, sampler: DynamicSampler, ke
         str(path.relative_to(unfinished)): {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in files
     }
     (unfinished / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    for path in (*unfinished.rglob("*"), unfinished):
-        _force_to_disk(path)
-    unfinished.rename(final)
-    _force_to_disk(folder)
+    _put_in_place(unfinished, final)
     for old in find_checkpoints(folder)[:-keep]:
         # Renamed first: what a kill leaves of it is swept up by the next save.
         shutil.rmtree(old.path.rename(old.path.with_name(old.path.name + _UNFINISHED)))
     return Checkpoint(final, step)
+
+
+def copy_checkpoint(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
+    """The same in another folder of checkpoints. Raises CheckpointError where it cannot be written or is damaged."""
+    final = folder / checkpoint.path.name
+    unfinished = final.with_name(final.name + _UNFINISHED)
+    with writing(final, folder):
+        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.copytree(checkpoint.path, unfinished)
+        if (damage := damage_of(unfinished)) is not None:
+            shutil.rmtree(unfinished)
+            raise CheckpointError(f"{checkpoint.path} is damaged: {damage}")
+        _put_in_place(unfinished, final)
+    return Checkpoint(final, checkpoint.step)
+
+
+def _put_in_place(unfinished: Path, final: Path) -> None:
+    for path in (*unfinished.rglob("*"), unfinished):
+        _force_to_disk(path)
+    unfinished.rename(final)
+    _force_to_disk(final.parent)
 
 
 def load_checkpoint(checkpoint: Checkpoint, learner: Learner, sampler: DynamicSampler) -> None:

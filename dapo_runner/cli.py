@@ -107,10 +107,11 @@ def _train(options: argparse.Namespace, overrides: list[str], console: Console) 
 
 
 def _dry_run(config: Config, console: Console) -> int:
+    from dapo_runner.folder import check_same_run
+    from dapo_runner.fork import find_origin
     from dapo_runner.preflight.needs import check_needs
     from dapo_runner.preflight.plan import make_plan
     from dapo_runner.records.metrics import METRICS_FILE
-    from dapo_runner.run import check_same_run
     from dapo_runner.update.learner import resolve_objective
 
     resolve_objective(config)
@@ -121,6 +122,8 @@ def _dry_run(config: Config, console: Console) -> int:
     check_needs(config)
     if (config.run_dir / METRICS_FILE).exists():
         check_same_run(config, config.run_dir)
+    elif config.run.from_ is not None:
+        find_origin(config)
     return 0
 
 

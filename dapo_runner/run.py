@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import random
-import shutil
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import yaml
 
 from dapo_runner.checkpoint import Checkpoint, checkpoint_to_resume, load_checkpoint, save_checkpoint
-from dapo_runner.config import Config, ConfigError, cautions, dump_config, parse_config
+from dapo_runner.config import Config, ConfigError, cautions
 from dapo_runner.evaluate import evaluate
-from dapo_runner.folder import CONFIG_FILE, FolderLock, check_alone, lock_folder, write_config
+from dapo_runner.folder import TINY_MODEL, FolderLock, check_alone, check_same_run, lock_folder, write_config
+from dapo_runner.fork import start_fork
 from dapo_runner.policy.model import load_model, load_policy, load_reference, load_tokenizer, resolve_device
 from dapo_runner.preflight.needs import check_needs
-from dapo_runner.records.metrics import METRICS_FILE, batch_metrics, prefixed, sampling_metrics
+from dapo_runner.records.metrics import batch_metrics, prefixed, sampling_metrics
 from dapo_runner.records.postmortem import save_batch
 from dapo_runner.records.progress import Progress
 from dapo_runner.records.run_log import CHECKPOINTS, RunLog
@@ -37,12 +34,6 @@ from dapo_runner.types import Group, Prompt, SamplingParams, Sequence
 from dapo_runner.update.learner import Learner, MiniBatch, NonFiniteUpdateError, resolve_objective
 
 NONFINITE = "nonfinite"
-TINY_MODEL = "model"
-# What may differ between a run and its resumption without its metrics being those of another run.
-FREE_TO_CHANGE = (
-    *("run.steps", "run.save_every", "run.keep", "run.name", "run.output_dir", "logging."),
-    "sampler.on_exhausted",  # decides what becomes of a step that the steps so far did not come to
-)
 
 
 @dataclass
@@ -61,7 +52,8 @@ class Run:
     progress: Progress
     clock: StepClock
     lock: FolderLock
-    first_step: int
+    first_step: int  # the last one behind it
+    is_new: bool  # nothing was trained in this folder yet
 
     def __enter__(self) -> Run:
         return self
@@ -183,9 +175,16 @@ def _open_run(config: Config, device: torch.device, progress: Progress, lock: Fo
     folder = config.run_dir
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
-    check_same_run(config, folder)
-    write_config(config, folder)
+    changes = check_same_run(config, folder)
     checkpoint = checkpoint_to_resume(folder / CHECKPOINTS)
+    if checkpoint is None:
+        write_config(config, folder)
+    if checkpoint is None and config.run.from_ is not None:
+        checkpoint = start_fork(config, folder)
+        changes = []
+    done = checkpoint.step if checkpoint else 0
+    is_new = done == config.run.forked_at
+    keep_through = done - 1 if is_new else done
     source = checkpoint.model if checkpoint else initial_model(config, folder, progress)
     dataset = load_data(config, load_tokenizer(source, config.model))
     for note in (f"data: {dataset.report.describe()}", *cautions(config)):
@@ -195,14 +194,20 @@ def _open_run(config: Config, device: torch.device, progress: Progress, lock: Fo
     cursor = PromptCursor(dataset.train, config.run.seed, dataset.heldout)
     sampler = DynamicSampler(cursor, config.sampler, progress.round)
     engine = open_engine(config, source, device)
-    trackers = open_trackers(config, folder, checkpoint.step + 1 if checkpoint else 0)
+    trackers = open_trackers(config, folder, keep_through + 1)
     # Nothing that draws a random number comes after this: a resumed run must see the numbers the first one saw.
     torch.manual_seed(config.run.seed)
     random.seed(config.run.seed)
     if checkpoint:
         load_checkpoint(checkpoint, learner, sampler)
-        progress.note(f"resuming after step {checkpoint.step} from {checkpoint.path}")
-    done = checkpoint.step if checkpoint else 0
+        progress.note(f"resuming after step {done} from {checkpoint.path}")
+    score = make_scorer(config)
+    log = RunLog(folder, config.logging.rollouts, trackers, first_step=done, keep_through=keep_through)
+    if checkpoint:
+        log.changes(changes)
+        write_config(config, folder)  # behind the log: what a kill comes between is told twice, not never
+        for change in changes:
+            progress.note(f"from step {done + 1} on {change}")
     progress.start(done, config.run.steps)
     clock.lap()  # what a run is made of was loaded before its first step
     return Run(
@@ -213,12 +218,13 @@ def _open_run(config: Config, device: torch.device, progress: Progress, lock: Fo
         engine=engine,
         sampler=sampler,
         sync_probe=SyncProbe(dataset.train, config),
-        score=make_scorer(config),
-        log=RunLog(folder, config.logging.rollouts, trackers, resumed_after=checkpoint.step if checkpoint else None),
+        score=score,
+        log=log,
         progress=progress,
         clock=clock,
         lock=lock,
         first_step=done,
+        is_new=is_new,
     )
 
 
@@ -259,38 +265,3 @@ def open_engine(config: Config, source: str | Path, device: torch.device) -> Rol
         return VLLMEngine(source, tokenizer, config, device)
     model = load_model(source, config.model, device, "sdpa")
     return HFEngine(model, tokenizer, config.rollout.max_batch_sequences)
-
-
-def check_same_run(config: Config, folder: Path) -> None:
-    """Refuse to continue a run under another configuration. Raises ConfigError naming what differs.
-
-    A folder where nothing was logged holds no run yet: what an earlier attempt made there is cleared away.
-    """
-    stored = folder / CONFIG_FILE
-    if not stored.is_file():
-        return
-    # By way of the configuration: keys that a later version added have their defaults.
-    earlier = parse_config(yaml.safe_load(stored.read_text(encoding="utf-8")))
-    before, now = (_flat(yaml.safe_load(dump_config(item))) for item in (earlier, config))
-    differing = [
-        f"{key}: {before.get(key)!r} → {now.get(key)!r}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not key.startswith(FREE_TO_CHANGE)
-    ]
-    if differing and not (folder / METRICS_FILE).exists():
-        shutil.rmtree(folder / TINY_MODEL, ignore_errors=True)
-    elif differing:
-        raise ConfigError(
-            f"{folder} holds a run with another configuration ({'; '.join(differing)}); "
-            "choose another run.name, or remove the folder"
-        )
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in section.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

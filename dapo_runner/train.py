@@ -21,9 +21,9 @@ def train(config: Config, progress: Progress) -> Path:
     run = open_run(config, progress)
     with run, StopRequest(progress.note) as stop:
         run.probe()
-        if run.first_step == 0:
-            run.evaluate(0)
-            run.end_step(0)
+        if run.is_new:
+            run.evaluate(run.first_step)
+            run.end_step(run.first_step)
         for step in range(run.first_step + 1, config.run.steps + 1):
             sampled = run.sampler.next(run.generate_groups)
             run.release_engine()

@@ -27,6 +27,7 @@ LAYERS = (
     ("dapo_runner.rollout", "dapo_runner.checkpoint"),
     ("dapo_runner.records", "dapo_runner.tasks"),
     ("dapo_runner.preflight", "dapo_runner.folder"),
+    ("dapo_runner.fork",),
     ("dapo_runner.run",),
     ("dapo_runner.train",),
     ("dapo_runner.cli",),

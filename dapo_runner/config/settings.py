@@ -6,10 +6,11 @@ from it.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -25,6 +26,8 @@ class Section(BaseModel):
 
 
 class RunConfig(Section):
+    model_config = ConfigDict(populate_by_name=True)
+
     name: str = "dapo"
     output_dir: Path = Path("runs")  # the run lives in output_dir/name
     seed: NonNegativeInt = 0
@@ -34,6 +37,21 @@ class RunConfig(Section):
     keep: PositiveInt = 2  # checkpoints kept; older ones are removed
     device: str = "auto"  # auto: cuda where there is one, else cpu
     threads: PositiveInt | None = None  # CPU threads; None leaves torch's choice
+    from_: str | None = Field(
+        default=None, alias="from"
+    )  # RUN@STEP: start from that checkpoint of another run's folder
+
+    @property
+    def forked_at(self) -> int:
+        """The step that the run starts after: that of its fork, or 0."""
+        return 0 if self.from_ is None else int(self.from_.rpartition("@")[2])
+
+    @field_validator("from_")
+    @classmethod
+    def _run_and_step(cls, value: str | None) -> str | None:
+        if value is not None and re.fullmatch(r".+@\d+", value) is None:
+            raise ValueError(f"expected RUN@STEP, a run's folder and a step it has a checkpoint of, got {value!r}")
+        return value
 
 
 class WarmupConfig(Section):
