@@ -91,6 +91,7 @@ def _train(options: argparse.Namespace, overrides: list[str], console: Console) 
     from dapo_runner.records.metrics import before_and_after
     from dapo_runner.records.progress import make_progress
     from dapo_runner.records.report import write_report
+    from dapo_runner.rewards.plugin import RewardError
     from dapo_runner.rollout.probe import OutOfSyncError
     from dapo_runner.sampling.sampler import SamplingExhaustedError
     from dapo_runner.train import train
@@ -98,7 +99,7 @@ def _train(options: argparse.Namespace, overrides: list[str], console: Console) 
 
     try:
         folder = train(config, make_progress(config.logging.progress, console))
-    except (CheckpointError, NonFiniteUpdateError, OutOfSyncError, SamplingExhaustedError) as error:
+    except (CheckpointError, NonFiniteUpdateError, OutOfSyncError, RewardError, SamplingExhaustedError) as error:
         print(f"dapo: {error}", file=sys.stderr)
         return 1
     _print_evaluations(console, f"{folder}: held-out problems", before_and_after(folder))
@@ -131,6 +132,7 @@ def _evaluate(options: argparse.Namespace, overrides: list[str], console: Consol
     _quiet_libraries()
     from dapo_runner.evaluate import evaluate
     from dapo_runner.policy.model import load_tokenizer, resolve_device
+    from dapo_runner.rewards.plugin import RewardError
     from dapo_runner.rewards.scoring import make_scorer
     from dapo_runner.run import open_engine
     from dapo_runner.sampling.data import load_data
@@ -140,7 +142,11 @@ def _evaluate(options: argparse.Namespace, overrides: list[str], console: Consol
     if not dataset.heldout:
         raise ConfigError("data.eval_size: expected at least one held-out problem, got none")
     engine = open_engine(config, source, resolve_device(config.run.device))
-    result = evaluate(engine.generate, dataset.heldout, make_scorer(config, shaped=False), config)
+    try:
+        result = evaluate(engine.generate, dataset.heldout, make_scorer(config, shaped=False), config)
+    except RewardError as error:
+        print(f"dapo: {error}", file=sys.stderr)
+        return 1
     for group in result.groups[: options.show]:
         sample = group.samples[0]
         verdict = "right" if sample.correct else "wrong"

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import random
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from dapo_runner.checkpoint import Checkpoint, checkpoint_to_resume, load_checkpoint, save_checkpoint
+from dapo_runner.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    checkpoint_to_resume,
+    load_checkpoint,
+    moment,
+    save_checkpoint,
+)
 from dapo_runner.config import Config, ConfigError, cautions
 from dapo_runner.evaluate import evaluate
 from dapo_runner.folder import TINY_MODEL, FolderLock, check_alone, check_same_run, lock_folder, write_config
 from dapo_runner.fork import start_fork
 from dapo_runner.policy.model import load_model, load_policy, load_reference, load_tokenizer, resolve_device
 from dapo_runner.preflight.needs import check_needs
-from dapo_runner.records.metrics import batch_metrics, prefixed, sampling_metrics
+from dapo_runner.records.metrics import METRICS_FILE, batch_metrics, prefixed, read_log, sampling_metrics
 from dapo_runner.records.postmortem import save_batch
 from dapo_runner.records.progress import Progress
 from dapo_runner.records.run_log import CHECKPOINTS, RunLog
@@ -53,7 +62,8 @@ class Run:
     clock: StepClock
     lock: FolderLock
     first_step: int  # the last one behind it
-    is_new: bool  # nothing was trained in this folder yet
+    saved: int  # the last one that is safe on the disk
+    owes_evaluation: bool  # of the policy it begins with, or because that failed
 
     def __enter__(self) -> Run:
         return self
@@ -62,6 +72,27 @@ class Run:
         self.progress.close()
         self.log.close()
         self.lock.release()
+
+    def sample(self, step: int) -> SampledStep:
+        """The groups of a step. Where that fails, the steps before it are saved, as they were before it began."""
+        with self.saving_first(step - 1, moment(self.sampler)):
+            return self.sampler.next(self.generate_groups)
+
+    @contextmanager
+    def saving_first(self, step: int, then: dict[str, Any]) -> Iterator[None]:
+        """An engine or a reward function that fails takes no step with it that was done before: ``step`` is saved,
+        with ``then`` as the moment to go on from.
+        """
+        try:
+            yield
+        except Exception:
+            if step > self.saved:
+                try:
+                    self.save(step, then)
+                    self.progress.note(f"step {step} is saved; what follows stopped the run after it")
+                except CheckpointError as error:
+                    self.progress.note(str(error))
+            raise
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
         return self.clock.phase(phase)
@@ -118,9 +149,10 @@ class Run:
                 if note is not None:
                     self.progress.note(note)
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, then: dict[str, Any] | None = None) -> None:
         with self.timed("save"):
-            save_checkpoint(self.folder / CHECKPOINTS, step, self.learner, self.sampler, self.config.run.keep)
+            save_checkpoint(self.folder / CHECKPOINTS, step, self.learner, self.sampler, self.config.run.keep, then)
+        self.saved = step
 
     def end_step(self, step: int) -> None:
         """After all of a step, its evaluation and its checkpoint included: where its time went. A kill before it loses
@@ -131,7 +163,7 @@ class Run:
     def evaluate(self, step: int) -> None:
         if not self.dataset.heldout:
             return
-        with self.timed("evaluate"):
+        with self.saving_first(step, moment(self.sampler)), self.timed("evaluate"):
             unshaped = make_scorer(self.config, shaped=False)
             result = evaluate(self.engine.generate, self.dataset.heldout, unshaped, self.config)
         self.log.evaluation(step, prefixed("eval", result.metrics))
@@ -224,8 +256,20 @@ def _open_run(config: Config, device: torch.device, progress: Progress, lock: Fo
         clock=clock,
         lock=lock,
         first_step=done,
-        is_new=is_new,
+        saved=done,
+        owes_evaluation=bool(dataset.heldout) and (is_new or _missed_evaluation(config, folder, done)),
     )
+
+
+def is_due(config: Config, every: int, step: int) -> bool:
+    """Whether what is done ``every`` so many steps, and after the last, comes after this one."""
+    return step == config.run.steps or (every > 0 and step % every == 0)
+
+
+def _missed_evaluation(config: Config, folder: Path, step: int) -> bool:
+    """Whether the evaluation after a step that was saved is not in the log: it failed."""
+    logged = {event["step"] for event in read_log(folder / METRICS_FILE) if event["kind"] == "eval"}
+    return is_due(config, config.run.eval_every, step) and step not in logged
 
 
 def open_learner(

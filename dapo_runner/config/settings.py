@@ -224,6 +224,7 @@ class RewardConfig(Section):
     boxed_fallback: bool = False  # kind dapo: read the last \boxed{} when no answer line is found
     deadline: PositiveFloat = 5.0  # kind math: seconds for one answer, after which its worker is killed
     workers: PositiveInt = 2  # kind math: processes
+    plugin_deadline: PositiveFloat | None = 300.0  # kind module:function: seconds for one call; None: no deadline
     overlong: OverlongConfig = OverlongConfig()
 
     @model_validator(mode="after")
