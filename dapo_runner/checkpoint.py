@@ -110,13 +110,26 @@ def damage_of(path: Path, *, contents: bool = True) -> str | None:
     return None
 
 
-def save_checkpoint(folder: Path, step: int, learner: Learner, sampler: DynamicSampler, keep: int) -> Checkpoint:
-    """Write a checkpoint after ``step`` steps and remove all but the newest ``keep``.
+def moment(sampler: DynamicSampler) -> dict[str, Any]:
+    """What a checkpoint of now would hold beside the learner: the sampler and every random generator."""
+    return {"sampler": sampler.state_dict(), "rng": _rng_state()}
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    learner: Learner,
+    sampler: DynamicSampler,
+    keep: int,
+    then: dict[str, Any] | None = None,
+) -> Checkpoint:
+    """Write a checkpoint after ``step`` steps and remove all but the newest ``keep``. ``then`` is the moment that it
+    goes on from, where that is past.
 
     Raises CheckpointError where it cannot be written; the ones before it stay as they are.
     """
     with writing(folder / f"step_{step:06d}", folder):
-        return _save(folder, step, learner, sampler, keep)
+        return _save(folder, step, learner, sampler, keep, then)
 
 
 @contextmanager
@@ -134,7 +147,9 @@ def writing(path: Path, checkpoints: Path) -> Iterator[None]:
         raise CheckpointError(f"cannot write {path}: {error}; {last}") from error
 
 
-def _save(folder: Path, step: int, learner: Learner, sampler: DynamicSampler, keep: int) -> Checkpoint:
+def _save(
+    folder: Path, step: int, learner: Learner, sampler: DynamicSampler, keep: int, then: dict[str, Any] | None
+) -> Checkpoint:
     final = folder / f"step_{step:06d}"
     unfinished = final.with_name(final.name + _UNFINISHED)
     folder.mkdir(parents=True, exist_ok=True)
@@ -147,23 +162,38 @@ def _save(folder: Path, step: int, learner: Learner, sampler: DynamicSampler, ke
     if has_adapters(learner.policy.model):
         save_adapters(learner.policy.model, unfinished / "adapter")
     save_file(_optimizer_tensors(learner), unfinished / "optimizer.safetensors")
-    _save_state(
-        {"step": step, "sampler": sampler.state_dict(), "rng": _rng_state()},
-        unfinished / "state.pt",
-    )
+    _save_state({"step": step, **(then or moment(sampler))}, unfinished / "state.pt")
     files = sorted(path for path in unfinished.rglob("*") if path.is_file())
     manifest = {
         str(path.relative_to(unfinished)): {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in files
     }
     (unfinished / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    for path in (*unfinished.rglob("*"), unfinished):
-        _force_to_disk(path)
-    unfinished.rename(final)
-    _force_to_disk(folder)
+    _put_in_place(unfinished, final)
     for old in find_checkpoints(folder)[:-keep]:
         # Renamed first: what a kill leaves of it is swept up by the next save.
         shutil.rmtree(old.path.rename(old.path.with_name(old.path.name + _UNFINISHED)))
     return Checkpoint(final, step)
+
+
+def copy_checkpoint(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
+    """The same in another folder of checkpoints. Raises CheckpointError where it cannot be written or is damaged."""
+    final = folder / checkpoint.path.name
+    unfinished = final.with_name(final.name + _UNFINISHED)
+    with writing(final, folder):
+        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.copytree(checkpoint.path, unfinished)
+        if (damage := damage_of(unfinished)) is not None:
+            shutil.rmtree(unfinished)
+            raise CheckpointError(f"{checkpoint.path} is damaged: {damage}")
+        _put_in_place(unfinished, final)
+    return Checkpoint(final, checkpoint.step)
+
+
+def _put_in_place(unfinished: Path, final: Path) -> None:
+    for path in (*unfinished.rglob("*"), unfinished):
+        _force_to_disk(path)
+    unfinished.rename(final)
+    _force_to_disk(final.parent)
 
 
 def load_checkpoint(checkpoint: Checkpoint, learner: Learner, sampler: DynamicSampler) -> None:
@@ -174,7 +204,7 @@ def load_checkpoint(checkpoint: Checkpoint, learner: Learner, sampler: DynamicSa
         load_adapters(learner.policy.model, checkpoint.path / "adapter")
     _load_optimizer(learner, load_file(checkpoint.path / "optimizer.safetensors"))
     state = torch.load(checkpoint.path / "state.pt", weights_only=True)
-    sampler.load_state_dict(state["sampler"])
+    sampler.load_state_dict({"steps": state["step"], **state["sampler"]})  # older samplers did not count
     _set_rng_state(state["rng"])
 
 

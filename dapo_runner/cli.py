@@ -91,6 +91,7 @@ def _train(options: argparse.Namespace, overrides: list[str], console: Console) 
     from dapo_runner.records.metrics import before_and_after
     from dapo_runner.records.progress import make_progress
     from dapo_runner.records.report import write_report
+    from dapo_runner.rewards.plugin import RewardError
     from dapo_runner.rollout.probe import OutOfSyncError
     from dapo_runner.sampling.sampler import SamplingExhaustedError
     from dapo_runner.train import train
@@ -98,7 +99,7 @@ def _train(options: argparse.Namespace, overrides: list[str], console: Console) 
 
     try:
         folder = train(config, make_progress(config.logging.progress, console))
-    except (CheckpointError, NonFiniteUpdateError, OutOfSyncError, SamplingExhaustedError) as error:
+    except (CheckpointError, NonFiniteUpdateError, OutOfSyncError, RewardError, SamplingExhaustedError) as error:
         print(f"dapo: {error}", file=sys.stderr)
         return 1
     _print_evaluations(console, f"{folder}: held-out problems", before_and_after(folder))
@@ -107,10 +108,11 @@ def _train(options: argparse.Namespace, overrides: list[str], console: Console) 
 
 
 def _dry_run(config: Config, console: Console) -> int:
+    from dapo_runner.folder import check_same_run
+    from dapo_runner.fork import find_origin
     from dapo_runner.preflight.needs import check_needs
     from dapo_runner.preflight.plan import make_plan
     from dapo_runner.records.metrics import METRICS_FILE
-    from dapo_runner.run import check_same_run
     from dapo_runner.update.learner import resolve_objective
 
     resolve_objective(config)
@@ -121,6 +123,8 @@ def _dry_run(config: Config, console: Console) -> int:
     check_needs(config)
     if (config.run_dir / METRICS_FILE).exists():
         check_same_run(config, config.run_dir)
+    elif config.run.from_ is not None:
+        find_origin(config)
     return 0
 
 
@@ -128,6 +132,7 @@ def _evaluate(options: argparse.Namespace, overrides: list[str], console: Consol
     _quiet_libraries()
     from dapo_runner.evaluate import evaluate
     from dapo_runner.policy.model import load_tokenizer, resolve_device
+    from dapo_runner.rewards.plugin import RewardError
     from dapo_runner.rewards.scoring import make_scorer
     from dapo_runner.run import open_engine
     from dapo_runner.sampling.data import load_data
@@ -137,7 +142,11 @@ def _evaluate(options: argparse.Namespace, overrides: list[str], console: Consol
     if not dataset.heldout:
         raise ConfigError("data.eval_size: expected at least one held-out problem, got none")
     engine = open_engine(config, source, resolve_device(config.run.device))
-    result = evaluate(engine.generate, dataset.heldout, make_scorer(config, shaped=False), config)
+    try:
+        result = evaluate(engine.generate, dataset.heldout, make_scorer(config, shaped=False), config)
+    except RewardError as error:
+        print(f"dapo: {error}", file=sys.stderr)
+        return 1
     for group in result.groups[: options.show]:
         sample = group.samples[0]
         verdict = "right" if sample.correct else "wrong"
@@ -152,8 +161,8 @@ def _evaluate(options: argparse.Namespace, overrides: list[str], console: Consol
 def _evaluation_target(target: Path, overrides: list[str]) -> tuple[Config, str | Path]:
     """The configuration and the model folder to evaluate."""
     from dapo_runner.checkpoint import latest_checkpoint
+    from dapo_runner.folder import CONFIG_FILE
     from dapo_runner.records.run_log import CHECKPOINTS
-    from dapo_runner.run import CONFIG_FILE
 
     if not target.exists():
         raise ConfigError(f"expected a run's folder or a recipe, found nothing at {target}")

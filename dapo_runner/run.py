@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import random
-import shutil
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
-from dapo_runner.checkpoint import Checkpoint, checkpoint_to_resume, load_checkpoint, save_checkpoint
-from dapo_runner.config import Config, ConfigError, cautions, dump_config, parse_config
+from dapo_runner.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    checkpoint_to_resume,
+    load_checkpoint,
+    moment,
+    save_checkpoint,
+)
+from dapo_runner.config import Config, ConfigError, cautions
 from dapo_runner.evaluate import evaluate
+from dapo_runner.folder import TINY_MODEL, FolderLock, check_alone, check_same_run, lock_folder, write_config
+from dapo_runner.fork import start_fork
 from dapo_runner.policy.model import load_model, load_policy, load_reference, load_tokenizer, resolve_device
 from dapo_runner.preflight.algorithm import algorithm
 from dapo_runner.preflight.needs import check_needs
-from dapo_runner.records.metrics import METRICS_FILE, batch_metrics, prefixed, sampling_metrics
+from dapo_runner.records.metrics import METRICS_FILE, batch_metrics, prefixed, read_log, sampling_metrics
 from dapo_runner.records.postmortem import save_batch
 from dapo_runner.records.progress import Progress
 from dapo_runner.records.run_log import CHECKPOINTS, RunLog
@@ -36,14 +43,7 @@ from dapo_runner.timing import StepClock
 from dapo_runner.types import Group, Prompt, SamplingParams, Sequence
 from dapo_runner.update.learner import Learner, MiniBatch, NonFiniteUpdateError, resolve_objective
 
-CONFIG_FILE = "config.yaml"
 NONFINITE = "nonfinite"
-TINY_MODEL = "model"
-# What may differ between a run and its resumption without its metrics being those of another run.
-FREE_TO_CHANGE = (
-    *("run.steps", "run.save_every", "run.keep", "run.name", "run.output_dir", "logging."),
-    "sampler.on_exhausted",  # decides what becomes of a step that the steps so far did not come to
-)
 
 
 @dataclass
@@ -61,7 +61,10 @@ class Run:
     log: RunLog
     progress: Progress
     clock: StepClock
-    first_step: int
+    lock: FolderLock
+    first_step: int  # the last one behind it
+    saved: int  # the last one that is safe on the disk
+    owes_evaluation: bool  # of the policy it begins with, or because that failed
 
     def __enter__(self) -> Run:
         return self
@@ -69,6 +72,28 @@ class Run:
     def __exit__(self, *_: object) -> None:
         self.progress.close()
         self.log.close()
+        self.lock.release()
+
+    def sample(self, step: int) -> SampledStep:
+        """The groups of a step. Where that fails, the steps before it are saved, as they were before it began."""
+        with self.saving_first(step - 1, moment(self.sampler)):
+            return self.sampler.next(self.generate_groups)
+
+    @contextmanager
+    def saving_first(self, step: int, then: dict[str, Any]) -> Iterator[None]:
+        """An engine or a reward function that fails takes no step with it that was done before: ``step`` is saved,
+        with ``then`` as the moment to go on from.
+        """
+        try:
+            yield
+        except Exception:
+            if step > self.saved:
+                try:
+                    self.save(step, then)
+                    self.progress.note(f"step {step} is saved; what follows stopped the run after it")
+                except CheckpointError as error:
+                    self.progress.note(str(error))
+            raise
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
         return self.clock.phase(phase)
@@ -115,7 +140,7 @@ class Run:
         with self.timed("log"):
             figures = (
                 sampling_metrics(sampled.stats, self.config.sampler.filter_on)
-                | batch_metrics(sampled.groups)
+                | batch_metrics(sampled.groups, step)
                 | prefixed("train", trained)
                 | prefixed("sync", in_sync)
             )
@@ -125,9 +150,10 @@ class Run:
                 if note is not None:
                     self.progress.note(note)
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, then: dict[str, Any] | None = None) -> None:
         with self.timed("save"):
-            save_checkpoint(self.folder / CHECKPOINTS, step, self.learner, self.sampler, self.config.run.keep)
+            save_checkpoint(self.folder / CHECKPOINTS, step, self.learner, self.sampler, self.config.run.keep, then)
+        self.saved = step
 
     def end_step(self, step: int) -> None:
         """After all of a step, its evaluation and its checkpoint included: where its time went. A kill before it loses
@@ -138,7 +164,7 @@ class Run:
     def evaluate(self, step: int) -> None:
         if not self.dataset.heldout:
             return
-        with self.timed("evaluate"):
+        with self.saving_first(step, moment(self.sampler)), self.timed("evaluate"):
             unshaped = make_scorer(self.config, shaped=False)
             figures = evaluate(self.engine.generate, self.dataset.heldout, unshaped, self.config).metrics
         self.log.evaluation(step, prefixed("eval", figures))
@@ -158,7 +184,10 @@ def rollout_sampling(config: Config, round_number: int) -> SamplingParams:
 
 
 def open_run(config: Config, progress: Progress) -> Run:
-    """Build everything a run needs, or put it back as its last checkpoint left it."""
+    """Build everything a run needs, or put it back as its last checkpoint left it. The run's folder is locked until the
+    run is left.
+    """
+    check_alone()
     resolve_objective(config)
     if config.parallel.gpus > 1:
         raise ConfigError(
@@ -166,14 +195,31 @@ def open_run(config: Config, progress: Progress) -> Run:
             "--dry-run makes a plan for any number"
         )
     check_needs(config)
-    folder, device = config.run_dir, resolve_device(config.run.device)
+    device = resolve_device(config.run.device)
+    lock = lock_folder(config.run_dir, progress.note)
+    try:
+        return _open_run(config, device, progress, lock)
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _open_run(config: Config, device: torch.device, progress: Progress, lock: FolderLock) -> Run:
+    folder = config.run_dir
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
-    check_same_run(config, folder)
-    _make_folder(folder, config)
+    changes = check_same_run(config, folder)
     for part, choice in algorithm(config).items():
         progress.note(f"{part}: {choice}")
     checkpoint = checkpoint_to_resume(folder / CHECKPOINTS)
+    if checkpoint is None:
+        write_config(config, folder)
+    if checkpoint is None and config.run.from_ is not None:
+        checkpoint = start_fork(config, folder)
+        changes = []
+    done = checkpoint.step if checkpoint else 0
+    is_new = done == config.run.forked_at
+    keep_through = done - 1 if is_new else done
     source = checkpoint.model if checkpoint else initial_model(config, folder, progress)
     dataset = load_data(config, load_tokenizer(source, config.model))
     for note in (f"data: {dataset.report.describe()}", *cautions(config), never_right(config.reward, dataset.train)):
@@ -184,14 +230,20 @@ def open_run(config: Config, progress: Progress) -> Run:
     cursor = PromptCursor(dataset.train, config.run.seed, dataset.heldout)
     sampler = DynamicSampler(cursor, config.sampler, progress.round)
     engine = open_engine(config, source, device)
-    trackers = open_trackers(config, folder, checkpoint.step + 1 if checkpoint else 0)
+    trackers = open_trackers(config, folder, keep_through + 1)
     # Nothing that draws a random number comes after this: a resumed run must see the numbers the first one saw.
     torch.manual_seed(config.run.seed)
     random.seed(config.run.seed)
     if checkpoint:
         load_checkpoint(checkpoint, learner, sampler)
-        progress.note(f"resuming after step {checkpoint.step} from {checkpoint.path}")
-    done = checkpoint.step if checkpoint else 0
+        progress.note(f"resuming after step {done} from {checkpoint.path}")
+    score = make_scorer(config)
+    log = RunLog(folder, config.logging.rollouts, trackers, first_step=done, keep_through=keep_through)
+    if checkpoint:
+        log.changes(changes)
+        write_config(config, folder)  # behind the log: what a kill comes between is told twice, not never
+        for change in changes:
+            progress.note(f"from step {done + 1} on {change}")
     progress.start(done, config.run.steps)
     clock.lap()  # what a run is made of was loaded before its first step
     return Run(
@@ -202,12 +254,26 @@ def open_run(config: Config, progress: Progress) -> Run:
         engine=engine,
         sampler=sampler,
         sync_probe=SyncProbe(dataset.train, config),
-        score=make_scorer(config),
-        log=RunLog(folder, config.logging.rollouts, trackers, resumed_after=checkpoint.step if checkpoint else None),
+        score=score,
+        log=log,
         progress=progress,
         clock=clock,
+        lock=lock,
         first_step=done,
+        saved=done,
+        owes_evaluation=bool(dataset.heldout) and (is_new or _missed_evaluation(config, folder, done)),
     )
+
+
+def is_due(config: Config, every: int, step: int) -> bool:
+    """Whether what is done ``every`` so many steps, and after the last, comes after this one."""
+    return step == config.run.steps or (every > 0 and step % every == 0)
+
+
+def _missed_evaluation(config: Config, folder: Path, step: int) -> bool:
+    """Whether the evaluation after a step that was saved is not in the log: it failed."""
+    logged = {event["step"] for event in read_log(folder / METRICS_FILE) if event["kind"] == "eval"}
+    return is_due(config, config.run.eval_every, step) and step not in logged
 
 
 def open_learner(
@@ -233,21 +299,6 @@ def open_learner(
     return Learner(policy, config, reference, clock)
 
 
-def _make_folder(folder: Path, config: Config) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _write_whole(folder / CONFIG_FILE, dump_config(config))
-    except OSError as error:
-        raise ConfigError(f"run.output_dir: expected a folder that can be written to: {error}") from error
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """A kill leaves the old file or the new one, never half of it."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
-
-
 def initial_model(config: Config, folder: Path, progress: Progress) -> str | Path:
     """Where the policy starts from."""
     if config.model.path is not None:
@@ -262,38 +313,3 @@ def open_engine(config: Config, source: str | Path, device: torch.device) -> Rol
         return VLLMEngine(source, tokenizer, config, device)
     model = load_model(source, config.model, device, "sdpa")
     return HFEngine(model, tokenizer, config.rollout.max_batch_sequences)
-
-
-def check_same_run(config: Config, folder: Path) -> None:
-    """Refuse to continue a run under another configuration. Raises ConfigError naming what differs.
-
-    A folder where nothing was logged holds no run yet: what an earlier attempt made there is cleared away.
-    """
-    stored = folder / CONFIG_FILE
-    if not stored.is_file():
-        return
-    # By way of the configuration: keys that a later version added have their defaults.
-    earlier = parse_config(yaml.safe_load(stored.read_text(encoding="utf-8")))
-    before, now = (_flat(yaml.safe_load(dump_config(item))) for item in (earlier, config))
-    differing = [
-        f"{key}: {before.get(key)!r} → {now.get(key)!r}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not key.startswith(FREE_TO_CHANGE)
-    ]
-    if differing and not (folder / METRICS_FILE).exists():
-        shutil.rmtree(folder / TINY_MODEL, ignore_errors=True)
-    elif differing:
-        raise ConfigError(
-            f"{folder} holds a run with another configuration ({'; '.join(differing)}); "
-            "choose another run.name, or remove the folder"
-        )
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in section.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

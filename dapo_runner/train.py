@@ -7,7 +7,7 @@ from pathlib import Path
 from dapo_runner.config import Config
 from dapo_runner.interrupt import StopRequest
 from dapo_runner.records.progress import Progress
-from dapo_runner.run import open_run
+from dapo_runner.run import is_due, open_run
 from dapo_runner.update.advantage import make_sequences
 from dapo_runner.update.learner import step_figures
 
@@ -16,34 +16,30 @@ def train(config: Config, progress: Progress) -> Path:
     """Run, or take up again, the run that the configuration describes. Returns its folder.
 
     Ctrl-C finishes the step and saves it; then KeyboardInterrupt. Raises ConfigError, SamplingExhaustedError,
-    NonFiniteUpdateError, OutOfSyncError, CheckpointError.
+    NonFiniteUpdateError, OutOfSyncError, RewardError, CheckpointError.
     """
     run = open_run(config, progress)
     with run, StopRequest(progress.note) as stop:
         run.probe()
-        if run.first_step == 0:
-            run.evaluate(0)
-            run.end_step(0)
+        if run.owes_evaluation:
+            run.evaluate(run.first_step)
+            run.end_step(run.first_step)
         for step in range(run.first_step + 1, config.run.steps + 1):
-            sampled = run.sampler.next(run.generate_groups)
+            sampled = run.sample(step)
             run.release_engine()
             with run.timed("pack"):
-                sequences = make_sequences(sampled.groups, config.advantage)
+                sequences = make_sequences(sampled.groups, config.advantage, step)
             minis = run.learner.prepare(sequences)
             updates = [run.update(mini, step) for mini in minis]
             in_sync = run.sync()
             run.log_step(step, sampled, sequences, step_figures(minis, updates), in_sync)
             last = step == config.run.steps
-            if last or is_due(step, config.run.eval_every):
+            if is_due(config, config.run.eval_every, step):
                 run.evaluate(step)
-            if last or stop.requested or is_due(step, config.run.save_every):
+            if stop.requested or is_due(config, config.run.save_every, step):
                 run.save(step)
             run.end_step(step)
             if stop.requested and not last:
                 progress.note(f"stopped after step {step}, which is saved")
                 raise KeyboardInterrupt
     return run.folder
-
-
-def is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

@@ -102,10 +102,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """All samples of one prompt."""
+    """All samples of one prompt. ``step`` is the rollout step whose policy gave them, or 0 where nobody counts."""
 
     prompt: Prompt
     samples: tuple[Sample, ...]
+    step: int = 0
 
     @property
     def n_correct(self) -> int:
@@ -139,7 +140,8 @@ class Sequence:
     """The core training record. Tensors are aligned with the tokens themselves; packing does the one shift.
 
     token_ids int64 [L]; advantages float32 [L]; mask bool [L], True on the response tokens that train;
-    rollout_logprobs float32 [L], 0 on prompt tokens; group_id counts the groups of the step from 0.
+    rollout_logprobs float32 [L], 0 on prompt tokens; group_id counts the groups of the step from 0; age is how many
+    steps before this one it was sampled.
     """
 
     token_ids: Tensor
@@ -147,6 +149,7 @@ class Sequence:
     mask: Tensor
     rollout_logprobs: Tensor
     group_id: int
+    age: int = 0
 
     @property
     def length(self) -> int:
@@ -164,7 +167,8 @@ class PackedBatch:
     cu_seqlens int32 [S+1]: sequence s holds positions cu_seqlens[s] … cu_seqlens[s+1].
     mask bool [T]: True where the target is a response token that trains.
     advantages, old_logprobs float32 [T], aligned with target_ids; old_logprobs starts as the engine's own.
-    group_ids, sequence_ids int64 [S]: the group of each sequence, and its place in the list that was packed.
+    group_ids, sequence_ids, ages int64 [S]: of each sequence the group, its place in the list that was packed, and how
+    many steps ago it was sampled: all are of this step, or none is.
     ref_logprobs float32 [T], under the reference policy; None where the objective has no use for it.
     importance_weights float32 [T], of rollout correction; None where it is off.
     """
@@ -178,6 +182,7 @@ class PackedBatch:
     old_logprobs: Tensor
     group_ids: Tensor
     sequence_ids: Tensor
+    ages: Tensor
     ref_logprobs: Tensor | None = None
     importance_weights: Tensor | None = None
 
@@ -188,6 +193,11 @@ class PackedBatch:
     @property
     def n_sequences(self) -> int:
         return self.cu_seqlens.numel() - 1
+
+    @property
+    def stale(self) -> bool:
+        """Sampled by the policy of an earlier step: its ratios are not 1 before an update."""
+        return bool((self.ages > 0).any())
 
     def to(self, device: torch.device | str) -> PackedBatch:
         return PackedBatch(**{name: tensor.to(device) for name, tensor in self.tensors().items()})

@@ -78,7 +78,7 @@ def parse_config(raw: dict[str, Any]) -> Config:
 
 def dump_config(config: Config) -> str:
     """The whole configuration, defaults included, as YAML that ``load_config`` reads back to an equal one."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
@@ -142,4 +142,4 @@ def _known_keys(section: tuple[str, ...]) -> list[str]:
         annotation = node.model_fields[name].annotation
         options = (annotation, *get_args(annotation))
         node = next(option for option in options if isinstance(option, type) and issubclass(option, BaseModel))
-    return list(node.model_fields)
+    return [field.alias or name for name, field in node.model_fields.items()]

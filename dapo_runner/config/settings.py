@@ -6,6 +6,7 @@ from it.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -43,6 +44,8 @@ class Section(BaseModel):
 
 
 class RunConfig(Section):
+    model_config = ConfigDict(populate_by_name=True)
+
     name: str = "dapo"
     output_dir: Path = Path("runs")  # the run lives in output_dir/name
     seed: NonNegativeInt = 0
@@ -52,6 +55,21 @@ class RunConfig(Section):
     keep: PositiveInt = 2  # checkpoints kept; older ones are removed
     device: str = "auto"  # auto: cuda where there is one, else cpu
     threads: PositiveInt | None = None  # CPU threads; None leaves torch's choice
+    from_: str | None = Field(
+        default=None, alias="from"
+    )  # RUN@STEP: start from that checkpoint of another run's folder
+
+    @property
+    def forked_at(self) -> int:
+        """The step that the run starts after: that of its fork, or 0."""
+        return 0 if self.from_ is None else int(self.from_.rpartition("@")[2])
+
+    @field_validator("from_")
+    @classmethod
+    def _run_and_step(cls, value: str | None) -> str | None:
+        if value is not None and re.fullmatch(r".+@\d+", value) is None:
+            raise ValueError(f"expected RUN@STEP, a run's folder and a step it has a checkpoint of, got {value!r}")
+        return value
 
 
 class WarmupConfig(Section):
@@ -208,6 +226,7 @@ class SamplerConfig(Section):
     filter_on: Literal["correctness", "reward"] = "correctness"
     initial_acceptance: Share = 1 / 3  # share of groups expected to be mixed before any were seen (paper: 1536 for 512)
     max_rounds: PositiveInt = 10  # generation rounds per step
+    max_age: NonNegativeInt = 1  # steps that a group left over may wait; older ones are dropped and counted
     on_exhausted: Literal["train_partial", "error"] = "error"
 
 
@@ -225,6 +244,7 @@ class RewardConfig(Section):
     boxed_fallback: bool = False  # kind dapo: read the last \boxed{} when no answer line is found
     deadline: PositiveFloat = 5.0  # kind math: seconds for one answer, after which its worker is killed
     workers: PositiveInt = 2  # kind math: processes
+    plugin_deadline: PositiveFloat | None = 300.0  # kind module:function: seconds for one call; None: no deadline
     overlong: OverlongConfig = OverlongConfig()
 
     @model_validator(mode="after")

@@ -12,6 +12,7 @@ import torch
 from dapo_kernels.engine.chunks import DEFAULT_CHUNK_BYTES, DEFAULT_DEVICE_CHUNK_BYTES
 from dapo_runner.config import Config, LoraConfig, ModelConfig, TinyModelConfig, cautions
 from dapo_runner.preflight.algorithm import algorithm
+from dapo_runner.sampling.sampler import prompts_for
 from dapo_runner.update.learner import resolve_objective
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -212,8 +213,9 @@ def _gpus(config: Config) -> str:
 def _sampling(config: Config) -> str:
     if not config.sampler.filter_groups:
         return "one round"
-    asked = math.ceil(config.sampler.prompts_per_step / config.sampler.initial_acceptance)
-    return f"at first from {asked} prompts, {config.sampler.max_rounds} rounds"
+    wanted, acceptance = config.sampler.prompts_per_step, config.sampler.initial_acceptance
+    asked, expected = prompts_for(wanted, acceptance), math.ceil(wanted / acceptance)
+    return f"at first from {expected} prompts and {asked - expected} as a margin, {config.sampler.max_rounds} rounds"
 
 
 def _tiny_shape(tiny: TinyModelConfig) -> ModelShape:

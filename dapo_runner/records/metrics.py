@@ -114,6 +114,7 @@ def sampling_metrics(stats: SamplingStats, filter_on: str = "correctness") -> di
         "groups": stats.groups,
         "carried_in": stats.carried_in,
         "carried_out": stats.carried_out,
+        "too_old": stats.too_old,
     }
     if not stats.groups:
         return prefixed("sampling", counts)
@@ -130,8 +131,9 @@ def sampling_metrics(stats: SamplingStats, filter_on: str = "correctness") -> di
     return prefixed("sampling", counts | shares)
 
 
-def batch_metrics(groups: Iterable[Group]) -> dict[str, float]:
-    """The groups trained on: means over samples, except `generation_prob`, a mean over tokens.
+def batch_metrics(groups: Iterable[Group], step: int = 0) -> dict[str, float]:
+    """The groups trained on: means over samples, except `generation_prob`, a mean over tokens, and `age`, one over
+    groups: how many steps before ``step`` each was sampled.
 
     `batch/generation_prob` is the mean probability of the sampled tokens, Figure 7 of the DAPO paper.
     `batch/rule_<name>` says what share of the samples each reward rule judged.
@@ -144,6 +146,8 @@ def batch_metrics(groups: Iterable[Group]) -> dict[str, float]:
     probabilities = torch.cat([sample.completion.logprobs for sample in samples]).double().exp()
     values = {
         "groups": float(len(groups)),
+        "age": _mean(step - group.step for group in groups),
+        "age_max": float(max(step - group.step for group in groups)),
         "reward": _mean(sample.reward for sample in samples),
         "accuracy": _mean(sample.correct for sample in samples),
         "length_penalty": _mean(sample.length_penalty for sample in samples),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from dapo_runner.checkpoint import writing
+from dapo_runner.checkpoint import Checkpoint, writing
 from dapo_runner.config import RolloutLogConfig
 from dapo_runner.records.metrics import METRICS_FILE, TIMINGS_FILE, MetricsLog, prefixed
 from dapo_runner.records.rollout_log import ROLLOUTS, RolloutLog
@@ -14,17 +15,29 @@ from dapo_runner.types import Group
 from dapo_runner.types import Sequence as TrainingSequence
 
 CHECKPOINTS = "checkpoints"
+CHANGES_FILE = "changes.jsonl"
+
+Changes = Iterable[tuple[str, Any, Any]]
+"""Settings, each with its values before and after."""
 
 
 class RunLog:
     """Where nothing can be written, its methods raise CheckpointError."""
 
     def __init__(
-        self, folder: Path, config: RolloutLogConfig, trackers: Sequence[Tracker], *, resumed_after: int | None
+        self,
+        folder: Path,
+        config: RolloutLogConfig,
+        trackers: Sequence[Tracker],
+        *,
+        first_step: int,
+        keep_through: int,
     ) -> None:
-        """Go on after step ``resumed_after``; None: what an attempt without a checkpoint logged does not count."""
-        keep_through = -1 if resumed_after is None else resumed_after
+        """Go on after ``first_step``, with what was logged of steps up to ``keep_through``: one less where the run has
+        its beginning there, since what an attempt without a checkpoint logged does not count.
+        """
         self.folder = folder
+        self.first_step = first_step
         self.trackers = trackers
         self.metrics = MetricsLog(folder / METRICS_FILE, keep_through=keep_through)
         self.timings = MetricsLog(folder / TIMINGS_FILE, keep_through=keep_through)
@@ -43,14 +56,18 @@ class RunLog:
         self._metrics(step, "step", figures)
         return news
 
+    def changes(self, changes: Changes) -> None:
+        """What is set otherwise from here on."""
+        _log_changes(self.folder, self.first_step, changes)
+
     def evaluation(self, step: int, figures: Mapping[str, float]) -> None:
         self._metrics(step, "eval", figures)
 
     def seconds(self, step: int, seconds: Mapping[str, float]) -> None:
-        """Where a step's wall time went; step 0 is what comes before the first."""
+        """Where a step's wall time went, or that of what comes before the first."""
         figures = prefixed("seconds", seconds)
         with writing(self.folder / TIMINGS_FILE, self.folder / CHECKPOINTS):
-            self.timings.write(step, "step" if step else "start", figures)
+            self.timings.write(step, "step" if step > self.first_step else "start", figures)
         for tracker in self.trackers:
             tracker.write(step, figures)
 
@@ -65,3 +82,23 @@ class RunLog:
             self.metrics.write(step, kind, figures)
         for tracker in self.trackers:
             tracker.write(step, figures)
+
+
+def log_fork(folder: Path, origin: Checkpoint, changes: Changes) -> None:
+    """The first line of a run that goes on from another one's checkpoint, and what is set otherwise than there."""
+    with MetricsLog(folder / CHANGES_FILE, keep_through=-1) as log:
+        log.write(origin.step, "fork", {"from": str(origin.path.resolve())})
+    _log_changes(folder, origin.step, changes)
+
+
+def _log_changes(folder: Path, step: int, changes: Changes) -> None:
+    """No file where there is nothing to say."""
+    changes = list(changes)
+    if not changes:
+        return
+    with (
+        writing(folder / CHANGES_FILE, folder / CHECKPOINTS),
+        MetricsLog(folder / CHANGES_FILE, keep_through=step) as log,
+    ):
+        for key, before, after in changes:
+            log.write(step, "change", {"key": key, "before": before, "after": after})

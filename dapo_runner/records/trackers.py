@@ -60,7 +60,7 @@ class WandbTracker:
                 resume="allow",
                 dir=str(folder),
                 mode=settings.mode,
-                config=config.model_dump(mode="json"),
+                config=config.model_dump(mode="json", by_alias=True),
                 settings=wandb.Settings(silent=True, console="off"),  # its lines would tear the live display
             )
         except wandb.errors.Error as error:

@@ -2,22 +2,20 @@
 
 A reward function is any `(prompt, completion) -> Verdict`; `math` alone judges all completions of a prompt at once,
 side by side. A plug-in is named in the configuration as
-`module:function`; it may set ``Verdict.value`` to a reward of its own, while dynamic sampling goes by
+`module:function` (`plugin.py`); it may set ``Verdict.value`` to a reward of its own, while dynamic sampling goes by
 ``Verdict.correct`` alone, unless `sampler.filter_on` is `reward`.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 
-from dapo_runner.config import Config, ConfigError, RewardConfig
+from dapo_runner.config import Config, RewardConfig
 from dapo_runner.rewards.math_rule import math_judge
 from dapo_runner.rewards.numbers import gsm8k_rule, integer_rule
 from dapo_runner.rewards.overlong import length_penalty
+from dapo_runner.rewards.plugin import load_plugin
 from dapo_runner.rewards.rule import answer_rule
 from dapo_runner.types import Completion, Group, Prompt, Sample, Verdict
 
@@ -55,7 +53,7 @@ def load_reward(config: RewardConfig) -> RewardFunction:
         if config.kind == "dapo":
             rule = partial(answer_rule, boxed_fallback=config.boxed_fallback)
         return lambda prompt, completion: rule(completion.text, prompt.answer)
-    return _load_plugin(config.kind)
+    return load_plugin(config)
 
 
 def load_group_reward(config: RewardConfig) -> GroupReward:
@@ -70,29 +68,6 @@ def load_group_reward(config: RewardConfig) -> GroupReward:
 def load_same_answer(config: RewardConfig) -> SameAnswer | None:
     """How wrong answers are told apart where the rule compares by calculation. None: by the text it extracted."""
     return math_judge(config.workers, config.deadline).same if config.kind == "math" else None
-
-
-def _load_plugin(name: str) -> RewardFunction:
-    module_name, _, function_name = name.partition(":")
-    if str(Path.cwd()) not in sys.path:  # a console script does not see the folder it is started in
-        sys.path.append(str(Path.cwd()))
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"reward.kind: expected module:function that can be imported from here, got {name!r} ({error})"
-        ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ConfigError(f"reward.kind: module {module_name!r} has no function {function_name!r}")
-
-    def checked(prompt: Prompt, completion: Completion) -> Verdict:
-        verdict = function(prompt, completion)
-        if not isinstance(verdict, Verdict):
-            raise TypeError(f"reward {name}: expected a dapo_runner.types.Verdict, got {type(verdict).__name__}")
-        return verdict
-
-    return checked
 
 
 def never_right(config: RewardConfig, prompts: Sequence[Prompt]) -> str | None:

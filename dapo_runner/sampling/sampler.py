@@ -3,14 +3,14 @@
 A group is kept when some but not all of its samples are right, judged on correctness and never on the shaped
 reward; with `filter_on: reward`, when the rewards of its samples vary before the length term is added. Groups are
 accepted in the order of their prompts, whatever order they were finished in: taking the quick ones first would favour
-short responses. What is left over opens the next step.
+short responses. What is left over opens the next step, unless it has grown too old.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dapo_runner.config import SamplerConfig
@@ -25,6 +25,12 @@ made from it differs from round to round and is the same again after a resume.""
 PRIOR_GROUPS = 4
 # What earlier rounds saw counts less with each round: a policy that learns changes its acceptance rate.
 MEMORY = 0.7
+# Standard deviations by which a round is to exceed what is missing: 2.3 % of the rounds do not. Asking for the bare
+# expectation takes 1.8 rounds a step, each with a tail as long as its longest response.
+MARGIN = 2.0
+# No round asks for more than a whole step takes at this share of `initial_acceptance`: a policy that has come to fail
+# (or to solve) everything must not ask for ever more.
+LEAST_SHARE = 0.5
 
 
 class SamplingExhaustedError(RuntimeError):
@@ -43,6 +49,7 @@ class SamplingStats:
     graded: int = 0  # all right or all wrong, and yet their rewards vary
     carried_in: int = 0  # groups left over from earlier steps
     carried_out: int = 0
+    too_old: int = 0  # groups left over that are past `max_age`, and gone
     samples: int = 0
     correct: int = 0
     truncated: int = 0
@@ -88,7 +95,7 @@ class DynamicSampler:
         self.cursor = cursor
         self.config = config
         self.on_round = on_round
-        self.rounds_so_far = 0
+        self.rounds_so_far = self.steps = 0
         self.buffer: list[Group] = []
         self._accepted = self._tried = 0.0  # groups, with fading memory
         self._cautioned = False
@@ -105,7 +112,10 @@ class DynamicSampler:
         Raises SamplingExhaustedError when `max_rounds` rounds do not fill it and `on_exhausted` is `error`.
         With `train_partial` the step may be short, or even empty when no group at all was mixed.
         """
-        wanted, stats = self.config.prompts_per_step, SamplingStats(carried_in=len(self.buffer))
+        self.steps += 1
+        young = [group for group in self.buffer if self.steps - group.step <= self.config.max_age]
+        stats = SamplingStats(carried_in=len(young), too_old=len(self.buffer) - len(young))
+        wanted, self.buffer = self.config.prompts_per_step, young
         while len(self.buffer) < wanted and stats.rounds < self.config.max_rounds:
             prompts = self.cursor.take(self._round_size(wanted - len(self.buffer)))
             groups = generate_groups(prompts, self.rounds_so_far)
@@ -113,7 +123,7 @@ class DynamicSampler:
             stats.rounds += 1
             stats.count(groups)
             kept = [group for group in groups if self._keeps(group)]
-            self.buffer += kept
+            self.buffer += [replace(group, step=self.steps) for group in kept]
             self._accepted = MEMORY * self._accepted + len(kept)
             self._tried = MEMORY * self._tried + len(groups)
             if self.on_round is not None:
@@ -145,11 +155,11 @@ class DynamicSampler:
         )
 
     def _round_size(self, missing: int) -> int:
-        """As many prompts as are expected to give the missing groups, within what a first round asks for."""
+        """As many prompts as will give the missing groups at the acceptance so far."""
         if not self.config.filter_groups:
             return missing
-        ceiling = math.ceil(self.config.prompts_per_step / self.config.initial_acceptance)
-        return min(math.ceil(missing / self.acceptance), ceiling)
+        ceiling = prompts_for(self.config.prompts_per_step, LEAST_SHARE * self.config.initial_acceptance)
+        return min(prompts_for(missing, self.acceptance), ceiling)
 
     def _explain(self, stats: SamplingStats) -> str:
         by_reward = self.config.filter_groups and self.config.filter_on == "reward"
@@ -171,6 +181,7 @@ class DynamicSampler:
         return {
             "cursor": self.cursor.state_dict(),
             "rounds_so_far": self.rounds_so_far,
+            "steps": self.steps,
             "accepted": self._accepted,
             "tried": self._tried,
             "buffer": [_group_state(group) for group in self.buffer],
@@ -178,9 +189,19 @@ class DynamicSampler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.cursor.load_state_dict(state["cursor"])
-        self.rounds_so_far = state["rounds_so_far"]
+        self.rounds_so_far, self.steps = state["rounds_so_far"], state["steps"]
         self._accepted, self._tried = state["accepted"], state["tried"]
-        self.buffer = [_group_from_state(group) for group in state["buffer"]]
+        # Groups of older versions do not say when they were sampled: not after the last step.
+        self.buffer = [_group_from_state({"step": self.steps, **group}) for group in state["buffer"]]
+
+
+def prompts_for(groups: int, acceptance: float) -> int:
+    """The smallest n of which ``groups`` are kept with a margin, the binomial's mean less MARGIN standard deviations:
+    n·p − MARGIN·√(n·p·(1 − p)) ≥ groups at an acceptance of p.
+    """
+    spread = MARGIN**2 * (1 - acceptance) / 4
+    kept = groups + 2 * spread + 2 * math.sqrt(spread * (spread + groups))  # n·p
+    return math.ceil(kept / acceptance)
 
 
 def _advice(stats: SamplingStats, n_prompts: int) -> str:
@@ -195,6 +216,7 @@ def _advice(stats: SamplingStats, n_prompts: int) -> str:
 
 def _group_state(group: Group) -> dict[str, Any]:
     return {
+        "step": group.step,
         "prompt": asdict(group.prompt),
         "samples": [
             {
@@ -224,4 +246,4 @@ def _group_from_state(state: Mapping[str, Any]) -> Group:
         for item in state["samples"]
     )
     prompt = state["prompt"]
-    return Group(Prompt(**{**prompt, "token_ids": tuple(prompt["token_ids"])}), samples)
+    return Group(Prompt(**{**prompt, "token_ids": tuple(prompt["token_ids"])}), samples, state["step"])

@@ -63,8 +63,8 @@ ADVANTAGES: dict[str, Advantage] = {
 }
 
 
-def make_sequences(groups: Iterable[Group], config: AdvantageConfig) -> list[Sequence]:
-    """The training records of a step, group by group in order."""
+def make_sequences(groups: Iterable[Group], config: AdvantageConfig, step: int = 0) -> list[Sequence]:
+    """The training records of a step, group by group in order. ``step`` is the one that groups count their own by."""
     groups, advantage = list(groups), ADVANTAGES[config.kind]
     # float64: in float32 the mean of equal rewards such as -1.3 can leave a residue larger than eps.
     rewards = [torch.tensor([sample.reward for sample in group.samples], dtype=torch.float64) for group in groups]
@@ -73,12 +73,13 @@ def make_sequences(groups: Iterable[Group], config: AdvantageConfig) -> list[Seq
     for group_id, (group, own) in enumerate(zip(groups, rewards, strict=True)):
         advantages = advantage(own, batch, config.eps).tolist()
         sequences += [
-            _sequence(group, sample, value, group_id) for sample, value in zip(group.samples, advantages, strict=True)
+            _sequence(group, sample, value, group_id, step - group.step)
+            for sample, value in zip(group.samples, advantages, strict=True)
         ]
     return sequences
 
 
-def _sequence(group: Group, sample: Sample, advantage: float, group_id: int) -> Sequence:
+def _sequence(group: Group, sample: Sample, advantage: float, group_id: int, age: int) -> Sequence:
     prompt = torch.tensor(group.prompt.token_ids, dtype=torch.int64)
     n_prompt, n_response = prompt.numel(), sample.completion.length
     no_prompt = torch.zeros(n_prompt)
@@ -90,4 +91,5 @@ def _sequence(group: Group, sample: Sample, advantage: float, group_id: int) -> 
         mask=mask,
         rollout_logprobs=torch.cat([no_prompt, sample.completion.logprobs.to(torch.float32)]),
         group_id=group_id,
+        age=age,
     )

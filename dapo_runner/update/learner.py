@@ -43,7 +43,8 @@ class MiniBatch:
     ``mismatch``: learner against engine on the training tokens, before any update of the step. It stays at the
     rounding of the two unless the engine sampled from other weights: groups carried over, or an update that never
     arrived. Empty where nobody asked the learner before an update.
-    ``on_policy``: the policy of the update is the one before the step, so its own log-probs are the old ones.
+    ``on_policy``: the policy of the update is the one before the step, so its own log-probs are the old ones; but for
+    micro-batches that an earlier step sampled, whose old ones are the engine's, from when it sampled them.
     """
 
     def __init__(
@@ -59,13 +60,19 @@ class MiniBatch:
         self.on_policy = False
 
     def take_old_logprobs(self, logprobs: Callable[[PackedBatch], Tensor], correction: CorrectionConfig) -> None:
-        """Let ``logprobs(micro-batch)``, float32 [T], be what its ratios are taken against."""
+        """Let ``logprobs(micro-batch)``, float32 [T], be what its ratios are taken against.
+
+        Where an earlier step sampled it, the ratio is that to the policy which did, as long as no importance weight
+        holds that already.
+        """
         replaced = []
         for batch in self.micro_batches:
             engine = batch.old_logprobs
             old = logprobs(batch).to(engine.device)
             weights = correct(old, engine, batch.mask, batch.cu_seqlens, correction)
             self.mismatch += measure(old, engine, batch.mask, weights)
+            if batch.stale and correction.weights is None:
+                old = engine
             replaced.append(batch.with_old_logprobs(old, weights))
         self.micro_batches = replaced
 
@@ -215,7 +222,7 @@ class Learner:
             hidden,
             head.weight,
             moved.target_ids,
-            None if mini.on_policy else moved.old_logprobs,
+            None if mini.on_policy and not batch.stale else moved.old_logprobs,
             moved.advantages,
             bias=head.bias,
             softcap=head.softcap,

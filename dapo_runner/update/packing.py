@@ -20,13 +20,17 @@ from dapo_runner.types import PackedBatch, Sequence
 def pack(sequences: SequenceOf[Sequence], token_budget: int) -> list[PackedBatch]:
     """Micro-batches that hold every training token exactly once.
 
-    Sequences without a training token are left out: they cost a forward pass and add nothing. Raises
+    Sequences without a training token are left out: they cost a forward pass and add nothing. What an earlier step
+    sampled lies apart from what this one did: their ratios are taken against different log-probs. Raises
     ValueError for a sequence longer than the budget, which has to be settled by the configuration, not by
     cutting it here.
     """
     alive = [index for index, sequence in enumerate(sequences) if sequence.mask[1:].any()]
-    lengths = {index: sequences[index].length - 1 for index in alive}
-    return [_lay_out([(index, sequences[index]) for index in bin_]) for bin_ in assign_bins(lengths, token_budget)]
+    bins: list[list[int]] = []
+    for stale in (False, True):
+        lengths = {index: sequences[index].length - 1 for index in alive if (sequences[index].age > 0) == stale}
+        bins += assign_bins(lengths, token_budget)
+    return [_lay_out([(index, sequences[index]) for index in bin_]) for bin_ in bins]
 
 
 def count_training_tokens(sequences: Iterable[Sequence]) -> int:
@@ -71,4 +75,5 @@ def _lay_out(indexed: list[tuple[int, Sequence]]) -> PackedBatch:
         old_logprobs=torch.cat([sequence.rollout_logprobs[1:] for sequence in sequences]),
         group_ids=torch.tensor([sequence.group_id for sequence in sequences]),
         sequence_ids=torch.tensor([index for index, _ in indexed]),
+        ages=torch.tensor([sequence.age for sequence in sequences]),
     )

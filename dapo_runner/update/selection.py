@@ -34,8 +34,8 @@ def select_tokens(
 ) -> list[Tensor]:
     """For each micro-batch, which of its positions ``objective`` selects: bool [T], on the device of the scores.
 
-    ``on_policy``: every ratio is 1, whatever old log-probs the micro-batches carry. ``generator``, of that device,
-    draws the lots of clip_cov. Raises ValueError for an objective that selects nothing.
+    ``on_policy``: every ratio is 1, whatever old log-probs the micro-batches carry, but for those that are stale.
+    ``generator``, of that device, draws the lots of clip_cov. Raises ValueError for an objective that selects nothing.
     """
     device = scores[0].logprobs.device
     order = _sequence_order(batches).to(device)
@@ -52,7 +52,10 @@ def select_tokens(
     elif objective.kl_cov is not None:
         chosen = select.kl_cov(logprobs, advantages, live, objective.kl_cov)
     elif objective.clip_cov is not None:
-        old = logprobs if on_policy else gather([batch.old_logprobs for batch in batches])
+        own = [on_policy and not batch.stale for batch in batches]
+        old = gather(
+            [s.logprobs if is_own else b.old_logprobs for b, s, is_own in zip(batches, scores, own, strict=True)]
+        )
         hit = _clip_hit(objective, logprobs, old, advantages, live, gather(_sequence_ids(batches)))
         chosen = select.clip_cov(logprobs, advantages, live, hit, objective.clip_cov, generator)
     else:

@@ -52,7 +52,7 @@ def test_its_plan_counts_steps_tokens_and_memory() -> None:
     plan = make_plan(config)
     assert plan["per step"] == "512 prompts × 16 = 8192 responses"
     assert plan["updates"] == "16 per step of 512 responses, 5120 in all"
-    assert "1536 prompts" in plan["sampling"]
+    assert "1536 prompts and 115 as a margin" in plan["sampling"]
     assert f"{8192 * 20480:,} trained on in a step" in plan["tokens"]
     shape = model_shape(config.model)
     assert shape is not None

@@ -56,9 +56,11 @@ def test_a_run_logs_every_step_and_evaluation(finished: Path) -> None:
             assert event["train/ratio_max"] >= 1.0
             assert event["train/tokens"] > 0
             assert event["train/nonfinite"] == 0
-            assert event["sampling/all_right"] + event["sampling/all_wrong"] + event["sampling/mixed"] == pytest.approx(
-                1
-            )
+            shares = [
+                event[f"sampling/{kind}"] for kind in ("all_right", "all_wrong", "mixed") if event["sampling/groups"]
+            ]
+            assert sum(shares) == pytest.approx(1 if event["sampling/groups"] else 0)
+            assert event["sampling/groups"] or event["sampling/carried_in"] >= 4
         else:
             assert event["eval/problems"] == 10
     rates = [event["train/lr"] for event in events if event["kind"] == "step"]
@@ -67,13 +69,17 @@ def test_a_run_logs_every_step_and_evaluation(finished: Path) -> None:
     assert first["sync/gap"] < 1e-5
     assert first["train/rollout_gap"] < 1e-5  # later steps may hold groups carried over from older weights
     assert list(before_and_after(finished)) == ["before (step 0)", "after (step 4)"]
+    unsampled = {event["step"] for event in events if event["kind"] == "step" and not event["sampling/groups"]}
+    assert len(unsampled) < 3  # those that the step before filled
     timings = read_log(finished / "timings.jsonl")
     assert [(event["kind"], event["step"]) for event in timings] == [("start", 0), *(("step", n) for n in (1, 2, 3, 4))]
     assert timings[0].keys() == {"step", "kind", "seconds/probe", "seconds/evaluate", "seconds/other"}
     for event in timings[1:]:
         named = {key.removeprefix("seconds/") for key in event if key.startswith("seconds/")}
-        evaluated = {"evaluate"} if event["step"] % 2 == 0 else set()
-        assert named == PHASES.keys() - {"ref_logprobs", "evaluate"} | evaluated
+        idle = {"ref_logprobs"} | (set() if event["step"] % 2 == 0 else {"evaluate"})
+        if event["step"] in unsampled:
+            idle |= {"rollout", "score"}
+        assert named == PHASES.keys() - idle
         assert all(value > 0 for key, value in event.items() if key.startswith("seconds/"))
 
 
@@ -131,8 +137,8 @@ def test_a_finished_run_can_be_made_longer_and_equals_a_long_one(finished: Path,
 
 
 def test_another_configuration_does_not_continue_a_run(finished: Path) -> None:
-    changed = config_in(finished.parent, optimizer={**small_recipe()["optimizer"], "lr": 0.5})
-    with pytest.raises(ConfigError, match=r"another configuration \(optimizer\.lr: 0\.001 → 0\.5\)"):
+    changed = config_in(finished.parent, optimizer={**small_recipe()["optimizer"], "eps": 0.5})
+    with pytest.raises(ConfigError, match=r"another configuration \(optimizer\.eps: 1e-08 → 0\.5\)"):
         train(changed, SilentProgress())
 
 
@@ -239,6 +245,37 @@ def test_exhaustion_stops_the_run_or_is_told(tmp_path: Path) -> None:
     assert sum("0 of 4 groups" in line for line in notes.lines) == 2
     steps = [event for event in read_log(folder / "metrics.jsonl") if event["kind"] == "step"]
     assert [step["train/updates"] for step in steps] == [0, 0]
+
+
+EVERY_OTHER = """
+from dapo_runner.types import Verdict
+calls = iter(range(10**6))
+def right(prompt, completion):
+    return Verdict(next(calls) % 2 == 0)
+"""
+
+
+def test_groups_carried_over_are_not_taken_for_on_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One update a step, so that every ratio was 1 by construction; all groups are kept where a fifth was expected."""
+    (tmp_path / "every_other.py").write_text(EVERY_OTHER)
+    monkeypatch.syspath_prepend(tmp_path)
+    recipe = small_recipe(steps=3)
+    config = config_in(
+        tmp_path,
+        run={**recipe["run"], "output_dir": str(tmp_path)},
+        reward={"kind": "every_other:right", "overlong": {"soft_punishment": False}},
+        sampler={**recipe["sampler"], "initial_acceptance": 0.2},
+        optimizer={**recipe["optimizer"], "mini_batch_size": None},
+    )
+    folder = train(config, SilentProgress())
+    first, second, third = (event for event in read_log(folder / "metrics.jsonl") if event["kind"] == "step")
+    assert first["train/ratio_max"] == 1
+    assert second["train/ratio_max"] > 1.001
+    assert [first[f"batch/{figure}"] for figure in ("age", "age_max")] == [0, 0]
+    assert [second[f"batch/{figure}"] for figure in ("age", "age_max")] == [1, 1]
+    assert second["train/rollout_gap"] > 1e-3
+    assert third["sampling/too_old"] == second["sampling/carried_out"] > 0
+    assert (third["batch/age"], third["train/ratio_max"]) == (0, 1)
 
 
 def test_every_round_draws_anew_and_every_time_alike(tmp_path: Path) -> None:

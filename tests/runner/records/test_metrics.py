@@ -72,10 +72,12 @@ def test_batch_metrics_by_hand() -> None:
         make_sample(True, length=2),
         make_sample(False, length=4, truncated=True, penalty=-1.0, trains=False),
     )
-    values = batch_metrics([Group(make_prompt(), samples)])
+    values = batch_metrics([Group(make_prompt(), samples, step=3)], step=5)
     probabilities = [math.exp(-i / 8) for i in (1, 2, 1, 2, 3, 4)]
     expected = {
         "groups": 1,
+        "age": 2,
+        "age_max": 2,
         "reward": -0.5,
         "accuracy": 0.5,
         "length_penalty": -0.5,
@@ -94,7 +96,7 @@ def test_batch_metrics_by_hand() -> None:
 
 
 def test_sampling_metrics_by_hand() -> None:
-    stats = SamplingStats(rounds=2, carried_in=1, carried_out=3)
+    stats = SamplingStats(rounds=2, carried_in=1, carried_out=3, too_old=5)
     stats.count([make_group("RW"), make_group("RR"), make_group("TT"), make_group("WW")])
     values = sampling_metrics(stats)
     expected = {
@@ -102,6 +104,7 @@ def test_sampling_metrics_by_hand() -> None:
         "groups": 4,
         "carried_in": 1,
         "carried_out": 3,
+        "too_old": 5,
         "all_right": 0.25,
         "all_wrong": 0.5,
     }

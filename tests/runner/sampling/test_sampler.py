@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 from dapo_runner.config import SamplerConfig
 from dapo_runner.records.metrics import sampling_metrics
 from dapo_runner.sampling.data import PromptCursor
-from dapo_runner.sampling.sampler import DynamicSampler, SamplingExhaustedError, SamplingStats
+from dapo_runner.sampling.sampler import DynamicSampler, SamplingExhaustedError, SamplingStats, prompts_for
 from dapo_runner.types import Group, Prompt
 
 # What a prompt's samples are like: right or wrong, with lengths and length penalties that correctness knows nothing of.
@@ -52,7 +55,12 @@ def test_whatever_the_groups_are_like(
     """Any lengths and punishments, fewer prompts than a step needs, groups with one success, policies that fail."""
     engine = ShapedEngine(shapes)
     sampler = make_sampler(
-        wanted, len(shapes), max_rounds=max_rounds, initial_acceptance=acceptance, on_exhausted="train_partial"
+        wanted,
+        len(shapes),
+        max_rounds=max_rounds,
+        max_age=99,
+        initial_acceptance=acceptance,
+        on_exhausted="train_partial",
     )
     accepted: list[Group] = []
     for _ in range(steps):
@@ -68,7 +76,7 @@ def test_whatever_the_groups_are_like(
         assert step.stats.carried_out == len(sampler.buffer)
     right = [sum(sample.correct for sample in group.samples) for group in engine.given]
     kept = [group for group, n in zip(engine.given, right, strict=True) if 0 < n < 4]
-    assert [id(group) for group in accepted + sampler.buffer] == [id(group) for group in kept]
+    assert [id(group.samples) for group in accepted + sampler.buffer] == [id(group.samples) for group in kept]
 
 
 @given(stop_after=st.integers(0, 4), **SETTINGS)
@@ -112,7 +120,7 @@ def test_a_policy_that_always_fails_stops_at_the_limit_and_says_so() -> None:
     with pytest.raises(SamplingExhaustedError, match=r"0 of 4 groups after 5 rounds.*out of reach"):
         sampler.next(engine)
     assert len(engine.asked) == 5
-    assert sum(map(len, engine.asked)) <= 5 * 12  # 12 = prompts_per_step / initial_acceptance
+    assert sum(map(len, engine.asked)) <= 5 * prompts_for(4, 1 / 6)  # half of what is accepted at first
 
 
 def test_data_that_run_out_are_gone_through_again_and_named() -> None:
@@ -153,7 +161,7 @@ def every_third(i: int) -> str:
 
 
 def test_only_mixed_groups_in_prompt_order_and_none_lost() -> None:
-    engine, sampler = Engine(every_third), make_sampler()
+    engine, sampler = Engine(every_third), make_sampler(max_age=99)
     accepted = [group for _ in range(6) for group in sampler.next(engine).groups]
     assert len(accepted) == 24
     asked = [name for prompts in engine.asked for name in prompts]
@@ -237,8 +245,8 @@ def test_without_filter_every_group_trains() -> None:
 def test_first_round_expects_the_configured_acceptance() -> None:
     engine, sampler = Engine(lambda i: "RW"), make_sampler(wanted=5, initial_acceptance=0.25)
     step = sampler.next(engine)
-    assert len(engine.asked[0]) == 20
-    assert (len(step.groups), step.stats.carried_out) == (5, 15)
+    assert len(engine.asked[0]) == prompts_for(5, 0.25) == 43
+    assert (len(step.groups), step.stats.carried_out) == (5, 38)
 
 
 def test_surplus_opens_the_next_step_without_generating() -> None:
@@ -246,8 +254,50 @@ def test_surplus_opens_the_next_step_without_generating() -> None:
     first = sampler.next(engine)
     second = sampler.next(engine)
     assert len(engine.asked) == 1
-    assert ids(first.groups) + ids(second.groups) == engine.asked[0]
-    assert (second.stats.rounds, second.stats.carried_in, second.stats.carried_out) == (0, 4, 0)
+    assert ids(first.groups) + ids(second.groups) + ids(sampler.buffer) == engine.asked[0]
+    left = len(engine.asked[0]) - 4
+    assert (second.stats.rounds, second.stats.carried_in, second.stats.carried_out) == (0, left, left - 4)
+
+
+def test_groups_know_the_step_that_sampled_them() -> None:
+    sampler = make_sampler(wanted=4, initial_acceptance=0.6)
+    for step in (1, 2, 3):
+        sampled = sampler.next(Engine(lambda i: "RW"))
+        carried = sampled.stats.carried_in
+        assert [group.step for group in sampled.groups[carried:]] == [step] * (4 - carried)
+        assert all(group.step == step - 1 for group in sampled.groups[:carried])
+
+
+@pytest.mark.parametrize("max_age", [0, 1, 2, 10])
+def test_groups_that_have_grown_too_old_go_and_are_counted(max_age: int) -> None:
+    """Everything is accepted where a fifth was expected: a first round that would serve five steps, the last of them
+    with groups four steps old.
+    """
+    engine = Engine(lambda i: "RW")
+    sampler = make_sampler(wanted=4, initial_acceptance=0.2, max_age=max_age)
+    steps = [sampler.next(engine) for _ in range(5)]
+    ages = {number - group.step for number, step in enumerate(steps, start=1) for group in step.groups}
+    assert ages == set(range(min(max_age, 4) + 1))
+    dropped = sum(step.stats.too_old for step in steps)
+    assert (dropped > 0) == (max_age < 4)
+    assert sum(len(step.groups) for step in steps) + len(sampler.buffer) + dropped == sum(map(len, engine.asked))
+    for before, after in pairwise(steps):
+        assert after.stats.carried_in + after.stats.too_old == before.stats.carried_out
+    assert ids(steps[0].groups) == engine.asked[0][:4]
+
+
+def test_an_old_checkpoint_takes_its_groups_for_those_of_its_last_step() -> None:
+    """Groups used not to say when they were sampled; nor did the sampler count steps, but the checkpoint did."""
+    sampler = make_sampler(wanted=4, initial_acceptance=0.2)
+    sampler.next(Engine(lambda i: "RW"))
+    old = sampler.state_dict()
+    del old["steps"]
+    for group in old["buffer"]:
+        del group["step"]
+    resumed = make_sampler(wanted=4, initial_acceptance=0.2)
+    resumed.load_state_dict({"steps": 7, **old})
+    step = resumed.next(Engine(lambda i: "RW"))
+    assert (resumed.steps, {group.step for group in step.groups}, step.stats.too_old) == (8, {7}, 0)
 
 
 def test_refill_is_sized_by_the_rate_so_far() -> None:
@@ -265,7 +315,36 @@ def test_refill_is_sized_by_the_rate_so_far() -> None:
         sampler.next(hard)
     assert sampler.acceptance < 0.25
     assert max(map(len, hard.asked)) > 50
-    assert max(map(len, hard.asked)) <= 100  # never beyond prompts_per_step / initial_acceptance
+    assert max(map(len, hard.asked)) <= prompts_for(20, 0.1)  # never beyond half of the initial acceptance
+
+
+@pytest.mark.parametrize(("share", "before"), [(1 / 3, 1.8), (0.2, 2.7)])
+def test_a_step_takes_one_round(share: float, before: float) -> None:
+    """Asking for the expectation fills a step every other time, and each round ends in a tail as long as the longest
+    response: it took ``before`` rounds a step. No more is generated in the end: what is left over opens the next step.
+    """
+    lots, wanted, steps = random.Random(0), 64, 100
+    prompt, right, wrong = make_prompt("0"), make_group("RW").samples, make_group("WW").samples
+
+    def generate(prompts: list[Prompt], _: int) -> list[Group]:
+        return [Group(prompt, right if lots.random() < share else wrong) for prompt in prompts]
+
+    cursor = PromptCursor([prompt], seed=0)
+    sampler = DynamicSampler(cursor, SamplerConfig(prompts_per_step=wanted))
+    stats = [sampler.next(generate).stats for _ in range(steps)]
+    assert sum(item.rounds for item in stats) / steps <= 1.05 < before
+    assert sum(item.groups for item in stats) * share / (wanted * steps) == pytest.approx(1, abs=0.02)
+    assert sum(item.too_old for item in stats) == 0
+
+
+def test_the_number_of_prompts_is_the_binomials() -> None:
+    """The smallest whose expectation, less two standard deviations, is what is wanted."""
+    for wanted, share in ((512, 1 / 3), (64, 0.2), (1, 0.5), (7, 0.95)):
+        n = prompts_for(wanted, share)
+        assert n * share - 2 * math.sqrt(n * share * (1 - share)) >= wanted - 1e-9
+        n -= 1
+        assert n * share - 2 * math.sqrt(n * share * (1 - share)) < wanted
+    assert [prompts_for(wanted, 1.0) for wanted in (1, 2, 3, 512)] == [1, 2, 3, 512]
 
 
 def test_statistics_count_everything_generated() -> None:

@@ -195,3 +195,83 @@ def test_a_steps_figures_do_not_depend_on_its_mini_batches(policy: Policy, monke
     assert split["rollout_masked"] == pytest.approx(0.1)
     ratios = math.exp(0.75) + 9 * math.exp(0.25), math.exp(1.5) + 9 * math.exp(0.5)
     assert split["rollout_ess"] == pytest.approx(ratios[0] ** 2 / (10 * ratios[1]), rel=1e-3)
+
+
+def carried_over(learner: Learner, *, age: int = 1) -> list[Sequence]:
+    """A response that an older policy sampled half a nat below what the learner says now, and a fresh one from an
+    engine that is a quarter apart.
+    """
+    old, fresh = own_logprobs(learner)
+    first, second = sequences([old - 0.5 * (old != 0), fresh - 0.25 * (fresh != 0)])
+    return [replace(first, age=age), second]
+
+
+def test_a_group_carried_over_has_its_real_ratio(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ratio used to be 1 whatever the policy had learnt since. What is fresh stays on-policy, at no extra pass."""
+    learner = learner_of(policy)
+    items = carried_over(learner)
+    monkeypatch.setattr(MiniBatch, "take_old_logprobs", lambda *_: pytest.fail("a pass too many"))
+    (mini,) = learner.prepare(items)
+    assert [batch.stale for batch in mini.micro_batches] == [False, True]
+    found, figures = gradients(learner, monkeypatch, mini)
+    assert figures["ratio"] == pytest.approx((math.exp(0.5) + 1) / 2, rel=1e-3)
+    assert figures["ratio_max"] == pytest.approx(math.exp(0.5), rel=1e-3)
+    assert figures["clip_high"] == pytest.approx(0.5)  # e^0.5 is beyond 1.28 and the advantages are positive
+    assert figures["rollout_gap"] == pytest.approx((0.5 + 0.25) / 2, rel=1e-3)
+    # Clipped, it takes no part in the gradient: what is left is the fresh one's, over the tokens of both.
+    (alone,) = learner.prepare(items[1:])
+    alone.denominator *= 2
+    wanted, _ = gradients(learner, monkeypatch, alone)
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)
+
+
+def test_in_a_later_mini_batch_too(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(
+        rollout={"group_size": 2},
+        sampler={"prompts_per_step": 1},
+        optimizer={"mini_batch_size": 1, "token_budget": 256},
+    )
+    learner = Learner(policy, config)
+    monkeypatch.setattr(learner.optimizer, "step", lambda: None)
+    old, fresh = carried_over(learner)
+    for items, ratios in (([fresh, old], (1.0, math.exp(0.5))), ([old, fresh], (math.exp(0.5), 1.0))):
+        minis = learner.prepare(items)
+        updates = [learner.update(mini, 0) for mini in minis]
+        assert [figures["ratio"] for figures in updates] == pytest.approx(ratios, rel=1e-3)
+        assert step_figures(minis, updates)["rollout_gap"] == pytest.approx((0.5 + 0.25) / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("correction", "ratio", "weight"),
+    [
+        # The weight of what is carried over is π/μ already: its ratio starts from the policy before the step.
+        ({"weights": "token", "cap": 2.0}, 1.0, math.exp(0.5)),
+        ({"weights": "sequence", "cap": 3.0}, 1.0, 3.0),
+        # A mask alone weighs nothing: the ratio is taken against the policy that sampled.
+        ({"mask": "token", "bound": 2.0}, math.exp(0.5), 1.0),
+        ({"mask": "token", "bound": 1.5}, math.exp(0.5), 0.0),
+    ],
+)
+def test_correction_of_a_group_carried_over(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch, correction: dict[str, object], ratio: float, weight: float
+) -> None:
+    learner = learner_of(policy, **correction)
+    (mini,) = learner.prepare(carried_over(learner))
+    (batch,) = [batch for batch in mini.micro_batches if batch.stale]
+    assert batch.importance_weights is not None
+    assert batch.importance_weights[batch.mask].tolist() == pytest.approx([weight] * 5, rel=1e-3)
+    _, figures = gradients(learner, monkeypatch, mini)
+    assert figures["ratio"] == pytest.approx((ratio + 1) / 2, rel=1e-3)
+    assert figures["rollout_gap"] == pytest.approx((0.5 + 0.25) / 2, rel=1e-3)
+
+
+def test_against_the_engines_own_log_probs_age_makes_no_difference(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = Learner(policy, make_config(loss={"old_logprobs": "rollout"}))
+    ratios = []
+    for age in (0, 1):
+        (mini,) = learner.prepare(carried_over(learner, age=age))
+        ratios.append(gradients(learner, monkeypatch, mini)[1]["ratio"])
+    assert ratios == pytest.approx([(math.exp(0.5) + math.exp(0.25)) / 2] * 2, rel=1e-3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from builders import make_config, random_sequences
@@ -126,3 +128,21 @@ def test_an_update_selects_alike_after_a_resume_and_anew_at_every_step(policy: P
 
     assert drawn(3) == drawn(3)
     assert drawn(3) != drawn(4)
+
+
+def test_what_was_carried_over_keeps_its_own_ratios_where_the_rest_is_on_policy() -> None:
+    """Far outside the clip by its old log-probs: nothing of it is left to choose, of the fresh ones as ever."""
+    sequences = random_sequences(8)
+    for sequence in sequences:
+        sequence.rollout_logprobs.fill_(-50.0)
+        sequence.advantages.abs_()
+    stale = {1, 2, 6}
+    mixed = [replace(item, age=1) if place in stale else item for place, item in enumerate(sequences)]
+    batches = pack(mixed, 64)
+    scores = [scores_of(batch) for batch in batches]
+    generator = torch.Generator().manual_seed(3)
+    choices = select_tokens(objective_of("clip_cov"), batches, scores, generator, on_policy=True)  # type: ignore[arg-type]
+    assert {batch.stale: bool(chosen.any()) for batch, chosen in zip(batches, choices, strict=True)} == {
+        False: True,
+        True: False,
+    }

@@ -1,0 +1,167 @@
+"""A run's folder: one process at a time writes into it, and all of it comes from one configuration, but for what may
+change on the way.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from dapo_runner.config import Config, ConfigError, dump_config, parse_config
+from dapo_runner.records.metrics import METRICS_FILE
+from dapo_runner.records.run_log import CHECKPOINTS
+
+CONFIG_FILE = "config.yaml"
+LOCK_FILE = "lock"
+TINY_MODEL = "model"
+# What may change in a run's folder; `changes.jsonl` says what did, after which step. A name that ends in a point stands
+# for its whole section. Anything else is another run (run.name), or a fork of this one (run.from).
+MAY_CHANGE = (
+    # How long, how often, where to.
+    *("run.steps", "run.eval_every", "run.save_every", "run.keep", "run.name", "run.output_dir", "logging."),
+    # What a step takes of machine, memory and patience; its figures stay what they are but for rounding.
+    *("run.device", "run.threads", "parallel.", "optimizer.token_budget", "loss.chunk_bytes"),
+    *("model.attention", "model.compile", "model.gradient_checkpointing"),
+    *("rollout.max_batch_sequences", "rollout.vllm.", "rollout.probe."),
+    *("reward.workers", "reward.deadline", "reward.plugin_deadline"),
+    # What helps a run in trouble.
+    *("optimizer.lr", "optimizer.grad_clip", "sampler.max_rounds", "sampler.max_age", "sampler.on_exhausted"),
+)
+
+
+def lock_folder(folder: Path, note: Callable[[str], None]) -> FolderLock:
+    """Make a run's folder where there is none, and keep other processes out of it. Raises ConfigError that names the
+    process which is in it, or says why nothing can be written there.
+    """
+    path = folder / LOCK_FILE
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"run.output_dir: expected a folder that can be written to: {error}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        owner = _owner(file)
+        file.close()
+        raise ConfigError(
+            f"{folder}: {owner} trains in this folder, and two would write over each other; wait for it or stop it, "
+            "or choose another run.name"
+        ) from error
+    except OSError as error:  # a file system without locks
+        note(f"{path} cannot be locked ({error}): see to it that no other process trains in this folder")
+    file.truncate(0)
+    file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
+    file.flush()
+    return FolderLock(file)
+
+
+class FolderLock:
+    """Held until ``release``, or until the process ends, however it ends: the kernel gives it back."""
+
+    def __init__(self, file: TextIOWrapper) -> None:
+        self._file = file
+
+    def release(self) -> None:
+        self._file.close()
+
+
+def _owner(file: TextIOWrapper) -> str:
+    file.seek(0)
+    try:
+        owner = json.loads(file.read())
+        return f"process {owner['pid']} on {owner['host']}"
+    except (ValueError, KeyError, TypeError):  # it has the lock and has not said so yet
+        return "another process"
+
+
+def check_alone() -> None:
+    """Raises ConfigError in one of several processes that a launcher has started: each would train a run of its own,
+    in the same folder.
+    """
+    world = os.environ.get("WORLD_SIZE", "")
+    if world.isdigit() and int(world) > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={world}: expected one process, which is what this version trains with, found a launcher's "
+            f"environment for {world}; start `dapo train` once and without torchrun, or unset WORLD_SIZE"
+        )
+
+
+def write_config(config: Config, folder: Path) -> None:
+    """A kill leaves the old file or the new one, never half of it. Raises ConfigError."""
+    path = folder / CONFIG_FILE
+    unfinished = path.with_name(path.name + ".unfinished")
+    try:
+        unfinished.write_text(dump_config(config), encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        raise ConfigError(f"run.output_dir: expected a folder that can be written to: {error}") from error
+
+
+class Change(NamedTuple):
+    """A setting and its values, as YAML has them."""
+
+    key: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.before!r} → {self.after!r}"
+
+
+def read_config(folder: Path) -> Config:
+    """What a run was last started with; keys that a later version added have their defaults. Raises ConfigError."""
+    return parse_config(yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8")))
+
+
+def changes_between(earlier: Config, config: Config) -> list[Change]:
+    before, now = (_flat(yaml.safe_load(dump_config(item))) for item in (earlier, config))
+    keys = sorted(before.keys() | now.keys())
+    return [Change(key, before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)]
+
+
+def is_among(key: str, names: Iterable[str]) -> bool:
+    """Whether ``names`` has the key, or its section, which ends in a point."""
+    return any(key == name or (name.endswith(".") and key.startswith(name)) for name in names)
+
+
+def check_same_run(config: Config, folder: Path) -> list[Change]:
+    """What has changed since the folder's run was last started. Raises ConfigError naming what may not.
+
+    A folder where nothing was logged holds no run yet: what an earlier attempt made there is cleared away.
+    """
+    if not (folder / CONFIG_FILE).is_file():
+        return []
+    earlier = read_config(folder)
+    changes = changes_between(earlier, config)
+    refused = [str(change) for change in changes if not is_among(change.key, MAY_CHANGE)]
+    if refused and not (folder / METRICS_FILE).exists():
+        shutil.rmtree(folder / TINY_MODEL, ignore_errors=True)
+        if earlier.run.from_ is not None:
+            shutil.rmtree(folder / CHECKPOINTS / f"step_{earlier.run.forked_at:06d}", ignore_errors=True)
+    elif refused:
+        raise ConfigError(
+            f"{folder} holds a run with another configuration ({'; '.join(refused)}); choose another run.name, with "
+            f"run.from={folder}@STEP to go on from one of its checkpoints, or remove the folder "
+            "(docs/watching.md: what may change in a run)"
+        )
+    return changes
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

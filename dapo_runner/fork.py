@@ -1,0 +1,54 @@
+"""A run that starts from another one's checkpoint: `run.from=RUN@STEP`.
+
+Weights, optimizer, sampler and every random generator are the checkpoint's, steps are counted on from its own, and the
+settings may be other ones. The checkpoint is copied: what becomes of the run it came from does not matter afterwards.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from dapo_runner.checkpoint import Checkpoint, copy_checkpoint, find_checkpoints
+from dapo_runner.config import Config, ConfigError
+from dapo_runner.folder import CONFIG_FILE, TINY_MODEL, Change, changes_between, is_among, read_config
+from dapo_runner.records.run_log import CHECKPOINTS, log_fork
+
+# What the checkpoint's weights, its optimizer and its walk over the prompts belong to.
+FIXED = ("model.", "data.", "run.seed")
+FREE = ("model.attention", "model.compile", "model.gradient_checkpointing")
+OWN = ("run.name", "run.output_dir", "run.from")  # differ in any case
+
+
+def find_origin(config: Config) -> tuple[Checkpoint, list[Change]]:
+    """The checkpoint that `run.from` names, and what is set otherwise than in its run. Raises ConfigError."""
+    assert config.run.from_ is not None
+    source, step = Path(config.run.from_.rpartition("@")[0]), config.run.forked_at
+    if not (source / CONFIG_FILE).is_file():
+        raise ConfigError(f"run.from: expected a run's folder before the @, found no {CONFIG_FILE} in {source}")
+    found = {checkpoint.step: checkpoint for checkpoint in find_checkpoints(source / CHECKPOINTS)}
+    if step not in found:
+        there = f"those after step {', '.join(map(str, found))}" if found else "none"
+        raise ConfigError(f"run.from: expected a checkpoint of {source} after step {step}, it has {there} (run.keep)")
+    if config.run.steps <= step:
+        raise ConfigError(f"run.steps: expected more than the {step} steps of run.from, got {config.run.steps}")
+    changes = [change for change in changes_between(read_config(source), config) if change.key not in OWN]
+    refused = [str(change) for change in changes if is_among(change.key, FIXED) and change.key not in FREE]
+    if refused:
+        raise ConfigError(
+            f"run.from: expected the model, the data and the seed of {source}, which its checkpoint belongs to, got "
+            f"{'; '.join(refused)}; to train its weights on something else, name {found[step].model} as model.path"
+        )
+    return found[step], changes
+
+
+def start_fork(config: Config, folder: Path) -> Checkpoint:
+    """Copy what `run.from` names into the run's own folder and write down where it comes from. Raises ConfigError where
+    there is no such checkpoint, CheckpointError where it cannot be copied.
+    """
+    origin, changes = find_origin(config)
+    log_fork(folder, origin, changes)
+    tiny = origin.path.parent.parent / TINY_MODEL
+    if tiny.is_dir():
+        shutil.copytree(tiny, folder / TINY_MODEL, dirs_exist_ok=True)
+    return copy_checkpoint(origin, folder / CHECKPOINTS)

@@ -1,0 +1,96 @@
+"""A run's folder: one process at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small import small_recipe, write_recipe
+
+from dapo_runner.cli import main
+from dapo_runner.config import ConfigError, parse_config
+from dapo_runner.folder import LOCK_FILE, lock_folder
+from dapo_runner.records.progress import SilentProgress
+from dapo_runner.run import open_run
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from dapo_runner.folder import lock_folder
+lock = lock_folder(Path(sys.argv[1]), print)
+print("locked", flush=True)
+time.sleep(600)
+"""
+
+
+def hold(folder: Path) -> subprocess.Popen[str]:
+    """Another process that has the folder's lock."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "locked\n"
+    return process
+
+
+def test_a_second_process_in_a_runs_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It used to train beside the first: every step stood twice in the metrics, and both ended with 0."""
+    recipe, folder = write_recipe(tmp_path, steps=1), tmp_path / "runs" / "small"
+    assert main(["train", str(recipe)]) == 0
+    before = (folder / "metrics.jsonl").read_bytes()
+    other = hold(folder)
+    try:
+        assert main(["train", str(recipe), "run.steps=2"]) == 2
+        error = capsys.readouterr().err
+        assert f"process {other.pid} on {socket.gethostname()} trains in this folder" in error
+        assert error.count("\n") == 1
+        assert (folder / "metrics.jsonl").read_bytes() == before
+        # Who only reads is let in.
+        assert main(["eval", str(folder)]) == 0
+        assert main(["report", str(folder)]) == 0
+        assert main(["show", str(folder)]) == 0
+        assert main(["train", str(recipe), "--dry-run"]) == 0
+    finally:
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+    assert main(["train", str(recipe), "run.steps=2"]) == 0  # the kernel has given the lock back
+
+
+def test_the_lock_goes_with_the_run(tmp_path: Path) -> None:
+    config = parse_config(small_recipe(output_dir=str(tmp_path)))
+    with open_run(config, SilentProgress()) as run:
+        owner = json.loads((run.folder / LOCK_FILE).read_text())
+        assert owner == {"pid": os.getpid(), "host": socket.gethostname()}
+        with pytest.raises(ConfigError, match=f"process {os.getpid()} on .* trains in this folder"):
+            open_run(config, SilentProgress())
+    wrong = {**small_recipe()["data"], "template": "What is {question}?"}
+    with pytest.raises(ConfigError, match=r"data\.template"):  # what cannot be opened leaves no lock behind
+        open_run(parse_config(small_recipe(output_dir=str(tmp_path), name="b") | {"data": wrong}), SilentProgress())
+    lock_folder(tmp_path / "b", print).release()
+    with open_run(config, SilentProgress()):
+        pass
+
+
+def test_an_owner_that_has_not_said_its_name_yet(tmp_path: Path) -> None:
+    lock = lock_folder(tmp_path, print)
+    (tmp_path / LOCK_FILE).write_text("")
+    with pytest.raises(ConfigError, match="another process trains in this folder"):
+        lock_folder(tmp_path, print)
+    lock.release()
+    lock_folder(tmp_path, print).release()
+
+
+def test_one_of_several_processes_of_a_launcher_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe(tmp_path, steps=1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train", str(recipe)]) == 2
+    assert "WORLD_SIZE=2: expected one process" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert main(["train", str(recipe)]) == 0
