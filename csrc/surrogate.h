@@ -1,4 +1,4 @@
-// The per-token objective, for C++ and CUDA: the twin of dapo_kernels/surrogate.py.
+// The per-token objective, for C++ and CUDA: the twin of dapo_kernels/objectives/surrogate.py.
 //
 //   L(l, d) = u * policy(l, d, A) + kl_coef * kl(l_ref - l) [* exp(d)]
 //
@@ -16,7 +16,7 @@
 
 namespace dapo {
 
-// Indices of objectives.SURROGATES and objectives.KL_ESTIMATORS.
+// Indices of objectives/table.py: SURROGATES and objectives.KL_ESTIMATORS.
 enum class Surrogate : int32_t { clip = 0, cispo = 1, reinforce = 2, sapo = 3 };
 enum class KlEstimator : int32_t { k1 = 0, k2 = 1, k3 = 2 };
 enum ClipHit : int8_t { kClipNone = 0, kClipLow = 1, kClipHigh = 2, kClipDual = 3 };

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dapo_kernels.layout import Layout
 from dapo_kernels.objectives.aggregate import token_weights
+from dapo_kernels.objectives.own import may_be_compiled_in
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
 from dapo_kernels.objectives.table import Objective, ObjectiveFields, is_number, resolve_objective
 from dapo_kernels.records import Tokens, on_host
@@ -67,8 +68,10 @@ class PolicyCall:
 
     @property
     def own_alone(self) -> bool:
-        """Whether that holds of a function of the caller's, which the kernels do not know."""
-        return self.objective.one_pass and self.objective.own is not None
+        """Whether that holds of a function of the caller's, which the kernels do not know but an operator can call."""
+        if not self.objective.one_pass or self.objective.own is None:
+            return False
+        return not torch.compiler.is_compiling() or may_be_compiled_in(self.objective.own)
 
     @classmethod
     def of(

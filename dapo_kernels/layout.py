@@ -106,7 +106,7 @@ class Layout:
             raise TypeError(
                 f"{self.caller}: temperature must be a number or a tensor {self.describe()}, got {type(value).__name__}"
             )
-        if not (value > 0 and math.isfinite(value)):
+        if not 0 < value < math.inf:
             raise self.fail("temperature", "positive and finite", value)
         return float(value), None
 

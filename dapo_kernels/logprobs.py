@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -50,8 +49,7 @@ def token_logprobs(
     check_flag(layout, "inplace_backward", inplace_backward)
     asked = layout.asked(target_ids, temperature, layout.live(None), entropy)
     served_by = backend_for("token_logprobs", logits.device, logits.dtype, logits.shape[-1])
-    wants_grad = torch.is_grad_enabled() and logits.requires_grad
-    if inplace_backward and wants_grad and not torch.compiler.is_compiling():
+    if inplace_backward and from_rows.may_work_in_place(logits):
         check_rows_apart(layout, logits)
         stats = from_rows.StatsInPlace.apply(logits, asked, backend(served_by))
     else:

@@ -203,7 +203,7 @@ def _from_logits(
     call, asked = _row_call(layout, target_ids, old_logprobs, advantages, objective, options)
     served_by = backend_for(caller, logits.device, logits.dtype, logits.shape[-1])
     # A compiled graph has no use for the in-place form: the compiler plans buffers itself.
-    in_place = in_place and torch.is_grad_enabled() and logits.requires_grad and not torch.compiler.is_compiling()
+    in_place = in_place and from_rows.may_work_in_place(logits)
     if in_place:
         check_rows_apart(layout, logits)
     if not call.one_visit:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dapo_kernels.objectives.surrogate import CLIPPED_DUAL, CLIPPED_HIGH, CLIPPED_LOW
 
-_COUNTS = ("tokens", "nonfinite")
+COUNTS = ("tokens", "nonfinite")
 _CLIPPED = {"clip_low": CLIPPED_LOW, "clip_high": CLIPPED_HIGH, "clip_dual": CLIPPED_DUAL}
 
 
@@ -29,12 +29,22 @@ class PerToken(NamedTuple):
 class Metrics(Mapping[str, Tensor]):
     """Sums over live tokens (and maxima) as 0-d tensors, computed when the first is read. Never a host sync."""
 
-    def __init__(self, tokens: PerToken) -> None:
-        self._tokens: PerToken | None = tokens
-        self._sums: dict[str, Tensor] = {}
+    def __init__(self, tokens: PerToken | Mapping[str, Tensor]) -> None:
+        """Of a call; or of sums that are there, as libraries rebuild mappings."""
+        if isinstance(tokens, Mapping):
+            self._sums: dict[str, Tensor] = dict(tokens)
+            self._tokens: PerToken | None = None
+        else:
+            self._sums, self._tokens = {}, tokens
+            self._versions = _versions(tokens)
 
     def _computed(self) -> dict[str, Tensor]:
         if self._tokens is not None:
+            if _versions(self._tokens) != self._versions:
+                raise RuntimeError(
+                    "metrics: a tensor that they are computed from (mask, old_logprobs, out.logprobs, out.entropy) was "
+                    "changed in place since the loss was called; read them before that (summarize, dict(out.metrics))"
+                )
             self._sums, self._tokens = token_sums(self._tokens), None
         return self._sums
 
@@ -52,6 +62,10 @@ class Metrics(Mapping[str, Tensor]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (self._computed(),)
+
+
+def _versions(tokens: PerToken) -> list[int]:
+    return [0 if x is None or x.is_inference() else x._version for x in tokens]
 
 
 @torch.no_grad()
@@ -109,4 +123,4 @@ def _combined(name: str, table: list[dict[str, float]]) -> float:
     if name.endswith("_max"):
         return float(values.amax())  # NaN where one is
     total = float(values.sum())
-    return total if name in _COUNTS else total / max(sum(part["tokens"] for part in table), 1.0)
+    return total if name in COUNTS else total / max(sum(part["tokens"] for part in table), 1.0)

@@ -276,11 +276,12 @@ def _keep_freed_memory() -> None:
     """Let glibc's allocator reuse what was freed. By default it gives blocks of megabytes back to the system at once,
     and decoding, which makes [rows, vocabulary] tensors for every token, spent a third of its time on page faults.
     """
-    if platform.libc_ver()[0] == "glibc":
+    said = any(name.startswith("MALLOC_") for name in os.environ)  # by the user, who knows better
+    if platform.libc_ver()[0] == "glibc" and not said:
         trim_threshold, mmap_threshold = -1, -3  # malloc.h
         libc = ctypes.CDLL(None)
         libc.mallopt(trim_threshold, 2**31 - 1)
-        libc.mallopt(mmap_threshold, 2**25)  # the largest that glibc takes
+        libc.mallopt(mmap_threshold, 2**31 - 1) or libc.mallopt(mmap_threshold, 2**25)  # an older glibc takes no more
 
 
 def _quiet_libraries() -> None:

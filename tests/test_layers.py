@@ -32,7 +32,6 @@ LAYERS = (
     ("dapo_runner.train",),
     ("dapo_runner.cli",),
 )
-COMPILED = ("dapo_kernels._C", "dapo_kernels._cuda")
 HEIGHT = {room: height for height, rooms in enumerate(LAYERS) for room in rooms}
 
 
@@ -50,7 +49,7 @@ def read_imports(root: Path) -> dict[str, set[str]]:
             return []
         assert node.level == 0, "imports here name the package they import from"
         within = [f"{node.module}.{alias.name}" for alias in node.names]
-        return [name if name in files else str(node.module) for name in within if name not in COMPILED]
+        return [name if name in files else str(node.module) for name in within]
 
     return {
         name: {found for node in ast.walk(ast.parse(path.read_text())) for found in targets(node) if found in files}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dapo_kernels import _C  # type: ignore[attr-defined]
+import dapo_kernels._C as _C
 from dapo_kernels.backends.reference import raise_bad_target, raise_bad_temperature, unit_stride
 from dapo_kernels.backends.structs import address, objective_of, outputs, row_inputs, rows_of, token_inputs
 from dapo_kernels.memory import large_tensor
@@ -28,6 +28,10 @@ def _check(rows: Any, inputs: Any, asked: Asked, vocab: int) -> None:
         raise_bad_target(asked, row, vocab)
     if fault == _BAD_TEMPERATURE:
         raise_bad_temperature(asked, row)
+
+
+def _scalar(loss: float) -> Tensor:
+    return torch.full((), loss, dtype=torch.float32, device="cpu")
 
 
 def _cap_(logits: Tensor, asked: Asked, softcap: float | None) -> Tensor:
@@ -95,7 +99,7 @@ def row_slopes(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveS
     )
     objective, out = objective_of(_C, scalars), outputs(_C, result)
     loss = _C.row_slopes(rows, inputs, objective, scalars.entropy_coef, out, torch.get_num_threads())
-    return result._replace(loss=torch.full((), loss))
+    return result._replace(loss=_scalar(loss))
 
 
 def row_loss_(
@@ -111,14 +115,14 @@ def row_loss_(
     _uncap_(work, capped, softcap)
     if work is not logits:
         logits.copy_(work)
-    return result._replace(loss=torch.full((), loss))
+    return result._replace(loss=_scalar(loss))
 
 
 def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scalars: ObjectiveScalars) -> TokenLoss:
     result = TokenLoss.empty(logprobs, scalars.kl_coef != 0)
     inputs, out = token_inputs(_C, tokens, log_ratio), outputs(_C, result)
     loss = _C.token_loss(len(logprobs), logprobs.data_ptr(), inputs, objective_of(_C, scalars), out)
-    return result._replace(loss=torch.full((), loss))
+    return result._replace(loss=_scalar(loss))
 
 
 def weight_sum(result: Tensor) -> SplitSum | None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dapo_kernels import _cuda  # type: ignore[attr-defined]
+import dapo_kernels._cuda as _cuda
 from dapo_kernels.backends.reference import check_rows, slopes_of_stats, unit_stride
 from dapo_kernels.backends.structs import address, objective_of, outputs, row_inputs, rows_of, token_inputs
 from dapo_kernels.objectives.surrogate import ObjectiveScalars

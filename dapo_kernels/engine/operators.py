@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _SCHEMA = {Tensor: "Tensor", bool: "bool", int: "int", float: "float", str: "str"}
@@ -53,26 +54,27 @@ class Kept(NamedTuple):
 
     def store(self, ctx: Any) -> None:
         tensors: list[Tensor] = []
-
-        def put_away(x: Any) -> Any:
-            if isinstance(x, Tensor):
-                tensors.append(x)
-                return _Saved(len(tensors) - 1)
-            return type(x)(*[put_away(y) for y in x]) if isinstance(x, tuple) else x
-
-        ctx.kept = [put_away(x) for x in self.values]
+        ctx.kept = [_put_away(x, tensors) for x in self.values]
         ctx.save_for_backward(*tensors)
 
     @staticmethod
     def load(ctx: Any) -> list[Any]:
         tensors = ctx.saved_tensors
+        return [_take_out(x, tensors) for x in ctx.kept]
 
-        def take_out(x: Any) -> Any:
-            if type(x) is _Saved:
-                return tensors[x]
-            return type(x)(*[take_out(y) for y in x]) if isinstance(x, tuple) else x
 
-        return [take_out(x) for x in ctx.kept]
+# Not inside the methods: a function that names itself is a cycle, and would hold the tensors until the next collection.
+def _put_away(x: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(x, Tensor):
+        tensors.append(x)
+        return _Saved(len(tensors) - 1)
+    return type(x)(*[_put_away(y, tensors) for y in x]) if isinstance(x, tuple) else x
+
+
+def _take_out(x: Any, tensors: Sequence[Tensor]) -> Any:
+    if type(x) is _Saved:
+        return tensors[x]
+    return type(x)(*[_take_out(y, tensors) for y in x]) if isinstance(x, tuple) else x
 
 
 class Operator:
@@ -148,7 +150,7 @@ class Operator:
         if torch.compiler.is_compiling():
             return self._result(self.op(*flat))
         tensors = [flat[i] for i in self._tensors if flat[i] is not None]
-        if not _plain(tensors):
+        if not plain(tensors):
             return self._result(self.op(*flat))
         if self.function is not None and torch.is_grad_enabled():
             for x in tensors:
@@ -241,8 +243,10 @@ def operator(run: Callable[..., Any]) -> Operator:
     return Operator(run)
 
 
-def _plain(tensors: list[Tensor]) -> bool:
+def plain(tensors: Sequence[Tensor]) -> bool:
     """Whether this is an eager call of ordinary tensors: no mode watches, no transform is under way."""
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError("dapo_kernels: forward-mode derivatives (jvp, dual tensors) are not implemented")
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     return all(type(x) in _PLAIN for x in tensors)

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dapo_kernels.backends import Backend, backend
-from dapo_kernels.engine.operators import Kept, hand_out_once, operator, scaled
+from dapo_kernels.engine.operators import Kept, hand_out_once, operator, plain, scaled
 from dapo_kernels.memory import large_tensor
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
 from dapo_kernels.records import Asked, RowsSlopes, RowStats, Slopes, TokenLoss, Tokens, accumulate_dtype
@@ -100,6 +99,12 @@ def _(
 _REMEDY = "Call with inplace_backward=False to repeat it."
 
 
+def may_work_in_place(logits: Tensor) -> bool:
+    """Whether there is a gradient to be made, of an ordinary tensor in eager mode."""
+    wants_grad = torch.is_grad_enabled() and logits.requires_grad
+    return wants_grad and not torch.compiler.is_compiling() and plain((logits,))
+
+
 class StatsInPlace(torch.autograd.Function):
     """``logits_stats`` whose backward pass writes ∂loss/∂logits over the logits."""
 
@@ -112,7 +117,6 @@ class StatsInPlace(torch.autograd.Function):
         return tuple(stats)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         hand_out_once(ctx, "inplace_backward=True", _REMEDY)
         logits, asked, stats, by = Kept.load(ctx)
@@ -139,7 +143,6 @@ class LossInPlace(torch.autograd.Function):
         return tuple(out)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[Any, ...]:
         hand_out_once(ctx, "inplace_backward=True", _REMEDY)
         (gradient,) = ctx.saved_tensors

@@ -11,6 +11,7 @@ function sees the tokens of one chunk at a time, so a token's loss must follow f
 from __future__ import annotations
 
 import itertools
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from dapo_kernels.records import Slopes, Tokens, on_host
 
 
 class OwnTokens(NamedTuple):
-    """What a function of the caller's is told of its tokens, each [n] and constant; dead tokens are zeros."""
+    """What a function of the caller's is told of its tokens, each [n] and constant; zeros where none trains."""
 
     old_logprobs: Tensor  # where the call has none (on-policy), the log-probs themselves, without a gradient
     advantages: Tensor
@@ -31,8 +32,10 @@ class OwnTokens(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Tokens, logprobs: Tensor) -> OwnTokens:
+        counts = tokens.live & (tokens.weights != 0)
+
         def alive(x: Tensor) -> Tensor:
-            return torch.where(tokens.live, x, 0.0)
+            return torch.where(counts, x, 0.0)
 
         return cls(
             alive(logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs),
@@ -55,8 +58,9 @@ def own_loss(function: OwnLoss, logprobs: Tensor, entropy: Tensor | None, tokens
     Raises:
         TypeError, ValueError: what the function returned is no loss per token.
     """
-    logprobs = torch.where(tokens.live, logprobs, 0.0)
-    entropy = None if entropy is None else torch.where(tokens.live, entropy, 0.0)
+    counts = tokens.live & (tokens.weights != 0)
+    logprobs = torch.where(counts, logprobs, 0.0)
+    entropy = None if entropy is None else torch.where(counts, entropy, 0.0)
     given = OwnTokens.of(tokens, logprobs)
     losses = function(logprobs, entropy, given)
     expected = f"objective {name_of(function)!r} must return a loss per token, a floating-point tensor [n]="
@@ -70,14 +74,13 @@ def own_loss(function: OwnLoss, logprobs: Tensor, entropy: Tensor | None, tokens
             f"objective {name_of(function)!r}: its losses do not depend on logprobs (is there a detach()?)"
         )
     if not torch.compiler.is_compiling():
-        _check_tokens_apart(function, losses, logprobs, entropy, given, tokens.live)
-    counts = tokens.live & (tokens.weights != 0)
+        _check_tokens_apart(function, losses, logprobs, entropy, given, counts)
     return torch.where(counts, tokens.weights * torch.where(counts, losses, 0.0), 0.0).sum()
 
 
 @torch.no_grad()
 def _check_tokens_apart(
-    function: OwnLoss, losses: Tensor, logprobs: Tensor, entropy: Tensor | None, given: OwnTokens, live: Tensor
+    function: OwnLoss, losses: Tensor, logprobs: Tensor, entropy: Tensor | None, given: OwnTokens, counts: Tensor
 ) -> None:
     """Every other token, backwards: a mean, a cumulative sum or a neighbour would now be another."""
     n = len(logprobs)
@@ -86,23 +89,26 @@ def _check_tokens_apart(
     some = torch.arange(n - 1, -1, -2, device=logprobs.device)
     part = OwnTokens._make(None if x is None else x[some] for x in given)
     again = function(logprobs[some].detach(), None if entropy is None else entropy[some].detach(), part)
-    same = torch.isclose(again, losses[some], rtol=1e-4, atol=1e-6, equal_nan=True) | ~live[some]
+    same = torch.isclose(again, losses[some], rtol=1e-4, atol=1e-6, equal_nan=True) | ~counts[some]
     if not on_host(same):
         torch._assert_async(same.all())
     elif not bool(same.all()):
         raise ValueError(
-            f"objective {name_of(function)!r} looks across tokens: among other tokens a token had another loss. The "
-            "function sees a chunk of the batch at a time; what takes the whole batch (a mean, a norm) is computed "
-            "beforehand and handed over in advantages or importance_weights"
+            f"objective {name_of(function)!r} looks across tokens: among other tokens a token had another loss (or it "
+            "draws random numbers, or changes its arguments). It sees a chunk of the batch at a time; what takes the "
+            "whole batch (a mean, a norm) is computed beforehand and handed over in advantages or importance_weights"
         )
 
 
 def own_slopes(function: OwnLoss, logprobs: Tensor, entropy: Tensor | None, tokens: Tokens) -> tuple[Tensor, Slopes]:
     """The loss of ``own_loss``, detached, with ∂/∂logprobs and ∂/∂entropy."""
-    # Inside an operator torch has put autograd away.
-    excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutogradFunctionality)
+    # Inside an operator torch has put autograd and its book-keeping of views away.
+    keys, excluded = torch._C.DispatchKey, torch._C._dispatch_tls_local_exclude_set()
+    excluded = excluded.remove(keys.AutogradFunctionality).remove(keys.ADInplaceOrView)
     included = torch._C._dispatch_tls_local_include_set()
-    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+    # Hooks on saved tensors are for the caller's graph: a checkpoint would compute its module again for this one.
+    no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch._C._ForceDispatchKeyGuard(included, excluded), no_hooks, torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (logprobs, entropy) if x is not None]
         loss = own_loss(function, leaves[0], leaves[1] if len(leaves) > 1 else None, tokens)
         slopes = torch.autograd.grad(loss, leaves, allow_unused=True)
@@ -112,7 +118,8 @@ def own_slopes(function: OwnLoss, logprobs: Tensor, entropy: Tensor | None, toke
         return None if slope is None else slope.masked_fill(dead, 0.0)
 
     d_logprobs = alive(slopes[0])
-    assert d_logprobs is not None
+    if d_logprobs is None:
+        d_logprobs = torch.zeros_like(logprobs)
     return loss.detach(), Slopes(d_logprobs, alive(slopes[1]) if len(slopes) > 1 else None)
 
 
@@ -141,6 +148,16 @@ def as_number(function: OwnLoss | None) -> Iterator[int]:
             yield number
         finally:
             del _by_number[number]
+
+
+def may_be_compiled_in(function: OwnLoss | None) -> bool:
+    """Whether a graph may hold the function itself, to be called by an operator: one whose code says all there is. What
+    closes over values, or has defaults, is traced, so that the graph is guarded on them.
+    """
+    if not isinstance(function, types.FunctionType):
+        return False
+    code = function.__code__
+    return code.co_argcount == 3 and code.co_kwonlyargcount == 0 and not code.co_freevars
 
 
 def _number_for_good(function: OwnLoss) -> int:

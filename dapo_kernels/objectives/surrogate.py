@@ -20,6 +20,9 @@ from dapo_kernels.objectives.table import KL_ESTIMATORS, SURROGATES, Objective
 CLIPPED_LOW, CLIPPED_HIGH, CLIPPED_DUAL = 1, 2, 3
 
 
+N_PER_TOKEN = 9  # the first fields of ``ObjectiveScalars``, which ``token_objective`` takes
+
+
 class ObjectiveScalars(NamedTuple):
     """What the O(tokens) arithmetic knows of an objective. Kernels take it as a list of floats, names as indices."""
 
@@ -38,7 +41,7 @@ class ObjectiveScalars(NamedTuple):
     @property
     def per_token(self) -> dict[str, Any]:
         """What ``token_objective`` takes: all but the entropy bonus, which is a row's business."""
-        return dict(zip(self._fields[:9], self[:9], strict=True))
+        return dict(zip(self._fields[:N_PER_TOKEN], self[:N_PER_TOKEN], strict=True))
 
     @classmethod
     def of(cls, objective: Objective) -> ObjectiveScalars:

@@ -18,6 +18,7 @@ from torch import Tensor
 from dapo_kernels import Objective, linear_dapo_loss, linear_token_logprobs, objectives, summarize
 from dapo_kernels.logprobs import TokenStats
 from dapo_kernels.losses import LossOutput
+from dapo_kernels.metrics import COUNTS
 from dapo_runner.config import Config, ConfigError, CorrectionConfig
 from dapo_runner.policy.lora import adapters_off, has_adapters
 from dapo_runner.policy.model import Policy
@@ -328,5 +329,5 @@ def mean_of(updates: Iterable[dict[str, float]]) -> dict[str, float]:
             combined[key] = max(values)
         else:
             total = sum(values)
-            combined[key] = total if key in ("tokens", "nonfinite") else total / len(values)
+            combined[key] = total if key in COUNTS else total / len(values)
     return combined

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -287,7 +289,7 @@ def test_without_a_graph(backend: str, mode: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("objective", ["dapo", "gspo"])
-@pytest.mark.parametrize("call", ["logits", "hidden"])
+@pytest.mark.parametrize("call", ["logits", "inplace", "hidden"])
 def test_a_second_derivative_is_refused(backend: str, call: str, objective: str) -> None:
     """``torch.autograd.functional.hessian``, a gradient penalty: never a silent zero."""
     case = linear_case(11, 4, (3, 4), seed=2) if call == "hidden" else logits_case(11, (3, 4), seed=2)
@@ -297,6 +299,8 @@ def test_a_second_derivative_is_refused(backend: str, call: str, objective: str)
         function = linear_dapo_loss if call == "hidden" else dapo_loss
         args = (case.target_ids, case.old_logprobs, case.advantages)
         said = {"objective": objective, "mask": case.mask, "cu_seqlens": case.cu_seqlens}
+        if call == "inplace":
+            said["inplace_backward"], first = True, first * first
         return function(first, *leaves[1:], *args, **said).loss
 
     with pytest.raises(RuntimeError, match="gradient of a gradient is not implemented"):
@@ -308,3 +312,80 @@ def test_a_second_derivative_is_refused(backend: str, call: str, objective: str)
 
     with pytest.raises(RuntimeError, match="gradient of a gradient is not implemented"):
         penalty()
+
+
+ENTRIES: dict[str, Callable[[Case], Tensor]] = {
+    "logits": lambda c: dapo_loss(*_args(c)).loss,
+    "entropy": lambda c: dapo_loss(*_args(c), entropy_coef=0.1).loss,
+    "inplace": lambda c: dapo_loss(*_args(c), inplace_backward=True).loss,
+    "gspo": lambda c: dapo_loss(*_args(c), objective="gspo", cu_seqlens=c.cu_seqlens).loss,
+    "gspo in place": lambda c: (
+        dapo_loss(*_args(c), objective="gspo", cu_seqlens=c.cu_seqlens, inplace_backward=True).loss
+    ),
+    "own": lambda c: dapo_loss(*_args(c), objective=lambda lp, h, t: -lp * t.advantages).loss,
+    "log-probs": lambda c: token_logprobs(*_args(c)[:2], entropy=True).logprobs.sum(),
+    "hidden": lambda c: linear_dapo_loss(*_args(c)).loss,
+    "hidden, gspo": lambda c: linear_dapo_loss(*_args(c), objective="gspo", cu_seqlens=c.cu_seqlens).loss,
+    "hidden, log-probs": lambda c: linear_token_logprobs(*_args(c)[:3]).logprobs.sum(),
+}
+
+
+def _args(case: Case) -> tuple[Tensor, ...]:
+    leaves = [leaf * 1.0 for leaf in case.fresh().values()]
+    ALIVE.extend(weakref.ref(leaf) for leaf in leaves)
+    return (*leaves, case.target_ids, case.old_logprobs.nan_to_num(0.0), case.advantages.nan_to_num(0.0))
+
+
+ALIVE: list[weakref.ref[Tensor]] = []
+
+
+@pytest.mark.parametrize("backwards", [True, False])
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_nothing_outlives_a_call(entry: str, backwards: bool) -> None:
+    """No cycle holds logits or gradients until the next collection: on a GPU that would be the memory of many steps."""
+    case = linear_case(11, 4, (3, 4), seed=2) if entry.startswith("hidden") else logits_case(11, (3, 4), seed=2)
+    ALIVE.clear()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            loss = ENTRIES[entry](case)
+            if backwards:
+                loss.backward()
+            del loss
+        assert ALIVE
+        assert [ref() for ref in ALIVE] == [None] * len(ALIVE)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
+def test_forward_mode_is_refused() -> None:
+    case = logits_case(11, (3, 4), seed=2)
+    logits = case.leaves["logits"].detach()
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda x: token_logprobs(x, case.target_ids).logprobs, (logits,), (torch.ones_like(logits),))
+
+
+def test_the_loss_is_float32_on_its_device_whatever_the_defaults() -> None:
+    case = logits_case(11, (3, 4), seed=2)
+    args = (case.leaves["logits"], case.target_ids, case.old_logprobs, case.advantages)
+    expected = dapo_loss(*args, mask=case.mask).loss
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            loss = dapo_loss(*args, mask=case.mask).loss
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (loss.dtype, loss.device.type) == (torch.float32, "cpu")
+    assert torch.equal(loss, expected)
+
+
+def test_fake_tensors_are_not_worked_on_in_place() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        logits = torch.empty(7, 11, requires_grad=True) * 1
+        ids, zeros = torch.empty(7, dtype=torch.int64), torch.empty(7)
+        out = dapo_loss(logits, ids, zeros, zeros, inplace_backward=True)
+        assert out.loss.shape == ()

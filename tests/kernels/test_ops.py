@@ -357,3 +357,16 @@ def test_compile_finds_the_backend_of_cuda_tensors(monkeypatch: pytest.MonkeyPat
         x = torch.empty(3, 7, device="cuda", dtype=torch.bfloat16)
         assert torch.compile(served, fullgraph=True, backend="eager")(x).device.type == "cuda"
     assert registry._reasons == {"triton": None}
+
+
+def test_compile_takes_a_temperature_that_changes(backend: str) -> None:
+    case = logits_case(vocab=37, seed=132)
+    torch._dynamo.reset()
+
+    def score(logits: Tensor, temperature: float) -> Tensor:
+        return token_logprobs(logits, case.target_ids, temperature=temperature).logprobs
+
+    compiled = torch.compile(score, fullgraph=True, backend="aot_eager")
+    for temperature in (1.0, 0.7, 0.5):
+        expected = score(case.leaves["logits"], temperature)
+        torch.testing.assert_close(compiled(case.leaves["logits"], temperature), expected)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from cases import linear_case, logits_case
 from test_ops import gemm_flops
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from dapo_kernels import Objective, dapo_loss, linear_dapo_loss, policy_loss, summarize
 from dapo_kernels.objectives import own
@@ -111,7 +114,7 @@ def test_the_example_of_the_page(backend: str) -> None:
         if not case.mask[t]:
             continue
         old, advantage = case.old_logprobs[t].double(), case.advantages[t].double()
-        shift = float(logprobs[t].exp() - old.exp())
+        shift = float(logprobs[t].detach().exp() - old.exp())
         if (advantage > 0 and shift > 0.2) or (advantage <= 0 and shift < -0.2):
             masked += 1
             continue
@@ -248,3 +251,99 @@ def test_nothing_is_kept_of_a_function() -> None:
         fn = clip(0.1, 0.1)
         linear_dapo_loss(*case.fresh().values(), case.target_ids, None, case.advantages, objective=fn).loss.backward()
     assert fn not in own._by_number.values()
+
+
+def test_a_compiled_graph_takes_the_function_of_the_call(backend: str) -> None:
+    """Functions from one factory share their code: what they close over, or have as a default, must count."""
+    case = linear_case(37, 8, seed=3)
+
+    def default(delta: float) -> Loss:
+        return lambda lp, h, t, delta=delta: -delta * t.advantages * lp
+
+    def closure(delta: Tensor) -> Loss:
+        return lambda lp, h, t: -delta * t.advantages * lp
+
+    def loss(hidden: Tensor, weight: Tensor, fn: Loss) -> Tensor:
+        return linear_dapo_loss(hidden, weight, case.target_ids, case.old_logprobs, case.advantages, objective=fn).loss
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for fn in (default(1.0), default(5.0), closure(torch.tensor(2.0)), closure(torch.tensor(7.0)), plain_loss):
+        leaves, mine = list(case.fresh().values()), list(case.fresh().values())
+        expected, got = loss(*leaves, fn), compiled(*mine, fn)
+        torch.testing.assert_close(got, expected)
+        expected.backward()
+        got.backward()
+        for a, b in zip(mine, leaves, strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-8)
+
+
+def plain_loss(logprobs: Tensor, entropy: Tensor | None, tokens: own.OwnTokens) -> Tensor:
+    return -tokens.advantages * (logprobs - tokens.old_logprobs).exp()
+
+
+def test_only_a_function_whose_code_says_all_is_called_by_the_operator() -> None:
+    assert own.may_be_compiled_in(plain_loss)
+    delta = 2.0
+    for fn in (lambda a, b, c: a * delta, lambda a, b, c, d=1: a, functools.partial(plain_loss), None):
+        assert not own.may_be_compiled_in(fn)
+
+
+def test_views_inside_the_function_are_seen_under_a_mode(backend: str) -> None:
+    def in_place(logprobs: Tensor, entropy: Tensor | None, tokens: own.OwnTokens) -> Tensor:
+        doubled = logprobs * 1.0
+        doubled.unsqueeze(0)[0].mul_(2)
+        return -doubled * tokens.advantages
+
+    case, found = linear_case(37, 8, seed=3), []
+    for mode in (nullcontext(), FlopCounterMode(display=False)):
+        x = case.fresh()
+        with mode:
+            out = linear_dapo_loss(*x.values(), case.target_ids, None, case.advantages, objective=in_place)
+        out.loss.backward()
+        found.append([leaf.grad for leaf in x.values()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_entropy_alone(backend: str) -> None:
+    case, found = linear_case(37, 8, seed=3), []
+    x = case.fresh()
+    said = {"objective": lambda lp, h, t: -h, "entropy": True}
+    linear_dapo_loss(*x.values(), case.target_ids, None, case.advantages, **said).loss.backward()
+    found.append(x["hidden"].grad)
+    x = case.fresh()
+    logits = x["hidden"] @ x["weight"].T
+    dapo_loss(logits, case.target_ids, None, case.advantages, **said).loss.backward()
+    torch.testing.assert_close(found[0], x["hidden"].grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("entry", ["logits", "hidden"])
+def test_tokens_that_do_not_train_may_overflow(backend: str, entry: str) -> None:
+    case = linear_case(37, 8, (9, 8), seed=3) if entry == "hidden" else logits_case(37, (9, 8), seed=3)
+    call = linear_dapo_loss if entry == "hidden" else dapo_loss
+    x = case.fresh()
+    chosen = torch.arange(17) != 3
+    case.mask[3] = True
+    old = torch.where(chosen, case.old_logprobs.nan_to_num(-3.0), -1000.0)  # a ratio of e^990 where it is not chosen
+    objective = Objective(surrogate=plain_loss, top_entropy=0.5)
+    args = (case.target_ids, old, case.advantages)
+    out = call(*x.values(), *args, objective=objective, mask=case.mask, selection=chosen)
+    out.loss.backward()
+    assert bool(out.loss.isfinite())
+    assert all(bool(leaf.grad.isfinite().all()) for leaf in x.values())  # type: ignore[union-attr]
+
+
+def test_a_checkpoint_computes_its_module_once_more_only(backend: str) -> None:
+    case, calls = linear_case(37, 8, seed=3), []
+
+    def module(hidden: Tensor, weight: Tensor) -> Tensor:
+        calls.append(1)
+        args = (case.target_ids, case.old_logprobs, case.advantages)
+        return linear_dapo_loss(torch.tanh(hidden), weight, *args, objective=plain_loss).loss
+
+    x = case.fresh()
+    loss = torch.utils.checkpoint.checkpoint(module, *x.values(), use_reentrant=False)
+    assert len(calls) == 1
+    loss.backward()
+    assert len(calls) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -184,3 +185,25 @@ def some_output() -> LossOutput:
 def test_anything_else_than_metrics_is_refused(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"summarize: metrics must be the metrics of a loss \(out\.metrics\)"):
         summarize(wrong)
+
+
+def test_metrics_are_those_of_the_call_or_none() -> None:
+    """They are computed when they are read: from buffers that were filled anew they would be another batch's."""
+    logprobs, old, mask = torch.zeros(4, requires_grad=True), torch.ones(4), torch.ones(4, dtype=torch.bool)
+    for buffer in (old, mask):
+        out = policy_loss(logprobs, old, torch.ones(4), mask=mask)
+        buffer.zero_()
+        with pytest.raises(RuntimeError, match="changed in place since"):
+            summarize(out.metrics)
+    out = policy_loss(logprobs, old, torch.ones(4))
+    first = dict(out.metrics)
+    old.zero_()
+    assert dict(out.metrics) == first  # read before
+
+
+def test_libraries_may_rebuild_metrics() -> None:
+    """As accelerate does with every mapping that a forward pass returns."""
+    out = policy_loss(torch.zeros(4, requires_grad=True), torch.ones(4), torch.ones(4))
+    again = type(out.metrics)({name: value.float() for name, value in out.metrics.items()})
+    assert summarize(again) == summarize(out.metrics)
+    assert summarize(pickle.loads(pickle.dumps(out.metrics))) == summarize(out.metrics)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dapo_kernels.backends.reference import check_rows, slopes_of_stats, unit_stride
 from dapo_kernels.backends.triton import kernels
-from dapo_kernels.objectives.surrogate import ObjectiveScalars
+from dapo_kernels.objectives.surrogate import N_PER_TOKEN, ObjectiveScalars
 from dapo_kernels.records import Asked, RowsLoss, RowsSlopes, RowStats, Slopes, TokenLoss, Tokens
 
 SOFTCAP_COPIES = False  # the kernels apply it
@@ -107,7 +107,7 @@ def _inputs(logits: Tensor, asked: Asked, softcap: float | None) -> tuple[Any, .
 
 def _floats(scalars: ObjectiveScalars) -> tuple[Any, ...]:
     """As the kernels take them: an integer such as clip_low=1 would be compiled in."""
-    return tuple(float(x) if type(x) is int else x for x in scalars[:9])
+    return tuple(float(x) if type(x) is int else x for x in scalars[:N_PER_TOKEN])
 
 
 def row_stats(logits: Tensor, asked: Asked, softcap: float | None = None) -> RowStats:

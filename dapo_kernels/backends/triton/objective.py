@@ -29,12 +29,7 @@ def _bind(function: Any) -> Any:
     return _namespace[function.__name__]
 
 
-for _term in (
-    surrogate.clip_term,
-    surrogate.cispo_term,
-    surrogate.reinforce_term,
-    surrogate.sapo_term,
-    surrogate.kl_term,
-):
-    _bind(_term)
+for _name, _function in list(vars(surrogate).items()):  # in the order of their definition
+    if _name.endswith("_term"):
+        _bind(_function)
 token_objective = _bind(surrogate.token_objective)
