@@ -134,7 +134,8 @@ def linear_dapo_loss(
             since a wait costs microseconds and a token's GEMMs 6·H·V flops; but neither while a graph is captured nor
             under ``torch.cuda.set_sync_debug_mode``.
         main_grad: float32 [V, H] that the backward pass adds the weight's gradient to, as Megatron's ``main_grad``;
-            ``weight.grad`` stays as it is and hooks on it do not run. Over many micro-batches a 16-bit ``.grad`` loses
+            ``weight.grad`` stays as it is and hooks on it do not run. Every backward pass adds, one that asks for
+            another tensor's gradient alone included. Over many micro-batches a 16-bit ``.grad`` loses
             digits at every addition.
 
     The other arguments, the result and the errors are those of ``dapo_loss``. Softmax arithmetic is float32.

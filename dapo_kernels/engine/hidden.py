@@ -274,4 +274,4 @@ def _(
 ) -> dict[str, Tensor | None]:
     hand_out_once(ctx, "linear_dapo_loss", "Add losses up and call backward once, or call it again.")
     gradients = HeadGradients(*(None if x is None else scaled(x, grads.loss) for x in gradients))
-    return _handed_over(gradients, dtype, unsaved.tensors[0] if ctx.needs_input_grad[1] else None)
+    return _handed_over(gradients, dtype, unsaved.tensors[0])

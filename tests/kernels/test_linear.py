@@ -398,11 +398,3 @@ def test_float64_stays_float64_under_autocast() -> None:
         under = linear_dapo_loss(*args)
     assert under.logprobs.dtype == torch.float64
     assert torch.equal(under.loss, plain.loss)
-
-
-def test_main_grad_is_left_alone_by_a_gradient_of_the_hidden_states() -> None:
-    case, main_grad = linear_case(31, 8, seed=4), torch.zeros(31, 8)
-    x = case.fresh()
-    out = linear_dapo_loss(x["hidden"], x["weight"], case.target_ids, None, case.advantages, main_grad=main_grad)
-    torch.autograd.grad(out.loss, x["hidden"])
-    assert not main_grad.any()
