@@ -16,8 +16,15 @@ constexpr double kLog2E = 1.44269504088896340736;
 // c: logits x become base-2 exponents x c.
 DAPO_HOST_DEVICE float base2_scale(float temperature) { return static_cast<float>(kLog2E / temperature); }
 
+// ln p of a logit in a row with this maximum and this sum.
+DAPO_HOST_DEVICE double log_p_of(float x, float c, float max, float sum) {
+  const float top = top_of(max, c);
+  const double z = is_far(top) ? (static_cast<double>(x) - max) * c : static_cast<double>(x) * c - top;
+  return kLn2 * z - std::log(static_cast<double>(sum));
+}
+
 DAPO_HOST_DEVICE float logprob_of(float x, float c, const SoftmaxPart& whole) {
-  const double z = kLn2 * (static_cast<double>(x) * c - whole.top) - std::log(static_cast<double>(whole.sum));
+  const double z = log_p_of(x, c, whole.max, whole.sum);
   return static_cast<float>(0.0 < z ? 0.0 : z);  // rounding must not make a probability greater than 1; NaN stays
 }
 
@@ -26,28 +33,28 @@ DAPO_HOST_DEVICE float entropy_of(const SoftmaxPart& whole) {
   return static_cast<float>(h < 0.0 ? 0.0 : h);
 }
 
-// A gradient row: p (a + b (x c - top)) with p = 2^(x c - top), but `at_target` at the target; or all zeros.
+// A gradient row: p (a + b y) with p = 2^y, y = x scale - top, but `at_target` at the target; or all zeros.
 struct RowGradient {
   int64_t target;
-  float c, top, a, b, at_target;
+  Base2 base2;
+  float a, b, at_target;
   bool zero;
 };
 
-DAPO_HOST_DEVICE RowGradient zero_gradient() { return {0, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, true}; }
+DAPO_HOST_DEVICE RowGradient zero_gradient() { return {0, {0.0f, 0.0f}, 0.0f, 0.0f, 0.0f, true}; }
 
 // Gradient of w * logprob + v * entropy (w, v: derivatives of the loss) for a row with this norm:
 //   w (onehot - p) / tau - v p (log p + H) / tau,    log p = ln2 (x c - top) - log sum
-DAPO_HOST_DEVICE RowGradient gradient_of(float x_target, int64_t target, float tau, float c, float top, float sum,
+DAPO_HOST_DEVICE RowGradient gradient_of(float x_target, int64_t target, float tau, float c, float max, float sum,
                                          float w, float v, float entropy) {
   RowGradient g = zero_gradient();
   g.zero = w == 0.0f && v == 0.0f;
-  g.c = c;
-  g.top = top;
+  g.base2 = base2(max, c);
   g.target = target;
   const double inv = 1.0 / (static_cast<double>(sum) * tau), log_sum = std::log(static_cast<double>(sum));
   g.a = static_cast<float>(inv * (-w - (v == 0.0f ? 0.0 : v * (entropy - log_sum))));
   g.b = static_cast<float>(inv * -v * kLn2);
-  const double log_p = kLn2 * (static_cast<double>(x_target) * c - top) - log_sum;
+  const double log_p = log_p_of(x_target, c, max, sum);
   const double slope = v == 0.0f ? 0.0 : v * std::exp(log_p) * ((log_p < -200.0 ? -200.0 : log_p) + entropy);
   g.at_target = static_cast<float>((-w * std::expm1(log_p) - slope) / tau);
   return g;
@@ -87,7 +94,7 @@ DAPO_HOST_DEVICE RowLoss finish_loss(const TokenValues& t, float x_target, float
             0.0, zero_gradient()};
   if (t.weight != 0.0f) {  // a token that was not selected has no say, and its loss may overflow
     r.weighted = t.weight * (r.loss.value - (entropy_coef == 0.0f ? 0.0f : entropy_coef * entropy));
-    r.gradient = gradient_of(x_target, t.target, tau, c, whole.top, whole.sum,
+    r.gradient = gradient_of(x_target, t.target, tau, c, whole.max, whole.sum,
                              t.weight * (r.loss.d_logprob + r.loss.d_log_ratio), -entropy_coef * t.weight, entropy);
   }
   return r;
@@ -104,7 +111,7 @@ DAPO_HOST_DEVICE void write_loss(const TokenOutputs& out, int64_t row, const Row
 DAPO_HOST_DEVICE void write_stats(const TokenOutputs& out, int64_t row, float x_target, float c,
                                   const SoftmaxPart& whole) {
   out.logprobs[row] = logprob_of(x_target, c, whole);
-  out.norm[2 * row] = whole.top;
+  out.norm[2 * row] = whole.max;
   out.norm[2 * row + 1] = whole.sum;
   if (out.entropy) out.entropy[row] = entropy_of(whole);
 }

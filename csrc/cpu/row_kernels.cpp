@@ -54,8 +54,9 @@ template <int kDegree, bool kWeighted> static inline Group exponentials(Group g,
 }
 
 template <class T, bool kWeighted, bool kKeep> static SoftmaxPart block_stats(T* x, int64_t n, float c, const T* ahead) {
-  const float top = block_max(x, n) * c;
-  const vf shift = splat(top == -INFINITY ? 0.0f : -top), scale = splat(c);
+  const float most = block_max(x, n);
+  const Base2 base = base2(most, c);
+  const vf scale = splat(base.scale), shift = splat(-base.top);
   Sums s = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
   int64_t i = 0;
   for (; i + kGroup <= n; i += kGroup) {
@@ -67,7 +68,7 @@ template <class T, bool kWeighted, bool kKeep> static SoftmaxPart block_stats(T*
     const Group e = exponentials<kStatsDegree<T>, kWeighted>(load_tail(x + i, (int)(n - i), -INFINITY), scale, shift, s);
     if (kKeep) keep_tail(x + i, e, (int)(n - i));
   }
-  return {top, sum_of(add(s.sum_a, s.sum_b)), sum_of(add(s.weighted_a, s.weighted_b))};
+  return {most, sum_of(add(s.sum_a, s.sum_b)), sum_of(add(s.weighted_a, s.weighted_b))};
 }
 
 template <class T> SoftmaxPart stats(void* data, int64_t n, float c, bool weighted, bool keep, const void* later) {
@@ -97,9 +98,9 @@ template <int kDegree, bool kSlope> static inline vf grad_of(vf y, vf a, vf b) {
 }
 
 template <class T, bool kSlope>
-static void block_grad(const T* x, T* out, int64_t n, float c, float top, float a_, float b_, const T* ahead) {
+static void block_grad(const T* x, T* out, int64_t n, Base2 base, float a_, float b_, const T* ahead) {
   constexpr auto gradient = grad_of<kGradDegree<T>, kSlope>;
-  const vf scale = splat(c), shift = splat(-top), a = splat(a_), b = splat(b_);
+  const vf scale = splat(base.scale), shift = splat(-base.top), a = splat(a_), b = splat(b_);
   int64_t i = 0;
   for (; i + kGroup <= n; i += kGroup) {
     prefetch_group(ahead + i);
@@ -114,10 +115,10 @@ static void block_grad(const T* x, T* out, int64_t n, float c, float top, float 
 }
 
 template <class T>
-void grad(const void* x, void* out, int64_t n, float c, float top, float a, float b, const void* ahead) {
+void grad(const void* x, void* out, int64_t n, Base2 base, float a, float b, const void* ahead) {
   const T *in = static_cast<const T*>(x), *next = static_cast<const T*>(ahead);
   T* to = static_cast<T*>(out);
-  b == 0.0f ? block_grad<T, false>(in, to, n, c, top, a, b, next) : block_grad<T, true>(in, to, n, c, top, a, b, next);
+  b == 0.0f ? block_grad<T, false>(in, to, n, base, a, b, next) : block_grad<T, true>(in, to, n, base, a, b, next);
 }
 
 template <class T> float get(const void* x, int64_t i) {

@@ -15,12 +15,12 @@ constexpr int64_t kBlock = 2048;
 
 // Kernels of one dtype. `c` = log2(e) / temperature turns logits into base-2 exponents.
 struct BlockKernels {
-  // Statistics of x[0, n). With `keep` (not float16) x is overwritten by its exponentials 2^(x c - top).
+  // Statistics of x[0, n). With `keep` (not float16) x is overwritten by its exponentials.
   SoftmaxPart (*stats)(void* x, int64_t n, float c, bool weighted, bool keep, const void* ahead);
   // x *= scale, for the exponentials that `stats` kept.
   void (*scale)(void* x, int64_t n, float scale);
-  // out = p (a + b (x c - top)) with p = 2^(x c - top): the gradient row but for the target's own entry.
-  void (*grad)(const void* x, void* out, int64_t n, float c, float top, float a, float b, const void* ahead);
+  // out = p (a + b y) with p = 2^y, y = x scale - top: the gradient row but for the target's own entry.
+  void (*grad)(const void* x, void* out, int64_t n, Base2 base2, float a, float b, const void* ahead);
   float (*get)(const void* x, int64_t i);
   void (*set)(void* x, int64_t i, float value);
 };

@@ -34,6 +34,7 @@ constexpr int64_t kLargerThanCaches = 32 << 20;
 struct RowState {
   int64_t next = -1;  // the row this thread takes next, if it follows in memory
   std::vector<SoftmaxPart> parts;
+  float c = 0.0f, max = 0.0f;
   float x_target = 0.0f;  // read before the exponentials overwrite it
   RowGradient gradient = zero_gradient();
 };
@@ -102,12 +103,12 @@ const void* ahead_of(const Rows& rows, const RowState& state, int64_t row, int64
   return state.next >= 0 ? RowView(rows, state.next).block(b) : RowView(rows, row).block(b + 1);
 }
 
-// All parts are lifted to one reference: merged one after the other, each exponential would wait for the one before.
-SoftmaxPart merge_all(const RowState& state, int64_t blocks) {
+// All parts are lifted to one maximum: merged one after the other, each exponential would wait for the one before.
+SoftmaxPart merge_all(const RowState& state, int64_t blocks, float c) {
   SoftmaxPart whole = empty_part();
-  for (int64_t b = 0; b < blocks; ++b) whole.top = std::max(whole.top, state.parts[b].top);
+  for (int64_t b = 0; b < blocks; ++b) whole.max = std::max(whole.max, state.parts[b].max);
   for (int64_t b = 0; b < blocks; ++b) {
-    const SoftmaxPart part = lift(state.parts[b], whole.top);
+    const SoftmaxPart part = lift(state.parts[b], whole.max, c);
     whole.sum += part.sum;
     whole.weighted += part.weighted;
   }
@@ -159,7 +160,8 @@ static void for_stats(const Rows& logits, const TokenInputs& tokens, const Token
   const auto finish = [&](RowState& state, int64_t row) {
     if (!tokens.live[row]) return write_dead(out, row);
     const RowView x(logits, row);
-    middle(row, x.kernels.get(x.data, tokens.target_ids[row]), merge_all(state, n_blocks(logits)));
+    const SoftmaxPart whole = merge_all(state, n_blocks(logits), base2_scale(tokens.tau(row)));
+    middle(row, x.kernels.get(x.data, tokens.target_ids[row]), whole);
   };
   for_rows(logits, threads, first, finish, [](RowState&, int64_t, int64_t) {});
 }
@@ -204,7 +206,7 @@ void row_grad(const Rows& logits, const Rows& grad, const TokenInputs& tokens, c
     const RowView x(logits, row), out(grad, row);
     const RowGradient& g = state.gradient;
     if (g.zero) return zeroed ? void() : write_zeros(grad, out, b);
-    x.kernels.grad(x.block(b), out.block(b), x.block_size(b), g.c, g.top, g.a, g.b, x.block(b) + kAhead);
+    x.kernels.grad(x.block(b), out.block(b), x.block_size(b), g.base2, g.a, g.b, x.block(b) + kAhead);
     set_target(out, g, b);
   };
   for_rows(logits, threads, nothing, middle, last);
@@ -229,10 +231,12 @@ double row_loss(const Rows& logits, const TokenInputs& tokens, const Objective& 
   const auto middle = [&](RowState& state, int64_t row) {
     state.gradient = zero_gradient();
     if (!tokens.live[row]) return write_dead(out, row);
-    const SoftmaxPart whole = merge_all(state, blocks);
-    const float tau = tokens.tau(row);
-    const RowLoss result = finish_loss(token_values(tokens, row), state.x_target, tau, base2_scale(tau), objective,
-                                       entropy_coef, out.entropy != nullptr, whole);
+    const float tau = tokens.tau(row), c = base2_scale(tau);
+    const SoftmaxPart whole = merge_all(state, blocks, c);
+    const RowLoss result = finish_loss(token_values(tokens, row), state.x_target, tau, c, objective, entropy_coef,
+                                       out.entropy != nullptr, whole);
+    state.c = c;
+    state.max = whole.max;
     write_loss(out, row, result);
     losses[row] = result.weighted;
     state.gradient = result.gradient;
@@ -242,9 +246,10 @@ double row_loss(const Rows& logits, const TokenInputs& tokens, const Objective& 
     const RowGradient& g = state.gradient;
     if (g.zero) return write_zeros(logits, x, b);
     if (keep) {
-      x.kernels.scale(x.block(b), x.block_size(b), g.a * exp2f(state.parts[b].top - g.top));
+      const float shift = shift_of(state.parts[b].max, state.max, state.c);
+      x.kernels.scale(x.block(b), x.block_size(b), g.a * exp2f(shift));
     } else {
-      x.kernels.grad(x.block(b), x.block(b), x.block_size(b), g.c, g.top, g.a, g.b, x.block(b));
+      x.kernels.grad(x.block(b), x.block(b), x.block_size(b), g.base2, g.a, g.b, x.block(b));
     }
     set_target(x, g, b);
   };

@@ -24,7 +24,9 @@ __device__ inline uint32_t shared_address(const void* p) { return static_cast<ui
 struct Hopper {
   __device__ static int thread() { return static_cast<int>(threadIdx.x); }
   __device__ static void block_sync() { __syncthreads(); }
-  template <int kWidth> __device__ static SoftmaxPart merge(SoftmaxPart part) { return merge_lanes<kWidth>(part); }
+  template <int kWidth> __device__ static SoftmaxPart merge(SoftmaxPart part, float c) {
+    return merge_lanes<kWidth>(part, c);
+  }
 
   __device__ static void init_barrier(uint64_t* barrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
@@ -82,7 +84,7 @@ struct Hopper {
         "mapa.shared::cluster.u32 barrier, %1, %2;\n"
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [place], {%3, %4, %5, %6}, [barrier];\n"
         "}" ::"r"(shared_address(place)),
-        "r"(shared_address(barrier)), "r"(rank), "f"(value.part.top), "f"(value.part.sum), "f"(value.part.weighted),
+        "r"(shared_address(barrier)), "r"(rank), "f"(value.part.max), "f"(value.part.sum), "f"(value.part.weighted),
         "f"(0.0f)
         : "memory");
   }

@@ -80,25 +80,25 @@ DAPO_DEVICE void cluster_loss(const LossArgs& args, Word* words, ClusterShared& 
       shared.rows[(use + 1) & 1] = live_row(args, row + Machine::clusters(), Machine::clusters());
     }
     T* const x = row_of<T>(args.in.logits, row) + slice.first;
-    SoftmaxPart part = first_part();
+    SoftmaxPart part = empty_part();
     for (int t = 0; t < n_tiles(ceil_div(slice.n, kElements<T>)); ++t) {
       Machine::wait(&arrived[t], use & 1);
       add_tile<T, kFull>(part, words, x, slice, t, thread, c, softcap);
     }
-    part = Machine::template merge<kWarp>(part);
+    part = Machine::template merge<kWarp>(part, c);
     if (lane == 0) shared.warp_parts[warp] = part;
     Machine::block_sync();
     if (warp == 0) {
       SlicePart* const parts = shared.slice_parts[use & 1];
       uint64_t* const met = &shared.met[use & 1];
-      const SlicePart mine{Machine::template merge<kWarps>(shared.warp_parts[lane % kWarps])};
+      const SlicePart mine{Machine::template merge<kWarps>(shared.warp_parts[lane % kWarps], c)};
       // Messages that are counted, not stores and a barrier of the cluster: that would wait until the whole GPU sees
       // every gradient stored so far. Nobody is two rows ahead, since nobody gets there without everyone's next part;
       // nobody writes gradients over a logit that another still reads, the target's.
       if (lane == 0) Machine::arrive_expecting(met, n_slices * static_cast<int>(sizeof(SlicePart)));
       if (lane < n_slices) Machine::send(&parts[Machine::rank()], lane, mine, met);
       Machine::wait_for_cluster(met, use >> 1 & 1);
-      const SoftmaxPart whole = Machine::template merge<kWarp>(lane < n_slices ? parts[lane].part : empty_part());
+      const SoftmaxPart whole = Machine::template merge<kWarp>(lane < n_slices ? parts[lane].part : empty_part(), c);
       if (lane == 0) {
         shared.gradient = finish_row<kFull>(args, row, shared.token, shared.x_target, shared.scale, whole,
                                             Machine::rank() == 0);

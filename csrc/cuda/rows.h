@@ -12,9 +12,6 @@
 
 namespace dapo::cuda {
 
-// Finite, so that a row that begins with -inf does not meet -inf - -inf.
-DAPO_HOST_DEVICE SoftmaxPart first_part() { return {-3.402823466e38f, 0.0f, 0.0f}; }
-
 template <class T> DAPO_HOST_DEVICE const Word* words_of(const T* x) { return reinterpret_cast<const Word*>(x); }
 
 // Adds thread `thread`'s vectors of tile t of a slice that begins at x, whose words lie at `words`: x, or shared memory.
@@ -42,7 +39,8 @@ DAPO_HOST_DEVICE void add_tile(SoftmaxPart& part, const Word* words, const T* x,
   DAPO_UNROLL
   for (int i = 1; i < kN; ++i) highest = fmaxf(highest, y[i]);
   if (kFull) highest = capped(highest, softcap);
-  part = lift(part, fmaxf(part.top, highest * c));
+  part = lift(part, fmaxf(part.max, highest), c);
+  const Base2 base = base2(part.max, c);
   float sum[kPerThread], weighted[kPerThread];
   DAPO_UNROLL
   for (int j = 0; j < kPerThread; ++j) {
@@ -57,7 +55,7 @@ DAPO_HOST_DEVICE void add_tile(SoftmaxPart& part, const Word* words, const T* x,
     }
     DAPO_UNROLL
     for (int i = 0; i < kN; ++i) {
-      const float d = fmaf(y[i], c, -part.top), e = fast_exp2(d);
+      const float d = fmaf(y[i], base.scale, -base.top), e = fast_exp2(d);
       sum[j] += e;
       if (kFull) weighted[j] = fmaf(e, fmaxf(d, -200.0f), weighted[j]);  // at -inf: 0 * -200, not 0 * -inf
     }
@@ -69,7 +67,7 @@ DAPO_HOST_DEVICE void add_tile(SoftmaxPart& part, const Word* words, const T* x,
 // Thread `thread`'s statistics of a slice that begins at x.
 template <class T, bool kFull>
 DAPO_HOST_DEVICE SoftmaxPart thread_part(const T* x, const Slice& s, int thread, float c, const Softcap& softcap) {
-  SoftmaxPart part = first_part();
+  SoftmaxPart part = empty_part();
   for (int t = 0; t < n_tiles(ceil_div(s.n, kElements<T>)); ++t) {
     add_tile<T, kFull>(part, words_of(x), x, s, t, thread, c, softcap);
   }
@@ -79,7 +77,7 @@ DAPO_HOST_DEVICE SoftmaxPart thread_part(const T* x, const Slice& s, int thread,
 template <bool kFull>
 DAPO_HOST_DEVICE float gradient_element(float x, const RowGradient& g, const Softcap& softcap) {
   const float y = kFull && softcap.value != 0.0f ? capped(x, softcap) : x;
-  const float d = fmaf(y, g.c, -g.top), p = fast_exp2(d);
+  const float d = fmaf(y, g.base2.scale, -g.base2.top), p = fast_exp2(d);
   const float slope = kFull ? p * fmaf(g.b, fmaxf(d, -200.0f), g.a) : p * g.a;
   return kFull && softcap.value != 0.0f ? slope * cap_slope(y, softcap) : slope;
 }
@@ -227,22 +225,22 @@ template <class Launch> void for_variant(const RowArgs& args, Launch launch) {
 #if defined(__CUDACC__)
 
 // Parts of kWidth neighbouring lanes, merged as a tree; every lane gets the same bits, because a + b == b + a.
-template <int kWidth> __device__ inline SoftmaxPart merge_lanes(SoftmaxPart part) {
+template <int kWidth> __device__ inline SoftmaxPart merge_lanes(SoftmaxPart part, float c) {
   DAPO_UNROLL
   for (int lanes = kWidth / 2; lanes > 0; lanes /= 2) {
-    const SoftmaxPart other{__shfl_xor_sync(0xffffffffu, part.top, lanes),
+    const SoftmaxPart other{__shfl_xor_sync(0xffffffffu, part.max, lanes),
                             __shfl_xor_sync(0xffffffffu, part.sum, lanes),
                             __shfl_xor_sync(0xffffffffu, part.weighted, lanes)};
-    part = merge(part, other);
+    part = merge(part, other, c);
   }
   return part;
 }
 
 // A whole warp merges the parts of a row's slices.
-__device__ inline SoftmaxPart merge_slices(const SoftmaxPart* parts, int n, int lane) {
+__device__ inline SoftmaxPart merge_slices(const SoftmaxPart* parts, int n, int lane, float c) {
   SoftmaxPart part = lane < n ? parts[lane] : empty_part();
-  for (int k = lane + kWarp; k < n; k += kWarp) part = merge(part, parts[k]);
-  return merge_lanes<kWarp>(part);
+  for (int k = lane + kWarp; k < n; k += kWarp) part = merge(part, parts[k], c);
+  return merge_lanes<kWarp>(part, c);
 }
 
 #endif

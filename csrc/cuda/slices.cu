@@ -17,11 +17,11 @@ __global__ void __launch_bounds__(kThreads, 4)
   const Slice s = slice_of(args.slicing, slice, x);
   const float c = base2_scale_of(args, row);
   SoftmaxPart part = thread_part<T, kFull>(x + s.first, s, thread, c, args.in.softcap);
-  part = merge_lanes<kWarp>(part);
+  part = merge_lanes<kWarp>(part, c);
   if (lane == 0) warp_parts[warp] = part;
   __syncthreads();
   if (warp == 0) {
-    part = merge_lanes<kWarps>(warp_parts[lane % kWarps]);
+    part = merge_lanes<kWarps>(warp_parts[lane % kWarps], c);
     if (lane == 0) args.parts[blockIdx.x] = part;
   }
 }

@@ -25,17 +25,17 @@ __global__ void __launch_bounds__(kThreads * kGroups, 1) sweep_loss_kernel(const
     for (int k = threadIdx.y; k < n_slices; k += n_groups) {
       const Slice s = slice_of(args.slicing, k, x);
       SoftmaxPart part = thread_part<T, kFull>(x + s.first, s, threadIdx.x, c, args.in.softcap);
-      part = merge_lanes<kWarp>(part);
+      part = merge_lanes<kWarp>(part, c);
       if (lane == 0) parts[k * kWarps + threadIdx.x / kWarp] = part;
     }
     __syncthreads();
     for (int k = flat / kWarp; k < n_slices; k += n_threads / kWarp) {
-      const SoftmaxPart part = merge_lanes<kWarps>(parts[k * kWarps + lane % kWarps]);
+      const SoftmaxPart part = merge_lanes<kWarps>(parts[k * kWarps + lane % kWarps], c);
       if (lane == 0) parts[n_slices * kWarps + k] = part;
     }
     __syncthreads();
     if (flat < kWarp) {
-      const SoftmaxPart whole = merge_slices(parts + n_slices * kWarps, n_slices, lane);
+      const SoftmaxPart whole = merge_slices(parts + n_slices * kWarps, n_slices, lane, c);
       if (lane == 0) gradient = finish_row(args, row, whole);
     }
   } else if (flat == 0) {

@@ -15,7 +15,8 @@ __global__ void __launch_bounds__(kBlock) finish_kernel(const __grid_constant__ 
   const int lane = threadIdx.x % kWarp, n_slices = args.slicing.n_slices;
   if (row >= args.in.logits.n_rows) return;
   const bool live = args.in.tokens.live[row];
-  const SoftmaxPart whole = live ? merge_slices(args.parts + row * n_slices, n_slices, lane) : empty_part();
+  SoftmaxPart whole = empty_part();
+  if (live) whole = merge_slices(args.parts + row * n_slices, n_slices, lane, base2_scale_of(args, row));
   if (lane == 0) finish(args, row, whole);
 }
 

@@ -19,10 +19,10 @@ namespace {
 constexpr int kClusters = 2;  // few, so that a cluster has several rows
 unsigned turns = 0;           // the next cluster's order of threads; set by tests
 
-SoftmaxPart merge_slices(const SoftmaxPart* slices, int n) {
+SoftmaxPart merge_slices(const SoftmaxPart* slices, int n, float c) {
   std::vector<SoftmaxPart> lanes(kWarp, empty_part());
-  for (int k = 0; k < n; ++k) lanes[k % kWarp] = k < kWarp ? slices[k] : merge(lanes[k % kWarp], slices[k]);
-  return merge_tree(lanes);
+  for (int k = 0; k < n; ++k) lanes[k % kWarp] = k < kWarp ? slices[k] : merge(lanes[k % kWarp], slices[k], c);
+  return merge_tree(lanes, c);
 }
 
 // A GPU has no 16-byte access between two boundaries.
@@ -38,9 +38,9 @@ template <class T, bool kFull> SoftmaxPart slice_part(const RowArgs& args, int64
   std::vector<SoftmaxPart> threads, warps;
   for (int i = 0; i < kThreads; ++i) threads.push_back(thread_part<T, kFull>(x + s.first, s, i, c, args.in.softcap));
   for (int w = 0; w < kWarps; ++w) {
-    warps.push_back(merge_tree({threads.begin() + w * kWarp, threads.begin() + (w + 1) * kWarp}));
+    warps.push_back(merge_tree({threads.begin() + w * kWarp, threads.begin() + (w + 1) * kWarp}, c));
   }
-  return merge_tree(warps);
+  return merge_tree(warps, c);
 }
 
 template <class T, bool kFull>
@@ -76,7 +76,7 @@ void launch_sweep_loss(const LossArgs& args) {
       if (args.in.tokens.live[row]) {
         std::vector<SoftmaxPart> parts;
         for (int k = 0; k < args.slicing.n_slices; ++k) parts.push_back(slice_part<T, kFull>(args, row, k));
-        g = finish_row(args, row, merge_slices(parts.data(), args.slicing.n_slices));
+        g = finish_row(args, row, merge_slices(parts.data(), args.slicing.n_slices, base2_scale_of(args, row)));
       } else {
         finish_dead_row(args, row);
       }
@@ -115,7 +115,8 @@ void launch_slice_grad(const RowArgs& args, const Rows& grad) {
 void launch_finish(const LossArgs& args) {
   const int n = args.slicing.n_slices;
   for (int64_t row = 0; row < args.in.logits.n_rows; ++row) {
-    const SoftmaxPart whole = args.in.tokens.live[row] ? merge_slices(args.parts + row * n, n) : empty_part();
+    SoftmaxPart whole = empty_part();
+    if (args.in.tokens.live[row]) whole = merge_slices(args.parts + row * n, n, base2_scale_of(args, row));
     finish(args, row, whole);
   }
 }

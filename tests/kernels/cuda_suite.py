@@ -103,6 +103,45 @@ def test_loss_and_gradient_of_every_path(dtype: torch.dtype, vocab: int, options
     assert not got[~tokens.live | (tokens.weights == 0)].any()
 
 
+@pytest.mark.parametrize("options", [{}, {"entropy_coef": 0.1}], ids=str)
+@pytest.mark.parametrize("magnitude", [3e7, 1e9, 3e9, 1e12, 1e29, 3e38])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_far_logits_on_every_path(dtype: torch.dtype, magnitude: float, options: dict[str, Any]) -> None:
+    """Ties in one thread, in two of a slice and in two slices, over far, ordinary and -inf logits; the same bits."""
+    vocab = 20488
+    logits, ids, tokens = problem(7, vocab, dtype)
+    scale = torch.full((7, 1), magnitude).to(dtype)
+    logits[:, 256:3000] = -scale
+    logits[:, 9000:9500] = -math.inf
+    logits[:3, [8, 9, 40, 15000]] = scale[:3]
+    logits[3] = -scale[3]  # one tie
+    logits[5, 12000:] = -scale[5]
+    ids[0], ids[2], ids[6] = 40, 70, 300
+    tokens = tokens._replace(old_logprobs=None, ref_logprobs=None)
+    grad, wide = (
+        logits.double(),
+        Tokens(*(x.double() if x is not None and x.is_floating_point() else x for x in tokens)),
+    )
+    scalars = ObjectiveScalars.of(OBJECTIVES["dapo"])
+    coef = options.get("entropy_coef", 0.0)
+    expected = reference.row_loss_(grad, Asked(ids, tokens.live, 0.7, None, coef != 0), wide, scalars, coef)
+    outs = []
+    for path in PATHS:
+        rows = logits.clone()
+        cuda.PATH = path
+        outs.append((cuda.row_loss_(rows, Asked(ids, tokens.live, 0.7, None, coef != 0), tokens, scalars, coef), rows))
+        out = outs[-1][0]
+        assert torch.equal(rows, outs[0][1])
+        assert torch.equal(out.logprobs, outs[0][0].logprobs)
+        torch.testing.assert_close(out.logprobs, expected.logprobs.float(), rtol=2e-6, atol=4e-6)
+        if coef != 0:
+            assert out.entropy is not None
+            assert expected.entropy is not None
+            torch.testing.assert_close(out.entropy, expected.entropy.float(), rtol=2e-6, atol=4e-6)
+        error = (rows.double() - grad).abs() - grad.abs() * DTYPES[dtype]
+        assert error.max() < (4e-6 if dtype == torch.float32 else 1e-5)
+
+
 def test_rows_alone_and_together_give_the_same_bits() -> None:
     logits, ids, tokens = problem(7, 20481, torch.bfloat16)
     together = stored(7, 20481, torch.bfloat16, 0, 7)[1].copy_(logits)

@@ -26,10 +26,10 @@
 namespace dapo {
 namespace cuda {
 
-inline SoftmaxPart merge_tree(std::vector<SoftmaxPart> parts) {  // by exchange among lanes, as shuffles do
+inline SoftmaxPart merge_tree(std::vector<SoftmaxPart> parts, float c) {  // by exchange among lanes, as shuffles do
   for (size_t lanes = parts.size() / 2; lanes > 0; lanes /= 2) {
     std::vector<SoftmaxPart> merged(parts.size());
-    for (size_t i = 0; i < parts.size(); ++i) merged[i] = merge(parts[i], parts[i ^ lanes]);
+    for (size_t i = 0; i < parts.size(); ++i) merged[i] = merge(parts[i], parts[i ^ lanes], c);
     parts = merged;
   }
   return parts[0];
@@ -84,7 +84,9 @@ class HostCluster {
     static void block_sync() { running_->meet(block().sync, kThreads); }
     static void cluster_sync() { running_->meet(running_->all_, static_cast<int>(running_->threads_.size())); }
 
-    template <int kWidth> static SoftmaxPart merge(SoftmaxPart part) { return running_->exchange(part, kWidth); }
+    template <int kWidth> static SoftmaxPart merge(SoftmaxPart part, float c) {
+      return running_->exchange(part, kWidth, c);
+    }
 
     static void init_barrier(uint64_t* barrier) { block().barriers[barrier] = Barrier(); }
     static void publish_barriers() {}
@@ -229,10 +231,10 @@ class HostCluster {
       sleep(meeting.waiting);
     }
   }
-  SoftmaxPart exchange(const SoftmaxPart& part, int width) {
+  SoftmaxPart exchange(const SoftmaxPart& part, int width, float c) {
     Warp& warp = warps_[current_ / kWarp];
     warp.in[current_ % kWarp] = part;
-    if (warp.sync.n == kWarp - 1) warp.out = merge_tree({warp.in, warp.in + width});
+    if (warp.sync.n == kWarp - 1) warp.out = merge_tree({warp.in, warp.in + width}, c);
     meet(warp.sync, kWarp);
     return warp.out;
   }

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from cases import call_linear, call_logits, dtypes_of, linear_case, logits_case, solve
-from closeness import as_accurate
+from closeness import EPS, as_accurate
 from oracle import Options
 from torch import Tensor
 
-from dapo_kernels import dapo_loss, linear_dapo_loss, token_logprobs, use_backend
+from dapo_kernels import dapo_loss, linear_dapo_loss, linear_token_logprobs, token_logprobs, use_backend
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["copy", "inplace"])
@@ -157,6 +157,96 @@ def test_huge_finite_logits(backend: str) -> None:
         stats = token_logprobs(logits, torch.tensor([0, 2]), entropy=True)
         assert stats.logprobs.tolist() == pytest.approx([-math.log(2), -math.log(4)], rel=1e-6)
         assert stats.entropy.tolist() == pytest.approx([math.log(2), math.log(4)], rel=1e-6)
+
+
+ON, OFF = (
+    [3, 2100, 4400],
+    5,
+)  # where the largest logit of a far row stands, once per block of the C++ kernels; elsewhere
+# 2^24 and 2^30, beyond which base-2 exponents step by 2 and by 128, lie at 1.2e7 and 7e8; from 2.4e38 on they overflow.
+FAR = (3e7, 3e8, 1e9, 3e9, 1e12, 1e29, 3e38)
+ROUTES: dict[str, Any] = {
+    "copy": (token_logprobs, dapo_loss, {}),
+    "inplace": (token_logprobs, dapo_loss, {"inplace_backward": True}),
+    "linear": (linear_token_logprobs, linear_dapo_loss, {}),
+}
+
+
+def far_logits(magnitude: float, temperature: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Logits [8, 4500] and targets [8]; where ``dtype`` can, logits / temperature reaches ±``magnitude``."""
+    m = (magnitude * temperature.double()).clamp(max=torch.finfo(dtype).max).to(dtype)[:, None]
+    x = torch.randn(8, 4500, generator=torch.Generator().manual_seed(91)).mul(temperature[:, None]).to(dtype)
+    x[:2, ON] = m[:2]  # ties far above ordinary logits: a target among them, and another
+    x[2, :2048] = x[2, 4096:] = -m[2]  # the largest are ordinary, whole blocks far below
+    x[3] = -m[3]  # ties everywhere
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    x[4], x[4, ON[1]] = -m[4], m[4]
+    x[4, OFF] = (m[4].view(bits) - 1).view(dtype)  # the next smaller number
+    x[5], x[5, ON] = -m[5], -m[5] / 2
+    x[6, 2048:4096] = -math.inf
+    x[6, ON] = m[6]
+    x[7], x[7, ON] = -m[7], m[7]  # the target's log-prob may be beyond float32
+    return x, torch.tensor([ON[2], OFF, 3000, 17, OFF, ON[1], ON[0], OFF])
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["one_temperature", "temperatures"])
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("magnitude", FAR)
+def test_logits_so_far_apart_that_float32_exponents_are_coarse(
+    backend: str, magnitude: float, route: str, per_token: bool
+) -> None:
+    """Probabilities, entropies and gradients as in float64, by logits as large or by temperatures as small."""
+    logprobs_of, loss_of, options = ROUTES[route]
+    temperature = 2.0 ** (torch.tensor([-20.0, 0, -20, -4, 0, -20, 0, -20]) if per_token else torch.full((8,), -20.0))
+    tau: Any = temperature if per_token else 2.0**-20
+    g = torch.Generator().manual_seed(92)
+    advantages, d_entropy = torch.randn(8, generator=g) * temperature, torch.randn(8, generator=g) * temperature
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        logits, ids = far_logits(magnitude, temperature, dtype)
+        if route == "linear":  # the head holds the logits, one hidden state picks a row of them: 0 * inf would be NaN
+            logits = logits.clamp(min=torch.finfo(dtype).min)
+        log_p = torch.log_softmax(logits.double() / temperature.double()[:, None], -1)
+        p = log_p.exp()
+        entropy = -torch.where(p == 0, 0.0, p * log_p).sum(-1)
+        picked = log_p[torch.arange(8), ids]
+
+        def operands(logits: Tensor = logits) -> tuple[Tensor, tuple[Tensor, ...]]:
+            if route != "linear":
+                leaf = logits.clone().requires_grad_()
+                return leaf, (leaf * 1.0 if route == "inplace" else leaf,)
+            leaf = logits.T.contiguous().requires_grad_()
+            return leaf, (torch.eye(8, dtype=logits.dtype), leaf)
+
+        onehot = torch.nn.functional.one_hot(ids, 4500)
+        surprise = torch.where(p == 0, 0.0, p * (log_p + entropy[:, None]))
+
+        def check_gradient(
+            leaf: Tensor,
+            w: Tensor,
+            v: Tensor,
+            dtype: torch.dtype = dtype,
+            per_logprob: Tensor = onehot - p,
+            per_entropy: Tensor = -surprise,
+        ) -> None:
+            """Of Σ w logprob + v entropy."""
+            truth = (w[:, None] * per_logprob + v[:, None] * per_entropy) / temperature[:, None]
+            assert leaf.grad is not None
+            got = (leaf.grad.T if route == "linear" else leaf.grad).double()
+            assert bool(((got - truth).abs() <= EPS[dtype] * truth.abs() + 4e-6).all()), dtype
+
+        leaf, args = operands()
+        stats = logprobs_of(*args, ids, temperature=tau, entropy=True, **options)
+        torch.testing.assert_close(stats.logprobs, picked.float(), rtol=2e-6, atol=2e-6)
+        # Up to 2^30 the exponents of all logits are off by as much as 32, which the entropy adds and subtracts again.
+        torch.testing.assert_close(stats.entropy, entropy.float(), rtol=4e-6, atol=4e-6)
+        (stats.logprobs * advantages + stats.entropy * d_entropy).sum().backward()
+        check_gradient(leaf, advantages, d_entropy)
+        for coef in (0.0, 2.0**-22):
+            leaf, args = operands()
+            out = loss_of(*args, ids, None, advantages, temperature=tau, denominator=1.0, entropy_coef=coef, **options)
+            torch.testing.assert_close(out.logprobs, picked.float(), rtol=2e-6, atol=2e-6)
+            out.loss.backward()
+            check_gradient(leaf, -advantages, torch.full((8,), -coef))
 
 
 def test_subnormal_logits_and_tiny_temperature(backend: str) -> None:
