@@ -100,8 +100,8 @@ _PLAIN_PYTORCH = (
 )
 
 # The sweeps run in huge pages: where the bare pass is fastest, and a ratio to it hardest to keep.
-_LOGITS = Config("logits", "bfloat16", 2048, 49152, n_sequences=4, allocator=HUGE_PAGES, seconds=1.5)
-_HIDDEN = replace(_LOGITS, level="hidden", hidden=576, min_rounds=3, seconds=3.0)
+_LOGITS = Config("logits", "bfloat16", 2048, 49152, n_sequences=4, allocator=HUGE_PAGES, seconds=1.0)
+_HIDDEN = replace(_LOGITS, level="hidden", hidden=576, min_rounds=3, seconds=2.0)
 # The head of Qwen2.5-0.5B: the widest vocabulary in use on the smallest hidden size.
 _WIDE = replace(_HIDDEN, vocab=151936, hidden=896, min_rounds=2)
 

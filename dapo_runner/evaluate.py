@@ -54,17 +54,22 @@ class Evaluation:
 
     @cached_property
     def metrics(self) -> dict[str, float]:
-        """avg@k, cons@k, pass@1, 2, 4 … k, and what the responses looked like: means, shares in [0, 1]."""
+        """avg@k, cons@k, pass@1, 2, 4 … k, and what the responses looked like: means, shares in [0, 1].
+
+        Neither cons@k nor no_answer is there where the reward never says which answer it saw.
+        """
         consensus = majority(self.groups, self.same)
         samples = [sample for group in self.groups for sample in group.samples]
+        unanswered = sum(not sample.correct and sample.verdict.extracted is None for sample in samples)
+        # A reward that says right or wrong and never which answer it saw gives nothing to vote on.
+        votes = any(sample.verdict.extracted is not None for sample in samples) or not self.average
         return {
             f"avg@{self.k}": self.average,
-            f"cons@{self.k}": consensus.correct,
+            **({f"cons@{self.k}": consensus.correct} if votes else {}),
             **{f"pass@{j}": pass_at(self.groups, j) for j in _powers_of_two(self.k)},
             "length": sum(sample.completion.length for sample in samples) / len(samples),
             "truncated": sum(sample.completion.truncated for sample in samples) / len(samples),
-            "no_answer": sum(not sample.correct and sample.verdict.extracted is None for sample in samples)
-            / len(samples),
+            **({"no_answer": unanswered / len(samples)} if votes else {}),
             "problems": float(len(self.groups)),
             **({} if self.same is None else {"unsettled_votes": float(consensus.unsettled)}),
         }

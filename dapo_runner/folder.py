@@ -62,6 +62,8 @@ def lock_folder(folder: Path, note: Callable[[str], None]) -> FolderLock:
     file.truncate(0)
     file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
     file.flush()
+    # A child that a plug-in forks shares the lock, and would keep it when this process is killed.
+    os.register_at_fork(after_in_child=file.close)
     return FolderLock(file)
 
 

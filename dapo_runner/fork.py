@@ -12,11 +12,14 @@ from pathlib import Path
 from dapo_runner.checkpoint import Checkpoint, copy_checkpoint, find_checkpoints
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.folder import CONFIG_FILE, TINY_MODEL, Change, changes_between, is_among, read_config
-from dapo_runner.records.run_log import CHECKPOINTS, log_fork
+from dapo_runner.records.metrics import read_log
+from dapo_runner.records.run_log import CHANGES_FILE, CHECKPOINTS, log_fork
 
 # What the checkpoint's weights, its optimizer and its walk over the prompts belong to.
-FIXED = ("model.", "data.", "run.seed")
+FIXED = ("model.", "data.", "run.seed", "rollout.max_prompt_tokens")
 FREE = ("model.attention", "model.compile", "model.gradient_checkpointing")
+# What the groups left over were sampled and rewarded under.
+OF_GROUPS = ("reward.", "rollout.group_size", "rollout.max_response_tokens")
 OWN = ("run.name", "run.output_dir", "run.from")  # differ in any case
 
 
@@ -52,3 +55,12 @@ def start_fork(config: Config, folder: Path) -> Checkpoint:
     if tiny.is_dir():
         shutil.copytree(tiny, folder / TINY_MODEL, dirs_exist_ok=True)
     return copy_checkpoint(origin, folder / CHECKPOINTS)
+
+
+def rewarded_otherwise(folder: Path) -> list[str]:
+    """Settings of a fork under which the groups that its origin left over would be other ones."""
+    path = folder / CHANGES_FILE
+    if not path.is_file():
+        return []
+    keys = [entry["key"] for entry in read_log(path) if entry["kind"] == "change"]
+    return [key for key in keys if is_among(key, OF_GROUPS)]

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from dapo_runner.checkpoint import (
     Checkpoint,
-    CheckpointError,
     checkpoint_to_resume,
     load_checkpoint,
     moment,
@@ -22,7 +22,7 @@ from dapo_runner.checkpoint import (
 from dapo_runner.config import Config, ConfigError, cautions
 from dapo_runner.evaluate import evaluate
 from dapo_runner.folder import TINY_MODEL, FolderLock, check_alone, check_same_run, lock_folder, write_config
-from dapo_runner.fork import start_fork
+from dapo_runner.fork import rewarded_otherwise, start_fork
 from dapo_runner.policy.model import load_model, load_policy, load_reference, load_tokenizer, resolve_device
 from dapo_runner.preflight.algorithm import algorithm
 from dapo_runner.preflight.needs import check_needs
@@ -91,8 +91,8 @@ class Run:
                 try:
                     self.save(step, then)
                     self.progress.note(f"step {step} is saved; what follows stopped the run after it")
-                except CheckpointError as error:
-                    self.progress.note(str(error))
+                except Exception as error:  # what stopped the run is what is raised
+                    self.progress.note(f"step {step} could not be saved: {error}")
             raise
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
@@ -234,8 +234,12 @@ def _open_run(config: Config, device: torch.device, progress: Progress, lock: Fo
     # Nothing that draws a random number comes after this: a resumed run must see the numbers the first one saw.
     torch.manual_seed(config.run.seed)
     random.seed(config.run.seed)
+    np.random.seed(config.run.seed % 2**32)
     if checkpoint:
         load_checkpoint(checkpoint, learner, sampler)
+        if is_new and (changed := rewarded_otherwise(folder)):
+            progress.note(f"{len(sampler.buffer)} groups left over are dropped: {', '.join(changed)} is another now")
+            sampler.buffer = []
         progress.note(f"resuming after step {done} from {checkpoint.path}")
     score = make_scorer(config)
     log = RunLog(folder, config.logging.rollouts, trackers, first_step=done, keep_through=keep_through)

@@ -16,8 +16,10 @@ import math
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +86,12 @@ def _verdict(result: Any, middle: float) -> Verdict:
         result = Verdict(result > middle, value=float(result))
     if not isinstance(result, Verdict):
         raise TypeError(f"expected a dapo_runner.types.Verdict, a number or a bool, got {type(result).__name__}")
-    if result.value is not None and not math.isfinite(result.value):
-        raise ValueError(f"expected a finite reward, got {result.value}")
-    return result
+    # Plain values: a NumPy number inside would go into a checkpoint that torch then refuses to load.
+    value = None if result.value is None else float(result.value)
+    if value is not None and not math.isfinite(value):
+        raise ValueError(f"expected a finite reward, got {value}")
+    extracted = None if result.extracted is None else str(result.extracted)
+    return replace(result, correct=bool(result.correct), extracted=extracted, value=value)
 
 
 class LateError(Exception):
@@ -98,7 +103,9 @@ class _Alarm(BaseException):
 
 
 def call_within(seconds: float | None, call: Callable[[], Any]) -> Any:
-    """What ``call`` returns. Raises LateError when it takes longer, whatever it makes of being interrupted."""
+    """What ``call`` returns. Raises LateError when it takes longer, whatever it makes of being interrupted: one that
+    forgives the first alarm, or waits for a thread on its way out, meets another every second.
+    """
     if seconds is None or threading.current_thread() is not threading.main_thread():
         return call()
     armed, struck = True, False
@@ -110,18 +117,22 @@ def call_within(seconds: float | None, call: Callable[[], Any]) -> Any:
             raise _Alarm
 
     handler_before = signal.signal(signal.SIGALRM, strike)
-    timer_before = signal.setitimer(signal.ITIMER_REAL, seconds)
+    began = time.monotonic()
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     trace = None
     try:
         return_value = call()
     except BaseException as error:
+        armed = False
         if not struck:
             raise
         trace = error.__traceback__
     finally:
         armed = False
-        signal.setitimer(signal.ITIMER_REAL, *timer_before)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler_before or signal.SIG_DFL)
+        if left:  # the caller's own alarm, which has waited meanwhile
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-6), interval)
     if struck:
         raise LateError().with_traceback(trace)
     return return_value

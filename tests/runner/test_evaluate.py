@@ -198,3 +198,12 @@ def test_evaluate_samples_with_its_own_settings_and_scores_unshaped() -> None:
     assert result.metrics["length"] == pytest.approx((64 * 3 + 1) / 4)
     with pytest.raises(ValueError, match="at least one held-out problem"):
         evaluate(generate, [], make_scorer(config), config)
+
+
+def test_a_reward_that_names_no_answer_has_no_consensus() -> None:
+    """Right or wrong alone: wrong samples cannot vote, and one right of many would be called a majority."""
+    groups = [Group(make_prompt(), tuple(make_sample(right) for right in (True, False, False, False)))]
+    figures = Evaluation(groups, 4, None).metrics
+    assert figures["avg@4"] == 0.25
+    assert not {"cons@4", "no_answer"} & set(figures)
+    assert "cons@4" in Evaluation([group_of("a---")], 4, None).metrics

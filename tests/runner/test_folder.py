@@ -94,3 +94,29 @@ def test_one_of_several_processes_of_a_launcher_is_refused(
     assert not (tmp_path / "runs").exists()
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert main(["train", str(recipe)]) == 0
+
+
+def test_a_child_that_outlives_a_killed_run_does_not_keep_its_lock(tmp_path: Path) -> None:
+    """As the workers of a plug-in's multiprocessing.Pool do."""
+    program = f"""
+import os, signal, sys, time
+from pathlib import Path
+from dapo_runner.folder import lock_folder
+lock = lock_folder(Path({str(tmp_path)!r}), print)
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+print(child, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        child = int(trainer.stdout.readline())
+        try:
+            with pytest.raises(ConfigError, match=f"process {trainer.pid} on"):
+                lock_folder(tmp_path, print)
+            trainer.kill()
+            trainer.wait()
+            lock_folder(tmp_path, print).release()
+        finally:
+            os.kill(child, signal.SIGKILL)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from small import small_recipe, write_recipe
 
+from dapo_runner import run as run_module
 from dapo_runner.checkpoint import CheckpointError, checkpoint_to_resume, find_checkpoints
 from dapo_runner.cli import main
 from dapo_runner.config import Config, ConfigError, load_config, parse_config
@@ -17,7 +18,7 @@ from dapo_runner.folder import MAY_CHANGE, is_among
 from dapo_runner.records.metrics import before_and_after, read_log
 from dapo_runner.records.progress import SilentProgress
 from dapo_runner.records.run_log import CHANGES_FILE, CHECKPOINTS
-from dapo_runner.run import Run
+from dapo_runner.run import Run, open_run
 from dapo_runner.train import train
 from dapo_runner.update import learner as learner_module
 
@@ -236,3 +237,34 @@ def test_from_the_command_line(source: Path, tmp_path: Path, capsys: pytest.Capt
     assert "after (step 6)" in capsys.readouterr().out
     assert main(["train", recipe, "run.form=x@1"]) == 2
     assert "did you mean 'from'?" in capsys.readouterr().err
+
+
+class Notes(SilentProgress):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_a_fork_with_another_reward_takes_no_groups_along(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were rewarded under the old one: a step would mix two."""
+    config = fork_config(source, tmp_path, reward={"correct": 2.0})
+    with open_run(config_in(tmp_path / "other", run={"steps": 6}), SilentProgress()) as run:
+        group = run.generate_groups(run.sampler.cursor.take(1), 0)[0]
+    load = run_module.load_checkpoint
+
+    def with_a_group_left_over(checkpoint: Any, learner: Any, sampler: Any) -> Any:
+        load(checkpoint, learner, sampler)
+        sampler.buffer = [group]
+
+    monkeypatch.setattr(run_module, "load_checkpoint", with_a_group_left_over)
+    for _ in range(2):  # again where the first attempt got no further
+        progress = Notes()
+        with open_run(config, progress) as run:
+            assert run.sampler.buffer == []
+        assert any("1 groups left over are dropped: reward.correct" in note for note in progress.notes)
+    with open_run(fork_config(source, tmp_path / "same"), SilentProgress()) as run:
+        assert run.sampler.buffer == [group]

@@ -6,6 +6,7 @@ import signal
 import textwrap
 import threading
 import time
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def load(folder: Path, name: str, body: str, **reward: object) -> RewardFunction:
     """The reward function ``judge`` of a module of that name."""
-    text = "import random, re, sys, time\nfrom dapo_runner.types import Verdict\n" + textwrap.dedent(body)
+    text = "import random, re, sys, time, numpy as np\nfrom dapo_runner.types import Verdict\n" + textwrap.dedent(body)
     (folder / f"{name}.py").write_text(text)
     return load_reward(make_config(reward={"kind": f"{name}:judge", **reward}).reward)
 
@@ -54,11 +55,15 @@ def load(folder: Path, name: str, body: str, **reward: object) -> RewardFunction
         ("__import__('numpy').float32(0.5)", Verdict(True, value=0.5)),
         ("__import__('numpy').bool_(True)", Verdict(True)),
         ("__import__('torch').tensor(-2.0)", Verdict(False, value=-2.0)),
+        ("Verdict(np.bool_(True), np.str_('7'), 'mine', np.float64(0.25))", Verdict(True, "7", "mine", 0.25)),
     ],
 )
 def test_what_a_plugin_may_return(modules: Path, returned: str, wanted: Verdict) -> None:
     name = f"returns_{abs(hash(returned))}"
-    assert load(modules, name, f"def judge(p, c): return {returned}")(PROMPT, make_completion()) == wanted
+    verdict = load(modules, name, f"def judge(p, c): return {returned}")(PROMPT, make_completion())
+    assert verdict == wanted
+    for value, plain in zip(astuple(verdict), astuple(wanted), strict=True):  # a checkpoint holds nothing else
+        assert type(value) is type(plain)
 
 
 def test_a_number_is_right_above_the_middle_of_the_configured_rewards(modules: Path) -> None:
@@ -108,6 +113,18 @@ HANGING = {
         except Exception:
             pass
         return 0.0""",
+    "joins a thread that hangs": """
+        from concurrent.futures import ThreadPoolExecutor
+        with ThreadPoolExecutor() as pool:
+            pool.submit(time.sleep, 4).result()
+        return 0.0""",
+    "tries again": """
+        for _ in range(3):
+            try:
+                time.sleep(60)
+            except:
+                pass
+        return 0.0""",
     "forgives all": """
         try:
             time.sleep(60)
@@ -126,9 +143,25 @@ def test_a_plugin_that_hangs_is_ended_and_never_a_silent_zero(modules: Path, how
         RewardError, match=rf"{name}:judge: no answer within 0\.2 s \(reward\.plugin_deadline.*what is it"
     ):
         judge(PROMPT, make_completion(text="a text"))
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 8
     assert signal.getsignal(signal.SIGALRM) is before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_an_alarm_of_the_callers_own_still_comes(modules: Path) -> None:
+    """pytest-timeout, for one: neither lost nor put off by every call."""
+    judge = load(modules, "alarmed", "def judge(p, c): return 1.0", plugin_deadline=5.0)
+    rung: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rung.append(1))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until and not rung:
+            judge(PROMPT, make_completion())
+        assert rung == [1]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_deadline_that_did_not_strike_leaves_nothing_behind(modules: Path) -> None:
