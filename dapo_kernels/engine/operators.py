@@ -245,10 +245,14 @@ def operator(run: Callable[..., Any]) -> Operator:
 
 def plain(tensors: Sequence[Tensor]) -> bool:
     """Whether this is an eager call of ordinary tensors: no mode watches, no transform is under way."""
+    watched = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None
+    return ordinary(tensors) and not watched
+
+
+def ordinary(tensors: Sequence[Tensor]) -> bool:
+    """Whether they are torch's own, no subclass."""
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError("dapo_kernels: forward-mode derivatives (jvp, dual tensors) are not implemented")
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
     return all(type(x) in _PLAIN for x in tensors)
 
 

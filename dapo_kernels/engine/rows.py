@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dapo_kernels.backends import Backend, backend
-from dapo_kernels.engine.operators import Kept, hand_out_once, operator, plain, scaled
+from dapo_kernels.engine.operators import Kept, hand_out_once, operator, ordinary, scaled
 from dapo_kernels.memory import large_tensor
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
 from dapo_kernels.records import Asked, RowsSlopes, RowStats, Slopes, TokenLoss, Tokens, accumulate_dtype
@@ -102,7 +102,7 @@ _REMEDY = "Call with inplace_backward=False to repeat it."
 def may_work_in_place(logits: Tensor) -> bool:
     """Whether there is a gradient to be made, of an ordinary tensor in eager mode."""
     wants_grad = torch.is_grad_enabled() and logits.requires_grad
-    return wants_grad and not torch.compiler.is_compiling() and plain((logits,))
+    return wants_grad and not torch.compiler.is_compiling() and ordinary((logits,))
 
 
 class StatsInPlace(torch.autograd.Function):

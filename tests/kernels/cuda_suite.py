@@ -122,14 +122,14 @@ def test_far_logits_on_every_path(dtype: torch.dtype, magnitude: float, options:
         logits.double(),
         Tokens(*(x.double() if x is not None and x.is_floating_point() else x for x in tokens)),
     )
-    scalars = ObjectiveScalars.of(OBJECTIVES["dapo"])
     coef = options.get("entropy_coef", 0.0)
-    expected = reference.row_loss_(grad, Asked(ids, tokens.live, 0.7, None, coef != 0), wide, scalars, coef)
+    scalars = ObjectiveScalars.of(OBJECTIVES["dapo"])._replace(entropy_coef=coef)
+    expected = reference.row_loss_(grad, Asked(ids, tokens.live, 0.7, None, coef != 0), wide, scalars)
     outs = []
     for path in PATHS:
         rows = logits.clone()
         cuda.PATH = path
-        outs.append((cuda.row_loss_(rows, Asked(ids, tokens.live, 0.7, None, coef != 0), tokens, scalars, coef), rows))
+        outs.append((cuda.row_loss_(rows, Asked(ids, tokens.live, 0.7, None, coef != 0), tokens, scalars), rows))
         out = outs[-1][0]
         assert torch.equal(rows, outs[0][1])
         assert torch.equal(out.logprobs, outs[0][0].logprobs)

@@ -355,7 +355,6 @@ def test_nothing_outlives_a_call(entry: str, backwards: bool) -> None:
             del loss
         assert ALIVE
         assert [ref() for ref in ALIVE] == [None] * len(ALIVE)
-        assert gc.collect() == 0
     finally:
         gc.enable()
 
