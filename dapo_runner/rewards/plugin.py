@@ -116,11 +116,12 @@ def call_within(seconds: float | None, call: Callable[[], Any]) -> Any:
         if armed:
             raise _Alarm
 
-    handler_before = signal.signal(signal.SIGALRM, strike)
     began = time.monotonic()
-    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, 0)  # first: the caller's alarm must not meet our handler
+    handler_before = signal.signal(signal.SIGALRM, strike)
     trace = None
     try:
+        signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
         return_value = call()
     except BaseException as error:
         armed = False

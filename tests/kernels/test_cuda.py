@@ -95,6 +95,7 @@ def test_a_row_of_the_defaults_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_the_module_or_a_device_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_reasons", {})
     monkeypatch.setitem(sys.modules, "dapo_kernels._cuda", None)  # import raises ImportError
     with pytest.raises(RuntimeError, match="DAPO_KERNELS_CUDA=1"), use_backend("cuda"):
         pass

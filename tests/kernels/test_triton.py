@@ -85,7 +85,9 @@ except RuntimeError as error:
 
 def test_without_triton_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from dapo_kernels import use_backend
+    from dapo_kernels.backends import registry
 
+    monkeypatch.setattr(registry, "_reasons", {})  # as found once
     monkeypatch.setitem(sys.modules, "triton", None)  # import raises ImportError
     with pytest.raises(RuntimeError, match="pip install triton"), use_backend("triton"):
         pass
