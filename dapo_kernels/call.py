@@ -7,6 +7,7 @@ and a step of ``PolicyCall.of``.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -92,6 +93,8 @@ class PolicyCall:
         live = layout.live(mask)
         sequence_ids = None if chosen.per_sequence is None else layout.sequence_ids()
         count = _denominator(layout, denominator, live)
+        if denominator is not None and chosen.aggregate != "token-mean":
+            _warn_of_a_token_count(layout, chosen, denominator, live)
         weights = token_weights(chosen, live, mask is None, sequence_ids, layout.n_sequences or 0, count, layout.dtype)
         tokens = Tokens(
             live=live,
@@ -197,3 +200,20 @@ def _check_positive(layout: Layout, value: Tensor, live: Tensor) -> None:
         raise layout.fail("denominator", "positive and finite", f"{count:g}")
     if not on_host(live):
         torch._assert_async(~live.any())
+
+
+def _warn_of_a_token_count(layout: Layout, objective: Objective, value: float | Tensor, live: Tensor) -> None:
+    """Dividing by tokens where the mean is over sequences: a small gradient, and nothing else to see it by.
+
+    On a GPU nobody waits to see it. The text holds no number, so that Python shows it once.
+    """
+    if torch.compiler.is_compiling() or not on_host(live) or (isinstance(value, Tensor) and not on_host(value)):
+        return
+    tokens = int(live.sum())
+    if float(value) == tokens > (layout.n_sequences or 0):
+        warnings.warn(
+            f"{layout.caller}: denominator equals the number of live tokens in this call, but with aggregate="
+            f"{objective.aggregate!r} it has to be the number of sequences with a live token, over all micro-batches "
+            "and ranks; nothing is wrong if the two agree by chance",
+            stacklevel=2,
+        )

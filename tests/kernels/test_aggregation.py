@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from typing import Any
 
 import pytest
@@ -182,3 +183,23 @@ def test_length_norm_divides_the_sum(backend: str) -> None:
     )
     normed, _ = call_logits(dapo_loss, case, "dr_grpo", mask=case.mask, cu_seqlens=case.cu_seqlens, length_norm=50.0)
     assert normed.loss.item() == pytest.approx(plain.loss.item() / 50, rel=1e-6)
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATIONS)
+def test_tokens_as_the_denominator_of_sequences(aggregate: str) -> None:
+    """Seen where it is the count of this very call; every other number may be one of sequences."""
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 1, 1]])
+    logprobs, advantages = torch.full((3, 3), -1.0), torch.ones(3)
+
+    def warnings_of(denominator: Any, live: Tensor = mask) -> list[str]:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            policy_loss(logprobs, None, advantages, mask=live, denominator=denominator, **options(aggregate))
+        return [str(warning.message) for warning in seen]
+
+    for count in (mask.sum(), 5, 5.0):
+        said = warnings_of(count)
+        assert len(said) == (aggregate != "token-mean")
+        assert all("denominator equals the number of live tokens" in text and aggregate in text for text in said)
+    one_token_each = torch.eye(3)
+    assert warnings_of(2) == warnings_of(mask.sum() + 1) == warnings_of(one_token_each.sum(), one_token_each) == []
