@@ -9,7 +9,7 @@ from dapo_kernels.losses import (
     policy_loss_from_hidden,
     policy_loss_from_logits,
 )
-from dapo_kernels.metrics import summarize
+from dapo_kernels.metrics import reduce_metrics, summarize
 from dapo_kernels.objectives import OBJECTIVES, Objective
 from dapo_kernels.objectives import select as select
 
@@ -22,6 +22,7 @@ __all__ = [
     "policy_loss",
     "policy_loss_from_hidden",
     "policy_loss_from_logits",
+    "reduce_metrics",
     "summarize",
     "token_logprobs",
     "use_backend",

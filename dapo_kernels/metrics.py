@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dapo_kernels.objectives.surrogate import CLIPPED_DUAL, CLIPPED_HIGH, CLIPPED_LOW
@@ -97,17 +98,46 @@ def summarize(metrics: Mapping[str, Tensor] | Iterable[Mapping[str, Tensor]]) ->
     Without a live token every mean is 0. ``entropy`` is there when a call computed it (``entropy=True``, or an
     objective that needs it), as the mean over the live tokens of those calls. Reads the values back to the host.
     """
+    return _summary("summarize", _tables("summarize", metrics))
+
+
+def reduce_metrics(
+    metrics: Mapping[str, Tensor] | Iterable[Mapping[str, Tensor]], group: dist.ProcessGroup | None = None
+) -> dict[str, float]:
+    """``summarize`` of the metrics of all ranks of a process group: the same numbers, to the bit, on every one of them.
+
+    A collective: every rank of the group calls it, with the metrics of its own call or micro-batches, however many,
+    none included (``[]``). Over NCCL a rank's current CUDA device must be its own. Without an initialised process group
+    it is ``summarize``.
+
+    Raises:
+        TypeError: as ``summarize``.
+        ValueError: no rank gave metrics.
+    """
+    own = _tables("reduce_metrics", metrics)
+    if not (dist.is_available() and dist.is_initialized()):
+        return _summary("reduce_metrics", own)
+    of_ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, own, group=group)
+    return _summary("reduce_metrics", [part for rank in of_ranks for part in rank])
+
+
+def _tables(caller: str, metrics: Any) -> list[dict[str, float]]:
+    """The sums of every call, on the host."""
     several = isinstance(metrics, Iterable) and not (isinstance(metrics, Mapping) or hasattr(metrics, "metrics"))
     parts: list[Any] = list(metrics) if several else [metrics]
     for part in parts:
         if not isinstance(part, Mapping):
             raise TypeError(
-                "summarize: metrics must be the metrics of a loss (out.metrics), or several of them in a list, got "
+                f"{caller}: metrics must be the metrics of a loss (out.metrics), or several of them in a list, got "
                 f"{type(part).__name__}"
             )
-    if not parts:
-        raise ValueError("summarize: no metrics were given")
-    table = [_on_host(part) for part in parts]
+    return [_on_host(part) for part in parts]
+
+
+def _summary(caller: str, table: list[dict[str, float]]) -> dict[str, float]:
+    if not table:
+        raise ValueError(f"{caller}: no metrics were given")
     names = dict.fromkeys(name for part in table for name in part)
     return {name: _combined(name, [part for part in table if name in part]) for name in names}
 

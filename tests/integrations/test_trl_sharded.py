@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.importorskip("trl", reason="TRL is not installed: pip install -c constraints.txt -e '.[trl]'")
 
 import torch
-import torch.distributed as dist
+from ranks import on_ranks
 from torch.distributed.fsdp import fully_shard
 from trl_runs import SIZES
 
@@ -45,10 +44,7 @@ def backward(model: Any, rows: slice) -> None:
     (0.1 * model(**inputs, labels=labels).log_probs.sum()).backward()
 
 
-def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=datetime.timedelta(seconds=60))
+def worker(rank: int, folder: Path) -> None:
     for own_unit in (False, True):
         model = network()
         for layer in model.model.layers:
@@ -59,15 +55,12 @@ def worker(rank: int, folder: str) -> None:
         backward(model, slice(2 * rank, 2 * rank + 2))
         gradients = {name: RANKS * value.grad.full_tensor() for name, value in model.named_parameters()}
         if rank == 0:
-            torch.save(gradients, f"{folder}/own_unit={own_unit}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)  # gloo's threads, where they outlive the interpreter, abort the process
+            torch.save(gradients, folder / f"own_unit={own_unit}.pt")
 
 
 def test_gradient_of_a_sharded_model(tmp_path: Path) -> None:
     """``own_unit``: the head is sharded by itself, and nothing calls the module that would gather it."""
-    torch.multiprocessing.spawn(worker, args=(str(tmp_path),), nprocs=RANKS)
+    on_ranks(RANKS, worker, tmp_path)
     whole = network()
     backward(whole, slice(0, 4))
     for own_unit in (False, True):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import linear_case, logits_case
+from ranks import on_ranks
 from torch import Tensor
 
-from dapo_kernels import dapo_loss, linear_dapo_loss, policy_loss, summarize
+from dapo_kernels import dapo_loss, linear_dapo_loss, policy_loss, reduce_metrics, summarize
 from dapo_kernels.losses import LossOutput
 
 KEYS = {
@@ -207,3 +211,39 @@ def test_libraries_may_rebuild_metrics() -> None:
     again = type(out.metrics)({name: value.float() for name, value in out.metrics.items()})
     assert summarize(again) == summarize(out.metrics)
     assert summarize(pickle.loads(pickle.dumps(out.metrics))) == summarize(out.metrics)
+
+
+RANKS = 3
+
+
+def metrics_of_a_rank(rank: int) -> list[Any]:
+    """Two micro-batches; none; one that alone knows an entropy and has the largest ratio."""
+    silent = {key: value for key, value in hand_made(slice(0, 3)).metrics.items() if key != "entropy"}
+    return [[silent, silent], [], [hand_made().metrics]][rank]
+
+
+def reduce_on_a_rank(rank: int, folder: Path) -> None:
+    pair = dist.new_group([1, 2])
+    reduced = {"all": reduce_metrics(metrics_of_a_rank(rank))}
+    if rank > 0:
+        reduced["pair"] = reduce_metrics(metrics_of_a_rank(rank), pair)
+    with pytest.raises(ValueError, match="reduce_metrics: no metrics were given"):
+        reduce_metrics([])
+    (folder / str(rank)).write_text(json.dumps(reduced))
+
+
+def test_reduced_over_ranks_is_summarized_over_all_their_micro_batches(tmp_path: Path) -> None:
+    on_ranks(RANKS, reduce_on_a_rank, tmp_path)
+    ranks = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(RANKS)]
+    of_all = [part for rank in range(RANKS) for part in metrics_of_a_rank(rank)]
+    assert [rank["all"] for rank in ranks] == [summarize(of_all)] * RANKS
+    assert [rank["pair"] for rank in ranks[1:]] == [summarize(metrics_of_a_rank(2))] * 2
+    assert ranks[0]["all"]["ratio_max"] == pytest.approx(4.0)  # not the sum of three
+    assert ranks[0]["all"]["entropy"] == pytest.approx(2.0)  # over the tokens that have one
+
+
+def test_reduced_over_one_process_is_summarized() -> None:
+    metrics = hand_made().metrics
+    assert reduce_metrics(metrics) == reduce_metrics([metrics]) == summarize(metrics)
+    with pytest.raises(TypeError, match="reduce_metrics: metrics must be the metrics of a loss"):
+        reduce_metrics([some_output()])
