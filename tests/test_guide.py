@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
@@ -22,6 +21,7 @@ SNIPPETS = {
     for name, source in re.findall(r"<!-- (.+?) -->\n```python\n(.+?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
 }
 VOCAB, PROMPT = 61, 3
+WRAPPERS = ["before", "after", "accelerate"] + ["fabric"] * (importlib.util.find_spec("lightning_fabric") is not None)
 
 
 def tiny_llama(**config: Any) -> LlamaForCausalLM:
@@ -79,7 +79,9 @@ def assert_close(got: Any, expected: Any) -> None:
 
 def test_every_snippet_is_tested() -> None:
     used = set(re.findall(r"run\(\s*\"(.+?)\"", Path(__file__).read_text(encoding="utf-8")))
+    used |= {f"trainer: {which}" for which in ("before", "after")}  # in train
     used |= {f"fsdp: {which}" for which in ("before", "after")}  # in fsdp_rank
+    used |= {f"ranks: {which}" for which in (*WRAPPERS, "fabric")}  # in wrapping_rank
     assert set(SNIPPETS) == used
     assert GUIDE.read_text(encoding="utf-8").count("```python") == len(SNIPPETS)
 
@@ -116,8 +118,8 @@ def test_gradient_accumulation() -> None:
     assert_close(gradients(model), expected)
 
 
-def train(snippet_names: dict[str, Any], folder: Path) -> tuple[dict[str, Tensor], list[float]]:
-    """Two updates of two micro-batches; the weights and the logged losses and gradient norms."""
+def train(snippet: str, folder: Path, micro_batches: int = 2) -> tuple[dict[str, Tensor], list[float]]:
+    """Two updates; the weights and the logged losses and gradient norms."""
     data = batch(rows=8)
     labels = data["input_ids"].clone()
     labels[:, 1:][~data["mask"]] = labels[:, 0] = -100
@@ -126,7 +128,7 @@ def train(snippet_names: dict[str, Any], folder: Path) -> tuple[dict[str, Tensor
     arguments = TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
+        gradient_accumulation_steps=micro_batches,
         max_steps=2,
         learning_rate=1e-2,
         optim="sgd",
@@ -138,7 +140,7 @@ def train(snippet_names: dict[str, Any], folder: Path) -> tuple[dict[str, Tensor
         disable_tqdm=True,
     )
     model = tiny_llama()
-    trainer = snippet_names["DapoTrainer"](model=model, args=arguments, train_dataset=rows)
+    trainer = run(snippet, torch=torch)["DapoTrainer"](model=model, args=arguments, train_dataset=rows)
     trainer.train()
     logged = [log[key] for log in trainer.state.log_history[:-1] for key in ("loss", "grad_norm")]
     assert len(logged) == 4
@@ -146,13 +148,30 @@ def train(snippet_names: dict[str, Any], folder: Path) -> tuple[dict[str, Tensor
 
 
 def test_trainer(tmp_path: Path) -> None:
-    before, losses = train(run("trainer: before", torch=torch), tmp_path / "before")
-    after, fused_losses = train(run("trainer: after", torch=torch), tmp_path / "after")
+    before, losses = train("trainer: before", tmp_path / "before")
+    after, fused_losses = train("trainer: after", tmp_path / "after")
     assert fused_losses == pytest.approx(losses, rel=1e-4)
+    assert_same_moves(after, before)
+
+
+def assert_same_moves(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     start = dict(tiny_llama().named_parameters())
-    for name, weight in before.items():
-        torch.testing.assert_close(after[name] - start[name], weight - start[name], rtol=1e-3, atol=1e-7)
-    assert any(not torch.equal(weight, start[name]) for name, weight in before.items())
+    for name, weight in expected.items():
+        torch.testing.assert_close(got[name] - start[name], weight - start[name], rtol=1e-3, atol=1e-7)
+    assert any(not torch.equal(weight, start[name]) for name, weight in expected.items())
+
+
+def train_on_a_rank(rank: int, folder: Path) -> None:
+    weights, _ = train("trainer: after", folder / f"run{rank}", micro_batches=2)
+    torch.save(weights, folder / f"{rank}.pt")
+
+
+def test_trainer_on_ranks(tmp_path: Path) -> None:
+    """All rows in every update, on two ranks and in one process."""
+    on_ranks(2, train_on_a_rank, tmp_path)
+    expected, _ = train("trainer: after", tmp_path / "one", micro_batches=4)
+    for rank in range(2):
+        assert_same_moves(torch.load(tmp_path / f"{rank}.pt"), expected)
 
 
 def test_tied_head() -> None:
@@ -250,16 +269,43 @@ def test_vllm_logprobs() -> None:
     assert_close(old["out"].loss, plain["loss"])
 
 
-def fsdp_rank(rank: int, folder: str) -> None:
-    """One of two ranks: both FSDP2 snippets on its half of the batch, against one process on all of it."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
-    data = batch()
-    half = slice(0, 2) if rank == 0 else slice(2, 6)
-    mine = {key: x[half] if isinstance(x, Tensor) else x for key, x in data.items()}
-    whole = tiny_llama()
-    run("plain: before", model=whole, **data | {"temperature": 1.0})
-    expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
+def share_of(rank: int) -> dict[str, Any]:
+    """A rank's part of the batch, and its micro-batches within it."""
+    part = (slice(0, 2), slice(2, 6))[rank]
+    share = {key: x[part] if isinstance(x, Tensor) else x for key, x in batch().items()}
+    return share | {"micro_batches": [slice(0, 1), slice(1, 4)]}
+
+
+def gradients_of_one_process(**changes: Any) -> dict[str, Tensor]:
+    model = tiny_llama()
+    run("plain: before", model=model, **batch() | changes)
+    return gradients(model)
+
+
+def wrapping_rank(rank: int) -> None:
+    """DDP, accelerate and, where it is installed, Fabric on a share of the batch, against one process on all of it."""
+    expected, mine = gradients_of_one_process(), share_of(rank)
+    for snippet in [f"ranks: {which}" for which in WRAPPERS]:
+        model = tiny_llama()
+        names = run(snippet, model=model, **mine)
+        assert_close(gradients(model), expected)
+    old = run("ranks: log-probs", policy=names["policy"], **mine)["old_logprobs"]
+    assert_close(old, run("plain: old log-probs", model=tiny_llama(), **mine)["old_logprobs"])
+    model, right = tiny_llama(), gradients_of_one_process(temperature=1.0)
+    run("ranks: trap", model=model, denominator=batch()["mask"].sum() / 2, **mine)
+    wrong = gradients(model)
+    error = sum((wrong[name] - x).square().sum() for name, x in right.items())
+    error = (error / sum(x.square().sum() for x in right.values())).sqrt()
+    assert error > 0.9  # what the page says of it
+
+
+def ids_of(names: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    return names["input_ids"][:, :-1], names["input_ids"][:, 1:]
+
+
+def fsdp_rank(rank: int) -> None:
+    """The FSDP2 snippets on a share of the batch, against one process on all of it."""
+    mine, expected = share_of(rank), gradients_of_one_process(temperature=1.0)
     for which in ("before", "after"):
         model = tiny_llama()
         names = run(f"fsdp: {which}", model=model, **mine)
@@ -267,37 +313,20 @@ def fsdp_rank(rank: int, folder: str) -> None:
             assert isinstance(parameter, torch.distributed.tensor.DTensor)
             assert_close(parameter.grad.full_tensor(), expected[name])  # type: ignore[union-attr]
     names = run("fsdp: bfloat16", model=tiny_llama(), PolicyLoss=names["PolicyLoss"], torch=torch) | mine
-    ids = (names["input_ids"], names["attention_mask"])
-    out = names["policy"](*ids, names["old_logprobs"], names["advantages"], mask=names["mask"])
+    out = names["policy"](*ids_of(mine), names["old_logprobs"], names["advantages"], mask=names["mask"])
     assert out.loss.dtype == torch.float32
     distance = (names["old_logprobs"] - out.logprobs)[names["mask"]].sum()
     assert_close(out.metrics["approx_kl"], distance)  # of the old log-probs as they were, not rounded
     out.loss.backward()
     assert names["model"].lm_head.weight.grad.full_tensor().isfinite().all()
-    torch.distributed.barrier()  # who leaves first takes the store with it
-    torch.distributed.destroy_process_group()
-    os._exit(0)  # gloo's threads, where they outlive the interpreter, abort the process
 
 
-def test_fsdp2(tmp_path: Path) -> None:
-    command = "import sys, test_guide; test_guide.fsdp_rank(int(sys.argv[1]), sys.argv[2])"
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", command, str(rank), str(tmp_path)],
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    codes = [rank.returncode for rank in ranks]
-    assert codes == [0, 0], f"exit statuses {codes}\n" + "\n".join(errors)
+def test_ranks() -> None:
+    on_ranks(2, wrapping_rank)
+
+
+def test_fsdp2() -> None:
+    on_ranks(2, fsdp_rank)
 
 
 def test_the_first_example_of_the_readme_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,167 @@
+"""A causal language model and its loss as one module: what DDP, FSDP2, accelerate and Lightning Fabric wrap.
+
+They act on the ``forward`` of the module they wrap: gradients of what ran inside it are averaged over the ranks, shards
+are gathered for it. Hidden states from ``ddp.module.model(…)`` pass them by, and every rank trains on a gradient of its
+own without an error. So the network and the loss run in one forward, this one (docs/guide.md, "Several ranks").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from dapo_kernels.integrations.heads import LogitRule, check_head, head_of
+from dapo_kernels.layout import check_tensor
+from dapo_kernels.logprobs import TokenStats, linear_token_logprobs
+from dapo_kernels.losses import Chosen, LinearOptions, LossOutput, linear_dapo_loss
+
+_REFUSED = {
+    "bias": "the model's head has it",
+    "softcap": "the model's configuration has it",
+    "main_grad": "a gradient added there passes by the hooks that average over ranks",
+}
+_OF_LOGPROBS = ("mask", "temperature", "entropy", "float32_logits", "chunk_bytes", "host_sync")
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
+_ROUNDED = (torch.bfloat16, torch.float16)
+
+
+class PolicyLoss(nn.Module):
+    """``linear_dapo_loss`` of a causal language model of transformers, from token ids.
+
+        policy = DistributedDataParallel(PolicyLoss(model, objective="dapo", temperature=0.7))
+        out = policy(ids[:, :-1], ids[:, 1:], old_logprobs, advantages, mask=mask, denominator=denominator)
+        out.loss.backward()
+
+    A bias of the head, soft-capped and scaled logits are the model's own. LoRA, and a head that FSDP2 has sharded by
+    itself, are served. All ranks call it equally often: one that has run out of data calls it with a batch whose mask
+    is all False, which adds nothing to the gradient.
+
+    Args:
+        model: a ``PreTrainedModel`` with a language-model head, or PEFT's model around one.
+        objective: as in ``dapo_loss``.
+        options: keywords of ``linear_dapo_loss`` that hold for every call: ``clip_high=0.3``, ``temperature=0.7``,
+            ``chunk_bytes=``; those of a call come first. ``bias``, ``softcap`` and ``main_grad`` are not among them.
+
+    Raises:
+        ValueError: the loss cannot be computed from this model's head; a keyword from that list.
+    """
+
+    def __init__(self, model: Any, *, objective: Chosen = "dapo", **options: Unpack[LinearOptions]) -> None:
+        super().__init__()
+        _check_model(model)
+        _check_options(options)
+        self.model = model
+        self.objective = objective
+        self.options = options
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        target_ids: Tensor,
+        old_logprobs: Tensor | None = None,
+        advantages: Tensor | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        mode: Literal["loss", "logprobs"] = "loss",
+        **options: Unpack[LinearOptions],
+    ) -> LossOutput | TokenStats:
+        """The loss of a batch; or log-probs of its targets, under the temperature that the loss has.
+
+        Args:
+            input_ids: [B, L] padded, or [T] packed with ``cu_seqlens``; then no sequence sees another.
+            target_ids: same shape; the model at ``input_ids[t]`` predicts ``target_ids[t]``: shift before the call.
+            old_logprobs, advantages: as in ``dapo_loss``.
+            attention_mask: [B, L], 0 where ``input_ids`` is padding; right padding needs none.
+            mode: ``"logprobs"`` calls ``linear_token_logprobs`` with the ``mask``, the ``temperature`` and what else it
+                takes of ``options``; no advantages then. Differentiable; under ``torch.no_grad()`` one GEMM.
+            options: keywords of ``linear_dapo_loss`` for this call.
+
+        Raises:
+            ValueError, TypeError: as in ``linear_dapo_loss``; a float16 or bfloat16 tensor beside the token ids, where
+                only a wrapper would have rounded it; packed sequences where a layer carries more than attention from
+                one token to the next.
+        """
+        self._check_call(mode, old_logprobs, advantages, options)
+        lasting = {name: value for name, value in self.options.items() if mode == "loss" or name in _OF_LOGPROBS}
+        given: dict[str, Any] = {**lasting, **options}
+        hidden = _hidden_states(self.model, input_ids, attention_mask, given.get("cu_seqlens"))
+        weight, given["bias"] = head_of(self.model, hidden)
+        rule = LogitRule.of(self.model.config, 1.0)
+        given |= {"softcap": rule.softcap, "temperature": given.get("temperature", 1.0) * rule.temperature}
+        if mode == "loss":
+            tokens: Any = (target_ids, old_logprobs, advantages)
+            return linear_dapo_loss(hidden, weight, *tokens, objective=self.objective, **given)
+        given.pop("cu_seqlens", None)
+        return linear_token_logprobs(hidden, weight, target_ids, **given)
+
+    def _check_call(self, mode: str, old_logprobs: Any, advantages: Any, options: Mapping[str, Any]) -> None:
+        _check_options(options)
+        if mode not in ("loss", "logprobs"):
+            raise ValueError(f"PolicyLoss: mode must be 'loss' or 'logprobs', got {mode!r}")
+        if mode == "logprobs" and (old_logprobs is not None or advantages is not None):
+            raise ValueError("PolicyLoss: old_logprobs and advantages have no use with mode='logprobs'")
+        for name, value in {"old_logprobs": old_logprobs, "advantages": advantages, **options}.items():
+            if name != "mask" and isinstance(value, Tensor) and value.dtype in _ROUNDED:
+                raise TypeError(
+                    f"PolicyLoss: {name} must be float32, got {value.dtype}, good for two or three digits. Wrappers "
+                    "round what goes into forward: pass MixedPrecisionPolicy(cast_forward_inputs=False) to FSDP2; with "
+                    "Fabric leave precision='32-true' and put torch.autocast around the call"
+                )
+
+
+def _hidden_states(model: Any, input_ids: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """What the head is applied to: [B, L, H], or [T, H]."""
+    check_tensor("PolicyLoss", "input_ids", input_ids, "a tensor [B, L] or [T]")
+    body = _unwrapped(model).base_model
+    if input_ids.dim() == 2 and cu_seqlens is None:
+        return body(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+    if input_ids.dim() != 1 or cu_seqlens is None or attention_mask is not None:
+        given = [n for n, x in (("attention_mask", attention_mask), ("cu_seqlens", cu_seqlens)) if x is not None]
+        raise ValueError(
+            "PolicyLoss: input_ids must be padded [B, L], with or without attention_mask, or packed [T] with "
+            f"cu_seqlens; got {list(input_ids.shape)} with {' and '.join(given) or 'neither'}"
+        )
+    _check_attends_only(model)
+    check_tensor("PolicyLoss", "cu_seqlens", cu_seqlens, "an int32 tensor [S+1]")
+    positions = torch.arange(len(input_ids), device=input_ids.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].to(torch.int64), positions, right=True)
+    position_ids = (positions - cu_seqlens[sequence])[None]
+    # Positions that restart keep sequences apart, but not where transformers makes a cache.
+    return body(input_ids=input_ids[None], position_ids=position_ids, use_cache=False).last_hidden_state[0]
+
+
+def _unwrapped(model: Any) -> Any:
+    """The causal language model inside PEFT's."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _check_model(model: Any) -> None:
+    check_head(model)
+    if hasattr(model.get_output_embeddings(), "base_layer"):
+        raise ValueError(
+            "PolicyLoss: the output head carries an adapter, which multiplying by its weight leaves out; take it from "
+            "PEFT's target_modules, or train the head itself with modules_to_save"
+        )
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError("PolicyLoss: the prompts that PEFT learns are added in its own forward, which is not called")
+
+
+def _check_attends_only(model: Any) -> None:
+    """As far as transformers says what the layers are."""
+    inner = _unwrapped(model)
+    kinds = set(getattr(inner.config.get_text_config(), "layer_types", None) or ()) - set(_ATTENTION)
+    if kinds or getattr(inner, "_is_stateful", False):
+        what = ", ".join(sorted(kinds)) or "a recurrent state"
+        raise ValueError(
+            f"PolicyLoss: packed sequences would see each other in {type(inner).__name__} ({what}); pass them padded"
+        )
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name, reason in _REFUSED.items():
+        if name in options:
+            raise ValueError(f"PolicyLoss: {name} is not an option: {reason}")

@@ -1,0 +1,364 @@
+"""PolicyLoss: one module that everybody's loop can wrap, and the gradient of one process in each of those loops."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[runner]'")
+
+import torch
+import torch.distributed as dist
+import transformers
+from ranks import on_ranks
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from dapo_kernels import linear_dapo_loss, reduce_metrics, summarize
+from dapo_kernels.integrations.torch import PolicyLoss
+
+VOCAB, PROMPT, RANKS = 61, 3, 2
+LENGTHS = (7, 12, 5, 9, 11, 6)
+# Each rank's micro-batches, as sequences; the second rank has one fewer and fills up with one that trains nothing.
+MICRO_BATCHES = (((0,), (1, 2, 3)), ((4, 5), ()))
+Loop = Callable[[int, str], tuple[Any, list[Any]]]
+
+
+def network(kind: str = "Llama", **config: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    classes = (getattr(transformers, f"{kind}Config"), getattr(transformers, f"{kind}ForCausalLM"))
+    model = classes[1](classes[0](**sizes, **heads, **config)).eval()
+    for parameter in model.parameters():  # far enough from uniform that log-probs matter
+        parameter.data.mul_(3)
+    return model
+
+
+def sequences() -> list[dict[str, Tensor]]:
+    """Responses of 1 to 8 tokens with ratios on both sides of the clips, shifted already."""
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for length in LENGTHS:
+        ids = torch.randint(VOCAB, (length + 1,), generator=generator)
+        mask = torch.arange(length) >= PROMPT
+        old_logprobs = -4.0 + torch.randn(length, generator=generator)
+        advantage = torch.randn(1, generator=generator)
+        made.append(
+            {
+                "input_ids": ids[:-1],
+                "target_ids": ids[1:],
+                "mask": mask,
+                "old_logprobs": old_logprobs,
+                "advantages": advantage.expand(length),
+            }
+        )
+    return made
+
+
+def packed(which: tuple[int, ...] = tuple(range(len(LENGTHS)))) -> dict[str, Tensor]:
+    """Those sequences in a row; none of them: two tokens that do not train."""
+    chosen = [sequences()[i] for i in which] or [{name: x[:2] for name, x in sequences()[0].items()}]
+    lengths = torch.tensor([0] + [len(x["mask"]) for x in chosen])
+    batch = {name: torch.cat([x[name] for x in chosen]) for name in chosen[0]}
+    return batch | {"cu_seqlens": lengths.cumsum(0).to(torch.int32)}
+
+
+def padded() -> dict[str, Tensor]:
+    rows = sequences()
+    stack = torch.nn.utils.rnn.pad_sequence
+    batch = {name: stack([x[name] for x in rows], batch_first=True) for name in rows[0]}
+    return batch | {"advantages": batch["advantages"][:, 0]}
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    found = {
+        name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad.clone()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+    model.zero_grad()
+    return found
+
+
+def relative_error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert got.keys() == expected.keys()
+    return max(float((got[name] - x).norm() / x.norm()) for name, x in expected.items())
+
+
+def one_process(objective: str, **options: Any) -> tuple[PolicyLoss, Any]:
+    """The whole batch at once."""
+    policy = PolicyLoss(network(), objective=objective, **options)
+    out = policy(**packed())
+    out.loss.backward()
+    return policy, out
+
+
+def logprobs_of(policy: Any, batch: dict[str, Tensor]) -> Tensor:
+    ids = {name: batch[name] for name in ("input_ids", "target_ids", "mask", "cu_seqlens")}
+    with torch.no_grad():
+        return policy(**ids, mode="logprobs").logprobs
+
+
+def eager_logprobs(model: Any, batch: dict[str, Tensor], temperature: float) -> Tensor:
+    with torch.no_grad():
+        logits = model(input_ids=batch["input_ids"]).logits.float() / temperature
+    logprobs = logits.log_softmax(-1).gather(-1, batch["target_ids"].unsqueeze(-1)).squeeze(-1)
+    return torch.where(batch["mask"], logprobs, 0.0)
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen2": {"tie_word_embeddings": True},
+    "Gemma2": {"final_logit_softcapping": 0.5},
+    "Granite": {"logits_scaling": 4.0},
+    "Cohere": {"logit_scale": 0.25},
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_packed_and_padded_are_what_the_model_itself_says(kind: str) -> None:
+    """Its caps and scales included, and no packed sequence sees another."""
+    policy = PolicyLoss(network(kind, **HEADS[kind]), temperature=0.7)
+    rows, expected = padded(), eager_logprobs(policy.model, padded(), 0.7)
+    live = rows["mask"]
+    attention_mask = (torch.arange(live.shape[1]) < torch.tensor(LENGTHS)[:, None]).long()
+    gradient = {}
+    for layout, batch in (("padded", rows | {"attention_mask": attention_mask}), ("packed", packed())):
+        out = policy(**batch)
+        torch.testing.assert_close(out.logprobs[batch["mask"]], expected[live], atol=1e-5, rtol=1e-5)
+        out.loss.backward()
+        gradient[layout] = gradients(policy.model)
+    assert relative_error(gradient["packed"], gradient["padded"]) < 1e-5
+    torch.testing.assert_close(logprobs_of(policy, packed())[packed()["mask"]], expected[live], atol=1e-5, rtol=1e-5)
+
+
+def test_it_is_linear_dapo_loss() -> None:
+    """Options of the module, of the call before them, and the entropy that was asked for."""
+    policy, batch = PolicyLoss(network(), objective="grpo", kl_coef=0.0, clip_high=0.1, entropy=True), padded()
+    out = policy(**batch, clip_high=0.5, denominator=4)
+    model, ids = policy.model, (batch.pop("input_ids"), batch.pop("target_ids"))
+    expected = linear_dapo_loss(
+        model.model(input_ids=ids[0]).last_hidden_state,
+        model.lm_head.weight,
+        ids[1],
+        **batch,
+        objective="grpo",
+        kl_coef=0.0,
+        clip_high=0.5,
+        entropy=True,
+        denominator=4,
+    )
+    assert torch.equal(out.loss, expected.loss)
+    assert summarize(out.metrics) == summarize(expected.metrics)
+    stats = policy(*ids, mask=batch["mask"], mode="logprobs")
+    assert torch.equal(stats.logprobs, expected.logprobs)
+    assert torch.equal(stats.entropy, expected.entropy)
+    stats.logprobs.sum().backward()
+    assert model.model.embed_tokens.weight.grad.any()
+
+
+def test_adapters() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+
+    def adapted(**config: Any) -> Any:
+        return peft.get_peft_model(network(), peft.LoraConfig(r=4, init_lora_weights=False, **config))
+
+    policy, rows = PolicyLoss(adapted(target_modules=["q_proj", "down_proj"])), padded()
+    expected = eager_logprobs(policy.model, rows, 1.0)
+    out = policy(**rows)
+    torch.testing.assert_close(out.logprobs, expected, atol=1e-5, rtol=1e-5)
+    out.loss.backward()
+    assert len(gradients(policy.model)) == 8
+    PolicyLoss(adapted(target_modules=["q_proj"], modules_to_save=["lm_head"]))(**rows).loss.backward()
+    with pytest.raises(ValueError, match="output head carries an adapter"):
+        PolicyLoss(adapted(target_modules=["q_proj", "lm_head"]))
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(ValueError, match="prompts that PEFT learns"):
+        PolicyLoss(peft.get_peft_model(network(), prompts))
+
+
+def test_what_it_refuses() -> None:
+    model = network()
+    for name in ("bias", "softcap", "main_grad"):
+        with pytest.raises(ValueError, match=f"PolicyLoss: {name} is not an option"):
+            PolicyLoss(model, **{name: None})
+        with pytest.raises(ValueError, match=f"PolicyLoss: {name} is not an option"):
+            PolicyLoss(model)(**packed(), **{name: None})
+    policy, batch, rows = PolicyLoss(model), packed(), padded()
+    calls: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ValueError, "mode must be 'loss' or 'logprobs', got 'train'", {"mode": "train"}),
+        (ValueError, "old_logprobs and advantages have no use", {"mode": "logprobs"}),
+        (ValueError, r"cu_seqlens; got \[\d+\] with neither", {"cu_seqlens": None}),
+        (ValueError, r"with attention_mask and cu_seqlens", {"attention_mask": batch["mask"]}),
+        (ValueError, r"got \[6, 12\] with cu_seqlens", {"input_ids": rows["input_ids"]}),
+        (TypeError, "input_ids must be a tensor", {"input_ids": [1, 2]}),
+        (TypeError, "old_logprobs must be float32", {"old_logprobs": batch["old_logprobs"].bfloat16()}),
+        (TypeError, "denominator must be float32", {"denominator": torch.tensor(700.0).bfloat16()}),
+        (TypeError, "advantages must be a tensor", {"advantages": None}),
+    ]
+    for error, message, change in calls:
+        with pytest.raises(error, match=message):
+            policy(**batch | change)
+    with pytest.raises(TypeError, match="clip_high"):
+        policy(rows["input_ids"], rows["target_ids"], mode="logprobs", clip_high=0.3)
+
+
+def test_layers_that_remember_are_not_packed() -> None:
+    """A convolution or a state runs on over the border; padded, each sequence is a row of its own."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
+    recurrent = transformers.RwkvForCausalLM(transformers.RwkvConfig(**sizes))
+    convolution = network("Lfm2", layer_types=["conv", "full_attention"])
+    for model, what in ((recurrent, "a recurrent state"), (convolution, "conv")):
+        with pytest.raises(ValueError, match=rf"see each other in {type(model).__name__} \({what}\)"):
+            PolicyLoss(model)(**packed())
+        assert PolicyLoss(model)(**padded()).loss.isfinite()
+
+
+# Everybody's loops, each on one of two ranks: its gradient, and its micro-batches' metrics.
+
+
+def micro_batches(rank: int, objective: str) -> tuple[list[dict[str, Tensor]], Tensor]:
+    """A rank's own, and what the mean of all ranks' divides by."""
+    mine = [packed(which) for which in MICRO_BATCHES[rank]]
+    sequences_of = [len(which) for which in MICRO_BATCHES[rank]]
+    count = sum(sequences_of) if objective == "gspo" else sum(int(batch["mask"].sum()) for batch in mine)
+    total = torch.tensor(float(count))
+    dist.all_reduce(total)
+    return mine, total
+
+
+def ddp(rank: int, objective: str) -> tuple[Any, list[Any]]:
+    policy = DistributedDataParallel(PolicyLoss(network(), objective=objective))
+    mine, total = micro_batches(rank, objective)
+    metrics = []
+    for batch in mine:
+        with contextlib.nullcontext() if batch is mine[-1] else policy.no_sync():
+            out = policy(**batch, denominator=total / RANKS)
+            out.loss.backward()
+        metrics.append(out.metrics)
+    return policy.module.model, metrics
+
+
+def fsdp2(rank: int, objective: str, head_apart: bool = False) -> tuple[Any, list[Any]]:
+    model = network()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    if head_apart:
+        fully_shard(model.lm_head)
+    policy: Any = fully_shard(PolicyLoss(model, objective=objective), reshard_after_forward=True)
+    mine, total = micro_batches(rank, objective)
+    metrics = []
+    logprobs_of(policy, mine[0])
+    assert all(hasattr(parameter, "full_tensor") for parameter in policy.parameters())  # a step would be seen
+    for batch in mine:
+        policy.set_requires_gradient_sync(batch is mine[-1])
+        out = policy(**batch, denominator=total / RANKS)
+        out.loss.backward()
+        metrics.append(out.metrics)
+    return model, metrics
+
+
+def fsdp2_head_apart(rank: int, objective: str) -> tuple[Any, list[Any]]:
+    return fsdp2(rank, objective, head_apart=True)
+
+
+def accelerate(rank: int, objective: str) -> tuple[Any, list[Any]]:
+    from accelerate import Accelerator
+
+    mine, total = micro_batches(rank, objective)
+    accelerator = Accelerator(gradient_accumulation_steps=len(mine))
+    policy = accelerator.prepare(PolicyLoss(network(), objective=objective))
+    assert isinstance(policy, DistributedDataParallel)
+    metrics = []
+    for batch in mine:
+        with accelerator.accumulate(policy):
+            out = policy(**batch, denominator=total / (RANKS * len(mine)))
+            accelerator.backward(out.loss)
+        metrics.append(out.metrics)
+    return policy.module.model, metrics
+
+
+def fabric(rank: int, objective: str) -> tuple[Any, list[Any]]:
+    from lightning_fabric import Fabric
+
+    runner = Fabric(accelerator="cpu", devices=RANKS, strategy="ddp")
+    runner.launch()
+    policy = runner.setup(PolicyLoss(network(), objective=objective))
+    mine, total = micro_batches(rank, objective)
+    metrics = []
+    for batch in mine:
+        with runner.no_backward_sync(policy, enabled=batch is not mine[-1]):
+            out = policy(**batch, denominator=total / RANKS)
+            runner.backward(out.loss)
+        metrics.append(out.metrics)
+    return policy.module.model, metrics
+
+
+def beside_ddp(rank: int, objective: str) -> tuple[Any, list[Any]]:
+    """The trap: the loss of hidden states that did not come out of DDP's forward."""
+    wrapped = DistributedDataParallel(network())
+    inside = PolicyLoss(wrapped.module, objective=objective)
+    mine, total = micro_batches(rank, objective)
+    for batch in mine:
+        inside(**batch, denominator=total / RANKS).loss.backward()
+    return wrapped.module, []
+
+
+def on_a_rank(rank: int, folder: Path, loops: tuple[Loop, ...]) -> None:
+    for loop in loops:
+        for objective in ("dapo", "gspo"):
+            model, metrics = loop(rank, objective)
+            reduced = reduce_metrics(metrics) if metrics else None
+            saved = {"gradient": gradients(model), "metrics": [dict(x) for x in metrics], "reduced": reduced}
+            torch.save(saved, folder / f"{loop.__name__}-{objective}-{rank}.pt")
+
+
+def check_loops(folder: Path, *loops: Loop) -> None:
+    """The gradient and the metrics of one process, on both ranks."""
+    on_ranks(RANKS, on_a_rank, folder, loops)
+    for objective in ("dapo", "gspo"):
+        policy, out = one_process(objective)
+        expected = gradients(policy.model)
+        for loop in loops:
+            ranks = [torch.load(folder / f"{loop.__name__}-{objective}-{rank}.pt") for rank in range(RANKS)]
+            errors = [relative_error(rank["gradient"], expected) for rank in ranks]
+            if loop is beside_ddp:
+                assert min(errors) > 0.3
+                continue
+            assert max(errors) < 1e-5, f"{loop.__name__}, {objective}: {errors}"
+            assert ranks[0]["reduced"] == ranks[1]["reduced"]
+            assert ranks[0]["reduced"] == summarize(ranks[0]["metrics"] + ranks[1]["metrics"])
+            assert ranks[0]["reduced"] == pytest.approx(summarize(out.metrics), rel=1e-5, abs=1e-6)
+
+
+def test_ddp_fsdp2_and_accelerate_give_the_gradient_of_one_process(tmp_path: Path) -> None:
+    check_loops(tmp_path, ddp, fsdp2, fsdp2_head_apart, accelerate, beside_ddp)
+
+
+def test_lightning_fabric_gives_the_gradient_of_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("lightning_fabric", reason="lightning-fabric is not installed")
+    check_loops(tmp_path, fabric)
+
+
+def test_fabric_rounds_and_says_so() -> None:
+    lightning_fabric = pytest.importorskip("lightning_fabric", reason="lightning-fabric is not installed")
+
+    def setup(**options: Any) -> Any:
+        return lightning_fabric.Fabric(accelerator="cpu", devices=1, **options).setup(PolicyLoss(network()))
+
+    with pytest.raises(TypeError, match=r"old_logprobs must be float32, got torch.bfloat16.*'32-true'.*autocast"):
+        setup(precision="bf16-mixed")(**packed())
+    batch, policy = packed(), setup()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = policy(**batch)
+    assert not torch.equal(out.logprobs, policy(**batch).logprobs)
+    distance = (batch["old_logprobs"] - out.logprobs)[batch["mask"]].sum()
+    assert float(out.metrics["approx_kl"]) == pytest.approx(float(distance), rel=1e-5)  # of the old log-probs unrounded
