@@ -17,10 +17,12 @@ from itertools import accumulate
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dapo_runner.config import ConfigError
+from dapo_runner.parallel.ulysses import heads_from_positions, positions_from_heads
 from dapo_runner.policy.prefixes import Distinct
 
 PACKED_ATTENTION = "dapo_packed"
@@ -55,7 +57,7 @@ class Packing:
 
     cu_seqlens int32 [S+1]. For the SDPA kernel alone: ``buckets``, and restore int64, the slot of every computed
     position among all the slots of all buckets. Computed are all T packed positions, or the fewer of
-    ``prefixes.Distinct``.
+    ``prefixes.Distinct``. ``group``: ranks that share the positions; query, key and value are then those of this rank's.
     """
 
     kernel: Kernel
@@ -63,19 +65,25 @@ class Packing:
     longest: int
     buckets: tuple[Bucket, ...] = ()
     restore: Tensor | None = None
+    group: dist.ProcessGroup | None = None
 
 
 def plan_packing(
-    lengths: SequenceOf[int], device: torch.device, kernel: Kernel, distinct: Distinct | None = None
+    lengths: SequenceOf[int],
+    device: torch.device,
+    kernel: Kernel,
+    distinct: Distinct | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Packing:
     """Made once per forward pass and shared by all layers. ``lengths``: positions of each sequence, in their
     order. ``distinct``: the positions that are computed, where that is not all of them; for the SDPA kernel.
+    ``group``: the ranks that share them.
     """
     starts = list(accumulate(lengths, initial=0))
     cu_seqlens = torch.tensor(starts, dtype=torch.int32).to(device)
     longest = max(lengths, default=0)
     if kernel != "sdpa":
-        return Packing(kernel, cu_seqlens, longest)
+        return Packing(kernel, cu_seqlens, longest, group=group)
     buckets, n_slots = [], 0
     restore = torch.empty(starts[-1], dtype=torch.int64)
     for members in _group_by_length(lengths):
@@ -90,7 +98,7 @@ def plan_packing(
         buckets.append(Bucket(len(members), width, (packed if distinct is None else distinct.place[packed]).to(device)))
     if distinct is not None:
         restore = restore[distinct.source]
-    return Packing(kernel, cu_seqlens, longest, tuple(buckets), restore.to(device))
+    return Packing(kernel, cu_seqlens, longest, tuple(buckets), restore.to(device), group)
 
 
 def _group_by_length(lengths: SequenceOf[int]) -> list[list[int]]:
@@ -137,12 +145,16 @@ def packed_attention(
             "install flash-attn and set model.attention=flash"
         )
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, D]
+    if packing.group is not None:
+        query, key, value = heads_from_positions(query, key, value, packing.group)
     if packing.kernel == "sdpa":
         out = _sdpa(query, key, value, packing, scaling, sliding_window)
     elif packing.kernel == "flash":
         out = _flash(query, key, value, packing, scaling, sliding_window, softcap)
     else:
         out = _varlen(query, key, value, packing, scaling, sliding_window)
+    if packing.group is not None:
+        out = positions_from_heads(out, packing.group)
     return out[None], None
 
 

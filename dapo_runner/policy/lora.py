@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dapo_runner.config import ConfigError, LoraConfig
+from dapo_runner.parallel.sharding import whole
 
 ADAPTER = "default"  # peft's own name for the only one
 WEIGHTS_FILE = "adapter_model.safetensors"  # peft's own name, as is the prefix
@@ -57,8 +58,9 @@ def has_adapters(model: Any) -> bool:
     return bool(getattr(model, "peft_config", None))
 
 
-def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of the model as it was before the adapters, their product added in: what an engine serves.
+def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of the model as it was before the adapters, their product added in: what an engine serves. Whole,
+    in the ``dtype`` that the model computes in; where they are sharded, a shard is rounded before it is sent.
 
     Product and sum are float32, rounded once to the dtype of the weights. Training itself does not round the sum, so
     in bfloat16 an engine sees nothing of what adapters add to a weight while it is below half its last bit (2⁻⁹ to 2⁻⁸
@@ -70,11 +72,11 @@ def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
             owner, _, kind = name.rpartition(".")
             if owner not in adapted:
                 if ".lora_" not in name:
-                    yield name, parameter.detach()
+                    yield name, whole(parameter.detach().to(dtype))
                 continue
-            weight = parameter.detach()
+            weight = whole(parameter.detach().to(dtype))
             if kind == "weight":
-                weight = (weight.float() + _product(adapted[owner])).to(weight.dtype)
+                weight = (weight.float() + _product(adapted[owner], dtype)).to(dtype)
             yield f"{owner.removesuffix('.base_layer')}.{kind}", weight
 
 
@@ -116,9 +118,9 @@ def _adapters(model: Any) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.named_parameters() if ".lora_" in name}
 
 
-def _product(layer: Any) -> Tensor:
+def _product(layer: Any, dtype: torch.dtype) -> Tensor:
     """scaling·BA, float32, laid out as the weight it is added to; peft's own comes rounded to the adapters' dtype."""
-    a, b = layer.lora_A[ADAPTER].weight.float(), layer.lora_B[ADAPTER].weight.float()
+    a, b = (whole(part[ADAPTER].weight.to(dtype)).float() for part in (layer.lora_A, layer.lora_B))
     product = layer.scaling[ADAPTER] * (b @ a)
     return product.T if layer.fan_in_fan_out else product
 

@@ -6,15 +6,19 @@ states.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dapo_runner.config import ConfigError, ModelConfig
+from dapo_runner.parallel.sharding import Root, fill, shard
+from dapo_runner.parallel.ulysses import own_positions
+from dapo_runner.parallel.world import ALONE, World
 from dapo_runner.policy.attention import (
     PACKED_ATTENTION,
     Kernel,
@@ -27,6 +31,7 @@ from dapo_runner.policy.lora import add_adapters, has_adapters, merged_weights
 from dapo_runner.policy.prefixes import find_shared
 from dapo_runner.types import PackedBatch
 
+T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -40,11 +45,21 @@ class Head(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Policy:
-    """A model with packed attention, and the tokenizer it belongs to."""
+    """A model with packed attention, and the tokenizer it belongs to. ``compute`` is the dtype that it runs in.
+
+    Where its weights are sharded, it has a ``root``, and runs inside of ``run`` only.
+    """
 
     model: Any  # transformers.PreTrainedModel
     tokenizer: Any
     kernel: Kernel
+    compute: torch.dtype = torch.float32
+    world: World = ALONE
+    root: Root | None = None
+
+    def run(self, work: Callable[[], T]) -> T:
+        """What ``work`` gives where the weights are whole. Collective: every rank runs equally often."""
+        return work() if self.root is None else self.root(work)
 
     @property
     def device(self) -> torch.device:
@@ -62,32 +77,38 @@ class Policy:
         return Head(layer.weight, getattr(layer, "bias", None), getattr(config, "final_logit_softcapping", None))
 
     def hidden_states(self, batch: PackedBatch) -> Tensor:
-        """What the head is applied to: [T, H] in the model's dtype. ``batch`` may lie on any device."""
+        """What the head is applied to: [T, H] in the model's dtype, or [T/W, H] where W ranks share the positions.
+        ``batch`` may lie on any device.
+        """
         lengths = batch.cu_seqlens.diff().tolist()
-        return self._body(batch.input_ids, batch.position_ids, lengths)
+        return self._body(batch.input_ids, batch.position_ids, lengths, self.world.sequence_group)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the model once, adapters merged in, for an engine's ``update_weights``."""
-        return merged_weights(self.model)
+        """Every tensor of the model once, whole and with adapters merged in, for an engine's ``update_weights``.
+        Collective, and one parameter at a time.
+        """
+        return merged_weights(self.model, self.compute)
 
     def save(self, folder: Path) -> None:
         """Write model and tokenizer in transformers' format, as an engine would serve them: adapters merged in."""
-        merged = dict(merged_weights(self.model)) if has_adapters(self.model) else None
+        merged = dict(merged_weights(self.model, self.compute)) if has_adapters(self.model) else None
         self.model.save_pretrained(folder, state_dict=merged)
         self.tokenizer.save_pretrained(folder)
 
-    def _body(self, input_ids: Tensor, position_ids: Tensor, lengths: list[int]) -> Tensor:
-        # The kernels of flash-attn and torch's varlen want every sequence laid out in full.
-        distinct = find_shared(input_ids.cpu(), lengths) if self.kernel == "sdpa" else None
+    def _body(
+        self, input_ids: Tensor, position_ids: Tensor, lengths: list[int], group: dist.ProcessGroup | None = None
+    ) -> Tensor:
+        # The kernels of flash-attn and torch's varlen want every sequence laid out in full, as do ranks that share it.
+        distinct = find_shared(input_ids.cpu(), lengths) if self.kernel == "sdpa" and group is None else None
         if distinct is not None:
             source = distinct.source.to(input_ids.device)
             input_ids, position_ids = input_ids[source], position_ids[source]
         # use_cache=False is not only thrift: with a cache, transformers lets packed sequences see each other.
         output = self.model.base_model(
-            input_ids=input_ids.to(self.device)[None],
-            position_ids=position_ids.to(self.device)[None],
+            input_ids=own_positions(input_ids, group).to(self.device)[None],
+            position_ids=own_positions(position_ids, group).to(self.device)[None],
             use_cache=False,
-            packing=plan_packing(lengths, self.device, self.kernel, distinct),
+            packing=plan_packing(lengths, self.device, self.kernel, distinct, group),
         )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden if distinct is None else hidden.index_select(0, distinct.place.to(self.device))
@@ -102,20 +123,23 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def load_model(path: str | Path, config: ModelConfig, device: torch.device, attention: str) -> Any:
+def load_model(
+    path: str | Path, config: ModelConfig, device: torch.device, attention: str, dtype: torch.dtype | None = None
+) -> Any:
     """A transformers causal language model in eval mode, from safetensors, running no code from the model's
-    folder unless `model.trust_remote_code` says so. Raises ConfigError when there is no such model.
+    folder unless `model.trust_remote_code` says so. ``dtype``: None for `model.dtype`. On the meta device its shapes
+    alone are made. Raises ConfigError when there is no such model.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    loading = {"dtype": dtype or DTYPES[config.dtype], "attn_implementation": attention}
+    trust = {"trust_remote_code": config.trust_remote_code}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=DTYPES[config.dtype],
-            use_safetensors=True,
-            trust_remote_code=config.trust_remote_code,
-            attn_implementation=attention,
-        )
+        if device.type == "meta":
+            with device:
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, **trust), **loading, **trust)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, **loading, **trust)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: cannot load a model from {str(path)!r}: {_first_line(error)}") from error
     for module in model.modules():
@@ -134,43 +158,87 @@ def load_tokenizer(path: str | Path, config: ModelConfig) -> Any:
         raise ConfigError(f"model.path: cannot load a tokenizer from {str(path)!r}: {_first_line(error)}") from error
 
 
-def load_policy(path: str | Path, config: ModelConfig, device: torch.device, seed: int = 0) -> Policy:
-    """The model to train, checked by ``check_policy``. ``seed`` draws the adapters, where there are any.
+def load_policy(
+    path: str | Path, config: ModelConfig, device: torch.device, seed: int = 0, world: World = ALONE
+) -> Policy:
+    """The model to train, checked by ``check_policy``. ``seed`` draws the adapters, where there are any. Sharded over
+    the ``world``, where that has several ranks: rank 0 reads the files.
 
     Raises ConfigError for a model that cannot be trained packed.
     """
-    kernel = choose_kernel(config.attention, device, DTYPES[config.dtype])
+    return _load_policy(path, config, device, seed, world, trained=True)
+
+
+def load_reference(path: str | Path, config: ModelConfig, device: torch.device, world: World = ALONE) -> Policy:
+    """A model that is only asked for log-probs: what a KL penalty refers to. Raises ConfigError."""
+    config = config.model_copy(update={"lora": None, "gradient_checkpointing": False})
+    return _load_policy(path, config, device, 0, world, trained=False)
+
+
+def _load_policy(
+    path: str | Path, config: ModelConfig, device: torch.device, seed: int, world: World, *, trained: bool
+) -> Policy:
+    compute = DTYPES[config.dtype]
+    kernel = choose_kernel(config.attention, device, compute)
     register_packed_attention()
-    model = load_model(path, config, device, PACKED_ATTENTION)
-    if config.lora is not None:
-        add_adapters(model, config.lora, seed)
+
+    def load(place: torch.device) -> Any:
+        dtype = torch.float32 if trained and config.lora is None and not world.alone else compute
+        model = load_model(path, config, place, PACKED_ATTENTION, dtype)
+        if config.lora is not None:
+            add_adapters(model, config.lora, seed)
+        if not trained:
+            model.requires_grad_(False)
+        return model
+
+    if world.alone:
+        model = load(device)
+        _prepare(model, config, _blocks(model))
+        policy = Policy(model, load_tokenizer(path, config), kernel, compute)
+    else:
+        model = load(torch.device("meta"))
+        blocks = _blocks(model)
+        check_sequence_parallel(model, world)
+        _prepare(model, config, blocks)
+        root = shard(model, blocks, world, compute)
+        fill(model, world.on_first(lambda: load(torch.device("cpu"))), device)
+        policy = Policy(model, load_tokenizer(path, config), kernel, compute, world, root)
+    policy.run(lambda: check_policy(policy))
+    return policy
+
+
+def _blocks(model: Any) -> list[nn.Module]:
+    """The layers of a model, as transformers names them."""
+    return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+
+
+def _prepare(model: Any, config: ModelConfig, blocks: list[nn.Module]) -> None:
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # transformers recomputes in train mode only
     if config.compile:
-        _compile_layers(model)
-    policy = Policy(model, load_tokenizer(path, config), kernel)
-    check_policy(policy)
-    return policy
+        _compile_layers(model, blocks)
 
 
-def _compile_layers(model: Any) -> None:
+def _compile_layers(model: Any, blocks: list[nn.Module]) -> None:
     """Norms, rotations, activations and residual sums of a layer become few passes over memory, with fewer roundings
     between them. All layers share one compilation, for any number of positions; attention stays as it is.
     """
-    layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
-    if not layers:
+    if not blocks:
         raise ConfigError(f"model.compile: transformers names no layers of {type(model).__name__}; leave it off")
     register_packed_attention(torch.compiler.disable(packed_attention))
-    for layer in layers:
-        layer.compile(dynamic=True)
+    for block in blocks:
+        block.compile(dynamic=True)
 
 
-def load_reference(path: str | Path, config: ModelConfig, device: torch.device) -> Policy:
-    """A model that is only asked for log-probs: what a KL penalty refers to. Raises ConfigError."""
-    policy = load_policy(path, config.model_copy(update={"lora": None, "gradient_checkpointing": False}), device)
-    policy.model.requires_grad_(False)
-    return policy
+def check_sequence_parallel(model: Any, world: World) -> None:
+    """Raises ConfigError where a model's heads cannot be divided among the ranks that share positions."""
+    heads = model.config.get_text_config(decoder=True).num_attention_heads
+    if heads % world.layout.sequence:
+        raise ConfigError(
+            f"parallel.sequence: expected a divisor of the {heads} attention heads of {type(model).__name__}, which are "
+            f"divided among the ranks that share a sequence, got {world.layout.sequence}"
+        )
 
 
 @torch.no_grad()

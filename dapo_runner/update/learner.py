@@ -15,18 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dapo_kernels import Objective, linear_dapo_loss, linear_token_logprobs, objectives, summarize
+from dapo_kernels import Objective, linear_dapo_loss, linear_token_logprobs, objectives, policy_loss, summarize
 from dapo_kernels.logprobs import TokenStats
 from dapo_kernels.losses import LossOutput
 from dapo_kernels.metrics import COUNTS
 from dapo_runner.config import Config, ConfigError, CorrectionConfig
+from dapo_runner.parallel.sharding import add_up_over_replicas, whole
+from dapo_runner.parallel.ulysses import gather_positions, own_positions
+from dapo_runner.parallel.world import ALONE, World
 from dapo_runner.policy.lora import adapters_off, has_adapters
 from dapo_runner.policy.model import Policy
 from dapo_runner.timing import StepClock
 from dapo_runner.types import PackedBatch
 from dapo_runner.types import Sequence as TrainingSequence
 from dapo_runner.update.correction import Mismatch, correct, measure
-from dapo_runner.update.packing import count_training_tokens, pack, split_mini_batches
+from dapo_runner.update.packing import ALL, Share, count_training_tokens, pack, split_mini_batches
 from dapo_runner.update.selection import Scores, select_tokens
 
 
@@ -39,7 +42,8 @@ class NonFiniteUpdateError(RuntimeError):
 
 
 class MiniBatch:
-    """Packed micro-batches that make one update, and the count that all of them are divided by.
+    """Packed micro-batches that make one update, or this rank's share of them, and the count that all of them are
+    divided by.
 
     ``mismatch``: learner against engine on the training tokens, before any update of the step. It stays at the
     rounding of the two unless the engine sampled from other weights: groups carried over, or an update that never
@@ -49,11 +53,16 @@ class MiniBatch:
     """
 
     def __init__(
-        self, sequences: Sequence[TrainingSequence], token_budget: int, objective: Objective, number: int = 0
+        self,
+        sequences: Sequence[TrainingSequence],
+        token_budget: int,
+        objective: Objective,
+        number: int = 0,
+        share: Share = ALL,
     ) -> None:
         """``number`` counts the mini-batches of a step."""
         self.number = number
-        self.micro_batches = pack(sequences, token_budget)
+        self.micro_batches = pack(sequences, token_budget, share)
         self.n_tokens = count_training_tokens(sequences)
         n_live = sum(bool(sequence.mask[1:].any()) for sequence in sequences)
         self.denominator = self.n_tokens if objective.aggregate == "token-mean" else n_live
@@ -95,12 +104,17 @@ class Learner:
         self, policy: Policy, config: Config, reference: Policy | None = None, clock: StepClock | None = None
     ) -> None:
         self.policy = policy
+        self.world = policy.world
         self.config = config
         self.clock = clock if clock is not None else StepClock()
         self.objective = resolve_objective(config)
         self.reference = reference
         if self.objective.kl_coef != 0 and reference is None and not has_adapters(policy.model):
             raise ValueError(f"Learner: kl_coef={self.objective.kl_coef:g} needs a reference policy, got none")
+        # Whether a token's loss needs nothing of other tokens: ranks that share positions then need nothing either.
+        self.by_token = self.objective.ratio == "token" and self.objective.aggregate == "token-mean"
+        world, text = self.world, policy.model.config.get_text_config(decoder=True)
+        self.share = Share(world.data_rank, world.data_size, world.layout.sequence, text.hidden_size)
         self.master = MasterWeights(policy.model)
         settings = config.optimizer
         self.optimizer = torch.optim.AdamW(
@@ -118,7 +132,7 @@ class Learner:
         """
         with self.clock.phase("pack"):
             minis = [
-                MiniBatch(part, self.config.optimizer.token_budget, self.objective, number)
+                MiniBatch(part, self.config.optimizer.token_budget, self.objective, number, self.share)
                 for number, part in enumerate(split_mini_batches(sequences, self._part_size(len(sequences))))
             ]
         correction = self.config.rollout.correction
@@ -154,15 +168,23 @@ class Learner:
 
     @torch.no_grad()
     def _stats(self, policy: Policy, batch: PackedBatch, entropy: bool = False) -> TokenStats:
-        hidden, head, device = policy.hidden_states(batch), policy.head, policy.device
+        logprobs, entropies = policy.run(lambda: self._own_stats(policy, batch, entropy))
+        group = policy.world.sequence_group
+        return TokenStats(
+            gather_positions(logprobs, group), None if entropies is None else gather_positions(entropies, group)
+        )
+
+    def _own_stats(self, policy: Policy, batch: PackedBatch, entropy: bool) -> TokenStats:
+        """Of this rank's positions, differentiable."""
+        own, head = _positions(batch, policy), policy.head
         return linear_token_logprobs(
-            hidden,
+            policy.hidden_states(batch),
             head.weight,
-            batch.target_ids.to(device),
+            own["target_ids"],
             bias=head.bias,
             softcap=head.softcap,
             temperature=self.config.rollout.temperature,
-            mask=batch.mask.to(device),
+            mask=own["mask"],
             entropy=entropy,
             chunk_bytes=self.config.loss.chunk_bytes,
         )
@@ -174,21 +196,18 @@ class Learner:
         learning_rate = self.learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        metrics, losses, logprobs = [], [], []
+        outs = []
         with self.clock.phase("forward_backward"):
-            for batch, selection in zip(mini.micro_batches, self._selections(mini, step), strict=True):
-                out = self._forward_backward(batch, mini, selection)
-                metrics.append(out.metrics)
-                losses.append(out.loss.detach())
-                logprobs.append(out.logprobs)
+            for place, selection in enumerate(self._selections(mini, step)):
+                add_up_over_replicas(self.policy.root, place == len(mini.micro_batches) - 1)
+                outs.append(self._forward_backward(mini.micro_batches[place], mini, selection))
         with self.clock.phase("optimizer"):
             clip = self.config.optimizer.grad_clip
             norm = torch.nn.utils.clip_grad_norm_(self.master.gradients(), float("inf") if clip is None else clip)
-        loss_sum, grad_norm = torch.stack([torch.stack(losses).sum(), norm.to(losses[0])]).tolist()
-        figures = {"loss": loss_sum, "grad_norm": grad_norm, "lr": learning_rate, **summarize(metrics)}
+        figures = self._figures(outs, whole(norm), learning_rate)
         if mini.number == 0 and not mini.mismatch.tokens:
-            for batch, own in zip(mini.micro_batches, logprobs, strict=True):
-                mini.mismatch += measure(own.to(batch.mask.device), batch.old_logprobs, batch.mask)
+            for batch, out in zip(mini.micro_batches, outs, strict=True):
+                mini.mismatch += measure(out.logprobs.to(batch.mask.device), batch.old_logprobs, batch.mask)
         self._check_finite(figures, step, mini)
         with self.clock.phase("optimizer"):
             self.optimizer.step()
@@ -206,40 +225,87 @@ class Learner:
         batches = mini.micro_batches
         if self.objective.batch_selection is None:
             return [None] * len(batches)
-        scores = []
+        own = []
         for batch in batches:
             stats = self._stats(self.policy, batch, entropy=True)
             assert stats.entropy is not None
-            scores.append(Scores(stats.logprobs, stats.entropy))
+            own.append((batch, Scores(stats.logprobs, stats.entropy)))
         # Lots of its own for every update, the same ones after a resume.
         seed = random.Random(f"{self.config.run.seed}:{step}:{mini.number}").getrandbits(63)
-        generator = torch.Generator(self.policy.device).manual_seed(seed)
-        return select_tokens(self.objective, batches, scores, generator, on_policy=mini.on_policy)
+        device = self.policy.device
+        generator = torch.Generator(device).manual_seed(seed)
+        parts = self.world.gather(own if self.world.alone else [(b.to("cpu"), s.to("cpu")) for b, s in own])
+        parts = parts[:: self.world.layout.sequence]
+        everywhere = [pair for part in parts for pair in part]
+        chosen = select_tokens(
+            self.objective,
+            [batch for batch, _ in everywhere],
+            [scores.to(device) for _, scores in everywhere],
+            generator,
+            on_policy=mini.on_policy,
+        )
+        first = self.world.data_rank * len(batches)  # every rank has as many
+        return chosen[first : first + len(batches)]
 
     def _forward_backward(self, batch: PackedBatch, mini: MiniBatch, selection: Tensor | None = None) -> LossOutput:
-        hidden, head = self.policy.hidden_states(batch), self.policy.head
-        moved = batch.to(self.policy.device)
-        out = linear_dapo_loss(
-            hidden,
-            head.weight,
-            moved.target_ids,
-            None if mini.on_policy and not batch.stale else moved.old_logprobs,
-            moved.advantages,
-            bias=head.bias,
-            softcap=head.softcap,
-            chunk_bytes=self.config.loss.chunk_bytes,
-            objective=self.objective,
-            mask=moved.mask,
-            cu_seqlens=moved.cu_seqlens,
-            ref_logprobs=moved.ref_logprobs,
-            importance_weights=moved.importance_weights,
-            selection=selection,
-            temperature=self.config.rollout.temperature,
-            denominator=float(mini.denominator),
-            entropy=True,
-        )
+        out = self.policy.run(lambda: self._loss(batch, mini, selection))
         out.loss.backward()
         return out
+
+    def _loss(self, batch: PackedBatch, mini: MiniBatch, selection: Tensor | None) -> LossOutput:
+        """Of one micro-batch, or of this rank's positions of it; FSDP2 takes the mean over ranks, which the denominator
+        makes a sum.
+        """
+        group, head, loss = self.policy.world.sequence_group, self.policy.head, self.config.loss
+        options: dict[str, Any] = {"objective": self.objective, "denominator": mini.denominator / self.world.size}
+        if group is not None and not self.by_token:
+            # A ratio or a mean over a sequence wants all of its positions: log-probs travel, hidden states do not.
+            logprobs, entropy = self._own_stats(self.policy, batch, entropy=True)
+            assert entropy is not None
+            every = _positions(batch, self.policy, own=False)
+            return policy_loss(
+                gather_positions(logprobs, group),
+                None if mini.on_policy and not batch.stale else every["old_logprobs"],
+                every["advantages"],
+                entropy=gather_positions(entropy, group),
+                cu_seqlens=batch.cu_seqlens.to(self.policy.device),
+                selection=selection,
+                **options,
+                **_given(every),
+            )
+        own = _positions(batch, self.policy)
+        out = linear_dapo_loss(
+            self.policy.hidden_states(batch),
+            head.weight,
+            own["target_ids"],
+            None if mini.on_policy and not batch.stale else own["old_logprobs"],
+            own["advantages"],
+            bias=head.bias,
+            softcap=head.softcap,
+            chunk_bytes=loss.chunk_bytes,
+            cu_seqlens=batch.cu_seqlens.to(self.policy.device) if group is None else None,
+            selection=None if selection is None else own_positions(selection, group),
+            temperature=self.config.rollout.temperature,
+            entropy=True,
+            **options,
+            **_given(own),
+        )
+        return out._replace(logprobs=gather_positions(out.logprobs, group))
+
+    def _figures(self, outs: Sequence[LossOutput], norm: Tensor, learning_rate: float) -> dict[str, float]:
+        """Of an update, over the micro-batches of all ranks."""
+        loss_sum, grad_norm = torch.stack([torch.stack([out.loss.detach() for out in outs]).sum(), norm]).tolist()
+        metrics = [out.metrics for out in outs]
+        if not self.world.alone:
+            loss_sum, metrics = self._over_ranks(loss_sum, metrics)
+        return {"loss": loss_sum, "grad_norm": grad_norm, "lr": learning_rate, **summarize(metrics)}
+
+    def _over_ranks(self, loss: float, metrics: Sequence[Any]) -> tuple[float, list[Any]]:
+        # Ranks that share positions have a part of the loss each, or all of them the same.
+        counts = self.by_token or self.world.sequence_rank == 0
+        sums = [{name: value.cpu() for name, value in part.items()} for part in metrics]
+        parts = [part for part in self.world.gather((loss, sums) if counts else None) if part is not None]
+        return math.fsum(part for part, _ in parts) / self.world.size, [one for _, part in parts for one in part]
 
     def _check_finite(self, figures: dict[str, float], step: int, mini: MiniBatch) -> None:
         loss, norm, nonfinite = figures["loss"], figures["grad_norm"], figures["nonfinite"]
@@ -251,6 +317,18 @@ class Learner:
             "update. Look at the ratio and the entropy of the steps before; a lower optimizer.lr is the usual cure",
             mini,
         )
+
+
+def _positions(batch: PackedBatch, policy: Policy, own: bool = True) -> dict[str, Tensor]:
+    """What a loss takes of a micro-batch for every position, on the policy's device: of this rank's own, or of all."""
+    names = ("target_ids", "mask", "advantages", "old_logprobs", "ref_logprobs", "importance_weights")
+    tensors = {name: tensor for name, tensor in batch.tensors().items() if name in names}
+    group = policy.world.sequence_group if own else None
+    return {name: own_positions(tensor, group).to(policy.device) for name, tensor in tensors.items()}
+
+
+def _given(tensors: dict[str, Tensor]) -> dict[str, Tensor | None]:
+    return {name: tensors.get(name) for name in ("mask", "ref_logprobs", "importance_weights")}
 
 
 class MasterWeights:
@@ -313,9 +391,12 @@ def resolve_objective(config: Config) -> Objective:
     return objective
 
 
-def step_figures(minis: Iterable[MiniBatch], updates: Sequence[dict[str, float]]) -> dict[str, float]:
+def step_figures(
+    minis: Iterable[MiniBatch], updates: Sequence[dict[str, float]], world: World = ALONE
+) -> dict[str, float]:
     """``mean_of`` the updates and their count; learner against engine over all measured tokens of the step."""
-    mismatch = sum((mini.mismatch for mini in minis), Mismatch())
+    own = sum((mini.mismatch for mini in minis), Mismatch())
+    mismatch = sum(world.gather(own)[:: world.layout.sequence], Mismatch())
     return mean_of(updates) | mismatch.figures() | {"updates": len(updates)}
 
 

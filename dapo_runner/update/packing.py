@@ -11,14 +11,31 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 import torch
 
+from dapo_runner.parallel.balance import sequence_cost, spread
 from dapo_runner.types import PackedBatch, Sequence
 
 
-def pack(sequences: SequenceOf[Sequence], token_budget: int) -> list[PackedBatch]:
-    """Micro-batches that hold every training token exactly once.
+class Share(NamedTuple):
+    """What one of ``ranks`` computes: sequences that cost it about as much as the others theirs, in micro-batches of a
+    ``multiple`` of positions.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    multiple: int = 1
+    hidden_size: int = 1
+
+
+ALL = Share()
+
+
+def pack(sequences: SequenceOf[Sequence], token_budget: int, share: Share = ALL) -> list[PackedBatch]:
+    """Micro-batches that hold every training token exactly once; of several ranks, those of one, as many as on every
+    other, if need be of nothing but padding. A padding sequence follows the others, to the next multiple.
 
     Sequences without a training token are left out: they cost a forward pass and add nothing. What an earlier step
     sampled lies apart from what this one did: their ratios are taken against different log-probs. Raises
@@ -26,11 +43,22 @@ def pack(sequences: SequenceOf[Sequence], token_budget: int) -> list[PackedBatch
     cutting it here.
     """
     alive = [index for index, sequence in enumerate(sequences) if sequence.mask[1:].any()]
+    costs = {index: sequence_cost(sequences[index].length - 1, share.hidden_size) for index in alive}
+    bins = [_bins(sequences, indices, token_budget) for indices in spread(costs, share.ranks)]
+    empty: list[list[int]] = [[]] * (max(map(len, bins)) - len(bins[share.rank]))
+    padding_id = len(sequences)
+    return [
+        _lay_out([(index, sequences[index]) for index in bin_], padding_id, share.multiple)
+        for bin_ in bins[share.rank] + empty
+    ]
+
+
+def _bins(sequences: SequenceOf[Sequence], indices: SequenceOf[int], token_budget: int) -> list[list[int]]:
     bins: list[list[int]] = []
     for stale in (False, True):
-        lengths = {index: sequences[index].length - 1 for index in alive if (sequences[index].age > 0) == stale}
+        lengths = {index: sequences[index].length - 1 for index in indices if (sequences[index].age > 0) == stale}
         bins += assign_bins(lengths, token_budget)
-    return [_lay_out([(index, sequences[index]) for index in bin_]) for bin_ in bins]
+    return bins
 
 
 def count_training_tokens(sequences: Iterable[Sequence]) -> int:
@@ -62,7 +90,11 @@ def assign_bins(lengths: dict[int, int], budget: int) -> list[list[int]]:
     return bins
 
 
-def _lay_out(indexed: list[tuple[int, Sequence]]) -> PackedBatch:
+def _lay_out(indexed: list[tuple[int, Sequence]], padding_id: int, multiple: int) -> PackedBatch:
+    n_positions = sum(sequence.length - 1 for _, sequence in indexed)
+    missing = -n_positions % multiple if indexed else -(-2 // multiple) * multiple
+    if missing:
+        indexed = [*indexed, (padding_id, _padding(missing))]
     sequences = [sequence for _, sequence in indexed]
     lengths = torch.tensor([sequence.length - 1 for sequence in sequences])
     return PackedBatch(
@@ -77,3 +109,10 @@ def _lay_out(indexed: list[tuple[int, Sequence]]) -> PackedBatch:
         sequence_ids=torch.tensor([index for index, _ in indexed]),
         ages=torch.tensor([sequence.age for sequence in sequences]),
     )
+
+
+def _padding(n_positions: int) -> Sequence:
+    """Nothing that trains."""
+    length = n_positions + 1
+    zeros = torch.zeros(length)
+    return Sequence(torch.zeros(length, dtype=torch.int64), zeros, torch.zeros(length, dtype=torch.bool), zeros, -1)

@@ -23,6 +23,9 @@ class Scores(NamedTuple):
     logprobs: Tensor
     entropy: Tensor
 
+    def to(self, device: torch.device | str) -> Scores:
+        return Scores(self.logprobs.to(device), self.entropy.to(device))
+
 
 def select_tokens(
     objective: Objective,

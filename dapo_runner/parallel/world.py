@@ -1,0 +1,266 @@
+"""The processes of a run, as torchrun started them, and what they tell each other.
+
+Every rank walks through the same loop and takes the same decisions; work is what is divided. A rank's place in it:
+
+    rank = (replica · shard + place in the shard)          weights: replicas of groups that hold one copy together
+    rank = (data rank · sequence + sequence rank)          positions: neighbours share those of a micro-batch
+    rank = (engine · rollout_tensor + place in the engine) rollouts: neighbours share an engine
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dapo_runner.config import Config, ConfigError
+
+T = TypeVar("T")
+
+
+class RankError(RuntimeError):
+    """What one rank raised, told on the others, where its own exception cannot be."""
+
+
+class Layout(NamedTuple):
+    """How many ranks share what; see the head of this file."""
+
+    size: int = 1
+    shard: int = 1
+    sequence: int = 1
+    rollout_tensor: int = 1
+
+    @property
+    def replicate(self) -> int:
+        return self.size // self.shard
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class World:
+    """This process among all of them. One that no launcher started is ``alone`` and has no process group."""
+
+    rank: int = 0
+    layout: Layout = Layout()
+    mesh: DeviceMesh | None = None  # what weights are sharded over: (shard) or (replicate, shard)
+    sequence_group: dist.ProcessGroup | None = None  # ranks that share a micro-batch's positions, where more than one
+
+    @property
+    def size(self) -> int:
+        return self.layout.size
+
+    @property
+    def alone(self) -> bool:
+        return self.mesh is None
+
+    @property
+    def is_main(self) -> bool:
+        """The one that writes."""
+        return self.rank == 0
+
+    @property
+    def data_size(self) -> int:
+        """How many micro-batches are computed at a time."""
+        return self.size // self.layout.sequence
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.layout.sequence
+
+    @property
+    def sequence_rank(self) -> int:
+        return self.rank % self.layout.sequence
+
+    @property
+    def n_engines(self) -> int:
+        return self.size // self.layout.rollout_tensor
+
+    @property
+    def engine(self) -> int:
+        return self.rank // self.layout.rollout_tensor
+
+    @property
+    def leads_engine(self) -> bool:
+        """Whether it is this rank's word that counts for what its engine answered."""
+        return self.rank % self.layout.rollout_tensor == 0
+
+    @property
+    def device(self) -> torch.device | None:
+        """The GPU of a rank; None where the run's own setting decides."""
+        if self.mesh is None or self.mesh.device_type == "cpu":
+            return None
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def gather(self, item: T) -> list[T]:
+        """What every rank has, in their order. Anything that pickles, through host memory."""
+        if self.size == 1:
+            return [item]
+        items: list[Any] = [None] * self.size
+        dist.all_gather_object(items, item)
+        return items
+
+    def agree(self, work: Callable[[], T]) -> list[T]:
+        """What ``work`` gave on every rank. Where it failed on one, its exception is raised on all: none waits for
+        an answer that never comes, and all can save what was done before.
+        """
+        return [outcome.value() for outcome in self.gather(_Outcome.of(work, self.rank))]
+
+    def first(self, work: Callable[[], T]) -> T:
+        """What ``work`` gave on rank 0, which alone does it."""
+        if self.size == 1:
+            return work()
+        outcomes: list[Any] = [_Outcome.of(work, 0) if self.is_main else None]
+        dist.broadcast_object_list(outcomes)
+        value: T = outcomes[0].value()
+        return value
+
+    def on_first(self, work: Callable[[], T]) -> T | None:
+        """The same, kept there; None elsewhere."""
+        kept: list[T] = []
+        self.agree(lambda: kept.append(work()) if self.is_main else None)
+        return kept[0] if kept else None
+
+    def any(self, flag: bool) -> bool:
+        return any(self.gather(flag))
+
+
+ALONE = World()
+
+
+class _Outcome(NamedTuple):
+    """A result, or the exception in its place."""
+
+    result: Any
+    error: BaseException | None
+    rank: int
+    host: str
+
+    @staticmethod
+    def of(work: Callable[[], Any], rank: int) -> _Outcome:
+        host = socket.gethostname()
+        try:
+            return _Outcome(work(), None, rank, host)
+        except Exception as error:  # raised again by `value`, on this rank as on the others
+            return _Outcome(None, _portable(error, rank, host), rank, host)
+
+    def value(self) -> Any:
+        if self.error is not None:
+            self._fail(self.error)
+        return self.result
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        raise error
+
+
+def _portable(error: Exception, rank: int, host: str) -> Exception:
+    """The exception itself where it can be sent, its text where it cannot."""
+    try:
+        again = pickle.loads(pickle.dumps(error))
+        if str(again) == str(error):
+            return error
+    except Exception:
+        pass
+    return RankError(f"rank {rank} on {host}: {type(error).__name__}: {error}")
+
+
+def launched() -> bool:
+    """Whether torchrun, or what sets the same variables, started this process."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def open_world(config: Config) -> World:
+    """Meet the other ranks. Raises ConfigError where their number does not suit `parallel`."""
+    if not launched():
+        _check_not_launched_otherwise(config)
+        return ALONE
+    size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    layout = make_layout(config, size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+    on_gpus = config.run.device.startswith("cuda") or (config.run.device == "auto" and torch.cuda.is_available())
+    if not dist.is_initialized():
+        timeout = timedelta(seconds=config.parallel.timeout)
+        if on_gpus:
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+            torch.cuda.set_device(device)
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+        else:
+            dist.init_process_group("gloo", timeout=timeout)
+    return make_world(layout, rank, "cuda" if on_gpus else "cpu")
+
+
+def make_world(layout: Layout, rank: int, device_type: str) -> World:
+    """``rank``'s place in a process group that is there."""
+    shape, names = (layout.replicate, layout.shard), ("replicate", "shard")
+    if layout.replicate == 1:
+        shape, names = shape[1:], names[1:]
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    return World(rank, layout, mesh, _group_of(rank, layout.size, layout.sequence))
+
+
+def close_world() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _group_of(rank: int, size: int, width: int) -> dist.ProcessGroup | None:
+    """The group of ``width`` neighbours that ``rank`` is in; every rank makes all groups, as it must."""
+    if width == 1:
+        return None
+    groups = [dist.new_group(list(range(start, start + width))) for start in range(0, size, width)]
+    group = groups[rank // width]
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def make_layout(config: Config, size: int, per_node: int) -> Layout:
+    """How ``size`` ranks, ``per_node`` of them on a machine, divide the work. Raises ConfigError."""
+    settings, problems = config.parallel, []
+    if settings.gpus not in (1, size):
+        problems.append(f"parallel.gpus: expected {settings.gpus} processes, a launcher started {size}")
+    if size % settings.replicate:
+        problems.append(f"parallel.replicate: expected a divisor of {size} processes, got {settings.replicate}")
+    shard = settings.shard or max(1, size // settings.replicate)
+    if shard * settings.replicate != size:
+        problems.append(
+            f"parallel.shard: expected parallel.shard × parallel.replicate = {size} processes, got "
+            f"{shard} × {settings.replicate}"
+        )
+    if shard % settings.sequence:
+        problems.append(
+            f"parallel.sequence: expected a divisor of the {shard} ranks that share weights, got {settings.sequence}"
+        )
+    if per_node % settings.rollout_tensor:
+        problems.append(
+            f"parallel.rollout_tensor: expected a divisor of the {per_node} processes of a machine, got "
+            f"{settings.rollout_tensor}"
+        )
+    if settings.rollout_tensor > 1 and config.rollout.engine != "vllm":
+        problems.append(
+            f"parallel.rollout_tensor: expected 1 with rollout.engine={config.rollout.engine}, which has a copy of the "
+            f"weights on every rank, got {settings.rollout_tensor}"
+        )
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return Layout(size, shard, settings.sequence, settings.rollout_tensor)
+
+
+def _check_not_launched_otherwise(config: Config) -> None:
+    """Raises ConfigError for a plan for several ranks that are not there, or a launcher that torch does not know."""
+    world = os.environ.get("WORLD_SIZE", "")
+    if world.isdigit() and int(world) > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={world}: expected torchrun's other variables beside it (RANK, MASTER_ADDR, MASTER_PORT), which "
+            "are not set; start with `torchrun … -m dapo_runner train RECIPE`, or unset WORLD_SIZE"
+        )
+    if config.parallel.gpus > 1:
+        raise ConfigError(
+            f"parallel.gpus: expected {config.parallel.gpus} processes, found one; start with `dapo launch RECIPE "
+            f"--gpus {config.parallel.gpus}` (docs/cluster.md for several machines); --dry-run and --simulate make "
+            "a plan for any number here"
+        )
