@@ -130,7 +130,7 @@ def _dry_run(config: Config, console: Console) -> int:
 
 def _evaluate(options: argparse.Namespace, overrides: list[str], console: Console) -> int:
     _quiet_libraries()
-    from dapo_runner.evaluate import evaluate
+    from dapo_runner.evaluate import evaluate, scored
     from dapo_runner.policy.model import load_tokenizer, resolve_device
     from dapo_runner.rewards.plugin import RewardError
     from dapo_runner.rewards.scoring import make_scorer
@@ -143,7 +143,7 @@ def _evaluate(options: argparse.Namespace, overrides: list[str], console: Consol
         raise ConfigError("data.eval_size: expected at least one held-out problem, got none")
     engine = open_engine(config, source, resolve_device(config.run.device))
     try:
-        result = evaluate(engine.generate, dataset.heldout, make_scorer(config, shaped=False), config)
+        result = evaluate(scored(engine.generate, make_scorer(config, shaped=False)), dataset.heldout, config)
     except RewardError as error:
         print(f"dapo: {error}", file=sys.stderr)
         return 1

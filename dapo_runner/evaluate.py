@@ -18,7 +18,7 @@ the tie by lot gives on average.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import comb
@@ -26,8 +26,10 @@ from typing import NamedTuple
 
 from dapo_runner.config import Config
 from dapo_runner.rewards.scoring import SameAnswer, ScoreGroup, load_same_answer
-from dapo_runner.types import GenerateFunction, Group, Prompt, SamplingParams
+from dapo_runner.types import Completion, Group, Prompt, SamplingParams
 
+GenerateFunction = Callable[[Sequence[Prompt], SamplingParams], list[list[Completion]]]
+AnswerFunction = Callable[[Sequence[Prompt], SamplingParams], list[Group]]
 MAX_COMPARISONS = 200  # of the answers to one problem; what they leave open counts as different answers
 
 
@@ -75,8 +77,8 @@ class Evaluation:
         }
 
 
-def evaluate(generate: GenerateFunction, prompts: Sequence[Prompt], score: ScoreGroup, config: Config) -> Evaluation:
-    """Sample every prompt k times with the evaluation settings and score by correctness.
+def evaluate(answer: AnswerFunction, prompts: Sequence[Prompt], config: Config) -> Evaluation:
+    """Sample every prompt k times with the evaluation settings. ``answer`` scores by correctness.
 
     The seed is the configuration's own, so that every evaluation of a run draws with the same dice.
     Raises ValueError without prompts.
@@ -93,9 +95,17 @@ def evaluate(generate: GenerateFunction, prompts: Sequence[Prompt], score: Score
         max_tokens=settings.max_response_tokens or config.rollout.max_response_tokens,
         seed=settings.seed,
     )
-    completions = generate(prompts, sampling)
-    groups = [score(prompt, samples) for prompt, samples in zip(prompts, completions, strict=True)]
-    return Evaluation(groups, settings.k, load_same_answer(config.reward))
+    return Evaluation(answer(prompts, sampling), settings.k, load_same_answer(config.reward))
+
+
+def scored(generate: GenerateFunction, score: ScoreGroup) -> AnswerFunction:
+    """What ``generate`` answers, scored."""
+
+    def answer(prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Group]:
+        completions = generate(prompts, sampling)
+        return [score(prompt, samples) for prompt, samples in zip(prompts, completions, strict=True)]
+
+    return answer
 
 
 def mean_correct(groups: Sequence[Group]) -> float:

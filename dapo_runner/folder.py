@@ -68,12 +68,12 @@ def lock_folder(folder: Path, note: Callable[[str], None]) -> FolderLock:
 
 
 class FolderLock:
-    """Held until ``release``, or until the process ends, however it ends: the kernel gives it back."""
+    """Held until ``close``, or until the process ends, however it ends: the kernel gives it back."""
 
     def __init__(self, file: TextIOWrapper) -> None:
         self._file = file
 
-    def release(self) -> None:
+    def close(self) -> None:
         self._file.close()
 
 
@@ -84,18 +84,6 @@ def _owner(file: TextIOWrapper) -> str:
         return f"process {owner['pid']} on {owner['host']}"
     except (ValueError, KeyError, TypeError):  # it has the lock and has not said so yet
         return "another process"
-
-
-def check_alone() -> None:
-    """Raises ConfigError in one of several processes that a launcher has started: each would train a run of its own,
-    in the same folder.
-    """
-    world = os.environ.get("WORLD_SIZE", "")
-    if world.isdigit() and int(world) > 1:
-        raise ConfigError(
-            f"WORLD_SIZE={world}: expected one process, which is what this version trains with, found a launcher's "
-            f"environment for {world}; start `dapo train` once and without torchrun, or unset WORLD_SIZE"
-        )
 
 
 def write_config(config: Config, folder: Path) -> None:

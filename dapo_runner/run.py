@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,13 @@ from dapo_runner.checkpoint import (
     moment,
     save_checkpoint,
 )
-from dapo_runner.config import Config, ConfigError, cautions
+from dapo_runner.config import Config, cautions
 from dapo_runner.evaluate import evaluate
-from dapo_runner.folder import TINY_MODEL, FolderLock, check_alone, check_same_run, lock_folder, write_config
+from dapo_runner.folder import TINY_MODEL, Change, FolderLock, check_same_run, lock_folder, write_config
 from dapo_runner.fork import rewarded_otherwise, start_fork
+from dapo_runner.interrupt import StopRequest
+from dapo_runner.parallel.rollouts import answer, complete
+from dapo_runner.parallel.world import World, open_world
 from dapo_runner.policy.model import load_model, load_policy, load_reference, load_tokenizer, resolve_device
 from dapo_runner.preflight.algorithm import algorithm
 from dapo_runner.preflight.needs import check_needs
@@ -39,7 +44,7 @@ from dapo_runner.rollout.vllm import VLLMEngine
 from dapo_runner.sampling.data import Dataset, PromptCursor, load_data
 from dapo_runner.sampling.sampler import DynamicSampler, SampledStep
 from dapo_runner.tasks.tiny import ensure_tiny_model
-from dapo_runner.timing import StepClock
+from dapo_runner.timing import OTHER, StepClock
 from dapo_runner.types import Group, Prompt, SamplingParams, Sequence
 from dapo_runner.update.learner import Learner, MiniBatch, NonFiniteUpdateError, resolve_objective
 
@@ -48,8 +53,9 @@ NONFINITE = "nonfinite"
 
 @dataclass
 class Run:
-    """A run under way: what the loop works with, and where it writes."""
+    """A run under way: what the loop works with, and where it writes. Every rank has one; rank 0 writes."""
 
+    world: World
     config: Config
     folder: Path
     dataset: Dataset
@@ -58,10 +64,10 @@ class Run:
     sampler: DynamicSampler
     sync_probe: SyncProbe
     score: ScoreGroup
-    log: RunLog
+    log: RunLog | None  # on rank 0 alone, as the lock
     progress: Progress
     clock: StepClock
-    lock: FolderLock
+    lock: FolderLock | None
     first_step: int  # the last one behind it
     saved: int  # the last one that is safe on the disk
     owes_evaluation: bool  # of the policy it begins with, or because that failed
@@ -71,8 +77,13 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         self.progress.close()
-        self.log.close()
-        self.lock.release()
+        for held in (self.log, self.lock):
+            if held is not None:
+                held.close()
+
+    def asked_to_stop(self, stop: StopRequest) -> bool:
+        """Whether a signal has come on any rank."""
+        return self.world.any(stop.requested)
 
     def sample(self, step: int) -> SampledStep:
         """The groups of a step. Where that fails, the steps before it are saved, as they were before it began."""
@@ -99,10 +110,26 @@ class Run:
         return self.clock.phase(phase)
 
     def generate_groups(self, prompts: list[Prompt], round_number: int) -> list[Group]:
-        with self.timed("rollout"):
-            completions = self.engine.generate(prompts, rollout_sampling(self.config, round_number))
-        with self.timed("score"):
-            return [self.score(prompt, samples) for prompt, samples in zip(prompts, completions, strict=True)]
+        with self.timed(OTHER if self.world.alone else "wait"):
+            sampling = rollout_sampling(self.config, round_number)
+            return self.answer(prompts, sampling, self.score, self.timed)
+
+    def answer(
+        self,
+        prompts: SequenceOf[Prompt],
+        sampling: SamplingParams,
+        score: ScoreGroup,
+        timed: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+    ) -> list[Group]:
+        """A scored group for each prompt; the ranks' engines share them."""
+
+        def work(share: list[Prompt], each: list[SamplingParams]) -> list[Group]:
+            with timed("rollout"):
+                completions = self.engine.generate(share, each)
+            with timed("score"):
+                return [score(prompt, samples) for prompt, samples in zip(share, completions, strict=True)]
+
+        return answer(self.world, prompts, sampling, work)
 
     def release_engine(self) -> None:
         """The policy is about to train and wants the memory."""
@@ -114,7 +141,8 @@ class Run:
         try:
             return self.learner.update(mini, step - 1)
         except NonFiniteUpdateError as error:
-            path = self.folder / NONFINITE / f"step_{step:06d}.safetensors"
+            rank = "" if self.world.alone else f"_rank_{self.world.rank}"
+            path = self.folder / NONFINITE / f"step_{step:06d}{rank}.safetensors"
             save_batch(path, mini.micro_batches, str(error))
             raise NonFiniteUpdateError(f"{error}. The batch is in {path}", mini) from error
 
@@ -138,36 +166,55 @@ class Run:
         in_sync: dict[str, float],
     ) -> None:
         with self.timed("log"):
-            figures = (
-                sampling_metrics(sampled.stats, self.config.sampler.filter_on)
-                | batch_metrics(sampled.groups, step)
-                | prefixed("train", trained)
-                | prefixed("sync", in_sync)
-            )
-            news = self.log.step(step, figures, sampled.groups, sequences)
-            self.progress.step(step, figures, self.clock.so_far())
-            for note in (news, sampled.shortfall, sampled.caution):
-                if note is not None:
-                    self.progress.note(note)
+            self.world.first(lambda: self._log_step(step, sampled, sequences, trained, in_sync))
+
+    def _log_step(
+        self,
+        step: int,
+        sampled: SampledStep,
+        sequences: list[Sequence],
+        trained: dict[str, float],
+        in_sync: dict[str, float],
+    ) -> None:
+        assert self.log is not None
+        figures = (
+            sampling_metrics(sampled.stats, self.config.sampler.filter_on)
+            | batch_metrics(sampled.groups, step)
+            | prefixed("train", trained)
+            | prefixed("sync", in_sync)
+        )
+        news = self.log.step(step, figures, sampled.groups, sequences)
+        self.progress.step(step, figures, self.clock.so_far())
+        for note in (news, sampled.shortfall, sampled.caution):
+            if note is not None:
+                self.progress.note(note)
 
     def save(self, step: int, then: dict[str, Any] | None = None) -> None:
         with self.timed("save"):
-            save_checkpoint(self.folder / CHECKPOINTS, step, self.learner, self.sampler, self.config.run.keep, then)
+            folder, keep = self.folder / CHECKPOINTS, self.config.run.keep
+            save_checkpoint(folder, step, self.learner, self.sampler, keep, then)
         self.saved = step
 
     def end_step(self, step: int) -> None:
         """After all of a step, its evaluation and its checkpoint included: where its time went. A kill before it loses
         no more than that line.
         """
-        self.log.seconds(step, self.clock.lap())
+        seconds = self.clock.lap()
+        if self.log is not None:
+            self.log.seconds(step, seconds)
 
     def evaluate(self, step: int) -> None:
         if not self.dataset.heldout:
             return
         with self.saving_first(step, moment(self.sampler)), self.timed("evaluate"):
             unshaped = make_scorer(self.config, shaped=False)
-            figures = evaluate(self.engine.generate, self.dataset.heldout, unshaped, self.config).metrics
-        self.log.evaluation(step, prefixed("eval", figures))
+
+            def answer_all(prompts: SequenceOf[Prompt], sampling: SamplingParams) -> list[Group]:
+                return complete(self.world, self.answer(prompts, sampling, unshaped))
+
+            figures = evaluate(answer_all, self.dataset.heldout, self.config).metrics
+            if self.log is not None:
+                self.log.evaluation(step, prefixed("eval", figures))
         self.progress.evaluation(step, figures)
 
 
@@ -187,50 +234,41 @@ def open_run(config: Config, progress: Progress) -> Run:
     """Build everything a run needs, or put it back as its last checkpoint left it. The run's folder is locked until the
     run is left.
     """
-    check_alone()
     resolve_objective(config)
-    if config.parallel.gpus > 1:
-        raise ConfigError(
-            f"parallel.gpus: expected 1, which is what this version trains on, got {config.parallel.gpus}; "
-            "--dry-run makes a plan for any number"
-        )
-    check_needs(config)
-    device = resolve_device(config.run.device)
-    lock = lock_folder(config.run_dir, progress.note)
+    world = open_world(config)
+    world.together(lambda: check_needs(config))
+    device = world.device or resolve_device(config.run.device)
+    lock = world.on_first(lambda: lock_folder(config.run_dir, progress.note))
     try:
-        return _open_run(config, device, progress, lock)
+        return _open_run(config, world, device, progress, lock)
     except BaseException:
-        lock.release()
+        if lock is not None:
+            lock.close()
         raise
 
 
-def _open_run(config: Config, device: torch.device, progress: Progress, lock: FolderLock) -> Run:
+def _open_run(config: Config, world: World, device: torch.device, progress: Progress, lock: FolderLock | None) -> Run:
     folder = config.run_dir
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
-    changes = check_same_run(config, folder)
     for part, choice in algorithm(config).items():
         progress.note(f"{part}: {choice}")
-    checkpoint = checkpoint_to_resume(folder / CHECKPOINTS)
-    if checkpoint is None:
-        write_config(config, folder)
-    if checkpoint is None and config.run.from_ is not None:
-        checkpoint = start_fork(config, folder)
-        changes = []
+    checkpoint, changes = world.first(lambda: find_beginning(config, folder))
     done = checkpoint.step if checkpoint else 0
     is_new = done == config.run.forked_at
     keep_through = done - 1 if is_new else done
-    source = checkpoint.model if checkpoint else initial_model(config, folder, progress)
-    dataset = load_data(config, load_tokenizer(source, config.model))
+    source = checkpoint.model if checkpoint else world.first(lambda: initial_model(config, folder, progress))
+    dataset = world.together(lambda: load_data(config, load_tokenizer(source, config.model)))
     for note in (f"data: {dataset.report.describe()}", *cautions(config), never_right(config.reward, dataset.train)):
         if note is not None:
             progress.note(note)
     clock = StepClock(device, progress.phase)
-    learner = open_learner(config, folder, checkpoint, device, progress, clock)
+    learner = open_learner(config, folder, checkpoint, device, progress, clock, world)
     cursor = PromptCursor(dataset.train, config.run.seed, dataset.heldout)
-    sampler = DynamicSampler(cursor, config.sampler, progress.round)
+    fetch = list if world.alone else partial(complete, world)
+    sampler = DynamicSampler(cursor, config.sampler, progress.round, fetch)
     engine = open_engine(config, source, device)
-    trackers = open_trackers(config, folder, keep_through + 1)
+    trackers = world.on_first(lambda: open_trackers(config, folder, keep_through + 1)) or []
     # Nothing that draws a random number comes after this: a resumed run must see the numbers the first one saw.
     torch.manual_seed(config.run.seed)
     random.seed(config.run.seed)
@@ -242,15 +280,22 @@ def _open_run(config: Config, device: torch.device, progress: Progress, lock: Fo
             sampler.buffer = []
         progress.note(f"resuming after step {done} from {checkpoint.path}")
     score = make_scorer(config)
-    log = RunLog(folder, config.logging.rollouts, trackers, first_step=done, keep_through=keep_through)
-    if checkpoint:
-        log.changes(changes)
-        write_config(config, folder)  # behind the log: what a kill comes between is told twice, not never
-        for change in changes:
-            progress.note(f"from step {done + 1} on {change}")
+
+    def open_log() -> RunLog:
+        log = RunLog(folder, config.logging.rollouts, trackers, first_step=done, keep_through=keep_through)
+        if checkpoint:
+            log.changes(changes)
+            write_config(config, folder)  # behind the log: what a kill comes between is told twice, not never
+            for change in changes:
+                progress.note(f"from step {done + 1} on {change}")
+        return log
+
+    log = world.on_first(open_log)
     progress.start(done, config.run.steps)
     clock.lap()  # what a run is made of was loaded before its first step
+    owes = world.first(lambda: is_new or _missed_evaluation(config, folder, done))
     return Run(
+        world=world,
         config=config,
         folder=folder,
         dataset=dataset,
@@ -265,8 +310,19 @@ def _open_run(config: Config, device: torch.device, progress: Progress, lock: Fo
         lock=lock,
         first_step=done,
         saved=done,
-        owes_evaluation=bool(dataset.heldout) and (is_new or _missed_evaluation(config, folder, done)),
+        owes_evaluation=bool(dataset.heldout) and owes,
     )
+
+
+def find_beginning(config: Config, folder: Path) -> tuple[Checkpoint | None, list[Change]]:
+    """What a folder's run goes on from, and what is set otherwise than before. Raises ConfigError, CheckpointError."""
+    changes = check_same_run(config, folder)
+    checkpoint = checkpoint_to_resume(folder / CHECKPOINTS)
+    if checkpoint is None:
+        write_config(config, folder)
+        if config.run.from_ is not None:
+            return start_fork(config, folder), []
+    return checkpoint, changes
 
 
 def is_due(config: Config, every: int, step: int) -> bool:
@@ -287,19 +343,20 @@ def open_learner(
     device: torch.device,
     progress: Progress,
     clock: StepClock,
+    world: World,
 ) -> Learner:
     """The policy, where the objective has a KL penalty its reference, and the optimizer.
 
     Adapters are put on the model that training started from: what a checkpoint holds has them merged in.
     """
-    start = initial_model(config, folder, progress)
+    start = world.first(lambda: initial_model(config, folder, progress))
     source = start if checkpoint is None or config.model.lora is not None else checkpoint.model
-    policy = load_policy(source, config.model, device, config.run.seed)
+    policy = load_policy(source, config.model, device, config.run.seed, world)
     needs_reference = resolve_objective(config).kl_coef != 0
     own_reference = config.model.lora is not None and config.loss.reference is None
     reference = None
     if needs_reference and not own_reference:
-        reference = load_reference(config.loss.reference or start, config.model, device)
+        reference = load_reference(config.loss.reference or start, config.model, device, world)
     return Learner(policy, config, reference, clock)
 
 

@@ -32,14 +32,15 @@ def train(config: Config, progress: Progress) -> Path:
             minis = run.learner.prepare(sequences)
             updates = [run.update(mini, step) for mini in minis]
             in_sync = run.sync()
-            run.log_step(step, sampled, sequences, step_figures(minis, updates), in_sync)
+            run.log_step(step, sampled, sequences, step_figures(minis, updates, run.world), in_sync)
             last = step == config.run.steps
             if is_due(config, config.run.eval_every, step):
                 run.evaluate(step)
-            if stop.requested or is_due(config, config.run.save_every, step):
+            stopping = run.asked_to_stop(stop)
+            if stopping or is_due(config, config.run.save_every, step):
                 run.save(step)
             run.end_step(step)
-            if stop.requested and not last:
+            if stopping and not last:
                 progress.note(f"stopped after step {step}, which is saved")
                 raise KeyboardInterrupt
     return run.folder

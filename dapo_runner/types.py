@@ -8,8 +8,6 @@ S sequences of a batch. Every tensor is made on the CPU; ``PackedBatch.to`` move
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -34,7 +32,8 @@ class Prompt:
 class SamplingParams:
     """How to sample; the same for every prompt of one call.
 
-    ``n`` completions per prompt. ``seed`` fixes every random choice of the call.
+    ``n`` completions per prompt. ``seed`` fixes every random choice of the call; ``place`` tells
+    those of its prompts apart: by default a prompt's place in it.
     """
 
     n: int = 1
@@ -42,11 +41,12 @@ class SamplingParams:
     top_p: float = 1.0
     max_tokens: int = 1024
     seed: int = 0
+    place: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """One response of the policy to one prompt.
+    """One response of the policy to one prompt. Where another rank has it, its tensors are meta tensors of its length.
 
     token_ids int64 [N], the end-of-sequence token included when it was sampled.
     logprobs float32 [N], log-probability of each sampled token as the engine saw it, temperature included.
@@ -65,10 +65,6 @@ class Completion:
     @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
-
-
-GenerateFunction = Callable[[SequenceOf[Prompt], SamplingParams], list[list[Completion]]]
-"""What an engine's ``generate`` looks like: ``n`` completions for each prompt, in the prompts' order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ LAYERS = (
     ("dapo_kernels",),
     ("dapo_kernels.integrations",),
     ("dapo_runner.types", "dapo_runner.timing", "dapo_runner.interrupt", "dapo_runner.config"),
+    ("dapo_runner.parallel",),
     ("dapo_runner.policy", "dapo_runner.sampling", "dapo_runner.rewards"),
     ("dapo_runner.update", "dapo_runner.evaluate"),
     ("dapo_runner.rollout", "dapo_runner.checkpoint"),
@@ -31,6 +32,7 @@ LAYERS = (
     ("dapo_runner.run",),
     ("dapo_runner.train",),
     ("dapo_runner.cli",),
+    ("dapo_runner.__main__",),
 )
 HEIGHT = {room: height for height, rooms in enumerate(LAYERS) for room in rooms}
 

@@ -43,7 +43,9 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], world: World, compute: 
         fully_shard(block, mesh=world.mesh, mp_policy=precision)
     # Without reshard_after_forward the root would stay whole after a pass under no_grad, and later changes of its
     # shards would be ignored by the next.
-    return fully_shard(Root(model), mesh=world.mesh, mp_policy=precision, reshard_after_forward=True)
+    root = Root(model)
+    fully_shard(root, mesh=world.mesh, mp_policy=precision, reshard_after_forward=True)
+    return root
 
 
 @torch.no_grad()

@@ -1,5 +1,5 @@
-"""Sequence parallelism (DeepSpeed-Ulysses, arXiv 2309.14509): ranks share the positions of a packed batch everywhere but
-in attention, where each has all positions of a share of the heads.
+"""Sequence parallelism (DeepSpeed-Ulysses, arXiv 2309.14509): ranks share the positions of a packed batch everywhere
+but in attention, where each has all positions of a share of the heads.
 
 Legend: W ranks, T packed positions, a multiple of W, H heads, D head size.
 """
@@ -22,7 +22,7 @@ class _Exchange(torch.autograd.Function):
         return _exchanged(x, group, scatter, gather)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchanged(grad, ctx.group, *ctx.dims), None, None, None
 
 
@@ -64,7 +64,7 @@ class _Gather(torch.autograd.Function):
         return whole
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad[ctx.own], None
 
 

@@ -30,7 +30,8 @@ class RankError(RuntimeError):
     """What one rank raised, told on the others, where its own exception cannot be."""
 
 
-class Layout(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Layout:
     """How many ranks share what; see the head of this file."""
 
     size: int = 1
@@ -110,7 +111,15 @@ class World:
         """What ``work`` gave on every rank. Where it failed on one, its exception is raised on all: none waits for
         an answer that never comes, and all can save what was done before.
         """
+        if self.size == 1:
+            return [work()]
         return [outcome.value() for outcome in self.gather(_Outcome.of(work, self.rank))]
+
+    def together(self, work: Callable[[], T]) -> T:
+        """What ``work`` gave here, once it has not failed anywhere."""
+        kept: list[T] = []
+        self.agree(lambda: kept.append(work()))
+        return kept[0]
 
     def first(self, work: Callable[[], T]) -> T:
         """What ``work`` gave on rank 0, which alone does it."""
@@ -196,10 +205,10 @@ def open_world(config: Config) -> World:
 
 def make_world(layout: Layout, rank: int, device_type: str) -> World:
     """``rank``'s place in a process group that is there."""
-    shape, names = (layout.replicate, layout.shard), ("replicate", "shard")
+    dims = {"replicate": layout.replicate, "shard": layout.shard}
     if layout.replicate == 1:
-        shape, names = shape[1:], names[1:]
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+        del dims["replicate"]
+    mesh = init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
     return World(rank, layout, mesh, _group_of(rank, layout.size, layout.sequence))
 
 
@@ -255,8 +264,8 @@ def _check_not_launched_otherwise(config: Config) -> None:
     world = os.environ.get("WORLD_SIZE", "")
     if world.isdigit() and int(world) > 1:
         raise ConfigError(
-            f"WORLD_SIZE={world}: expected torchrun's other variables beside it (RANK, MASTER_ADDR, MASTER_PORT), which "
-            "are not set; start with `torchrun … -m dapo_runner train RECIPE`, or unset WORLD_SIZE"
+            f"WORLD_SIZE={world}: expected torchrun's other variables beside it (RANK, MASTER_ADDR, MASTER_PORT), "
+            "which are not set; start with `torchrun … -m dapo_runner train RECIPE`, or unset WORLD_SIZE"
         )
     if config.parallel.gpus > 1:
         raise ConfigError(

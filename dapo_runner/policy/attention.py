@@ -57,7 +57,7 @@ class Packing:
 
     cu_seqlens int32 [S+1]. For the SDPA kernel alone: ``buckets``, and restore int64, the slot of every computed
     position among all the slots of all buckets. Computed are all T packed positions, or the fewer of
-    ``prefixes.Distinct``. ``group``: ranks that share the positions; query, key and value are then those of this rank's.
+    ``prefixes.Distinct``. ``group``: ranks that share the positions; query, key and value are of this rank's then.
     """
 
     kernel: Kernel

@@ -236,8 +236,8 @@ def check_sequence_parallel(model: Any, world: World) -> None:
     heads = model.config.get_text_config(decoder=True).num_attention_heads
     if heads % world.layout.sequence:
         raise ConfigError(
-            f"parallel.sequence: expected a divisor of the {heads} attention heads of {type(model).__name__}, which are "
-            f"divided among the ranks that share a sequence, got {world.layout.sequence}"
+            f"parallel.sequence: expected a divisor of the {heads} attention heads of {type(model).__name__}, which "
+            f"are divided among the ranks that share a sequence, got {world.layout.sequence}"
         )
 
 

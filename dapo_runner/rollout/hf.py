@@ -228,7 +228,8 @@ def _dice(rows: list[_Row]) -> Tensor:
     for line, row in zip(dice, rows, strict=True):
         # A hash, not a sum: prompt 1 sample 0 of one seed must not throw the dice of prompt 0 sample 1 of the
         # next.
-        name = f"{row.sampling.seed}:{row.prompt}:{row.sample}".encode()
+        place = row.prompt if row.sampling.place is None else row.sampling.place
+        name = f"{row.sampling.seed}:{place}:{row.sample}".encode()
         generator.manual_seed(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1)
         line[: row.sampling.max_tokens] = torch.rand(row.sampling.max_tokens, generator=generator)
     return dice

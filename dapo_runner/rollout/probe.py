@@ -15,7 +15,7 @@ from dapo_runner.types import Completion, Group, Prompt, Sample, SamplingParams,
 from dapo_runner.update.advantage import make_sequences
 from dapo_runner.update.correction import Mismatch, measure
 from dapo_runner.update.learner import Learner
-from dapo_runner.update.packing import pack
+from dapo_runner.update.packing import Share, pack
 
 # Mean |Δ log-prob| that is still rounding. SmolLM2-135M under vLLM on a CPU: 8e-6 and 0.045 in sync; 0.5 with nothing
 # but a stale output head.
@@ -44,24 +44,29 @@ class SyncProbe:
         """Mean and largest |Δ log-prob|; nothing when the probe is off. Raises OutOfSyncError."""
         if not self.prompts:
             return {}
-        mismatch = self._measure(engine.generate(self.prompts, self.sampling), learner)
-        figures = mismatch.figures()
-        gap = figures["rollout_gap"]
-        if not gap <= self.bound:  # NaN as well
-            raise OutOfSyncError(
-                f"sync: expected engine and learner to agree on the log-probs of the engine's own tokens to "
-                f"{self.bound:g} on average (rollout.probe.bound), got {gap:.3g} over {mismatch.tokens} tokens: the "
-                "engine does not hold the learner's weights, or does not compute the same model"
-            )
-        return {"gap": gap, "gap_max": figures["rollout_gap_max"]}
+        world = learner.world
+        # Every engine is asked the same, and its own ranks about its answers; as many passes on each rank.
+        answers = world.gather(engine.generate(self.prompts, self.sampling))
+        mismatches = world.gather(self._measure(answers[world.data_rank * world.layout.sequence], learner))
+        for rank, mismatch in enumerate(mismatches):
+            gap = mismatch.figures()["rollout_gap"]
+            if not gap <= self.bound:  # NaN as well
+                where = "" if world.alone else f" on rank {rank}"
+                raise OutOfSyncError(
+                    f"sync: expected engine and learner to agree on the log-probs of the engine's own tokens to "
+                    f"{self.bound:g} on average (rollout.probe.bound), got {gap:.3g} over {mismatch.tokens} tokens"
+                    f"{where}: the engine does not hold the learner's weights, or does not compute the same model"
+                )
+        figures = sum(mismatches, Mismatch()).figures()
+        return {"gap": figures["rollout_gap"], "gap_max": figures["rollout_gap_max"]}
 
     def _measure(self, completions: list[list[Completion]], learner: Learner) -> Mismatch:
         groups = [
             Group(prompt, tuple(Sample(completion, Verdict(correct=False), 0.0) for completion in answers))
             for prompt, answers in zip(self.prompts, completions, strict=True)
         ]
-        mismatch = Mismatch()
-        for batch in pack(make_sequences(groups, AdvantageConfig(kind="group_mean")), self.token_budget):
+        mismatch, share = Mismatch(), Share(multiple=learner.share.multiple)
+        for batch in pack(make_sequences(groups, AdvantageConfig(kind="group_mean")), self.token_budget, share):
             own = learner.logprobs(batch).to(batch.mask.device)
             mismatch += measure(own, batch.old_logprobs, batch.mask)
         return mismatch

@@ -100,7 +100,7 @@ class VLLMEngine:
 
     def _sampling_params(self, sampling: SamplingParams, place: int) -> Any:
         # vLLM numbers the samples of a prompt by adding to its seed; a hash keeps the prompts' ranges apart.
-        name = f"{sampling.seed}:{place}".encode()
+        name = f"{sampling.seed}:{place if sampling.place is None else sampling.place}".encode()
         return _import_vllm().SamplingParams(
             n=sampling.n if sampling.temperature > 0 else 1,  # vLLM refuses more; they are all alike
             temperature=sampling.temperature,

@@ -90,11 +90,15 @@ class DynamicSampler:
         cursor: PromptCursor,
         config: SamplerConfig,
         on_round: Callable[[int, SamplingStats], None] | None = None,
+        complete: Callable[[list[Group]], list[Group]] = list,
     ) -> None:
-        """``on_round(groups at hand, stats)`` is called after every round: progress while a step fills."""
+        """``on_round(groups at hand, stats)`` is called after every round: progress while a step fills. ``complete``
+        fetches what the groups that are kept lack: the tokens that other ranks hold.
+        """
         self.cursor = cursor
         self.config = config
         self.on_round = on_round
+        self.complete = complete
         self.rounds_so_far = self.steps = 0
         self.buffer: list[Group] = []
         self._accepted = self._tried = 0.0  # groups, with fading memory
@@ -122,7 +126,7 @@ class DynamicSampler:
             self.rounds_so_far += 1
             stats.rounds += 1
             stats.count(groups)
-            kept = [group for group in groups if self._keeps(group)]
+            kept = self.complete([group for group in groups if self._keeps(group)])
             self.buffer += [replace(group, step=self.steps) for group in kept]
             self._accepted = MEMORY * self._accepted + len(kept)
             self._tried = MEMORY * self._tried + len(groups)

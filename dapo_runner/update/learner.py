@@ -327,7 +327,7 @@ def _positions(batch: PackedBatch, policy: Policy, own: bool = True) -> dict[str
     return {name: own_positions(tensor, group).to(policy.device) for name, tensor in tensors.items()}
 
 
-def _given(tensors: dict[str, Tensor]) -> dict[str, Tensor | None]:
+def _given(tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {name: tensors.get(name) for name in ("mask", "ref_logprobs", "importance_weights")}
 
 

@@ -20,6 +20,7 @@ from dapo_runner.evaluate import (
     mean_correct,
     pass_at,
     pass_estimate,
+    scored,
 )
 from dapo_runner.rewards import math_rule
 from dapo_runner.rewards.math_rule import math_judge
@@ -55,9 +56,8 @@ def evaluate_answers(answers: Sequence[str], truth: str, kind: str) -> Evaluatio
     """The samples of one problem, scored by one of the rules."""
     config = make_config(evaluation={"k": len(answers)}, reward={"kind": kind, "deadline": 60.0})
     completions = [make_completion(text=f"It is so.\nAnswer: {answer}") for answer in answers]
-    return evaluate(
-        lambda prompts, sampling: [completions], [make_prompt(answer=truth)], make_scorer(config, shaped=False), config
-    )
+    answer = scored(lambda prompts, sampling: [completions], make_scorer(config, shaped=False))
+    return evaluate(answer, [make_prompt(answer=truth)], config)
 
 
 @pytest.mark.parametrize(
@@ -190,14 +190,14 @@ def test_evaluate_samples_with_its_own_settings_and_scores_unshaped() -> None:
 
     config = make_config(evaluation={"k": 2, "top_p": 0.5, "temperature": 0.0, "seed": 9})
     prompts = [make_prompt("x"), make_prompt("y")]
-    result = evaluate(generate, prompts, make_scorer(config, shaped=False), config)
+    result = evaluate(scored(generate, make_scorer(config, shaped=False)), prompts, config)
     assert calls == [SamplingParams(n=2, temperature=0.0, top_p=0.5, max_tokens=64, seed=9)]
     assert result.average == 0.25
     assert result.metrics["truncated"] == 0.5
     assert result.metrics["no_answer"] == 0.25
     assert result.metrics["length"] == pytest.approx((64 * 3 + 1) / 4)
     with pytest.raises(ValueError, match="at least one held-out problem"):
-        evaluate(generate, [], make_scorer(config), config)
+        evaluate(scored(generate, make_scorer(config)), [], config)
 
 
 def test_a_reward_that_names_no_answer_has_no_consensus() -> None:

@@ -70,7 +70,7 @@ def test_the_lock_goes_with_the_run(tmp_path: Path) -> None:
     wrong = {**small_recipe()["data"], "template": "What is {question}?"}
     with pytest.raises(ConfigError, match=r"data\.template"):  # what cannot be opened leaves no lock behind
         open_run(parse_config(small_recipe(output_dir=str(tmp_path), name="b") | {"data": wrong}), SilentProgress())
-    lock_folder(tmp_path / "b", print).release()
+    lock_folder(tmp_path / "b", print).close()
     with open_run(config, SilentProgress()):
         pass
 
@@ -80,17 +80,17 @@ def test_an_owner_that_has_not_said_its_name_yet(tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE).write_text("")
     with pytest.raises(ConfigError, match="another process trains in this folder"):
         lock_folder(tmp_path, print)
-    lock.release()
-    lock_folder(tmp_path, print).release()
+    lock.close()
+    lock_folder(tmp_path, print).close()
 
 
-def test_one_of_several_processes_of_a_launcher_is_refused(
+def test_a_launcher_that_torch_does_not_know_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = write_recipe(tmp_path, steps=1)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["train", str(recipe)]) == 2
-    assert "WORLD_SIZE=2: expected one process" in capsys.readouterr().err
+    assert "WORLD_SIZE=2: expected torchrun's other variables" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert main(["train", str(recipe)]) == 0
@@ -117,6 +117,6 @@ time.sleep(60)
                 lock_folder(tmp_path, print)
             trainer.kill()
             trainer.wait()
-            lock_folder(tmp_path, print).release()
+            lock_folder(tmp_path, print).close()
         finally:
             os.kill(child, signal.SIGKILL)

@@ -93,9 +93,9 @@ def test_every_recipe_prints_its_plan(path: Path, capsys: pytest.CaptureFixture[
     assert code == 0 or "expected a file, found nothing at" in err or "expected vLLM" in err
 
 
-def test_more_gpus_than_one_are_planned_with_and_not_trained_on(tmp_path: Path) -> None:
+def test_more_gpus_than_there_are_processes(tmp_path: Path) -> None:
     config = load_config(PAPER, [f"run.output_dir={tmp_path}"])
-    with pytest.raises(ConfigError, match=r"parallel\.gpus: expected 1.*got 128"):
+    with pytest.raises(ConfigError, match=r"parallel\.gpus: expected 128 processes, found one"):
         train(config, SilentProgress())
     with pytest.raises(ConfigError, match=r"sequence: expected a divisor of gpus=128, got 7"):
         load_config(PAPER, ["parallel.sequence=7"])

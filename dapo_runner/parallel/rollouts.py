@@ -1,0 +1,60 @@
+"""Prompts over the ranks' engines, and what came of them back to all: first who was right and how long, the tokens only
+of the groups that are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from dapo_runner.parallel.balance import spread
+from dapo_runner.parallel.world import World
+from dapo_runner.types import Group, Prompt, Sample, SamplingParams
+
+AnswerPrompts = Callable[[list[Prompt], list[SamplingParams]], list[Group]]
+
+
+def answer(world: World, prompts: Sequence[Prompt], sampling: SamplingParams, work: AnswerPrompts) -> list[Group]:
+    """A group for each prompt, in their order, on every rank. ``work`` is given this rank's share of the prompts and
+    how to sample each, which does not depend on how many ranks there are. Of another rank's responses the tokens and
+    texts are absent until ``complete``.
+
+    Raises on all ranks what ``work`` raises on one.
+    """
+    costs = {place: float(len(prompt.token_ids) + sampling.max_tokens) for place, prompt in enumerate(prompts)}
+    shares = spread(costs, world.n_engines)
+    mine = shares[world.engine]
+    own: list[Group] = []
+
+    def found() -> list[Group]:
+        own.extend(work([prompts[place] for place in mine], [replace(sampling, place=place) for place in mine]))
+        return [_without_tokens(group) for group in own] if world.leads_engine else []
+
+    told = world.agree(found)
+    groups: dict[int, Group] = {}
+    for engine, share in enumerate(shares):
+        theirs = own if engine == world.engine else told[engine * world.layout.rollout_tensor]
+        groups |= zip(share, theirs, strict=True)
+    return [groups[place] for place in range(len(prompts))]
+
+
+def complete(world: World, groups: Sequence[Group]) -> list[Group]:
+    """The same groups with the tokens and texts of all their responses, on every rank."""
+    held = {place: group for place, group in enumerate(groups) if _has_tokens(group)} if world.leads_engine else {}
+    whole: dict[int, Group] = {}
+    for part in world.gather(held):
+        whole |= part
+    return [whole[place] for place in range(len(groups))]
+
+
+def _has_tokens(group: Group) -> bool:
+    return not any(sample.completion.token_ids.is_meta for sample in group.samples)
+
+
+def _without_tokens(group: Group) -> Group:
+    def bare(sample: Sample) -> Sample:
+        completion = sample.completion
+        tokens, logprobs = completion.token_ids.to("meta"), completion.logprobs.to("meta")
+        return replace(sample, completion=replace(completion, token_ids=tokens, logprobs=logprobs, text=""))
+
+    return replace(group, samples=tuple(bare(sample) for sample in group.samples))

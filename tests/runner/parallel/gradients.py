@@ -1,0 +1,74 @@
+"""What a test starts on several ranks: `python gradients.py MODEL CASES OUT`. The gradient of one update for each case, and
+what the update reported, as rank 0 sees them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from builders import make_config, random_sequences
+
+from dapo_runner.config import Config
+from dapo_runner.parallel.sharding import whole
+from dapo_runner.parallel.world import ALONE, World, close_world, launched, make_layout, make_world
+from dapo_runner.policy.model import load_policy, load_reference
+from dapo_runner.update.advantage import ADVANTAGES as ADVANTAGES
+from dapo_runner.update.learner import Learner, step_figures
+
+
+def open_case(config: Config) -> World:
+    if not launched():
+        return ALONE
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return make_world(make_layout(config, size, size), rank, "cpu")
+
+
+def run_case(path: str, case: dict[str, Any]) -> dict[str, Any]:
+    n_sequences = case.pop("sequences", 14)
+    config = make_config(**case)
+    world = open_case(config)
+    cpu = torch.device("cpu")
+    policy = load_policy(path, config.model, cpu, seed=5, world=world)
+    reference = None
+    if config.loss.overrides.get("kl_coef") and config.model.lora is None:
+        reference = load_reference(path, config.model, cpu, world)
+    learner = Learner(policy, config, reference)
+    if config.model.lora is not None:
+        with torch.no_grad():  # B = 0 would leave A without a gradient
+            for name, parameter in policy.model.named_parameters():
+                if ".lora_B." in name:
+                    parameter.copy_(parameter * 0 + 0.01)
+    (mini,) = learner.prepare(random_sequences(n_sequences))
+    found: dict[str, torch.Tensor] = {}
+    step = learner.optimizer.step
+
+    def keep_gradients() -> None:
+        found.update({name: whole(p.grad).clone() for name, p in learner.master.tensors.items() if p.grad is not None})
+        step()
+
+    learner.optimizer.step = keep_gradients  # type: ignore[method-assign]
+    figures = learner.update(mini, 0)
+    figures |= step_figures([mini], [figures], world)
+    weights = dict(policy.named_weights())
+    return {"gradients": found, "figures": figures, "weights": weights, "n_micro": len(mini.micro_batches)}
+
+
+def main() -> None:
+    path, cases, out = sys.argv[1:]
+    torch.set_num_threads(1)
+    if launched():
+        dist.init_process_group("gloo")
+    results = [run_case(path, case) for case in json.loads(Path(cases).read_text())]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        torch.save(results, out)
+    close_world()
+
+
+if __name__ == "__main__":
+    main()
