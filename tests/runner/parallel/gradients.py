@@ -18,8 +18,7 @@ from dapo_runner.config import Config
 from dapo_runner.parallel.sharding import whole
 from dapo_runner.parallel.world import ALONE, World, close_world, launched, make_layout, make_world
 from dapo_runner.policy.model import load_policy, load_reference
-from dapo_runner.update.advantage import ADVANTAGES as ADVANTAGES
-from dapo_runner.update.learner import Learner, step_figures
+from dapo_runner.update.learner import Learner, resolve_objective, step_figures
 
 
 def open_case(config: Config) -> World:
@@ -36,7 +35,7 @@ def run_case(path: str, case: dict[str, Any]) -> dict[str, Any]:
     cpu = torch.device("cpu")
     policy = load_policy(path, config.model, cpu, seed=5, world=world)
     reference = None
-    if config.loss.overrides.get("kl_coef") and config.model.lora is None:
+    if resolve_objective(config).kl_coef != 0 and config.model.lora is None:
         reference = load_reference(path, config.model, cpu, world)
     learner = Learner(policy, config, reference)
     if config.model.lora is not None:

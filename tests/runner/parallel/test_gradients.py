@@ -1,0 +1,85 @@
+"""One update on many ranks is the update of one: gradients, weights and figures, for every objective and layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import save_model
+from launch import torchrun
+
+from dapo_kernels import OBJECTIVES
+from dapo_runner.config import TinyModelConfig
+from dapo_runner.tasks.tiny import make_model, make_tokenizer
+
+FLOAT32 = {"tiny": {}, "dtype": "float32"}
+# What reads the whole mini-batch, or whole sequences, in every layout; the rest of the table on two ranks.
+CASES: dict[str, dict[str, Any]] = {
+    **{name: {"model": FLOAT32, "loss": {"objective": name}} for name in OBJECTIVES},
+    "one_sequence": {"model": FLOAT32, "sequences": 1},  # a rank, or three, with nothing to do
+    "accumulated": {"model": FLOAT32, "optimizer": {"token_budget": 96}, "sequences": 40},
+    "lora": {"model": {**FLOAT32, "lora": {"rank": 4, "alpha": 8}}},
+    "kl": {"model": FLOAT32, "loss": {"overrides": {"kl_coef": 0.1}}},
+    "checkpointing": {"model": {**FLOAT32, "gradient_checkpointing": True}},
+    "corrected": {"model": FLOAT32, "rollout": {"correction": {"weights": "sequence"}}},
+}
+CASES["accumulated"]["optimizer"]["mini_batch_size"] = None
+LAYOUTS: dict[str, dict[str, int]] = {
+    "shard 2": {"gpus": 2},
+    "sequence 2": {"gpus": 2, "sequence": 2},
+    "shard 4": {"gpus": 4},
+    "replicate 2, shard 2": {"gpus": 4, "replicate": 2},
+    "shard 4, sequence 2": {"gpus": 4, "sequence": 2},
+    "sequence 4": {"gpus": 4, "sequence": 4},
+}
+SELECTED = ["dapo", "gspo", "dr_grpo", "clip_cov", "one_sequence", "accumulated", "lora", "kl"]
+
+
+def small_model(folder: Path, tied: bool) -> Path:
+    """Four query heads, two key heads."""
+    torch.manual_seed(7)
+    tokenizer = make_tokenizer()
+    sizes = TinyModelConfig(layers=2, hidden_size=32, heads=4, intermediate_size=64)
+    model = make_model(sizes, tokenizer, max_positions=256)
+    model.config.num_key_value_heads, model.config.tie_word_embeddings = 2, tied
+    model = type(model)(model.config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
+    return save_model(model, tokenizer, folder)
+
+
+def results(n: int, model: Path, cases: dict[str, dict[str, Any]], folder: Path) -> dict[str, dict[str, Any]]:
+    folder.mkdir(exist_ok=True)
+    (folder / "cases.json").write_text(json.dumps(list(cases.values())))
+    done = torchrun(n, Path(__file__).with_name("gradients.py"), model, folder / "cases.json", folder / "out.pt")
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(zip(cases, torch.load(folder / "out.pt"), strict=True))
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_an_update_is_that_of_one_process(tmp_path: Path, tied: bool) -> None:
+    model = small_model(tmp_path / "model", tied)
+    alone = results(1, model, CASES, tmp_path / "1")
+    for n in (2, 4):
+        cases, expected = {}, {}
+        for layout, parallel in LAYOUTS.items():
+            names = CASES if layout == "shard 2" and tied else SELECTED
+            for name in names if parallel["gpus"] == n else ():
+                cases[f"{name}, {layout}"] = {**CASES[name], "parallel": parallel}
+                expected[f"{name}, {layout}"] = alone[name]
+        for case, got in results(n, model, cases, tmp_path / str(n)).items():
+            compare(got, expected[case], case)
+
+
+def compare(got: dict[str, Any], expected: dict[str, Any], case: str) -> None:
+    assert got["gradients"].keys() == expected["gradients"].keys(), case
+    for name, gradient in expected["gradients"].items():
+        assert (got["gradients"][name] - gradient).norm() <= 1e-5 * gradient.norm(), (case, name)
+    assert got["weights"].keys() == expected["weights"].keys(), case
+    for name, weight in expected["weights"].items():
+        assert (got["weights"][name] - weight).norm() <= 1e-5 * weight.norm(), (case, name)
+    assert got["figures"] == pytest.approx(expected["figures"], rel=1e-5, abs=1e-6), case
