@@ -34,13 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.command(options, overrides, console))
     except ConfigError as error:
-        print(f"dapo: {error}", file=sys.stderr)
+        _complain(str(error))
         return USER_ERROR
     except BrokenPipeError:  # `dapo show … | head`: the rest is not wanted, nor a complaint as Python closes the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        print("\ndapo: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        _complain("interrupted; the same command goes on from the last checkpoint")
         return INTERRUPTED
 
 
@@ -88,6 +88,8 @@ def _train(options: argparse.Namespace, overrides: list[str], console: Console) 
         return _dry_run(config, console)
     _quiet_libraries()
     from dapo_runner.checkpoint import CheckpointError
+    from dapo_runner.interrupt import StepGivenUpError
+    from dapo_runner.parallel.watch import RankLostError
     from dapo_runner.records.metrics import before_and_after
     from dapo_runner.records.progress import make_progress
     from dapo_runner.records.report import write_report
@@ -99,8 +101,19 @@ def _train(options: argparse.Namespace, overrides: list[str], console: Console) 
 
     try:
         folder = train(config, make_progress(config.logging.progress, console))
-    except (CheckpointError, NonFiniteUpdateError, OutOfSyncError, RewardError, SamplingExhaustedError) as error:
-        print(f"dapo: {error}", file=sys.stderr)
+        if int(os.environ.get("RANK", 0)) > 0:
+            return 0
+    except StepGivenUpError as error:
+        raise KeyboardInterrupt from error
+    except (
+        CheckpointError,
+        NonFiniteUpdateError,
+        OutOfSyncError,
+        RankLostError,
+        RewardError,
+        SamplingExhaustedError,
+    ) as error:
+        _complain(str(error))
         return 1
     _print_evaluations(console, f"{folder}: held-out problems", before_and_after(folder))
     print(f"picture: {write_report(folder)}")
@@ -245,6 +258,14 @@ def _print_time_split(console: Console, run: Path) -> None:
     for item in split:
         table.add_row(item.phase, f"{item.seconds:.3f}", f"{item.share:.1%}", PHASES.get(item.phase, ""))
     console.print(table)
+
+
+def _complain(text: str) -> None:
+    """Once, where several ranks have the same to say."""
+    from dapo_runner.parallel.watch import Watch
+
+    if Watch().says_first(text):
+        print(f"dapo: {text}", file=sys.stderr, flush=True)
 
 
 def _no_overrides(overrides: list[str]) -> None:

@@ -27,7 +27,16 @@ TINY_MODEL = "model"
 # for its whole section. Anything else is another run (run.name), or a fork of this one (run.from).
 MAY_CHANGE = (
     # How long, how often, where to.
-    *("run.steps", "run.eval_every", "run.save_every", "run.keep", "run.name", "run.output_dir", "logging."),
+    *(
+        "run.steps",
+        "run.eval_every",
+        "run.save_every",
+        "run.keep",
+        "run.grace",
+        "run.name",
+        "run.output_dir",
+        "logging.",
+    ),
     # What a step takes of machine, memory and patience; its figures stay what they are but for rounding.
     *("run.device", "run.threads", "parallel.", "optimizer.token_budget", "loss.chunk_bytes"),
     *("model.attention", "model.compile", "model.gradient_checkpointing"),

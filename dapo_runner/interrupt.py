@@ -1,14 +1,22 @@
-"""Ctrl-C: the step under way is finished and saved. A second one stops at once."""
+"""Ctrl-C and SIGTERM: the step under way is finished and saved, or given up and the one before it saved where it would
+not end in time. A second signal stops at once.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C, and what a job scheduler sends before it kills
+
+
+class StepGivenUpError(Exception):
+    """A step that would have ended only after the process was killed."""
 
 
 class StopRequest:
@@ -17,10 +25,14 @@ class StopRequest:
     Outside the main thread, where Python takes no signals, it stays False.
     """
 
-    def __init__(self, report: Callable[[str], None]) -> None:
+    def __init__(self, report: Callable[[str], None], grace: float = float("inf")) -> None:
+        """``grace``: seconds from SIGTERM to the kill that follows it."""
         self.report = report
+        self.grace = grace
         self.requested = False
         self._before: dict[signal.Signals, Any] = {}
+        self._step_ends = self._killed = float("inf")
+        self._may_give_up = False
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
@@ -33,8 +45,29 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def step_takes(self, seconds: float) -> None:
+        """What the step that begins now is expected to take."""
+        self._step_ends = time.monotonic() + seconds
+
+    @contextmanager
+    def giving_up(self) -> Iterator[None]:
+        """Within it a step that would end too late raises StepGivenUpError: nothing of it is in the weights yet."""
+        self._may_give_up = True
+        try:
+            self._give_up_if_late()
+            yield
+        finally:
+            self._may_give_up = False
+
+    def _give_up_if_late(self) -> None:
+        if self._may_give_up and self.requested and self._step_ends > self._killed:
+            raise StepGivenUpError("this step would not end before the process is killed")
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
+        if number == signal.SIGTERM:
+            self._killed = time.monotonic() + self.grace
+        self._give_up_if_late()
         self.report("stopping after this step, which will be saved; once more stops at once")

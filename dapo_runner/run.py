@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from dapo_runner.preflight.algorithm import algorithm
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.records.metrics import METRICS_FILE, batch_metrics, prefixed, read_log, sampling_metrics
 from dapo_runner.records.postmortem import save_batch
-from dapo_runner.records.progress import Progress
+from dapo_runner.records.progress import Progress, SilentProgress
 from dapo_runner.records.run_log import CHECKPOINTS, RunLog
 from dapo_runner.records.trackers import open_trackers
 from dapo_runner.rewards.scoring import ScoreGroup, make_scorer, never_right
@@ -68,25 +69,37 @@ class Run:
     progress: Progress
     clock: StepClock
     lock: FolderLock | None
+    stop: StopRequest
     first_step: int  # the last one behind it
     saved: int  # the last one that is safe on the disk
     owes_evaluation: bool  # of the policy it begins with, or because that failed
+    last_step_took: float = 0.0  # seconds
 
     def __enter__(self) -> Run:
+        self.stop.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop.__exit__(kind, error, trace)
         self.progress.close()
         for held in (self.log, self.lock):
             if held is not None:
                 held.close()
 
-    def asked_to_stop(self, stop: StopRequest) -> bool:
-        """Whether a signal has come on any rank."""
-        return self.world.any(stop.requested)
+        if error is not None and self.world.watch is not None:
+            explained = self.world.watch.explain(error)
+            if explained is not error:
+                raise explained from error
+
+    def asked_to_stop(self) -> bool:
+        """Whether a signal has come, on any rank."""
+        return self.world.any(self.stop.requested)
 
     def sample(self, step: int) -> SampledStep:
         """The groups of a step. Where that fails, the steps before it are saved, as they were before it began."""
+        self.stop.step_takes(self.last_step_took)
         with self.saving_first(step - 1, moment(self.sampler)):
             return self.sampler.next(self.generate_groups)
 
@@ -112,7 +125,12 @@ class Run:
     def generate_groups(self, prompts: list[Prompt], round_number: int) -> list[Group]:
         with self.timed(OTHER if self.world.alone else "wait"):
             sampling = rollout_sampling(self.config, round_number)
-            return self.answer(prompts, sampling, self.score, self.timed)
+            return self.answer(prompts, sampling, self.score, self.rollout_phase)
+
+    @contextmanager
+    def rollout_phase(self, name: str) -> Iterator[None]:
+        with self.timed(name), self.stop.giving_up():
+            yield
 
     def answer(
         self,
@@ -200,6 +218,7 @@ class Run:
         no more than that line.
         """
         seconds = self.clock.lap()
+        self.last_step_took = sum(seconds.values())
         if self.log is not None:
             self.log.seconds(step, seconds)
 
@@ -238,6 +257,8 @@ def open_run(config: Config, progress: Progress) -> Run:
     world = open_world(config)
     world.together(lambda: check_needs(config))
     device = world.device or resolve_device(config.run.device)
+    if not world.is_main:
+        progress = SilentProgress()
     lock = world.on_first(lambda: lock_folder(config.run_dir, progress.note))
     try:
         return _open_run(config, world, device, progress, lock)
@@ -262,7 +283,13 @@ def _open_run(config: Config, world: World, device: torch.device, progress: Prog
     for note in (f"data: {dataset.report.describe()}", *cautions(config), never_right(config.reward, dataset.train)):
         if note is not None:
             progress.note(note)
-    clock = StepClock(device, progress.phase)
+
+    def on_phase(name: str) -> None:
+        progress.phase(name)
+        if world.watch is not None:
+            world.watch.at(name)
+
+    clock = StepClock(device, on_phase)
     learner = open_learner(config, folder, checkpoint, device, progress, clock, world)
     cursor = PromptCursor(dataset.train, config.run.seed, dataset.heldout)
     fetch = list if world.alone else partial(complete, world)
@@ -308,6 +335,7 @@ def _open_run(config: Config, world: World, device: torch.device, progress: Prog
         progress=progress,
         clock=clock,
         lock=lock,
+        stop=StopRequest(progress.note, config.run.grace),
         first_step=done,
         saved=done,
         owes_evaluation=bool(dataset.heldout) and owes,

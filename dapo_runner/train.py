@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from dapo_runner.config import Config
-from dapo_runner.interrupt import StopRequest
 from dapo_runner.records.progress import Progress
 from dapo_runner.run import is_due, open_run
 from dapo_runner.update.advantage import make_sequences
@@ -16,10 +15,9 @@ def train(config: Config, progress: Progress) -> Path:
     """Run, or take up again, the run that the configuration describes. Returns its folder.
 
     Ctrl-C finishes the step and saves it; then KeyboardInterrupt. Raises ConfigError, SamplingExhaustedError,
-    NonFiniteUpdateError, OutOfSyncError, RewardError, CheckpointError.
+    NonFiniteUpdateError, OutOfSyncError, RewardError, CheckpointError; StepGivenUpError after SIGTERM; RankLostError.
     """
-    run = open_run(config, progress)
-    with run, StopRequest(progress.note) as stop:
+    with open_run(config, progress) as run:
         run.probe()
         if run.owes_evaluation:
             run.evaluate(run.first_step)
@@ -36,11 +34,11 @@ def train(config: Config, progress: Progress) -> Path:
             last = step == config.run.steps
             if is_due(config, config.run.eval_every, step):
                 run.evaluate(step)
-            stopping = run.asked_to_stop(stop)
+            stopping = run.asked_to_stop()
             if stopping or is_due(config, config.run.save_every, step):
                 run.save(step)
             run.end_step(step)
             if stopping and not last:
-                progress.note(f"stopped after step {step}, which is saved")
+                run.progress.note(f"stopped after step {step}, which is saved")
                 raise KeyboardInterrupt
     return run.folder

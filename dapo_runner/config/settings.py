@@ -54,6 +54,7 @@ class RunConfig(Section):
     save_every: NonNegativeInt = 5  # 0: only after the last step
     keep: PositiveInt = 2  # checkpoints kept; older ones are removed
     device: str = "auto"  # auto: cuda where there is one, else cpu
+    grace: PositiveFloat = 30.0  # seconds from SIGTERM to the kill: a step that takes longer is given up
     threads: PositiveInt | None = None  # CPU threads; None leaves torch's choice
     from_: str | None = Field(
         default=None, alias="from"

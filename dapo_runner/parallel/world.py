@@ -9,11 +9,14 @@ Every rank walks through the same loop and takes the same decisions; work is wha
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
+import signal
 import socket
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -22,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dapo_runner.config import Config, ConfigError
+from dapo_runner.parallel.watch import Watch, launched
 
 T = TypeVar("T")
 
@@ -52,6 +56,7 @@ class World:
     layout: Layout = Layout()
     mesh: DeviceMesh | None = None  # what weights are sharded over: (shard) or (replicate, shard)
     sequence_group: dist.ProcessGroup | None = None  # ranks that share a micro-batch's positions, where more than one
+    watch: Watch | None = None
 
     @property
     def size(self) -> int:
@@ -179,11 +184,6 @@ def _portable(error: Exception, rank: int, host: str) -> Exception:
     return RankError(f"rank {rank} on {host}: {type(error).__name__}: {error}")
 
 
-def launched() -> bool:
-    """Whether torchrun, or what sets the same variables, started this process."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-
-
 def open_world(config: Config) -> World:
     """Meet the other ranks. Raises ConfigError where their number does not suit `parallel`."""
     if not launched():
@@ -200,7 +200,15 @@ def open_world(config: Config) -> World:
             dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
         else:
             dist.init_process_group("gloo", timeout=timeout)
-    return make_world(layout, rank, "cuda" if on_gpus else "cpu")
+    end_with_parent()
+    return replace(make_world(layout, rank, "cuda" if on_gpus else "cpu"), watch=Watch())
+
+
+def end_with_parent() -> None:
+    """A launcher that is killed leaves its ranks behind: they are told to stop, and finish and save their step."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1  # prctl.h
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def make_world(layout: Layout, rank: int, device_type: str) -> World:

@@ -1,5 +1,5 @@
-"""What a test starts on several ranks: `python gradients.py MODEL CASES OUT`. The gradient of one update for each case, and
-what the update reported, as rank 0 sees them.
+"""What a test starts on several ranks: `python gradients.py MODEL CASES OUT`. The gradient of one update for each case,
+and what the update reported, as rank 0 sees them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from builders import make_config, random_sequences
 
 from dapo_runner.config import Config
 from dapo_runner.parallel.sharding import whole
-from dapo_runner.parallel.world import ALONE, World, close_world, launched, make_layout, make_world
+from dapo_runner.parallel.watch import launched
+from dapo_runner.parallel.world import ALONE, World, close_world, make_layout, make_world
 from dapo_runner.policy.model import load_policy, load_reference
 from dapo_runner.update.learner import Learner, resolve_objective, step_figures
 

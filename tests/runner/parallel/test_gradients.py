@@ -26,7 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpointing": {"model": {**FLOAT32, "gradient_checkpointing": True}},
     "corrected": {"model": FLOAT32, "rollout": {"correction": {"weights": "sequence"}}},
 }
-CASES["accumulated"]["optimizer"]["mini_batch_size"] = None
+CASES["accumulated"]["sampler"] = {"prompts_per_step": 10}
 LAYOUTS: dict[str, dict[str, int]] = {
     "shard 2": {"gpus": 2},
     "sequence 2": {"gpus": 2, "sequence": 2},
