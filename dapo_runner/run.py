@@ -28,7 +28,7 @@ from dapo_runner.folder import TINY_MODEL, Change, FolderLock, check_same_run, l
 from dapo_runner.fork import rewarded_otherwise, start_fork
 from dapo_runner.interrupt import StopRequest
 from dapo_runner.parallel.rollouts import answer, complete
-from dapo_runner.parallel.world import World, open_world
+from dapo_runner.parallel.world import ALONE, World, open_world
 from dapo_runner.policy.model import load_model, load_policy, load_reference, load_tokenizer, resolve_device
 from dapo_runner.preflight.algorithm import algorithm
 from dapo_runner.preflight.needs import check_needs
@@ -255,7 +255,7 @@ def open_run(config: Config, progress: Progress) -> Run:
     """
     resolve_objective(config)
     world = open_world(config)
-    world.together(lambda: check_needs(config))
+    world.together(lambda: check_needs(config, world.layout))
     device = world.device or resolve_device(config.run.device)
     if not world.is_main:
         progress = SilentProgress()
@@ -294,7 +294,7 @@ def _open_run(config: Config, world: World, device: torch.device, progress: Prog
     cursor = PromptCursor(dataset.train, config.run.seed, dataset.heldout)
     fetch = list if world.alone else partial(complete, world)
     sampler = DynamicSampler(cursor, config.sampler, progress.round, fetch)
-    engine = open_engine(config, source, device)
+    engine = world.together(lambda: open_engine(config, source, device, world))
     trackers = world.on_first(lambda: open_trackers(config, folder, keep_through + 1)) or []
     # Nothing that draws a random number comes after this: a resumed run must see the numbers the first one saw.
     torch.manual_seed(config.run.seed)
@@ -395,10 +395,10 @@ def initial_model(config: Config, folder: Path, progress: Progress) -> str | Pat
     return ensure_tiny_model(config, folder / TINY_MODEL, progress.note)
 
 
-def open_engine(config: Config, source: str | Path, device: torch.device) -> RolloutEngine:
+def open_engine(config: Config, source: str | Path, device: torch.device, world: World = ALONE) -> RolloutEngine:
     """A rollout engine with weights of its own, loaded from ``source``."""
     tokenizer = load_tokenizer(source, config.model)
     if config.rollout.engine == "vllm":
-        return VLLMEngine(source, tokenizer, config, device)
+        return VLLMEngine(source, tokenizer, config, device, world)
     model = load_model(source, config.model, device, "sdpa")
     return HFEngine(model, tokenizer, config.rollout.max_batch_sequences)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from dapo_runner.config import Config, ConfigError
+from dapo_runner.parallel.world import ALONE, World
 from dapo_runner.rollout.engine import checked_weights, sampling_of_each, stop_token_ids
 from dapo_runner.types import Completion, FinishReason, Prompt, SamplingParams
 
@@ -33,16 +34,26 @@ GIB = 2**30
 
 
 class VLLMEngine:
-    """A rollout engine over ``vllm.LLM``. A process holds one: vLLM keeps its parallel state in globals."""
+    """A rollout engine over ``vllm.LLM``. A process holds one: vLLM keeps its parallel state in globals.
 
-    def __init__(self, path: str | Path, tokenizer: Any, config: Config, device: torch.device) -> None:
+    Of many ranks each has its own, or `parallel.rollout_tensor` neighbours share one and make the same calls.
+    """
+
+    def __init__(
+        self, path: str | Path, tokenizer: Any, config: Config, device: torch.device, world: World = ALONE
+    ) -> None:
         """``path`` is a model in transformers' format. Raises ConfigError when vLLM is not installed."""
         check_installed()
+        tensor = world.layout.rollout_tensor
         self.tokenizer = tokenizer
         self.max_tokens = config.longest_sequence
         self.device = device
+        if world.leads_engine:
+            _remove_shared_memory(range(world.rank, world.rank + tensor))
         with _threads_kept():
-            self.llm = _import_vllm().LLM(**_arguments(path, config, device))
+            launched = {} if world.alone else {"distributed_executor_backend": "external_launcher"}
+            arguments = _arguments(path, config, device) | launched | {"tensor_parallel_size": tensor}
+            self.llm = _import_vllm().LLM(**arguments)
         fields = self.llm.llm_engine.model_config.try_get_generation_config()
         self.stop_ids = stop_token_ids(fields.get("eos_token_id"), tokenizer)
         self._shapes = _parameter_shapes(path, config.model.trust_remote_code)
@@ -125,6 +136,14 @@ class VLLMEngine:
             )
             for out, text in zip(outputs, texts, strict=True)
         ]
+
+
+def _remove_shared_memory(ranks: range) -> None:
+    """On a CPU the ranks of an engine talk through memory of a fixed name, which a killed run leaves behind and the
+    next cannot make.
+    """
+    for leftover in Path("/dev/shm").glob(f"*-tp:*-[[]{'-'.join(map(str, ranks))}[]]-cpushm*"):
+        leftover.unlink(missing_ok=True)
 
 
 def _arguments(path: str | Path, config: Config, device: torch.device) -> dict[str, Any]:
