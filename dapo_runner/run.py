@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +36,7 @@ from dapo_runner.records.metrics import METRICS_FILE, batch_metrics, prefixed, r
 from dapo_runner.records.postmortem import save_batch
 from dapo_runner.records.progress import Progress, SilentProgress
 from dapo_runner.records.run_log import CHECKPOINTS, RunLog
+from dapo_runner.records.speed import peak_flops, peak_memory, speed_figures, training_flops
 from dapo_runner.records.trackers import open_trackers
 from dapo_runner.rewards.scoring import ScoreGroup, make_scorer, never_right
 from dapo_runner.rollout.engine import RolloutEngine
@@ -74,6 +75,7 @@ class Run:
     saved: int  # the last one that is safe on the disk
     owes_evaluation: bool  # of the policy it begins with, or because that failed
     last_step_took: float = 0.0  # seconds
+    speed: dict[str, float] = field(default_factory=dict)  # of the step under way, once it has trained
 
     def __enter__(self) -> Run:
         self.stop.__enter__()
@@ -184,7 +186,15 @@ class Run:
         in_sync: dict[str, float],
     ) -> None:
         with self.timed("log"):
+            self.speed = self._speed(sequences)
             self.world.first(lambda: self._log_step(step, sampled, sequences, trained, in_sync))
+
+    def _speed(self, sequences: list[Sequence]) -> dict[str, float]:
+        policy, lengths = self.learner.policy, [sequence.length - 1 for sequence in sequences]
+        flops, peak = training_flops(policy.model, lengths), peak_flops(policy.device)
+        memory = max(self.world.gather(peak_memory(policy.device)))
+        figures = speed_figures(flops, sum(lengths), self.clock.so_far(), self.world.size, peak)
+        return figures | {"memory_gib": memory}
 
     def _log_step(
         self,
@@ -202,7 +212,7 @@ class Run:
             | prefixed("sync", in_sync)
         )
         news = self.log.step(step, figures, sampled.groups, sequences)
-        self.progress.step(step, figures, self.clock.so_far())
+        self.progress.step(step, figures, self.clock.so_far(), self.speed)
         for note in (news, sampled.shortfall, sampled.caution):
             if note is not None:
                 self.progress.note(note)
@@ -220,7 +230,8 @@ class Run:
         seconds = self.clock.lap()
         self.last_step_took = sum(seconds.values())
         if self.log is not None:
-            self.log.seconds(step, seconds)
+            self.log.seconds(step, seconds, self.speed)
+        self.speed = {}
 
     def evaluate(self, step: int) -> None:
         if not self.dataset.heldout:

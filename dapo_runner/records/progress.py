@@ -13,6 +13,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
+from dapo_runner.records.speed import speed_line
 from dapo_runner.sampling.sampler import SamplingStats
 
 STEP_FIGURES = (
@@ -41,7 +42,9 @@ class Progress(Protocol):
         """After every generation round: how many groups are at hand."""
         ...
 
-    def step(self, step: int, figures: Mapping[str, float], seconds: Mapping[str, float]) -> None: ...
+    def step(
+        self, step: int, figures: Mapping[str, float], seconds: Mapping[str, float], speed: Mapping[str, float]
+    ) -> None: ...
 
     def evaluation(self, step: int, figures: Mapping[str, float]) -> None: ...
 
@@ -57,7 +60,9 @@ class SilentProgress:
 
     def round(self, at_hand: int, stats: SamplingStats) -> None: ...
 
-    def step(self, step: int, figures: Mapping[str, float], seconds: Mapping[str, float]) -> None: ...
+    def step(
+        self, step: int, figures: Mapping[str, float], seconds: Mapping[str, float], speed: Mapping[str, float]
+    ) -> None: ...
 
     def evaluation(self, step: int, figures: Mapping[str, float]) -> None: ...
 
@@ -77,8 +82,13 @@ class PlainProgress(SilentProgress):
     def note(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def step(self, step: int, figures: Mapping[str, float], seconds: Mapping[str, float]) -> None:
-        self.note(f"step {step}/{self.total}  {step_line(figures)}  {sum(seconds.values()):.1f} s")
+    def step(
+        self, step: int, figures: Mapping[str, float], seconds: Mapping[str, float], speed: Mapping[str, float]
+    ) -> None:
+        took = f"{sum(seconds.values()):.1f} s"
+        self.note(
+            f"step {step}/{self.total}  {step_line(figures)}  {', '.join(filter(None, (took, speed_line(speed))))}"
+        )
 
     def evaluation(self, step: int, figures: Mapping[str, float]) -> None:
         self.note(f"evaluation after step {step}: {evaluation_line(figures)}")
@@ -103,7 +113,7 @@ class LiveProgress(PlainProgress):
         self.bar = RichProgress(*columns, console=console, speed_estimate_period=120)
         self.task = self.bar.add_task("", total=None, doing="")
         self.history: dict[str, list[float]] = {}
-        self.heldout = self.time = ""
+        self.heldout = self.time = self.speed = ""
         self.live = Live(console=console, refresh_per_second=5, get_renderable=self.block)
 
     def start(self, done: int, total: int) -> None:
@@ -119,12 +129,14 @@ class LiveProgress(PlainProgress):
         if stats.rounds > 1:
             self.bar.update(self.task, doing=f"sampling, round {stats.rounds}: {at_hand} groups at hand")
 
-    def step(self, step: int, figures: Mapping[str, float], seconds: Mapping[str, float]) -> None:
+    def step(
+        self, step: int, figures: Mapping[str, float], seconds: Mapping[str, float], speed: Mapping[str, float]
+    ) -> None:
         self.bar.update(self.task, completed=step)
         for _, key, _ in STEP_FIGURES:
             if key in figures:
                 self.history.setdefault(key, []).append(figures[key])
-        self.time = time_line(seconds)
+        self.time, self.speed = time_line(seconds), speed_line(speed)
 
     def evaluation(self, step: int, figures: Mapping[str, float]) -> None:
         super().evaluation(step, figures)
@@ -136,7 +148,8 @@ class LiveProgress(PlainProgress):
             if key in self.history:
                 values = self.history[key]
                 table.add_row(name, Text(form.format(values[-1]), justify="right"), Text(trend(values), style="cyan"))
-        lines = [Text(f"{label}  {text}") for label, text in (("held-out", self.heldout), ("time", self.time)) if text]
+        told = (("held-out", self.heldout), ("time", self.time), ("speed", self.speed))
+        lines = [Text(f"{label}  {text}") for label, text in told if text]
         return Group(self.bar.get_renderable(), table, *lines)
 
     def close(self) -> None:

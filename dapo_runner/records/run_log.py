@@ -63,9 +63,9 @@ class RunLog:
     def evaluation(self, step: int, figures: Mapping[str, float]) -> None:
         self._metrics(step, "eval", figures)
 
-    def seconds(self, step: int, seconds: Mapping[str, float]) -> None:
-        """Where a step's wall time went, or that of what comes before the first."""
-        figures = prefixed("seconds", seconds)
+    def seconds(self, step: int, seconds: Mapping[str, float], speed: Mapping[str, float]) -> None:
+        """Where a step's wall time went, or that of what comes before the first, and what it amounts to."""
+        figures = prefixed("seconds", seconds) | prefixed("speed", speed)
         with writing(self.folder / TIMINGS_FILE, self.folder / CHECKPOINTS):
             self.timings.write(step, "step" if step > self.first_step else "start", figures)
         for tracker in self.trackers:

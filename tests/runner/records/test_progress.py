@@ -12,6 +12,7 @@ from dapo_runner.records.progress import TREND_WIDTH, LiveProgress, PlainProgres
 
 FIGURES = {"batch/reward": -0.25, "sampling/accuracy": 0.5, "batch/length": 20.0, "train/entropy": 0.1234}
 SECONDS = {"rollout": 6.0, "forward_backward": 3.0, "optimizer": 0.5, "sync": 0.25, "other": 0.25, "save": 0.0}
+SPEED = {"ranks": 8.0, "tokens_per_second": 12345.6, "mfu": 0.41, "memory_gib": 61.5}
 
 
 def make_console(terminal: bool) -> Console:
@@ -31,7 +32,7 @@ def test_the_live_block_shows_figures_trends_evaluation_and_time() -> None:
     try:
         assert "0/10" in text_of(console, live.block())
         for step in (1, 2, 3):
-            live.step(step, {**FIGURES, "batch/reward": step / 4}, SECONDS)
+            live.step(step, {**FIGURES, "batch/reward": step / 4}, SECONDS, SPEED)
         live.phase("old_logprobs")
         live.phase("other")
         live.evaluation(3, {"avg@4": 0.875, "problems": 40.0, "length": 3.0})
@@ -44,13 +45,14 @@ def test_the_live_block_shows_figures_trends_evaluation_and_time() -> None:
     assert "0.123" in block
     assert "held-out  step 3: avg@4 87.5% on 40 problems" in block
     assert "time  10.0 s a step: rollout 60%, forward backward 30%, optimizer 5%, sync 2%" in block
+    assert "speed  8 ranks, 12,346 tokens/s, MFU 41%, 61.5 GiB" in block
     assert "grad" not in block  # a figure that never came
 
 
 def test_the_live_block_fits_a_narrow_terminal() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=40, color_system=None)
     live = LiveProgress(console)
-    live.step(1, FIGURES, SECONDS)
+    live.step(1, FIGURES, SECONDS, SPEED)
     assert max(map(len, text_of(console, live.block()).splitlines())) <= 40
 
 
@@ -60,9 +62,12 @@ def test_elsewhere_there_are_plain_lines() -> None:
     assert type(plain) is PlainProgress
     plain.start(0, 10)
     plain.phase("rollout")
-    plain.step(1, FIGURES, SECONDS)
+    plain.step(1, FIGURES, SECONDS, SPEED)
     out = console.file.getvalue()  # type: ignore[attr-defined]
-    assert out == "step 1/10  reward -0.25  accuracy 50%  length 20  entropy 0.123  10.0 s\n"
+    assert (
+        out
+        == "step 1/10  reward -0.25  accuracy 50%  length 20  entropy 0.123  10.0 s, 8 ranks, 12,346 tokens/s, MFU 41%, 61.5 GiB\n"
+    )
     assert type(make_progress("auto", make_console(terminal=True))) is LiveProgress
     assert type(make_progress("off", console)) is SilentProgress
 
