@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+DYING = 1.0  # seconds that a process may take to go
 MARKS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")  # of a collective that failed
 
 
@@ -79,13 +80,15 @@ def _blame(notes: dict[int, dict[str, Any]], own: int) -> str:
     for rank, note in notes.items():
         if note["error"] is not None:
             return f"rank {rank} on {note['host']} stopped: {note['error']}"
-    host = socket.gethostname()
-    for rank, note in notes.items():
-        if note["host"] == host and not _is_alive(note["pid"]):
-            return (
-                f"rank {rank} on {host} (process {note['pid']}) is gone, killed in {note['phase']!r}: look for the "
-                "kernel's out-of-memory killer; the same command goes on from the last checkpoint"
-            )
+    host, deadline = socket.gethostname(), time.monotonic() + DYING
+    while time.monotonic() < deadline:  # its connections close before it is gone
+        for rank, note in notes.items():
+            if note["host"] == host and not _is_alive(note["pid"]):
+                return (
+                    f"rank {rank} on {host} (process {note['pid']}) is gone, killed in {note['phase']!r}: look for the "
+                    "kernel's out-of-memory killer; the same command goes on from the last checkpoint"
+                )
+        time.sleep(0.05)
     rank = min((rank for rank in notes if rank != own), key=lambda rank: notes[rank]["since"])
     note = notes[rank]
     return (

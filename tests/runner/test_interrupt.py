@@ -6,16 +6,20 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_train import Notes, config_in
 
 from dapo_runner import run as module
 from dapo_runner.checkpoint import find_checkpoints
-from dapo_runner.interrupt import StopRequest
+from dapo_runner.interrupt import StepGivenUpError, StopRequest
 from dapo_runner.records.progress import SilentProgress
 from dapo_runner.records.run_log import CHECKPOINTS
+from dapo_runner.rollout.hf import HFEngine
+from dapo_runner.run import Run
 from dapo_runner.train import train
+from dapo_runner.types import Group, Prompt
 from dapo_runner.update.learner import Learner
 
 
@@ -67,3 +71,42 @@ def test_signals_are_given_back() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.requested
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_step_that_would_end_too_late_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = {**config_in(tmp_path).model_dump(mode="json")["run"], "save_every": 0, "eval_every": 0, "steps": 6}
+    whole = train(config_in(tmp_path, run={**raw, "name": "whole"}), SilentProgress())
+    late = config_in(tmp_path, run={**raw, "grace": 1e-9})
+    original, answer = HFEngine.generate, Run.generate_groups
+
+    def generate(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the rollout went on")
+
+    def generate_groups(run: Run, prompts: list[Prompt], round_number: int) -> list[Group]:
+        monkeypatch.setattr(HFEngine, "generate", generate if run.learner.optimizer.state else original)
+        return answer(run, prompts, round_number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "generate_groups", generate_groups)
+        with pytest.raises(StepGivenUpError, match="would not end before"):
+            train(late, SilentProgress())
+    monkeypatch.setattr(HFEngine, "generate", original)
+    folder = tmp_path / "small"
+    (saved,) = find_checkpoints(folder / CHECKPOINTS)
+    assert 0 < saved.step < 6
+    train(late, SilentProgress())
+    assert (folder / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+def test_an_interrupt_gives_nothing_up(tmp_path: Path) -> None:
+    with StopRequest(lambda text: None, grace=1e-9) as stop:
+        stop.step_takes(1000.0)
+        with stop.giving_up():
+            os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested
+    with StopRequest(lambda text: None, grace=100.0) as stop:
+        stop.step_takes(1.0)
+        with stop.giving_up():
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested

@@ -1,0 +1,168 @@
+"""Ranks that are in this together: what fails on one fails on all, and who does what does not depend on who asks."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from builders import make_config
+from hypothesis import given
+from hypothesis import strategies as st
+from launch import environment, torchrun
+
+from dapo_runner.config import Config, ConfigError
+from dapo_runner.parallel.balance import sequence_cost, spread
+from dapo_runner.parallel.world import ALONE, Layout, make_layout
+
+PROGRAM = """
+import json, os, sys, time
+from builders import make_config
+from dapo_runner.parallel.world import close_world, open_world
+world = open_world(make_config(parallel={"timeout": 20.0}))
+own, told = [], []
+
+def work():
+    if world.rank == 1:
+        raise ValueError("not today")
+    return world.rank
+
+for ask in (world.agree, world.together, world.on_first, world.first):
+    try:
+        told.append(ask(work))
+    except ValueError as error:
+        told.append(str(error))
+told += [world.gather(world.rank * 10), world.any(world.rank == 2), world.any(False), world.first(lambda: world.rank)]
+with open(f"{sys.argv[1]}/{world.rank}.json", "w") as file:
+    json.dump(told, file)
+close_world()
+"""
+
+
+def test_what_one_rank_raises_all_raise(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    done = torchrun(3, program, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in range(3):
+        told = json.loads((tmp_path / f"{rank}.json").read_text())
+        kept = 0 if rank == 0 else None
+        assert told == ["not today", "not today", kept, 0, [0, 10, 20], True, False, 0]
+
+
+def test_alone_nothing_is_asked_of_anybody() -> None:
+    assert ALONE.agree(lambda: 5) == [5]
+    assert (ALONE.first(lambda: 6), ALONE.on_first(lambda: 7), ALONE.together(lambda: 8)) == (6, 7, 8)
+    assert not ALONE.any(False)
+    with pytest.raises(ZeroDivisionError):
+        ALONE.together(lambda: 1 // 0)
+
+
+@given(st.lists(st.integers(1, 20_000), max_size=40), st.integers(1, 9))
+def test_work_is_spread_evenly(lengths: list[int], n: int) -> None:
+    costs = {place: sequence_cost(length, 64) for place, length in enumerate(lengths)}
+    shares = spread(costs, n)
+    assert sorted(place for share in shares for place in share) == list(costs)
+    assert all(share == sorted(share) for share in shares)
+    loads = [sum(costs[place] for place in share) for share in shares]
+    assert max(loads) <= sum(loads) / n + max(costs.values(), default=0.0)
+
+
+def config(**parallel: object) -> Config:
+    return make_config(parallel=parallel, rollout={"engine": "vllm"} if "rollout_tensor" in parallel else {})
+
+
+def test_layouts() -> None:
+    assert make_layout(config(), 4, 4) == Layout(4, shard=4)
+    assert make_layout(config(replicate=2, sequence=2), 8, 4) == Layout(8, shard=4, sequence=2)
+    assert make_layout(config(replicate=2), 8, 4).replicate == 2
+    assert make_layout(config(gpus=8, shard=4, replicate=2, rollout_tensor=4), 8, 4).rollout_tensor == 4
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ({"gpus": 8}, "parallel.gpus: expected 8 processes, a launcher started 4"),
+        ({"replicate": 3}, "parallel.replicate: expected a divisor of 4 processes, got 3"),
+        ({"shard": 3}, "parallel.shard × parallel.replicate = 4 processes, got 3 × 1"),
+        ({"sequence": 3}, "parallel.sequence: expected a divisor of the 4 ranks that share weights, got 3"),
+        ({"rollout_tensor": 4}, "parallel.rollout_tensor: expected a divisor of the 2 processes of a machine, got 4"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(parallel: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
+        make_layout(config(**parallel), 4, 2)
+
+
+def test_an_engine_that_shares_nothing_is_not_shared() -> None:
+    with pytest.raises(ConfigError, match=r"rollout_tensor: expected 1 with rollout\.engine=hf"):
+        make_layout(make_config(parallel={"rollout_tensor": 2}), 2, 2)
+
+
+STUCK = """
+import os, sys, time
+from builders import make_config
+from dapo_runner.parallel.world import open_world
+world = open_world(make_config(parallel={"timeout": 3.0}))
+world.watch.at("rollout")
+try:
+    if world.rank == 1:
+        if sys.argv[1] == "stuck":
+            time.sleep(60)
+        if sys.argv[1] == "raises":
+            raise KeyError("no such thing")
+        os.kill(os.getpid(), 9)
+    world.watch.at("wait")
+    world.gather(1)
+except Exception as error:
+    told = world.watch.explain(error)
+    if world.watch.says_first(str(told)):
+        print(f"TOLD {told}", flush=True)
+    os._exit(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("stuck", "does not answer: it has been in 'rollout' for"),
+        ("killed", "is gone, killed in 'rollout'"),
+        ("raises", "stopped: KeyError: 'no such thing'"),
+    ],
+)
+def test_who_is_lost_is_named_once(tmp_path: Path, how: str, message: str) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(STUCK)
+    begun = time.monotonic()
+    done = torchrun(3, program, how)
+    assert done.returncode != 0
+    assert time.monotonic() - begun < 45
+    told = [line for line in done.stdout.splitlines() if line.startswith("TOLD rank 1 on ")]
+    assert len(told) == 1, done.stdout + done.stderr[-2000:]
+    assert message in told[0]
+
+
+def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys, time\nfrom builders import make_config\nfrom dapo_runner.parallel.world import open_world\n"
+        f"world = open_world(make_config())\nopen(f'{tmp_path}/{{os.getpid()}}.pid', 'w').close()\ntime.sleep(60)\n"
+    )
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    agent = subprocess.Popen([sys.executable, *command], env=environment())
+    ranks = wait_for(lambda: [int(path.stem) for path in tmp_path.glob("*.pid")], 2)
+    agent.send_signal(signal.SIGKILL)
+    agent.wait()
+    assert wait_for(lambda: [pid for pid in ranks if not Path(f"/proc/{pid}").exists()], 2)
+
+
+def wait_for(found, n: int) -> list[int]:  # type: ignore[no-untyped-def]
+    deadline = time.monotonic() + 40
+    while len(items := found()) < n:
+        assert time.monotonic() < deadline, items
+        time.sleep(0.1)
+    return items
