@@ -57,7 +57,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
         raise ConfigError(f"{path}: expected a YAML file, found {'a folder' if path.is_dir() else 'nothing there'}")
     try:
         raw = read_yaml(path.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected sections such as 'model:' at the top, got a {type(raw).__name__}")
