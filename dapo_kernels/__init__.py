@@ -13,9 +13,12 @@ from dapo_kernels.metrics import reduce_metrics, summarize
 from dapo_kernels.objectives import OBJECTIVES, Objective
 from dapo_kernels.objectives import select as select
 
+__version__ = "0.1.0"
+
 __all__ = [
     "OBJECTIVES",
     "Objective",
+    "__version__",
     "dapo_loss",
     "linear_dapo_loss",
     "linear_token_logprobs",

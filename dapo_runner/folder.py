@@ -47,6 +47,13 @@ MAY_CHANGE = (
 )
 
 
+def check_writable(folder: Path) -> None:
+    """Raises ConfigError where a run's folder cannot be made. Makes nothing."""
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError(f"run.output_dir: expected a folder that can be written to: {there} is none")
+
+
 def lock_folder(folder: Path, note: Callable[[str], None]) -> FolderLock:
     """Make a run's folder where there is none, and keep other processes out of it. Raises ConfigError that names the
     process which is in it, or says why nothing can be written there.

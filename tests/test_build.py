@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -36,8 +38,33 @@ def test_without_a_compiler_one_sentence_says_what_to_do(tmp_path: Path) -> None
 def test_pure_torch_package_needs_no_compiler(tmp_path: Path) -> None:
     result = build(tmp_path, CXX="/nowhere/g++", DAPO_KERNELS_CPP="0")
     assert result.returncode == 0, result.stderr
-    assert list(tmp_path.rglob("losses.py"))
     assert not list(tmp_path.rglob("_C*.so"))
+    (losses,) = tmp_path.rglob("dapo_kernels/losses.py")
+    assert (losses.parent / "py.typed").exists()
+    runner = losses.parent.parent / "dapo_runner"
+    assert (runner / "py.typed").exists()
+    recipes = {path.name: path.read_text() for path in (runner / "recipes").iterdir()}
+    assert recipes == {path.name: path.read_text() for path in (ROOT / "recipes").iterdir()}
+
+
+def test_the_source_distribution_is_the_repository(tmp_path: Path) -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        pytest.skip("not in a git repository")
+    command = ["egg_info", "--egg-base", str(tmp_path), "sdist", "--dist-dir", str(tmp_path)]
+    subprocess.run([sys.executable, "setup.py", "-q", *command], cwd=ROOT, check=True, capture_output=True)
+    (path,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+        page = archive.extractfile(f"{path.name.removesuffix('.tar.gz')}/PKG-INFO")
+        assert page is not None
+        text = page.read().decode()
+    assert set(listed.stdout.split()) - names <= {".ci/run", ".gitignore"}
+    assert not [name for name in names if name.endswith((".so", ".pyc"))]
+    # What an index shows leads to places that are there.
+    assert re.findall(r"\]\((?!https://)[^)]*\)", text) == []
+    assert "[DAPO](https://arxiv.org/abs/2503.14476)" in text
+    assert "five lines for last week's paper (docs/objectives.md)" in text
 
 
 def old_nvcc(folder: Path) -> str:

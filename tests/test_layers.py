@@ -21,6 +21,7 @@ LAYERS = (
     ("dapo_kernels.losses", "dapo_kernels.logprobs"),
     ("dapo_kernels",),
     ("dapo_kernels.integrations",),
+    ("dapo_runner.errors",),
     ("dapo_runner.types", "dapo_runner.timing", "dapo_runner.interrupt", "dapo_runner.config"),
     ("dapo_runner.parallel",),
     ("dapo_runner.policy", "dapo_runner.sampling", "dapo_runner.rewards"),
@@ -31,6 +32,7 @@ LAYERS = (
     ("dapo_runner.fork",),
     ("dapo_runner.run",),
     ("dapo_runner.train",),
+    ("dapo_runner.commands",),
     ("dapo_runner.cli",),
     ("dapo_runner.__main__",),
 )

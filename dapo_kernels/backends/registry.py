@@ -19,7 +19,7 @@ _CHECKOUT_HINT = (
     "Python imports the checkout at {}, where it was not built: pip install -e . there (with a C++ compiler, without "
     "DAPO_KERNELS_CPP=0), or start Python in another folder"
 )
-_INSTALL_HINT = "reinstall dapo-kernels with a C++ compiler present (and without DAPO_KERNELS_CPP=0)"
+_INSTALL_HINT = "reinstall dapo-kernels from source, with a C++ compiler present (and without DAPO_KERNELS_CPP=0)"
 
 
 def _extension_missing() -> str | None:

@@ -5,7 +5,7 @@ from it.
 """
 
 from dapo_runner.config.checks import cautions
-from dapo_runner.config.reading import ConfigError, apply_overrides, dump_config, load_config, parse_config
+from dapo_runner.config.reading import apply_overrides, dump_config, load_config, parse_config
 from dapo_runner.config.settings import (
     AdvantageConfig,
     ArithmeticConfig,
@@ -31,6 +31,7 @@ from dapo_runner.config.settings import (
     WandbConfig,
     WarmupConfig,
 )
+from dapo_runner.errors import ConfigError
 
 __all__ = [
     "AdvantageConfig",

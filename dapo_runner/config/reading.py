@@ -5,19 +5,18 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
+from dapo_kernels.objectives import FIELDS
 from dapo_runner.config.checks import mismatches
-from dapo_runner.config.settings import Config
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot run. The message has one line per problem, each naming its key."""
+from dapo_runner.config.settings import Config, LossConfig
+from dapo_runner.errors import ConfigError
 
 
 class _Loader(yaml.SafeLoader):
@@ -58,7 +57,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
         raise ConfigError(f"{path}: expected a YAML file, found {'a folder' if path.is_dir() else 'nothing there'}")
     try:
         raw = read_yaml(path.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected sections such as 'model:' at the top, got a {type(raw).__name__}")
@@ -124,8 +123,9 @@ def _explain(item: Any) -> str:
     key = ".".join(location)
     if item["type"] == "extra_forbidden":
         known = _known_keys(location[:-1])
-        near = difflib.get_close_matches(location[-1], known, n=1)
-        hint = f"did you mean '{near[0]}'? " if near else ""
+        near = [place for place in _every_key() if place.split(".")[-1] == location[-1]]
+        near = near or difflib.get_close_matches(location[-1], known, n=1)
+        hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
         return f"{key}: unknown key; {hint}known keys here: {', '.join(known)}"
     if item["type"] == "missing":
         return f"{key}: expected a value, got nothing"
@@ -139,7 +139,23 @@ def _explain(item: Any) -> str:
 def _known_keys(section: tuple[str, ...]) -> list[str]:
     node: type[BaseModel] = Config
     for name in section:
-        annotation = node.model_fields[name].annotation
-        options = (annotation, *get_args(annotation))
-        node = next(option for option in options if isinstance(option, type) and issubclass(option, BaseModel))
+        nested = _section_of(node.model_fields[name])
+        assert nested is not None
+        node = nested
     return [field.alias or name for name, field in node.model_fields.items()]
+
+
+def _every_key(node: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """Every key of every section, from the top, and the fields of an objective."""
+    for name, field in node.model_fields.items():
+        nested, place = _section_of(field), f"{prefix}{field.alias or name}"
+        yield place
+        if nested is not None:
+            yield from _every_key(nested, f"{place}.")
+    if node is LossConfig:
+        yield from (f"{prefix}overrides.{name}" for name in FIELDS)
+
+
+def _section_of(field: FieldInfo) -> type[BaseModel] | None:
+    options = (field.annotation, *get_args(field.annotation))
+    return next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), None)

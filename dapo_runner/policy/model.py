@@ -118,9 +118,16 @@ def resolve_device(name: str) -> torch.device:
     """``auto``: CUDA where there is one, else the CPU. Raises ConfigError when the device is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"run.device: expected a device of this machine, got {name!r}, but torch finds no CUDA here")
-    return torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"run.device: expected auto, cpu, cuda or cuda:N, got {name!r}") from error
+    here = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count() if here is not None and here.type == device.type else 0
+    if device.type != "cpu" and (device.index or 0) >= count:
+        found = f"torch finds {count or 'none'} of that kind here"
+        raise ConfigError(f"run.device: expected a device of this machine, got {name!r}, but {found}")
+    return device
 
 
 def load_model(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ import torch
 
 from dapo_kernels.backends import available_backends, backend_for, cuda_build
 from dapo_kernels.integrations.versions import TRL, VERL, VLLM, Supported
+from dapo_runner.preflight.packages import RUNNER, RUNNER_EXTRA, version
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +23,7 @@ class Finding:
     advice: str = ""
 
 
-# Distribution, and what the runner uses it for.
-NEEDED = (
-    ("transformers", "models and tokenizers"),
-    ("datasets", "parquet files"),
-    ("pydantic", "configuration"),
-    ("rich", "progress"),
-    ("matplotlib", "dapo report"),
-)
+# Distribution, and what it is used for.
 OPTIONAL = (
     ("flash-attn", "packed attention on CUDA; torch's varlen attention serves without it"),
     ("peft", "model.lora"),
@@ -59,27 +52,15 @@ def examine() -> list[Finding]:
     findings += [_backend(name, problem) for name, problem in available_backends().items()]
     findings.append(_cuda_module())
     findings += [_serves(kind) for kind in ("cpu", *(["cuda"] if torch.cuda.is_available() else []))]
-    findings += [
-        Finding(name, version(name) or "missing", "" if version(name) else f"pip install {name}  ({purpose})")
-        for name, purpose in NEEDED
-    ]
-    findings += [
-        Finding(
-            name,
-            version(name) or "not installed (optional)",
-            "" if version(name) else f"pip install {name}  ({purpose})",
-        )
-        for name, purpose in OPTIONAL
-    ]
+    findings += [_package(name, "missing", f"{RUNNER_EXTRA}  ({purpose})") for name, purpose in RUNNER]
+    findings += [_package(name, "not installed (optional)", f"pip install {name}  ({use})") for name, use in OPTIONAL]
     findings += [_adapted(*row) for row in ADAPTED]
     return findings
 
 
-def version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _package(name: str, absent: str, advice: str) -> Finding:
+    installed = version(name)
+    return Finding(name, absent, advice) if installed is None else Finding(name, installed)
 
 
 def _adapted(wanted: Sequence[Supported], distributions: Sequence[str], purpose: str) -> Finding:

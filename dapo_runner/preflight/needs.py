@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+from dapo_runner.checkpoint import latest_checkpoint
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.world import Layout
 from dapo_runner.policy import lora
-from dapo_runner.policy.model import resolve_device
+from dapo_runner.policy.attention import choose_kernel
+from dapo_runner.policy.model import DTYPES, resolve_device
+from dapo_runner.records.run_log import CHECKPOINTS
 from dapo_runner.records.trackers import check_trackers
 from dapo_runner.rewards.scoring import load_reward
 from dapo_runner.rollout import vllm
+from dapo_runner.tasks.tiny import check_tiny
+from dapo_runner.update.learner import resolve_objective
+
+HUB_SECONDS = 5  # that the model hub has to answer
 
 
 def check_needs(config: Config, layout: Layout | None = None) -> None:
-    """Raises ConfigError with a line for everything that is missing, or does not suit the ``layout`` of its ranks."""
-    missing = [*_missing(config), *heads_that_do_not_divide(config, layout or Layout())]
+    """Raises ConfigError with a line for everything that is missing, or does not suit the ``layout`` of its ranks.
+    Downloads nothing.
+    """
+    missing = [*_missing(config), *_heads_that_do_not_divide(config, layout or Layout())]
     if missing:
         raise ConfigError("\n".join(missing))
 
 
-def heads_that_do_not_divide(config: Config, layout: Layout) -> Iterator[str]:
+def _heads_that_do_not_divide(config: Config, layout: Layout) -> Iterator[str]:
     """Where the model is on this machine: what its attention heads cannot be shared by."""
     file = Path(config.model.path or "") / "config.json"
     if config.model.tiny is not None:
@@ -38,15 +48,19 @@ def heads_that_do_not_divide(config: Config, layout: Layout) -> Iterator[str]:
 
 
 def _missing(config: Config) -> Iterator[str]:
+    model = config.model
     checks: list[Callable[[], object]] = [
-        lambda: resolve_device(config.run.device),
+        lambda: choose_kernel(model.attention, resolve_device(config.run.device), DTYPES[model.dtype]),
         lambda: load_reward(config.reward),
         lambda: check_trackers(config.logging),
     ]
     if config.rollout.engine == "vllm":
         checks.append(vllm.check_installed)
-    if config.model.lora is not None:
+    if model.lora is not None:
         checks.append(lora.check_installed)
+    if model.tiny is not None:
+        checks.append(lambda: check_tiny(config))
+    checks += [partial(check_model, key, name) for key, name in _models(config)]
     for check in checks:
         try:
             check()
@@ -55,3 +69,45 @@ def _missing(config: Config) -> Iterator[str]:
     for key, path in (("data.path", config.data.path), ("data.eval_path", config.data.eval_path)):
         if path is not None and not path.is_file():
             yield f"{key}: expected a file, found nothing at {path}"
+
+
+def _models(config: Config) -> Iterator[tuple[str, str]]:
+    """Keys and names of the models that a run loads, beside what its checkpoint holds."""
+    reference, adapted = config.loss.reference, config.model.lora is not None
+    resumed = config.run.from_ is not None or latest_checkpoint(config.run_dir / CHECKPOINTS) is not None
+    refers_to_start = reference is None and resolve_objective(config).kl_coef != 0
+    if config.model.path is not None and (adapted or refers_to_start or not resumed):
+        yield "model.path", config.model.path
+    if reference is not None:
+        yield "loss.reference", reference
+
+
+def check_model(key: str, path: str) -> None:
+    """Raises ConfigError where ``path`` is neither a folder with a model nor the name of one that the hub has. The hub
+    is asked once, and not about what cannot be a name or has been downloaded before: loading a model that is not there
+    asks it for most of a minute.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        for wanted in ("config.json", "*.safetensors"):
+            if not any(folder.glob(wanted)):
+                raise ConfigError(f"{key}: expected a model in transformers' format, found no {wanted} in {path}")
+        return
+    if (problem := _problem_with_hub_name(path)) is not None:
+        raise ConfigError(f"{key}: expected a folder or a model of the hub, found no folder {path}, and {problem}")
+
+
+def _problem_with_hub_name(name: str) -> str | None:
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    try:
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            HfApi().model_info(name, timeout=HUB_SECONDS)
+    except HFValidationError:
+        return "no model of the hub can have that name"
+    except RepositoryNotFoundError:
+        return "the hub has none of that name"
+    except Exception as error:  # of whatever library carries the request
+        return f"the hub did not answer ({type(error).__name__})"
+    return None

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from dapo_kernels.engine.chunks import DEFAULT_CHUNK_BYTES, DEFAULT_DEVICE_CHUNK_BYTES
-from dapo_runner.config import Config, LoraConfig, ModelConfig, TinyModelConfig, cautions
+from dapo_runner.config import Config, LoraConfig, ModelConfig, OptimizerConfig, TinyModelConfig, cautions
 from dapo_runner.preflight.algorithm import algorithm
 from dapo_runner.sampling.sampler import prompts_for
 from dapo_runner.update.learner import resolve_objective
@@ -85,6 +85,7 @@ def make_plan(config: Config) -> dict[str, str]:
         "micro-batch": f"{config.optimizer.token_budget} positions per GPU"
         if config.parallel.gpus > 1
         else f"{config.optimizer.token_budget} positions",
+        "optimizer": _optimizer(config.optimizer),
         **algorithm(config),
         "reward": f"{reward.kind}, {reward.correct:+g} / {reward.wrong:+g}",
         "evaluation": f"avg@{config.evaluation.k} on {_eval_size(config)} problems {_how_often(config)}",
@@ -207,6 +208,15 @@ def _gpus(config: Config) -> str:
     return (
         f"{parallel.gpus}: a micro-batch over {parallel.sequence}, {parallel.gpus // parallel.rollout_tensor} engines "
         f"over {parallel.rollout_tensor} each"
+    )
+
+
+def _optimizer(settings: OptimizerConfig) -> str:
+    schedule = f"warmed up linearly over {settings.warmup_steps} rollout steps, then constant"
+    clip = "no gradient clipping" if settings.grad_clip is None else f"gradient clipped at norm {settings.grad_clip:g}"
+    return (
+        f"AdamW, lr {settings.lr:g} {schedule if settings.warmup_steps > 1 else 'constant'}; betas "
+        f"{settings.betas[0]:g} and {settings.betas[1]:g}, weight decay {settings.weight_decay:g}, {clip}"
     )
 
 

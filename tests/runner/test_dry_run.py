@@ -1,0 +1,121 @@
+"""`dapo train --dry-run`: it says what a run will do, and refuses what a run would refuse."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from small import write_recipe
+
+from dapo_runner.cli import main
+
+
+@pytest.fixture
+def files(tmp_path: Path, model_folder: Path) -> dict[str, str]:
+    """What the arguments below name."""
+    rows = [{"question": f"{number}+1", "answer": f"#### {number + 1}"} for number in range(3)]
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    good.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    bad.write_text(json.dumps({"problem": "1+1"}) + "\n")
+    (tmp_path / "empty").mkdir()
+    names = {"model": model_folder, "good": good, "bad": bad, "empty": tmp_path / "empty"}
+    return {name: str(path) for name, path in names.items()}
+
+
+MODEL = ["model.tiny=null", "model.path=MODEL", "data.format=gsm8k", "data.path=GOOD", "data.eval_size=1"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([*MODEL, "data.path=BAD"], "row 1: expected question and an answer ending in '#### n', got {'problem'"),
+        ([*MODEL, "data.format=auto", "data.path=BAD"], "expected the columns 'prompt' and 'reward_model' (DAPO) or"),
+        (
+            [*MODEL, "data.eval_size=4"],
+            "data.eval_size: expected fewer than the 3 problems of the training file, got 4",
+        ),
+        ([*MODEL, "rollout.max_prompt_tokens=1"], "data: no training prompt is left"),
+        ([*MODEL, "data.chat_template=always"], "data.chat_template: expected a tokenizer with a chat template"),
+        ([*MODEL, "model.path=EMPTY"], "model.path: expected a model in transformers' format, found no config.json in"),
+        ([*MODEL, "model.path=no/such/model"], "no model of the hub can have that name"),
+        ([*MODEL, "loss.overrides.kl_coef=0.1", "loss.reference=EMPTY"], "loss.reference: expected a model"),
+        ([*MODEL, "model.attention=varlen"], "model.attention: 'varlen' needs CUDA"),
+        (["data.arithmetic.train_size=99"], "data.arithmetic: expected 10 held-out and 99 training problems"),
+        (["data.format=gsm8k", "data.path=GOOD"], "model.tiny: expected data.format=arithmetic"),
+        (["model.tiny.warmup.stop_at=0.5", "model.tiny.warmup.examples=60"], "model.tiny.warmup.stop_at: expected"),
+        (["data.template=dapo"], "data.template: expected only the characters the tiny model has"),
+        (["run.output_dir=GOOD"], "run.output_dir: expected a folder that can be written to"),
+    ],
+)
+def test_it_refuses_what_a_run_refuses(
+    overrides: list[str], message: str, files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [
+        next((text.replace(name.upper(), path) for name, path in files.items() if name.upper() in text), text)
+        for text in overrides
+    ]
+    recipe = str(write_recipe(tmp_path))
+    for command in (["train", recipe, *given, "--dry-run"], ["train", recipe, *given]):
+        assert main(command) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_it_refuses_a_damaged_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "runs" / "small" / "checkpoints" / "step_000002").mkdir(parents=True)
+    for command in (["train", str(write_recipe(tmp_path)), "--dry-run"], ["train", str(write_recipe(tmp_path))]):
+        assert main(command) == 1
+        assert "step_000002 is damaged: manifest.json is missing" in capsys.readouterr().err
+
+
+def test_it_accepts_what_a_run_accepts(
+    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [text.replace("MODEL", files["model"]).replace("GOOD", files["good"]) for text in MODEL]
+    assert main(["train", str(write_recipe(tmp_path)), *given, "--dry-run"]) == 0
+    assert "data: 3 rows → 2 training and 1 held-out prompts" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_model_that_is_nowhere_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The hub is asked one question; asked for the files, it is asked again and again for most of a minute."""
+    asked = []
+
+    def silent(self: object, name: str, timeout: float) -> None:
+        asked.append((name, timeout))
+        raise ConnectionError
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", silent)
+    arguments = ["train", str(write_recipe(tmp_path)), "model.tiny=null", "model.path=models/nothing"]
+    assert main(arguments) == 2
+    assert "found no folder models/nothing, and the hub did not answer (ConnectionError)" in capsys.readouterr().err
+    assert asked == [("models/nothing", 5)]
+
+
+def test_a_run_goes_on_without_the_model_it_began_with(tmp_path: Path, files: dict[str, str]) -> None:
+    """Its checkpoints hold one."""
+    model = shutil.copytree(files["model"], tmp_path / "model")
+    given = [text.replace("MODEL", str(model)).replace("GOOD", files["good"]) for text in MODEL]
+    arguments = ["train", str(write_recipe(tmp_path, steps=1, eval_every=0)), *given]
+    assert main(arguments) == 0
+    shutil.rmtree(model)
+    assert main([*arguments, "run.steps=2"]) == 0
+
+
+def test_the_plan_says_how_the_policy_is_updated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(write_recipe(tmp_path))
+    assert main(["train", recipe, "advantage.kind=leave_one_out", "optimizer.warmup_steps=7", "--dry-run"]) == 0
+    plan = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "AdamW, lr 0.001 warmed up linearly over 7 rollout steps, then constant",
+        "advantage leave_one_out: R",
+    ):
+        assert part in plan
+    assert main(["train", recipe, "optimizer.warmup_steps=0", "optimizer.grad_clip=null", "--dry-run"]) == 0
+    plan = " ".join(capsys.readouterr().out.split())
+    assert "AdamW, lr 0.001 constant" in plan
+    assert "no gradient clipping" in plan

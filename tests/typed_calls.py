@@ -1,0 +1,22 @@
+"""Calls as users write them, for the type checker alone: `make lint` fails where one of the mistakes below passes, as
+its `type: ignore` then has no use.
+"""
+
+from torch import Tensor
+
+from dapo_kernels import dapo_loss, linear_dapo_loss, linear_token_logprobs, policy_loss
+
+
+def right(x: Tensor, weight: Tensor, ids: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
+    loss = dapo_loss(x, ids, old, advantages, clip_high=0.3, mask=ids > 0, inplace_backward=True).loss
+    loss += linear_dapo_loss(x, weight, ids, None, advantages, objective="grpo", ref_logprobs=old, softcap=30.0).loss
+    return loss + policy_loss(old, old, advantages, entropy=old, entropy_coef=1e-3).loss
+
+
+def wrong(x: Tensor, weight: Tensor, ids: Tensor, old: Tensor, advantages: Tensor) -> None:
+    dapo_loss(x, ids, old, advantages, clip_hihg=0.3)  # type: ignore[call-arg]
+    dapo_loss(x, ids, old, advantages, clip_high="0.3")  # type: ignore[arg-type]
+    dapo_loss(x, ids, old, advantages, softcap=30.0)  # type: ignore[call-arg]
+    linear_dapo_loss(x, weight, ids, old, advantages, chunk_bytes=2.0**20)  # type: ignore[arg-type]
+    linear_token_logprobs(x, weight, ids, temprature=0.7)  # type: ignore[call-arg]
+    policy_loss(old, old, advantages, temperature=0.7)  # type: ignore[call-arg]
