@@ -220,11 +220,6 @@ def make_world(layout: Layout, rank: int, device_type: str) -> World:
     return World(rank, layout, mesh, _group_of(rank, layout.size, layout.sequence))
 
 
-def close_world() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def _group_of(rank: int, size: int, width: int) -> dist.ProcessGroup | None:
     """The group of ``width`` neighbours that ``rank`` is in; every rank makes all groups, as it must."""
     if width == 1:

@@ -17,7 +17,7 @@ from builders import make_config, random_sequences
 from dapo_runner.config import Config
 from dapo_runner.parallel.sharding import whole
 from dapo_runner.parallel.watch import launched
-from dapo_runner.parallel.world import ALONE, World, close_world, make_layout, make_world
+from dapo_runner.parallel.world import ALONE, World, make_layout, make_world
 from dapo_runner.policy.model import load_policy, load_reference
 from dapo_runner.update.learner import Learner, resolve_objective, step_figures
 
@@ -67,7 +67,6 @@ def main() -> None:
     results = [run_case(path, case) for case in json.loads(Path(cases).read_text())]
     if not dist.is_initialized() or dist.get_rank() == 0:
         torch.save(results, out)
-    close_world()
 
 
 if __name__ == "__main__":

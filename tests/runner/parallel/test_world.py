@@ -22,7 +22,7 @@ from dapo_runner.parallel.world import ALONE, Layout, make_layout
 PROGRAM = """
 import json, os, sys, time
 from builders import make_config
-from dapo_runner.parallel.world import close_world, open_world
+from dapo_runner.parallel.world import open_world
 world = open_world(make_config(parallel={"timeout": 20.0}))
 own, told = [], []
 
@@ -39,7 +39,6 @@ for ask in (world.agree, world.together, world.on_first, world.first):
 told += [world.gather(world.rank * 10), world.any(world.rank == 2), world.any(False), world.first(lambda: world.rank)]
 with open(f"{sys.argv[1]}/{world.rank}.json", "w") as file:
     json.dump(told, file)
-close_world()
 """
 
 
