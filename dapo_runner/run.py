@@ -31,7 +31,7 @@ from dapo_runner.records.postmortem import save_batch
 from dapo_runner.records.progress import Progress
 from dapo_runner.records.run_log import CHECKPOINTS, RunLog
 from dapo_runner.records.trackers import open_trackers
-from dapo_runner.rewards.scoring import ScoreGroup, make_scorer, never_right
+from dapo_runner.rewards.scoring import Scorer, never_right
 from dapo_runner.rollout.engine import RolloutEngine
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.probe import SyncProbe
@@ -57,7 +57,7 @@ class Run:
     engine: RolloutEngine
     sampler: DynamicSampler
     sync_probe: SyncProbe
-    score: ScoreGroup
+    score: Scorer
     log: RunLog
     progress: Progress
     clock: StepClock
@@ -99,10 +99,11 @@ class Run:
         return self.clock.phase(phase)
 
     def generate_groups(self, prompts: list[Prompt], round_number: int) -> list[Group]:
+        """In the order of the prompts, less those that a reward failed on and was allowed to."""
         with self.timed("rollout"):
             completions = self.engine.generate(prompts, rollout_sampling(self.config, round_number))
         with self.timed("score"):
-            return [self.score(prompt, samples) for prompt, samples in zip(prompts, completions, strict=True)]
+            return self.score(prompts, completions)
 
     def release_engine(self) -> None:
         """The policy is about to train and wants the memory."""
@@ -159,16 +160,18 @@ class Run:
         """After all of a step, its evaluation and its checkpoint included: where its time went. A kill before it loses
         no more than that line.
         """
-        self.log.seconds(step, self.clock.lap())
+        self.log.seconds(step, self.clock.lap(), self.score.counts())
 
     def evaluate(self, step: int) -> None:
         if not self.dataset.heldout:
             return
         with self.saving_first(step, moment(self.sampler)), self.timed("evaluate"):
-            unshaped = make_scorer(self.config, shaped=False)
-            figures = evaluate(self.engine.generate, self.dataset.heldout, unshaped, self.config).metrics
-        self.log.evaluation(step, prefixed("eval", figures))
-        self.progress.evaluation(step, figures)
+            unshaped = Scorer(self.config, shaped=False)
+            result = evaluate(self.engine.generate, self.dataset.heldout, unshaped, self.config)
+            news = self.log.evaluation(step, prefixed("eval", result.metrics), result.groups)
+        self.progress.evaluation(step, result.metrics)
+        if news is not None:
+            self.progress.note(news)
 
 
 def rollout_sampling(config: Config, round_number: int) -> SamplingParams:
@@ -241,8 +244,8 @@ def _open_run(config: Config, device: torch.device, progress: Progress, lock: Fo
             progress.note(f"{len(sampler.buffer)} groups left over are dropped: {', '.join(changed)} is another now")
             sampler.buffer = []
         progress.note(f"resuming after step {done} from {checkpoint.path}")
-    score = make_scorer(config)
-    log = RunLog(folder, config.logging.rollouts, trackers, first_step=done, keep_through=keep_through)
+    score = Scorer(config, timed=clock.phase, note=progress.note)
+    log = RunLog(folder, config.logging, trackers, first_step=done, keep_through=keep_through)
     if checkpoint:
         log.changes(changes)
         write_config(config, folder)  # behind the log: what a kill comes between is told twice, not never

@@ -23,7 +23,7 @@ from dapo_runner.evaluate import (
 )
 from dapo_runner.rewards import math_rule
 from dapo_runner.rewards.math_rule import math_judge
-from dapo_runner.rewards.scoring import make_scorer
+from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.types import Completion, Group, Prompt, SamplingParams
 
 
@@ -56,7 +56,7 @@ def evaluate_answers(answers: Sequence[str], truth: str, kind: str) -> Evaluatio
     config = make_config(evaluation={"k": len(answers)}, reward={"kind": kind, "deadline": 60.0})
     completions = [make_completion(text=f"It is so.\nAnswer: {answer}") for answer in answers]
     return evaluate(
-        lambda prompts, sampling: [completions], [make_prompt(answer=truth)], make_scorer(config, shaped=False), config
+        lambda prompts, sampling: [completions], [make_prompt(answer=truth)], Scorer(config, shaped=False), config
     )
 
 
@@ -190,14 +190,14 @@ def test_evaluate_samples_with_its_own_settings_and_scores_unshaped() -> None:
 
     config = make_config(evaluation={"k": 2, "top_p": 0.5, "temperature": 0.0, "seed": 9})
     prompts = [make_prompt("x"), make_prompt("y")]
-    result = evaluate(generate, prompts, make_scorer(config, shaped=False), config)
+    result = evaluate(generate, prompts, Scorer(config, shaped=False), config)
     assert calls == [SamplingParams(n=2, temperature=0.0, top_p=0.5, max_tokens=64, seed=9)]
     assert result.average == 0.25
     assert result.metrics["truncated"] == 0.5
     assert result.metrics["no_answer"] == 0.25
     assert result.metrics["length"] == pytest.approx((64 * 3 + 1) / 4)
     with pytest.raises(ValueError, match="at least one held-out problem"):
-        evaluate(generate, [], make_scorer(config), config)
+        evaluate(generate, [], Scorer(config), config)
 
 
 def test_a_reward_that_names_no_answer_has_no_consensus() -> None:

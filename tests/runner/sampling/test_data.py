@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from dapo_runner.config import ArithmeticConfig, Config, ConfigError
 from dapo_runner.sampling.arithmetic import ArithmeticProblem, split_problems
-from dapo_runner.sampling.data import RECIPE_OPENING, PromptCursor, apply_template, load_data, read_problems
+from dapo_runner.sampling.data import RECIPE_OPENING, PromptCursor, apply_template, load_data
+from dapo_runner.sampling.reading import read_problems
 
 
 class CharTokenizer:
