@@ -39,6 +39,8 @@ class JsonRule:
             _validator(self.schema)
 
     def __call__(self, text: str, answer: str) -> Verdict:
+        from referencing.exceptions import Unresolvable
+
         validator = _validator(self.schema or answer)
         fenced = _FENCED.findall(text)
         try:
@@ -47,6 +49,8 @@ class JsonRule:
             correct = bool(call_within(self.deadline, lambda: validator.is_valid(value)))
         except LateError:  # a pattern that backtracks, thousands of items to be unique
             return Verdict(correct=False, extracted=None, rule="timeout")
+        except Unresolvable as error:
+            raise ConfigError(f"reward json: expected a schema that is whole: {error}") from error
         except (ValueError, RecursionError):
             return Verdict(correct=False, extracted=None, rule="none")
         return Verdict(correct=correct, extracted=extracted, rule="json-schema")

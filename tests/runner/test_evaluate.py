@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-from builders import make_completion, make_config, make_prompt, make_sample
+from builders import make_completion, make_config, make_group, make_prompt, make_sample
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +23,7 @@ from dapo_runner.evaluate import (
 )
 from dapo_runner.rewards import math_rule
 from dapo_runner.rewards.math_rule import math_judge
-from dapo_runner.rewards.scoring import Scorer
+from dapo_runner.rewards.scoring import Scorer, reads_answers
 from dapo_runner.types import Completion, Group, Prompt, SamplingParams
 
 
@@ -207,3 +207,31 @@ def test_a_reward_that_names_no_answer_has_no_consensus() -> None:
     assert figures["avg@4"] == 0.25
     assert not {"cons@4", "no_answer"} & set(figures)
     assert "cons@4" in Evaluation([group_of("a---")], 4, None).metrics
+
+
+def test_a_function_has_a_consensus_only_where_every_sample_has_an_answer() -> None:
+    for answers, there in (("ab", True), ("a-", False), ("--", False)):
+        assert ("cons@2" in Evaluation([group_of(answers)], 2, reads_answers=False).metrics) == there
+        assert "cons@2" in Evaluation([group_of(answers)], 2).metrics
+    assert [reads_answers(make_config(reward={"kind": kind}).reward) for kind in ("dapo", "code", "a:f")] == [
+        True, False, False
+    ]  # fmt: skip
+
+
+def test_figures_of_each_set_and_source() -> None:
+    def group(pattern: str, eval_set: str, source: str) -> Group:
+        return replace(make_group(pattern), prompt=replace(make_prompt(), eval_set=eval_set, source=source))
+
+    groups = [group("RR", "one", "s"), group("RW", "one", "t"), group("WW", "two", "t"), group("RR", "two", "t")]
+    figures = Evaluation(groups, 2).metrics
+    assert {key: value for key, value in figures.items() if key.endswith(("avg@2", "reward", "problems"))} == {
+        "avg@2": 5 / 8, "reward": 0.25, "problems": 4,
+        "one/avg@2": 3 / 4, "one/reward": 0.5, "one/problems": 2,
+        "one/s/avg@2": 1, "one/s/reward": 1, "one/s/problems": 1,
+        "one/t/avg@2": 1 / 2, "one/t/reward": 0, "one/t/problems": 1,
+        "two/avg@2": 1 / 2, "two/reward": 0, "two/problems": 2,
+    }  # fmt: skip
+    assert {"one/pass@2", "one/length", "pass@1"} <= figures.keys()
+    unnamed = Evaluation([group("RW", "", "s"), group("WW", "", "t")], 2).metrics
+    assert (unnamed["s/avg@2"], unnamed["t/avg@2"]) == (0.5, 0.0)
+    assert not any("/" in key for key in Evaluation([group("RW", "", "s")], 2).metrics)
