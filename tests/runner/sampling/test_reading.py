@@ -13,7 +13,7 @@ from dapo_runner.config import ColumnsConfig, Config, ConfigError
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.preflight.plan import make_plan
 from dapo_runner.sampling.data import load_data
-from dapo_runner.sampling.reading import Problem, read_problems
+from dapo_runner.sampling.reading import Problem, missing_data, read_problems
 
 ROWS = [{"q": f"Why {i}?", "a": str(i), "level": i} for i in range(4)]
 
@@ -128,7 +128,7 @@ def test_hugging_face_folders(tmp_path: Path, how: str, monkeypatch: pytest.Monk
         folder.mkdir()
         write_rows(folder / "test.jsonl", ROWS)
     config = config_of(folder, split="test", columns={"prompt": "q", "answer": "a"})
-    check_needs(config)
+    assert missing_data(folder) is None
     assert [prompt.row for prompt in load_data(config, CharTokenizer()).train] == ROWS
 
 
@@ -141,7 +141,7 @@ def test_a_name_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     config = config_of("openai/gsm8k", subset="main", split="test", columns={"prompt": "q", "answer": "a"})
-    check_needs(config)
+    assert missing_data(Path("openai/gsm8k")) is None
     assert len(load_data(config, CharTokenizer()).train) == 4
     assert asked == [(("openai/gsm8k", "main"), {"split": "test"})]
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: 1 / 0)
