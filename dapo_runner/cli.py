@@ -76,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
     show = commands.add_parser("show", help="read the rollouts of a step, group by group", allow_abbrev=False)
     show.add_argument("run", type=Path, help="a run's folder")
+    show.add_argument("--eval", action="store_true", help="the answers to held-out problems instead")
     show.add_argument("--step", type=int, metavar="N", help="which step; without it: a list of those that are kept")
     show.add_argument("--group", type=int, metavar="G", help="only the G-th group of the step")
     show.add_argument("--json", action="store_true", help="a line of JSON for each group")

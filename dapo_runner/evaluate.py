@@ -18,18 +18,18 @@ the tie by lot gives on average.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import comb
 from typing import NamedTuple
 
 from dapo_runner.config import Config
-from dapo_runner.rewards.scoring import SameAnswer, ScoreGroup, load_same_answer
-from dapo_runner.types import Completion, Group, Prompt, SamplingParams
+from dapo_runner.rewards.scoring import SameAnswer, ScoreGroups, load_same_answer, reads_answers
+from dapo_runner.types import GenerateFunction, Group, Prompt, SamplingParams
 
-GenerateFunction = Callable[[Sequence[Prompt], SamplingParams], list[list[Completion]]]
 AnswerFunction = Callable[[Sequence[Prompt], SamplingParams], list[Group]]
+SOURCE_FIGURES = ("reward", "problems")  # beside avg@k and cons@k
 MAX_COMPARISONS = 200  # of the answers to one problem; what they leave open counts as different answers
 
 
@@ -43,12 +43,14 @@ class Consensus(NamedTuple):
 @dataclass(frozen=True)
 class Evaluation:
     """``groups`` holds every scored sample, for whoever wants to read them; ``metrics`` what is logged. ``same`` tells
-    which answers are the same where the text extracted does not.
+    which answers are the same where the text extracted does not. ``reads_answers`` is False of a reward that may judge
+    without reading an answer.
     """
 
     groups: list[Group]
     k: int
     same: SameAnswer | None = None
+    reads_answers: bool = True
 
     @property
     def average(self) -> float:
@@ -56,23 +58,47 @@ class Evaluation:
 
     @cached_property
     def metrics(self) -> dict[str, float]:
-        """avg@k, cons@k, pass@1, 2, 4 … k, and what the responses looked like: means, shares in [0, 1].
-
-        Neither cons@k nor no_answer is there where the reward never says which answer it saw.
+        """The figures of all problems; where there are several evaluation sets those of each as `SET/figure`, and
+        where there are several data sources the first of them as `SOURCE/figure` or `SET/SOURCE/figure`.
         """
-        consensus = majority(self.groups, self.same)
-        samples = [sample for group in self.groups for sample in group.samples]
+        votes = [_majority(group, self.same) for group in self.groups]
+        judged = list(zip(self.groups, votes, strict=True))
+        figures = self._figures(judged)
+        for name in sorted({group.prompt.eval_set for group in self.groups}):
+            area, of_set = f"{name}/" if name else "", [pair for pair in judged if pair[0].prompt.eval_set == name]
+            if name:
+                figures |= {f"{area}{key}": value for key, value in self._figures(of_set).items()}
+            sources = sorted({group.prompt.source for group, _ in of_set})
+            for source in sources if len(sources) > 1 else []:
+                own = self._figures([pair for pair in of_set if pair[0].prompt.source == source])
+                shown = [key for key in own if key in SOURCE_FIGURES or key.startswith(("avg@", "cons@"))]
+                figures |= {f"{area}{source or 'no source'}/{key}": own[key] for key in shown}
+        return figures
+
+    def _figures(self, judged: Sequence[tuple[Group, Consensus]]) -> dict[str, float]:
+        """avg@k, cons@k, pass@1, 2, 4 … k, the reward without the length term, all and each part of it, and what the
+        responses looked like: means, shares in [0, 1].
+
+        Neither cons@k nor no_answer is there where the reward did not say which answers it saw.
+        """
+        groups = [group for group, _ in judged]
+        samples = [sample for group in groups for sample in group.samples]
+        average, consensus = mean_correct(groups), _mean_of(votes for _, votes in judged)
         unanswered = sum(not sample.correct and sample.verdict.extracted is None for sample in samples)
-        # A reward that says right or wrong and never which answer it saw gives nothing to vote on.
-        votes = any(sample.verdict.extracted is not None for sample in samples) or not self.average
+        read = [sample.verdict.extracted is not None for sample in samples]
+        # A reward that says right or wrong and not which answer it saw gives nothing to vote on.
+        votes = any(read) or not average if self.reads_answers else all(read)
+        parts = sorted({name for sample in samples for name in sample.parts})
         return {
-            f"avg@{self.k}": self.average,
+            f"avg@{self.k}": average,
             **({f"cons@{self.k}": consensus.correct} if votes else {}),
-            **{f"pass@{j}": pass_at(self.groups, j) for j in _powers_of_two(self.k)},
+            **{f"pass@{j}": pass_at(groups, j) for j in _powers_of_two(self.k)},
+            "reward": _mean(sample.base_reward for sample in samples),
+            **{f"reward_{name}": _mean(s.parts[name] for s in samples if name in s.parts) for name in parts},
             "length": sum(sample.completion.length for sample in samples) / len(samples),
             "truncated": sum(sample.completion.truncated for sample in samples) / len(samples),
             **({"no_answer": unanswered / len(samples)} if votes else {}),
-            "problems": float(len(self.groups)),
+            "problems": float(len(groups)),
             **({} if self.same is None else {"unsettled_votes": float(consensus.unsettled)}),
         }
 
@@ -95,17 +121,13 @@ def evaluate(answer: AnswerFunction, prompts: Sequence[Prompt], config: Config) 
         max_tokens=settings.max_response_tokens or config.rollout.max_response_tokens,
         seed=settings.seed,
     )
-    return Evaluation(answer(prompts, sampling), settings.k, load_same_answer(config.reward))
+    groups = answer(prompts, sampling)
+    return Evaluation(groups, settings.k, load_same_answer(config.reward), reads_answers(config.reward))
 
 
-def scored(generate: GenerateFunction, score: ScoreGroup) -> AnswerFunction:
+def scored(generate: GenerateFunction, score: ScoreGroups) -> AnswerFunction:
     """What ``generate`` answers, scored."""
-
-    def answer(prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Group]:
-        completions = generate(prompts, sampling)
-        return [score(prompt, samples) for prompt, samples in zip(prompts, completions, strict=True)]
-
-    return answer
+    return lambda prompts, sampling: score(prompts, generate(prompts, sampling))
 
 
 def mean_correct(groups: Sequence[Group]) -> float:
@@ -115,8 +137,17 @@ def mean_correct(groups: Sequence[Group]) -> float:
 
 def majority(groups: Sequence[Group], same: SameAnswer | None = None) -> Consensus:
     """cons@k."""
-    votes = [_majority(group, same) for group in groups]
-    return Consensus(sum(vote.correct for vote in votes) / len(groups), sum(vote.unsettled for vote in votes))
+    return _mean_of(_majority(group, same) for group in groups)
+
+
+def _mean_of(votes: Iterable[Consensus]) -> Consensus:
+    votes = list(votes)
+    return Consensus(sum(vote.correct for vote in votes) / len(votes), sum(vote.unsettled for vote in votes))
+
+
+def _mean(values: Iterable[float]) -> float:
+    items = list(values)
+    return sum(items) / len(items)
 
 
 def pass_at(groups: Sequence[Group], j: int) -> float:

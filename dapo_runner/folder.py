@@ -41,7 +41,7 @@ MAY_CHANGE = (
     *("run.device", "run.threads", "parallel.", "optimizer.token_budget", "loss.chunk_bytes"),
     *("model.attention", "model.compile", "model.gradient_checkpointing"),
     *("rollout.max_batch_sequences", "rollout.vllm.", "rollout.probe."),
-    *("reward.workers", "reward.deadline", "reward.plugin_deadline"),
+    *("reward.workers", "reward.deadline", "reward.plugin_deadline", "reward.calls.", "reward.code.workers"),
     # What helps a run in trouble.
     *("optimizer.lr", "optimizer.grad_clip", "sampler.max_rounds", "sampler.max_age", "sampler.on_exhausted"),
 )

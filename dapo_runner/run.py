@@ -38,7 +38,7 @@ from dapo_runner.records.progress import Progress, SilentProgress
 from dapo_runner.records.run_log import CHECKPOINTS, RunLog
 from dapo_runner.records.speed import peak_flops, peak_memory, speed_figures, training_flops
 from dapo_runner.records.trackers import open_trackers
-from dapo_runner.rewards.scoring import ScoreGroup, make_scorer, never_right
+from dapo_runner.rewards.scoring import Scorer, never_right
 from dapo_runner.rollout.engine import RolloutEngine
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.probe import SyncProbe
@@ -65,7 +65,7 @@ class Run:
     engine: RolloutEngine
     sampler: DynamicSampler
     sync_probe: SyncProbe
-    score: ScoreGroup
+    score: Scorer
     log: RunLog | None  # on rank 0 alone, as the lock
     progress: Progress
     clock: StepClock
@@ -125,6 +125,7 @@ class Run:
         return self.clock.phase(phase)
 
     def generate_groups(self, prompts: list[Prompt], round_number: int) -> list[Group]:
+        """In the order of the prompts, less those that a reward failed on and was allowed to."""
         with self.timed(OTHER if self.world.alone else "wait"):
             sampling = rollout_sampling(self.config, round_number)
             return self.answer(prompts, sampling, self.score, self.rollout_phase)
@@ -138,7 +139,7 @@ class Run:
         self,
         prompts: SequenceOf[Prompt],
         sampling: SamplingParams,
-        score: ScoreGroup,
+        score: Scorer,
         timed: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> list[Group]:
         """A scored group for each prompt; the ranks' engines share them."""
@@ -147,7 +148,7 @@ class Run:
             with timed("rollout"):
                 completions = self.engine.generate(share, each)
             with timed("score"):
-                return [score(prompt, samples) for prompt, samples in zip(share, completions, strict=True)]
+                return score(share, completions)
 
         return answer(self.world, prompts, sampling, work)
 
@@ -229,23 +230,31 @@ class Run:
         """
         seconds = self.clock.lap()
         self.last_step_took = sum(seconds.values())
+        counts = self.world.gather(self.score.counts())
+        calls = {name: sum(part[name] for part in counts) for name in counts[0]}
         if self.log is not None:
-            self.log.seconds(step, seconds, self.speed)
+            self.log.seconds(step, seconds, self.speed, calls)
         self.speed = {}
+
+    def _log_evaluation(self, step: int, metrics: dict[str, float], groups: list[Group]) -> str | None:
+        assert self.log is not None
+        return self.log.evaluation(step, metrics, groups)
 
     def evaluate(self, step: int) -> None:
         if not self.dataset.heldout:
             return
         with self.saving_first(step, moment(self.sampler)), self.timed("evaluate"):
-            unshaped = make_scorer(self.config, shaped=False)
+            unshaped = Scorer(self.config, shaped=False)
 
             def answer_all(prompts: SequenceOf[Prompt], sampling: SamplingParams) -> list[Group]:
                 return complete(self.world, self.answer(prompts, sampling, unshaped))
 
-            figures = evaluate(answer_all, self.dataset.heldout, self.config).metrics
-            if self.log is not None:
-                self.log.evaluation(step, prefixed("eval", figures))
-        self.progress.evaluation(step, figures)
+            result = evaluate(answer_all, self.dataset.heldout, self.config)
+            metrics = prefixed("eval", result.metrics)
+            news = self.world.first(lambda: self._log_evaluation(step, metrics, result.groups))
+        self.progress.evaluation(step, result.metrics)
+        if news is not None:
+            self.progress.note(news)
 
 
 def rollout_sampling(config: Config, round_number: int) -> SamplingParams:
@@ -317,10 +326,10 @@ def _open_run(config: Config, world: World, device: torch.device, progress: Prog
             progress.note(f"{len(sampler.buffer)} groups left over are dropped: {', '.join(changed)} is another now")
             sampler.buffer = []
         progress.note(f"resuming after step {done} from {checkpoint.path}")
-    score = make_scorer(config)
+    score = Scorer(config, timed=clock.phase, note=progress.note)
 
     def open_log() -> RunLog:
-        log = RunLog(folder, config.logging.rollouts, trackers, first_step=done, keep_through=keep_through)
+        log = RunLog(folder, config.logging, trackers, first_step=done, keep_through=keep_through)
         if checkpoint:
             log.changes(changes)
             write_config(config, folder)  # behind the log: what a kill comes between is told twice, not never

@@ -8,8 +8,10 @@ S sequences of a batch. Every tensor is made on the CPU; ``PackedBatch.to`` move
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +28,9 @@ class Prompt:
     text: str  # the same as text
     answer: str  # the ground truth as the data set writes it
     source: str = ""  # the data set's own name for where the problem comes from
+    eval_set: str = ""  # which of several evaluation sets it belongs to
+    messages: tuple[tuple[str, str], ...] = ()  # (role, content): what ``text`` was rendered from
+    row: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # as the data set has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,10 @@ class Completion:
         return self.finish_reason == "length"
 
 
+GenerateFunction = Callable[[SequenceOf[Prompt], SamplingParams], list[list[Completion]]]
+"""What an engine's ``generate`` looks like: ``n`` completions for each prompt, in the prompts' order."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What a reward function says of one completion."""
@@ -79,13 +88,16 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """A scored completion. ``reward = base_reward + length_penalty`` is what the advantage is made from."""
+    """A scored completion. ``reward = base_reward + length_penalty`` is what the advantage is made from. ``parts`` are
+    the rewards that ``base_reward`` is the weighted sum of, by name; empty where there is one alone.
+    """
 
     completion: Completion
     verdict: Verdict
     base_reward: float
     length_penalty: float = 0.0  # Eq. 13 of the DAPO paper, in [-1, 0]
     trains: bool = True  # False: overlong filtering took its tokens out of the loss
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def correct(self) -> bool:

@@ -20,7 +20,7 @@ from dapo_runner.policy.model import load_tokenizer, resolve_device
 from dapo_runner.preflight.needs import check_model
 from dapo_runner.records.run_log import CHECKPOINTS
 from dapo_runner.rewards.plugin import RewardError
-from dapo_runner.rewards.scoring import make_scorer
+from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.run import open_engine
 from dapo_runner.sampling.data import load_data
 from dapo_runner.types import Group
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError("data.eval_size: expected at least one held-out problem, got none")
     engine = open_engine(config, source, device)
     try:
-        result = evaluate(scored(engine.generate, make_scorer(config, shaped=False)), dataset.heldout, config)
+        result = evaluate(scored(engine.generate, Scorer(config, shaped=False)), dataset.heldout, config)
     except RewardError as error:
         complain(str(error))
         return 1

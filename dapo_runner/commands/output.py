@@ -19,13 +19,17 @@ def print_evaluations(console: Console, title: str, columns: dict[str, dict[str,
         table.add_column(heading, justify="right")
     for key in next(iter(columns.values())):
         if key.startswith("eval/"):
-            table.add_row(key.removeprefix("eval/"), *(_figure(key, column[key]) for column in columns.values()))
+            shown = [_figure(key, column[key]) if key in column else "" for column in columns.values()]
+            table.add_row(key.removeprefix("eval/"), *shown)
     console.print(table)
 
 
 def _figure(key: str, value: float) -> str:
-    if "@" in key or key in ("eval/truncated", "eval/no_answer"):
+    figure = key.rpartition("/")[2]
+    if "@" in figure or figure in ("truncated", "no_answer"):
         return f"{value:.1%}"
+    if figure.startswith("reward"):
+        return f"{value:+.3f}"
     return f"{value:.0f}" if value == int(value) else f"{value:.1f}"
 
 

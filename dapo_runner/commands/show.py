@@ -1,4 +1,4 @@
-"""`dapo show`: the rollouts of a step, group by group."""
+"""`dapo show`: the rollouts of a step, or its answers to held-out problems, group by group."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from dapo_runner.errors import ConfigError
+from dapo_runner.records.rollout_log import EVALUATIONS, ROLLOUTS
 from dapo_runner.records.show import choose_group, load_step, page, render_group, steps_table
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    console = Console()
+    console, what = Console(), EVALUATIONS if options.eval else ROLLOUTS
     try:
         if options.step is None:
             if options.group is not None or options.json:
                 raise ConfigError("--step: expected beside --group and --json, got none")
-            console.print(steps_table(options.run))
+            console.print(steps_table(options.run, what))
             return 0
-        saved = load_step(options.run, options.step)
+        saved = load_step(options.run, options.step, what)
         chosen = saved.groups if options.group is None else [choose_group(saved, options.group)]
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError(str(error)) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dapo_runner.config.settings import Config
+from dapo_runner.config.settings import RULES, Config
 
 ONE_GPU = ("auto", "cpu", "cuda", "cuda:0")  # where a vLLM in this process can be
 # vLLM 0.32 samples at 0.01 whatever smaller temperature it is given (0, greedy, apart) and takes none above 2.
@@ -51,6 +51,16 @@ def mismatches(config: Config) -> Iterator[str]:
             f"got {config.run.device!r}; CUDA_VISIBLE_DEVICES chooses another"
         )
     yield from _temperatures_of_vllm(config)
+    yield from _rules_without_answers(config)
+
+
+def _rules_without_answers(config: Config) -> Iterator[str]:
+    columns = config.data.columns
+    if columns is None or columns.answer is not None:
+        return
+    for use in config.reward.uses:
+        if use in RULES and not (use == "json" and config.reward.json_schema):
+            yield f"data.columns.answer: expected the column that reward {use} holds responses against, got null"
 
 
 def _correction_without_use(config: Config) -> Iterator[str]:

@@ -7,7 +7,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -139,6 +139,8 @@ def _explain(item: Any) -> str:
 def _known_keys(section: tuple[str, ...]) -> list[str]:
     node: type[BaseModel] = Config
     for name in section:
+        if name not in node.model_fields:  # the key of a mapping of sections, the place in a list of them
+            continue
         nested = _section_of(node.model_fields[name])
         assert nested is not None
         node = nested
@@ -150,7 +152,7 @@ def _every_key(node: type[BaseModel] = Config, prefix: str = "") -> Iterator[str
     for name, field in node.model_fields.items():
         nested, place = _section_of(field), f"{prefix}{field.alias or name}"
         yield place
-        if nested is not None:
+        if nested is not None and get_origin(field.annotation) not in (dict, list):
             yield from _every_key(nested, f"{place}.")
     if node is LossConfig:
         yield from (f"{prefix}overrides.{name}" for name in FIELDS)

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 
 def _whole(value: Any) -> Any:
@@ -30,6 +30,7 @@ NonNegativeInt = Annotated[Int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
+Name = Annotated[str, Field(pattern=r"^[\w.-]+$")]  # becomes a part of figures' names
 
 
 class Section(BaseModel):
@@ -149,26 +150,66 @@ class ArithmeticConfig(Section):
         return self
 
 
+class ColumnsConfig(Section):
+    """Which columns of a data set are what: docs/your-own.md."""
+
+    prompt: str  # a text, or a list of chat messages {role, content}
+    answer: str | None = None  # the ground truth; None: the reward wants none
+    choices: str | None = None  # the texts to choose from, shown as A. B. …; the answer becomes one of these letters
+    source: str = "data_source"  # what evaluation figures are told apart by, where a row has it
+
+
+class EvalSetConfig(Section):
+    """One of several evaluation sets."""
+
+    path: Path  # as data.path
+    subset: str | None = None
+    split: str = "test"
+    format: Literal["auto", "dapo", "gsm8k"] = "auto"
+    columns: ColumnsConfig | None = None  # None: those of data.columns
+    size: PositiveInt | None = None  # the first so many problems; None: all
+
+
 class DataConfig(Section):
-    path: Path | None = None  # .jsonl or .parquet
+    path: Path | None = None  # a .jsonl or .parquet file, or a Hugging Face data set: a folder or its name on the hub
+    subset: str | None = None  # of a Hugging Face data set
+    split: str = "train"
     format: Literal["auto", "dapo", "gsm8k", "arithmetic"] = "auto"
-    template: str = "dapo"  # dapo | plain | a text with {question}
+    columns: ColumnsConfig | None = None  # None: those of the format
+    system: str | None = None  # a system message before every prompt that has none
+    template: str = "dapo"  # dapo | plain | a text with {question}; plain where columns are given
     chat_template: Literal["auto", "always", "never"] = "auto"  # auto: where the tokenizer has one
     dedupe: bool = True
     on_conflict: Literal["drop", "first", "error"] = "drop"  # one prompt, several answers: which of them is right?
     eval_path: Path | None = None
     eval_format: Literal["auto", "dapo", "gsm8k"] = "auto"
     eval_size: NonNegativeInt = 256  # held-out problems: the first of eval_path, else cut from the training file
+    eval: dict[Name, EvalSetConfig] = {}  # several evaluation sets by name, in place of eval_path and eval_size
     limit: PositiveInt | None = None  # only the first so many problems of path, repeated rows not counted
     arithmetic: ArithmeticConfig = ArithmeticConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain_template_for_columns(cls, raw: Any) -> Any:
+        """The recipe's instruction is for mathematics, which columns of one's own need not hold."""
+        named = isinstance(raw, dict) and raw.get("columns") is not None
+        return {"template": "plain", **raw} if named else raw
 
     @model_validator(mode="after")
     def _path_or_generator(self) -> DataConfig:
         if self.format == "arithmetic":
-            if self.path is not None or self.eval_path is not None:
-                raise ValueError("format 'arithmetic' generates its problems: path and eval_path must be null")
+            if self.path is not None or self.eval_path is not None or self.eval or self.columns is not None:
+                raise ValueError(
+                    "format 'arithmetic' generates its problems: path, columns, eval_path and eval must be null"
+                )
         elif self.path is None:
-            raise ValueError("path: expected a .jsonl or .parquet file (or format: arithmetic), got null")
+            raise ValueError(
+                "path: expected a .jsonl or .parquet file or a Hugging Face data set (or format: arithmetic), got null"
+            )
+        if self.columns is not None and self.format != "auto":
+            raise ValueError(f"format: expected auto beside columns, which say what a row holds, got {self.format}")
+        if self.eval and self.eval_path is not None:
+            raise ValueError(f"eval_path: expected null beside eval, which names every set, got {self.eval_path}")
         if self.template not in ("dapo", "plain") and "{question}" not in self.template:
             raise ValueError(
                 f"template: expected 'dapo', 'plain' or a text with {{question}} in it, got {self.template!r}"
@@ -238,23 +279,81 @@ class OverlongConfig(Section):
     filter: bool = False  # take truncated samples out of the loss
 
 
+# Rules that hold a response against the ground truth of its prompt.
+RULES = ("dapo", "gsm8k", "integer", "math", "choice", "exact", "fuzzy", "json", "code")
+
+
+def _check_use(value: str) -> str:
+    if value not in RULES and ":" not in value:
+        raise ValueError(f"expected one of {', '.join(RULES)} or module:function, got {value!r}")
+    return value
+
+
+RewardName = Annotated[str, AfterValidator(_check_use)]
+
+
+class RewardPart(Section):
+    """One of several rewards: their weighted sum is what trains."""
+
+    use: RewardName
+    weight: float = 1.0
+    name: Name | None = None  # in figures; None: that of the rule or the function
+
+    @property
+    def label(self) -> str:
+        return self.name or self.use.rpartition(":")[2]
+
+
+class CallsConfig(Section):
+    """How functions of a batch are called. A failed call is one that raises, is late, or returns no rewards."""
+
+    prompts: PositiveInt = 1  # of one call, with all their responses
+    concurrency: PositiveInt | None = None  # calls at a time, a function's in threads; None: 1, of an async one 64
+    retries: NonNegativeInt = 2  # of a failed call
+    max_failed: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of the calls that may fail for good, rounded up
+
+
+class CodeConfig(Section):
+    """Kind code. Each program runs in a process of its own."""
+
+    deadline: PositiveFloat = 10.0  # seconds for one program, after which it is killed
+    memory_mb: PositiveInt = 1024
+    workers: PositiveInt = 2  # programs at a time
+
+
 class RewardConfig(Section):
-    kind: str = "dapo"  # dapo | gsm8k | integer | math | module:function
+    kind: RewardName = "dapo"  # dapo | gsm8k | integer | math | choice | exact | fuzzy | json | code | module:function
+    parts: list[RewardPart] = []  # several of them in its place; the first says what is right
     correct: float = 1.0
     wrong: float = -1.0
     boxed_fallback: bool = False  # kind dapo: read the last \boxed{} when no answer line is found
-    deadline: PositiveFloat = 5.0  # kind math: seconds for one answer, after which its worker is killed
+    fuzzy_threshold: Share = 0.9  # kind fuzzy: the similarity from which an answer is right
+    json_schema: Path | None = None  # kind json: a file; None: the answer of each row is its schema
+    deadline: PositiveFloat = 5.0  # kinds math and json: seconds for one answer
     workers: PositiveInt = 2  # kind math: processes
+    code: CodeConfig = CodeConfig()
+    calls: CallsConfig = CallsConfig()
     plugin_deadline: PositiveFloat | None = 300.0  # kind module:function: seconds for one call; None: no deadline
     overlong: OverlongConfig = OverlongConfig()
+
+    @property
+    def uses(self) -> list[str]:
+        """The rules and functions in use; the first says what is right."""
+        return [part.use for part in self.parts] or [self.kind]
 
     @model_validator(mode="after")
     def _right_beats_wrong(self) -> RewardConfig:
         if self.correct <= self.wrong:
             raise ValueError(f"correct must be > wrong={self.wrong:g}, got {self.correct:g}")
-        known = ("dapo", "gsm8k", "integer", "math")
-        if self.kind not in known and ":" not in self.kind:
-            raise ValueError(f"kind: expected one of {', '.join(known)} or module:function, got {self.kind!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _parts_have_names_of_their_own(self) -> RewardConfig:
+        if self.parts and self.kind != type(self).model_fields["kind"].default:
+            raise ValueError(f"kind: expected none beside parts, got {self.kind!r}")
+        labels = [part.label for part in self.parts]
+        if len(set(labels)) < len(labels):
+            raise ValueError(f"parts: expected a name of its own for each, got {', '.join(labels)}")
         return self
 
 
@@ -327,7 +426,7 @@ class EvaluationConfig(Section):
 
 
 class RolloutLogConfig(Section):
-    """Which rollouts are kept for `dapo show`."""
+    """Which responses are kept for `dapo show`."""
 
     groups: NonNegativeInt | None = 32  # of each step, the first in the order of their prompts; None: all, 0: none
     max_gb: PositiveFloat = 1.0  # all steps together, compressed; beyond it the oldest steps are removed
@@ -342,6 +441,7 @@ class WandbConfig(Section):
 class LoggingConfig(Section):
     progress: Literal["auto", "live", "plain", "off"] = "auto"  # auto: live on a terminal, else plain lines
     rollouts: RolloutLogConfig = RolloutLogConfig()
+    evaluations: RolloutLogConfig = RolloutLogConfig(groups=None)  # the answers to held-out problems
     tensorboard: bool = False
     wandb: WandbConfig | None = None
 
@@ -361,6 +461,16 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parts_are_graded(cls, raw: Any) -> Any:
+        """With several rewards, groups are kept for the spread of their sum, unless the recipe says otherwise."""
+        reward, sampler = (raw.get(name) for name in ("reward", "sampler")) if isinstance(raw, dict) else (None, None)
+        chosen = isinstance(sampler, dict) and ("filter_on" in sampler or not sampler.get("filter_groups", True))
+        if not isinstance(reward, dict) or not reward.get("parts") or chosen:
+            return raw
+        return {**raw, "sampler": {**(sampler or {}), "filter_on": "reward"}}
 
     @property
     def run_dir(self) -> Path:

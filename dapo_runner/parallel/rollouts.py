@@ -16,26 +16,26 @@ AnswerPrompts = Callable[[list[Prompt], list[SamplingParams]], list[Group]]
 
 def answer(world: World, prompts: Sequence[Prompt], sampling: SamplingParams, work: AnswerPrompts) -> list[Group]:
     """A group for each prompt, in their order, on every rank. ``work`` is given this rank's share of the prompts and
-    how to sample each, which does not depend on how many ranks there are. Of another rank's responses the tokens and
-    texts are absent until ``complete``.
+    how to sample each, which does not depend on how many ranks there are; it may leave a prompt out. Of another rank's
+    responses the tokens and texts are absent until ``complete``.
 
     Raises on all ranks what ``work`` raises on one.
     """
     costs = {place: float(len(prompt.token_ids) + sampling.max_tokens) for place, prompt in enumerate(prompts)}
-    shares = spread(costs, world.n_engines)
-    mine = shares[world.engine]
-    own: list[Group] = []
+    mine = spread(costs, world.n_engines)[world.engine]
+    own: dict[int, Group] = {}
 
-    def found() -> list[Group]:
-        own.extend(work([prompts[place] for place in mine], [replace(sampling, place=place) for place in mine]))
-        return [_without_tokens(group) for group in own] if world.leads_engine else []
+    def found() -> dict[int, Group]:
+        left = iter(mine)
+        for group in work([prompts[place] for place in mine], [replace(sampling, place=place) for place in mine]):
+            own[next(place for place in left if prompts[place] is group.prompt)] = group
+        return {place: _without_tokens(group) for place, group in own.items()} if world.leads_engine else {}
 
-    told = world.agree(found)
     groups: dict[int, Group] = {}
-    for engine, share in enumerate(shares):
-        theirs = own if engine == world.engine else told[engine * world.layout.rollout_tensor]
-        groups |= zip(share, theirs, strict=True)
-    return [groups[place] for place in range(len(prompts))]
+    for told in world.agree(found):
+        groups |= told
+    groups |= own
+    return [groups[place] for place in sorted(groups)]
 
 
 def complete(world: World, groups: Sequence[Group]) -> list[Group]:

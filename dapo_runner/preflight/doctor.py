@@ -28,6 +28,8 @@ OPTIONAL = (
     ("flash-attn", "packed attention on CUDA; torch's varlen attention serves without it"),
     ("peft", "model.lora"),
     ("math-verify", "reward.kind: math"),
+    ("rapidfuzz", "reward.kind: fuzzy"),
+    ("jsonschema", "reward.kind: json"),
     ("tensorboard", "logging.tensorboard"),
     ("wandb", "logging.wandb"),
     ("gguf", "unpacking a model from a GGUF file"),

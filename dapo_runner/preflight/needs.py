@@ -17,6 +17,7 @@ from dapo_runner.records.run_log import CHECKPOINTS
 from dapo_runner.records.trackers import check_trackers
 from dapo_runner.rewards.scoring import load_reward
 from dapo_runner.rollout import vllm
+from dapo_runner.sampling.reading import missing_data
 from dapo_runner.tasks.tiny import check_tiny
 from dapo_runner.update.learner import resolve_objective
 
@@ -51,7 +52,7 @@ def _missing(config: Config) -> Iterator[str]:
     model = config.model
     checks: list[Callable[[], object]] = [
         lambda: choose_kernel(model.attention, resolve_device(config.run.device), DTYPES[model.dtype]),
-        lambda: load_reward(config.reward),
+        *(partial(load_reward, config.reward, use) for use in config.reward.uses),
         lambda: check_trackers(config.logging),
     ]
     if config.rollout.engine == "vllm":
@@ -66,9 +67,10 @@ def _missing(config: Config) -> Iterator[str]:
             check()
         except ConfigError as error:
             yield str(error)
-    for key, path in (("data.path", config.data.path), ("data.eval_path", config.data.eval_path)):
-        if path is not None and not path.is_file():
-            yield f"{key}: expected a file, found nothing at {path}"
+    named = {f"data.eval.{name}.path": chosen.path for name, chosen in config.data.eval.items()}
+    for key, path in {"data.path": config.data.path, "data.eval_path": config.data.eval_path, **named}.items():
+        if path is not None and (problem := missing_data(path)) is not None:
+            yield f"{key}: {problem}"
 
 
 def _models(config: Config) -> Iterator[tuple[str, str]]:

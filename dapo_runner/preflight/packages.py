@@ -7,7 +7,7 @@ import importlib.metadata
 # The extra `runner` of pyproject.toml: distribution, and what it is used for.
 RUNNER = (
     ("transformers", "models and tokenizers"),
-    ("datasets", "parquet files"),
+    ("datasets", "parquet files, Hugging Face data sets"),
     ("pydantic", "configuration"),
     ("pyyaml", "recipes"),
     ("rich", "progress"),

@@ -10,7 +10,15 @@ from pathlib import Path
 import torch
 
 from dapo_kernels.engine.chunks import DEFAULT_CHUNK_BYTES, DEFAULT_DEVICE_CHUNK_BYTES
-from dapo_runner.config import Config, LoraConfig, ModelConfig, OptimizerConfig, TinyModelConfig, cautions
+from dapo_runner.config import (
+    Config,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RewardConfig,
+    TinyModelConfig,
+    cautions,
+)
 from dapo_runner.preflight.algorithm import algorithm
 from dapo_runner.sampling.sampler import prompts_for
 from dapo_runner.update.learner import resolve_objective
@@ -68,7 +76,7 @@ PUBLISHED = {
 
 def make_plan(config: Config) -> dict[str, str]:
     """Labels and figures, in the order in which they are read. Downloads nothing and loads no weights."""
-    prompts, rollout, reward = config.sampler.prompts_per_step, config.rollout, config.reward
+    prompts, rollout = config.sampler.prompts_per_step, config.rollout
     steps, responses = config.run.steps, config.responses_per_step
     return {
         "run": f"{config.run_dir}, seed {config.run.seed}",
@@ -87,10 +95,15 @@ def make_plan(config: Config) -> dict[str, str]:
         else f"{config.optimizer.token_budget} positions",
         "optimizer": _optimizer(config.optimizer),
         **algorithm(config),
-        "reward": f"{reward.kind}, {reward.correct:+g} / {reward.wrong:+g}",
-        "evaluation": f"avg@{config.evaluation.k} on {_eval_size(config)} problems {_how_often(config)}",
+        "reward": _reward(config.reward),
+        "evaluation": f"avg@{config.evaluation.k} on {_eval_size(config)} {_how_often(config)}",
         **_memory(config),
     }
+
+
+def _reward(reward: RewardConfig) -> str:
+    parts = " + ".join(f"{part.weight:g} × {part.use}" for part in reward.parts)
+    return f"{parts or reward.kind}, {reward.correct:+g} / {reward.wrong:+g}"
 
 
 def model_shape(model: ModelConfig) -> ModelShape | None:
@@ -240,8 +253,11 @@ def _tiny_shape(tiny: TinyModelConfig) -> ModelShape:
     )
 
 
-def _eval_size(config: Config) -> int:
-    return config.data.arithmetic.eval_size if config.data.format == "arithmetic" else config.data.eval_size
+def _eval_size(config: Config) -> str:
+    if config.data.eval:
+        return ", ".join(f"{name} ({chosen.size or 'all'})" for name, chosen in config.data.eval.items())
+    size = config.data.arithmetic.eval_size if config.data.format == "arithmetic" else config.data.eval_size
+    return f"{size} problems"
 
 
 def _how_often(config: Config) -> str:

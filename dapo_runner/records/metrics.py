@@ -4,8 +4,8 @@ Everything in `metrics.jsonl` is a function of the configuration and the seeds, 
 and resumed leaves the same bytes as one that was not. Wall-clock times go to `timings.jsonl`.
 
 Names are `area/figure`: `train/` the update, `batch/` the groups trained on, `sampling/` all that was
-generated, `reflection/` the phrases of `records.reflection` in the groups trained on, `sync/` engine against
-learner, `eval/` held-out problems.
+generated, `reward/` each of several rewards and `reflection/` the phrases of `records.reflection`, both in the
+groups trained on, `sync/` engine against learner, `eval/` held-out problems.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import stdev
 from types import TracebackType
 from typing import Any
 
@@ -159,7 +160,20 @@ def batch_metrics(groups: Iterable[Group], step: int = 0) -> dict[str, float]:
         **_rule_shares(samples),
     }
     reflection = reflection_metrics(sample.completion.text for sample in samples)
-    return prefixed("batch", values) | prefixed("reflection", reflection)
+    return prefixed("batch", values) | prefixed("reward", _parts(groups)) | prefixed("reflection", reflection)
+
+
+def _parts(groups: list[Group]) -> dict[str, float]:
+    """Of each of several rewards the mean over samples, and as its spread the mean over groups of the standard
+    deviation within a group: what an advantage is made from. Samples that it does not apply to do not count.
+    """
+    names = sorted({name for group in groups for sample in group.samples for name in sample.parts})
+    figures = {}
+    for name in names:
+        applied = [[sample.parts[name] for sample in group.samples if name in sample.parts] for group in groups]
+        figures[name] = _mean(value for values in applied for value in values)
+        figures[f"{name}_spread"] = _mean(stdev(values) if len(values) > 1 else 0.0 for values in applied if values)
+    return figures
 
 
 def _rule_shares(samples: list[Sample]) -> dict[str, float]:

@@ -181,7 +181,9 @@ def step_line(figures: Mapping[str, float]) -> str:
 
 
 def evaluation_line(figures: Mapping[str, float]) -> str:
-    shown = ", ".join(f"{key} {value:.1%}" for key, value in figures.items() if "@" in key)
+    """The figures of all problems, and avg@k of each evaluation set and source."""
+    chosen = [key for key in figures if "@" in key and ("/" not in key or "/avg@" in key)]
+    shown = ", ".join(f"{key} {figures[key]:.1%}" for key in chosen)
     return f"{shown} on {figures['problems']:.0f} problems"
 
 

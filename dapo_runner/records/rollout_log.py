@@ -1,10 +1,11 @@
 """The rollouts of a run, kept for people to read: `dapo show`.
 
-    rollouts/step_000012.jsonl.gz    a header line, then a line for each group that was trained on
+    rollouts/step_000012.jsonl.gz       a header line, then a line for each group that was trained on
+    evaluations/step_000012.jsonl.gz    the same of the held-out problems
 
 Of every step the first `logging.rollouts.groups` groups are kept, in the order of their prompts, which says nothing
 about their lengths or rewards. All files together hold at most `logging.rollouts.max_gb`; beyond it the oldest steps
-go, and that is told. Steps, groups and samples are numbered from 1.
+go, and that is told. Steps, groups and samples are numbered from 1. `logging.evaluations` says the same of evaluations.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dapo_runner.config import RolloutLogConfig
 from dapo_runner.records.metrics import jsonable
 from dapo_runner.types import Group, Sample, Sequence
 
-ROLLOUTS = "rollouts"
+ROLLOUTS, EVALUATIONS = "rollouts", "evaluations"  # folders, and sections of `logging`
 GB = 10**9
 _NAME = re.compile(r"step_(\d{6,})\.jsonl\.gz")
 _UNFINISHED = ".unfinished"
@@ -40,9 +41,10 @@ class RolloutLog:
         self._sizes = {path: path.stat().st_size for path in saved_steps(folder).values()}
         self._told = False
 
-    def write(self, step: int, groups: SequenceOf[Group], sequences: SequenceOf[Sequence]) -> str | None:
-        """Keep the rollouts of a step. ``sequences`` are the training records of the groups' samples, in order: the
-        advantages come from there. Returns what a person should know: that older steps have begun to go.
+    def write(self, step: int, groups: SequenceOf[Group], sequences: SequenceOf[Sequence] | None = None) -> str | None:
+        """Keep the responses of a step. ``sequences`` are the training records of the groups' samples, in order: the
+        advantages come from there; None where nothing trains on them. Returns what a person should know: that older
+        steps have begun to go.
         """
         kept = groups[: self.config.groups]
         if not kept:
@@ -50,9 +52,9 @@ class RolloutLog:
         self.folder.mkdir(exist_ok=True)
         records, place = [_header(step, groups, len(kept))], 0
         for number, group in enumerate(kept, start=1):
-            advantages = [float(sequence.advantages[-1]) for sequence in sequences[place : place + len(group.samples)]]
+            own = None if sequences is None else sequences[place : place + len(group.samples)]
             place += len(group.samples)
-            records.append(_group_record(number, group, advantages))
+            records.append(_group_record(number, group, own))
         lines = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
         path = self.folder / f"step_{step:06d}.jsonl.gz"
         unfinished = path.with_name(path.name + _UNFINISHED)
@@ -73,8 +75,8 @@ class RolloutLog:
             return None
         self._told = True
         return (
-            f"{self.folder} has reached {self.config.max_gb:g} GB: from now on the rollouts of the oldest steps are "
-            "removed (logging.rollouts.max_gb, logging.rollouts.groups)"
+            f"{self.folder} has reached {self.config.max_gb:g} GB: from now on the {self.folder.name} of the oldest "
+            f"steps are removed (logging.{self.folder.name}.max_gb, logging.{self.folder.name}.groups)"
         )
 
 
@@ -124,17 +126,24 @@ def _header(step: int, groups: SequenceOf[Group], n_kept: int) -> dict[str, Any]
     }
 
 
-def _group_record(number: int, group: Group, advantages: list[float]) -> dict[str, Any]:
+def _group_record(number: int, group: Group, sequences: SequenceOf[Sequence] | None) -> dict[str, Any]:
     prompt = group.prompt
-    pairs = zip(group.samples, advantages, strict=True)
+    trained: SequenceOf[Sequence | None] = [None] * len(group.samples) if sequences is None else sequences
+    pairs = zip(group.samples, trained, strict=True)
     return {
         "group": number,
-        "prompt": {"id": prompt.id, "source": prompt.source, "text": prompt.text, "answer": prompt.answer},
-        "samples": [_sample_record(place, sample, value) for place, (sample, value) in enumerate(pairs, start=1)],
+        "prompt": {
+            "id": prompt.id,
+            "source": prompt.source,
+            "text": prompt.text,
+            "answer": prompt.answer,
+            **({"eval_set": prompt.eval_set} if prompt.eval_set else {}),
+        },
+        "samples": [_sample_record(place, sample, record) for place, (sample, record) in enumerate(pairs, start=1)],
     }
 
 
-def _sample_record(number: int, sample: Sample, advantage: float) -> dict[str, Any]:
+def _sample_record(number: int, sample: Sample, sequence: Sequence | None) -> dict[str, Any]:
     completion, verdict = sample.completion, sample.verdict
     return {
         "sample": number,
@@ -147,7 +156,8 @@ def _sample_record(number: int, sample: Sample, advantage: float) -> dict[str, A
         "base_reward": jsonable(sample.base_reward),
         "length_penalty": jsonable(sample.length_penalty),
         "reward": jsonable(sample.reward),
-        "advantage": jsonable(advantage),
+        **({} if sequence is None else {"advantage": jsonable(float(sequence.advantages[-1]))}),
         "trains": sample.trains,
         "mean_logprob": jsonable(float(completion.logprobs.double().mean())),
+        **({"parts": {name: jsonable(value) for name, value in sample.parts.items()}} if sample.parts else {}),
     }

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from dapo_runner.checkpoint import Checkpoint, writing
-from dapo_runner.config import RolloutLogConfig
+from dapo_runner.config import LoggingConfig
 from dapo_runner.records.metrics import METRICS_FILE, TIMINGS_FILE, MetricsLog, prefixed
-from dapo_runner.records.rollout_log import ROLLOUTS, RolloutLog
+from dapo_runner.records.rollout_log import EVALUATIONS, ROLLOUTS, RolloutLog
 from dapo_runner.records.trackers import Tracker
 from dapo_runner.types import Group
 from dapo_runner.types import Sequence as TrainingSequence
@@ -27,7 +27,7 @@ class RunLog:
     def __init__(
         self,
         folder: Path,
-        config: RolloutLogConfig,
+        config: LoggingConfig,
         trackers: Sequence[Tracker],
         *,
         first_step: int,
@@ -41,7 +41,8 @@ class RunLog:
         self.trackers = trackers
         self.metrics = MetricsLog(folder / METRICS_FILE, keep_through=keep_through)
         self.timings = MetricsLog(folder / TIMINGS_FILE, keep_through=keep_through)
-        self.rollouts = RolloutLog(folder / ROLLOUTS, config, keep_through=keep_through)
+        self.rollouts = RolloutLog(folder / ROLLOUTS, config.rollouts, keep_through=keep_through)
+        self.evaluations = RolloutLog(folder / EVALUATIONS, config.evaluations, keep_through=keep_through)
 
     def step(
         self,
@@ -60,12 +61,20 @@ class RunLog:
         """What is set otherwise from here on."""
         _log_changes(self.folder, self.first_step, changes)
 
-    def evaluation(self, step: int, figures: Mapping[str, float]) -> None:
+    def evaluation(self, step: int, figures: Mapping[str, float], groups: Sequence[Group]) -> str | None:
+        """Figures and answers. Returns what a person should know of the latter."""
+        with writing(self.folder / EVALUATIONS, self.folder / CHECKPOINTS):
+            news = self.evaluations.write(step, groups)
         self._metrics(step, "eval", figures)
+        return news
 
-    def seconds(self, step: int, seconds: Mapping[str, float], speed: Mapping[str, float]) -> None:
-        """Where a step's wall time went, or that of what comes before the first, and what it amounts to."""
-        figures = prefixed("seconds", seconds) | prefixed("speed", speed)
+    def seconds(
+        self, step: int, seconds: Mapping[str, float], speed: Mapping[str, float], calls: Mapping[str, int]
+    ) -> None:
+        """Where a step's wall time went, or that of what comes before the first, and what it amounts to; what became of
+        calls of reward functions.
+        """
+        figures = prefixed("seconds", seconds) | prefixed("speed", speed) | prefixed("reward", calls)
         with writing(self.folder / TIMINGS_FILE, self.folder / CHECKPOINTS):
             self.timings.write(step, "step" if step > self.first_step else "start", figures)
         for tracker in self.trackers:

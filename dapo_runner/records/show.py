@@ -1,4 +1,6 @@
-"""`dapo show RUN --step N`: the rollouts of a step, group by group, as they were written and as they were judged."""
+"""`dapo show RUN --step N`: the rollouts of a step, group by group, as they were written and as they were judged; with
+`--eval` the answers to held-out problems.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +22,20 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-
 KEYS = "Enter: next   p: previous   a number: that group   q: quit"
 
 
-def find_rollouts(run_dir: Path) -> dict[int, Path]:
-    """The saved steps of a run. Raises FileNotFoundError when there is none."""
-    steps = saved_steps(run_dir / ROLLOUTS)
+def find_steps(run_dir: Path, what: str) -> dict[int, Path]:
+    """The saved steps of a run's rollouts or evaluations. Raises FileNotFoundError when there is none."""
+    steps = saved_steps(run_dir / what)
     if not steps:
         raise FileNotFoundError(
-            f"{run_dir / ROLLOUTS}: expected the rollouts of a run, found none (logging.rollouts.groups says how many "
+            f"{run_dir / what}: expected the {what} of a run, found none (logging.{what}.groups says how many "
             "groups of each step are kept)"
         )
     return steps
 
 
-def load_step(run_dir: Path, step: int) -> SavedStep:
+def load_step(run_dir: Path, step: int, what: str = ROLLOUTS) -> SavedStep:
     """Raises FileNotFoundError when the step was not kept, saying which were."""
-    steps = find_rollouts(run_dir)
+    steps = find_steps(run_dir, what)
     if step not in steps:
         raise FileNotFoundError(f"{run_dir}: expected a step of {_spans(list(steps))}, which are kept, got {step}")
     return read_step(steps[step])
@@ -49,12 +51,12 @@ def choose_group(saved: SavedStep, number: int) -> dict[str, Any]:
     return saved.groups[number - 1]
 
 
-def steps_table(run_dir: Path) -> Table:
-    """What is kept of a run, a line for each step; means over all that the step trained on."""
+def steps_table(run_dir: Path, what: str = ROLLOUTS) -> Table:
+    """What is kept of a run, a line for each step; means over all groups of the step."""
     table = Table(box=None, header_style="bold")
     for heading in ("step", "groups kept", "of", "reward", "right", "tokens"):
         table.add_column(heading, justify="right")
-    for path in find_rollouts(run_dir).values():
+    for path in find_steps(run_dir, what).values():
         head = read_header(path)
         reward = "" if head["reward"] is None else f"{head['reward']:+.2f}"
         table.add_row(
@@ -102,7 +104,7 @@ def render_group(group: dict[str, Any], saved: SavedStep) -> Group:
     samples, prompt = group["samples"], group["prompt"]
     right = sum(sample["correct"] for sample in samples)
     title = f"step {saved.step} · group {group['group']} of {saved.n_groups} · {right} of {len(samples)} right"
-    source = f"{prompt['source']} " if prompt["source"] else ""
+    source = "".join(f"{name} " for name in (prompt.get("eval_set"), prompt["source"]) if name)
     parts: list[Any] = [
         Text(title, style="bold reverse"),
         Text(printable(f"{source}{prompt['id']} · expected {prompt['answer']}"), style="bold"),
@@ -116,10 +118,11 @@ def render_group(group: dict[str, Any], saved: SavedStep) -> Group:
 def _verdict(sample: dict[str, Any]) -> Text:
     colour = "green" if sample["correct"] else "red"
     read = "no answer found" if sample["extracted"] is None else f"read {sample['extracted']}"
+    parts = ", ".join(f"{name} {_signed(value)}" for name, value in sample.get("parts", {}).items())
     facts = [
         f"reward {_signed(sample['reward'])} = answer {_signed(sample['base_reward'])} "
-        f"+ length {_signed(sample['length_penalty'])}",
-        f"advantage {_signed(sample['advantage'])}",
+        f"{f'({parts}) ' if parts else ''}+ length {_signed(sample['length_penalty'])}",
+        *([f"advantage {_signed(sample['advantage'])}"] if "advantage" in sample else []),
         f"{sample['tokens']} token{'s' if sample['tokens'] != 1 else ''}, "
         + ("cut at the limit" if sample["finish_reason"] == "length" else "ended itself"),
         read + (f" ({sample['rule']})" if sample["rule"] else ""),

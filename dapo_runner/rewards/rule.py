@@ -84,9 +84,9 @@ def answer_rule(text: str, answer: str, *, boxed_fallback: bool = False) -> Verd
     The verdict's rule is "answer-line", "boxed" (the last \boxed{} of the last 100 characters; only with
     ``boxed_fallback`` and only where no answer line was found) or "none", which is never correct.
     """
-    lines = _ANSWER_LINE.findall(text[-ANSWER_WINDOW:])
-    if lines:
-        found, rule = lines[-1], "answer-line"
+    line = last_answer_line(text[-ANSWER_WINDOW:])
+    if line is not None:
+        found, rule = line, "answer-line"
     else:
         boxed = last_boxed(text[-BOXED_WINDOW:]) if boxed_fallback else None
         if boxed is None:
@@ -94,6 +94,12 @@ def answer_rule(text: str, answer: str, *, boxed_fallback: bool = False) -> Verd
         found, rule = boxed, "boxed"
     extracted = normalise(found)
     return Verdict(correct=extracted == _normalised_truth(answer), extracted=extracted, rule=rule)
+
+
+def last_answer_line(text: str) -> str | None:
+    """What follows the last `Answer:` on its line."""
+    lines = _ANSWER_LINE.findall(text)
+    return lines[-1] if lines else None
 
 
 def last_boxed(text: str) -> str | None:

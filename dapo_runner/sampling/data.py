@@ -1,24 +1,19 @@
-"""Problems from files, cleaned and counted, as tokenized prompts, and the cursor that walks over them.
-
-Two schemas, in .jsonl or .parquet. Whatever is left out on the way is counted in the ``DataReport``.
-
-    DAPO    `prompt` [{role, content}], `reward_model` {ground_truth}, `data_source`
-    GSM8K   `question`, `answer` ending in `#### n`
+"""Problems, cleaned and counted, as tokenized prompts, and the cursor that walks over them. Whatever is left out on the
+way is counted in the ``DataReport``.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import Any, Protocol
 
-from dapo_runner.config import Config, ConfigError, DataConfig
+from dapo_runner.config import Config, ConfigError, DataConfig, EvalSetConfig
 from dapo_runner.sampling.arithmetic import split_problems
+from dapo_runner.sampling.reading import Problem, read_problems, shorten
 from dapo_runner.types import Prompt
 
 RECIPE_OPENING = "Solve the following math problem step by step."
@@ -39,22 +34,6 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, conversation: list[dict[str, str]], **kwargs: Any) -> Any: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One row of a data set. ``context`` holds the messages before the question (a system prompt, say)."""
-
-    question: str
-    answer: str
-    source: str
-    context: tuple[tuple[str, str], ...] = ()  # (role, content)
-
-    @property
-    def key(self) -> str:
-        """What makes two rows the same problem: their text, apart from white space."""
-        text = "\0".join([*(f"{role}:{content}" for role, content in self.context), self.question])
-        return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()
-
-
 @dataclass(slots=True)
 class DataReport:
     """Where the rows went: ``rows`` = the sum of everything below it, ``train`` and ``heldout`` included."""
@@ -64,7 +43,7 @@ class DataReport:
     conflicting: int = 0  # rows of prompts that come with several different answers
     in_heldout: int = 0  # training rows that are held out
     too_long: int = 0
-    beyond_limit: int = 0  # rows of the evaluation file past eval_size
+    beyond_limit: int = 0  # rows of evaluation sets past their size
     train: int = 0
     heldout: int = 0
     conflicting_prompts: int = 0
@@ -75,7 +54,7 @@ class DataReport:
             f"rows of {self.conflicting_prompts} prompts with conflicting answers": self.conflicting,
             "held-out problems": self.in_heldout,
             "prompts too long": self.too_long,
-            "evaluation rows past eval_size": self.beyond_limit,
+            "evaluation rows past their set's size": self.beyond_limit,
         }
         parts = [f"{count} {what}" for what, count in dropped.items() if count]
         return f"{self.rows} rows → {self.train} training and {self.heldout} held-out prompts" + (
@@ -96,29 +75,59 @@ def load_data(config: Config, tokenizer: Tokenizer) -> Dataset:
     if data.format == "arithmetic":
         split = split_problems(data.arithmetic)
         train, heldout = ([Problem(p.question, p.answer, "arithmetic") for p in part] for part in split)
+        sets = {"": heldout}
         report.rows = len(train) + len(heldout)
     else:
         assert data.path is not None  # the configuration saw to it
-        train = clean(read_problems(data.path, data.format), data, report, data.limit)
-        if data.eval_path is not None:
-            rows = clean(read_problems(data.eval_path, data.eval_format), data, report)
-            heldout, report.beyond_limit = rows[: data.eval_size], max(0, len(rows) - data.eval_size)
-        else:
-            heldout = _cut_heldout(train, data.eval_size)
-        keys = {problem.key for problem in heldout}
+        rows = read_problems(
+            data.path, data.format, columns=data.columns, subset=data.subset, split=data.split, system=data.system
+        )
+        train = clean(rows, data, report, data.limit)
+        named = _evaluation_sets(data)
+        sets = {name: _read_set(chosen, data, report) for name, chosen in named.items()}
+        if not named:
+            sets[""] = _cut_heldout(train, data.eval_size)
+        keys = {problem.key for problems in sets.values() for problem in problems}
         kept = [problem for problem in train if problem.key not in keys]
-        report.in_heldout = len(train) - len(kept) - (len(heldout) if data.eval_path is None else 0)
+        report.in_heldout = len(train) - len(kept) - (0 if named else len(sets[""]))
         train = kept
     limit = config.rollout.max_prompt_tokens
     dataset = Dataset(
         train=build_prompts(train, tokenizer, data, limit, report),
-        heldout=build_prompts(heldout, tokenizer, data, limit, report),
+        heldout=[
+            prompt
+            for name, problems in sets.items()
+            for prompt in build_prompts(problems, tokenizer, data, limit, report, name)
+        ],
         report=report,
     )
     report.train, report.heldout = len(dataset.train), len(dataset.heldout)
     if not dataset.train:
         raise ConfigError(f"data: no training prompt is left: {report.describe()}")
     return dataset
+
+
+def _evaluation_sets(data: DataConfig) -> dict[str, EvalSetConfig]:
+    """Those that the recipe names; one alone goes by no name."""
+    if data.eval_path is None:
+        return dict(data.eval)
+    return {"": EvalSetConfig(path=data.eval_path, split=data.split, subset=data.subset, format=data.eval_format)}
+
+
+def _read_set(chosen: EvalSetConfig, data: DataConfig, report: DataReport) -> list[Problem]:
+    rows = read_problems(
+        chosen.path,
+        chosen.format,
+        columns=chosen.columns or data.columns,
+        subset=chosen.subset,
+        split=chosen.split,
+        system=data.system,
+    )
+    problems = clean(rows, data, report)
+    size = data.eval_size if data.eval_path is not None else chosen.size
+    kept = problems[:size]
+    report.beyond_limit += len(problems) - len(kept)
+    return kept
 
 
 def _cut_heldout(problems: list[Problem], size: int) -> list[Problem]:
@@ -129,21 +138,6 @@ def _cut_heldout(problems: list[Problem], size: int) -> list[Problem]:
             f"got {size}; lower it, or name an eval_path"
         )
     return random.Random("held-out").sample(problems, size if problems else 0)
-
-
-def read_problems(path: Path, format: str = "auto") -> Iterator[Problem]:
-    """The rows of a file, in order. Raises ConfigError naming the file, the row and what was expected."""
-    for number, row in enumerate(_read_rows(path), start=1):
-        if format == "auto":
-            format = _detect_format(path, row)
-        try:
-            problem = _FORMATS[format](row)
-        except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
-            expected = {"dapo": "prompt [{role, content}] and reward_model {ground_truth}"}.get(
-                format, "question and an answer ending in '#### n'"
-            )
-            raise ConfigError(f"{path}, row {number}: expected {expected}, got {_shorten(row)}") from error
-        yield problem
 
 
 def clean(problems: Iterable[Problem], data: DataConfig, report: DataReport, limit: int | None = None) -> list[Problem]:
@@ -173,7 +167,7 @@ def clean(problems: Iterable[Problem], data: DataConfig, report: DataReport, lim
             if data.on_conflict == "error":
                 raise ConfigError(
                     f"data: one prompt has the answers {known.answer!r} and {problem.answer!r}: "
-                    f"{_shorten(problem.question)} (data.on_conflict: drop or first settles it)"
+                    f"{shorten(problem.question)} (data.on_conflict: drop or first settles it)"
                 )
     dropped = conflicts if data.on_conflict == "drop" else set()
     report.rows += sum(rows.values())
@@ -184,30 +178,34 @@ def clean(problems: Iterable[Problem], data: DataConfig, report: DataReport, lim
 
 
 def build_prompts(
-    problems: list[Problem], tokenizer: Tokenizer, data: DataConfig, max_tokens: int, report: DataReport
+    problems: list[Problem],
+    tokenizer: Tokenizer,
+    data: DataConfig,
+    max_tokens: int,
+    report: DataReport,
+    eval_set: str = "",
 ) -> list[Prompt]:
     """Render and tokenize. Prompts of more than ``max_tokens`` tokens are left out and counted."""
     has_template = bool(tokenizer.chat_template)
     if data.chat_template == "always" and not has_template:
         raise ConfigError("data.chat_template: expected a tokenizer with a chat template for 'always', it has none")
     chat = has_template and data.chat_template != "never"
-    texts = [_render(problem, tokenizer, data.template, chat) for problem in problems]
+    messages = [(*problem.context, ("user", apply_template(data.template, problem.question))) for problem in problems]
+    texts = [_render(turns, tokenizer, chat) for turns in messages]
     # A chat template writes its own special tokens; adding them again would double the first one.
     token_ids = tokenizer(texts, add_special_tokens=not chat)["input_ids"] if texts else []
     prompts = [
-        Prompt(id=problem.key[:16], token_ids=tuple(ids), text=text, answer=problem.answer, source=problem.source)
-        for problem, text, ids in zip(problems, texts, token_ids, strict=True)
+        Prompt(problem.key[:16], tuple(ids), text, problem.answer, problem.source, eval_set, turns, problem.row)
+        for problem, turns, text, ids in zip(problems, messages, texts, token_ids, strict=True)
         if len(ids) <= max_tokens
     ]
     report.too_long += len(problems) - len(prompts)
     return prompts
 
 
-def _render(problem: Problem, tokenizer: Tokenizer, template: str, chat: bool) -> str:
-    question = apply_template(template, problem.question)
+def _render(turns: Iterable[tuple[str, str]], tokenizer: Tokenizer, chat: bool) -> str:
     if not chat:
-        return "\n\n".join([*(content for _, content in problem.context), question])
-    turns = [*problem.context, ("user", question)]
+        return "\n\n".join(content for _, content in turns)
     messages = [{"role": role, "content": content} for role, content in turns]
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
@@ -217,69 +215,6 @@ def apply_template(template: str, question: str) -> str:
     if template == "plain" or (template == "dapo" and question.startswith(RECIPE_OPENING)):
         return question
     return (RECIPE_TEMPLATE if template == "dapo" else template).replace("{question}", question)
-
-
-def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.is_file():
-        raise ConfigError(f"data: expected a file at {path}, found nothing there")
-    if path.suffix == ".jsonl":
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _parse_json(path, number, line)
-    elif path.suffix == ".parquet":
-        from pyarrow import parquet  # comes with datasets; slow to import, and only this branch wants it
-
-        for batch in parquet.ParquetFile(path).iter_batches(batch_size=1024):
-            yield from batch.to_pylist()
-    else:
-        raise ConfigError(f"data: expected a .jsonl or .parquet file, got {path}")
-
-
-def _parse_json(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}, line {number}: not valid JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise ConfigError(f"{path}, line {number}: expected a JSON object, got {_shorten(row)}")
-    return row
-
-
-def _detect_format(path: Path, row: Mapping[str, Any]) -> str:
-    if {"prompt", "reward_model"} <= row.keys():
-        return "dapo"
-    if {"question", "answer"} <= row.keys():
-        return "gsm8k"
-    raise ConfigError(
-        f"{path}: expected the columns 'prompt' and 'reward_model' (DAPO) or 'question' and 'answer' "
-        f"(GSM8K), got {', '.join(row)}"
-    )
-
-
-def _from_dapo(row: Mapping[str, Any]) -> Problem:
-    *context, question = [(message["role"], message["content"]) for message in row["prompt"]]
-    if question[0] != "user":
-        raise ValueError("the last message must be the user's")
-    answer = row["reward_model"]["ground_truth"]
-    if answer is None or not str(answer).strip():
-        raise ValueError("empty ground truth")
-    return Problem(question[1].strip(), str(answer).strip(), str(row.get("data_source") or ""), tuple(context))
-
-
-def _from_gsm8k(row: Mapping[str, Any]) -> Problem:
-    _, mark, answer = row["answer"].rpartition("####")
-    if not mark or not answer.strip():
-        raise ValueError("no '#### n'")
-    return Problem(row["question"].strip(), answer.strip().replace(",", ""), "gsm8k")
-
-
-_FORMATS = {"dapo": _from_dapo, "gsm8k": _from_gsm8k}
-
-
-def _shorten(value: Any, width: int = 160) -> str:
-    text = repr(value)
-    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 class PromptCursor:

@@ -196,7 +196,8 @@ class DynamicSampler:
         self.rounds_so_far, self.steps = state["rounds_so_far"], state["steps"]
         self._accepted, self._tried = state["accepted"], state["tried"]
         # Groups of older versions do not say when they were sampled: not after the last step.
-        self.buffer = [_group_from_state({"step": self.steps, **group}) for group in state["buffer"]]
+        prompts = {prompt.id: prompt for prompt in self.cursor.prompts} if state["buffer"] else {}
+        self.buffer = [_group_from_state({"step": self.steps, **group}, prompts) for group in state["buffer"]]
 
 
 def prompts_for(groups: int, acceptance: float) -> int:
@@ -221,7 +222,7 @@ def _advice(stats: SamplingStats, n_prompts: int) -> str:
 def _group_state(group: Group) -> dict[str, Any]:
     return {
         "step": group.step,
-        "prompt": asdict(group.prompt),
+        "prompt": {name: getattr(group.prompt, name) for name in ("id", "token_ids", "text", "answer", "source")},
         "samples": [
             {
                 "token_ids": sample.completion.token_ids,
@@ -232,13 +233,15 @@ def _group_state(group: Group) -> dict[str, Any]:
                 "base_reward": sample.base_reward,
                 "length_penalty": sample.length_penalty,
                 "trains": sample.trains,
+                "parts": dict(sample.parts),
             }
             for sample in group.samples
         ],
     }
 
 
-def _group_from_state(state: Mapping[str, Any]) -> Group:
+def _group_from_state(state: Mapping[str, Any], prompts: Mapping[str, Prompt]) -> Group:
+    """``prompts`` by their ids: the data set's rows are not in the state."""
     samples = tuple(
         Sample(
             completion=Completion(item["token_ids"], item["logprobs"], item["finish_reason"], item["text"]),
@@ -246,8 +249,11 @@ def _group_from_state(state: Mapping[str, Any]) -> Group:
             base_reward=item["base_reward"],
             length_penalty=item["length_penalty"],
             trains=item["trains"],
+            parts=item.get("parts", {}),  # older ones had none
         )
         for item in state["samples"]
     )
     prompt = state["prompt"]
-    return Group(Prompt(**{**prompt, "token_ids": tuple(prompt["token_ids"])}), samples, state["step"])
+    read = Prompt(**{**prompt, "token_ids": tuple(prompt["token_ids"])})
+    known = prompts.get(read.id, read)
+    return Group(replace(read, messages=known.messages, row=known.row), samples, state["step"])

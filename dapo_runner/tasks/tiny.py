@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dapo_runner.config import Config, ConfigError, TinyModelConfig
-from dapo_runner.rewards.scoring import make_scorer
+from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.sampling.arithmetic import ArithmeticProblem, split_problems
 from dapo_runner.sampling.data import apply_template
@@ -173,10 +173,8 @@ def solved_share(model: Any, tokenizer: Any, problems: list[ArithmeticProblem], 
         max_tokens=config.rollout.max_response_tokens,
         seed=config.run.seed,
     )
-    score = make_scorer(config, shaped=False)
-    completions = engine.generate(prompts, sampling)
-    right = [score(*pair).n_correct for pair in zip(prompts, completions, strict=True)]
-    return sum(right) / len(right)
+    groups = Scorer(config, shaped=False)(prompts, engine.generate(prompts, sampling))
+    return sum(group.n_correct for group in groups) / len(groups)
 
 
 def _encode(problem: ArithmeticProblem, tokenizer: Any, config: Config) -> tuple[list[int], list[int]]:

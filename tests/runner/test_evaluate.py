@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-from builders import make_completion, make_config, make_prompt, make_sample
+from builders import make_completion, make_config, make_group, make_prompt, make_sample
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +24,7 @@ from dapo_runner.evaluate import (
 )
 from dapo_runner.rewards import math_rule
 from dapo_runner.rewards.math_rule import math_judge
-from dapo_runner.rewards.scoring import make_scorer
+from dapo_runner.rewards.scoring import Scorer, reads_answers
 from dapo_runner.types import Completion, Group, Prompt, SamplingParams
 
 
@@ -56,7 +56,7 @@ def evaluate_answers(answers: Sequence[str], truth: str, kind: str) -> Evaluatio
     """The samples of one problem, scored by one of the rules."""
     config = make_config(evaluation={"k": len(answers)}, reward={"kind": kind, "deadline": 60.0})
     completions = [make_completion(text=f"It is so.\nAnswer: {answer}") for answer in answers]
-    answer = scored(lambda prompts, sampling: [completions], make_scorer(config, shaped=False))
+    answer = scored(lambda prompts, sampling: [completions], Scorer(config, shaped=False))
     return evaluate(answer, [make_prompt(answer=truth)], config)
 
 
@@ -190,14 +190,14 @@ def test_evaluate_samples_with_its_own_settings_and_scores_unshaped() -> None:
 
     config = make_config(evaluation={"k": 2, "top_p": 0.5, "temperature": 0.0, "seed": 9})
     prompts = [make_prompt("x"), make_prompt("y")]
-    result = evaluate(scored(generate, make_scorer(config, shaped=False)), prompts, config)
+    result = evaluate(scored(generate, Scorer(config, shaped=False)), prompts, config)
     assert calls == [SamplingParams(n=2, temperature=0.0, top_p=0.5, max_tokens=64, seed=9)]
     assert result.average == 0.25
     assert result.metrics["truncated"] == 0.5
     assert result.metrics["no_answer"] == 0.25
     assert result.metrics["length"] == pytest.approx((64 * 3 + 1) / 4)
     with pytest.raises(ValueError, match="at least one held-out problem"):
-        evaluate(scored(generate, make_scorer(config)), [], config)
+        evaluate(scored(generate, Scorer(config)), [], config)
 
 
 def test_a_reward_that_names_no_answer_has_no_consensus() -> None:
@@ -207,3 +207,31 @@ def test_a_reward_that_names_no_answer_has_no_consensus() -> None:
     assert figures["avg@4"] == 0.25
     assert not {"cons@4", "no_answer"} & set(figures)
     assert "cons@4" in Evaluation([group_of("a---")], 4, None).metrics
+
+
+def test_a_function_has_a_consensus_only_where_every_sample_has_an_answer() -> None:
+    for answers, there in (("ab", True), ("a-", False), ("--", False)):
+        assert ("cons@2" in Evaluation([group_of(answers)], 2, reads_answers=False).metrics) == there
+        assert "cons@2" in Evaluation([group_of(answers)], 2).metrics
+    assert [reads_answers(make_config(reward={"kind": kind}).reward) for kind in ("dapo", "code", "a:f")] == [
+        True, False, False
+    ]  # fmt: skip
+
+
+def test_figures_of_each_set_and_source() -> None:
+    def group(pattern: str, eval_set: str, source: str) -> Group:
+        return replace(make_group(pattern), prompt=replace(make_prompt(), eval_set=eval_set, source=source))
+
+    groups = [group("RR", "one", "s"), group("RW", "one", "t"), group("WW", "two", "t"), group("RR", "two", "t")]
+    figures = Evaluation(groups, 2).metrics
+    assert {key: value for key, value in figures.items() if key.endswith(("avg@2", "reward", "problems"))} == {
+        "avg@2": 5 / 8, "reward": 0.25, "problems": 4,
+        "one/avg@2": 3 / 4, "one/reward": 0.5, "one/problems": 2,
+        "one/s/avg@2": 1, "one/s/reward": 1, "one/s/problems": 1,
+        "one/t/avg@2": 1 / 2, "one/t/reward": 0, "one/t/problems": 1,
+        "two/avg@2": 1 / 2, "two/reward": 0, "two/problems": 2,
+    }  # fmt: skip
+    assert {"one/pass@2", "one/length", "pass@1"} <= figures.keys()
+    unnamed = Evaluation([group("RW", "", "s"), group("WW", "", "t")], 2).metrics
+    assert (unnamed["s/avg@2"], unnamed["t/avg@2"]) == (0.5, 0.0)
+    assert not any("/" in key for key in Evaluation([group("RW", "", "s")], 2).metrics)

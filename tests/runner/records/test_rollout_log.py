@@ -70,16 +70,17 @@ def test_only_so_many_groups_are_kept_and_the_header_counts_all(tmp_path: Path) 
 def test_the_oldest_steps_go_and_it_is_told_once(tmp_path: Path) -> None:
     write(open_log(tmp_path / "one"), 1)
     size = saved_steps(tmp_path / "one")[1].stat().st_size
-    log = open_log(tmp_path / "r", max_gb=3.5 * size / 1e9)
+    folder = tmp_path / "rollouts"
+    log = open_log(folder, max_gb=3.5 * size / 1e9)
     told = [write(log, step) for step in range(1, 8)]
-    assert list(saved_steps(tmp_path / "r")) == [5, 6, 7]
+    assert list(saved_steps(folder)) == [5, 6, 7]
     assert [news is not None for news in told] == [False, False, False, True, False, False, False]
     assert "logging.rollouts.max_gb" in str(told[3])
     # After a resume, files of the first attempt count as well; a step larger than the limit is still kept.
-    again = open_log(tmp_path / "r", keep_through=6, max_gb=0.5 * size / 1e9)
-    assert list(saved_steps(tmp_path / "r")) == [5, 6]
+    again = open_log(folder, keep_through=6, max_gb=0.5 * size / 1e9)
+    assert list(saved_steps(folder)) == [5, 6]
     assert write(again, 7) is not None
-    assert list(saved_steps(tmp_path / "r")) == [7]
+    assert list(saved_steps(folder)) == [7]
 
 
 def test_the_same_steps_give_the_same_bytes_and_half_a_file_is_none(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from dapo_runner.cli import main
 from dapo_runner.config import AdvantageConfig, RolloutLogConfig
-from dapo_runner.records.rollout_log import ROLLOUTS, RolloutLog
+from dapo_runner.records.rollout_log import EVALUATIONS, ROLLOUTS, RolloutLog
 from dapo_runner.records.show import load_step, page, printable
 from dapo_runner.types import Group, Sample
 from dapo_runner.update.advantage import make_sequences
@@ -115,3 +115,19 @@ def test_a_terminal_pages_by_group(
 def test_printable_keeps_what_is_text() -> None:
     assert printable("a\tb\n等 é 𝔸") == "a\tb\n等 é 𝔸"
     assert printable("\r\x00\x9b\x7f") == "\\r\\x00\\x9b\\x7f"
+
+
+def test_answers_to_held_out_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sample = replace(answering(make_sample(True, extracted="7"), "Answer: 7"), parts={"dapo": 1.0, "brief": 0.25})
+    prompt = replace(make_prompt("p", answer="7"), eval_set="exam")
+    log = RolloutLog(tmp_path / EVALUATIONS, RolloutLogConfig(groups=None), keep_through=-1)
+    for step in (0, 5):
+        log.write(step, [Group(prompt, (sample,))])
+    assert main(["show", str(tmp_path), "--eval"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["step", "0", "5"]
+    assert main(["show", str(tmp_path), "--eval", "--step", "5"]) == 0
+    out = capsys.readouterr().out
+    assert "exam test p · expected 7" in out
+    assert "reward +1 = answer +1 (dapo +1, brief +0.25) + length +0 · 4 tokens, ended itself · read 7" in out
+    assert main(["show", str(tmp_path), "--step", "5"]) == 2
+    assert "logging.rollouts.groups" in capsys.readouterr().err

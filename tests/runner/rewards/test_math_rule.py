@@ -18,7 +18,7 @@ from dapo_runner.records.metrics import batch_metrics
 from dapo_runner.rewards import math_rule as module
 from dapo_runner.rewards import math_worker
 from dapo_runner.rewards.math_rule import MathJudge, math_judge
-from dapo_runner.rewards.scoring import load_reward, make_scorer
+from dapo_runner.rewards.scoring import Scorer, load_reward
 from dapo_runner.types import Verdict
 
 DEADLINE = 1.0
@@ -101,7 +101,7 @@ def test_hostile_output_neither_hangs_nor_crashes_nor_scores(judge: MathJudge) -
 def test_what_became_of_an_answer_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(reward={"kind": "math", "deadline": DEADLINE, "overlong": {"soft_punishment": False}})
     completions = [make_completion(text=text) for text in (HOSTILE["tower"], "", "Answer: 7")]
-    group = make_scorer(config)(make_prompt(answer="7"), completions)
+    (group,) = Scorer(config)([make_prompt(answer="7")], [completions])
     metrics = batch_metrics([group])
     assert metrics["batch/rule_none"] == pytest.approx(1 / 3)
     assert metrics["batch/rule_timeout"] >= 1 / 3 - 1e-9

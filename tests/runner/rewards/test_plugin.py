@@ -6,6 +6,7 @@ import signal
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
 
@@ -19,10 +20,10 @@ from dapo_runner.config import Config, ConfigError, parse_config
 from dapo_runner.records.progress import SilentProgress
 from dapo_runner.records.run_log import CHECKPOINTS
 from dapo_runner.rewards.plugin import RewardError
-from dapo_runner.rewards.scoring import RewardFunction, load_reward, make_scorer
+from dapo_runner.rewards.scoring import Scorer, load_reward
 from dapo_runner.sampling.sampler import SamplingExhaustedError
 from dapo_runner.train import train
-from dapo_runner.types import Verdict
+from dapo_runner.types import Completion, Prompt, Verdict
 
 PROMPT = make_prompt("what is it?", answer="7")
 
@@ -34,11 +35,12 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def load(folder: Path, name: str, body: str, **reward: object) -> RewardFunction:
-    """The reward function ``judge`` of a module of that name."""
+def load(folder: Path, name: str, body: str, **reward: object) -> Callable[[Prompt, Completion], Verdict]:
+    """The reward function ``judge`` of a module of that name, of one response."""
     text = "import random, re, sys, time, numpy as np\nfrom dapo_runner.types import Verdict\n" + textwrap.dedent(body)
     (folder / f"{name}.py").write_text(text)
-    return load_reward(make_config(reward={"kind": f"{name}:judge", **reward}).reward)
+    judge = load_reward(make_config(reward={"kind": f"{name}:judge", **reward}).reward)
+    return lambda prompt, completion: judge([prompt], [[completion]])[0][0]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,7 @@ def test_a_number_is_right_above_the_middle_of_the_configured_rewards(modules: P
     verdicts = [judge(PROMPT, make_completion(text=text)) for text in ("0.5", "0.55")]
     assert verdicts == [Verdict(False, value=0.5), Verdict(True, value=0.55)]
     config = make_config(reward={"kind": "middle:judge", "overlong": {"soft_punishment": False}})
-    group = make_scorer(config)(PROMPT, [make_completion(text="0.3"), make_completion(text="-0.3")])
+    (group,) = Scorer(config)([PROMPT], [[make_completion(text="0.3"), make_completion(text="-0.3")]])
     assert [sample.reward for sample in group.samples] == [0.3, -0.3]
     assert group.is_mixed
 

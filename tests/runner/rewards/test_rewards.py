@@ -15,7 +15,7 @@ from dapo_runner.config import ConfigError
 from dapo_runner.rewards.numbers import canonical_number, gsm8k_rule, integer_rule
 from dapo_runner.rewards.overlong import length_penalty
 from dapo_runner.rewards.rule import answer_rule, last_boxed, normalise
-from dapo_runner.rewards.scoring import load_reward, make_scorer, never_right
+from dapo_runner.rewards.scoring import Scorer, load_reward, never_right
 from dapo_runner.types import Prompt, Verdict
 
 
@@ -298,11 +298,11 @@ def test_scoring_adds_the_parts_up() -> None:
         make_completion(56, "Answer: 7"),
         make_completion(64, "Answer: 8", truncated=True),
     ]
-    group = make_scorer(config)(make_prompt(answer="7"), completions)
+    (group,) = Scorer(config)([make_prompt(answer="7")], [completions])
     assert [sample.reward for sample in group.samples] == [2.0, 1.5, -1.5]
     assert [sample.trains for sample in group.samples] == [True, True, False]
     assert [sample.correct for sample in group.samples] == [True, True, False]
-    plain = make_scorer(config, shaped=False)(make_prompt(answer="7"), completions)
+    (plain,) = Scorer(config, shaped=False)([make_prompt(answer="7")], [completions])
     assert [sample.reward for sample in plain.samples] == [2.0, 2.0, -0.5]
     assert all(sample.trains for sample in plain.samples)
 
@@ -313,7 +313,7 @@ def test_punishment_and_filtering_are_apart() -> None:
         for drop in (False, True):
             overlong = {"cache_length": 16, "soft_punishment": soft, "filter": drop}
             config = make_config(reward={"overlong": overlong})
-            (sample,) = make_scorer(config)(make_prompt(), [completion]).samples
+            ((sample,),) = (group.samples for group in Scorer(config)([make_prompt()], [[completion]]))
             assert (sample.length_penalty, sample.trains) == (-1.0 if soft else 0.0, not drop)
 
 
@@ -325,7 +325,7 @@ def test_plugin_is_loaded_and_its_value_used(tmp_path: Path, monkeypatch: pytest
     )
     monkeypatch.chdir(tmp_path)
     config = make_config(reward={"kind": "my_reward:shout", "overlong": {"soft_punishment": False}})
-    group = make_scorer(config)(make_prompt(), [make_completion(text="YES"), make_completion(text="no")])
+    (group,) = Scorer(config)([make_prompt()], [[make_completion(text="YES"), make_completion(text="no")]])
     assert [(sample.correct, sample.reward) for sample in group.samples] == [(True, 0.25), (False, 0.25)]
 
 

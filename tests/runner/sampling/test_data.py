@@ -7,28 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import make_config, make_prompt
+from builders import CharTokenizer, make_config, make_prompt, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_runner.config import ArithmeticConfig, Config, ConfigError
 from dapo_runner.sampling.arithmetic import ArithmeticProblem, split_problems
-from dapo_runner.sampling.data import RECIPE_OPENING, PromptCursor, apply_template, load_data, read_problems
-
-
-class CharTokenizer:
-    """One token per character; the chat template wraps a message in its role."""
-
-    def __init__(self, chat_template: str | None = None) -> None:
-        self.chat_template = chat_template
-
-    def __call__(self, text: list[str], *, add_special_tokens: bool = True) -> dict[str, list[list[int]]]:
-        begin = [0] if add_special_tokens else []
-        return {"input_ids": [begin + [ord(letter) for letter in item] for item in text]}
-
-    def apply_chat_template(self, conversation: list[dict[str, str]], **kwargs: Any) -> str:
-        assert kwargs == {"tokenize": False, "add_generation_prompt": True}
-        return "".join(f"<{turn['role']}>{turn['content']}" for turn in conversation) + "<assistant>"
+from dapo_runner.sampling.data import RECIPE_OPENING, PromptCursor, apply_template, load_data
+from dapo_runner.sampling.reading import read_problems
 
 
 def dapo_row(question: str, answer: Any, system: str | None = None) -> dict[str, Any]:
@@ -40,17 +26,6 @@ def dapo_row(question: str, answer: Any, system: str | None = None) -> dict[str,
 
 def gsm8k_row(question: str, answer: str) -> dict[str, str]:
     return {"question": question, "answer": f"Some steps <<1+1=2>>.\n#### {answer}"}
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    if path.suffix == ".parquet":
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def data_config(path: Path, max_prompt_tokens: int = 64, **values: Any) -> Config:

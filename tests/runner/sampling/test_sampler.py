@@ -300,6 +300,33 @@ def test_an_old_checkpoint_takes_its_groups_for_those_of_its_last_step() -> None
     assert (resumed.steps, {group.step for group in step.groups}, step.stats.too_old) == (8, {7}, 0)
 
 
+def test_groups_carried_over_a_checkpoint_have_their_rows_and_parts() -> None:
+    """Rows come from the data set, not from the checkpoint; older checkpoints have no parts."""
+    prompts = [replace(make_prompt(str(i)), row={"number": i}, messages=(("user", str(i)),)) for i in range(9)]
+    sample = replace(make_sample(True), parts={"a": 0.5})
+
+    def ask(asked: list[Prompt], round_number: int) -> list[Group]:
+        return [Group(prompt, (sample, make_sample(False))) for prompt in asked]
+
+    def sampler() -> DynamicSampler:
+        return DynamicSampler(PromptCursor(prompts, seed=0), SamplerConfig(prompts_per_step=2, initial_acceptance=0.2))
+
+    first, resumed, old = sampler(), sampler(), sampler()
+    first.next(ask)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    resumed.load_state_dict(state)
+    kept = [(dict(g.prompt.row), g.prompt, [dict(s.parts) for s in g.samples]) for g in first.buffer]
+    assert [(dict(g.prompt.row), g.prompt, [dict(s.parts) for s in g.samples]) for g in resumed.buffer] == kept != []
+    for group in state["buffer"]:
+        for item in group["samples"]:
+            del item["parts"]
+    old.load_state_dict(state)
+    assert old.buffer[0].samples[0].parts == {}
+
+
 def test_refill_is_sized_by_the_rate_so_far() -> None:
     """Everything is accepted, so the requests shrink to what is needed; then little is, and they grow."""
     sampler = make_sampler(wanted=20, n_prompts=1000, initial_acceptance=0.2)

@@ -1,0 +1,56 @@
+"""A deadline for a call in the main thread, by an alarm signal: it ends Python code and calls that wait, not C code
+that never looks at signals.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+class LateError(Exception):
+    """The deadline struck; its traceback ends where the call was."""
+
+
+class _Alarm(BaseException):
+    """Not an Exception, which the function may catch."""
+
+
+def call_within(seconds: float | None, call: Callable[[], Any]) -> Any:
+    """What ``call`` returns. Raises LateError when it takes longer, whatever it makes of being interrupted: one that
+    forgives the first alarm, or waits for a thread on its way out, meets another every second.
+    """
+    if seconds is None or threading.current_thread() is not threading.main_thread():
+        return call()
+    armed, struck = True, False
+
+    def strike(*_: object) -> None:
+        nonlocal struck
+        struck = True
+        if armed:
+            raise _Alarm
+
+    began = time.monotonic()
+    left, interval = signal.setitimer(signal.ITIMER_REAL, 0)  # first: the caller's alarm must not meet our handler
+    handler_before = signal.signal(signal.SIGALRM, strike)
+    trace = None
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+        return_value = call()
+    except BaseException as error:
+        armed = False
+        if not struck:
+            raise
+        trace = error.__traceback__
+    finally:
+        armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler_before or signal.SIG_DFL)
+        if left:  # the caller's own alarm, which has waited meanwhile
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-6), interval)
+    if struck:
+        raise LateError().with_traceback(trace)
+    return return_value

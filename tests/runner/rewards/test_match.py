@@ -1,0 +1,146 @@
+"""Multiple choice, exact and fuzzy match, JSON under a schema."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import make_config, make_prompt
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapo_runner.config import ConfigError
+from dapo_runner.rewards import json_rule, match
+from dapo_runner.rewards.match import FuzzyRule, choice_rule, exact_rule
+from dapo_runner.rewards.scoring import load_reward, never_right
+from dapo_runner.types import Verdict
+
+
+@pytest.mark.parametrize(
+    ("text", "extracted", "rule"),
+    [
+        ("Not A, not C.\nAnswer: B", "B", "answer-line"),
+        ("Answer: A\nNo.\nAnswer: (B)", "B", "answer-line"),
+        ("The answer is B.", "B", "answer-line"),
+        ("**Answer:** B", None, "none"),
+        ("Answer: **B**", "B", "answer-line"),
+        (r"Answer: $\boxed{B}$", "B", "answer-line"),
+        ("answer: B. Paris", "B", "answer-line"),
+        (r"so it is \boxed{B}", "B", "boxed"),
+        (r"so it is \boxed{B. Paris}", "B", "boxed"),
+        ("B", "B", "letter"),
+        (" (B) since …", "B", "letter"),
+        ("B) Paris", "B", "letter"),
+        ("Berlin", None, "none"),
+        ("A cat.", None, "none"),
+        ("The answer is Berlin", None, "none"),
+        ("", None, "none"),
+    ],
+)
+def test_multiple_choice(text: str, extracted: str | None, rule: str) -> None:
+    assert choice_rule(text, "B") == Verdict(extracted == "B", extracted, rule)
+    assert not choice_rule(text, "C").correct
+    assert choice_rule("Answer: B", "B. Paris").correct
+
+
+@pytest.mark.parametrize(
+    ("text", "correct", "extracted"),
+    [
+        ("Paris", True, "paris"),
+        (' "Paris." ', True, "paris"),
+        ("It is.\nAnswer:  PARIS", True, "paris"),
+        ("It is Paris", False, "it is paris"),
+        ("Answer: New  Paris", False, "new paris"),
+        ("", False, None),
+        ("...", False, None),
+    ],
+)
+def test_exact_match(text: str, correct: bool, extracted: str | None) -> None:
+    verdict = exact_rule(text, "Paris")
+    assert (verdict.correct, verdict.extracted) == (correct, extracted)
+    assert exact_rule("Ｇrüße", "grüSSe").correct
+
+
+def test_fuzzy_match_is_graded() -> None:
+    pytest.importorskip("rapidfuzz", reason="rapidfuzz is not installed")
+    rule = FuzzyRule(make_config(reward={"kind": "fuzzy", "wrong": 0.0, "fuzzy_threshold": 0.8}).reward)
+    values = [rule(f"Answer: {text}", "kitten") for text in ("kitten", "kittens", "sitting", "", "xyz")]
+    assert [verdict.value for verdict in values] == pytest.approx([1.0, 12 / 13, 8 / 13, 0.0, 0.0])
+    assert [verdict.correct for verdict in values] == [True, True, False, False, False]
+
+
+@given(st.text(max_size=300), st.text(max_size=40))
+def test_rules_judge_any_text(text: str, answer: str) -> None:
+    for rule in (choice_rule, exact_rule):
+        verdict = rule(text, answer)
+        assert not (verdict.correct and verdict.extracted is None)
+
+
+@pytest.mark.parametrize(
+    "text", ["answer" + " " * 10**5, "answer " * 20000, "Answer:" * 10**5, "(" * 10**5, "A" * 10**5]
+)
+def test_hostile_output_takes_no_longer_than_other_output(text: str) -> None:
+    start = time.process_time()
+    for _ in range(20):
+        choice_rule(text, "B")
+        exact_rule(text, "B")
+    assert time.process_time() - start < 1.0
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "pattern": "^(a+)+$"}, "age": {"type": "integer", "minimum": 0}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "correct", "rule"),
+    [
+        ('{"name": "aa", "age": 3}', True, "json-schema"),
+        ('Here:\n```json\n{"name": "b"}\n```\nno:\n```\n{"name": "a"}\n```', True, "json-schema"),
+        ('{"name": "aa", "age": -3}', False, "json-schema"),
+        ('{"age": 3}', False, "json-schema"),
+        ("[1]", False, "json-schema"),
+        ('{"name": "aa",}', False, "none"),
+        ('{"name": "aa", "age": NaN}', False, "none"),
+        ("", False, "none"),
+        ("[" * 100_000, False, "none"),
+        ("9" * 100_000, False, "none"),
+        ('{"name": "' + "a" * 60 + 'b"}', False, "timeout"),
+    ],
+)
+def test_json_under_a_schema(text: str, correct: bool, rule: str, tmp_path: Path) -> None:
+    pytest.importorskip("jsonschema", reason="jsonschema is not installed")
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    for schema in (None, tmp_path / "schema.json"):
+        config = make_config(reward={"kind": "json", "json_schema": schema, "deadline": 0.5})
+        verdict = json_rule.JsonRule(config.reward)(text, json.dumps(SCHEMA) if schema is None else "")
+        assert (verdict.correct, verdict.rule) == (correct, rule)
+
+
+def test_a_schema_fetches_nothing_and_a_bad_one_is_told() -> None:
+    pytest.importorskip("jsonschema", reason="jsonschema is not installed")
+    rule = json_rule.JsonRule(make_config(reward={"kind": "json"}).reward)
+    with pytest.raises(ConfigError, match="expected a JSON schema, got"):
+        rule("{}", '{"type": "objekt"}')
+    with pytest.raises(ConfigError, match=r"example\.invalid"):
+        rule("{}", '{"$ref": "http://example.invalid/schema.json"}')
+    with pytest.raises(ConfigError, match=r"reward\.json_schema: expected a file"):
+        json_rule.JsonRule(make_config(reward={"kind": "json", "json_schema": "nowhere.json"}).reward)
+
+
+@pytest.mark.parametrize(("kind", "module"), [("fuzzy", match), ("json", json_rule)])
+def test_a_missing_package_is_named(kind: str, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=rf"pip install 'dapo-kernels\[{kind}\]'"):
+        load_reward(make_config(reward={"kind": kind}).reward)
+
+
+def test_a_ground_truth_that_is_no_letter_is_told() -> None:
+    prompts = [make_prompt(answer=answer) for answer in ("A", "Paris", "(C)")]
+    assert "1 of 3" in (never_right(make_config(reward={"kind": "choice"}).reward, prompts) or "")

@@ -1,0 +1,185 @@
+"""Any data set: columns of the recipe's choice, Hugging Face folders and names, several evaluation sets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from builders import CharTokenizer, make_config, write_rows
+
+from dapo_runner.config import ColumnsConfig, Config, ConfigError
+from dapo_runner.preflight.needs import check_needs
+from dapo_runner.preflight.plan import make_plan
+from dapo_runner.sampling.data import load_data
+from dapo_runner.sampling.reading import Problem, missing_data, read_problems
+
+ROWS = [{"q": f"Why {i}?", "a": str(i), "level": i} for i in range(4)]
+
+
+def config_of(path: Path | str | None, **data: Any) -> Config:
+    return make_config(data={"format": "auto", "path": path, "eval_size": 0, "columns": {"prompt": "q"}, **data})
+
+
+def columns(**names: str) -> ColumnsConfig:
+    return ColumnsConfig.model_validate({"prompt": "q", **names})
+
+
+def read(folder: Path, row: dict[str, Any], **names: str) -> Problem:
+    (problem,) = read_problems(write_rows(folder / "d.jsonl", [row]), columns=columns(**names))
+    return problem
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_columns_are_named_in_the_recipe(tmp_path: Path, suffix: str) -> None:
+    path = write_rows(tmp_path / f"d{suffix}", ROWS)
+    config = config_of(path, columns={"prompt": "q", "answer": "a", "source": "level"})
+    assert config.data.template == "plain"  # the instruction of the recipe is for mathematics
+    prompts = load_data(config, CharTokenizer()).train
+    assert [(p.text, p.answer, p.source, p.row) for p in prompts[1:3]] == [
+        ("Why 1?", "1", "1", ROWS[1]), ("Why 2?", "2", "2", ROWS[2])
+    ]  # fmt: skip
+
+
+def test_no_answer_is_needed_where_the_reward_wants_none(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "d.jsonl", ROWS)
+    with pytest.raises(ConfigError, match=r"data\.columns\.answer: expected the column that reward dapo holds"):
+        config_of(path)
+    own = make_config(data={"format": "auto", "path": path, "columns": {"prompt": "q"}}, reward={"kind": "a:f"})
+    assert own.data.columns is not None
+    assert [problem.answer for problem in read_problems(path, columns=own.data.columns)] == [""] * 4
+
+
+@pytest.mark.parametrize(
+    ("prompt", "context", "question"),
+    [
+        (" Hi ", (("system", "S"),), "Hi"),
+        ([{"role": "user", "content": "Hi"}], (("system", "S"),), "Hi"),
+        ([{"role": "system", "content": "own"}, {"role": "user", "content": "Hi"}], (("system", "own"),), "Hi"),
+        (
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}],
+            (("system", "S"), ("user", "a"), ("assistant", "b")),
+            "c",
+        ),
+    ],
+)
+def test_a_prompt_is_a_text_or_messages(tmp_path: Path, prompt: Any, context: Any, question: str) -> None:
+    path = write_rows(tmp_path / "d.jsonl", [{"q": prompt}])
+    (problem,) = read_problems(path, columns=columns(), system="S")
+    assert (problem.context, problem.question) == (context, question)
+
+
+@pytest.mark.parametrize(
+    ("choices", "answer", "letter"),
+    [
+        (["x", "y", "z"], 1, "B"),
+        (["x", "y", "z"], "B", "B"),
+        (["x", "y", "z"], "y", "B"),
+        ({"text": ["x", "y"], "label": ["1", "2"]}, "2", "B"),
+        ({"text": ["x", "y"], "label": ["A", "B"]}, "B", "B"),
+    ],
+)
+def test_choices_get_letters(tmp_path: Path, choices: Any, answer: Any, letter: str) -> None:
+    problem = read(tmp_path, {"q": "Which?", "o": choices, "a": answer}, answer="a", choices="o")
+    assert problem.answer == letter
+    assert problem.question.startswith("Which?\nA. x\nB. y")
+    assert read(tmp_path, {"q": "Which?", "o": choices}, choices="o").answer == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(5, "5"), (0.5, "0.5"), ([1, "a"], '[1, "a"]'), ({"k": "é"}, '{"k": "é"}'), (True, "true")]
+)
+def test_an_answer_that_is_no_text_is_written_as_json(tmp_path: Path, value: Any, text: str) -> None:
+    assert read(tmp_path, {"q": "?", "a": value}, answer="a").answer == text
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"a": "1"}, "KeyError: 'q'"),
+        ({"q": "?"}, "KeyError: 'a'"),
+        ({"q": "?", "a": None}, "no answer"),
+        ({"q": "?", "a": " "}, "no answer"),
+        ({"q": 3, "a": "1"}, "expected a text or a list of messages"),
+        ({"q": [], "a": "1"}, "expected a text or a list of messages"),
+        ({"q": [{"role": "user", "content": [{"type": "image"}]}], "a": "1"}, "expected a text or a list of messages"),
+        ({"q": [{"role": "assistant", "content": "x"}], "a": "1"}, "the last message must be the user's"),
+        ({"q": "?", "a": "W", "o": ["x", "y"]}, "the answer 'W' is none of the choices"),
+        ({"q": "?", "a": "A", "o": ["x"]}, "expected 2 to 26 choices, found 1"),
+    ],
+)
+def test_rows_that_do_not_fit_are_named(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
+    choices = {"choices": "o"} if "o" in row else {}
+    with pytest.raises(ConfigError, match=r"d\.jsonl, row 1: expected data\.columns to fit") as caught:
+        read(tmp_path, row, answer="a", **choices)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["saved", "saved splits", "files"])
+def test_hugging_face_folders(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder, rows = tmp_path / "set", datasets.Dataset.from_list(ROWS)
+    if how == "saved":
+        rows.save_to_disk(str(folder))
+    elif how == "saved splits":
+        datasets.DatasetDict({"train": rows.select([3]), "test": rows}).save_to_disk(str(folder))
+    else:
+        folder.mkdir()
+        write_rows(folder / "test.jsonl", ROWS)
+    config = config_of(folder, split="test", columns={"prompt": "q", "answer": "a"})
+    assert missing_data(folder) is None
+    assert [prompt.row for prompt in load_data(config, CharTokenizer()).train] == ROWS
+
+
+def test_a_name_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def load_dataset(*arguments: object, **keywords: object) -> Any:
+        asked.append((arguments, keywords))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    config = config_of("openai/gsm8k", subset="main", split="test", columns={"prompt": "q", "answer": "a"})
+    assert missing_data(Path("openai/gsm8k")) is None
+    assert len(load_data(config, CharTokenizer()).train) == 4
+    assert asked == [(("openai/gsm8k", "main"), {"split": "test"})]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: 1 / 0)
+    with pytest.raises(ConfigError, match=r"a Hugging Face data set .* 'main' .* 'test' at openai/gsm8k: division by"):
+        load_data(config, CharTokenizer())
+    with pytest.raises(ConfigError, match=r"data\.path: expected a \.jsonl or \.parquet file, a folder or the name"):
+        check_needs(config_of("no/such/folder", columns={"prompt": "q", "answer": "a"}))
+
+
+def test_several_evaluation_sets(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "d.jsonl", ROWS)
+    other = write_rows(tmp_path / "o.jsonl", [{"question": name, "answer": "#### 1"} for name in "xyz"])
+    same = write_rows(tmp_path / "s.jsonl", [ROWS[1], ROWS[1], {"q": "new", "a": "n"}])
+    sets = {"gsm": {"path": other, "format": "gsm8k", "size": 2}, "own": {"path": same}}
+    config = config_of(path, columns={"prompt": "q", "answer": "a"}, eval=sets)
+    dataset = load_data(config, CharTokenizer())
+    assert [(prompt.eval_set, prompt.text) for prompt in dataset.heldout] == [
+        ("gsm", "x"), ("gsm", "y"), ("own", "Why 1?"), ("own", "new")
+    ]  # fmt: skip
+    assert [prompt.text for prompt in dataset.train] == ["Why 0?", "Why 2?", "Why 3?"]
+    report = dataset.report
+    assert (report.rows, report.duplicates, report.in_heldout, report.beyond_limit) == (10, 1, 1, 1)
+    assert "on gsm (2), own (all)" in make_plan(config)["evaluation"]
+    with pytest.raises(ConfigError, match=r"data\.eval\.own\.path: expected a file, found nothing"):
+        check_needs(config_of(path, columns={"prompt": "q", "answer": "a"}, eval={"own": {"path": "nowhere.jsonl"}}))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"eval": {"a": {"path": "x.jsonl"}}, "eval_path": "y.jsonl"}, "eval_path: expected null beside eval"),
+        ({"eval": {"a/b": {"path": "x.jsonl"}}}, r"data\.eval\.a/b"),
+        ({"eval": {"a": {"pth": "x.jsonl"}}}, r"data\.eval\.a\.pth: unknown key; did you mean 'path'"),
+        ({"format": "dapo"}, "format: expected auto beside columns"),
+        ({"format": "arithmetic", "path": None}, "columns, eval_path and eval must be null"),
+        ({"columns": {"answer": "a"}}, r"data\.columns\.prompt: expected a value"),
+    ],
+)
+def test_mistakes_are_named(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_of(**{"path": "d.jsonl", "columns": {"prompt": "q", "answer": "a"}, **data})

@@ -1,0 +1,103 @@
+"""Runs every snippet of docs/your-own.md."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from builders import CharTokenizer, make_completion, make_prompt, write_rows
+
+from dapo_runner.config import Config, parse_config
+from dapo_runner.rewards.scoring import Scorer
+from dapo_runner.sampling.data import load_data
+from dapo_runner.types import Group
+
+PAGE = (Path(__file__).parents[2] / "docs" / "your-own.md").read_text(encoding="utf-8")
+SNIPPETS = dict(re.findall(r"<!-- (.+?) -->\n```\w+\n(.+?)```", PAGE, re.DOTALL))
+QUESTIONS = [{"question": f"What is {i} + {i}?", "solution": 2 * i, "limit": 10} for i in range(8)]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    functions = [SNIPPETS[f"reward: {name}"] for name in ("function", "trl", "async")]
+    (tmp_path / "my_rewards.py").write_text("\n".join(functions))
+    importlib.invalidate_caches()
+    write_rows(tmp_path / "questions.jsonl", QUESTIONS)
+    write_rows(tmp_path / "easy.jsonl", [QUESTIONS[0], {"question": "What is 1?", "solution": "1", "limit": 1}])
+    exam = {"task": "Which?", "options": ["this", "that"], "key": 1}
+    write_rows(tmp_path / "exam.parquet", [{**exam, "data_source": "oral"}, {**exam, "task": "Who?"}])
+    return tmp_path
+
+
+def config_of(*snippets: str) -> Config:
+    raw: dict[str, Any] = {"model": {"tiny": {}}, "data": {"format": "arithmetic"}}
+    for name in snippets:
+        raw |= yaml.safe_load(SNIPPETS[name])
+    return parse_config(raw)
+
+
+def score(config: Config, *texts: str) -> Group:
+    prompt = replace(make_prompt(answer="7"), row={"limit": 6})
+    (group,) = Scorer(config, shaped=False)([prompt], [[make_completion(text=text) for text in texts]])
+    return group
+
+
+def test_every_snippet_is_tested() -> None:
+    tested = set(re.findall(r'"((?:data|reward): [\w ]+)"', Path(__file__).read_text(encoding="utf-8")))
+    assert tested | {f"reward: {name}" for name in ("function", "trl", "async")} == SNIPPETS.keys()
+    assert PAGE.count("```") == 2 * len(SNIPPETS)
+
+
+def test_columns() -> None:
+    dataset = load_data(config_of("data: columns"), CharTokenizer("yes"))
+    assert (len(dataset.train), len(dataset.heldout)) == (6, 2)
+    prompt = dataset.train[0]
+    number = int(prompt.answer) // 2
+    asked = f"What is {number} + {number}?\nEnd with a line 'Answer: …'."
+    assert prompt.messages == (("system", "Answer in one sentence."), ("user", asked))
+    assert prompt.text == f"<system>Answer in one sentence.<user>{asked}<assistant>"
+    assert prompt.row == QUESTIONS[number]
+
+
+def test_evaluation_sets() -> None:
+    dataset = load_data(config_of("data: evaluation sets"), CharTokenizer())
+    assert [(prompt.eval_set, prompt.answer, prompt.source) for prompt in dataset.heldout] == [
+        ("easy", "0", ""), ("easy", "1", ""), ("exam", "B", "oral"), ("exam", "B", "")
+    ]  # fmt: skip
+    assert dataset.heldout[2].text == "Which?\nA. this\nB. that"
+    assert len(dataset.train) == 7
+
+
+def test_parts() -> None:
+    config = config_of("reward: parts")
+    assert config.sampler.filter_on == "reward"
+    group = score(config, "7", "7, please", "no")
+    assert [dict(sample.parts) for sample in group.samples] == [
+        {"exact": 1.0, "brief": 1.0, "manners": -1.0},
+        {"exact": -1.0, "brief": 0.0, "manners": 1.0},
+        {"exact": -1.0, "brief": 1.0, "manners": -1.0},
+    ]
+    assert [sample.base_reward for sample in group.samples] == pytest.approx([1.4, -0.9, -0.6])
+    assert [sample.correct for sample in group.samples] == [True, False, False]
+
+
+def test_a_function_of_trl() -> None:
+    raw = json.loads(config_of("reward: calls").model_dump_json())
+    raw["reward"] |= {"kind": "my_rewards:number"}
+    assert [sample.base_reward for sample in score(parse_config(raw), "a 1", "b").samples] == [1.0, 0.0]
+
+
+def test_calls() -> None:
+    config = config_of("reward: calls")
+    assert (config.reward.calls.concurrency, config.reward.plugin_deadline) == (128, 30)
+    assert [sample.base_reward for sample in score(config, "7", "b").samples] == [1.0, 0.0]
