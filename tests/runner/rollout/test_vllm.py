@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from builders import make_config, save_model
+from launch import torchrun
 from small import small_recipe
 from transformers import LlamaForCausalLM
 
@@ -281,12 +283,16 @@ def test_a_released_engine_wakes_in_the_order_vllm_wants(engine: VLLMEngine, mon
     ]  # fmt: skip
 
 
-def whole_run(folder: Path, **run: Any) -> Path:
+def raw_run(folder: Path, **run: Any) -> dict[str, Any]:
     raw = small_recipe(output_dir=str(folder), eval_every=1, **run)
     raw["model"]["tiny"] |= {"hidden_size": 64, "heads": 2}
     raw["rollout"] |= {"engine": "vllm", "vllm": {"kv_cache_gib": 0.25}}
     raw["optimizer"] |= {"lr": 5e-3, "mini_batch_size": None}
-    return train(parse_config(raw), SilentProgress())
+    return raw
+
+
+def whole_run(folder: Path, **run: Any) -> Path:
+    return train(parse_config(raw_run(folder, **run)), SilentProgress())
 
 
 @pytest.fixture(scope="module")
@@ -309,6 +315,23 @@ def test_a_run_taken_up_again_is_the_run_that_never_stopped(whole: Path, tmp_pat
     whole_run(tmp_path, steps=1)
     again = whole_run(tmp_path, steps=2)
     assert (again / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("share", [1, 2], ids=["two engines", "one engine of two ranks"])
+def test_two_ranks(whole: Path, tmp_path: Path, share: int) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(raw_run(tmp_path, steps=2)))
+    done = torchrun(2, "-m", "dapo_runner", "train", recipe, f"parallel.rollout_tensor={share}")
+    assert done.returncode == 0, done.stderr[-4000:]
+    alone, events = (read_log(folder / "metrics.jsonl") for folder in (whole, tmp_path / "small"))
+    assert [(event["kind"], event["step"]) for event in events] == [(event["kind"], event["step"]) for event in alone]
+    for key, value in alone[1].items():
+        if key.startswith("sampling/"):
+            assert events[1][key] == value, key
+    for step in (event for event in events if event["kind"] == "step"):
+        assert step["sync/gap"] < 1e-4
+        assert step["train/tokens"] > 0
+    assert not list(Path("/dev/shm").glob("*-tp:*cpushm*"))
 
 
 # The last one: when this engine goes, it takes vLLM's process groups with it.
