@@ -57,6 +57,7 @@ class World:
     mesh: DeviceMesh | None = None  # what weights are sharded over: (shard) or (replicate, shard)
     sequence_group: dist.ProcessGroup | None = None  # ranks that share a micro-batch's positions, where more than one
     watch: Watch | None = None
+    group: dist.ProcessGroup | None = None  # what the ranks talk through, where not the default one
 
     @property
     def size(self) -> int:
@@ -109,7 +110,7 @@ class World:
         if self.size == 1:
             return [item]
         items: list[Any] = [None] * self.size
-        dist.all_gather_object(items, item)
+        dist.all_gather_object(items, item, group=self.group)
         return items
 
     def agree(self, work: Callable[[], T]) -> list[T]:
@@ -131,7 +132,7 @@ class World:
         if self.size == 1:
             return work()
         outcomes: list[Any] = [_Outcome.of(work, 0) if self.is_main else None]
-        dist.broadcast_object_list(outcomes)
+        dist.broadcast_object_list(outcomes, group=self.group)
         value: T = outcomes[0].value()
         return value
 
@@ -143,6 +144,14 @@ class World:
 
     def any(self, flag: bool) -> bool:
         return any(self.gather(flag))
+
+    def aside(self, timeout: float) -> World:
+        """The same ranks, for a thread of each to talk beside what the others say, and for at most ``timeout`` seconds.
+        Collective.
+        """
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        assert isinstance(group, dist.ProcessGroup)
+        return replace(self, group=group)
 
 
 ALONE = World()

@@ -7,6 +7,7 @@ states.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -95,6 +96,13 @@ class Policy:
         self.model.save_pretrained(folder, state_dict=merged)
         self.tokenizer.save_pretrained(folder)
 
+    def save_settings(self, folder: Path) -> None:
+        """Write what ``save`` writes but for the weights."""
+        self.model.save_pretrained(folder, state_dict={})
+        self.model.config.dtype = self.compute  # transformers has put that of the shards
+        self.model.config.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
     def _body(
         self, input_ids: Tensor, position_ids: Tensor, lengths: list[int], group: dist.ProcessGroup | None = None
     ) -> Tensor:
@@ -137,7 +145,7 @@ def load_model(
     folder unless `model.trust_remote_code` says so. ``dtype``: None for `model.dtype`. On the meta device its shapes
     alone are made. Raises ConfigError when there is no such model.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     loading = {"dtype": dtype or DTYPES[config.dtype], "attn_implementation": attention}
     trust = {"trust_remote_code": config.trust_remote_code}
@@ -145,6 +153,8 @@ def load_model(
         if device.type == "meta":
             with device:
                 model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, **trust), **loading, **trust)
+            with suppress(OSError):  # there may be none; a checkpoint's model has it too
+                model.generation_config = GenerationConfig.from_pretrained(path)
         else:
             model = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, **loading, **trust)
     except (OSError, ValueError) as error:
