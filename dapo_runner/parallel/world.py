@@ -214,10 +214,13 @@ def open_world(config: Config) -> World:
 
 
 def end_with_parent() -> None:
-    """A launcher that is killed leaves its ranks behind: they are told to stop, and finish and save their step."""
+    """A launcher that is killed would leave its ranks behind, in the way of the next attempt: they are killed with it.
+    They could not end by themselves: the store that they meet by is gone, and SIGTERM would come once for every thread
+    that the launcher had, which reads as an impatient Ctrl-C.
+    """
     if sys.platform == "linux":
         pr_set_pdeathsig = 1  # prctl.h
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def make_world(layout: Layout, rank: int, device_type: str) -> World:
