@@ -27,7 +27,7 @@ from dapo_runner.checkpoint import (
     sharded,
 )
 from dapo_runner.parallel.sharding import whole
-from dapo_runner.parallel.world import World, close_world
+from dapo_runner.parallel.world import World
 from dapo_runner.policy.model import load_policy
 from dapo_runner.sampling.data import PromptCursor
 from dapo_runner.sampling.sampler import DynamicSampler
@@ -156,7 +156,7 @@ def main() -> None:
     outcomes = [DO[do](models, case, Path(folder), parallel) for do, case, folder, parallel in lines]
     if dist.get_rank() == 0:
         torch.save(outcomes, out)
-    close_world()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
