@@ -76,6 +76,7 @@ class Run:
     saved: int  # the last one that is safe on the disk
     in_background: BackgroundSaves | None  # with run.async_save
     owes_evaluation: bool  # of the policy it begins with, or because that failed
+    stopping: bool = False  # after the step under way
     last_step_took: float = 0.0  # seconds
     speed: dict[str, float] = field(default_factory=dict)  # of the step under way, once it has trained
 
@@ -104,7 +105,8 @@ class Run:
 
     def asked_to_stop(self) -> bool:
         """Whether a signal has come, on any rank."""
-        return self.world.any(self.stop.requested)
+        self.stopping = self.world.any(self.stop.requested)
+        return self.stopping
 
     def sample(self, step: int) -> SampledStep:
         """The groups of a step. Where that fails, the steps before it are saved, as they were before it began."""
@@ -123,7 +125,8 @@ class Run:
             try:
                 self.finish_saving()
                 if step > self.saved:
-                    self.save(step, then, wait=True)
+                    self.save(step, then)
+                    self.finish_saving()
                     self.progress.note(f"step {step} is saved; what follows stopped the run after it")
             except Exception as error:  # what stopped the run is what is raised
                 self.progress.note(f"step {step} could not be saved: {error}")
@@ -226,18 +229,18 @@ class Run:
             if note is not None:
                 self.progress.note(note)
 
-    def save(self, step: int, then: dict[str, Any] | None = None, *, wait: bool = False) -> None:
-        """With run.async_save the checkpoint is on its way when this returns, unless it is to ``wait``."""
+    def save(self, step: int, then: dict[str, Any] | None = None) -> None:
+        """With run.async_save the checkpoint is only on its way when this returns, unless it is the last."""
         with self.timed("save"):
             folder, keep = self.folder / CHECKPOINTS, self.config.run.keep
             if self.in_background is None:
                 save_checkpoint(folder, step, self.learner, self.sampler, keep, then)
                 self.saved = step
-            else:
+                return
+            self.finish_saving()
+            self.in_background.start(folder, step, self.learner, self.sampler, keep, then)
+            if self.stopping or step == self.config.run.steps:
                 self.finish_saving()
-                self.in_background.start(folder, step, self.learner, self.sampler, keep, then)
-                if wait:
-                    self.finish_saving()
 
     def finish_saving(self) -> None:
         """Wait for the checkpoint that is on its way. Raises CheckpointError where it could not be written."""

@@ -36,7 +36,7 @@ def train(config: Config, progress: Progress) -> Path:
                 run.evaluate(step)
             stopping = run.asked_to_stop()
             if stopping or is_due(config, config.run.save_every, step):
-                run.save(step, wait=stopping or last)
+                run.save(step)
             run.end_step(step)
             if stopping and not last:
                 run.progress.note(f"stopped after step {step}, which is saved")
