@@ -9,12 +9,9 @@ Every rank walks through the same loop and takes the same decisions; work is wha
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
-import signal
 import socket
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -209,18 +206,7 @@ def open_world(config: Config) -> World:
             dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
         else:
             dist.init_process_group("gloo", timeout=timeout)
-    end_with_parent()
     return replace(make_world(layout, rank, "cuda" if on_gpus else "cpu"), watch=Watch())
-
-
-def end_with_parent() -> None:
-    """A launcher that is killed would leave its ranks behind, in the way of the next attempt: they are killed with it.
-    They could not end by themselves: the store that they meet by is gone, and SIGTERM would come once for every thread
-    that the launcher had, which reads as an impatient Ctrl-C.
-    """
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1  # prctl.h
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def make_world(layout: Layout, rank: int, device_type: str) -> World:

@@ -33,6 +33,7 @@ from dapo_runner.policy.prefixes import find_shared
 from dapo_runner.types import PackedBatch
 
 T = TypeVar("T")
+ALIGNED = 64  # bytes, as torch aligns what it allocates
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -162,7 +163,18 @@ def load_model(
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # two passes over one policy must give one answer, in train mode (checkpointing) too
-    return model.to(device).eval()
+    return _in_own_memory(model.to(device)).eval()
+
+
+@torch.no_grad()
+def _in_own_memory(model: Any) -> Any:
+    """Where a file's memory holds the weights, copy them: how they lie there depends on the length of its header, and
+    by that a matrix product on a CPU chooses how it rounds. A resumed run reads another file than the first one.
+    """
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNED:
+            parameter.data = parameter.data.clone()
+    return model
 
 
 def load_tokenizer(path: str | Path, config: ModelConfig) -> Any:

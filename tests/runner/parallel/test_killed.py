@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -92,22 +93,19 @@ class Launched:
     def wait(self, until: Callable[[], bool], seconds: float) -> bool:
         """Whether the run is still there after ``seconds``, or when ``until`` comes true."""
         deadline = time.monotonic() + seconds
-        while self.agent.poll() is None and time.monotonic() < deadline and not until():
+        while self.agent.poll() is None and (len(self.ranks) < 2 or (time.monotonic() < deadline and not until())):
             if len(self.ranks) < 2:
-                self.find_ranks()
+                with suppress(OSError):
+                    self.find_ranks()
             time.sleep(0.002)
         return self.agent.poll() is None
 
     def kill(self, victim: str, rng: random.Random) -> float:
         """Returns the seconds until nothing of the run was left."""
-        ranks = list(self.ranks.values())
-        pids = {
-            "launcher": self.agent.pid,
-            "rank 0": self.ranks.get(0),
-            "any rank": rng.choice(ranks) if ranks else None,
-        }
-        os.kill(pids[victim] or self.agent.pid, signal.SIGKILL)
-        began = time.monotonic()
+        ranks, began = list(self.ranks.values()), time.monotonic()
+        pids = {"launcher": self.agent.pid, "rank 0": self.ranks[0], "any rank": rng.choice(ranks)}
+        with suppress(ProcessLookupError):  # it has just come to its end
+            os.kill(pids[victim], signal.SIGKILL)
         self.agent.wait(timeout=120)
         while any(Path(f"/proc/{pid}").exists() for pid in ranks):
             assert time.monotonic() < began + 120, "orphans live on"
