@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,15 +80,18 @@ def damage_of(path: Path, *, contents: bool = True) -> str | None:
         expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return "manifest.json is missing or unreadable"
-    for name, (size, digest) in expected.items():
+    for name, (size, _) in expected.items():
         file = path / name
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} bytes instead of {size}"
-        if contents and _digest(file) != digest:
-            return f"{name} does not hold what was written"
-    return None
+    if not contents:
+        return None
+    with ThreadPoolExecutor() as pool:
+        found = pool.map(_digest, (path / name for name in expected))
+        changed = [name for name, digest in zip(expected, found, strict=True) if digest != expected[name][1]]
+    return f"{changed[0]} does not hold what was written" if changed else None
 
 
 @contextmanager
@@ -131,8 +135,9 @@ def finish(unfinished: Path, entries: Mapping[str, Mapping[str, Any]], keep: int
     """Write the manifest, of ``entries`` where they tell of a file, and give the folder its name; remove all but the
     newest ``keep``.
     """
-    files = sorted(path for path in unfinished.rglob("*") if path.is_file())
-    names = {str(path.relative_to(unfinished)): path for path in files}
+    written = {path for path in unfinished.rglob("*") if path.is_file()}
+    written |= {unfinished / name for name in entries}  # of other machines, if a shared disk does not list them yet
+    names = {str(path.relative_to(unfinished)): path for path in sorted(written)}
     manifest = {name: entries[name] if name in entries else entry_of(path) for name, path in names.items()}
     (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     _put_in_place(unfinished, unfinished.with_name(unfinished.name.removesuffix(_UNFINISHED)))
