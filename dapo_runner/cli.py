@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import os
 import platform
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USER_ERROR
     options, overrides = parser.parse_known_args(arguments)
     _keep_freed_memory()
+    _end_with_launcher()
     try:
         return _run(options, overrides)
     except ConfigError as error:
@@ -104,6 +106,15 @@ def _keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(trim_threshold, 2**31 - 1)
         libc.mallopt(mmap_threshold, 2**31 - 1) or libc.mallopt(mmap_threshold, 2**25)  # an older glibc takes no more
+
+
+def _end_with_launcher() -> None:
+    """A launcher that is killed would leave its ranks behind, in the way of the next attempt, or waiting for a store
+    that is gone: they are killed with it. SIGTERM would come once for every thread it had, as an impatient Ctrl-C.
+    """
+    if "RANK" in os.environ and platform.system() == "Linux":
+        pr_set_pdeathsig = 1  # prctl.h
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ MAY_CHANGE = (
         "run.eval_every",
         "run.save_every",
         "run.keep",
+        "run.async_save",
         "run.grace",
         "run.name",
         "run.output_dir",

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from dapo_runner.checkpoint import (
+    BackgroundSaves,
     Checkpoint,
     checkpoint_to_resume,
     load_checkpoint,
@@ -73,7 +74,9 @@ class Run:
     stop: StopRequest
     first_step: int  # the last one behind it
     saved: int  # the last one that is safe on the disk
+    in_background: BackgroundSaves | None  # with run.async_save
     owes_evaluation: bool  # of the policy it begins with, or because that failed
+    stopping: bool = False  # after the step under way
     last_step_took: float = 0.0  # seconds
     speed: dict[str, float] = field(default_factory=dict)  # of the step under way, once it has trained
 
@@ -85,6 +88,11 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop.__exit__(kind, error, trace)
+        if isinstance(error, Exception):
+            try:
+                self.finish_saving()
+            except Exception as failure:  # what stopped the run is what is raised
+                self.progress.note(f"what was being saved is lost: {failure}")
         self.progress.close()
         for held in (self.log, self.lock):
             if held is not None:
@@ -97,7 +105,8 @@ class Run:
 
     def asked_to_stop(self) -> bool:
         """Whether a signal has come, on any rank."""
-        return self.world.any(self.stop.requested)
+        self.stopping = self.world.any(self.stop.requested)
+        return self.stopping
 
     def sample(self, step: int) -> SampledStep:
         """The groups of a step. Where that fails, the steps before it are saved, as they were before it began."""
@@ -113,12 +122,14 @@ class Run:
         try:
             yield
         except Exception:
-            if step > self.saved:
-                try:
+            try:
+                self.finish_saving()
+                if step > self.saved:
                     self.save(step, then)
+                    self.finish_saving()
                     self.progress.note(f"step {step} is saved; what follows stopped the run after it")
-                except Exception as error:  # what stopped the run is what is raised
-                    self.progress.note(f"step {step} could not be saved: {error}")
+            except Exception as error:  # what stopped the run is what is raised
+                self.progress.note(f"step {step} could not be saved: {error}")
             raise
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
@@ -219,10 +230,23 @@ class Run:
                 self.progress.note(note)
 
     def save(self, step: int, then: dict[str, Any] | None = None) -> None:
+        """With run.async_save the checkpoint is only on its way when this returns, unless it is the last."""
         with self.timed("save"):
             folder, keep = self.folder / CHECKPOINTS, self.config.run.keep
-            save_checkpoint(folder, step, self.learner, self.sampler, keep, then)
-        self.saved = step
+            if self.in_background is None:
+                save_checkpoint(folder, step, self.learner, self.sampler, keep, then)
+                self.saved = step
+                return
+            self.finish_saving()
+            self.in_background.start(folder, step, self.learner, self.sampler, keep, then)
+            if self.stopping or step == self.config.run.steps:
+                self.finish_saving()
+
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint that is on its way. Raises CheckpointError where it could not be written."""
+        done = self.in_background.finish() if self.in_background is not None else None
+        if done is not None:
+            self.saved = done.step
 
     def end_step(self, step: int) -> None:
         """After all of a step, its evaluation and its checkpoint included: where its time went. A kill before it loses
@@ -321,7 +345,12 @@ def _open_run(config: Config, world: World, device: torch.device, progress: Prog
     random.seed(config.run.seed)
     np.random.seed(config.run.seed % 2**32)
     if checkpoint:
-        load_checkpoint(checkpoint, learner, sampler)
+        if (saved_on := load_checkpoint(checkpoint, learner, sampler)) != world.size:
+            changes.append(Change("ranks", saved_on, world.size))
+            progress.note(
+                f"step {done} is of {saved_on} ranks: weights, optimizer and groups are the same on {world.size}, "
+                "what follows has other roundings"
+            )
         if is_new and (changed := rewarded_otherwise(folder)):
             progress.note(f"{len(sampler.buffer)} groups left over are dropped: {', '.join(changed)} is another now")
             sampler.buffer = []
@@ -338,6 +367,13 @@ def _open_run(config: Config, world: World, device: torch.device, progress: Prog
         return log
 
     log = world.on_first(open_log)
+    in_background = None
+    if config.run.async_save and world.alone:
+        progress.note(
+            "run.async_save: one process that torchrun did not start writes its checkpoints before it goes on"
+        )
+    elif config.run.async_save:
+        in_background = BackgroundSaves(world, config.parallel.timeout)
     progress.start(done, config.run.steps)
     clock.lap()  # what a run is made of was loaded before its first step
     owes = world.first(lambda: is_new or _missed_evaluation(config, folder, done))
@@ -358,6 +394,7 @@ def _open_run(config: Config, world: World, device: torch.device, progress: Prog
         stop=StopRequest(progress.note, config.run.grace),
         first_step=done,
         saved=done,
+        in_background=in_background,
         owes_evaluation=bool(dataset.heldout) and owes,
     )
 

@@ -76,6 +76,15 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+@torch.no_grad()
+def assign(tensor: Tensor, value: Tensor) -> None:
+    """Give a tensor that may be sharded the values of a whole one, which every rank has."""
+    if isinstance(tensor, DTensor):
+        value = value.to(tensor.device, tensor.dtype)
+        value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    tensor.copy_(value)
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -9,12 +9,9 @@ Every rank walks through the same loop and takes the same decisions; work is wha
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
-import signal
 import socket
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -57,6 +54,7 @@ class World:
     mesh: DeviceMesh | None = None  # what weights are sharded over: (shard) or (replicate, shard)
     sequence_group: dist.ProcessGroup | None = None  # ranks that share a micro-batch's positions, where more than one
     watch: Watch | None = None
+    group: dist.ProcessGroup | None = None  # what the ranks talk through, where not the default one
 
     @property
     def size(self) -> int:
@@ -109,7 +107,7 @@ class World:
         if self.size == 1:
             return [item]
         items: list[Any] = [None] * self.size
-        dist.all_gather_object(items, item)
+        dist.all_gather_object(items, item, group=self.group)
         return items
 
     def agree(self, work: Callable[[], T]) -> list[T]:
@@ -131,7 +129,7 @@ class World:
         if self.size == 1:
             return work()
         outcomes: list[Any] = [_Outcome.of(work, 0) if self.is_main else None]
-        dist.broadcast_object_list(outcomes)
+        dist.broadcast_object_list(outcomes, group=self.group)
         value: T = outcomes[0].value()
         return value
 
@@ -143,6 +141,14 @@ class World:
 
     def any(self, flag: bool) -> bool:
         return any(self.gather(flag))
+
+    def aside(self, timeout: float) -> World:
+        """The same ranks, for a thread of each to talk beside what the others say, and for at most ``timeout`` seconds.
+        Collective.
+        """
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        assert isinstance(group, dist.ProcessGroup)
+        return replace(self, group=group)
 
 
 ALONE = World()
@@ -200,15 +206,7 @@ def open_world(config: Config) -> World:
             dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
         else:
             dist.init_process_group("gloo", timeout=timeout)
-    end_with_parent()
     return replace(make_world(layout, rank, "cuda" if on_gpus else "cpu"), watch=Watch())
-
-
-def end_with_parent() -> None:
-    """A launcher that is killed leaves its ranks behind: they are told to stop, and finish and save their step."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1  # prctl.h
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def make_world(layout: Layout, rank: int, device_type: str) -> World:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dapo_runner.config import ConfigError, LoraConfig
-from dapo_runner.parallel.sharding import whole
+from dapo_runner.parallel.sharding import assign, whole
 
 ADAPTER = "default"  # peft's own name for the only one
 WEIGHTS_FILE = "adapter_model.safetensors"  # peft's own name, as is the prefix
@@ -93,15 +93,18 @@ def adapters_off(model: Any) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def save_adapters(model: Any, folder: Path) -> None:
-    """Write the adapters alone, in peft's own layout."""
+def adapter_tensors(model: Any) -> dict[str, Tensor]:
+    """The adapters alone, whole, by peft's own names. Collective where they are sharded."""
+    return {_stored(name): whole(tensor.detach()).contiguous() for name, tensor in _adapters(model).items()}
+
+
+def save_adapters(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
+    """Write ``adapter_tensors`` in peft's own layout."""
     folder.mkdir()
-    tensors = {_stored(name): tensor.detach().contiguous() for name, tensor in _adapters(model).items()}
     save_file(tensors, folder / WEIGHTS_FILE)
     model.peft_config[ADAPTER].save_pretrained(folder)
 
 
-@torch.no_grad()
 def load_adapters(model: Any, folder: Path) -> None:
     """Put saved adapters back. Raises ConfigError when they are not those of this model."""
     stored = load_file(folder / WEIGHTS_FILE)
@@ -111,7 +114,7 @@ def load_adapters(model: Any, folder: Path) -> None:
     if saved_shapes != own_shapes:
         raise ConfigError(f"{folder}: expected adapters of the same layers and rank as model.lora asks for")
     for name, tensor in own.items():
-        tensor.copy_(stored[name])
+        assign(tensor, stored[name])
 
 
 def _adapters(model: Any) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ states.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -32,6 +33,7 @@ from dapo_runner.policy.prefixes import find_shared
 from dapo_runner.types import PackedBatch
 
 T = TypeVar("T")
+ALIGNED = 64  # bytes, as torch aligns what it allocates
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -95,6 +97,13 @@ class Policy:
         self.model.save_pretrained(folder, state_dict=merged)
         self.tokenizer.save_pretrained(folder)
 
+    def save_settings(self, folder: Path) -> None:
+        """Write what ``save`` writes but for the weights."""
+        self.model.save_pretrained(folder, state_dict={})
+        self.model.config.dtype = self.compute  # transformers has put that of the shards
+        self.model.config.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
     def _body(
         self, input_ids: Tensor, position_ids: Tensor, lengths: list[int], group: dist.ProcessGroup | None = None
     ) -> Tensor:
@@ -137,7 +146,7 @@ def load_model(
     folder unless `model.trust_remote_code` says so. ``dtype``: None for `model.dtype`. On the meta device its shapes
     alone are made. Raises ConfigError when there is no such model.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     loading = {"dtype": dtype or DTYPES[config.dtype], "attn_implementation": attention}
     trust = {"trust_remote_code": config.trust_remote_code}
@@ -145,6 +154,8 @@ def load_model(
         if device.type == "meta":
             with device:
                 model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, **trust), **loading, **trust)
+            with suppress(OSError):  # there may be none; a checkpoint's model has it too
+                model.generation_config = GenerationConfig.from_pretrained(path)
         else:
             model = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, **loading, **trust)
     except (OSError, ValueError) as error:
@@ -152,7 +163,18 @@ def load_model(
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # two passes over one policy must give one answer, in train mode (checkpointing) too
-    return model.to(device).eval()
+    return _in_own_memory(model.to(device)).eval()
+
+
+@torch.no_grad()
+def _in_own_memory(model: Any) -> Any:
+    """Where a file's memory holds the weights, copy them: how they lie there depends on the length of its header, and
+    by that a matrix product on a CPU chooses how it rounds. A resumed run reads another file than the first one.
+    """
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNED:
+            parameter.data = parameter.data.clone()
+    return model
 
 
 def load_tokenizer(path: str | Path, config: ModelConfig) -> Any:

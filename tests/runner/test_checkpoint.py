@@ -18,14 +18,16 @@ import torch
 from builders import make_config, make_group, make_prompt, random_sequences
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dapo_runner import checkpoint as module
 from dapo_runner.checkpoint import (
     CheckpointError,
     checkpoint_to_resume,
+    files,
     find_checkpoints,
     latest_checkpoint,
     load_checkpoint,
+    plain,
     save_checkpoint,
+    state,
 )
 from dapo_runner.config import ConfigError, ModelConfig
 from dapo_runner.policy.model import load_policy
@@ -114,7 +116,7 @@ def test_dying_while_saving_leaves_the_checkpoint_before_it(
 ) -> None:
     learner, sampler = make_parts(model_folder)
     save_checkpoint(tmp_path, 1, learner, sampler, keep=1)
-    for dies_in in ("save_file", "_rng_state", "_force_to_disk"):
+    for module, dies_in in ((plain, "save_file"), (state, "_rng_state"), (files, "force_to_disk")):
         with monkeypatch.context() as patch:
             patch.setattr(module, dies_in, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):

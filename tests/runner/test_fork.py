@@ -257,8 +257,9 @@ def test_a_fork_with_another_reward_takes_no_groups_along(
     load = run_module.load_checkpoint
 
     def with_a_group_left_over(checkpoint: Any, learner: Any, sampler: Any) -> Any:
-        load(checkpoint, learner, sampler)
+        ranks = load(checkpoint, learner, sampler)
         sampler.buffer = [group]
+        return ranks
 
     monkeypatch.setattr(run_module, "load_checkpoint", with_a_group_left_over)
     for _ in range(2):  # again where the first attempt got no further

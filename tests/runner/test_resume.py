@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import random
@@ -10,12 +11,12 @@ import signal
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from small import write_recipe
 
-from dapo_runner import checkpoint
-from dapo_runner.checkpoint import checkpoint_to_resume, find_checkpoints, is_whole
+from dapo_runner.checkpoint import checkpoint_to_resume, files, find_checkpoints, is_whole, plain
 from dapo_runner.cli import main
 
 STEPS = 6
@@ -29,16 +30,17 @@ def run_command(recipe: Path) -> None:
     raise SystemExit(main(["train", str(recipe)]))
 
 
-def run_and_die(recipe: Path, function: str, call: int) -> None:
-    """The same, killed as it enters ``function`` of the checkpoint module for the ``call``-th time."""
-    original, calls = getattr(checkpoint, function), iter(range(1, 10**6))
+def run_and_die(recipe: Path, name: str, function: str, call: int) -> None:
+    """The same, killed as it enters ``function`` of a checkpoint's module for the ``call``-th time."""
+    module = importlib.import_module(name)
+    original, calls = getattr(module, function), iter(range(1, 10**6))
 
     def deadly(*arguments: object) -> object:
         if next(calls) == call:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*arguments)
 
-    setattr(checkpoint, function, deadly)
+    setattr(module, function, deadly)
     run_command(recipe)
 
 
@@ -87,20 +89,22 @@ def test_killed_three_times_and_resumed_equals_uninterrupted(uninterrupted: byte
     assert log.read_bytes() == uninterrupted
 
 
-# After the weights; between model and optimizer; before the manifest; before and after the folder gets its name.
+# Between model and optimizer; with all files but the manifest; in the midst of it; before the folder gets its name.
 @pytest.mark.parametrize(
-    ("function", "call"),
+    ("module", "function", "call"),
     [
-        pytest.param("_save_state", 2, marks=pytest.mark.slow),
-        ("_optimizer_tensors", 3),
-        pytest.param("_digest", 9, marks=pytest.mark.slow),
-        ("_force_to_disk", 14),
+        (plain, "_optimizer_tensors", 3),
+        pytest.param(files, "finish", 2, marks=pytest.mark.slow),
+        pytest.param(files, "_digest", 9, marks=pytest.mark.slow),
+        (files, "force_to_disk", 14),
     ],
 )
-def test_killed_inside_a_checkpoint_write(uninterrupted: bytes, tmp_path: Path, function: str, call: int) -> None:
+def test_killed_inside_a_checkpoint_write(
+    uninterrupted: bytes, tmp_path: Path, module: ModuleType, function: str, call: int
+) -> None:
     recipe = write_recipe(tmp_path, steps=STEPS)
     run = tmp_path / "runs" / "small"
-    process = CONTEXT.Process(target=run_and_die, args=(recipe, function, call))
+    process = CONTEXT.Process(target=run_and_die, args=(recipe, module.__name__, function, call))
     process.start()
     process.join(timeout=300)
     assert process.exitcode == -signal.SIGKILL

@@ -12,9 +12,13 @@ TESTS = Path(__file__).parent.parent
 
 def torchrun(n: int, *arguments: str | Path, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
     """``n`` ranks of a program, or ``-m`` a module; gloo, one thread each."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
-    command = [*launcher, *map(str, arguments)] if n > 1 else [sys.executable, *map(str, arguments)]
+    command = launcher(n, *arguments) if n > 1 else [sys.executable, *map(str, arguments)]
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=timeout)
+
+
+def launcher(n: int, *arguments: str | Path) -> list[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
+    return [*torchrun, *map(str, arguments)]
 
 
 def environment() -> dict[str, str]:
