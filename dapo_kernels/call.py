@@ -20,7 +20,7 @@ from dapo_kernels.objectives.aggregate import token_weights
 from dapo_kernels.objectives.own import may_be_compiled_in
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
 from dapo_kernels.objectives.table import Objective, ObjectiveFields, is_number, resolve_objective
-from dapo_kernels.records import Tokens, on_host
+from dapo_kernels.records import Tokens, readable
 
 
 class LossOptions(ObjectiveFields, total=False):
@@ -190,15 +190,15 @@ def _check_positive(layout: Layout, value: Tensor, live: Tensor) -> None:
     """A count of 0 is right where no token of any rank is live. On a GPU an asynchronous assert: nobody waits."""
     if torch.compiler.is_compiling():
         return
-    if not on_host(value):
+    if not readable(value):
         torch._assert_async((value > 0) | ((value == 0) & ~live.any()))
         return
     count = float(value)
     if 0 < count < math.inf:
         return
-    if count != 0 or (on_host(live) and bool(live.any())):
+    if count != 0 or (readable(live) and bool(live.any())):
         raise layout.fail("denominator", "positive and finite", f"{count:g}")
-    if not on_host(live):
+    if not readable(live):
         torch._assert_async(~live.any())
 
 
@@ -207,7 +207,7 @@ def _warn_of_a_token_count(layout: Layout, objective: Objective, value: float | 
 
     On a GPU nobody waits to see it. The text holds no number, so that Python shows it once.
     """
-    if torch.compiler.is_compiling() or not on_host(live) or (isinstance(value, Tensor) and not on_host(value)):
+    if not readable(live) or (isinstance(value, Tensor) and not readable(value)):
         return
     tokens = int(live.sum())
     if float(value) == tokens > (layout.n_sequences or 0):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dapo_kernels.objectives.table import is_number
-from dapo_kernels.records import Asked, accumulate_dtype, on_host
+from dapo_kernels.records import Asked, accumulate_dtype, readable
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -124,8 +124,7 @@ class Layout:
         flat = self.per_token("mask", mask, mask.dtype if isinstance(mask, Tensor) else None)
         if flat.dtype == torch.bool:
             return flat
-        looks = on_host(flat) and not torch.compiler.is_compiling()
-        if looks and not bool(((flat == 0) | (flat == 1)).all()):
+        if readable(flat) and not bool(((flat == 0) | (flat == 1)).all()):
             raise self.fail("mask", "bool, or 0 and 1; weights go to importance_weights", "other values")
         return flat != 0
 
@@ -178,13 +177,12 @@ def _layout(
         raise layout.fail("cu_seqlens", "[S+1]", list(cu_seqlens.shape))
     if cu_seqlens.device != device:
         raise layout.fail("cu_seqlens", f"on {device} like the rest", cu_seqlens.device)
-    if device.type == "cpu" and not torch.compiler.is_compiling():
+    if readable(cu_seqlens):
         _check_bounds(layout, cu_seqlens)
     return layout
 
 
 def _check_bounds(layout: Layout, cu_seqlens: Tensor) -> None:
-    """Values are looked at on the CPU only: on a GPU that would wait for the device."""
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
     if first != 0 or last != layout.n_rows or bool((cu_seqlens.diff() < 0).any()):
         raise layout.fail("cu_seqlens", f"non-decreasing from 0 to T={layout.n_rows}", _short(cu_seqlens.tolist()))

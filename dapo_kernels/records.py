@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 class Asked(NamedTuple):
@@ -194,3 +195,8 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 def on_host(x: Tensor) -> bool:
     """Whether looking at the values of ``x`` is free."""
     return x.device.type == "cpu"
+
+
+def readable(x: Tensor) -> bool:
+    """Whether the values of ``x`` may be looked at: no GPU is waited for, no tracer stopped; a fake tensor has none."""
+    return on_host(x) and not torch.compiler.is_compiling() and type(x) is not FakeTensor

@@ -203,6 +203,12 @@ class PackedBatch:
         return self.cu_seqlens.numel() - 1
 
     @property
+    def lengths(self) -> list[int]:
+        """Positions of each sequence."""
+        lengths: list[int] = self.cu_seqlens.diff().tolist()
+        return lengths
+
+    @property
     def stale(self) -> bool:
         """Sampled by the policy of an earlier step: its ratios are not 1 before an update."""
         return bool((self.ages > 0).any())

@@ -23,7 +23,7 @@ from dapo_runner.parallel.watch import RankLostError
 from dapo_runner.parallel.world import make_layout
 from dapo_runner.policy.model import load_tokenizer
 from dapo_runner.preflight.needs import check_needs
-from dapo_runner.preflight.plan import make_plan
+from dapo_runner.preflight.plan import GPUS_OF_A_MACHINE, make_plan
 from dapo_runner.records.metrics import METRICS_FILE, before_and_after
 from dapo_runner.records.progress import make_progress
 from dapo_runner.records.report import write_report
@@ -36,7 +36,6 @@ from dapo_runner.tasks.tiny import make_tokenizer
 from dapo_runner.train import train
 from dapo_runner.update.learner import NonFiniteUpdateError
 
-GPUS_OF_A_MACHINE = 8  # as far as a plan knows
 STOPPED = (
     CheckpointError,
     NonFiniteUpdateError,
@@ -53,6 +52,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     try:
         if options.dry_run:
             return _dry_run(config, console)
+        if options.simulate:
+            return _simulate(config, console)
         folder = train(config, make_progress(config.logging.progress, console))
     except StepGivenUpError as error:
         raise KeyboardInterrupt from error
@@ -73,6 +74,19 @@ def _dry_run(config: Config, console: Console) -> int:
     console.print(table)
     _rehearse(config)
     return 0
+
+
+def _simulate(config: Config, console: Console) -> int:
+    # Tools of torch's own development, which no run should depend on.
+    from dapo_runner.preflight.account import describe, fits
+    from dapo_runner.preflight.simulate import simulate
+
+    found = simulate(config, print)
+    table = Table(box=None, show_header=False)
+    for label, text in describe(config, found).items():
+        table.add_row(label, text)
+    console.print(table)
+    return 0 if fits(config, found) else 1
 
 
 def _rehearse(config: Config) -> None:

@@ -82,8 +82,7 @@ class Policy:
         """What the head is applied to: [T, H] in the model's dtype, or [T/W, H] where W ranks share the positions.
         ``batch`` may lie on any device.
         """
-        lengths = batch.cu_seqlens.diff().tolist()
-        return self._body(batch.input_ids, batch.position_ids, lengths, self.world.sequence_group)
+        return self._body(batch.input_ids, batch.position_ids, batch.lengths, self.world.sequence_group)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the model once, whole and with adapters merged in, for an engine's ``update_weights``.
@@ -209,31 +208,47 @@ def _load_policy(
 ) -> Policy:
     compute = DTYPES[config.dtype]
     kernel = choose_kernel(config.attention, device, compute)
-    register_packed_attention()
-
-    def load(place: torch.device) -> Any:
-        dtype = torch.float32 if trained and config.lora is None and not world.alone else compute
-        model = load_model(path, config, place, PACKED_ATTENTION, dtype)
-        if config.lora is not None:
-            add_adapters(model, config.lora, seed)
-        if not trained:
-            model.requires_grad_(False)
-        return model
-
     if world.alone:
-        model = load(device)
+        model = _load(path, config, device, seed, compute, trained)
         _prepare(model, config, _blocks(model))
         policy = Policy(model, load_tokenizer(path, config), kernel, compute)
     else:
-        model = load(torch.device("meta"))
-        blocks = _blocks(model)
-        check_sequence_parallel(model, world)
-        _prepare(model, config, blocks)
-        root = shard(model, blocks, world, compute)
-        fill(model, world.on_first(lambda: load(torch.device("cpu"))), device)
+        model, root = load_shards(path, config, seed, world, trained=trained)
+        dtype = _shard_dtype(config, trained)
+        fill(model, world.on_first(lambda: _load(path, config, torch.device("cpu"), seed, dtype, trained)), device)
         policy = Policy(model, load_tokenizer(path, config), kernel, compute, world, root)
     policy.run(lambda: check_policy(policy))
     return policy
+
+
+def load_shards(
+    path: str | Path, config: ModelConfig, seed: int, world: World, *, trained: bool = True
+) -> tuple[Any, Root]:
+    """The model of a sharded policy and its root, ready for ``fill``: on the meta device, no weights are read. Raises
+    ConfigError.
+    """
+    model = _load(path, config, torch.device("meta"), seed, _shard_dtype(config, trained), trained)
+    blocks = _blocks(model)
+    check_sequence_parallel(model, world)
+    _prepare(model, config, blocks)
+    return model, shard(model, blocks, world, DTYPES[config.dtype])
+
+
+def _shard_dtype(config: ModelConfig, trained: bool) -> torch.dtype:
+    """Of the model's own weights: what trains is float32."""
+    return torch.float32 if trained and config.lora is None else DTYPES[config.dtype]
+
+
+def _load(
+    path: str | Path, config: ModelConfig, place: torch.device, seed: int, dtype: torch.dtype, trained: bool
+) -> Any:
+    register_packed_attention()
+    model = load_model(path, config, place, PACKED_ATTENTION, dtype)
+    if config.lora is not None:
+        add_adapters(model, config.lora, seed)
+    if not trained:
+        model.requires_grad_(False)
+    return model
 
 
 def _blocks(model: Any) -> list[nn.Module]:

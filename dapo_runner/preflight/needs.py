@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from dapo_runner.parallel.world import Layout
 from dapo_runner.policy import lora
 from dapo_runner.policy.attention import choose_kernel
 from dapo_runner.policy.model import DTYPES, resolve_device
+from dapo_runner.preflight.plan import model_values
 from dapo_runner.records.run_log import CHECKPOINTS
 from dapo_runner.records.trackers import check_trackers
 from dapo_runner.rewards.scoring import load_reward
@@ -28,21 +28,18 @@ def check_needs(config: Config, layout: Layout | None = None) -> None:
     """Raises ConfigError with a line for everything that is missing, or does not suit the ``layout`` of its ranks.
     Downloads nothing.
     """
-    missing = [*_missing(config), *_heads_that_do_not_divide(config, layout or Layout())]
+    missing = [*_missing(config), *heads_that_do_not_divide(config, layout or Layout())]
     if missing:
         raise ConfigError("\n".join(missing))
 
 
-def _heads_that_do_not_divide(config: Config, layout: Layout) -> Iterator[str]:
-    """Where the model is on this machine: what its attention heads cannot be shared by."""
-    file = Path(config.model.path or "") / "config.json"
+def heads_that_do_not_divide(config: Config, layout: Layout) -> Iterator[str]:
+    """Where the model's sizes are known: what its attention heads cannot be shared by."""
     if config.model.tiny is not None:
         heads = config.model.tiny.heads
-    elif file.is_file():
-        values = json.loads(file.read_text(encoding="utf-8"))
-        heads = values.get("text_config", values).get("num_attention_heads", 0)
     else:
-        return
+        values = model_values(config.model) or {}
+        heads = values.get("text_config", values).get("num_attention_heads", 0)
     for key, ranks in (("sequence", layout.sequence), ("rollout_tensor", layout.rollout_tensor)):
         if heads % ranks:
             yield f"parallel.{key}: expected a divisor of the model's {heads} attention heads, got {ranks}"

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,6 +26,7 @@ from dapo_runner.update.learner import resolve_objective
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TINY_VOCABULARY = 64  # more than the characters of arithmetic
+GPUS_OF_A_MACHINE = 8  # as far as a plan knows
 FLOAT32 = 4  # bytes: master weights, their gradients and both moments of AdamW
 
 
@@ -60,17 +62,21 @@ class ModelShape:
         return self.layers * lora.rank * widths
 
 
-# Models of the recipes that are planned for before they are downloaded, from their published config.json.
-PUBLISHED = {
-    "Qwen/Qwen2.5-32B": ModelShape(
-        layers=64,
-        hidden=5120,
-        intermediate=27648,
-        vocabulary=152064,
-        attention=40 * 128,
-        key_value=8 * 128,
-        tied=False,
-    ),
+_SIZES = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
+# Models of the recipes that are planned for before they are downloaded: the sizes in their published config.json.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen2.5-7B": dict(zip(_SIZES, ("qwen2", 28, 3584, 18944, 28, 4, 128, 152064), strict=True)),
+    "Qwen/Qwen2.5-32B": dict(zip(_SIZES, ("qwen2", 64, 5120, 27648, 40, 8, 128, 152064), strict=True)),
+    "Qwen/Qwen3-8B-Base": dict(zip(_SIZES, ("qwen3", 36, 4096, 12288, 32, 8, 128, 151936), strict=True)),
 }
 
 
@@ -90,9 +96,8 @@ def make_plan(config: Config) -> dict[str, str]:
         "responses": f"{steps * responses:,} trained on, each up to {rollout.max_response_tokens} tokens",
         "tokens": f"up to {responses * rollout.max_response_tokens:,} trained on in a step, "
         f"{steps * responses * rollout.max_response_tokens:,} in all",
-        "micro-batch": f"{config.optimizer.token_budget} positions per GPU"
-        if config.parallel.gpus > 1
-        else f"{config.optimizer.token_budget} positions",
+        "micro-batch": f"{config.optimizer.token_budget} positions"
+        + (f" over {config.parallel.sequence} GPUs" if config.parallel.sequence > 1 else ""),
         "optimizer": _optimizer(config.optimizer),
         **algorithm(config),
         "reward": _reward(config.reward),
@@ -110,10 +115,9 @@ def model_shape(model: ModelConfig) -> ModelShape | None:
     """The sizes of a model on this machine, or of a recipe's own; None for another that is not here."""
     if model.tiny is not None:
         return _tiny_shape(model.tiny)
-    path = Path(model.path or "") / "config.json"
-    if not path.is_file():
-        return PUBLISHED.get(model.path or "")
-    values = json.loads(path.read_text(encoding="utf-8"))
+    values = model_values(model)
+    if values is None:
+        return None
     values = values.get("text_config", values)
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
     head_dim = values.get("head_dim") or hidden // heads
@@ -128,27 +132,49 @@ def model_shape(model: ModelConfig) -> ModelShape | None:
     )
 
 
+def model_values(model: ModelConfig) -> dict[str, Any] | None:
+    """The config.json of a model on this machine, or what a recipe needs of it; None for another that is not here."""
+    if model.path is None:
+        return None
+    path = Path(model.path) / "config.json"
+    if not path.is_file():
+        return PUBLISHED.get(model.path)
+    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return values
+
+
 def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
     """Bytes per GPU (on a CPU: of the process) by purpose, to within a factor of about 1.5: enough to tell whether a
-    run can fit. What belongs to a parameter is spread over all GPUs, an engine's copy over those that share it.
+    run can fit. What belongs to a parameter is spread over the GPUs that hold one copy of the weights, what belongs to
+    a position over those that share a sequence, an engine's copy over those that share it.
     """
     gpus, lora, size = config.parallel.gpus, config.model.lora, BYTES[config.model.dtype]
     trained = shape.parameters if lora is None else shape.adapter_parameters(lora)
-    kept = shape.parameters + (trained if lora else 0)
+    frozen = 0 if lora is None else shape.parameters
+    shards = config.parallel.shard or gpus // config.parallel.replicate
+    positions = math.ceil(config.optimizer.token_budget / config.parallel.sequence)
     terms = {
-        "weights": _shared(kept * size, gpus),
-        "float32 masters": 0 if size == FLOAT32 else _shared(trained * FLOAT32, gpus),
-        "gradients": _shared(trained * FLOAT32, gpus),
-        "AdamW moments": _shared(2 * trained * FLOAT32, gpus),
-        # One layer's weights at a time, the head's and its gradient, whole on every GPU while they are used.
-        "gathered for a pass": (shape.block + 2 * shape.head) * size if gpus > 1 else 0,
-        "activations of a micro-batch": config.optimizer.token_budget * _activations(config, shape) * size,
-        "logits of a chunk": min(_chunk_bytes(config), config.optimizer.token_budget * shape.vocabulary * size),
-        "reference weights": _shared(shape.parameters * size, gpus) if _keeps_reference(config) else 0,
+        # Shards are float32 and rounded when they are gathered; one GPU keeps the rounded weights beside the float32.
+        "weights": _shared(frozen * size + trained * (FLOAT32 if gpus > 1 else size), shards),
+        "float32 masters": trained * FLOAT32 if gpus == 1 and size != FLOAT32 else 0,
+        "gradients": _shared(trained * FLOAT32, shards),
+        "AdamW moments": _shared(2 * trained * FLOAT32, shards),
+        "gathered for a pass": _gathered(shape, size) if gpus > 1 else 0,
+        "activations of a micro-batch": positions * _activations(config, shape) * size,
+        "logits of a chunk": min(_chunk_bytes(config), positions * shape.vocabulary * size),
+        "reference weights": _shared(shape.parameters * size, shards) if _keeps_reference(config) else 0,
         "engine's weights": _shared(shape.parameters * size, config.parallel.rollout_tensor),
         **_cache(config, shape),
     }
     return {what: amount for what, amount in terms.items() if amount}
+
+
+def _gathered(shape: ModelShape, size: int) -> int:
+    """Whole on every GPU while they are used: embeddings and head, this layer and the next, the gradients of head and
+    layer, and the layer's once more in float32 on its way to the shards.
+    """
+    embeddings = shape.head * (1 if shape.tied else 2)
+    return (embeddings + 2 * shape.block) * size + (shape.head + shape.block) * size + shape.block * FLOAT32
 
 
 def _activations(config: Config, shape: ModelShape) -> int:
@@ -218,9 +244,10 @@ def _trained(config: Config, shape: ModelShape) -> str:
 
 def _gpus(config: Config) -> str:
     parallel = config.parallel
+    copies = f"{parallel.replicate} copies of the weights, " if parallel.replicate > 1 else ""
     return (
-        f"{parallel.gpus}: a micro-batch over {parallel.sequence}, {parallel.gpus // parallel.rollout_tensor} engines "
-        f"over {parallel.rollout_tensor} each"
+        f"{parallel.gpus}: {copies}a micro-batch over {parallel.sequence}, "
+        f"{parallel.gpus // parallel.rollout_tensor} engines over {parallel.rollout_tensor} each"
     )
 
 

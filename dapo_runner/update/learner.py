@@ -248,9 +248,13 @@ class Learner:
         return chosen[first : first + len(batches)]
 
     def _forward_backward(self, batch: PackedBatch, mini: MiniBatch, selection: Tensor | None = None) -> LossOutput:
-        out = self.policy.run(lambda: self._loss(batch, mini, selection))
+        out = self.loss(batch, mini, selection)
         out.loss.backward()
         return out
+
+    def loss(self, batch: PackedBatch, mini: MiniBatch, selection: Tensor | None = None) -> LossOutput:
+        """Of one micro-batch of ``mini``. Collective."""
+        return self.policy.run(lambda: self._loss(batch, mini, selection))
 
     def _loss(self, batch: PackedBatch, mini: MiniBatch, selection: Tensor | None) -> LossOutput:
         """Of one micro-batch, or of this rank's positions of it; FSDP2 takes the mean over ranks, which the denominator

@@ -196,20 +196,22 @@ def test_compile_serves_new_lengths_without_recompiling_each(backend: str) -> No
 
 
 @pytest.mark.parametrize("order", ["rows", "columns"])
+@pytest.mark.parametrize("objective", ["dapo", "gspo"])
 @pytest.mark.parametrize("public", [dapo_loss, linear_dapo_loss])
-def test_fake_tensors_pass_through(public: Callable[..., Any], order: str) -> None:
+def test_fake_tensors_pass_through(public: Callable[..., Any], objective: str, order: str) -> None:
     """Shapes, strides, dtypes and no data: what memory planners and exporters run. Compared with the real call's."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     case, linear = logits_case(vocab=13, dtype=torch.bfloat16), linear_case(vocab=13, dtype=torch.bfloat16)
-    first = list((case if public is dapo_loss else linear).leaves.values())
+    first, cu_seqlens = list((case if public is dapo_loss else linear).leaves.values()), case.cu_seqlens
     if order == "columns":
         first = [x.t().contiguous().t() for x in first]
 
     def call(convert: Callable[[Tensor], Tensor]) -> list[Any]:
         args = [convert(x) for x in (*first, case.target_ids, case.old_logprobs, case.advantages)]
         leaves = [x.detach().requires_grad_() for x in args[: len(first)]]
-        out = public(*leaves, *args[len(first) :], mask=convert(case.mask), entropy_coef=0.1)
+        options = {"mask": convert(case.mask), "cu_seqlens": convert(cu_seqlens), "denominator": 5}
+        out = public(*leaves, *args[len(first) :], objective=objective, entropy_coef=0.1, **options)
         gradients = torch.autograd.grad(out.loss, leaves)
         results = [out.loss, out.logprobs, out.entropy, *out.metrics.values(), *gradients]
         return [(x.shape, x.stride(), x.dtype) for x in results]

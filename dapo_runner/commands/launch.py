@@ -1,0 +1,37 @@
+"""`dapo launch`: torchrun, with the options that a run needs and the recipe checked before any process starts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+from dapo_runner.commands.recipes import find_recipe
+from dapo_runner.config import load_config
+from dapo_runner.errors import ConfigError
+from dapo_runner.parallel.world import make_layout
+
+
+def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Becomes torchrun, which takes the signals from then on. Raises ConfigError."""
+    for name, least in (("gpus", 1), ("nnodes", 1), ("max_restarts", 0)):
+        if getattr(options, name) < least:
+            raise ConfigError(f"--{name.replace('_', '-')}: expected at least {least}, got {getattr(options, name)}")
+    if (options.nnodes > 1) != (options.rdzv_endpoint is not None):
+        raise ConfigError("--rdzv-endpoint: expected HOST:PORT beside --nnodes, and only there")
+    config = load_config(find_recipe(options.config), overrides)
+    make_layout(config, options.gpus * options.nnodes, options.gpus)
+    arguments = _torchrun_arguments(options, overrides)
+    print(f"torchrun {shlex.join(arguments)}", flush=True)
+    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments])
+
+
+def _torchrun_arguments(options: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
+    meeting = ["--standalone"]
+    if options.nnodes > 1:
+        meeting = ["--nnodes", str(options.nnodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", options.rdzv_endpoint]
+    restarts = ["--max-restarts", str(options.max_restarts)] if options.max_restarts else []
+    program = ["-m", "dapo_runner", "train", options.config, *overrides]
+    return [*meeting, "--nproc-per-node", str(options.gpus), *restarts, *program]

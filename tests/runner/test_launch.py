@@ -1,0 +1,135 @@
+"""`dapo launch` and the cluster files: the command that they come to, as torchrun and `dapo` read it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from small import write_recipe
+from torch.distributed.run import get_args_parser
+
+from dapo_runner.cli import main
+from dapo_runner.config import load_config
+from dapo_runner.parallel.world import make_layout
+
+ROOT = Path(__file__).resolve().parents[2]
+CLUSTER = ROOT / "docs" / "cluster"
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the process would become."""
+    command: list[str] = []
+
+    def become(program: str, arguments: list[str]) -> None:
+        assert program == arguments[0] == sys.executable
+        command.extend(arguments)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execv", become)
+    return command
+
+
+def test_one_machine(tmp_path: Path, launched: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(write_recipe(tmp_path))
+    with pytest.raises(SystemExit):
+        main(["launch", recipe, "--gpus", "2", "optimizer.lr=1e-4", "--max-restarts", "3", "run.name=two ranks"])
+    torchrun = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
+    program = ["-m", "dapo_runner", "train", recipe, "optimizer.lr=1e-4", "run.name=two ranks"]
+    assert launched == [sys.executable, "-m", "torch.distributed.run", *torchrun, *program]
+    assert shlex.split(capsys.readouterr().out) == ["torchrun", *torchrun, *program]
+
+
+def test_several_machines(tmp_path: Path, launched: list[str]) -> None:
+    recipe = str(write_recipe(tmp_path))
+    with pytest.raises(SystemExit):
+        main(["launch", recipe, "--gpus", "8", "--nnodes", "2", "--rdzv-endpoint", "first:29500"])
+    options = get_args_parser().parse_args(launched[3:])
+    assert (options.nnodes, options.nproc_per_node, options.rdzv_endpoint) == ("2", "8", "first:29500")
+    assert (options.rdzv_backend, options.standalone, options.max_restarts) == ("c10d", False, 0)
+    assert (options.module, options.training_script) == (True, "dapo_runner")
+    assert options.training_script_args == ["train", recipe]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "0"], "--gpus: expected at least 1, got 0"),
+        (["--gpus", "2", "--nnodes", "2"], "--rdzv-endpoint: expected HOST:PORT beside --nnodes"),
+        (["--gpus", "2", "--rdzv-endpoint", "first:29500"], "--rdzv-endpoint: expected HOST:PORT beside --nnodes"),
+        (["--gpus", "2", "optimizer.lr=fast"], "optimizer.lr: "),
+        (["--gpus", "2", "parallel.gpus=4"], "parallel.gpus: expected 4 processes, a launcher started 2"),
+        (["--gpus", "2", "parallel.sequence=4"], "parallel.sequence: expected a divisor of the 2 ranks"),
+        (["--gpus", "2", "--standalone"], "--standalone"),
+    ],
+)
+def test_mistakes_start_nothing(
+    arguments: list[str], message: str, tmp_path: Path, launched: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", str(write_recipe(tmp_path)), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not launched
+
+
+def test_it_trains_on_two_ranks(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, steps=1)
+    command = [sys.executable, "-m", "dapo_runner", "launch", str(recipe), "--gpus", "2", "run.eval_every=0"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.startswith("torchrun --standalone --nproc-per-node 2 -m dapo_runner train ")
+    (step,) = [line for line in done.stdout.splitlines() if line.startswith("step 1/1 ")]
+    assert "2 ranks" in step, done.stderr[-4000:]
+
+
+def check_command(command: list[str], grace: int) -> None:
+    """Of a cluster file: torchrun takes it, the recipe takes what follows, and the ranks are those of the recipe."""
+    assert command[0] == "torchrun"
+    options = get_args_parser().parse_args(command[1:])
+    assert (options.module, options.training_script) == (True, "dapo_runner")
+    subcommand, recipe, *overrides = options.training_script_args
+    assert subcommand == "train"
+    config = load_config(ROOT / recipe, overrides)
+    make_layout(config, int(options.nnodes) * int(options.nproc_per_node), int(options.nproc_per_node))
+    assert config.run.grace < grace
+
+
+def test_the_slurm_script(tmp_path: Path) -> None:
+    script = CLUSTER / "slurm.sh"
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    for name, body in (
+        ("srun", 'printf "%s\\n" "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" "$@"'),
+        ("scontrol", "echo a1; echo a2"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_NODELIST": "a[1-16]", "SLURM_NNODES": "16", "SLURM_JOB_ID": "7"}
+    environment = {**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    run = subprocess.run(["bash", str(script), "run.name=again"], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    timeout, _, *command = run.stdout.splitlines()
+    check_command(command, grace=int(timeout))
+    assert command[command.index("--rdzv-endpoint") + 1] == "a1:29500"
+    assert command[-1] == "run.name=again"
+    (signal,) = [line for line in script.read_text().splitlines() if "--signal=" in line]
+    assert int(timeout) < int(signal.partition("@")[2])
+
+
+def test_the_kubernetes_file() -> None:
+    service, job = yaml.safe_load_all((CLUSTER / "kubernetes.yaml").read_text())
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    (timeout,) = [int(item["value"]) for item in container["env"] if item["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+    check_command(container["command"], grace=timeout)
+    assert timeout < pod["terminationGracePeriodSeconds"]
+    options = get_args_parser().parse_args(container["command"][1:])
+    name = job["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert options.rdzv_endpoint == f"{name}-0.{pod['subdomain']}:29500"
+    assert int(options.nnodes) == job["spec"]["completions"] == job["spec"]["parallelism"]
+    assert int(options.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
