@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-TESTS = Path(__file__).parent.parent
+TESTS = Path(__file__).parent
 
 
 def torchrun(n: int, *arguments: str | Path, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
