@@ -1,4 +1,4 @@
-"""What a test starts on several ranks: `python gradients.py MODEL CASES OUT`. The gradient of one update for each case,
+"""What a test starts on several ranks: `python gradients.py CASES OUT`. The gradient of one update for each case,
 and what the update reported, as rank 0 sees them.
 """
 
@@ -19,7 +19,7 @@ from dapo_runner.parallel.sharding import whole
 from dapo_runner.parallel.watch import launched
 from dapo_runner.parallel.world import ALONE, World, make_layout, make_world
 from dapo_runner.policy.model import load_policy, load_reference
-from dapo_runner.update.learner import Learner, resolve_objective, step_figures
+from dapo_runner.update.learner import Learner, NonFiniteUpdateError, resolve_objective, step_figures
 
 
 def open_case(config: Config) -> World:
@@ -29,8 +29,8 @@ def open_case(config: Config) -> World:
     return make_world(make_layout(config, size, size), rank, "cpu")
 
 
-def run_case(path: str, case: dict[str, Any]) -> dict[str, Any]:
-    n_sequences = case.pop("sequences", 14)
+def run_case(case: dict[str, Any]) -> dict[str, Any]:
+    path, n_sequences, poisoned = case.pop("path"), case.pop("sequences", 14), case.pop("poisoned", False)
     config = make_config(**case)
     world = open_case(config)
     cpu = torch.device("cpu")
@@ -44,7 +44,10 @@ def run_case(path: str, case: dict[str, Any]) -> dict[str, Any]:
             for name, parameter in policy.model.named_parameters():
                 if ".lora_B." in name:
                     parameter.copy_(parameter * 0 + 0.01)
-    (mini,) = learner.prepare(random_sequences(n_sequences))
+    sequences = random_sequences(n_sequences)
+    if poisoned:
+        sequences[0].advantages[-1] = float("inf")  # one rank's alone
+    (mini,) = learner.prepare(sequences)
     found: dict[str, torch.Tensor] = {}
     step = learner.optimizer.step
 
@@ -53,18 +56,23 @@ def run_case(path: str, case: dict[str, Any]) -> dict[str, Any]:
         step()
 
     learner.optimizer.step = keep_gradients  # type: ignore[method-assign]
-    figures = learner.update(mini, 0)
+    try:
+        figures = learner.update(mini, 0)
+    except NonFiniteUpdateError as error:
+        told = world.gather(str(error))
+        assert told == [told[0]] * world.size
+        return {"stopped": told[0]}
     figures |= step_figures([mini], [figures], world)
     weights = dict(policy.named_weights())
     return {"gradients": found, "figures": figures, "weights": weights, "n_micro": len(mini.micro_batches)}
 
 
 def main() -> None:
-    path, cases, out = sys.argv[1:]
+    cases, out = sys.argv[1:]
     torch.set_num_threads(1)
     if launched():
         dist.init_process_group("gloo")
-    results = [run_case(path, case) for case in json.loads(Path(cases).read_text())]
+    results = [run_case(case) for case in json.loads(Path(cases).read_text())]
     if not dist.is_initialized() or dist.get_rank() == 0:
         torch.save(results, out)
 

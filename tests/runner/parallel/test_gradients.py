@@ -23,6 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulated": {"model": FLOAT32, "optimizer": {"token_budget": 96}, "sequences": 40},
     "lora": {"model": {**FLOAT32, "lora": {"rank": 4, "alpha": 8}}},
     "kl": {"model": FLOAT32, "loss": {"overrides": {"kl_coef": 0.1}}},
+    "poisoned": {"model": FLOAT32, "poisoned": True},
     "checkpointing": {"model": {**FLOAT32, "gradient_checkpointing": True}},
     "corrected": {"model": FLOAT32, "rollout": {"correction": {"weights": "sequence"}}},
 }
@@ -53,31 +54,38 @@ def small_model(folder: Path, tied: bool) -> Path:
     return save_model(model, tokenizer, folder)
 
 
-def results(n: int, model: Path, cases: dict[str, dict[str, Any]], folder: Path) -> dict[str, dict[str, Any]]:
-    folder.mkdir(exist_ok=True)
+def results(n: int, cases: dict[str, dict[str, Any]], folder: Path) -> dict[str, dict[str, Any]]:
     (folder / "cases.json").write_text(json.dumps(list(cases.values())))
-    done = torchrun(n, Path(__file__).with_name("gradients.py"), model, folder / "cases.json", folder / "out.pt")
+    done = torchrun(n, Path(__file__).with_name("gradients.py"), folder / "cases.json", folder / "out.pt")
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(zip(cases, torch.load(folder / "out.pt"), strict=True))
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_an_update_is_that_of_one_process(tmp_path: Path, tied: bool) -> None:
-    model = small_model(tmp_path / "model", tied)
-    alone = results(1, model, CASES if tied else {name: CASES[name] for name in SELECTED}, tmp_path / "1")
+def test_an_update_is_that_of_one_process(tmp_path: Path) -> None:
+    tied, untied = (str(small_model(tmp_path / name, name == "tied")) for name in ("tied", "untied"))
+    on_one = {(name, tied): {**case, "path": tied} for name, case in CASES.items()}
+    on_one |= {(name, untied): {**CASES[name], "path": untied} for name in SELECTED}
+    alone = dict(
+        zip(on_one, results(1, {str(key): case for key, case in on_one.items()}, tmp_path).values(), strict=True)
+    )
     for n in (2, 4):
         cases, expected = {}, {}
         for layout, parallel in LAYOUTS.items():
-            if parallel["gpus"] != n or not (tied or layout in UNTIED):
+            if parallel["gpus"] != n:
                 continue
-            for name in CASES if layout == "shard 2" and tied else SELECTED:
-                cases[f"{name}, {layout}"] = {**CASES[name], "parallel": parallel}
-                expected[f"{name}, {layout}"] = alone[name]
-        for case, got in results(n, model, cases, tmp_path / str(n)).items():
-            compare(got, expected[case], case)
+            wanted = [(name, tied) for name in (CASES if layout == "shard 2" else SELECTED)]
+            wanted += [(name, untied) for name in SELECTED if layout in UNTIED]
+            for key in wanted:
+                label = f"{key[0]}, {layout}, {Path(key[1]).name}"
+                cases[label], expected[label] = {**on_one[key], "parallel": parallel}, alone[key]
+        for label, got in results(n, cases, tmp_path).items():
+            compare(got, expected[label], label)
 
 
 def compare(got: dict[str, Any], expected: dict[str, Any], case: str) -> None:
+    if "stopped" in expected:
+        assert got["stopped"] == expected["stopped"], case
+        return
     assert got["gradients"].keys() == expected["gradients"].keys(), case
     for name, gradient in expected["gradients"].items():
         assert (got["gradients"][name] - gradient).norm() <= 1e-5 * gradient.norm(), (case, name)
