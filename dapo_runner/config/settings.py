@@ -56,7 +56,7 @@ class RunConfig(Section):
     keep: PositiveInt = 2  # checkpoints kept; older ones are removed
     async_save: bool = False  # train on while a checkpoint is written, where ranks share the weights; copies them first
     device: str = "auto"  # auto: cuda where there is one, else cpu
-    grace: PositiveFloat = 30.0  # seconds from SIGTERM to the kill: a step that takes longer is given up
+    grace: PositiveFloat = 20.0  # seconds from SIGTERM to the kill: a step that takes longer is given up
     threads: PositiveInt | None = None  # CPU threads; None leaves torch's choice
     from_: str | None = Field(
         default=None, alias="from"
