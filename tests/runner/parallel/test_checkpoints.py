@@ -58,6 +58,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = make_tokenizer()
     config = Glm4MoeConfig(vocab_size=len(tokenizer), num_hidden_layers=3, **sizes, **counts)
     model = Glm4MoeForCausalLM(config)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.normal_()
     save_model(model, tokenizer, folder / "experts")
     return folder
 
@@ -122,8 +125,11 @@ def test_the_model_is_that_of_one_process_in_more_files(made: Made, case: str) -
     sizes = [sum(tensor.nbytes for tensor in part.values()) for part in parts]
     assert max(sizes) < 0.75 * sum(sizes)
     trained = made.saved[2, case]["tensors"]
-    for name, tensor in AutoModelForCausalLM.from_pretrained(ours).named_parameters():
+    loaded, other = (AutoModelForCausalLM.from_pretrained(path) for path in (ours, theirs))
+    for name, tensor in loaded.named_parameters():
         assert torch.equal(tensor, trained[f"engine/{name}"]), name
+    for (name, tensor), expected in zip(loaded.named_buffers(), other.buffers(), strict=True):
+        assert torch.equal(tensor, expected), name
 
 
 def test_the_manifest_names_every_file_and_damage_is_found(made: Made) -> None:
