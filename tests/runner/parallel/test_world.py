@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,7 +10,7 @@ import pytest
 from builders import make_config
 from hypothesis import given
 from hypothesis import strategies as st
-from launch import environment, torchrun
+from launch import torchrun
 
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.balance import sequence_cost, spread
@@ -143,25 +140,3 @@ def test_who_is_lost_is_named_once(tmp_path: Path, how: str, message: str) -> No
     told = [line for line in done.stdout.splitlines() if line.startswith("TOLD rank 1 on ")]
     assert len(told) == 1, done.stdout + done.stderr[-2000:]
     assert message in told[0]
-
-
-def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import os, sys, time\nfrom builders import make_config\nfrom dapo_runner.parallel.world import open_world\n"
-        f"world = open_world(make_config())\nopen(f'{tmp_path}/{{os.getpid()}}.pid', 'w').close()\ntime.sleep(60)\n"
-    )
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
-    agent = subprocess.Popen([sys.executable, *command], env=environment())
-    ranks = wait_for(lambda: [int(path.stem) for path in tmp_path.glob("*.pid")], 2)
-    agent.send_signal(signal.SIGKILL)
-    agent.wait()
-    assert wait_for(lambda: [pid for pid in ranks if not Path(f"/proc/{pid}").exists()], 2)
-
-
-def wait_for(found, n: int) -> list[int]:  # type: ignore[no-untyped-def]
-    deadline = time.monotonic() + 40
-    while len(items := found()) < n:
-        assert time.monotonic() < deadline, items
-        time.sleep(0.1)
-    return items
