@@ -145,7 +145,7 @@ class Run:
                 | prefixed("train", trained)
                 | prefixed("sync", in_sync)
             )
-            news = self.log.step(step, figures, sampled.groups, sequences)
+            news = self.log.step(step, figures, sampled.groups, sequences, self.learner.token_values)
             self.progress.step(step, figures, self.clock.so_far())
             for note in (news, sampled.shortfall, sampled.caution):
                 if note is not None:
@@ -245,7 +245,8 @@ def _open_run(config: Config, device: torch.device, progress: Progress, lock: Fo
             sampler.buffer = []
         progress.note(f"resuming after step {done} from {checkpoint.path}")
     score = Scorer(config, timed=clock.phase, note=progress.note)
-    log = RunLog(folder, config.logging, trackers, first_step=done, keep_through=keep_through)
+    tokenizer = learner.policy.tokenizer
+    log = RunLog(folder, config.logging, trackers, first_step=done, keep_through=keep_through, tokenizer=tokenizer)
     if checkpoint:
         log.changes(changes)
         write_config(config, folder)  # behind the log: what a kill comes between is told twice, not never

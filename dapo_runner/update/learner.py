@@ -28,6 +28,7 @@ from dapo_runner.types import Sequence as TrainingSequence
 from dapo_runner.update.correction import Mismatch, correct, measure
 from dapo_runner.update.packing import count_training_tokens, pack, split_mini_batches
 from dapo_runner.update.selection import Scores, select_tokens
+from dapo_runner.update.token_values import TokenValues, token_values
 
 
 class NonFiniteUpdateError(RuntimeError):
@@ -49,10 +50,16 @@ class MiniBatch:
     """
 
     def __init__(
-        self, sequences: Sequence[TrainingSequence], token_budget: int, objective: Objective, number: int = 0
+        self,
+        sequences: Sequence[TrainingSequence],
+        token_budget: int,
+        objective: Objective,
+        number: int = 0,
+        first: int = 0,
     ) -> None:
-        """``number`` counts the mini-batches of a step."""
+        """``number`` counts the mini-batches of a step, ``first`` the sequences of those before it."""
         self.number = number
+        self.first = first
         self.micro_batches = pack(sequences, token_budget)
         self.n_tokens = count_training_tokens(sequences)
         n_live = sum(bool(sequence.mask[1:].any()) for sequence in sequences)
@@ -88,7 +95,8 @@ class Learner:
     """Owns the optimizer of a policy. ``step`` is the rollout step that the learning rate goes by.
 
     ``reference`` is what a KL penalty refers to; a policy with adapters is its own, with them switched off. ``clock``
-    is told which part of an update is under way.
+    is told which part of an update is under way. ``token_values`` has, under `logging.rollouts.per_token`, what the
+    updates of the step made of single tokens, by the place of their sequence in the step.
     """
 
     def __init__(
@@ -99,6 +107,7 @@ class Learner:
         self.clock = clock if clock is not None else StepClock()
         self.objective = resolve_objective(config)
         self.reference = reference
+        self.token_values: dict[int, TokenValues] = {}
         if self.objective.kl_coef != 0 and reference is None and not has_adapters(policy.model):
             raise ValueError(f"Learner: kl_coef={self.objective.kl_coef:g} needs a reference policy, got none")
         self.master = MasterWeights(policy.model)
@@ -116,10 +125,12 @@ class Learner:
         """The mini-batches of a step, packed, with the log-probs of the policy as it is now, before any
         update.
         """
+        self.token_values = {}
         with self.clock.phase("pack"):
+            size = self._part_size(len(sequences))
             minis = [
-                MiniBatch(part, self.config.optimizer.token_budget, self.objective, number)
-                for number, part in enumerate(split_mini_batches(sequences, self._part_size(len(sequences))))
+                MiniBatch(part, self.config.optimizer.token_budget, self.objective, number, number * size)
+                for number, part in enumerate(split_mini_batches(sequences, size))
             ]
         correction = self.config.rollout.correction
         for mini in minis:
@@ -174,13 +185,15 @@ class Learner:
         learning_rate = self.learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        metrics, losses, logprobs = [], [], []
+        metrics, losses, logprobs, entropies = [], [], [], []
         with self.clock.phase("forward_backward"):
-            for batch, selection in zip(mini.micro_batches, self._selections(mini, step), strict=True):
+            selections = self._selections(mini, step)
+            for batch, selection in zip(mini.micro_batches, selections, strict=True):
                 out = self._forward_backward(batch, mini, selection)
                 metrics.append(out.metrics)
                 losses.append(out.loss.detach())
                 logprobs.append(out.logprobs)
+                entropies.append(out.entropy)
         with self.clock.phase("optimizer"):
             clip = self.config.optimizer.grad_clip
             norm = torch.nn.utils.clip_grad_norm_(self.master.gradients(), float("inf") if clip is None else clip)
@@ -190,6 +203,9 @@ class Learner:
             for batch, own in zip(mini.micro_batches, logprobs, strict=True):
                 mini.mismatch += measure(own.to(batch.mask.device), batch.old_logprobs, batch.mask)
         self._check_finite(figures, step, mini)
+        if self.config.logging.rollouts.per_token:
+            scores = [Scores(own, entropy) for own, entropy in zip(logprobs, entropies, strict=True)]
+            self._look_at_tokens(mini, scores, selections)
         with self.clock.phase("optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -215,6 +231,12 @@ class Learner:
         seed = random.Random(f"{self.config.run.seed}:{step}:{mini.number}").getrandbits(63)
         generator = torch.Generator(self.policy.device).manual_seed(seed)
         return select_tokens(self.objective, batches, scores, generator, on_policy=mini.on_policy)
+
+    def _look_at_tokens(self, mini: MiniBatch, scores: Sequence[Scores], selections: Sequence[Tensor | None]) -> None:
+        groups = self.config.logging.rollouts.groups
+        batches, on_policy = mini.micro_batches, mini.on_policy
+        values = token_values(self.objective, batches, scores, selections, on_policy=on_policy, groups=groups)
+        self.token_values |= {mini.first + index: found for index, found in values.items()}
 
     def _forward_backward(self, batch: PackedBatch, mini: MiniBatch, selection: Tensor | None = None) -> LossOutput:
         hidden, head = self.policy.hidden_states(batch), self.policy.head
