@@ -185,26 +185,25 @@ class Learner:
         learning_rate = self.learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        metrics, losses, logprobs, entropies = [], [], [], []
+        metrics, losses, scores = [], [], []
         with self.clock.phase("forward_backward"):
             selections = self._selections(mini, step)
             for batch, selection in zip(mini.micro_batches, selections, strict=True):
                 out = self._forward_backward(batch, mini, selection)
                 metrics.append(out.metrics)
                 losses.append(out.loss.detach())
-                logprobs.append(out.logprobs)
-                entropies.append(out.entropy)
+                assert out.entropy is not None
+                scores.append(Scores(out.logprobs, out.entropy))
         with self.clock.phase("optimizer"):
             clip = self.config.optimizer.grad_clip
             norm = torch.nn.utils.clip_grad_norm_(self.master.gradients(), float("inf") if clip is None else clip)
         loss_sum, grad_norm = torch.stack([torch.stack(losses).sum(), norm.to(losses[0])]).tolist()
         figures = {"loss": loss_sum, "grad_norm": grad_norm, "lr": learning_rate, **summarize(metrics)}
         if mini.number == 0 and not mini.mismatch.tokens:
-            for batch, own in zip(mini.micro_batches, logprobs, strict=True):
-                mini.mismatch += measure(own.to(batch.mask.device), batch.old_logprobs, batch.mask)
+            for batch, own in zip(mini.micro_batches, scores, strict=True):
+                mini.mismatch += measure(own.logprobs.to(batch.mask.device), batch.old_logprobs, batch.mask)
         self._check_finite(figures, step, mini)
         if self.config.logging.rollouts.per_token:
-            scores = [Scores(own, entropy) for own, entropy in zip(logprobs, entropies, strict=True)]
             self._look_at_tokens(mini, scores, selections)
         with self.clock.phase("optimizer"):
             self.optimizer.step()
