@@ -29,7 +29,8 @@ class Tokenizer:
 
 def saying(sample: Sample) -> Sample:
     completion = replace(sample.completion, text="".join(PIECES))
-    return replace(sample, completion=completion, verdict=replace(sample.verdict, extracted=IMAGE))
+    verdict = replace(sample.verdict, extracted=IMAGE)
+    return replace(sample, completion=completion, verdict=verdict, parts={"<i>brief": 0.5})
 
 
 def make_groups() -> list[Group]:
@@ -65,9 +66,9 @@ def log_metrics(run: Path, step: int, **figures: float) -> None:
 
 def write_rollouts(run: Path, step: int, per_token: bool = True) -> None:
     groups = make_groups()
-    config = RolloutLogConfig(per_token=per_token)
     values = {place: make_values(3) for place in (0, 1, 3, 4)}
-    log = RolloutLog(run / ROLLOUTS, config, keep_through=step - 1, tokenizer=Tokenizer())
+    tokenizer = Tokenizer() if per_token else None
+    log = RolloutLog(run / ROLLOUTS, RolloutLogConfig(), keep_through=step - 1, tokenizer=tokenizer)
     log.write(step, groups, make_sequences(groups, AdvantageConfig(kind="group_mean")), values)
 
 

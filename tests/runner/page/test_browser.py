@@ -102,7 +102,9 @@ def test_hostile_text_is_text(report: Any) -> None:
     response = left.query_selector(".response").text_content()
     assert response == f"{SCRIPT}{IMAGE}\\u001b[2J\\u0000\\u202e<b>bold</b>↵\n"
     assert right.query_selector(".response").text_content() == response.replace("↵", "")  # not token by token
-    assert report.query_selector("#rollouts img, #rollouts script, #rollouts b") is None
+    summary = left.query_selector("summary").text_content()
+    assert f"answer +1 (<i>brief +0.5) + length +0 · advantage +1.33 · 4 tokens, ended itself · read {IMAGE}" in summary
+    assert report.query_selector("#rollouts img, #rollouts script, #rollouts b, #rollouts i") is None
     report.select_option("#groups", "all-wrong")
     prompt = columns(report)[0].query_selector(".prompt").text_content()
     assert prompt == "\\u202e\\ud800 & <i>"
