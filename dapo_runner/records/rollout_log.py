@@ -216,5 +216,5 @@ def _token_record(
 
 
 def _rounded(column: Tensor) -> list[Any]:
-    """Four digits, which is what an eye can use and a fifth of the bytes."""
+    """Four digits: more would fill the file and tell an eye nothing."""
     return [jsonable(float(f"{value:.4g}")) for value in column.tolist()]
