@@ -270,7 +270,12 @@ def index_page() -> str:
 PYTHON_FILES = {
     "packages": [*find_packages(include=["dapo_kernels*", "dapo_runner*"]), "dapo_runner.recipes"],
     "package_dir": {"dapo_runner.recipes": "recipes"},
-    "package_data": {"dapo_kernels": ["py.typed"], "dapo_runner": ["py.typed"], "dapo_runner.recipes": ["*.yaml"]},
+    "package_data": {
+        "dapo_kernels": ["py.typed"],
+        "dapo_runner": ["py.typed"],
+        "dapo_runner.page": ["page.*"],
+        "dapo_runner.recipes": ["*.yaml"],
+    },
     "long_description": index_page(),
     "long_description_content_type": "text/markdown",
 }

@@ -80,10 +80,19 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE as well")
     evaluate.set_defaults(command="evaluate")
 
-    report = commands.add_parser("report", help="draw the curves of a run as one picture", allow_abbrev=False)
-    report.add_argument("run", type=Path, help="a run's folder")
-    report.add_argument("--out", type=Path, help="where to (default: report.png in the run's folder)")
+    report = commands.add_parser("report", help="draw the curves of a run: a picture, or a page", allow_abbrev=False)
+    report.add_argument("run", type=Path, nargs="+", help="a run's folder; with --html several, side by side")
+    report.add_argument("--html", action="store_true", help="a page with zoomable curves and the rollouts, in one file")
+    report.add_argument("--out", type=Path, help="where to (default: report.png or .html in the first run's folder)")
+    report.add_argument(
+        "--max-mb", type=float, default=50.0, metavar="MB", help="rollouts in the page at most (default: 50)"
+    )
     report.set_defaults(command="report")
+
+    watch = commands.add_parser("watch", help="serve that page of runs under way, on localhost", allow_abbrev=False)
+    watch.add_argument("run", type=Path, nargs="+", help="a run's folder")
+    watch.add_argument("--port", type=int, default=8642, help="default: 8642; 0: any that is free")
+    watch.set_defaults(command="watch")
 
     show = commands.add_parser("show", help="read the rollouts of a step, group by group", allow_abbrev=False)
     show.add_argument("run", type=Path, help="a run's folder")

@@ -223,7 +223,7 @@ class Run:
             | prefixed("train", trained)
             | prefixed("sync", in_sync)
         )
-        news = self.log.step(step, figures, sampled.groups, sequences)
+        news = self.log.step(step, figures, sampled.groups, sequences, self.learner.token_values)
         self.progress.step(step, figures, self.clock.so_far(), self.speed)
         for note in (news, sampled.shortfall, sampled.caution):
             if note is not None:
@@ -358,7 +358,8 @@ def _open_run(config: Config, world: World, device: torch.device, progress: Prog
     score = Scorer(config, timed=clock.phase, note=progress.note)
 
     def open_log() -> RunLog:
-        log = RunLog(folder, config.logging, trackers, first_step=done, keep_through=keep_through)
+        tokenizer = learner.policy.tokenizer
+        log = RunLog(folder, config.logging, trackers, first_step=done, keep_through=keep_through, tokenizer=tokenizer)
         if checkpoint:
             log.changes(changes)
             write_config(config, folder)  # behind the log: what a kill comes between is told twice, not never

@@ -45,6 +45,7 @@ def test_pure_torch_package_needs_no_compiler(tmp_path: Path) -> None:
     assert (runner / "py.typed").exists()
     recipes = {path.name: path.read_text() for path in (runner / "recipes").iterdir()}
     assert recipes == {path.name: path.read_text() for path in (ROOT / "recipes").iterdir()}
+    assert {path.suffix for path in (runner / "page").glob("page.*")} == {".html", ".css", ".js"}
 
 
 def test_the_source_distribution_is_the_repository(tmp_path: Path) -> None:

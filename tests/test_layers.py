@@ -28,7 +28,7 @@ LAYERS = (
     ("dapo_runner.update", "dapo_runner.evaluate"),
     ("dapo_runner.rollout", "dapo_runner.checkpoint"),
     ("dapo_runner.records", "dapo_runner.tasks"),
-    ("dapo_runner.preflight", "dapo_runner.folder"),
+    ("dapo_runner.preflight", "dapo_runner.folder", "dapo_runner.page"),
     ("dapo_runner.fork",),
     ("dapo_runner.run",),
     ("dapo_runner.train",),

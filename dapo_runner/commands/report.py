@@ -1,4 +1,4 @@
-"""`dapo report`: the curves of a run as one picture, and where the time of a step went."""
+"""`dapo report`: the curves of a run as one picture and where the time of a step went, or a page of several runs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,24 @@ from rich.console import Console
 from rich.table import Table
 
 from dapo_runner.errors import ConfigError
+from dapo_runner.page.html import write_page
 from dapo_runner.records.metrics import TIMINGS_FILE, read_log
 from dapo_runner.records.report import write_report
 from dapo_runner.timing import PHASES, time_split
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    if len(options.run) > 1 and not options.html:
+        raise ConfigError(f"--html: expected for several runs, which a picture has no room for, got {len(options.run)}")
     try:
-        picture = write_report(options.run, options.out)
-    except (FileNotFoundError, ValueError) as error:
+        if options.html:
+            print(f"page: {write_page(options.run, options.out, options.max_mb)}")
+            return 0
+        (folder,) = options.run
+        picture = write_report(folder, options.out)
+    except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
-    _print_time_split(options.run)
+    _print_time_split(folder)
     print(f"picture: {picture}")
     return 0
 

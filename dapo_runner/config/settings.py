@@ -433,6 +433,12 @@ class RolloutLogConfig(Section):
     max_gb: PositiveFloat = 1.0  # all steps together, compressed; beyond it the oldest steps are removed
 
 
+class TrainingLogConfig(RolloutLogConfig):
+    """And how much of those that are trained on."""
+
+    per_token: bool = False  # also their tokens, each with its log-probs, entropy, ratio and what the loss made of it
+
+
 class WandbConfig(Section):
     project: str = "dapo"
     entity: str | None = None  # None: that of the login
@@ -441,7 +447,7 @@ class WandbConfig(Section):
 
 class LoggingConfig(Section):
     progress: Literal["auto", "live", "plain", "off"] = "auto"  # auto: live on a terminal, else plain lines
-    rollouts: RolloutLogConfig = RolloutLogConfig()
+    rollouts: TrainingLogConfig = TrainingLogConfig()
     evaluations: RolloutLogConfig = RolloutLogConfig(groups=None)  # the answers to held-out problems
     tensorboard: bool = False
     wandb: WandbConfig | None = None

@@ -30,6 +30,7 @@ OPTIONAL = (
     ("math-verify", "reward.kind: math"),
     ("rapidfuzz", "reward.kind: fuzzy"),
     ("jsonschema", "reward.kind: json"),
+    ("plotly", "dapo report --html and dapo watch"),
     ("tensorboard", "logging.tensorboard"),
     ("wandb", "logging.wandb"),
     ("gguf", "unpacking a model from a GGUF file"),

@@ -4,8 +4,9 @@
     evaluations/step_000012.jsonl.gz    the same of the held-out problems
 
 Of every step the first `logging.rollouts.groups` groups are kept, in the order of their prompts, which says nothing
-about their lengths or rewards. All files together hold at most `logging.rollouts.max_gb`; beyond it the oldest steps
-go, and that is told. Steps, groups and samples are numbered from 1. `logging.evaluations` says the same of evaluations.
+about their lengths or rewards; with `logging.rollouts.per_token` their responses token by token as well. All files
+together hold at most `logging.rollouts.max_gb`; beyond it the oldest steps go, and that is told. Steps, groups and
+samples are numbered from 1. `logging.evaluations` says the same of evaluations.
 """
 
 from __future__ import annotations
@@ -13,17 +14,25 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from dapo_kernels.objectives.surrogate import CLIPPED_DUAL, CLIPPED_HIGH, CLIPPED_LOW
 from dapo_runner.config import RolloutLogConfig
 from dapo_runner.records.metrics import jsonable
+from dapo_runner.records.token_text import TokenText
 from dapo_runner.types import Group, Sample, Sequence
+from dapo_runner.update.token_values import TokenValues
 
 ROLLOUTS, EVALUATIONS = "rollouts", "evaluations"  # folders, and sections of `logging`
 GB = 10**9
+CLIPS = {0: None, CLIPPED_LOW: "low", CLIPPED_HIGH: "high", CLIPPED_DUAL: "dual"}
 _NAME = re.compile(r"step_(\d{6,})\.jsonl\.gz")
 _UNFINISHED = ".unfinished"
 
@@ -31,8 +40,10 @@ _UNFINISHED = ".unfinished"
 class RolloutLog:
     """Writes them. A file of that name is whole or absent."""
 
-    def __init__(self, folder: Path, config: RolloutLogConfig, *, keep_through: int) -> None:
-        """Go on after step ``keep_through``; what was written of later steps is removed."""
+    def __init__(self, folder: Path, config: RolloutLogConfig, *, keep_through: int, tokenizer: Any = None) -> None:
+        """Go on after step ``keep_through``; what was written of later steps is removed. ``tokenizer`` spells
+        tokens; without one they are not kept.
+        """
         self.folder = folder
         self.config = config
         for step, path in saved_steps(folder).items():
@@ -40,11 +51,18 @@ class RolloutLog:
                 path.unlink()
         self._sizes = {path: path.stat().st_size for path in saved_steps(folder).values()}
         self._told = False
+        self._text = None if tokenizer is None else TokenText(tokenizer)
 
-    def write(self, step: int, groups: SequenceOf[Group], sequences: SequenceOf[Sequence] | None = None) -> str | None:
+    def write(
+        self,
+        step: int,
+        groups: SequenceOf[Group],
+        sequences: SequenceOf[Sequence] | None = None,
+        values: Mapping[int, TokenValues] | None = None,
+    ) -> str | None:
         """Keep the responses of a step. ``sequences`` are the training records of the groups' samples, in order: the
-        advantages come from there; None where nothing trains on them. Returns what a person should know: that older
-        steps have begun to go.
+        advantages come from there; None where nothing trains on them. ``values`` of their tokens go by the place in it.
+        Returns what a person should know: that older steps have begun to go.
         """
         kept = groups[: self.config.groups]
         if not kept:
@@ -53,13 +71,20 @@ class RolloutLog:
         records, place = [_header(step, groups, len(kept))], 0
         for number, group in enumerate(kept, start=1):
             own = None if sequences is None else sequences[place : place + len(group.samples)]
+            record = _group_record(number, group, own)
+            if self._text is not None and own is not None:
+                for index, (sample, of_sample) in enumerate(zip(group.samples, record["samples"], strict=True)):
+                    found = (values or {}).get(place + index)
+                    of_sample["per_token"] = _token_record(sample, own[index], found, self._text)
             place += len(group.samples)
-            records.append(_group_record(number, group, own))
+            records.append(record)
         lines = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
         path = self.folder / f"step_{step:06d}.jsonl.gz"
         unfinished = path.with_name(path.name + _UNFINISHED)
         # No time stamp: the same run leaves the same bytes.
-        unfinished.write_bytes(gzip.compress(lines.encode(), compresslevel=1, mtime=0))
+        # A lone surrogate, which UTF-8 has no bytes for, becomes JSON's escape of it.
+        data = lines.encode("utf-8", "backslashreplace")
+        unfinished.write_bytes(gzip.compress(data, compresslevel=1, mtime=0))
         unfinished.replace(path)
         self._sizes[path] = path.stat().st_size
         return self._make_room()
@@ -161,3 +186,35 @@ def _sample_record(number: int, sample: Sample, sequence: Sequence | None) -> di
         "mean_logprob": jsonable(float(completion.logprobs.double().mean())),
         **({"parts": {name: jsonable(value) for name, value in sample.parts.items()}} if sample.parts else {}),
     }
+
+
+def _token_record(
+    sample: Sample, sequence: Sequence, values: TokenValues | None, text: TokenText
+) -> dict[str, list[Any]]:
+    """A column for each value of the response's tokens. What the learner knows is missing where it was not asked, as
+    of responses that do not train, and null on a token that does not.
+    """
+    completion = sample.completion
+    n = completion.length
+    trains = sequence.mask[-n:]
+    columns: dict[str, list[Any]] = {
+        "text": text.pieces(completion.token_ids.tolist()),
+        "engine_logprob": _rounded(completion.logprobs),
+        "advantage": _rounded(sequence.advantages[-n:]),
+        "trains": trains.tolist(),
+    }
+    if values is None:
+        return columns
+    nan = torch.full((n,), torch.nan)
+    of_learner = {"logprob": values.logprobs, "entropy": values.entropy, "ratio": values.ratio}
+    columns |= {name: _rounded(torch.where(trains, value[-n:], nan)) for name, value in of_learner.items()}
+    columns["clip"] = [CLIPS[hit] for hit in values.clip_hit[-n:].tolist()]
+    columns["high_entropy"] = values.high_entropy[-n:].tolist()
+    if values.selected is not None:
+        columns["selected"] = values.selected[-n:].tolist()
+    return columns
+
+
+def _rounded(column: Tensor) -> list[Any]:
+    """Four digits: more would fill the file and tell an eye nothing."""
+    return [jsonable(float(f"{value:.4g}")) for value in column.tolist()]

@@ -13,6 +13,7 @@ from dapo_runner.records.rollout_log import EVALUATIONS, ROLLOUTS, RolloutLog
 from dapo_runner.records.trackers import Tracker
 from dapo_runner.types import Group
 from dapo_runner.types import Sequence as TrainingSequence
+from dapo_runner.update.token_values import TokenValues
 
 CHECKPOINTS = "checkpoints"
 CHANGES_FILE = "changes.jsonl"
@@ -32,6 +33,7 @@ class RunLog:
         *,
         first_step: int,
         keep_through: int,
+        tokenizer: Any = None,
     ) -> None:
         """Go on after ``first_step``, with what was logged of steps up to ``keep_through``: one less where the run has
         its beginning there, since what an attempt without a checkpoint logged does not count.
@@ -41,7 +43,8 @@ class RunLog:
         self.trackers = trackers
         self.metrics = MetricsLog(folder / METRICS_FILE, keep_through=keep_through)
         self.timings = MetricsLog(folder / TIMINGS_FILE, keep_through=keep_through)
-        self.rollouts = RolloutLog(folder / ROLLOUTS, config.rollouts, keep_through=keep_through)
+        tokens_of = tokenizer if config.rollouts.per_token else None
+        self.rollouts = RolloutLog(folder / ROLLOUTS, config.rollouts, keep_through=keep_through, tokenizer=tokens_of)
         self.evaluations = RolloutLog(folder / EVALUATIONS, config.evaluations, keep_through=keep_through)
 
     def step(
@@ -50,10 +53,11 @@ class RunLog:
         figures: Mapping[str, float],
         groups: Sequence[Group],
         sequences: Sequence[TrainingSequence],
+        values: Mapping[int, TokenValues],
     ) -> str | None:
         """A step's figures and rollouts. Returns what a person should know of the latter."""
         with writing(self.folder / ROLLOUTS, self.folder / CHECKPOINTS):
-            news = self.rollouts.write(step, groups, sequences)
+            news = self.rollouts.write(step, groups, sequences, values)
         self._metrics(step, "step", figures)
         return news
 

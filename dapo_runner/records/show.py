@@ -17,8 +17,9 @@ from rich.text import Text
 from dapo_runner.records.reflection import PATTERN, count_reflections
 from dapo_runner.records.rollout_log import ROLLOUTS, SavedStep, read_header, read_step, saved_steps
 
-# A response may hold anything: what would move the cursor, change colours or turn the writing direction is spelled out.
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+# A response may hold anything: what would move the cursor, change colours or turn the writing direction is spelled
+# out, and what no terminal can be sent: half a surrogate pair.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 KEYS = "Enter: next   p: previous   a number: that group   q: quit"
 
 

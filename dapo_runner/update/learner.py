@@ -31,6 +31,7 @@ from dapo_runner.types import Sequence as TrainingSequence
 from dapo_runner.update.correction import Mismatch, correct, measure
 from dapo_runner.update.packing import ALL, Share, count_training_tokens, pack, split_mini_batches
 from dapo_runner.update.selection import Scores, select_tokens
+from dapo_runner.update.token_values import TokenValues, token_values
 
 
 class NonFiniteUpdateError(RuntimeError):
@@ -58,10 +59,12 @@ class MiniBatch:
         token_budget: int,
         objective: Objective,
         number: int = 0,
+        first: int = 0,
         share: Share = ALL,
     ) -> None:
-        """``number`` counts the mini-batches of a step."""
+        """``number`` counts the mini-batches of a step, ``first`` the sequences of those before it."""
         self.number = number
+        self.first = first
         self.micro_batches = pack(sequences, token_budget, share)
         self.n_tokens = count_training_tokens(sequences)
         n_live = sum(bool(sequence.mask[1:].any()) for sequence in sequences)
@@ -97,7 +100,8 @@ class Learner:
     """Owns the optimizer of a policy. ``step`` is the rollout step that the learning rate goes by.
 
     ``reference`` is what a KL penalty refers to; a policy with adapters is its own, with them switched off. ``clock``
-    is told which part of an update is under way.
+    is told which part of an update is under way. ``token_values`` has, under `logging.rollouts.per_token`, what the
+    updates of the step made of single tokens, by the place of their sequence in the step.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class Learner:
         self.clock = clock if clock is not None else StepClock()
         self.objective = resolve_objective(config)
         self.reference = reference
+        self.token_values: dict[int, TokenValues] = {}
         if self.objective.kl_coef != 0 and reference is None and not has_adapters(policy.model):
             raise ValueError(f"Learner: kl_coef={self.objective.kl_coef:g} needs a reference policy, got none")
         # Whether a token's loss needs nothing of other tokens: ranks that share positions then need nothing either.
@@ -130,10 +135,12 @@ class Learner:
         """The mini-batches of a step, packed, with the log-probs of the policy as it is now, before any
         update.
         """
+        self.token_values = {}
         with self.clock.phase("pack"):
+            size = self._part_size(len(sequences))
             minis = [
-                MiniBatch(part, self.config.optimizer.token_budget, self.objective, number, self.share)
-                for number, part in enumerate(split_mini_batches(sequences, self._part_size(len(sequences))))
+                MiniBatch(part, self.config.optimizer.token_budget, self.objective, number, number * size, self.share)
+                for number, part in enumerate(split_mini_batches(sequences, size))
             ]
         correction = self.config.rollout.correction
         for mini in minis:
@@ -198,7 +205,8 @@ class Learner:
             group["lr"] = learning_rate
         outs = []
         with self.clock.phase("forward_backward"):
-            for place, selection in enumerate(self._selections(mini, step)):
+            selections = self._selections(mini, step)
+            for place, selection in enumerate(selections):
                 add_up_over_replicas(self.policy.root, place == len(mini.micro_batches) - 1)
                 outs.append(self._forward_backward(mini.micro_batches[place], mini, selection))
         with self.clock.phase("optimizer"):
@@ -209,6 +217,8 @@ class Learner:
             for batch, out in zip(mini.micro_batches, outs, strict=True):
                 mini.mismatch += measure(out.logprobs.to(batch.mask.device), batch.old_logprobs, batch.mask)
         self._check_finite(figures, step, mini)
+        if self.config.logging.rollouts.per_token:
+            self._look_at_tokens(mini, outs, selections)
         with self.clock.phase("optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -246,6 +256,16 @@ class Learner:
         )
         first = self.world.data_rank * len(batches)  # every rank has as many
         return chosen[first : first + len(batches)]
+
+    def _look_at_tokens(self, mini: MiniBatch, outs: Sequence[LossOutput], selections: Sequence[Tensor | None]) -> None:
+        groups, scores = self.config.logging.rollouts.groups, []
+        for out in outs:
+            assert out.entropy is not None
+            scores.append(Scores(out.logprobs, out.entropy))
+        batches, on_policy = mini.micro_batches, mini.on_policy
+        values = token_values(self.objective, batches, scores, selections, on_policy=on_policy, groups=groups)
+        for part in self.world.gather(values):
+            self.token_values |= {mini.first + index: found for index, found in part.items()}
 
     def _forward_backward(self, batch: PackedBatch, mini: MiniBatch, selection: Tensor | None = None) -> LossOutput:
         out = self.loss(batch, mini, selection)
@@ -294,7 +314,10 @@ class Learner:
             **options,
             **_given(own),
         )
-        return out._replace(logprobs=gather_positions(out.logprobs, group))
+        assert out.entropy is not None
+        return out._replace(
+            logprobs=gather_positions(out.logprobs, group), entropy=gather_positions(out.entropy, group)
+        )
 
     def _figures(self, outs: Sequence[LossOutput], norm: Tensor, learning_rate: float) -> dict[str, float]:
         """Of an update, over the micro-batches of all ranks."""

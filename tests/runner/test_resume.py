@@ -1,4 +1,4 @@
-"""`kill -9` at any moment, the same command again, and nobody can tell from the metrics."""
+"""`kill -9` at any moment, the same command again, and nobody can tell from the metrics nor from the rollouts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONTEXT.set_forkserver_preload(["dapo_runner.train", "dapo_runner.records.report
 
 
 def run_command(recipe: Path) -> None:
-    raise SystemExit(main(["train", str(recipe)]))
+    raise SystemExit(main(["train", str(recipe), "logging.rollouts.per_token=true"]))
 
 
 def run_and_die(recipe: Path, name: str, function: str, call: int) -> None:
@@ -48,6 +48,10 @@ def start(recipe: Path) -> BaseProcess:
     process = CONTEXT.Process(target=run_command, args=(recipe,))
     process.start()
     return process
+
+
+def records(run: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (run / "metrics.jsonl", *(run / "rollouts").iterdir())}
 
 
 def run_to_the_end(recipe: Path) -> None:
@@ -71,13 +75,13 @@ def kill_when(recipe: Path, log: Path, lines: int, delay: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("whole")
     run_to_the_end(write_recipe(folder, steps=STEPS))
-    return (folder / "runs" / "small" / "metrics.jsonl").read_bytes()
+    return records(folder / "runs" / "small")
 
 
-def test_killed_three_times_and_resumed_equals_uninterrupted(uninterrupted: bytes, tmp_path: Path) -> None:
+def test_killed_three_times_and_resumed_equals_uninterrupted(uninterrupted: dict[str, bytes], tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, steps=STEPS)
     run = tmp_path / "runs" / "small"
     log = run / "metrics.jsonl"
@@ -86,7 +90,7 @@ def test_killed_three_times_and_resumed_equals_uninterrupted(uninterrupted: byte
         kill_when(recipe, log, lines, delay)
         assert all(is_whole(checkpoint.path) for checkpoint in find_checkpoints(run / "checkpoints"))
     run_to_the_end(recipe)
-    assert log.read_bytes() == uninterrupted
+    assert records(run) == uninterrupted
 
 
 # Between model and optimizer; with all files but the manifest; in the midst of it; before the folder gets its name.
@@ -100,7 +104,7 @@ def test_killed_three_times_and_resumed_equals_uninterrupted(uninterrupted: byte
     ],
 )
 def test_killed_inside_a_checkpoint_write(
-    uninterrupted: bytes, tmp_path: Path, module: ModuleType, function: str, call: int
+    uninterrupted: dict[str, bytes], tmp_path: Path, module: ModuleType, function: str, call: int
 ) -> None:
     recipe = write_recipe(tmp_path, steps=STEPS)
     run = tmp_path / "runs" / "small"
@@ -110,7 +114,7 @@ def test_killed_inside_a_checkpoint_write(
     assert process.exitcode == -signal.SIGKILL
     assert checkpoint_to_resume(run / "checkpoints") is not None
     run_to_the_end(recipe)
-    assert (run / "metrics.jsonl").read_bytes() == uninterrupted
+    assert records(run) == uninterrupted
     assert not list((run / "checkpoints").glob("*.unfinished"))
 
 
@@ -143,9 +147,9 @@ def test_killed_at_ten_random_moments(tmp_path: Path) -> None:
     assert one.read_bytes() == two.read_bytes()
 
 
-def test_killed_while_the_model_is_made(uninterrupted: bytes, tmp_path: Path) -> None:
+def test_killed_while_the_model_is_made(uninterrupted: dict[str, bytes], tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, steps=STEPS)
     run = tmp_path / "runs" / "small"
     kill_when(recipe, run / "config.yaml", lines=1, delay=0.2)
     run_to_the_end(recipe)
-    assert (run / "metrics.jsonl").read_bytes() == uninterrupted
+    assert records(run) == uninterrupted

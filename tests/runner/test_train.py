@@ -99,9 +99,18 @@ def test_a_run_keeps_the_rollouts_of_its_steps(finished: Path) -> None:
 
 
 def test_logging_takes_no_part_in_a_run(finished: Path, tmp_path: Path) -> None:
-    quiet = train(config_in(tmp_path, logging={"rollouts": {"groups": 0}}), SilentProgress())
+    quiet = train(config_in(tmp_path / "quiet", logging={"rollouts": {"groups": 0}}), SilentProgress())
     assert not (quiet / "rollouts").exists()
-    assert (quiet / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
+    every = train(config_in(tmp_path / "every", logging={"rollouts": {"per_token": True}}), SilentProgress())
+    for step, path in saved_steps(every / "rollouts").items():
+        groups = read_step(path).groups
+        for sample in (sample for group in groups for sample in group["samples"]):
+            columns = sample.pop("per_token")
+            assert {len(column) for column in columns.values()} == {sample["tokens"]}
+            assert "".join(columns["text"]).removesuffix("<eos>") == sample["response"]
+        assert groups == read_step(saved_steps(finished / "rollouts")[step]).groups
+    for run in (quiet, every):
+        assert (run / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
 
 
 def test_a_run_keeps_its_newest_checkpoints_and_its_configuration(finished: Path) -> None:

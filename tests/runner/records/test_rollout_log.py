@@ -8,12 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from builders import make_group, make_prompt, make_sample
 
 from dapo_runner.config import AdvantageConfig, RolloutLogConfig
 from dapo_runner.records.rollout_log import RolloutLog, read_header, read_step, saved_steps
+from dapo_runner.tasks.tiny import make_tokenizer
 from dapo_runner.types import Group
 from dapo_runner.update.advantage import make_sequences
+from dapo_runner.update.token_values import TokenValues
 
 GROUPS = [make_group("RWW", "a"), make_group("RRWW", "b"), make_group("RT", "c")]
 
@@ -98,3 +101,32 @@ def test_what_json_does_not_know_is_null(tmp_path: Path) -> None:
     saved = read_step(saved_steps(tmp_path)[1])
     assert [saved.groups[0]["samples"][0][key] for key in ("reward", "advantage")] == [None, None]
     json.dumps(saved.groups, allow_nan=False)
+
+
+def test_tokens_are_kept_where_asked_for(tmp_path: Path) -> None:
+    """Three prompt tokens, four of the response; the second sample was left out of the loss and has no values."""
+    group = Group(make_prompt(n_tokens=3), (make_sample(True), make_sample(False, trains=False)))
+    sequences = make_sequences([group], AdvantageConfig(kind="group_mean"))
+    values = TokenValues(
+        logprobs=torch.tensor([0, 0, -0.123456, -1, math.nan, -3]),
+        entropy=torch.tensor([0, 0, 0.5, 0.25, 1, 2]),
+        ratio=torch.tensor([0, 0, 1, 1.5, 0.5, 100]),
+        clip_hit=torch.tensor([0, 0, 0, 2, 1, 3], dtype=torch.int8),
+        high_entropy=torch.tensor([0, 0, 0, 0, 0, 1]).bool(),
+        selected=None,
+    )
+    log = RolloutLog(tmp_path, RolloutLogConfig(), keep_through=-1, tokenizer=make_tokenizer())
+    log.write(1, [group], sequences, {0: values})
+    first, second = (sample["per_token"] for sample in read_step(saved_steps(tmp_path)[1]).groups[0]["samples"])
+    of_engine = {"text": list("6789"), "engine_logprob": [-0.125, -0.25, -0.375, -0.5]}
+    assert first == {
+        **of_engine, "advantage": [1, 1, 1, 1], "trains": [True] * 4, "logprob": [-0.1235, -1, None, -3],
+        "entropy": [0.5, 0.25, 1, 2], "ratio": [1, 1.5, 0.5, 100], "clip": [None, "high", "low", "dual"],
+        "high_entropy": [False, False, False, True],
+    }  # fmt: skip
+    assert second == {**of_engine, "advantage": [-1, -1, -1, -1], "trains": [False] * 4}
+
+
+def test_half_a_surrogate_pair_is_kept(tmp_path: Path) -> None:
+    write(open_log(tmp_path), 1, [Group(make_prompt(answer="\ud800"), (make_sample(True), make_sample(False)))])
+    assert read_step(saved_steps(tmp_path)[1]).groups[0]["prompt"]["answer"] == "\ud800"

@@ -114,7 +114,7 @@ def test_a_terminal_pages_by_group(
 
 def test_printable_keeps_what_is_text() -> None:
     assert printable("a\tb\n等 é 𝔸") == "a\tb\n等 é 𝔸"
-    assert printable("\r\x00\x9b\x7f") == "\\r\\x00\\x9b\\x7f"
+    assert printable("\r\x00\x9b\x7f\ud800") == "\\r\\x00\\x9b\\x7f\\ud800"
 
 
 def test_answers_to_held_out_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
