@@ -27,6 +27,7 @@ from dapo_runner.types import PackedBatch
 from dapo_runner.types import Sequence as TrainingSequence
 from dapo_runner.update.correction import Mismatch, correct, measure
 from dapo_runner.update.packing import count_training_tokens, pack, split_mini_batches
+from dapo_runner.update.schedule import learning_rate
 from dapo_runner.update.selection import Scores, select_tokens
 
 
@@ -171,9 +172,9 @@ class Learner:
         """One optimizer step; returns the means of its metrics, and completes ``mini.mismatch``. Raises
         NonFiniteUpdateError.
         """
-        learning_rate = self.learning_rate(step)
+        rate = learning_rate(self.config, step, mini.number)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = rate
         metrics, losses, logprobs = [], [], []
         with self.clock.phase("forward_backward"):
             for batch, selection in zip(mini.micro_batches, self._selections(mini, step), strict=True):
@@ -185,7 +186,7 @@ class Learner:
             clip = self.config.optimizer.grad_clip
             norm = torch.nn.utils.clip_grad_norm_(self.master.gradients(), float("inf") if clip is None else clip)
         loss_sum, grad_norm = torch.stack([torch.stack(losses).sum(), norm.to(losses[0])]).tolist()
-        figures = {"loss": loss_sum, "grad_norm": grad_norm, "lr": learning_rate, **summarize(metrics)}
+        figures = {"loss": loss_sum, "grad_norm": grad_norm, "lr": rate, **summarize(metrics)}
         if mini.number == 0 and not mini.mismatch.tokens:
             for batch, own in zip(mini.micro_batches, logprobs, strict=True):
                 mini.mismatch += measure(own.to(batch.mask.device), batch.old_logprobs, batch.mask)
@@ -195,11 +196,6 @@ class Learner:
             self.optimizer.zero_grad(set_to_none=True)
             self.master.publish()
         return figures
-
-    def learning_rate(self, step: int) -> float:
-        """Linear warm-up over rollout steps, counted from 0, then constant."""
-        settings = self.config.optimizer
-        return settings.lr * min(1.0, (step + 1) / max(settings.warmup_steps, 1))
 
     def _selections(self, mini: MiniBatch, step: int) -> Sequence[Tensor | None]:
         """For each micro-batch, the tokens that the objective selects by a look at the whole mini-batch."""

@@ -15,11 +15,11 @@ from dapo_runner.checkpoint import CheckpointError, checkpoint_to_resume, find_c
 from dapo_runner.cli import main
 from dapo_runner.config import Config, ConfigError, load_config, parse_config
 from dapo_runner.folder import MAY_CHANGE, is_among
+from dapo_runner.loop import train
 from dapo_runner.records.metrics import before_and_after, read_log
 from dapo_runner.records.progress import SilentProgress
 from dapo_runner.records.run_log import CHANGES_FILE, CHECKPOINTS
 from dapo_runner.run import Run, open_run
-from dapo_runner.train import train
 from dapo_runner.update import learner as learner_module
 
 
