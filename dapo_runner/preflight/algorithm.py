@@ -33,6 +33,7 @@ def algorithm(config: Config) -> dict[str, str]:
         + (f", divided by {objective.length_norm:g}" if objective.length_norm is not None else ""),
         "advantage": _advantage(config),
         "curriculum": _curriculum(config),
+        **({"stop strings": ", ".join(map(repr, config.rollout.stop))} if config.rollout.stop else {}),
         "filter": _filter(config),
         "length shaping": _length_shaping(config),
         **({} if config.run.early_stop is None else {"early stop": _early_stop(config)}),
