@@ -24,6 +24,7 @@ from dapo_runner.checkpoint import (
     save_checkpoint,
 )
 from dapo_runner.config import Config, cautions
+from dapo_runner.early_stop import EarlyStop
 from dapo_runner.evaluate import evaluate
 from dapo_runner.folder import TINY_MODEL, Change, FolderLock, check_same_run, lock_folder, write_config
 from dapo_runner.fork import rewarded_otherwise, start_fork
@@ -44,6 +45,7 @@ from dapo_runner.rollout.engine import RolloutEngine
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.probe import SyncProbe
 from dapo_runner.rollout.vllm import VLLMEngine
+from dapo_runner.sampling.curriculum import make_curriculum
 from dapo_runner.sampling.data import Dataset, PromptCursor, load_data
 from dapo_runner.sampling.sampler import DynamicSampler, SampledStep
 from dapo_runner.tasks.tiny import ensure_tiny_model
@@ -72,6 +74,7 @@ class Run:
     clock: StepClock
     lock: FolderLock | None
     stop: StopRequest
+    early_stop: EarlyStop
     first_step: int  # the last one behind it
     saved: int  # the last one that is safe on the disk
     in_background: BackgroundSaves | None  # with run.async_save
@@ -276,6 +279,7 @@ class Run:
             result = evaluate(answer_all, self.dataset.heldout, self.config)
             metrics = prefixed("eval", result.metrics)
             news = self.world.first(lambda: self._log_evaluation(step, metrics, result.groups))
+        self.early_stop.observe(step, metrics)
         self.progress.evaluation(step, result.metrics)
         if news is not None:
             self.progress.note(news)
@@ -288,6 +292,9 @@ def rollout_sampling(config: Config, round_number: int) -> SamplingParams:
         n=rollout.group_size,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        stop=tuple(rollout.stop),
         max_tokens=rollout.max_response_tokens,
         seed=random.Random(f"{config.run.seed}:{round_number}").getrandbits(31),
     )
@@ -335,7 +342,8 @@ def _open_run(config: Config, world: World, device: torch.device, progress: Prog
 
     clock = StepClock(device, on_phase)
     learner = open_learner(config, folder, checkpoint, device, progress, clock, world)
-    cursor = PromptCursor(dataset.train, config.run.seed, dataset.heldout)
+    curriculum = make_curriculum(config.sampler.curriculum, dataset.train)
+    cursor = PromptCursor(dataset.train, config.run.seed, dataset.heldout, curriculum)
     fetch = list if world.alone else partial(complete, world)
     sampler = DynamicSampler(cursor, config.sampler, progress.round, fetch)
     engine = world.together(lambda: open_engine(config, source, device, world))
@@ -368,6 +376,10 @@ def _open_run(config: Config, world: World, device: torch.device, progress: Prog
         return log
 
     log = world.on_first(open_log)
+    early_stop = EarlyStop(config)
+    for event in world.first(lambda: read_log(folder / METRICS_FILE)):
+        if event["kind"] == "eval":
+            early_stop.observe(event["step"], event)
     in_background = None
     if config.run.async_save and world.alone:
         progress.note(
@@ -393,6 +405,7 @@ def _open_run(config: Config, world: World, device: torch.device, progress: Prog
         clock=clock,
         lock=lock,
         stop=StopRequest(progress.note, config.run.grace),
+        early_stop=early_stop,
         first_step=done,
         saved=done,
         in_background=in_background,

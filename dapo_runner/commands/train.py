@@ -30,6 +30,7 @@ from dapo_runner.records.report import write_report
 from dapo_runner.records.run_log import CHECKPOINTS
 from dapo_runner.rewards.plugin import RewardError
 from dapo_runner.rollout.probe import OutOfSyncError
+from dapo_runner.sampling.curriculum import make_curriculum
 from dapo_runner.sampling.data import Tokenizer, load_data
 from dapo_runner.sampling.sampler import SamplingExhaustedError
 from dapo_runner.tasks.tiny import make_tokenizer
@@ -100,6 +101,7 @@ def _rehearse(config: Config) -> None:
         find_origin(config)
     checkpoint_to_resume(config.run_dir / CHECKPOINTS)
     dataset = load_data(config, _tokenizer(config))
+    make_curriculum(config.sampler.curriculum, dataset.train)
     print(f"data: {dataset.report.describe()}")
 
 

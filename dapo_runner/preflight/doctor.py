@@ -33,6 +33,8 @@ OPTIONAL = (
     ("plotly", "dapo report --html and dapo watch"),
     ("tensorboard", "logging.tensorboard"),
     ("wandb", "logging.wandb"),
+    ("mlflow-skinny", "logging.mlflow"),
+    ("trackio", "logging.trackio"),
     ("gguf", "unpacking a model from a GGUF file"),
     ("accelerate", "the same"),
 )

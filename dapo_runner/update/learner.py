@@ -30,6 +30,7 @@ from dapo_runner.types import PackedBatch
 from dapo_runner.types import Sequence as TrainingSequence
 from dapo_runner.update.correction import Mismatch, correct, measure
 from dapo_runner.update.packing import ALL, Share, count_training_tokens, pack, split_mini_batches
+from dapo_runner.update.schedule import learning_rate
 from dapo_runner.update.selection import Scores, select_tokens
 from dapo_runner.update.token_values import TokenValues, token_values
 
@@ -200,9 +201,9 @@ class Learner:
         """One optimizer step; returns the means of its metrics, and completes ``mini.mismatch``. Raises
         NonFiniteUpdateError.
         """
-        learning_rate = self.learning_rate(step)
+        rate = learning_rate(self.config, step, mini.number)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = rate
         outs = []
         with self.clock.phase("forward_backward"):
             selections = self._selections(mini, step)
@@ -212,7 +213,7 @@ class Learner:
         with self.clock.phase("optimizer"):
             clip = self.config.optimizer.grad_clip
             norm = torch.nn.utils.clip_grad_norm_(self.master.gradients(), float("inf") if clip is None else clip)
-        figures = self._figures(outs, whole(norm), learning_rate)
+        figures = self._figures(outs, whole(norm), rate)
         if mini.number == 0 and not mini.mismatch.tokens:
             for batch, out in zip(mini.micro_batches, outs, strict=True):
                 mini.mismatch += measure(out.logprobs.to(batch.mask.device), batch.old_logprobs, batch.mask)
@@ -224,11 +225,6 @@ class Learner:
             self.optimizer.zero_grad(set_to_none=True)
             self.master.publish()
         return figures
-
-    def learning_rate(self, step: int) -> float:
-        """Linear warm-up over rollout steps, counted from 0, then constant."""
-        settings = self.config.optimizer
-        return settings.lr * min(1.0, (step + 1) / max(settings.warmup_steps, 1))
 
     def _selections(self, mini: MiniBatch, step: int) -> Sequence[Tensor | None]:
         """For each micro-batch, the tokens that the objective selects by a look at the whole mini-batch."""
@@ -319,13 +315,13 @@ class Learner:
             logprobs=gather_positions(out.logprobs, group), entropy=gather_positions(out.entropy, group)
         )
 
-    def _figures(self, outs: Sequence[LossOutput], norm: Tensor, learning_rate: float) -> dict[str, float]:
+    def _figures(self, outs: Sequence[LossOutput], norm: Tensor, rate: float) -> dict[str, float]:
         """Of an update, over the micro-batches of all ranks."""
         loss_sum, grad_norm = torch.stack([torch.stack([out.loss.detach() for out in outs]).sum(), norm]).tolist()
         metrics = [out.metrics for out in outs]
         if not self.world.alone:
             loss_sum, metrics = self._over_ranks(loss_sum, metrics)
-        return {"loss": loss_sum, "grad_norm": grad_norm, "lr": learning_rate, **summarize(metrics)}
+        return {"loss": loss_sum, "grad_norm": grad_norm, "lr": rate, **summarize(metrics)}
 
     def _over_ranks(self, loss: float, metrics: Sequence[Any]) -> tuple[float, list[Any]]:
         # Ranks that share positions have a part of the loss each, or all of them the same.
