@@ -221,8 +221,8 @@ def run_ours(model: str, steps: int, threads: int, engine: str, side: str) -> di
 def _train(raw: dict[str, Any]) -> None:
     """The runner without its command, so that the allocator is the environment's."""
     from dapo_runner.config import parse_config
+    from dapo_runner.loop import train
     from dapo_runner.records.progress import SilentProgress
-    from dapo_runner.train import train
 
     train(parse_config(raw), SilentProgress())
 

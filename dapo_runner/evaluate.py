@@ -117,6 +117,9 @@ def evaluate(generate: GenerateFunction, prompts: Sequence[Prompt], score: Score
         n=settings.k,
         temperature=settings.temperature,
         top_p=settings.top_p,
+        top_k=settings.top_k,
+        min_p=settings.min_p,
+        stop=tuple(config.rollout.stop if settings.stop is None else settings.stop),
         max_tokens=settings.max_response_tokens or config.rollout.max_response_tokens,
         seed=settings.seed,
     )

@@ -9,14 +9,14 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from dapo_runner.config import Config, ConfigError, dump_config, parse_config
+from dapo_runner.config import Config, ConfigError, dump_config, flatten, parse_config
 from dapo_runner.records.metrics import METRICS_FILE
 from dapo_runner.records.run_log import CHECKPOINTS
 
@@ -27,14 +27,16 @@ TINY_MODEL = "model"
 # for its whole section. Anything else is another run (run.name), or a fork of this one (run.from).
 MAY_CHANGE = (
     # How long, how often, where to.
-    *("run.steps", "run.eval_every", "run.save_every", "run.keep", "run.name", "run.output_dir", "logging."),
+    *("run.steps", "run.eval_every", "run.save_every", "run.keep", "run.early_stop", "run.early_stop."),
+    *("run.name", "run.output_dir", "logging."),
     # What a step takes of machine, memory and patience; its figures stay what they are but for rounding.
     *("run.device", "run.threads", "parallel.", "optimizer.token_budget", "loss.chunk_bytes"),
     *("model.attention", "model.compile", "model.gradient_checkpointing"),
     *("rollout.max_batch_sequences", "rollout.vllm.", "rollout.probe."),
     *("reward.workers", "reward.deadline", "reward.plugin_deadline", "reward.calls.", "reward.code.workers"),
     # What helps a run in trouble.
-    *("optimizer.lr", "optimizer.grad_clip", "sampler.max_rounds", "sampler.max_age", "sampler.on_exhausted"),
+    *("optimizer.lr", "optimizer.schedule", "optimizer.min_lr_ratio", "optimizer.decay_steps", "optimizer.grad_clip"),
+    *("sampler.max_rounds", "sampler.max_age", "sampler.on_exhausted"),
 )
 
 
@@ -133,7 +135,7 @@ def read_config(folder: Path) -> Config:
 
 
 def changes_between(earlier: Config, config: Config) -> list[Change]:
-    before, now = (_flat(yaml.safe_load(dump_config(item))) for item in (earlier, config))
+    before, now = (flatten(yaml.safe_load(dump_config(item))) for item in (earlier, config))
     keys = sorted(before.keys() | now.keys())
     return [Change(key, before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)]
 
@@ -164,13 +166,3 @@ def check_same_run(config: Config, folder: Path) -> list[Change]:
             "(docs/watching.md: what may change in a run)"
         )
     return changes
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in section.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

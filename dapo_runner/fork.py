@@ -19,7 +19,7 @@ from dapo_runner.records.run_log import CHANGES_FILE, CHECKPOINTS, log_fork
 FIXED = ("model.", "data.", "run.seed", "rollout.max_prompt_tokens")
 FREE = ("model.attention", "model.compile", "model.gradient_checkpointing")
 # What the groups left over were sampled and rewarded under.
-OF_GROUPS = ("reward.", "rollout.group_size", "rollout.max_response_tokens")
+OF_GROUPS = ("reward.", "rollout.group_size", "rollout.max_response_tokens", "rollout.stop")
 OWN = ("run.name", "run.output_dir", "run.from")  # differ in any case
 
 

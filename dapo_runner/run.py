@@ -20,6 +20,7 @@ from dapo_runner.checkpoint import (
     save_checkpoint,
 )
 from dapo_runner.config import Config, ConfigError, cautions
+from dapo_runner.early_stop import EarlyStop
 from dapo_runner.evaluate import evaluate
 from dapo_runner.folder import TINY_MODEL, FolderLock, check_alone, check_same_run, lock_folder, write_config
 from dapo_runner.fork import rewarded_otherwise, start_fork
@@ -36,6 +37,7 @@ from dapo_runner.rollout.engine import RolloutEngine
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.probe import SyncProbe
 from dapo_runner.rollout.vllm import VLLMEngine
+from dapo_runner.sampling.curriculum import make_curriculum
 from dapo_runner.sampling.data import Dataset, PromptCursor, load_data
 from dapo_runner.sampling.sampler import DynamicSampler, SampledStep
 from dapo_runner.tasks.tiny import ensure_tiny_model
@@ -62,6 +64,7 @@ class Run:
     progress: Progress
     clock: StepClock
     lock: FolderLock
+    early_stop: EarlyStop
     first_step: int  # the last one behind it
     saved: int  # the last one that is safe on the disk
     owes_evaluation: bool  # of the policy it begins with, or because that failed
@@ -169,6 +172,7 @@ class Run:
             unshaped = Scorer(self.config, shaped=False)
             result = evaluate(self.engine.generate, self.dataset.heldout, unshaped, self.config)
             news = self.log.evaluation(step, prefixed("eval", result.metrics), result.groups)
+        self.early_stop.observe(step, prefixed("eval", result.metrics))
         self.progress.evaluation(step, result.metrics)
         if news is not None:
             self.progress.note(news)
@@ -181,6 +185,9 @@ def rollout_sampling(config: Config, round_number: int) -> SamplingParams:
         n=rollout.group_size,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        stop=tuple(rollout.stop),
         max_tokens=rollout.max_response_tokens,
         seed=random.Random(f"{config.run.seed}:{round_number}").getrandbits(31),
     )
@@ -230,7 +237,8 @@ def _open_run(config: Config, device: torch.device, progress: Progress, lock: Fo
             progress.note(note)
     clock = StepClock(device, progress.phase)
     learner = open_learner(config, folder, checkpoint, device, progress, clock)
-    cursor = PromptCursor(dataset.train, config.run.seed, dataset.heldout)
+    curriculum = make_curriculum(config.sampler.curriculum, dataset.train)
+    cursor = PromptCursor(dataset.train, config.run.seed, dataset.heldout, curriculum)
     sampler = DynamicSampler(cursor, config.sampler, progress.round)
     engine = open_engine(config, source, device)
     trackers = open_trackers(config, folder, keep_through + 1)
@@ -251,6 +259,10 @@ def _open_run(config: Config, device: torch.device, progress: Progress, lock: Fo
         write_config(config, folder)  # behind the log: what a kill comes between is told twice, not never
         for change in changes:
             progress.note(f"from step {done + 1} on {change}")
+    early_stop = EarlyStop(config)
+    for event in read_log(folder / METRICS_FILE):
+        if event["kind"] == "eval":
+            early_stop.observe(event["step"], event)
     progress.start(done, config.run.steps)
     clock.lap()  # what a run is made of was loaded before its first step
     return Run(
@@ -266,6 +278,7 @@ def _open_run(config: Config, device: torch.device, progress: Progress, lock: Fo
         progress=progress,
         clock=clock,
         lock=lock,
+        early_stop=early_stop,
         first_step=done,
         saved=done,
         owes_evaluation=bool(dataset.heldout) and (is_new or _missed_evaluation(config, folder, done)),

@@ -37,12 +37,18 @@ class Prompt:
 class SamplingParams:
     """How to sample; the same for every prompt of one call.
 
-    ``n`` completions per prompt. ``seed`` fixes every random choice of the call.
+    ``n`` completions per prompt. ``seed`` fixes every random choice of the call. From the distribution at the
+    temperature go first the tokens less likely than ``min_p`` times the likeliest, then all but the ``top_k`` likeliest
+    (None: none), then all but the fewest that hold ``top_p`` of the rest. A response ends with the token that completes
+    one of the ``stop`` strings in its text, special tokens included.
     """
 
     n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
     max_tokens: int = 1024
     seed: int = 0
 
@@ -53,7 +59,8 @@ class Completion:
 
     token_ids int64 [N], the end-of-sequence token included when it was sampled.
     logprobs float32 [N], log-probability of each sampled token as the engine saw it, temperature included.
-    finish_reason "stop" when the policy ended the response itself, "length" when the token limit cut it.
+    finish_reason "stop" when the policy ended the response itself or a stop string did, "length" when the token limit
+    cut it. The text holds a stop string, as the tokens do.
     """
 
     token_ids: Tensor

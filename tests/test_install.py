@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import dapo_kernels
+import dapo_runner
 from dapo_runner.preflight.packages import RUNNER
 
 ROOT = Path(__file__).parent.parent
@@ -62,6 +63,23 @@ def test_a_command_that_needs_more_names_the_extra(arguments: list[str]) -> None
     assert done.stderr.count("\n") == 1, done.stderr
     assert "transformers, datasets, pydantic" in done.stderr
     assert "pip install 'dapo-kernels[runner]'" in done.stderr
+
+
+def test_the_python_form_costs_nothing_until_it_is_asked_for() -> None:
+    code = """if True:
+        import sys
+        import dapo_runner
+        heavy = {"torch", "pydantic", "transformers", "yaml"} & set(sys.modules)
+        assert not heavy, heavy
+        import dapo_runner.loop
+        from dapo_runner import Config, ConfigError, load_config, train
+        assert train is dapo_runner.loop.train and Config.__module__ == "dapo_runner.config.settings"
+        assert issubclass(ConfigError, Exception) and callable(load_config)
+    """
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
+        dapo_runner.Trainer  # noqa: B018
 
 
 def test_what_is_looked_for_is_what_the_extra_brings() -> None:

@@ -2,9 +2,13 @@
 its `type: ignore` then has no use.
 """
 
+from pathlib import Path
+
 from torch import Tensor
 
 from dapo_kernels import dapo_loss, linear_dapo_loss, linear_token_logprobs, policy_loss
+from dapo_runner import Config, train
+from dapo_runner.config import DataConfig, ModelConfig, OptimizerConfig
 
 
 def right(x: Tensor, weight: Tensor, ids: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
@@ -20,3 +24,10 @@ def wrong(x: Tensor, weight: Tensor, ids: Tensor, old: Tensor, advantages: Tenso
     linear_dapo_loss(x, weight, ids, old, advantages, chunk_bytes=2.0**20)  # type: ignore[arg-type]
     linear_token_logprobs(x, weight, ids, temprature=0.7)  # type: ignore[call-arg]
     policy_loss(old, old, advantages, temperature=0.7)  # type: ignore[call-arg]
+
+
+def runs() -> Path:
+    data = DataConfig(path=Path("questions.jsonl"))
+    OptimizerConfig(schedule="sine")  # type: ignore[arg-type]
+    Config(model=ModelConfig(path="x"), dato=data)  # type: ignore[call-arg]
+    return train(Config(model=ModelConfig(path="x"), data=data, optimizer=OptimizerConfig(schedule="cosine")))

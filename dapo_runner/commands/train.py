@@ -17,6 +17,7 @@ from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import Config, load_config
 from dapo_runner.folder import check_alone, check_same_run, check_writable
 from dapo_runner.fork import find_origin
+from dapo_runner.loop import train
 from dapo_runner.policy.model import load_tokenizer
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.preflight.plan import make_plan
@@ -26,10 +27,10 @@ from dapo_runner.records.report import write_report
 from dapo_runner.records.run_log import CHECKPOINTS
 from dapo_runner.rewards.plugin import RewardError
 from dapo_runner.rollout.probe import OutOfSyncError
+from dapo_runner.sampling.curriculum import make_curriculum
 from dapo_runner.sampling.data import Tokenizer, load_data
 from dapo_runner.sampling.sampler import SamplingExhaustedError
 from dapo_runner.tasks.tiny import make_tokenizer
-from dapo_runner.train import train
 from dapo_runner.update.learner import NonFiniteUpdateError
 
 STOPPED = (CheckpointError, NonFiniteUpdateError, OutOfSyncError, RewardError, SamplingExhaustedError)
@@ -70,6 +71,7 @@ def _rehearse(config: Config) -> None:
         find_origin(config)
     checkpoint_to_resume(config.run_dir / CHECKPOINTS)
     dataset = load_data(config, _tokenizer(config))
+    make_curriculum(config.sampler.curriculum, dataset.train)
     print(f"data: {dataset.report.describe()}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dapo_runner.config.settings import RULES, Config
+from dapo_runner.config.settings import RULES, Config, RolloutConfig
 
 ONE_GPU = ("auto", "cpu", "cuda", "cuda:0")  # where a vLLM in this process can be
 # vLLM 0.32 samples at 0.01 whatever smaller temperature it is given (0, greedy, apart) and takes none above 2.
@@ -51,7 +51,38 @@ def mismatches(config: Config) -> Iterator[str]:
             f"got {config.run.device!r}; CUDA_VISIBLE_DEVICES chooses another"
         )
     yield from _temperatures_of_vllm(config)
+    yield from _schedule(config)
+    yield from _nothing_to_stop_by(config)
     yield from _rules_without_answers(config)
+
+
+def _schedule(config: Config) -> Iterator[str]:
+    optimizer = config.optimizer
+    if optimizer.schedule == "constant":
+        for name in ("min_lr_ratio", "decay_steps"):
+            value = getattr(optimizer, name)
+            if value != type(optimizer).model_fields[name].default:
+                yield f"optimizer.{name}: expected optimizer.schedule=linear or cosine beside it, got {name}={value:g}"
+        return
+    places, unit, name = config.decay_steps, "rollout steps", "warmup_steps"
+    if optimizer.warmup_updates is not None:
+        places, unit, name = places * config.updates_per_step, "updates", "warmup_updates"
+    warmup = getattr(optimizer, name)
+    if warmup >= places:
+        yield (
+            f"optimizer.{name}: expected fewer than the {places} {unit} that optimizer.schedule={optimizer.schedule} "
+            f"ends after (optimizer.decay_steps or run.steps), got {warmup}"
+        )
+
+
+def _nothing_to_stop_by(config: Config) -> Iterator[str]:
+    if config.run.early_stop is None:
+        return
+    if not config.run.eval_every:
+        yield "run.eval_every: expected more than 0 beside run.early_stop, which goes by evaluations, got 0"
+    data = config.data
+    if data.format != "arithmetic" and not (data.eval_size or data.eval):
+        yield "data.eval_size: expected more than 0 beside run.early_stop, which goes by held-out problems, got 0"
 
 
 def _rules_without_answers(config: Config) -> Iterator[str]:
@@ -88,12 +119,19 @@ def _temperatures_of_vllm(config: Config) -> Iterator[str]:
             )
 
 
+def _truncations(rollout: RolloutConfig) -> Iterator[tuple[str, float]]:
+    for name in ("top_p", "top_k", "min_p"):
+        value = getattr(rollout, name)
+        if value != RolloutConfig.model_fields[name].default:
+            yield name, value
+
+
 def cautions(config: Config) -> Iterator[str]:
     """What runs and may not be meant, each as `key: what follows from it`."""
-    if config.rollout.top_p < 1:
+    if truncated := ", ".join(f"rollout.{name}={value:g}" for name, value in _truncations(config.rollout)):
         yield (
-            f"rollout.top_p={config.rollout.top_p:g}: responses come from the nucleus, the update takes them for the "
-            "policy's own: the ratio is biased"
+            f"{truncated}: responses come from a part of the distribution, the update takes them for the policy's own: "
+            "the ratio is biased"
         )
     sampler, own = config.sampler, ":" in config.reward.kind
     if own and sampler.filter_groups and "filter_on" not in sampler.model_fields_set:

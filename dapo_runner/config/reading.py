@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -70,14 +70,30 @@ def parse_config(raw: dict[str, Any]) -> Config:
         config = Config.model_validate(raw)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(item) for item in error.errors())) from error
+    check_config(config)
+    return config
+
+
+def check_config(config: Config) -> None:
+    """Raises ConfigError where sections do not go together."""
     if problems := list(mismatches(config)):
         raise ConfigError("\n".join(problems))
-    return config
 
 
 def dump_config(config: Config) -> str:
     """The whole configuration, defaults included, as YAML that ``load_config`` reads back to an equal one."""
     return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
+
+
+def flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, by dotted keys; an empty one stays as it is."""
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:

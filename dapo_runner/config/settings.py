@@ -44,6 +44,22 @@ class Section(BaseModel):
     )
 
 
+class EarlyStopConfig(Section):
+    """Ends a run by a figure of its evaluations. It goes by `metrics.jsonl` alone."""
+
+    metric: str | None = None  # as logged, less its eval/; None: avg@k
+    mode: Literal["max", "min"] = "max"
+    patience: PositiveInt | None = 5  # evaluations in a row without a better one; None: any number
+    min_delta: NonNegativeFloat = 0.0  # what counts as better
+    target: float | None = None  # good enough
+
+    @model_validator(mode="after")
+    def _ends_somehow(self) -> EarlyStopConfig:
+        if self.patience is None and self.target is None:
+            raise ValueError("expected patience, target or both, got neither")
+        return self
+
+
 class RunConfig(Section):
     model_config = ConfigDict(populate_by_name=True)
 
@@ -54,6 +70,7 @@ class RunConfig(Section):
     eval_every: NonNegativeInt = 5  # 0: only before the first and after the last step
     save_every: NonNegativeInt = 5  # 0: only after the last step
     keep: PositiveInt = 2  # checkpoints kept; older ones are removed
+    early_stop: EarlyStopConfig | None = None
     device: str = "auto"  # auto: cuda where there is one, else cpu
     threads: PositiveInt | None = None  # CPU threads; None leaves torch's choice
     from_: str | None = Field(
@@ -247,6 +264,9 @@ class VLLMConfig(Section):
     sleep: bool = True  # weights and cache leave the GPU while the policy trains
 
 
+StopStrings = list[Annotated[str, Field(min_length=1)]]
+
+
 class RolloutConfig(Section):
     engine: Literal["hf", "vllm"] = "hf"
     vllm: VLLMConfig = VLLMConfig()
@@ -254,10 +274,35 @@ class RolloutConfig(Section):
     correction: CorrectionConfig = CorrectionConfig()
     group_size: Annotated[Int, Field(ge=2)] = 16
     temperature: PositiveFloat = 1.0
-    top_p: Share = 1.0  # below 1 the rollout distribution is not the policy's and the ratio is biased
+    # Where one of these three truncates, the rollout distribution is not the policy's and the ratio is biased.
+    top_p: Share = 1.0
+    top_k: PositiveInt | None = None  # None: all
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0  # of the likeliest token's probability
+    stop: StopStrings = []  # a response ends where one of them is complete
     max_prompt_tokens: PositiveInt = 2048
     max_response_tokens: PositiveInt = 20480
     max_batch_sequences: PositiveInt = 256  # responses that the engine decodes side by side
+
+
+class CurriculumConfig(Section):
+    """Which training prompts are asked when: dapo_runner.sampling.curriculum."""
+
+    by: Literal["column", "pass_rate"]
+    column: str = "difficulty"  # by column: holds a number in every row
+    larger_is: Literal["harder", "easier"] = "harder"
+    start: Share = 0.25  # by column: the easiest share of the prompts that a run begins with
+    steps: PositiveInt = 100  # by column: rollout steps after which all prompts are in play
+    # By pass_rate: a prompt rests for so many epochs where a share of `low` of its samples or less was right, or of
+    # `high` or more.
+    low: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    high: Share = 1.0
+    rest: PositiveInt = 2
+
+    @model_validator(mode="after")
+    def _low_below_high(self) -> CurriculumConfig:
+        if self.low >= self.high:
+            raise ValueError(f"low: expected less than high={self.high:g}, got {self.low:g}")
+        return self
 
 
 class SamplerConfig(Section):
@@ -269,6 +314,7 @@ class SamplerConfig(Section):
     max_rounds: PositiveInt = 10  # generation rounds per step
     max_age: NonNegativeInt = 1  # steps that a group left over may wait; older ones are dropped and counted
     on_exhausted: Literal["train_partial", "error"] = "error"
+    curriculum: CurriculumConfig | None = None  # None: all prompts, in a new order every epoch
 
 
 class OverlongConfig(Section):
@@ -390,6 +436,10 @@ def _plain(value: Any) -> Any:
 class OptimizerConfig(Section):
     lr: PositiveFloat = 1e-6
     warmup_steps: NonNegativeInt = 20  # linear, in rollout steps
+    warmup_updates: NonNegativeInt | None = None  # in updates, in its place; the schedule then goes by updates too
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up: dapo_runner.update.schedule
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0  # share of lr at which linear and cosine end
+    decay_steps: PositiveInt | None = None  # the rollout step after which they do; None: run.steps
     weight_decay: NonNegativeFloat = 0.1
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
@@ -417,6 +467,9 @@ class EvaluationConfig(Section):
     k: PositiveInt = 32  # samples per problem
     temperature: NonNegativeFloat = 1.0  # 0: greedy
     top_p: Share = 0.7
+    top_k: PositiveInt | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    stop: StopStrings | None = None  # None: rollout.stop
     max_response_tokens: PositiveInt | None = None  # None: rollout.max_response_tokens
     seed: NonNegativeInt = 1234
 
@@ -434,12 +487,25 @@ class WandbConfig(Section):
     mode: Literal["online", "offline"] = "online"  # offline: written to the run's folder; `wandb sync` sends it later
 
 
+class MLflowConfig(Section):
+    experiment: str = "dapo"
+    tracking_uri: str | None = None  # None: MLflow's own default
+
+
+class TrackioConfig(Section):
+    project: str = "dapo"
+    space: str | None = None  # a Hugging Face Space to log to; None: this machine
+
+
 class LoggingConfig(Section):
     progress: Literal["auto", "live", "plain", "off"] = "auto"  # auto: live on a terminal, else plain lines
     rollouts: RolloutLogConfig = RolloutLogConfig()
     evaluations: RolloutLogConfig = RolloutLogConfig(groups=None)  # the answers to held-out problems
     tensorboard: bool = False
     wandb: WandbConfig | None = None
+    mlflow: MLflowConfig | None = None
+    trackio: TrackioConfig | None = None
+    samples: NonNegativeInt = 8  # of each step and evaluation, in the trackers' tables; 0: no tables
 
 
 class Config(Section):
@@ -483,6 +549,10 @@ class Config(Section):
     @property
     def updates_per_step(self) -> int:
         return self.responses_per_step // self.mini_batch_size
+
+    @property
+    def decay_steps(self) -> int:
+        return self.optimizer.decay_steps or self.run.steps
 
     @property
     def longest_sequence(self) -> int:

@@ -10,6 +10,7 @@ import math
 
 from dapo_kernels import Objective
 from dapo_runner.config import Config
+from dapo_runner.early_stop import early_stop_metric
 from dapo_runner.update.advantage import ADVANTAGES
 from dapo_runner.update.learner import resolve_objective
 
@@ -22,6 +23,7 @@ def algorithm(config: Config) -> dict[str, str]:
     selected = {name: getattr(objective, name) for name in SELECTIONS}
     selection = ", ".join(f"{name}={_figures(value)}" for name, value in selected.items() if value is not None)
     return {
+        "optimizer": _optimizer(config),
         "objective": _objective(config, objective),
         "ratio and clip": _ratio(objective),
         **({"selection": selection} if selection else {}),
@@ -30,9 +32,47 @@ def algorithm(config: Config) -> dict[str, str]:
         "aggregation": f"{objective.aggregate} over a mini-batch"
         + (f", divided by {objective.length_norm:g}" if objective.length_norm is not None else ""),
         "advantage": _advantage(config),
+        "curriculum": _curriculum(config),
+        **({"stop strings": ", ".join(map(repr, config.rollout.stop))} if config.rollout.stop else {}),
         "filter": _filter(config),
         "length shaping": _length_shaping(config),
+        **({} if config.run.early_stop is None else {"early stop": _early_stop(config)}),
     }
+
+
+def _optimizer(config: Config) -> str:
+    settings = config.optimizer
+    clip = "no gradient clipping" if settings.grad_clip is None else f"gradient clipped at norm {settings.grad_clip:g}"
+    return (
+        f"AdamW, lr {settings.lr:g} {_schedule(config)}; betas {settings.betas[0]:g} and {settings.betas[1]:g}, "
+        f"weight decay {settings.weight_decay:g}, {clip}"
+    )
+
+
+def _schedule(config: Config) -> str:
+    settings = config.optimizer
+    warmup, unit = settings.warmup_steps, "rollout steps"
+    if settings.warmup_updates is not None:
+        warmup, unit = settings.warmup_updates, "updates"
+    then: str = settings.schedule
+    if then != "constant":
+        then += f" to {settings.lr * settings.min_lr_ratio:g} after step {config.decay_steps}"
+    return f"warmed up linearly over {warmup} {unit}, then {then}" if warmup > 1 else then
+
+
+def _curriculum(config: Config) -> str:
+    chosen = config.sampler.curriculum
+    if chosen is None:
+        return "none, all prompts in a new order every epoch"
+    if chosen.by == "column":
+        return (
+            f"the easiest {chosen.start:.0%} of the prompts by {chosen.column} (larger is {chosen.larger_is}), all of "
+            f"them from step {chosen.steps + 1} on"
+        )
+    return (
+        f"prompts of which {chosen.low:.0%} of the samples or fewer were right, or {chosen.high:.0%} or more, rest for "
+        f"{chosen.rest} epochs"
+    )
 
 
 def _filter(config: Config) -> str:
@@ -80,6 +120,19 @@ def _length_shaping(config: Config) -> str:
     return (soft if overlong.soft_punishment else "none") + (
         "; truncated samples do not train" if overlong.filter else ""
     )
+
+
+def _early_stop(config: Config) -> str:
+    settings, metric = config.run.early_stop, early_stop_metric(config)
+    assert settings is not None
+    better = f"without a {'higher' if settings.mode == 'max' else 'lower'} {metric}"
+    by = f" by {settings.min_delta:g}" if settings.min_delta else ""
+    ends = []
+    if settings.patience is not None:
+        ends.append(f"after {settings.patience} evaluations {better}{by}")
+    if settings.target is not None:
+        ends.append(f"once {metric} is {settings.target:g} or {'more' if settings.mode == 'max' else 'less'}")
+    return ", or ".join(ends)
 
 
 def _figures(value: object) -> str:

@@ -32,6 +32,8 @@ OPTIONAL = (
     ("jsonschema", "reward.kind: json"),
     ("tensorboard", "logging.tensorboard"),
     ("wandb", "logging.wandb"),
+    ("mlflow-skinny", "logging.mlflow"),
+    ("trackio", "logging.trackio"),
     ("gguf", "unpacking a model from a GGUF file"),
     ("accelerate", "the same"),
 )

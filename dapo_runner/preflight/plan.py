@@ -14,7 +14,6 @@ from dapo_runner.config import (
     Config,
     LoraConfig,
     ModelConfig,
-    OptimizerConfig,
     RewardConfig,
     TinyModelConfig,
     cautions,
@@ -93,7 +92,6 @@ def make_plan(config: Config) -> dict[str, str]:
         "micro-batch": f"{config.optimizer.token_budget} positions per GPU"
         if config.parallel.gpus > 1
         else f"{config.optimizer.token_budget} positions",
-        "optimizer": _optimizer(config.optimizer),
         **algorithm(config),
         "reward": _reward(config.reward),
         "evaluation": f"avg@{config.evaluation.k} on {_eval_size(config)} {_how_often(config)}",
@@ -221,15 +219,6 @@ def _gpus(config: Config) -> str:
     return (
         f"{parallel.gpus}: a micro-batch over {parallel.sequence}, {parallel.gpus // parallel.rollout_tensor} engines "
         f"over {parallel.rollout_tensor} each"
-    )
-
-
-def _optimizer(settings: OptimizerConfig) -> str:
-    schedule = f"warmed up linearly over {settings.warmup_steps} rollout steps, then constant"
-    clip = "no gradient clipping" if settings.grad_clip is None else f"gradient clipped at norm {settings.grad_clip:g}"
-    return (
-        f"AdamW, lr {settings.lr:g} {schedule if settings.warmup_steps > 1 else 'constant'}; betas "
-        f"{settings.betas[0]:g} and {settings.betas[1]:g}, weight decay {settings.weight_decay:g}, {clip}"
     )
 
 

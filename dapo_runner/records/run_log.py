@@ -10,7 +10,7 @@ from dapo_runner.checkpoint import Checkpoint, writing
 from dapo_runner.config import LoggingConfig
 from dapo_runner.records.metrics import METRICS_FILE, TIMINGS_FILE, MetricsLog, prefixed
 from dapo_runner.records.rollout_log import EVALUATIONS, ROLLOUTS, RolloutLog
-from dapo_runner.records.trackers import Tracker
+from dapo_runner.records.trackers import Tracker, sample_table
 from dapo_runner.types import Group
 from dapo_runner.types import Sequence as TrainingSequence
 
@@ -39,6 +39,7 @@ class RunLog:
         self.folder = folder
         self.first_step = first_step
         self.trackers = trackers
+        self.n_samples = config.samples
         self.metrics = MetricsLog(folder / METRICS_FILE, keep_through=keep_through)
         self.timings = MetricsLog(folder / TIMINGS_FILE, keep_through=keep_through)
         self.rollouts = RolloutLog(folder / ROLLOUTS, config.rollouts, keep_through=keep_through)
@@ -55,6 +56,7 @@ class RunLog:
         with writing(self.folder / ROLLOUTS, self.folder / CHECKPOINTS):
             news = self.rollouts.write(step, groups, sequences)
         self._metrics(step, "step", figures)
+        self._samples(step, "samples/trained", groups)
         return news
 
     def changes(self, changes: Changes) -> None:
@@ -66,6 +68,7 @@ class RunLog:
         with writing(self.folder / EVALUATIONS, self.folder / CHECKPOINTS):
             news = self.evaluations.write(step, groups)
         self._metrics(step, "eval", figures)
+        self._samples(step, "samples/eval", groups)
         return news
 
     def seconds(self, step: int, seconds: Mapping[str, float], calls: Mapping[str, int]) -> None:
@@ -89,6 +92,12 @@ class RunLog:
             self.metrics.write(step, kind, figures)
         for tracker in self.trackers:
             tracker.write(step, figures)
+
+    def _samples(self, step: int, name: str, groups: Sequence[Group]) -> None:
+        if not self.trackers or not (table := sample_table(step, groups, self.n_samples)):
+            return
+        for tracker in self.trackers:
+            tracker.samples(step, name, table)
 
 
 def log_fork(folder: Path, origin: Checkpoint, changes: Changes) -> None:

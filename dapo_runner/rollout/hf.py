@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dapo_runner.rollout.cache import growing_cache
 from dapo_runner.rollout.engine import copy_weights, sampling_of_each, stop_token_ids
+from dapo_runner.rollout.stopping import StopStrings
 from dapo_runner.types import Completion, FinishReason, Prompt, SamplingParams
 
 # Rows that have ended are dropped from the batch when this share of it is dead: dropping copies the cache.
@@ -76,10 +77,13 @@ class HFEngine:
         device = self.model.device
         sampler = _TokenSampler([row.sampling for row in rows], _dice(rows), device)
         responses = _Responses([row.sampling.max_tokens for row in rows], self.stop_ids, device)
+        strings = StopStrings([row.sampling.stop for row in rows], self.tokenizer)
         logits, lines = self._prefill(prompts, rows)
         for step in count():
             tokens, logprobs = sampler.sample(logits, lines.rows, step)
             responses.append(step, lines.rows, tokens, logprobs)
+            if strings:
+                responses.stop(strings.completed(responses.lengths == step + 1, responses.tokens[:, : step + 1]))
             running = responses.running[lines.rows]
             n_running = int(running.sum())
             if n_running == 0:
@@ -180,6 +184,11 @@ class _Responses:
         self.stopped[rows] = torch.isin(tokens, self.stop_ids)
         self.running[rows] = ~self.stopped[rows] & (self.limits[rows] > step + 1)
 
+    def stop(self, rows: Tensor) -> None:
+        """End the responses of ``rows``, int64, with what they have."""
+        self.stopped[rows] = True
+        self.running[rows] = False
+
 
 class _TokenSampler:
     """Draws tokens by inverting the cumulative distribution at one uniform number per row and step."""
@@ -191,15 +200,21 @@ class _TokenSampler:
         # Greedy rows report their log-probs at temperature 1.
         self.temperature = torch.where(self.greedy, 1.0, temperature)[:, None]
         self.top_p = torch.tensor([item.top_p for item in sampling], device=device)[:, None]
+        n_tokens = [item.top_k or torch.iinfo(torch.int64).max for item in sampling]
+        self.top_k = torch.tensor(n_tokens, device=device)[:, None]
+        self.min_p = torch.tensor([item.min_p for item in sampling], device=device)[:, None]
         self.any_greedy = bool(self.greedy.any())
         self.any_top_p = bool((self.top_p < 1).any())
+        self.any_cut = any(item.top_k is not None or item.min_p > 0 for item in sampling)
 
     def sample(self, logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Tokens int64 [R] and their float32 log-probs [R], temperature included, top_p not: the policy's
-        own.
+        """Tokens int64 [R] and their float32 log-probs [R], temperature included, top_p, top_k and min_p not: the
+        policy's own.
         """
         logprobs = torch.log_softmax(logits.float() / self.temperature[rows], dim=-1)
         probs = logprobs.exp()
+        if self.any_cut:
+            probs = _likeliest(probs, self.top_k[rows], self.min_p[rows])
         if self.any_top_p:
             probs = _nucleus(probs, self.top_p[rows])
         cdf = probs.cumsum(dim=-1)
@@ -210,6 +225,16 @@ class _TokenSampler:
         if self.any_greedy:
             tokens = torch.where(self.greedy[rows, None], logprobs.argmax(dim=-1, keepdim=True), tokens)
         return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
+
+
+def _likeliest(probs: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
+    """What is left of ``probs``, summing to 1 again: tokens with at least ``min_p`` [R, 1] of the likeliest one's, and
+    of these the ``top_k`` [R, 1] likeliest, those as likely as the last of them included.
+    """
+    ordered = probs.sort(dim=-1, descending=True).values
+    last = ordered.gather(-1, top_k.clamp(max=probs.shape[-1]) - 1)
+    probs = probs.masked_fill(probs < torch.maximum(last, min_p * ordered[:, :1]), 0.0)
+    return probs / probs.sum(dim=-1, keepdim=True)
 
 
 def _nucleus(probs: Tensor, top_p: Tensor) -> Tensor:

@@ -54,8 +54,8 @@ class VLLMEngine:
     ) -> list[list[Completion]]:
         """See ``RolloutEngine.generate``. A completion depends on its batch only by the rounding of the model.
 
-        Log-probs are those of the distribution that was sampled from: temperature included, and with top_p below 1
-        the nucleus alone; greedy responses report those at temperature 1. Raises ValueError for a prompt that leaves
+        Log-probs are those of the distribution that was sampled from: temperature included, and what top_p, top_k and
+        min_p leave of it; greedy responses report those at temperature 1. Raises ValueError for a prompt that leaves
         less room than its ``max_tokens``.
         """
         if self._asleep:
@@ -105,13 +105,17 @@ class VLLMEngine:
             n=sampling.n if sampling.temperature > 0 else 1,  # vLLM refuses more; they are all alike
             temperature=sampling.temperature,
             top_p=sampling.top_p,
+            top_k=sampling.top_k or 0,
+            min_p=sampling.min_p,
+            stop=list(sampling.stop),
             max_tokens=sampling.max_tokens,
             seed=int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 2,
             logprobs=0,  # of the sampled token alone
             flat_logprobs=True,
             stop_token_ids=self.stop_ids,
             ignore_eos=True,  # the stop tokens above are all there are, as in the hf engine
-            detokenize=False,
+            detokenize=bool(sampling.stop),  # vLLM finds them in its own text, which nothing else looks at
+            skip_special_tokens=False,
         )
 
     def _completions(self, outputs: Sequence[Any]) -> list[Completion]:

@@ -28,6 +28,11 @@ class ArithmeticProblem:
         return str(reduce(_APPLY[self.operator], self.operands))
 
     @property
+    def digits(self) -> int:
+        """Of all operands together."""
+        return sum(len(str(operand)) for operand in self.operands)
+
+    @property
     def key(self) -> tuple[str, tuple[int, ...]]:
         """Equal for problems that only differ in the order of their operands, where order does not matter."""
         return self.operator, self.operands if self.operator == "-" else tuple(sorted(self.operands))

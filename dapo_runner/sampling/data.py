@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 from dapo_runner.config import Config, ConfigError, DataConfig, EvalSetConfig
 from dapo_runner.sampling.arithmetic import split_problems
+from dapo_runner.sampling.curriculum import Curriculum
 from dapo_runner.sampling.reading import Problem, read_problems, shorten
-from dapo_runner.types import Prompt
+from dapo_runner.types import Group, Prompt
 
 RECIPE_OPENING = "Solve the following math problem step by step."
 RECIPE_TEMPLATE = (
@@ -74,7 +75,9 @@ def load_data(config: Config, tokenizer: Tokenizer) -> Dataset:
     data, report = config.data, DataReport()
     if data.format == "arithmetic":
         split = split_problems(data.arithmetic)
-        train, heldout = ([Problem(p.question, p.answer, "arithmetic") for p in part] for part in split)
+        train, heldout = (
+            [Problem(p.question, p.answer, "arithmetic", row={"difficulty": p.digits}) for p in part] for part in split
+        )
         sets = {"": heldout}
         report.rows = len(train) + len(heldout)
     else:
@@ -220,34 +223,55 @@ def apply_template(template: str, question: str) -> str:
 class PromptCursor:
     """Walks over the prompts for ever, in a new order every epoch, and can be put down and taken up again.
 
-    The order of epoch e is a function of (seed, e) alone, so the state is two integers.
+    The order of epoch e is a function of (seed, e) alone, so the state is two integers, and what a curriculum
+    remembers.
     """
 
-    def __init__(self, prompts: list[Prompt], seed: int, heldout: Iterable[Prompt] = ()) -> None:
-        """``heldout`` is not walked over; a state saved beside other held-out prompts is refused all the same."""
+    def __init__(
+        self,
+        prompts: list[Prompt],
+        seed: int,
+        heldout: Iterable[Prompt] = (),
+        curriculum: Curriculum | None = None,
+    ) -> None:
+        """``heldout`` is not walked over; a state saved beside other held-out prompts is refused all the same. Prompts
+        that ``curriculum`` does not admit are passed over.
+        """
         if not prompts:
             raise ValueError("PromptCursor: expected at least one prompt, got none")
         self.prompts = prompts
         self.heldout = tuple(heldout)
         self.seed = seed
+        self.curriculum = curriculum
         self.epoch = 0
         self.position = 0
         self._order = self._shuffled()
 
-    def take(self, n: int) -> list[Prompt]:
-        """The next ``n`` prompts; an epoch ends, and the next begins, wherever that falls."""
+    def take(self, n: int, step: int = 1) -> list[Prompt]:
+        """The next ``n`` prompts, for a rollout step counted from 1; an epoch ends, and the next begins, wherever that
+        falls.
+        """
         taken: list[Prompt] = []
         while len(taken) < n:
             if self.position == len(self._order):
                 self.epoch, self.position = self.epoch + 1, 0
                 self._order = self._shuffled()
             indices = self._order[self.position : self.position + n - len(taken)]
-            taken += [self.prompts[index] for index in indices]
+            passing = [self.prompts[index] for index in indices]
+            if self.curriculum is not None:
+                passing = [prompt for prompt in passing if self.curriculum.admits(prompt, step, self.epoch)]
+            taken += passing
             self.position += len(indices)
         return taken
 
+    def observe(self, groups: Iterable[Group]) -> None:
+        """What became of prompts that were taken."""
+        if self.curriculum is not None:
+            self.curriculum.observe(groups, self.epoch)
+
     def state_dict(self) -> dict[str, Any]:
         return {
+            **({} if self.curriculum is None else {"curriculum": self.curriculum.state_dict()}),
             "epoch": self.epoch,
             "position": self.position,
             "seed": self.seed,
@@ -265,6 +289,8 @@ class PromptCursor:
                 )
         self.epoch, self.position = state["epoch"], state["position"]
         self._order = self._shuffled()
+        if self.curriculum is not None:
+            self.curriculum.load_state_dict(state.get("curriculum", {}))
 
     def _shuffled(self) -> list[int]:
         order = list(range(len(self.prompts)))

@@ -117,11 +117,12 @@ class DynamicSampler:
         stats = SamplingStats(carried_in=len(young), too_old=len(self.buffer) - len(young))
         wanted, self.buffer = self.config.prompts_per_step, young
         while len(self.buffer) < wanted and stats.rounds < self.config.max_rounds:
-            prompts = self.cursor.take(self._round_size(wanted - len(self.buffer)))
+            prompts = self.cursor.take(self._round_size(wanted - len(self.buffer)), self.steps)
             groups = generate_groups(prompts, self.rounds_so_far)
             self.rounds_so_far += 1
             stats.rounds += 1
             stats.count(groups)
+            self.cursor.observe(groups)
             kept = [group for group in groups if self._keeps(group)]
             self.buffer += [replace(group, step=self.steps) for group in kept]
             self._accepted = MEMORY * self._accepted + len(kept)

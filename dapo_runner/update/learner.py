@@ -25,6 +25,7 @@ from dapo_runner.policy.model import Policy
 from dapo_runner.timing import StepClock
 from dapo_runner.types import PackedBatch
 from dapo_runner.types import Sequence as TrainingSequence
+from dapo_runner.update import schedule
 from dapo_runner.update.correction import Mismatch, correct, measure
 from dapo_runner.update.packing import count_training_tokens, pack, split_mini_batches
 from dapo_runner.update.selection import Scores, select_tokens
@@ -171,7 +172,7 @@ class Learner:
         """One optimizer step; returns the means of its metrics, and completes ``mini.mismatch``. Raises
         NonFiniteUpdateError.
         """
-        learning_rate = self.learning_rate(step)
+        learning_rate = schedule.learning_rate(self.config, step, mini.number)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         metrics, losses, logprobs = [], [], []
@@ -195,11 +196,6 @@ class Learner:
             self.optimizer.zero_grad(set_to_none=True)
             self.master.publish()
         return figures
-
-    def learning_rate(self, step: int) -> float:
-        """Linear warm-up over rollout steps, counted from 0, then constant."""
-        settings = self.config.optimizer
-        return settings.lr * min(1.0, (step + 1) / max(settings.warmup_steps, 1))
 
     def _selections(self, mini: MiniBatch, step: int) -> Sequence[Tensor | None]:
         """For each micro-batch, the tokens that the objective selects by a look at the whole mini-batch."""

@@ -96,6 +96,27 @@ def random_sequences(count: int, seed: int = 0) -> list[Sequence]:
     return sequences
 
 
+CUTS: list[dict[str, Any]] = [
+    {"top_k": 3},
+    {"min_p": 0.2},
+    {"top_k": 5, "min_p": 0.1},
+    {"top_k": 4, "top_p": 0.7, "min_p": 0.05},
+]
+
+
+def what_is_left(
+    probs: list[float], top_k: int | None = None, min_p: float = 0.0, top_p: float = 1.0
+) -> dict[int, float]:
+    """The tokens that ``SamplingParams`` leave, with their shares; by hand."""
+
+    def shares(tokens: list[int]) -> dict[int, float]:
+        return {token: probs[token] / sum(probs[other] for other in tokens) for token in tokens}
+
+    order = sorted(range(len(probs)), key=probs.__getitem__, reverse=True)
+    left = shares([token for token in order if probs[token] >= min_p * probs[order[0]]][:top_k])
+    return shares([token for i, token in enumerate(left) if sum(list(left.values())[:i]) < top_p])
+
+
 def save_model(model: Any, tokenizer: Any, folder: Path) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -15,11 +15,11 @@ from dapo_runner.checkpoint import CheckpointError, checkpoint_to_resume, find_c
 from dapo_runner.cli import main
 from dapo_runner.config import Config, ConfigError, load_config, parse_config
 from dapo_runner.folder import MAY_CHANGE, is_among
+from dapo_runner.loop import train
 from dapo_runner.records.metrics import before_and_after, read_log
 from dapo_runner.records.progress import SilentProgress
 from dapo_runner.records.run_log import CHANGES_FILE, CHECKPOINTS
 from dapo_runner.run import Run, open_run
-from dapo_runner.train import train
 from dapo_runner.update import learner as learner_module
 
 
@@ -247,11 +247,15 @@ class Notes(SilentProgress):
         self.notes.append(text)
 
 
-def test_a_fork_with_another_reward_takes_no_groups_along(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [({"reward": {"correct": 2.0}}, "reward.correct"), ({"rollout": {"stop": ["9"]}}, "rollout.stop")],
+)
+def test_a_fork_with_another_reward_or_end_takes_no_groups_along(
+    change: dict[str, dict[str, object]], key: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They were rewarded under the old one: a step would mix two."""
-    config = fork_config(source, tmp_path, reward={"correct": 2.0})
+    """They were sampled and rewarded under the old one: a step would mix two."""
+    config = fork_config(source, tmp_path, **change)
     with open_run(config_in(tmp_path / "other", run={"steps": 6}), SilentProgress()) as run:
         group = run.generate_groups(run.sampler.cursor.take(1), 0)[0]
     load = run_module.load_checkpoint
@@ -265,6 +269,6 @@ def test_a_fork_with_another_reward_takes_no_groups_along(
         progress = Notes()
         with open_run(config, progress) as run:
             assert run.sampler.buffer == []
-        assert any("1 groups left over are dropped: reward.correct" in note for note in progress.notes)
+        assert any(f"1 groups left over are dropped: {key} is another" in note for note in progress.notes)
     with open_run(fork_config(source, tmp_path / "same"), SilentProgress()) as run:
         assert run.sampler.buffer == [group]

@@ -13,9 +13,9 @@ from test_train import Notes, config_in
 from dapo_runner import run as module
 from dapo_runner.checkpoint import find_checkpoints
 from dapo_runner.interrupt import StopRequest
+from dapo_runner.loop import train
 from dapo_runner.records.progress import SilentProgress
 from dapo_runner.records.run_log import CHECKPOINTS
-from dapo_runner.train import train
 from dapo_runner.update.learner import Learner
 
 

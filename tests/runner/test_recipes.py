@@ -9,9 +9,9 @@ import pytest
 from dapo_kernels import OBJECTIVES
 from dapo_runner.cli import main
 from dapo_runner.config import ConfigError, load_config
+from dapo_runner.loop import train
 from dapo_runner.preflight.plan import make_plan, memory_estimate, model_shape
 from dapo_runner.records.progress import SilentProgress
-from dapo_runner.train import train
 from dapo_runner.update.learner import resolve_objective
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"

@@ -22,7 +22,7 @@ STEPS = 6
 
 # Real processes, forked from one that has the imports behind it: a fresh interpreter spends seconds on them.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["dapo_runner.train", "dapo_runner.records.report", "transformers.models.llama"])
+CONTEXT.set_forkserver_preload(["dapo_runner.loop", "dapo_runner.records.report", "transformers.models.llama"])
 
 
 def run_command(recipe: Path) -> None:

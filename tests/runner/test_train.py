@@ -13,6 +13,7 @@ from small import small_recipe
 
 from dapo_runner.checkpoint import CheckpointError, find_checkpoints
 from dapo_runner.config import Config, ConfigError, parse_config
+from dapo_runner.loop import train
 from dapo_runner.records.metrics import MetricsLog, before_and_after, read_log
 from dapo_runner.records.progress import SilentProgress
 from dapo_runner.records.rollout_log import read_step, saved_steps
@@ -20,7 +21,6 @@ from dapo_runner.records.run_log import CHECKPOINTS
 from dapo_runner.run import open_run, rollout_sampling
 from dapo_runner.sampling.sampler import SamplingExhaustedError
 from dapo_runner.timing import PHASES
-from dapo_runner.train import train
 from dapo_runner.update import learner as learner_module
 
 

@@ -221,12 +221,14 @@ def test_temperatures_that_vllm_takes() -> None:
     make_config(rollout={"engine": "vllm"}, evaluation={"temperature": 0.0})  # greedy
 
 
-def test_a_nucleus_in_rollouts_gets_a_word() -> None:
+def test_a_truncated_distribution_in_rollouts_gets_a_word() -> None:
     assert list(cautions(make_config())) == []
     config = make_config(rollout={"top_p": 0.9})
     (word,) = cautions(config)
     assert word.startswith("rollout.top_p=0.9: ")
     assert word in make_plan(config)["sampling"]
+    (word,) = cautions(make_config(rollout={"top_p": 0.9, "top_k": 20, "min_p": 0.05, "stop": ["."]}))
+    assert word.startswith("rollout.top_p=0.9, rollout.top_k=20, rollout.min_p=0.05: responses come from a part of")
 
 
 def test_a_reward_of_ones_own_gets_a_word_until_the_filter_is_chosen() -> None:

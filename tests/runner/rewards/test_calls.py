@@ -14,12 +14,12 @@ from builders import make_completion, make_config, make_prompt
 from small import small_recipe
 
 from dapo_runner.config import Config, ConfigError, parse_config
+from dapo_runner.loop import train
 from dapo_runner.records.metrics import read_log
 from dapo_runner.records.progress import SilentProgress
 from dapo_runner.rewards import calls
 from dapo_runner.rewards.plugin import RewardError
 from dapo_runner.rewards.scoring import Scorer, load_reward
-from dapo_runner.train import train
 from dapo_runner.types import Completion, Group, Prompt, Verdict
 
 

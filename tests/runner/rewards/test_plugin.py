@@ -17,12 +17,12 @@ from small import small_recipe, write_recipe
 from dapo_runner.checkpoint import find_checkpoints
 from dapo_runner.cli import main
 from dapo_runner.config import Config, ConfigError, parse_config
+from dapo_runner.loop import train
 from dapo_runner.records.progress import SilentProgress
 from dapo_runner.records.run_log import CHECKPOINTS
 from dapo_runner.rewards.plugin import RewardError
 from dapo_runner.rewards.scoring import Scorer, load_reward
 from dapo_runner.sampling.sampler import SamplingExhaustedError
-from dapo_runner.train import train
 from dapo_runner.types import Completion, Prompt, Verdict
 
 PROMPT = make_prompt("what is it?", answer="7")

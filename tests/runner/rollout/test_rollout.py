@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from builders import CUTS, what_is_left
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from dapo_runner.config import ConfigError, ModelConfig
@@ -17,6 +19,7 @@ from dapo_runner.policy.model import load_model, load_tokenizer
 from dapo_runner.rollout import vllm as vllm_module
 from dapo_runner.rollout.cache import growing_cache
 from dapo_runner.rollout.hf import HFEngine
+from dapo_runner.rollout.stopping import StopStrings
 from dapo_runner.types import Completion, Prompt, SamplingParams
 
 CPU = torch.device("cpu")
@@ -131,6 +134,78 @@ def test_top_p_keeps_the_fewest_likeliest_tokens_and_reports_the_policys_logprob
     assert {int(c.token_ids[0]) for c in completions} == nucleus
     for completion in completions:
         assert float(completion.logprobs[0]) == pytest.approx(float(probs[completion.token_ids[0]].log()), abs=1e-4)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_top_k_and_min_p_keep_the_likeliest_and_report_the_policys_logprobs(
+    cut: dict[str, Any], engine: HFEngine
+) -> None:
+    asked = prompt("3+4=", engine)
+    with torch.no_grad():
+        probs = engine.model(input_ids=torch.tensor([asked.token_ids]), use_cache=False).logits[0, -1].softmax(-1)
+    kept = what_is_left(probs.tolist(), **cut)
+    engine.max_batch_sequences = 2000
+    completions = list(flat(engine.generate([asked], SamplingParams(n=2000, max_tokens=1, seed=2, **cut))))
+    drawn = Counter(int(c.token_ids[0]) for c in completions)
+    assert set(drawn) == set(kept)
+    for token, share in kept.items():
+        assert abs(drawn[token] / 2000 - share) < 5 * (share / 2000) ** 0.5
+    for completion in completions[:50]:
+        assert float(completion.logprobs[0]) == pytest.approx(float(probs[completion.token_ids[0]].log()), abs=1e-4)
+
+
+def test_what_cuts_nothing_changes_nothing(engine: HFEngine) -> None:
+    asked, plain = [prompt("12+34=", engine)], SamplingParams(n=8, max_tokens=8)
+    idle = SamplingParams(n=8, max_tokens=8, top_k=1000, stop=("never said",))
+    one, other = (list(flat(engine.generate(asked, sampling))) for sampling in (plain, idle))
+    assert [c.token_ids.tolist() for c in one] == [c.token_ids.tolist() for c in other]
+
+
+def test_rows_of_a_batch_are_cut_each_by_its_own(engine: HFEngine) -> None:
+    asked = [prompt("3+4=", engine)] * 2
+    greedy, free = engine.generate(
+        asked, [SamplingParams(n=99, max_tokens=1, top_k=1), SamplingParams(n=99, max_tokens=1)]
+    )
+    assert len({int(c.token_ids[0]) for c in greedy}) == 1
+    assert len({int(c.token_ids[0]) for c in free}) > 1
+
+
+def test_a_stop_string_ends_a_response_as_if_the_policy_had(engine: HFEngine) -> None:
+    """The same dice without it: the response is the same up to the token that completes the string."""
+    asked, sampling = [prompt("12+34=", engine), prompt("7", engine)], SamplingParams(n=100, max_tokens=12)
+    whole = list(flat(engine.generate(asked, sampling)))
+    counts = Counter(c.text[i : i + 2] for c in whole for i in range(len(c.text) - 1))
+    stop = next(text for text, _ in counts.most_common() if text[0] != text[1])
+    cut = list(flat(engine.generate(asked, replace(sampling, stop=("no such thing", stop)))))
+    for one, other in zip(whole, cut, strict=True):
+        if stop not in one.text:
+            assert (one.token_ids.tolist(), one.finish_reason) == (other.token_ids.tolist(), other.finish_reason)
+            continue
+        assert other.finish_reason == "stop"
+        assert other.text == one.text[: one.text.index(stop) + 2]
+        assert other.token_ids.tolist() == one.token_ids[: other.length].tolist()
+        assert torch.equal(other.logprobs, one.logprobs[: other.length])
+    ends = [c for c in cut if stop in c.text]
+    assert any(c.length == 12 for c in ends)  # complete with the last token that there was room for
+    assert any(c.length < 12 for c in ends)
+    limits = [replace(sampling, n=1), replace(sampling, n=1, stop=(stop,))]
+    assert engine.generate(asked, limits)[0][0].token_ids.tolist() == whole[0].token_ids.tolist()
+
+
+def test_a_stop_string_is_found_across_tokens_bytes_and_special_tokens() -> None:
+    """Whatever the tokens are, whatever came long before."""
+    pieces = {0: b"<end>", 1: b"</", 2: b"ans", 3: b"wer>", 4: "é".encode()[:1], 5: "é".encode()[1:], 6: b" x"}
+
+    class Bytes:
+        def batch_decode(self, rows: torch.Tensor, skip_special_tokens: bool) -> list[str]:
+            assert not skip_special_tokens
+            return [b"".join(pieces[i] for i in row).decode(errors="replace") for row in rows.tolist()]
+
+    strings = StopStrings([("</answer>",), ("é",), ("<end>",), ()], Bytes())
+    said = torch.tensor([[6] * 40 + [1, 2, 3], [6] * 41 + [4, 5], [6] * 42 + [0], [6] * 42 + [0]])
+    assert strings.completed(torch.tensor([True] * 4), said).tolist() == [0, 1, 2]
+    assert strings.completed(torch.tensor([True] * 4), said[:, :-1]).tolist() == []
+    assert strings.completed(torch.tensor([False, True, False, True]), said).tolist() == [1]
 
 
 def test_temperature_zero_is_greedy(engine: HFEngine) -> None:

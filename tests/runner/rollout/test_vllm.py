@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from builders import make_config, save_model
+from builders import CUTS, make_config, save_model, what_is_left
 from small import small_recipe
 from transformers import LlamaForCausalLM
 
 from dapo_runner.config import Config, ModelConfig, TinyModelConfig, parse_config
 from dapo_runner.config.checks import VLLM_TEMPERATURES
+from dapo_runner.loop import train
 from dapo_runner.policy.model import load_policy
 from dapo_runner.records.metrics import read_log
 from dapo_runner.records.progress import SilentProgress
@@ -23,7 +26,6 @@ from dapo_runner.rollout import vllm as vllm_module
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.rollout.vllm import VLLMEngine
 from dapo_runner.tasks.tiny import make_model, make_tokenizer
-from dapo_runner.train import train
 from dapo_runner.types import Completion, Prompt, SamplingParams
 from dapo_runner.update.learner import Learner
 
@@ -90,15 +92,19 @@ def prompt(text: str, engine: VLLMEngine) -> Prompt:
     return Prompt(text, tuple(engine.tokenizer(text)["input_ids"]), text, "")
 
 
-def policy_logprobs(learner: Learner, asked: Prompt, answer: Completion, temperature: float = 1.0) -> torch.Tensor:
+def policy_logits(learner: Learner, ids: torch.Tensor) -> torch.Tensor:
     """By transformers, without packing or our kernels."""
-    ids = torch.tensor([*asked.token_ids, *answer.token_ids.tolist()])
     from transformers import AutoModelForCausalLM
 
     plain = AutoModelForCausalLM.from_config(learner.policy.model.config, attn_implementation="eager")
     plain.load_state_dict(learner.policy.model.state_dict())
     with torch.no_grad():
-        logits = plain.eval()(input_ids=ids[None], use_cache=False).logits[0]
+        return plain.eval()(input_ids=ids[None], use_cache=False).logits[0]
+
+
+def policy_logprobs(learner: Learner, asked: Prompt, answer: Completion, temperature: float = 1.0) -> torch.Tensor:
+    ids = torch.tensor([*asked.token_ids, *answer.token_ids.tolist()])
+    logits = policy_logits(learner, ids)
     logprobs = (logits / temperature).log_softmax(-1)
     start = len(asked.token_ids)
     return logprobs[start - 1 : -1].gather(1, ids[start:, None])[:, 0]
@@ -151,6 +157,36 @@ def test_seeds_decide_and_no_two_samples_share_theirs(engine: VLLMEngine) -> Non
     assert first == again
     assert first != other
     assert len({tuple(tokens) for tokens in first}) > 8  # neither samples nor equal prompts share their dice
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_what_is_left_of_the_distribution_is_what_the_hf_engine_leaves(
+    cut: dict[str, Any], engine: VLLMEngine, learner: Learner
+) -> None:
+    """And the log-probs are those of what is left, where the hf engine gives the policy's own."""
+    asked = prompt("3+4=", engine)
+    logits = policy_logits(learner, torch.tensor(asked.token_ids))[-1]
+    kept = what_is_left(logits.softmax(-1).tolist(), **cut)
+    (answers,) = engine.generate([asked], SamplingParams(n=500, max_tokens=1, seed=2, **cut))
+    assert {int(answer.token_ids[0]) for answer in answers} == set(kept)
+    for answer in answers:
+        assert float(answer.logprobs[0].exp()) == pytest.approx(kept[int(answer.token_ids[0])], abs=1e-4)
+
+
+def test_a_stop_string_ends_a_response_as_if_the_policy_had(engine: VLLMEngine) -> None:
+    asked, sampling = [prompt("12+34=", engine), prompt("7", engine)], SamplingParams(n=50, max_tokens=12)
+    whole = [answer for group in engine.generate(asked, sampling) for answer in group]
+    counts = Counter(c.text[i : i + 2] for c in whole for i in range(len(c.text) - 1))
+    stop = next(text for text, _ in counts.most_common() if text[0] != text[1])
+    groups = engine.generate(asked, replace(sampling, stop=("no such thing", stop)))
+    for one, other in zip(whole, [answer for group in groups for answer in group], strict=True):
+        if stop not in one.text:
+            assert (one.token_ids.tolist(), one.finish_reason) == (other.token_ids.tolist(), other.finish_reason)
+            continue
+        assert other.finish_reason == "stop"
+        assert other.text == one.text[: one.text.index(stop) + 2]
+        assert other.token_ids.tolist() == one.token_ids[: other.length].tolist()
+    assert any(stop in answer.text and answer.length == 12 for group in groups for answer in group)
 
 
 def test_a_prefix_is_continued_with_limits_of_its_own(engine: VLLMEngine) -> None:

@@ -256,11 +256,15 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change(
         assert torch.equal(parameter, before[name]), name
 
 
-def test_the_learning_rate_warms_up_linearly_over_steps(policy: Policy) -> None:
-    learner = Learner(policy, make_config(optimizer={"lr": 1e-3, "warmup_steps": 4}))
-    rates = [learner.learning_rate(step) for step in range(6)]
-    assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3])
-    assert Learner(policy, make_config(optimizer={"warmup_steps": 0})).learning_rate(0) == pytest.approx(1e-6)
+def test_each_update_has_the_learning_rate_of_its_place(policy: Policy) -> None:
+    config = make_config(
+        optimizer={"lr": 1e-3, "warmup_updates": 8, "mini_batch_size": 8, "token_budget": 95, "grad_clip": None}
+    )
+    learner = Learner(policy, config)
+    minis = learner.prepare(random_sequences(16))
+    rates = [learner.update(mini, step=1)["lr"] for mini in minis]
+    assert rates == pytest.approx([3e-3 / 8, 4e-3 / 8])
+    assert {group["lr"] for group in learner.optimizer.param_groups} == {rates[-1]}
 
 
 def test_gradient_clipping_bounds_the_step(policy: Policy) -> None:

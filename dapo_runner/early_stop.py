@@ -1,0 +1,64 @@
+"""`run.early_stop`: whether a run has come to its end before its last step. The answer follows from logged evaluations
+alone, so that a run which was killed, and every rank of one that many share, gives the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from dapo_runner.config import Config, ConfigError
+
+
+class EarlyStop:
+    """``reason`` is None until an evaluation that was observed ends the run."""
+
+    def __init__(self, config: Config) -> None:
+        self.settings = config.run.early_stop
+        self.metric = early_stop_metric(config)
+        self.reason: str | None = None
+        self._best: tuple[int, float] | None = None  # step and figure
+        self._waited = 0
+
+    def observe(self, step: int, figures: Mapping[str, Any]) -> None:
+        """The next evaluation, as measured or as logged, where a figure that is not finite is None. Raises ConfigError
+        where the figure that counts is not among them.
+        """
+        if self.settings is None:
+            return
+        if self.metric not in figures:
+            there = ", ".join(name.removeprefix("eval/") for name in figures if name.startswith("eval/"))
+            raise ConfigError(
+                f"run.early_stop.metric: expected a figure of the evaluations, {there}, "
+                f"got {self.metric.removeprefix('eval/')}"
+            )
+        value, sign = figures[self.metric], 1 if self.settings.mode == "max" else -1
+        if value is not None and not math.isfinite(value):
+            value = None
+        least = None if self._best is None else sign * self._best[1] + self.settings.min_delta
+        if value is not None and (least is None or sign * value > least):
+            self._best, self._waited = (step, value), 0
+        else:
+            self._waited += 1
+        self.reason = self._decide(step, value, sign)
+
+    def _decide(self, step: int, value: float | None, sign: int) -> str | None:
+        assert self.settings is not None
+        target, patience = self.settings.target, self.settings.patience
+        if value is not None and target is not None and sign * value >= sign * target:
+            return f"stopped early: {self.metric} is {value:.4g} after step {step} (run.early_stop.target={target:g})"
+        if patience is not None and self._waited >= patience:
+            best = "none" if self._best is None else f"{self._best[1]:.4g} after step {self._best[0]}"
+            return (
+                f"stopped early after step {step}: the best {self.metric} is {best}, none better in {self._waited} "
+                f"evaluations (run.early_stop.patience={patience})"
+            )
+        return None
+
+
+def early_stop_metric(config: Config) -> str:
+    """The name of the figure, as it is logged."""
+    settings = config.run.early_stop
+    chosen = settings.metric if settings is not None else None
+    return f"eval/{chosen or f'avg@{config.evaluation.k}'}"

@@ -1,0 +1,107 @@
+"""Which training prompts are asked when. The walk stays what it is, every prompt once an epoch in the order of the
+seed; a curriculum passes over some of them.
+
+`by: column` orders the prompts by a number that each row has. Step s asks the easiest share of them,
+start + (1 − start)·(s − 1)/steps, prompts as difficult as the last of these included; from step `steps` + 1 on, all.
+
+`by: pass_rate` lets prompts rest that teach little: after a group whose prompt has been answered right in `low` of its
+samples or fewer, or `high` or more, it is passed over for `rest` epochs after the one its round ended in. The rate is
+over all samples of the prompt so far, earlier groups counting half as much with each later one, since the policy that
+gave them is gone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from dapo_runner.config import ConfigError, CurriculumConfig
+from dapo_runner.types import Group, Prompt
+
+MEMORY = 0.5
+
+
+class Curriculum(Protocol):
+    def admits(self, prompt: Prompt, step: int, epoch: int) -> bool:
+        """Whether it is asked in a rollout step counted from 1, in an epoch counted from 0. Not for ever False."""
+        ...
+
+    def observe(self, groups: Iterable[Group], epoch: int) -> None:
+        """Scored groups of prompts that were admitted."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Empty where the run had no curriculum before."""
+        ...
+
+
+def make_curriculum(config: CurriculumConfig | None, prompts: list[Prompt]) -> Curriculum | None:
+    """Raises ConfigError where a training row has no difficulty."""
+    if config is None:
+        return None
+    return ByColumn(config, prompts) if config.by == "column" else ByPassRate(config)
+
+
+class ByColumn:
+    def __init__(self, config: CurriculumConfig, prompts: list[Prompt]) -> None:
+        self.config = config
+        sign = 1 if config.larger_is == "harder" else -1
+        self.difficulty = {prompt.id: sign * _number(prompt, config.column) for prompt in prompts}
+        self.ordered = sorted(self.difficulty.values())
+
+    def admits(self, prompt: Prompt, step: int, epoch: int) -> bool:
+        start = self.config.start
+        share = min(1.0, start + (1 - start) * (step - 1) / self.config.steps)
+        return self.difficulty[prompt.id] <= self.ordered[math.ceil(share * len(self.ordered)) - 1]
+
+    def observe(self, groups: Iterable[Group], epoch: int) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+def _number(prompt: Prompt, column: str) -> float:
+    value = prompt.row.get(column)
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(
+            f"sampler.curriculum.column: expected a number in the column {column!r} of every training row, got "
+            f"{value!r} in the row of {prompt.text[:80]!r}"
+        )
+    return number
+
+
+class ByPassRate:
+    def __init__(self, config: CurriculumConfig) -> None:
+        self.config = config
+        self.seen: dict[str, tuple[float, float]] = {}  # samples right and samples in all, with fading memory
+        self.due: dict[str, int] = {}  # the epoch in which a prompt that rests is asked again
+
+    def admits(self, prompt: Prompt, step: int, epoch: int) -> bool:
+        return epoch >= self.due.get(prompt.id, 0)
+
+    def observe(self, groups: Iterable[Group], epoch: int) -> None:
+        for group in groups:
+            name = group.prompt.id
+            right, samples = self.seen.get(name, (0.0, 0.0))
+            right, samples = MEMORY * right + group.n_correct, MEMORY * samples + len(group.samples)
+            self.seen[name] = right, samples
+            self.due.pop(name, None)
+            if not self.config.low < right / samples < self.config.high:
+                self.due[name] = epoch + 1 + self.config.rest
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": dict(self.seen), "due": dict(self.due)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.seen, self.due = dict(state.get("seen", {})), dict(state.get("due", {}))

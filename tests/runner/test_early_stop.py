@@ -1,0 +1,120 @@
+"""`run.early_stop`: when it ends a run, that a run stopped on the way ends where it would have, how it goes on."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import make_config
+from test_train import Notes, config_in
+
+from dapo_runner import evaluate
+from dapo_runner import run as run_module
+from dapo_runner.checkpoint import find_checkpoints
+from dapo_runner.config import Config, ConfigError
+from dapo_runner.early_stop import EarlyStop
+from dapo_runner.loop import train
+from dapo_runner.preflight.plan import make_plan
+from dapo_runner.records.metrics import read_log
+from dapo_runner.records.run_log import CHECKPOINTS
+
+
+def ends_after(values: list[float | None], **settings: Any) -> int | None:
+    """How many evaluations it takes."""
+    rule = EarlyStop(make_config(run={"early_stop": {"metric": "x", **settings}}))
+    for n, value in enumerate(values, start=1):
+        rule.observe(n, {"eval/x": value})
+        if rule.reason is not None:
+            return n
+    return None
+
+
+@pytest.mark.parametrize(
+    ("values", "settings", "n"),
+    [
+        ([0.1, 0.2, 0.2, 0.1, 0.15], {"patience": 3}, 5),
+        ([0.1, 0.2, 0.2, 0.1, 0.3, 0.3], {"patience": 3}, None),
+        ([0.1, 0.15, 0.2, 0.25], {"patience": 2, "min_delta": 0.09}, None),
+        ([0.1, 0.15, 0.2, 0.21], {"patience": 2, "min_delta": 0.11}, 3),
+        ([3.0, 2.0, 2.5, 2.0], {"patience": 2, "mode": "min"}, 4),
+        ([0.1, 0.9, 1.0], {"patience": None, "target": 0.9}, 2),
+        ([3.0, 1.0], {"patience": None, "target": 2, "mode": "min"}, 2),
+        ([None, 0.1, math.nan, None], {"patience": 2}, 4),
+    ],
+)
+def test_when_it_ends(values: list[float | None], settings: dict[str, Any], n: int | None) -> None:
+    assert ends_after(values, **settings) == n
+
+
+def test_what_cannot_end_a_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"run\.early_stop: expected patience, target or both, got neither"):
+        make_config(run={"early_stop": {"patience": None}})
+    with pytest.raises(ConfigError, match=r"^run\.eval_every: expected more than 0 beside run\.early_stop"):
+        make_config(run={"early_stop": {}, "eval_every": 0})
+    with pytest.raises(ConfigError, match=r"^data\.eval_size: expected more than 0 beside run\.early_stop"):
+        make_config(run={"early_stop": {}}, data={"format": "auto", "path": "x.jsonl", "eval_size": 0})
+    rule = EarlyStop(make_config(run={"early_stop": {"metric": "avg@3"}}))
+    with pytest.raises(ConfigError, match=r"run\.early_stop\.metric: expected .*, avg@2, reward, got avg@3"):
+        rule.observe(0, {"step": 0, "eval/avg@2": 0.5, "eval/reward": 0.5})
+
+
+def test_the_plan_says_when() -> None:
+    plan = make_plan(make_config(run={"early_stop": {"patience": 3, "min_delta": 0.01, "target": 0.9}}))["early stop"]
+    assert plan == "after 3 evaluations without a higher eval/avg@32 by 0.01, or once eval/avg@32 is 0.9 or more"
+
+
+@pytest.fixture
+def flat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations never get better."""
+    monkeypatch.setattr(evaluate, "mean_correct", lambda groups: 0.5)
+
+
+def config_of(folder: Path, patience: int | None = 2, **run: Any) -> Config:
+    stop = None if patience is None else {"patience": patience}
+    return config_in(folder, run={"early_stop": stop, "steps": 6, "eval_every": 1, "save_every": 10, **run})
+
+
+def last_step(folder: Path) -> int:
+    return int(read_log(folder / "metrics.jsonl")[-1]["step"])
+
+
+@pytest.mark.usefixtures("flat")
+def test_a_run_ends_early_is_saved_and_can_be_gone_on_with(tmp_path: Path) -> None:
+    notes = Notes()
+    folder = train(config_of(tmp_path), notes)
+    assert last_step(folder) == 2
+    assert [checkpoint.step for checkpoint in find_checkpoints(folder / CHECKPOINTS)] == [2]
+    told = "stopped early after step 2: the best eval/avg@2 is 0.5 after step 0, none better in 2 evaluations"
+    assert any(note.startswith(told) for note in notes.lines)
+    before = (folder / "metrics.jsonl").read_bytes()
+    train(config_of(tmp_path), Notes())  # the same command again
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    train(config_of(tmp_path, patience=3), Notes())
+    assert last_step(folder) == 3
+    train(config_of(tmp_path, patience=None, steps=4), Notes())
+    assert last_step(folder) == 4
+
+
+@pytest.mark.usefixtures("flat")
+def test_a_run_that_was_stopped_on_the_way_ends_at_the_same_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = train(config_of(tmp_path / "whole", patience=3), Notes())
+    end_step = run_module.Run.end_step
+
+    def lost(self: run_module.Run, step: int) -> None:
+        end_step(self, step)
+        if step == 2:
+            raise KeyboardInterrupt
+
+    config = config_of(tmp_path / "lost", patience=3, save_every=1)
+    monkeypatch.setattr(run_module.Run, "end_step", lost)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, Notes())
+    monkeypatch.undo()
+    monkeypatch.setattr(evaluate, "mean_correct", lambda groups: 0.5)
+    folder = train(config, Notes())
+    assert (folder / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert last_step(folder) == 3
