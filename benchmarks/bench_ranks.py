@@ -1,0 +1,124 @@
+"""What ranks cost on one machine: a step of SmolLM2-135M by one process with two threads, by the same under torchrun
+(FSDP2 over one rank), by two ranks with a thread each. The same prompts, weights and number of responses.
+
+    python -m benchmarks.bench_ranks --model models/smollm2-135m --out benchmarks/results/ranks-NAME.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import machine
+
+ROOT = Path(__file__).parent.parent
+STEPS = 4  # the first is left out
+PHASES_SHOWN = 6
+
+
+class Side(NamedTuple):
+    name: str
+    ranks: int  # 0: no launcher
+    threads: int
+
+
+SIDES = (
+    Side("one process, 2 threads", 0, 2),
+    Side("torchrun, 1 rank, 2 threads", 1, 2),
+    Side("torchrun, 2 ranks, 1 thread each", 2, 1),
+)
+
+
+def recipe(model: str, folder: str, name: str, threads: int) -> dict[str, Any]:
+    return {
+        "run": {
+            "name": name,
+            "steps": STEPS,
+            "eval_every": 0,
+            "save_every": 0,
+            "threads": threads,
+            "output_dir": folder,
+        },
+        "model": {"path": model, "dtype": "bfloat16"},
+        "data": {
+            "format": "arithmetic",
+            "template": "Question: {question}\nAnswer:",
+            "chat_template": "never",
+            "arithmetic": {"operators": ["+", "*"], "max_digits": 1, "train_size": 100, "eval_size": 2},
+        },
+        "rollout": {"group_size": 16, "max_prompt_tokens": 16, "max_response_tokens": 48},
+        "sampler": {"prompts_per_step": 8, "filter_groups": False},
+        "reward": {"kind": "integer", "overlong": {"soft_punishment": False}},
+        "optimizer": {"lr": 1e-6, "warmup_steps": 0, "mini_batch_size": None, "token_budget": 4096},
+        "evaluation": {"k": 1},
+        "logging": {"progress": "off"},
+    }
+
+
+def measure(side: Side, model: str, folder: str) -> list[dict[str, float]]:
+    """The seconds of each step after the first, by phase."""
+    path = Path(folder) / "recipe.json"  # JSON is YAML
+    path.write_text(json.dumps(recipe(model, folder, f"ranks{side.ranks}", side.threads)))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(side.ranks)]
+    command = [sys.executable, *(launcher if side.ranks else []), "-m", "dapo_runner", "train", str(path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(side.threads)}
+    subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    lines = (Path(folder) / f"ranks{side.ranks}" / "timings.jsonl").read_text().splitlines()
+    steps = [event for event in map(json.loads, lines) if event["kind"] == "step"][1:]
+    kept = [
+        {key.removeprefix("seconds/"): value for key, value in event.items() if key.startswith("seconds/")}
+        for event in steps
+    ]
+    return [{phase: value for phase, value in step.items() if phase not in ("save", "evaluate")} for step in kept]
+
+
+def write_page(sides: dict[Side, list[dict[str, float]]], here: dict[str, Any]) -> str:
+    medians = {side: statistics.median(sum(step.values()) for step in steps) for side, steps in sides.items()}
+    base = medians[SIDES[0]]
+    phases = list({phase for steps in sides.values() for step in steps for phase in step})
+
+    def seconds(side: Side, phase: str) -> float:
+        return statistics.median(step.get(phase, 0.0) for step in sides[side])
+
+    phases = sorted(phases, key=lambda phase: -max(seconds(side, phase) for side in sides))[:PHASES_SHOWN]
+    rows = [
+        f"| {side.name} | {medians[side]:.2f} | {medians[side] / base:.2f} | "
+        + " | ".join(f"{seconds(side, phase):.2f}" for phase in phases)
+        + " |"
+        for side in sides
+    ]
+    heads = " | ".join(phase.replace("_", " ") for phase in phases)
+    versions = ", ".join(f"{name} {here['versions'][name]}" for name in ("torch", "transformers"))
+    return f"""# A step of SmolLM2-135M on one process and on ranks
+
+`python -m benchmarks.bench_ranks`: 8 prompts × 16 responses of up to 48 tokens, bfloat16, engine `hf`, one update;
+seconds, medians of {STEPS - 1} steps after the first, saving left out. {here["cpu"]}, {here["cores"]} cores,
+{here["memory_gib"]} GiB; {versions}; commit {here["commit"]}; load before: {here["load_average"][0]}.
+
+| how | a step | ÷ one process | {heads} |
+|---|---:|---:|{"---:|" * len(phases)}
+{chr(10).join(rows)}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    here = machine.describe()
+    with tempfile.TemporaryDirectory() as folder:
+        sides = {side: measure(side, str(Path(options.model).resolve()), folder) for side in SIDES}
+    options.out.write_text(write_page(sides, here), encoding="utf-8")
+    print(options.out.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()
