@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*)
 
-.PHONY: demo test test-vllm lint format bench gpu wheel install clean
+.PHONY: demo test test-ranks test-vllm lint format bench gpu wheel install clean
 
 # Editable: Python files are used where they lie, the extension is rebuilt when csrc changes.
 INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -26,7 +26,11 @@ demo: $(VENV)/.runner
 	$(BIN)/dapo train recipes/tiny.yaml
 
 test: install
-	$(BIN)/python -m pytest -n 2 --require-cpp -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n 2 --require-cpp -m "not slow and not gpu and not ranks"
+
+# Runs on 2 and 4 processes, over gloo.
+test-ranks: install
+	$(BIN)/python -m pytest -n 2 -m "ranks and not slow" tests/runner
 
 # vLLM wants other versions than ours of what both need, and a gigabyte of it: a folder of its own.
 VLLM_VENV ?= .venv-vllm

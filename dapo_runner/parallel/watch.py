@@ -30,7 +30,10 @@ class Watch:
         if launched():
             self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
+            try:
+                store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
+            except dist.DistError:  # its host is gone: every rank speaks for itself
+                return
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             self._store = PrefixStore(f"dapo/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{attempt}", store)
 

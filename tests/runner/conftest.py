@@ -15,6 +15,12 @@ from dapo_runner.tasks.tiny import make_model, make_tokenizer
 TINY = TinyModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent.name == "parallel":
+            item.add_marker(pytest.mark.ranks)
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with random weights, large enough that its distributions are far from uniform."""

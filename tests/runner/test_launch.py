@@ -76,11 +76,13 @@ def test_mistakes_start_nothing(
     assert not launched
 
 
+@pytest.mark.ranks
 def test_it_trains_on_two_ranks(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, steps=1)
     command = [sys.executable, "-m", "dapo_runner", "launch", str(recipe), "--gpus", "2", "run.eval_every=0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.startswith("torchrun --standalone --nproc-per-node 2 -m dapo_runner train ")
     (step,) = [line for line in done.stdout.splitlines() if line.startswith("step 1/1 ")]
     assert "2 ranks" in step, done.stderr[-4000:]
