@@ -49,6 +49,11 @@ class StopRequest:
         """What the step that begins now is expected to take."""
         self._step_ends = time.monotonic() + seconds
 
+    @property
+    def late(self) -> bool:
+        """Whether the step under way would end only after the kill."""
+        return self.requested and self._step_ends > self._killed
+
     @contextmanager
     def giving_up(self) -> Iterator[None]:
         """Within it a step that would end too late raises StepGivenUpError: nothing of it is in the weights yet."""
@@ -60,7 +65,7 @@ class StopRequest:
             self._may_give_up = False
 
     def _give_up_if_late(self) -> None:
-        if self._may_give_up and self.requested and self._step_ends > self._killed:
+        if self._may_give_up and self.late:
             raise StepGivenUpError("this step would not end before the process is killed")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

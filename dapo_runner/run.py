@@ -28,7 +28,7 @@ from dapo_runner.early_stop import EarlyStop
 from dapo_runner.evaluate import evaluate
 from dapo_runner.folder import TINY_MODEL, Change, FolderLock, check_same_run, lock_folder, write_config
 from dapo_runner.fork import rewarded_otherwise, start_fork
-from dapo_runner.interrupt import StopRequest
+from dapo_runner.interrupt import StepGivenUpError, StopRequest
 from dapo_runner.parallel.rollouts import answer, complete
 from dapo_runner.parallel.world import ALONE, World, open_world
 from dapo_runner.policy.model import load_model, load_policy, load_reference, load_tokenizer, resolve_device
@@ -91,7 +91,9 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop.__exit__(kind, error, trace)
-        if isinstance(error, Exception):
+        if error is None:
+            self.finish_saving()
+        elif isinstance(error, Exception):
             try:
                 self.finish_saving()
             except Exception as failure:  # what stopped the run is what is raised
@@ -101,10 +103,7 @@ class Run:
             if held is not None:
                 held.close()
 
-        if error is not None and self.world.watch is not None:
-            explained = self.world.watch.explain(error)
-            if explained is not error:
-                raise explained from error
+        self.world.leave(error)
 
     def asked_to_stop(self) -> bool:
         """Whether a signal has come, on any rank."""
@@ -141,12 +140,16 @@ class Run:
     def generate_groups(self, prompts: list[Prompt], round_number: int) -> list[Group]:
         """In the order of the prompts, less those that a reward failed on and was allowed to."""
         with self.timed(OTHER if self.world.alone else "wait"):
+            if self.world.any(self.stop.late):
+                raise StepGivenUpError("this step would not end before the process is killed")
             sampling = rollout_sampling(self.config, round_number)
             return self.answer(prompts, sampling, self.score, self.rollout_phase)
 
     @contextmanager
     def rollout_phase(self, name: str) -> Iterator[None]:
-        with self.timed(name), self.stop.giving_up():
+        """Given up in its midst only by an engine of one rank: in a larger one the others would wait for it."""
+        alone = self.world.layout.rollout_tensor == 1
+        with self.timed(name), self.stop.giving_up() if alone else nullcontext():
             yield
 
     def answer(
@@ -156,11 +159,13 @@ class Run:
         score: Scorer,
         timed: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> list[Group]:
-        """A scored group for each prompt; the ranks' engines share them."""
+        """A scored group for each prompt; the ranks' engines share them, and of the ranks of an engine one scores."""
 
         def work(share: list[Prompt], each: list[SamplingParams]) -> list[Group]:
             with timed("rollout"):
                 completions = self.engine.generate(share, each)
+            if not self.world.leads_engine:
+                return []
             with timed("score"):
                 return score(share, completions)
 
@@ -179,7 +184,8 @@ class Run:
             rank = "" if self.world.alone else f"_rank_{self.world.rank}"
             path = self.folder / NONFINITE / f"step_{step:06d}{rank}.safetensors"
             save_batch(path, mini.micro_batches, str(error))
-            raise NonFiniteUpdateError(f"{error}. The batch is in {path}", mini) from error
+            where = path if self.world.alone else f"{path.parent}/step_{step:06d}_rank_*, of each rank its own"
+            raise NonFiniteUpdateError(f"{error}. The batch is in {where}", mini) from error
 
     def sync(self) -> dict[str, float]:
         """Hand the engine the policy's weights, and see that it took them. Raises OutOfSyncError."""
@@ -259,9 +265,12 @@ class Run:
         self.last_step_took = sum(seconds.values())
         counts = self.world.gather(self.score.counts())
         calls = {name: sum(part[name] for part in counts) for name in counts[0]}
-        if self.log is not None:
-            self.log.seconds(step, seconds, self.speed, calls)
+        self.world.first(lambda: self._log_seconds(step, seconds, calls))
         self.speed = {}
+
+    def _log_seconds(self, step: int, seconds: dict[str, float], calls: dict[str, int]) -> None:
+        assert self.log is not None
+        self.log.seconds(step, seconds, self.speed, calls)
 
     def _log_evaluation(self, step: int, metrics: dict[str, float], groups: list[Group]) -> str | None:
         assert self.log is not None
@@ -277,10 +286,11 @@ class Run:
                 return complete(self.world, self.answer(prompts, sampling, unshaped))
 
             result = evaluate(answer_all, self.dataset.heldout, self.config)
-            metrics = prefixed("eval", result.metrics)
-            news = self.world.first(lambda: self._log_evaluation(step, metrics, result.groups))
-        self.early_stop.observe(step, metrics)
-        self.progress.evaluation(step, result.metrics)
+            # Rank 0 decides what the answers amount to: a comparison of two may run into its deadline.
+            metrics = self.world.first(lambda: result.metrics)
+            news = self.world.first(lambda: self._log_evaluation(step, prefixed("eval", metrics), result.groups))
+        self.early_stop.observe(step, prefixed("eval", metrics))
+        self.progress.evaluation(step, metrics)
         if news is not None:
             self.progress.note(news)
 
@@ -313,9 +323,10 @@ def open_run(config: Config, progress: Progress) -> Run:
     lock = world.on_first(lambda: lock_folder(config.run_dir, progress.note))
     try:
         return _open_run(config, world, device, progress, lock)
-    except BaseException:
+    except BaseException as error:
         if lock is not None:
             lock.close()
+        world.leave(error)
         raise
 
 

@@ -16,8 +16,9 @@ AnswerPrompts = Callable[[list[Prompt], list[SamplingParams]], list[Group]]
 
 def answer(world: World, prompts: Sequence[Prompt], sampling: SamplingParams, work: AnswerPrompts) -> list[Group]:
     """A group for each prompt, in their order, on every rank. ``work`` is given this rank's share of the prompts and
-    how to sample each, which does not depend on how many ranks there are; it may leave a prompt out. Of another rank's
-    responses the tokens and texts are absent until ``complete``.
+    how to sample each, which does not depend on how many ranks there are; it may leave a prompt out, and leaves out all
+    where this rank does not lead its engine. Of another rank's responses the tokens and texts are absent until
+    ``complete``.
 
     Raises on all ranks what ``work`` raises on one.
     """
@@ -29,7 +30,7 @@ def answer(world: World, prompts: Sequence[Prompt], sampling: SamplingParams, wo
         left = iter(mine)
         for group in work([prompts[place] for place in mine], [replace(sampling, place=place) for place in mine]):
             own[next(place for place in left if prompts[place] is group.prompt)] = group
-        return {place: _without_tokens(group) for place, group in own.items()} if world.leads_engine else {}
+        return {place: _without_tokens(group) for place, group in own.items()}
 
     groups: dict[int, Group] = {}
     for told in world.agree(found):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import socket
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -41,7 +43,8 @@ class Watch:
         """What this rank turns to, or stops with."""
         if self._store is not None:
             note = {"phase": phase, "since": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
-            self._store.set(f"at/{self.rank}", json.dumps(note | {"error": error}))
+            with suppress(RuntimeError):  # its host may be gone
+                self._store.set(f"at/{self.rank}", json.dumps(note | {"error": error}))
 
     def explain(self, error: BaseException) -> BaseException:
         """``error``, told to the other ranks; or, where it is only that another rank does not answer, which one."""
@@ -57,10 +60,11 @@ class Watch:
         return RankLostError(_blame(notes, self.rank))
 
     def says_first(self, text: str) -> bool:
-        """Whether no other rank has said it."""
+        """Whether no other rank has said it, be it with other numbers."""
         if self._store is None:
             return True
-        key, own = f"said/{hashlib.sha256(text.encode()).hexdigest()}", str(self.rank)
+        kind = re.sub(r"\d+", "", text)
+        key, own = f"said/{hashlib.sha256(kind.encode()).hexdigest()}", str(self.rank)
         try:
             return bool(self._store.compare_set(key, "", own) == own.encode())
         except RuntimeError:

@@ -15,11 +15,12 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.watch import Watch, launched
@@ -139,6 +140,17 @@ class World:
         self.agree(lambda: kept.append(work()) if self.is_main else None)
         return kept[0] if kept else None
 
+    def leave(self, error: BaseException | None) -> None:
+        """The end of a run, or what ended it: told to the other ranks, or where it is only that another is lost, raised
+        as a RankLostError that names it.
+        """
+        if error is None and self.device is not None:
+            dist.destroy_process_group()
+        if error is not None and self.watch is not None:
+            explained = self.watch.explain(error)
+            if explained is not error:
+                raise explained from error
+
     def any(self, flag: bool) -> bool:
         return any(self.gather(flag))
 
@@ -158,28 +170,22 @@ class _Outcome(NamedTuple):
     """A result, or the exception in its place."""
 
     result: Any
-    error: BaseException | None
-    rank: int
-    host: str
+    error: Exception | None
 
     @staticmethod
     def of(work: Callable[[], Any], rank: int) -> _Outcome:
-        host = socket.gethostname()
         try:
-            return _Outcome(work(), None, rank, host)
+            return _Outcome(work(), None)
         except Exception as error:  # raised again by `value`, on this rank as on the others
-            return _Outcome(None, _portable(error, rank, host), rank, host)
+            return _Outcome(None, _portable(error, rank))
 
     def value(self) -> Any:
         if self.error is not None:
-            self._fail(self.error)
+            raise self.error
         return self.result
 
-    def _fail(self, error: BaseException) -> NoReturn:
-        raise error
 
-
-def _portable(error: Exception, rank: int, host: str) -> Exception:
+def _portable(error: Exception, rank: int) -> Exception:
     """The exception itself where it can be sent, its text where it cannot."""
     try:
         again = pickle.loads(pickle.dumps(error))
@@ -187,7 +193,7 @@ def _portable(error: Exception, rank: int, host: str) -> Exception:
             return error
     except Exception:
         pass
-    return RankError(f"rank {rank} on {host}: {type(error).__name__}: {error}")
+    return RankError(f"rank {rank} on {socket.gethostname()}: {type(error).__name__}: {error}")
 
 
 def open_world(config: Config) -> World:
@@ -198,24 +204,38 @@ def open_world(config: Config) -> World:
     size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     layout = make_layout(config, size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
     on_gpus = config.run.device.startswith("cuda") or (config.run.device == "auto" and torch.cuda.is_available())
+    watch, timeout = Watch(), timedelta(seconds=config.parallel.timeout)
+    watch.at("loading")
     if not dist.is_initialized():
-        timeout = timedelta(seconds=config.parallel.timeout)
         if on_gpus:
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+            device = _own_gpu(int(os.environ.get("LOCAL_RANK", 0)))
             torch.cuda.set_device(device)
             dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
         else:
             dist.init_process_group("gloo", timeout=timeout)
-    return replace(make_world(layout, rank, "cuda" if on_gpus else "cpu"), watch=Watch())
+    return replace(make_world(layout, rank, "cuda" if on_gpus else "cpu", timeout), watch=watch)
 
 
-def make_world(layout: Layout, rank: int, device_type: str) -> World:
-    """``rank``'s place in a process group that is there."""
+def _own_gpu(local_rank: int) -> torch.device:
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"expected a GPU for each process of this machine, found {torch.cuda.device_count()} for process "
+            f"{local_rank + 1}; run.device=cpu trains without"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def make_world(layout: Layout, rank: int, device_type: str, timeout: timedelta | None = None) -> World:
+    """``rank``'s place in a process group that is there. ``timeout``: of the smaller groups; None for torch's own."""
     dims = {"replicate": layout.replicate, "shard": layout.shard}
     if layout.replicate == 1:
         del dims["replicate"]
     mesh = init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
-    return World(rank, layout, mesh, _group_of(rank, layout.size, layout.sequence))
+    sequence = _group_of(rank, layout.size, layout.sequence)
+    if timeout is not None:
+        for group in (*mesh.get_all_groups(), *([sequence] if sequence is not None else [])):
+            _set_pg_timeout(timeout, group)
+    return World(rank, layout, mesh, sequence)
 
 
 def _group_of(rank: int, size: int, width: int) -> dist.ProcessGroup | None:

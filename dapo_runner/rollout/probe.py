@@ -15,7 +15,7 @@ from dapo_runner.types import Completion, Group, Prompt, Sample, SamplingParams,
 from dapo_runner.update.advantage import make_sequences
 from dapo_runner.update.correction import Mismatch, measure
 from dapo_runner.update.learner import Learner
-from dapo_runner.update.packing import Share, pack
+from dapo_runner.update.packing import Share, pack, padding_batch
 
 # Mean |Δ log-prob| that is still rounding. SmolLM2-135M under vLLM on a CPU: 8e-6 and 0.045 in sync; 0.5 with nothing
 # but a stale output head.
@@ -65,8 +65,11 @@ class SyncProbe:
             Group(prompt, tuple(Sample(completion, Verdict(correct=False), 0.0) for completion in answers))
             for prompt, answers in zip(self.prompts, completions, strict=True)
         ]
-        mismatch, share = Mismatch(), Share(multiple=learner.share.multiple)
-        for batch in pack(make_sequences(groups, AdvantageConfig(kind="group_mean")), self.token_budget, share):
+        mismatch, multiple = Mismatch(), learner.share.multiple
+        sequences = make_sequences(groups, AdvantageConfig(kind="group_mean"))
+        batches = pack(sequences, self.token_budget, Share(multiple=multiple))
+        most = max(learner.world.gather(len(batches)))
+        for batch in batches + [padding_batch(multiple)] * (most - len(batches)):
             own = learner.logprobs(batch).to(batch.mask.device)
             mismatch += measure(own, batch.old_logprobs, batch.mask)
         return mismatch

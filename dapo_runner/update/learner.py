@@ -254,14 +254,16 @@ class Learner:
         return chosen[first : first + len(batches)]
 
     def _look_at_tokens(self, mini: MiniBatch, outs: Sequence[LossOutput], selections: Sequence[Tensor | None]) -> None:
-        groups, scores = self.config.logging.rollouts.groups, []
-        for out in outs:
+        looked_at = []
+        for batch, out, selection in zip(mini.micro_batches, outs, selections, strict=True):
             assert out.entropy is not None
-            scores.append(Scores(out.logprobs, out.entropy))
-        batches, on_policy = mini.micro_batches, mini.on_policy
-        values = token_values(self.objective, batches, scores, selections, on_policy=on_policy, groups=groups)
-        for part in self.world.gather(values):
-            self.token_values |= {mini.first + index: found for index, found in part.items()}
+            chosen = None if selection is None else selection.cpu()
+            looked_at.append((batch.to("cpu"), Scores(out.logprobs, out.entropy).to("cpu"), chosen))
+        parts = self.world.gather(looked_at)[:: self.world.layout.sequence]
+        batches, scores, chosen_tokens = zip(*(one for part in parts for one in part), strict=True)
+        groups = self.config.logging.rollouts.groups
+        values = token_values(self.objective, batches, scores, chosen_tokens, on_policy=mini.on_policy, groups=groups)
+        self.token_values |= {mini.first + index: found for index, found in values.items()}
 
     def _forward_backward(self, batch: PackedBatch, mini: MiniBatch, selection: Tensor | None = None) -> LossOutput:
         out = self.loss(batch, mini, selection)

@@ -53,6 +53,11 @@ def pack(sequences: SequenceOf[Sequence], token_budget: int, share: Share = ALL)
     ]
 
 
+def padding_batch(multiple: int = 1) -> PackedBatch:
+    """Nothing to train on, for a rank that is to make as many passes as another."""
+    return _lay_out([], 0, multiple)
+
+
 def _bins(sequences: SequenceOf[Sequence], indices: SequenceOf[int], token_budget: int) -> list[list[int]]:
     bins: list[list[int]] = []
     for stale in (False, True):
