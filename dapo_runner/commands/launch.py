@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.run import main as torchrun
 
 from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import load_config
 from dapo_runner.errors import ConfigError
 from dapo_runner.parallel.world import make_layout
 
+INTERRUPTED = 130
+
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Becomes torchrun, which takes the signals from then on. Raises ConfigError."""
+    """torchrun's own program in this process; what stops it, its ranks have said. Raises ConfigError."""
     for name, least in (("gpus", 1), ("nnodes", 1), ("max_restarts", 0)):
         if getattr(options, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')}: expected at least {least}, got {getattr(options, name)}")
@@ -25,7 +30,20 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     make_layout(config, options.gpus * options.nnodes, options.gpus)
     arguments = _torchrun_arguments(options, overrides)
     print(f"torchrun {shlex.join(arguments)}", flush=True)
-    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments])
+    try:
+        torchrun(arguments)
+    except SignalException:
+        return INTERRUPTED
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        return INTERRUPTED if failure.exitcode == INTERRUPTED else _failed(rank, failure)
+    return 0
+
+
+def _failed(rank: int, failure: ProcessFailure) -> int:
+    how = f"signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+    print(f"dapo: rank {rank} (process {failure.pid}) ended first, with {how}", file=sys.stderr)
+    return 1
 
 
 def _torchrun_arguments(options: argparse.Namespace, overrides: Sequence[str]) -> list[str]:

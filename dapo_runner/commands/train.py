@@ -20,7 +20,7 @@ from dapo_runner.folder import check_same_run, check_writable
 from dapo_runner.fork import find_origin
 from dapo_runner.interrupt import StepGivenUpError
 from dapo_runner.parallel.watch import RankLostError
-from dapo_runner.parallel.world import make_layout
+from dapo_runner.parallel.world import RankError, make_layout
 from dapo_runner.policy.model import load_tokenizer
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.preflight.plan import GPUS_OF_A_MACHINE, make_plan
@@ -41,6 +41,7 @@ STOPPED = (
     CheckpointError,
     NonFiniteUpdateError,
     OutOfSyncError,
+    RankError,
     RankLostError,
     RewardError,
     SamplingExhaustedError,

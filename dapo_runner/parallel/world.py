@@ -117,7 +117,10 @@ class World:
         """
         if self.size == 1:
             return [work()]
-        return [outcome.value() for outcome in self.gather(_Outcome.of(work, self.rank))]
+        own = _Outcome.of(work)
+        told = self.gather(own.portable(self.rank))
+        told[self.rank] = own  # whose exception has the place where it was raised
+        return [outcome.value() for outcome in told]
 
     def together(self, work: Callable[[], T]) -> T:
         """What ``work`` gave here, once it has not failed anywhere."""
@@ -129,9 +132,10 @@ class World:
         """What ``work`` gave on rank 0, which alone does it."""
         if self.size == 1:
             return work()
-        outcomes: list[Any] = [_Outcome.of(work, 0) if self.is_main else None]
-        dist.broadcast_object_list(outcomes, group=self.group)
-        value: T = outcomes[0].value()
+        own = _Outcome.of(work) if self.is_main else None
+        told: list[Any] = [own and own.portable(0)]
+        dist.broadcast_object_list(told, group=self.group)
+        value: T = (own or told[0]).value()
         return value
 
     def on_first(self, work: Callable[[], T]) -> T | None:
@@ -173,11 +177,14 @@ class _Outcome(NamedTuple):
     error: Exception | None
 
     @staticmethod
-    def of(work: Callable[[], Any], rank: int) -> _Outcome:
+    def of(work: Callable[[], Any]) -> _Outcome:
         try:
             return _Outcome(work(), None)
         except Exception as error:  # raised again by `value`, on this rank as on the others
-            return _Outcome(None, _portable(error, rank))
+            return _Outcome(None, error)
+
+    def portable(self, rank: int) -> _Outcome:
+        return self if self.error is None else _Outcome(None, _portable(self.error, rank))
 
     def value(self) -> Any:
         if self.error is not None:

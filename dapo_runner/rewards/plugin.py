@@ -44,6 +44,9 @@ class RewardError(RuntimeError):
         self.prompt = prompt
         self.completion = completion
 
+    def __reduce__(self) -> tuple[type[RewardError], tuple[str, Prompt, Completion]]:
+        return RewardError, (str(self), self.prompt, self.completion)
+
 
 def find_function(use: str) -> Callable[..., Any]:
     """What `module:function` names. Raises ConfigError when it cannot be found, or is one that TRL would call."""

@@ -14,6 +14,7 @@ from small import write_recipe
 from torch.distributed.run import get_args_parser
 
 from dapo_runner.cli import main
+from dapo_runner.commands import launch
 from dapo_runner.config import load_config
 from dapo_runner.parallel.world import make_layout
 
@@ -23,33 +24,27 @@ CLUSTER = ROOT / "docs" / "cluster"
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the process would become."""
+    """What torchrun would be given."""
     command: list[str] = []
-
-    def become(program: str, arguments: list[str]) -> None:
-        assert program == arguments[0] == sys.executable
-        command.extend(arguments)
-        raise SystemExit(0)
-
-    monkeypatch.setattr(os, "execv", become)
+    monkeypatch.setattr(launch, "torchrun", command.extend)
     return command
 
 
 def test_one_machine(tmp_path: Path, launched: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(write_recipe(tmp_path))
-    with pytest.raises(SystemExit):
+    assert not (
         main(["launch", recipe, "--gpus", "2", "optimizer.lr=1e-4", "--max-restarts", "3", "run.name=two ranks"])
+    )
     torchrun = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
     program = ["-m", "dapo_runner", "train", recipe, "optimizer.lr=1e-4", "run.name=two ranks"]
-    assert launched == [sys.executable, "-m", "torch.distributed.run", *torchrun, *program]
+    assert launched == [*torchrun, *program]
     assert shlex.split(capsys.readouterr().out) == ["torchrun", *torchrun, *program]
 
 
 def test_several_machines(tmp_path: Path, launched: list[str]) -> None:
     recipe = str(write_recipe(tmp_path))
-    with pytest.raises(SystemExit):
-        main(["launch", recipe, "--gpus", "8", "--nnodes", "2", "--rdzv-endpoint", "first:29500"])
-    options = get_args_parser().parse_args(launched[3:])
+    assert main(["launch", recipe, "--gpus", "8", "--nnodes", "2", "--rdzv-endpoint", "first:29500"]) == 0
+    options = get_args_parser().parse_args(launched)
     assert (options.nnodes, options.nproc_per_node, options.rdzv_endpoint) == ("2", "8", "first:29500")
     assert (options.rdzv_backend, options.standalone, options.max_restarts) == ("c10d", False, 0)
     assert (options.module, options.training_script) == (True, "dapo_runner")
@@ -86,6 +81,22 @@ def test_it_trains_on_two_ranks(tmp_path: Path) -> None:
     assert done.stdout.startswith("torchrun --standalone --nproc-per-node 2 -m dapo_runner train ")
     (step,) = [line for line in done.stdout.splitlines() if line.startswith("step 1/1 ")]
     assert "2 ranks" in step, done.stderr[-4000:]
+
+
+@pytest.mark.ranks
+def test_a_reward_that_fails_is_a_line_of_each_side(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text("def fails(prompt, completion):\n    raise KeyError('missing')\n")
+    recipe = write_recipe(tmp_path, steps=1)
+    command = [sys.executable, "-m", "dapo_runner", "launch", str(recipe), "--gpus", "2", "reward.kind=rewards:fails"]
+    paths = os.pathsep.join((str(ROOT), str(tmp_path)))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr, done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("dapo: ")]
+    assert len(said) == 2, done.stderr
+    assert "reward rewards:fails: KeyError: 'missing'" in said[0]
+    assert "ended first, with exit code 1" in said[1]
 
 
 def check_command(command: list[str], grace: int) -> None:
