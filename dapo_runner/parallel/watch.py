@@ -83,7 +83,7 @@ def _is_of_a_collective(error: BaseException) -> bool:
 
 
 def _blame(notes: dict[int, dict[str, Any]], own: int) -> str:
-    """Who stopped with an error, who is gone, or who has been longest in what it does."""
+    """Who stopped with an error, who is gone, or who has been longest in something else than this rank."""
     for rank, note in notes.items():
         if note["error"] is not None:
             return f"rank {rank} on {note['host']} stopped: {note['error']}"
@@ -96,7 +96,9 @@ def _blame(notes: dict[int, dict[str, Any]], own: int) -> str:
                     "kernel's out-of-memory killer; the same command goes on from the last checkpoint"
                 )
         time.sleep(0.05)
-    rank = min((rank for rank in notes if rank != own), key=lambda rank: notes[rank]["since"])
+    others = [rank for rank in notes if rank != own]
+    elsewhere = [rank for rank in others if notes[rank]["phase"] != notes[own]["phase"]]
+    rank = min(elsewhere or others, key=lambda rank: notes[rank]["since"])
     note = notes[rank]
     return (
         f"rank {rank} on {note['host']} does not answer: it has been in {note['phase']!r} for "
