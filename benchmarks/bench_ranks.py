@@ -53,8 +53,8 @@ def recipe(model: str, folder: str, name: str, threads: int) -> dict[str, Any]:
             "chat_template": "never",
             "arithmetic": {"operators": ["+", "*"], "max_digits": 1, "train_size": 100, "eval_size": 2},
         },
-        "rollout": {"group_size": 16, "max_prompt_tokens": 16, "max_response_tokens": 48},
-        "sampler": {"prompts_per_step": 8, "filter_groups": False},
+        "rollout": {"group_size": 16, "max_prompt_tokens": 16, "max_response_tokens": 32},
+        "sampler": {"prompts_per_step": 4, "filter_groups": False},
         "reward": {"kind": "integer", "overlong": {"soft_punishment": False}},
         "optimizer": {"lr": 1e-6, "warmup_steps": 0, "mini_batch_size": None, "token_budget": 4096},
         "evaluation": {"k": 1},
@@ -98,7 +98,7 @@ def write_page(sides: dict[Side, list[dict[str, float]]], here: dict[str, Any]) 
     versions = ", ".join(f"{name} {here['versions'][name]}" for name in ("torch", "transformers"))
     return f"""# A step of SmolLM2-135M on one process and on ranks
 
-`python -m benchmarks.bench_ranks`: 8 prompts × 16 responses of up to 48 tokens, bfloat16, engine `hf`, one update;
+`python -m benchmarks.bench_ranks`: 4 prompts × 16 responses of up to 32 tokens, bfloat16, engine `hf`, one update;
 seconds, medians of {STEPS - 1} steps after the first, saving left out. {here["cpu"]}, {here["cores"]} cores,
 {here["memory_gib"]} GiB; {versions}; commit {here["commit"]}; load before: {here["load_average"][0]}.
 
