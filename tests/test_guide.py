@@ -12,6 +12,7 @@ import pytest
 import torch
 from ranks import on_ranks
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 ROOT = Path(__file__).parent.parent
@@ -21,7 +22,7 @@ SNIPPETS = {
     for name, source in re.findall(r"<!-- (.+?) -->\n```python\n(.+?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
 }
 VOCAB, PROMPT = 61, 3
-WRAPPERS = ["before", "after", "accelerate"] + ["fabric"] * (importlib.util.find_spec("lightning_fabric") is not None)
+WRAPPERS = ["before", "after"] + ["fabric"] * (importlib.util.find_spec("lightning_fabric") is not None)
 
 
 def tiny_llama(**config: Any) -> LlamaForCausalLM:
@@ -66,8 +67,12 @@ def run(snippet: str, **names: Any) -> dict[str, Any]:
     return names
 
 
+def gradients_in(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    found = gradients_in(model)
     model.zero_grad()
     assert any(gradient.abs().sum() > 0 for gradient in found.values())
     return found
@@ -285,6 +290,7 @@ def gradients_of_one_process(**changes: Any) -> dict[str, Tensor]:
 def wrapping_rank(rank: int) -> None:
     """DDP, accelerate and, where it is installed, Fabric on a share of the batch, against one process on all of it."""
     expected, mine = gradients_of_one_process(), share_of(rank)
+    accelerated(mine, expected)
     for snippet in [f"ranks: {which}" for which in WRAPPERS]:
         model = tiny_llama()
         names = run(snippet, model=model, **mine)
@@ -297,6 +303,21 @@ def wrapping_rank(rank: int) -> None:
     error = sum((wrong[name] - x).square().sum() for name, x in right.items())
     error = (error / sum(x.square().sum() for x in right.values())).sqrt()
     assert error > 0.9  # what the page says of it
+
+
+def accelerated(mine: dict[str, Any], expected: dict[str, Tensor]) -> None:
+    """One clipped update, of the gradients that one process has."""
+    model, used = tiny_llama(), []
+    hook = register_optimizer_step_pre_hook(lambda *_: used.append(gradients_in(model)))
+    names = run("ranks: accelerate", model=model, **mine)
+    hook.remove()
+    norm = torch.stack([x.norm() for x in expected.values()]).norm()
+    assert_close(names["norm"], norm)
+    assert norm > 1
+    (got,) = used
+    assert_close(got, {name: x / norm for name, x in expected.items()})
+    assert names["trained"] is model
+    assert all(p.grad is None for p in model.parameters())
 
 
 def ids_of(names: dict[str, Any]) -> tuple[Tensor, Tensor]:
