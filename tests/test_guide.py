@@ -85,6 +85,7 @@ def assert_close(got: Any, expected: Any) -> None:
 def test_every_snippet_is_tested() -> None:
     used = set(re.findall(r"run\(\s*\"(.+?)\"", Path(__file__).read_text(encoding="utf-8")))
     used |= {f"trainer: {which}" for which in ("before", "after")}  # in train
+    used |= {"ranks: windows"}  # in test_windows_of_a_loader
     used |= {f"fsdp: {which}" for which in ("before", "after")}  # in fsdp_rank
     used |= {f"ranks: {which}" for which in (*WRAPPERS, "fabric")}  # in wrapping_rank
     assert set(SNIPPETS) == used
@@ -318,6 +319,27 @@ def accelerated(mine: dict[str, Any], expected: dict[str, Tensor]) -> None:
     assert_close(got, {name: x / norm for name, x in expected.items()})
     assert names["trained"] is model
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("rows", [6, 8])
+def test_windows_of_a_loader(rows: int) -> None:
+    """Four micro-batches to an update: two updates, each at its last one, also where the last one is short."""
+    masks = batch(rows)["mask"]
+    loader = torch.utils.data.DataLoader([{"mask": row} for row in masks])  # type: ignore[arg-type, var-annotated]
+    seen: dict[str, Any] = {"torch": torch, "loader": loader}
+    totals, live, syncs = [], [], []
+
+    def update(total: Tensor, window: list[dict[str, Tensor]]) -> None:
+        totals.append(int(total))
+        live.append(sum(int(item["mask"].sum()) for item in window))
+        for _ in window:
+            with seen["accelerator"].accumulate(torch.nn.Linear(1, 1)):
+                syncs.append(seen["accelerator"].sync_gradients)
+
+    seen["update"] = update
+    exec(SNIPPETS["ranks: windows"], seen)
+    assert totals == live == [int(masks[:4].sum()), int(masks[4:].sum())]
+    assert syncs == [False, False, False, True] * 2
 
 
 def ids_of(names: dict[str, Any]) -> tuple[Tensor, Tensor]:
