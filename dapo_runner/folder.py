@@ -9,13 +9,14 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
+from dapo_runner.checkpoint import find_checkpoints
 from dapo_runner.config import Config, ConfigError, dump_config, flatten, parse_config
 from dapo_runner.records.metrics import METRICS_FILE
 from dapo_runner.records.run_log import CHECKPOINTS
@@ -122,8 +123,13 @@ def read_config(folder: Path) -> Config:
     return parse_config(yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8")))
 
 
-def changes_between(earlier: Config, config: Config) -> list[Change]:
-    before, now = (flatten(yaml.safe_load(dump_config(item))) for item in (earlier, config))
+def settings_of(config: Config) -> dict[str, Any]:
+    """By dotted keys, as YAML has them."""
+    return flatten(yaml.safe_load(dump_config(config)))
+
+
+def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """Of settings by dotted keys."""
     keys = sorted(before.keys() | now.keys())
     return [Change(key, before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)]
 
@@ -141,16 +147,17 @@ def check_same_run(config: Config, folder: Path) -> list[Change]:
     if not (folder / CONFIG_FILE).is_file():
         return []
     earlier = read_config(folder)
-    changes = changes_between(earlier, config)
+    changes = changes_between(settings_of(earlier), settings_of(config))
     refused = [str(change) for change in changes if not is_among(change.key, MAY_CHANGE)]
     if refused and not (folder / METRICS_FILE).exists():
         shutil.rmtree(folder / TINY_MODEL, ignore_errors=True)
         if earlier.run.from_ is not None:
             shutil.rmtree(folder / CHECKPOINTS / f"step_{earlier.run.forked_at:06d}", ignore_errors=True)
     elif refused:
+        forked = f", with run.from={folder}@STEP to go on from one of its checkpoints"
+        fork = forked if find_checkpoints(folder / CHECKPOINTS) else ""
         raise ConfigError(
-            f"{folder} holds a run with another configuration ({'; '.join(refused)}); choose another run.name, with "
-            f"run.from={folder}@STEP to go on from one of its checkpoints, or remove the folder "
-            "(docs/watching.md: what may change in a run)"
+            f"{folder} holds a run with another configuration ({'; '.join(refused)}); choose another "
+            f"run.name{fork}, or remove the folder (docs/watching.md: what may change in a run)"
         )
     return changes

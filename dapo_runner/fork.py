@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 from dapo_runner.checkpoint import Checkpoint, copy_checkpoint, find_checkpoints
 from dapo_runner.config import Config, ConfigError
-from dapo_runner.folder import CONFIG_FILE, TINY_MODEL, Change, changes_between, is_among, read_config
+from dapo_runner.folder import CONFIG_FILE, TINY_MODEL, Change, changes_between, is_among, read_config, settings_of
 from dapo_runner.records.metrics import read_log
 from dapo_runner.records.run_log import CHANGES_FILE, CHECKPOINTS, log_fork
 
@@ -20,7 +21,7 @@ FIXED = ("model.", "data.", "run.seed", "rollout.max_prompt_tokens")
 FREE = ("model.attention", "model.compile", "model.gradient_checkpointing")
 # What the groups left over were sampled and rewarded under.
 OF_GROUPS = ("reward.", "rollout.group_size", "rollout.max_response_tokens", "rollout.stop")
-OWN = ("run.name", "run.output_dir", "run.from")  # differ in any case
+OWN = ("run.name", "run.output_dir", "run.from", "ranks")  # differ in any case, or are no setting
 
 
 def find_origin(config: Config) -> tuple[Checkpoint, list[Change]]:
@@ -35,7 +36,8 @@ def find_origin(config: Config) -> tuple[Checkpoint, list[Change]]:
         raise ConfigError(f"run.from: expected a checkpoint of {source} after step {step}, it has {there} (run.keep)")
     if config.run.steps <= step:
         raise ConfigError(f"run.steps: expected more than the {step} steps of run.from, got {config.run.steps}")
-    changes = [change for change in changes_between(read_config(source), config) if change.key not in OWN]
+    changed = changes_between(_settings_at(source, step), settings_of(config))
+    changes = [change for change in changed if change.key not in OWN]
     refused = [str(change) for change in changes if is_among(change.key, FIXED) and change.key not in FREE]
     if refused:
         raise ConfigError(
@@ -43,6 +45,21 @@ def find_origin(config: Config) -> tuple[Checkpoint, list[Change]]:
             f"{'; '.join(refused)}; to train its weights on something else, name {found[step].model} as model.path"
         )
     return found[step], changes
+
+
+def _settings_at(source: Path, step: int) -> dict[str, Any]:
+    """Those that the checkpoint after ``step`` was made under: what was set otherwise from there on is undone."""
+    settings = settings_of(read_config(source))
+    for change in reversed(_changes(source)):
+        if change["step"] >= step:
+            settings[change["key"]] = change["before"]
+    return settings
+
+
+def _changes(folder: Path) -> list[dict[str, Any]]:
+    """The lines of its settings, the oldest first."""
+    path = folder / CHANGES_FILE
+    return [entry for entry in read_log(path) if entry["kind"] == "change"] if path.is_file() else []
 
 
 def start_fork(config: Config, folder: Path) -> Checkpoint:
@@ -59,8 +76,4 @@ def start_fork(config: Config, folder: Path) -> Checkpoint:
 
 def rewarded_otherwise(folder: Path) -> list[str]:
     """Settings of a fork under which the groups that its origin left over would be other ones."""
-    path = folder / CHANGES_FILE
-    if not path.is_file():
-        return []
-    keys = [entry["key"] for entry in read_log(path) if entry["kind"] == "change"]
-    return [key for key in keys if is_among(key, OF_GROUPS)]
+    return [change["key"] for change in _changes(folder) if is_among(change["key"], OF_GROUPS)]

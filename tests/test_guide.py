@@ -12,6 +12,7 @@ import pytest
 import torch
 from ranks import on_ranks
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 ROOT = Path(__file__).parent.parent
@@ -21,7 +22,7 @@ SNIPPETS = {
     for name, source in re.findall(r"<!-- (.+?) -->\n```python\n(.+?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
 }
 VOCAB, PROMPT = 61, 3
-WRAPPERS = ["before", "after", "accelerate"] + ["fabric"] * (importlib.util.find_spec("lightning_fabric") is not None)
+WRAPPERS = ["before", "after"] + ["fabric"] * (importlib.util.find_spec("lightning_fabric") is not None)
 
 
 def tiny_llama(**config: Any) -> LlamaForCausalLM:
@@ -66,8 +67,12 @@ def run(snippet: str, **names: Any) -> dict[str, Any]:
     return names
 
 
+def gradients_in(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    found = gradients_in(model)
     model.zero_grad()
     assert any(gradient.abs().sum() > 0 for gradient in found.values())
     return found
@@ -80,6 +85,7 @@ def assert_close(got: Any, expected: Any) -> None:
 def test_every_snippet_is_tested() -> None:
     used = set(re.findall(r"run\(\s*\"(.+?)\"", Path(__file__).read_text(encoding="utf-8")))
     used |= {f"trainer: {which}" for which in ("before", "after")}  # in train
+    used |= {"ranks: windows"}  # in test_windows_of_a_loader
     used |= {f"fsdp: {which}" for which in ("before", "after")}  # in fsdp_rank
     used |= {f"ranks: {which}" for which in (*WRAPPERS, "fabric")}  # in wrapping_rank
     assert set(SNIPPETS) == used
@@ -285,6 +291,7 @@ def gradients_of_one_process(**changes: Any) -> dict[str, Tensor]:
 def wrapping_rank(rank: int) -> None:
     """DDP, accelerate and, where it is installed, Fabric on a share of the batch, against one process on all of it."""
     expected, mine = gradients_of_one_process(), share_of(rank)
+    accelerated(mine, expected)
     for snippet in [f"ranks: {which}" for which in WRAPPERS]:
         model = tiny_llama()
         names = run(snippet, model=model, **mine)
@@ -297,6 +304,42 @@ def wrapping_rank(rank: int) -> None:
     error = sum((wrong[name] - x).square().sum() for name, x in right.items())
     error = (error / sum(x.square().sum() for x in right.values())).sqrt()
     assert error > 0.9  # what the page says of it
+
+
+def accelerated(mine: dict[str, Any], expected: dict[str, Tensor]) -> None:
+    """One clipped update, of the gradients that one process has."""
+    model, used = tiny_llama(), []
+    hook = register_optimizer_step_pre_hook(lambda *_: used.append(gradients_in(model)))
+    names = run("ranks: accelerate", model=model, **mine)
+    hook.remove()
+    norm = torch.stack([x.norm() for x in expected.values()]).norm()
+    assert_close(names["norm"], norm)
+    assert norm > 1
+    (got,) = used
+    assert_close(got, {name: x / norm for name, x in expected.items()})
+    assert names["trained"] is model
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("rows", [6, 8])
+def test_windows_of_a_loader(rows: int) -> None:
+    """Four micro-batches to an update: two updates, each at its last one, also where the last one is short."""
+    masks = batch(rows)["mask"]
+    loader = torch.utils.data.DataLoader([{"mask": row} for row in masks])  # type: ignore[arg-type, var-annotated]
+    seen: dict[str, Any] = {"torch": torch, "loader": loader}
+    totals, live, syncs = [], [], []
+
+    def update(total: Tensor, window: list[dict[str, Tensor]]) -> None:
+        totals.append(int(total))
+        live.append(sum(int(item["mask"].sum()) for item in window))
+        for _ in window:
+            with seen["accelerator"].accumulate(torch.nn.Linear(1, 1)):
+                syncs.append(seen["accelerator"].sync_gradients)
+
+    seen["update"] = update
+    exec(SNIPPETS["ranks: windows"], seen)
+    assert totals == live == [int(masks[:4].sum()), int(masks[4:].sum())]
+    assert syncs == [False, False, False, True] * 2
 
 
 def ids_of(names: dict[str, Any]) -> tuple[Tensor, Tensor]:

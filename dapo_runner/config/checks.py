@@ -23,7 +23,8 @@ def mismatches(config: Config) -> Iterator[str]:
         if overlong.cache_length >= config.overlong_max_length:
             yield (
                 f"reward.overlong.cache_length: expected less than L_max={config.overlong_max_length} "
-                f"(reward.overlong.max_length or rollout.max_response_tokens), got {overlong.cache_length}"
+                f"(reward.overlong.max_length or rollout.max_response_tokens), got {overlong.cache_length}; "
+                "reward.overlong.soft_punishment=false takes the length term away"
             )
     if config.responses_per_step % config.mini_batch_size:
         yield (

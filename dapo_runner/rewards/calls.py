@@ -12,7 +12,6 @@ place in the step.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
 import threading
 import time
@@ -25,7 +24,7 @@ from typing import Any
 
 from dapo_runner.config import RewardConfig
 from dapo_runner.rewards.alarm import LateError, call_within
-from dapo_runner.rewards.plugin import RewardError, Verdicts, explain, read_verdict
+from dapo_runner.rewards.plugin import RewardError, Verdicts, explain, is_async, read_verdict
 from dapo_runner.types import Completion, Prompt, Verdict
 
 ASYNC_CALLS = 64  # at a time, where the configuration does not say
@@ -50,8 +49,7 @@ class BatchCalls:
 
     def __init__(self, use: str, function: Callable[..., Any], config: RewardConfig, max_failed: float) -> None:
         self.use, self.function, self.config, self.max_failed = use, function, config, max_failed
-        called = function if inspect.isroutine(function) else type(function).__call__  # an object that is called
-        self.is_async = inspect.iscoroutinefunction(called)
+        self.is_async = is_async(function)
         self.concurrency = config.calls.concurrency or (ASYNC_CALLS if self.is_async else 1)
         self.counts: Counter[str] = Counter()
         self.allowed = 0  # failures of the batch at hand

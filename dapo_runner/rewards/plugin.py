@@ -68,7 +68,16 @@ def find_function(use: str) -> Callable[..., Any]:
             f"reward.kind: expected a function of (prompts, completions, rows), got {use!r} of completions and "
             "columns, as TRL calls it: dapo_runner.rewards.trl.from_trl makes one of the other"
         )
+    if is_async(function) and not takes_batch(function):
+        raise ConfigError(
+            f"reward.kind: an async reward takes (prompts, completions, rows), got {use!r} of {', '.join(parameters)}"
+        )
     return function
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    called = function if inspect.isroutine(function) else type(function).__call__  # an object that is called
+    return inspect.iscoroutinefunction(called)
 
 
 def takes_batch(function: Callable[..., Any]) -> bool:

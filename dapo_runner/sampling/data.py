@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -23,6 +24,7 @@ RECIPE_TEMPLATE = (
     "$Answer is the answer to the problem.\n\n{question}\n\n"
     'Remember to put your answer on its own line after "Answer:".'
 )
+_LETTER = re.compile(r"\W*[A-Z](?![^\W_])")  # what an answer that the reward `choice` can find begins with
 
 
 class Tokenizer(Protocol):
@@ -54,7 +56,7 @@ class DataReport:
             "duplicates": self.duplicates,
             f"rows of {self.conflicting_prompts} prompts with conflicting answers": self.conflicting,
             "held-out problems": self.in_heldout,
-            "prompts too long": self.too_long,
+            "prompts longer than rollout.max_prompt_tokens": self.too_long,
             "evaluation rows past their set's size": self.beyond_limit,
         }
         parts = [f"{count} {what}" for what, count in dropped.items() if count]
@@ -107,6 +109,11 @@ def load_data(config: Config, tokenizer: Tokenizer) -> Dataset:
     report.train, report.heldout = len(dataset.train), len(dataset.heldout)
     if not dataset.train:
         raise ConfigError(f"data: no training prompt is left: {report.describe()}")
+    if "choice" in config.reward.uses and not any(_LETTER.match(prompt.answer) for prompt in dataset.train):
+        raise ConfigError(
+            "reward: expected answers that are letters (A, B, …) for the reward choice, got "
+            f"{shorten(dataset.train[0].answer)}: data.columns.choices names the column of what there is to choose from"
+        )
     return dataset
 
 

@@ -100,7 +100,10 @@ def _load_dataset(path: Path, subset: str | None, split: str) -> Iterator[dict[s
 
     try:
         if (path / "dataset_dict.json").is_file():
-            rows = datasets.load_from_disk(str(path))[split]
+            splits = datasets.load_from_disk(str(path))
+            if split not in splits:
+                raise ValueError(f"it has the splits {', '.join(map(repr, splits))}")
+            rows = splits[split]
         elif (path / "dataset_info.json").is_file():
             rows = datasets.load_from_disk(str(path))
         else:
@@ -164,7 +167,7 @@ def _from_columns(row: Mapping[str, Any], columns: ColumnsConfig) -> Problem:
     *context, (role, question) = _messages(row[columns.prompt])
     if role != "user":
         raise ValueError("the last message must be the user's")
-    choices = None if columns.choices is None else _choices(row[columns.choices])
+    choices = None if columns.choices is None else _choices(row[columns.choices], columns.choices)
     if choices is not None:
         question = "\n".join([question.strip(), *(f"{letter}. {text}" for letter, text, _ in choices)])
     answer = ""
@@ -188,14 +191,16 @@ def _messages(prompt: Any) -> list[tuple[str, str]]:
     return messages
 
 
-def _choices(column: Any) -> list[tuple[str, str, Any]]:
+def _choices(column: Any, name: str) -> list[tuple[str, str, Any]]:
     """Letter, text and label of each. A label is what the data set calls it ({text, label}, as in ARC), else its place
     from 0.
     """
-    texts, labels = (column["text"], column["label"]) if isinstance(column, Mapping) else (column, range(len(column)))
+    texts, labels = (column["text"], column["label"]) if isinstance(column, Mapping) else (column, None)
+    if not isinstance(texts, list):
+        raise ValueError(f"expected a list of texts in data.columns.choices={name}, got {shorten(texts, 40)}")
     if not 2 <= len(texts) <= len(ascii_uppercase):
         raise ValueError(f"expected 2 to {len(ascii_uppercase)} choices, found {len(texts)}")
-    return list(zip(ascii_uppercase[: len(texts)], texts, labels, strict=True))
+    return list(zip(ascii_uppercase[: len(texts)], texts, range(len(texts)) if labels is None else labels, strict=True))
 
 
 def _letter(choices: list[tuple[str, str, Any]], answer: Any) -> str:

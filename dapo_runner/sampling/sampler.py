@@ -211,12 +211,15 @@ def prompts_for(groups: int, acceptance: float) -> int:
 
 
 def _advice(stats: SamplingStats, n_prompts: int) -> str:
+    solved = "The problems are mostly solved: harder data, or the end of this run."
+    if 4 * stats.all_right >= 3 * stats.groups:  # cut or not
+        return solved
     if stats.mixed and stats.groups > n_prompts:
         return f"The {n_prompts} prompts were gone through {stats.groups / n_prompts:.1f} times: more data."
     if 2 * stats.truncated >= stats.samples:
         return "Most samples were cut: raise rollout.max_response_tokens."
     if stats.all_right >= stats.all_wrong:
-        return "The problems are mostly solved: harder data, or the end of this run."
+        return solved
     return "The problems are mostly out of reach: easier data, larger groups, or check the answer format."
 
 

@@ -59,8 +59,8 @@ def make_sample(
 
 
 def make_group(pattern: str, name: str = "p") -> Group:
-    """One sample per letter: R right, W wrong, T wrong and truncated."""
-    samples = tuple(make_sample(letter == "R", truncated=letter == "T") for letter in pattern)
+    """One sample per letter: R right, W wrong, C right and truncated, T wrong and truncated."""
+    samples = tuple(make_sample(letter in "RC", truncated=letter in "TC") for letter in pattern)
     return Group(make_prompt(name), samples)
 
 

@@ -37,7 +37,7 @@ MODEL = ["model.tiny=null", "model.path=MODEL", "data.format=gsm8k", "data.path=
             [*MODEL, "data.eval_size=4"],
             "data.eval_size: expected fewer than the 3 problems of the training file, got 4",
         ),
-        ([*MODEL, "rollout.max_prompt_tokens=1"], "data: no training prompt is left"),
+        ([*MODEL, "rollout.max_prompt_tokens=1"], "prompts longer than rollout.max_prompt_tokens"),
         ([*MODEL, "data.chat_template=always"], "data.chat_template: expected a tokenizer with a chat template"),
         ([*MODEL, "model.path=EMPTY"], "model.path: expected a model in transformers' format, found no config.json in"),
         ([*MODEL, "model.path=no/such/model"], "no model of the hub can have that name"),

@@ -90,6 +90,13 @@ def test_anything_else_is_refused(source: Path, section: str, values: dict[str, 
         train(config_in(source.parent, **{section: values}), SilentProgress())
 
 
+def test_a_fork_is_advised_only_where_there_is_a_checkpoint(source: Path, tmp_path: Path) -> None:
+    copy_through(source, tmp_path, 0)
+    with pytest.raises(ConfigError, match=r"choose another run\.name, or remove the folder") as caught:
+        train(config_in(tmp_path, rollout={"temperature": 0.7}), SilentProgress())
+    assert "run.from" not in str(caught.value)
+
+
 def test_the_list_names_settings_that_exist() -> None:
     def keys(section: Any, prefix: str = "") -> set[str]:
         found: set[str] = set()
@@ -166,6 +173,23 @@ def test_a_fork_may_be_set_otherwise(source: Path, tmp_path: Path) -> None:
     assert [event["train/lr"] for event in steps] == [1e-4, 1e-4]
     changes = {event["key"]: event["after"] for event in read_log(fork / CHANGES_FILE)[1:]}
     assert changes == {"optimizer.lr": 1e-4, "rollout.temperature": 0.9}
+
+
+def test_a_fork_is_held_against_the_settings_at_its_checkpoint(source: Path, tmp_path: Path) -> None:
+    """Not against those that its run went on with."""
+    run = copy_through(source, tmp_path, 4)
+    for lr in (1e-4, 1e-5):
+        train(
+            config_in(tmp_path, run={"steps": 6 if lr < 1e-4 else 5, "keep": 9}, optimizer={"lr": lr}), SilentProgress()
+        )
+    forks = {}
+    for step in (3, 4, 5):
+        fork = train(
+            fork_config(run, tmp_path, step, run={"name": f"at{step}"}, optimizer={"lr": 1e-5}), SilentProgress()
+        )
+        forks[step] = {event["key"]: (event["before"], event["after"]) for event in read_log(fork / CHANGES_FILE)[1:]}
+    start = {"optimizer.lr": (1e-3, 1e-5)}
+    assert forks == {3: start, 4: start, 5: {"optimizer.lr": (1e-4, 1e-5), "run.steps": (5, 6)}}
 
 
 def test_a_fork_that_was_killed_before_it_saved_begins_again(

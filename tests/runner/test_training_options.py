@@ -16,7 +16,7 @@ from small import small_recipe
 from test_train import Notes, config_in
 
 from dapo_runner.cli import main
-from dapo_runner.config import Config, ConfigError, OptimizerConfig, RunConfig, parse_config
+from dapo_runner.config import Config, ConfigError, OptimizerConfig, RunConfig, load_config, parse_config
 from dapo_runner.policy.model import load_policy
 from dapo_runner.preflight.algorithm import algorithm
 from dapo_runner.records.metrics import read_log
@@ -26,7 +26,7 @@ from dapo_runner.update.schedule import learning_rate
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training-options.md").read_text(encoding="utf-8")
 SNIPPETS = dict(re.findall(r"<!-- (.+?) -->\n```\w*\n(.+?)```", PAGE, re.DOTALL))
-PYTHON, COMMANDS = {"python", "python: recipe", "reading"}, {"resuming", "forking"}
+PYTHON, COMMANDS = {"python", "python: recipe", "python: vary", "reading"}, {"resuming", "forking"}
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +62,14 @@ def test_python() -> None:
     events = read_log(names["folder"] / "metrics.jsonl")
     assert [event["step"] for event in events if event["kind"] == "step"] == [1, 2, 3]
     assert len(SNIPPETS["python"].strip().splitlines()) <= 15
+
+
+def test_a_configuration_that_differs() -> None:
+    names: dict[str, Any] = {}
+    exec(SNIPPETS["python: vary"], names)
+    assert names["longer"] == load_config("mine.yaml", ["run.steps=4"]) != names["config"]
+    with pytest.raises(ValueError, match="frozen"):
+        names["config"].run.steps = 4
 
 
 def test_python_with_a_recipe_and_reading_what_it_left(folder: Path) -> None:

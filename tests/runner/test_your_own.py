@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,9 @@ import pytest
 import yaml
 from builders import CharTokenizer, make_completion, make_prompt, write_rows
 
+from dapo_runner.cli import main
 from dapo_runner.config import Config, parse_config
+from dapo_runner.records.metrics import read_log
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.sampling.data import load_data
 from dapo_runner.types import Group
@@ -53,7 +56,7 @@ def score(config: Config, *texts: str) -> Group:
 
 
 def test_every_snippet_is_tested() -> None:
-    tested = set(re.findall(r'"((?:data|reward): [\w ]+)"', Path(__file__).read_text(encoding="utf-8")))
+    tested = set(re.findall(r'"((?:data|reward): [\w ]+|recipe)"', Path(__file__).read_text(encoding="utf-8")))
     assert tested | {f"reward: {name}" for name in ("function", "trl", "async")} == SNIPPETS.keys()
     assert PAGE.count("```") == 2 * len(SNIPPETS)
 
@@ -76,6 +79,21 @@ def test_evaluation_sets() -> None:
     ]  # fmt: skip
     assert dataset.heldout[2].text == "Which?\nA. this\nB. that"
     assert len(dataset.train) == 7
+
+
+def test_choices() -> None:
+    (prompt,) = load_data(config_of("data: choice"), CharTokenizer()).train
+    assert prompt.text.endswith(
+        "?\nA. this\nB. that\nEnd with a line 'Answer: X', X being the letter of the right option."
+    )
+
+
+def test_a_whole_recipe(folder: Path, model_folder: Path) -> None:
+    shutil.copytree(model_folder, folder / "models" / "mine")
+    (folder / "mine.yaml").write_text(SNIPPETS["recipe"])
+    assert main(["train", "mine.yaml"]) == 0
+    events = read_log(folder / "runs" / "mine" / "metrics.jsonl")
+    assert [event["train/lr"] for event in events if event["kind"] == "step"] == [1e-6, 1e-6]
 
 
 def test_parts() -> None:

@@ -150,7 +150,10 @@ def test_a_file_is_read_as_the_command_line_is(tmp_path: Path) -> None:
         ("data.template=solve", ["template", "{question}", "'solve'"]),
         ("reward.kind=magic", ["kind", "module:function", "'magic'"]),
         ("reward.correct=-1", ["correct must be > wrong=-1"]),
-        ("reward.overlong.cache_length=64", ["reward.overlong.cache_length", "less than L_max=64", "got 64"]),
+        (
+            "reward.overlong.cache_length=64",
+            ["reward.overlong.cache_length", "less than L_max=64", "got 64", "soft_punishment=false"],
+        ),
         ("reward.overlong.max_length=65", ["reward.overlong.max_length", "at most", "64", "got 65"]),
         ("optimizer.mini_batch_size=100", ["optimizer.mini_batch_size", "divisor of the 512", "got 100"]),
         ("optimizer.token_budget=94", ["optimizer.token_budget", "at least 95", "got 94"]),

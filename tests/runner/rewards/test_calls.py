@@ -220,6 +220,12 @@ def test_a_function_of_trl_is_told_what_to_do(modules: Path) -> None:
         load_reward(config.reward)
 
 
+def test_an_async_function_of_one_answer_is_refused(modules: Path) -> None:
+    config = config_of(modules, "single", "async def reward(prompt, completion): return 0.0")
+    with pytest.raises(ConfigError, match=r"an async reward takes \(prompts, completions, rows\), got .*single:reward"):
+        load_reward(config.reward)
+
+
 @pytest.mark.parametrize("how", ["def", "async def"])
 def test_functions_of_trl_work_through_one_line(modules: Path, how: str) -> None:
     body = f"""

@@ -87,6 +87,24 @@ def test_choices_get_letters(tmp_path: Path, choices: Any, answer: Any, letter: 
     assert read(tmp_path, {"q": "Which?", "o": choices}, choices="o").answer == ""
 
 
+def test_a_choice_is_of_letters(tmp_path: Path) -> None:
+    path, named = (
+        write_rows(tmp_path / "d.jsonl", [{"q": "Which?", "o": ["x", "y"], "a": 1}]),
+        {"prompt": "q", "answer": "a"},
+    )
+
+    def load(**columns: str) -> list[str]:
+        data = {"format": "auto", "path": path, "eval_size": 0, "columns": columns}
+        config = make_config(data=data, reward={"kind": "choice"})
+        return [prompt.answer for prompt in load_data(config, CharTokenizer()).train]
+
+    with pytest.raises(ConfigError, match=r"for the reward choice, got '1': data\.columns\.choices names"):
+        load(**named)
+    assert load(**named, choices="o") == ["B"]
+    write_rows(path, [{"q": "Which?", "a": "(B) y"}])
+    assert load(**named) == ["(B) y"]
+
+
 @pytest.mark.parametrize(
     ("value", "text"), [(5, "5"), (0.5, "0.5"), ([1, "a"], '[1, "a"]'), ({"k": "é"}, '{"k": "é"}'), (True, "true")]
 )
@@ -107,6 +125,7 @@ def test_an_answer_that_is_no_text_is_written_as_json(tmp_path: Path, value: Any
         ({"q": [{"role": "assistant", "content": "x"}], "a": "1"}, "the last message must be the user's"),
         ({"q": "?", "a": "W", "o": ["x", "y"]}, "the answer 'W' is none of the choices"),
         ({"q": "?", "a": "A", "o": ["x"]}, "expected 2 to 26 choices, found 1"),
+        ({"q": "?", "a": "A", "o": "x, y"}, "expected a list of texts in data.columns.choices=o, got 'x, y'"),
     ],
 )
 def test_rows_that_do_not_fit_are_named(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
@@ -130,6 +149,10 @@ def test_hugging_face_folders(tmp_path: Path, how: str, monkeypatch: pytest.Monk
     config = config_of(folder, split="test", columns={"prompt": "q", "answer": "a"})
     assert missing_data(folder) is None
     assert [prompt.row for prompt in load_data(config, CharTokenizer()).train] == ROWS
+    if how != "saved":
+        there = "'train', 'test'" if how == "saved splits" else r"\['test'\]"
+        with pytest.raises(ConfigError, match=f"split 'dev' at .*{there}"):
+            load_data(config_of(folder, split="dev", columns={"prompt": "q", "answer": "a"}), CharTokenizer())
 
 
 def test_a_name_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -405,7 +405,15 @@ def test_exhaustion_explains_itself() -> None:
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(("pattern", "part"), [("TTTT", "raise rollout.max_response_tokens"), ("WWWW", "out of reach")])
+@pytest.mark.parametrize(
+    ("pattern", "part"),
+    [
+        ("TTTT", "raise rollout.max_response_tokens"),
+        ("WWWW", "out of reach"),
+        ("RRRR", "mostly solved"),
+        ("CCCC", "mostly solved"),  # cut, and right
+    ],
+)
 def test_advice_follows_the_cause(pattern: str, part: str) -> None:
     with pytest.raises(SamplingExhaustedError, match=part):
         make_sampler(max_rounds=1).next(Engine(lambda i: pattern))
