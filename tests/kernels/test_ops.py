@@ -327,7 +327,7 @@ assert not {"transformers", "trl", "verl", "triton"} & set(sys.modules), "import
 assert set(dapo_kernels.__all__) == {
     "dapo_loss", "linear_dapo_loss", "policy_loss", "token_logprobs", "linear_token_logprobs",
     "policy_loss_from_logits", "policy_loss_from_hidden",
-    "Objective", "OBJECTIVES", "reduce_metrics", "summarize", "use_backend"}
+    "Objective", "OBJECTIVES", "reduce_metrics", "summarize", "use_backend", "__version__"}
 """
     _run(program)
 
