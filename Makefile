@@ -30,7 +30,7 @@ test: install
 
 # Runs on 2 and 4 processes, over gloo.
 test-ranks: install
-	$(BIN)/python -m pytest -n 2 -m "ranks and not slow" tests/runner
+	$(BIN)/python -m pytest -n 2 -m "ranks and not slow"
 
 # vLLM wants other versions than ours of what both need, and a gigabyte of it: a folder of its own.
 VLLM_VENV ?= .venv-vllm

@@ -1,8 +1,16 @@
 """`python -m dapo_runner`: the `dapo` command, for torchrun."""
 
+import atexit
+import os
 import sys
 
 from dapo_runner.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if "RANK" in os.environ:  # gloo's threads, where they outlive the interpreter, abort the process
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

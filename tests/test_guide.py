@@ -172,6 +172,7 @@ def train_on_a_rank(rank: int, folder: Path) -> None:
     torch.save(weights, folder / f"{rank}.pt")
 
 
+@pytest.mark.ranks
 def test_trainer_on_ranks(tmp_path: Path) -> None:
     """All rows in every update, on two ranks and in one process."""
     on_ranks(2, train_on_a_rank, tmp_path)
@@ -364,10 +365,12 @@ def fsdp_rank(rank: int) -> None:
     assert names["model"].lm_head.weight.grad.full_tensor().isfinite().all()
 
 
+@pytest.mark.ranks
 def test_ranks() -> None:
     on_ranks(2, wrapping_rank)
 
 
+@pytest.mark.ranks
 def test_fsdp2() -> None:
     on_ranks(2, fsdp_rank)
 

@@ -339,15 +339,18 @@ def check_loops(folder: Path, *loops: Loop) -> None:
             assert ranks[0]["reduced"] == pytest.approx(summarize(out.metrics), rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.ranks
 def test_ddp_fsdp2_and_accelerate_give_the_gradient_of_one_process(tmp_path: Path) -> None:
     check_loops(tmp_path, ddp, fsdp2, fsdp2_head_apart, accelerate, beside_ddp)
 
 
+@pytest.mark.ranks
 def test_lightning_fabric_gives_the_gradient_of_one_process(tmp_path: Path) -> None:
     pytest.importorskip("lightning_fabric", reason="lightning-fabric is not installed")
     check_loops(tmp_path, fabric)
 
 
+@pytest.mark.ranks
 def test_fabric_rounds_and_says_so() -> None:
     lightning_fabric = pytest.importorskip("lightning_fabric", reason="lightning-fabric is not installed")
 

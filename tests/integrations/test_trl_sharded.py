@@ -58,6 +58,7 @@ def worker(rank: int, folder: Path) -> None:
             torch.save(gradients, folder / f"own_unit={own_unit}.pt")
 
 
+@pytest.mark.ranks
 def test_gradient_of_a_sharded_model(tmp_path: Path) -> None:
     """``own_unit``: the head is sharded by itself, and nothing calls the module that would gather it."""
     on_ranks(RANKS, worker, tmp_path)

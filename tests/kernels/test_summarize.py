@@ -232,6 +232,7 @@ def reduce_on_a_rank(rank: int, folder: Path) -> None:
     (folder / str(rank)).write_text(json.dumps(reduced))
 
 
+@pytest.mark.ranks
 def test_reduced_over_ranks_is_summarized_over_all_their_micro_batches(tmp_path: Path) -> None:
     on_ranks(RANKS, reduce_on_a_rank, tmp_path)
     ranks = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(RANKS)]

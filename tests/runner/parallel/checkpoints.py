@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from builders import make_config, make_group, make_prompt, random_sequences
 from gradients import open_case
+from launch import leave
 
 from dapo_runner.checkpoint import (
     BackgroundSaves,
@@ -161,3 +162,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from builders import make_config, random_sequences
+from launch import leave
 
 from dapo_runner.config import Config
 from dapo_runner.parallel.sharding import whole
@@ -79,3 +80,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

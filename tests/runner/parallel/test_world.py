@@ -36,6 +36,7 @@ for ask in (world.agree, world.together, world.on_first, world.first):
 told += [world.gather(world.rank * 10), world.any(world.rank == 2), world.any(False), world.first(lambda: world.rank)]
 with open(f"{sys.argv[1]}/{world.rank}.json", "w") as file:
     json.dump(told, file)
+os._exit(0)
 """
 
 

@@ -9,6 +9,8 @@ import signal
 import sys
 from typing import Any
 
+from launch import leave
+
 from dapo_runner.checkpoint import sharded
 from dapo_runner.cli import main
 
@@ -33,3 +35,4 @@ if __name__ == "__main__":
             die_in_a_write()
         overrides = [f"run.name={name}", f"run.async_save={str(name != 'whole').lower()}"]
         assert main(["train", recipe, *overrides]) == 0
+    leave()
