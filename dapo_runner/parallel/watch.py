@@ -87,17 +87,21 @@ def _blame(notes: dict[int, dict[str, Any]], own: int) -> str:
     for rank, note in notes.items():
         if note["error"] is not None:
             return f"rank {rank} on {note['host']} stopped: {note['error']}"
+    elsewhere = [rank for rank in notes if notes[rank]["phase"] != notes[own]["phase"]]
     host, deadline = socket.gethostname(), time.monotonic() + DYING
-    while time.monotonic() < deadline:  # its connections close before it is gone
-        for rank, note in notes.items():
-            if note["host"] == host and not _is_alive(note["pid"]):
-                return (
-                    f"rank {rank} on {host} (process {note['pid']}) is gone, killed in {note['phase']!r}: look for the "
-                    "kernel's out-of-memory killer; the same command goes on from the last checkpoint"
-                )
+    while True:  # its connections close before it is gone; others may go because it did
+        dead = [rank for rank in notes if notes[rank]["host"] == host and not _is_alive(notes[rank]["pid"])]
+        too_late = time.monotonic() > deadline
+        for rank in [rank for rank in dead if rank in elsewhere] or (dead if too_late else []):
+            note = notes[rank]
+            return (
+                f"rank {rank} on {host} (process {note['pid']}) is gone, killed in {note['phase']!r}: look for the "
+                "kernel's out-of-memory killer; the same command goes on from the last checkpoint"
+            )
+        if too_late:
+            break
         time.sleep(0.05)
     others = [rank for rank in notes if rank != own]
-    elsewhere = [rank for rank in others if notes[rank]["phase"] != notes[own]["phase"]]
     rank = min(elsewhere or others, key=lambda rank: notes[rank]["since"])
     note = notes[rank]
     return (

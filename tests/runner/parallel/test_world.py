@@ -101,11 +101,13 @@ def test_an_engine_that_shares_nothing_is_not_shared() -> None:
 
 
 STUCK = """
-import os, sys, time
+import os, signal, sys, time
 from builders import make_config
 from dapo_runner.parallel.world import open_world
 world = open_world(make_config(parallel={"timeout": 3.0}))
 world.watch.at("rollout")
+if world.rank != 1:  # as a run, which torchrun's signal does not end at once
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 try:
     if world.rank == 1:
         if sys.argv[1] == "stuck":
