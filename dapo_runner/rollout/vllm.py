@@ -14,6 +14,7 @@ What it takes to keep vLLM and a learner in one process and in agreement, each l
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import importlib.util
 import os
@@ -48,8 +49,10 @@ class VLLMEngine:
         self.tokenizer = tokenizer
         self.max_tokens = config.longest_sequence
         self.device = device
-        if world.leads_engine:
-            _remove_shared_memory(range(world.rank, world.rank + tensor))
+        if world.leads_engine and tensor > 1:
+            ranks = range(world.rank, world.rank + tensor)
+            _remove_shared_memory(ranks)
+            atexit.register(_remove_shared_memory, ranks)
         with _threads_kept():
             launched = {} if world.alone else {"distributed_executor_backend": "external_launcher"}
             arguments = _arguments(path, config, device) | launched | {"tensor_parallel_size": tensor}
@@ -143,8 +146,8 @@ class VLLMEngine:
 
 
 def _remove_shared_memory(ranks: range) -> None:
-    """On a CPU the ranks of an engine talk through memory of a fixed name, which a killed run leaves behind and the
-    next cannot make.
+    """On a CPU the ranks of an engine talk through memory of a fixed name; where that is left, the next run cannot make
+    it.
     """
     for leftover in Path("/dev/shm").glob(f"*-tp:*-[[]{'-'.join(map(str, ranks))}[]]-cpushm*"):
         leftover.unlink(missing_ok=True)
