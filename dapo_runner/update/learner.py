@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dapo_kernels import Objective, linear_dapo_loss, linear_token_logprobs, objectives, policy_loss, summarize
+from dapo_kernels import Objective, linear_dapo_loss, linear_token_logprobs, objectives, policy_loss, reduce_metrics
 from dapo_kernels.logprobs import TokenStats
 from dapo_kernels.losses import LossOutput
 from dapo_kernels.metrics import COUNTS
@@ -320,17 +320,11 @@ class Learner:
     def _figures(self, outs: Sequence[LossOutput], norm: Tensor, rate: float) -> dict[str, float]:
         """Of an update, over the micro-batches of all ranks."""
         loss_sum, grad_norm = torch.stack([torch.stack([out.loss.detach() for out in outs]).sum(), norm]).tolist()
-        metrics = [out.metrics for out in outs]
-        if not self.world.alone:
-            loss_sum, metrics = self._over_ranks(loss_sum, metrics)
-        return {"loss": loss_sum, "grad_norm": grad_norm, "lr": rate, **summarize(metrics)}
-
-    def _over_ranks(self, loss: float, metrics: Sequence[Any]) -> tuple[float, list[Any]]:
         # Ranks that share positions have a part of the loss each, or all of them the same.
         counts = self.by_token or self.world.sequence_rank == 0
-        sums = [{name: value.cpu() for name, value in part.items()} for part in metrics]
-        parts = [part for part in self.world.gather((loss, sums) if counts else None) if part is not None]
-        return math.fsum(part for part, _ in parts) / self.world.size, [one for _, part in parts for one in part]
+        loss = math.fsum(self.world.gather(loss_sum if counts else 0.0)) / self.world.size
+        metrics = reduce_metrics([out.metrics for out in outs] if counts else [])
+        return {"loss": loss, "grad_norm": grad_norm, "lr": rate, **metrics}
 
     def _check_finite(self, figures: dict[str, float], step: int, mini: MiniBatch) -> None:
         loss, norm, nonfinite = figures["loss"], figures["grad_norm"], figures["nonfinite"]
