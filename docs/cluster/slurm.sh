@@ -13,7 +13,8 @@ set -euo pipefail
 
 RECIPE=${RECIPE:-recipes/qwen2.5-32b.yaml}
 PORT=${PORT:-29500}
-host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+host=${hosts%%$'\n'*}
 
 # --signal sends SIGTERM that long before the limit; torchrun passes it on, and kills what is left after the shutdown
 # timeout. run.grace is how long a rank may count on: a step that would take longer is given up.

@@ -116,7 +116,7 @@ def test_the_slurm_script(tmp_path: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
     for name, body in (
         ("srun", 'printf "%s\\n" "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" "$@"'),
-        ("scontrol", "echo a1; echo a2"),
+        ("scontrol", "echo a1; sleep 0.1; echo a2"),
     ):
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
