@@ -77,6 +77,7 @@ def check_page(recipe: Path, config: Config, found: Simulation) -> None:
 
 
 @pytest.mark.usefixtures("eight_layers")
+@pytest.mark.ranks
 def test_the_papers_recipe() -> None:
     config, shape, found = simulated(PAPER)
     assert (found.positions, micro_batches(config), extra_forwards(config)) == (22528 // 8, 32, 15)
@@ -92,6 +93,7 @@ def test_all_layers_of_the_papers_recipe() -> None:
     check_page(PAPER, config, found)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("recipe", "parameters"), [(SEVEN, 7.616e9), (EIGHT, 8.191e9)], ids=["7b", "8b"])
 def test_the_recipes_beside_it(recipe: Path, parameters: float) -> None:
     config, shape, found = simulated(recipe)
@@ -105,6 +107,7 @@ def test_the_recipes_beside_it(recipe: Path, parameters: float) -> None:
 LAYOUTS: list[dict[str, int]] = [{"gpus": 4}, {"gpus": 4, "replicate": 2, "sequence": 2}, {"gpus": 4, "sequence": 2}]
 
 
+@pytest.mark.ranks
 def test_a_pretended_rank_is_a_real_one(tmp_path: Path, model_folder: Path) -> None:
     cases: list[dict[str, Any]] = [
         {"parallel": layout, "loss": {"objective": name}, "model": {"lora": lora}}
