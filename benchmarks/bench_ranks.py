@@ -19,7 +19,10 @@ from typing import Any, NamedTuple
 from benchmarks import machine
 
 ROOT = Path(__file__).parent.parent
-STEPS = 4  # the first is left out
+STEPS = 4
+WARM_UP = 1  # steps left out: memory is taken and kept, and kernels are made
+ROUNDS = 2  # of all sides in turn, as a machine's speed drifts
+PROMPTS, RESPONSES, TOKENS = 4, 16, 128
 PHASES_SHOWN = 6
 
 
@@ -53,25 +56,25 @@ def recipe(model: str, folder: str, name: str, threads: int) -> dict[str, Any]:
             "chat_template": "never",
             "arithmetic": {"operators": ["+", "*"], "max_digits": 1, "train_size": 100, "eval_size": 2},
         },
-        "rollout": {"group_size": 16, "max_prompt_tokens": 16, "max_response_tokens": 32},
-        "sampler": {"prompts_per_step": 4, "filter_groups": False},
+        "rollout": {"group_size": RESPONSES, "max_prompt_tokens": 16, "max_response_tokens": TOKENS},
+        "sampler": {"prompts_per_step": PROMPTS, "filter_groups": False},
         "reward": {"kind": "integer", "overlong": {"soft_punishment": False}},
-        "optimizer": {"lr": 1e-6, "warmup_steps": 0, "mini_batch_size": None, "token_budget": 4096},
+        "optimizer": {"lr": 1e-6, "warmup_steps": 0, "mini_batch_size": None, "token_budget": 16384},
         "evaluation": {"k": 1},
         "logging": {"progress": "off"},
     }
 
 
 def measure(side: Side, model: str, folder: str) -> list[dict[str, float]]:
-    """The seconds of each step after the first, by phase."""
+    """The seconds of each step after the warm-up, by phase."""
     path = Path(folder) / "recipe.json"  # JSON is YAML
-    path.write_text(json.dumps(recipe(model, folder, f"ranks{side.ranks}", side.threads)))
+    path.write_text(json.dumps(recipe(model, folder, "run", side.threads)))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(side.ranks)]
     command = [sys.executable, *(launcher if side.ranks else []), "-m", "dapo_runner", "train", str(path)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(side.threads)}
     subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
-    lines = (Path(folder) / f"ranks{side.ranks}" / "timings.jsonl").read_text().splitlines()
-    steps = [event for event in map(json.loads, lines) if event["kind"] == "step"][1:]
+    lines = (Path(folder) / "run" / "timings.jsonl").read_text().splitlines()
+    steps = [event for event in map(json.loads, lines) if event["kind"] == "step"][WARM_UP:]
     kept = [
         {key.removeprefix("seconds/"): value for key, value in event.items() if key.startswith("seconds/")}
         for event in steps
@@ -98,9 +101,10 @@ def write_page(sides: dict[Side, list[dict[str, float]]], here: dict[str, Any]) 
     versions = ", ".join(f"{name} {here['versions'][name]}" for name in ("torch", "transformers"))
     return f"""# A step of SmolLM2-135M on one process and on ranks
 
-`python -m benchmarks.bench_ranks`: 4 prompts × 16 responses of up to 32 tokens, bfloat16, engine `hf`, one update;
-seconds, medians of {STEPS - 1} steps after the first, saving left out. {here["cpu"]}, {here["cores"]} cores,
-{here["memory_gib"]} GiB; {versions}; commit {here["commit"]}; load before: {here["load_average"][0]}.
+`python -m benchmarks.bench_ranks`: {PROMPTS} prompts × {RESPONSES} responses of up to {TOKENS} tokens, bfloat16, engine
+`hf`, one update of one micro-batch a rank; seconds, medians of {ROUNDS} × {STEPS - WARM_UP} steps, the sides in turn, the first
+{WARM_UP} of each process and saving left out. {here["cpu"]}, {here["cores"]} cores, {here["memory_gib"]} GiB; {versions};
+commit {here["commit"]}; load before: {here["load_average"][0]}.
 
 | how | a step | ÷ one process | {heads} |
 |---|---:|---:|{"---:|" * len(phases)}
@@ -114,8 +118,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     here = machine.describe()
-    with tempfile.TemporaryDirectory() as folder:
-        sides = {side: measure(side, str(Path(options.model).resolve()), folder) for side in SIDES}
+    sides: dict[Side, list[dict[str, float]]] = {side: [] for side in SIDES}
+    for _ in range(ROUNDS):
+        for side in SIDES:
+            with tempfile.TemporaryDirectory() as folder:
+                sides[side] += measure(side, str(Path(options.model).resolve()), folder)
     options.out.write_text(write_page(sides, here), encoding="utf-8")
     print(options.out.read_text(encoding="utf-8"))
 
