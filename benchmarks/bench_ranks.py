@@ -102,8 +102,9 @@ def write_page(sides: dict[Side, list[dict[str, float]]], here: dict[str, Any]) 
     return f"""# A step of SmolLM2-135M on one process and on ranks
 
 `python -m benchmarks.bench_ranks`: {PROMPTS} prompts × {RESPONSES} responses of up to {TOKENS} tokens, bfloat16, engine
-`hf`, one update of one micro-batch a rank; seconds, medians of {ROUNDS} × {STEPS - WARM_UP} steps, the sides in turn, the first
-{WARM_UP} of each process and saving left out. {here["cpu"]}, {here["cores"]} cores, {here["memory_gib"]} GiB; {versions};
+`hf`, one update of one micro-batch a rank; seconds, medians of {ROUNDS} × {STEPS - WARM_UP} steps, the sides in turn
+and the first {WARM_UP} of each process left out, as saving is. {here["cpu"]}, {here["cores"]} cores,
+{here["memory_gib"]} GiB; {versions};
 commit {here["commit"]}; load before: {here["load_average"][0]}.
 
 | how | a step | ÷ one process | {heads} |

@@ -48,7 +48,13 @@ TOO_LARGE = (
 )
 # What triton_suite.py asks of the kernels once: padded rows and rows of a part of the batch have the bits of the packed
 # whole's, and dead tokens leave no trace. The rest of these is the host's, whatever the backend.
-ASKED_ONCE = ("micro_batches", "(test_a_row_alone and padded)", "(test_family and test_dead_tokens)")
+ASKED_ONCE = (
+    "micro_batches",
+    "main_grad",
+    "keywords_say_the_same",
+    "(test_a_row_alone and padded)",
+    "(test_family and test_dead_tokens)",
+)
 
 
 @needs_triton
