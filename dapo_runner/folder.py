@@ -27,6 +27,7 @@ TINY_MODEL = "model"
 # What may change in a run's folder; `changes.jsonl` says what did, after which step. A name that ends in a point stands
 # for its whole section. Anything else is another run (run.name), or a fork of this one (run.from).
 MAY_CHANGE = (
+    "algorithm",  # a name: the settings that it stands for are compared one by one
     # How long, how often, where to.
     *("run.steps", "run.eval_every", "run.save_every", "run.keep", "run.async_save", "run.grace"),
     *("run.early_stop", "run.early_stop.", "run.name", "run.output_dir", "logging."),

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from dapo_runner.config.algorithms import check_name, with_algorithm
+
 
 def _whole(value: Any) -> Any:
     """`1e4`, which is text to YAML, as the whole number that it is."""
@@ -406,7 +408,7 @@ class RewardConfig(Section):
 
 class AdvantageConfig(Section):
     # Formulas and papers: dapo_runner.update.advantage.
-    kind: Literal["group_std", "group_mean", "batch_std", "batch_whitened", "leave_one_out"] = "group_std"
+    kind: Literal["group_std", "group_mean", "batch_std", "batch_mean", "batch_whitened", "leave_one_out"] = "group_std"
     eps: PositiveFloat = 1e-6
 
 
@@ -522,6 +524,7 @@ class LoggingConfig(Section):
 class Config(Section):
     """Everything a run depends on, and the sizes that follow from it. `checks.py` knows which sections fit."""
 
+    algorithm: str | None = None  # a row of dapo_runner.config.algorithms: what it sets is the default of every section
     run: RunConfig = RunConfig()
     model: ModelConfig
     data: DataConfig
@@ -544,6 +547,18 @@ class Config(Section):
         if not isinstance(reward, dict) or not reward.get("parts") or chosen:
             return raw
         return {**raw, "sampler": {**(sampler or {}), "filter_on": "reward"}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _algorithm_below_the_recipe(cls, raw: Any) -> Any:
+        return with_algorithm(raw)  # before the one above: pydantic goes from the last to the first
+
+    @field_validator("algorithm")
+    @classmethod
+    def _in_the_table(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_name(value)
+        return value
 
     @property
     def run_dir(self) -> Path:

@@ -1,15 +1,17 @@
 """Every part of the algorithm that a configuration describes: a plan and a run's first lines say them one by one.
 
 `loss.objective` chooses a loss and nothing else, while the name it goes by is also that of a paper with an advantage, a
-filter and a length term of its own.
+filter and a length term of its own; `algorithm` sets them all, and what a recipe says otherwise is a departure from it.
 """
 
 from __future__ import annotations
 
+import json
 import math
 
-from dapo_kernels import Objective
-from dapo_runner.config import Config
+from dapo_kernels import OBJECTIVES, Objective
+from dapo_runner.config import Config, flatten
+from dapo_runner.config.algorithms import ALGORITHMS
 from dapo_runner.early_stop import early_stop_metric
 from dapo_runner.update.advantage import ADVANTAGES
 from dapo_runner.update.learner import resolve_objective
@@ -23,6 +25,7 @@ def algorithm(config: Config) -> dict[str, str]:
     selected = {name: getattr(objective, name) for name in SELECTIONS}
     selection = ", ".join(f"{name}={_figures(value)}" for name, value in selected.items() if value is not None)
     return {
+        **_name(config),
         "optimizer": _optimizer(config),
         "objective": _objective(config, objective),
         "ratio and clip": _ratio(objective),
@@ -38,6 +41,33 @@ def algorithm(config: Config) -> dict[str, str]:
         "length shaping": _length_shaping(config),
         **({} if config.run.early_stop is None else {"early stop": _early_stop(config)}),
     }
+
+
+def _name(config: Config) -> dict[str, str]:
+    name, objective = config.algorithm, config.loss.objective
+    if name is not None:
+        return {
+            "algorithm": f"{name} ({ALGORITHMS[name].paper})",
+            "departures": ", ".join(departures(config)) or "none",
+        }
+    if objective == "dapo" or objective not in ALGORITHMS:
+        return {}
+    return {"algorithm": f"none named; algorithm={objective} sets advantage, filter and length shaping as its paper"}
+
+
+def departures(config: Config) -> list[str]:
+    """Settings that are not those of the algorithm that is named, each as `key=value (NAME: its value)`."""
+    name = config.algorithm
+    if name is None:
+        return []
+    settings, wanted = flatten(config.model_dump()), flatten(ALGORITHMS[name].settings)
+    objective = OBJECTIVES[wanted["loss.objective"]]
+    overrides = {f"loss.overrides.{field}": getattr(objective, field) for field in config.loss.overrides}
+    return [
+        f"{key}={_figures(settings.get(key))} ({name}: {_figures(value)})"
+        for key, value in {**overrides, **wanted}.items()
+        if settings.get(key) != value
+    ]
 
 
 def _optimizer(config: Config) -> str:
@@ -138,4 +168,6 @@ def _early_stop(config: Config) -> str:
 def _figures(value: object) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(_figures, value))})"
-    return f"{value:g}" if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return f"{value:g}" if isinstance(value, (int, float)) else str(value)

@@ -5,6 +5,7 @@ With R the reward, G the samples of one prompt and N the samples of the whole st
     group_std        (R − mean_G) / (std_G + eps)
     group_mean       R − mean_G
     batch_std        (R − mean_G) / (std_N + eps)
+    batch_mean       R − mean_N
     batch_whitened   (R − mean_N) / (std_N + eps)     over samples, not tokens
     leave_one_out    R − mean of the others in G
 
@@ -58,6 +59,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "group_std": Advantage("group", "group", paper="GRPO, DAPO eq. 9, arXiv 2503.14476"),
     "group_mean": Advantage("group", paper="Dr.GRPO, arXiv 2503.20783"),
     "batch_std": Advantage("group", "batch", paper="LitePPO, arXiv 2508.08221"),
+    "batch_mean": Advantage("batch", paper="REINFORCE with a baseline, Williams 1992"),
     "batch_whitened": Advantage("batch", "batch", paper="REINFORCE++, arXiv 2501.03262"),
     "leave_one_out": Advantage("others", paper="RLOO, arXiv 2402.14740"),
 }

@@ -51,6 +51,8 @@ def test_batch_std_takes_the_scale_from_the_whole_step() -> None:
 def test_batch_whitened_knows_no_groups() -> None:
     first, second = step_of("RW", "RR", kind="batch_whitened")
     assert first + second == pytest.approx([0.5, -1.5, 0.5, 0.5], abs=1e-5)
+    first, second = step_of("RW", "RRR", kind="batch_mean")  # rewards whose mean is 0.6
+    assert first + second == pytest.approx([0.4, -1.6, 0.4, 0.4, 0.4])
 
 
 def test_leave_one_out_is_the_reward_less_the_mean_of_the_others() -> None:

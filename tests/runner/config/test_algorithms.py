@@ -1,0 +1,218 @@
+"""`algorithm: NAME`: the table against papers and page, what wins over it, and what is said of that."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from small import small_recipe, write_recipe
+from test_train import Notes
+
+from dapo_kernels import OBJECTIVES
+from dapo_runner.cli import main
+from dapo_runner.config import (
+    AdvantageConfig,
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    OverlongConfig,
+    RewardConfig,
+    TinyModelConfig,
+    apply_overrides,
+    dump_config,
+    flatten,
+    load_config,
+    parse_config,
+)
+from dapo_runner.config.algorithms import ALGORITHMS
+from dapo_runner.folder import check_same_run, settings_of
+from dapo_runner.fork import find_origin
+from dapo_runner.preflight.algorithm import algorithm, departures
+from dapo_runner.preflight.plan import make_plan
+from dapo_runner.train import train
+from dapo_runner.update.learner import resolve_objective
+
+ROOT = Path(__file__).resolve().parents[3]
+# Surrogate, level of the ratio, how far it may go down and up; the mean that is the loss; weight of the KL penalty;
+# advantage; whether groups are filtered and lengths punished.
+PAPERS: dict[str, tuple[object, ...]] = {
+    "dapo": ("clip", "token", 0.2, 0.28, "token-mean", 0, "group_std", True, True),
+    "grpo": ("clip", "token", 0.2, 0.2, "seq-mean-token-mean", 0.04, "group_std", False, False),
+    "dr_grpo": ("clip", "token", 0.2, 0.2, "seq-mean-token-sum-norm", 0, "group_mean", False, False),
+    "lite_ppo": ("clip", "token", 0.2, 0.2, "token-mean", 0, "batch_std", False, False),
+    "gspo": ("clip", "sequence", 3e-4, 4e-4, "seq-mean-token-mean", 0, "group_std", False, False),
+    "gspo_token": ("clip", "sequence_token", 3e-4, 4e-4, "seq-mean-token-mean", 0, "group_std", False, False),
+    "cispo": ("cispo", "token", 1.0, 4.0, "token-mean", 0, "group_std", True, True),
+    "sapo": ("sapo", "token", None, None, "seq-mean-token-mean", 0, "group_std", False, False),
+    "reinforce": ("reinforce", "token", None, None, "seq-mean-token-sum", 0, "batch_mean", False, False),
+    "rloo": ("reinforce", "token", None, None, "seq-mean-token-sum", 0, "leave_one_out", False, False),
+    "clip_cov": ("clip", "token", 0.2, 0.2, "token-mean", 0, "group_std", True, False),
+    "kl_cov": ("clip", "token", 1.0, math.inf, "token-mean", 0, "group_std", True, False),
+    "top_entropy": ("clip", "token", 0.2, 0.28, "token-mean", 0, "group_std", True, True),
+}
+SELECTED = {"clip_cov": (2e-4, 1.0, 5.0), "kl_cov": (2e-4, 1.0), "top_entropy": 0.2}
+ONE_UPDATE = {"grpo", "reinforce", "rloo"}
+
+
+def config_of(*overrides: str) -> Config:
+    """A run that leaves to its algorithm what an algorithm decides."""
+    recipe = small_recipe()
+    del recipe["optimizer"]["mini_batch_size"]
+    return parse_config(apply_overrides(recipe, ["sampler.prompts_per_step=128", *overrides]))
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_a_row_is_its_papers(name: str) -> None:
+    config = config_of(f"algorithm={name}")
+    objective = resolve_objective(config)
+    clip = (objective.clip_low, objective.clip_high) if objective.surrogate in ("clip", "cispo") else (None, None)
+    assert PAPERS[name] == (
+        objective.surrogate,
+        objective.ratio,
+        *clip,
+        objective.aggregate,
+        objective.kl_coef,
+        config.advantage.kind,
+        config.sampler.filter_groups,
+        config.reward.overlong.soft_punishment,
+    )
+    assert not config.reward.overlong.filter
+    selection = objective.batch_selection
+    assert (selection and getattr(objective, selection)) == SELECTED.get(name)
+    assert (config.optimizer.mini_batch_size is None) == (name in ONE_UPDATE)
+    assert (config.reward.correct, config.reward.wrong) == (1, 0 if name == "dr_grpo" else -1)
+    assert departures(config) == []
+
+
+def test_the_page_is_the_table() -> None:
+    page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    table = [line.strip("| ").split("|") for line in page.splitlines() if line.startswith("| ")]
+    header, *rows = [[cell.strip() for cell in line] for line in table]
+    keys = [cell.strip("`") for cell in header[1:-2]]
+    dapo = flatten(ALGORITHMS["dapo"].settings)
+    written = {}
+    for name, *cells, besides, paper in rows:
+        said = {key: cell.strip("`") for key, cell in zip(keys, cells, strict=True) if cell}
+        said |= dict(item.split("=") for item in besides.split("`")[1::2])
+        written[name.strip("`")] = (said, paper)
+    assert list(written) == list(ALGORITHMS)
+    assert set(keys) <= dapo.keys()
+    for name, row in ALGORITHMS.items():
+        said, paper = written[name]
+        settings = flatten(row.settings)
+        differing = {key for key, value in settings.items() if key not in dapo or dapo[key] != value}
+        assert said.keys() == (differing or set(keys))
+        spelled = settings_of(config_of(*(f"{key}={text}" for key, text in said.items())))
+        assert {key: spelled[key] for key in said} == {key: settings[key] for key in said}
+        assert paper == row.paper
+
+
+def test_no_algorithm_is_dapo_and_old_keys_do_what_they_did() -> None:
+    plain, named = settings_of(config_of()), settings_of(config_of("algorithm=dapo"))
+    assert plain | {"algorithm": "dapo"} == named
+    alone = config_of("loss.objective=grpo")
+    assert settings_of(alone) == plain | {"loss.objective": "grpo"}
+    assert algorithm(alone)["algorithm"].startswith("none named; algorithm=grpo sets advantage, filter")
+    assert "algorithm" not in make_plan(config_of())
+
+
+def test_what_a_recipe_says_wins_and_is_a_departure() -> None:
+    own = ["loss.overrides.clip_high=0.3", "sampler.filter_groups=true", "optimizer.mini_batch_size=128"]
+    config = config_of("algorithm=grpo", *own, "loss.overrides.kl_coef=0.04", "rollout.group_size=8", "run.seed=3")
+    objective = resolve_objective(config)
+    assert (objective.clip_high, objective.kl_coef, config.sampler.filter_groups) == (0.3, 0.04, True)
+    said = algorithm(config)
+    assert said["algorithm"] == f"grpo ({ALGORITHMS['grpo'].paper})"
+    assert said["departures"].split(", ") == [
+        "loss.overrides.clip_high=0.3 (grpo: 0.2)",
+        "sampler.filter_groups=true (grpo: false)",
+        "optimizer.mini_batch_size=128 (grpo: null)",
+    ]
+    other = config_of("algorithm=rloo", "loss.objective=ppo", "advantage.kind=group_mean")
+    assert [text.split(" ")[0] for text in departures(other)] == ["loss.objective=ppo", "advantage.kind=group_mean"]
+    assert resolve_objective(other).aggregate == "seq-mean-token-sum"
+
+
+@pytest.mark.parametrize("overrides", [["algorithm=sapo"], ["algorithm=rloo", "loss.overrides.aggregate=token-mean"]])
+def test_what_is_written_reads_back_equal(overrides: list[str], tmp_path: Path) -> None:
+    config = config_of(*overrides)
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(config))
+    assert load_config(path) == config
+    assert departures(load_config(path)) == departures(config)
+
+
+def test_sections_from_python_say_what_was_said_of_them() -> None:
+    config = Config(
+        algorithm="dr_grpo",
+        model=ModelConfig(tiny=TinyModelConfig()),
+        data=DataConfig(format="arithmetic"),
+        reward=RewardConfig(wrong=-0.5, overlong=OverlongConfig(max_length=64)),
+        advantage=AdvantageConfig(eps=1e-4),
+    )
+    assert (config.reward.correct, config.reward.wrong, config.advantage.kind) == (1.0, -0.5, "group_mean")
+    assert (config.reward.overlong.max_length, config.reward.overlong.soft_punishment) == (64, False)
+    assert departures(config) == ["reward.wrong=-0.5 (dr_grpo: 0)"]
+
+
+def test_several_rewards_choose_the_filter_only_where_there_is_one() -> None:
+    parts = "reward.parts=[{use: integer}, {use: exact}]"
+    assert config_of("algorithm=cispo", parts).sampler.filter_on == "reward"
+    assert config_of("algorithm=gspo", parts).sampler.filter_on == "correctness"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("DAPPO", "did you mean 'dapo'"), ("dr-grpo", "did you mean 'dr_grpo'"), ("7", "got '7'")]
+)
+def test_an_unknown_name_is_one_line(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^algorithm: expected one of dapo, grpo, .*, got '{name}'") as caught:
+        config_of(f"algorithm={name}")
+    assert hint in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm=grpo", "sampler.filter_on=reward"], "expected sampler.filter_groups=true beside it"),
+        (["algorithm=dr_grpo", "loss.reference=some/model"], "loss.reference: 'dr_grpo' has no KL penalty"),
+        (["algorithm=sapo", "loss.overrides.clip_high=0.3"], "clip_high has no meaning with surrogate 'sapo'"),
+        (["algorithm=top_entropy", "loss.overrides.kl_cov=[2e-4,1]"], "choose one"),
+        (["algorithm=rloo", "loss.overrides.ratio=sequence"], "surrogate 'reinforce' has no ratio"),
+    ],
+)
+def test_parts_that_contradict_each_other_are_refused_first(
+    overrides: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for more in (["--dry-run"], []):
+        assert main(["train", str(write_recipe(tmp_path)), *overrides, *more]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs" / "small" / "model").exists()
+
+
+def test_a_run_says_its_algorithm_and_stays_that_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, notes = write_recipe(tmp_path, steps=1, eval_every=0), Notes()
+    config = load_config(recipe, ["algorithm=grpo"])
+    folder = train(config, notes)
+    assert f"algorithm: grpo ({ALGORITHMS['grpo'].paper})" in notes.lines
+    assert "departures: optimizer.mini_batch_size=8 (grpo: null)" in notes.lines
+    assert main(["eval", str(folder)]) == 0
+    assert main(["train", str(recipe), "algorithm=grpo", "--dry-run"]) == 0
+    assert "optimizer.mini_batch_size=8 (grpo: null)" in " ".join(capsys.readouterr().out.split())
+    spelled = ["loss.objective=grpo", "sampler.filter_groups=false", "reward.overlong.soft_punishment=false"]
+    (change,) = check_same_run(load_config(recipe, spelled), folder)
+    assert change.key == "algorithm"  # a name; the run is the same
+    with pytest.raises(ConfigError, match=r"loss\.objective: 'grpo' → 'gspo'"):
+        check_same_run(load_config(recipe, ["algorithm=gspo"]), folder)
+    fork = load_config(recipe, ["algorithm=gspo", "run.name=fork", f"run.from={folder}@1", "run.steps=2"])
+    assert {change.key for change in find_origin(fork)[1]} == {"algorithm", "loss.objective", "run.steps"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_recipes_are_dapo(path: Path) -> None:
+    config = load_config(path)
+    assert config.algorithm == "dapo"
+    assert departures(config) == []
+    assert resolve_objective(config) == OBJECTIVES["dapo"]
