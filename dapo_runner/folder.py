@@ -20,6 +20,7 @@ from dapo_runner.checkpoint import find_checkpoints
 from dapo_runner.config import Config, ConfigError, dump_config, flatten, parse_config
 from dapo_runner.records.metrics import METRICS_FILE
 from dapo_runner.records.run_log import CHECKPOINTS
+from dapo_runner.rewards.verdicts import forget
 
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = "lock"
@@ -36,6 +37,7 @@ MAY_CHANGE = (
     *("model.attention", "model.compile", "model.gradient_checkpointing"),
     *("rollout.max_batch_sequences", "rollout.vllm.", "rollout.probe."),
     *("reward.workers", "reward.deadline", "reward.plugin_deadline", "reward.calls.", "reward.code.workers"),
+    *("reward.judge.url", "reward.judge.key_env", "reward.judge.device", "reward.judge.batch_tokens"),
     # What helps a run in trouble.
     *("optimizer.lr", "optimizer.schedule", "optimizer.min_lr_ratio", "optimizer.decay_steps", "optimizer.grad_clip"),
     *("sampler.max_rounds", "sampler.max_age", "sampler.on_exhausted"),
@@ -152,6 +154,7 @@ def check_same_run(config: Config, folder: Path) -> list[Change]:
     refused = [str(change) for change in changes if not is_among(change.key, MAY_CHANGE)]
     if refused and not (folder / METRICS_FILE).exists():
         shutil.rmtree(folder / TINY_MODEL, ignore_errors=True)
+        forget(folder)
         if earlier.run.from_ is not None:
             shutil.rmtree(folder / CHECKPOINTS / f"step_{earlier.run.forked_at:06d}", ignore_errors=True)
     elif refused:

@@ -99,7 +99,7 @@ class Run:
             except Exception as failure:  # what stopped the run is what is raised
                 self.progress.note(f"what was being saved is lost: {failure}")
         self.progress.close()
-        for held in (self.log, self.lock):
+        for held in (self.score, self.log, self.lock):
             if held is not None:
                 held.close()
 
@@ -175,6 +175,7 @@ class Run:
         """The policy is about to train and wants the memory."""
         with self.timed("sync"):
             self.engine.release()
+            self.score.release()
 
     def update(self, mini: MiniBatch, step: int) -> dict[str, float]:
         """One update; where its loss or gradient is not finite, the batch is kept."""
@@ -375,6 +376,8 @@ def _open_run(config: Config, world: World, device: torch.device, progress: Prog
             sampler.buffer = []
         progress.note(f"resuming after step {done} from {checkpoint.path}")
     score = Scorer(config, timed=clock.phase, note=progress.note)
+    if score.judge is not None:
+        score.judge.known.keep(folder, world.rank)
 
     def open_log() -> RunLog:
         tokenizer = learner.policy.tokenizer

@@ -5,6 +5,7 @@ from it.
 """
 
 from dapo_runner.config.checks import cautions
+from dapo_runner.config.judge import JudgeConfig, JudgePrompt
 from dapo_runner.config.reading import apply_overrides, check_config, dump_config, flatten, load_config, parse_config
 from dapo_runner.config.settings import (
     AdvantageConfig,
@@ -56,6 +57,8 @@ __all__ = [
     "EarlyStopConfig",
     "EvalSetConfig",
     "EvaluationConfig",
+    "JudgeConfig",
+    "JudgePrompt",
     "LoggingConfig",
     "LoraConfig",
     "LossConfig",

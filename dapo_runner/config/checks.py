@@ -134,7 +134,8 @@ def cautions(config: Config) -> Iterator[str]:
             f"{truncated}: responses come from a part of the distribution, the update takes them for the policy's own: "
             "the ratio is biased"
         )
-    sampler, own = config.sampler, ":" in config.reward.kind
+    sampler, judge = config.sampler, config.reward.judge
+    own = ":" in config.reward.kind or (config.reward.kind == "judge" and judge is not None and judge.reward == "soft")
     if own and sampler.filter_groups and "filter_on" not in sampler.model_fields_set:
         yield (
             f"reward.kind={config.reward.kind}: groups are kept by what it calls correct, so that of a graded reward "

@@ -10,40 +10,20 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
 from dapo_runner.config.algorithms import check_name, with_algorithm
-
-
-def _whole(value: Any) -> Any:
-    """`1e4`, which is text to YAML, as the whole number that it is."""
-    if not isinstance(value, str) or "e" not in value.lower():
-        return value
-    try:
-        number = float(value)
-    except ValueError:
-        return value
-    return int(number) if number.is_integer() else value
-
-
-Int = Annotated[int, BeforeValidator(_whole)]
-PositiveInt = Annotated[Int, Field(gt=0)]
-NonNegativeInt = Annotated[Int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(gt=0, le=1)]
-Name = Annotated[str, Field(pattern=r"^[\w.-]+$")]  # becomes a part of figures' names
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        allow_inf_nan=False,
-        coerce_numbers_to_str=True,
-        validate_default=True,
-        ser_json_inf_nan="constants",  # loss.overrides.clip_high=.inf comes back as it went
-    )
+from dapo_runner.config.judge import JudgeConfig
+from dapo_runner.config.section import (
+    Int,
+    Name,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Share,
+)
 
 
 class EarlyStopConfig(Section):
@@ -329,7 +309,7 @@ class OverlongConfig(Section):
 
 
 # Rules that hold a response against the ground truth of its prompt.
-RULES = ("dapo", "gsm8k", "integer", "math", "choice", "exact", "fuzzy", "json", "code")
+RULES = ("dapo", "gsm8k", "integer", "math", "choice", "exact", "fuzzy", "json", "code", "judge")
 
 
 def _check_use(value: str) -> str:
@@ -371,7 +351,8 @@ class CodeConfig(Section):
 
 
 class RewardConfig(Section):
-    kind: RewardName = "dapo"  # dapo | gsm8k | integer | math | choice | exact | fuzzy | json | code | module:function
+    # dapo | gsm8k | integer | math | choice | exact | fuzzy | json | code | judge | module:function
+    kind: RewardName = "dapo"
     parts: list[RewardPart] = []  # several of them in its place; the first says what is right
     correct: float = 1.0
     wrong: float = -1.0
@@ -381,8 +362,10 @@ class RewardConfig(Section):
     deadline: PositiveFloat = 5.0  # kinds math and json: seconds for one answer
     workers: PositiveInt = 2  # kind math: processes
     code: CodeConfig = CodeConfig()
+    judge: JudgeConfig | None = None
     calls: CallsConfig = CallsConfig()
-    plugin_deadline: PositiveFloat | None = 300.0  # kind module:function: seconds for one call; None: no deadline
+    # Kinds module:function and judge at an endpoint: seconds for one call; None: no deadline.
+    plugin_deadline: PositiveFloat | None = 300.0
     overlong: OverlongConfig = OverlongConfig()
 
     @property
@@ -394,6 +377,14 @@ class RewardConfig(Section):
     def _right_beats_wrong(self) -> RewardConfig:
         if self.correct <= self.wrong:
             raise ValueError(f"correct must be > wrong={self.wrong:g}, got {self.correct:g}")
+        return self
+
+    @model_validator(mode="after")
+    def _judge_in_use(self) -> RewardConfig:
+        if "judge" in self.uses and self.judge is None:
+            raise ValueError("judge: expected a section that says which model judges (judge.model), got none")
+        if self.judge is not None and "judge" not in self.uses:
+            raise ValueError("judge: expected kind=judge or a part that uses it, without which it has no effect")
         return self
 
     @model_validator(mode="after")

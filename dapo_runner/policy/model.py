@@ -122,19 +122,19 @@ class Policy:
         return hidden if distinct is None else hidden.index_select(0, distinct.place.to(self.device))
 
 
-def resolve_device(name: str) -> torch.device:
-    """``auto``: CUDA where there is one, else the CPU. Raises ConfigError when the device is not there."""
+def resolve_device(name: str, key: str = "run.device") -> torch.device:
+    """``auto``: CUDA where there is one, else the CPU. Raises ConfigError when the device of ``key`` is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"run.device: expected auto, cpu, cuda or cuda:N, got {name!r}") from error
+        raise ConfigError(f"{key}: expected auto, cpu, cuda or cuda:N, got {name!r}") from error
     here = torch.accelerator.current_accelerator(check_available=True)
     count = torch.accelerator.device_count() if here is not None and here.type == device.type else 0
     if device.type != "cpu" and (device.index or 0) >= count:
         found = f"torch finds {count or 'none'} of that kind here"
-        raise ConfigError(f"run.device: expected a device of this machine, got {name!r}, but {found}")
+        raise ConfigError(f"{key}: expected a device of this machine, got {name!r}, but {found}")
     return device
 
 

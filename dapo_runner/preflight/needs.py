@@ -15,6 +15,7 @@ from dapo_runner.policy.model import DTYPES, resolve_device
 from dapo_runner.preflight.plan import model_values
 from dapo_runner.records.run_log import CHECKPOINTS
 from dapo_runner.records.trackers import check_trackers
+from dapo_runner.rewards.judge import judge_of
 from dapo_runner.rewards.scoring import load_reward
 from dapo_runner.rollout import vllm
 from dapo_runner.sampling.reading import missing_data
@@ -59,6 +60,8 @@ def _missing(config: Config) -> Iterator[str]:
     if model.tiny is not None:
         checks.append(lambda: check_tiny(config))
     checks += [partial(check_model, key, name) for key, name in _models(config)]
+    if config.reward.judge is not None:
+        checks.append(judge_of(config.reward).check)
     for check in checks:
         try:
             check()
@@ -79,6 +82,9 @@ def _models(config: Config) -> Iterator[tuple[str, str]]:
         yield "model.path", config.model.path
     if reference is not None:
         yield "loss.reference", reference
+    judge = config.reward.judge
+    if judge is not None and judge.engine == "hf":
+        yield "reward.judge.model", judge.model
 
 
 def check_model(key: str, path: str) -> None:

@@ -13,6 +13,7 @@ import torch
 from dapo_kernels.engine.chunks import DEFAULT_CHUNK_BYTES, DEFAULT_DEVICE_CHUNK_BYTES
 from dapo_runner.config import (
     Config,
+    JudgeConfig,
     LoraConfig,
     ModelConfig,
     RewardConfig,
@@ -106,7 +107,16 @@ def make_plan(config: Config) -> dict[str, str]:
 
 def _reward(reward: RewardConfig) -> str:
     parts = " + ".join(f"{part.weight:g} × {part.use}" for part in reward.parts)
-    return f"{parts or reward.kind}, {reward.correct:+g} / {reward.wrong:+g}"
+    return f"{parts or reward.kind}, {reward.correct:+g} / {reward.wrong:+g}" + _judge(reward.judge)
+
+
+def _judge(judge: JudgeConfig | None) -> str:
+    if judge is None:
+        return ""
+    how = f"the share of {judge.votes} votes" if judge.votes else "the probability of its answer's first token"
+    what = "0 to 1" if judge.reward == "soft" else "binary"
+    shown = "the last line of a response" if judge.shows == "last_line" else "a response"
+    return f"; {shown} judged by {judge.model} {f'at {judge.url}' if judge.url else 'in this process'}: {how}, {what}"
 
 
 def model_shape(model: ModelConfig) -> ModelShape | None:

@@ -108,7 +108,7 @@ class BatchCalls:
     async def _answer(self, call: Call) -> Any:
         """Raises LateError, and what the function raises."""
         answer = partial(self.function, *_arguments(call))
-        future = asyncio.ensure_future(_awaited(answer)) if self.is_async else asyncio.wrap_future(_in_thread(answer))
+        future = asyncio.ensure_future(_awaited(answer)) if self.is_async else asyncio.wrap_future(in_thread(answer))
         future.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody asks a late one
         try:
             await asyncio.wait({future}, timeout=self.config.plugin_deadline)
@@ -167,7 +167,7 @@ async def _awaited(answer: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         raise RuntimeError(f"SystemExit: {error}") from error
 
 
-def _in_thread(answer: Callable[[], Any]) -> Future[Any]:
+def in_thread(answer: Callable[[], Any]) -> Future[Any]:
     """In a thread that does not keep the process alive: one that hangs cannot be ended."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()

@@ -18,6 +18,7 @@ from dapo_runner.config import Config, RewardConfig
 from dapo_runner.rewards.calls import BatchCalls
 from dapo_runner.rewards.code_rule import code_judge
 from dapo_runner.rewards.json_rule import JsonRule
+from dapo_runner.rewards.judge import judge_of
 from dapo_runner.rewards.match import FuzzyRule, choice_rule, exact_rule
 from dapo_runner.rewards.math_rule import math_judge
 from dapo_runner.rewards.numbers import gsm8k_rule, integer_rule
@@ -52,7 +53,7 @@ _RULES: dict[str, Rule] = {
 }
 # The answer as each rule wants it written.
 _IDEAL = {"dapo": "Answer: {}", "gsm8k": "#### {}", "integer": "{}", "choice": "Answer: {}", "exact": "Answer: {}"}
-_WITHOUT_ANSWERS = ("json", "code")
+_WITHOUT_ANSWERS = ("json", "code", "judge")
 
 
 def load_reward(config: RewardConfig, use: str | None = None, max_failed: float = 0.0) -> BatchReward:
@@ -64,6 +65,9 @@ def load_reward(config: RewardConfig, use: str | None = None, max_failed: float 
         return _by_prompt(math_judge(config.workers, config.deadline))
     if use == "code":
         return _all_at_once(code_judge(config.code))
+    if use == "judge":
+        judge = judge_of(config)
+        return judge.judge_all if judge.endpoint is None else BatchCalls(use, judge.ask, config, max_failed)
     if use == "fuzzy":
         return _one_by_one(FuzzyRule(config))
     if use == "json":
@@ -158,6 +162,7 @@ class Scorer:
             _Part(label, weight, load_reward(config.reward, use, self.max_failed))
             for label, weight, use in parts or [("", 1.0, config.reward.kind)]
         ]
+        self.judge = None if config.reward.judge is None else judge_of(config.reward)
         overlong = config.reward.overlong
         self.punish, self.filter_truncated = shaped and overlong.soft_punishment, shaped and overlong.filter
         self.max_length, self.cache_length = config.overlong_max_length, overlong.cache_length
@@ -172,6 +177,16 @@ class Scorer:
                 of_samples = zip(samples, *whole, strict=True)
                 groups.append(Group(prompt, tuple(self._sample(prompt, *sample) for sample in of_samples)))
         return groups
+
+    def release(self) -> None:
+        """Give up what memory can be given up: the policy is about to train."""
+        if self.judge is not None:
+            self.judge.model.release()
+
+    def close(self) -> None:
+        """At the end of a run: what a judge says from here on is none of its."""
+        if self.judge is not None:
+            self.judge.known.close()
 
     def counts(self) -> dict[str, int]:
         """Since it was last asked: of every function of a batch its calls, and how many were retried and failed."""

@@ -1,0 +1,105 @@
+"""A model behind an OpenAI-compatible API: a request, its answer, and what went wrong in one line.
+
+Nothing is sent anywhere but to the URL that was named, or to the proxy of the environment: a redirect, which would take
+the key along, is a failure. The key is read from the environment with every request and kept nowhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+from dapo_runner.errors import ConfigError
+
+MAX_BYTES = 2**24  # of an answer
+SHOWN = 300  # characters of an answer that an error shows
+
+
+class EndpointError(RuntimeError):
+    """A request that was not answered, or not with what was asked for."""
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+_OPENER = build_opener(_NoRedirects)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """``first`` holds the likeliest tokens in the first place of the text with their log-probs, the one that stands
+    there first; empty where they were not asked for.
+    """
+
+    text: str
+    first: list[tuple[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """``options`` go into every request; None takes a field out. ``timeout``: seconds without a sign of the server."""
+
+    url: str
+    model: str
+    key_env: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    timeout: float | None = None
+
+    def chat(self, messages: list[dict[str, str]], **fields: Any) -> Answer:
+        """The model's next message. Raises EndpointError, and ConfigError without the key."""
+        body = {"model": self.model, "messages": messages, **fields, **self.options}
+        answer = self._post({name: value for name, value in body.items() if value is not None})
+        try:
+            choice = answer["choices"][0]
+            text = str(choice["message"].get("content") or "")
+            first = _first_tokens(choice["logprobs"]) if body.get("logprobs") else []
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            what = "choices with a message" + (" and logprobs" if body.get("logprobs") else "")
+            raise EndpointError(f"{self.url}: expected {what}, got {_shorten(json.dumps(answer))}") from error
+        return Answer(text, first)
+
+    def _post(self, body: Mapping[str, Any]) -> Any:
+        headers = {"Content-Type": "application/json", "User-Agent": "dapo-runner", **self._authorization()}
+        url = f"{self.url.rstrip('/')}/chat/completions"
+        request = Request(url, json.dumps(body).encode(), headers)
+        try:
+            with _OPENER.open(request, timeout=self.timeout) as response:
+                raw = response.read(MAX_BYTES)
+        except HTTPError as error:
+            said = error.read(MAX_BYTES).decode("utf-8", "replace")
+            raise EndpointError(f"{url}: HTTP {error.code} {error.reason}: {_shorten(said)}") from None
+        except (OSError, HTTPException) as error:  # a URLError is an OSError
+            reason = error.reason if isinstance(error, URLError) else error
+            raise EndpointError(f"{url}: {type(reason).__name__}: {reason}") from None
+        try:
+            return json.loads(raw)
+        except ValueError as error:
+            raise EndpointError(f"{url}: expected JSON, got {_shorten(raw.decode('utf-8', 'replace'))}") from error
+
+    def _authorization(self) -> dict[str, str]:
+        if self.key_env is None:
+            return {}
+        key = os.environ.get(self.key_env)
+        if not key:
+            raise ConfigError(f"expected the key of {self.url} in the environment variable {self.key_env}, got nothing")
+        return {"Authorization": f"Bearer {key}"}
+
+
+def _first_tokens(logprobs: Any) -> list[tuple[str, float]]:
+    first = logprobs["content"][0]
+    others = [(item["token"], float(item["logprob"])) for item in first["top_logprobs"]]
+    own = (first["token"], float(first["logprob"]))
+    return [own, *(item for item in others if item[0] != own[0])]
+
+
+def _shorten(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"

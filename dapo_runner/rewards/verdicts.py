@@ -1,0 +1,76 @@
+"""What a judge has said, kept in the folder of the run: a data set of its own, and the memory of a resumed run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+VERDICTS = "verdicts"  # the file of a run; of other ranks than the first with their number
+
+
+class Question(NamedTuple):
+    """What the judge is shown."""
+
+    problem: str
+    reference: str
+    response: str
+
+    @property
+    def key(self) -> bytes:
+        return hashlib.blake2b(json.dumps(self).encode(), digest_size=16).digest()
+
+
+class Judgement(NamedTuple):
+    """``verdict`` is the word of the two that the judge said; None where it said neither."""
+
+    verdict: str | None
+    confidence: float
+
+
+class VerdictLog:
+    """What a judge has said, by question: in memory, and from ``keep`` on in a file, a line for each. An empty line
+    ends what was written at once: of what a kill has cut, none counts.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, Judgement] = {}
+        self._path: Path | None = None
+
+    def keep(self, folder: Path, rank: int = 0) -> None:
+        """In ``folder`` from now on, beginning with what this rank has kept there before."""
+        self._path = folder / (f"{VERDICTS}_rank_{rank}.jsonl" if rank else f"{VERDICTS}.jsonl")
+        self._known = {}
+        written = self._path.read_bytes() if self._path.is_file() else b""
+        whole = written[: written.rfind(b"\n\n") + 2] if b"\n\n" in written else b""
+        for row in map(json.loads, filter(None, whole.split(b"\n"))):
+            question = Question(row["problem"], row["reference"], row["response"])
+            self._known[question.key] = Judgement(row["verdict"], row["confidence"])
+        if whole != written:
+            os.truncate(self._path, len(whole))
+
+    def close(self) -> None:
+        self._known, self._path = {}, None
+
+    def __contains__(self, question: Question) -> bool:
+        return question.key in self._known
+
+    def __getitem__(self, question: Question) -> Judgement:
+        return self._known[question.key]
+
+    def add(self, found: Mapping[Question, Judgement]) -> None:
+        if self._path is not None and found:
+            rows = ({**question._asdict(), **judgement._asdict()} for question, judgement in found.items())
+            lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows) + "\n"
+            with self._path.open("ab") as file:  # a lone surrogate becomes JSON's escape of it
+                file.write(lines.encode("utf-8", "backslashreplace"))
+        self._known |= {question.key: judgement for question, judgement in found.items()}
+
+
+def forget(folder: Path) -> None:
+    """Remove what an earlier attempt has kept."""
+    for path in folder.glob(f"{VERDICTS}*.jsonl"):
+        path.unlink()
