@@ -12,6 +12,7 @@ from dapo_kernels.losses import (
 from dapo_kernels.metrics import reduce_metrics, summarize
 from dapo_kernels.objectives import OBJECTIVES, Objective
 from dapo_kernels.objectives import select as select
+from dapo_kernels.preference import linear_preference_loss, preference_loss, preference_loss_from_logprobs
 
 __version__ = "0.1.0"
 
@@ -21,10 +22,13 @@ __all__ = [
     "__version__",
     "dapo_loss",
     "linear_dapo_loss",
+    "linear_preference_loss",
     "linear_token_logprobs",
     "policy_loss",
     "policy_loss_from_hidden",
     "policy_loss_from_logits",
+    "preference_loss",
+    "preference_loss_from_logprobs",
     "reduce_metrics",
     "summarize",
     "token_logprobs",

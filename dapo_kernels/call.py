@@ -92,7 +92,7 @@ class PolicyCall:
         _check_combination(layout, chosen, old_logprobs, ref_logprobs)
         live = layout.live(mask)
         sequence_ids = None if chosen.per_sequence is None else layout.sequence_ids()
-        count = _denominator(layout, denominator, live)
+        count = checked_denominator(layout, denominator, live)
         if denominator is not None and chosen.aggregate != "token-mean":
             _warn_of_a_token_count(layout, chosen, denominator, live)
         weights = token_weights(chosen, live, mask is None, sequence_ids, layout.n_sequences or 0, count, layout.dtype)
@@ -171,7 +171,7 @@ def _check_combination(
         raise ValueError(f"{layout.caller}: max_old_prob={objective.max_old_prob:g} needs old_logprobs")
 
 
-def _denominator(layout: Layout, value: float | Tensor | None, live: Tensor) -> float | Tensor | None:
+def checked_denominator(layout: Layout, value: float | Tensor | None, live: Tensor) -> float | Tensor | None:
     if value is None:
         return None
     if isinstance(value, Tensor):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 from typing_extensions import Unpack
 
-from dapo_kernels.backends import backend, backend_for
+from dapo_kernels.backends import backend_for
 from dapo_kernels.engine import hidden as from_hidden
 from dapo_kernels.engine import rows as from_rows
 from dapo_kernels.head import HeadOptions, head_of_call
@@ -49,12 +49,11 @@ def token_logprobs(
     check_flag(layout, "inplace_backward", inplace_backward)
     asked = layout.asked(target_ids, temperature, layout.live(None), entropy)
     served_by = backend_for("token_logprobs", logits.device, logits.dtype, logits.shape[-1])
-    if inplace_backward and from_rows.may_work_in_place(logits):
+    in_place = inplace_backward and from_rows.may_work_in_place(logits)
+    if in_place:
         check_rows_apart(layout, logits)
-        stats = from_rows.StatsInPlace.apply(logits, asked, backend(served_by))
-    else:
-        stats = from_rows.logits_stats(logits, asked, served_by)
-    return _shaped(layout, stats[0], stats[2])
+    stats = from_rows.stats_of(logits, asked, served_by, in_place)
+    return _shaped(layout, stats.logprobs, stats.entropy)
 
 
 def linear_token_logprobs(

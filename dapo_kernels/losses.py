@@ -208,11 +208,8 @@ def _from_logits(
     if in_place:
         check_rows_apart(layout, logits)
     if not call.one_visit:
-        if in_place:
-            stats = from_rows.StatsInPlace.apply(logits, asked, backend(served_by))
-        else:
-            stats = from_rows.logits_stats(logits, asked, served_by)
-        return _of_stats(call, stats[0], stats[2], served_by)
+        stats = from_rows.stats_of(logits, asked, served_by, in_place)
+        return _of_stats(call, stats.logprobs, stats.entropy, served_by)
     if in_place:
         tokens, unit = gradient_unit(logits.dtype, call.tokens)
         rest = (asked, tokens, call.scalars, backend(served_by))

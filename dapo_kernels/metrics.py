@@ -11,7 +11,9 @@ from torch import Tensor
 
 from dapo_kernels.objectives.surrogate import CLIPPED_DUAL, CLIPPED_HIGH, CLIPPED_LOW
 
-COUNTS = ("tokens", "nonfinite")
+COUNTS = ("tokens", "nonfinite", "pairs")
+# Of a preference loss, sums over pairs.
+PER_PAIR = ("accuracy", "margin", "reward_chosen", "reward_rejected", "logprob_chosen", "logprob_rejected")
 _CLIPPED = {"clip_low": CLIPPED_LOW, "clip_high": CLIPPED_HIGH, "clip_dual": CLIPPED_DUAL}
 
 
@@ -94,7 +96,8 @@ def token_sums(tokens: PerToken) -> dict[str, Tensor]:
 def summarize(metrics: Mapping[str, Tensor] | Iterable[Mapping[str, Tensor]]) -> dict[str, float]:
     """Metrics of one call, or of many (micro-batches, ranks), as plain numbers.
 
-    Sums become means per live token; ``tokens`` and ``nonfinite`` stay counts and keys ending in ``_max`` maxima.
+    Sums become means per live token, those of a preference loss (``accuracy``, ``margin``, …) means per pair;
+    ``tokens``, ``pairs`` and ``nonfinite`` stay counts and keys ending in ``_max`` maxima.
     Without a live token every mean is 0. ``entropy`` is there when a call computed it (``entropy=True``, or an
     objective that needs it), as the mean over the live tokens of those calls. Reads the values back to the host.
     """
@@ -153,4 +156,5 @@ def _combined(name: str, table: list[dict[str, float]]) -> float:
     if name.endswith("_max"):
         return float(values.amax())  # NaN where one is
     total = float(values.sum())
-    return total if name in COUNTS else total / max(sum(part["tokens"] for part in table), 1.0)
+    counted = "pairs" if name in PER_PAIR else "tokens"
+    return total if name in COUNTS else total / max(sum(part[counted] for part in table), 1.0)

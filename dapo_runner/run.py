@@ -51,7 +51,9 @@ from dapo_runner.sampling.sampler import DynamicSampler, SampledStep
 from dapo_runner.tasks.tiny import ensure_tiny_model
 from dapo_runner.timing import OTHER, StepClock
 from dapo_runner.types import Group, Prompt, SamplingParams, Sequence
-from dapo_runner.update.learner import Learner, MiniBatch, NonFiniteUpdateError, resolve_objective
+from dapo_runner.update.advantage import make_sequences
+from dapo_runner.update.learner import Learner, MiniBatch, NonFiniteUpdateError, resolve_objective, uses_reference
+from dapo_runner.update.pairs import make_learner, pair_figures, pair_sequences
 
 NONFINITE = "nonfinite"
 
@@ -177,6 +179,13 @@ class Run:
             self.engine.release()
             self.score.release()
 
+    def training_records(self, groups: list[Group], step: int) -> list[Sequence]:
+        """Of every sample of a step, in order."""
+        with self.timed("pack"):
+            if self.config.preference is not None:
+                return pair_sequences(groups, self.config.preference, step)
+            return make_sequences(groups, self.config.advantage, step)
+
     def update(self, mini: MiniBatch, step: int) -> dict[str, float]:
         """One update; where its loss or gradient is not finite, the batch is kept."""
         try:
@@ -212,7 +221,8 @@ class Run:
             self.world.first(lambda: self._log_step(step, sampled, sequences, trained, in_sync))
 
     def _speed(self, sequences: list[Sequence]) -> dict[str, float]:
-        policy, lengths = self.learner.policy, [sequence.length - 1 for sequence in sequences]
+        policy = self.learner.policy
+        lengths = [sequence.length - 1 for sequence in sequences if sequence.mask[1:].any()]  # the rest is not packed
         flops, peak = training_flops(policy.model, lengths), peak_flops(policy.device)
         memory = max(self.world.gather(peak_memory(policy.device)))
         figures = speed_figures(flops, sum(lengths), self.clock.so_far(), self.world.size, peak)
@@ -230,7 +240,7 @@ class Run:
         figures = (
             sampling_metrics(sampled.stats, self.config.sampler.filter_on)
             | batch_metrics(sampled.groups, step)
-            | prefixed("train", trained)
+            | prefixed("train", trained | pair_figures(sampled.groups, self.config.preference))
             | prefixed("sync", in_sync)
         )
         news = self.log.step(step, figures, sampled.groups, sequences, self.learner.token_values)
@@ -458,19 +468,18 @@ def open_learner(
     clock: StepClock,
     world: World,
 ) -> Learner:
-    """The policy, where the objective has a KL penalty its reference, and the optimizer.
+    """The policy, where the loss has a reference that one, and the optimizer.
 
     Adapters are put on the model that training started from: what a checkpoint holds has them merged in.
     """
     start = world.first(lambda: initial_model(config, folder, progress))
     source = start if checkpoint is None or config.model.lora is not None else checkpoint.model
     policy = load_policy(source, config.model, device, config.run.seed, world)
-    needs_reference = resolve_objective(config).kl_coef != 0
     own_reference = config.model.lora is not None and config.loss.reference is None
     reference = None
-    if needs_reference and not own_reference:
+    if uses_reference(config) and not own_reference:
         reference = load_reference(config.loss.reference or start, config.model, device, world)
-    return Learner(policy, config, reference, clock)
+    return make_learner(policy, config, reference, clock)
 
 
 def initial_model(config: Config, folder: Path, progress: Progress) -> str | Path:

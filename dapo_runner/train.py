@@ -9,7 +9,6 @@ from rich.console import Console
 from dapo_runner.config import Config, check_config
 from dapo_runner.records.progress import Progress, make_progress
 from dapo_runner.run import is_due, open_run
-from dapo_runner.update.advantage import make_sequences
 from dapo_runner.update.learner import step_figures
 
 
@@ -33,8 +32,7 @@ def train(config: Config, progress: Progress | None = None) -> Path:
                 break
             sampled = run.sample(step)
             run.release_engine()
-            with run.timed("pack"):
-                sequences = make_sequences(sampled.groups, config.advantage, step)
+            sequences = run.training_records(sampled.groups, step)
             minis = run.learner.prepare(sequences)
             updates = [run.update(mini, step) for mini in minis]
             in_sync = run.sync()

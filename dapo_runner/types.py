@@ -156,7 +156,7 @@ class Sequence:
 
     token_ids int64 [L]; advantages float32 [L]; mask bool [L], True on the response tokens that train;
     rollout_logprobs float32 [L], 0 on prompt tokens; group_id counts the groups of the step from 0; age is how many
-    steps before this one it was sampled.
+    steps before this one it was sampled; pair counts the preference pairs of the step from 0, −1 of a sequence in none.
     """
 
     token_ids: Tensor
@@ -165,6 +165,7 @@ class Sequence:
     rollout_logprobs: Tensor
     group_id: int
     age: int = 0
+    pair: int = -1
 
     @property
     def length(self) -> int:

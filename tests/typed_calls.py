@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from dapo_kernels import dapo_loss, linear_dapo_loss, linear_token_logprobs, policy_loss
+from dapo_kernels import dapo_loss, linear_dapo_loss, linear_preference_loss, linear_token_logprobs, policy_loss
 from dapo_runner import Config, train
 from dapo_runner.config import DataConfig, ModelConfig, OptimizerConfig
 
@@ -14,6 +14,7 @@ from dapo_runner.config import DataConfig, ModelConfig, OptimizerConfig
 def right(x: Tensor, weight: Tensor, ids: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
     loss = dapo_loss(x, ids, old, advantages, clip_high=0.3, mask=ids > 0, inplace_backward=True).loss
     loss += linear_dapo_loss(x, weight, ids, None, advantages, objective="grpo", ref_logprobs=old, softcap=30.0).loss
+    loss += linear_preference_loss(x, weight, ids, old, beta=0.1, loss_type="ipo", softcap=30.0).loss
     return loss + policy_loss(old, old, advantages, entropy=old, entropy_coef=1e-3).loss
 
 
@@ -23,6 +24,7 @@ def wrong(x: Tensor, weight: Tensor, ids: Tensor, old: Tensor, advantages: Tenso
     dapo_loss(x, ids, old, advantages, softcap=30.0)  # type: ignore[call-arg]
     linear_dapo_loss(x, weight, ids, old, advantages, chunk_bytes=2.0**20)  # type: ignore[arg-type]
     linear_token_logprobs(x, weight, ids, temprature=0.7)  # type: ignore[call-arg]
+    linear_preference_loss(x, weight, ids, old, bata=0.1)  # type: ignore[call-arg]
     policy_loss(old, old, advantages, temperature=0.7)  # type: ignore[call-arg]
 
 

@@ -127,6 +127,13 @@ class StatsInPlace(torch.autograd.Function):
         return logits, None, None
 
 
+def stats_of(logits: Tensor, asked: Asked, served_by: str, in_place: bool) -> RowStats:
+    """``logits_stats``, whose gradient takes the logits' memory where that ``may_work_in_place``."""
+    if in_place:
+        return RowStats(*StatsInPlace.apply(logits, asked, backend(served_by)))
+    return logits_stats(logits, asked, served_by)
+
+
 class LossInPlace(torch.autograd.Function):
     """``RowsLoss``, one visit to every row. The logits hold their gradient from here on."""
 

@@ -96,6 +96,14 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "top_entropy": _row(
         "Wang et al. 2025 (Beyond the 80/20 Rule), arXiv 2506.01939, §5", "top_entropy", "group_std", **_BOTH
     ),
+    "dpo": _row(
+        "Rafailov et al. 2023, arXiv 2305.18290, eq. 7; Dong et al. 2024 (RLHF Workflow), arXiv 2405.07863, §3",
+        "dapo",
+        "group_std",
+        **_NEITHER,
+        preference={"loss_type": "sigmoid", "beta": 0.1, "pairs_per_group": 1, "reference": "start"},
+        optimizer={"mini_batch_size": None},
+    ),
 }
 
 

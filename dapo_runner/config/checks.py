@@ -26,10 +26,11 @@ def mismatches(config: Config) -> Iterator[str]:
                 f"(reward.overlong.max_length or rollout.max_response_tokens), got {overlong.cache_length}; "
                 "reward.overlong.soft_punishment=false takes the length term away"
             )
-    if config.responses_per_step % config.mini_batch_size:
+    if config.trained_per_step % config.mini_batch_size:
+        factor = "rollout.group_size" if config.preference is None else "2 × preference.pairs_per_group"
         yield (
-            f"optimizer.mini_batch_size: expected a divisor of the {config.responses_per_step} responses of "
-            f"a step (sampler.prompts_per_step × rollout.group_size), got {config.mini_batch_size}"
+            f"optimizer.mini_batch_size: expected a divisor of the {config.trained_per_step} responses of "
+            f"a step (sampler.prompts_per_step × {factor}), got {config.mini_batch_size}"
         )
     if config.rollout.correction.enabled and config.loss.old_logprobs == "rollout":
         yield (
@@ -52,9 +53,47 @@ def mismatches(config: Config) -> Iterator[str]:
             f"got {config.run.device!r}; CUDA_VISIBLE_DEVICES chooses another"
         )
     yield from _temperatures_of_vllm(config)
+    yield from _pairs(config)
     yield from _schedule(config)
     yield from _nothing_to_stop_by(config)
     yield from _rules_without_answers(config)
+
+
+def _pairs(config: Config) -> Iterator[str]:
+    if config.preference is None:
+        return
+    pairs, group_size = config.preference.pairs_per_group, config.rollout.group_size
+    if group_size < 2 * pairs:
+        yield (
+            f"rollout.group_size: expected at least {2 * pairs} with preference.pairs_per_group={pairs}, two responses "
+            f"to a pair, got {group_size}"
+        )
+    one = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens - 1
+    if one <= config.optimizer.token_budget < 2 * one:
+        yield (
+            f"optimizer.token_budget: expected at least {2 * one} with preference, the positions of the longest pair "
+            "(2 × (rollout.max_prompt_tokens + rollout.max_response_tokens − 1)), which is not taken apart, got "
+            f"{config.optimizer.token_budget}"
+        )
+    if config.mini_batch_size % 2:
+        yield (
+            f"optimizer.mini_batch_size: expected an even number with preference, two responses to a pair, got "
+            f"{config.mini_batch_size}"
+        )
+    if config.preference.reference == "step" and config.loss.reference is not None:
+        yield f"loss.reference: expected null beside preference.reference=step, got {config.loss.reference!r}"
+    unread = {
+        "loss": ("objective", "overrides", "old_logprobs"),
+        "advantage": ("kind", "eps"),
+        "rollout": ("correction",),
+    }
+    for section, names in unread.items():
+        for name in names:
+            value, field = getattr(getattr(config, section), name), type(getattr(config, section)).model_fields[name]
+            if value != field.default:
+                yield f"{section}.{name}: expected none beside preference, which has no use for it, got {value}"
+    if config.logging.rollouts.per_token:
+        yield "logging.rollouts.per_token: expected false beside preference, whose loss is one of pairs, got true"
 
 
 def _schedule(config: Config) -> Iterator[str]:

@@ -428,6 +428,22 @@ def _plain(value: Any) -> Any:
         return {"yes": True, "on": True, "no": False, "off": False}.get(value.lower(), value)
 
 
+class PreferenceConfig(Section):
+    """Iterated DPO: pairs made from each group by reward take the place of advantages and objective."""
+
+    loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"  # formulas: docs/objectives.md
+    beta: PositiveFloat = 0.1
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0  # sigmoid: share of pairs the wrong way round
+    pairs_per_group: PositiveInt = 1  # best against worst, second best against second worst, …
+    reference: Literal["start", "step"] = "start"  # loss.reference or the start; or the policy as the step began
+
+    @model_validator(mode="after")
+    def _smoothed_sigmoid(self) -> PreferenceConfig:
+        if self.label_smoothing and self.loss_type != "sigmoid":
+            raise ValueError(f"label_smoothing: expected loss_type=sigmoid beside it, got {self.loss_type}")
+        return self
+
+
 class OptimizerConfig(Section):
     lr: PositiveFloat = 1e-6
     warmup_steps: NonNegativeInt = 20  # linear, in rollout steps
@@ -524,6 +540,7 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
+    preference: PreferenceConfig | None = None
     optimizer: OptimizerConfig = OptimizerConfig()
     parallel: ParallelConfig = ParallelConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -560,12 +577,20 @@ class Config(Section):
         return self.sampler.prompts_per_step * self.rollout.group_size
 
     @property
+    def trained_per_step(self) -> int:
+        """Responses of a full step that updates are made from."""
+        if self.preference is None:
+            return self.responses_per_step
+        return 2 * self.preference.pairs_per_group * self.sampler.prompts_per_step
+
+    @property
     def mini_batch_size(self) -> int:
-        return self.optimizer.mini_batch_size or self.responses_per_step
+        size = self.optimizer.mini_batch_size or self.trained_per_step
+        return size if self.preference is None else min(size, self.trained_per_step)
 
     @property
     def updates_per_step(self) -> int:
-        return self.responses_per_step // self.mini_batch_size
+        return self.trained_per_step // self.mini_batch_size
 
     @property
     def decay_steps(self) -> int:

@@ -10,7 +10,7 @@ import json
 import math
 
 from dapo_kernels import OBJECTIVES, Objective
-from dapo_runner.config import Config, flatten
+from dapo_runner.config import Config, PreferenceConfig, flatten
 from dapo_runner.config.algorithms import ALGORITHMS
 from dapo_runner.early_stop import early_stop_metric
 from dapo_runner.update.advantage import ADVANTAGES
@@ -21,12 +21,23 @@ SELECTIONS = ("top_entropy", "clip_cov", "kl_cov", "max_old_prob")
 
 def algorithm(config: Config) -> dict[str, str]:
     """Labels and what stands for them. Raises ConfigError where the objective cannot be trained."""
+    return {
+        **_name(config),
+        "optimizer": _optimizer(config),
+        **(_of_tokens(config) if config.preference is None else _of_pairs(config, config.preference)),
+        "curriculum": _curriculum(config),
+        **({"stop strings": ", ".join(map(repr, config.rollout.stop))} if config.rollout.stop else {}),
+        "filter": _filter(config),
+        "length shaping": _length_shaping(config),
+        **({} if config.run.early_stop is None else {"early stop": _early_stop(config)}),
+    }
+
+
+def _of_tokens(config: Config) -> dict[str, str]:
     objective = resolve_objective(config)
     selected = {name: getattr(objective, name) for name in SELECTIONS}
     selection = ", ".join(f"{name}={_figures(value)}" for name, value in selected.items() if value is not None)
     return {
-        **_name(config),
-        "optimizer": _optimizer(config),
         "objective": _objective(config, objective),
         "ratio and clip": _ratio(objective),
         **({"selection": selection} if selection else {}),
@@ -35,11 +46,17 @@ def algorithm(config: Config) -> dict[str, str]:
         "aggregation": f"{objective.aggregate} over a mini-batch"
         + (f", divided by {objective.length_norm:g}" if objective.length_norm is not None else ""),
         "advantage": _advantage(config),
-        "curriculum": _curriculum(config),
-        **({"stop strings": ", ".join(map(repr, config.rollout.stop))} if config.rollout.stop else {}),
-        "filter": _filter(config),
-        "length shaping": _length_shaping(config),
-        **({} if config.run.early_stop is None else {"early stop": _early_stop(config)}),
+    }
+
+
+def _of_pairs(config: Config, preference: PreferenceConfig) -> dict[str, str]:
+    smoothed = f", label smoothing {preference.label_smoothing:g}" if preference.label_smoothing else ""
+    start = config.loss.reference or "the model that training starts from"
+    return {
+        "objective": f"preference loss {preference.loss_type} (docs/objectives.md), β {preference.beta:g}{smoothed}, "
+        "mean over the pairs of a mini-batch",
+        "pairs": f"up to {preference.pairs_per_group} of a group, best against worst by reward; ties are dropped",
+        "reference": start if preference.reference == "start" else "the policy as it was when the step began",
     }
 
 
@@ -61,13 +78,14 @@ def departures(config: Config) -> list[str]:
     if name is None:
         return []
     settings, wanted = flatten(config.model_dump()), flatten(ALGORITHMS[name].settings)
+    by_pairs = config.preference is not None and "preference" not in ALGORITHMS[name].settings
     objective = OBJECTIVES[wanted["loss.objective"]]
     overrides = {f"loss.overrides.{field}": getattr(objective, field) for field in config.loss.overrides}
     return [
         f"{key}={_figures(settings.get(key))} ({name}: {_figures(value)})"
         for key, value in {**overrides, **wanted}.items()
         if settings.get(key) != value
-    ]
+    ] + ([f"preference ({name}: null)"] if by_pairs else [])
 
 
 def _optimizer(config: Config) -> str:

@@ -20,7 +20,7 @@ from dapo_runner.rewards.scoring import load_reward
 from dapo_runner.rollout import vllm
 from dapo_runner.sampling.reading import missing_data
 from dapo_runner.tasks.tiny import check_tiny
-from dapo_runner.update.learner import resolve_objective
+from dapo_runner.update.learner import uses_reference
 
 HUB_SECONDS = 5  # that the model hub has to answer
 
@@ -77,7 +77,7 @@ def _models(config: Config) -> Iterator[tuple[str, str]]:
     """Keys and names of the models that a run loads, beside what its checkpoint holds."""
     reference, adapted = config.loss.reference, config.model.lora is not None
     resumed = config.run.from_ is not None or latest_checkpoint(config.run_dir / CHECKPOINTS) is not None
-    refers_to_start = reference is None and resolve_objective(config).kl_coef != 0
+    refers_to_start = reference is None and uses_reference(config)
     if config.model.path is not None and (adapted or refers_to_start or not resumed):
         yield "model.path", config.model.path
     if reference is not None:

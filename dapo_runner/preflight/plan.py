@@ -22,7 +22,7 @@ from dapo_runner.config import (
 )
 from dapo_runner.preflight.algorithm import algorithm
 from dapo_runner.sampling.sampler import prompts_for
-from dapo_runner.update.learner import resolve_objective
+from dapo_runner.update.learner import uses_reference
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TINY_VOCABULARY = 64  # more than the characters of arithmetic
@@ -83,7 +83,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 def make_plan(config: Config) -> dict[str, str]:
     """Labels and figures, in the order in which they are read. Downloads nothing and loads no weights."""
     prompts, rollout = config.sampler.prompts_per_step, config.rollout
-    steps, responses = config.run.steps, config.responses_per_step
+    steps, responses, trained = config.run.steps, config.responses_per_step, config.trained_per_step
     return {
         "run": f"{config.run_dir}, seed {config.run.seed}",
         "model": f"{config.model.path or 'tiny, made on the spot'}, {config.model.dtype}",
@@ -93,9 +93,9 @@ def make_plan(config: Config) -> dict[str, str]:
         "sampling": "; ".join([_sampling(config), *cautions(config)]),
         "updates": f"{config.updates_per_step} per step of {config.mini_batch_size} responses, "
         f"{steps * config.updates_per_step} in all",
-        "responses": f"{steps * responses:,} trained on, each up to {rollout.max_response_tokens} tokens",
-        "tokens": f"up to {responses * rollout.max_response_tokens:,} trained on in a step, "
-        f"{steps * responses * rollout.max_response_tokens:,} in all",
+        "responses": f"{steps * trained:,} trained on, each up to {rollout.max_response_tokens} tokens",
+        "tokens": f"up to {trained * rollout.max_response_tokens:,} trained on in a step, "
+        f"{steps * trained * rollout.max_response_tokens:,} in all",
         "micro-batch": f"{config.optimizer.token_budget} positions"
         + (f" over {config.parallel.sequence} GPUs" if config.parallel.sequence > 1 else ""),
         **algorithm(config),
@@ -203,7 +203,7 @@ def _shared(amount: int, gpus: int) -> int:
 
 def _keeps_reference(config: Config) -> bool:
     own = config.model.lora is not None and config.loss.reference is None
-    return resolve_objective(config).kl_coef != 0 and not own
+    return uses_reference(config) and not own
 
 
 def _cache(config: Config, shape: ModelShape) -> dict[str, int]:

@@ -92,6 +92,8 @@ def simulate(config: Config, report: Callable[[str], None] = lambda note: None) 
         report(f"{time.monotonic() - start:3.0f} s  {text}")
 
     gpus = config.parallel.gpus
+    if config.preference is not None:
+        raise ConfigError("preference: expected null with --simulate, which knows the update of single responses")
     if gpus == 1:
         raise ConfigError("parallel.gpus: expected more than 1 for --simulate, got 1; --dry-run plans for one device")
     with _pretended_ranks(config) as world, _model_folder(config) as folder, warnings.catch_warnings():

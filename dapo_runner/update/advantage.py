@@ -75,13 +75,14 @@ def make_sequences(groups: Iterable[Group], config: AdvantageConfig, step: int =
     for group_id, (group, own) in enumerate(zip(groups, rewards, strict=True)):
         advantages = advantage(own, batch, config.eps).tolist()
         sequences += [
-            _sequence(group, sample, value, group_id, step - group.step)
+            sequence_of(group, sample, value, group_id, step - group.step)
             for sample, value in zip(group.samples, advantages, strict=True)
         ]
     return sequences
 
 
-def _sequence(group: Group, sample: Sample, advantage: float, group_id: int, age: int) -> Sequence:
+def sequence_of(group: Group, sample: Sample, advantage: float, group_id: int, age: int) -> Sequence:
+    """The training record of one sample."""
     prompt = torch.tensor(group.prompt.token_ids, dtype=torch.int64)
     n_prompt, n_response = prompt.numel(), sample.completion.length
     no_prompt = torch.zeros(n_prompt)

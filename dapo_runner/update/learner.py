@@ -19,6 +19,7 @@ from dapo_kernels import Objective, linear_dapo_loss, linear_token_logprobs, obj
 from dapo_kernels.logprobs import TokenStats
 from dapo_kernels.losses import LossOutput
 from dapo_kernels.metrics import COUNTS
+from dapo_kernels.preference import PreferenceOutput
 from dapo_runner.config import Config, ConfigError, CorrectionConfig
 from dapo_runner.parallel.sharding import add_up_over_replicas, whole
 from dapo_runner.parallel.ulysses import gather_positions, own_positions
@@ -33,6 +34,8 @@ from dapo_runner.update.packing import ALL, Share, count_training_tokens, pack, 
 from dapo_runner.update.schedule import learning_rate
 from dapo_runner.update.selection import Scores, select_tokens
 from dapo_runner.update.token_values import TokenValues, token_values
+
+Loss = LossOutput | PreferenceOutput
 
 
 class NonFiniteUpdateError(RuntimeError):
@@ -62,11 +65,14 @@ class MiniBatch:
         number: int = 0,
         first: int = 0,
         share: Share = ALL,
+        together: int = 1,
     ) -> None:
-        """``number`` counts the mini-batches of a step, ``first`` the sequences of those before it."""
+        """``number`` counts the mini-batches of a step, ``first`` the sequences of those before it. ``together``: so
+        many neighbours stay in one micro-batch.
+        """
         self.number = number
         self.first = first
-        self.micro_batches = pack(sequences, token_budget, share)
+        self.micro_batches = pack(sequences, token_budget, share, together)
         self.n_tokens = count_training_tokens(sequences)
         n_live = sum(bool(sequence.mask[1:].any()) for sequence in sequences)
         self.denominator = self.n_tokens if objective.aggregate == "token-mean" else n_live
@@ -115,8 +121,8 @@ class Learner:
         self.objective = resolve_objective(config)
         self.reference = reference
         self.token_values: dict[int, TokenValues] = {}
-        if self.objective.kl_coef != 0 and reference is None and not has_adapters(policy.model):
-            raise ValueError(f"Learner: kl_coef={self.objective.kl_coef:g} needs a reference policy, got none")
+        if uses_reference(config) and reference is None and not has_adapters(policy.model):
+            raise ValueError("Learner: kl_coef, or a preference loss, needs a reference policy, got none")
         # Whether a token's loss needs nothing of other tokens: ranks that share positions then need nothing either.
         self.by_token = self.objective.ratio == "token" and self.objective.aggregate == "token-mean"
         world, text = self.world, policy.model.config.get_text_config(decoder=True)
@@ -140,21 +146,28 @@ class Learner:
         with self.clock.phase("pack"):
             size = self._part_size(len(sequences))
             minis = [
-                MiniBatch(part, self.config.optimizer.token_budget, self.objective, number, number * size, self.share)
+                self._mini_batch(part, number, number * size)
                 for number, part in enumerate(split_mini_batches(sequences, size))
             ]
-        correction = self.config.rollout.correction
         for mini in minis:
-            if self.config.loss.old_logprobs == "learner":
-                # The first update's forward pass gives the old log-probs as well; a correction wants them before it.
-                mini.on_policy = mini.number == 0 and not correction.enabled and self.objective.max_old_prob is None
-                if not mini.on_policy:
-                    with self.clock.phase("old_logprobs"):
-                        mini.take_old_logprobs(self.logprobs, correction)
-            if self.objective.kl_coef != 0:
-                with self.clock.phase("ref_logprobs"):
-                    mini.take_ref_logprobs(self.ref_logprobs)
+            self._take_logprobs(mini)
         return [mini for mini in minis if mini.micro_batches]
+
+    def _mini_batch(self, part: Sequence[TrainingSequence], number: int, first: int) -> MiniBatch:
+        return MiniBatch(part, self.config.optimizer.token_budget, self.objective, number, first, self.share)
+
+    def _take_logprobs(self, mini: MiniBatch) -> None:
+        """What its loss compares the policy with."""
+        correction = self.config.rollout.correction
+        if self.config.loss.old_logprobs == "learner":
+            # The first update's forward pass gives the old log-probs as well; a correction wants them before it.
+            mini.on_policy = mini.number == 0 and not correction.enabled and self.objective.max_old_prob is None
+            if not mini.on_policy:
+                with self.clock.phase("old_logprobs"):
+                    mini.take_old_logprobs(self.logprobs, correction)
+        if self.objective.kl_coef != 0:
+            with self.clock.phase("ref_logprobs"):
+                mini.take_ref_logprobs(self.ref_logprobs)
 
     def _part_size(self, n_sequences: int) -> int:
         """Mini-batches of at most the configured size and as equal as they can be: a step that dynamic
@@ -184,7 +197,7 @@ class Learner:
 
     def _own_stats(self, policy: Policy, batch: PackedBatch, entropy: bool) -> TokenStats:
         """Of this rank's positions, differentiable."""
-        own, head = _positions(batch, policy), policy.head
+        own, head = positions_of(batch, policy), policy.head
         return linear_token_logprobs(
             policy.hidden_states(batch),
             head.weight,
@@ -253,7 +266,7 @@ class Learner:
         first = self.world.data_rank * len(batches)  # every rank has as many
         return chosen[first : first + len(batches)]
 
-    def _look_at_tokens(self, mini: MiniBatch, outs: Sequence[LossOutput], selections: Sequence[Tensor | None]) -> None:
+    def _look_at_tokens(self, mini: MiniBatch, outs: Sequence[Loss], selections: Sequence[Tensor | None]) -> None:
         looked_at = []
         for batch, out, selection in zip(mini.micro_batches, outs, selections, strict=True):
             assert out.entropy is not None
@@ -265,16 +278,16 @@ class Learner:
         values = token_values(self.objective, batches, scores, chosen_tokens, on_policy=mini.on_policy, groups=groups)
         self.token_values |= {mini.first + index: found for index, found in values.items()}
 
-    def _forward_backward(self, batch: PackedBatch, mini: MiniBatch, selection: Tensor | None = None) -> LossOutput:
+    def _forward_backward(self, batch: PackedBatch, mini: MiniBatch, selection: Tensor | None = None) -> Loss:
         out = self.loss(batch, mini, selection)
         out.loss.backward()
         return out
 
-    def loss(self, batch: PackedBatch, mini: MiniBatch, selection: Tensor | None = None) -> LossOutput:
+    def loss(self, batch: PackedBatch, mini: MiniBatch, selection: Tensor | None = None) -> Loss:
         """Of one micro-batch of ``mini``. Collective."""
         return self.policy.run(lambda: self._loss(batch, mini, selection))
 
-    def _loss(self, batch: PackedBatch, mini: MiniBatch, selection: Tensor | None) -> LossOutput:
+    def _loss(self, batch: PackedBatch, mini: MiniBatch, selection: Tensor | None) -> Loss:
         """Of one micro-batch, or of this rank's positions of it; FSDP2 takes the mean over ranks, which the denominator
         makes a sum.
         """
@@ -284,7 +297,7 @@ class Learner:
             # A ratio or a mean over a sequence wants all of its positions: log-probs travel, hidden states do not.
             logprobs, entropy = self._own_stats(self.policy, batch, entropy=True)
             assert entropy is not None
-            every = _positions(batch, self.policy, own=False)
+            every = positions_of(batch, self.policy, own=False)
             return policy_loss(
                 gather_positions(logprobs, group),
                 None if mini.on_policy and not batch.stale else every["old_logprobs"],
@@ -295,7 +308,7 @@ class Learner:
                 **options,
                 **_given(every),
             )
-        own = _positions(batch, self.policy)
+        own = positions_of(batch, self.policy)
         out = linear_dapo_loss(
             self.policy.hidden_states(batch),
             head.weight,
@@ -317,7 +330,7 @@ class Learner:
             logprobs=gather_positions(out.logprobs, group), entropy=gather_positions(out.entropy, group)
         )
 
-    def _figures(self, outs: Sequence[LossOutput], norm: Tensor, rate: float) -> dict[str, float]:
+    def _figures(self, outs: Sequence[Loss], norm: Tensor, rate: float) -> dict[str, float]:
         """Of an update, over the micro-batches of all ranks."""
         loss_sum, grad_norm = torch.stack([torch.stack([out.loss.detach() for out in outs]).sum(), norm]).tolist()
         # Ranks that share positions have a part of the loss each, or all of them the same.
@@ -338,7 +351,7 @@ class Learner:
         )
 
 
-def _positions(batch: PackedBatch, policy: Policy, own: bool = True) -> dict[str, Tensor]:
+def positions_of(batch: PackedBatch, policy: Policy, own: bool = True) -> dict[str, Tensor]:
     """What a loss takes of a micro-batch for every position, on the policy's device: of this rank's own, or of all."""
     names = ("target_ids", "mask", "advantages", "old_logprobs", "ref_logprobs", "importance_weights")
     tensors = {name: tensor for name, tensor in batch.tensors().items() if name in names}
@@ -402,12 +415,19 @@ def resolve_objective(config: Config) -> Objective:
         raise ConfigError(str(error)) from error
     if objective.aggregate == "seq-mean-token-sum-norm" and objective.length_norm is None:
         objective = replace(objective, length_norm=float(config.rollout.max_response_tokens))
-    if objective.kl_coef == 0 and loss.reference is not None:
+    if objective.kl_coef == 0 and loss.reference is not None and config.preference is None:
         raise ConfigError(
             f"loss.reference: {loss.objective!r} has no KL penalty, so {loss.reference!r} would go unused; set "
             "loss.overrides.kl_coef, or leave the reference out"
         )
     return objective
+
+
+def uses_reference(config: Config) -> bool:
+    """Whether the loss looks at a reference policy that is not the one being trained."""
+    if config.preference is not None:
+        return config.preference.reference == "start"
+    return resolve_objective(config).kl_coef != 0
 
 
 def step_figures(

@@ -33,22 +33,32 @@ class Share(NamedTuple):
 ALL = Share()
 
 
-def pack(sequences: SequenceOf[Sequence], token_budget: int, share: Share = ALL) -> list[PackedBatch]:
+def pack(
+    sequences: SequenceOf[Sequence], token_budget: int, share: Share = ALL, together: int = 1
+) -> list[PackedBatch]:
     """Micro-batches that hold every training token exactly once; of several ranks, those of one, as many as on every
     other, if need be of nothing but padding. A padding sequence follows the others, to the next multiple.
 
     Sequences without a training token are left out: they cost a forward pass and add nothing. What an earlier step
-    sampled lies apart from what this one did: their ratios are taken against different log-probs. Raises
-    ValueError for a sequence longer than the budget, which has to be settled by the configuration, not by
-    cutting it here.
+    sampled lies apart from what this one did: their ratios are taken against different log-probs. ``together`` so many
+    neighbours, of one age, lie beside each other in one micro-batch. Raises ValueError for what is longer than the
+    budget, which has to be settled by the configuration, not by cutting it here.
     """
-    alive = [index for index, sequence in enumerate(sequences) if sequence.mask[1:].any()]
-    costs = {index: sequence_cost(sequences[index].length - 1, share.hidden_size) for index in alive}
-    bins = [_bins(sequences, indices, token_budget) for indices in spread(costs, share.ranks)]
+    units = [sequences[start : start + together] for start in range(0, len(sequences), together)]
+    alive = [index for index, unit in enumerate(units) if any(sequence.mask[1:].any() for sequence in unit)]
+    costs = {
+        index: sum(sequence_cost(sequence.length - 1, share.hidden_size) for sequence in units[index])
+        for index in alive
+    }
+    bins = [_bins(units, indices, token_budget) for indices in spread(costs, share.ranks)]
     empty: list[list[int]] = [[]] * (max(map(len, bins)) - len(bins[share.rank]))
     padding_id = len(sequences)
     return [
-        _lay_out([(index, sequences[index]) for index in bin_], padding_id, share.multiple)
+        _lay_out(
+            [(index * together + place, sequence) for index in bin_ for place, sequence in enumerate(units[index])],
+            padding_id,
+            share.multiple,
+        )
         for bin_ in bins[share.rank] + empty
     ]
 
@@ -58,10 +68,11 @@ def padding_batch(multiple: int = 1) -> PackedBatch:
     return _lay_out([], 0, multiple)
 
 
-def _bins(sequences: SequenceOf[Sequence], indices: SequenceOf[int], token_budget: int) -> list[list[int]]:
+def _bins(units: SequenceOf[SequenceOf[Sequence]], indices: SequenceOf[int], token_budget: int) -> list[list[int]]:
     bins: list[list[int]] = []
     for stale in (False, True):
-        lengths = {index: sequences[index].length - 1 for index in indices if (sequences[index].age > 0) == stale}
+        chosen = [index for index in indices if (units[index][0].age > 0) == stale]
+        lengths = {index: sum(sequence.length - 1 for sequence in units[index]) for index in chosen}
         bins += assign_bins(lengths, token_budget)
     return bins
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,17 @@ def random_sequences(count: int, seed: int = 0) -> list[Sequence]:
             )
         )
     return sequences
+
+
+def paired(sequences: list[Sequence]) -> list[Sequence]:
+    """Those that train, two by two: a chosen and a rejected one."""
+    live = [sequence for sequence in sequences if sequence.mask.any()]
+    live = live[: len(live) // 2 * 2]
+    signs = (1.0 if index % 2 == 0 else -1.0 for index in range(len(live)))
+    return [
+        replace(sequence, pair=index // 2, advantages=torch.where(sequence.mask, sign, 0.0))
+        for index, (sequence, sign) in enumerate(zip(live, signs, strict=True))
+    ]
 
 
 CUTS: list[dict[str, Any]] = [

@@ -20,6 +20,7 @@ from dapo_runner.config import Config, ConfigError, OptimizerConfig, RunConfig, 
 from dapo_runner.policy.model import load_policy
 from dapo_runner.preflight.algorithm import algorithm
 from dapo_runner.records.metrics import read_log
+from dapo_runner.records.rollout_log import read_step, saved_steps
 from dapo_runner.run import Run, rollout_sampling
 from dapo_runner.train import train
 from dapo_runner.update.schedule import learning_rate
@@ -70,6 +71,31 @@ def test_a_configuration_that_differs() -> None:
     assert names["longer"] == load_config("mine.yaml", ["run.steps=4"]) != names["config"]
     with pytest.raises(ValueError, match="frozen"):
         names["config"].run.steps = 4
+
+
+def test_preference_pairs(folder: Path) -> None:
+    """Also: a run that was interrupted goes on as if it had not been."""
+    section = yaml.safe_load(SNIPPETS["preference"])["preference"]
+    assert algorithm(laid_over("preference"))["pairs"].startswith("up to 4 of a group, best against worst")
+    logs = []
+    for name, stops in (("whole", [3]), ("resumed", [1, 3])):
+        for steps in stops:
+            raw = small_recipe(name=name, steps=steps, eval_every=1)
+            raw |= {
+                "preference": section | {"pairs_per_group": 2},
+                "sampler": {"prompts_per_step": 4, "filter_groups": False},
+            }
+            raw["optimizer"] |= {"mini_batch_size": 256}
+            run = train(parse_config(raw), Notes())
+        logs.append((run / "metrics.jsonl").read_bytes())
+        steps = [event for event in read_log(run / "metrics.jsonl") if event["kind"] == "step"]
+        assert all(event["train/pairs"] + event["train/ties"] == 8 for event in steps if event["train/updates"])
+        assert any(event["train/margin"] for event in steps[1:])
+        for saved in map(read_step, saved_steps(run / "rollouts").values()):
+            given = [sample["advantage"] for group in saved.groups for sample in group["samples"]]
+            assert given.count(1.0) == given.count(-1.0)
+            assert set(given) <= {1.0, -1.0, 0.0}
+    assert logs[0] == logs[1]
 
 
 def test_python_with_a_recipe_and_reading_what_it_left(folder: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from builders import make_config, random_sequences
+from builders import make_config, paired, random_sequences
 from launch import leave
 
 from dapo_runner.config import Config
@@ -20,7 +20,9 @@ from dapo_runner.parallel.sharding import whole
 from dapo_runner.parallel.watch import launched
 from dapo_runner.parallel.world import ALONE, World, make_layout, make_world
 from dapo_runner.policy.model import load_policy, load_reference
-from dapo_runner.update.learner import Learner, NonFiniteUpdateError, resolve_objective, step_figures
+from dapo_runner.timing import StepClock
+from dapo_runner.update.learner import NonFiniteUpdateError, step_figures, uses_reference
+from dapo_runner.update.pairs import make_learner
 
 
 def open_case(config: Config) -> World:
@@ -37,15 +39,17 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     cpu = torch.device("cpu")
     policy = load_policy(path, config.model, cpu, seed=5, world=world)
     reference = None
-    if resolve_objective(config).kl_coef != 0 and config.model.lora is None:
+    if uses_reference(config) and config.model.lora is None:
         reference = load_reference(path, config.model, cpu, world)
-    learner = Learner(policy, config, reference)
+    learner = make_learner(policy, config, reference, StepClock())
     if config.model.lora is not None:
         with torch.no_grad():  # B = 0 would leave A without a gradient
             for name, parameter in policy.model.named_parameters():
                 if ".lora_B." in name:
                     parameter.copy_(parameter * 0 + 0.01)
     sequences = random_sequences(n_sequences)
+    if config.preference is not None:
+        sequences = paired(sequences)
     if poisoned:
         sequences[0].advantages[-1] = float("inf")  # one rank's alone
     (mini,) = learner.prepare(sequences)

@@ -16,6 +16,7 @@ from dapo_runner.config import TinyModelConfig
 from dapo_runner.tasks.tiny import make_model, make_tokenizer
 
 FLOAT32 = {"tiny": {}, "dtype": "float32"}
+PAIRS = {"optimizer": {"token_budget": 190}, "sampler": {"prompts_per_step": 8}}
 # What reads the whole mini-batch, or whole sequences, in every layout; the rest of the table on two ranks.
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"model": FLOAT32, "loss": {"objective": name}} for name in OBJECTIVES},
@@ -25,6 +26,8 @@ CASES: dict[str, dict[str, Any]] = {
     "kl": {"model": FLOAT32, "loss": {"overrides": {"kl_coef": 0.1}}},
     "poisoned": {"model": FLOAT32, "poisoned": True},
     "checkpointing": {"model": {**FLOAT32, "gradient_checkpointing": True}},
+    "pairs": {"model": FLOAT32, "preference": {"reference": "step"}, **PAIRS},
+    "pairs with a reference": {"model": FLOAT32, "preference": {}, **PAIRS},
     "corrected": {"model": FLOAT32, "rollout": {"correction": {"weights": "sequence"}}},
 }
 CASES["accumulated"]["sampler"] = {"prompts_per_step": 10}
@@ -36,7 +39,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "shard 4, sequence 2": {"gpus": 4, "sequence": 2},
     "sequence 4": {"gpus": 4, "sequence": 4},
 }
-SELECTED = ["gspo", "clip_cov", "one_sequence", "accumulated"]
+SELECTED = ["gspo", "clip_cov", "one_sequence", "accumulated", "pairs"]
 UNTIED = ("shard 2", "shard 4, sequence 2")
 
 

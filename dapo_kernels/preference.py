@@ -1,0 +1,288 @@
+"""Preference losses (DPO and its relatives) over pairs of responses, from logits, from hidden states, from log-probs.
+
+The loss of a pair needs all log-probs of both its responses before it knows a token's gradient: two passes over the
+vocabulary with an O(tokens) step between them, differentiated by autograd.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypedDict
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from dapo_kernels.backends import backend_for
+from dapo_kernels.call import checked_denominator
+from dapo_kernels.engine import hidden as from_hidden
+from dapo_kernels.engine import rows as from_rows
+from dapo_kernels.head import HeadOptions, head_of_call
+from dapo_kernels.layout import Layout, check_flag, check_rows_apart, check_tensor, layout_of, token_layout
+from dapo_kernels.objectives.aggregate import sequence_sums
+from dapo_kernels.objectives.pairs import PairLoss
+from dapo_kernels.records import readable
+
+
+class PreferenceOutput(NamedTuple):
+    """``loss`` 0-d, carrying the gradient. The rest is detached: of each pair ``rewards`` [P, 2], β·Σ(ℓ − ℓ_ref) of the
+    chosen and of the rejected response, 0 where the pair does not count; ``logprobs`` and ``entropy`` in the layout of
+    ``target_ids``, 0 on dead tokens (entropy ``None`` unless asked for); ``metrics`` sums over pairs, see
+    ``summarize``."""
+
+    loss: Tensor
+    rewards: Tensor
+    logprobs: Tensor
+    entropy: Tensor | None
+    metrics: dict[str, Tensor]
+
+
+class PairOptions(TypedDict, total=False):
+    """The keywords of every preference loss; ``preference_loss`` says what each means."""
+
+    beta: float
+    loss_type: str
+    label_smoothing: float
+    pairs: Tensor | None
+    mask: Tensor | None
+    cu_seqlens: Tensor | None
+    denominator: float | Tensor | None
+
+
+class PairRowOptions(PairOptions, total=False):
+    temperature: float | Tensor
+    entropy: bool
+
+
+class PairLogitsOptions(PairRowOptions, total=False):
+    inplace_backward: bool
+
+
+class PairLinearOptions(PairRowOptions, HeadOptions, total=False):
+    pass
+
+
+class PairLogprobsOptions(PairOptions, total=False):
+    entropy: Tensor | None
+
+
+def preference_loss(
+    logits: Tensor, target_ids: Tensor, ref_logprobs: Tensor | None, **options: Unpack[PairLogitsOptions]
+) -> PreferenceOutput:
+    """The DPO loss (or a relative) of pairs of responses, from their logits.
+
+    With ℓ = log softmax(logits/τ)[target], r = Σ(ℓ − ℓ_ref) over the live tokens of a response, w the chosen one of a
+    pair and l the rejected one (Rafailov et al. 2023, eq. 7)::
+
+        loss = −1/P Σ log σ(β(r_w − r_l))
+
+    A pair counts when both its responses have a live token; tokens of no pair that counts leave no trace.
+
+    Args:
+        logits: [T, V] packed with ``cu_seqlens`` or [B, L, V] padded; dtypes and strides as in ``dapo_loss``.
+            ``logits[t]`` predicts ``target_ids[t]``: shift before the call.
+        target_ids: [T] or [B, L], integers in [0, V).
+        ref_logprobs: under the reference policy: per token, or summed over the live tokens of each sequence, [S] / [B];
+            constant. ``None``: no reference, which is a uniform one.
+        beta: β, positive; 0.1 by default.
+        loss_type: ``"sigmoid"`` (DPO), ``"hinge"`` or ``"ipo"``, whose formulas are in docs/objectives.md.
+        label_smoothing: with ``"sigmoid"``, the share of the pairs that may be labelled the wrong way round, in
+            [0, 0.5).
+        pairs: int64 [P, 2], the sequences (rows of the padded layout) of each pair, the chosen one first; a sequence
+            may be in several pairs, or in none. By default sequence 2i is chosen and 2i + 1 rejected.
+        mask: same shape as ``target_ids``, which tokens count: those of the responses. The others may hold anything,
+            NaN included.
+        cu_seqlens: int32 [S+1], where packed sequences begin and end.
+        temperature: positive number, or one per token; 1 by default.
+        denominator: replaces the local count of pairs in the mean; a number or a 0-d tensor, the count over all
+            micro-batches and ranks. Both responses of a pair belong to one micro-batch.
+        entropy: also return the entropy of every live token.
+        inplace_backward: let the backward pass overwrite the logits with their gradient.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message names it, what was expected and what came.
+        IndexError: a live token's target is outside [0, V) (on CUDA: an asynchronous device assert).
+    """
+    layout = layout_of("preference_loss", "logits", logits, options.pop("cu_seqlens", None))
+    in_place = check_flag(layout, "inplace_backward", options.pop("inplace_backward", False))
+    want_entropy = check_flag(layout, "entropy", options.pop("entropy", False))
+    temperature = options.pop("temperature", 1.0)
+    call = PairCall.of(layout, ref_logprobs, options)
+    asked = layout.asked(target_ids, temperature, call.live, want_entropy)
+    served_by = backend_for(layout.caller, logits.device, logits.dtype, logits.shape[-1])
+    in_place = in_place and from_rows.may_work_in_place(logits)
+    if in_place:
+        check_rows_apart(layout, logits)
+    stats = from_rows.stats_of(logits, asked, served_by, in_place)
+    return call.output(stats.logprobs, stats.entropy)
+
+
+def linear_preference_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    target_ids: Tensor,
+    ref_logprobs: Tensor | None,
+    **options: Unpack[PairLinearOptions],
+) -> PreferenceOutput:
+    """``preference_loss`` of ``softcap(hidden · weightᵀ + bias)``, a chunk of tokens at a time.
+
+    The backward pass computes the logits again: four GEMMs in all, and no [tokens, vocab] tensor is kept.
+
+    Args:
+        hidden: [T, H] packed with ``cu_seqlens`` or [B, L, H] padded.
+        weight: [V, H], the output head (``lm_head.weight``), same dtype as ``hidden``.
+        bias, softcap, float32_logits, chunk_bytes, host_sync, main_grad: as in ``linear_dapo_loss``.
+
+    The other arguments, the result and the errors are those of ``preference_loss``.
+    """
+    layout = layout_of("linear_preference_loss", "hidden", hidden, options.pop("cu_seqlens", None))
+    want_entropy = check_flag(layout, "entropy", options.pop("entropy", False))
+    temperature = options.pop("temperature", 1.0)
+    left_out = options.get("pairs") if options.get("mask") is None else options["mask"]  # either may leave tokens out
+    head, plan = head_of_call(layout, hidden, weight, left_out, options)
+    call = PairCall.of(layout, ref_logprobs, options)
+    asked = layout.asked(target_ids, temperature, call.live, want_entropy)
+    stats = from_hidden.linear_stats(head, asked, plan)
+    return call.output(stats.logprobs, stats.entropy)
+
+
+def preference_loss_from_logprobs(
+    logprobs: Tensor, ref_logprobs: Tensor | None, **options: Unpack[PairLogprobsOptions]
+) -> PreferenceOutput:
+    """``preference_loss`` from log-probs that are already there: O(tokens).
+
+    Args:
+        logprobs: [T] packed with ``cu_seqlens`` or [B, L] padded; differentiable.
+        entropy: same shape; reported in the metrics.
+
+    The other arguments, the result and the errors are those of ``preference_loss``.
+    """
+    entropy = options.pop("entropy", None)
+    layout = token_layout("preference_loss_from_logprobs", "logprobs", logprobs, options.pop("cu_seqlens", None))
+    call = PairCall.of(layout, ref_logprobs, options)
+    entropies = None if entropy is None else layout.per_token("entropy", entropy)
+    return call.output(layout.per_token("logprobs", logprobs, keep_grad=True), entropies)
+
+
+@dataclass(frozen=True)
+class PairCall:
+    """One validated call: what is left is the arithmetic of tokens and pairs."""
+
+    layout: Layout
+    loss: PairLoss
+    pairs: Tensor  # int64 [P, 2]
+    counts: Tensor  # bool [P]
+    live: Tensor  # bool [N]: in a pair that counts
+    sequence_ids: Tensor  # int64 [N]
+    lengths: Tensor  # float64 [S], live tokens
+    ref_sums: Tensor | None  # float64 [S], where the reference came per sequence
+    ref_logprobs: Tensor | None  # [N], where it came per token
+    denominator: float | Tensor | None
+
+    @classmethod
+    def of(cls, layout: Layout, ref_logprobs: Tensor | None, options: PairOptions) -> PairCall:
+        """Check a call and flatten it."""
+        given: dict[str, Any] = dict(options)
+        pairs, mask, denominator = (given.pop(name, None) for name in ("pairs", "mask", "denominator"))
+        unknown = [name for name in given if name not in ("loss_type", "beta", "label_smoothing")]
+        if unknown:
+            raise TypeError(f"{layout.caller}: unknown argument {unknown[0]!r}")
+        loss = PairLoss(**given)
+        pairs, sequence_ids = _pairs(layout, pairs), layout.sequence_ids()
+        n = layout.n_sequences
+        assert n is not None
+        assert sequence_ids is not None
+        live = layout.live(mask)
+        lengths = sequence_sums(live.double(), sequence_ids, n)
+        counts = (lengths[pairs] > 0).all(1)
+        in_a_pair = sequence_sums(counts.double().repeat_interleave(2), pairs.flatten(), n) > 0
+        per_token = isinstance(ref_logprobs, Tensor) and ref_logprobs.shape == layout.shape
+        return cls(
+            layout=layout,
+            loss=loss,
+            pairs=pairs,
+            counts=counts,
+            live=live & in_a_pair[sequence_ids],
+            sequence_ids=sequence_ids,
+            lengths=lengths,
+            ref_sums=None if ref_logprobs is None or per_token else _per_sequence(layout, ref_logprobs),
+            ref_logprobs=layout.per_token("ref_logprobs", ref_logprobs) if per_token else None,
+            denominator=checked_denominator(layout, denominator, counts),
+        )
+
+    def output(self, logprobs: Tensor, entropy: Tensor | None) -> PreferenceOutput:
+        """The loss from log-probs [N], differentiable, and entropies [N]."""
+        counts, live = self.counts, self.live
+        sums = self._over_sequences(logprobs if self.ref_logprobs is None else logprobs - self.ref_logprobs)
+        if self.ref_sums is not None:
+            sums = sums - self.ref_sums
+        log_ratios = torch.where(counts[:, None], sums[self.pairs], 0.0)
+        n_pairs = counts.sum().clamp(min=1) if self.denominator is None else self.denominator
+        losses = self.loss(log_ratios, self.lengths[self.pairs]) / n_pairs
+        loss = torch.where(counts, losses, 0.0).sum().to(logprobs.dtype)
+        logprobs = torch.where(live, logprobs.detach(), 0.0)
+        entropy = None if entropy is None else torch.where(live, entropy.detach(), 0.0)
+        rewards = (self.loss.beta * log_ratios.detach()).to(logprobs.dtype)
+        metrics = self._metrics(rewards, logprobs, entropy)
+        shape = self.layout.shape
+        entropy = None if entropy is None else entropy.view(shape)
+        return PreferenceOutput(loss, rewards, logprobs.view(shape), entropy, metrics)
+
+    def _over_sequences(self, values: Tensor) -> Tensor:
+        """Sums over live tokens, float64 [S]: the log-probs of a long response add up to some −10⁴, of which a reward
+        keeps the fourth digit.
+        """
+        n = self.layout.n_sequences
+        assert n is not None
+        return sequence_sums(torch.where(self.live, values, 0.0).double(), self.sequence_ids, n)
+
+    def _metrics(self, rewards: Tensor, logprobs: Tensor, entropy: Tensor | None) -> dict[str, Tensor]:
+        """Of detached tensors."""
+        sums = torch.where(self.counts[:, None], self._over_sequences(logprobs)[self.pairs], 0.0).sum(0)
+        metrics = {
+            "pairs": self.counts.sum(),
+            "tokens": self.live.sum(),
+            "accuracy": (rewards[:, 0] > rewards[:, 1]).sum(),
+            "margin": (rewards[:, 0] - rewards[:, 1]).sum(),
+            "reward_chosen": rewards[:, 0].sum(),
+            "reward_rejected": rewards[:, 1].sum(),
+            "logprob_chosen": sums[0],
+            "logprob_rejected": sums[1],
+            "nonfinite": (self.live & ~torch.isfinite(logprobs)).sum(),
+        }
+        return metrics if entropy is None else metrics | {"entropy": entropy.sum()}
+
+
+def _pairs(layout: Layout, pairs: Any) -> Tensor:
+    """int64 [P, 2]: the given ones, or neighbours."""
+    n = layout.n_sequences
+    if n is None:
+        raise ValueError(f"{layout.caller}: pass cu_seqlens (int32 [S+1]) with the packed layout")
+    if pairs is None:
+        if n % 2:
+            raise ValueError(
+                f"{layout.caller}: expected an even number of sequences, 2i chosen and 2i + 1 rejected, or pairs; "
+                f"got {n} sequences"
+            )
+        return torch.arange(n, device=layout.device).view(-1, 2)
+    check_tensor(layout.caller, "pairs", pairs, "an integer tensor [P, 2]")
+    if pairs.is_floating_point() or pairs.dtype == torch.bool:
+        raise TypeError(f"{layout.caller}: pairs must be integers, got {pairs.dtype}")
+    if pairs.dim() != 2 or pairs.shape[1] != 2:
+        raise layout.fail("pairs", "[P, 2], chosen and rejected", list(pairs.shape))
+    if pairs.device != layout.device:
+        raise layout.fail("pairs", f"on {layout.device} like the rest", pairs.device)
+    if readable(pairs) and not bool(((pairs >= 0) & (pairs < n)).all()):
+        raise layout.fail("pairs", f"sequences from 0 to {n - 1}", f"{int(pairs.min())} to {int(pairs.max())}")
+    return pairs.to(torch.int64)
+
+
+def _per_sequence(layout: Layout, ref_logprobs: Any) -> Tensor:
+    check_tensor(layout.caller, "ref_logprobs", ref_logprobs, f"a tensor {layout.describe()} or per sequence")
+    n = layout.n_sequences
+    if tuple(ref_logprobs.shape) != (n,):
+        name = "[S]" if len(layout.shape) == 1 else "[B]"
+        raise layout.fail("ref_logprobs", f"{layout.describe()} or {name}=[{n}]", list(ref_logprobs.shape))
+    if ref_logprobs.device != layout.device:
+        raise layout.fail("ref_logprobs", f"on {layout.device} like the rest", ref_logprobs.device)
+    return ref_logprobs.detach().double()
