@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -40,20 +40,22 @@ from dapo_runner.records.progress import Progress, SilentProgress
 from dapo_runner.records.run_log import CHECKPOINTS, RunLog
 from dapo_runner.records.speed import peak_flops, peak_memory, speed_figures, training_flops
 from dapo_runner.records.trackers import open_trackers
-from dapo_runner.rewards.scoring import Scorer, never_right
+from dapo_runner.rewards.scoring import ScoreGroups, Scorer, never_right
 from dapo_runner.rollout.engine import RolloutEngine
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.probe import SyncProbe
+from dapo_runner.rollout.segments import GenerateEach, grow_trees, joined, value_chains
 from dapo_runner.rollout.vllm import VLLMEngine
 from dapo_runner.sampling.curriculum import make_curriculum
 from dapo_runner.sampling.data import Dataset, PromptCursor, load_data
 from dapo_runner.sampling.sampler import DynamicSampler, SampledStep
 from dapo_runner.tasks.tiny import ensure_tiny_model
 from dapo_runner.timing import OTHER, StepClock
-from dapo_runner.types import Group, Prompt, SamplingParams, Sequence
+from dapo_runner.types import Completion, Group, Prompt, SamplingParams, Sequence
 from dapo_runner.update.advantage import make_sequences
 from dapo_runner.update.learner import Learner, MiniBatch, NonFiniteUpdateError, resolve_objective, uses_reference
 from dapo_runner.update.pairs import make_learner, pair_figures, pair_sequences
+from dapo_runner.update.segments import segment_figures, tree_segments
 
 NONFINITE = "nonfinite"
 
@@ -116,7 +118,8 @@ class Run:
         """The groups of a step. Where that fails, the steps before it are saved, as they were before it began."""
         self.stop.step_takes(self.last_step_took)
         with self.saving_first(step - 1, moment(self.sampler)):
-            return self.sampler.next(self.generate_groups)
+            sampled = self.sampler.next(self.generate_groups)
+            return sampled if self.config.advantage.segments is None else self.value_segments(sampled, step)
 
     @contextmanager
     def saving_first(self, step: int, then: dict[str, Any]) -> Iterator[None]:
@@ -142,10 +145,48 @@ class Run:
     def generate_groups(self, prompts: list[Prompt], round_number: int) -> list[Group]:
         """In the order of the prompts, less those that a reward failed on and was allowed to."""
         with self.timed(OTHER if self.world.alone else "wait"):
-            if self.world.any(self.stop.late):
-                raise StepGivenUpError("this step would not end before the process is killed")
+            self.give_up_if_late()
             sampling = rollout_sampling(self.config, round_number)
-            return self.answer(prompts, sampling, self.score, self.rollout_phase)
+            return self.answer(prompts, sampling, self.score, self.rollout_phase, self.respond)
+
+    def give_up_if_late(self) -> None:
+        """Before an engine is asked. Raises StepGivenUpError."""
+        if self.world.any(self.stop.late):
+            raise StepGivenUpError("this step would not end before the process is killed")
+
+    def respond(self, prompts: SequenceOf[Prompt], each: SequenceOf[SamplingParams]) -> list[list[Completion]]:
+        """Responses to this rank's share of the prompts of a step."""
+        tree = self.config.tree
+        if tree is None:
+            return self.engine.generate(prompts, each)
+        return grow_trees(self.engine.generate, self.learner.policy.tokenizer, prompts, each, tree)
+
+    def value_segments(self, sampled: SampledStep, step: int) -> SampledStep:
+        """The groups of a step with the segments of their responses: `advantage.segments`."""
+        advantage, groups = self.config.advantage, sampled.groups
+        assert advantage.segments is not None
+        if advantage.segments.kind == "tree":
+            groups = [tree_segments(group, advantage.segments, advantage.eps) for group in groups]
+            counts: dict[str, float] = {"tokens": sampled.stats.generated}
+            if advantage.segments.per_step is not None:
+                groups = self.sampler.spread(groups, advantage.segments.per_step)
+                counts["waiting"] = sum(len(group.samples) for group in self.sampler.waiting)
+        else:
+            with self.timed("segments" if self.world.alone else "wait"):
+                self.give_up_if_late()
+                sampling = rollout_sampling(self.config, f"segments:{step}")
+                groups, counts = value_chains(groups, advantage.segments, sampling, self.answer_continued)
+        return replace(sampled, groups=groups, segments=counts | segment_figures(groups))
+
+    def answer_continued(self, prefixes: SequenceOf[Prompt], each: list[SamplingParams]) -> list[Group]:
+        """Scored groups of whole responses that begin with the prefixes."""
+        tokenizer = self.learner.policy.tokenizer
+
+        def score(share: SequenceOf[Prompt], continuations: SequenceOf[SequenceOf[Completion]]) -> list[Group]:
+            pairs = zip(share, continuations, strict=True)
+            return self.score(share, [[joined(prefix, end, tokenizer) for end in ends] for prefix, ends in pairs])
+
+        return self.answer(prefixes, each, score, lambda _: self.rollout_phase("segments"))
 
     @contextmanager
     def rollout_phase(self, name: str) -> Iterator[None]:
@@ -157,15 +198,18 @@ class Run:
     def answer(
         self,
         prompts: SequenceOf[Prompt],
-        sampling: SamplingParams,
-        score: Scorer,
+        sampling: SamplingParams | list[SamplingParams],
+        score: ScoreGroups,
         timed: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+        respond: GenerateEach | None = None,
     ) -> list[Group]:
-        """A scored group for each prompt; the ranks' engines share them, and of the ranks of an engine one scores."""
+        """A scored group for each prompt; the ranks' engines share them, and of the ranks of an engine one scores.
+        ``respond`` is by default the engine's ``generate``.
+        """
 
         def work(share: list[Prompt], each: list[SamplingParams]) -> list[Group]:
             with timed("rollout"):
-                completions = self.engine.generate(share, each)
+                completions = (respond or self.engine.generate)(share, each)
             if not self.world.leads_engine:
                 return []
             with timed("score"):
@@ -240,6 +284,7 @@ class Run:
         figures = (
             sampling_metrics(sampled.stats, self.config.sampler.filter_on)
             | batch_metrics(sampled.groups, step)
+            | prefixed("segments", sampled.segments)
             | prefixed("train", trained | pair_figures(sampled.groups, self.config.preference))
             | prefixed("sync", in_sync)
         )
@@ -306,7 +351,7 @@ class Run:
             self.progress.note(news)
 
 
-def rollout_sampling(config: Config, round_number: int) -> SamplingParams:
+def rollout_sampling(config: Config, round_name: int | str) -> SamplingParams:
     """The sampling of one generation round, with a seed of its own."""
     rollout = config.rollout
     return SamplingParams(
@@ -317,7 +362,7 @@ def rollout_sampling(config: Config, round_number: int) -> SamplingParams:
         min_p=rollout.min_p,
         stop=tuple(rollout.stop),
         max_tokens=rollout.max_response_tokens,
-        seed=random.Random(f"{config.run.seed}:{round_number}").getrandbits(31),
+        seed=random.Random(f"{config.run.seed}:{round_name}").getrandbits(31),
     )
 
 
@@ -383,7 +428,7 @@ def _open_run(config: Config, world: World, device: torch.device, progress: Prog
             )
         if is_new and (changed := rewarded_otherwise(folder)):
             progress.note(f"{len(sampler.buffer)} groups left over are dropped: {', '.join(changed)} is another now")
-            sampler.buffer = []
+            sampler.buffer, sampler.waiting = [], []
         progress.note(f"resuming after step {done} from {checkpoint.path}")
     score = Scorer(config, timed=clock.phase, note=progress.note)
     if score.judge is not None:

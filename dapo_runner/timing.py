@@ -14,6 +14,7 @@ import torch
 PHASES = {
     "rollout": "the engine generates",
     "score": "answers are checked",
+    "segments": "continuations that give segments of responses their values, and their answers",
     "wait": "prompts over the ranks, and for the slowest of them",
     "pack": "advantages, sequences laid out in micro-batches",
     "old_logprobs": "forward passes for the ratios' denominator",

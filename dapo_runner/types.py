@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class Prompt:
     eval_set: str = ""  # which of several evaluation sets it belongs to
     messages: tuple[tuple[str, str], ...] = ()  # (role, content): what ``text`` was rendered from
     row: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # as the data set has it
+    n_begun: int = 0  # the last of token_ids, where they are of a response that is to be continued
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,13 @@ class SamplingParams:
     place: int | None = None
 
 
+class Branch(NamedTuple):
+    """A node of a tree of responses: which child of the one above it, and how many tokens it adds."""
+
+    child: int
+    length: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
     """One response of the policy to one prompt. Where another rank has it, its tensors are meta tensors of its length.
@@ -63,12 +71,14 @@ class Completion:
     logprobs float32 [N], log-probability of each sampled token as the engine saw it, temperature included.
     finish_reason "stop" when the policy ended the response itself or a stop string did, "length" when the token limit
     cut it. The text holds a stop string, as the tokens do.
+    path: of a tree's leaf the nodes from the root down, which add up to its length; empty where there is no tree.
     """
 
     token_ids: Tensor
     logprobs: Tensor
     finish_reason: FinishReason
     text: str
+    path: tuple[Branch, ...] = ()
 
     @property
     def length(self) -> int:
@@ -93,10 +103,24 @@ class Verdict:
     value: float | None = None  # a reward of the function's own; None means the configured correct/wrong values
 
 
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A stretch of a response that has an advantage of its own, made from the values of the states at its two ends.
+    ``trains`` is False where its advantage is zero or another sample of the tree trains on the same tokens.
+    """
+
+    length: int  # tokens
+    before: float
+    after: float
+    advantage: float
+    trains: bool = True
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """A scored completion. ``reward = base_reward + length_penalty`` is what the advantage is made from. ``parts`` are
-    the rewards that ``base_reward`` is the weighted sum of, by name; empty where there is one alone.
+    the rewards that ``base_reward`` is the weighted sum of, by name; empty where there is one alone. ``segments``, of
+    the whole response in order, take the place of one advantage for all of it; empty where there is one.
     """
 
     completion: Completion
@@ -105,6 +129,7 @@ class Sample:
     length_penalty: float = 0.0  # Eq. 13 of the DAPO paper, in [-1, 0]
     trains: bool = True  # False: overlong filtering took its tokens out of the loss
     parts: Mapping[str, float] = field(default_factory=dict)
+    segments: tuple[Segment, ...] = ()
 
     @property
     def correct(self) -> bool:
@@ -130,6 +155,13 @@ class Group:
     @property
     def n_truncated(self) -> int:
         return sum(sample.completion.truncated for sample in self.samples)
+
+    @property
+    def n_generated(self) -> int:
+        """Tokens that the engine generated: of a tree, what several responses begin with counts once."""
+        completions = [sample.completion for sample in self.samples]
+        nodes = {c.path[: depth + 1]: branch.length for c in completions for depth, branch in enumerate(c.path)}
+        return sum(nodes.values()) + sum(c.length for c in completions if not c.path)
 
     @property
     def all_right(self) -> bool:

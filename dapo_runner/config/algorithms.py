@@ -56,6 +56,18 @@ _ACTION: dict[str, Any] = {
     "optimizer": {"mini_batch_size": None},
 }
 
+
+def _segments(paper: str, segments: dict[str, Any], **sections: Any) -> Algorithm:
+    """Segment Policy Optimization: PPO's loss on the advantages of segments, which take the place of any other."""
+    settings = {
+        "loss": {"objective": "ppo", "overrides": {"kl_coef": 1e-4}},
+        "advantage": {"segments": segments},
+        "sampler": {"filter_groups": False},
+        "reward": {"correct": 1.0, "wrong": 0.0, "overlong": {"soft_punishment": False, "filter": False}},
+    }
+    return Algorithm(paper, lay_over(settings, sections))
+
+
 ALGORITHMS: Mapping[str, Algorithm] = {
     "dapo": _row("Yu et al. 2025, arXiv 2503.14476, eq. 8–13", "dapo", "group_std", **_BOTH),
     "grpo": _row(
@@ -103,6 +115,12 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         **_NEITHER,
         preference={"loss_type": "sigmoid", "beta": 0.1, "pairs_per_group": 1, "reference": "start"},
         optimizer={"mini_batch_size": None},
+    ),
+    "spo_chain": _segments("Guo et al. 2025, arXiv 2505.23564, §4, App. H", {"kind": "chain"}),
+    "spo_tree": _segments(
+        "Guo et al. 2025, arXiv 2505.23564, §5, App. D, H",
+        {"kind": "tree", "per_step": 32},
+        sampler={"max_age": 7},
     ),
 }
 

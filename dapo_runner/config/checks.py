@@ -57,6 +57,42 @@ def mismatches(config: Config) -> Iterator[str]:
     yield from _schedule(config)
     yield from _nothing_to_stop_by(config)
     yield from _rules_without_answers(config)
+    yield from _segments(config)
+
+
+def _segments(config: Config) -> Iterator[str]:
+    segments, rollout = config.advantage.segments, config.rollout
+    if segments is None:
+        return
+    if rollout.stop:
+        yield (
+            "rollout.stop: expected none beside advantage.segments: a stop string may begin in one segment and end in "
+            f"the next, which an engine that continues from there does not see, got {rollout.stop}"
+        )
+    if config.reward.calls.max_failed:
+        yield (
+            "reward.calls.max_failed: expected 0 beside advantage.segments, whose values want every reward, got "
+            f"{config.reward.calls.max_failed:g}"
+        )
+    tree = config.tree
+    if tree is None:
+        return
+    if not tree.branching:
+        yield (
+            "rollout.group_size: expected a product, by which the responses of a tree branch (or "
+            f"advantage.segments.branching beside it), got {rollout.group_size}"
+        )
+    elif rollout.group_size != tree.leaves:
+        yield (
+            f"rollout.group_size: expected {tree.leaves}, the responses of a whole tree of "
+            f"advantage.segments.branching={list(tree.branching)}, got {rollout.group_size}"
+        )
+    elif tree.before_last >= rollout.max_response_tokens or not tree.tokens:
+        yield (
+            f"advantage.segments.tokens: expected 1 or more, and less than rollout.max_response_tokens="
+            f"{rollout.max_response_tokens} in the {len(tree.branching) - 1} levels before the last, got {tree.tokens} "
+            "in each"
+        )
 
 
 def _pairs(config: Config) -> Iterator[str]:
@@ -84,7 +120,7 @@ def _pairs(config: Config) -> Iterator[str]:
         yield f"loss.reference: expected null beside preference.reference=step, got {config.loss.reference!r}"
     unread = {
         "loss": ("objective", "overrides", "old_logprobs"),
-        "advantage": ("kind", "eps"),
+        "advantage": ("kind", "eps", "segments"),
         "rollout": ("correction",),
     }
     for section, names in unread.items():

@@ -6,9 +6,11 @@ from it.
 
 from __future__ import annotations
 
+import math
 import re
+from itertools import combinations_with_replacement
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -397,10 +399,74 @@ class RewardConfig(Section):
         return self
 
 
+class SegmentsConfig(Section):
+    """Segment Policy Optimization (arXiv 2505.23564): advantages of the parts of a response. docs/spo.md."""
+
+    kind: Literal["chain", "tree"]
+    threshold: Annotated[float, Field(gt=0, lt=1)] = 0.9  # ρ: a token less likely than that is a cut point
+    mask: bool = True  # only cut points train
+    interval: PositiveInt = 5  # chain: cut points in a segment
+    samples: PositiveInt = 9  # chain: continuations that the value of a segment's beginning is the mean of
+    # tree: children of a node, by level; None: rollout.group_size in three factors that differ least, or in two.
+    branching: Annotated[list[Annotated[Int, Field(ge=2)]], Field(min_length=2)] | None = None
+    # tree: of a segment, but on the last level, where it ends the response; None: as many as every level can have.
+    tokens: PositiveInt | None = None
+    normalize: bool = False  # tree: over the standard deviation of the siblings
+    per_step: PositiveInt | None = None  # tree: its responses that a step trains on, the rest later; None: all at once
+
+    @model_validator(mode="after")
+    def _of_its_kind(self) -> SegmentsConfig:
+        others = {"chain": ("branching", "tokens", "normalize", "per_step"), "tree": ("interval", "samples")}
+        unused = [name for name in others[self.kind] if getattr(self, name) != _default(type(self), name)]
+        if self.kind == "tree" and not self.mask and self.threshold != _default(type(self), "threshold"):
+            unused.append("threshold")
+        if unused:
+            raise ValueError(f"{unused[0]}: expected none with kind={self.kind}, which has no use for it")
+        return self
+
+
+def _default(section: type[Section], name: str) -> Any:
+    return section.model_fields[name].default
+
+
+class TreeShape(NamedTuple):
+    """Children of a node by level, from the root down, and tokens of a segment but on the last level."""
+
+    branching: tuple[int, ...]
+    tokens: int
+
+    @property
+    def leaves(self) -> int:
+        """Responses of a whole tree."""
+        return math.prod(self.branching)
+
+    @property
+    def before_last(self) -> int:
+        """Tokens of a response in front of the last level."""
+        return self.tokens * (len(self.branching) - 1)
+
+
+def _factors(number: int) -> tuple[int, ...]:
+    """Three factors that differ least, or where there are none two, the largest first; empty of a prime."""
+    divisors = [divisor for divisor in range(number - 1, 1, -1) if number % divisor == 0]
+    for n in (3, 2):
+        found = [chosen for chosen in combinations_with_replacement(divisors, n) if math.prod(chosen) == number]
+        if found:
+            return min(found, key=lambda factors: factors[0] - factors[-1])
+    return ()
+
+
 class AdvantageConfig(Section):
     # Formulas and papers: dapo_runner.update.advantage.
     kind: Literal["group_std", "group_mean", "batch_std", "batch_mean", "batch_whitened", "leave_one_out"] = "group_std"
     eps: PositiveFloat = 1e-6
+    segments: SegmentsConfig | None = None  # in the place of kind
+
+    @model_validator(mode="after")
+    def _one_or_the_other(self) -> AdvantageConfig:
+        if self.segments is not None and self.kind != _default(type(self), "kind"):
+            raise ValueError(f"kind: expected none beside segments, which take its place, got {self.kind}")
+        return self
 
 
 class LossConfig(Section):
@@ -601,6 +667,16 @@ class Config(Section):
         """Tokens of the longest prompt and response that an engine may be asked for."""
         responses = (self.rollout.max_response_tokens, self.evaluation.max_response_tokens or 0)
         return self.rollout.max_prompt_tokens + max(responses)
+
+    @property
+    def tree(self) -> TreeShape | None:
+        """Of `advantage.segments`, kind tree; without levels where rollout.group_size is a prime."""
+        segments = self.advantage.segments
+        if segments is None or segments.kind != "tree":
+            return None
+        branching = tuple(segments.branching or _factors(self.rollout.group_size))
+        tokens = segments.tokens or self.rollout.max_response_tokens // max(1, len(branching))
+        return TreeShape(branching, tokens)
 
     @property
     def overlong_max_length(self) -> int:

@@ -227,6 +227,12 @@ function signed(value) {
   return value === null ? "not finite" : (value < 0 ? "" : "+") + Number(value.toPrecision(3));
 }
 
+/** The values at the ends of a segment and its length; in brackets where it does not train. */
+function ends(segment) {
+  const text = `${signed(segment.before)} → ${signed(segment.after)} over ${segment.length}`;
+  return segment.trains ? text : `(${text})`;
+}
+
 function drawSample(sample, open) {
   const details = make("details");
   const parts = Object.entries(sample.parts ?? {}).map(([name, value]) => `${name} ${signed(value)}`);
@@ -234,7 +240,7 @@ function drawSample(sample, open) {
   const facts = [
     `sample ${sample.sample} ${sample.correct ? "right" : "wrong"}`,
     `reward ${signed(sample.reward)} = ${answer} + length ${signed(sample.length_penalty)}`,
-    `advantage ${signed(sample.advantage)}`,
+    sample.segments ? `segments ${sample.segments.map(ends).join(", ")}` : `advantage ${signed(sample.advantage)}`,
     `${sample.tokens} tokens, ${sample.finish_reason === "length" ? "cut at the limit" : "ended itself"}`,
     sample.extracted === null ? "no answer found" : `read ${sample.extracted}`,
     ...(sample.trains ? [] : ["left out of the loss"]),

@@ -14,21 +14,25 @@ from dapo_runner.types import Group, Prompt, Sample, SamplingParams
 AnswerPrompts = Callable[[list[Prompt], list[SamplingParams]], list[Group]]
 
 
-def answer(world: World, prompts: Sequence[Prompt], sampling: SamplingParams, work: AnswerPrompts) -> list[Group]:
+def answer(
+    world: World, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams], work: AnswerPrompts
+) -> list[Group]:
     """A group for each prompt, in their order, on every rank. ``work`` is given this rank's share of the prompts and
     how to sample each, which does not depend on how many ranks there are; it may leave a prompt out, and leaves out all
     where this rank does not lead its engine. Of another rank's responses the tokens and texts are absent until
-    ``complete``.
+    ``complete``. ``sampling`` is one for all, or one for each prompt.
 
     Raises on all ranks what ``work`` raises on one.
     """
-    costs = {place: float(len(prompt.token_ids) + sampling.max_tokens) for place, prompt in enumerate(prompts)}
+    each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+    tokens = [len(prompt.token_ids) + own.max_tokens for prompt, own in zip(prompts, each, strict=True)]
+    costs = {place: float(cost) for place, cost in enumerate(tokens)}
     mine = spread(costs, world.n_engines)[world.engine]
     own: dict[int, Group] = {}
 
     def found() -> dict[int, Group]:
         left = iter(mine)
-        for group in work([prompts[place] for place in mine], [replace(sampling, place=place) for place in mine]):
+        for group in work([prompts[place] for place in mine], [replace(each[place], place=place) for place in mine]):
             own[next(place for place in left if prompts[place] is group.prompt)] = group
         return {place: _without_tokens(group) for place, group in own.items()}
 

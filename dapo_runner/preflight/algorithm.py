@@ -10,7 +10,7 @@ import json
 import math
 
 from dapo_kernels import OBJECTIVES, Objective
-from dapo_runner.config import Config, PreferenceConfig, flatten
+from dapo_runner.config import Config, PreferenceConfig, SegmentsConfig, TreeShape, flatten
 from dapo_runner.config.algorithms import ALGORITHMS
 from dapo_runner.early_stop import early_stop_metric
 from dapo_runner.update.advantage import ADVANTAGES
@@ -158,8 +158,36 @@ def _kl(config: Config, objective: Objective) -> str:
 
 
 def _advantage(config: Config) -> str:
+    if config.advantage.segments is not None:
+        return _segments(config, config.advantage.segments)
     advantage = ADVANTAGES[config.advantage.kind]
     return f"{config.advantage.kind}: {advantage.formula(config.advantage.eps)} ({advantage.paper})"
+
+
+def _segments(config: Config, segments: SegmentsConfig) -> str:
+    limit = config.rollout.max_response_tokens
+    trains = f"; only tokens less likely than {segments.threshold:g} train" if segments.mask else ""
+    if segments.kind == "chain":
+        return (
+            f"V(end) − V(beginning) of every segment of {segments.interval} tokens less likely than "
+            f"{segments.threshold:g}, V from {segments.samples} continuations of each beginning{trains} (SPO-chain, "
+            "arXiv 2505.23564)"
+        )
+    tree = config.tree
+    assert tree is not None
+    over = " over the standard deviation of the siblings" if segments.normalize else ""
+    later = f"; at most {segments.per_step} responses of a tree in a step, the rest later" if segments.per_step else ""
+    return (
+        f"V(node) − V(parent){over} of every segment of a tree of {' × '.join(map(str, tree.branching))} children, "
+        f"{tree.tokens} tokens each but on the last level{trains}{later}; at most {_tree_tokens(tree, limit):,} tokens "
+        f"a tree, {tree.leaves * limit:,} for as many responses alone (SPO-tree, arXiv 2505.23564)"
+    )
+
+
+def _tree_tokens(tree: TreeShape, limit: int) -> int:
+    """What an engine generates for a whole tree of responses of ``limit`` tokens."""
+    inner = sum(math.prod(tree.branching[:depth]) for depth in range(1, len(tree.branching)))
+    return inner * tree.tokens + tree.leaves * (limit - tree.before_last)
 
 
 def _length_shaping(config: Config) -> str:

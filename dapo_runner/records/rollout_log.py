@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -181,11 +181,18 @@ def _sample_record(number: int, sample: Sample, sequence: Sequence | None) -> di
         "base_reward": jsonable(sample.base_reward),
         "length_penalty": jsonable(sample.length_penalty),
         "reward": jsonable(sample.reward),
-        **({} if sequence is None else {"advantage": jsonable(float(sequence.advantages[-1]))}),
+        **({} if sequence is None else _advantage(sample, sequence)),
         "trains": sample.trains,
         "mean_logprob": jsonable(float(completion.logprobs.double().mean())),
         **({"parts": {name: jsonable(value) for name, value in sample.parts.items()}} if sample.parts else {}),
     }
+
+
+def _advantage(sample: Sample, sequence: Sequence) -> dict[str, Any]:
+    """One for the whole response, or of each of its segments with the values at its ends."""
+    if not sample.segments:
+        return {"advantage": jsonable(float(sequence.advantages[-1]))}
+    return {"segments": [{key: jsonable(value) for key, value in asdict(part).items()} for part in sample.segments]}
 
 
 def _token_record(

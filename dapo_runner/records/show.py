@@ -124,6 +124,7 @@ def _verdict(sample: dict[str, Any]) -> Text:
         f"reward {_signed(sample['reward'])} = answer {_signed(sample['base_reward'])} "
         f"{f'({parts}) ' if parts else ''}+ length {_signed(sample['length_penalty'])}",
         *([f"advantage {_signed(sample['advantage'])}"] if "advantage" in sample else []),
+        *([f"segments {_segments(sample['segments'])}"] if "segments" in sample else []),
         f"{sample['tokens']} token{'s' if sample['tokens'] != 1 else ''}, "
         + ("cut at the limit" if sample["finish_reason"] == "length" else "ended itself"),
         read + (f" ({sample['rule']})" if sample["rule"] else ""),
@@ -131,6 +132,12 @@ def _verdict(sample: dict[str, Any]) -> Text:
     ]
     line = Text(f"▌ sample {sample['sample']} {'right' if sample['correct'] else 'wrong'} ", style=f"bold {colour}")
     return line.append(printable(" · ".join(facts)), style="not bold")
+
+
+def _segments(segments: list[dict[str, Any]]) -> str:
+    """Values at their ends and lengths: +0.3 → +0.7 over 12, +0.7 → +1 over 5; in brackets those that do not train."""
+    told = [f"{_signed(part['before'])} → {_signed(part['after'])} over {part['length']}" for part in segments]
+    return ", ".join(text if part["trains"] else f"({text})" for text, part in zip(told, segments, strict=True))
 
 
 def _response(sample: dict[str, Any]) -> Text:

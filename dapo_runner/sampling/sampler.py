@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from dapo_runner.config import SamplerConfig
 from dapo_runner.sampling.data import PromptCursor
-from dapo_runner.types import Completion, Group, Prompt, Sample, Verdict
+from dapo_runner.types import Branch, Completion, Group, Prompt, Sample, Segment, Verdict
 
 GenerateGroups = Callable[[list[Prompt], int], list[Group]]
 """Scored groups for prompts, in their order. The second argument counts the rounds of the whole run: a seed
@@ -39,7 +39,7 @@ class SamplingExhaustedError(RuntimeError):
 
 @dataclass(slots=True)
 class SamplingStats:
-    """What one step generated, kept or not; all of it counts of groups, but for the last five, of samples."""
+    """What one step generated, kept or not; all of it counts of groups, but for the last six, of samples."""
 
     rounds: int = 0
     groups: int = 0
@@ -54,6 +54,7 @@ class SamplingStats:
     correct: int = 0
     truncated: int = 0
     tokens: int = 0
+    generated: int = 0  # tokens, less those that samples of a tree share
     reward: float = 0.0  # sum over samples
 
     def count(self, groups: list[Group]) -> None:
@@ -67,19 +68,22 @@ class SamplingStats:
             self.correct += group.n_correct
             self.truncated += group.n_truncated
             self.tokens += sum(sample.completion.length for sample in group.samples)
+            self.generated += group.n_generated
             self.reward += sum(sample.reward for sample in group.samples)
 
 
 @dataclass(frozen=True, slots=True)
 class SampledStep:
     """With `on_exhausted: train_partial`, ``groups`` may be short; ``shortfall`` then says why. ``caution`` tells,
-    once, of groups that another filter would have kept.
+    once, of groups that another filter would have kept. ``segments`` are figures of segment advantages, where they are
+    taken.
     """
 
     groups: list[Group]
     stats: SamplingStats
     shortfall: str | None = None
     caution: str | None = None
+    segments: Mapping[str, float] = field(default_factory=dict)
 
 
 class DynamicSampler:
@@ -101,6 +105,7 @@ class DynamicSampler:
         self.complete = complete
         self.rounds_so_far = self.steps = 0
         self.buffer: list[Group] = []
+        self.waiting: list[Group] = []  # parts of groups that later steps train on
         self._accepted = self._tried = 0.0  # groups, with fading memory
         self._cautioned = False
 
@@ -141,6 +146,22 @@ class DynamicSampler:
         step, self.buffer = self.buffer[:wanted], self.buffer[wanted:]
         stats.carried_out = len(self.buffer)
         return SampledStep(step, stats, shortfall, self._caution(stats))
+
+    def spread(self, groups: list[Group], n: int) -> list[Group]:
+        """At most ``n`` samples of each of the step's ``groups``, after as many of those that earlier steps left
+        waiting; samples without a segment that trains are left out. Of a group they are taken at equal distances:
+        neighbours in a tree have most in common.
+        """
+        young = [group for group in self.waiting if self.steps - group.step <= self.config.max_age]
+        now, self.waiting = [], []
+        for group in young + groups:
+            samples = [sample for sample in group.samples if any(segment.trains for segment in sample.segments)]
+            distance = math.ceil(len(samples) / n)
+            if samples:
+                now.append(replace(group, samples=tuple(samples[::distance])))
+            if rest := [sample for place, sample in enumerate(samples) if place % distance]:
+                self.waiting.append(replace(group, samples=tuple(rest)))
+        return now
 
     def _keeps(self, group: Group) -> bool:
         if not self.config.filter_groups:
@@ -190,6 +211,7 @@ class DynamicSampler:
             "accepted": self._accepted,
             "tried": self._tried,
             "buffer": [_group_state(group) for group in self.buffer],
+            "waiting": [_group_state(group) for group in self.waiting],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -197,8 +219,10 @@ class DynamicSampler:
         self.rounds_so_far, self.steps = state["rounds_so_far"], state["steps"]
         self._accepted, self._tried = state["accepted"], state["tried"]
         # Groups of older versions do not say when they were sampled: not after the last step.
-        prompts = {prompt.id: prompt for prompt in self.cursor.prompts} if state["buffer"] else {}
+        waiting = state.get("waiting", [])
+        prompts = {prompt.id: prompt for prompt in self.cursor.prompts} if state["buffer"] or waiting else {}
         self.buffer = [_group_from_state({"step": self.steps, **group}, prompts) for group in state["buffer"]]
+        self.waiting = [_group_from_state(group, prompts) for group in waiting]
 
 
 def prompts_for(groups: int, acceptance: float) -> int:
@@ -233,11 +257,13 @@ def _group_state(group: Group) -> dict[str, Any]:
                 "logprobs": sample.completion.logprobs,
                 "finish_reason": sample.completion.finish_reason,
                 "text": sample.completion.text,
+                "path": [tuple(branch) for branch in sample.completion.path],
                 "verdict": asdict(sample.verdict),
                 "base_reward": sample.base_reward,
                 "length_penalty": sample.length_penalty,
                 "trains": sample.trains,
                 "parts": dict(sample.parts),
+                "segments": [asdict(segment) for segment in sample.segments],
             }
             for sample in group.samples
         ],
@@ -248,12 +274,19 @@ def _group_from_state(state: Mapping[str, Any], prompts: Mapping[str, Prompt]) -
     """``prompts`` by their ids: the data set's rows are not in the state."""
     samples = tuple(
         Sample(
-            completion=Completion(item["token_ids"], item["logprobs"], item["finish_reason"], item["text"]),
+            completion=Completion(
+                item["token_ids"],
+                item["logprobs"],
+                item["finish_reason"],
+                item["text"],
+                tuple(Branch(*branch) for branch in item.get("path", ())),  # older ones knew no trees
+            ),
             verdict=Verdict(**item["verdict"]),
             base_reward=item["base_reward"],
             length_penalty=item["length_penalty"],
             trains=item["trains"],
             parts=item.get("parts", {}),  # older ones had none
+            segments=tuple(Segment(**segment) for segment in item.get("segments", ())),
         )
         for item in state["samples"]
     )

@@ -1,4 +1,5 @@
-"""Advantages: each sample against a baseline, over a scale, the same for every token of a response.
+"""Advantages: each sample against a baseline, over a scale, the same for every token of a response; or those of its
+segments (`segments.py`).
 
 With R the reward, G the samples of one prompt and N the samples of the whole step:
 
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from dapo_runner.config import AdvantageConfig
 from dapo_runner.types import Group, Sample, Sequence
+from dapo_runner.update.segments import of_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,25 +75,32 @@ def make_sequences(groups: Iterable[Group], config: AdvantageConfig, step: int =
     batch = torch.cat(rewards) if rewards else torch.empty(0, dtype=torch.float64)
     sequences: list[Sequence] = []
     for group_id, (group, own) in enumerate(zip(groups, rewards, strict=True)):
-        advantages = advantage(own, batch, config.eps).tolist()
+        parts: list[tuple[float | Tensor, Tensor | None]]
+        if config.segments is not None:
+            parts = [of_tokens(sample, config.segments) for sample in group.samples]
+        else:
+            parts = [(value, None) for value in advantage(own, batch, config.eps).tolist()]
         sequences += [
-            sequence_of(group, sample, value, group_id, step - group.step)
-            for sample, value in zip(group.samples, advantages, strict=True)
+            sequence_of(group, sample, value, group_id, step - group.step, trains)
+            for sample, (value, trains) in zip(group.samples, parts, strict=True)
         ]
     return sequences
 
 
-def sequence_of(group: Group, sample: Sample, advantage: float, group_id: int, age: int) -> Sequence:
-    """The training record of one sample."""
+def sequence_of(
+    group: Group, sample: Sample, advantage: float | Tensor, group_id: int, age: int, trains: Tensor | None = None
+) -> Sequence:
+    """The training record of one sample with a response of N tokens. ``advantage``: one for all, or float32 [N].
+    ``trains``, bool [N]: which tokens do; None: all, of a sample that does.
+    """
     prompt = torch.tensor(group.prompt.token_ids, dtype=torch.int64)
-    n_prompt, n_response = prompt.numel(), sample.completion.length
-    no_prompt = torch.zeros(n_prompt)
-    mask = torch.zeros(n_prompt + n_response, dtype=torch.bool)
-    mask[n_prompt:] = sample.trains
+    no_prompt, n = torch.zeros(prompt.numel()), sample.completion.length
+    advantages = torch.as_tensor(advantage, dtype=torch.float32).expand(n)
+    mask = torch.as_tensor(sample.trains if trains is None else trains).expand(n)
     return Sequence(
         token_ids=torch.cat([prompt, sample.completion.token_ids.to(torch.int64)]),
-        advantages=torch.cat([no_prompt, torch.full((n_response,), advantage)]),
-        mask=mask,
+        advantages=torch.cat([no_prompt, advantages]),
+        mask=torch.cat([no_prompt.bool(), mask]),
         rollout_logprobs=torch.cat([no_prompt, sample.completion.logprobs.to(torch.float32)]),
         group_id=group_id,
         age=age,

@@ -415,6 +415,11 @@ def resolve_objective(config: Config) -> Objective:
         raise ConfigError(str(error)) from error
     if objective.aggregate == "seq-mean-token-sum-norm" and objective.length_norm is None:
         objective = replace(objective, length_norm=float(config.rollout.max_response_tokens))
+    if config.advantage.segments is not None and objective.ratio != "token":
+        raise ConfigError(
+            f"loss.objective: expected a ratio of tokens beside advantage.segments, whose advantages differ within a "
+            f"response, got {loss.objective!r} with the ratio of a {objective.ratio}"
+        )
     if objective.kl_coef == 0 and loss.reference is not None and config.preference is None:
         raise ConfigError(
             f"loss.reference: {loss.objective!r} has no KL penalty, so {loss.reference!r} would go unused; set "

@@ -7,6 +7,11 @@ from typing import Any
 
 import yaml
 
+SEGMENTS = {
+    "chain": ["advantage.segments={kind: chain, interval: 2, samples: 3}", "sampler.filter_groups=false"],
+    "tree": ["advantage.segments={kind: tree, branching: [2, 2], tokens: 3, per_step: 2}"],
+}
+
 
 def small_recipe(**run: Any) -> dict[str, Any]:
     """One-digit sums, a model of a few thousand weights, no warm-up worth the name. Not meant to learn

@@ -51,9 +51,12 @@ PAPERS: dict[str, tuple[object, ...]] = {
     "clip_cov": ("clip", "token", 0.2, 0.2, "token-mean", 0, "group_std", True, False),
     "kl_cov": ("clip", "token", 1.0, math.inf, "token-mean", 0, "group_std", True, False),
     "top_entropy": ("clip", "token", 0.2, 0.28, "token-mean", 0, "group_std", True, True),
+    "spo_chain": ("clip", "token", 0.2, 0.2, "token-mean", 1e-4, "chain", False, False),
+    "spo_tree": ("clip", "token", 0.2, 0.2, "token-mean", 1e-4, "tree", False, False),
 }
 SELECTED = {"clip_cov": (2e-4, 1.0, 5.0), "kl_cov": (2e-4, 1.0), "top_entropy": 0.2}
 ONE_UPDATE = {"grpo", "reinforce", "rloo"}
+NOTHING_FOR_WRONG = {"dr_grpo", "spo_chain", "spo_tree"}
 
 
 def config_of(*overrides: str) -> Config:
@@ -74,7 +77,7 @@ def test_a_row_is_its_papers(name: str) -> None:
         *clip,
         objective.aggregate,
         objective.kl_coef,
-        config.advantage.kind,
+        config.advantage.segments.kind if config.advantage.segments else config.advantage.kind,
         config.sampler.filter_groups,
         config.reward.overlong.soft_punishment,
     )
@@ -82,7 +85,7 @@ def test_a_row_is_its_papers(name: str) -> None:
     selection = objective.batch_selection
     assert (selection and getattr(objective, selection)) == SELECTED.get(name)
     assert (config.optimizer.mini_batch_size is None) == (name in ONE_UPDATE)
-    assert (config.reward.correct, config.reward.wrong) == (1, 0 if name == "dr_grpo" else -1)
+    assert (config.reward.correct, config.reward.wrong) == (1, 0 if name in NOTHING_FOR_WRONG else -1)
     assert departures(config) == []
 
 

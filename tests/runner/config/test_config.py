@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 from builders import make_config
 
-from dapo_runner.config import Config, ConfigError, apply_overrides, cautions, dump_config, load_config
+from dapo_runner.config import (
+    Config,
+    ConfigError,
+    TreeShape,
+    apply_overrides,
+    cautions,
+    dump_config,
+    load_config,
+)
 from dapo_runner.preflight.algorithm import algorithm
 from dapo_runner.preflight.plan import ModelShape, make_plan, memory_estimate, model_shape
 from dapo_runner.update.learner import resolve_objective
@@ -250,6 +258,69 @@ def test_a_reward_of_ones_own_gets_a_word_until_the_filter_is_chosen() -> None:
 def test_what_the_filter_goes_by_is_nothing_without_a_filter() -> None:
     with pytest.raises(ConfigError, match=r"sampler\.filter_on: expected sampler\.filter_groups=true beside it"):
         make_config(sampler={"filter_on": "reward", "filter_groups": False})
+
+
+@pytest.mark.parametrize(
+    ("segments", "others", "parts"),
+    [
+        ({"kind": "chains"}, {}, ["advantage.segments.kind", "'chain' or 'tree'", "got 'chains'"]),
+        ({"kind": "chain", "tokens": 30}, {}, ["tokens: expected none with kind=chain"]),
+        ({"kind": "chain", "per_step": 3}, {}, ["per_step: expected none with kind=chain"]),
+        ({"kind": "tree", "samples": 4}, {}, ["samples: expected none with kind=tree"]),
+        ({"kind": "tree", "threshold": 0.8, "mask": False}, {}, ["threshold: expected none with kind=tree"]),
+        ({"kind": "tree", "branching": [6]}, {}, ["advantage.segments.branching", "at least 2"]),
+        ({"kind": "tree", "branching": [6, 1]}, {}, ["advantage.segments.branching.1", "greater than or equal to 2"]),
+        ({"kind": "tree", "branching": [2, 3], "tokens": 4}, {}, ["rollout.group_size: expected 6,", "[2, 3], got 4"]),
+        (
+            {"kind": "tree", "branching": [2, 2], "tokens": 64},
+            {},
+            [
+                "advantage.segments.tokens: expected",
+                "less than rollout.max_response_tokens=64 in the 1 levels",
+                "got 64",
+            ],
+        ),
+        ({"kind": "tree"}, {"rollout": {"group_size": 7}}, ["rollout.group_size: expected a product", "got 7"]),
+        ({"kind": "chain"}, {"rollout": {"stop": ["."]}}, ["rollout.stop: expected none beside advantage.segments"]),
+        ({"kind": "chain"}, {"reward": {"calls": {"max_failed": 0.1}}}, ["reward.calls.max_failed: expected 0", "0.1"]),
+        (
+            {"kind": "chain"},
+            {"advantage": {"kind": "group_mean"}},
+            ["kind: expected none beside segments", "group_mean"],
+        ),
+    ],
+)
+def test_segments_that_cannot_be(segments: dict[str, Any], others: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_config(**others | {"advantage": {"segments": segments, **others.get("advantage", {})}})
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_segments_want_a_ratio_of_tokens() -> None:
+    config = make_config(advantage={"segments": {"kind": "chain"}}, loss={"objective": "gspo"})
+    with pytest.raises(
+        ConfigError, match=r"loss\.objective: expected a ratio of tokens beside advantage\.segments, .*gspo"
+    ):
+        resolve_objective(config)
+
+
+@pytest.mark.parametrize(
+    ("group_size", "branching"),
+    [(216, (6, 6, 6)), (16, (4, 2, 2)), (24, (4, 3, 2)), (64, (4, 4, 4)), (6, (3, 2)), (4, (2, 2))],
+)
+def test_a_tree_of_as_many_leaves_as_a_group_has(group_size: int, branching: tuple[int, ...]) -> None:
+    tree = make_config(advantage={"segments": {"kind": "tree"}}, rollout={"group_size": group_size}).tree
+    assert tree == TreeShape(branching, 64 // len(branching))
+
+
+def test_a_plan_says_what_segments_cost() -> None:
+    """4 + 16 segments of 10 tokens before the last level, 64 of 44 after; 64 whole responses otherwise."""
+    tree = {"kind": "tree", "branching": [4, 4, 4], "tokens": 10}
+    said = make_plan(make_config(advantage={"segments": tree}, rollout={"group_size": 64}))["advantage"]
+    assert f"{20 * 10 + 64 * 44:,} tokens a tree, {64 * 64:,} for" in said
+    chain = make_plan(make_config(advantage={"segments": {"kind": "chain", "samples": 4}}))["advantage"]
+    assert "V from 4 continuations of each beginning" in chain
 
 
 def test_configuration_is_frozen() -> None:

@@ -1,5 +1,6 @@
 """What a test starts on several ranks: `python trains.py RECIPE NAME...`: runs of a recipe, one after another. NAME is
-`whole`, `background` for one with run.async_save, or `killed`, where the other rank kills itself inside of a write.
+`whole`, `background` for one with run.async_save, `killed`, where the other rank kills itself inside of a write, or
+`chain` or `tree` for one with the advantages of segments.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 from typing import Any
 
 from launch import leave
+from small import SEGMENTS
 
 from dapo_runner.checkpoint import sharded
 from dapo_runner.cli import main
@@ -33,6 +35,7 @@ if __name__ == "__main__":
     for name in names:
         if name == "killed":
             die_in_a_write()
-        overrides = [f"run.name={name}", f"run.async_save={str(name != 'whole').lower()}"]
+        in_background = name in ("background", "killed")
+        overrides = [f"run.name={name}", f"run.async_save={str(in_background).lower()}", *SEGMENTS.get(name, [])]
         assert main(["train", recipe, *overrides]) == 0
     leave()

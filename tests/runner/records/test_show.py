@@ -12,10 +12,10 @@ from builders import make_prompt, make_sample
 from rich.console import Console
 
 from dapo_runner.cli import main
-from dapo_runner.config import AdvantageConfig, RolloutLogConfig
+from dapo_runner.config import AdvantageConfig, RolloutLogConfig, SegmentsConfig
 from dapo_runner.records.rollout_log import EVALUATIONS, ROLLOUTS, RolloutLog
 from dapo_runner.records.show import load_step, page, printable
-from dapo_runner.types import Group, Sample
+from dapo_runner.types import Group, Sample, Segment
 from dapo_runner.update.advantage import make_sequences
 
 
@@ -50,6 +50,17 @@ def test_a_step_is_shown_with_rewards_and_advantages(run: Path, capsys: pytest.C
     assert "Wait, no. [bold]3+4[/bold]\nAnswer: 7" in out  # markup of a response is text
     assert "\\x1b]0;title\\x07等等，\\u202e" in out  # and its control characters do nothing
     assert "third" not in out
+
+
+def test_segments_are_shown_with_the_values_at_their_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = AdvantageConfig(segments=SegmentsConfig(kind="chain"))
+    segments = (Segment(3, 0.25, 0.75, 0.5), Segment(1, 0.75, 0.75, 0.0, trains=False))
+    groups = [Group(make_prompt(), (replace(make_sample(True), segments=segments),))]
+    log = RolloutLog(tmp_path / ROLLOUTS, RolloutLogConfig(), keep_through=-1)
+    log.write(1, groups, make_sequences(groups, config))
+    assert main(["show", str(tmp_path), "--step", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "length +0 · segments +0.25 → +0.75 over 3, (+0.75 → +0.75 over 1) · 4 tokens" in out
 
 
 def test_one_group_and_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,10 +15,10 @@ import torch
 import yaml
 from builders import CUTS, make_config, save_model, what_is_left
 from launch import torchrun
-from small import small_recipe
+from small import SEGMENTS, small_recipe
 from transformers import LlamaForCausalLM
 
-from dapo_runner.config import Config, ModelConfig, TinyModelConfig, parse_config
+from dapo_runner.config import Config, ModelConfig, TinyModelConfig, apply_overrides, parse_config
 from dapo_runner.config.checks import VLLM_TEMPERATURES
 from dapo_runner.policy.model import load_policy
 from dapo_runner.records.metrics import read_log
@@ -345,6 +345,15 @@ def test_a_whole_run(whole: Path) -> None:
         assert step["train/rollout_gap"] < 1e-4 or step["sampling/carried_in"]
         assert step["train/rollout_ess"] > 0.999 or step["sampling/carried_in"]
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+@pytest.mark.parametrize("kind", SEGMENTS)
+def test_segments(tmp_path: Path, kind: str) -> None:
+    raw = apply_overrides(raw_run(tmp_path, steps=1), SEGMENTS[kind])
+    run = train(parse_config(raw), SilentProgress())
+    (step,) = (event for event in read_log(run / "metrics.jsonl") if event["kind"] == "step")
+    assert step["segments/tokens"] > 0
+    assert step["train/rollout_gap"] < 1e-4  # log-probs from several calls are those of one sequence
 
 
 def test_a_run_taken_up_again_is_the_run_that_never_stopped(whole: Path, tmp_path: Path) -> None:

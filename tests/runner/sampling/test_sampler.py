@@ -19,7 +19,7 @@ from dapo_runner.config import SamplerConfig
 from dapo_runner.records.metrics import sampling_metrics
 from dapo_runner.sampling.data import PromptCursor
 from dapo_runner.sampling.sampler import DynamicSampler, SamplingExhaustedError, SamplingStats, prompts_for
-from dapo_runner.types import Group, Prompt
+from dapo_runner.types import Group, Prompt, Segment
 
 # What a prompt's samples are like: right or wrong, with lengths and length penalties that correctness knows nothing of.
 SHAPED = st.lists(st.tuples(st.booleans(), st.integers(1, 60), st.floats(-1, 0)), min_size=4, max_size=4)
@@ -325,6 +325,32 @@ def test_groups_carried_over_a_checkpoint_have_their_rows_and_parts() -> None:
             del item["parts"]
     old.load_state_dict(state)
     assert old.buffer[0].samples[0].parts == {}
+
+
+def test_a_tree_is_trained_on_over_several_steps() -> None:
+    """Of five samples that have something to train on two at a time, far apart, until they are too old."""
+    segments = [(Segment(1, 0.0, 1.0, 1.0, trains=place != 3),) for place in range(6)]
+    samples = tuple(replace(make_sample(True, length=place + 1), segments=own) for place, own in enumerate(segments))
+    sampler = make_sampler(max_age=2)
+
+    def step(*groups: Group) -> list[tuple[str, list[int]]]:
+        sampler.steps += 1
+        state = io.BytesIO()
+        torch.save(sampler.state_dict(), state)
+        state.seek(0)
+        sampler.load_state_dict(torch.load(state, weights_only=True))
+        spread = sampler.spread([replace(group, step=sampler.steps) for group in groups], 2)
+        return [(group.prompt.id, [s.completion.length for s in group.samples]) for group in spread]
+
+    first, second = Group(make_prompt("1"), samples), Group(make_prompt("2"), samples[3:])
+    assert step(first) == [("1", [1, 5])]
+    assert step(second) == [("1", [2, 6]), ("2", [5, 6])]
+    assert step() == [("1", [3])]
+    assert sampler.waiting == []
+    assert step(Group(make_prompt("3"), samples)) == [("3", [1, 5])]
+    sampler.config = sampler.config.model_copy(update={"max_age": 0})
+    assert step() == []
+    assert step(Group(make_prompt("4"), samples[3:4])) == []  # nothing to train on
 
 
 def test_refill_is_sized_by_the_rate_so_far() -> None:

@@ -1,0 +1,111 @@
+"""Advantages of segments (SPO, arXiv 2505.23564): what a stretch of a response is worth, from the values at its ends.
+
+    chain   A = V(end) − V(beginning), V the mean reward of continuations from there, the reward itself at the end of
+            the response (Eq. 2)
+    tree    A = V(node) − V(parent), over the standard deviation of the siblings with `normalize`; V of a leaf is its
+            reward, of any other node the mean of its children's: siblings are each other's baseline
+
+A chain is cut before a cut point, a token that was less likely than the threshold, so that every segment has as many of
+them. A token of a tree that several responses share trains once, and none does whose advantage is zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean, pstdev
+
+import torch
+from torch import Tensor
+
+from dapo_runner.config import SegmentsConfig
+from dapo_runner.types import Completion, Group, Sample, Segment
+
+Node = tuple[int, ...]
+"""A node of a tree: which child on each level, from the root down."""
+
+
+def chain_starts(completion: Completion, config: SegmentsConfig) -> list[int]:
+    """The tokens that the segments of a response begin with. Its last token is no cut point: nothing follows."""
+    cut_points = _unsure(completion, config)[:-1].nonzero().squeeze(1).tolist()
+    return [0, *cut_points[config.interval :: config.interval]]
+
+
+def chain_segments(sample: Sample, starts: Sequence[int], values: Sequence[float]) -> tuple[Segment, ...]:
+    """``values`` are those of the states in front of the ``starts``."""
+    ends, after = [*starts[1:], sample.completion.length], [*values[1:], sample.reward]
+    return tuple(
+        Segment(end - start, value, next_value, next_value - value)
+        for start, end, value, next_value in zip(starts, ends, values, after, strict=True)
+    )
+
+
+def node_values(rewards: Mapping[Node, float]) -> dict[Node, float]:
+    """Of every node of a tree, its root () included, from the ``rewards`` of its leaves."""
+    values = dict(rewards)
+    for depth in range(max(map(len, rewards)), 0, -1):
+        families = _families({node: value for node, value in values.items() if len(node) == depth})
+        values |= {parent: fmean(children) for parent, children in families.items()}
+    return values
+
+
+def tree_segments(group: Group, config: SegmentsConfig, eps: float) -> Group:
+    """The same group, whose samples are the leaves of a tree, with their segments."""
+    leaves = [tuple(branch.child for branch in sample.completion.path) for sample in group.samples]
+    values = node_values({leaf: sample.reward for leaf, sample in zip(leaves, group.samples, strict=True)})
+    families = _families({node: value for node, value in values.items() if node})
+    trained: set[Node] = set()
+    samples = []
+    for leaf, sample in zip(leaves, group.samples, strict=True):
+        segments = []
+        for depth, branch in enumerate(sample.completion.path, start=1):
+            node, parent = leaf[:depth], leaf[: depth - 1]
+            advantage = values[node] - values[parent]
+            if abs(advantage) <= eps:  # means of equal values differ by their rounding
+                advantage = 0.0
+            elif config.normalize:
+                advantage /= pstdev(families[parent])
+            trains = sample.trains and node not in trained and advantage != 0
+            segments.append(Segment(branch.length, values[parent], values[node], advantage, trains))
+            if sample.trains:
+                trained.add(node)
+        samples.append(replace(sample, segments=tuple(segments)))
+    return replace(group, samples=tuple(samples))
+
+
+def of_tokens(sample: Sample, config: SegmentsConfig) -> tuple[Tensor, Tensor]:
+    """Of a response of N tokens the advantages, float32 [N], and which of them train, bool [N]."""
+    lengths = torch.tensor([segment.length for segment in sample.segments])
+    advantages = torch.tensor([segment.advantage for segment in sample.segments]).repeat_interleave(lengths)
+    trains = torch.tensor([segment.trains for segment in sample.segments]).repeat_interleave(lengths) & sample.trains
+    return advantages, trains & _unsure(sample.completion, config) if config.mask else trains
+
+
+def segment_figures(groups: Sequence[Group]) -> dict[str, float]:
+    """Of the groups of a step: segments per response, and of all of them the mean size of an advantage and the share
+    that has none. Empty without a sample.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    advantages = [abs(segment.advantage) for sample in samples for segment in sample.segments]
+    if not advantages:
+        return {}
+    return {
+        "per_response": len(advantages) / len(samples),
+        "advantage": fmean(advantages),
+        "zero": fmean(advantage == 0 for advantage in advantages),
+    }
+
+
+def _unsure(completion: Completion, config: SegmentsConfig) -> Tensor:
+    """Which tokens are cut points, bool [N]: by the engine's own log-probs."""
+    return completion.logprobs < math.log(config.threshold)
+
+
+def _families(values: Mapping[Node, float]) -> dict[Node, list[float]]:
+    """The values of siblings, by their parent."""
+    families: dict[Node, list[float]] = defaultdict(list)
+    for node, value in values.items():
+        families[node[:-1]].append(value)
+    return families

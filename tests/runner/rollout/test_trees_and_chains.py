@@ -1,0 +1,159 @@
+"""Trees and continuations: what is asked of an engine, and what comes of it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import make_prompt
+
+from dapo_runner.config import ModelConfig, SegmentsConfig, TreeShape
+from dapo_runner.policy.model import load_model, load_tokenizer
+from dapo_runner.rollout.hf import HFEngine
+from dapo_runner.rollout.segments import begin, grow_trees, joined, value_chains
+from dapo_runner.types import Completion, Group, Prompt, Sample, SamplingParams, Verdict
+
+P_ONE = 0.7  # of the toy policy, for every one of its tokens
+LENGTH = 4
+CHAIN = SegmentsConfig(kind="chain", interval=1, samples=4000)
+
+
+class ToyPolicy:
+    """Writes four tokens, 1 or 0; right are four ones. From k ones it succeeds with a chance of 0.7^(4 − k)."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[tuple[int, ...]] = Counter()
+
+    def answer(self, prefixes: Sequence[Prompt], each: list[SamplingParams]) -> list[Group]:
+        groups = []
+        for place, (prefix, sampling) in enumerate(zip(prefixes, each, strict=True)):
+            begun = prefix.token_ids[len(prefix.token_ids) - prefix.n_begun :]
+            assert sampling.max_tokens == LENGTH - len(begun)
+            self.asked[begun] += 1
+            dice = random.Random(f"{sampling.seed}:{place}")
+            draws = [[int(dice.random() < P_ONE) for _ in range(sampling.max_tokens)] for _ in range(sampling.n)]
+            groups.append(Group(prefix, tuple(scored([*begun, *drawn]) for drawn in draws)))
+        return groups
+
+
+def scored(tokens: list[int]) -> Sample:
+    probabilities = torch.tensor([P_ONE if token else 1 - P_ONE for token in tokens])
+    right = all(tokens)
+    completion = Completion(torch.tensor(tokens), probabilities.log(), "stop", "")
+    return Sample(completion, Verdict(right), base_reward=float(right))
+
+
+def test_values_are_those_of_the_policy() -> None:
+    """The first two tokens are segments, and the rest is one. A 0 ends all hope."""
+    toy, sampling = ToyPolicy(), SamplingParams(max_tokens=LENGTH, seed=1)
+    group = Group(make_prompt(), (scored([1, 1, 1, 1]), scored([1, 0, 1, 1])))
+    (valued,), counts = value_chains([group], CHAIN, sampling, toy.answer)
+    values = [P_ONE**4, P_ONE**3, P_ONE**2]
+    error = 3 * 0.5 / CHAIN.samples**0.5  # three standard deviations of a mean, at the most
+    right, wrong = (sample.segments for sample in valued.samples)
+    assert [segment.before for segment in right] == pytest.approx(values, abs=error)
+    assert [segment.before for segment in wrong] == pytest.approx([*values[:2], 0], abs=error)
+    assert [segment.length for segment in right] == [1, 1, 2]
+    assert sum(segment.advantage for segment in right) == pytest.approx(1 - P_ONE**4, abs=error)
+    assert wrong[-1].advantage == 0
+    assert toy.asked == {(): 1, (1,): 1, (1, 1): 1, (1, 0): 1}  # once each, though both responses begin alike
+    assert counts == {"prefixes": 4, "continuations": 4 * CHAIN.samples, "tokens": (4 + 3 + 2 + 2) * CHAIN.samples}
+
+
+CPU = torch.device("cpu")
+MODEL = ModelConfig(path="x", dtype="float32")
+TREE = TreeShape(branching=(3, 2, 2), tokens=2)
+
+
+@pytest.fixture
+def engine(model_folder: Path) -> HFEngine:
+    return HFEngine(load_model(model_folder, MODEL, CPU, "sdpa"), load_tokenizer(model_folder, MODEL), 64)
+
+
+def grow(engine: HFEngine, places: Sequence[int]) -> list[list[Completion]]:
+    """Trees of prompts number ``places``: a rank's share."""
+    texts = ("1+1=", "123+45678=", "7", "90+90=")
+    prompts = [Prompt(texts[place], tuple(engine.tokenizer(texts[place])["input_ids"]), "", "") for place in places]
+    each = [SamplingParams(n=12, max_tokens=12, seed=5, place=place) for place in places]
+    return grow_trees(engine.generate, engine.tokenizer, prompts, each, TREE)
+
+
+def facts(leaf: Completion) -> tuple[Any, ...]:
+    return leaf.token_ids.tolist(), leaf.path, leaf.finish_reason, leaf.text
+
+
+def test_a_tree_and_its_leaves(engine: HFEngine) -> None:
+    trees = grow(engine, range(4))
+    end = engine.tokenizer.eos_token_id
+    reasons = Counter(leaf.finish_reason for tree in trees for leaf in tree)
+    assert min(reasons["stop"], reasons["length"]) > 0
+    assert any(len(leaf.path) < 3 for tree in trees for leaf in tree)  # some end themselves before the last level
+    for tree in trees:
+        children = [[branch.child for branch in leaf.path] for leaf in tree]
+        assert children == sorted(children)
+        assert len({tuple(path) for path in children}) == len(tree) <= 12
+        nodes: dict[tuple[Any, ...], list[int]] = {}
+        for leaf in tree:
+            tokens, lengths = leaf.token_ids.tolist(), [branch.length for branch in leaf.path]
+            assert sum(lengths) == leaf.length == leaf.logprobs.numel() <= 12
+            assert all(length == 2 for length in lengths[:-1])
+            assert (tokens[-1] == end) == (leaf.finish_reason == "stop")
+            assert leaf.finish_reason == "stop" or leaf.length == 12
+            assert leaf.text == engine.tokenizer.decode(tokens, skip_special_tokens=True)
+            for depth in range(1, len(leaf.path) + 1):  # responses of one node share its tokens
+                of_node = tokens[: sum(lengths[:depth])]
+                assert nodes.setdefault(leaf.path[:depth], of_node) == of_node
+
+
+def test_log_probs_along_a_tree_are_those_of_the_whole_sequence(engine: HFEngine) -> None:
+    prompt = engine.tokenizer("1+1=")["input_ids"]
+    for leaf in grow(engine, [0])[0]:
+        ids = torch.tensor([*prompt, *leaf.token_ids.tolist()])
+        with torch.no_grad():
+            logits = engine.model(input_ids=ids[None], use_cache=False).logits[0]
+        expected = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[len(prompt) - 1 :, 0]
+        torch.testing.assert_close(leaf.logprobs, expected, atol=2e-4, rtol=1e-4)
+
+
+def test_a_tree_does_not_depend_on_which_rank_grows_it(engine: HFEngine) -> None:
+    whole = grow(engine, range(4))
+    parts = {
+        place: tree for share in ([2, 0], [3], [1]) for place, tree in zip(share, grow(engine, share), strict=True)
+    }
+    assert [[facts(leaf) for leaf in parts[place]] for place in range(4)] == [
+        [facts(leaf) for leaf in tree] for tree in whole
+    ]
+    other = grow_trees(
+        engine.generate,
+        engine.tokenizer,
+        [Prompt("", tuple(engine.tokenizer("1+1=")["input_ids"]), "", "")],
+        [SamplingParams(max_tokens=12, seed=6, place=0)],
+        TREE,
+    )
+    assert [facts(leaf) for leaf in other[0]] != [facts(leaf) for leaf in whole[0]]
+
+
+def test_the_branches_of_a_tree_draw_apart(engine: HFEngine) -> None:
+    """No two nodes of a level throw the same dice: of what they add, few are alike by chance."""
+    added = [leaf.token_ids[4:].tolist() for leaf in grow(engine, [1])[0] if len(leaf.path) == 3]
+    assert len({tuple(tokens) for tokens in added}) > len(added) / 2
+
+
+def test_a_continued_response_is_whole(engine: HFEngine) -> None:
+    prompt = replace(make_prompt(), token_ids=tuple(engine.tokenizer("1+1=")["input_ids"]))
+    tokens = torch.tensor(engine.tokenizer("12")["input_ids"][-2:])
+    prefix = begin(prompt, tokens)
+    assert prefix.token_ids == (*prompt.token_ids, *tokens.tolist())
+    assert (prefix.n_begun, prefix.answer) == (2, prompt.answer)
+    ((continuation,),) = engine.generate([prefix], SamplingParams(max_tokens=4))
+    whole = joined(prefix, continuation, engine.tokenizer)
+    assert whole.token_ids.tolist() == [*tokens.tolist(), *continuation.token_ids.tolist()]
+    assert whole.text.startswith("12")
+    assert whole.finish_reason == continuation.finish_reason
+    assert whole.logprobs.shape == whole.token_ids.shape

@@ -1,0 +1,70 @@
+"""Runs with the advantages of segments: a checkpoint between changes nothing, and they say what they cost."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from builders import make_config
+from small import SEGMENTS, write_recipe
+
+from dapo_runner.config import load_config
+from dapo_runner.preflight.plan import make_plan
+from dapo_runner.records.metrics import METRICS_FILE, TIMINGS_FILE, read_log
+from dapo_runner.records.progress import SilentProgress
+from dapo_runner.records.rollout_log import read_step
+from dapo_runner.train import train
+
+FEWER = ["sampler.prompts_per_step=2"]  # surplus groups are carried over
+
+
+def run(folder: Path, kind: str) -> dict[str, Any]:
+    """Metrics and rollouts of a run that begins, or goes on, in ``folder``."""
+    run = train(
+        load_config(write_recipe(folder, steps=3, eval_every=0, keep=9), [*FEWER, *SEGMENTS[kind]]), SilentProgress()
+    )
+    return {"metrics": read_log(run / METRICS_FILE)} | {p.name: read_step(p) for p in (run / "rollouts").iterdir()}
+
+
+@pytest.mark.parametrize("kind", SEGMENTS)
+def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_been(tmp_path: Path, kind: str) -> None:
+    whole = run(tmp_path, kind)
+    folder = tmp_path / "runs" / "small"
+    timings = read_log(folder / TIMINGS_FILE)
+    for step in (2, 3):
+        shutil.rmtree(folder / "checkpoints" / f"step_{step:06d}")
+    assert run(tmp_path, kind) == whole
+
+    steps = [event for event in whole.pop("metrics") if event["kind"] == "step"]
+    assert any(event["segments/advantage"] > 0 for event in steps)
+    if kind == "tree":
+        assert steps[0]["segments/tokens"] > 0
+        assert steps[0]["sampling/carried_out"]  # groups came out of the checkpoint, whole ones
+        assert steps[0]["segments/waiting"]  # and parts
+        assert steps[1]["batch/age_max"] == 1
+    else:
+        assert all(event["seconds/segments"] > 0 for event in timings if event["kind"] == "step")
+        assert all(event["segments/continuations"] == 3 * event["segments/prefixes"] for event in steps)
+    samples = [sample for step in whole.values() for group in step.groups for sample in group["samples"]]
+    for sample in samples:
+        assert sum(segment["length"] for segment in sample["segments"]) == sample["tokens"]
+        assert sample["segments"][-1]["after"] == pytest.approx(sample["reward"])
+
+
+def test_the_settings_of_the_page_and_the_cost_it_states() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "spo.md").read_text(encoding="utf-8")
+    snippets = dict(re.findall(r"<!-- (.+?) -->\n```yaml\n(.+?)```", page, re.DOTALL))
+    assert snippets.keys() == SEGMENTS.keys()
+    for kind, snippet in snippets.items():
+        config = make_config(**yaml.safe_load(snippet), optimizer={"token_budget": 4096})
+        said = make_plan(config)["advantage"]
+        assert f"SPO-{kind}" in said
+        if kind == "tree":
+            alone = 216 * 2048
+            assert f"at most 208,368 tokens a tree, {alone:,} for" in said
+            assert "= 208,368 tokens, 0.47 of what 216 responses alone take" in page
+            assert round(208368 / alone, 2) == 0.47
