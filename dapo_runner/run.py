@@ -519,7 +519,7 @@ def open_learner(
     """
     start = world.first(lambda: initial_model(config, folder, progress))
     source = start if checkpoint is None or config.model.lora is not None else checkpoint.model
-    policy = load_policy(source, config.model, device, config.run.seed, world)
+    policy = load_policy(source, config.model, device, config.run.seed, world, config.loss.routing_replay)
     own_reference = config.model.lora is not None and config.loss.reference is None
     reference = None
     if uses_reference(config) and not own_reference:

@@ -219,6 +219,8 @@ class PackedBatch:
     many steps ago it was sampled: all are of this step, or none is.
     ref_logprobs float32 [T], under the reference policy; None where the objective has no use for it.
     importance_weights float32 [T], of rollout correction; None where it is off.
+    experts uint8 or int16 [U, K]: for routing replay, where each position that this rank computes is to go in all
+    layers (``policy.routing``); None for what the routers choose.
     """
 
     input_ids: Tensor
@@ -233,6 +235,7 @@ class PackedBatch:
     ages: Tensor
     ref_logprobs: Tensor | None = None
     importance_weights: Tensor | None = None
+    experts: Tensor | None = None
 
     @property
     def n_positions(self) -> int:
@@ -261,12 +264,18 @@ class PackedBatch:
         fields = ((name, getattr(self, name)) for name in self.__dataclass_fields__)
         return {name: tensor for name, tensor in fields if tensor is not None}
 
-    def with_old_logprobs(self, old_logprobs: Tensor, importance_weights: Tensor | None = None) -> PackedBatch:
-        """The same batch with the log-probs of the policy before the update, and what correction makes of them;
-        float32 [T].
+    def with_old_logprobs(
+        self, old_logprobs: Tensor, importance_weights: Tensor | None = None, experts: Tensor | None = None
+    ) -> PackedBatch:
+        """The same batch with the log-probs of the policy before the update, what correction makes of them, both
+        float32 [T], and the experts that they came from.
         """
-        return replace(self, old_logprobs=old_logprobs, importance_weights=importance_weights)
+        return replace(self, old_logprobs=old_logprobs, importance_weights=importance_weights, experts=experts)
 
     def with_ref_logprobs(self, ref_logprobs: Tensor) -> PackedBatch:
         """The same batch with the log-probs of the reference policy; float32 [T]."""
         return replace(self, ref_logprobs=ref_logprobs)
+
+    def without_experts(self) -> PackedBatch:
+        """The same batch for a pass, or a reader, that has nothing to replay."""
+        return replace(self, experts=None)

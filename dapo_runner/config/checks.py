@@ -54,6 +54,7 @@ def mismatches(config: Config) -> Iterator[str]:
         )
     yield from _temperatures_of_vllm(config)
     yield from _pairs(config)
+    yield from _routing(config)
     yield from _schedule(config)
     yield from _nothing_to_stop_by(config)
     yield from _rules_without_answers(config)
@@ -119,7 +120,7 @@ def _pairs(config: Config) -> Iterator[str]:
     if config.preference.reference == "step" and config.loss.reference is not None:
         yield f"loss.reference: expected null beside preference.reference=step, got {config.loss.reference!r}"
     unread = {
-        "loss": ("objective", "overrides", "old_logprobs"),
+        "loss": ("objective", "overrides", "old_logprobs", "routing_replay"),
         "advantage": ("kind", "eps", "segments"),
         "rollout": ("correction",),
     }
@@ -130,6 +131,23 @@ def _pairs(config: Config) -> Iterator[str]:
                 yield f"{section}.{name}: expected none beside preference, which has no use for it, got {value}"
     if config.logging.rollouts.per_token:
         yield "logging.rollouts.per_token: expected false beside preference, whose loss is one of pairs, got true"
+
+
+def _routing(config: Config) -> Iterator[str]:
+    if not config.loss.routing_replay or config.preference is not None:
+        return
+    key = "loss.routing_replay"
+    if config.model.tiny is not None:
+        yield f"{key}: expected a mixture of experts as model.path, got model.tiny, which is none"
+    if config.model.compile:
+        yield f"{key}: expected model.compile=false beside it, which leaves the choice of experts no place, got true"
+    if config.loss.old_logprobs == "rollout":
+        yield f"{key}: expected loss.old_logprobs=learner beside it: an engine does not tell its experts, got rollout"
+    elif config.updates_per_step == 1 and not config.rollout.correction.enabled:
+        yield (
+            f"{key}: expected several updates a step (optimizer.mini_batch_size less than its "
+            f"{config.trained_per_step} responses): the first one's own pass gives the old log-probs, got one"
+        )
 
 
 def _schedule(config: Config) -> Iterator[str]:

@@ -474,6 +474,7 @@ class LossConfig(Section):
     overrides: dict[str, Any] = {}  # fields of dapo_kernels.Objective, passed through
     reference: str | None = None  # kl_coef ≠ 0: the model the penalty refers to; None: the one training starts from
     old_logprobs: Literal["learner", "rollout"] = "learner"  # whose log-probs are the ratio's denominator
+    routing_replay: bool = False  # mixtures of experts: updates go to the experts that the old log-probs came from
     chunk_bytes: PositiveInt | None = None
 
     @field_validator("overrides", mode="after")

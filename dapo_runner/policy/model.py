@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,6 +30,7 @@ from dapo_runner.policy.attention import (
 )
 from dapo_runner.policy.lora import add_adapters, has_adapters, merged_weights
 from dapo_runner.policy.prefixes import find_shared
+from dapo_runner.policy.routing import Routing
 from dapo_runner.types import PackedBatch
 
 T = TypeVar("T")
@@ -49,7 +50,8 @@ class Head(NamedTuple):
 class Policy:
     """A model with packed attention, and the tokenizer it belongs to. ``compute`` is the dtype that it runs in.
 
-    Where its weights are sharded, it has a ``root``, and runs inside of ``run`` only.
+    Where its weights are sharded, it has a ``root``, and runs inside of ``run`` only. With ``routing`` it goes to the
+    experts that a batch names.
     """
 
     model: Any  # transformers.PreTrainedModel
@@ -58,6 +60,7 @@ class Policy:
     compute: torch.dtype = torch.float32
     world: World = ALONE
     root: Root | None = None
+    routing: Routing | None = None
 
     def run(self, work: Callable[[], T]) -> T:
         """What ``work`` gives where the weights are whole. Collective: every rank runs equally often."""
@@ -82,7 +85,13 @@ class Policy:
         """What the head is applied to: [T, H] in the model's dtype, or [T/W, H] where W ranks share the positions.
         ``batch`` may lie on any device.
         """
+        if self.routing is not None:
+            self.routing.follow(None if batch.experts is None else batch.experts.to(self.device))
         return self._body(batch.input_ids, batch.position_ids, batch.lengths, self.world.sequence_group)
+
+    def chosen_experts(self) -> Tensor | None:
+        """Of the last pass, as ``PackedBatch.experts``; None without routing replay."""
+        return None if self.routing is None else self.routing.chosen()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the model once, whole and with adapters merged in, for an engine's ``update_weights``.
@@ -187,24 +196,36 @@ def load_tokenizer(path: str | Path, config: ModelConfig) -> Any:
 
 
 def load_policy(
-    path: str | Path, config: ModelConfig, device: torch.device, seed: int = 0, world: World = ALONE
+    path: str | Path,
+    config: ModelConfig,
+    device: torch.device,
+    seed: int = 0,
+    world: World = ALONE,
+    routing_replay: bool = False,
 ) -> Policy:
     """The model to train, checked by ``check_policy``. ``seed`` draws the adapters, where there are any. Sharded over
     the ``world``, where that has several ranks: rank 0 reads the files.
 
-    Raises ConfigError for a model that cannot be trained packed.
+    Raises ConfigError for a model that cannot be trained packed, or whose routing cannot be replayed.
     """
-    return _load_policy(path, config, device, seed, world, trained=True)
+    return _load_policy(path, config, device, seed, world, routing_replay, trained=True)
 
 
 def load_reference(path: str | Path, config: ModelConfig, device: torch.device, world: World = ALONE) -> Policy:
     """A model that is only asked for log-probs: what a KL penalty refers to. Raises ConfigError."""
     config = config.model_copy(update={"lora": None, "gradient_checkpointing": False})
-    return _load_policy(path, config, device, 0, world, trained=False)
+    return _load_policy(path, config, device, 0, world, False, trained=False)
 
 
 def _load_policy(
-    path: str | Path, config: ModelConfig, device: torch.device, seed: int, world: World, *, trained: bool
+    path: str | Path,
+    config: ModelConfig,
+    device: torch.device,
+    seed: int,
+    world: World,
+    routing_replay: bool,
+    *,
+    trained: bool,
 ) -> Policy:
     compute = DTYPES[config.dtype]
     kernel = choose_kernel(config.attention, device, compute)
@@ -217,6 +238,8 @@ def _load_policy(
         dtype = _shard_dtype(config, trained)
         fill(model, world.on_first(lambda: _load(path, config, torch.device("cpu"), seed, dtype, trained)), device)
         policy = Policy(model, load_tokenizer(path, config), kernel, compute, world, root)
+    if routing_replay:
+        policy = replace(policy, routing=Routing(model))
     policy.run(lambda: check_policy(policy))
     return policy
 
@@ -326,6 +349,8 @@ def check_policy(policy: Policy) -> None:
             f"(they differ by {float((ours - theirs).abs().max()):.2g}); models that scale their logits "
             "are not supported"
         )
+    if policy.routing is not None:
+        policy.routing.check(lambda: policy._body(second, positions[5:], [9]), n_positions=9)
 
 
 def _close(one: Tensor, other: Tensor, tolerance: float | None = None) -> bool:

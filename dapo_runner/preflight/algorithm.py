@@ -40,6 +40,7 @@ def _of_tokens(config: Config) -> dict[str, str]:
     return {
         "objective": _objective(config, objective),
         "ratio and clip": _ratio(objective),
+        **({"experts": "in an update those that the old log-probs came from"} if config.loss.routing_replay else {}),
         **({"selection": selection} if selection else {}),
         "KL": _kl(config, objective),
         **({"entropy bonus": f"{objective.entropy_coef:g}"} if objective.entropy_coef else {}),

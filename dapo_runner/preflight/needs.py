@@ -29,7 +29,7 @@ def check_needs(config: Config, layout: Layout | None = None) -> None:
     """Raises ConfigError with a line for everything that is missing, or does not suit the ``layout`` of its ranks.
     Downloads nothing.
     """
-    missing = [*_missing(config), *heads_that_do_not_divide(config, layout or Layout())]
+    missing = [*_missing(config), *heads_that_do_not_divide(config, layout or Layout()), *_no_experts(config)]
     if missing:
         raise ConfigError("\n".join(missing))
 
@@ -44,6 +44,14 @@ def heads_that_do_not_divide(config: Config, layout: Layout) -> Iterator[str]:
     for key, ranks in (("sequence", layout.sequence), ("rollout_tensor", layout.rollout_tensor)):
         if heads % ranks:
             yield f"parallel.{key}: expected a divisor of the model's {heads} attention heads, got {ranks}"
+
+
+def _no_experts(config: Config) -> Iterator[str]:
+    values = model_values(config.model)
+    if config.loss.routing_replay and values is not None:
+        text = values.get("text_config", values)
+        if not any("experts" in name for name in text):
+            yield f"loss.routing_replay: expected a mixture of experts, got {config.model.path}, which has none"
 
 
 def _missing(config: Config) -> Iterator[str]:

@@ -79,8 +79,14 @@ class MiniBatch:
         self.mismatch = Mismatch()
         self.on_policy = False
 
-    def take_old_logprobs(self, logprobs: Callable[[PackedBatch], Tensor], correction: CorrectionConfig) -> None:
-        """Let ``logprobs(micro-batch)``, float32 [T], be what its ratios are taken against.
+    def take_old_logprobs(
+        self,
+        logprobs: Callable[[PackedBatch], Tensor],
+        correction: CorrectionConfig,
+        chosen_experts: Callable[[], Tensor | None] = lambda: None,
+    ) -> None:
+        """Let ``logprobs(micro-batch)``, float32 [T], be what its ratios are taken against, and the experts that were
+        chosen on the way those of the update.
 
         Where an earlier step sampled it, the ratio is that to the policy which did, as long as no importance weight
         holds that already.
@@ -93,7 +99,7 @@ class MiniBatch:
             self.mismatch += measure(old, engine, batch.mask, weights)
             if batch.stale and correction.weights is None:
                 old = engine
-            replaced.append(batch.with_old_logprobs(old, weights))
+            replaced.append(batch.with_old_logprobs(old, weights, chosen_experts()))
         self.micro_batches = replaced
 
     def take_ref_logprobs(self, logprobs: Callable[[PackedBatch], Tensor]) -> None:
@@ -164,7 +170,7 @@ class Learner:
             mini.on_policy = mini.number == 0 and not correction.enabled and self.objective.max_old_prob is None
             if not mini.on_policy:
                 with self.clock.phase("old_logprobs"):
-                    mini.take_old_logprobs(self.logprobs, correction)
+                    mini.take_old_logprobs(self.logprobs, correction, self.policy.chosen_experts)
         if self.objective.kl_coef != 0:
             with self.clock.phase("ref_logprobs"):
                 mini.take_ref_logprobs(self.ref_logprobs)
@@ -185,7 +191,7 @@ class Learner:
         if self.reference is not None:
             return self._stats(self.reference, batch).logprobs
         with adapters_off(self.policy.model):
-            return self._stats(self.policy, batch).logprobs
+            return self._stats(self.policy, batch.without_experts()).logprobs
 
     @torch.no_grad()
     def _stats(self, policy: Policy, batch: PackedBatch, entropy: bool = False) -> TokenStats:
@@ -248,7 +254,7 @@ class Learner:
         for batch in batches:
             stats = self._stats(self.policy, batch, entropy=True)
             assert stats.entropy is not None
-            own.append((batch, Scores(stats.logprobs, stats.entropy)))
+            own.append((batch.without_experts(), Scores(stats.logprobs, stats.entropy)))
         # Lots of its own for every update, the same ones after a resume.
         seed = random.Random(f"{self.config.run.seed}:{step}:{mini.number}").getrandbits(63)
         device = self.policy.device
@@ -271,7 +277,7 @@ class Learner:
         for batch, out, selection in zip(mini.micro_batches, outs, selections, strict=True):
             assert out.entropy is not None
             chosen = None if selection is None else selection.cpu()
-            looked_at.append((batch.to("cpu"), Scores(out.logprobs, out.entropy).to("cpu"), chosen))
+            looked_at.append((batch.without_experts().to("cpu"), Scores(out.logprobs, out.entropy).to("cpu"), chosen))
         parts = self.world.gather(looked_at)[:: self.world.layout.sequence]
         batches, scores, chosen_tokens = zip(*(one for part in parts for one in part), strict=True)
         groups = self.config.logging.rollouts.groups

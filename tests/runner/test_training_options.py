@@ -11,17 +11,21 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from builders import write_rows
+from builders import save_model, write_rows
+from experts import small_experts
 from small import small_recipe
 from test_train import Notes, config_in
+from torch import Tensor
 
 from dapo_runner.cli import main
 from dapo_runner.config import Config, ConfigError, OptimizerConfig, RunConfig, load_config, parse_config
 from dapo_runner.policy.model import load_policy
+from dapo_runner.policy.routing import Routing
 from dapo_runner.preflight.algorithm import algorithm
 from dapo_runner.records.metrics import read_log
 from dapo_runner.records.rollout_log import read_step, saved_steps
 from dapo_runner.run import Run, rollout_sampling
+from dapo_runner.tasks.tiny import make_tokenizer
 from dapo_runner.train import train
 from dapo_runner.update.schedule import learning_rate
 
@@ -71,6 +75,24 @@ def test_a_configuration_that_differs() -> None:
     assert names["longer"] == load_config("mine.yaml", ["run.steps=4"]) != names["config"]
     with pytest.raises(ValueError, match="frozen"):
         names["config"].run.steps = 4
+
+
+def test_mixtures_of_experts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert algorithm(laid_over("experts"))["experts"] == "in an update those that the old log-probs came from"
+    path = save_model(small_experts(), make_tokenizer(), folder / "models" / "experts")
+    raw = small_recipe(name="experts", steps=1, eval_every=0)
+    raw |= {"model": {"path": str(path), "dtype": "float32"}, "loss": yaml.safe_load(SNIPPETS["experts"])["loss"]}
+    raw["sampler"] = {"prompts_per_step": 4, "filter_groups": False}
+    replayed = []
+    follow = Routing.follow
+
+    def note(routing: Routing, experts: Tensor | None) -> None:
+        replayed.append(experts is not None)
+        follow(routing, experts)
+
+    monkeypatch.setattr(Routing, "follow", note)
+    train(parse_config(raw), Notes())
+    assert any(replayed)
 
 
 def test_preference_pairs(folder: Path) -> None:

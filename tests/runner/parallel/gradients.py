@@ -1,5 +1,5 @@
-"""What a test starts on several ranks: `python gradients.py CASES OUT`. The gradient of one update for each case,
-and what the update reported, as rank 0 sees them.
+"""What a test starts on several ranks: `python gradients.py CASES OUT`. The gradient of the last update of a step for
+each case, and what that update reported, as rank 0 sees them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     config = make_config(**case)
     world = open_case(config)
     cpu = torch.device("cpu")
-    policy = load_policy(path, config.model, cpu, seed=5, world=world)
+    policy = load_policy(path, config.model, cpu, seed=5, world=world, routing_replay=config.loss.routing_replay)
     reference = None
     if uses_reference(config) and config.model.lora is None:
         reference = load_reference(path, config.model, cpu, world)
@@ -52,7 +52,9 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         sequences = paired(sequences)
     if poisoned:
         sequences[0].advantages[-1] = float("inf")  # one rank's alone
-    (mini,) = learner.prepare(sequences)
+    *earlier, mini = learner.prepare(sequences)
+    for one in earlier:
+        learner.update(one, 0)
     found: dict[str, torch.Tensor] = {}
     step = learner.optimizer.step
 

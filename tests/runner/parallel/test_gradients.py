@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from builders import save_model
+from experts import small_experts
 from launch import torchrun
 
 from dapo_kernels import OBJECTIVES
@@ -39,6 +40,11 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "shard 4, sequence 2": {"gpus": 4, "sequence": 2},
     "sequence 4": {"gpus": 4, "sequence": 4},
 }
+ROUTED = {  # the second of two updates, on a model of its own
+    "model": {"path": "x", "tiny": None, "dtype": "float32"},
+    "loss": {"routing_replay": True},
+    "optimizer": {"mini_batch_size": 8, "token_budget": 96, "lr": 3e-3, "warmup_steps": 0},
+}
 SELECTED = ["gspo", "clip_cov", "one_sequence", "accumulated", "pairs"]
 UNTIED = ("shard 2", "shard 4, sequence 2")
 
@@ -68,6 +74,8 @@ def test_an_update_is_that_of_one_process(tmp_path: Path) -> None:
     tied, untied = (str(small_model(tmp_path / name, name == "tied")) for name in ("tied", "untied"))
     on_one = {(name, tied): {**case, "path": tied} for name, case in CASES.items()}
     on_one |= {(name, untied): {**CASES[name], "path": untied} for name in SELECTED}
+    experts = str(save_model(small_experts(), make_tokenizer(), tmp_path / "experts"))
+    on_one["routed", experts] = {**ROUTED, "path": experts}
     alone = dict(
         zip(on_one, results(1, {str(key): case for key, case in on_one.items()}, tmp_path).values(), strict=True)
     )
@@ -78,6 +86,7 @@ def test_an_update_is_that_of_one_process(tmp_path: Path) -> None:
                 continue
             wanted = [(name, tied) for name in (CASES if layout == "shard 2" else SELECTED)]
             wanted += [(name, untied) for name in SELECTED if layout in UNTIED]
+            wanted += [("routed", experts)] if n == 2 else []
             for key in wanted:
                 label = f"{key[0]}, {layout}, {Path(key[1]).name}"
                 cases[label], expected[label] = {**on_one[key], "parallel": parallel}, alone[key]
