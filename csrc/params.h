@@ -25,7 +25,7 @@ struct Rows {
 
 // Per-token inputs, [n_rows] each; null pointers where a thing was not given.
 struct TokenInputs {
-  const int64_t* target_ids;
+  const int64_t* target_ids;  // negative: the row is part of a longer one, and the target in another part of it
   const uint8_t* live;
   const float* temperatures;  // null: `temperature` for every row
   float temperature;

@@ -57,6 +57,10 @@ class PolicyCall:
     sequence_ids: Tensor | None
     selection: Tensor | float | None  # bool [N], or the entropy threshold of top_entropy
     generator: torch.Generator | None
+    group: str | None = None  # of ranks that share the vocabulary, and have to draw the same lots
+
+    def shared_by(self, group: str | None) -> PolicyCall:
+        return self if group is None else replace(self, group=group)
 
     @property
     def needs_entropy(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dapo_kernels.backends import backend_for
-from dapo_kernels.layout import Layout, check_flag, check_tensor
+from dapo_kernels.layout import Layout, check_flag, check_tensor, check_valid_vocab
 from dapo_kernels.objectives.table import is_number
 from dapo_kernels.records import Head, Plan
 
@@ -24,13 +24,13 @@ class HeadOptions(TypedDict, total=False):
     chunk_bytes: int | None
     host_sync: bool | None
     main_grad: Tensor | None
+    valid_vocab: int | None
 
 
 def head_of_call(layout: Layout, hidden: Tensor, weight: Any, mask: Tensor | None, options: Any) -> tuple[Head, Plan]:
     """Takes its own out of ``options``."""
-    bias, softcap, chunk_bytes, host_sync, main_grad = (
-        options.pop(name, None) for name in ("bias", "softcap", "chunk_bytes", "host_sync", "main_grad")
-    )
+    names = ("bias", "softcap", "chunk_bytes", "host_sync", "main_grad", "valid_vocab")
+    bias, softcap, chunk_bytes, host_sync, main_grad, valid = (options.pop(name, None) for name in names)
     float32_logits = check_flag(layout, "float32_logits", options.pop("float32_logits", False))
     caller, width = layout.caller, hidden.shape[-1]
     check_tensor(caller, "weight", weight, "a tensor [V, H]")
@@ -56,6 +56,7 @@ def head_of_call(layout: Layout, hidden: Tensor, weight: Any, mask: Tensor | Non
         raise layout.fail("softcap", "a positive number, or None", repr(softcap))
     if chunk_bytes is not None and not (type(chunk_bytes) is int and chunk_bytes > 0):
         raise layout.fail("chunk_bytes", "a positive integer, or None", repr(chunk_bytes))
+    check_valid_vocab(layout, valid)
     if host_sync is not None:
         check_flag(layout, "host_sync", host_sync)
     elif mask is None:  # every token is live: nothing to wait for
@@ -63,7 +64,7 @@ def head_of_call(layout: Layout, hidden: Tensor, weight: Any, mask: Tensor | Non
     hidden = hidden.reshape(-1, width)
     head = Head(hidden, weight, bias, softcap, float32_logits and hidden.dtype != torch.float64)
     served_by = backend_for(caller, hidden.device, hidden.dtype, weight.shape[0])
-    return head, Plan(chunk_bytes, host_sync, main_grad, served_by)
+    return head, Plan(chunk_bytes, host_sync, main_grad, served_by, valid)
 
 
 def _check_main_grad(layout: Layout, main_grad: Any, weight: Tensor) -> None:

@@ -200,6 +200,16 @@ def check_flag(layout: Layout, name: str, value: Any) -> bool:
     return value
 
 
+def check_valid_vocab(layout: Layout, value: Any, columns: int | None = None) -> None:
+    """``columns``: all there are, where this rank knows."""
+    if value is None:
+        return
+    if type(value) is not int or value < 1:
+        raise layout.fail("valid_vocab", "a positive integer, or None", repr(value))
+    if columns is not None and value > columns:
+        raise layout.fail("valid_vocab", f"at most V={columns}", value)
+
+
 def check_rows_apart(layout: Layout, logits: Tensor) -> None:
     """A gradient written over the logits needs every logit to have memory of its own."""
     reach = 1

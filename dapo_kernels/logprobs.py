@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -12,6 +13,11 @@ from dapo_kernels.engine import hidden as from_hidden
 from dapo_kernels.engine import rows as from_rows
 from dapo_kernels.head import HeadOptions, head_of_call
 from dapo_kernels.layout import Layout, check_flag, check_rows_apart, layout_of
+from dapo_kernels.sharding import ShardOptions, head_of_ranks, logits_of_call, shared_plan, shared_server
+
+
+class LinearLogprobsOptions(HeadOptions, ShardOptions, total=False):
+    pass
 
 
 class TokenStats(NamedTuple):
@@ -28,6 +34,8 @@ def token_logprobs(
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
     inplace_backward: bool = False,
+    valid_vocab: int | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> TokenStats:
     """Log-probs of the targets, log softmax(logits/τ)[target], and entropies of softmax(logits/τ).
 
@@ -37,6 +45,7 @@ def token_logprobs(
         temperature: positive number, or one per token.
         entropy: also return −Σ p log p over the vocabulary.
         inplace_backward: let the backward pass overwrite the logits with their gradient.
+        valid_vocab, group: as in ``dapo_loss``.
 
     Returns:
         float32 tensors in the layout of ``target_ids``, differentiable with respect to the logits.
@@ -44,15 +53,17 @@ def token_logprobs(
     Raises:
         ValueError, TypeError, IndexError: as in ``dapo_loss``.
     """
+    logits, shard = logits_of_call("token_logprobs", logits, group)
     layout = layout_of("token_logprobs", "logits", logits)
     check_flag(layout, "entropy", entropy)
     check_flag(layout, "inplace_backward", inplace_backward)
     asked = layout.asked(target_ids, temperature, layout.live(None), entropy)
     served_by = backend_for("token_logprobs", logits.device, logits.dtype, logits.shape[-1])
+    server = shared_server(layout, shard, logits, served_by, asked, valid_vocab)
     in_place = inplace_backward and from_rows.may_work_in_place(logits)
     if in_place:
         check_rows_apart(layout, logits)
-    stats = from_rows.stats_of(logits, asked, served_by, in_place)
+    stats = from_rows.stats_of(logits, asked, server, in_place)
     return _shaped(layout, stats.logprobs, stats.entropy)
 
 
@@ -64,7 +75,7 @@ def linear_token_logprobs(
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
     mask: Tensor | None = None,
-    **options: Unpack[HeadOptions],
+    **options: Unpack[LinearLogprobsOptions],
 ) -> TokenStats:
     """``token_logprobs`` of ``softcap(hidden · weightᵀ + bias)``, a chunk of tokens at a time.
 
@@ -72,13 +83,14 @@ def linear_token_logprobs(
     all). With ``mask`` only live tokens are computed; the others are 0. Arguments and errors as in
     ``linear_dapo_loss``.
     """
+    hidden, weight, shard = head_of_ranks("linear_token_logprobs", hidden, weight, options)
     layout = layout_of("linear_token_logprobs", "hidden", hidden)
     head, plan = head_of_call(layout, hidden, weight, mask, options)
     if options:
         raise TypeError(f"linear_token_logprobs: unknown argument {next(iter(options))!r}")
     check_flag(layout, "entropy", entropy)
     asked = layout.asked(target_ids, temperature, layout.live(mask), entropy)
-    stats = from_hidden.linear_stats(head, asked, plan)
+    stats = from_hidden.linear_stats(head, asked, shared_plan(layout, shard, head, plan, asked))
     return _shaped(layout, stats.logprobs, stats.entropy)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from dapo_kernels.backends import backend, backend_for
+from dapo_kernels.backends import backend_for
 from dapo_kernels.call import LossOptions, PolicyCall, RowOptions
 from dapo_kernels.engine import hidden as from_hidden
 from dapo_kernels.engine import rows as from_rows
@@ -19,6 +19,7 @@ from dapo_kernels.metrics import Metrics, PerToken, token_sums
 from dapo_kernels.objectives.own import OwnLoss, as_number
 from dapo_kernels.objectives.table import Objective
 from dapo_kernels.records import Asked, Needs, Tokens
+from dapo_kernels.sharding import GroupOption, ShardOptions, head_of_ranks, logits_of_call, shared_plan, shared_server
 
 Chosen = str | Objective | OwnLoss
 
@@ -34,11 +35,12 @@ class LossOutput(NamedTuple):
     metrics: Any  # Mapping[str, Tensor]
 
 
-class LogitsOptions(RowOptions, total=False):
+class LogitsOptions(RowOptions, GroupOption, total=False):
     inplace_backward: bool
+    valid_vocab: int | None
 
 
-class LinearOptions(RowOptions, HeadOptions, total=False):
+class LinearOptions(RowOptions, HeadOptions, ShardOptions, total=False):
     pass
 
 
@@ -79,10 +81,16 @@ def dapo_loss(
             beforehand over the whole batch (``dapo_kernels.select``) so that micro-batches agree with it;
             ``top_entropy`` also takes the entropy threshold as a number.
         generator: for the random choice of ``clip_cov``.
+        valid_vocab: how many columns, the first, can be sampled; those behind them, which pad the vocabulary, take no
+            part whatever they hold, and their gradient is zero. Targets are then in [0, valid_vocab).
+        group: a ``torch.distributed`` process group whose ranks each hold some columns of the logits, in the order of
+            its ranks. Everything else is the same on all of them, with targets of the whole vocabulary, and so are
+            the results. Not needed for a ``DTensor`` of ``Shard(-1)`` (docs/vocabulary-parallel.md).
         clip_high and every other field of ``Objective``: for this call.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message names it, what was expected and what came.
+        ValueError, TypeError: an argument is wrong; the message names it, what was expected and what came. Ranks of a
+            ``group`` that were given other tokens or options than each other all raise.
         IndexError: a live token's target is outside [0, V) (on CUDA: an asynchronous device assert).
     """
     return _from_logits("dapo_loss", logits, target_ids, old_logprobs, advantages, objective, options)
@@ -137,6 +145,11 @@ def linear_dapo_loss(
             ``weight.grad`` stays as it is and hooks on it do not run. Every backward pass adds, one that asks for
             another tensor's gradient alone included. Over many micro-batches a 16-bit ``.grad`` loses
             digits at every addition.
+        group: a process group whose ranks each hold some rows of the head: then ``weight`` [V/ranks, H], ``bias`` and
+            ``main_grad`` are this rank's, their gradients too, and ``hidden.grad`` is added up over the group. Not
+            needed for a ``weight`` (and ``bias``) that is a ``DTensor`` of ``Shard(0)`` (docs/vocabulary-parallel.md).
+        sequence_parallel: with a shared head, ``hidden`` is this rank's part of the tokens, [T/ranks, H] or
+            [B, L/ranks, H]: it is gathered, and its gradient reduce-scattered. Per-token tensors are of all tokens.
 
     The other arguments, the result and the errors are those of ``dapo_loss``. Softmax arithmetic is float32.
     """
@@ -199,23 +212,27 @@ def _from_logits(
     objective: Chosen,
     options: LogitsOptions,
 ) -> LossOutput:
+    logits, shard = logits_of_call(caller, logits, options.pop("group", None))
+    valid = options.pop("valid_vocab", None)
     layout = layout_of(caller, "logits", logits, options.pop("cu_seqlens", None))
     in_place = check_flag(layout, "inplace_backward", options.pop("inplace_backward", False))
     call, asked = _row_call(layout, target_ids, old_logprobs, advantages, objective, options)
     served_by = backend_for(caller, logits.device, logits.dtype, logits.shape[-1])
+    server = shared_server(layout, shard, logits, served_by, asked, valid)
+    call = call.shared_by(server.group)
     # A compiled graph has no use for the in-place form: the compiler plans buffers itself.
     in_place = in_place and from_rows.may_work_in_place(logits)
     if in_place:
         check_rows_apart(layout, logits)
     if not call.one_visit:
-        stats = from_rows.stats_of(logits, asked, served_by, in_place)
+        stats = from_rows.stats_of(logits, asked, server, in_place)
         return _of_stats(call, stats.logprobs, stats.entropy, served_by)
     if in_place:
         tokens, unit = gradient_unit(logits.dtype, call.tokens)
-        rest = (asked, tokens, call.scalars, backend(served_by))
+        rest = (asked, tokens, call.scalars, from_rows.backend_of_rows(server, logits))
         loss, *reported, _ = from_rows.LossInPlace.apply(logits, *rest)
         return _output(call, loss / unit, *reported)
-    out = from_rows.logits_loss(logits, asked, call.tokens, call.scalars, served_by)
+    out = from_rows.logits_loss(logits, asked, call.tokens, call.scalars, server)
     return _output(call, out.loss, out.logprobs, out.entropy, out.clip_hit, out.ref_kl)
 
 
@@ -229,9 +246,12 @@ def _from_hidden(
     objective: Chosen,
     options: LinearOptions,
 ) -> LossOutput:
+    hidden, weight, shard = head_of_ranks(caller, hidden, weight, options)
     layout = layout_of(caller, "hidden", hidden, options.pop("cu_seqlens", None))
     head, plan = head_of_call(layout, hidden, weight, options.get("mask"), options)
     call, asked = _row_call(layout, target_ids, old_logprobs, advantages, objective, options)
+    plan = shared_plan(layout, shard, head, plan, asked)
+    call = call.shared_by(plan.group)
     needs = Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in head[:3]))
     if not any(needs) or not (call.one_visit or call.own_alone):
         stats = from_hidden.linear_stats(head, asked, plan)

@@ -22,6 +22,7 @@ from dapo_kernels.layout import Layout, check_flag, check_rows_apart, check_tens
 from dapo_kernels.objectives.aggregate import sequence_sums
 from dapo_kernels.objectives.pairs import PairLoss
 from dapo_kernels.records import readable
+from dapo_kernels.sharding import GroupOption, ShardOptions, head_of_ranks, logits_of_call, shared_plan, shared_server
 
 
 class PreferenceOutput(NamedTuple):
@@ -54,11 +55,12 @@ class PairRowOptions(PairOptions, total=False):
     entropy: bool
 
 
-class PairLogitsOptions(PairRowOptions, total=False):
+class PairLogitsOptions(PairRowOptions, GroupOption, total=False):
     inplace_backward: bool
+    valid_vocab: int | None
 
 
-class PairLinearOptions(PairRowOptions, HeadOptions, total=False):
+class PairLinearOptions(PairRowOptions, HeadOptions, ShardOptions, total=False):
     pass
 
 
@@ -98,11 +100,14 @@ def preference_loss(
             micro-batches and ranks. Both responses of a pair belong to one micro-batch.
         entropy: also return the entropy of every live token.
         inplace_backward: let the backward pass overwrite the logits with their gradient.
+        valid_vocab, group: as in ``dapo_loss``.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it, what was expected and what came.
         IndexError: a live token's target is outside [0, V) (on CUDA: an asynchronous device assert).
     """
+    logits, shard = logits_of_call("preference_loss", logits, options.pop("group", None))
+    valid = options.pop("valid_vocab", None)
     layout = layout_of("preference_loss", "logits", logits, options.pop("cu_seqlens", None))
     in_place = check_flag(layout, "inplace_backward", options.pop("inplace_backward", False))
     want_entropy = check_flag(layout, "entropy", options.pop("entropy", False))
@@ -113,7 +118,8 @@ def preference_loss(
     in_place = in_place and from_rows.may_work_in_place(logits)
     if in_place:
         check_rows_apart(layout, logits)
-    stats = from_rows.stats_of(logits, asked, served_by, in_place)
+    server = shared_server(layout, shard, logits, served_by, asked, valid)
+    stats = from_rows.stats_of(logits, asked, server, in_place)
     return call.output(stats.logprobs, stats.entropy)
 
 
@@ -131,10 +137,12 @@ def linear_preference_loss(
     Args:
         hidden: [T, H] packed with ``cu_seqlens`` or [B, L, H] padded.
         weight: [V, H], the output head (``lm_head.weight``), same dtype as ``hidden``.
-        bias, softcap, float32_logits, chunk_bytes, host_sync, main_grad: as in ``linear_dapo_loss``.
+        bias, softcap, float32_logits, chunk_bytes, host_sync, main_grad, valid_vocab, group, sequence_parallel: as in
+            ``linear_dapo_loss``.
 
     The other arguments, the result and the errors are those of ``preference_loss``.
     """
+    hidden, weight, shard = head_of_ranks("linear_preference_loss", hidden, weight, options)
     layout = layout_of("linear_preference_loss", "hidden", hidden, options.pop("cu_seqlens", None))
     want_entropy = check_flag(layout, "entropy", options.pop("entropy", False))
     temperature = options.pop("temperature", 1.0)
@@ -142,7 +150,7 @@ def linear_preference_loss(
     head, plan = head_of_call(layout, hidden, weight, left_out, options)
     call = PairCall.of(layout, ref_logprobs, options)
     asked = layout.asked(target_ids, temperature, call.live, want_entropy)
-    stats = from_hidden.linear_stats(head, asked, plan)
+    stats = from_hidden.linear_stats(head, asked, shared_plan(layout, shard, head, plan, asked))
     return call.output(stats.logprobs, stats.entropy)
 
 

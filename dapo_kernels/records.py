@@ -21,6 +21,7 @@ class Asked(NamedTuple):
     temperature: float
     temperatures: Tensor | None  # [N]; then ``temperature`` is unused
     want_entropy: bool
+    partial: bool = False  # the rows are part of longer ones, checked there: a target of −1 is in another part
 
     @property
     def tau(self) -> float | Tensor:
@@ -45,6 +46,15 @@ class Head(NamedTuple):
         return torch.float32 if self.float32_logits else self.hidden.dtype
 
 
+class Server(NamedTuple):
+    """Who serves rows of logits: a backend, and the ranks of a group where each has some columns of every row."""
+
+    backend: str
+    valid: int | None = None  # columns that can be sampled, the first; those behind them pad the rows
+    group: str | None = None  # its name in torch.distributed
+    columns: Tensor | None = None  # int64 [ranks], on the host: how many each has, without padding
+
+
 class Plan(NamedTuple):
     """How a call from hidden states is to run."""
 
@@ -52,6 +62,10 @@ class Plan(NamedTuple):
     host_sync: bool | None  # whether a GPU may be waited for; see ``engine/chunks.py``
     main_grad: Tensor | None  # float32 [V, H] of the caller's: takes the weight's gradient in place of autograd
     backend: str
+    valid: int | None = None  # this and the next two as in ``Server``
+    group: str | None = None
+    columns: Tensor | None = None
+    partial_hidden: bool = False  # the gradient of hidden stays this rank's part of the sum over the ranks
 
 
 class Needs(NamedTuple):

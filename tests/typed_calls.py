@@ -15,6 +15,7 @@ def right(x: Tensor, weight: Tensor, ids: Tensor, old: Tensor, advantages: Tenso
     loss = dapo_loss(x, ids, old, advantages, clip_high=0.3, mask=ids > 0, inplace_backward=True).loss
     loss += linear_dapo_loss(x, weight, ids, None, advantages, objective="grpo", ref_logprobs=old, softcap=30.0).loss
     loss += linear_preference_loss(x, weight, ids, old, beta=0.1, loss_type="ipo", softcap=30.0).loss
+    loss += linear_dapo_loss(x, weight, ids, old, advantages, group=None, sequence_parallel=False, valid_vocab=9).loss
     return loss + policy_loss(old, old, advantages, entropy=old, entropy_coef=1e-3).loss
 
 

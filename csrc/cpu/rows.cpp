@@ -133,8 +133,11 @@ double sum_in_order(const std::vector<double>& losses) {
 }
 
 void set_target(const RowView& out, const RowGradient& g, int64_t b) {
-  if (g.target / kBlock == b) out.kernels.set(out.data, g.target, g.at_target);
+  if (g.target >= 0 && g.target / kBlock == b) out.kernels.set(out.data, g.target, g.at_target);
 }
+
+// 0 where the row does not hold it.
+float target_logit(const RowView& x, int64_t target) { return target < 0 ? 0.0f : x.kernels.get(x.data, target); }
 
 }  // namespace
 
@@ -161,7 +164,7 @@ static void for_stats(const Rows& logits, const TokenInputs& tokens, const Token
     if (!tokens.live[row]) return write_dead(out, row);
     const RowView x(logits, row);
     const SoftmaxPart whole = merge_all(state, n_blocks(logits), base2_scale(tokens.tau(row)));
-    middle(row, x.kernels.get(x.data, tokens.target_ids[row]), whole);
+    middle(row, target_logit(x, tokens.target_ids[row]), whole);
   };
   for_rows(logits, threads, first, finish, [](RowState&, int64_t, int64_t) {});
 }
@@ -198,7 +201,7 @@ void row_grad(const Rows& logits, const Rows& grad, const TokenInputs& tokens, c
     const RowView x(logits, row);
     const int64_t target = tokens.target_ids[row];
     const float tau = tokens.tau(row);
-    state.gradient = gradient_of(x.kernels.get(x.data, target), target, tau, base2_scale(tau), norm[2 * row],
+    state.gradient = gradient_of(target_logit(x, target), target, tau, base2_scale(tau), norm[2 * row],
                                  norm[2 * row + 1], d_logprobs[row], d_entropy ? d_entropy[row] : 0.0f,
                                  d_entropy ? entropy[row] : 0.0f);
   };

@@ -153,7 +153,9 @@ DAPO_HOST_DEVICE float base2_scale_of(const RowArgs& args, int64_t row) {
   return args.in.tokens.temperatures == nullptr ? args.c : base2_scale(args.in.tokens.temperatures[row]);
 }
 
+// 0 where the row does not hold it.
 DAPO_HOST_DEVICE float target_logit(const Operands& in, int64_t row) {
+  if (in.tokens.target_ids[row] < 0) return 0.0f;
   const int64_t at = in.logits.offset(row) + in.tokens.target_ids[row];
   const void* data = in.logits.data;
   const float x = in.logits.dtype == Dtype::f32    ? static_cast<const float*>(data)[at]

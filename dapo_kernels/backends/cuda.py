@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 import dapo_kernels._cuda as _cuda
+from dapo_kernels.backends.norms import merge_cpp_norms
 from dapo_kernels.backends.reference import check_rows, slopes_of_stats, unit_stride
 from dapo_kernels.backends.structs import address, objective_of, outputs, row_inputs, rows_of, token_inputs
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
 from dapo_kernels.records import Asked, RowsLoss, RowsSlopes, RowStats, Slopes, TokenLoss, Tokens
 
 SOFTCAP_COPIES = False  # the kernels apply it
+merge_norms = merge_cpp_norms
 # How the loss of a row is computed: by the device and the shape ("automatic"), or as a name of _cuda.Path. The results
 # are the same bits either way, which the tests check.
 PATH = "automatic"

@@ -50,6 +50,11 @@ class Backend(Protocol):
     ) -> RowsLoss:
         """The whole loss of token-level objectives; ∂loss/∂logits overwrites ``logits``."""
 
+    def merge_norms(self, norms: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
+        """Of rows cut into R parts: their norm [N, 2] from the parts' [R, N, 2], and the log of the probability that
+        falls to each part, float64 [R, N]. Dead rows: anything.
+        """
+
     def token_loss(
         self, logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scalars: ObjectiveScalars
     ) -> TokenLoss:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dapo_kernels.backends.norms import merged
 from dapo_kernels.objectives.surrogate import ObjectiveScalars, token_objective
 from dapo_kernels.records import (
     Asked,
@@ -37,6 +38,8 @@ def check_rows(asked: Asked, vocab: int) -> None:
 
     On the CPU an IndexError or ValueError, elsewhere an asynchronous assert: looking would wait for the device.
     """
+    if asked.partial:
+        return
     bad_target = asked.live & ((asked.target_ids < 0) | (asked.target_ids >= vocab))
     cold = torch.zeros_like(asked.live) if asked.temperatures is None else asked.live & ~(asked.temperatures > 0)
     if not on_host(asked.live):
@@ -81,10 +84,11 @@ def row_stats(logits: Tensor, asked: Asked, softcap: float | None = None) -> Row
     check_rows(asked, logits.shape[-1])
     live = asked.live
     z = _scaled(_capped(logits, asked, softcap), asked)
-    target_ids = torch.where(live, asked.target_ids, 0)
+    target_ids = torch.where(live, asked.target_ids, 0).clamp(min=0)
     # Kept apart: one rounded log-sum-exp of a row at 1e4 would cost three digits of every probability.
     top = z.amax(dim=-1)
-    above = (z - top[:, None]).exp().sum(-1).log()
+    # A part of a row may be all −∞: then −∞ above it, not NaN.
+    above = (z - torch.where(top == -torch.inf, 0.0, top)[:, None]).exp().sum(-1).log()
     logprobs = z.gather(-1, target_ids[:, None]).squeeze(-1) - top - above
     norm = torch.stack([top, above], dim=-1)
     logprobs, norm = torch.where(live, logprobs, 0.0), torch.where(live[:, None], norm, 0.0)
@@ -111,10 +115,10 @@ def row_grad(
 ) -> None:
     """Write ∂loss/∂logits into ``out`` ([..., V], may be ``logits`` itself) from ∂loss/∂ℓ and ∂loss/∂H, each [N]."""
     capped = _capped(logits, asked, softcap)
-    target_ids = torch.where(asked.live, asked.target_ids, 0)
+    target_ids = torch.where(asked.live, asked.target_ids, 0).clamp(min=0)
     log_p, p = _softmax(_scaled(capped, asked), stats.norm)
     grad = -p * slopes.logprobs[:, None]
-    grad.scatter_add_(-1, target_ids[:, None], slopes.logprobs[:, None])
+    grad.scatter_add_(-1, target_ids[:, None], torch.where(asked.target_ids < 0, 0.0, slopes.logprobs)[:, None])
     if slopes.entropy is not None:
         assert stats.entropy is not None
         grad -= slopes.entropy[:, None] * torch.where(p == 0, 0.0, p * (log_p + stats.entropy[:, None]))
@@ -123,6 +127,14 @@ def row_grad(
         grad *= 1.0 - (capped / softcap).square()
     grad = torch.where((asked.live & ~slopes.idle)[:, None], grad, 0.0)
     out.copy_(grad.view(out.shape))
+
+
+def merge_norms(norms: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
+    """Of rows cut into R parts: their norm [N, 2], and the log of the probability of each part, float64 [R, N]."""
+    tops, log_sums = norms.double().unbind(-1)
+    top = tops.amax(0)
+    above, log_shares = merged(log_sums, tops - top)
+    return torch.stack([top, above], dim=-1).to(norms.dtype), log_shares
 
 
 def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scalars: ObjectiveScalars) -> TokenLoss:

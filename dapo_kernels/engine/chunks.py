@@ -138,12 +138,14 @@ class Chunks:
         bytes_per_logit: int,
         chunk_bytes: int | None,
         sum_bytes: int = 0,
+        widest: int | None = None,  # of the ranks that share the vocabulary: they all make the same chunks
     ) -> None:
+        widest = vocab if widest is None else widest
         self.work, self.like, self.vocab, self.dtype = work, like, vocab, logits_dtype
         if on_host(like):
-            self.size = chunk_rows(work.n, vocab, bytes_per_logit, chunk_bytes)
+            self.size = chunk_rows(work.n, widest, bytes_per_logit, chunk_bytes)
         else:
-            self.size = device_chunk_rows(work.n, vocab, bytes_per_logit, chunk_bytes, sum_bytes)
+            self.size = device_chunk_rows(work.n, widest, bytes_per_logit, chunk_bytes, sum_bytes)
 
     def __len__(self) -> int:
         return -(-self.work.n // self.size)

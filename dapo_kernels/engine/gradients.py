@@ -57,9 +57,13 @@ class PlainSum:
         return self.result.copy_(self.sum)
 
 
-def sum_bytes(weight: Tensor, needs: Needs) -> int:
-    """Of the running sum of dW that several chunks need on a GPU."""
-    return 4 * weight.numel() if needs.weight and weight.element_size() < 4 else 0
+def first_rows(x: Tensor, n: int) -> Tensor:
+    return x if n == x.shape[0] else x[:n]
+
+
+def sum_bytes(weight: Tensor, vocab: int, needs: Needs) -> int:
+    """Of the running sum of dW that several chunks need on a GPU; ``vocab`` its rows."""
+    return 4 * vocab * weight.shape[1] if needs.weight and weight.element_size() < 4 else 0
 
 
 class HeadGradients(NamedTuple):
@@ -71,16 +75,21 @@ class HeadGradients(NamedTuple):
 class GradientSum:
     """∂loss/∂(hidden, weight, bias), added up over chunks; dW and db in float32. With ``float32_sums`` they are handed
     over so: to a float32 tensor of the caller's, or because a float16 could not hold them before the loss is scaled.
+    Rows of a padded head behind its ``vocab`` have zeros.
     """
 
-    def __init__(self, head: Head, needs: Needs, n_chunks: int, backend: Backend, float32_sums: bool) -> None:
+    def __init__(
+        self, head: Head, vocab: int, needs: Needs, n_chunks: int, backend: Backend, float32_sums: bool
+    ) -> None:
         hidden, weight, bias = head[:3]
-        self.operand = weight
+        self.vocab = vocab
+        self.operand = first_rows(weight, vocab)
         self.result_dtype = accumulate_dtype(weight.dtype) if float32_sums else weight.dtype
         self.n_chunks = n_chunks
         self.n_added = 0
         self.hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needs.hidden else None
         self.bias: Tensor | None = None
+        self.padded: Tensor | None = None  # its first rows are one of the next two
         self.weight: Tensor | None = None
         self.weight_sum: WeightSum | None = None
         self.weight_float32: Tensor | None = None
@@ -96,10 +105,12 @@ class GradientSum:
         if self.result_dtype != weight.dtype or (summed and float32_product(weight)):
             # The result is made from it at the end: the two would be the peak of memory.
             kept = large_tensor(weight.shape, torch.float32, weight.device, "weight in float32")
-            self.weight_float32 = kept[0] if kept else weight.new_empty(weight.shape, dtype=torch.float32)
+            self.padded = kept[0] if kept else weight.new_empty(weight.shape, dtype=torch.float32)
+            self.weight_float32 = first_rows(self.padded, self.vocab)
             return
         kept = large_tensor(weight.shape, weight.dtype, weight.device, "weight")
-        self.weight, zeroed = kept or (torch.empty_like(weight, memory_format=torch.contiguous_format), False)
+        self.padded, zeroed = kept or (torch.empty_like(weight, memory_format=torch.contiguous_format), False)
+        self.weight = first_rows(self.padded, self.vocab)
         if self.n_chunks != 1 and on_host(weight) and not zeroed:
             self.weight.zero_()
         if summed:
@@ -118,7 +129,7 @@ class GradientSum:
             else:
                 self.hidden.index_copy_(0, rows, dlogits @ self.operand)
         if self.bias is not None:
-            self.bias += dlogits.sum(0, dtype=self.bias.dtype)
+            first_rows(self.bias, self.vocab).add_(dlogits.sum(0, dtype=self.bias.dtype))
         if self.weight_float32 is not None and not float32_product(hidden):
             self._add_float32(self.weight_float32, dlogits, hidden)
         elif self.weight_float32 is not None:
@@ -152,10 +163,12 @@ class GradientSum:
         return HeadGradients(self.hidden, self._weight(), bias)
 
     def _weight(self) -> Tensor | None:
-        if self.weight_float32 is not None:
-            if self.n_added == 0:
-                self.weight_float32.zero_()
-            return self.weight_float32.to(self.result_dtype)
-        if self.weight is not None and self.n_added == 0:
-            self.weight.zero_()
-        return self.weight if self.weight_sum is None else self.weight_sum.rounded()
+        if self.padded is None:
+            return None
+        if self.n_added == 0:
+            self.padded.zero_()
+        elif self.vocab < self.padded.shape[0]:
+            self.padded[self.vocab :].zero_()
+        if self.weight_sum is not None:
+            self.weight_sum.rounded()
+        return self.padded.to(self.result_dtype)

@@ -16,20 +16,33 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dapo_kernels.backends import Backend, backend
+from dapo_kernels.backends import Backend
 from dapo_kernels.backends.reference import check_rows
 from dapo_kernels.engine.chunks import Chunks, gradient_rows, idle_beforehand, live_work
-from dapo_kernels.engine.gradients import GradientSum, HeadGradients, float32_product, sum_bytes, tile_rows
+from dapo_kernels.engine.gradients import (
+    GradientSum,
+    HeadGradients,
+    first_rows,
+    float32_product,
+    sum_bytes,
+    tile_rows,
+)
 from dapo_kernels.engine.operators import hand_out_once, operator, scaled
 from dapo_kernels.engine.rows import given_slopes
+from dapo_kernels.engine.shards import Widths, backend_of, stats_before_gradient, sum_over_ranks
 from dapo_kernels.objectives.own import OwnLoss, own_slopes, registered
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
 from dapo_kernels.records import Asked, Head, Needs, Plan, RowsLoss, RowStats, Slopes, Tokens, accumulate_dtype, on_host
 
 
 def logits_of(head: Head, rows: Tensor | slice, out: Tensor) -> Tensor:
-    """The hidden states of ``rows``, [C, H]; their logits before the softcap, [C, V], in ``out``."""
-    hidden = head.hidden[rows]
+    """The hidden states of ``rows``, [C, H]; their logits before the softcap, [C, V], in ``out``. A padded head has
+    rows behind the V.
+    """
+    n, hidden = out.shape[1], head.hidden[rows]
+    if n < head.weight.shape[0]:
+        bias = None if head.bias is None else first_rows(head.bias, n)
+        head = head._replace(weight=first_rows(head.weight, n), bias=bias)
     if out.dtype != hidden.dtype:
         _float32_logits(head, hidden, out)
     elif head.bias is None:
@@ -53,6 +66,7 @@ def _float32_logits(head: Head, hidden: Tensor, out: Tensor) -> None:
 
 
 def _chunks(head: Head, live: Tensor, idle: Tensor | None, needs: Needs, plan: Plan, by: Backend) -> Chunks:
+    widths = Widths.of(plan, head.weight.shape[0])
     # In a chunk's buffers: a softcap may take a copy of the logits, float32 logits a rounded copy for the GEMMs.
     bytes_per_logit = head.logits_dtype.itemsize * (2 if head.softcap is not None and by.SOFTCAP_COPIES else 1)
     if head.logits_dtype != head.hidden.dtype:
@@ -60,11 +74,12 @@ def _chunks(head: Head, live: Tensor, idle: Tensor | None, needs: Needs, plan: P
     return Chunks(
         live_work(live, idle, plan.host_sync),
         head.hidden,
-        head.weight.shape[0],
+        widths.here,
         head.logits_dtype,
         bytes_per_logit,
         plan.chunk_bytes,
-        sum_bytes(head.weight, needs),
+        sum_bytes(head.weight, widths.widest, needs),
+        widths.widest,
     )
 
 
@@ -86,8 +101,8 @@ def _fill(whole: Any, rows: Tensor | slice, part: Any) -> None:
 @operator
 def linear_stats(head: Head, asked: Asked, plan: Plan) -> RowStats:
     """``logits_stats`` of the head's logits: one GEMM, no gradient."""
-    check_rows(asked, head.weight.shape[0])
-    by = backend(plan.backend)
+    check_rows(asked, Widths.of(plan, head.weight.shape[0]).all)
+    by = backend_of(plan)
     logprobs = _per_token(head, asked)
     entropy = torch.zeros_like(logprobs) if asked.want_entropy else None
     stats = RowStats(logprobs, logprobs.new_zeros(*logprobs.shape, 2), entropy)
@@ -111,9 +126,9 @@ def linear_grad(head: Head, asked: Asked, stats: RowStats, slopes: Slopes, needs
 def _grad_over_chunks(
     head: Head, asked: Asked, stats: RowStats, slopes: Slopes, needs: Needs, plan: Plan
 ) -> GradientSum:
-    by = backend(plan.backend)
+    by = backend_of(plan)
     chunks = _chunks(head, asked.live, None, needs, plan, by)
-    gradients = GradientSum(head, needs, chunks.n_with_gradient, by, plan.main_grad is not None)
+    gradients = GradientSum(head, chunks.vocab, needs, chunks.n_with_gradient, by, plan.main_grad is not None)
     for chunk in chunks:
         rows, logits = chunk.rows, chunk.logits
         hidden = logits_of(head, rows, logits)
@@ -148,9 +163,13 @@ def _(head: Head, asked: Asked, stats: RowStats, slopes: Slopes, needs: Needs, p
 linear_grad.has_no_gradient()
 
 
-def _handed_over(gradients: HeadGradients, dtype: torch.dtype, main_grad: Tensor | None) -> dict[str, Tensor | None]:
-    """To autograd; the weight's to ``main_grad``, where there is one."""
+def _handed_over(
+    gradients: HeadGradients, dtype: torch.dtype, main_grad: Tensor | None, sum_over: str | None
+) -> dict[str, Tensor | None]:
+    """To autograd; the weight's to ``main_grad``, where there is one, that of hidden added up over a group."""
     hidden, weight, bias = gradients
+    if hidden is not None and sum_over is not None:
+        hidden = sum_over_ranks(hidden, sum_over)
     if main_grad is not None and weight is not None:
         main_grad += weight
         weight = None
@@ -171,6 +190,10 @@ def _keep_for_stats(stats: RowStats, head: Head, asked: Asked, plan: Plan) -> tu
     return head, asked, plan._replace(main_grad=None), stats, _Unsaved([plan.main_grad])
 
 
+def _sum_over(plan: Plan) -> str | None:
+    return None if plan.partial_hidden else plan.group
+
+
 @linear_stats.gradient(_keep_for_stats, "logprobs", "entropy")
 def _(
     ctx: Any, head: Head, asked: Asked, plan: Plan, stats: RowStats, unsaved: _Unsaved, grads: RowStats
@@ -179,7 +202,7 @@ def _(
     slopes = given_slopes(stats, grads, asked.want_entropy)
     plan = plan._replace(main_grad=main_grad)
     gradients = linear_grad(head, asked, stats, slopes, Needs(*ctx.needs_input_grad[:3]), plan)
-    return _handed_over(gradients, head.weight.dtype, main_grad)
+    return _handed_over(gradients, head.weight.dtype, main_grad, _sum_over(plan))
 
 
 # --- the loss of objectives whose gradient at a token needs nothing but that token's row: three GEMMs --------
@@ -223,12 +246,12 @@ def linear_loss(
 def _loss_over_chunks(
     head: Head, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, needs: Needs, plan: Plan
 ) -> tuple[RowsLoss, GradientSum]:
-    check_rows(asked, head.weight.shape[0])
-    by, function = backend(plan.backend), registered(scalars.own)
+    check_rows(asked, Widths.of(plan, head.weight.shape[0]).all)
+    by, function = backend_of(plan), registered(scalars.own)
     total = _no_loss(head, asked, scalars)
     idle = None if on_host(asked.live) or function else idle_beforehand(tokens, scalars)
     chunks = _chunks(head, asked.live, idle, needs, plan, by)
-    gradients = GradientSum(head, needs, chunks.n_with_gradient, by, _float32_sums(head, plan))
+    gradients = GradientSum(head, chunks.vocab, needs, chunks.n_with_gradient, by, _float32_sums(head, plan))
     for chunk in chunks:
         rows, logits = chunk.rows, chunk.logits
         hidden = logits_of(head, rows, logits)
@@ -247,9 +270,7 @@ def _own_row_loss_(
     by: Backend, logits: Tensor, asked: Asked, tokens: Tokens, function: OwnLoss, softcap: float | None
 ) -> RowsLoss:
     """``row_loss_`` of a function of the caller's."""
-    # A softcap that works in place leaves nothing to start from again.
-    before = logits.clone() if softcap is not None and by.SOFTCAP_COPIES else logits
-    stats = by.row_stats(before, asked, softcap)
+    stats = stats_before_gradient(by, logits, asked, softcap)
     loss, slopes = own_slopes(function, stats.logprobs, stats.entropy, tokens)
     by.row_grad(logits, logits, asked, stats, slopes, softcap)
     return RowsLoss(loss, stats.logprobs, stats.entropy, None, None, slopes.idle)
@@ -265,13 +286,18 @@ def _(head: Head, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, needs
 
 def _keep_for_loss(out: LinearLoss, head: Head, *inputs: Any) -> tuple[Any, ...]:
     plan: Plan = inputs[-1]
-    return HeadGradients(*out[5:]), head.weight.dtype, _Unsaved([plan.main_grad])
+    return HeadGradients(*out[5:]), head.weight.dtype, _Unsaved([plan.main_grad]), _sum_over(plan)
 
 
 @linear_loss.gradient(_keep_for_loss, "loss")
 def _(
-    ctx: Any, gradients: HeadGradients, dtype: torch.dtype, unsaved: _Unsaved, grads: LinearLoss
+    ctx: Any,
+    gradients: HeadGradients,
+    dtype: torch.dtype,
+    unsaved: _Unsaved,
+    sum_over: str | None,
+    grads: LinearLoss,
 ) -> dict[str, Tensor | None]:
     hand_out_once(ctx, "linear_dapo_loss", "Add losses up and call backward once, or call it again.")
     gradients = HeadGradients(*(None if x is None else scaled(x, grads.loss) for x in gradients))
-    return _handed_over(gradients, dtype, unsaved.tensors[0])
+    return _handed_over(gradients, dtype, unsaved.tensors[0], sum_over)

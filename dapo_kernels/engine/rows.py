@@ -11,11 +11,66 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dapo_kernels.backends import Backend, backend
+from dapo_kernels.backends import Backend
 from dapo_kernels.engine.operators import Kept, hand_out_once, operator, ordinary, scaled
+from dapo_kernels.engine.shards import Widths, backend_of
 from dapo_kernels.memory import large_tensor
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
-from dapo_kernels.records import Asked, RowsSlopes, RowStats, Slopes, TokenLoss, Tokens, accumulate_dtype
+from dapo_kernels.records import (
+    Asked,
+    RowsLoss,
+    RowsSlopes,
+    RowStats,
+    Server,
+    Slopes,
+    TokenLoss,
+    Tokens,
+    accumulate_dtype,
+)
+
+
+class FirstColumns:
+    """A backend whose logits are followed by columns that pad the rows: no part in anything, zeros for a gradient."""
+
+    def __init__(self, by: Backend, n: int) -> None:
+        self.by, self.n = by, n
+        self.SOFTCAP_COPIES = by.SOFTCAP_COPIES
+        self.token_loss = by.token_loss
+        self.weight_sum = by.weight_sum
+        self.merge_norms = by.merge_norms
+
+    def row_stats(self, logits: Tensor, asked: Asked, softcap: float | None = None) -> RowStats:
+        return self.by.row_stats(logits[..., : self.n], asked, softcap)
+
+    def row_grad(
+        self,
+        out: Tensor,
+        logits: Tensor,
+        asked: Asked,
+        stats: RowStats,
+        slopes: Slopes,
+        softcap: float | None = None,
+        zeroed: bool = False,
+    ) -> None:
+        out[..., self.n :] = 0.0
+        self.by.row_grad(out[..., : self.n], logits[..., : self.n], asked, stats, slopes, softcap, zeroed)
+
+    def row_slopes(self, logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsSlopes:
+        return self.by.row_slopes(logits[..., : self.n], asked, tokens, scalars)
+
+    def row_loss_(
+        self, logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, softcap: float | None = None
+    ) -> RowsLoss:
+        logits[..., self.n :] = 0.0
+        return self.by.row_loss_(logits[..., : self.n], asked, tokens, scalars, softcap)
+
+
+def backend_of_rows(server: Server, logits: Tensor) -> Backend:
+    """The backend of a call, as these rows look to it."""
+    if server.group is None and server.valid is None:
+        return backend_of(server)
+    n = Widths.of(server, logits.shape[-1]).here
+    return backend_of(server) if n == logits.shape[-1] else FirstColumns(backend_of(server), n)
 
 
 def _fake_stats(logits: Tensor, asked: Asked) -> RowStats:
@@ -26,27 +81,27 @@ def _fake_stats(logits: Tensor, asked: Asked) -> RowStats:
 
 
 @operator
-def logits_stats(logits: Tensor, asked: Asked, served_by: str) -> RowStats:
+def logits_stats(logits: Tensor, asked: Asked, server: Server) -> RowStats:
     """Log-probs of the targets, normalizer, entropy; each [N], zeros on dead rows."""
-    return backend(served_by).row_stats(logits, asked)
+    return backend_of_rows(server, logits).row_stats(logits, asked)
 
 
 @logits_stats.fake
-def _(logits: Tensor, asked: Asked, served_by: str) -> RowStats:
+def _(logits: Tensor, asked: Asked, server: Server) -> RowStats:
     return _fake_stats(logits, asked)
 
 
 @operator
-def logits_grad(logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, served_by: str) -> Tensor:
+def logits_grad(logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, server: Server) -> Tensor:
     """∂loss/∂logits, contiguous, from ∂loss/∂ℓ and ∂loss/∂H."""
     large = large_tensor(logits.shape, logits.dtype, logits.device, "logits")
     out, zeroed = large or (torch.empty(logits.shape, dtype=logits.dtype, device=logits.device), False)
-    backend(served_by).row_grad(out, logits, asked, stats, slopes, zeroed=zeroed)
+    backend_of_rows(server, logits).row_grad(out, logits, asked, stats, slopes, zeroed=zeroed)
     return out
 
 
 @logits_grad.fake
-def _(logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, served_by: str) -> Tensor:
+def _(logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, server: Server) -> Tensor:
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
@@ -60,22 +115,22 @@ def given_slopes(stats: RowStats, grads: RowStats, want_entropy: bool) -> Slopes
 
 
 @logits_stats.gradient(lambda stats, *inputs: (*inputs, stats), "logprobs", "entropy")
-def _(ctx: Any, logits: Tensor, asked: Asked, served_by: str, stats: RowStats, grads: RowStats) -> dict[str, Tensor]:
+def _(ctx: Any, logits: Tensor, asked: Asked, server: Server, stats: RowStats, grads: RowStats) -> dict[str, Tensor]:
     slopes = given_slopes(stats, grads, asked.want_entropy)
-    return {"logits": logits_grad(logits, asked, stats, slopes, served_by)}
+    return {"logits": logits_grad(logits, asked, stats, slopes, server)}
 
 
 # --- the loss of objectives whose gradient at a token needs nothing but that token's row --------------------
 
 
 @operator
-def logits_loss(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, served_by: str) -> RowsSlopes:
+def logits_loss(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, server: Server) -> RowsSlopes:
     """The loss from one sweep over the logits; its gradient takes another, in the backward pass."""
-    return backend(served_by).row_slopes(logits, asked, tokens, scalars)
+    return backend_of_rows(server, logits).row_slopes(logits, asked, tokens, scalars)
 
 
 @logits_loss.fake
-def _(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, served_by: str) -> RowsSlopes:
+def _(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, server: Server) -> RowsSlopes:
     stats = _fake_stats(logits, asked)
     policy = TokenLoss.empty(stats.logprobs, scalars.kl_coef != 0)
     policy = policy._replace(loss=stats.logprobs.new_empty(()))
@@ -88,10 +143,10 @@ def _keep_for_loss(out: RowsSlopes, logits: Tensor, asked: Asked, *inputs: Any) 
 
 @logits_loss.gradient(_keep_for_loss, "loss")
 def _(
-    ctx: Any, logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, served_by: str, grads: RowsSlopes
+    ctx: Any, logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, server: Server, grads: RowsSlopes
 ) -> dict[str, Tensor]:
     slopes = Slopes(grads.loss * slopes.logprobs, None if slopes.entropy is None else grads.loss * slopes.entropy)
-    return {"logits": logits_grad(logits, asked, stats, slopes, served_by)}
+    return {"logits": logits_grad(logits, asked, stats, slopes, server)}
 
 
 # --- the gradient over the logits, in eager mode only: a compiler plans buffers itself ----------------------
@@ -127,11 +182,11 @@ class StatsInPlace(torch.autograd.Function):
         return logits, None, None
 
 
-def stats_of(logits: Tensor, asked: Asked, served_by: str, in_place: bool) -> RowStats:
+def stats_of(logits: Tensor, asked: Asked, server: Server, in_place: bool) -> RowStats:
     """``logits_stats``, whose gradient takes the logits' memory where that ``may_work_in_place``."""
     if in_place:
-        return RowStats(*StatsInPlace.apply(logits, asked, backend(served_by)))
-    return logits_stats(logits, asked, served_by)
+        return RowStats(*StatsInPlace.apply(logits, asked, backend_of_rows(server, logits)))
+    return logits_stats(logits, asked, server)
 
 
 class LossInPlace(torch.autograd.Function):

@@ -14,6 +14,7 @@ from torch import Tensor
 from dapo_kernels.backends import backend
 from dapo_kernels.call import PolicyCall, without_policy_term
 from dapo_kernels.engine.operators import operator
+from dapo_kernels.engine.shards import from_first
 from dapo_kernels.objectives import ratio, select
 from dapo_kernels.objectives.own import own_loss
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
@@ -83,7 +84,8 @@ def loss_of_stats(
     if objective.clip_cov is not None:
         clip_hit = select.clip_hits(objective, logprobs.detach(), detached, tokens.advantages, tokens.live)
         lots = (logprobs.detach(), tokens.advantages, tokens.live, clip_hit, objective.clip_cov, call.generator)
-        tokens = without_policy_term(tokens, select.clip_cov(*lots))
+        chosen = select.clip_cov(*lots)
+        tokens = without_policy_term(tokens, chosen if call.group is None else from_first(chosen, call.group))
     out = token_loss(logprobs, log_ratio, tokens, call.scalars, served_by)
     loss = out.loss
     if objective.kl_cov is not None:

@@ -24,7 +24,10 @@ _REFUSED = {
     "softcap": "the model's configuration has it",
     "main_grad": "a gradient added there passes by the hooks that average over ranks",
 }
-_OF_LOGPROBS = ("mask", "temperature", "entropy", "float32_logits", "chunk_bytes", "host_sync")
+_OF_LOGPROBS = (
+    *("mask", "temperature", "entropy", "float32_logits", "chunk_bytes", "host_sync"),
+    *("valid_vocab", "group", "sequence_parallel"),
+)
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 _ROUNDED = (torch.bfloat16, torch.float16)
 

@@ -185,16 +185,23 @@ def test_a_shard_is_not_the_whole(mesh: DeviceMesh) -> None:
     def shard(x: Tensor) -> Tensor:
         return distribute_tensor(x, mesh, [Shard(0)])
 
+    others = {name: x for name, x in linear(bias=torch.randn(V)).items() if name != "weight"}
     calls: list[Call] = [
-        *((linear_dapo_loss, linear(**{name: shard(x)})) for name, x in linear(bias=torch.randn(V)).items()),
-        (linear_token_logprobs, {"hidden": torch.randn(T, H), "weight": shard(torch.randn(V, H)), "target_ids": IDS}),
-        (dapo_loss, packed(logits=shard(torch.randn(T, V)))),
-        (token_logprobs, {"logits": shard(torch.randn(T, V)), "target_ids": IDS}),
+        *((linear_dapo_loss, linear(**{name: shard(x)})) for name, x in others.items()),
+        (linear_token_logprobs, {"hidden": torch.randn(T, H), "weight": torch.randn(V, H), "target_ids": shard(IDS)}),
         (policy_loss, policy(logprobs=shard(torch.full((T,), -2.1)))),
     ]
     for fn, kwargs in calls:
         (name,) = (name for name, x in kwargs.items() if isinstance(x, DTensor))
         refused(TypeError, (fn, kwargs), f"{name} must be", "DTensor", "fully_shard", "docs/guide.md", "full_tensor()")
+    for fn, given in ((dapo_loss, packed()), (token_logprobs, {"logits": torch.randn(T, V), "target_ids": IDS})):
+        given["logits"] = shard(given["logits"])
+        refused(ValueError, (fn, given), "logits, a DTensor, must be Shard(1)", "fully_shard")
+    two = init_device_mesh("cpu", (1, 1))
+    head = distribute_tensor(torch.randn(V, H), two, [Shard(0), Shard(0)])
+    refused(
+        ValueError, (linear_dapo_loss, linear(weight=head)), "weight, a DTensor", "mesh of one dimension", "fully_shard"
+    )
 
 
 @pytest.mark.parametrize("name", ["target_ids", "old_logprobs", "advantages", "mask", "cu_seqlens"])

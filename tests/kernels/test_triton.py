@@ -34,7 +34,7 @@ def run(*arguments: str, interpret: str) -> subprocess.CompletedProcess[str]:
 # because starting one takes six seconds.
 HALVES = {
     "tokens": ("triton_suite.py", "test_golden.py", "test_policy.py", "test_selection.py"),
-    "rows": ("test_family.py", "test_linear.py", "test_logits.py", "test_objectives.py"),
+    "rows": ("test_family.py", "test_linear.py", "test_logits.py", "test_objectives.py", "test_row_parts.py"),
 }
 # Sizes that are about the CPU's caches and tiles, and averages over many rows.
 TOO_LARGE = (
@@ -47,8 +47,9 @@ TOO_LARGE = (
     "larger_than_the_caches",
 )
 # What triton_suite.py asks of the kernels once: padded rows and rows of a part of the batch have the bits of the packed
-# whole's, and dead tokens leave no trace. The rest of these is the host's, whatever the backend.
+# whole's, and dead tokens leave no trace. Of rows in parts one cut. The rest of these is the host's work.
 ASKED_ONCE = (
+    "(test_parts_are_the_whole and (two or one_column))",
     "micro_batches",
     "main_grad",
     "keywords_say_the_same",

@@ -12,12 +12,14 @@ import torch
 import triton
 from torch import Tensor
 
+from dapo_kernels.backends.norms import merge_triton_norms
 from dapo_kernels.backends.reference import check_rows, slopes_of_stats, unit_stride
 from dapo_kernels.backends.triton import kernels
 from dapo_kernels.objectives.surrogate import N_PER_TOKEN, ObjectiveScalars
 from dapo_kernels.records import Asked, RowsLoss, RowsSlopes, RowStats, Slopes, TokenLoss, Tokens
 
 SOFTCAP_COPIES = False  # the kernels apply it
+merge_norms = merge_triton_norms
 
 
 class Launch(NamedTuple):

@@ -46,6 +46,12 @@ def _temperature(Temperatures, temperature, row):
 
 
 @triton.jit
+def _target_logit(X, target, softcap):
+    """The target's logit and its derivative; 0 where the target is negative, in another part of the row."""
+    return capped(tl.load(X + target, mask=target >= 0, other=0.0).to(tl.float32), softcap)
+
+
+@triton.jit
 def _logprob(x_target, tau, top, total):
     return (x_target - top) / tau - tl.log2(total) * LN2
 
@@ -85,7 +91,7 @@ def row_stats_kernel(
     X = _row(Logits, row, inner, stride_outer, stride_inner, VEC)
     tau = _temperature(Temperatures, temperature, row)
     c = LOG2E / tau
-    x_target, _ = capped(tl.load(X + tl.load(Targets + row)).to(tl.float32), softcap)
+    x_target, _ = _target_logit(X, tl.load(Targets + row), softcap)
     top, total, weighted = sweep_stats(X, V, c, softcap, BLOCK_V, VEC, HAS_REST, Entropy is not None)
     tl.store(Logprobs + row, _logprob(x_target, tau, top, total))
     tl.store(Norm + 2 * row, top)
@@ -119,7 +125,7 @@ def row_grad_kernel(
     target = tl.load(Targets + row)
     top = tl.load(Norm + 2 * row)
     total = tl.load(Norm + 2 * row + 1)
-    x_target, slope_target = capped(tl.load(X + target).to(tl.float32), softcap)
+    x_target, slope_target = _target_logit(X, target, softcap)
     tl.debug_barrier()  # in place, no warp may write its gradient before all have read the target's logit
     a, b, at_target = _row_gradient(x_target, tau, top, total, w, v, entropy, DEntropy is not None)
     at_target *= slope_target

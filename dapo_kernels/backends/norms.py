@@ -1,0 +1,65 @@
+"""Rows of logits cut into parts, each with a norm of its own: the norm of the whole, and what falls to each part.
+
+R parts, N rows. A kernel's norm is (max, sum) with sum = Σ 2^(x·c − top), c = log2(e)/τ; how each kernel rounds ``top``
+decides what lifts a part's sum to the maximum of the whole. In float64: the parts are merged once per row, and the
+log-probability of a part is added to that of a token.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from dapo_kernels.records import Asked
+
+_LOG2E = 1 / math.log(2)
+
+
+def merged(log_sums: Tensor, lifts: Tensor) -> tuple[Tensor, Tensor]:
+    """The log of the whole's sum [N], and of the probability that falls to each part [R, N]; all natural, float64.
+
+    Args:
+        log_sums: [R, N], of the parts' sums, each above its own maximum.
+        lifts: [R, N], each part's maximum above the whole's: not positive, −∞ where a part has no finite logit.
+    """
+    lifted = log_sums + lifts
+    total = lifted.logsumexp(0)
+    return total, lifted - total
+
+
+def merge_cpp_norms(norms: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
+    """Norms [R, N, 2] of the C++ and CUDA kernels: (the whole's [N, 2], ``merged``'s log-probabilities)."""
+    c = (_LOG2E / _float32(asked.tau, norms).double()).float().double()
+    highest = norms[..., 0].amax(0)
+    top, whole_top = _cpp_top(norms[..., 0], c), _cpp_top(highest, c)
+    # As ``shift_of`` in csrc/online_softmax.h: what top was rounded to cancels where it is in range.
+    near = (top.abs() < 2.0**30) & (whole_top.abs() < 2.0**30)
+    lifts = torch.where(near, top - whole_top, (norms[..., 0].double() - highest.double()) * c)
+    return _whole(norms, highest, lifts)
+
+
+def merge_triton_norms(norms: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
+    """The same of the Triton kernels, which take the difference of two logits before they multiply it."""
+    c = _float32(_LOG2E, norms) / _float32(asked.tau, norms)
+    highest = norms[..., 0].amax(0)
+    return _whole(norms, highest, (norms[..., 0].double() - highest.double()) * c.double())
+
+
+def _whole(norms: Tensor, highest: Tensor, lifts: Tensor) -> tuple[Tensor, Tensor]:
+    total, log_shares = merged(norms[..., 1].double().log(), lifts / _LOG2E)
+    return torch.stack([highest, total.exp().to(norms.dtype)], dim=-1), log_shares
+
+
+def _cpp_top(highest: Tensor, c: Tensor) -> Tensor:
+    """``top_of`` in csrc/online_softmax.h, float32 values in float64: the product is exact there."""
+    product = highest.double() * c
+    top = product.float()
+    up = torch.nextafter(top, torch.full_like(top, math.inf)).double()
+    low = (top.abs() > 2.0**24) & (product - top.double() > 0.5)
+    return torch.where(low, up, top.double())
+
+
+def _float32(x: float | Tensor, like: Tensor) -> Tensor:
+    return x.float() if isinstance(x, Tensor) else torch.full((), x, dtype=torch.float32, device=like.device)

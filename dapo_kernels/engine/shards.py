@@ -1,0 +1,341 @@
+"""Rows of logits whose columns are spread over the ranks of a group: what each says of a row, and the whole row's.
+
+R ranks, N tokens, V vocabulary. Each rank runs the backend's row kernels on its own columns, where a target that lies
+elsewhere is −1. Then every rank tells the others four numbers per token, 16 bytes: maximum, sum above it, log-prob of
+the target within its columns, entropy within them. With s_r the probability of rank r's columns::
+
+    ℓ = ℓ_r + log s_r   (r has the target)        H = Σ_r s_r (H_r − log s_r)
+
+All ranks hold the same bits from there on, so that the loss and its slopes need no second exchange, and the gradient of
+a rank's columns follows from the whole's norm.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dapo_kernels.backends import Backend, backend
+from dapo_kernels.backends.reference import check_rows, slopes_of_stats
+from dapo_kernels.engine.operators import operator
+from dapo_kernels.objectives.surrogate import ObjectiveScalars
+from dapo_kernels.records import (
+    Asked,
+    Plan,
+    RowsLoss,
+    RowsSlopes,
+    RowStats,
+    Server,
+    Slopes,
+    Tokens,
+    accumulate_dtype,
+    on_host,
+)
+
+# What a sum over ranks holds in float32 beside the 16-bit tensor.
+_SUM_BYTES = 64 * 2**20
+
+
+def backend_of(server: Server | Plan) -> Backend:
+    """The backend of a call: over the whole rows, also where this rank has some of their columns only."""
+    by = backend(server.backend)
+    if server.group is None:
+        return by
+    assert server.columns is not None
+    return Shards(by, server.columns.tolist(), server.group)
+
+
+class Widths(NamedTuple):
+    """Columns that can be sampled."""
+
+    here: int
+    all: int
+    widest: int  # of the rank that has most: chunks follow from it, so that all ranks make the same
+
+    @classmethod
+    def of(cls, server: Server | Plan, n: int) -> Widths:
+        """``n``: columns of the logits here, padding included."""
+        if server.columns is None:
+            n = n if server.valid is None else server.valid
+            return cls(n, n, n)
+        columns = server.columns.tolist()
+        return cls(columns[_resolved(str(server.group)).rank()], sum(columns), max(columns))
+
+
+class Shards:
+    """A backend whose logits are this rank's columns, and whose statistics are those of the whole rows."""
+
+    def __init__(self, by: Backend, columns: list[int], group: str) -> None:
+        self.by = by
+        self.group = _resolved(group)
+        rank = self.group.rank()
+        self.first, self.n, self.vocab = sum(columns[:rank]), columns[rank], sum(columns)
+        self.SOFTCAP_COPIES = by.SOFTCAP_COPIES
+        self.token_loss = by.token_loss
+        self.weight_sum = by.weight_sum
+        self.merge_norms = by.merge_norms
+
+    def _own(self, asked: Asked) -> Asked:
+        return asked_of_columns(asked, self.first, self.n)
+
+    def row_stats(self, logits: Tensor, asked: Asked, softcap: float | None = None) -> RowStats:
+        check_rows(asked, self.vocab)
+        own = self._own(asked)
+        stats = self.by.row_stats(logits, own, softcap) if self.n else _stats_of_nothing(own, logits.dtype)
+        return whole_stats(self.by, _gathered(said_of(stats, own), self.group), asked)
+
+    def row_grad(
+        self,
+        out: Tensor,
+        logits: Tensor,
+        asked: Asked,
+        stats: RowStats,
+        slopes: Slopes,
+        softcap: float | None = None,
+        zeroed: bool = False,
+    ) -> None:
+        if self.n:
+            self.by.row_grad(out, logits, self._own(asked), stats, slopes, softcap, zeroed)
+
+    def row_slopes(self, logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsSlopes:
+        return slopes_of_stats(self.row_stats(logits, asked), tokens, scalars, self.token_loss)
+
+    def row_loss_(
+        self, logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, softcap: float | None = None
+    ) -> RowsLoss:
+        stats = stats_before_gradient(self, logits, asked, softcap)
+        out = slopes_of_stats(stats, tokens, scalars, self.token_loss)
+        self.row_grad(logits, logits, asked, out.stats, out.slopes, softcap)
+        return RowsLoss(out.loss, out.logprobs, out.entropy, out.clip_hit, out.ref_kl, out.slopes.idle)
+
+
+def _stats_of_nothing(asked: Asked, dtype: torch.dtype) -> RowStats:
+    """Of rows without a column: a maximum of −∞ and a sum of 0."""
+    stats = RowStats.empty(asked, accumulate_dtype(dtype))
+    stats.norm[:, 0], stats.norm[:, 1] = -torch.inf, 0.0
+    return RowStats(stats.logprobs.zero_(), stats.norm, None if stats.entropy is None else stats.entropy.zero_())
+
+
+def asked_of_columns(asked: Asked, first: int, n: int) -> Asked:
+    """What is asked of ``n`` columns of every row, from ``first`` on."""
+    target = asked.target_ids - first
+    return asked._replace(target_ids=torch.where((target >= 0) & (target < n), target, -1), partial=True)
+
+
+def said_of(stats: RowStats, asked: Asked) -> Tensor:
+    """[N, 4], or [N, 3] without entropy: what the other ranks are told of these columns."""
+    # No log-prob is 1: the target is elsewhere.
+    logprobs = torch.where(asked.target_ids < 0, 1.0, stats.logprobs)
+    return torch.stack([*stats.norm.unbind(-1), logprobs, *([] if stats.entropy is None else [stats.entropy])], -1)
+
+
+def whole_stats(by: Backend, said: Tensor, asked: Asked) -> RowStats:
+    """Statistics of whole rows from what every rank said of its columns, [R, N, 3 or 4]."""
+    norm, log_shares = by.merge_norms(said[..., :2], asked)
+
+    def of_live(x: Tensor) -> Tensor:
+        return torch.where(asked.live, x, 0.0).to(said.dtype)
+
+    # Rounding must not make a probability greater than 1.
+    logprobs = torch.where(said[..., 2] > 0, 0.0, said[..., 2] + log_shares).sum(0).clamp(max=0.0)
+    entropy = None
+    if asked.want_entropy:
+        # Columns that are all −∞ have no entropy, and no share in the whole's.
+        terms = torch.where(log_shares == -torch.inf, 0.0, log_shares.exp() * (said[..., 3] - log_shares))
+        entropy = of_live(terms.sum(0).clamp(min=0.0))
+    return RowStats(of_live(logprobs), torch.where(asked.live[:, None], norm, 0.0), entropy)
+
+
+def stats_before_gradient(by: Backend, logits: Tensor, asked: Asked, softcap: float | None) -> RowStats:
+    """``row_stats`` that leaves the logits for ``row_grad``: a softcap that works in place would not."""
+    before = logits.clone() if softcap is not None and by.SOFTCAP_COPIES else logits
+    return by.row_stats(before, asked, softcap)
+
+
+# --- what the ranks have to agree on ----------------------------------------------------------------------
+
+
+@operator
+def shard_columns(
+    target_ids: Tensor, live: Tensor, columns: int, vocab: int, valid: int, settings: str, caller: str, group: str
+) -> Tensor:
+    """int64 [R] on the host: how many columns each rank has, this one ``columns``; of the first ``valid`` if not 0.
+
+    ``vocab`` not 0: cut as ``torch.chunk`` cuts V, known without asking; a GPU is then not waited for.
+
+    Raises:
+        ValueError: the ranks' tokens or ``settings`` differ, or V is less than ``valid``; on all of them alike.
+    """
+    ranks = _resolved(group)
+    checksum, numbers = _checksum(target_ids, live), (columns, len(target_ids), zlib.crc32(settings.encode()))
+    said = torch.stack([*(torch.full_like(checksum, x) for x in numbers), checksum])
+    theirs = _gathered(said, ranks)
+    if vocab:
+        sizes = _chunked(vocab, ranks.size())
+        if not on_host(theirs):
+            torch._assert_async((theirs[:, 1:] == said[1:]).all())
+            return torch.tensor(_without_padding(sizes, valid))
+    if not on_host(theirs) and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{caller}: group= asks the ranks for their columns and waits, which a CUDA graph cannot capture; pass a "
+            "DTensor, which knows them"
+        )
+    counted, n_tokens, said_settings, checksums = theirs.t().tolist()
+    if len(set(n_tokens)) > 1 or len(set(checksums)) > 1:
+        raise ValueError(
+            f"{caller}: all ranks of the group must be given the same target_ids and mask, got other ones (tokens by "
+            f"rank: {n_tokens}). A head that fully_shard (FSDP2) has sharded is whole inside the forward of the module "
+            "it wrapped: call the loss there (docs/guide.md, FSDP2)"
+        )
+    if len(set(said_settings)) > 1:
+        raise ValueError(
+            f"{caller}: all ranks of the group must make the same call (backend, dtype, entropy, softcap, bias, "
+            f"chunk_bytes); here it is {settings}"
+        )
+    if vocab and counted != sizes:
+        raise ValueError(f"{caller}: columns of the vocabulary by rank must be {sizes} of {vocab}, got {counted}")
+    if valid > sum(counted):
+        raise ValueError(f"{caller}: valid_vocab must be at most V={sum(counted)} of all ranks, got {valid}")
+    return torch.tensor(_without_padding(counted, valid))
+
+
+@shard_columns.fake
+def _(
+    target_ids: Tensor, live: Tensor, columns: int, vocab: int, valid: int, settings: str, caller: str, group: str
+) -> Tensor:
+    return torch.empty(_resolved(group).size(), dtype=torch.int64)
+
+
+def _chunked(vocab: int, n_ranks: int) -> list[int]:
+    most = -(-vocab // n_ranks)
+    return [max(0, min(most, vocab - rank * most)) for rank in range(n_ranks)]
+
+
+def _without_padding(columns: list[int], valid: int) -> list[int]:
+    firsts = [sum(columns[:rank]) for rank in range(len(columns))]
+    left = valid or sum(columns)
+    return [max(0, min(n, left - first)) for n, first in zip(columns, firsts, strict=True)]
+
+
+def _checksum(target_ids: Tensor, live: Tensor) -> Tensor:
+    """int64, wrapping: of which targets stand where among the live tokens."""
+    at = torch.arange(1, len(target_ids) + 1, device=target_ids.device)
+    return torch.where(live, (2 * target_ids + 1) * (at * 2654435761 + 1), 0).sum()
+
+
+@operator
+def from_first(x: Tensor, group: str) -> Tensor:
+    """A bool tensor as the group's first rank has it."""
+    ranks = _resolved(group)
+    sent = x.to(torch.uint8)
+    dist.broadcast(sent, dist.get_global_rank(ranks, 0), group=ranks)
+    return sent.to(torch.bool)
+
+
+@from_first.fake
+def _(x: Tensor, group: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+# --- hidden states and their gradient ---------------------------------------------------------------------
+
+
+@operator
+def gathered_sequence(part: Tensor, dim: int, group: str) -> Tensor:
+    """The parts of all ranks one after the other along ``dim``; each gets its own of their gradients' sum."""
+    ranks = _resolved(group)
+    if on_host(part):
+        lengths = _gathered(torch.tensor([part.shape[dim]]), ranks).flatten().tolist()
+        if len(set(lengths)) > 1:
+            raise ValueError(f"hidden, sharded by sequence, must have as many tokens on every rank, got {lengths}")
+    return torch.cat(_gathered(part.contiguous(), ranks).unbind(0), dim)
+
+
+@gathered_sequence.fake
+def _(part: Tensor, dim: int, group: str) -> Tensor:
+    shape = list(part.shape)
+    shape[dim] *= _resolved(group).size()
+    return part.new_empty(shape)
+
+
+@operator
+def scattered_sum(whole: Tensor, dim: int, group: str) -> Tensor:
+    """This rank's part along ``dim`` of the sum over ranks, added up in float32."""
+    ranks = _resolved(group)
+    parts = [x.contiguous() for x in whole.chunk(ranks.size(), dim)]
+    out = torch.empty_like(parts[0])
+    pieces = zip(*(_pieces(x) for x in (out, *parts)), strict=True)
+    for to, *sources in pieces:
+        wide = [_wide(x) for x in sources]
+        total = torch.empty_like(wide[0])
+        dist.reduce_scatter(total, wide, group=ranks)
+        to.copy_(total)
+    return out
+
+
+@scattered_sum.fake
+def _(whole: Tensor, dim: int, group: str) -> Tensor:
+    shape = list(whole.shape)
+    shape[dim] //= _resolved(group).size()
+    return whole.new_empty(shape)
+
+
+scattered_sum.has_no_gradient()
+
+
+@gathered_sequence.gradient(lambda out, part, dim, group: (dim, group))
+def _(ctx: Any, dim: int, group: str, grads: Tensor) -> dict[str, Tensor]:
+    return {"part": scattered_sum(grads, dim, group)}
+
+
+@operator
+def traced_sum(x: Tensor, group: str) -> Tensor:
+    return _sum_(x.clone(), group)
+
+
+@traced_sum.fake
+def _(x: Tensor, group: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+traced_sum.has_no_gradient()
+
+
+def sum_over_ranks(x: Tensor, group: str) -> Tensor:
+    """Added up in float32, in the tensor's own storage; under a tracer a new tensor."""
+    return _sum_(x, group) if type(x) is Tensor else traced_sum(x, group)
+
+
+def _sum_(x: Tensor, group: str) -> Tensor:
+    ranks = _resolved(group)
+    for piece in _pieces(x):
+        wide = _wide(piece)
+        dist.all_reduce(wide, group=ranks)
+        if wide is not piece:
+            piece.copy_(wide)
+    return x
+
+
+def _pieces(x: Tensor) -> tuple[Tensor, ...]:
+    """Of a contiguous tensor, as large as a float32 copy may be."""
+    return x.view(-1).split(_SUM_BYTES // 4)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.element_size() < 4 else x
+
+
+def _gathered(x: Tensor, ranks: dist.ProcessGroup) -> Tensor:
+    """[R, …]: every rank's ``x``, contiguous and of one shape."""
+    out = x.new_empty(ranks.size(), *x.shape)
+    dist.all_gather(list(out.unbind(0)), x, group=ranks)
+    return out
+
+
+def _resolved(group: str) -> dist.ProcessGroup:
+    c10d: Any = dist.distributed_c10d  # has it, without exporting it
+    return c10d._resolve_process_group(group)

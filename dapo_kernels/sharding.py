@@ -1,0 +1,145 @@
+"""A head, or logits, of which every rank of a group holds some columns: what a call says of it, checked.
+
+Given as this rank's tensor and ``group=``, or as a DTensor. R ranks, N tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dapo_kernels.engine.shards import gathered_sequence, shard_columns
+from dapo_kernels.layout import Layout, check_tensor, check_valid_vocab
+from dapo_kernels.records import Asked, Head, Plan, Server
+
+
+class GroupOption(TypedDict, total=False):
+    """``linear_dapo_loss`` says what each means."""
+
+    group: dist.ProcessGroup | None
+
+
+class ShardOptions(GroupOption, total=False):
+    sequence_parallel: bool
+
+
+class Sharded(NamedTuple):
+    """The ranks that share a vocabulary."""
+
+    group: str
+    vocab: int  # V, of a DTensor; 0: the ranks have to ask each other for their columns
+    whole: bool = False  # each has all columns: they only have to be given the same tokens
+    sequence_parallel: bool = False
+
+
+def logits_of_call(caller: str, logits: Any, group: Any) -> tuple[Any, Sharded | None]:
+    """This rank's columns [T, V/R] or [B, L, V/R], and with whom it shares the rest."""
+    return _columns_of(caller, "logits", logits, -1, group)
+
+
+def head_of_ranks(caller: str, hidden: Any, weight: Any, options: Any) -> tuple[Any, Any, Sharded | None]:
+    """Hidden states of all tokens, this rank's rows of the weight, and with whom it shares the rest. Takes its own out
+    of ``options`` and leaves this rank's ``bias`` there.
+    """
+    group, by_sequence = options.pop("group", None), options.pop("sequence_parallel", False)
+    if not isinstance(by_sequence, bool):
+        raise TypeError(f"{caller}: sequence_parallel must be True or False, got {by_sequence!r}")
+    if group is None and not _is_dtensor(weight):
+        if by_sequence:
+            raise ValueError(f"{caller}: sequence_parallel=True needs the group= that shares the head")
+        return hidden, weight, None
+    weight, shard = _columns_of(caller, "weight", weight, 0, group)
+    if _is_dtensor(options.get("bias")):
+        options["bias"], of_bias = _columns_of(caller, "bias", options["bias"], 0, group)
+        if of_bias != shard:
+            raise ValueError(f"{caller}: bias must be sharded like weight, over the same ranks")
+    if _is_dtensor(hidden):
+        hidden, by_sequence = _hidden(caller, hidden, shard)
+    if shard is None or not by_sequence:
+        return hidden, weight, shard
+    if shard.whole:
+        raise ValueError(f"{caller}: hidden sharded by sequence needs a head sharded by vocabulary, on the same ranks")
+    check_tensor(caller, "hidden", hidden, "a tensor [T/ranks, H] or [B, L/ranks, H]")
+    hidden = gathered_sequence(hidden, hidden.dim() - 2, shard.group)
+    return hidden, weight, shard._replace(sequence_parallel=True)
+
+
+def shared_plan(layout: Layout, shard: Sharded | None, head: Head, plan: Plan, asked: Asked) -> Plan:
+    """The plan of a call whose ranks have agreed on it."""
+    if shard is None or shard.whole:
+        check_valid_vocab(layout, plan.valid, head.weight.shape[0])
+    if shard is None:
+        return plan
+    rounding = "float32 logits" if head.float32_logits else head.hidden.dtype
+    how = f"softcap {head.softcap}, bias {head.bias is not None}, chunk_bytes {plan.chunk_bytes}"
+    settings = f"{plan.backend}, {rounding}, {how}"
+    columns = _columns(layout, shard, asked, head.weight.shape[0], plan.valid, settings)
+    if shard.whole:
+        return plan
+    return plan._replace(group=shard.group, columns=columns, partial_hidden=shard.sequence_parallel)
+
+
+def shared_server(
+    layout: Layout, shard: Sharded | None, logits: Tensor, backend: str, asked: Asked, valid: int | None
+) -> Server:
+    check_valid_vocab(layout, valid, logits.shape[-1] if shard is None or shard.whole else None)
+    if shard is None:
+        return Server(backend, valid)
+    columns = _columns(layout, shard, asked, logits.shape[-1], valid, f"{backend}, {logits.dtype}")
+    return Server(backend, valid) if shard.whole else Server(backend, valid, shard.group, columns)
+
+
+def _columns(layout: Layout, shard: Sharded, asked: Asked, own: int, valid: int | None, settings: str) -> Tensor:
+    settings = f"{settings}, entropy {asked.want_entropy}, valid_vocab {valid}"
+    said = (own, 0 if shard.whole else shard.vocab, valid or 0, settings, layout.caller, shard.group)
+    return shard_columns(asked.target_ids, asked.live, *said)
+
+
+def _of_group(caller: str, group: Any, vocab: int = 0, whole: bool = False) -> Sharded | None:
+    if group is None:
+        return None
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"{caller}: group must be a torch.distributed.ProcessGroup that this rank is in, got {type(group).__name__}"
+        )
+    return Sharded(group.group_name, vocab, whole) if group.size() > 1 else None
+
+
+def _is_dtensor(value: Any) -> bool:
+    if type(value) is Tensor or type(value) is torch.nn.Parameter:
+        return False
+    return isinstance(value, Tensor) and hasattr(value, "device_mesh")  # importing the class takes a second
+
+
+def _columns_of(caller: str, name: str, value: Any, dim: int, group: Any) -> tuple[Any, Sharded | None]:
+    """This rank's columns: ``value`` itself, or its part of a DTensor whose ``dim`` is the vocabulary."""
+    if not _is_dtensor(value):
+        return value, _of_group(caller, group)
+    dim %= value.dim()
+    mesh, placements = value.device_mesh, value.placements
+    whole = all(placement.is_replicate() for placement in placements)
+    if mesh.ndim != 1 or not (whole or placements[0].is_shard(dim)):
+        raise ValueError(
+            f"{caller}: {name}, a DTensor, must be Shard({dim}) or Replicate() on a mesh of one dimension, got "
+            f"{list(placements)} on one of {mesh.ndim}; what fully_shard (FSDP2) adds is gone inside the forward of "
+            "the module it wrapped"
+        )
+    ranks = mesh.get_group()
+    if group is not None and group.group_name != ranks.group_name:
+        raise ValueError(f"{caller}: group has no use with a DTensor, or must be its mesh's")
+    return value.to_local(), _of_group(caller, ranks, value.shape[dim], whole)
+
+
+def _hidden(caller: str, hidden: Any, shard: Sharded | None) -> tuple[Tensor, bool]:
+    """This rank's hidden states, and whether they are its part of the sequence only."""
+    mesh, placement, dim = hidden.device_mesh, hidden.placements[0], hidden.dim() - 2
+    same = mesh.ndim == 1 and (mesh.size() == 1 if shard is None else mesh.get_group().group_name == shard.group)
+    if not same or not (placement.is_replicate() or placement.is_shard(dim)):
+        raise ValueError(
+            f"{caller}: hidden, a DTensor, must be Replicate() or Shard({dim}) on the mesh of the head, got "
+            f"{list(hidden.placements)} on {mesh}"
+        )
+    return hidden.to_local(), placement.is_shard(dim)
