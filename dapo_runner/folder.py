@@ -39,6 +39,7 @@ MAY_CHANGE = (
     *("reward.workers", "reward.deadline", "reward.plugin_deadline", "reward.calls.", "reward.code.workers"),
     *("reward.judge.url", "reward.judge.key_env", "reward.judge.device", "reward.judge.batch_tokens"),
     # What helps a run in trouble.
+    "critic.lr",
     *("optimizer.lr", "optimizer.schedule", "optimizer.min_lr_ratio", "optimizer.decay_steps", "optimizer.grad_clip"),
     *("sampler.max_rounds", "sampler.max_age", "sampler.on_exhausted"),
 )

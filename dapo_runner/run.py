@@ -31,7 +31,14 @@ from dapo_runner.fork import rewarded_otherwise, start_fork
 from dapo_runner.interrupt import StepGivenUpError, StopRequest
 from dapo_runner.parallel.rollouts import answer, complete
 from dapo_runner.parallel.world import ALONE, World, open_world
-from dapo_runner.policy.model import load_model, load_policy, load_reference, load_tokenizer, resolve_device
+from dapo_runner.policy.model import (
+    load_critic,
+    load_model,
+    load_policy,
+    load_reference,
+    load_tokenizer,
+    resolve_device,
+)
 from dapo_runner.preflight.algorithm import algorithm
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.records.metrics import METRICS_FILE, batch_metrics, prefixed, read_log, sampling_metrics
@@ -54,7 +61,8 @@ from dapo_runner.timing import OTHER, StepClock
 from dapo_runner.types import Completion, Group, Prompt, SamplingParams, Sequence
 from dapo_runner.update.advantage import make_sequences
 from dapo_runner.update.learner import Learner, MiniBatch, NonFiniteUpdateError, resolve_objective, uses_reference
-from dapo_runner.update.pairs import make_learner, pair_figures, pair_sequences
+from dapo_runner.update.learners import make_learner
+from dapo_runner.update.pairs import pair_figures, pair_sequences
 from dapo_runner.update.segments import segment_figures, tree_segments
 
 NONFINITE = "nonfinite"
@@ -242,8 +250,9 @@ class Run:
             raise NonFiniteUpdateError(f"{error}. The batch is in {where}", mini) from error
 
     def sync(self) -> dict[str, float]:
-        """Hand the engine the policy's weights, and see that it took them. Raises OutOfSyncError."""
+        """Hand the policy's weights to what follows it, and see that the engine took them. Raises OutOfSyncError."""
         with self.timed("sync"):
+            self.learner.follow()
             self.engine.update_weights(self.learner.policy.named_weights())
         return self.probe()
 
@@ -513,18 +522,23 @@ def open_learner(
     clock: StepClock,
     world: World,
 ) -> Learner:
-    """The policy, where the loss has a reference that one, and the optimizer.
+    """The policy, where the loss or the reward has a reference that one, where there are values the critic, and the
+    optimizers.
 
     Adapters are put on the model that training started from: what a checkpoint holds has them merged in.
     """
     start = world.first(lambda: initial_model(config, folder, progress))
     source = start if checkpoint is None or config.model.lora is not None else checkpoint.model
-    policy = load_policy(source, config.model, device, config.run.seed, world, config.loss.routing_replay)
+    shared = config.critic is not None and config.critic.share_trunk
+    replay, seed = config.loss.routing_replay, config.run.seed
+    policy = load_policy(source, config.model, device, seed, world, replay, "both" if shared else "tokens")
     own_reference = config.model.lora is not None and config.loss.reference is None
-    reference = None
+    reference, critic = None, policy if shared else None
     if uses_reference(config) and not own_reference:
         reference = load_reference(config.loss.reference or start, config.model, device, world)
-    return make_learner(policy, config, reference, clock)
+    if config.critic is not None and not shared:
+        critic = load_critic(config.critic.path or start, config.model, device, world)
+    return make_learner(policy, config, reference, clock, critic)
 
 
 def initial_model(config: Config, folder: Path, progress: Progress) -> str | Path:

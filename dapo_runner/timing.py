@@ -19,6 +19,8 @@ PHASES = {
     "pack": "advantages, sequences laid out in micro-batches",
     "old_logprobs": "forward passes for the ratios' denominator",
     "ref_logprobs": "forward passes of the reference",
+    "values": "forward passes of the critic",
+    "critic": "its updates",
     "forward_backward": "forward and backward passes of the updates",
     "optimizer": "gradient norm, AdamW, masters rounded into the model",
     "sync": "weights to the engine, its memory back and forth",

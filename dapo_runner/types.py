@@ -189,6 +189,8 @@ class Sequence:
     token_ids int64 [L]; advantages float32 [L]; mask bool [L], True on the response tokens that train;
     rollout_logprobs float32 [L], 0 on prompt tokens; group_id counts the groups of the step from 0; age is how many
     steps before this one it was sampled; pair counts the preference pairs of the step from 0, −1 of a sequence in none.
+    reward is what the response earned, where its tokens' advantages are still to be made of that: they are zeros until
+    the learner has.
     """
 
     token_ids: Tensor
@@ -198,6 +200,7 @@ class Sequence:
     group_id: int
     age: int = 0
     pair: int = -1
+    reward: float | None = None
 
     @property
     def length(self) -> int:
@@ -221,6 +224,7 @@ class PackedBatch:
     importance_weights float32 [T], of rollout correction; None where it is off.
     experts uint8 or int16 [U, K]: for routing replay, where each position that this rank computes is to go in all
     layers (``policy.routing``); None for what the routers choose.
+    rewards float32 [S], values and returns float32 [T]: what advantages per token are made of; None without them.
     """
 
     input_ids: Tensor
@@ -236,6 +240,9 @@ class PackedBatch:
     ref_logprobs: Tensor | None = None
     importance_weights: Tensor | None = None
     experts: Tensor | None = None
+    rewards: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
 
     @property
     def n_positions(self) -> int:

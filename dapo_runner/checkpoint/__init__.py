@@ -4,6 +4,7 @@
         model/                 transformers' format, adapters merged in: `dapo eval`, vLLM and anything else can load it
         adapter/               with model.lora: the adapters alone, in peft's format
         optimizer.safetensors  per parameter: exp_avg, exp_avg_sq, step; float32 master of half precision
+                               and under names of their own all weights of a critic and of a reference that moves
         optimizer/             in its place where ranks share the weights: the same and all masters, as
                                torch.distributed.checkpoint lays them out in safetensors, the shards of each rank apart
         state.pt               step, sampler (cursor, groups carried over), every random generator, of every rank

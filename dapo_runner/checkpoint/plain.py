@@ -23,9 +23,10 @@ def write_learner(learner: Learner, unfinished: Path) -> list[str]:
 
 def _optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
     tensors = {}
-    for name, master in learner.master.tensors.items():
-        if name in learner.master.copied:
-            tensors[f"{name}/master"] = master.detach()
-        for key, value in learner.optimizer.state.get(master, {}).items():
-            tensors[f"{name}/{key}"] = value
+    for part in learner.parts():
+        for name, master in part.tensors.items():
+            if name in part.alone:
+                tensors[f"{part.prefix}{name}/master"] = master.detach()
+            for key, value in part.state_of(master).items():
+                tensors[f"{part.prefix}{name}/{key}"] = value
     return {name: tensor.contiguous() for name, tensor in tensors.items()}

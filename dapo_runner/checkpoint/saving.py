@@ -148,20 +148,25 @@ def _load_optimizer(learner: Learner, path: Path) -> None:
     for key in stored:
         name, _, kind = key.rpartition("/")
         kinds[name].append(kind)
+    parts = learner.parts()
     wanted: dict[str, Tensor] = {}
-    for name, master in learner.master.tensors.items():
-        for kind in kinds[name]:
-            wanted[f"{name}/{kind}"] = _room_for(kind, stored[f"{name}/{kind}"], master)
+    for part in parts:
+        for name, master in part.tensors.items():
+            for kind in kinds[key := f"{part.prefix}{name}"]:
+                wanted[f"{key}/{kind}"] = _room_for(kind, stored[f"{key}/{kind}"], master)
     try:
         with warnings.catch_warnings():  # of one process, which is meant
             warnings.simplefilter("ignore")
             load(wanted, storage_reader=reader, no_dist=learner.world.alone)
     except CheckpointException as error:  # a BaseException, raised on all ranks
         raise CheckpointError(f"cannot load {path}: {sharded.told(error)}") from error
-    for name, master in learner.master.tensors.items():
-        if state := {kind: wanted[f"{name}/{kind}"] for kind in kinds[name] if kind != "master"}:
-            learner.optimizer.state[master] = state
-    learner.master.publish()
+    for part in parts:
+        for name, master in part.tensors.items():
+            key = f"{part.prefix}{name}"
+            state = {kind: wanted[f"{key}/{kind}"] for kind in kinds[key] if kind != "master"}
+            if state and part.optimizer is not None:
+                part.optimizer.state[master] = state
+        part.publish()
 
 
 def _room_for(kind: str, stored: Any, master: Tensor) -> Tensor:

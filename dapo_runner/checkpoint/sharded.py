@@ -89,10 +89,11 @@ def _own_weights(policy: Policy) -> dict[str, Tensor]:
 
 def _optimizer_tensors(learner: Learner, *, copied: bool) -> dict[str, Tensor]:
     tensors = {}
-    for name, master in learner.master.tensors.items():
-        tensors[f"{name}/master"] = master.detach()
-        for key, value in learner.optimizer.state.get(master, {}).items():
-            tensors[f"{name}/{key}"] = value
+    for part in learner.parts():
+        for name, master in part.tensors.items():
+            tensors[f"{part.prefix}{name}/master"] = master.detach()
+            for key, value in part.state_of(master).items():
+                tensors[f"{part.prefix}{name}/{key}"] = value
     if not copied:
         return tensors
     stager = DefaultStager(StagingOptions(*[False] * 4))

@@ -5,6 +5,7 @@ from it.
 """
 
 from dapo_runner.config.checks import cautions
+from dapo_runner.config.critic import CriticConfig
 from dapo_runner.config.judge import JudgeConfig, JudgePrompt
 from dapo_runner.config.reading import apply_overrides, check_config, dump_config, flatten, load_config, parse_config
 from dapo_runner.config.settings import (
@@ -31,6 +32,7 @@ from dapo_runner.config.settings import (
     PreferenceConfig,
     ProbeConfig,
     RewardConfig,
+    RewardKLConfig,
     RewardPart,
     RolloutConfig,
     RolloutLogConfig,
@@ -55,6 +57,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "CorrectionConfig",
+    "CriticConfig",
     "CurriculumConfig",
     "DataConfig",
     "EarlyStopConfig",
@@ -73,6 +76,7 @@ __all__ = [
     "PreferenceConfig",
     "ProbeConfig",
     "RewardConfig",
+    "RewardKLConfig",
     "RewardPart",
     "RolloutConfig",
     "RolloutLogConfig",

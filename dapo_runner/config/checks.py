@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dapo_runner.config.settings import RULES, Config, RolloutConfig
+from dapo_runner.config.settings import BY_TOKEN, COMPARING, RULES, Config, RolloutConfig
 
 ONE_GPU = ("auto", "cpu", "cuda", "cuda:0")  # where a vLLM in this process can be
 # vLLM 0.32 samples at 0.01 whatever smaller temperature it is given (0, greedy, apart) and takes none above 2.
@@ -56,6 +56,8 @@ def mismatches(config: Config) -> Iterator[str]:
     yield from _pairs(config)
     yield from _routing(config)
     yield from _schedule(config)
+    yield from _advantages(config)
+    yield from _critic(config)
     yield from _nothing_to_stop_by(config)
     yield from _rules_without_answers(config)
     yield from _segments(config)
@@ -117,8 +119,10 @@ def _pairs(config: Config) -> Iterator[str]:
             f"optimizer.mini_batch_size: expected an even number with preference, two responses to a pair, got "
             f"{config.mini_batch_size}"
         )
-    if config.preference.reference == "step" and config.loss.reference is not None:
-        yield f"loss.reference: expected null beside preference.reference=step, got {config.loss.reference!r}"
+    for name in ("reference", "reference_ema"):
+        value = getattr(config.loss, name)
+        if config.preference.reference == "step" and value is not None:
+            yield f"loss.{name}: expected null beside preference.reference=step, got {value!r}"
     unread = {
         "loss": ("objective", "overrides", "old_logprobs", "routing_replay"),
         "advantage": ("kind", "eps", "segments"),
@@ -167,6 +171,45 @@ def _schedule(config: Config) -> Iterator[str]:
             f"optimizer.{name}: expected fewer than the {places} {unit} that optimizer.schedule={optimizer.schedule} "
             f"ends after (optimizer.decay_steps or run.steps), got {warmup}"
         )
+
+
+def _advantages(config: Config) -> Iterator[str]:
+    advantage, kind, per_token = config.advantage, config.advantage.kind, f"one of {', '.join(BY_TOKEN)}"
+    comparing = kind in COMPARING and advantage.segments is None
+    compares = f"advantage.kind={kind}" if comparing else "sampler.filter_groups=true"
+    if config.rollout.group_size == 1 and (comparing or config.sampler.filter_groups):
+        yield (
+            f"rollout.group_size: expected a number greater than or equal to 2 with {compares}, which compares the "
+            "samples of a prompt, got 1"
+        )
+    if config.reward.kl is not None and not advantage.by_token:
+        yield (
+            f"reward.kl: expected advantage.kind beside it to be {per_token}, for which tokens have rewards, got "
+            f"{kind}; loss.overrides.kl_coef is a penalty in the loss"
+        )
+    for name, users in (("gamma", BY_TOKEN), ("whiten", BY_TOKEN), ("lam", ("gae",))):
+        value, wanted = getattr(advantage, name), per_token if users == BY_TOKEN else "gae"
+        if kind not in users and value != type(advantage).model_fields[name].default:
+            yield f"advantage.{name}: expected advantage.kind beside it to be {wanted}, got {name}={value} and {kind}"
+    if config.loss.reference_ema is not None and config.model.lora is not None:
+        yield "loss.reference_ema: expected model.lora=null beside it: only weights that all train can be followed"
+
+
+def _critic(config: Config) -> Iterator[str]:
+    critic, kind, steps = config.critic, config.advantage.kind, config.run.steps - config.run.forked_at
+    if critic is None:
+        if kind == "gae":
+            yield "critic: expected a section ({} for the defaults) beside advantage.kind=gae, got null"
+        return
+    if kind != "gae":
+        yield f"critic: expected advantage.kind=gae beside it, which alone asks for values, got {kind}"
+    if critic.share_trunk and config.parallel.sequence > 1:
+        yield (
+            "critic.share_trunk: expected parallel.sequence=1 beside it (a critic of its own shares positions), got "
+            f"{config.parallel.sequence}"
+        )
+    if critic.warmup_steps >= steps:
+        yield f"critic.warmup_steps: expected fewer than the {steps} steps of the run, got {critic.warmup_steps}"
 
 
 def _nothing_to_stop_by(config: Config) -> Iterator[str]:

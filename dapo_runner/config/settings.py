@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
 from dapo_runner.config.algorithms import check_name, with_algorithm
+from dapo_runner.config.critic import CriticConfig
 from dapo_runner.config.judge import JudgeConfig
 from dapo_runner.config.section import (
     Int,
@@ -258,7 +259,7 @@ class RolloutConfig(Section):
     vllm: VLLMConfig = VLLMConfig()
     probe: ProbeConfig = ProbeConfig()
     correction: CorrectionConfig = CorrectionConfig()
-    group_size: Annotated[Int, Field(ge=2)] = 16
+    group_size: PositiveInt = 16  # 1: where nothing is compared within a group
     temperature: PositiveFloat = 1.0
     # Where one of these three truncates, the rollout distribution is not the policy's and the ratio is biased.
     top_p: Share = 1.0
@@ -352,6 +353,13 @@ class CodeConfig(Section):
     workers: PositiveInt = 2  # programs at a time
 
 
+class RewardKLConfig(Section):
+    """A penalty on every token of a response: coef × an estimate of the KL divergence to the reference."""
+
+    coef: PositiveFloat
+    estimator: Literal["k1", "k2", "k3"] = "k1"  # docs/objectives.md; of the log-probs before the step's updates
+
+
 class RewardConfig(Section):
     # dapo | gsm8k | integer | math | choice | exact | fuzzy | json | code | judge | module:function
     kind: RewardName = "dapo"
@@ -369,6 +377,7 @@ class RewardConfig(Section):
     # Kinds module:function and judge at an endpoint: seconds for one call; None: no deadline.
     plugin_deadline: PositiveFloat | None = 300.0
     overlong: OverlongConfig = OverlongConfig()
+    kl: RewardKLConfig | None = None  # advantages per token: taken off their rewards
 
     @property
     def uses(self) -> list[str]:
@@ -456,10 +465,28 @@ def _factors(number: int) -> tuple[int, ...]:
     return ()
 
 
+BY_TOKEN = ("gae", "returns", "group_returns")  # advantages of single tokens, made once a step is sampled
+COMPARING = ("group_std", "group_mean", "batch_std", "leave_one_out", "group_returns")  # samples of one prompt
+
+
 class AdvantageConfig(Section):
     # Formulas and papers: dapo_runner.update.advantage.
-    kind: Literal["group_std", "group_mean", "batch_std", "batch_mean", "batch_whitened", "leave_one_out"] = "group_std"
+    kind: Literal[
+        "group_std",
+        "group_mean",
+        "batch_std",
+        "batch_mean",
+        "batch_whitened",
+        "leave_one_out",
+        "gae",
+        "returns",
+        "group_returns",
+    ] = "group_std"
     eps: PositiveFloat = 1e-6
+    # Of the last three, which are per token: dapo_runner.update.returns.
+    gamma: Share = 1.0
+    lam: Annotated[float, Field(ge=0, le=1)] = 0.95  # gae
+    whiten: bool = True  # over the tokens of the step
     segments: SegmentsConfig | None = None  # in the place of kind
 
     @model_validator(mode="after")
@@ -468,11 +495,17 @@ class AdvantageConfig(Section):
             raise ValueError(f"kind: expected none beside segments, which take its place, got {self.kind}")
         return self
 
+    @property
+    def by_token(self) -> bool:
+        return self.kind in BY_TOKEN
+
 
 class LossConfig(Section):
     objective: str = "dapo"  # a name in dapo_kernels.OBJECTIVES
     overrides: dict[str, Any] = {}  # fields of dapo_kernels.Objective, passed through
     reference: str | None = None  # kl_coef ≠ 0: the model the penalty refers to; None: the one training starts from
+    # The reference follows the policy: after each step it is this share of itself and the rest of the policy.
+    reference_ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     old_logprobs: Literal["learner", "rollout"] = "learner"  # whose log-probs are the ratio's denominator
     routing_replay: bool = False  # mixtures of experts: updates go to the experts that the old log-probs came from
     chunk_bytes: PositiveInt | None = None
@@ -606,6 +639,7 @@ class Config(Section):
     sampler: SamplerConfig = SamplerConfig()
     reward: RewardConfig = RewardConfig()
     advantage: AdvantageConfig = AdvantageConfig()
+    critic: CriticConfig | None = None
     loss: LossConfig = LossConfig()
     preference: PreferenceConfig | None = None
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,11 @@ from dapo_runner.policy.attention import (
 from dapo_runner.policy.lora import add_adapters, has_adapters, merged_weights
 from dapo_runner.policy.prefixes import find_shared
 from dapo_runner.policy.routing import Routing
+from dapo_runner.policy.value_head import add_value_head, has_value_head, is_of_value_head
 from dapo_runner.types import PackedBatch
 
 T = TypeVar("T")
+Heads = Literal["tokens", "both", "values"]  # which of a model train: of a policy, one with a critic in it, a critic
 ALIGNED = 64  # bytes, as torch aligns what it allocates
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -97,12 +99,16 @@ class Policy:
         """Every tensor of the model once, whole and with adapters merged in, for an engine's ``update_weights``.
         Collective, and one parameter at a time.
         """
-        return merged_weights(self.model, self.compute)
+        return (pair for pair in merged_weights(self.model, self.compute) if not is_of_value_head(pair[0]))
 
     def save(self, folder: Path) -> None:
         """Write model and tokenizer in transformers' format, as an engine would serve them: adapters merged in."""
-        merged = dict(merged_weights(self.model, self.compute)) if has_adapters(self.model) else None
-        self.model.save_pretrained(folder, state_dict=merged)
+        weights = None  # the model's own
+        if has_adapters(self.model):
+            weights = dict(self.named_weights())
+        elif has_value_head(self.model):
+            weights = {name: x for name, x in self.model.state_dict().items() if not is_of_value_head(name)}
+        self.model.save_pretrained(folder, state_dict=weights)
         self.tokenizer.save_pretrained(folder)
 
     def save_settings(self, folder: Path) -> None:
@@ -202,19 +208,25 @@ def load_policy(
     seed: int = 0,
     world: World = ALONE,
     routing_replay: bool = False,
+    heads: Heads = "tokens",
 ) -> Policy:
     """The model to train, checked by ``check_policy``. ``seed`` draws the adapters, where there are any. Sharded over
-    the ``world``, where that has several ranks: rank 0 reads the files.
+    the ``world``, where that has several ranks: rank 0 reads the files. A value head is a new one.
 
     Raises ConfigError for a model that cannot be trained packed, or whose routing cannot be replayed.
     """
-    return _load_policy(path, config, device, seed, world, routing_replay, trained=True)
+    return _load_policy(path, config, device, seed, world, routing_replay, trained=True, heads=heads)
 
 
 def load_reference(path: str | Path, config: ModelConfig, device: torch.device, world: World = ALONE) -> Policy:
     """A model that is only asked for log-probs: what a KL penalty refers to. Raises ConfigError."""
     config = config.model_copy(update={"lora": None, "gradient_checkpointing": False})
     return _load_policy(path, config, device, 0, world, False, trained=False)
+
+
+def load_critic(path: str | Path, config: ModelConfig, device: torch.device, world: World = ALONE) -> Policy:
+    """A model with a new value head. All of it trains, but not its head for tokens. Raises ConfigError."""
+    return load_policy(path, config.model_copy(update={"lora": None}), device, world=world, heads="values")
 
 
 def _load_policy(
@@ -226,17 +238,18 @@ def _load_policy(
     routing_replay: bool,
     *,
     trained: bool,
+    heads: Heads = "tokens",
 ) -> Policy:
     compute = DTYPES[config.dtype]
     kernel = choose_kernel(config.attention, device, compute)
     if world.alone:
-        model = _load(path, config, device, seed, compute, trained)
+        model = _load(path, config, device, seed, compute, trained, heads)
         _prepare(model, config, _blocks(model))
         policy = Policy(model, load_tokenizer(path, config), kernel, compute)
     else:
-        model, root = load_shards(path, config, seed, world, trained=trained)
-        dtype = _shard_dtype(config, trained)
-        fill(model, world.on_first(lambda: _load(path, config, torch.device("cpu"), seed, dtype, trained)), device)
+        model, root = load_shards(path, config, seed, world, trained=trained, heads=heads)
+        cpu, dtype = torch.device("cpu"), _shard_dtype(config, trained)
+        fill(model, world.on_first(lambda: _load(path, config, cpu, seed, dtype, trained, heads)), device)
         policy = Policy(model, load_tokenizer(path, config), kernel, compute, world, root)
     if routing_replay:
         policy = replace(policy, routing=Routing(model))
@@ -245,12 +258,12 @@ def _load_policy(
 
 
 def load_shards(
-    path: str | Path, config: ModelConfig, seed: int, world: World, *, trained: bool = True
+    path: str | Path, config: ModelConfig, seed: int, world: World, *, trained: bool = True, heads: Heads = "tokens"
 ) -> tuple[Any, Root]:
     """The model of a sharded policy and its root, ready for ``fill``: on the meta device, no weights are read. Raises
     ConfigError.
     """
-    model = _load(path, config, torch.device("meta"), seed, _shard_dtype(config, trained), trained)
+    model = _load(path, config, torch.device("meta"), seed, _shard_dtype(config, trained), trained, heads)
     blocks = _blocks(model)
     check_sequence_parallel(model, world)
     _prepare(model, config, blocks)
@@ -263,12 +276,23 @@ def _shard_dtype(config: ModelConfig, trained: bool) -> torch.dtype:
 
 
 def _load(
-    path: str | Path, config: ModelConfig, place: torch.device, seed: int, dtype: torch.dtype, trained: bool
+    path: str | Path,
+    config: ModelConfig,
+    place: torch.device,
+    seed: int,
+    dtype: torch.dtype,
+    trained: bool,
+    heads: Heads,
 ) -> Any:
     register_packed_attention()
     model = load_model(path, config, place, PACKED_ATTENTION, dtype)
     if config.lora is not None:
         add_adapters(model, config.lora, seed)
+    if heads != "tokens":
+        add_value_head(model, place, dtype)
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    if heads == "values" and not tied:
+        model.get_output_embeddings().requires_grad_(False)
     if not trained:
         model.requires_grad_(False)
     return model

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 
 from dapo_runner.config import Config
-from dapo_runner.preflight.plan import BYTES, memory_estimate, model_shape
+from dapo_runner.preflight.plan import BYTES, CRITIC, memory_estimate, model_shape
 from dapo_runner.preflight.simulate import Simulation, Traffic
-from dapo_runner.update.learner import resolve_objective
+from dapo_runner.update.learner import resolve_objective, uses_reference
 
 GPU_MEMORY = int(79.1 * 2**30)  # what torch finds on an A100 or H100 of 80 GB
-ENGINE, CACHE, REFERENCE = "engine's weights", "KV cache", "reference weights"  # in `memory_estimate`
+ENGINE, CACHE = "engine's weights", "KV cache"  # in `memory_estimate`
+BESIDE = ("reference weights", "reference's float32 average", CRITIC)  # there in every phase, and not simulated
 
 
 def describe(config: Config, found: Simulation) -> dict[str, str]:
@@ -23,7 +24,7 @@ def describe(config: Config, found: Simulation) -> dict[str, str]:
         "simulated": f"rank 0 of {config.parallel.gpus}, {found.positions} of a micro-batch's {whole} positions",
         "update": f"{_gib(phases['update'])} at its peak; the formulas of --dry-run: {_gib(update)}",
         **{f"  {kind}": _gib(size) for kind, size in found.peak.items()},
-        **({f"  {REFERENCE}": _gib(estimate[REFERENCE])} if REFERENCE in estimate else {}),
+        **{f"  {what}": _gib(estimate[what]) for what in BESIDE if what in estimate},
         "rollout": f"{_gib(phases['rollout'])}, of it {_gib(found.held)} of the policy's weights and moments",
         **{f"  {what}": _gib(size) for what, size in engine.items()},
         **_room(config, engine),
@@ -42,7 +43,7 @@ def phase_peaks(config: Config, found: Simulation) -> dict[str, int]:
     nothing.
     """
     estimate, vllm = _formulas(config), config.rollout.vllm
-    reference, weights = estimate.get(REFERENCE, 0), estimate[ENGINE]
+    beside, weights = sum(estimate.get(what, 0) for what in BESIDE), estimate[ENGINE]
     if config.rollout.engine == "vllm":
         generating = int(vllm.gpu_memory * GPU_MEMORY)
         waiting = 0 if vllm.sleep else generating
@@ -50,9 +51,9 @@ def phase_peaks(config: Config, found: Simulation) -> dict[str, int]:
         generating = weights + sum(size for what, size in estimate.items() if what.startswith(CACHE))
         waiting = weights
     return {
-        "update": sum(found.peak.values()) + reference + waiting,
-        "rollout": found.held + reference + generating,
-        "sync": found.held + reference + max(weights, waiting) + _largest(config, found),
+        "update": sum(found.peak.values()) + beside + waiting,
+        "rollout": found.held + beside + generating,
+        "sync": found.held + beside + max(weights, waiting) + _largest(config, found),
     }
 
 
@@ -75,12 +76,13 @@ def micro_batches(config: Config) -> int:
 
 def extra_forwards(config: Config) -> int:
     """Mini-batches of a step that are run forward once more: for old log-probs all but the first (a correction, or a
-    bound on them, wants all), for a reference's, and for a selection of tokens.
+    bound on them, or a KL in the reward wants all), for a reference's, and for a selection of tokens. A critic's passes
+    are not counted.
     """
     objective, updates = resolve_objective(config), config.updates_per_step
-    ahead = config.rollout.correction.enabled or objective.max_old_prob is not None
+    ahead = config.rollout.correction.enabled or objective.max_old_prob is not None or config.reward.kl is not None
     old = 0 if config.loss.old_logprobs == "rollout" else updates if ahead else updates - 1
-    return old + updates * ((objective.kl_coef != 0) + (objective.batch_selection is not None))
+    return old + updates * (uses_reference(config) + (objective.batch_selection is not None))
 
 
 def _room(config: Config, engine: dict[str, int]) -> dict[str, str]:
@@ -110,7 +112,7 @@ def _of_a_step(config: Config, found: Simulation) -> str:
     return (
         f"{step_traffic(config, found) / 2**40:.1f} TiB past each rank with all responses at full length: {n} "
         f"micro-batches for each of {config.updates_per_step} updates, {n * extra_forwards(config)} forward passes for "
-        "log-probs"
+        f"log-probs{'' if config.critic is None else '; what a critic sends is not counted'}"
     )
 
 

@@ -43,21 +43,23 @@ def _of_tokens(config: Config) -> dict[str, str]:
         **({"experts": "in an update those that the old log-probs came from"} if config.loss.routing_replay else {}),
         **({"selection": selection} if selection else {}),
         "KL": _kl(config, objective),
+        **({} if config.reward.kl is None else {"KL in the reward": _reward_kl(config)}),
         **({"entropy bonus": f"{objective.entropy_coef:g}"} if objective.entropy_coef else {}),
         "aggregation": f"{objective.aggregate} over a mini-batch"
         + (f", divided by {objective.length_norm:g}" if objective.length_norm is not None else ""),
         "advantage": _advantage(config),
+        **({} if config.critic is None else {"critic": _critic(config)}),
     }
 
 
 def _of_pairs(config: Config, preference: PreferenceConfig) -> dict[str, str]:
     smoothed = f", label smoothing {preference.label_smoothing:g}" if preference.label_smoothing else ""
-    start = config.loss.reference or "the model that training starts from"
+    start_of_step = "the policy as it was when the step began"
     return {
         "objective": f"preference loss {preference.loss_type} (docs/objectives.md), β {preference.beta:g}{smoothed}, "
         "mean over the pairs of a mini-batch",
         "pairs": f"up to {preference.pairs_per_group} of a group, best against worst by reward; ties are dropped",
-        "reference": start if preference.reference == "start" else "the policy as it was when the step began",
+        "reference": _reference(config) if preference.reference == "start" else start_of_step,
     }
 
 
@@ -155,14 +157,47 @@ def _kl(config: Config, objective: Objective) -> str:
     if not objective.kl_coef:
         return "none"
     estimate = f"{objective.kl_coef:g} × {objective.kl_estimator}" + (" × ratio" if objective.kl_through_ratio else "")
-    return f"{estimate} to {config.loss.reference or 'the model that training starts from'}"
+    return f"{estimate} to {_reference(config)}"
+
+
+def _reward_kl(config: Config) -> str:
+    kl = config.reward.kl
+    assert kl is not None
+    return f"{kl.coef:g} × {kl.estimator} off the reward of every token, to {_reference(config)}"
+
+
+def _reference(config: Config) -> str:
+    start, alpha = config.loss.reference or "the model that training starts from", config.loss.reference_ema
+    if alpha is None:
+        return start
+    return f"{start}, which follows the policy: after each step {alpha:g} of itself and {1 - alpha:g} of the policy"
 
 
 def _advantage(config: Config) -> str:
     if config.advantage.segments is not None:
         return _segments(config, config.advantage.segments)
-    advantage = ADVANTAGES[config.advantage.kind]
-    return f"{config.advantage.kind}: {advantage.formula(config.advantage.eps)} ({advantage.paper})"
+    settings, advantage = config.advantage, ADVANTAGES[config.advantage.kind]
+    formula = advantage.formula(settings.eps)
+    if settings.by_token:
+        of = (
+            f"GAE with γ {settings.gamma:g}, λ {settings.lam:g}"
+            if settings.kind == "gae"
+            else f"returns with γ {settings.gamma:g}"
+        )
+        whitened = ", whitened over the tokens of the step" if settings.whiten else ""
+        formula = f"{of} of {formula} on the last token{whitened}"
+    return f"{settings.kind}: {formula} ({advantage.paper})"
+
+
+def _critic(config: Config) -> str:
+    critic = config.critic
+    assert critic is not None
+    clip = "its values not clipped" if critic.clip is None else f"its values clipped at ±{critic.clip:g}"
+    if critic.share_trunk:
+        return f"a value head on the policy, its loss × {critic.coef:g}, {clip}"
+    of = critic.path or "the model that training starts from"
+    warmup = f", alone for the first {critic.warmup_steps} steps" if critic.warmup_steps else ""
+    return f"a value head on {of}, lr {critic.lr:g}, {critic.epochs} updates by a mini-batch{warmup}, {clip}"
 
 
 def _segments(config: Config, segments: SegmentsConfig) -> str:

@@ -85,8 +85,12 @@ def _models(config: Config) -> Iterator[tuple[str, str]]:
     """Keys and names of the models that a run loads, beside what its checkpoint holds."""
     reference, adapted = config.loss.reference, config.model.lora is not None
     resumed = config.run.from_ is not None or latest_checkpoint(config.run_dir / CHECKPOINTS) is not None
-    refers_to_start = reference is None and uses_reference(config)
-    if config.model.path is not None and (adapted or refers_to_start or not resumed):
+    starts = reference is None and uses_reference(config)
+    if config.critic is not None and not config.critic.share_trunk:
+        starts |= config.critic.path is None
+        if config.critic.path is not None:
+            yield "critic.path", config.critic.path
+    if config.model.path is not None and (adapted or starts or not resumed):
         yield "model.path", config.model.path
     if reference is not None:
         yield "loss.reference", reference

@@ -27,6 +27,7 @@ from dapo_runner.update.learner import uses_reference
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TINY_VOCABULARY = 64  # more than the characters of arithmetic
 GPUS_OF_A_MACHINE = 8  # as far as a plan knows
+CRITIC = "critic's weights and AdamW moments"
 FLOAT32 = 4  # bytes: master weights, their gradients and both moments of AdamW
 
 
@@ -171,6 +172,8 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
         "activations of a micro-batch": positions * _activations(config, shape) * size,
         "logits of a chunk": min(_chunk_bytes(config), positions * shape.vocabulary * size),
         "reference weights": _shared(shape.parameters * size, shards) if _keeps_reference(config) else 0,
+        "reference's float32 average": _shared(shape.parameters * FLOAT32, shards) if _keeps_average(config) else 0,
+        **_critic(config, shape, shards),
         "engine's weights": _shared(shape.parameters * size, config.parallel.rollout_tensor),
         **_cache(config, shape),
     }
@@ -204,6 +207,22 @@ def _shared(amount: int, gpus: int) -> int:
 def _keeps_reference(config: Config) -> bool:
     own = config.model.lora is not None and config.loss.reference is None
     return uses_reference(config) and not own
+
+
+def _keeps_average(config: Config) -> bool:
+    return config.loss.reference_ema is not None and BYTES[config.model.dtype] != FLOAT32
+
+
+def _critic(config: Config, policy: ModelShape, shards: int) -> dict[str, int]:
+    """What one of its own holds all the time. Its gradients and activations are there when the policy's are not."""
+    critic, size = config.critic, BYTES[config.model.dtype]
+    if critic is None or critic.share_trunk:
+        return {}
+    shape = policy if critic.path is None else model_shape(ModelConfig(path=critic.path))
+    if shape is None:
+        return {}
+    rounded = size if config.parallel.gpus == 1 and size != FLOAT32 else 0
+    return {CRITIC: _shared(shape.parameters * (3 * FLOAT32 + rounded), shards)}
 
 
 def _cache(config: Config, shape: ModelShape) -> dict[str, int]:

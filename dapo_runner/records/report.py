@@ -139,8 +139,10 @@ TIME_GROUPS = {
     "rollout": "rollout",
     "forward_backward": "update",
     "optimizer": "update",
+    "critic": "update",
     "old_logprobs": "old_logprobs",
     "ref_logprobs": "old_logprobs",
+    "values": "old_logprobs",
     "evaluate": "evaluate",
 }
 

@@ -1,5 +1,6 @@
 """Advantages: each sample against a baseline, over a scale, the same for every token of a response; or those of its
-segments (`segments.py`).
+segments (`segments.py`); or of every token, which the learner makes of the sample's reward once it has the log-probs
+and values of the whole step.
 
 With R the reward, G the samples of one prompt and N the samples of the whole step:
 
@@ -10,6 +11,12 @@ With R the reward, G the samples of one prompt and N the samples of the whole st
     batch_whitened   (R − mean_N) / (std_N + eps)     over samples, not tokens
     leave_one_out    R − mean of the others in G
 
+and per token, by the formulas of `dapo_runner.update.returns`, whitened over the tokens of the step:
+
+    gae              of R on the last token, with a critic's values
+    returns          of R on the last token
+    group_returns    of R − mean_G on the last token
+
 Standard deviations are unbiased. Samples that overlong filtering took out of the loss still count in every mean and
 standard deviation. A step may have been split or packed in any way: the formulas see whole groups and the whole step.
 """
@@ -17,7 +24,7 @@ standard deviation. A step may have been split or packed in any way: the formula
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -32,13 +39,16 @@ from dapo_runner.update.segments import of_tokens
 class Advantage:
     """What is taken off a reward, and what the rest is divided by."""
 
-    baseline: Literal["group", "batch", "others"]
+    baseline: Literal["group", "batch", "others"] | None
     scale: Literal["group", "batch"] | None = None
     paper: str = ""
+    by_token: bool = False  # it gives the rewards that the tokens' advantages are made of
 
     def __call__(self, rewards: Tensor, batch: Tensor, eps: float) -> Tensor:
         """Advantages [G] of one group's ``rewards`` [G]; ``batch`` [N] holds those of every group. float64."""
         n = rewards.numel()
+        if self.baseline is None:
+            return rewards
         if self.baseline == "others":
             centred = (rewards - rewards.mean()) * (n / (n - 1))
         else:
@@ -50,6 +60,8 @@ class Advantage:
     def formula(self, eps: float) -> str:
         """In words, for a plan."""
         mean = {"group": "mean of its group", "batch": "mean of the step", "others": "mean of the others in its group"}
+        if self.baseline is None:
+            return "R"
         if self.scale is None:
             return f"R − {mean[self.baseline]}"
         return (
@@ -64,6 +76,9 @@ ADVANTAGES: dict[str, Advantage] = {
     "batch_mean": Advantage("batch", paper="REINFORCE with a baseline, Williams 1992"),
     "batch_whitened": Advantage("batch", "batch", paper="REINFORCE++, arXiv 2501.03262"),
     "leave_one_out": Advantage("others", paper="RLOO, arXiv 2402.14740"),
+    "gae": Advantage(None, paper="PPO, arXiv 1707.06347; GAE, arXiv 1506.02438", by_token=True),
+    "returns": Advantage(None, paper="REINFORCE++, arXiv 2501.03262", by_token=True),
+    "group_returns": Advantage("group", paper="REINFORCE++ with baseline, arXiv 2501.03262", by_token=True),
 }
 
 
@@ -80,11 +95,18 @@ def make_sequences(groups: Iterable[Group], config: AdvantageConfig, step: int =
             parts = [of_tokens(sample, config.segments) for sample in group.samples]
         else:
             parts = [(value, None) for value in advantage(own, batch, config.eps).tolist()]
-        sequences += [
+        made = [
             sequence_of(group, sample, value, group_id, step - group.step, trains)
             for sample, (value, trains) in zip(group.samples, parts, strict=True)
         ]
+        sequences += [_earning(sequence) for sequence in made] if advantage.by_token else made
     return sequences
+
+
+def _earning(sequence: Sequence) -> Sequence:
+    """Its advantage as what its last token has earned."""
+    reward = float(sequence.advantages[-1])
+    return replace(sequence, advantages=torch.zeros_like(sequence.advantages), reward=reward)
 
 
 def sequence_of(

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,17 +20,19 @@ from dapo_kernels.logprobs import TokenStats
 from dapo_kernels.losses import LossOutput
 from dapo_kernels.metrics import COUNTS
 from dapo_kernels.preference import PreferenceOutput
-from dapo_runner.config import Config, ConfigError, CorrectionConfig
+from dapo_runner.config import Config, ConfigError, CorrectionConfig, OptimizerConfig
 from dapo_runner.parallel.sharding import add_up_over_replicas, whole
 from dapo_runner.parallel.ulysses import gather_positions, own_positions
 from dapo_runner.parallel.world import ALONE, World
 from dapo_runner.policy.lora import adapters_off, has_adapters
 from dapo_runner.policy.model import Policy
+from dapo_runner.policy.value_head import is_of_value_head
 from dapo_runner.timing import StepClock
 from dapo_runner.types import PackedBatch
 from dapo_runner.types import Sequence as TrainingSequence
 from dapo_runner.update.correction import Mismatch, correct, measure
 from dapo_runner.update.packing import ALL, Share, count_training_tokens, pack, split_mini_batches
+from dapo_runner.update.reference import MovingReference
 from dapo_runner.update.schedule import learning_rate
 from dapo_runner.update.selection import Scores, select_tokens
 from dapo_runner.update.token_values import TokenValues, token_values
@@ -109,6 +111,20 @@ class MiniBatch:
         ]
 
 
+class Part(NamedTuple):
+    """Weights as a checkpoint has them: float32 ``tensors`` by name, each with what the optimizer keeps of it."""
+
+    prefix: str  # of the names in a checkpoint
+    tensors: dict[str, Tensor]
+    alone: Collection[str]  # the names of those that are nowhere else in a checkpoint, as the rest are in model/
+    publish: Callable[[], None]  # after new values
+    optimizer: torch.optim.Optimizer | None = None
+
+    def state_of(self, tensor: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = {} if self.optimizer is None else self.optimizer.state.get(tensor, {})
+        return state
+
+
 class Learner:
     """Owns the optimizer of a policy. ``step`` is the rollout step that the learning rate goes by.
 
@@ -128,21 +144,18 @@ class Learner:
         self.reference = reference
         self.token_values: dict[int, TokenValues] = {}
         if uses_reference(config) and reference is None and not has_adapters(policy.model):
-            raise ValueError("Learner: kl_coef, or a preference loss, needs a reference policy, got none")
+            raise ValueError("Learner: a KL penalty, or a preference loss, needs a reference policy, got none")
         # Whether a token's loss needs nothing of other tokens: ranks that share positions then need nothing either.
         self.by_token = self.objective.ratio == "token" and self.objective.aggregate == "token-mean"
         world, text = self.world, policy.model.config.get_text_config(decoder=True)
         self.share = Share(world.data_rank, world.data_size, world.layout.sequence, text.hidden_size)
         self.master = MasterWeights(policy.model)
-        settings = config.optimizer
-        self.optimizer = torch.optim.AdamW(
-            self.master.tensors.values(),
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
+        self.optimizer = make_optimizer(self.master, config.optimizer)
+        self.moving: MovingReference | None = None
+        if config.loss.reference_ema is not None and reference is not None:
+            self.moving = MovingReference(reference.model, self.master.tensors, config.loss.reference_ema)
+        # What a critic on the policy's trunk adds to the loss of a micro-batch, of its hidden states.
+        self.value_term: Callable[[Tensor, PackedBatch, MiniBatch], Tensor] | None = None
 
     def prepare(self, sequences: Sequence[TrainingSequence]) -> list[MiniBatch]:
         """The mini-batches of a step, packed, with the log-probs of the policy as it is now, before any
@@ -167,11 +180,12 @@ class Learner:
         correction = self.config.rollout.correction
         if self.config.loss.old_logprobs == "learner":
             # The first update's forward pass gives the old log-probs as well; a correction wants them before it.
-            mini.on_policy = mini.number == 0 and not correction.enabled and self.objective.max_old_prob is None
+            asked = correction.enabled or self.config.reward.kl or self.objective.max_old_prob is not None
+            mini.on_policy = mini.number == 0 and not asked
             if not mini.on_policy:
                 with self.clock.phase("old_logprobs"):
                     mini.take_old_logprobs(self.logprobs, correction, self.policy.chosen_experts)
-        if self.objective.kl_coef != 0:
+        if uses_reference(self.config):
             with self.clock.phase("ref_logprobs"):
                 mini.take_ref_logprobs(self.ref_logprobs)
 
@@ -181,6 +195,21 @@ class Learner:
         """
         n_parts = max(1, -(-n_sequences // self.config.mini_batch_size))
         return max(1, -(-n_sequences // n_parts))
+
+    def follow(self) -> None:
+        """Once the policy has taken the updates of a step: a reference that moves does."""
+        if self.moving is not None:
+            self.moving.follow()
+
+    def parts(self) -> list[Part]:
+        """All that a checkpoint holds beside model, adapters and the sampler."""
+        master = self.master
+        alone = {*master.copied, *filter(is_of_value_head, master.tensors)}
+        parts = [Part("", master.tensors, alone, master.publish, self.optimizer)]
+        if self.moving is not None:
+            tensors = self.moving.tensors
+            parts.append(Part("reference.", tensors, tensors, self.moving.publish))
+        return parts
 
     def logprobs(self, batch: PackedBatch) -> Tensor:
         """Log-probs of the targets under the policy, float32 [T] on its device; 0 where the mask is False."""
@@ -314,9 +343,9 @@ class Learner:
                 **options,
                 **_given(every),
             )
-        own = positions_of(batch, self.policy)
+        own, hidden = positions_of(batch, self.policy), self.policy.hidden_states(batch)
         out = linear_dapo_loss(
-            self.policy.hidden_states(batch),
+            hidden,
             head.weight,
             own["target_ids"],
             None if mini.on_policy and not batch.stale else own["old_logprobs"],
@@ -331,6 +360,8 @@ class Learner:
             **options,
             **_given(own),
         )
+        if self.value_term is not None:
+            out = out._replace(loss=out.loss + self.value_term(hidden, batch, mini))
         assert out.entropy is not None
         return out._replace(
             logprobs=gather_positions(out.logprobs, group), entropy=gather_positions(out.entropy, group)
@@ -410,6 +441,17 @@ class _Collect:
         parameter.grad = None
 
 
+def make_optimizer(master: MasterWeights, settings: OptimizerConfig) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        master.tensors.values(),
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+
+
 def resolve_objective(config: Config) -> Objective:
     """The objective the configuration names, with its overrides. Raises ConfigError where it cannot be
     trained here.
@@ -426,19 +468,20 @@ def resolve_objective(config: Config) -> Objective:
             f"loss.objective: expected a ratio of tokens beside advantage.segments, whose advantages differ within a "
             f"response, got {loss.objective!r} with the ratio of a {objective.ratio}"
         )
-    if objective.kl_coef == 0 and loss.reference is not None and config.preference is None:
-        raise ConfigError(
-            f"loss.reference: {loss.objective!r} has no KL penalty, so {loss.reference!r} would go unused; set "
-            "loss.overrides.kl_coef, or leave the reference out"
-        )
+    for key, value in (("reference", loss.reference), ("reference_ema", loss.reference_ema)):
+        if value is not None and config.preference is None and objective.kl_coef == 0 and config.reward.kl is None:
+            raise ConfigError(
+                f"loss.{key}: {loss.objective!r} has no KL penalty, so {value!r} would go unused; set "
+                "loss.overrides.kl_coef or reward.kl, or leave the reference out"
+            )
     return objective
 
 
 def uses_reference(config: Config) -> bool:
-    """Whether the loss looks at a reference policy that is not the one being trained."""
+    """Whether loss or reward look at a reference policy that is not the one being trained."""
     if config.preference is not None:
         return config.preference.reference == "start"
-    return resolve_objective(config).kl_coef != 0
+    return resolve_objective(config).kl_coef != 0 or config.reward.kl is not None
 
 
 def step_figures(

@@ -113,6 +113,9 @@ def _lay_out(indexed: list[tuple[int, Sequence]], padding_id: int, multiple: int
         indexed = [*indexed, (padding_id, _padding(missing))]
     sequences = [sequence for _, sequence in indexed]
     lengths = torch.tensor([sequence.length - 1 for sequence in sequences])
+    rewards = None
+    if any(sequence.reward is not None for sequence in sequences):
+        rewards = torch.tensor([sequence.reward or 0.0 for sequence in sequences])
     return PackedBatch(
         input_ids=torch.cat([sequence.token_ids[:-1] for sequence in sequences]),
         position_ids=torch.cat([torch.arange(sequence.length - 1) for sequence in sequences]),
@@ -124,6 +127,7 @@ def _lay_out(indexed: list[tuple[int, Sequence]], padding_id: int, multiple: int
         group_ids=torch.tensor([sequence.group_id for sequence in sequences]),
         sequence_ids=torch.tensor([index for index, _ in indexed]),
         ages=torch.tensor([sequence.age for sequence in sequences]),
+        rewards=rewards,
     )
 
 

@@ -116,7 +116,3 @@ class PairLearner(Learner):
             loss_type=settings.loss_type,
             label_smoothing=settings.label_smoothing,
         )
-
-
-def make_learner(policy: Policy, config: Config, reference: Policy | None, clock: StepClock) -> Learner:
-    return (Learner if config.preference is None else PairLearner)(policy, config, reference, clock)

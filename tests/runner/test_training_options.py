@@ -167,7 +167,13 @@ def test_sampling() -> None:
     assert (config.evaluation.top_k, config.evaluation.min_p, config.evaluation.stop) == (50, 0.02, None)
 
 
-@pytest.mark.parametrize("name", ["curriculum: column", "curriculum: pass rate", "early stop", "trackers"])
+SECTIONS = [
+    *("curriculum: column", "curriculum: pass rate", "early stop", "trackers"),
+    *("critic", "reward kl", "reference"),
+]
+
+
+@pytest.mark.parametrize("name", SECTIONS)
 def test_sections(name: str) -> None:
     """Every key of the snippet is a setting, and says what it says."""
     written, read = yaml.safe_load(SNIPPETS[name]), laid_over(name).model_dump(mode="json", by_alias=True)

@@ -46,6 +46,9 @@ PAPERS: dict[str, tuple[object, ...]] = {
     "gspo_token": ("clip", "sequence_token", 3e-4, 4e-4, "seq-mean-token-mean", 0, "group_std", False, False),
     "cispo": ("cispo", "token", 1.0, 4.0, "token-mean", 0, "group_std", True, True),
     "sapo": ("sapo", "token", None, None, "seq-mean-token-mean", 0, "group_std", False, False),
+    "ppo": ("clip", "token", 0.2, 0.2, "token-mean", 0, "gae", False, False),
+    "reinforce_pp": ("clip", "token", 0.2, 0.2, "token-mean", 0, "returns", False, False),
+    "reinforce_pp_baseline": ("clip", "token", 0.2, 0.2, "token-mean", 1e-3, "group_returns", False, False),
     "reinforce": ("reinforce", "token", None, None, "seq-mean-token-sum", 0, "batch_mean", False, False),
     "rloo": ("reinforce", "token", None, None, "seq-mean-token-sum", 0, "leave_one_out", False, False),
     "clip_cov": ("clip", "token", 0.2, 0.2, "token-mean", 0, "group_std", True, False),
@@ -57,6 +60,8 @@ PAPERS: dict[str, tuple[object, ...]] = {
 SELECTED = {"clip_cov": (2e-4, 1.0, 5.0), "kl_cov": (2e-4, 1.0), "top_entropy": 0.2}
 ONE_UPDATE = {"grpo", "reinforce", "rloo"}
 NOTHING_FOR_WRONG = {"dr_grpo", "spo_chain", "spo_tree"}
+# Discount, λ, coefficient and estimator of the KL term in the reward, clip of values.
+BY_TOKEN = {"ppo": (1, 0.95, 0.02, "k1", 0.2), "reinforce_pp": (1, 0.95, 1e-3, "k1", None)}
 
 
 def config_of(*overrides: str) -> Config:
@@ -86,6 +91,12 @@ def test_a_row_is_its_papers(name: str) -> None:
     assert (selection and getattr(objective, selection)) == SELECTED.get(name)
     assert (config.optimizer.mini_batch_size is None) == (name in ONE_UPDATE)
     assert (config.reward.correct, config.reward.wrong) == (1, 0 if name in NOTHING_FOR_WRONG else -1)
+    if name in BY_TOKEN:
+        kl, critic = config.reward.kl, config.critic
+        assert kl is not None
+        found = (config.advantage.gamma, config.advantage.lam, kl.coef, kl.estimator, critic and critic.clip)
+        assert found == BY_TOKEN[name]
+        assert config.advantage.whiten
     assert departures(config) == []
 
 

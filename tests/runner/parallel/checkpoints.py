@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from builders import make_config, make_group, make_prompt, random_sequences
-from gradients import open_case
+from builders import make_config, make_group, make_prompt
+from gradients import make_learner, open_case, sequences_for
 from launch import leave
 
 from dapo_runner.checkpoint import (
@@ -29,16 +29,25 @@ from dapo_runner.checkpoint import (
 )
 from dapo_runner.parallel.sharding import whole
 from dapo_runner.parallel.world import World
-from dapo_runner.policy.model import load_policy
 from dapo_runner.sampling.data import PromptCursor
 from dapo_runner.sampling.sampler import DynamicSampler
-from dapo_runner.update.learner import Learner
 
 CASES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "lora": {"dtype": "bfloat16", "lora": {"rank": 3, "alpha": 8}},
     "experts": {"dtype": "float32"},
+    "critic": {"dtype": "bfloat16"},
+    "shared_trunk": {"dtype": "float32"},
+}
+SECTIONS: dict[str, dict[str, Any]] = {
+    "critic": {
+        "advantage": {"kind": "gae"},
+        "critic": {"lr": 1e-3},
+        "reward": {"kl": {"coef": 0.1}},
+        "loss": {"reference_ema": 0.9},
+    },
+    "shared_trunk": {"advantage": {"kind": "gae"}, "critic": {"share_trunk": True}},
 }
 STEP = 2
 TRAINING = {"lr": 1e-3, "warmup_steps": 0, "token_budget": 95}
@@ -48,26 +57,28 @@ class Parts:
     """A learner and a sampler of a case; ``path`` is what its policy is loaded from."""
 
     def __init__(self, path: Path, case: str, parallel: dict[str, int]) -> None:
-        config = make_config(optimizer=TRAINING, model=CASES[case], parallel=parallel)
+        config = make_config(optimizer=TRAINING, model=CASES[case], parallel=parallel, **SECTIONS.get(case, {}))
         self.world: World = open_case(config)
-        policy = load_policy(path, config.model, torch.device("cpu"), seed=5, world=self.world)
-        self.learner = Learner(policy, config)
+        self.learner = make_learner(str(path), config, self.world)
         prompts = [make_prompt(f"p{i}") for i in range(10)]
         self.sampler = DynamicSampler(PromptCursor(prompts, seed=0), config.sampler)
 
     def train(self, steps: range) -> list[dict[str, float]]:
         figures = []
         for step in steps:
-            (mini,) = self.learner.prepare(random_sequences(8, seed=step))
+            (mini,) = self.learner.prepare(sequences_for(self.learner.config, 8, seed=step))
             figures.append(self.learner.update(mini, step))
+            self.learner.follow()
         return figures
 
     def content(self) -> dict[str, Any]:
         """All of it, whole."""
         tensors = {f"engine/{name}": weight for name, weight in self.learner.policy.named_weights()}
-        for name, master in self.learner.master.tensors.items():
-            tensors[f"{name}/master"] = whole(master.detach())
-            tensors |= {f"{name}/{key}": whole(value) for key, value in self.learner.optimizer.state[master].items()}
+        for part in self.learner.parts():
+            for name, master in part.tensors.items():
+                tensors[f"{part.prefix}{name}/master"] = whole(master.detach())
+                state = {key: whole(value) for key, value in part.state_of(master).items()}
+                tensors |= {f"{part.prefix}{name}/{key}": value for key, value in state.items()}
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         buffer = [group.samples[0].completion.token_ids.tolist() for group in self.sampler.buffer]
         upcoming = [prompt.id for prompt in self.sampler.cursor.take(3)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from dapo_runner.config import Config
 from dapo_runner.parallel.sharding import whole
 from dapo_runner.parallel.watch import launched
 from dapo_runner.parallel.world import ALONE, World, make_layout, make_world
-from dapo_runner.policy.model import load_policy, load_reference
+from dapo_runner.policy.model import load_critic, load_policy, load_reference
 from dapo_runner.timing import StepClock
-from dapo_runner.update.learner import NonFiniteUpdateError, step_figures, uses_reference
-from dapo_runner.update.pairs import make_learner
+from dapo_runner.types import Sequence
+from dapo_runner.update import learners
+from dapo_runner.update.learner import Learner, NonFiniteUpdateError, Part, step_figures, uses_reference
 
 
 def open_case(config: Config) -> World:
@@ -32,37 +34,68 @@ def open_case(config: Config) -> World:
     return make_world(make_layout(config, size, size), rank, "cpu")
 
 
+def make_learner(path: str, config: Config, world: World) -> Learner:
+    """With a reference and a critic where the configuration wants them; the reference is not where the policy is."""
+    cpu, shared = torch.device("cpu"), config.critic is not None and config.critic.share_trunk
+    policy = load_policy(path, config.model, cpu, 5, world, config.loss.routing_replay, "both" if shared else "tokens")
+    reference = critic = None
+    if uses_reference(config) and config.model.lora is None:
+        reference = load_reference(path, config.model, cpu, world)
+    if reference is not None and config.advantage.by_token:
+        with torch.no_grad():
+            for parameter in reference.model.parameters():
+                parameter.mul_(1.1)
+    if config.critic is not None:
+        critic = policy if shared else load_critic(path, config.model, cpu, world)
+        with torch.no_grad():  # zeros would leave the trunk without a gradient
+            critic.model.value_head.weight.copy_(critic.model.value_head.weight * 0 + 0.01)
+    return learners.make_learner(policy, config, reference, StepClock(), critic)
+
+
+def sequences_for(config: Config, count: int, seed: int = 0) -> list[Sequence]:
+    sequences = random_sequences(count, seed)
+    if config.preference is not None:
+        return paired(sequences)
+    if not config.advantage.by_token:
+        return sequences
+    return [replace(sequence, reward=n % 3 - 0.7) for n, sequence in enumerate(sequences)]
+
+
+def keep_gradients(part: Part, found: dict[str, torch.Tensor]) -> None:
+    """As they are when the optimizer takes them."""
+    if part.optimizer is None:
+        return
+    step = part.optimizer.step
+
+    def keep() -> None:
+        for name, tensor in part.tensors.items():
+            if tensor.grad is not None:
+                found[f"{part.prefix}{name}"] = whole(tensor.grad).clone()
+        step()
+
+    part.optimizer.step = keep  # type: ignore[method-assign]
+
+
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
     path, n_sequences, poisoned = case.pop("path"), case.pop("sequences", 14), case.pop("poisoned", False)
     config = make_config(**case)
     world = open_case(config)
-    cpu = torch.device("cpu")
-    policy = load_policy(path, config.model, cpu, seed=5, world=world, routing_replay=config.loss.routing_replay)
-    reference = None
-    if uses_reference(config) and config.model.lora is None:
-        reference = load_reference(path, config.model, cpu, world)
-    learner = make_learner(policy, config, reference, StepClock())
+    learner = make_learner(path, config, world)
+    policy = learner.policy
     if config.model.lora is not None:
         with torch.no_grad():  # B = 0 would leave A without a gradient
             for name, parameter in policy.model.named_parameters():
                 if ".lora_B." in name:
                     parameter.copy_(parameter * 0 + 0.01)
-    sequences = random_sequences(n_sequences)
-    if config.preference is not None:
-        sequences = paired(sequences)
+    sequences = sequences_for(config, n_sequences)
     if poisoned:
         sequences[0].advantages[-1] = float("inf")  # one rank's alone
     *earlier, mini = learner.prepare(sequences)
     for one in earlier:
         learner.update(one, 0)
     found: dict[str, torch.Tensor] = {}
-    step = learner.optimizer.step
-
-    def keep_gradients() -> None:
-        found.update({name: whole(p.grad).clone() for name, p in learner.master.tensors.items() if p.grad is not None})
-        step()
-
-    learner.optimizer.step = keep_gradients  # type: ignore[method-assign]
+    for part in learner.parts():
+        keep_gradients(part, found)
     try:
         figures = learner.update(mini, 0)
     except NonFiniteUpdateError as error:
@@ -70,7 +103,10 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         assert told == [told[0]] * world.size
         return {"stopped": told[0]}
     figures |= step_figures([mini], [figures], world)
+    learner.follow()
     weights = dict(policy.named_weights())
+    for part in learner.parts():
+        weights |= {f"{part.prefix}{name}": whole(x.detach()) for name, x in part.tensors.items() if part.prefix}
     return {"gradients": found, "figures": figures, "weights": weights, "n_micro": len(mini.micro_batches)}
 
 

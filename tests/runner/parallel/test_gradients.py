@@ -30,6 +30,15 @@ CASES: dict[str, dict[str, Any]] = {
     "pairs": {"model": FLOAT32, "preference": {"reference": "step"}, **PAIRS},
     "pairs with a reference": {"model": FLOAT32, "preference": {}, **PAIRS},
     "corrected": {"model": FLOAT32, "rollout": {"correction": {"weights": "sequence"}}},
+    "shared_trunk": {"model": FLOAT32, "advantage": {"kind": "gae"}, "critic": {"share_trunk": True}},
+    "reinforce_pp": {"model": FLOAT32, "advantage": {"kind": "returns"}, "reward": {"kl": {"coef": 0.1}}},
+    "ppo": {
+        "model": FLOAT32,
+        "advantage": {"kind": "gae"},
+        "critic": {"epochs": 2},
+        "reward": {"kl": {"coef": 0.1, "estimator": "k3"}},
+        "loss": {"objective": "ppo", "reference_ema": 0.9},
+    },
 }
 CASES["accumulated"]["sampler"] = {"prompts_per_step": 10}
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -45,7 +54,7 @@ ROUTED = {  # the second of two updates, on a model of its own
     "loss": {"routing_replay": True},
     "optimizer": {"mini_batch_size": 8, "token_budget": 96, "lr": 3e-3, "warmup_steps": 0},
 }
-SELECTED = ["gspo", "clip_cov", "one_sequence", "accumulated", "pairs"]
+SELECTED = ["gspo", "clip_cov", "one_sequence", "accumulated", "pairs", "ppo"]
 UNTIED = ("shard 2", "shard 4, sequence 2")
 
 

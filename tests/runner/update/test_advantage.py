@@ -71,7 +71,7 @@ def test_every_kind_of_the_configuration_has_its_formula() -> None:
 
 @given(
     rewards=st.lists(st.lists(st.floats(-2, 2), min_size=2, max_size=6), min_size=1, max_size=5),
-    kind=st.sampled_from(sorted(ADVANTAGES)),
+    kind=st.sampled_from(sorted(name for name, row in ADVANTAGES.items() if not row.by_token)),
 )
 def test_advantages_are_finite_centred_and_keep_the_order_of_rewards(rewards: list[list[float]], kind: str) -> None:
     groups = [torch.tensor(group, dtype=torch.float64) for group in rewards]
@@ -82,6 +82,18 @@ def test_advantages_are_finite_centred_and_keep_the_order_of_rewards(rewards: li
     for group, value in zip(groups, values, strict=True):
         order = group.argsort()
         assert bool((value[order].diff() >= -1e-12).all())
+
+
+@pytest.mark.parametrize(
+    ("kind", "rewards"), [("gae", [1.0, -1.0]), ("returns", [1.0, -1.0]), ("group_returns", [1.0, -1.0])]
+)
+def test_per_token_it_is_what_the_last_token_earns(kind: str, rewards: list[float]) -> None:
+    sequences = make_sequences([make_group("RW"), make_group("RR")], AdvantageConfig.model_validate({"kind": kind}))
+    assert [sequence.reward for sequence in sequences] == rewards + (
+        [0.0] * 2 if kind == "group_returns" else [1.0] * 2
+    )
+    assert not any(sequence.advantages.any() for sequence in sequences)
+    assert all(sequence.reward is None for sequence in make_sequences([make_group("RW")], AdvantageConfig()))
 
 
 def test_length_penalty_is_part_of_the_reward() -> None:

@@ -1,0 +1,78 @@
+"""Advantages per token and what belongs to them: refused where it would have no effect, told where it has one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from builders import make_config
+
+from dapo_runner.config import ConfigError
+from dapo_runner.preflight.algorithm import algorithm
+from dapo_runner.preflight.plan import memory_estimate, model_shape
+from dapo_runner.update.learner import resolve_objective, uses_reference
+
+GAE: dict[str, Any] = {"advantage": {"kind": "gae"}, "critic": {}}
+KL: dict[str, Any] = {"reward": {"kl": {"coef": 0.1}}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"advantage": {"kind": "gae"}}, "critic: expected a section .* got null"),
+        ({"critic": {}}, "critic: expected advantage.kind=gae beside it, .* got group_std"),
+        ({"advantage": {"kind": "returns"}, "critic": {}}, "critic: expected advantage.kind=gae .* got returns"),
+        (KL, "reward.kl: expected advantage.kind beside it to be one of gae, returns, group_returns, .* got group_std"),
+        ({"advantage": {"gamma": 0.9}}, "advantage.gamma: expected advantage.kind beside it to be one of"),
+        ({"advantage": {"whiten": False}}, "advantage.whiten: expected .* got whiten=False and group_std"),
+        ({"advantage": {"kind": "returns", "lam": 0.9}}, "advantage.lam: expected .* to be gae, got lam=0.9"),
+        ({**GAE, "critic": {"coef": 0.5}}, "critic: coef: expected 0.1, as with share_trunk=False it has no effect"),
+        ({**GAE, "critic": {"share_trunk": True, "lr": 1e-3}}, "lr: expected 9e-06, as with share_trunk=True"),
+        ({**GAE, "critic": {"share_trunk": True}, "parallel": {"gpus": 2, "sequence": 2}}, "critic.share_trunk: exp"),
+        ({**GAE, "critic": {"warmup_steps": 3}, "run": {"steps": 3}}, "critic.warmup_steps: expected fewer than the 3"),
+        ({"rollout": {"group_size": 1}}, "rollout.group_size: .* 2 with advantage.kind=group_std, .* got 1"),
+        ({**GAE, "rollout": {"group_size": 1}}, "rollout.group_size: .* with sampler.filter_groups=true, .* got 1"),
+        (
+            {"loss": {"overrides": {"kl_coef": 0.1}, "reference_ema": 0.9}, "model": {"lora": {}}},
+            "loss.reference_ema: expected model.lora=null",
+        ),
+    ],
+)
+def test_what_does_not_go_together(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_config(**sections)
+
+
+def test_one_response_for_each_prompt() -> None:
+    config = make_config(**GAE, rollout={"group_size": 1}, sampler={"filter_groups": False})
+    assert config.responses_per_step == 4
+
+
+def test_a_reference_has_a_use() -> None:
+    for loss in ({"reference": "some/model"}, {"reference_ema": 0.9}):
+        with pytest.raises(ConfigError, match=f"loss.{next(iter(loss))}: 'dapo' has no KL penalty"):
+            resolve_objective(make_config(loss=loss))
+        assert uses_reference(make_config(**GAE, **KL, loss=loss))
+
+
+def test_a_plan_says_it() -> None:
+    config = make_config(**{**GAE, "critic": {"warmup_steps": 5}}, **KL, loss={"reference_ema": 0.9})
+    said = algorithm(config)
+    assert said["advantage"].startswith("gae: GAE with γ 1, λ 0.95 of R on the last token, whitened over the tokens")
+    assert "alone for the first 5 steps, its values clipped at ±0.2" in said["critic"]
+    assert said["KL in the reward"].startswith("0.1 × k1 off the reward of every token, to the model that training")
+    assert said["KL in the reward"].endswith("after each step 0.9 of itself and 0.1 of the policy")
+    shared = algorithm(make_config(**{**GAE, "critic": {"share_trunk": True, "coef": 0.5}}))
+    assert shared["critic"] == "a value head on the policy, its loss × 0.5, its values clipped at ±0.2"
+    centred = algorithm(make_config(advantage={"kind": "group_returns", "whiten": False}))
+    assert "returns with γ 1 of R − mean of its group on the last token (" in centred["advantage"]
+
+
+def test_memory_counts_it() -> None:
+    plain, ppo = make_config(), make_config(**GAE, **KL, loss={"reference_ema": 0.9})
+    shape = model_shape(plain.model)
+    assert shape is not None
+    before, after = memory_estimate(plain, shape), memory_estimate(ppo, shape)
+    more = {what: size // shape.parameters for what, size in after.items() if what not in before}
+    # bfloat16: weights, float32 masters and two moments; the rounded reference and its average.
+    assert more == {"reference weights": 2, "reference's float32 average": 4, "critic's weights and AdamW moments": 14}
