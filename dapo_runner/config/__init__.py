@@ -7,7 +7,16 @@ from it.
 from dapo_runner.config.checks import cautions
 from dapo_runner.config.critic import CriticConfig
 from dapo_runner.config.judge import JudgeConfig, JudgePrompt
-from dapo_runner.config.reading import apply_overrides, check_config, dump_config, flatten, load_config, parse_config
+from dapo_runner.config.reading import (
+    apply_overrides,
+    check_config,
+    dump_config,
+    flatten,
+    load_config,
+    load_sft_config,
+    parse,
+    parse_config,
+)
 from dapo_runner.config.settings import (
     AdvantageConfig,
     ArithmeticConfig,
@@ -46,6 +55,7 @@ from dapo_runner.config.settings import (
     WandbConfig,
     WarmupConfig,
 )
+from dapo_runner.config.sft import SftColumnsConfig, SftConfig, SftDataConfig, SftOptimizerConfig, SftRunConfig
 from dapo_runner.errors import ConfigError
 
 __all__ = [
@@ -83,6 +93,11 @@ __all__ = [
     "RunConfig",
     "SamplerConfig",
     "SegmentsConfig",
+    "SftColumnsConfig",
+    "SftConfig",
+    "SftDataConfig",
+    "SftOptimizerConfig",
+    "SftRunConfig",
     "TinyModelConfig",
     "TrackioConfig",
     "TreeShape",
@@ -95,5 +110,7 @@ __all__ = [
     "dump_config",
     "flatten",
     "load_config",
+    "load_sft_config",
+    "parse",
     "parse_config",
 ]
