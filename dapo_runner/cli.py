@@ -22,7 +22,7 @@ from dapo_runner.preflight.packages import RUNNER_EXTRA, missing_for_runner
 USER_ERROR, INTERRUPTED = 2, 130
 COMMANDS = "dapo_runner.commands"
 WITHOUT_RUNNER = ("doctor", "recipes")
-WITH_OVERRIDES = ("train", "sft", "launch", "evaluate")
+WITH_OVERRIDES = ("train", "sft", "launch", "evaluate", "convert_answers")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -108,6 +108,13 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--json", action="store_true", help="a line of JSON for each group")
     show.set_defaults(command="show")
 
+    convert = commands.add_parser(
+        "convert-answers", help="rewrite problems so that their answers are integers", allow_abbrev=False
+    )
+    convert.add_argument("source", type=Path, metavar="IN", help="a data set: docs/convert-answers.md")
+    convert.add_argument("out", type=Path, metavar="OUT", help="a .jsonl file that is not there yet")
+    convert.set_defaults(command="convert_answers")
+
     recipes = commands.add_parser("recipes", help="the recipes that come with this package", allow_abbrev=False)
     recipes.add_argument("name", nargs="?", help="print this one: dapo recipes tiny > mine.yaml")
     recipes.set_defaults(command="recipes")
@@ -120,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         (sft, "CONFIG"),
         (launch, "CONFIG --gpus N"),
         (evaluate, "RUN|CHECKPOINT|CONFIG"),
+        (convert, "IN OUT"),
     ):
         command.usage = f"{command.prog} {target} [options] [section.key=value …]"
     return parser

@@ -5,8 +5,9 @@ from it.
 """
 
 from dapo_runner.config.checks import cautions
+from dapo_runner.config.convert import ConvertConfig
 from dapo_runner.config.critic import CriticConfig
-from dapo_runner.config.judge import JudgeConfig, JudgePrompt
+from dapo_runner.config.judge import AskedModel, JudgeConfig, JudgePrompt
 from dapo_runner.config.reading import (
     apply_overrides,
     check_config,
@@ -61,11 +62,13 @@ from dapo_runner.errors import ConfigError
 __all__ = [
     "AdvantageConfig",
     "ArithmeticConfig",
+    "AskedModel",
     "CallsConfig",
     "CodeConfig",
     "ColumnsConfig",
     "Config",
     "ConfigError",
+    "ConvertConfig",
     "CorrectionConfig",
     "CriticConfig",
     "CurriculumConfig",
