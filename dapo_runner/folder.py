@@ -17,7 +17,16 @@ from typing import Any, NamedTuple
 import yaml
 
 from dapo_runner.checkpoint import find_checkpoints
-from dapo_runner.config import Config, ConfigError, SftConfig, dump_config, flatten, parse, parse_config
+from dapo_runner.config import (
+    Config,
+    ConfigError,
+    SftConfig,
+    apply_overrides,
+    dump_config,
+    flatten,
+    parse,
+    parse_config,
+)
 from dapo_runner.records.metrics import METRICS_FILE
 from dapo_runner.records.run_log import CHECKPOINTS
 from dapo_runner.rewards.verdicts import forget
@@ -124,9 +133,9 @@ class Change(NamedTuple):
         return f"{self.key}: {self.before!r} → {self.after!r}"
 
 
-def read_config(folder: Path) -> Config:
+def read_config(folder: Path, overrides: Iterable[str] = ()) -> Config:
     """What a run was last started with; keys that a later version added have their defaults. Raises ConfigError."""
-    return parse_config(_read(folder, "train"))
+    return parse_config(apply_overrides(_read(folder, "train"), overrides))
 
 
 def read_sft_config(folder: Path) -> SftConfig:
@@ -135,13 +144,9 @@ def read_sft_config(folder: Path) -> SftConfig:
 
 
 def _read(folder: Path, command: str) -> dict[str, Any]:
-    """Raises ConfigError where the run is of another command."""
     raw: dict[str, Any] = yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    wrote = "train" if "reward" in raw else "sft"
-    if wrote != command:
-        raise ConfigError(
-            f"{folder}: expected a run of dapo {command}, found one of dapo {wrote}; choose another run.name"
-        )
+    if (found := "train" if "reward" in raw else "sft") != command:
+        raise ConfigError(f"{folder}: expected a run of dapo {command}, found one of dapo {found}")
     return raw
 
 

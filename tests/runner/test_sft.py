@@ -20,7 +20,7 @@ from test_train import Notes
 from dapo_runner.checkpoint import checkpoint_to_resume
 from dapo_runner.cli import main
 from dapo_runner.config import ConfigError, SftConfig, parse
-from dapo_runner.folder import check_same_run
+from dapo_runner.folder import check_same_run, write_config
 from dapo_runner.records.metrics import read_log
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.sft.data import load_examples
@@ -214,8 +214,21 @@ def test_a_folder_of_another_run_is_refused(model_folder: Path, sums: Path) -> N
     assert len(steps_of(folder, "train/loss")) == 4
     with pytest.raises(ConfigError, match=r"another configuration \(data\.max_tokens: 32 → 31\)"):
         run(model_folder, sums, run={"epochs": 1}, data={"max_tokens": 31})
+
+
+def test_what_is_of_another_command_is_refused(
+    model_folder: Path, sums: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run(model_folder, sums, run={"epochs": 0.5})
+    trains = make_config(run={"output_dir": str(folder.parent), "name": folder.name})
     with pytest.raises(ConfigError, match="expected a run of dapo train, found one of dapo sft"):
-        check_same_run(make_config(run={"output_dir": str(folder.parent), "name": folder.name}), folder)
+        check_same_run(trains, folder)
+    assert main(["report", str(folder)]) == 0  # which is for both
+    assert main(["eval", str(folder)]) == 2
+    assert "expected a run of dapo train, found one of dapo sft" in capsys.readouterr().err
+    write_config(trains, folder)
+    with pytest.raises(ConfigError, match="expected a run of dapo sft, found one of dapo train"):
+        run(model_folder, sums, run={"epochs": 0.5})
 
 
 def test_a_small_judge_is_distilled_from_a_large_one(model_folder: Path, tmp_path: Path) -> None:
