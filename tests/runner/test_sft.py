@@ -32,7 +32,14 @@ SUMS = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(10) for
 
 def recipe_of(model: Path, path: Path, /, **sections: Any) -> dict[str, Any]:
     raw: dict[str, Any] = {
-        "run": {"name": "s", "output_dir": str(path.parent / "runs"), "epochs": 2, "eval_every": 4, "save_every": 3},
+        "run": {
+            "name": "s",
+            "output_dir": str(path.parent / "runs"),
+            "epochs": 2,
+            "eval_every": 4,
+            "save_every": 3,
+            "threads": 1,
+        },
         "model": {"path": str(model), "dtype": "float32"},
         "data": {"path": str(path), "max_tokens": 32, "eval_size": 10},
         "optimizer": {"lr": 5e-3, "warmup_steps": 2, "mini_batch_size": 16, "token_budget": 64},
@@ -178,24 +185,23 @@ def run_command(recipe: Path) -> None:
 
 
 def test_killed_and_resumed_equals_uninterrupted(model_folder: Path, sums: Path) -> None:
-    def start(name: str) -> Any:
-        path = write_sft_recipe(model_folder, sums, sums.parent / f"{name}.yaml", run={"name": name})
-        process = CONTEXT.Process(target=run_command, args=(path,))
+    def start() -> Any:
+        process = CONTEXT.Process(target=run_command, args=(recipe,))
         process.start()
         return process
 
-    process, runs = start("whole"), sums.parent / "runs"
-    process.join(timeout=300)
-    assert process.exitcode == 0
+    runs = sums.parent / "runs"
+    recipe = write_sft_recipe(model_folder, sums, sums.parent / "sft.yaml", run={"name": "killed"})
+    run(model_folder, sums, run={"name": "whole"})
     log = runs / "killed" / "metrics.jsonl"
-    process = start("killed")
+    process = start()
     while not (log.exists() and log.read_bytes().count(b"\n") >= 8):  # some way behind a checkpoint
         assert process.is_alive()
         time.sleep(0.002)
     process.kill()
     process.join(timeout=60)
     assert process.exitcode == -signal.SIGKILL
-    process = start("killed")
+    process = start()
     process.join(timeout=300)
     assert process.exitcode == 0
     assert log.read_bytes() == (runs / "whole" / "metrics.jsonl").read_bytes()
