@@ -22,7 +22,7 @@ from dapo_runner.preflight.packages import RUNNER_EXTRA, missing_for_runner
 USER_ERROR, INTERRUPTED = 2, 130
 COMMANDS = "dapo_runner.commands"
 WITHOUT_RUNNER = ("doctor", "recipes")
-WITH_OVERRIDES = ("train", "launch", "evaluate")
+WITH_OVERRIDES = ("train", "sft", "launch", "evaluate", "convert_answers")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,11 +66,17 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--simulate", action="store_true", help="one rank of many, without memory: what fits")
     train.set_defaults(command="train")
 
+    sft = commands.add_parser("sft", help="supervised: imitate examples, or a judge's verdicts", allow_abbrev=False)
+    sft.add_argument("config", help="a YAML file: docs/sft.md")
+    sft.add_argument("--dry-run", action="store_true", help="print the plan and what is missing here; no download")
+    sft.set_defaults(command="sft")
+
     launch = commands.add_parser("launch", help="train on several GPUs: torchrun … dapo train", allow_abbrev=False)
     launch.add_argument("config", help="a YAML file, or the name of a recipe")
     launch.add_argument("--gpus", type=int, required=True, metavar="N", help="processes of this machine, one for a GPU")
     launch.add_argument("--nnodes", type=int, default=1, metavar="M", help="machines; the same command on each")
     launch.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where they meet: on one of them, a free port")
+    launch.add_argument("--sft", action="store_true", help="a recipe for dapo sft")
     launch.add_argument("--max-restarts", type=int, default=0, metavar="R", help="times to go on by itself")
     launch.set_defaults(command="launch")
 
@@ -102,6 +108,13 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--json", action="store_true", help="a line of JSON for each group")
     show.set_defaults(command="show")
 
+    convert = commands.add_parser(
+        "convert-answers", help="rewrite problems so that their answers are integers", allow_abbrev=False
+    )
+    convert.add_argument("source", type=Path, metavar="IN", help="a data set: docs/convert-answers.md")
+    convert.add_argument("out", type=Path, metavar="OUT", help="a .jsonl file that is not there yet")
+    convert.set_defaults(command="convert_answers")
+
     recipes = commands.add_parser("recipes", help="the recipes that come with this package", allow_abbrev=False)
     recipes.add_argument("name", nargs="?", help="print this one: dapo recipes tiny > mine.yaml")
     recipes.set_defaults(command="recipes")
@@ -109,7 +122,13 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what is installed, what is missing and how to get it")
     doctor.set_defaults(command="doctor")
 
-    for command, target in ((train, "CONFIG"), (launch, "CONFIG --gpus N"), (evaluate, "RUN|CHECKPOINT|CONFIG")):
+    for command, target in (
+        (train, "CONFIG"),
+        (sft, "CONFIG"),
+        (launch, "CONFIG --gpus N"),
+        (evaluate, "RUN|CHECKPOINT|CONFIG"),
+        (convert, "IN OUT"),
+    ):
         command.usage = f"{command.prog} {target} [options] [section.key=value …]"
     return parser
 

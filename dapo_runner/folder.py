@@ -17,7 +17,16 @@ from typing import Any, NamedTuple
 import yaml
 
 from dapo_runner.checkpoint import find_checkpoints
-from dapo_runner.config import Config, ConfigError, dump_config, flatten, parse_config
+from dapo_runner.config import (
+    Config,
+    ConfigError,
+    SftConfig,
+    apply_overrides,
+    dump_config,
+    flatten,
+    parse,
+    parse_config,
+)
 from dapo_runner.records.metrics import METRICS_FILE
 from dapo_runner.records.run_log import CHECKPOINTS
 from dapo_runner.rewards.verdicts import forget
@@ -30,7 +39,7 @@ TINY_MODEL = "model"
 MAY_CHANGE = (
     "algorithm",  # a name: the settings that it stands for are compared one by one
     # How long, how often, where to.
-    *("run.steps", "run.eval_every", "run.save_every", "run.keep", "run.async_save", "run.grace"),
+    *("run.steps", "run.epochs", "run.eval_every", "run.save_every", "run.keep", "run.async_save", "run.grace"),
     *("run.early_stop", "run.early_stop.", "run.name", "run.output_dir", "logging."),
     # What a step takes of machine, memory and patience; its figures stay what they are but for rounding.
     *("run.device", "run.threads", "parallel.", "optimizer.token_budget", "loss.chunk_bytes"),
@@ -43,6 +52,8 @@ MAY_CHANGE = (
     *("optimizer.lr", "optimizer.schedule", "optimizer.min_lr_ratio", "optimizer.decay_steps", "optimizer.grad_clip"),
     *("sampler.max_rounds", "sampler.max_age", "sampler.on_exhausted"),
 )
+
+AnyConfig = Config | SftConfig
 
 
 def check_writable(folder: Path) -> None:
@@ -100,7 +111,7 @@ def _owner(file: TextIOWrapper) -> str:
         return "another process"
 
 
-def write_config(config: Config, folder: Path) -> None:
+def write_config(config: AnyConfig, folder: Path) -> None:
     """A kill leaves the old file or the new one, never half of it. Raises ConfigError."""
     path = folder / CONFIG_FILE
     unfinished = path.with_name(path.name + ".unfinished")
@@ -122,12 +133,24 @@ class Change(NamedTuple):
         return f"{self.key}: {self.before!r} → {self.after!r}"
 
 
-def read_config(folder: Path) -> Config:
+def read_config(folder: Path, overrides: Iterable[str] = ()) -> Config:
     """What a run was last started with; keys that a later version added have their defaults. Raises ConfigError."""
-    return parse_config(yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8")))
+    return parse_config(apply_overrides(_read(folder, "train"), overrides))
 
 
-def settings_of(config: Config) -> dict[str, Any]:
+def read_sft_config(folder: Path) -> SftConfig:
+    """The same of a supervised run."""
+    return parse(_read(folder, "sft"), SftConfig)
+
+
+def _read(folder: Path, command: str) -> dict[str, Any]:
+    raw: dict[str, Any] = yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    if (found := "train" if "reward" in raw else "sft") != command:
+        raise ConfigError(f"{folder}: expected a run of dapo {command}, found one of dapo {found}")
+    return raw
+
+
+def settings_of(config: AnyConfig) -> dict[str, Any]:
     """By dotted keys, as YAML has them."""
     return flatten(yaml.safe_load(dump_config(config)))
 
@@ -143,20 +166,20 @@ def is_among(key: str, names: Iterable[str]) -> bool:
     return any(key == name or (name.endswith(".") and key.startswith(name)) for name in names)
 
 
-def check_same_run(config: Config, folder: Path) -> list[Change]:
+def check_same_run(config: AnyConfig, folder: Path) -> list[Change]:
     """What has changed since the folder's run was last started. Raises ConfigError naming what may not.
 
     A folder where nothing was logged holds no run yet: what an earlier attempt made there is cleared away.
     """
     if not (folder / CONFIG_FILE).is_file():
         return []
-    earlier = read_config(folder)
+    earlier = read_config(folder) if isinstance(config, Config) else read_sft_config(folder)
     changes = changes_between(settings_of(earlier), settings_of(config))
     refused = [str(change) for change in changes if not is_among(change.key, MAY_CHANGE)]
     if refused and not (folder / METRICS_FILE).exists():
         shutil.rmtree(folder / TINY_MODEL, ignore_errors=True)
         forget(folder)
-        if earlier.run.from_ is not None:
+        if isinstance(earlier, Config) and earlier.run.from_ is not None:
             shutil.rmtree(folder / CHECKPOINTS / f"step_{earlier.run.forked_at:06d}", ignore_errors=True)
     elif refused:
         forked = f", with run.from={folder}@STEP to go on from one of its checkpoints"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ import torch
 from dapo_runner.checkpoint import (
     BackgroundSaves,
     Checkpoint,
+    Resumable,
     checkpoint_to_resume,
     load_checkpoint,
     moment,
@@ -26,7 +27,7 @@ from dapo_runner.checkpoint import (
 from dapo_runner.config import Config, cautions
 from dapo_runner.early_stop import EarlyStop
 from dapo_runner.evaluate import evaluate
-from dapo_runner.folder import TINY_MODEL, Change, FolderLock, check_same_run, lock_folder, write_config
+from dapo_runner.folder import TINY_MODEL, AnyConfig, Change, FolderLock, check_same_run, lock_folder, write_config
 from dapo_runner.fork import rewarded_otherwise, start_fork
 from dapo_runner.interrupt import StepGivenUpError, StopRequest
 from dapo_runner.parallel.rollouts import answer, complete
@@ -64,6 +65,8 @@ from dapo_runner.update.learner import Learner, MiniBatch, NonFiniteUpdateError,
 from dapo_runner.update.learners import make_learner
 from dapo_runner.update.pairs import pair_figures, pair_sequences
 from dapo_runner.update.segments import segment_figures, tree_segments
+
+T = TypeVar("T")
 
 NONFINITE = "nonfinite"
 
@@ -270,16 +273,8 @@ class Run:
         in_sync: dict[str, float],
     ) -> None:
         with self.timed("log"):
-            self.speed = self._speed(sequences)
+            self.speed = speed_of(self.learner, self.clock, sequences)
             self.world.first(lambda: self._log_step(step, sampled, sequences, trained, in_sync))
-
-    def _speed(self, sequences: list[Sequence]) -> dict[str, float]:
-        policy = self.learner.policy
-        lengths = [sequence.length - 1 for sequence in sequences if sequence.mask[1:].any()]  # the rest is not packed
-        flops, peak = training_flops(policy.model, lengths), peak_flops(policy.device)
-        memory = max(self.world.gather(peak_memory(policy.device)))
-        figures = speed_figures(flops, sum(lengths), self.clock.so_far(), self.world.size, peak)
-        return figures | {"memory_gib": memory}
 
     def _log_step(
         self,
@@ -375,19 +370,52 @@ def rollout_sampling(config: Config, round_name: int | str) -> SamplingParams:
     )
 
 
+def speed_of(learner: Learner, clock: StepClock, sequences: list[Sequence]) -> dict[str, float]:
+    """Of the step under way, once it has trained on ``sequences``. Collective."""
+    policy = learner.policy
+    lengths = [sequence.length - 1 for sequence in sequences if sequence.mask[1:].any()]  # the rest is not packed
+    flops, peak = training_flops(policy.model, lengths), peak_flops(policy.device)
+    memory = max(learner.world.gather(peak_memory(policy.device)))
+    figures = speed_figures(flops, sum(lengths), clock.so_far(), learner.world.size, peak)
+    return figures | {"memory_gib": memory}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run happens. Every rank has one; rank 0 alone has the lock of the run's folder."""
+
+    world: World
+    device: torch.device
+    progress: Progress
+    clock: StepClock
+    lock: FolderLock | None
+
+
 def open_run(config: Config, progress: Progress) -> Run:
     """Build everything a run needs, or put it back as its last checkpoint left it. The run's folder is locked until the
     run is left.
     """
     resolve_objective(config)
+    return open_in_place(config, progress, partial(_open_run, config))
+
+
+def open_in_place(config: Config, progress: Progress, build: Callable[[Place], T]) -> T:
+    """What ``build`` makes, with the ranks met, what it needs at hand and its folder locked."""
     world = open_world(config)
     world.together(lambda: check_needs(config, world.layout))
     device = world.device or resolve_device(config.run.device)
-    if not world.is_main:
-        progress = SilentProgress()
-    lock = world.on_first(lambda: lock_folder(config.run_dir, progress.note))
+    shown = progress if world.is_main else SilentProgress()
+    lock = world.on_first(lambda: lock_folder(config.run_dir, shown.note))
+
+    def on_phase(name: str) -> None:
+        shown.phase(name)
+        if world.watch is not None:
+            world.watch.at(name)
+
     try:
-        return _open_run(config, world, device, progress, lock)
+        if config.run.threads is not None:
+            torch.set_num_threads(config.run.threads)
+        return build(Place(world, device, shown, StepClock(device, on_phase), lock))
     except BaseException as error:
         if lock is not None:
             lock.close()
@@ -395,10 +423,9 @@ def open_run(config: Config, progress: Progress) -> Run:
         raise
 
 
-def _open_run(config: Config, world: World, device: torch.device, progress: Progress, lock: FolderLock | None) -> Run:
+def _open_run(config: Config, place: Place) -> Run:
+    world, device, progress, clock = place.world, place.device, place.progress, place.clock
     folder = config.run_dir
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
     for part, choice in algorithm(config).items():
         progress.note(f"{part}: {choice}")
     checkpoint, changes = world.first(lambda: find_beginning(config, folder))
@@ -411,12 +438,6 @@ def _open_run(config: Config, world: World, device: torch.device, progress: Prog
         if note is not None:
             progress.note(note)
 
-    def on_phase(name: str) -> None:
-        progress.phase(name)
-        if world.watch is not None:
-            world.watch.at(name)
-
-    clock = StepClock(device, on_phase)
     learner = open_learner(config, folder, checkpoint, device, progress, clock, world)
     curriculum = make_curriculum(config.sampler.curriculum, dataset.train)
     cursor = PromptCursor(dataset.train, config.run.seed, dataset.heldout, curriculum)
@@ -425,16 +446,9 @@ def _open_run(config: Config, world: World, device: torch.device, progress: Prog
     engine = world.together(lambda: open_engine(config, source, device, world))
     trackers = world.on_first(lambda: open_trackers(config, folder, keep_through + 1)) or []
     # Nothing that draws a random number comes after this: a resumed run must see the numbers the first one saw.
-    torch.manual_seed(config.run.seed)
-    random.seed(config.run.seed)
-    np.random.seed(config.run.seed % 2**32)
+    seed_generators(config.run.seed)
     if checkpoint:
-        if (saved_on := load_checkpoint(checkpoint, learner, sampler)) != world.size:
-            changes.append(Change("ranks", saved_on, world.size))
-            progress.note(
-                f"step {done} is of {saved_on} ranks: weights, optimizer and groups are the same on {world.size}, "
-                "what follows has other roundings"
-            )
+        changes += take_up(checkpoint, learner, sampler, progress)
         if is_new and (changed := rewarded_otherwise(folder)):
             progress.note(f"{len(sampler.buffer)} groups left over are dropped: {', '.join(changed)} is another now")
             sampler.buffer, sampler.waiting = [], []
@@ -447,10 +461,7 @@ def _open_run(config: Config, world: World, device: torch.device, progress: Prog
         tokenizer = learner.policy.tokenizer
         log = RunLog(folder, config.logging, trackers, first_step=done, keep_through=keep_through, tokenizer=tokenizer)
         if checkpoint:
-            log.changes(changes)
-            write_config(config, folder)  # behind the log: what a kill comes between is told twice, not never
-            for change in changes:
-                progress.note(f"from step {done + 1} on {change}")
+            tell_changes(log, config, folder, changes, progress)
         return log
 
     log = world.on_first(open_log)
@@ -481,7 +492,7 @@ def _open_run(config: Config, world: World, device: torch.device, progress: Prog
         log=log,
         progress=progress,
         clock=clock,
-        lock=lock,
+        lock=place.lock,
         stop=StopRequest(progress.note, config.run.grace),
         early_stop=early_stop,
         first_step=done,
@@ -491,13 +502,38 @@ def _open_run(config: Config, world: World, device: torch.device, progress: Prog
     )
 
 
-def find_beginning(config: Config, folder: Path) -> tuple[Checkpoint | None, list[Change]]:
+def seed_generators(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def take_up(checkpoint: Checkpoint, learner: Learner, sampler: Resumable, progress: Progress) -> list[Change]:
+    """Put everything back as the checkpoint has it. Returns what is otherwise about the ranks. Collective."""
+    saved_on, size = load_checkpoint(checkpoint, learner, sampler), learner.world.size
+    if saved_on == size:
+        return []
+    progress.note(
+        f"step {checkpoint.step} is of {saved_on} ranks: weights, optimizer and groups are the same on {size}, what "
+        "follows has other roundings"
+    )
+    return [Change("ranks", saved_on, size)]
+
+
+def tell_changes(log: RunLog, config: AnyConfig, folder: Path, changes: list[Change], progress: Progress) -> None:
+    log.changes(changes)
+    write_config(config, folder)  # behind the log: what a kill comes between is told twice, not never
+    for change in changes:
+        progress.note(f"from step {log.first_step + 1} on {change}")
+
+
+def find_beginning(config: AnyConfig, folder: Path) -> tuple[Checkpoint | None, list[Change]]:
     """What a folder's run goes on from, and what is set otherwise than before. Raises ConfigError, CheckpointError."""
     changes = check_same_run(config, folder)
     checkpoint = checkpoint_to_resume(folder / CHECKPOINTS)
     if checkpoint is None:
         write_config(config, folder)
-        if config.run.from_ is not None:
+        if isinstance(config, Config) and config.run.from_ is not None:
             return start_fork(config, folder), []
     return checkpoint, changes
 

@@ -28,12 +28,13 @@ from dapo_runner.checkpoint.files import (
     writing,
 )
 from dapo_runner.checkpoint.saving import BackgroundSaves, load_checkpoint, save_checkpoint
-from dapo_runner.checkpoint.state import moment
+from dapo_runner.checkpoint.state import Resumable, moment
 
 __all__ = [
     "BackgroundSaves",
     "Checkpoint",
     "CheckpointError",
+    "Resumable",
     "checkpoint_to_resume",
     "copy_checkpoint",
     "damage_of",

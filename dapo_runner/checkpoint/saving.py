@@ -22,10 +22,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from dapo_runner.checkpoint import files, plain, sharded
 from dapo_runner.checkpoint.files import Checkpoint, CheckpointError
-from dapo_runner.checkpoint.state import FILE, load_moment, moment, packed
+from dapo_runner.checkpoint.state import FILE, Resumable, load_moment, moment, packed
 from dapo_runner.parallel.world import World
 from dapo_runner.policy.lora import has_adapters, load_adapters
-from dapo_runner.sampling.sampler import DynamicSampler
 from dapo_runner.update.learner import Learner
 
 
@@ -33,7 +32,7 @@ def save_checkpoint(
     folder: Path,
     step: int,
     learner: Learner,
-    sampler: DynamicSampler,
+    sampler: Resumable,
     keep: int,
     then: dict[str, Any] | None = None,
 ) -> Checkpoint:
@@ -60,7 +59,7 @@ class BackgroundSaves:
         folder: Path,
         step: int,
         learner: Learner,
-        sampler: DynamicSampler,
+        sampler: Resumable,
         keep: int,
         then: dict[str, Any] | None = None,
     ) -> None:
@@ -87,7 +86,7 @@ def _hold(
     folder: Path,
     step: int,
     learner: Learner,
-    sampler: DynamicSampler,
+    sampler: Resumable,
     keep: int,
     then: dict[str, Any] | None,
     *,
@@ -128,7 +127,7 @@ def _failing_together(path: Path, world: World) -> Iterator[None]:
         raise world.first(partial(files.not_written, path, path.parent, error)) from error
 
 
-def load_checkpoint(checkpoint: Checkpoint, learner: Learner, sampler: DynamicSampler) -> int:
+def load_checkpoint(checkpoint: Checkpoint, learner: Learner, sampler: Resumable) -> int:
     """Put everything back; returns how many ranks wrote it. The learner's policy must have been loaded from
     ``checkpoint.model``; one with adapters from the model that training started from. Collective.
     """

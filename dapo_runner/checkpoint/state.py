@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from dapo_runner.parallel.world import World
-from dapo_runner.sampling.sampler import DynamicSampler
 
 FILE = "state.pt"
 
 
-def moment(sampler: DynamicSampler) -> dict[str, Any]:
+class Resumable(Protocol):
+    """What walks over the data of a run: a sampler, or the cursor of a supervised one."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+def moment(sampler: Resumable) -> dict[str, Any]:
     """What a checkpoint of now would hold beside the learner: the sampler and every random generator."""
     return {"sampler": sampler.state_dict(), "rng": _rng_state()}
 
@@ -33,7 +40,7 @@ def packed(step: int, then: dict[str, Any], world: World) -> bytes:
     return buffer.getvalue()
 
 
-def load_moment(path: Path, sampler: DynamicSampler, world: World) -> int:
+def load_moment(path: Path, sampler: Resumable, world: World) -> int:
     """Put sampler and generators back; where another number of ranks wrote them, every rank takes the generators of
     rank 0. Returns that number.
     """

@@ -15,7 +15,7 @@ from dapo_runner.commands.output import print_evaluations, quiet_libraries
 from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import Config, ConfigError, load_config
 from dapo_runner.evaluate import evaluate, scored
-from dapo_runner.folder import CONFIG_FILE
+from dapo_runner.folder import CONFIG_FILE, read_config
 from dapo_runner.policy.model import load_tokenizer, resolve_device
 from dapo_runner.preflight.needs import check_model
 from dapo_runner.records.run_log import CHECKPOINTS
@@ -71,7 +71,7 @@ def _of_run(folder: Path, overrides: Sequence[str]) -> tuple[Config, Path]:
         raise ConfigError(
             f"{folder}: expected a run's folder or one of its checkpoints, found no {CONFIG_FILE} in {run}"
         )
-    config = load_config(run / CONFIG_FILE, overrides)
+    config = read_config(run, overrides)
     if run is not folder:
         return config, _checkpoint(folder).model
     newest = latest_checkpoint(run / CHECKPOINTS)

@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.run import main as torchrun
 
 from dapo_runner.commands.recipes import find_recipe
-from dapo_runner.config import load_config
+from dapo_runner.config import load_config, load_sft_config
 from dapo_runner.errors import ConfigError
 from dapo_runner.parallel.world import make_layout
 
@@ -26,7 +26,10 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             raise ConfigError(f"--{name.replace('_', '-')}: expected at least {least}, got {getattr(options, name)}")
     if (options.nnodes > 1) != (options.rdzv_endpoint is not None):
         raise ConfigError("--rdzv-endpoint: expected HOST:PORT beside --nnodes, and only there")
-    config = load_config(find_recipe(options.config), overrides)
+    if options.sft:
+        config = load_sft_config(options.config, overrides).training()
+    else:
+        config = load_config(find_recipe(options.config), overrides)
     make_layout(config, options.gpus * options.nnodes, options.gpus)
     arguments = _torchrun_arguments(options, overrides)
     print(f"torchrun {shlex.join(arguments)}", flush=True)
@@ -51,5 +54,5 @@ def _torchrun_arguments(options: argparse.Namespace, overrides: Sequence[str]) -
     if options.nnodes > 1:
         meeting = ["--nnodes", str(options.nnodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", options.rdzv_endpoint]
     restarts = ["--max-restarts", str(options.max_restarts)] if options.max_restarts else []
-    program = ["-m", "dapo_runner", "train", options.config, *overrides]
+    program = ["-m", "dapo_runner", "sft" if options.sft else "train", options.config, *overrides]
     return [*meeting, "--nproc-per-node", str(options.gpus), *restarts, *program]

@@ -5,9 +5,19 @@ from it.
 """
 
 from dapo_runner.config.checks import cautions
+from dapo_runner.config.convert import ConvertConfig
 from dapo_runner.config.critic import CriticConfig
-from dapo_runner.config.judge import JudgeConfig, JudgePrompt
-from dapo_runner.config.reading import apply_overrides, check_config, dump_config, flatten, load_config, parse_config
+from dapo_runner.config.judge import AskedModel, JudgeConfig, JudgePrompt
+from dapo_runner.config.reading import (
+    apply_overrides,
+    check_config,
+    dump_config,
+    flatten,
+    load_config,
+    load_sft_config,
+    parse,
+    parse_config,
+)
 from dapo_runner.config.settings import (
     AdvantageConfig,
     ArithmeticConfig,
@@ -46,16 +56,19 @@ from dapo_runner.config.settings import (
     WandbConfig,
     WarmupConfig,
 )
+from dapo_runner.config.sft import SftColumnsConfig, SftConfig, SftDataConfig, SftOptimizerConfig, SftRunConfig
 from dapo_runner.errors import ConfigError
 
 __all__ = [
     "AdvantageConfig",
     "ArithmeticConfig",
+    "AskedModel",
     "CallsConfig",
     "CodeConfig",
     "ColumnsConfig",
     "Config",
     "ConfigError",
+    "ConvertConfig",
     "CorrectionConfig",
     "CriticConfig",
     "CurriculumConfig",
@@ -83,6 +96,11 @@ __all__ = [
     "RunConfig",
     "SamplerConfig",
     "SegmentsConfig",
+    "SftColumnsConfig",
+    "SftConfig",
+    "SftDataConfig",
+    "SftOptimizerConfig",
+    "SftRunConfig",
     "TinyModelConfig",
     "TrackioConfig",
     "TreeShape",
@@ -95,5 +113,7 @@ __all__ = [
     "dump_config",
     "flatten",
     "load_config",
+    "load_sft_config",
+    "parse",
     "parse_config",
 ]

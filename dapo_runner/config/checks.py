@@ -55,7 +55,7 @@ def mismatches(config: Config) -> Iterator[str]:
     yield from _temperatures_of_vllm(config)
     yield from _pairs(config)
     yield from _routing(config)
-    yield from _schedule(config)
+    yield from schedule_mismatches(config)
     yield from _advantages(config)
     yield from _critic(config)
     yield from _nothing_to_stop_by(config)
@@ -154,7 +154,10 @@ def _routing(config: Config) -> Iterator[str]:
         )
 
 
-def _schedule(config: Config) -> Iterator[str]:
+def schedule_mismatches(
+    config: Config, steps: str = "rollout steps", end: str = "optimizer.decay_steps or run.steps"
+) -> Iterator[str]:
+    """``steps`` and ``end`` are what a message calls the steps of the run, and the settings that say how many."""
     optimizer = config.optimizer
     if optimizer.schedule == "constant":
         for name in ("min_lr_ratio", "decay_steps"):
@@ -162,14 +165,14 @@ def _schedule(config: Config) -> Iterator[str]:
             if value != type(optimizer).model_fields[name].default:
                 yield f"optimizer.{name}: expected optimizer.schedule=linear or cosine beside it, got {name}={value:g}"
         return
-    places, unit, name = config.decay_steps, "rollout steps", "warmup_steps"
+    places, unit, name = config.decay_steps, steps, "warmup_steps"
     if optimizer.warmup_updates is not None:
         places, unit, name = places * config.updates_per_step, "updates", "warmup_updates"
     warmup = getattr(optimizer, name)
     if warmup >= places:
         yield (
             f"optimizer.{name}: expected fewer than the {places} {unit} that optimizer.schedule={optimizer.schedule} "
-            f"ends after (optimizer.decay_steps or run.steps), got {warmup}"
+            f"ends after ({end}), got {warmup}"
         )
 
 

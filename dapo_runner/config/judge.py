@@ -55,43 +55,53 @@ class JudgePrompt(Section):
         return answers
 
 
-class JudgeConfig(JudgePrompt):
-    """Kind judge: a model says whether a response gives the reference answer (arXiv 2503.23829). docs/judge.md."""
+class AskedModel(Section):
+    """A model that is asked, in this process or behind an API, and is not the policy."""
 
     engine: Literal["hf", "endpoint"] = "hf"
     model: str  # hf: a folder in transformers' format or a hub name; endpoint: what the server calls it
-    reward: Literal["soft", "binary"] = "soft"  # the confidence, from 0 to 1; or reward.correct and reward.wrong
-    votes: NonNegativeInt = 0  # 0: p(yes) / (p(yes) + p(no)) of the answer's first token; k: the share of k samples
-    shows: Literal["last_line", "response"] = "last_line"  # the last line that is not empty, or all of it
-    max_characters: PositiveInt = 4000  # of what is shown, counted from its end
     chat_template_kwargs: dict[str, Any] = {}  # {enable_thinking: false} for a model that would think first
     # Engine hf.
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     device: str = "auto"  # auto: cuda where there is one, of several ranks each its own; else cpu
-    batch_tokens: PositiveInt = 16384  # of one forward pass, padding included
     # Engine endpoint.
     url: str | None = None  # of an OpenAI-compatible API: http://localhost:8000/v1
     key_env: str | None = None  # the environment variable that holds its key
     options: dict[str, Any] = {}  # into every request; null takes a field out
+
+    @model_validator(mode="after")
+    def _of_its_engine(self) -> AskedModel:
+        at = self.url or ""
+        if self.engine == "endpoint" and not at.startswith(("http://", "https://")):
+            raise ValueError(f"url: expected http://… or https://… with engine=endpoint, got {self.url}")
+        self._refuse_unused(("dtype", "device"), "engine=hf", self.engine == "hf")
+        self._refuse_unused(("url", "key_env", "options"), "engine=endpoint", self.engine == "endpoint")
+        return self
+
+    def _refuse_unused(self, names: tuple[str, ...], user: str, there: bool) -> None:
+        for name in names:
+            if not there and (value := getattr(self, name)) != type(self).model_fields[name].default:
+                raise ValueError(f"{name}: expected {user} beside it, without which it has no effect, got {value!r}")
+
+
+class JudgeConfig(JudgePrompt, AskedModel):
+    """Kind judge: a model says whether a response gives the reference answer (arXiv 2503.23829). docs/judge.md."""
+
+    reward: Literal["soft", "binary"] = "soft"  # the confidence, from 0 to 1; or reward.correct and reward.wrong
+    votes: NonNegativeInt = 0  # 0: p(yes) / (p(yes) + p(no)) of the answer's first token; k: the share of k samples
+    shows: Literal["last_line", "response"] = "last_line"  # the last line that is not empty, or all of it
+    max_characters: PositiveInt = 4000  # of what is shown, counted from its end
+    batch_tokens: PositiveInt = 16384  # engine hf: of one forward pass, padding included
     # Votes.
     temperature: PositiveFloat = 1.0
     max_tokens: PositiveInt = 8  # of an answer; more for a model that thinks first
 
     @model_validator(mode="after")
-    def _of_its_engine(self) -> JudgeConfig:
-        at = self.url or ""
-        if self.engine == "endpoint" and not at.startswith(("http://", "https://")):
-            raise ValueError(f"url: expected http://… or https://… with engine=endpoint, got {self.url}")
+    def _of_its_votes(self) -> JudgeConfig:
         if self.engine == "hf" and self.votes:
             raise ValueError(
                 f"votes: expected 0 with engine=hf, whose forward pass gives the probability itself, got {self.votes}"
             )
-        needs = {
-            **dict.fromkeys(("dtype", "device", "batch_tokens"), ("engine=hf", self.engine == "hf")),
-            **dict.fromkeys(("url", "key_env", "options"), ("engine=endpoint", self.engine == "endpoint")),
-            **dict.fromkeys(("temperature", "max_tokens"), ("votes", self.votes > 0)),
-        }
-        for name, (needed, there) in needs.items():
-            if not there and (value := getattr(self, name)) != type(self).model_fields[name].default:
-                raise ValueError(f"{name}: expected {needed} beside it, without which it has no effect, got {value!r}")
+        self._refuse_unused(("batch_tokens",), "engine=hf", self.engine == "hf")
+        self._refuse_unused(("temperature", "max_tokens"), "votes", self.votes > 0)
         return self

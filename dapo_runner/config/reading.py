@@ -7,7 +7,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -16,7 +16,10 @@ from pydantic.fields import FieldInfo
 from dapo_kernels.objectives import FIELDS
 from dapo_runner.config.checks import mismatches
 from dapo_runner.config.settings import Config, LossConfig
+from dapo_runner.config.sft import SftConfig
 from dapo_runner.errors import ConfigError
+
+C = TypeVar("C", bound=BaseModel)
 
 
 class _Loader(yaml.SafeLoader):
@@ -52,6 +55,15 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 
     Raises ConfigError with one line per problem: the key, what was expected, what came.
     """
+    return parse_config(_read(path, overrides))
+
+
+def load_sft_config(path: str | Path, overrides: Iterable[str] = ()) -> SftConfig:
+    """The same of a recipe for `dapo sft`."""
+    return parse(_read(path, overrides), SftConfig)
+
+
+def _read(path: str | Path, overrides: Iterable[str]) -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"{path}: expected a YAML file, found {'a folder' if path.is_dir() else 'nothing there'}")
@@ -61,17 +73,22 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected sections such as 'model:' at the top, got a {type(raw).__name__}")
-    return parse_config(apply_overrides(raw, overrides))
+    return apply_overrides(raw, overrides)
 
 
 def parse_config(raw: dict[str, Any]) -> Config:
     """Validate plain nested dicts, as YAML gives them. Raises ConfigError."""
-    try:
-        config = Config.model_validate(raw)
-    except ValidationError as error:
-        raise ConfigError("\n".join(_explain(item) for item in error.errors())) from error
+    config = parse(raw, Config)
     check_config(config)
     return config
+
+
+def parse(raw: dict[str, Any], kind: type[C]) -> C:
+    """Each section by itself. Raises ConfigError."""
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(item, kind) for item in error.errors())) from error
 
 
 def check_config(config: Config) -> None:
@@ -80,7 +97,7 @@ def check_config(config: Config) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def dump_config(config: Config) -> str:
+def dump_config(config: BaseModel) -> str:
     """The whole configuration, defaults included, as YAML that ``load_config`` reads back to an equal one."""
     return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
 
@@ -133,13 +150,13 @@ def _set_nested(raw: dict[str, Any], dotted: str, value: Any) -> None:
     node[last] = value
 
 
-def _explain(item: Any) -> str:
+def _explain(item: Any, kind: type[BaseModel]) -> str:
     """One pydantic error as `key: expected …, got …`."""
     location = tuple(str(part) for part in item["loc"])
     key = ".".join(location)
     if item["type"] == "extra_forbidden":
-        known = _known_keys(location[:-1])
-        near = [place for place in _every_key() if place.split(".")[-1] == location[-1]]
+        known = _known_keys(location[:-1], kind)
+        near = [place for place in every_key(kind) if place.split(".")[-1] == location[-1]]
         near = near or difflib.get_close_matches(location[-1], known, n=1)
         hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
         return f"{key}: unknown key; {hint}known keys here: {', '.join(known)}"
@@ -152,8 +169,7 @@ def _explain(item: Any) -> str:
     return f"{key}: expected {expected}, got {item['input']!r}"
 
 
-def _known_keys(section: tuple[str, ...]) -> list[str]:
-    node: type[BaseModel] = Config
+def _known_keys(section: tuple[str, ...], node: type[BaseModel]) -> list[str]:
     for name in section:
         if name not in node.model_fields:  # the key of a mapping of sections, the place in a list of them
             continue
@@ -163,13 +179,13 @@ def _known_keys(section: tuple[str, ...]) -> list[str]:
     return [field.alias or name for name, field in node.model_fields.items()]
 
 
-def _every_key(node: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+def every_key(node: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every key of every section, from the top, and the fields of an objective."""
     for name, field in node.model_fields.items():
         nested, place = _section_of(field), f"{prefix}{field.alias or name}"
         yield place
         if nested is not None and get_origin(field.annotation) not in (dict, list):
-            yield from _every_key(nested, f"{place}.")
+            yield from every_key(nested, f"{place}.")
     if node is LossConfig:
         yield from (f"{prefix}overrides.{name}" for name in FIELDS)
 

@@ -21,6 +21,7 @@ STEP_FIGURES = (
     ("accuracy", "sampling/accuracy", "{:.0%}"),
     ("mixed", "sampling/mixed", "{:.0%}"),
     ("length", "batch/length", "{:.0f}"),
+    ("loss", "loss", "{:.4f}"),  # of a supervised run
     ("entropy", "train/entropy", "{:.3f}"),
     ("grad", "train/grad_norm", "{:.2f}"),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,10 @@ PANELS = (
         stacked=True,
     ),
 )
+SUPERVISED_PANELS = (  # of `dapo sft`
+    Panel("Loss", "nats per token", (Curve("train/loss", "update", BLUE), Curve("eval/loss", "held-out", ORANGE))),
+    *(panel for panel in PANELS if panel.title in ("Entropy", "Gradient norm", "Time")),
+)
 # What the last panel draws together; any other phase is the rest.
 TIME_GROUPS = {
     "rollout": "rollout",
@@ -190,21 +195,26 @@ def collect(events: list[dict[str, Any]]) -> Points:
 
 
 def draw(points: Points, title: str) -> Figure:
-    """All panels; one without data says so, so that the picture always has the same shape."""
-    rows = -(-len(PANELS) // COLUMNS)
+    """All panels of a run, or of a supervised one; one without data says so: the picture always has the same shape."""
+    supervised = "eval/loss" in points or ("train/loss" in points and "batch/reward" not in points)
+    panels, step_is = (SUPERVISED_PANELS, "update") if supervised else (PANELS, "rollout step")
+    rows = -(-len(panels) // COLUMNS)
     figure = Figure(figsize=(4.3 * COLUMNS, 2.9 * rows), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=13, fontweight="bold")
     axes = figure.subplots(rows, COLUMNS).flat
     steps = [step for key in points for step in points[key][0]]
-    for panel, ax in zip(PANELS, axes, strict=True):
+    for panel, ax in zip_longest(panels, axes):
+        if panel is None:
+            ax.remove()
+            continue
+        ax.set_xlabel(step_is, fontsize=8)
         _draw_panel(ax, panel, points, (min(steps), max(steps)))
     return figure
 
 
 def _draw_panel(ax: Axes, panel: Panel, points: Points, steps: tuple[int, int]) -> None:
     ax.set_title(panel.title, fontsize=10, loc="left")
-    ax.set_xlabel("rollout step", fontsize=8)
     ax.set_ylabel(panel.unit, fontsize=8)
     ax.tick_params(labelsize=8)
     ax.spines[["top", "right"]].set_visible(False)

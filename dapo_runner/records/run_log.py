@@ -59,7 +59,7 @@ class RunLog:
         """A step's figures and rollouts. Returns what a person should know of the latter."""
         with writing(self.folder / ROLLOUTS, self.folder / CHECKPOINTS):
             news = self.rollouts.write(step, groups, sequences, values)
-        self._metrics(step, "step", figures)
+        self.figures(step, "step", figures)
         self._samples(step, "samples/trained", groups)
         return news
 
@@ -71,7 +71,7 @@ class RunLog:
         """Figures and answers. Returns what a person should know of the latter."""
         with writing(self.folder / EVALUATIONS, self.folder / CHECKPOINTS):
             news = self.evaluations.write(step, groups)
-        self._metrics(step, "eval", figures)
+        self.figures(step, "eval", figures)
         self._samples(step, "samples/eval", groups)
         return news
 
@@ -93,7 +93,8 @@ class RunLog:
         for tracker in self.trackers:
             tracker.close()
 
-    def _metrics(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
+    def figures(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
+        """A line of `metrics.jsonl`, and the same to the trackers."""
         with writing(self.folder / METRICS_FILE, self.folder / CHECKPOINTS):
             self.metrics.write(step, kind, figures)
         for tracker in self.trackers:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from dapo_runner.config import Config, ConfigError, LoggingConfig, flatten
+from dapo_runner.config import Config, ConfigError, LoggingConfig, SftConfig, flatten
 from dapo_runner.records.environment import environment
 from dapo_runner.records.metrics import jsonable
 from dapo_runner.types import Group
@@ -63,7 +63,7 @@ def sample_table(step: int, groups: Sequence[Group], n: int) -> Table:
 class TensorBoardTracker:
     """Event files under the run's folder: `tensorboard --logdir runs`."""
 
-    def __init__(self, folder: Path, config: Config, first_step: int) -> None:
+    def __init__(self, folder: Path, config: Config | SftConfig, first_step: int) -> None:
         """What an interrupted run had written of ``first_step`` and later no longer shows."""
         from torch.utils.tensorboard import SummaryWriter
 
@@ -87,7 +87,7 @@ class TensorBoardTracker:
 class WandbTracker:
     """One W&B run for the run's whole life, resumed with it. Steps done again after a resume are logged again."""
 
-    def __init__(self, folder: Path, config: Config) -> None:
+    def __init__(self, folder: Path, config: Config | SftConfig) -> None:
         """Raises ConfigError where W&B cannot start, for instance without a login."""
         import wandb
 
@@ -128,7 +128,7 @@ class WandbTracker:
 class MLflowTracker:
     """One MLflow run for the run's whole life. Steps done again after a resume are logged again."""
 
-    def __init__(self, folder: Path, config: Config) -> None:
+    def __init__(self, folder: Path, config: Config | SftConfig) -> None:
         """Raises ConfigError where the tracking server cannot be used."""
         import mlflow
 
@@ -180,7 +180,7 @@ class MLflowTracker:
 class TrackioTracker:
     """One trackio run for the run's whole life. Steps done again after a resume are logged again."""
 
-    def __init__(self, folder: Path, config: Config) -> None:
+    def __init__(self, folder: Path, config: Config | SftConfig) -> None:
         import trackio
 
         settings = config.logging.trackio
@@ -219,7 +219,7 @@ def check_trackers(config: LoggingConfig) -> None:
             raise ConfigError(f"logging.{name}: needs the package {name}; pip install 'dapo-kernels[{name}]'")
 
 
-def open_trackers(config: Config, folder: Path, first_step: int) -> list[Tracker]:
+def open_trackers(config: Config | SftConfig, folder: Path, first_step: int) -> list[Tracker]:
     """Those that the configuration asks for. ``first_step`` is the first that will be written. Raises ConfigError."""
     check_trackers(config.logging)
     trackers: list[Tracker] = []
@@ -239,7 +239,7 @@ def _finite(figures: Mapping[str, float]) -> dict[str, float]:
     return {key: float(value) for key, value in figures.items() if math.isfinite(value)}
 
 
-def _plain(config: Config) -> dict[str, Any]:
+def _plain(config: Config | SftConfig) -> dict[str, Any]:
     return config.model_dump(mode="json", by_alias=True)
 
 

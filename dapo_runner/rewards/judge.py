@@ -27,7 +27,7 @@ from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from dapo_runner.config import ConfigError, JudgeConfig, JudgePrompt, RewardConfig
+from dapo_runner.config import AskedModel, ConfigError, JudgePrompt, RewardConfig
 from dapo_runner.rewards.calls import ASYNC_CALLS, in_thread
 from dapo_runner.rewards.endpoint import Answer, Endpoint, EndpointError
 from dapo_runner.rewards.judge_model import JudgeModel
@@ -190,7 +190,7 @@ def conversation_of(prompt: JudgePrompt, question: Question, shield: Shield) -> 
     return [*system, {"role": "user", "content": text}]
 
 
-def endpoint_of(config: JudgeConfig, timeout: float | None) -> Endpoint:
+def endpoint_of(config: AskedModel, timeout: float | None) -> Endpoint:
     assert config.url is not None
     extra = {"chat_template_kwargs": config.chat_template_kwargs} if config.chat_template_kwargs else {}
     return Endpoint(config.url, config.model, config.key_env, extra | config.options, timeout)

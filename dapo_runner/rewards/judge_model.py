@@ -54,8 +54,7 @@ class JudgeModel:
 
     @property
     def tokens(self) -> set[str]:
-        """What the tokenizer does not take apart, wherever it stands in a text."""
-        return {*self._tokenizer.get_added_vocab(), *self._tokenizer.all_special_tokens}
+        return tokens_kept_whole(self._tokenizer)
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -118,3 +117,8 @@ class JudgeModel:
             input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, logits_to_keep=1
         )
         return torch.log_softmax(output.logits[:, -1].float(), dim=-1)
+
+
+def tokens_kept_whole(tokenizer: Any) -> set[str]:
+    """What a tokenizer does not take apart, wherever it stands in a text."""
+    return {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}

@@ -201,7 +201,7 @@ def build_prompts(
         raise ConfigError("data.chat_template: expected a tokenizer with a chat template for 'always', it has none")
     chat = has_template and data.chat_template != "never"
     messages = [(*problem.context, ("user", apply_template(data.template, problem.question))) for problem in problems]
-    texts = [_render(turns, tokenizer, chat) for turns in messages]
+    texts = [render(turns, tokenizer, chat) for turns in messages]
     # A chat template writes its own special tokens; adding them again would double the first one.
     token_ids = tokenizer(texts, add_special_tokens=not chat)["input_ids"] if texts else []
     prompts = [
@@ -213,11 +213,12 @@ def build_prompts(
     return prompts
 
 
-def _render(turns: Iterable[tuple[str, str]], tokenizer: Tokenizer, chat: bool) -> str:
+def render(turns: Iterable[tuple[str, str]], tokenizer: Tokenizer, chat: bool, **kwargs: Any) -> str:
+    """The text that an answer follows; ``kwargs`` are the chat template's own."""
     if not chat:
         return "\n\n".join(content for _, content in turns)
     messages = [{"role": role, "content": content} for role, content in turns]
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs))
 
 
 def apply_template(template: str, question: str) -> str:

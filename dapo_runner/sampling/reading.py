@@ -53,7 +53,7 @@ def read_problems(
     """The rows of a data set, in order. ``columns`` say what they are where ``format`` is auto; ``system`` is a message
     for those that have none. Raises ConfigError naming the data set, the row and what was expected.
     """
-    for number, row in enumerate(_read_rows(path, subset, split), start=1):
+    for number, row in enumerate(read_rows(path, subset, split), start=1):
         if format == "auto":
             format = "columns" if columns is not None else _detect_format(path, row)
         try:
@@ -75,7 +75,7 @@ def missing_data(path: Path) -> str | None:
     return f"expected a .jsonl or .parquet file, a folder or the name of a data set on the hub, got {path}"
 
 
-def _read_rows(path: Path, subset: str | None, split: str) -> Iterator[dict[str, Any]]:
+def read_rows(path: Path, subset: str | None, split: str) -> Iterator[dict[str, Any]]:
     if path.suffix == ".jsonl" and path.is_file():
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
@@ -164,7 +164,7 @@ _EXPECTED = {
 
 def _from_columns(row: Mapping[str, Any], columns: ColumnsConfig) -> Problem:
     """Raises KeyError for a column that is not there, ValueError for one that holds something else."""
-    *context, (role, question) = _messages(row[columns.prompt])
+    *context, (role, question) = as_messages(row[columns.prompt])
     if role != "user":
         raise ValueError("the last message must be the user's")
     choices = None if columns.choices is None else _choices(row[columns.choices], columns.choices)
@@ -179,7 +179,7 @@ def _from_columns(row: Mapping[str, Any], columns: ColumnsConfig) -> Problem:
     return Problem(question.strip(), answer.strip(), str(row.get(columns.source) or ""), tuple(context), row)
 
 
-def _messages(prompt: Any) -> list[tuple[str, str]]:
+def as_messages(prompt: Any) -> list[tuple[str, str]]:
     if isinstance(prompt, str):
         return [("user", prompt)]
     try:

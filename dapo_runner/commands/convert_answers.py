@@ -1,0 +1,28 @@
+"""`dapo convert-answers`: problems rewritten so that their answers are integers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from dapo_runner.commands.complain import complain
+from dapo_runner.commands.output import quiet_libraries
+from dapo_runner.config import ConvertConfig, apply_overrides, parse
+from dapo_runner.convert.journal import beside
+from dapo_runner.convert.run import convert_answers
+from dapo_runner.rewards.endpoint import EndpointError
+
+
+def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    config = parse(apply_overrides({}, overrides), ConvertConfig)
+    quiet_libraries()
+    try:
+        counts = convert_answers(options.source, options.out, config, lambda text: print(text, flush=True))
+    except EndpointError as error:
+        complain(f"{error}; what is settled is kept, and the same command goes on")
+        return 1
+    print(f"{counts.pop('kept', 0)} kept: {options.out}")
+    print(f"{counts.total()} rejected: {beside(options.out, 'rejected')}")
+    for reason, count in counts.most_common():
+        print(f"  {count}  {reason}")
+    return 0

@@ -1,0 +1,1 @@
+"""Supervised fine-tuning, `dapo sft`: the policy, the learner and the checkpoints of `dapo train` over examples."""
