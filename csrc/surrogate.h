@@ -17,7 +17,7 @@
 namespace dapo {
 
 // Indices of objectives/table.py: SURROGATES and objectives.KL_ESTIMATORS.
-enum class Surrogate : int32_t { clip = 0, cispo = 1, reinforce = 2, sapo = 3 };
+enum class Surrogate : int32_t { clip = 0, cispo = 1, reinforce = 2, sapo = 3, dppo_tv = 4, dppo_kl = 5 };
 enum class KlEstimator : int32_t { k1 = 0, k2 = 1, k3 = 2 };
 enum ClipHit : int8_t { kClipNone = 0, kClipLow = 1, kClipHigh = 2, kClipDual = 3 };
 
@@ -85,6 +85,35 @@ DAPO_HOST_DEVICE TokenLoss sapo_term(float log_ratio, float advantage, const Obj
   return out;
 }
 
+// -sg[min(rho, dual_clip)] A l, and nothing where the probability is too far above or below the old one for A's sign:
+// by the total variation, or by the KL divergence, between the token and all others.
+DAPO_HOST_DEVICE TokenLoss dppo_term(float logprob, float log_ratio, float advantage, const Objective& o) {
+  TokenLoss out{0.0f, 0.0f, 0.0f, 0.0f, kClipNone};
+  if (advantage == 0.0f) return out;
+  const float old = logprob - log_ratio, low = 1.0f - o.ratio_min, high = o.ratio_max - 1.0f;
+  bool above, below;
+  if (o.surrogate == Surrogate::dppo_tv) {
+    const float shift = expf(logprob) - expf(old);
+    above = shift > high;
+    below = -shift > low;
+  } else {
+    // Float32 log-probs near 0 round to it. Without the 1e-8 the other tokens' part would then have no end.
+    const float rest = fmaxf(-expm1f(logprob), 0.0f), old_rest = fmaxf(-expm1f(old), 0.0f);
+    const float kl = old_rest * logf((old_rest + 1e-8f) / (rest + 1e-8f)) - expf(old) * log_ratio;
+    above = log_ratio > 0.0f && kl > high;
+    below = log_ratio < 0.0f && kl > low;
+  }
+  if (advantage > 0.0f ? above : below) {
+    out.hit = advantage > 0.0f ? kClipHigh : kClipLow;
+    return out;
+  }
+  const float ratio = expf(log_ratio);
+  if (ratio > o.dual_clip) out.hit = kClipDual;
+  out.d_logprob = -(ratio > o.dual_clip ? o.dual_clip : ratio) * advantage;
+  out.value = out.d_logprob * logprob;
+  return out;
+}
+
 // -A l
 DAPO_HOST_DEVICE TokenLoss reinforce_term(float logprob, float advantage) {
   TokenLoss out{0.0f, 0.0f, 0.0f, 0.0f, kClipNone};
@@ -115,7 +144,8 @@ DAPO_HOST_DEVICE TokenLoss token_objective(float logprob, float log_ratio, float
   TokenLoss out = o.surrogate == Surrogate::clip    ? clip_term(log_ratio, advantage, o)
                   : o.surrogate == Surrogate::cispo ? cispo_term(logprob, log_ratio, advantage, o)
                   : o.surrogate == Surrogate::sapo  ? sapo_term(log_ratio, advantage, o)
-                                                    : reinforce_term(logprob, advantage);
+                  : o.surrogate == Surrogate::reinforce ? reinforce_term(logprob, advantage)
+                                                        : dppo_term(logprob, log_ratio, advantage, o);
   if (importance_weight == 0.0f) {  // silences a policy term that overflows too
     out.value = out.d_logprob = out.d_log_ratio = 0.0f;
   } else {

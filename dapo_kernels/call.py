@@ -100,6 +100,10 @@ class PolicyCall:
         if denominator is not None and chosen.aggregate != "token-mean":
             _warn_of_a_token_count(layout, chosen, denominator, live)
         weights = token_weights(chosen, live, mask is None, sequence_ids, layout.n_sequences or 0, count, layout.dtype)
+        if chosen.kl_to == "old" and chosen.kl_coef != 0:
+            ref_logprobs = old_logprobs
+            if old_logprobs is None:  # on-policy: no distance, no slope
+                chosen = replace(chosen, kl_coef=0.0)
         tokens = Tokens(
             live=live,
             weights=weights,
@@ -148,6 +152,14 @@ def _settle(objective: Objective, tokens: Tokens, selection: Tensor | float | No
     return objective, tokens
 
 
+def times_policy_term(tokens: Tokens, weight: Tensor | None) -> Tokens:
+    """Every token's policy term times ``weight`` [N]; ``None`` is 1."""
+    if weight is None:
+        return tokens
+    given = tokens.importance_weights
+    return tokens._replace(importance_weights=weight if given is None else weight * given)
+
+
 def without_policy_term(tokens: Tokens, selection: Tensor) -> Tokens:
     """The selected tokens keep their KL and entropy terms and lose their policy gradient."""
     base = torch.ones_like(tokens.weights) if tokens.importance_weights is None else tokens.importance_weights
@@ -167,10 +179,11 @@ def _check_combination(
             f"{layout.caller}: aggregate='seq-mean-token-sum-norm' needs length_norm, a constant number of tokens "
             "(Dr.GRPO: the longest response allowed)"
         )
-    if objective.kl_coef != 0 and ref_logprobs is None:
+    if objective.needs_reference and ref_logprobs is None:
         raise ValueError(f"{layout.caller}: kl_coef={objective.kl_coef:g} needs ref_logprobs; or pass kl_coef=0.0")
-    if objective.kl_coef == 0 and objective.own is None and ref_logprobs is not None:
-        raise ValueError(f"{layout.caller}: ref_logprobs has no use with kl_coef=0; pass kl_coef, or leave it out")
+    if not objective.needs_reference and objective.own is None and ref_logprobs is not None:
+        why = "kl_coef=0; pass kl_coef" if objective.kl_coef == 0 else "kl_to='old'; pass kl_to='reference'"
+        raise ValueError(f"{layout.caller}: ref_logprobs has no use with {why}, or leave it out")
     if objective.max_old_prob is not None and old_logprobs is None:
         raise ValueError(f"{layout.caller}: max_old_prob={objective.max_old_prob:g} needs old_logprobs")
 

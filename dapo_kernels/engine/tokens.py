@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dapo_kernels.backends import backend
-from dapo_kernels.call import PolicyCall, without_policy_term
+from dapo_kernels.call import PolicyCall, times_policy_term, without_policy_term
 from dapo_kernels.engine.operators import operator
 from dapo_kernels.engine.shards import from_first
 from dapo_kernels.objectives import ratio, select
@@ -72,17 +72,16 @@ def loss_of_stats(
         tokens = tokens._replace(weights=torch.where(chosen, tokens.weights, 0.0))
     if objective.own is not None:
         return own_loss(objective.own, logprobs, entropy, tokens), None, None, None
-    log_ratio = ratio.log_ratio(
-        objective.ratio,
-        logprobs,
-        tokens.old_logprobs,
-        tokens.live,
-        call.sequence_ids,
-        call.layout.n_sequences or 0,
-    )
+    of_tokens = (tokens.old_logprobs, tokens.advantages, tokens.live, call.sequence_ids, call.layout.n_sequences or 0)
+    log_ratio = ratio.log_ratio(objective, logprobs, *of_tokens)
     detached = None if log_ratio is None else log_ratio.detach()
+    clipped = ratio.clipped_log_ratio(objective, logprobs.detach(), tokens.old_logprobs, detached)
+    tokens = times_policy_term(tokens, ratio.sequence_weight(objective, logprobs.detach(), *of_tokens))
+    clip_hit = None
+    if objective.clip_cov is not None or objective.ratio == "sequence_clipped":
+        clip_hit = select.clip_hits(objective, logprobs.detach(), clipped, tokens.advantages, tokens.live)
     if objective.clip_cov is not None:
-        clip_hit = select.clip_hits(objective, logprobs.detach(), detached, tokens.advantages, tokens.live)
+        assert clip_hit is not None
         lots = (logprobs.detach(), tokens.advantages, tokens.live, clip_hit, objective.clip_cov, call.generator)
         chosen = select.clip_cov(*lots)
         tokens = without_policy_term(tokens, chosen if call.group is None else from_first(chosen, call.group))
@@ -94,7 +93,8 @@ def loss_of_stats(
         assert entropy is not None
         bonus = (tokens.weights * torch.where(tokens.live, entropy, 0.0)).sum()
         loss = loss - objective.entropy_coef * bonus
-    return loss, out.clip_hit, out.ref_kl, None if objective.ratio == "token" else detached
+    hits = out.clip_hit if clip_hit is None else clip_hit
+    return loss, hits, out.ref_kl, None if objective.ratio == "token" else detached
 
 
 def _high_entropy(call: PolicyCall, entropy: Tensor) -> Tensor:

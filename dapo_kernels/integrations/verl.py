@@ -14,6 +14,7 @@ The name says what kind of loss; the numbers stay where verl keeps them, in ``ac
 ``tau_pos``, ``tau_neg``                    sapo_tau
 ``policy_loss.clip_cov_*``                  clip_cov
 ``policy_loss.kl_cov_ratio, ppo_kl_coef``   kl_cov
+``policy_loss.dro_beta``                    kl_coef of ``dro``
 ``loss_agg_mode``, ``loss_scale_factor``    aggregate, length_norm (``sapo`` is always seq-mean-token-mean, as in verl)
 ==========================================  ============================================================
 
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -80,7 +82,10 @@ def aggregation(mode: str, width: int, batch: Mapping[str, Any]) -> tuple[dict[s
 
 def configured(name: str, config: Any) -> Objective:
     """The row ``name`` with the numbers of verl's actor config; the aggregate stays, KL and entropy are verl's."""
-    row = replace(OBJECTIVES[name], kl_coef=0.0)
+    row = OBJECTIVES[name]
+    if row.kl_to == "old":
+        return replace(row, kl_coef=_dro_beta(name, config))
+    row = replace(row, kl_coef=0.0)
     low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
     high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
     if row.surrogate == "sapo":
@@ -89,13 +94,22 @@ def configured(name: str, config: Any) -> Objective:
         return replace(row, kl_cov=(config.policy_loss.kl_cov_ratio, config.policy_loss.ppo_kl_coef))
     if row.surrogate == "reinforce":
         return row
+    if row.ratio == "sequence_clipped":  # verl's bounds are those of the log-ratio
+        return replace(row, clip_low=-math.expm1(-low), clip_high=math.expm1(high))
     row = replace(row, clip_low=min(low, 1.0), clip_high=high)  # below 0 no ratio is clipped: a low of 10 is one of 1
     if row.clip_cov is not None:
         covariance = config.policy_loss
         return replace(row, clip_cov=(covariance.clip_cov_ratio, covariance.clip_cov_lb, covariance.clip_cov_ub))
-    if row.surrogate == "clip" and row.ratio == "token":
+    if row.surrogate in ("clip", "dppo_tv", "dppo_kl") and row.ratio == "token":
         return replace(row, dual_clip=config.get("clip_ratio_c", 3.0))
     return row
+
+
+def _dro_beta(name: str, config: Any) -> float:
+    beta: float | None = config.policy_loss.dro_beta
+    if beta is None or not beta > 0:
+        raise ValueError(f"{PREFIX}{name}: policy_loss.dro_beta must be positive, got {beta!r}")
+    return beta
 
 
 @functools.cache

@@ -1,34 +1,93 @@
-"""Ratio levels: from token log-probs to the log-ratio the surrogate sees. O(tokens), differentiable.
+"""Ratio levels: from token log-probs to the log-ratio the surrogate sees; what sequences weigh. O(tokens).
 
 With δ_t = ℓ_t − ℓ_old,t and n_i live tokens in sequence i (GSPO, eq. 7 and 14)::
 
-    token           δ_t
-    sequence        s_i = Σ δ_t / n_i, with its gradient through every token of i
-    sequence_token  value s_i, gradient of the token's own ratio: sg[s_i − ℓ_t] + ℓ_t
+    token             δ_t
+    sequence          s_i = Σ δ_t / n_i, with its gradient through every token of i
+    sequence_token    value s_i, gradient of the token's own ratio: sg[s_i − ℓ_t] + ℓ_t
+    sequence_clipped  Σ c_t / n_i, c_t = min(δ_t, log(1 + clip_high)) where A > 0 and max(δ_t, log(1 − clip_low)) where
+                      A < 0 (GMPO): no more than the clip allows, so that the surrogate has nothing left to clip
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
 from dapo_kernels.objectives.aggregate import sequence_sums
+from dapo_kernels.objectives.table import Objective
 
 
 def log_ratio(
-    level: str,
+    objective: Objective,
     logprobs: Tensor,
     old_logprobs: Tensor | None,
+    advantages: Tensor,
     live: Tensor,
     sequence_ids: Tensor | None,
     n_sequences: int,
 ) -> Tensor | None:
-    """[N], or ``None`` for token-level on-policy ratios, which are 1. All inputs [N]."""
+    """[N], or ``None`` for token-level on-policy ratios, which are 1. All inputs [N]; differentiable."""
+    level = objective.ratio
     if level == "token":
         return None if old_logprobs is None else logprobs - old_logprobs
     assert sequence_ids is not None
     old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
-    delta = torch.where(live, logprobs - old_logprobs, 0.0)
-    lengths = sequence_sums(live.to(delta.dtype), sequence_ids, n_sequences).clamp(min=1.0)
-    mean = (sequence_sums(delta, sequence_ids, n_sequences) / lengths)[sequence_ids]
-    return mean if level == "sequence" else (mean - logprobs).detach() + logprobs
+    delta = logprobs - old_logprobs
+    if level == "sequence_clipped":
+        delta = _clipped(objective, delta, advantages)
+    mean = _sequence_means(delta, live, sequence_ids, n_sequences)
+    return (mean - logprobs).detach() + logprobs if level == "sequence_token" else mean
+
+
+def clipped_log_ratio(
+    objective: Objective, logprobs: Tensor, old_logprobs: Tensor | None, log_ratio: Tensor | None
+) -> Tensor | None:
+    """What the clip is applied to: the token's own log-ratio where that is clipped before the mean, else what the
+    surrogate sees."""
+    if objective.ratio != "sequence_clipped":
+        return log_ratio
+    return None if old_logprobs is None else logprobs - old_logprobs
+
+
+@torch.no_grad()
+def sequence_weight(
+    objective: Objective,
+    logprobs: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    live: Tensor,
+    sequence_ids: Tensor | None,
+    n_sequences: int,
+) -> Tensor | None:
+    """What the policy term of every token is multiplied by, [N], because of its sequence; ``None``: by 1."""
+    if not objective.sequence_weight or old_logprobs is None:
+        return None
+    assert sequence_ids is not None
+    delta = logprobs - old_logprobs
+    weight = torch.ones_like(delta)
+    if objective.vespo is not None:
+        k, decay, k_negative, decay_negative = objective.vespo
+        total = sequence_sums(torch.where(live, delta, 0.0), sequence_ids, n_sequences)[sequence_ids]
+        spread = 1.0 - total.exp()
+        weight = torch.where(advantages < 0, k_negative * total + decay_negative * spread, k * total + decay * spread)
+        weight = weight.exp()
+    if objective.off_policy_mask is not None:
+        distance = -_sequence_means(delta, live, sequence_ids, n_sequences)
+        weight = torch.where((advantages < 0) & (distance > objective.off_policy_mask), 0.0, weight)
+    return weight
+
+
+def _sequence_means(values: Tensor, live: Tensor, sequence_ids: Tensor, n_sequences: int) -> Tensor:
+    """Of every token, the mean over the live tokens of its sequence, [N]."""
+    lengths = sequence_sums(live.to(values.dtype), sequence_ids, n_sequences).clamp(min=1.0)
+    return (sequence_sums(torch.where(live, values, 0.0), sequence_ids, n_sequences) / lengths)[sequence_ids]
+
+
+def _clipped(objective: Objective, delta: Tensor, advantages: Tensor) -> Tensor:
+    low = -math.inf if objective.clip_low == 1 else math.log1p(-objective.clip_low)
+    high = math.log1p(objective.clip_high)
+    above, below = (advantages > 0) & (delta > high), (advantages < 0) & (delta < low)
+    return torch.where(above, high, torch.where(below, low, delta))

@@ -91,6 +91,33 @@ def cispo_term(logprob: Any, log_ratio: Any, advantage: Any, clip_low: Any, clip
     return ops.where(idle, 0.0, slope * logprob), ops.where(idle, 0.0, slope), ops.where(idle, 0, hit)
 
 
+def dppo_term(logprob: Any, log_ratio: Any, advantage: Any, above: Any, below: Any, dual_clip: Any) -> Any:
+    """−sg[min(ρ, dual_clip)]·A·ℓ, and nothing where the probability is too far ``above`` or ``below`` the old one for
+    the sign of A. Returns value, d/dℓ, and which bound was hit."""
+    ratio = ops.exp(log_ratio)
+    slope = -ops.clamp(ratio, 0.0, dual_clip) * advantage
+    hit = ops.where((advantage > 0) & above, CLIPPED_HIGH, ops.where((advantage < 0) & below, CLIPPED_LOW, 0))
+    idle = (advantage == 0) | (hit > 0)
+    hit = ops.where((ratio > dual_clip) & ~idle, CLIPPED_DUAL, hit)
+    return ops.where(idle, 0.0, slope * logprob), ops.where(idle, 0.0, slope), hit
+
+
+def dppo_tv_term(logprob: Any, log_ratio: Any, advantage: Any, clip_low: Any, clip_high: Any, dual_clip: Any) -> Any:
+    """DPPO by the total variation between the token and all others, |π − π_old|."""
+    shift = ops.exp(logprob) - ops.exp(logprob - log_ratio)
+    return dppo_term(logprob, log_ratio, advantage, shift > clip_high, -shift > clip_low, dual_clip)
+
+
+def dppo_kl_term(logprob: Any, log_ratio: Any, advantage: Any, clip_low: Any, clip_high: Any, dual_clip: Any) -> Any:
+    """DPPO by the KL divergence between the token and all others."""
+    old = logprob - log_ratio
+    # Float32 log-probs near 0 round to it. Without the 1e-8 the other tokens' part would then have no end.
+    rest, old_rest = ops.clamp(-ops.expm1(logprob), 0.0, 1.0), ops.clamp(-ops.expm1(old), 0.0, 1.0)
+    kl = old_rest * ops.log((old_rest + 1e-8) / (rest + 1e-8)) - ops.exp(old) * log_ratio
+    above, below = (log_ratio > 0) & (kl > clip_high), (log_ratio < 0) & (kl > clip_low)
+    return dppo_term(logprob, log_ratio, advantage, above, below, dual_clip)
+
+
 def reinforce_term(logprob: Any, advantage: Any) -> Any:
     """−A·ℓ. Returns value and d/dℓ."""
     return ops.where(advantage == 0, 0.0, -advantage * logprob), -advantage
@@ -142,6 +169,10 @@ def token_objective(
         value, d_ratio, hit = clip_term(log_ratio, advantage, clip_low, clip_high, dual_clip)
     elif surrogate == "cispo":
         value, d_logprob, hit = cispo_term(logprob, log_ratio, advantage, clip_low, clip_high)
+    elif surrogate == "dppo_tv":
+        value, d_logprob, hit = dppo_tv_term(logprob, log_ratio, advantage, clip_low, clip_high, dual_clip)
+    elif surrogate == "dppo_kl":
+        value, d_logprob, hit = dppo_kl_term(logprob, log_ratio, advantage, clip_low, clip_high, dual_clip)
     elif surrogate == "sapo":
         value, d_ratio = sapo_term(log_ratio, advantage, tau_positive, tau_negative)
     else:

@@ -14,10 +14,13 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, TypedDict, TypeGuard
 
-SURROGATES = ("clip", "cispo", "reinforce", "sapo")
-RATIOS = ("token", "sequence", "sequence_token")
+SURROGATES = ("clip", "cispo", "reinforce", "sapo", "dppo_tv", "dppo_kl")
+RATIOS = ("token", "sequence", "sequence_token", "sequence_clipped")
 KL_ESTIMATORS = ("k1", "k2", "k3")
+KL_TO = ("reference", "old")
 BATCH_SELECTIONS = ("top_entropy", "clip_cov", "kl_cov")
+_SEQUENCE_WEIGHTS = ("vespo", "off_policy_mask")
+_DPPO = ("dppo_tv", "dppo_kl")
 _LARGEST = 3.4e38
 # What a loss function of the caller's own leaves to decide.
 _READ_BESIDE_OWN = ("surrogate", "aggregate", "length_norm", "top_entropy", "max_old_prob", "paper")
@@ -65,16 +68,25 @@ class Objective:
     Attributes:
         surrogate: ``"clip"``: −min(ρA, clip(ρ, 1−clip_low, 1+clip_high)·A) (PPO, eq. 7);
             ``"cispo"``: −sg[clip(ρ, 1−clip_low, 1+clip_high)]·A·ℓ; ``"reinforce"``: −A·ℓ;
-            ``"sapo"``: −A·σ(τ(ρ−1))·4/τ. Or a function of the caller's own, see ``own.py``: then only ``aggregate``,
-            ``length_norm``, ``top_entropy`` and ``max_old_prob`` are read.
-        ratio: ``"token"``: ρ = exp(ℓ − ℓ_old); ``"sequence"``: the exponential of its mean over the sequence (GSPO);
-            ``"sequence_token"``: that value with each token's own gradient (GSPO-token).
-        clip_low: how far below 1 the ratio may fall before its gradient stops, in [0, 1].
-        clip_high: how far above 1 it may rise; may be ``math.inf``.
-        dual_clip: for A < 0 the clip loss never exceeds −dual_clip·A (Ye et al. 2020); above 1, or ``None``.
+            ``"sapo"``: −A·σ(τ(ρ−1))·4/τ; ``"dppo_tv"``, ``"dppo_kl"``: −sg[min(ρ, dual_clip)]·A·ℓ, and nothing where
+            the token's probability has changed by more than clip_low or clip_high, the way A points (DPPO).
+            Or a function of the caller's own, see ``own.py``: then only ``aggregate``, ``length_norm``,
+            ``top_entropy`` and ``max_old_prob`` are read.
+        ratio: ``"token"``: ρ = exp(ℓ − ℓ_old); ``"sequence"``: the exponential of the mean of ℓ − ℓ_old over the
+            sequence (GSPO); ``"sequence_token"``: that value with each token's own gradient (GSPO-token);
+            ``"sequence_clipped"``: as ``"sequence"``, with every token's ratio clipped before the mean (GMPO).
+        clip_low: how far below 1 the ratio may fall before its gradient stops, in [0, 1]; with ``"dppo_*"`` how far
+            the token's probability may, as total variation or KL divergence.
+        clip_high: how far above 1 it may rise; may be ``math.inf``. With ``"dppo_*"`` as clip_low.
+        dual_clip: for A < 0 the clip loss never exceeds −dual_clip·A (Ye et al. 2020); above 1, or ``None``. With
+            ``"dppo_*"`` the most that a ratio weighs, without an end to its gradient.
         sapo_tau: τ for A > 0 and for A ≤ 0.
+        vespo: (k, λ for A ≥ 0, k, λ for A < 0): the policy term is multiplied by W^k·exp(λ(1 − W)), a constant, where
+            log W is the sum of ℓ − ℓ_old over the sequence.
+        off_policy_mask: sequences whose mean of ℓ_old − ℓ is larger lose the policy term of their tokens with A < 0.
         kl_coef: weight of a KL penalty to ``ref_logprobs``; with d = ℓ_ref − ℓ:
         kl_estimator: ``"k1"`` −d, ``"k2"`` ½d², ``"k3"`` exp(d) − d − 1.
+        kl_to: ``"reference"``, or ``"old"``: a penalty to ``old_logprobs`` in place of ``ref_logprobs``.
         kl_through_ratio: multiply k3 by ρ, with its gradient, which corrects it for off-policy tokens.
         entropy_coef: weight of the entropy bonus, exact over the vocabulary.
         aggregate: ``"token-mean"`` ΣL/tokens; ``"seq-mean-token-mean"`` the mean over sequences of their token means;
@@ -96,8 +108,11 @@ class Objective:
     clip_high: float = 0.2
     dual_clip: float | None = None
     sapo_tau: tuple[float, float] = (1.0, 1.05)
+    vespo: tuple[float, float, float, float] | None = None
+    off_policy_mask: float | None = None
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
+    kl_to: str = "reference"
     kl_through_ratio: bool = False
     entropy_coef: float = 0.0
     aggregate: str = "token-mean"
@@ -115,6 +130,7 @@ class Objective:
             _one_of("surrogate", self.surrogate, SURROGATES)
         _one_of("ratio", self.ratio, RATIOS)
         _one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        _one_of("kl_to", self.kl_to, KL_TO)
         _one_of("aggregate", self.aggregate, AGGREGATES)
         _number("clip_low", self.clip_low, 0.0, 1.0)
         _number("clip_high", self.clip_high, 0.0, math.inf)
@@ -126,6 +142,10 @@ class Objective:
         if self.length_norm is not None and not _is_number(self.length_norm, 0.0, _LARGEST, open_low=True):
             raise ValueError(f"length_norm must be positive, or None; got {self.length_norm!r}")
         _numbers("sapo_tau", self.sapo_tau, ("τ for A > 0", "τ for A ≤ 0"), positive=2)
+        if self.vespo is not None:
+            _numbers("vespo", self.vespo, ("k for A ≥ 0", "λ for A ≥ 0", "k for A < 0", "λ for A < 0"), positive=4)
+        if self.off_policy_mask is not None:
+            _number("off_policy_mask", self.off_policy_mask, 0.0, _LARGEST)
         _share("top_entropy", self.top_entropy)
         _share("max_old_prob", self.max_old_prob)
         if self.clip_cov is not None:
@@ -152,8 +172,16 @@ class Objective:
             )
         if self.kl_through_ratio and self.ratio != "token":
             raise ValueError(f"kl_through_ratio multiplies a token's KL by its own ratio; ratio is {self.ratio!r}")
-        if self.dual_clip is not None and self.surrogate != "clip":
+        if self.dual_clip is not None and self.surrogate not in ("clip", *_DPPO):
             raise ValueError(f"dual_clip bounds the clip surrogate; it has no meaning with {self.surrogate!r}")
+        if self.ratio != "token" and self.surrogate in _DPPO:
+            raise ValueError(f"surrogate {self.surrogate!r} looks at a token's probability; ratio is {self.ratio!r}")
+        if self.ratio == "sequence_clipped" and self.surrogate != "clip":
+            raise ValueError(f"ratio 'sequence_clipped' clips; it has no meaning with surrogate {self.surrogate!r}")
+        if self.ratio == "sequence_clipped" and self.dual_clip is not None:
+            raise ValueError("dual_clip has no meaning with ratio 'sequence_clipped', which clips token by token")
+        if self.kl_to == "old" and self.kl_estimator == "k1":
+            raise ValueError("kl_to='old' has no meaning with k1, whose gradient pulls nowhere: choose k2 or k3")
         if self.surrogate == "reinforce" and (self.ratio != "token" or self.clip_cov or self.kl_cov):
             raise ValueError("surrogate 'reinforce' has no ratio: ratio, clip_cov and kl_cov have no meaning with it")
         chosen = [name for name in BATCH_SELECTIONS if getattr(self, name) is not None]
@@ -163,9 +191,19 @@ class Objective:
     @property
     def per_sequence(self) -> str | None:
         """The field that makes the loss need to know where sequences begin and end."""
-        if self.aggregate != "token-mean":
-            return f"aggregate={self.aggregate!r}"
-        return None if self.ratio == "token" else f"ratio={self.ratio!r}"
+        fields = ("aggregate", "ratio", *_SEQUENCE_WEIGHTS)
+        named = (name for name in fields if getattr(self, name) != getattr(type(self), name))
+        return next((f"{name}={getattr(self, name)!r}" for name in named), None)
+
+    @property
+    def sequence_weight(self) -> bool:
+        """Whether a sequence decides what its tokens' policy terms weigh."""
+        return any(getattr(self, name) is not None for name in _SEQUENCE_WEIGHTS)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a KL penalty asks for ``ref_logprobs``."""
+        return self.kl_coef != 0 and self.kl_to == "reference"
 
     @property
     def batch_selection(self) -> str | None:
@@ -175,7 +213,7 @@ class Objective:
     @property
     def one_pass(self) -> bool:
         """Whether a token's gradient depends on nothing but its own row: log-prob, then gradient, in one visit."""
-        return self.ratio == "token" and self.batch_selection is None
+        return self.ratio == "token" and not self.sequence_weight and self.batch_selection is None
 
     @property
     def own(self) -> Callable[..., Any] | None:
@@ -222,6 +260,45 @@ KL_COV = replace(
 TOP_ENTROPY = replace(DAPO, top_entropy=0.2, paper="Wang et al. 2025 (Beyond the 80/20 Rule), arXiv 2506.01939")
 SPO = replace(PPO, max_old_prob=0.9, paper="Guo et al. 2025 (Segment Policy Optimization), arXiv 2505.23564")
 SAPO = replace(PPO, surrogate="sapo", paper="Gao et al. 2025, arXiv 2511.20347")
+TWO_SIDED = replace(
+    GRPO,
+    dual_clip=4.0,
+    kl_coef=0.001,
+    paper="Prime Intellect 2025 (INTELLECT-2), arXiv 2505.07291",
+)
+GMPO = replace(
+    PPO,
+    ratio="sequence_clipped",
+    clip_low=-math.expm1(-0.4),
+    clip_high=math.expm1(0.4),
+    aggregate="seq-mean-token-mean",
+    paper="Zhao et al. 2025, arXiv 2507.20673",
+)
+LUSPO = replace(
+    GSPO,
+    clip_low=2e-3,
+    clip_high=2.5e-3,
+    aggregate="seq-mean-token-sum",
+    paper="Liu et al. 2026, arXiv 2602.05261",
+)
+VESPO = replace(REINFORCE, vespo=(2.0, 3.0, 3.0, 2.0), paper="Shen et al. 2026, arXiv 2602.10693")
+DPPO_TV = replace(PPO, surrogate="dppo_tv", paper="Qi et al. 2026, arXiv 2602.04879, eq. 12–13")
+DPPO_KL = replace(
+    PPO, surrogate="dppo_kl", clip_low=0.05, clip_high=0.05, paper="Qi et al. 2026, arXiv 2602.04879, eq. 12 and 14"
+)
+OPSM = replace(
+    GRPO,
+    off_policy_mask=0.5,
+    kl_coef=0.0,
+    paper="DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv 2512.02556, eq. 8–9",
+)
+DRO = replace(
+    REINFORCE,
+    kl_coef=0.05,
+    kl_estimator="k2",
+    kl_to="old",
+    paper="Richemond et al. 2024, arXiv 2405.19107; Kimi Team 2025, arXiv 2501.12599",
+)
 
 OBJECTIVES: Mapping[str, Objective] = MappingProxyType(
     {
@@ -239,6 +316,14 @@ OBJECTIVES: Mapping[str, Objective] = MappingProxyType(
         "top_entropy": TOP_ENTROPY,
         "spo": SPO,
         "sapo": SAPO,
+        "two_sided": TWO_SIDED,
+        "gmpo": GMPO,
+        "luspo": LUSPO,
+        "vespo": VESPO,
+        "dppo_tv": DPPO_TV,
+        "dppo_kl": DPPO_KL,
+        "opsm": OPSM,
+        "dro": DRO,
     }
 )
 
@@ -254,8 +339,11 @@ class ObjectiveFields(TypedDict, total=False):
     clip_high: float
     dual_clip: float | None
     sapo_tau: tuple[float, float]
+    vespo: tuple[float, float, float, float] | None
+    off_policy_mask: float | None
     kl_coef: float
     kl_estimator: str
+    kl_to: str
     kl_through_ratio: bool
     entropy_coef: float
     aggregate: str
@@ -267,7 +355,8 @@ class ObjectiveFields(TypedDict, total=False):
 
 
 # Fields that only some surrogates read: naming another one in a call is a mistake.
-_READ_BY = {"clip_low": ("clip", "cispo"), "clip_high": ("clip", "cispo"), "sapo_tau": ("sapo",)}
+_CLIPPING = ("clip", "cispo", *_DPPO)
+_READ_BY = {"clip_low": _CLIPPING, "clip_high": _CLIPPING, "sapo_tau": ("sapo",)}
 
 
 def resolve_objective(

@@ -55,6 +55,11 @@ _ACTION: dict[str, Any] = {
     "loss": {"overrides": {"aggregate": "seq-mean-token-sum"}},
     "optimizer": {"mini_batch_size": None},
 }
+# The trust region is around the policy that sampled; the loss is a sum over tokens.
+_DPPO: dict[str, Any] = {
+    **_NEITHER,
+    "loss": {"old_logprobs": "rollout", "overrides": {"aggregate": "seq-mean-token-sum-norm"}},
+}
 
 
 def _segments(paper: str, segments: dict[str, Any], **sections: Any) -> Algorithm:
@@ -132,6 +137,20 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "kl_cov": _row("Cui et al. 2025, arXiv 2505.22617, eq. 13, §4.3", "kl_cov", "group_std", **_FILTER),
     "top_entropy": _row(
         "Wang et al. 2025 (Beyond the 80/20 Rule), arXiv 2506.01939, §5", "top_entropy", "group_std", **_BOTH
+    ),
+    "gmpo": _row("Zhao et al. 2025, arXiv 2507.20673, §3–4", "gmpo", "group_std", **_NEITHER),
+    "luspo": _row(
+        "Liu et al. 2026, arXiv 2602.05261, eq. 7, §5.1",
+        "luspo",
+        "group_std",
+        dynamic_sampling=False,
+        soft_punishment=True,
+        reward={"correct": 1.0, "wrong": 0.0},
+    ),
+    "vespo": _row("Shen et al. 2026, arXiv 2602.10693", "vespo", "group_std", **_NEITHER),
+    "dppo_tv": _row("Qi et al. 2026, arXiv 2602.04879, eq. 12–13, §5.2, App. C, E", "dppo_tv", "group_mean", **_DPPO),
+    "dppo_kl": _row(
+        "Qi et al. 2026, arXiv 2602.04879, eq. 12 and 14, §5.2, App. C, E", "dppo_kl", "group_mean", **_DPPO
     ),
     "dpo": _row(
         "Rafailov et al. 2023, arXiv 2305.18290, eq. 7; Dong et al. 2024 (RLHF Workflow), arXiv 2405.07863, §3",

@@ -16,7 +16,7 @@ from dapo_runner.early_stop import early_stop_metric
 from dapo_runner.update.advantage import ADVANTAGES
 from dapo_runner.update.learner import resolve_objective
 
-SELECTIONS = ("top_entropy", "clip_cov", "kl_cov", "max_old_prob")
+SELECTIONS = ("top_entropy", "clip_cov", "kl_cov", "max_old_prob", "off_policy_mask")
 
 
 def algorithm(config: Config) -> dict[str, str]:
@@ -42,6 +42,7 @@ def _of_tokens(config: Config) -> dict[str, str]:
         "ratio and clip": _ratio(objective),
         **({"experts": "in an update those that the old log-probs came from"} if config.loss.routing_replay else {}),
         **({"selection": selection} if selection else {}),
+        **({} if objective.vespo is None else {"sequence weight": f"vespo={_figures(objective.vespo)}"}),
         "KL": _kl(config, objective),
         **({} if config.reward.kl is None else {"KL in the reward": _reward_kl(config)}),
         **({"entropy bonus": f"{objective.entropy_coef:g}"} if objective.entropy_coef else {}),
@@ -143,11 +144,20 @@ def _objective(config: Config, objective: Objective) -> str:
 def _ratio(objective: Objective) -> str:
     if objective.surrogate == "reinforce":
         return "reinforce: no ratio, no clip"
-    of = {"token": "a token", "sequence": "a sequence", "sequence_token": "a sequence, with the gradient of each token"}
+    of = {
+        "token": "a token",
+        "sequence": "a sequence",
+        "sequence_token": "a sequence, with the gradient of each token",
+        "sequence_clipped": "a sequence, each token's clipped before the mean",
+    }
     ratio = f"{objective.surrogate}, the ratio of {of[objective.ratio]}"
     if objective.surrogate == "sapo":
         positive, negative = objective.sapo_tau
         return f"{ratio} softly gated, τ {positive:g} / {negative:g}"
+    if objective.surrogate in ("dppo_tv", "dppo_kl"):
+        measure = "total variation" if objective.surrogate == "dppo_tv" else "KL divergence"
+        bounds = f"{objective.clip_low:g} downwards and {objective.clip_high:g} upwards"
+        return f"{objective.surrogate}, a token's probability within {bounds}, as {measure}"
     high = "no bound above" if math.isinf(objective.clip_high) else f"1 + {objective.clip_high:g}"
     dual = "" if objective.dual_clip is None else f", dual clip {objective.dual_clip:g}"
     return f"{ratio} within 1 − {objective.clip_low:g} and {high}{dual}"
@@ -157,6 +167,8 @@ def _kl(config: Config, objective: Objective) -> str:
     if not objective.kl_coef:
         return "none"
     estimate = f"{objective.kl_coef:g} × {objective.kl_estimator}" + (" × ratio" if objective.kl_through_ratio else "")
+    if objective.kl_to == "old":
+        return f"{estimate} to the policy that sampled"
     return f"{estimate} to {_reference(config)}"
 
 

@@ -167,7 +167,7 @@ def full_mini_batch(config: Config, world: World) -> MiniBatch:
     sequence = Sequence(ones.long(), ones, ones.bool(), ones, group_id=0)
     objective = resolve_objective(config)
     mini = MiniBatch([sequence], budget, objective, share=Share(multiple=world.layout.sequence))
-    if objective.kl_coef != 0:
+    if objective.needs_reference:
         mini.take_ref_logprobs(lambda batch: batch.old_logprobs)
     return mini
 

@@ -146,7 +146,7 @@ class Learner:
         if uses_reference(config) and reference is None and not has_adapters(policy.model):
             raise ValueError("Learner: a KL penalty, or a preference loss, needs a reference policy, got none")
         # Whether a token's loss needs nothing of other tokens: ranks that share positions then need nothing either.
-        self.by_token = self.objective.ratio == "token" and self.objective.aggregate == "token-mean"
+        self.by_token = self.objective.per_sequence is None
         world, text = self.world, policy.model.config.get_text_config(decoder=True)
         self.share = Share(world.data_rank, world.data_size, world.layout.sequence, text.hidden_size)
         self.master = MasterWeights(policy.model)
@@ -463,15 +463,16 @@ def resolve_objective(config: Config) -> Objective:
         raise ConfigError(str(error)) from error
     if objective.aggregate == "seq-mean-token-sum-norm" and objective.length_norm is None:
         objective = replace(objective, length_norm=float(config.rollout.max_response_tokens))
-    if config.advantage.segments is not None and objective.ratio != "token":
+    if config.advantage.segments is not None and (objective.ratio != "token" or objective.sequence_weight):
         raise ConfigError(
-            f"loss.objective: expected a ratio of tokens beside advantage.segments, whose advantages differ within a "
-            f"response, got {loss.objective!r} with the ratio of a {objective.ratio}"
+            "loss.objective: expected a ratio of tokens beside advantage.segments, whose advantages differ within a "
+            f"response, got {loss.objective!r} with that of a whole one"
         )
+    used = objective.needs_reference or config.reward.kl is not None or config.preference is not None
     for key, value in (("reference", loss.reference), ("reference_ema", loss.reference_ema)):
-        if value is not None and config.preference is None and objective.kl_coef == 0 and config.reward.kl is None:
+        if value is not None and not used:
             raise ConfigError(
-                f"loss.{key}: {loss.objective!r} has no KL penalty, so {value!r} would go unused; set "
+                f"loss.{key}: {loss.objective!r} has no KL penalty to a reference, so {value!r} would go unused; set "
                 "loss.overrides.kl_coef or reward.kl, or leave the reference out"
             )
     return objective
@@ -481,7 +482,7 @@ def uses_reference(config: Config) -> bool:
     """Whether loss or reward look at a reference policy that is not the one being trained."""
     if config.preference is not None:
         return config.preference.reference == "start"
-    return resolve_objective(config).kl_coef != 0 or config.reward.kl is not None
+    return resolve_objective(config).needs_reference or config.reward.kl is not None
 
 
 def step_figures(

@@ -74,8 +74,10 @@ def _clip_hit(
     """Which bound of the ratio clip stops a token already, 0 for none; int8 [N]. The arguments are [N] each, in the
     order of the sequences, whose places ``sequence_ids`` holds.
     """
-    log_ratio = ratio.log_ratio(objective.ratio, logprobs, old, live, sequence_ids, int(sequence_ids.max()) + 1)
-    return select.clip_hits(objective, logprobs, log_ratio, advantages, live)
+    n_sequences = int(sequence_ids.max()) + 1
+    log_ratio = ratio.log_ratio(objective, logprobs, old, advantages, live, sequence_ids, n_sequences)
+    clipped = ratio.clipped_log_ratio(objective, logprobs, old, log_ratio)
+    return select.clip_hits(objective, logprobs, clipped, advantages, live)
 
 
 def _sequence_ids(batches: Sequence[PackedBatch]) -> list[Tensor]:

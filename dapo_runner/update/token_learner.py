@@ -98,7 +98,7 @@ class TokenLearner(Learner):
         batches = iter(map(_Tokens.estimated, tokens, advantages.split(sizes), returns.split(sizes)))
         for mini in minis:
             mini.micro_batches = [next(batches) for _ in mini.micro_batches]
-            if self.objective.kl_coef == 0:
+            if not self.objective.needs_reference:
                 mini.micro_batches = [replace(batch, ref_logprobs=None) for batch in mini.micro_batches]
 
     def _show(self, minis: Sequence[MiniBatch], sequences: Sequence[TrainingSequence]) -> None:

@@ -71,10 +71,12 @@ def _columns(objective: Objective, batch: PackedBatch, scores: Scores, on_policy
     lengths = batch.cu_seqlens.diff().to(device, torch.int64)
     ids = torch.arange(batch.n_sequences, device=device).repeat_interleave(lengths)
     old = None if on_policy else batch.old_logprobs.to(device)
-    log_ratio = ratio.log_ratio(objective.ratio, logprobs, old, live, ids, batch.n_sequences)
+    advantages = batch.advantages.to(device)
+    log_ratio = ratio.log_ratio(objective, logprobs, old, advantages, live, ids, batch.n_sequences)
+    clipped = ratio.clipped_log_ratio(objective, logprobs, old, log_ratio)
     return {
         "logprobs": logprobs,
         "entropy": scores.entropy,
         "ratio": torch.ones_like(logprobs) if log_ratio is None else log_ratio.exp(),
-        "clip_hit": select.clip_hits(objective, logprobs, log_ratio, batch.advantages.to(device), live),
+        "clip_hit": select.clip_hits(objective, logprobs, clipped, advantages, live),
     }

@@ -29,7 +29,14 @@ COUNTERPARTS = [
     ("cispo", "cispo"),
     ("clip_cov", "clip_cov"),
     ("kl_cov", "kl_cov"),
+    ("dppo_tv", "dppo_tv"),
+    ("dppo_kl", "dppo_kl"),
+    ("dro", "dro"),
 ]
+UNWEIGHTED = ("kl_cov", "dro")  # there the weights are the policy term's alone
+
+
+NO_CLIP_WITHOUT_ADVANTAGE = ("cispo", "dppo_tv", "dppo_kl")
 
 
 class Batch(NamedTuple):
@@ -61,6 +68,11 @@ def random_batch(seed: int, rows: int = 6, width: int = 23, per_token: bool = Fa
     return Batch(old, log_prob, advantages, mask)
 
 
+def possible(name: str, batch: Batch) -> Batch:
+    """DPPO looks at probabilities themselves, which are at most 1."""
+    return batch._replace(log_prob=batch.log_prob.clamp(max=-0.01)) if name.startswith("dppo") else batch
+
+
 def actor_config(
     batch_info: dict[str, Any] | None = None, covariance: dict[str, Any] | None = None, **fields: Any
 ) -> Any:
@@ -71,7 +83,7 @@ def actor_config(
         strategy="fsdp",
         rollout_n=4,
         ppo_micro_batch_size_per_gpu=1,
-        policy_loss=PolicyLossConfig(**(covariance or {})),
+        policy_loss=PolicyLossConfig(**{"dro_beta": 0.1, **(covariance or {})}),
         **{"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, **fields},
     )
     config.global_batch_info.update(batch_info or {})
@@ -112,11 +124,11 @@ def assert_same(got: Result, expected: Result) -> None:
 @pytest.mark.parametrize(("theirs", "name"), COUNTERPARTS)
 def test_same_as_verls_own(theirs: str, name: str, mode: str) -> None:
     for seed, batch_info, weighted in [(0, {}, False), (1, {}, True), (2, GLOBAL, False), (3, GLOBAL, True)]:
-        batch = random_batch(seed, per_token=name not in ("gspo", "kl_cov"))
+        batch = possible(name, random_batch(seed, per_token=name not in ("gspo", "kl_cov")))
         # A share of 1 takes every candidate, so that the random choice is none.
         covariance = {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 2.0, "kl_cov_ratio": 0.1}
         config = actor_config(batch_info, covariance, loss_scale_factor=batch_info.get("loss_scale_factor"))
-        weights = torch.rand(batch.log_prob.shape) * 2 if weighted and name != "kl_cov" else None
+        weights = torch.rand(batch.log_prob.shape) * 2 if weighted and name not in UNWEIGHTED else None
         if weighted and name == "gspo":
             assert weights is not None
             weights = weights[:, :1].expand_as(weights)
@@ -129,7 +141,7 @@ def test_same_as_verls_own(theirs: str, name: str, mode: str) -> None:
 
 @pytest.mark.parametrize(("theirs", "name"), COUNTERPARTS)
 def test_same_at_the_edges(theirs: str, name: str) -> None:
-    base = random_batch(7)
+    base = possible(name, random_batch(7))
     one = Batch(*(x[:1, :1] for x in base))
     edges = {
         "on-policy": base._replace(log_prob=base.old_log_prob.clone()),
@@ -145,8 +157,9 @@ def test_same_at_the_edges(theirs: str, name: str) -> None:
         config = actor_config(covariance=covariance, clip_ratio_c=1.5)
         expected = run(theirs, batch, "token-mean", config)
         got = run(ours.PREFIX + name, batch, "token-mean", config)
-        if what == "no advantage" and name == "cispo":  # see test_cispo_counts_no_clip_without_an_advantage
+        if what == "no advantage" and name in NO_CLIP_WITHOUT_ADVANTAGE:
             expected.metrics.pop("actor/pg_clipfrac")
+            expected.metrics.pop("actor/pg_clipfrac_lower")
         assert_same(got, expected)
 
 
@@ -264,11 +277,39 @@ def test_importance_weights_leave_the_kl_cov_penalty_alone() -> None:
     torch.testing.assert_close(run("dapo_kernels/kl_cov", batch, "token-mean", config, nothing).loss, penalty)
 
 
-def test_cispo_counts_no_clip_without_an_advantage() -> None:
+@pytest.mark.parametrize("name", NO_CLIP_WITHOUT_ADVANTAGE)
+def test_no_clip_is_counted_without_an_advantage(name: str) -> None:
     batch = random_batch(14)
-    batch = batch._replace(advantages=torch.zeros_like(batch.advantages))
-    assert run("cispo", batch, "token-mean", actor_config()).metrics["actor/pg_clipfrac"] > 0
-    assert run("dapo_kernels/cispo", batch, "token-mean", actor_config()).metrics["actor/pg_clipfrac"] == 0
+    batch = possible(name, batch._replace(advantages=torch.zeros_like(batch.advantages)))
+    assert run(name, batch, "token-mean", actor_config()).metrics["actor/pg_clipfrac"] > 0
+    assert run(ours.PREFIX + name, batch, "token-mean", actor_config()).metrics["actor/pg_clipfrac"] == 0
+
+
+def test_gmpo_is_a_mean_over_responses_that_train() -> None:
+    """verl's ``geo_mean`` knows no other mean, and counts a row without a token; its metric counts what is out of
+    range whether or not the sign of the advantage lets it be clipped."""
+    batch, config = random_batch(15), actor_config(clip_ratio_low=0.4, clip_ratio_high=0.4)
+    weights = (torch.rand(6, 1) + 0.5).expand_as(batch.log_prob)
+    expected = run("geo_mean", batch, "token-mean", config, weights)
+    got = run("dapo_kernels/gmpo", batch, "seq-mean-token-mean", config, weights)
+    responses = batch.response_mask.any(-1).sum().item()
+    assert responses == 5
+    torch.testing.assert_close(got.loss, expected.loss * 6 / responses)
+    torch.testing.assert_close(got.gradient, expected.gradient * 6 / responses)
+    assert got.metrics["actor/ppo_kl"] == pytest.approx(expected.metrics["actor/ppo_kl"], rel=1e-5)
+    assert (
+        0
+        < got.metrics["actor/pg_clipfrac"]
+        < sum(expected.metrics[key] for key in ("actor/pg_clipfrac", "actor/pg_clipfrac_lower"))
+    )
+
+
+def test_dro_weighs_the_policy_term_alone() -> None:
+    batch, nothing = random_batch(16), torch.zeros(6, 23)
+    assert run("dro", batch, "token-mean", actor_config(), nothing).loss == 0
+    distance = (batch.log_prob - batch.old_log_prob)[batch.response_mask]
+    got = run("dapo_kernels/dro", batch, "token-mean", actor_config(), nothing)
+    torch.testing.assert_close(got.loss, 0.05 * distance.square().mean())
 
 
 # ---- refusals, warnings, registration ----
@@ -282,6 +323,12 @@ def test_every_objective_is_registered() -> None:
 def test_top_entropy_is_refused_with_the_reason() -> None:
     with pytest.raises(ValueError, match="needs the entropy of every token"):
         run("dapo_kernels/top_entropy", random_batch(0), "token-mean", actor_config())
+
+
+def test_dro_without_a_beta_is_refused() -> None:
+    for beta in (None, 0.0):
+        with pytest.raises(ValueError, match="dro_beta must be positive"):
+            run("dapo_kernels/dro", random_batch(0), "token-mean", actor_config(covariance={"dro_beta": beta}))
 
 
 def test_a_missing_global_count_is_refused() -> None:

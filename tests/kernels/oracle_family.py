@@ -150,6 +150,102 @@ def spo_paper(x: Flat, threshold: float = 0.9, eps: float = 0.2) -> Tensor:
     return -torch.stack(terms).sum() / len(terms)
 
 
+def two_sided_paper(x: Flat, eps: float = 0.2, delta: float = 4.0, beta: float = 0.001) -> Tensor:
+    """INTELLECT-2 (arXiv 2505.07291), two-sided GRPO: min(min(r, delta) A, clip(r) A) - beta D_KL in GRPO's means."""
+    per_sequence = []
+    for tokens in x.sequences():
+        total = torch.zeros((), dtype=x.logprobs.dtype)
+        for t in tokens:
+            r, a = torch.exp(x.logprobs[t] - x.old_logprobs[t]), x.advantages[t]
+            surrogate = torch.minimum(torch.clamp(r, max=delta) * a, torch.clamp(r, 1 - eps, 1 + eps) * a)
+            ref_over_new = torch.exp(x.ref_logprobs[t] - x.logprobs[t])
+            total = total + surrogate - beta * (ref_over_new - torch.log(ref_over_new) - 1)
+        per_sequence.append(total / len(tokens))
+    return -torch.stack(per_sequence).sum() / len(per_sequence)
+
+
+def gmpo_paper(x: Flat, eps: float = 0.4) -> Tensor:
+    """GMPO (arXiv 2507.20673): (prod_t c_t)^(1/|o|) A, c_t of r_t and clip(r_t, e^-eps, e^eps) the one with the smaller
+    product with A; the advantage is that of the sequence's first token."""
+    terms = []
+    for tokens in x.sequences():
+        a, product = x.advantages[tokens[0]], torch.ones((), dtype=x.logprobs.dtype)
+        for t in tokens:
+            r = torch.exp(x.logprobs[t] - x.old_logprobs[t])
+            clipped = torch.clamp(r, math.exp(-eps), math.exp(eps))
+            product = product * (torch.minimum(r, clipped) if float(a) > 0 else torch.maximum(r, clipped))
+        terms.append(product ** (1 / len(tokens)) * a)
+    return -torch.stack(terms).sum() / len(terms)
+
+
+def luspo_paper(x: Flat, eps_low: float = 2e-3, eps_high: float = 2.5e-3) -> Tensor:
+    """LUSPO (arXiv 2602.05261): GSPO's min(s_i A_i, clip(s_i) A_i), times the length of the response."""
+    terms = []
+    for tokens in x.sequences():
+        s = torch.exp(torch.stack([x.logprobs[t] - x.old_logprobs[t] for t in tokens]).sum() / len(tokens))
+        a = x.advantages[tokens[0]]
+        terms.append(torch.minimum(s * a, torch.clamp(s, 1 - eps_low, 1 + eps_high) * a) * len(tokens))
+    return -torch.stack(terms).sum() / len(terms)
+
+
+def vespo_paper(x: Flat) -> Tensor:
+    """VESPO (arXiv 2602.10693): sg[W^k exp(lambda (1 - W))] A log pi, W the ratio of the whole response; (k, lambda) is
+    (2, 3) for A >= 0 and (3, 2) for A < 0, and one mean over all tokens, as in its code."""
+    terms = []
+    for tokens in x.sequences():
+        w = math.exp(sum(float(x.logprobs[t].detach() - x.old_logprobs[t]) for t in tokens))
+        for t in tokens:
+            k, decay = (2.0, 3.0) if float(x.advantages[t]) >= 0 else (3.0, 2.0)
+            terms.append(w**k * math.exp(decay * (1 - w)) * x.advantages[t] * x.logprobs[t])
+    return -torch.stack(terms).sum() / len(terms)
+
+
+def binary_divergence(kind: str, old: float, new: float, floor: float = 0.0) -> float:
+    """Between the token and all others (arXiv 2602.04879, eq. 13 and 14); `floor` for those that are left with none."""
+    if kind == "tv":
+        return abs(old - new)
+    old_rest, rest = (max(1 - p, 0.0) for p in (old, new))
+    return old * math.log(old / new) + old_rest * math.log((old_rest + floor) / (rest + floor))
+
+
+def dppo_paper(x: Flat, kind: str, delta: float, most: float = math.inf) -> Tensor:
+    """DPPO (arXiv 2602.04879): the mask of eq. 12, the weight sg[min(r, C)] of eq. 23, one mean over all tokens."""
+    terms = []
+    for tokens in x.sequences():
+        for t in tokens:
+            r, a = math.exp(float(x.logprobs[t].detach() - x.old_logprobs[t])), float(x.advantages[t])
+            new, old = math.exp(float(x.logprobs[t].detach())), math.exp(float(x.old_logprobs[t]))
+            outside = binary_divergence(kind, old, new) > delta
+            m = 0.0 if outside and ((a > 0 and r > 1) or (a < 0 and r < 1)) else 1.0
+            terms.append(m * min(r, most) * a * x.logprobs[t])
+    return -torch.stack(terms).sum() / len(terms)
+
+
+def opsm_paper(x: Flat, delta: float = 0.5, eps: float = 0.2) -> Tensor:
+    """DeepSeek-V3.2 (arXiv 2512.02556) eq. 8 and 9, without its KL: nothing where A < 0 and the mean of
+    log(pi_old / pi) over the response is above delta."""
+    per_sequence = []
+    for tokens in x.sequences():
+        distance = sum(float(x.old_logprobs[t] - x.logprobs[t].detach()) for t in tokens) / len(tokens)
+        total = torch.zeros((), dtype=x.logprobs.dtype)
+        for t in tokens:
+            r, a = torch.exp(x.logprobs[t] - x.old_logprobs[t]), x.advantages[t]
+            if not (float(a) < 0 and distance > delta):
+                total = total + torch.minimum(r * a, torch.clamp(r, 1 - eps, 1 + eps) * a)
+        per_sequence.append(total / len(tokens))
+    return -torch.stack(per_sequence).sum() / len(per_sequence)
+
+
+def dro_paper(x: Flat, beta: float = 0.05) -> Tensor:
+    """DRO (arXiv 2405.19107) with pi_old as its reference, token by token: A log pi - beta/2 (log pi/pi_old)^2."""
+    terms = []
+    for tokens in x.sequences():
+        for t in tokens:
+            distance = x.logprobs[t] - x.old_logprobs[t]
+            terms.append(x.advantages[t] * x.logprobs[t] - beta / 2 * distance * distance)
+    return -torch.stack(terms).sum() / len(terms)
+
+
 # --- selections -------------------------------------------------------------------------------------------
 
 
@@ -187,6 +283,9 @@ class Family(Options):
 
     ratio: str = "token"
     sapo_tau: tuple[float, float] = (1.0, 1.05)
+    vespo: tuple[float, float, float, float] | None = None
+    off_policy_mask: float | None = None
+    kl_to: str = "reference"
     top_entropy: float | None = None
     clip_cov: tuple[float, float, float] | None = None
     kl_cov: tuple[float, float] | None = None
@@ -195,11 +294,15 @@ class Family(Options):
     def keywords(self) -> dict[str, Any]:
         """As keyword overrides of a call on "ppo", without the fields this surrogate does not read."""
         said = dataclasses.asdict(self)
-        if self.surrogate not in ("clip", "cispo"):
+        if self.surrogate in ("sapo", "reinforce"):
             del said["clip_low"], said["clip_high"]
         if self.surrogate != "sapo":
             del said["sapo_tau"]
         return said
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_coef != 0 and self.kl_to == "reference"
 
 
 FAMILY: dict[str, Family] = {
@@ -217,11 +320,35 @@ FAMILY: dict[str, Family] = {
     "top_entropy": Family(clip_high=0.28, top_entropy=0.2),
     "spo": Family(max_old_prob=0.9),
     "sapo": Family(surrogate="sapo"),
+    "two_sided": Family(dual_clip=4.0, kl_coef=0.001, aggregate="seq-mean-token-mean"),
+    "gmpo": Family(
+        ratio="sequence_clipped",
+        clip_low=-math.expm1(-0.4),
+        clip_high=math.expm1(0.4),
+        aggregate="seq-mean-token-mean",
+    ),
+    "luspo": Family(ratio="sequence", clip_low=2e-3, clip_high=2.5e-3, aggregate="seq-mean-token-sum"),
+    "vespo": Family(surrogate="reinforce", vespo=(2.0, 3.0, 3.0, 2.0)),
+    "dppo_tv": Family(surrogate="dppo_tv"),
+    "dppo_kl": Family(surrogate="dppo_kl", clip_low=0.05, clip_high=0.05),
+    "opsm": Family(off_policy_mask=0.5, aggregate="seq-mean-token-mean"),
+    "dro": Family(surrogate="reinforce", kl_coef=0.05, kl_estimator="k2", kl_to="old"),
 }
 
 
-def log_ratios(x: TokenInputs, live: Sequence[bool], spans: Sequence[Span], level: str) -> dict[int, Tensor]:
+def token_clip(delta: Tensor, advantage: Tensor, o: Options) -> tuple[Tensor, str]:
+    """A token's log-ratio within the clip range that its advantage minds, and which bound it hit."""
+    at = float(delta.detach())
+    if float(advantage) > 0 and at > math.log(1 + o.clip_high):
+        return torch.full_like(delta, math.log(1 + o.clip_high)), "high"
+    if float(advantage) < 0 and o.clip_low < 1 and at < math.log(1 - o.clip_low):
+        return torch.full_like(delta, math.log(1 - o.clip_low)), "low"
+    return delta, ""
+
+
+def log_ratios(x: TokenInputs, live: Sequence[bool], spans: Sequence[Span], o: Family) -> dict[int, Tensor]:
     """The log-ratio each live token's surrogate sees."""
+    level = o.ratio
     # On-policy: the old policy is this policy at this moment, so the ratio is 1 and carries a gradient.
     old = x.logprobs.detach() if x.old_logprobs is None else x.old_logprobs
     out: dict[int, Tensor] = {}
@@ -231,8 +358,27 @@ def log_ratios(x: TokenInputs, live: Sequence[bool], spans: Sequence[Span], leve
             if level == "token":
                 out[t] = x.logprobs[t] - old[t]
                 continue
-            mean = torch.stack([x.logprobs[u] - old[u] for u in tokens]).sum() / len(tokens)
-            out[t] = mean if level == "sequence" else mean.detach() + x.logprobs[t] - x.logprobs[t].detach()
+            deltas = [x.logprobs[u] - old[u] for u in tokens]
+            if level == "sequence_clipped":
+                deltas = [token_clip(d, x.advantages[u], o)[0] for d, u in zip(deltas, tokens, strict=True)]
+            mean = torch.stack(deltas).sum() / len(tokens)
+            out[t] = mean.detach() + x.logprobs[t] - x.logprobs[t].detach() if level == "sequence_token" else mean
+    return out
+
+
+def sequence_weights(x: TokenInputs, live: Sequence[bool], spans: Sequence[Span], o: Family) -> dict[int, float]:
+    """What a sequence multiplies the policy terms of its live tokens by."""
+    out: dict[int, float] = {}
+    for start, stop in spans:
+        tokens = [t for t in range(start, stop) if live[t]]
+        deltas = [0.0 if x.old_logprobs is None else float(x.logprobs[t].detach() - x.old_logprobs[t]) for t in tokens]
+        for t in tokens:
+            out[t], negative = 1.0, float(x.advantages[t]) < 0
+            if o.vespo is not None:
+                k, decay = o.vespo[2:] if negative else o.vespo[:2]
+                out[t] = math.exp(k * sum(deltas) + decay * (1 - math.exp(sum(deltas))))
+            if o.off_policy_mask is not None and negative and -sum(deltas) / len(tokens) > o.off_policy_mask:
+                out[t] = 0.0
     return out
 
 
@@ -247,6 +393,16 @@ def surrogate_term(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, o: Fam
         value = float(rho.detach())
         hit = "low" if value < 1 - o.clip_low else "high" if value > 1 + o.clip_high else ""
         return -torch.clamp(rho.detach(), 1 - o.clip_low, 1 + o.clip_high) * advantage * logprob, hit
+    if o.surrogate in ("dppo_tv", "dppo_kl"):
+        old, new = math.exp(float((logprob - log_ratio).detach())), math.exp(float(logprob.detach()))
+        moved = binary_divergence(o.surrogate[-2:], old, new, floor=1e-8)
+        if a > 0 and new > old and moved > o.clip_high:
+            return torch.zeros_like(logprob), "high"
+        if a < 0 and new < old and moved > o.clip_low:
+            return torch.zeros_like(logprob), "low"
+        most = math.inf if o.dual_clip is None else o.dual_clip
+        hit = "dual" if float(rho.detach()) > most else ""
+        return -torch.clamp(rho.detach(), max=most) * advantage * logprob, hit
     assert o.surrogate == "sapo"
     tau = o.sapo_tau[0] if a > 0 else o.sapo_tau[1]
     return -advantage * torch.sigmoid(tau * (rho - 1)) * (4 / tau), ""
@@ -262,7 +418,7 @@ def batch_selection(x: TokenInputs, live: Sequence[bool], spans: Sequence[Span],
     if o.kl_cov is not None:
         return highest(scores, share_down(live, o.kl_cov[0]))
     if o.clip_cov is not None:
-        deltas = log_ratios(x, live, spans, o.ratio)
+        deltas = log_ratios(x, live, spans, o)
         left_alone = [t for t in tokens if not surrogate_term(deltas[t], x.logprobs[t], x.advantages[t], o)[1]]
         return {t for t in left_alone if o.clip_cov[1] < scores[t] < o.clip_cov[2]}
     return set()
@@ -278,10 +434,16 @@ def trains(x: TokenInputs, t: int, o: Family, selected: set[int]) -> bool:
     return math.exp(float(x.old_logprobs[t])) <= o.max_old_prob
 
 
-def family_token(x: TokenInputs, t: int, o: Family, log_ratio: Tensor, selected: set[int]) -> tuple[Tensor, str, float]:
+def family_token(
+    x: TokenInputs, t: int, o: Family, log_ratio: Tensor, weight: float, selected: set[int]
+) -> tuple[Tensor, str, float]:
     """Loss of one live token that trains, the limit it hit, its KL estimate."""
     logprob = x.logprobs[t]
     loss, hit = surrogate_term(log_ratio, logprob, x.advantages[t], o)
+    old = logprob.detach() if x.old_logprobs is None else x.old_logprobs[t]
+    if o.ratio == "sequence_clipped":
+        hit = token_clip(logprob.detach() - old, x.advantages[t], o)[1]
+    loss = loss * weight
     if o.clip_cov is not None and t in selected:
         loss = torch.zeros_like(loss)
     if x.importance_weights is not None:
@@ -289,10 +451,9 @@ def family_token(x: TokenInputs, t: int, o: Family, log_ratio: Tensor, selected:
     kl = torch.zeros_like(loss)
     if o.kl_coef:
         assert x.ref_logprobs is not None
-        kl = kl_term(torch.exp(log_ratio), logprob, x.ref_logprobs[t], o)
+        kl = kl_term(torch.exp(log_ratio), logprob, old if o.kl_to == "old" else x.ref_logprobs[t], o)
         loss = loss + o.kl_coef * kl
     if o.kl_cov is not None and t in selected:
-        old = logprob.detach() if x.old_logprobs is None else x.old_logprobs[t]
         loss = loss + o.kl_cov[1] * torch.abs(logprob - old)
     if o.entropy_coef:
         assert x.entropy is not None
@@ -313,11 +474,11 @@ def family_loss(
         selected = batch_selection(x, live, spans, o) if o.clip_cov is None else ()
     chosen = set(selected)
     zero = torch.zeros((), dtype=x.logprobs.dtype)
-    deltas = log_ratios(x, live, spans, o.ratio)
+    deltas, weights = log_ratios(x, live, spans, o), sequence_weights(x, live, spans, o)
     losses: dict[int, Tensor] = {}
     m = dict.fromkeys(("tokens", "clip_low", "clip_high", "clip_dual", "ratio", "approx_kl", "ref_kl", "entropy"), 0.0)
     for t in sorted(deltas):
-        loss, hit, kl = family_token(x, t, o, deltas[t], chosen)
+        loss, hit, kl = family_token(x, t, o, deltas[t], weights[t], chosen)
         losses[t] = loss if trains(x, t, o, chosen) else zero
         m["tokens"] += 1
         m["ratio"] += float(torch.exp(deltas[t].detach()))

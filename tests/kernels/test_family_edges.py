@@ -79,6 +79,98 @@ def test_kl_cov_does_not_clip(backend: str) -> None:
         assert float(out.metrics["clip_low"] + out.metrics["clip_high"]) == 0
 
 
+def test_dppo_minds_the_probability_and_not_the_ratio(backend: str) -> None:
+    """A rare token may become ten times as likely; a likely one may not lose a quarter of its probability."""
+    for name, delta in (("dppo_tv", 0.2), ("dppo_kl", 0.05)):
+        for new, old, advantage, trains in (
+            (1e-3, 1e-4, 1.0, True),
+            (0.7, 0.97, -1.0, False),
+            (0.7, 0.97, 1.0, True),  # on its way back
+            (0.97, 0.7, 1.0, False),
+            (0.97, 0.7, -1.0, True),
+        ):
+            loss, slope, out = one_token(name, math.log(new), math.log(old), advantage)
+            weight = new / old if trains else 0.0
+            assert slope == pytest.approx(-weight * advantage, rel=1e-5), (name, delta, new, old)
+            assert loss == pytest.approx(-weight * advantage * math.log(new), rel=1e-5)
+            hit = "clip_high" if advantage > 0 else "clip_low"
+            assert float(out.metrics[hit]) == float(not trains)
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_dppo_of_certain_tokens(backend: str, name: str) -> None:
+    """Log-probs that float32 has rounded to 0, before, after and both: no infinity, and no gradient lost to one."""
+    for new, old in ((0.0, 0.0), (0.0, -1e-6), (-1e-6, 0.0), (0.0, -1e-4)):
+        for advantage in (1.0, -1.0):
+            loss, slope, _ = one_token(name, new, old, advantage)
+            assert slope == pytest.approx(-advantage * math.exp(new - old), rel=1e-5), (new, old)
+            assert math.isfinite(loss)
+    assert one_token(name, 0.0, -2.0, 1.0)[1] == 0.0
+
+
+def test_dppo_bounds_the_weight_and_keeps_the_gradient(backend: str) -> None:
+    loss, slope, out = one_token("dppo_tv", -6.0, -8.0, -1.0, dual_clip=5.0)
+    assert (loss, slope) == (pytest.approx(-30.0), pytest.approx(5.0))
+    assert float(out.metrics["clip_dual"]) == 1
+
+
+def two_sequences(name: str, delta: list[float], advantages: list[float], **changes: Any) -> tuple[Any, list[float]]:
+    """Sequences of two tokens, with log-ratios ``delta``; the slope of every log-prob, times their number."""
+    leaf = torch.full((4,), -2.0, requires_grad=True)
+    bounds = {"cu_seqlens": torch.tensor([0, 2, 4], dtype=torch.int32)}
+    old = -2.0 - torch.tensor(delta)
+    out = policy_loss(leaf, old, torch.tensor(advantages), objective=name, **bounds, **changes)
+    out.loss.backward()
+    assert leaf.grad is not None
+    return out, (4 * leaf.grad).tolist()
+
+
+def test_vespo_weighs_a_response_by_its_whole_ratio(backend: str) -> None:
+    """W = 1 weighs 1 whatever its tokens do; far from it the weight vanishes, and nothing overflows."""
+    _, slopes = two_sequences("vespo", [0.7, -0.7, 0.0, 0.0], [1.0, 1.0, -1.0, -1.0])
+    assert slopes == pytest.approx([-1.0, -1.0, 1.0, 1.0], rel=1e-6)
+    _, slopes = two_sequences("vespo", [0.2, 0.3, 0.2, 0.3], [1.0, 1.0, -1.0, -1.0])
+    w = math.exp(0.5)
+    expected = (-(w**2) * math.exp(3 * (1 - w)), w**3 * math.exp(2 * (1 - w)))
+    assert slopes == pytest.approx([expected[0]] * 2 + [expected[1]] * 2, rel=1e-5)
+    for far in (60.0, -60.0):
+        out, slopes = two_sequences("vespo", [far] * 4, [1.0, 1.0, -1.0, -1.0])
+        assert slopes == pytest.approx([0.0] * 4, abs=1e-6)
+        assert out.loss.item() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_off_policy_mask_leaves_gains_and_the_kl_alone(backend: str) -> None:
+    """Both responses have become improbable; only the one with A < 0 loses its policy term, and not its KL's."""
+    fields: dict[str, Any] = {"kl_coef": 0.5, "kl_estimator": "k1", "ref_logprobs": torch.full((4,), -2.0)}
+    _, slopes = two_sequences("opsm", [-0.5, -0.7, -0.5, -0.7], [1.0, 1.0, -1.0, -1.0], **fields)
+    expected = [0.5 - math.exp(-0.5), 0.5 - math.exp(-0.7), 0.5, 0.5]
+    assert slopes == pytest.approx(expected, rel=1e-5)
+    _, slopes = two_sequences("opsm", [-0.5, -0.7, -0.5, -0.4], [1.0, 1.0, -1.0, -1.0], clip_low=1.0)
+    assert slopes[2] == pytest.approx(math.exp(-0.5), rel=1e-5)  # a mean of 0.45 is within 0.5
+
+
+def test_gmpo_clips_a_token_before_the_mean(backend: str) -> None:
+    """Far beyond the range a token counts as the bound, and passes no gradient; the others still do."""
+    out, slopes = two_sequences("gmpo", [3.0, 0.1, -3.0, -0.1], [1.0, 1.0, -1.0, -1.0])
+    ratios = math.exp(0.25), math.exp(-0.25)
+    assert slopes == pytest.approx([0.0, -ratios[0], 0.0, ratios[1]], rel=1e-5)
+    assert out.loss.item() == pytest.approx((ratios[1] - ratios[0]) / 2, rel=1e-5)
+    assert [float(out.metrics[key]) for key in ("clip_low", "clip_high")] == [1, 1]
+    assert float(out.metrics["ratio_max"]) == pytest.approx(ratios[0], rel=1e-5)
+
+
+def test_a_penalty_to_the_old_policy_starts_at_nothing(backend: str) -> None:
+    """On-policy DRO is REINFORCE, with old log-probs and without."""
+    x, advantages = torch.tensor([-1.0, -2.0]), torch.tensor([1.0, -0.5])
+    slopes = []
+    for objective, old in (("reinforce", None), ("dro", None), ("dro", x)):
+        leaf = x.clone().requires_grad_()
+        policy_loss(leaf, old, advantages, objective=objective).loss.backward()
+        slopes.append(leaf.grad)
+    assert torch.equal(slopes[0], slopes[1])
+    assert torch.equal(slopes[0], slopes[2])
+
+
 # --- refusals ---------------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
@@ -90,6 +182,17 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"objective": "sapo", "clip_low": 0.3}, ("clip_low", "sapo")),
     ({"objective": "sapo", "dual_clip": 3.0}, ("dual_clip", "sapo")),
     ({"objective": "cispo", "dual_clip": 3.0}, ("dual_clip", "cispo")),
+    ({"objective": "gmpo", "dual_clip": 3.0}, ("dual_clip", "sequence_clipped")),
+    ({"objective": "cispo", "ratio": "sequence_clipped"}, ("sequence_clipped", "cispo")),
+    ({"objective": "dppo_tv", "ratio": "sequence"}, ("dppo_tv", "ratio")),
+    ({"objective": "dppo_kl", "sapo_tau": (1.0, 2.0)}, ("sapo_tau", "dppo_kl")),
+    ({"objective": "dro", "kl_estimator": "k1"}, ("kl_to", "k1")),
+    ({"objective": "dro", "ref_logprobs": torch.zeros(6)}, ("ref_logprobs", "kl_to='old'")),
+    ({"objective": "dro", "kl_to": "new"}, ("kl_to", "reference")),
+    ({"objective": "vespo", "vespo": (1.0, 2.0)}, ("vespo", "λ for A < 0")),
+    ({"objective": "vespo", "cu_seqlens": None}, ("cu_seqlens", "vespo")),
+    ({"objective": "opsm", "off_policy_mask": -0.1}, ("off_policy_mask", "-0.1")),
+    ({"objective": "opsm", "aggregate": "token-mean", "cu_seqlens": None}, ("cu_seqlens", "off_policy_mask")),
     ({"objective": "dapo", "sapo_tau": (1.0, 2.0)}, ("sapo_tau", "clip")),
     ({"objective": "top_entropy", "clip_cov": (0.1, 1.0, 5.0)}, ("top_entropy", "clip_cov")),
     ({"objective": "top_entropy", "kl_cov": (0.1, 1.0)}, ("top_entropy", "kl_cov")),

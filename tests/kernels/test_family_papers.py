@@ -20,17 +20,24 @@ from oracle_family import (
     cispo_paper,
     clip_cov_paper,
     covariances,
+    dppo_paper,
+    dro_paper,
     family_solve,
+    gmpo_paper,
     gspo_paper,
     gspo_token_paper,
     highest,
     kl_cov_paper,
     lite_ppo_paper,
+    luspo_paper,
+    opsm_paper,
     sapo_paper,
     sapo_paper_mean,
     share_down,
     spo_paper,
     top_entropy_paper,
+    two_sided_paper,
+    vespo_paper,
 )
 from torch import Tensor
 
@@ -45,7 +52,7 @@ LENGTHS = (6, 3, 11, 2)
 def flat_of(case: Case, rows: Rows) -> Flat:
     x = rows.inputs
     assert x.old_logprobs is not None
-    return Flat(x.logprobs, x.old_logprobs, x.advantages, torch.zeros(0), rows.live, case.spans)
+    return Flat(x.logprobs, x.old_logprobs, x.advantages, case.ref_logprobs.to(x.logprobs), rows.live, case.spans)
 
 
 def kl_cov_of(case: Case, rows: Rows) -> Tensor:
@@ -68,29 +75,47 @@ PAPERS: dict[str, Callable[[Case, Rows], Tensor]] = {
     "kl_cov": kl_cov_of,
     "top_entropy": top_entropy_of,
     "spo": lambda case, rows: spo_paper(flat_of(case, rows)),
+    "two_sided": lambda case, rows: two_sided_paper(flat_of(case, rows)),
+    "gmpo": lambda case, rows: gmpo_paper(flat_of(case, rows)),
+    "luspo": lambda case, rows: luspo_paper(flat_of(case, rows)),
+    "vespo": lambda case, rows: vespo_paper(flat_of(case, rows)),
+    "dppo_tv": lambda case, rows: dppo_paper(flat_of(case, rows), "tv", 0.2),
+    "dppo_kl": lambda case, rows: dppo_paper(flat_of(case, rows), "kl", 0.05),
+    "opsm": lambda case, rows: opsm_paper(flat_of(case, rows)),
+    "dro": lambda case, rows: dro_paper(flat_of(case, rows)),
 }
+BY_SEQUENCE = ("gspo", "gmpo", "luspo", "opsm")  # one advantage for each
+SEQUENCE_ADVANTAGES = torch.tensor([1.3, 0.4, -0.7, 0.9])
 
 
 def paper_case(name: str, *, linear: bool = False, dtype: torch.dtype = torch.float32) -> Case:
-    """GSPO has one advantage per sequence; the others one per token. One sequence has no live token."""
+    """Those by sequence have one advantage for each; the others one per token. One sequence has no live token."""
     mask = torch.rand(sum(LENGTHS), generator=torch.Generator().manual_seed(3)) > 0.25
     mask[6:9] = False
     make: Callable[..., Case] = linear_case if linear else logits_case
     case = make(37, lengths=LENGTHS, seed=31, mask=mask, dtype=dtype)
-    if name == "gspo":
-        case.advantages = torch.tensor([1.3, 0.4, -0.7, 0.9]).repeat_interleave(torch.tensor(LENGTHS))
-    if name == "gspo_token":  # ratios near the trust region, or the whole batch is clipped
-        shift = torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(4)) * 2e-3
-        case.old_logprobs = token_values(case)[0] + shift
+    if name in BY_SEQUENCE:
+        case.advantages = SEQUENCE_ADVANTAGES.repeat_interleave(torch.tensor(LENGTHS))
+    if name in ("gspo_token", "vespo"):  # ratios near the trust region, or the whole batch is clipped
+        shift = torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(4))
+        case.old_logprobs = token_values(case)[0] + shift * (2e-3 if name == "gspo_token" else 0.2)
+    if name == "opsm":  # the third sequence, A < 0, has become improbable
+        case.old_logprobs[9:20] += 0.6
+    if name.startswith("dppo"):  # probabilities that can change
+        case.old_logprobs = (case.old_logprobs + 2.0).clamp(max=-0.01)
     return case
+
+
+def reference(case: Case, name: str) -> dict[str, Tensor]:
+    return {"ref_logprobs": case.ref_logprobs} if FAMILY[name].needs_reference else {}
 
 
 def paper_checks(name: str, case: Case, entry: str, layout: str) -> None:
     solve = PAPERS[name]
     truth = family_solve(case, Family(), loss_of=lambda rows: solve(case, rows))
     eager = family_solve(case, Family(), dtype=torch.float32, loss_of=lambda rows: solve(case, rows))
-    advantages = torch.tensor([1.3, 0.4, -0.7, 0.9]) if name == "gspo" else None
-    out, grads = call(entry, case, name, layout=layout, advantages=advantages)
+    advantages = SEQUENCE_ADVANTAGES if name in BY_SEQUENCE else None
+    out, grads = call(entry, case, name, layout=layout, advantages=advantages, **reference(case, name))
     as_accurate(out.loss, truth.loss, eager.loss, what="loss", scale=1.0)
     assert any(bool(g.any()) for g in grads.values())
     for key, grad in grads.items():
@@ -113,7 +138,7 @@ def test_the_float64_reference_is_the_papers_equation_to_rounding(name: str) -> 
     case = paper_case(name, dtype=torch.float64)
     truth = family_solve(case, Family(), loss_of=lambda rows: PAPERS[name](case, rows))
     with use_backend("torch"):
-        out, grads = call("logits", case, name)
+        out, grads = call("logits", case, name, **reference(case, name))
     torch.testing.assert_close(out.loss, truth.loss, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(grads["logits"], truth.grads["logits"], rtol=1e-10, atol=1e-15)
 
@@ -167,16 +192,25 @@ PRINTED: dict[str, dict[str, object]] = {
     "kl_cov": {"surrogate": "clip", "clip_high": math.inf, "kl_cov": (2e-4, 1.0)},
     "top_entropy": {"surrogate": "clip", "clip_low": 0.2, "clip_high": 0.28, "top_entropy": 0.2},
     "spo": {"surrogate": "clip", "clip_low": 0.2, "clip_high": 0.2, "max_old_prob": 0.9},
+    "two_sided": {"surrogate": "clip", "dual_clip": 4.0, "kl_coef": 0.001},
+    "gmpo": {"surrogate": "clip", "ratio": "sequence_clipped"},
+    "luspo": {"surrogate": "clip", "ratio": "sequence", "clip_low": 2e-3, "clip_high": 2.5e-3},
+    "vespo": {"surrogate": "reinforce", "vespo": (2.0, 3.0, 3.0, 2.0)},
+    "dppo_tv": {"surrogate": "dppo_tv", "clip_low": 0.2, "clip_high": 0.2},
+    "dppo_kl": {"surrogate": "dppo_kl", "clip_low": 0.05, "clip_high": 0.05},
+    "opsm": {"surrogate": "clip", "clip_low": 0.2, "clip_high": 0.2, "off_policy_mask": 0.5},
+    "dro": {"surrogate": "reinforce", "kl_coef": 0.05, "kl_estimator": "k2", "kl_to": "old"},
 }
+SUMS = {name: "seq-mean-token-mean" for name in ("gspo", "gspo_token", "two_sided", "gmpo", "opsm")}
+SUMS["luspo"] = "seq-mean-token-sum"
 OFF = {"ratio": "token", "kl_coef": 0.0, "entropy_coef": 0.0, "dual_clip": None, "top_entropy": None}
-OFF |= {"clip_cov": None, "kl_cov": None, "max_old_prob": None}
+OFF |= {"clip_cov": None, "kl_cov": None, "max_old_prob": None, "vespo": None, "off_policy_mask": None}
 
 
 @pytest.mark.parametrize("name", PRINTED)
 def test_a_row_has_the_papers_constants(name: str) -> None:
     row, said = OBJECTIVES[name], PRINTED[name]
-    aggregate = "seq-mean-token-mean" if name.startswith("gspo") else "token-mean"
-    expected = {**OFF, "aggregate": aggregate, **said}
+    expected = {**OFF, "aggregate": SUMS.get(name, "token-mean"), **said}
     assert {field: getattr(row, field) for field in expected} == expected
     assert "arXiv" in row.paper
 

@@ -24,6 +24,7 @@ from oracle_family import (
     FAMILY,
     Family,
     batch_selection,
+    binary_divergence,
     case_rows,
     covariances,
     family_loss,
@@ -59,8 +60,11 @@ AGGREGATES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-me
 @st.composite
 def objectives(draw: st.DrawFn) -> Family:
     """A combination of fields that has a meaning."""
-    surrogate = draw(st.sampled_from(["clip", "clip", "cispo", "sapo", "reinforce"]))
-    ratio = "token" if surrogate == "reinforce" else draw(st.sampled_from(["token", "sequence", "sequence_token"]))
+    surrogate = draw(st.sampled_from(["clip", "clip", "cispo", "sapo", "reinforce", "dppo_tv", "dppo_kl"]))
+    dppo = surrogate.startswith("dppo")
+    levels = ["token"] if dppo or surrogate == "reinforce" else ["token", "sequence", "sequence_token"]
+    ratio = draw(st.sampled_from([*levels, *(["sequence_clipped"] if surrogate == "clip" else [])]))
+    bounded = dppo or (surrogate == "clip" and ratio != "sequence_clipped")
     aggregate = draw(st.sampled_from(AGGREGATES))
     cuts: list[dict[str, Any]] = [{}, {"top_entropy": draw(st.sampled_from([0.2, 0.5, 1.0]))}]
     if surrogate != "reinforce":
@@ -72,10 +76,13 @@ def objectives(draw: st.DrawFn) -> Family:
         ratio=ratio,
         clip_low=draw(st.sampled_from([0.0, 3e-4, 0.2, 0.5, 1.0])),
         clip_high=draw(st.sampled_from([0.0, 4e-4, 0.28, 3.0, math.inf])),
-        dual_clip=draw(st.sampled_from([None, 1.7])) if surrogate == "clip" else None,
+        dual_clip=draw(st.sampled_from([None, 1.7])) if bounded else None,
         sapo_tau=draw(st.sampled_from([(1.0, 1.05), (4.0, 0.3)])),
+        vespo=draw(st.sampled_from([None, None, (0.5, 0.1, 0.3, 0.2)])),
+        off_policy_mask=draw(st.sampled_from([None, None, 0.1])),
         kl_coef=kl_coef,
         kl_estimator=estimator,
+        kl_to="reference" if estimator == "k1" else draw(st.sampled_from(["reference", "old"])),
         kl_through_ratio=estimator == "k3" and ratio == "token" and draw(st.booleans()),
         entropy_coef=draw(st.sampled_from([0.0, 0.0, 0.02, -0.5])),
         aggregate=aggregate,
@@ -115,8 +122,17 @@ def margin(case: Case, o: Family) -> float:
     x = rows.inputs
     tokens = [t for t in range(len(rows.live)) if rows.live[t]]
     gaps = [math.inf]
-    deltas = log_ratios(x, rows.live, case.spans, o.ratio)
+    level = "token" if o.ratio == "sequence_clipped" else o.ratio
+    deltas = log_ratios(x, rows.live, case.spans, dataclasses.replace(o, ratio=level))
     edges = [1 - o.clip_low, 1 + o.clip_high, o.dual_clip or math.inf]
+    assert x.old_logprobs is not None
+    if o.surrogate.startswith("dppo"):
+        pairs = [(float(x.old_logprobs[t].exp()), float(x.logprobs[t].detach().exp())) for t in tokens]
+        moved = [binary_divergence(o.surrogate[-2:], old, new, floor=1e-8) for old, new in pairs]
+        gaps += [abs(m - edge) for m in moved for edge in (o.clip_low, o.clip_high)]
+    if o.off_policy_mask is not None:
+        means = log_ratios(x, rows.live, case.spans, dataclasses.replace(o, ratio="sequence"))
+        gaps += [abs(float(d.detach()) + o.off_policy_mask) for d in means.values()]
     # A ratio of exactly 1 beside an empty trust region is a tie by design, but not of these inputs.
     gaps += [abs(float(torch.exp(d.detach())) - edge) for d in deltas.values() for edge in edges]
     scores = covariances(x.logprobs.detach(), x.advantages, rows.live)
@@ -176,7 +192,7 @@ def test_no_combination_disagrees_with_float64(
     assume(margin(case, o) > (0.06 if rounds else 1e-5))
     rows = case_rows(case, o, torch.float64)
     selected = batch_selection(rows.inputs, rows.live, case.spans, o)
-    extra: dict[str, Any] = {"ref_logprobs": case.ref_logprobs} if o.kl_coef else {}
+    extra: dict[str, Any] = {"ref_logprobs": case.ref_logprobs} if o.needs_reference else {}
     if o.clip_cov is not None:
         selected = set(sorted(selected)[: share_down(rows.live, o.clip_cov[0])])
     known = data.draw(st.booleans(), label="selection") and (o.top_entropy or o.kl_cov)
@@ -226,7 +242,7 @@ def test_rows_with_empty_sequences(backend: str, name: str, seed: int, lengths: 
     assume(sum(lengths) > 0)
     case = logits_case(11, lengths, seed=seed)
     selected: set[int] | None = None
-    extra: dict[str, Any] = {"ref_logprobs": case.ref_logprobs} if o.kl_coef else {}
+    extra: dict[str, Any] = {"ref_logprobs": case.ref_logprobs} if o.needs_reference else {}
     if o.clip_cov is not None:
         selected, extra["selection"] = set(), torch.zeros(sum(lengths), dtype=torch.bool)
     keywords = {"length_norm": o.length_norm} if o.length_norm else {}
@@ -329,8 +345,9 @@ TAKEN: dict[str, tuple[Any, ...]] = {
     "clip_high": (0.0,),
     "entropy_coef": (0.0, -1.0),
     "kl_through_ratio": (),
+    "off_policy_mask": (0.0, None),
     **dict.fromkeys(("softcap", "chunk_bytes", "denominator", "dual_clip", "length_norm", "top_entropy"), (None,)),
-    **dict.fromkeys(("clip_cov", "kl_cov", "max_old_prob"), (None,)),
+    **dict.fromkeys(("clip_cov", "kl_cov", "max_old_prob", "vespo"), (None,)),
     **dict.fromkeys(("bias", "mask", "importance_weights"), (None,)),
 }
 DOCUMENTED = (ValueError, TypeError, IndexError)

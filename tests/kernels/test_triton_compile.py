@@ -83,6 +83,8 @@ def test_machine_code_of_a_row_kernel(variant: str, logits: str, launch: Launch,
         ("cispo", "k1", 90),
         ("reinforce", "k2", 90),
         ("sapo", "k3", 90),
+        ("dppo_tv", "k3", 90),
+        ("dppo_kl", "k3", 90),
     ],
 )
 def test_machine_code_of_the_elementwise_kernel(surrogate: str, estimator: str, capability: int) -> None:

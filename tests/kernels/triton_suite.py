@@ -227,7 +227,7 @@ def check(entry: str, case: Case, o: Family, **kw: Any) -> None:
     dtype = next(iter(case.leaves.values())).dtype
     rows = case_rows(case, o, torch.float64)
     picked = batch_selection(rows.inputs, rows.live, case.spans, o)
-    extra: dict[str, Any] = {"ref_logprobs": case.ref_logprobs} if o.kl_coef else {}
+    extra: dict[str, Any] = {"ref_logprobs": case.ref_logprobs} if o.needs_reference else {}
     if o.clip_cov is not None:
         picked = set(sorted(picked)[: share_down(rows.live, o.clip_cov[0])])
         extra["selection"] = selection_mask(case, picked)
@@ -250,6 +250,7 @@ SURROGATES = {
     "cispo": Family(surrogate="cispo", clip_low=0.3, clip_high=1.0),
     "sapo": Family(surrogate="sapo", sapo_tau=(1.5, 0.8)),
     "reinforce": Family(surrogate="reinforce"),
+    "dppo": Family(surrogate="dppo_kl", clip_low=0.01, clip_high=0.02, dual_clip=2.0),
     "unclipped": Family(clip_low=1.0, clip_high=math.inf),
 }
 EXTRAS: dict[str, dict[str, Any]] = {

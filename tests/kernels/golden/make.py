@@ -77,7 +77,7 @@ def solve_row(case: Case, name: str, o: Family, *, weighted: bool) -> dict[str, 
     elif o.top_entropy is not None or o.kl_cov is not None:
         picked = sorted(batch_selection(rows.inputs, rows.live, case.spans, o))
     solution = family_solve(case, o, selected=picked, weighted=weighted)
-    uses = [x for x, on in (("ref_logprobs", o.kl_coef), ("importance_weights", weighted)) if on]
+    uses = [x for x, on in (("ref_logprobs", o.needs_reference), ("importance_weights", weighted)) if on]
     return {
         "objective": name,
         "fields": {k: None if v == math.inf else v for k, v in dataclasses.asdict(o).items()},

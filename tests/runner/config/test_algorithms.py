@@ -35,6 +35,7 @@ from dapo_runner.train import train
 from dapo_runner.update.learner import resolve_objective
 
 ROOT = Path(__file__).resolve().parents[3]
+GMPO_CLIP = (-math.expm1(-0.4), math.expm1(0.4))
 # Surrogate, level of the ratio, how far it may go down and up; the mean that is the loss; weight of the KL penalty;
 # advantage; whether groups are filtered and lengths punished.
 PAPERS: dict[str, tuple[object, ...]] = {
@@ -56,10 +57,15 @@ PAPERS: dict[str, tuple[object, ...]] = {
     "top_entropy": ("clip", "token", 0.2, 0.28, "token-mean", 0, "group_std", True, True),
     "spo_chain": ("clip", "token", 0.2, 0.2, "token-mean", 1e-4, "chain", False, False),
     "spo_tree": ("clip", "token", 0.2, 0.2, "token-mean", 1e-4, "tree", False, False),
+    "gmpo": ("clip", "sequence_clipped", *GMPO_CLIP, "seq-mean-token-mean", 0, "group_std", False, False),
+    "luspo": ("clip", "sequence", 2e-3, 2.5e-3, "seq-mean-token-sum", 0, "group_std", False, True),
+    "vespo": ("reinforce", "token", None, None, "token-mean", 0, "group_std", False, False),
+    "dppo_tv": ("dppo_tv", "token", 0.2, 0.2, "seq-mean-token-sum-norm", 0, "group_mean", False, False),
+    "dppo_kl": ("dppo_kl", "token", 0.05, 0.05, "seq-mean-token-sum-norm", 0, "group_mean", False, False),
 }
 SELECTED = {"clip_cov": (2e-4, 1.0, 5.0), "kl_cov": (2e-4, 1.0), "top_entropy": 0.2}
 ONE_UPDATE = {"grpo", "reinforce", "rloo"}
-NOTHING_FOR_WRONG = {"dr_grpo", "spo_chain", "spo_tree"}
+NOTHING_FOR_WRONG = {"dr_grpo", "spo_chain", "spo_tree", "luspo"}
 # Discount, λ, coefficient and estimator of the KL term in the reward, clip of values.
 BY_TOKEN = {"ppo": (1, 0.95, 0.02, "k1", 0.2), "reinforce_pp": (1, 0.95, 1e-3, "k1", None)}
 
@@ -75,7 +81,7 @@ def config_of(*overrides: str) -> Config:
 def test_a_row_is_its_papers(name: str) -> None:
     config = config_of(f"algorithm={name}")
     objective = resolve_objective(config)
-    clip = (objective.clip_low, objective.clip_high) if objective.surrogate in ("clip", "cispo") else (None, None)
+    clip = (None, None) if objective.surrogate in ("sapo", "reinforce") else (objective.clip_low, objective.clip_high)
     assert PAPERS[name] == (
         objective.surrogate,
         objective.ratio,
@@ -97,6 +103,8 @@ def test_a_row_is_its_papers(name: str) -> None:
         found = (config.advantage.gamma, config.advantage.lam, kl.coef, kl.estimator, critic and critic.clip)
         assert found == BY_TOKEN[name]
         assert config.advantage.whiten
+    assert config.loss.old_logprobs == ("rollout" if name.startswith("dppo") else "learner")
+    assert objective.vespo == ((2.0, 3.0, 3.0, 2.0) if name == "vespo" else None)
     assert departures(config) == []
 
 

@@ -297,10 +297,11 @@ def test_segments_that_cannot_be(segments: dict[str, Any], others: dict[str, Any
         assert part in str(caught.value)
 
 
-def test_segments_want_a_ratio_of_tokens() -> None:
-    config = make_config(advantage={"segments": {"kind": "chain"}}, loss={"objective": "gspo"})
+@pytest.mark.parametrize("objective", ["gspo", "vespo"])
+def test_segments_want_a_ratio_of_tokens(objective: str) -> None:
+    config = make_config(advantage={"segments": {"kind": "chain"}}, loss={"objective": objective})
     with pytest.raises(
-        ConfigError, match=r"loss\.objective: expected a ratio of tokens beside advantage\.segments, .*gspo"
+        ConfigError, match=rf"loss\.objective: expected a ratio of tokens beside advantage\.segments, .*{objective}"
     ):
         resolve_objective(config)
 
@@ -399,6 +400,24 @@ PARTS = ("objective", "ratio and clip", "KL", "aggregation", "advantage", "filte
             {"loss": {"objective": "top_entropy", "overrides": {"entropy_coef": 1e-3, "max_old_prob": 0.9}}},
             {"selection": "top_entropy=0.2, max_old_prob=0.9", "entropy bonus": "0.001"},
         ),
+        (
+            {"loss": {"objective": "gmpo", "overrides": {"off_policy_mask": 0.1}}},
+            {
+                "ratio and clip": "clip, the ratio of a sequence, each token's clipped before the mean within "
+                "1 − 0.32968 and 1 + 0.491825",
+                "selection": "off_policy_mask=0.1",
+            },
+        ),
+        ({"loss": {"objective": "vespo"}}, {"sequence weight": "vespo=(2, 3, 3, 2)"}),
+        (
+            {"loss": {"objective": "dppo_kl", "overrides": {"clip_high": 0.1}}},
+            {
+                "ratio and clip": "dppo_kl, a token's probability within 0.05 downwards and 0.1 upwards, as KL "
+                "divergence",
+                "KL": "none",
+            },
+        ),
+        ({"loss": {"objective": "dro"}}, {"KL": "0.05 × k2 to the policy that sampled"}),
         (
             {
                 "sampler": {"filter_groups": False},

@@ -18,9 +18,10 @@ from dapo_runner.tasks.tiny import make_model, make_tokenizer
 
 FLOAT32 = {"tiny": {}, "dtype": "float32"}
 PAIRS = {"optimizer": {"token_budget": 190}, "sampler": {"prompts_per_step": 8}}
+LIKE_ANOTHER = {"lite_ppo", "two_sided", "luspo", "dppo_kl"}  # but for numbers
 # What reads the whole mini-batch, or whole sequences, in every layout; the rest of the table on two ranks.
 CASES: dict[str, dict[str, Any]] = {
-    **{name: {"model": FLOAT32, "loss": {"objective": name}} for name in OBJECTIVES},
+    **{name: {"model": FLOAT32, "loss": {"objective": name}} for name in OBJECTIVES.keys() - LIKE_ANOTHER},
     "one_sequence": {"model": FLOAT32, "sequences": 1},  # a rank, or three, with nothing to do
     "accumulated": {"model": FLOAT32, "optimizer": {"token_budget": 96}, "sequences": 40},
     "lora": {"model": {**FLOAT32, "lora": {"rank": 4, "alpha": 8}}},
@@ -40,6 +41,15 @@ CASES: dict[str, dict[str, Any]] = {
         "loss": {"objective": "ppo", "reference_ema": 0.9},
     },
 }
+OFF_POLICY: dict[str, dict[str, Any]] = {  # log-probs of an engine that is another policy
+    "gmpo": {},
+    "vespo": {"vespo": (0.1, 0.01, 0.2, 0.02)},
+    "opsm": {"off_policy_mask": 1.8},
+    "dppo_tv": {},
+    "dro": {},
+}
+for name, overrides in OFF_POLICY.items():
+    CASES[name]["loss"] |= {"old_logprobs": "rollout", "overrides": overrides}
 CASES["accumulated"]["sampler"] = {"prompts_per_step": 10}
 LAYOUTS: dict[str, dict[str, int]] = {
     "shard 2": {"gpus": 2},
@@ -54,7 +64,7 @@ ROUTED = {  # the second of two updates, on a model of its own
     "loss": {"routing_replay": True},
     "optimizer": {"mini_batch_size": 8, "token_budget": 96, "lr": 3e-3, "warmup_steps": 0},
 }
-SELECTED = ["gspo", "clip_cov", "one_sequence", "accumulated", "pairs", "ppo"]
+SELECTED = ["gspo", "vespo", "clip_cov", "one_sequence", "accumulated", "pairs", "ppo"]
 UNTIED = ("shard 2", "shard 4, sequence 2")
 
 

@@ -35,7 +35,7 @@ def of_training_tokens(values: dict[int, TokenValues], sequences: list[Sequence]
 
 
 @pytest.mark.parametrize("budget", [24, 256])
-@pytest.mark.parametrize("objective", ["dapo", "gspo", "top_entropy"])
+@pytest.mark.parametrize("objective", ["dapo", "gspo", "gmpo", "top_entropy"])
 def test_they_add_up_to_the_figures_of_the_update(policy: Policy, objective: str, budget: int) -> None:
     sequences = random_sequences(12)
     loss = {"objective": objective, "old_logprobs": "rollout"}
