@@ -63,7 +63,7 @@ class Endpoint:
             first = _first_tokens(choice["logprobs"]) if body.get("logprobs") else []
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             what = "choices with a message" + (" and logprobs" if body.get("logprobs") else "")
-            raise EndpointError(f"{self.url}: expected {what}, got {_shorten(json.dumps(answer))}") from error
+            raise EndpointError(f"{self.url}: expected {what}, got {self._shown(json.dumps(answer))}") from error
         return Answer(text, first)
 
     def _post(self, body: Mapping[str, Any]) -> Any:
@@ -74,23 +74,41 @@ class Endpoint:
             with _OPENER.open(request, timeout=self.timeout) as response:
                 raw = response.read(MAX_BYTES)
         except HTTPError as error:
-            said = error.read(MAX_BYTES).decode("utf-8", "replace")
-            raise EndpointError(f"{url}: HTTP {error.code} {error.reason}: {_shorten(said)}") from None
-        except (OSError, HTTPException) as error:  # a URLError is an OSError
+            raise EndpointError(f"{url}: HTTP {error.code} {self._shown(f'{error.reason}: {_said(error)}')}") from None
+        except (OSError, HTTPException, ValueError) as error:  # a URLError is an OSError
             reason = error.reason if isinstance(error, URLError) else error
-            raise EndpointError(f"{url}: {type(reason).__name__}: {reason}") from None
+            raise EndpointError(f"{url}: {type(reason).__name__}: {self._shown(str(reason))}") from None
         try:
             return json.loads(raw)
         except ValueError as error:
-            raise EndpointError(f"{url}: expected JSON, got {_shorten(raw.decode('utf-8', 'replace'))}") from error
+            raise EndpointError(f"{url}: expected JSON, got {self._shown(raw.decode('utf-8', 'replace'))}") from error
 
     def _authorization(self) -> dict[str, str]:
         if self.key_env is None:
             return {}
-        key = os.environ.get(self.key_env)
-        if not key:
-            raise ConfigError(f"expected the key of {self.url} in the environment variable {self.key_env}, got nothing")
+        where = f"the key of {self.url} in the environment variable {self.key_env}"
+        if not (key := self._key):
+            raise ConfigError(f"expected {where}, got nothing")
+        if not (key.isascii() and key.isprintable()):  # what http.client refuses, it shows
+            raise ConfigError(f"expected {where} in printable ASCII characters, got others")
         return {"Authorization": f"Bearer {key}"}
+
+    @property
+    def _key(self) -> str:
+        return os.environ.get(self.key_env or "", "").strip()
+
+    def _shown(self, text: str) -> str:
+        """What a server said, in one line and without the key, which it may repeat."""
+        text = " ".join((text.replace(self._key, "***") if self._key else text).split())
+        text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+        return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
+
+def _said(error: HTTPError) -> str:
+    try:
+        return error.read(MAX_BYTES).decode("utf-8", "replace")
+    except (OSError, HTTPException) as failure:
+        return f"then {type(failure).__name__}"
 
 
 def _first_tokens(logprobs: Any) -> list[tuple[str, float]]:
@@ -98,8 +116,3 @@ def _first_tokens(logprobs: Any) -> list[tuple[str, float]]:
     others = [(item["token"], float(item["logprob"])) for item in first["top_logprobs"]]
     own = (first["token"], float(first["logprob"]))
     return [own, *(item for item in others if item[0] != own[0])]
-
-
-def _shorten(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"

@@ -24,6 +24,7 @@ from dapo_runner.config import Config, ConfigError, cautions, parse_config
 from dapo_runner.folder import check_same_run, write_config
 from dapo_runner.records.metrics import read_log
 from dapo_runner.rewards import calls
+from dapo_runner.rewards.endpoint import Endpoint, EndpointError
 from dapo_runner.rewards.judge import Judge, Shield, word_of
 from dapo_runner.rewards.plugin import RewardError
 from dapo_runner.rewards.scoring import Scorer
@@ -208,6 +209,25 @@ def test_its_key_goes_to_its_url_and_nowhere_else(tmp_path: Path, monkeypatch: p
         monkeypatch.delenv(KEY)
         with pytest.raises(ConfigError, match=f"environment variable {KEY}, got nothing"):
             Judge(at(api, {"key_env": KEY}).reward).check()
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"Content-Length": "99", "Transfer-Encoding": "chunked"}], ids=["repeated", "cut"]
+)
+def test_a_key_is_not_shown(headers: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, " s3cret\n")
+    with FakeAPI(lambda body: (401, b"x" * 290 + b"\x1b[2J wrong: s3cret", headers)) as api:
+        endpoint = Endpoint(api.url, "m", KEY)
+        with pytest.raises(EndpointError, match="HTTP 401") as caught:
+            endpoint.chat([])
+        assert api.headers[0]["Authorization"] == "Bearer s3cret"
+        assert "s3c" not in str(caught.value)
+        assert str(caught.value).isprintable()
+        for unfit in ("s3\ncret", "s3cret…"):
+            monkeypatch.setenv(KEY, unfit)
+            with pytest.raises(ConfigError, match="in printable ASCII characters, got others") as refused:
+                endpoint.chat([])
+            assert "s3" not in str(refused.value)
 
 
 def test_one_that_cannot_be_reached_is_refused_before_anything_loads(
