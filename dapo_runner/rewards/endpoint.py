@@ -115,4 +115,6 @@ def _first_tokens(logprobs: Any) -> list[tuple[str, float]]:
     first = logprobs["content"][0]
     others = [(item["token"], float(item["logprob"])) for item in first["top_logprobs"]]
     own = (first["token"], float(first["logprob"]))
+    if not all(logprob < 1 for _, logprob in (own, *others)):  # rounded, one may lie a little above 0
+        raise ValueError("expected log-probs, got numbers that are none")
     return [own, *(item for item in others if item[0] != own[0])]

@@ -68,9 +68,10 @@ class Judge:
         probe = replace(self.endpoint, timeout=PROBE_SECONDS)
         try:
             answer = probe.chat(self.messages(Question("What is 1 + 1?", "2", "Answer: 2")), **self._fields(0))
-        except (EndpointError, ConfigError) as error:
+            judgement = self._read([answer])
+        except (EndpointError, ValueError) as error:
             raise ConfigError(f"reward.judge: expected an answer to a first question: {error}") from error
-        if self._read([answer]).verdict is None:
+        if judgement.verdict is None:
             raise ConfigError(
                 f"reward.judge: expected {' or '.join(self.config.answers)} from {self.config.model} at "
                 f"{self.endpoint.url} in reply to a first question, got {answer.text!r} (docs/judge.md)"
@@ -131,7 +132,9 @@ class Judge:
         return self._judgement(yes, 1 - yes, yes + no > 0)
 
     def _judgement(self, yes: float, no: float, said: bool) -> Judgement:
-        """``said``: whether the judge answered with either word."""
+        """``said``: whether the judge answered with either word. Raises ValueError for what are no probabilities."""
+        if not math.isfinite(yes + no) or (said and yes + no <= 0):
+            raise ValueError(f"expected the probabilities of {' and '.join(self.config.answers)}, got {yes} and {no}")
         if not said:
             return Judgement(None, 0.0)
         confidence = yes / (yes + no)

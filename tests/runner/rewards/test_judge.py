@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from dataclasses import replace
@@ -26,6 +27,7 @@ from dapo_runner.records.metrics import read_log
 from dapo_runner.rewards import calls
 from dapo_runner.rewards.endpoint import Endpoint, EndpointError
 from dapo_runner.rewards.judge import Judge, Shield, word_of
+from dapo_runner.rewards.judge_model import JudgeModel
 from dapo_runner.rewards.plugin import RewardError
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rewards.verdicts import Judgement, Question, VerdictLog
@@ -338,6 +340,32 @@ def test_a_model_in_this_process_is_asked_by_one_forward_pass(of_here: dict[str,
     assert {verdict.rule for verdict in found} == {"judge", "unclear"}
     few = verdicts(Scorer(config_of({**of_here, "batch_tokens": 8}))(*batch(*texts)))
     assert [verdict.value for verdict in few] == pytest.approx([verdict.value for verdict in found], rel=1e-4)
+
+
+@pytest.mark.parametrize("reward", ["soft", "binary"])
+def test_what_is_no_probability_is_a_failure_and_not_kept(
+    reward: str, of_here: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nan, log_of = float("nan"), math.log
+    monkeypatch.setattr(math, "log", lambda p: log_of(p) if p else -math.inf)
+    for first in ({"YES": nan}, {"YES": 0.5, "NO": nan}, {"Sure": nan}, {"YES": math.inf}, {"YES": 0.0}):
+        with FakeAPI(lambda body, first=first: says("YES", **first)) as api:
+            scorer = Scorer(at(api, {"reward": reward}, calls={"retries": 0}))
+            _fails_and_keeps_nothing(scorer, tmp_path, "expected (choices|the probabilities)")
+            with pytest.raises(ConfigError, match=r"reward\.judge: expected an answer to a first question"):
+                Judge(scorer.config).check()
+    monkeypatch.setattr(JudgeModel, "_next", lambda self, rows, device: torch.full((len(rows), 50), nan))
+    scorer = Scorer(config_of({**of_here, "reward": reward}))
+    _fails_and_keeps_nothing(scorer, tmp_path, "expected the probabilities of 5 and 8, got nan and nan")
+
+
+def _fails_and_keeps_nothing(scorer: Scorer, folder: Path, reason: str) -> None:
+    assert scorer.judge is not None
+    scorer.judge.known.keep(folder)
+    with pytest.raises(RewardError, match=reason):
+        scorer(*batch("7"))
+    assert not list(folder.iterdir())
+    scorer.close()
 
 
 def test_no_text_makes_a_special_token_of_that_model(of_here: dict[str, Any]) -> None:
