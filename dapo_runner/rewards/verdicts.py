@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from dapo_runner.errors import ConfigError
+
 VERDICTS = "verdicts"  # the file of a run; of other ranks than the first with their number
 
 
@@ -41,14 +43,15 @@ class VerdictLog:
         self._path: Path | None = None
 
     def keep(self, folder: Path, rank: int = 0) -> None:
-        """In ``folder`` from now on, beginning with what this rank has kept there before."""
+        """In ``folder`` from now on, beginning with what this rank has kept there before. Raises ConfigError."""
         self._path = folder / (f"{VERDICTS}_rank_{rank}.jsonl" if rank else f"{VERDICTS}.jsonl")
         self._known = {}
         written = self._path.read_bytes() if self._path.is_file() else b""
         whole = written[: written.rfind(b"\n\n") + 2] if b"\n\n" in written else b""
-        for row in map(json.loads, filter(None, whole.split(b"\n"))):
-            question = Question(row["problem"], row["reference"], row["response"])
-            self._known[question.key] = Judgement(row["verdict"], row["confidence"])
+        for number, line in enumerate(whole.split(b"\n"), start=1):
+            if line:
+                question, judgement = _read(line, f"{self._path}:{number}")
+                self._known[question.key] = judgement
         if whole != written:
             os.truncate(self._path, len(whole))
 
@@ -65,9 +68,31 @@ class VerdictLog:
         if self._path is not None and found:
             rows = ({**question._asdict(), **judgement._asdict()} for question, judgement in found.items())
             lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows) + "\n"
-            with self._path.open("ab") as file:  # a lone surrogate becomes JSON's escape of it
-                file.write(lines.encode("utf-8", "backslashreplace"))
+            size = self._path.stat().st_size if self._path.exists() else 0
+            try:
+                with self._path.open("ab") as file:  # a lone surrogate becomes JSON's escape of it
+                    file.write(lines.encode("utf-8", "backslashreplace"))
+            except OSError:
+                if self._path.exists():  # what a full disk has cut would run into the next line
+                    os.truncate(self._path, size)
+                raise
         self._known |= {question.key: judgement for question, judgement in found.items()}
+
+
+def _read(line: bytes, where: str) -> tuple[Question, Judgement]:
+    try:
+        row = json.loads(line)
+        question = Question(row["problem"], row["reference"], row["response"])
+        found = Judgement(row["verdict"], row["confidence"])
+        if not 0 <= found.confidence <= 1:  # nor NaN
+            raise ValueError
+    except (ValueError, TypeError, KeyError) as error:
+        shown = line[:100].decode("utf-8", "replace")
+        raise ConfigError(
+            f"{where}: expected a question with a verdict and a confidence, got {shown!r}; without this line the "
+            "question is asked again"
+        ) from error
+    return question, found
 
 
 def forget(folder: Path) -> None:

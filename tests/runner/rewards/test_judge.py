@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import resource
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -145,6 +146,30 @@ def test_a_question_is_asked_once_after_a_resume_too(tmp_path: Path) -> None:
         assert verdicts(again(*batch("0.8", "0.2\n0.8", "caf\ud800é", "0.1"))) == first
         assert len(api.bodies) == 3
         assert verdicts(again(*batch("0.3")))[0].value == pytest.approx(0.3)
+
+
+def test_a_write_that_a_full_disk_cuts_leaves_nothing(tmp_path: Path) -> None:
+    log, path, limit = VerdictLog(), tmp_path / "verdicts.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    log.keep(tmp_path)
+    log.add({Question("p", "7", "1"): Judgement("YES", 1.0)})
+    before = path.read_bytes()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 9, limit[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            log.add({Question("p", "7", "2"): Judgement("YES", 1.0)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert path.read_bytes() == before
+    assert Question("p", "7", "2") not in log
+
+
+@pytest.mark.parametrize("line", ['{"problem": "x", "refer', "[]", '{"problem": "x"}', "NaN"])
+def test_a_line_that_cannot_be_read_is_named(line: str, tmp_path: Path) -> None:
+    row = {**Question("p", "7", "1")._asdict(), **Judgement("YES", 1.0)._asdict()}
+    bad = json.dumps({**row, "confidence": math.nan}) if line == "NaN" else line
+    (tmp_path / "verdicts.jsonl").write_text(f"{json.dumps(row)}\n\n{bad}\n{json.dumps(row)}\n\n")
+    with pytest.raises(ConfigError, match=r"verdicts\.jsonl:3: expected a question .*without this line"):
+        VerdictLog().keep(tmp_path)
 
 
 @pytest.mark.parametrize(
