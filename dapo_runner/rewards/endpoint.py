@@ -7,10 +7,12 @@ the key along, is a failure. The key is read from the environment with every req
 from __future__ import annotations
 
 import json
+import math
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import HTTPRedirectHandler, Request, build_opener
@@ -45,7 +47,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """``options`` go into every request; None takes a field out. ``timeout``: seconds without a sign of the server."""
+    """``options`` go into every request; None takes a field out. ``timeout``: seconds that a request has."""
 
     url: str
     model: str
@@ -70,13 +72,16 @@ class Endpoint:
         headers = {"Content-Type": "application/json", "User-Agent": "dapo-runner", **self._authorization()}
         url = f"{self.url.rstrip('/')}/chat/completions"
         request = Request(url, json.dumps(body).encode(), headers)
+        until = math.inf if self.timeout is None else time.monotonic() + self.timeout
         try:
             with _OPENER.open(request, timeout=self.timeout) as response:
-                raw = response.read(MAX_BYTES)
+                raw = _read(response, until)
         except HTTPError as error:
             raise EndpointError(f"{url}: HTTP {error.code} {self._shown(f'{error.reason}: {_said(error)}')}") from None
         except (OSError, HTTPException, ValueError) as error:  # a URLError is an OSError
             reason = error.reason if isinstance(error, URLError) else error
+            if isinstance(reason, TimeoutError) and self.timeout is not None:
+                raise EndpointError(f"{url}: no answer within {self.timeout:g} s") from None
             raise EndpointError(f"{url}: {type(reason).__name__}: {self._shown(str(reason))}") from None
         try:
             return json.loads(raw)
@@ -102,6 +107,16 @@ class Endpoint:
         text = " ".join((text.replace(self._key, "***") if self._key else text).split())
         text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
         return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
+
+def _read(response: HTTPResponse, until: float) -> bytes:
+    """A server that is never silent for long, and never done, is late like another."""
+    raw = bytearray()
+    while len(raw) < MAX_BYTES and (part := response.read1(MAX_BYTES - len(raw))):
+        raw += part
+        if time.monotonic() > until:
+            raise TimeoutError
+    return bytes(raw)
 
 
 def _said(error: HTTPError) -> str:

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from dapo_runner.config import AskedModel, ConfigError, JudgePrompt, RewardConfig
 from dapo_runner.rewards.calls import ASYNC_CALLS, in_thread
@@ -56,7 +56,8 @@ class Judge:
         self.endpoint: Endpoint | None = None
         if self.config.engine == "endpoint":
             self.endpoint = endpoint_of(self.config, config.plugin_deadline)
-        self._gates: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self._traffics: WeakKeyDictionary[asyncio.AbstractEventLoop, _Traffic] = WeakKeyDictionary()
+        self._answers: dict[tuple[Question, int], Answer] = {}  # to questions that are not yet settled
 
     def check(self) -> None:
         """Raises ConfigError where the judge cannot answer as it will be asked to, as far as can be known without its
@@ -90,6 +91,11 @@ class Judge:
             raise RewardError(explain("judge", error, self.reward, prompt, completion), prompt, completion) from error
         return [[self._verdict(question) for question in of_prompt] for of_prompt in questions]
 
+    def close(self) -> None:
+        """At the end of a run: what is said from here on is none of its."""
+        self.known.close()
+        self._answers.clear()
+
     async def ask(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], rows: Sequence[dict[str, Any]]
     ) -> list[Verdict]:
@@ -105,16 +111,29 @@ class Judge:
         return conversation_of(self.config, question, self._shield)
 
     async def _ask(self, question: Question) -> None:
-        numbers = range(max(1, self.config.votes))
-        answers = await asyncio.gather(*(self._request(question, number) for number in numbers))
-        self.known.add({question: self._read(answers)})
+        async with self._traffic().lock(question):  # of calls that have the same question one asks
+            if question in self.known:
+                return
+            asked = [(question, number) for number in range(max(1, self.config.votes))]
+            open_ones = [self._request(*each) for each in asked if each not in self._answers]
+            for failure in await asyncio.gather(*open_ones, return_exceptions=True):
+                if failure is not None:
+                    raise failure
+            self.known.add({question: self._read([self._answers.pop(each) for each in asked])})
 
-    async def _request(self, question: Question, number: int) -> Answer:
+    async def _request(self, question: Question, number: int) -> None:
         assert self.endpoint is not None
+        gate = self._traffic().gate
+        await gate.acquire()
+        answer = asyncio.wrap_future(
+            in_thread(partial(self.endpoint.chat, self.messages(question), **self._fields(number)))
+        )
+        answer.add_done_callback(lambda _: gate.release())  # a thread that nobody waits for any more asks on
+        self._answers[question, number] = await asyncio.shield(answer)
+
+    def _traffic(self) -> _Traffic:
         limit = self.reward.calls.concurrency or ASYNC_CALLS
-        async with self._gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(limit)):
-            chat = partial(self.endpoint.chat, self.messages(question), **self._fields(number))
-            return await asyncio.wrap_future(in_thread(chat))
+        return self._traffics.setdefault(asyncio.get_running_loop(), _Traffic(limit))
 
     def _fields(self, number: int) -> dict[str, Any]:
         """Of a request: for the probabilities of a first token, or for one of several samples."""
@@ -158,6 +177,17 @@ class Judge:
     @cached_property
     def _shield(self) -> Shield:
         return Shield(self.config.template, self.model.tokens if self.endpoint is None else ())
+
+
+class _Traffic:
+    """What the calls of one event loop share: permits for requests, and a lock for each question at hand."""
+
+    def __init__(self, limit: int) -> None:
+        self.gate = asyncio.Semaphore(limit)
+        self._locks: WeakValueDictionary[Question, asyncio.Lock] = WeakValueDictionary()
+
+    def lock(self, question: Question) -> asyncio.Lock:
+        return self._locks.setdefault(question, asyncio.Lock())
 
 
 class Shield:

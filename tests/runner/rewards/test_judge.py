@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
 import resource
+import socket
+import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +30,7 @@ from dapo_runner.config import Config, ConfigError, cautions, parse_config
 from dapo_runner.folder import check_same_run, write_config
 from dapo_runner.records.metrics import read_log
 from dapo_runner.rewards import calls
-from dapo_runner.rewards.endpoint import Endpoint, EndpointError
+from dapo_runner.rewards.endpoint import Answer, Endpoint, EndpointError
 from dapo_runner.rewards.judge import Judge, Shield, word_of
 from dapo_runner.rewards.judge_model import JudgeModel
 from dapo_runner.rewards.plugin import RewardError
@@ -183,7 +187,7 @@ def test_a_line_that_cannot_be_read_is_named(line: str, tmp_path: Path) -> None:
         (lambda body: (200, b"{", {"Content-Length": "99"}), r"expected JSON, got \{"),
         (
             lambda body: time.sleep(2) or says("YES", YES=1.0),
-            r"no answer within 0\.21 s \(reward\.plugin_deadline|timed out",
+            r"chat/completions: no answer within 0\.21 s",
         ),
     ],
     ids=["status", "html", "empty", "no logprobs", "list", "cut", "late"],
@@ -223,6 +227,77 @@ def test_what_was_answered_is_not_asked_again() -> None:
     with FakeAPI(reply) as api:
         assert [v.value for v in verdicts(Scorer(at(api))(*batch("0.8", "0.2")))] == pytest.approx([0.8, 0.2])
     assert sorted(asked(body, "response") for body in api.bodies) == ["0.2", "0.2", "0.8"]
+
+
+def test_waiting_for_a_turn_is_not_being_late() -> None:
+    def slowly(body: dict[str, Any]) -> Any:
+        time.sleep(0.1)
+        return by_response(body)
+
+    texts = [f"0.{number}" for number in range(1, 9)]
+    with FakeAPI(slowly) as api:
+        scorer = Scorer(at(api, calls={"concurrency": 4, "retries": 0}, plugin_deadline=0.4))
+        assert len(verdicts(scorer(*batch(*texts, prompts=4)))) == 32  # eight times 0.1 s
+    assert len(api.bodies) == 32
+
+
+def test_a_request_that_nobody_waits_for_keeps_its_permit(monkeypatch: pytest.MonkeyPatch) -> None:
+    under_way: list[int] = []
+    most = 0
+
+    def chat(self: Endpoint, messages: Any, **_: Any) -> Answer:
+        nonlocal most
+        under_way.append(1)
+        most = max(most, len(under_way))
+        time.sleep(0.1)
+        under_way.pop()
+        return Answer("YES", [("YES", 0.0)])
+
+    monkeypatch.setattr(Endpoint, "chat", chat)
+    judge = Judge(config_of({"engine": "endpoint", "url": "http://x"}, calls={"concurrency": 2}).reward)
+
+    async def leave_and_ask_again() -> None:
+        prompts, ((completion,),) = batch("1")
+        for name in "abc":
+            asked = [judge.ask(prompts, [replace(completion, text=f"{name}{i}")], []) for i in range(4)]
+            await asyncio.wait([asyncio.ensure_future(asyncio.wait_for(each, 0.05)) for each in asked])
+        await judge.ask(prompts, [completion], [])
+
+    asyncio.run(leave_and_ask_again())
+    assert most == 2
+
+
+def test_a_server_that_is_never_done_is_late() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            connection, _ = server.accept()
+            with connection, suppress(OSError):
+                connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+                for _ in range(200):
+                    connection.sendall(b" ")
+                    time.sleep(0.02)
+
+        threading.Thread(target=drip, daemon=True).start()
+        with pytest.raises(EndpointError, match=r"no answer within 0\.2 s"):
+            Endpoint(f"http://127.0.0.1:{server.getsockname()[1]}", "m", timeout=0.2).chat([])
+
+
+def test_votes_that_were_cast_are_not_asked_for_again() -> None:
+    def reply(body: dict[str, Any]) -> Any:
+        return (503, b"", {}) if len(api.bodies) == 1 else says("YES")
+
+    with FakeAPI(reply) as api:
+        assert len(verdicts(Scorer(at(api, {"votes": 8}))(*batch("42")))) == 1
+    assert len(api.bodies) == 9
+
+
+def test_calls_side_by_side_ask_one_question_once() -> None:
+    with FakeAPI(by_response) as api:
+        prompts, completions = batch("0.8")
+        found = verdicts(Scorer(at(api))(prompts * 4, completions * 4))
+    assert [verdict.value for verdict in found] == pytest.approx([0.8] * 4)
+    assert len(api.bodies) == 1
 
 
 def test_its_key_goes_to_its_url_and_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
