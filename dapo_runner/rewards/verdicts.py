@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,18 +42,17 @@ class VerdictLog:
         self._known: dict[bytes, Judgement] = {}
         self._path: Path | None = None
 
-    def keep(self, folder: Path, rank: int = 0) -> None:
-        """In ``folder`` from now on, beginning with what this rank has kept there before. Raises ConfigError."""
+    def keep(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
+        """In ``folder`` from now on, beginning with what this rank of ``ranks`` has kept there before, and with what
+        ranks that there are no more of have. Raises ConfigError.
+        """
         self._path = folder / (f"{VERDICTS}_rank_{rank}.jsonl" if rank else f"{VERDICTS}.jsonl")
+        others = (path for path in sorted(folder.glob(f"{VERDICTS}_rank_*.jsonl")) if _rank_of(path) >= ranks)
         self._known = {}
-        written = self._path.read_bytes() if self._path.is_file() else b""
-        whole = written[: written.rfind(b"\n\n") + 2] if b"\n\n" in written else b""
-        for number, line in enumerate(whole.split(b"\n"), start=1):
-            if line:
-                question, judgement = _read(line, f"{self._path}:{number}")
-                self._known[question.key] = judgement
-        if whole != written:
-            os.truncate(self._path, len(whole))
+        for path in (*others, self._path):
+            self._known |= dict(_whole_rows(path))
+        if self._path.is_file():
+            os.truncate(self._path, len(_whole(self._path)))
 
     def close(self) -> None:
         self._known, self._path = {}, None
@@ -77,6 +76,23 @@ class VerdictLog:
                     os.truncate(self._path, size)
                 raise
         self._known |= {question.key: judgement for question, judgement in found.items()}
+
+
+def _rank_of(path: Path) -> int:
+    return int(path.stem.rpartition("_")[2])
+
+
+def _whole(path: Path) -> bytes:
+    """Without what a kill has cut."""
+    written = path.read_bytes() if path.is_file() else b""
+    return written[: written.rfind(b"\n\n") + 2] if b"\n\n" in written else b""
+
+
+def _whole_rows(path: Path) -> Iterator[tuple[bytes, Judgement]]:
+    for number, line in enumerate(_whole(path).split(b"\n"), start=1):
+        if line:
+            question, judgement = _read(line, f"{path}:{number}")
+            yield question.key, judgement
 
 
 def _read(line: bytes, where: str) -> tuple[Question, Judgement]:

@@ -152,6 +152,19 @@ def test_a_question_is_asked_once_after_a_resume_too(tmp_path: Path) -> None:
         assert verdicts(again(*batch("0.3")))[0].value == pytest.approx(0.3)
 
 
+def test_fewer_ranks_know_what_the_others_were_told(tmp_path: Path) -> None:
+    questions = [Question("p", "7", str(rank)) for rank in range(3)]
+    for rank, question in enumerate(questions):
+        log = VerdictLog()
+        log.keep(tmp_path, rank, 3)
+        log.add({question: Judgement("YES", 1.0)})
+        assert sum(each in log for each in questions) == 1
+    log.keep(tmp_path, 1, 2)
+    assert [each in log for each in questions] == [False, True, True]
+    log.keep(tmp_path)
+    assert all(each in log for each in questions)
+
+
 def test_a_write_that_a_full_disk_cuts_leaves_nothing(tmp_path: Path) -> None:
     log, path, limit = VerdictLog(), tmp_path / "verdicts.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     log.keep(tmp_path)
