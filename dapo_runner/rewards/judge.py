@@ -5,8 +5,8 @@ It is asked for one of two words, and its confidence that it is the first become
     p(yes) / (p(yes) + p(no))   of the first token of its answer, over the ways to write either word
     the share of yes            of `reward.judge.votes` sampled answers
 
-An answer that is neither word is worth 0, as in Equation 4 of the paper, and counted as rule_unclear; so is an empty
-response, which is not asked about, as rule_none. From a confidence of ½ on a response counts as right.
+An answer that is neither word is of confidence 0, as in Equation 4 of the paper, and counted as rule_unclear; so is an
+empty response, which is not asked about, as rule_none. From a confidence of ½ on a response counts as right.
 
 One question is asked once in a run. What the judge said lies in the run's folder, a line for each question, and is what
 the same question is answered from later, after a resume too.
@@ -61,22 +61,24 @@ class Judge:
 
     def check(self) -> None:
         """Raises ConfigError where the judge cannot answer as it will be asked to, as far as can be known without its
-        weights. An endpoint is asked a question.
+        weights. An endpoint is asked two questions.
         """
+        right, wrong = (Question("What is 1 + 1?", "2", f"Answer: {number}") for number in (2, 3))
         if self.endpoint is None:
-            self.model.check()
+            self.model.check(lambda: self.messages(right))
             return
         probe = replace(self.endpoint, timeout=PROBE_SECONDS)
-        try:
-            answer = probe.chat(self.messages(Question("What is 1 + 1?", "2", "Answer: 2")), **self._fields(0))
-            judgement = self._read([answer])
-        except (EndpointError, ValueError) as error:
-            raise ConfigError(f"reward.judge: expected an answer to a first question: {error}") from error
-        if judgement.verdict is None:
-            raise ConfigError(
-                f"reward.judge: expected {' or '.join(self.config.answers)} from {self.config.model} at "
-                f"{self.endpoint.url} in reply to a first question, got {answer.text!r} (docs/judge.md)"
-            )
+        for question in (right, wrong):  # either word may be one that the server cuts into tokens
+            try:
+                answer = probe.chat(self.messages(question), **self._fields(0))
+                judgement = self._read([answer])
+            except (EndpointError, ValueError) as error:
+                raise ConfigError(f"reward.judge: expected an answer to a first question: {error}") from error
+            if judgement.verdict is None:
+                raise ConfigError(
+                    f"reward.judge: expected {' or '.join(self.config.answers)} from {self.config.model} at "
+                    f"{self.endpoint.url} in reply to a first question, got {answer.text!r} (docs/judge.md)"
+                )
 
     def judge_all(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> Verdicts:
         """Raises RewardError."""

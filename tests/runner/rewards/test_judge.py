@@ -345,6 +345,14 @@ def test_a_key_is_not_shown(headers: dict[str, str], monkeypatch: pytest.MonkeyP
             assert "s3" not in str(refused.value)
 
 
+def test_each_word_is_tried_before_a_run() -> None:
+    def reply(body: dict[str, Any]) -> dict[str, Any]:
+        return says("YES", YES=0.9) if asked(body, "response") == "Answer: 2" else says("N", N=0.9, YES=0.1)
+
+    with FakeAPI(reply) as api, pytest.raises(ConfigError, match="expected YES or NO from m .* got 'N'"):
+        Judge(at(api).reward).check()
+
+
 def test_one_that_cannot_be_reached_is_refused_before_anything_loads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -372,6 +380,10 @@ def test_one_that_cannot_be_reached_is_refused_before_anything_loads(
         ({"url": "http://x"}, r"url: expected engine=endpoint beside it"),
         ({"temperature": 0.5}, r"temperature: expected votes beside it"),
         ({"engine": "endpoint", "url": "http://x", "dtype": "float32"}, r"dtype: expected engine=hf beside it"),
+        (
+            {"engine": "endpoint", "url": "http://x", "options": {"logprobs": None}},
+            r"options: expected logprobs with votes=0, which reads them",
+        ),
         ({"template": "{response}?"}, r"reward\.judge\.template: expected a text with \{reference\} in it"),
         ({"answers": ["Yes", "yes"]}, r"reward\.judge\.answers: expected two different words"),
         ({"modle": "m"}, "reward.judge.modle: unknown key; did you mean 'model'"),
@@ -493,6 +505,11 @@ def test_what_that_model_cannot_do_is_told(of_here: dict[str, Any], tmp_path: Pa
         Judge(config_of({**of_here, "answers": ["YES", "NO"]}).reward).check()
     with pytest.raises(RewardError, match=r"reward judge: ValueError: expected a question of at most 256 tokens"):
         Scorer(config_of(of_here))(*batch("1" * 300))
+    judge = Judge(config_of({**of_here, "system": "You judge."}).reward)
+    judge.check()
+    judge.model._tokenizer.chat_template = "{{ raise_exception('no system role') if messages[0].role == 'system' }}"
+    with pytest.raises(ConfigError, match=r"takes messages of system and user, got: no system role"):
+        judge.check()
     recipe = str(write_recipe(tmp_path))
     assert main(["train", recipe, "reward.kind=judge", f"reward.judge.model={tmp_path}", "--dry-run"]) == 2
 
