@@ -205,15 +205,22 @@ class Shield:
     )
 
     def __init__(self, template: str, tokens: Iterable[str] = ()) -> None:
-        tags = {f"<{slash}{name}>" for name in re.findall(r"</?(\w+)>", template) for slash in ("", "/")}
-        own = [token for token in tags | set(tokens) if len(token) > 1 and not re.search(r"\s", token)]
-        self._broken = re.compile("|".join([*map(re.escape, sorted(own, key=len, reverse=True)), *self._FORMS]))
+        names = set(re.findall(r"</?(\w+)>", template))
+        # A tag however it is written is broken up within its name; one of a single letter has to be written as it is.
+        tags = [rf"(?i:<\s*/?\s*{name[0]}(?={name[1:]}\s*>))" for name in sorted(names) if len(name) > 1]
+        short = {f"<{slash}{name}>" for name in names if len(name) == 1 for slash in ("", "/")}
+        own = [token for token in short | set(tokens) if len(token) > 1 and not re.search(r"\s", token)]
+        others = [*map(re.escape, sorted(own, key=len, reverse=True)), *self._FORMS]
+        self._broken = re.compile("|".join([f"(?P<tag>{'|'.join(tags) or '(?!)'})", *others]))
 
     def __call__(self, text: str) -> str:
         text = text.encode("utf-8", "replace").decode()  # without lone surrogates, which no tokenizer takes
         while self._broken.search(text):
-            text = self._broken.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+            text = self._broken.sub(self._break, text)
         return text
+
+    def _break(self, found: re.Match[str]) -> str:
+        return f"{found[0]} " if found["tag"] else f"{found[0][0]} {found[0][1:]}"
 
 
 def conversation_of(prompt: JudgePrompt, question: Question, shield: Shield) -> list[dict[str, str]]:
