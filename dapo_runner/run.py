@@ -455,7 +455,7 @@ def _open_run(config: Config, place: Place) -> Run:
         progress.note(f"resuming after step {done} from {checkpoint.path}")
     score = Scorer(config, timed=clock.phase, note=progress.note)
     if score.judge is not None:
-        score.judge.known.keep(folder, world.rank)
+        score.judge.known.keep(folder, world.rank, world.size)
 
     def open_log() -> RunLog:
         tokenizer = learner.policy.tokenizer

@@ -102,6 +102,10 @@ class JudgeConfig(JudgePrompt, AskedModel):
             raise ValueError(
                 f"votes: expected 0 with engine=hf, whose forward pass gives the probability itself, got {self.votes}"
             )
+        if not self.votes and not self.options.get("logprobs", True):
+            raise ValueError(
+                f"options: expected logprobs with votes=0, which reads them, got {self.options}; votes: k does without"
+            )
         self._refuse_unused(("batch_tokens",), "engine=hf", self.engine == "hf")
         self._refuse_unused(("temperature", "max_tokens"), "votes", self.votes > 0)
         return self

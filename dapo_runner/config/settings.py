@@ -374,7 +374,7 @@ class RewardConfig(Section):
     code: CodeConfig = CodeConfig()
     judge: JudgeConfig | None = None
     calls: CallsConfig = CallsConfig()
-    # Kinds module:function and judge at an endpoint: seconds for one call; None: no deadline.
+    # Kind module:function: seconds for one call; judge at an endpoint: for one request. None: no deadline.
     plugin_deadline: PositiveFloat | None = 300.0
     overlong: OverlongConfig = OverlongConfig()
     kl: RewardKLConfig | None = None  # advantages per token: taken off their rewards

@@ -45,9 +45,15 @@ class Call:
 
 
 class BatchCalls:
-    """A function of a batch as a reward, which raises RewardError. ``counts`` holds calls, retried and failed."""
+    """A function of a batch as a reward, which raises RewardError. ``counts`` holds calls, retried and failed.
 
-    def __init__(self, use: str, function: Callable[..., Any], config: RewardConfig, max_failed: float) -> None:
+    ``deadline``: seconds for a call; None for a function that sees to its own.
+    """
+
+    def __init__(
+        self, use: str, function: Callable[..., Any], config: RewardConfig, max_failed: float, deadline: float | None
+    ) -> None:
+        self.deadline = deadline
         self.use, self.function, self.config, self.max_failed = use, function, config, max_failed
         self.is_async = is_async(function)
         self.concurrency = config.calls.concurrency or (ASYNC_CALLS if self.is_async else 1)
@@ -77,7 +83,7 @@ class BatchCalls:
                 time.sleep(_pause(attempt))
             try:
                 answer = partial(self.function, *_arguments(call))
-                return self._read(call, call_within(self.config.plugin_deadline, answer))
+                return self._read(call, call_within(self.deadline, answer))
             except (Exception, SystemExit) as error:
                 failure = error
         self._give_up(call, failure)
@@ -111,7 +117,7 @@ class BatchCalls:
         future = asyncio.ensure_future(_awaited(answer)) if self.is_async else asyncio.wrap_future(in_thread(answer))
         future.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody asks a late one
         try:
-            await asyncio.wait({future}, timeout=self.config.plugin_deadline)
+            await asyncio.wait({future}, timeout=self.deadline)
             if not future.done():
                 raise LateError
             return future.result()

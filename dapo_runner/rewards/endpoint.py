@@ -7,10 +7,12 @@ the key along, is a failure. The key is read from the environment with every req
 from __future__ import annotations
 
 import json
+import math
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import HTTPRedirectHandler, Request, build_opener
@@ -45,7 +47,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """``options`` go into every request; None takes a field out. ``timeout``: seconds without a sign of the server."""
+    """``options`` go into every request; None takes a field out. ``timeout``: seconds that a request has."""
 
     url: str
     model: str
@@ -63,43 +65,71 @@ class Endpoint:
             first = _first_tokens(choice["logprobs"]) if body.get("logprobs") else []
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             what = "choices with a message" + (" and logprobs" if body.get("logprobs") else "")
-            raise EndpointError(f"{self.url}: expected {what}, got {_shorten(json.dumps(answer))}") from error
+            raise EndpointError(f"{self.url}: expected {what}, got {self._shown(json.dumps(answer))}") from error
         return Answer(text, first)
 
     def _post(self, body: Mapping[str, Any]) -> Any:
         headers = {"Content-Type": "application/json", "User-Agent": "dapo-runner", **self._authorization()}
         url = f"{self.url.rstrip('/')}/chat/completions"
         request = Request(url, json.dumps(body).encode(), headers)
+        until = math.inf if self.timeout is None else time.monotonic() + self.timeout
         try:
             with _OPENER.open(request, timeout=self.timeout) as response:
-                raw = response.read(MAX_BYTES)
+                raw = _read(response, until)
         except HTTPError as error:
-            said = error.read(MAX_BYTES).decode("utf-8", "replace")
-            raise EndpointError(f"{url}: HTTP {error.code} {error.reason}: {_shorten(said)}") from None
-        except (OSError, HTTPException) as error:  # a URLError is an OSError
+            raise EndpointError(f"{url}: HTTP {error.code} {self._shown(f'{error.reason}: {_said(error)}')}") from None
+        except (OSError, HTTPException, ValueError) as error:  # a URLError is an OSError
             reason = error.reason if isinstance(error, URLError) else error
-            raise EndpointError(f"{url}: {type(reason).__name__}: {reason}") from None
+            if isinstance(reason, TimeoutError) and self.timeout is not None:
+                raise EndpointError(f"{url}: no answer within {self.timeout:g} s") from None
+            raise EndpointError(f"{url}: {type(reason).__name__}: {self._shown(str(reason))}") from None
         try:
             return json.loads(raw)
         except ValueError as error:
-            raise EndpointError(f"{url}: expected JSON, got {_shorten(raw.decode('utf-8', 'replace'))}") from error
+            raise EndpointError(f"{url}: expected JSON, got {self._shown(raw.decode('utf-8', 'replace'))}") from error
 
     def _authorization(self) -> dict[str, str]:
         if self.key_env is None:
             return {}
-        key = os.environ.get(self.key_env)
-        if not key:
-            raise ConfigError(f"expected the key of {self.url} in the environment variable {self.key_env}, got nothing")
+        where = f"the key of {self.url} in the environment variable {self.key_env}"
+        if not (key := self._key):
+            raise ConfigError(f"expected {where}, got nothing")
+        if not (key.isascii() and key.isprintable()):  # what http.client refuses, it shows
+            raise ConfigError(f"expected {where} in printable ASCII characters, got others")
         return {"Authorization": f"Bearer {key}"}
+
+    @property
+    def _key(self) -> str:
+        return os.environ.get(self.key_env or "", "").strip()
+
+    def _shown(self, text: str) -> str:
+        """What a server said, in one line and without the key, which it may repeat."""
+        text = " ".join((text.replace(self._key, "***") if self._key else text).split())
+        text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+        return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
+
+def _read(response: HTTPResponse, until: float) -> bytes:
+    """A server that is never silent for long, and never done, is late like another."""
+    raw = bytearray()
+    while len(raw) < MAX_BYTES and (part := response.read1(MAX_BYTES - len(raw))):
+        raw += part
+        if time.monotonic() > until:
+            raise TimeoutError
+    return bytes(raw)
+
+
+def _said(error: HTTPError) -> str:
+    try:
+        return error.read(MAX_BYTES).decode("utf-8", "replace")
+    except (OSError, HTTPException) as failure:
+        return f"then {type(failure).__name__}"
 
 
 def _first_tokens(logprobs: Any) -> list[tuple[str, float]]:
     first = logprobs["content"][0]
     others = [(item["token"], float(item["logprob"])) for item in first["top_logprobs"]]
     own = (first["token"], float(first["logprob"]))
+    if not all(logprob < 1 for _, logprob in (own, *others)):  # rounded, one may lie a little above 0
+        raise ValueError("expected log-probs, got numbers that are none")
     return [own, *(item for item in others if item[0] != own[0])]
-
-
-def _shorten(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"

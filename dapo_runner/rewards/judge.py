@@ -5,8 +5,8 @@ It is asked for one of two words, and its confidence that it is the first become
     p(yes) / (p(yes) + p(no))   of the first token of its answer, over the ways to write either word
     the share of yes            of `reward.judge.votes` sampled answers
 
-An answer that is neither word is worth 0, as in Equation 4 of the paper, and counted as rule_unclear; so is an empty
-response, which is not asked about, as rule_none. From a confidence of ½ on a response counts as right.
+An answer that is neither word is of confidence 0, as in Equation 4 of the paper, and counted as rule_unclear; so is an
+empty response, which is not asked about, as rule_none. From a confidence of ½ on a response counts as right.
 
 One question is asked once in a run. What the judge said lies in the run's folder, a line for each question, and is what
 the same question is answered from later, after a resume too.
@@ -25,7 +25,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from dapo_runner.config import AskedModel, ConfigError, JudgePrompt, RewardConfig
 from dapo_runner.rewards.calls import ASYNC_CALLS, in_thread
@@ -56,25 +56,29 @@ class Judge:
         self.endpoint: Endpoint | None = None
         if self.config.engine == "endpoint":
             self.endpoint = endpoint_of(self.config, config.plugin_deadline)
-        self._gates: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self._traffics: WeakKeyDictionary[asyncio.AbstractEventLoop, _Traffic] = WeakKeyDictionary()
+        self._answers: dict[tuple[Question, int], Answer] = {}  # to questions that are not yet settled
 
     def check(self) -> None:
         """Raises ConfigError where the judge cannot answer as it will be asked to, as far as can be known without its
-        weights. An endpoint is asked a question.
+        weights. An endpoint is asked two questions.
         """
+        right, wrong = (Question("What is 1 + 1?", "2", f"Answer: {number}") for number in (2, 3))
         if self.endpoint is None:
-            self.model.check()
+            self.model.check(lambda: self.messages(right))
             return
         probe = replace(self.endpoint, timeout=PROBE_SECONDS)
-        try:
-            answer = probe.chat(self.messages(Question("What is 1 + 1?", "2", "Answer: 2")), **self._fields(0))
-        except (EndpointError, ConfigError) as error:
-            raise ConfigError(f"reward.judge: expected an answer to a first question: {error}") from error
-        if self._read([answer]).verdict is None:
-            raise ConfigError(
-                f"reward.judge: expected {' or '.join(self.config.answers)} from {self.config.model} at "
-                f"{self.endpoint.url} in reply to a first question, got {answer.text!r} (docs/judge.md)"
-            )
+        for question in (right, wrong):  # either word may be one that the server cuts into tokens
+            try:
+                answer = probe.chat(self.messages(question), **self._fields(0))
+                judgement = self._read([answer])
+            except (EndpointError, ValueError) as error:
+                raise ConfigError(f"reward.judge: expected an answer to a first question: {error}") from error
+            if judgement.verdict is None:
+                raise ConfigError(
+                    f"reward.judge: expected {' or '.join(self.config.answers)} from {self.config.model} at "
+                    f"{self.endpoint.url} in reply to a first question, got {answer.text!r} (docs/judge.md)"
+                )
 
     def judge_all(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> Verdicts:
         """Raises RewardError."""
@@ -88,6 +92,11 @@ class Judge:
             prompt, completion = prompts[0], completions[0][0]
             raise RewardError(explain("judge", error, self.reward, prompt, completion), prompt, completion) from error
         return [[self._verdict(question) for question in of_prompt] for of_prompt in questions]
+
+    def close(self) -> None:
+        """At the end of a run: what is said from here on is none of its."""
+        self.known.close()
+        self._answers.clear()
 
     async def ask(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], rows: Sequence[dict[str, Any]]
@@ -104,16 +113,29 @@ class Judge:
         return conversation_of(self.config, question, self._shield)
 
     async def _ask(self, question: Question) -> None:
-        numbers = range(max(1, self.config.votes))
-        answers = await asyncio.gather(*(self._request(question, number) for number in numbers))
-        self.known.add({question: self._read(answers)})
+        async with self._traffic().lock(question):  # of calls that have the same question one asks
+            if question in self.known:
+                return
+            asked = [(question, number) for number in range(max(1, self.config.votes))]
+            open_ones = [self._request(*each) for each in asked if each not in self._answers]
+            for failure in await asyncio.gather(*open_ones, return_exceptions=True):
+                if failure is not None:
+                    raise failure
+            self.known.add({question: self._read([self._answers.pop(each) for each in asked])})
 
-    async def _request(self, question: Question, number: int) -> Answer:
+    async def _request(self, question: Question, number: int) -> None:
         assert self.endpoint is not None
+        gate = self._traffic().gate
+        await gate.acquire()
+        answer = asyncio.wrap_future(
+            in_thread(partial(self.endpoint.chat, self.messages(question), **self._fields(number)))
+        )
+        answer.add_done_callback(lambda _: gate.release())  # a thread that nobody waits for any more asks on
+        self._answers[question, number] = await asyncio.shield(answer)
+
+    def _traffic(self) -> _Traffic:
         limit = self.reward.calls.concurrency or ASYNC_CALLS
-        async with self._gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(limit)):
-            chat = partial(self.endpoint.chat, self.messages(question), **self._fields(number))
-            return await asyncio.wrap_future(in_thread(chat))
+        return self._traffics.setdefault(asyncio.get_running_loop(), _Traffic(limit))
 
     def _fields(self, number: int) -> dict[str, Any]:
         """Of a request: for the probabilities of a first token, or for one of several samples."""
@@ -131,7 +153,9 @@ class Judge:
         return self._judgement(yes, 1 - yes, yes + no > 0)
 
     def _judgement(self, yes: float, no: float, said: bool) -> Judgement:
-        """``said``: whether the judge answered with either word."""
+        """``said``: whether the judge answered with either word. Raises ValueError for what are no probabilities."""
+        if not math.isfinite(yes + no) or (said and yes + no <= 0):
+            raise ValueError(f"expected the probabilities of {' and '.join(self.config.answers)}, got {yes} and {no}")
         if not said:
             return Judgement(None, 0.0)
         confidence = yes / (yes + no)
@@ -157,6 +181,17 @@ class Judge:
         return Shield(self.config.template, self.model.tokens if self.endpoint is None else ())
 
 
+class _Traffic:
+    """What the calls of one event loop share: permits for requests, and a lock for each question at hand."""
+
+    def __init__(self, limit: int) -> None:
+        self.gate = asyncio.Semaphore(limit)
+        self._locks: WeakValueDictionary[Question, asyncio.Lock] = WeakValueDictionary()
+
+    def lock(self, question: Question) -> asyncio.Lock:
+        return self._locks.setdefault(question, asyncio.Lock())
+
+
 class Shield:
     """Breaks up by a space what could end a role or a tag: ``tokens`` of the judge's own, the tags of the template, and
     the forms in which models commonly write their special tokens.
@@ -170,15 +205,22 @@ class Shield:
     )
 
     def __init__(self, template: str, tokens: Iterable[str] = ()) -> None:
-        tags = {f"<{slash}{name}>" for name in re.findall(r"</?(\w+)>", template) for slash in ("", "/")}
-        own = [token for token in tags | set(tokens) if len(token) > 1 and not re.search(r"\s", token)]
-        self._broken = re.compile("|".join([*map(re.escape, sorted(own, key=len, reverse=True)), *self._FORMS]))
+        names = set(re.findall(r"</?(\w+)>", template))
+        # A tag however it is written is broken up within its name; one of a single letter has to be written as it is.
+        tags = [rf"(?i:<\s*/?\s*{name[0]}(?={name[1:]}\s*>))" for name in sorted(names) if len(name) > 1]
+        short = {f"<{slash}{name}>" for name in names if len(name) == 1 for slash in ("", "/")}
+        own = [token for token in short | set(tokens) if len(token) > 1 and not re.search(r"\s", token)]
+        others = [*map(re.escape, sorted(own, key=len, reverse=True)), *self._FORMS]
+        self._broken = re.compile("|".join([f"(?P<tag>{'|'.join(tags) or '(?!)'})", *others]))
 
     def __call__(self, text: str) -> str:
         text = text.encode("utf-8", "replace").decode()  # without lone surrogates, which no tokenizer takes
         while self._broken.search(text):
-            text = self._broken.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+            text = self._broken.sub(self._break, text)
         return text
+
+    def _break(self, found: re.Match[str]) -> str:
+        return f"{found[0]} " if found["tag"] else f"{found[0][0]} {found[0][1:]}"
 
 
 def conversation_of(prompt: JudgePrompt, question: Question, shield: Shield) -> list[dict[str, str]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 
 from dapo_runner.config import ConfigError, JudgeConfig, ModelConfig
@@ -41,11 +42,14 @@ class JudgeModel:
                 chances[index] = found
         return chances
 
-    def check(self) -> None:
-        """Raises ConfigError where the tokenizer, if it is on this machine, does not tell the answers apart."""
+    def check(self, conversation: Callable[[], Conversation]) -> None:
+        """Raises ConfigError where the tokenizer, if it is on this machine, does not tell the answers apart or does not
+        take the ``conversation``.
+        """
         resolve_device(self.config.device, "reward.judge.device")
         if Path(self.config.model).is_dir():
             _ = self._answers
+            self._text_of(conversation())
 
     def release(self) -> None:
         """Off the GPU until it is asked again."""
@@ -80,15 +84,24 @@ class JudgeModel:
         texts = [before + form for form in sorted(forms) for before in ("", " ")]
         return {ids[0] for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]}
 
-    def _tokens_of(self, conversation: Conversation) -> list[int]:
+    def _text_of(self, conversation: Conversation) -> str:
         if not self._tokenizer.chat_template:
-            text = "\n\n".join(message["content"] for message in conversation)
-            ids: list[int] = self._tokenizer(text)["input_ids"]
-        else:
-            text = self._tokenizer.apply_chat_template(
+            return "\n\n".join(message["content"] for message in conversation)
+        try:
+            text: str = self._tokenizer.apply_chat_template(
                 conversation, tokenize=False, add_generation_prompt=True, **self.config.chat_template_kwargs
             )
-            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        except TemplateError as error:
+            roles = " and ".join(message["role"] for message in conversation)
+            raise ConfigError(
+                f"reward.judge: expected a chat template of {self.config.model} that takes messages of {roles}, "
+                f"got: {error}"
+            ) from error
+        return text
+
+    def _tokens_of(self, conversation: Conversation) -> list[int]:
+        plain = not self._tokenizer.chat_template  # a chat template writes the special tokens itself
+        ids: list[int] = self._tokenizer(self._text_of(conversation), add_special_tokens=plain)["input_ids"]
         limit = getattr(self._model.config.get_text_config(decoder=True), "max_position_embeddings", len(ids))
         if len(ids) > limit:
             raise ValueError(

@@ -67,7 +67,7 @@ def load_reward(config: RewardConfig, use: str | None = None, max_failed: float 
         return _all_at_once(code_judge(config.code))
     if use == "judge":
         judge = judge_of(config)
-        return judge.judge_all if judge.endpoint is None else BatchCalls(use, judge.ask, config, max_failed)
+        return judge.judge_all if judge.endpoint is None else BatchCalls(use, judge.ask, config, max_failed, None)
     if use == "fuzzy":
         return _one_by_one(FuzzyRule(config))
     if use == "json":
@@ -78,7 +78,7 @@ def load_reward(config: RewardConfig, use: str | None = None, max_failed: float 
         return _one_by_one(_RULES[use])
     function = find_function(use)
     if takes_batch(function):
-        return BatchCalls(use, function, config, max_failed)
+        return BatchCalls(use, function, config, max_failed, config.plugin_deadline)
     return one_at_a_time(use, function, config)
 
 
@@ -186,7 +186,7 @@ class Scorer:
     def close(self) -> None:
         """At the end of a run: what a judge says from here on is none of its."""
         if self.judge is not None:
-            self.judge.known.close()
+            self.judge.close()
 
     def counts(self) -> dict[str, int]:
         """Since it was last asked: of every function of a batch its calls, and how many were retried and failed."""
