@@ -67,7 +67,7 @@ def own_loss(logprobs: Tensor, entropy: Tensor | None, tokens: Any) -> Tensor:
 def options_of(name: str, case: Case) -> dict[str, Any]:
     row = OBJECTIVES[name]
     given: dict[str, Any] = {"mask": case.mask, "cu_seqlens": case.cu_seqlens}
-    if row.kl_coef:
+    if row.needs_reference:
         given["ref_logprobs"] = case.ref_logprobs
     if row.aggregate == "seq-mean-token-sum-norm":
         given["length_norm"] = 9
