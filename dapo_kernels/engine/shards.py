@@ -128,8 +128,10 @@ def asked_of_columns(asked: Asked, first: int, n: int) -> Asked:
 
 def said_of(stats: RowStats, asked: Asked) -> Tensor:
     """[N, 4], or [N, 3] without entropy: what the other ranks are told of these columns."""
+    # Columns that are all −∞ have no log-probs among themselves, NaN: the whole row's is −∞.
+    logprobs = torch.where(stats.norm[:, 0] == -torch.inf, -torch.inf, stats.logprobs)
     # No log-prob is 1: the target is elsewhere.
-    logprobs = torch.where(asked.target_ids < 0, 1.0, stats.logprobs)
+    logprobs = torch.where(asked.target_ids < 0, 1.0, logprobs)
     return torch.stack([*stats.norm.unbind(-1), logprobs, *([] if stats.entropy is None else [stats.entropy])], -1)
 
 

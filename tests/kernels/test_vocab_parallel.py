@@ -407,6 +407,20 @@ def refusals(group: Group, cut: tuple[int, ...]) -> None:
         call(hidden=case.leaves["hidden"][: 5 if rank == 0 else 4], sequence_parallel=True)
 
 
+def impossible_columns(group: Group) -> None:
+    """A target among columns of −∞ alone has a log-prob of −∞, as in whole rows."""
+    case = logits_case(V, LENGTHS, seed=21)
+    case.leaves["logits"][:, 34:] = -torch.inf
+    mine = columns((34, 33), group)
+    for entropy in (False, True):
+        whole = token_logprobs(case.leaves["logits"], case.target_ids, entropy=entropy)
+        got = token_logprobs(case.leaves["logits"][:, mine], case.target_ids, entropy=entropy, group=group)
+        assert bool(whole.logprobs.isneginf().any())
+        for a, b in zip(got, whole, strict=True):
+            if b is not None:
+                torch.testing.assert_close(a, b, **CLOSE[torch.float32])
+
+
 class Network(nn.Module):
     """A body that FSDP2 shards and a head that the tensor-parallel ranks share."""
 
@@ -462,6 +476,7 @@ def on_a_rank(rank: int) -> None:
             preferences(group, cut)
             messages(group, cut)
         sixteen_bits(group, CUTS[2][0])
+        impossible_columns(group)
     if rank < 2:
         the_page(group)
         compiled(group, CUTS[2][0])
