@@ -308,8 +308,8 @@ traced_sum.has_no_gradient()
 
 
 def sum_over_ranks(x: Tensor, group: str) -> Tensor:
-    """Added up in float32, in the tensor's own storage; under a tracer a new tensor."""
-    return _sum_(x, group) if type(x) is Tensor else traced_sum(x, group)
+    """Added up in float32, in the tensor's own storage; under a tracer, or with create_graph=True, a new tensor."""
+    return _sum_(x, group) if type(x) is Tensor and not x.requires_grad else traced_sum(x, group)
 
 
 def _sum_(x: Tensor, group: str) -> Tensor:

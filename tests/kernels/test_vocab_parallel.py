@@ -421,6 +421,15 @@ def impossible_columns(group: Group) -> None:
                 torch.testing.assert_close(a, b, **CLOSE[torch.float32])
 
 
+def second_derivative(group: Group) -> None:
+    case = share(linear_case(V, H, LENGTHS, dtype=torch.bfloat16, seed=22), columns((34, 33), group))
+    leaves = case.fresh()
+    stats = linear_token_logprobs(leaves["hidden"], leaves["weight"], case.target_ids, group=group)
+    (grad,) = torch.autograd.grad(stats.logprobs.sum(), leaves["hidden"], create_graph=True)
+    with refusing(RuntimeError, "the gradient of a gradient is not implemented"):
+        grad.sum().backward()
+
+
 class Network(nn.Module):
     """A body that FSDP2 shards and a head that the tensor-parallel ranks share."""
 
@@ -477,6 +486,7 @@ def on_a_rank(rank: int) -> None:
             messages(group, cut)
         sixteen_bits(group, CUTS[2][0])
         impossible_columns(group)
+        second_derivative(group)
     if rank < 2:
         the_page(group)
         compiled(group, CUTS[2][0])
