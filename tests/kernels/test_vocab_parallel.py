@@ -350,7 +350,7 @@ def operators(group: Group) -> None:
     """torch's own checks; every rank makes the same exchanges in them."""
     ops, name, x = torch.ops.dapo_kernels, group.group_name, torch.randn(4, 3)
     ids, live = torch.arange(4), torch.tensor([True, False, True, True])
-    torch.library.opcheck(ops.shard_columns.default, (ids, live, 5, 0, 0, "", "", name))
+    torch.library.opcheck(ops.shard_columns.default, (ids.sum(), 5, 4, 0, False, 0, "", "", name))
     torch.library.opcheck(ops.from_first.default, (live, name))
     torch.library.opcheck(ops.gathered_sequence.default, (x.clone().requires_grad_(), 0, name))
     torch.library.opcheck(ops.scattered_sum.default, (x, 0, name))
@@ -403,8 +403,51 @@ def refusals(group: Group, cut: tuple[int, ...]) -> None:
         call(weight=distribute_tensor(case.leaves["weight"], mesh, [Shard(1)]), group=None)
     with refusing(ValueError, "sequence_parallel=True needs"):
         call(weight=case.leaves["weight"], group=None, sequence_parallel=True)
-    with refusing(ValueError, "as many tokens on every rank", "[5, 4"):
-        call(hidden=case.leaves["hidden"][: 5 if rank == 0 else 4], sequence_parallel=True)
+    # Whatever else differs, down to what only one rank has to refuse.
+    with refusing(ValueError, "got other ones", "tokens by rank: [24, 22]"):
+        n = T - 2 * rank
+        call(hidden=case.leaves["hidden"][: n // 2], target_ids=case.target_ids[:n], mask=case.mask[:n],
+             old_logprobs=case.old_logprobs[:n], advantages=case.advantages[:n], sequence_parallel=True)  # fmt: skip
+    for name, values in {
+        "temperature": (1.0, 0.5),
+        "sequence_parallel": (False, True),
+        "host_sync": (True, False),
+        "clip_high": (0.2, 0.3),
+    }.items():
+        hidden = case.leaves["hidden"][: T // 2 if name == "sequence_parallel" and rank else T]
+        with refusing(ValueError, "the same call", name):
+            call(**{name: values[rank]}, hidden=hidden)
+    marked = torch.where(torch.arange(T) == 3, float(-rank), 1.0)
+    for given in ({"temperature": marked}, {"advantages": marked}, {"old_logprobs": marked}):
+        with refusing(ValueError, "got other ones", "advantages"):
+            call(**given)
+    call(advantages=torch.where(case.mask, case.advantages, marked), mask=case.mask)
+    for name, wrong in {"temperature": -1.0, "valid_vocab": 0, "softcap": -1.0}.items():
+        with refusing(ValueError, f"{name} must be" if rank else "rank 1 of the group has refused its arguments"):
+            call(**({name: wrong} if rank else {}))
+    pairs = torch.tensor([[0, 1 + rank]])
+    hidden, bounds = case.leaves["hidden"], case.cu_seqlens
+    with refusing(ValueError, "got other ones"):
+        linear_preference_loss(hidden, weight, case.target_ids, None, pairs=pairs, cu_seqlens=bounds, group=group)
+    for placement in (Shard(0), Replicate()):
+        head = distribute_tensor(case.leaves["weight"], mesh, [placement])
+        with refusing(ValueError, f"valid_vocab must be at most V={V}"):
+            call(weight=head, group=None, valid_vocab=V + 1)
+        with refusing(ValueError, "got other ones"):
+            call(weight=head, group=None, advantages=marked)
+
+
+def lots_of_a_whole_head(group: Group) -> None:
+    """The ranks' dice differ: the first one's count."""
+    case, mesh = linear_case(V, H, LENGTHS, seed=19), DeviceMesh.from_group(group, "cpu")
+    leaves = {"hidden": case.leaves["hidden"]}
+    leaves["weight"] = distribute_tensor(case.leaves["weight"], mesh, [Replicate()])
+    dice = torch.Generator().manual_seed(group.rank())
+    options = {"clip_cov": (0.3, -9.0, 9.0), "generator": dice, "mask": case.mask}
+    loss = call_linear(linear_dapo_loss, replace(case, leaves=leaves), "clip_cov", **options)[0].loss.detach()
+    first = loss.clone()
+    dist.broadcast(first, dist.get_global_rank(group, 0), group=group)
+    assert torch.equal(first, loss)
 
 
 def impossible_columns(group: Group) -> None:
@@ -485,6 +528,7 @@ def on_a_rank(rank: int) -> None:
             preferences(group, cut)
             messages(group, cut)
         sixteen_bits(group, CUTS[2][0])
+        lots_of_a_whole_head(group)
         impossible_columns(group)
         second_derivative(group)
     if rank < 2:
