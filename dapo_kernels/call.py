@@ -17,10 +17,10 @@ from torch import Tensor
 
 from dapo_kernels.layout import Layout
 from dapo_kernels.objectives.aggregate import token_weights
-from dapo_kernels.objectives.own import may_be_compiled_in
+from dapo_kernels.objectives.own import may_be_compiled_in, name_of
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
 from dapo_kernels.objectives.table import Objective, ObjectiveFields, is_number, resolve_objective
-from dapo_kernels.records import Tokens, readable
+from dapo_kernels.records import Terms, Tokens, readable
 
 
 class LossOptions(ObjectiveFields, total=False):
@@ -61,6 +61,15 @@ class PolicyCall:
 
     def shared_by(self, group: str | None) -> PolicyCall:
         return self if group is None else replace(self, group=group)
+
+    @property
+    def terms(self) -> Terms:
+        """What the ranks of a group have to say alike."""
+        own, chosen = self.objective.own, self.selection
+        fields = dict(vars(self.objective), surrogate=self.objective.surrogate if own is None else name_of(own))
+        settings = f"objective {fields}, selection {chosen if isinstance(chosen, float) else None}"
+        picked = chosen if isinstance(chosen, Tensor) else None
+        return Terms(settings, (*self.tokens[1:], self.sequence_ids, picked))
 
     @property
     def needs_entropy(self) -> bool:

@@ -142,14 +142,17 @@ def check_tensor(caller: str, name: str, value: Any, expected: str = "a tensor")
         )
 
 
-def layout_of(caller: str, name: str, rows: Any, cu_seqlens: Tensor | None = None) -> Layout:
-    """The layout that ``rows``, [T, ·] or [B, L, ·] floating point, gives the call."""
+def layout_of(caller: str, name: str, rows: Any, cu_seqlens: Tensor | None = None, parts: int = 1) -> Layout:
+    """The layout that ``rows``, [T, ·] or [B, L, ·] floating point, gives the call; of which this may be one of
+    ``parts`` of the sequence, all equally long.
+    """
     check_tensor(caller, name, rows)
     if rows.dim() not in (2, 3):
         raise ValueError(f"{caller}: {name} must be packed [T, ·] or padded [B, L, ·], got {list(rows.shape)}")
     if rows.dtype not in _FLOATS:
         raise TypeError(f"{caller}: {name} must be float32, bfloat16, float16 or float64, got {rows.dtype}")
-    return _layout(caller, tuple(rows.shape[:-1]), rows.device, accumulate_dtype(rows.dtype), cu_seqlens)
+    shape = (*rows.shape[:-2], rows.shape[-2] * parts)
+    return _layout(caller, shape, rows.device, accumulate_dtype(rows.dtype), cu_seqlens)
 
 
 def token_layout(caller: str, name: str, values: Any, cu_seqlens: Tensor | None) -> Layout:

@@ -13,7 +13,15 @@ from dapo_kernels.engine import hidden as from_hidden
 from dapo_kernels.engine import rows as from_rows
 from dapo_kernels.head import HeadOptions, head_of_call
 from dapo_kernels.layout import Layout, check_flag, check_rows_apart, layout_of
-from dapo_kernels.sharding import ShardOptions, head_of_ranks, logits_of_call, shared_plan, shared_server
+from dapo_kernels.sharding import (
+    ShardOptions,
+    Telling,
+    head_of_ranks,
+    logits_of_call,
+    parts_of,
+    shared_plan,
+    shared_server,
+)
 
 
 class LinearLogprobsOptions(HeadOptions, ShardOptions, total=False):
@@ -54,15 +62,16 @@ def token_logprobs(
         ValueError, TypeError, IndexError: as in ``dapo_loss``.
     """
     logits, shard = logits_of_call("token_logprobs", logits, group)
-    layout = layout_of("token_logprobs", "logits", logits)
-    check_flag(layout, "entropy", entropy)
-    check_flag(layout, "inplace_backward", inplace_backward)
-    asked = layout.asked(target_ids, temperature, layout.live(None), entropy)
-    served_by = backend_for("token_logprobs", logits.device, logits.dtype, logits.shape[-1])
+    with Telling(shard, logits):
+        layout = layout_of("token_logprobs", "logits", logits)
+        check_flag(layout, "entropy", entropy)
+        check_flag(layout, "inplace_backward", inplace_backward)
+        asked = layout.asked(target_ids, temperature, layout.live(None), entropy)
+        served_by = backend_for("token_logprobs", logits.device, logits.dtype, logits.shape[-1])
+        in_place = inplace_backward and from_rows.may_work_in_place(logits)
+        if in_place:
+            check_rows_apart(layout, logits)
     server = shared_server(layout, shard, logits, served_by, asked, valid_vocab)
-    in_place = inplace_backward and from_rows.may_work_in_place(logits)
-    if in_place:
-        check_rows_apart(layout, logits)
     stats = from_rows.stats_of(logits, asked, server, in_place)
     return _shaped(layout, stats.logprobs, stats.entropy)
 
@@ -84,13 +93,15 @@ def linear_token_logprobs(
     ``linear_dapo_loss``.
     """
     hidden, weight, shard = head_of_ranks("linear_token_logprobs", hidden, weight, options)
-    layout = layout_of("linear_token_logprobs", "hidden", hidden)
-    head, plan = head_of_call(layout, hidden, weight, mask, options)
-    if options:
-        raise TypeError(f"linear_token_logprobs: unknown argument {next(iter(options))!r}")
-    check_flag(layout, "entropy", entropy)
-    asked = layout.asked(target_ids, temperature, layout.live(mask), entropy)
-    stats = from_hidden.linear_stats(head, asked, shared_plan(layout, shard, head, plan, asked))
+    with Telling(shard, weight):
+        layout = layout_of("linear_token_logprobs", "hidden", hidden, parts=parts_of(shard))
+        head, plan = head_of_call(layout, hidden, weight, mask, options)
+        if options:
+            raise TypeError(f"linear_token_logprobs: unknown argument {next(iter(options))!r}")
+        check_flag(layout, "entropy", entropy)
+        asked = layout.asked(target_ids, temperature, layout.live(mask), entropy)
+    head, plan = shared_plan(layout, shard, head, plan, asked)
+    stats = from_hidden.linear_stats(head, asked, plan)
     return _shaped(layout, stats.logprobs, stats.entropy)
 
 

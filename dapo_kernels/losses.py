@@ -19,7 +19,16 @@ from dapo_kernels.metrics import Metrics, PerToken, token_sums
 from dapo_kernels.objectives.own import OwnLoss, as_number
 from dapo_kernels.objectives.table import Objective
 from dapo_kernels.records import Asked, Needs, Tokens
-from dapo_kernels.sharding import GroupOption, ShardOptions, head_of_ranks, logits_of_call, shared_plan, shared_server
+from dapo_kernels.sharding import (
+    GroupOption,
+    ShardOptions,
+    Telling,
+    head_of_ranks,
+    logits_of_call,
+    parts_of,
+    shared_plan,
+    shared_server,
+)
 
 Chosen = str | Objective | OwnLoss
 
@@ -214,16 +223,17 @@ def _from_logits(
 ) -> LossOutput:
     logits, shard = logits_of_call(caller, logits, options.pop("group", None))
     valid = options.pop("valid_vocab", None)
-    layout = layout_of(caller, "logits", logits, options.pop("cu_seqlens", None))
-    in_place = check_flag(layout, "inplace_backward", options.pop("inplace_backward", False))
-    call, asked = _row_call(layout, target_ids, old_logprobs, advantages, objective, options)
-    served_by = backend_for(caller, logits.device, logits.dtype, logits.shape[-1])
-    server = shared_server(layout, shard, logits, served_by, asked, valid)
-    call = call.shared_by(server.group)
-    # A compiled graph has no use for the in-place form: the compiler plans buffers itself.
-    in_place = in_place and from_rows.may_work_in_place(logits)
-    if in_place:
-        check_rows_apart(layout, logits)
+    with Telling(shard, logits):
+        layout = layout_of(caller, "logits", logits, options.pop("cu_seqlens", None))
+        in_place = check_flag(layout, "inplace_backward", options.pop("inplace_backward", False))
+        call, asked = _row_call(layout, target_ids, old_logprobs, advantages, objective, options)
+        served_by = backend_for(caller, logits.device, logits.dtype, logits.shape[-1])
+        # A compiled graph has no use for the in-place form: the compiler plans buffers itself.
+        in_place = in_place and from_rows.may_work_in_place(logits)
+        if in_place:
+            check_rows_apart(layout, logits)
+    server = shared_server(layout, shard, logits, served_by, asked, valid, call)
+    call = call.shared_by(None if shard is None else shard.group)
     if not call.one_visit:
         stats = from_rows.stats_of(logits, asked, server, in_place)
         return _of_stats(call, stats.logprobs, stats.entropy, served_by)
@@ -247,11 +257,12 @@ def _from_hidden(
     options: LinearOptions,
 ) -> LossOutput:
     hidden, weight, shard = head_of_ranks(caller, hidden, weight, options)
-    layout = layout_of(caller, "hidden", hidden, options.pop("cu_seqlens", None))
-    head, plan = head_of_call(layout, hidden, weight, options.get("mask"), options)
-    call, asked = _row_call(layout, target_ids, old_logprobs, advantages, objective, options)
-    plan = shared_plan(layout, shard, head, plan, asked)
-    call = call.shared_by(plan.group)
+    with Telling(shard, weight):
+        layout = layout_of(caller, "hidden", hidden, options.pop("cu_seqlens", None), parts_of(shard))
+        head, plan = head_of_call(layout, hidden, weight, options.get("mask"), options)
+        call, asked = _row_call(layout, target_ids, old_logprobs, advantages, objective, options)
+    head, plan = shared_plan(layout, shard, head, plan, asked, call)
+    call = call.shared_by(None if shard is None else shard.group)
     needs = Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in head[:3]))
     if not any(needs) or not (call.one_visit or call.own_alone):
         stats = from_hidden.linear_stats(head, asked, plan)

@@ -17,12 +17,22 @@ from dapo_kernels.backends import backend_for
 from dapo_kernels.call import checked_denominator
 from dapo_kernels.engine import hidden as from_hidden
 from dapo_kernels.engine import rows as from_rows
+from dapo_kernels.engine.shards import checksum
 from dapo_kernels.head import HeadOptions, head_of_call
 from dapo_kernels.layout import Layout, check_flag, check_rows_apart, check_tensor, layout_of, token_layout
 from dapo_kernels.objectives.aggregate import sequence_sums
 from dapo_kernels.objectives.pairs import PairLoss
-from dapo_kernels.records import readable
-from dapo_kernels.sharding import GroupOption, ShardOptions, head_of_ranks, logits_of_call, shared_plan, shared_server
+from dapo_kernels.records import Terms, readable
+from dapo_kernels.sharding import (
+    GroupOption,
+    ShardOptions,
+    Telling,
+    head_of_ranks,
+    logits_of_call,
+    parts_of,
+    shared_plan,
+    shared_server,
+)
 
 
 class PreferenceOutput(NamedTuple):
@@ -108,17 +118,18 @@ def preference_loss(
     """
     logits, shard = logits_of_call("preference_loss", logits, options.pop("group", None))
     valid = options.pop("valid_vocab", None)
-    layout = layout_of("preference_loss", "logits", logits, options.pop("cu_seqlens", None))
-    in_place = check_flag(layout, "inplace_backward", options.pop("inplace_backward", False))
-    want_entropy = check_flag(layout, "entropy", options.pop("entropy", False))
-    temperature = options.pop("temperature", 1.0)
-    call = PairCall.of(layout, ref_logprobs, options)
-    asked = layout.asked(target_ids, temperature, call.live, want_entropy)
-    served_by = backend_for(layout.caller, logits.device, logits.dtype, logits.shape[-1])
-    in_place = in_place and from_rows.may_work_in_place(logits)
-    if in_place:
-        check_rows_apart(layout, logits)
-    server = shared_server(layout, shard, logits, served_by, asked, valid)
+    with Telling(shard, logits):
+        layout = layout_of("preference_loss", "logits", logits, options.pop("cu_seqlens", None))
+        in_place = check_flag(layout, "inplace_backward", options.pop("inplace_backward", False))
+        want_entropy = check_flag(layout, "entropy", options.pop("entropy", False))
+        temperature = options.pop("temperature", 1.0)
+        call = PairCall.of(layout, ref_logprobs, options)
+        asked = layout.asked(target_ids, temperature, call.live, want_entropy)
+        served_by = backend_for(layout.caller, logits.device, logits.dtype, logits.shape[-1])
+        in_place = in_place and from_rows.may_work_in_place(logits)
+        if in_place:
+            check_rows_apart(layout, logits)
+    server = shared_server(layout, shard, logits, served_by, asked, valid, call)
     stats = from_rows.stats_of(logits, asked, server, in_place)
     return call.output(stats.logprobs, stats.entropy)
 
@@ -143,14 +154,17 @@ def linear_preference_loss(
     The other arguments, the result and the errors are those of ``preference_loss``.
     """
     hidden, weight, shard = head_of_ranks("linear_preference_loss", hidden, weight, options)
-    layout = layout_of("linear_preference_loss", "hidden", hidden, options.pop("cu_seqlens", None))
-    want_entropy = check_flag(layout, "entropy", options.pop("entropy", False))
-    temperature = options.pop("temperature", 1.0)
-    left_out = options.get("pairs") if options.get("mask") is None else options["mask"]  # either may leave tokens out
-    head, plan = head_of_call(layout, hidden, weight, left_out, options)
-    call = PairCall.of(layout, ref_logprobs, options)
-    asked = layout.asked(target_ids, temperature, call.live, want_entropy)
-    stats = from_hidden.linear_stats(head, asked, shared_plan(layout, shard, head, plan, asked))
+    with Telling(shard, weight):
+        cu_seqlens = options.pop("cu_seqlens", None)
+        layout = layout_of("linear_preference_loss", "hidden", hidden, cu_seqlens, parts_of(shard))
+        want_entropy = check_flag(layout, "entropy", options.pop("entropy", False))
+        temperature = options.pop("temperature", 1.0)
+        left_out = options.get("pairs") if options.get("mask") is None else options["mask"]  # either may leave some out
+        head, plan = head_of_call(layout, hidden, weight, left_out, options)
+        call = PairCall.of(layout, ref_logprobs, options)
+        asked = layout.asked(target_ids, temperature, call.live, want_entropy)
+    head, plan = shared_plan(layout, shard, head, plan, asked, call)
+    stats = from_hidden.linear_stats(head, asked, plan)
     return call.output(stats.logprobs, stats.entropy)
 
 
@@ -217,6 +231,15 @@ class PairCall:
             ref_logprobs=layout.per_token("ref_logprobs", ref_logprobs) if per_token else None,
             denominator=checked_denominator(layout, denominator, counts),
         )
+
+    @property
+    def terms(self) -> Terms:
+        """What the ranks of a group have to say alike."""
+        reference = self.ref_logprobs if self.ref_sums is None else self.ref_sums[self.sequence_ids]
+        which = checksum(self.counts.repeat_interleave(2), [self.pairs.flatten()])
+        count = self.denominator if isinstance(self.denominator, Tensor) else None
+        settings = f"{vars(self.loss)}, denominator {self.denominator if count is None else None}"
+        return Terms(settings, (self.sequence_ids, reference, which, count))
 
     def output(self, logprobs: Tensor, entropy: Tensor | None) -> PreferenceOutput:
         """The loss from log-probs [N], differentiable, and entropies [N]."""

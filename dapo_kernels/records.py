@@ -68,6 +68,13 @@ class Plan(NamedTuple):
     partial_hidden: bool = False  # the gradient of hidden stays this rank's part of the sum over the ranks
 
 
+class Terms(NamedTuple):
+    """What a call says beside its rows, which all ranks have to say alike."""
+
+    settings: str = ""
+    per_token: tuple[Tensor | None, ...] = ()  # [N] each, or one number for all
+
+
 class Needs(NamedTuple):
     """Which gradients somebody asked for."""
 

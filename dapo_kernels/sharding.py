@@ -5,15 +5,16 @@ Given as this rank's tensor and ``group=``, or as a DTensor. R ranks, N tokens, 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypedDict
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dapo_kernels.engine.shards import gathered_sequence, shard_columns
+from dapo_kernels.engine.shards import checksum, gathered_sequence, shard_columns, tell_of_refusal
 from dapo_kernels.layout import Layout, check_tensor, check_valid_vocab
-from dapo_kernels.records import Asked, Head, Plan, Server
+from dapo_kernels.records import Asked, Head, Plan, Server, Terms
 
 
 class GroupOption(TypedDict, total=False):
@@ -30,9 +31,31 @@ class Sharded(NamedTuple):
     """The ranks that share a vocabulary."""
 
     group: str
+    ranks: int
     vocab: int  # V, of a DTensor; 0: the ranks have to ask each other for their columns
-    whole: bool = False  # each has all columns: they only have to be given the same tokens
+    whole: bool = False  # each has all columns: they only have to make the same call
     sequence_parallel: bool = False
+
+
+class Call(Protocol):
+    """A call with a loss behind it."""
+
+    @property
+    def terms(self) -> Terms: ...
+
+
+class Telling:
+    """A boundary whose ranks agree behind it: a rank that refuses its arguments tells the others, which wait for it."""
+
+    def __init__(self, shard: Sharded | None, rows: Any) -> None:
+        self.shard, self.device = shard, getattr(rows, "device", torch.device("cpu"))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.shard is not None and isinstance(error, Exception):
+            tell_of_refusal(self.device, self.shard.group)
 
 
 def logits_of_call(caller: str, logits: Any, group: Any) -> tuple[Any, Sharded | None]:
@@ -52,50 +75,79 @@ def head_of_ranks(caller: str, hidden: Any, weight: Any, options: Any) -> tuple[
             raise ValueError(f"{caller}: sequence_parallel=True needs the group= that shares the head")
         return hidden, weight, None
     weight, shard = _columns_of(caller, "weight", weight, 0, group)
-    if _is_dtensor(options.get("bias")):
-        options["bias"], of_bias = _columns_of(caller, "bias", options["bias"], 0, group)
-        if of_bias != shard:
-            raise ValueError(f"{caller}: bias must be sharded like weight, over the same ranks")
-    if _is_dtensor(hidden):
-        hidden, by_sequence = _hidden(caller, hidden, shard)
-    if shard is None or not by_sequence:
-        return hidden, weight, shard
-    if shard.whole:
-        raise ValueError(f"{caller}: hidden sharded by sequence needs a head sharded by vocabulary, on the same ranks")
-    check_tensor(caller, "hidden", hidden, "a tensor [T/ranks, H] or [B, L/ranks, H]")
-    hidden = gathered_sequence(hidden, hidden.dim() - 2, shard.group)
+    with Telling(shard, weight):
+        if _is_dtensor(options.get("bias")):
+            options["bias"], of_bias = _columns_of(caller, "bias", options["bias"], 0, group)
+            if of_bias != shard:
+                raise ValueError(f"{caller}: bias must be sharded like weight, over the same ranks")
+        if _is_dtensor(hidden):
+            hidden, by_sequence = _hidden(caller, hidden, shard)
+        if shard is None or not by_sequence:
+            return hidden, weight, shard
+        if shard.whole:
+            raise ValueError(
+                f"{caller}: hidden sharded by sequence needs a head sharded by vocabulary, on the same ranks"
+            )
+        check_tensor(caller, "hidden", hidden, "a tensor [T/ranks, H] or [B, L/ranks, H]")
     return hidden, weight, shard._replace(sequence_parallel=True)
 
 
-def shared_plan(layout: Layout, shard: Sharded | None, head: Head, plan: Plan, asked: Asked) -> Plan:
-    """The plan of a call whose ranks have agreed on it."""
-    if shard is None or shard.whole:
-        check_valid_vocab(layout, plan.valid, head.weight.shape[0])
+def parts_of(shard: Sharded | None) -> int:
+    """In how many parts the sequence of a call lies on the ranks."""
+    return shard.ranks if shard is not None and shard.sequence_parallel else 1
+
+
+def shared_plan(
+    layout: Layout, shard: Sharded | None, head: Head, plan: Plan, asked: Asked, call: Call | None = None
+) -> tuple[Head, Plan]:
+    """The head, with hidden states of all tokens, and the plan of a call whose ranks have agreed on it."""
+    with Telling(shard, head.weight):
+        _check_valid(layout, shard, plan.valid, head.weight.shape[0])
     if shard is None:
-        return plan
+        return head, plan
     rounding = "float32 logits" if head.float32_logits else head.hidden.dtype
     how = f"softcap {head.softcap}, bias {head.bias is not None}, chunk_bytes {plan.chunk_bytes}"
+    how += f", host_sync {plan.host_sync}, sequence_parallel {shard.sequence_parallel}"
     settings = f"{plan.backend}, {rounding}, {how}"
-    columns = _columns(layout, shard, asked, head.weight.shape[0], plan.valid, settings)
+    columns = _columns(layout, shard, asked, head.weight.shape[0], plan.valid, settings, call)
     if shard.whole:
-        return plan
-    return plan._replace(group=shard.group, columns=columns, partial_hidden=shard.sequence_parallel)
+        return head, plan
+    if shard.sequence_parallel:
+        part = head.hidden.view(*layout.shape[:-1], layout.shape[-1] // shard.ranks, head.hidden.shape[-1])
+        head = head._replace(hidden=gathered_sequence(part, part.dim() - 2, shard.group).flatten(0, -2))
+    return head, plan._replace(group=shard.group, columns=columns, partial_hidden=shard.sequence_parallel)
 
 
 def shared_server(
-    layout: Layout, shard: Sharded | None, logits: Tensor, backend: str, asked: Asked, valid: int | None
+    layout: Layout,
+    shard: Sharded | None,
+    logits: Tensor,
+    backend: str,
+    asked: Asked,
+    valid: int | None,
+    call: Call | None = None,
 ) -> Server:
-    check_valid_vocab(layout, valid, logits.shape[-1] if shard is None or shard.whole else None)
+    with Telling(shard, logits):
+        _check_valid(layout, shard, valid, logits.shape[-1])
     if shard is None:
         return Server(backend, valid)
-    columns = _columns(layout, shard, asked, logits.shape[-1], valid, f"{backend}, {logits.dtype}")
+    columns = _columns(layout, shard, asked, logits.shape[-1], valid, f"{backend}, {logits.dtype}", call)
     return Server(backend, valid) if shard.whole else Server(backend, valid, shard.group, columns)
 
 
-def _columns(layout: Layout, shard: Sharded, asked: Asked, own: int, valid: int | None, settings: str) -> Tensor:
-    settings = f"{settings}, entropy {asked.want_entropy}, valid_vocab {valid}"
-    said = (own, 0 if shard.whole else shard.vocab, valid or 0, settings, layout.caller, shard.group)
-    return shard_columns(asked.target_ids, asked.live, *said)
+def _check_valid(layout: Layout, shard: Sharded | None, valid: int | None, here: int) -> None:
+    check_valid_vocab(layout, valid, here if shard is None else shard.vocab or None)
+
+
+def _columns(
+    layout: Layout, shard: Sharded, asked: Asked, own: int, valid: int | None, settings: str, call: Call | None = None
+) -> Tensor:
+    terms = Terms() if call is None else call.terms
+    settings = f"{settings}, temperature {asked.temperature}, entropy {asked.want_entropy}, valid_vocab {valid}"
+    settings = f"{settings}, {terms.settings}"
+    sum_of_inputs = checksum(asked.live, (asked.target_ids, asked.temperatures, *terms.per_token))
+    said = (own, layout.n_rows, shard.vocab, shard.whole, valid or 0, settings, layout.caller, shard.group)
+    return shard_columns(sum_of_inputs, *said)
 
 
 def _of_group(caller: str, group: Any, vocab: int = 0, whole: bool = False) -> Sharded | None:
@@ -105,7 +157,7 @@ def _of_group(caller: str, group: Any, vocab: int = 0, whole: bool = False) -> S
         raise TypeError(
             f"{caller}: group must be a torch.distributed.ProcessGroup that this rank is in, got {type(group).__name__}"
         )
-    return Sharded(group.group_name, vocab, whole) if group.size() > 1 else None
+    return Sharded(group.group_name, group.size(), vocab, whole) if group.size() > 1 else None
 
 
 def _is_dtensor(value: Any) -> bool:

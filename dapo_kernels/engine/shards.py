@@ -13,6 +13,7 @@ a rank's columns follows from the whole's norm.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -128,8 +129,10 @@ def asked_of_columns(asked: Asked, first: int, n: int) -> Asked:
 
 def said_of(stats: RowStats, asked: Asked) -> Tensor:
     """[N, 4], or [N, 3] without entropy: what the other ranks are told of these columns."""
+    # Columns that are all −∞ have no log-probs among themselves, NaN: the whole row's is −∞.
+    logprobs = torch.where(stats.norm[:, 0] == -torch.inf, -torch.inf, stats.logprobs)
     # No log-prob is 1: the target is elsewhere.
-    logprobs = torch.where(asked.target_ids < 0, 1.0, stats.logprobs)
+    logprobs = torch.where(asked.target_ids < 0, 1.0, logprobs)
     return torch.stack([*stats.norm.unbind(-1), logprobs, *([] if stats.entropy is None else [stats.entropy])], -1)
 
 
@@ -161,21 +164,31 @@ def stats_before_gradient(by: Backend, logits: Tensor, asked: Asked, softcap: fl
 
 @operator
 def shard_columns(
-    target_ids: Tensor, live: Tensor, columns: int, vocab: int, valid: int, settings: str, caller: str, group: str
+    checksum: Tensor,
+    columns: int,
+    n_tokens: int,
+    vocab: int,
+    whole: bool,
+    valid: int,
+    settings: str,
+    caller: str,
+    group: str,
 ) -> Tensor:
     """int64 [R] on the host: how many columns each rank has, this one ``columns``; of the first ``valid`` if not 0.
 
-    ``vocab`` not 0: cut as ``torch.chunk`` cuts V, known without asking; a GPU is then not waited for.
+    ``vocab`` not 0: V, cut as ``torch.chunk`` cuts it or ``whole`` everywhere, known without asking; a GPU is then not
+    waited for.
 
     Raises:
-        ValueError: the ranks' tokens or ``settings`` differ, or V is less than ``valid``; on all of them alike.
+        ValueError: the ranks' tokens or ``settings`` differ, a rank has refused its arguments, or V is less than
+            ``valid``; on all of them alike.
     """
     ranks = _resolved(group)
-    checksum, numbers = _checksum(target_ids, live), (columns, len(target_ids), zlib.crc32(settings.encode()))
+    numbers = (columns, n_tokens, zlib.crc32(settings.encode()))
     said = torch.stack([*(torch.full_like(checksum, x) for x in numbers), checksum])
     theirs = _gathered(said, ranks)
     if vocab:
-        sizes = _chunked(vocab, ranks.size())
+        sizes = [vocab] * ranks.size() if whole else _chunked(vocab, ranks.size())
         if not on_host(theirs):
             torch._assert_async((theirs[:, 1:] == said[1:]).all())
             return torch.tensor(_without_padding(sizes, valid))
@@ -184,30 +197,49 @@ def shard_columns(
             f"{caller}: group= asks the ranks for their columns and waits, which a CUDA graph cannot capture; pass a "
             "DTensor, which knows them"
         )
-    counted, n_tokens, said_settings, checksums = theirs.t().tolist()
-    if len(set(n_tokens)) > 1 or len(set(checksums)) > 1:
-        raise ValueError(
-            f"{caller}: all ranks of the group must be given the same target_ids and mask, got other ones (tokens by "
-            f"rank: {n_tokens}). A head that fully_shard (FSDP2) has sharded is whole inside the forward of the module "
-            "it wrapped: call the loss there (docs/guide.md, FSDP2)"
-        )
+    counted, tokens_of, said_settings, checksums = theirs.t().tolist()
+    if _REFUSED in counted:
+        raise ValueError(f"{caller}: rank {counted.index(_REFUSED)} of the group has refused its arguments: see there")
     if len(set(said_settings)) > 1:
         raise ValueError(
-            f"{caller}: all ranks of the group must make the same call (backend, dtype, entropy, softcap, bias, "
-            f"chunk_bytes); here it is {settings}"
+            f"{caller}: all ranks of the group must make the same call (backend, dtype, objective, temperature, "
+            f"entropy, softcap, bias, chunk_bytes, host_sync, sequence_parallel); here it is {settings}"
+        )
+    if len(set(tokens_of)) > 1 or len(set(checksums)) > 1:
+        raise ValueError(
+            f"{caller}: all ranks of the group must be given the same target_ids and mask, temperatures, advantages, "
+            f"old_logprobs and other values of the live tokens, got other ones (tokens by rank: {tokens_of}). A head "
+            "that fully_shard (FSDP2) has sharded is whole inside the forward of the module it wrapped: call the loss "
+            "there (docs/guide.md, FSDP2)"
         )
     if vocab and counted != sizes:
         raise ValueError(f"{caller}: columns of the vocabulary by rank must be {sizes} of {vocab}, got {counted}")
-    if valid > sum(counted):
+    if not vocab and valid > sum(counted):
         raise ValueError(f"{caller}: valid_vocab must be at most V={sum(counted)} of all ranks, got {valid}")
     return torch.tensor(_without_padding(counted, valid))
 
 
 @shard_columns.fake
 def _(
-    target_ids: Tensor, live: Tensor, columns: int, vocab: int, valid: int, settings: str, caller: str, group: str
+    checksum: Tensor,
+    columns: int,
+    n_tokens: int,
+    vocab: int,
+    whole: bool,
+    valid: int,
+    settings: str,
+    caller: str,
+    group: str,
 ) -> Tensor:
     return torch.empty(_resolved(group).size(), dtype=torch.int64)
+
+
+_REFUSED = -1
+
+
+def tell_of_refusal(device: torch.device, group: str) -> None:
+    """This rank's part in the exchange of ``shard_columns``, in which the others are: it will not make the call."""
+    _gathered(torch.full((4,), _REFUSED, device=device), _resolved(group))
 
 
 def _chunked(vocab: int, n_ranks: int) -> list[int]:
@@ -221,10 +253,21 @@ def _without_padding(columns: list[int], valid: int) -> list[int]:
     return [max(0, min(n, left - first)) for n, first in zip(columns, firsts, strict=True)]
 
 
-def _checksum(target_ids: Tensor, live: Tensor) -> Tensor:
-    """int64, wrapping: of which targets stand where among the live tokens."""
-    at = torch.arange(1, len(target_ids) + 1, device=target_ids.device)
-    return torch.where(live, (2 * target_ids + 1) * (at * 2654435761 + 1), 0).sum()
+def checksum(live: Tensor, values: Iterable[Tensor | None]) -> Tensor:
+    """int64, wrapping: of which bits stand where among the live tokens, and of which values there are at all."""
+    at = torch.arange(1, len(live) + 1, device=live.device) * 2654435761 + 1
+    total = torch.zeros((), dtype=torch.int64, device=live.device)
+    for x in values:
+        total = 1000003 * total + 1
+        if x is not None:
+            total = total + torch.where(live, (2 * _bits(x) + 1) * at, 0).sum()
+    return total
+
+
+def _bits(x: Tensor) -> Tensor:
+    if x.is_floating_point():
+        x = x.view(torch.int64 if x.element_size() == 8 else torch.int32)
+    return x.to(torch.int64)
 
 
 @operator
@@ -248,10 +291,6 @@ def _(x: Tensor, group: str) -> Tensor:
 def gathered_sequence(part: Tensor, dim: int, group: str) -> Tensor:
     """The parts of all ranks one after the other along ``dim``; each gets its own of their gradients' sum."""
     ranks = _resolved(group)
-    if on_host(part):
-        lengths = _gathered(torch.tensor([part.shape[dim]]), ranks).flatten().tolist()
-        if len(set(lengths)) > 1:
-            raise ValueError(f"hidden, sharded by sequence, must have as many tokens on every rank, got {lengths}")
     return torch.cat(_gathered(part.contiguous(), ranks).unbind(0), dim)
 
 
@@ -306,8 +345,8 @@ traced_sum.has_no_gradient()
 
 
 def sum_over_ranks(x: Tensor, group: str) -> Tensor:
-    """Added up in float32, in the tensor's own storage; under a tracer a new tensor."""
-    return _sum_(x, group) if type(x) is Tensor else traced_sum(x, group)
+    """Added up in float32, in the tensor's own storage; under a tracer, or with create_graph=True, a new tensor."""
+    return _sum_(x, group) if type(x) is Tensor and not x.requires_grad else traced_sum(x, group)
 
 
 def _sum_(x: Tensor, group: str) -> Tensor:

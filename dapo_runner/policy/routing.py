@@ -68,9 +68,11 @@ class Routing:
             layer.told = [(choice.long() + 1) % n_experts for choice, n_experts in others]
         taken: set[_Layer] = set()
         hooks = [layer.look_at_experts(taken) for layer in self.layers]
-        run()
-        for hook in hooks:
-            hook.remove()
+        try:
+            run()
+        finally:
+            for hook in hooks:
+                hook.remove()
         for layer in self.layers:
             if layer not in taken:
                 raise _unknown(layer, "does not hand the indices of its top-k to its experts")
@@ -98,16 +100,14 @@ class _Layer(TorchFunctionMode):
         self.widths: list[int] = []
         self.n_experts: list[int] = []
         self.n_calls = 0
-        block.register_forward_pre_hook(self._begin)
-        block.register_forward_hook(self._end, always_call=True)  # recomputation ends in an exception
+        self._forward = block.forward
+        block.forward = self._in_force  # no pair of hooks: an interrupt would leave out the second
 
-    def _begin(self, block: nn.Module, args: Any) -> None:
+    def _in_force(self, *args: Any, **kwargs: Any) -> Any:
         self.choices, self.n_experts = [], []
         self.n_calls += 1
-        self.__enter__()
-
-    def _end(self, block: nn.Module, args: Any, output: Any) -> None:
-        self.__exit__(None, None, None)
+        with self:
+            return self._forward(*args, **kwargs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -67,7 +67,7 @@ def own_loss(logprobs: Tensor, entropy: Tensor | None, tokens: Any) -> Tensor:
 def options_of(name: str, case: Case) -> dict[str, Any]:
     row = OBJECTIVES[name]
     given: dict[str, Any] = {"mask": case.mask, "cu_seqlens": case.cu_seqlens}
-    if row.kl_coef:
+    if row.needs_reference:
         given["ref_logprobs"] = case.ref_logprobs
     if row.aggregate == "seq-mean-token-sum-norm":
         given["length_norm"] = 9
@@ -350,7 +350,7 @@ def operators(group: Group) -> None:
     """torch's own checks; every rank makes the same exchanges in them."""
     ops, name, x = torch.ops.dapo_kernels, group.group_name, torch.randn(4, 3)
     ids, live = torch.arange(4), torch.tensor([True, False, True, True])
-    torch.library.opcheck(ops.shard_columns.default, (ids, live, 5, 0, 0, "", "", name))
+    torch.library.opcheck(ops.shard_columns.default, (ids.sum(), 5, 4, 0, False, 0, "", "", name))
     torch.library.opcheck(ops.from_first.default, (live, name))
     torch.library.opcheck(ops.gathered_sequence.default, (x.clone().requires_grad_(), 0, name))
     torch.library.opcheck(ops.scattered_sum.default, (x, 0, name))
@@ -403,8 +403,74 @@ def refusals(group: Group, cut: tuple[int, ...]) -> None:
         call(weight=distribute_tensor(case.leaves["weight"], mesh, [Shard(1)]), group=None)
     with refusing(ValueError, "sequence_parallel=True needs"):
         call(weight=case.leaves["weight"], group=None, sequence_parallel=True)
-    with refusing(ValueError, "as many tokens on every rank", "[5, 4"):
-        call(hidden=case.leaves["hidden"][: 5 if rank == 0 else 4], sequence_parallel=True)
+    # Whatever else differs, down to what only one rank has to refuse.
+    with refusing(ValueError, "got other ones", "tokens by rank: [24, 22]"):
+        n = T - 2 * rank
+        call(hidden=case.leaves["hidden"][: n // 2], target_ids=case.target_ids[:n], mask=case.mask[:n],
+             old_logprobs=case.old_logprobs[:n], advantages=case.advantages[:n], sequence_parallel=True)  # fmt: skip
+    for name, values in {
+        "temperature": (1.0, 0.5),
+        "sequence_parallel": (False, True),
+        "host_sync": (True, False),
+        "clip_high": (0.2, 0.3),
+    }.items():
+        hidden = case.leaves["hidden"][: T // 2 if name == "sequence_parallel" and rank else T]
+        with refusing(ValueError, "the same call", name):
+            call(**{name: values[rank]}, hidden=hidden)
+    marked = torch.where(torch.arange(T) == 3, float(-rank), 1.0)
+    for given in ({"temperature": marked}, {"advantages": marked}, {"old_logprobs": marked}):
+        with refusing(ValueError, "got other ones", "advantages"):
+            call(**given)
+    call(advantages=torch.where(case.mask, case.advantages, marked), mask=case.mask)
+    for name, wrong in {"temperature": -1.0, "valid_vocab": 0, "softcap": -1.0}.items():
+        with refusing(ValueError, f"{name} must be" if rank else "rank 1 of the group has refused its arguments"):
+            call(**({name: wrong} if rank else {}))
+    pairs = torch.tensor([[0, 1 + rank]])
+    hidden, bounds = case.leaves["hidden"], case.cu_seqlens
+    with refusing(ValueError, "got other ones"):
+        linear_preference_loss(hidden, weight, case.target_ids, None, pairs=pairs, cu_seqlens=bounds, group=group)
+    for placement in (Shard(0), Replicate()):
+        head = distribute_tensor(case.leaves["weight"], mesh, [placement])
+        with refusing(ValueError, f"valid_vocab must be at most V={V}"):
+            call(weight=head, group=None, valid_vocab=V + 1)
+        with refusing(ValueError, "got other ones"):
+            call(weight=head, group=None, advantages=marked)
+
+
+def lots_of_a_whole_head(group: Group) -> None:
+    """The ranks' dice differ: the first one's count."""
+    case, mesh = linear_case(V, H, LENGTHS, seed=19), DeviceMesh.from_group(group, "cpu")
+    leaves = {"hidden": case.leaves["hidden"]}
+    leaves["weight"] = distribute_tensor(case.leaves["weight"], mesh, [Replicate()])
+    dice = torch.Generator().manual_seed(group.rank())
+    options = {"clip_cov": (0.3, -9.0, 9.0), "generator": dice, "mask": case.mask}
+    loss = call_linear(linear_dapo_loss, replace(case, leaves=leaves), "clip_cov", **options)[0].loss.detach()
+    first = loss.clone()
+    dist.broadcast(first, dist.get_global_rank(group, 0), group=group)
+    assert torch.equal(first, loss)
+
+
+def impossible_columns(group: Group) -> None:
+    """A target among columns of −∞ alone has a log-prob of −∞, as in whole rows."""
+    case = logits_case(V, LENGTHS, seed=21)
+    case.leaves["logits"][:, 34:] = -torch.inf
+    mine = columns((34, 33), group)
+    for entropy in (False, True):
+        whole = token_logprobs(case.leaves["logits"], case.target_ids, entropy=entropy)
+        got = token_logprobs(case.leaves["logits"][:, mine], case.target_ids, entropy=entropy, group=group)
+        assert bool(whole.logprobs.isneginf().any())
+        for a, b in zip(got, whole, strict=True):
+            if b is not None:
+                torch.testing.assert_close(a, b, **CLOSE[torch.float32])
+
+
+def second_derivative(group: Group) -> None:
+    case = share(linear_case(V, H, LENGTHS, dtype=torch.bfloat16, seed=22), columns((34, 33), group))
+    leaves = case.fresh()
+    stats = linear_token_logprobs(leaves["hidden"], leaves["weight"], case.target_ids, group=group)
+    (grad,) = torch.autograd.grad(stats.logprobs.sum(), leaves["hidden"], create_graph=True)
+    with refusing(RuntimeError, "the gradient of a gradient is not implemented"):
+        grad.sum().backward()
 
 
 class Network(nn.Module):
@@ -462,6 +528,9 @@ def on_a_rank(rank: int) -> None:
             preferences(group, cut)
             messages(group, cut)
         sixteen_bits(group, CUTS[2][0])
+        lots_of_a_whole_head(group)
+        impossible_columns(group)
+        second_derivative(group)
     if rank < 2:
         the_page(group)
         compiled(group, CUTS[2][0])

@@ -92,6 +92,26 @@ def test_an_unknown_layout_is_refused_by_name(kind: str, values: dict[str, Any],
         Routing(model).check(lambda: model.base_model(input_ids=torch.arange(3, 9)[None], use_cache=False), 6)
 
 
+@pytest.mark.parametrize("where", ["gate", "experts"])
+def test_an_interrupted_pass_leaves_nothing_in_force(where: str) -> None:
+    model, ids = small_experts(), torch.arange(3, 9)[None]
+    routing = Routing(model)
+    experts = [module.experts for module in model.modules() if hasattr(module, "experts")]
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def run() -> None:
+        if any(len(module._forward_pre_hooks) for module in experts) or where == "gate":
+            experts[-1].register_forward_pre_hook(interrupt)
+        model.base_model(input_ids=ids, use_cache=False)
+
+    with pytest.raises(KeyboardInterrupt), torch.no_grad():
+        routing.check(run, 6)
+    assert not torch.overrides._get_current_function_mode_stack()
+    assert sum(len(module._forward_pre_hooks) for module in experts) == 1
+
+
 def sharing_sequences() -> list[Sequence]:
     """Of which every other one begins as the one before it."""
     sequences = random_sequences(32)
