@@ -188,7 +188,7 @@ def problem(dtype: torch.dtype) -> dict[str, Any]:
 def loss_keywords(p: dict[str, Any], name: str) -> dict[str, Any]:
     row = OBJECTIVES[name]
     said = {"objective": name, "mask": p["mask"], "cu_seqlens": p["cu_seqlens"], "temperature": p["temperature"]}
-    if row.kl_coef != 0:
+    if row.kl_coef != 0 and row.kl_to == "reference":
         said["ref_logprobs"] = p["ref_logprobs"]
     if row.aggregate == "seq-mean-token-sum-norm":
         said["length_norm"] = 64.0
