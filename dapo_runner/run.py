@@ -450,7 +450,8 @@ def _open_run(config: Config, place: Place) -> Run:
     if checkpoint:
         changes += take_up(checkpoint, learner, sampler, progress)
         if is_new and (changed := rewarded_otherwise(folder)):
-            progress.note(f"{len(sampler.buffer)} groups left over are dropped: {', '.join(changed)} is another now")
+            n_left_over = len(sampler.buffer) + len(sampler.waiting)
+            progress.note(f"{n_left_over} groups left over are dropped: {', '.join(changed)} is another now")
             sampler.buffer, sampler.waiting = [], []
         progress.note(f"resuming after step {done} from {checkpoint.path}")
     score = Scorer(config, timed=clock.phase, note=progress.note)
