@@ -180,8 +180,8 @@ class Run:
             groups = [tree_segments(group, advantage.segments, advantage.eps) for group in groups]
             counts: dict[str, float] = {"tokens": sampled.stats.generated}
             if advantage.segments.per_step is not None:
-                groups = self.sampler.spread(groups, advantage.segments.per_step)
-                counts["waiting"] = sum(len(group.samples) for group in self.sampler.waiting)
+                groups, of_waiting = self.sampler.spread(groups, advantage.segments.per_step)
+                counts |= of_waiting
         else:
             with self.timed("segments" if self.world.alone else "wait"):
                 self.give_up_if_late()
