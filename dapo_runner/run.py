@@ -178,7 +178,7 @@ class Run:
         assert advantage.segments is not None
         if advantage.segments.kind == "tree":
             groups = [tree_segments(group, advantage.segments, advantage.eps) for group in groups]
-            counts: dict[str, float] = {"tokens": sampled.stats.generated}
+            counts = {"tokens": sampled.stats.generated, **segment_figures(groups)}
             if advantage.segments.per_step is not None:
                 groups, of_waiting = self.sampler.spread(groups, advantage.segments.per_step)
                 counts |= of_waiting
@@ -187,7 +187,8 @@ class Run:
                 self.give_up_if_late()
                 sampling = rollout_sampling(self.config, f"segments:{step}")
                 groups, counts = value_chains(groups, advantage.segments, sampling, self.answer_continued)
-        return replace(sampled, groups=groups, segments=counts | segment_figures(groups))
+            counts |= segment_figures(groups)
+        return replace(sampled, groups=groups, segments=counts)
 
     def answer_continued(self, prefixes: SequenceOf[Prompt], each: list[SamplingParams]) -> list[Group]:
         """Scored groups of whole responses that begin with the prefixes."""

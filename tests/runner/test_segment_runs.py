@@ -55,6 +55,24 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_been(tmp_path: Path, 
         assert sample["segments"][-1]["after"] == pytest.approx(sample["reward"])
 
 
+def test_figures_are_those_of_whole_trees(tmp_path: Path) -> None:
+    """However many of its responses the step itself trains on."""
+    figures = []
+    for per_step in ("1", "null"):
+        folder = tmp_path / per_step
+        folder.mkdir()
+        recipe = write_recipe(folder, steps=1, eval_every=0)
+        settings = [*FEWER, *SEGMENTS["tree"], f"advantage.segments.per_step={per_step}", "sampler.max_age=3"]
+        (step,) = (
+            event
+            for event in read_log(train(load_config(recipe, settings), SilentProgress()) / METRICS_FILE)
+            if event["kind"] == "step"
+        )
+        figures.append({name: step[f"segments/{name}"] for name in ("per_response", "advantage", "zero")})
+    assert figures[0] == figures[1]
+    assert 0 < figures[0]["zero"] < 1
+
+
 def test_the_settings_of_the_page_and_the_cost_it_states() -> None:
     page = (Path(__file__).parents[2] / "docs" / "spo.md").read_text(encoding="utf-8")
     snippets = dict(re.findall(r"<!-- (.+?) -->\n```yaml\n(.+?)```", page, re.DOTALL))
