@@ -20,7 +20,13 @@ from dapo_runner.records.run_log import CHANGES_FILE, CHECKPOINTS, log_fork
 FIXED = ("model.", "data.", "run.seed", "rollout.max_prompt_tokens")
 FREE = ("model.attention", "model.compile", "model.gradient_checkpointing")
 # What the groups left over were sampled and rewarded under.
-OF_GROUPS = ("reward.", "rollout.group_size", "rollout.max_response_tokens", "rollout.stop")
+OF_GROUPS = (
+    "reward.",
+    "rollout.group_size",
+    "rollout.max_response_tokens",
+    "rollout.stop",
+    "advantage.segments.",
+)
 OWN = ("run.name", "run.output_dir", "run.from", "ranks")  # differ in any case, or are no setting
 
 

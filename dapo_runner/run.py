@@ -178,16 +178,17 @@ class Run:
         assert advantage.segments is not None
         if advantage.segments.kind == "tree":
             groups = [tree_segments(group, advantage.segments, advantage.eps) for group in groups]
-            counts: dict[str, float] = {"tokens": sampled.stats.generated}
+            counts = {"tokens": sampled.stats.generated, **segment_figures(groups)}
             if advantage.segments.per_step is not None:
-                groups = self.sampler.spread(groups, advantage.segments.per_step)
-                counts["waiting"] = sum(len(group.samples) for group in self.sampler.waiting)
+                groups, of_waiting = self.sampler.spread(groups, advantage.segments.per_step)
+                counts |= of_waiting
         else:
             with self.timed("segments" if self.world.alone else "wait"):
                 self.give_up_if_late()
                 sampling = rollout_sampling(self.config, f"segments:{step}")
                 groups, counts = value_chains(groups, advantage.segments, sampling, self.answer_continued)
-        return replace(sampled, groups=groups, segments=counts | segment_figures(groups))
+            counts |= segment_figures(groups)
+        return replace(sampled, groups=groups, segments=counts)
 
     def answer_continued(self, prefixes: SequenceOf[Prompt], each: list[SamplingParams]) -> list[Group]:
         """Scored groups of whole responses that begin with the prefixes."""
@@ -450,7 +451,8 @@ def _open_run(config: Config, place: Place) -> Run:
     if checkpoint:
         changes += take_up(checkpoint, learner, sampler, progress)
         if is_new and (changed := rewarded_otherwise(folder)):
-            progress.note(f"{len(sampler.buffer)} groups left over are dropped: {', '.join(changed)} is another now")
+            n_left_over = len(sampler.buffer) + len(sampler.waiting)
+            progress.note(f"{n_left_over} groups left over are dropped: {', '.join(changed)} is another now")
             sampler.buffer, sampler.waiting = [], []
         progress.note(f"resuming after step {done} from {checkpoint.path}")
     score = Scorer(config, timed=clock.phase, note=progress.note)

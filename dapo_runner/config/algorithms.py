@@ -165,6 +165,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         "Guo et al. 2025, arXiv 2505.23564, §5, App. D, H",
         {"kind": "tree", "per_step": 32},
         sampler={"max_age": 7},
+        optimizer={"mini_batch_size": 128},
     ),
 }
 

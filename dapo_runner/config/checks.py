@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dapo_runner.config.settings import BY_TOKEN, COMPARING, RULES, Config, RolloutConfig
+from dapo_runner.config.settings import BY_TOKEN, COMPARING, RULES, Config, RolloutConfig, steps_of_tree
 
 ONE_GPU = ("auto", "cpu", "cuda", "cuda:0")  # where a vLLM in this process can be
 # vLLM 0.32 samples at 0.01 whatever smaller temperature it is given (0, greedy, apart) and takes none above 2.
@@ -96,6 +96,14 @@ def _segments(config: Config) -> Iterator[str]:
             f"{rollout.max_response_tokens} in the {len(tree.branching) - 1} levels before the last, got {tree.tokens} "
             "in each"
         )
+    if segments.per_step is not None:
+        steps = steps_of_tree(rollout.group_size, segments.per_step)
+        if steps - 1 > config.sampler.max_age:
+            yield (
+                f"sampler.max_age: expected at least {steps - 1} with advantage.segments.per_step={segments.per_step}, "
+                f"which trains on the {rollout.group_size} responses of a tree over {steps} steps, got "
+                f"{config.sampler.max_age}"
+            )
 
 
 def _pairs(config: Config) -> Iterator[str]:

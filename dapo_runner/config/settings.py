@@ -455,6 +455,15 @@ class TreeShape(NamedTuple):
         return self.tokens * (len(self.branching) - 1)
 
 
+def steps_of_tree(leaves: int, per_step: int) -> int:
+    """Over how many steps a tree with so much to train on is trained, as `DynamicSampler.spread` takes it apart."""
+    steps = 0
+    while leaves:
+        leaves -= math.ceil(leaves / math.ceil(leaves / per_step))
+        steps += 1
+    return steps
+
+
 def _factors(number: int) -> tuple[int, ...]:
     """Three factors that differ least, or where there are none two, the largest first; empty of a prime."""
     divisors = [divisor for divisor in range(number - 1, 1, -1) if number % divisor == 0]

@@ -147,12 +147,14 @@ class DynamicSampler:
         stats.carried_out = len(self.buffer)
         return SampledStep(step, stats, shortfall, self._caution(stats))
 
-    def spread(self, groups: list[Group], n: int) -> list[Group]:
+    def spread(self, groups: list[Group], n: int) -> tuple[list[Group], dict[str, float]]:
         """At most ``n`` samples of each of the step's ``groups``, after as many of those that earlier steps left
         waiting; samples without a segment that trains are left out. Of a group they are taken at equal distances:
-        neighbours in a tree have most in common.
+        neighbours in a tree have most in common. With it counts of samples: those that wait now, and those that
+        waited for longer than `max_age` and are gone.
         """
         young = [group for group in self.waiting if self.steps - group.step <= self.config.max_age]
+        too_old = _n_samples(self.waiting) - _n_samples(young)
         now, self.waiting = [], []
         for group in young + groups:
             samples = [sample for sample in group.samples if any(segment.trains for segment in sample.segments)]
@@ -161,7 +163,7 @@ class DynamicSampler:
                 now.append(replace(group, samples=tuple(samples[::distance])))
             if rest := [sample for place, sample in enumerate(samples) if place % distance]:
                 self.waiting.append(replace(group, samples=tuple(rest)))
-        return now
+        return now, {"waiting": _n_samples(self.waiting), "too_old": too_old}
 
     def _keeps(self, group: Group) -> bool:
         if not self.config.filter_groups:
@@ -245,6 +247,10 @@ def _advice(stats: SamplingStats, n_prompts: int) -> str:
     if stats.all_right >= stats.all_wrong:
         return solved
     return "The problems are mostly out of reach: easier data, larger groups, or check the answer format."
+
+
+def _n_samples(groups: list[Group]) -> int:
+    return sum(len(group.samples) for group in groups)
 
 
 def _group_state(group: Group) -> dict[str, Any]:

@@ -191,8 +191,11 @@ class Learner:
 
     def _part_size(self, n_sequences: int) -> int:
         """Mini-batches of at most the configured size and as equal as they can be: a step that dynamic
-        sampling left short must not end in an update made from the few responses that were left over.
+        sampling left short must not end in an update made from the few responses that were left over. Without a
+        size one, also where trees of earlier steps make the step larger than its own responses.
         """
+        if self.config.optimizer.mini_batch_size is None:
+            return max(1, n_sequences)
         n_parts = max(1, -(-n_sequences // self.config.mini_batch_size))
         return max(1, -(-n_sequences // n_parts))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, pstdev
 
@@ -84,18 +84,32 @@ def of_tokens(sample: Sample, config: SegmentsConfig) -> tuple[Tensor, Tensor]:
 
 
 def segment_figures(groups: Sequence[Group]) -> dict[str, float]:
-    """Of the groups of a step: segments per response, and of all of them the mean size of an advantage and the share
-    that has none. Empty without a sample.
+    """Of the groups of a step: segments of a response, and of all of them, with those that responses of a tree share
+    counted once, the mean size of an advantage and the share that has none. Empty without a sample.
     """
     samples = [sample for group in groups for sample in group.samples]
-    advantages = [abs(segment.advantage) for sample in samples for segment in sample.segments]
+    advantages = [abs(segment.advantage) for group in groups for segment in _distinct(group)]
     if not advantages:
         return {}
     return {
-        "per_response": len(advantages) / len(samples),
+        "per_response": fmean(len(sample.segments) for sample in samples),
         "advantage": fmean(advantages),
         "zero": fmean(advantage == 0 for advantage in advantages),
     }
+
+
+def _distinct(group: Group) -> Iterator[Segment]:
+    """The segments of its responses, each once."""
+    seen: set[Node] = set()
+    for sample in group.samples:
+        if not sample.completion.path:  # of a chain
+            yield from sample.segments
+            continue
+        leaf = tuple(branch.child for branch in sample.completion.path)
+        for depth, segment in enumerate(sample.segments, start=1):
+            if leaf[:depth] not in seen:
+                seen.add(leaf[:depth])
+                yield segment
 
 
 def _unsure(completion: Completion, config: SegmentsConfig) -> Tensor:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import yaml
-from builders import make_config
 from small import SEGMENTS, write_recipe
 
-from dapo_runner.config import load_config
+from dapo_runner.config import load_config, parse_config
+from dapo_runner.preflight.algorithm import departures
 from dapo_runner.preflight.plan import make_plan
 from dapo_runner.records.metrics import METRICS_FILE, TIMINGS_FILE, read_log
 from dapo_runner.records.progress import SilentProgress
@@ -55,12 +55,36 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_been(tmp_path: Path, 
         assert sample["segments"][-1]["after"] == pytest.approx(sample["reward"])
 
 
+def test_figures_are_those_of_whole_trees(tmp_path: Path) -> None:
+    """However many of its responses the step itself trains on."""
+    figures = []
+    for per_step in ("1", "null"):
+        folder = tmp_path / per_step
+        folder.mkdir()
+        recipe = write_recipe(folder, steps=1, eval_every=0)
+        settings = [*FEWER, *SEGMENTS["tree"], f"advantage.segments.per_step={per_step}", "sampler.max_age=3"]
+        (step,) = (
+            event
+            for event in read_log(train(load_config(recipe, settings), SilentProgress()) / METRICS_FILE)
+            if event["kind"] == "step"
+        )
+        figures.append({name: step[f"segments/{name}"] for name in ("per_response", "advantage", "zero")})
+    assert figures[0] == figures[1]
+    assert 0 < figures[0]["zero"] < 1
+
+
 def test_the_settings_of_the_page_and_the_cost_it_states() -> None:
     page = (Path(__file__).parents[2] / "docs" / "spo.md").read_text(encoding="utf-8")
     snippets = dict(re.findall(r"<!-- (.+?) -->\n```yaml\n(.+?)```", page, re.DOTALL))
     assert snippets.keys() == SEGMENTS.keys()
+    sizes_of_the_paper = {
+        "chain": {"sampler": {"prompts_per_step": 64}, "rollout": {"group_size": 8}},
+        "tree": {"sampler": {"prompts_per_step": 16}, "rollout": {"group_size": 216}},
+    }
     for kind, snippet in snippets.items():
-        config = make_config(**yaml.safe_load(snippet), optimizer={"token_budget": 4096})
+        recipe = {"model": {"path": "a/model"}, "data": {"path": "train.jsonl"}}
+        config = parse_config(recipe | yaml.safe_load(snippet))
+        assert not departures(parse_config(recipe | {"algorithm": f"spo_{kind}"} | sizes_of_the_paper[kind]))
         said = make_plan(config)["advantage"]
         assert f"SPO-{kind}" in said
         if kind == "tree":

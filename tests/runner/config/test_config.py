@@ -280,6 +280,11 @@ def test_what_the_filter_goes_by_is_nothing_without_a_filter() -> None:
                 "got 64",
             ],
         ),
+        (
+            {"kind": "tree", "per_step": 1},
+            {"sampler": {"max_age": 2}},
+            ["sampler.max_age: expected at least 3 with advantage.segments.per_step=1", "over 4 steps, got 2"],
+        ),
         ({"kind": "tree"}, {"rollout": {"group_size": 7}}, ["rollout.group_size: expected a product", "got 7"]),
         ({"kind": "chain"}, {"rollout": {"stop": ["."]}}, ["rollout.stop: expected none beside advantage.segments"]),
         ({"kind": "chain"}, {"reward": {"calls": {"max_failed": 0.1}}}, ["reward.calls.max_failed: expected 0", "0.1"]),

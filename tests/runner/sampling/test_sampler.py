@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_runner.config import SamplerConfig
+from dapo_runner.config.settings import steps_of_tree
 from dapo_runner.records.metrics import sampling_metrics
 from dapo_runner.sampling.data import PromptCursor
 from dapo_runner.sampling.sampler import DynamicSampler, SamplingExhaustedError, SamplingStats, prompts_for
@@ -332,6 +333,7 @@ def test_a_tree_is_trained_on_over_several_steps() -> None:
     segments = [(Segment(1, 0.0, 1.0, 1.0, trains=place != 3),) for place in range(6)]
     samples = tuple(replace(make_sample(True, length=place + 1), segments=own) for place, own in enumerate(segments))
     sampler = make_sampler(max_age=2)
+    too_old: list[float] = []
 
     def step(*groups: Group) -> list[tuple[str, list[int]]]:
         sampler.steps += 1
@@ -339,7 +341,9 @@ def test_a_tree_is_trained_on_over_several_steps() -> None:
         torch.save(sampler.state_dict(), state)
         state.seek(0)
         sampler.load_state_dict(torch.load(state, weights_only=True))
-        spread = sampler.spread([replace(group, step=sampler.steps) for group in groups], 2)
+        spread, counts = sampler.spread([replace(group, step=sampler.steps) for group in groups], 2)
+        assert counts["waiting"] == sum(len(group.samples) for group in sampler.waiting)
+        too_old.append(counts["too_old"])
         return [(group.prompt.id, [s.completion.length for s in group.samples]) for group in spread]
 
     first, second = Group(make_prompt("1"), samples), Group(make_prompt("2"), samples[3:])
@@ -351,6 +355,18 @@ def test_a_tree_is_trained_on_over_several_steps() -> None:
     sampler.config = sampler.config.model_copy(update={"max_age": 0})
     assert step() == []
     assert step(Group(make_prompt("4"), samples[3:4])) == []  # nothing to train on
+    assert too_old == [0, 0, 0, 0, 3, 0]
+
+
+@given(leaves=st.integers(1, 60), per_step=st.integers(1, 30))
+def test_a_tree_takes_the_steps_that_max_age_is_held_against(leaves: int, per_step: int) -> None:
+    """One with less to train on takes no more of them."""
+    sample = replace(make_sample(True), segments=(Segment(4, 0.0, 1.0, 1.0),))
+    sampler, steps = make_sampler(), 0
+    groups = [Group(make_prompt(), (sample,) * leaves)]
+    while sampler.spread(groups, per_step)[0]:
+        groups, steps = [], steps + 1
+    assert steps == steps_of_tree(leaves, per_step) >= steps_of_tree(leaves - 1, per_step)
 
 
 def test_refill_is_sized_by_the_rate_so_far() -> None:

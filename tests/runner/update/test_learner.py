@@ -230,6 +230,15 @@ def test_a_short_step_is_split_evenly(policy: Policy) -> None:
     assert learner.prepare([]) == []
 
 
+def test_without_a_size_a_step_is_one_update_whatever_it_holds(policy: Policy) -> None:
+    """Parts of trees that waited come on top of the 16 responses of a step's own."""
+    learner = Learner(policy, make_config())
+    assert learner.config.responses_per_step == 16
+    (mini,) = learner.prepare([sequence for sequence in random_sequences(25) if sequence.mask.any()])
+    assert sum(batch.n_sequences for batch in mini.micro_batches) > 16
+    assert learner.prepare([]) == []
+
+
 def test_sequence_means_are_divided_by_the_sequences_that_train() -> None:
     objective = resolve_objective(make_config(loss={"objective": "dr_grpo"}))
     assert objective.length_norm == 64  # rollout.max_response_tokens

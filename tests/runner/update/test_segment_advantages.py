@@ -17,7 +17,7 @@ from dapo_runner.config import AdvantageConfig, SegmentsConfig
 from dapo_runner.types import Branch, Completion, Group, Sample, Sequence
 from dapo_runner.update.advantage import make_sequences
 from dapo_runner.update.packing import count_training_tokens
-from dapo_runner.update.segments import chain_segments, chain_starts, node_values, tree_segments
+from dapo_runner.update.segments import chain_segments, chain_starts, node_values, segment_figures, tree_segments
 
 CHAIN = SegmentsConfig(kind="chain", interval=2)
 TREE = SegmentsConfig(kind="tree", branching=[2, 2], tokens=3, mask=False)
@@ -97,6 +97,18 @@ def test_where_the_first_response_is_left_out_the_next_trains_what_they_share() 
     group = tree_of(leaf(False, (0, 3), (0, 2), trains=False), leaf(True, (0, 3), (1, 4)), leaf(True, (1, 2)))
     sequences = sequences_of(tree_segments(group, TREE, EPS), TREE)
     assert [int(sequence.mask.sum()) for sequence in sequences] == [0, 7, 2]
+
+
+def test_a_segment_that_responses_share_is_counted_once() -> None:
+    """Sizes ½, 1, 1 and ½ under the two children; of the second group none, of its three segments."""
+    group = tree_of(leaf(True, (0, 3), (0, 2)), leaf(False, (0, 3), (1, 4)), leaf(True, (1, 2)))
+    solved = tree_of(leaf(True, (0, 3), (0, 2)), leaf(True, (0, 3), (1, 4)))
+    figures = segment_figures([tree_segments(tree, TREE, EPS) for tree in (group, solved)])
+    assert figures == {"per_response": 9 / 5, "advantage": 3 / 7, "zero": 3 / 7}
+    sample = make_sample(True, length=9)
+    chains = tuple(replace(sample, segments=chain_segments(sample, [0, 4], values)) for values in ([0, 0.5], [0, 0]))
+    assert segment_figures([tree_of(*chains)]) == {"per_response": 2, "advantage": 0.5, "zero": 0.25}
+    assert segment_figures([]) == {}
 
 
 def test_segments_without_an_advantage_do_not_train() -> None:
