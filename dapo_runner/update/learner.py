@@ -463,10 +463,14 @@ def resolve_objective(config: Config) -> Objective:
         raise ConfigError(str(error)) from error
     if objective.aggregate == "seq-mean-token-sum-norm" and objective.length_norm is None:
         objective = replace(objective, length_norm=float(config.rollout.max_response_tokens))
-    if config.advantage.segments is not None and (objective.ratio != "token" or objective.sequence_weight):
+    advantage = config.advantage
+    if (advantage.segments is not None or advantage.by_token) and (
+        objective.ratio in ("sequence", "sequence_clipped") or objective.sequence_weight
+    ):
+        beside = f"advantage.kind={advantage.kind}" if advantage.by_token else "advantage.segments"
         raise ConfigError(
-            "loss.objective: expected a ratio of tokens beside advantage.segments, whose advantages differ within a "
-            f"response, got {loss.objective!r} with that of a whole one"
+            f"loss.objective: expected a gradient of each token's own beside {beside}, whose advantages differ within "
+            f"a response (as of 'ppo' or 'gspo_token'), got {loss.objective!r}, which weighs a response as a whole"
         )
     used = objective.needs_reference or config.reward.kl is not None or config.preference is not None
     for key, value in (("reference", loss.reference), ("reference_ema", loss.reference_ema)):

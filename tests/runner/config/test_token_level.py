@@ -55,6 +55,16 @@ def test_a_reference_has_a_use() -> None:
         assert uses_reference(make_config(**GAE, **KL, loss=loss))
 
 
+@pytest.mark.parametrize("advantage", [{"kind": "returns"}, {"segments": {"kind": "chain"}}])
+def test_advantages_that_differ_within_a_response_want_an_objective_of_tokens(advantage: dict[str, Any]) -> None:
+    for name in ("ppo", "gspo_token"):
+        assert resolve_objective(make_config(advantage=advantage, loss={"objective": name}))
+    key = "advantage.kind=returns" if "kind" in advantage else "advantage.segments"
+    for name in ("gspo", "gmpo", "vespo"):
+        with pytest.raises(ConfigError, match=f"loss.objective: expected .* beside {key}, .* got '{name}'"):
+            resolve_objective(make_config(advantage=advantage, loss={"objective": name}))
+
+
 def test_a_plan_says_it() -> None:
     config = make_config(**{**GAE, "critic": {"warmup_steps": 5}}, **KL, loss={"reference_ema": 0.9})
     said = algorithm(config)
