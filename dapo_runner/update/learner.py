@@ -57,6 +57,8 @@ class MiniBatch:
     arrived. Empty where nobody asked the learner before an update.
     ``on_policy``: the policy of the update is the one before the step, so its own log-probs are the old ones; but for
     micro-batches that an earlier step sampled, whose old ones are the engine's, from when it sampled them.
+    ``own_logprobs``: of each micro-batch the learner's own before any update of the step, float32 [T], whatever its
+    ratios are taken against. Empty where nobody asked.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class MiniBatch:
         self.denominator = self.n_tokens if objective.aggregate == "token-mean" else n_live
         self.mismatch = Mismatch()
         self.on_policy = False
+        self.own_logprobs: list[Tensor] = []
 
     def take_old_logprobs(
         self,
@@ -93,10 +96,11 @@ class MiniBatch:
         Where an earlier step sampled it, the ratio is that to the policy which did, as long as no importance weight
         holds that already.
         """
-        replaced = []
+        replaced, self.own_logprobs = [], []
         for batch in self.micro_batches:
             engine = batch.old_logprobs
             old = logprobs(batch).to(engine.device)
+            self.own_logprobs.append(old)
             weights = correct(old, engine, batch.mask, batch.cu_seqlens, correction)
             self.mismatch += measure(old, engine, batch.mask, weights)
             if batch.stale and correction.weights is None:

@@ -23,6 +23,7 @@ KL: dict[str, Any] = {"reward": {"kl": {"coef": 0.1}}}
         ({"critic": {}}, "critic: expected advantage.kind=gae beside it, .* got group_std"),
         ({"advantage": {"kind": "returns"}, "critic": {}}, "critic: expected advantage.kind=gae .* got returns"),
         (KL, "reward.kl: expected advantage.kind beside it to be one of gae, returns, group_returns, .* got group_std"),
+        ({**GAE, **KL, "loss": {"old_logprobs": "rollout"}}, "reward.kl: expected loss.old_logprobs=learner .* got ro"),
         ({"advantage": {"gamma": 0.9}}, "advantage.gamma: expected advantage.kind beside it to be one of"),
         ({"advantage": {"whiten": False}}, "advantage.whiten: expected .* got whiten=False and group_std"),
         ({"advantage": {"kind": "returns", "lam": 0.9}}, "advantage.lam: expected .* to be gae, got lam=0.9"),
