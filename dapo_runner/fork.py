@@ -7,6 +7,7 @@ settings may be other ones. The checkpoint is copied: what becomes of the run it
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +43,25 @@ def find_origin(config: Config) -> tuple[Checkpoint, list[Change]]:
         raise ConfigError(f"run.from: expected a checkpoint of {source} after step {step}, it has {there} (run.keep)")
     if config.run.steps <= step:
         raise ConfigError(f"run.steps: expected more than the {step} steps of run.from, got {config.run.steps}")
-    changed = changes_between(_settings_at(source, step), settings_of(config))
+    before, now = _settings_at(source, step), settings_of(config)
+    changed = changes_between(before, now)
     changes = [change for change in changed if change.key not in OWN]
-    refused = [str(change) for change in changes if is_among(change.key, FIXED) and change.key not in FREE]
+    fixed = (*FIXED, *_held(before, now))
+    refused = [str(change) for change in changes if is_among(change.key, fixed) and change.key not in FREE]
     if refused:
         raise ConfigError(
             f"run.from: expected the model, the data and the seed of {source}, which its checkpoint belongs to, got "
             f"{'; '.join(refused)}; to train its weights on something else, name {found[step].model} as model.path"
         )
     return found[step], changes
+
+
+def _held(*settings: dict[str, Any]) -> Iterator[str]:
+    """What the models came from that the checkpoint holds beside the policy and the fork goes on with."""
+    if all(each.get("loss.reference_ema") is not None for each in settings):
+        yield "loss.reference"
+    if all(each.get("critic.share_trunk") is False for each in settings):
+        yield "critic.path"
 
 
 def _settings_at(source: Path, step: int) -> dict[str, Any]:

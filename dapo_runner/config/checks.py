@@ -198,6 +198,11 @@ def _advantages(config: Config) -> Iterator[str]:
             f"reward.kl: expected advantage.kind beside it to be {per_token}, for which tokens have rewards, got "
             f"{kind}; loss.overrides.kl_coef is a penalty in the loss"
         )
+    if config.reward.kl is not None and config.loss.old_logprobs == "rollout":
+        yield (
+            "reward.kl: expected loss.old_logprobs=learner beside it, which asks the learner before the updates, got "
+            "rollout"
+        )
     for name, users in (("gamma", BY_TOKEN), ("whiten", BY_TOKEN), ("lam", ("gae",))):
         value, wanted = getattr(advantage, name), per_token if users == BY_TOKEN else "gae"
         if kind not in users and value != type(advantage).model_fields[name].default:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from dapo_kernels import OBJECTIVES, Objective
-from dapo_runner.config import Config, PreferenceConfig, SegmentsConfig, TreeShape, flatten
-from dapo_runner.config.algorithms import ALGORITHMS
+from dapo_runner.config import AdvantageConfig, Config, CorrectionConfig, PreferenceConfig, SegmentsConfig, TreeShape
+from dapo_runner.config.algorithms import ALGORITHMS, lay_over
 from dapo_runner.early_stop import early_stop_metric
 from dapo_runner.update.advantage import ADVANTAGES
 from dapo_runner.update.learner import resolve_objective
@@ -81,15 +83,32 @@ def departures(config: Config) -> list[str]:
     name = config.algorithm
     if name is None:
         return []
-    settings, wanted = flatten(config.model_dump()), flatten(ALGORITHMS[name].settings)
-    by_pairs = config.preference is not None and "preference" not in ALGORITHMS[name].settings
-    objective = OBJECTIVES[wanted["loss.objective"]]
-    overrides = {f"loss.overrides.{field}": getattr(objective, field) for field in config.loss.overrides}
+    row = ALGORITHMS[name].settings
+    objective = OBJECTIVES[row["loss"]["objective"]]
+    overrides = {field: getattr(objective, field) for field in config.loss.overrides}
+    # Where a row says nothing of these, it means what they are by default.
+    whole = {
+        "loss": {"overrides": overrides},
+        "advantage": AdvantageConfig.model_validate(row["advantage"]).model_dump(),
+        "rollout": {"correction": CorrectionConfig().model_dump()},
+        "preference": None,
+    }
     return [
-        f"{key}={_figures(settings.get(key))} ({name}: {_figures(value)})"
-        for key, value in {**overrides, **wanted}.items()
-        if settings.get(key) != value
-    ] + ([f"preference ({name}: null)"] if by_pairs else [])
+        f"{key} ({name}: null)" if isinstance(own, Mapping) else f"{key}={_figures(own)} ({name}: {_figures(value)})"
+        for key, own, value in _differences(config.model_dump(), lay_over(whole, row))
+    ]
+
+
+def _differences(own: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """By dotted keys, of settings by section: each that is not as wanted, and what was. A section that one side alone
+    has is a single one.
+    """
+    for key, value in wanted.items():
+        found = own.get(key)
+        if isinstance(found, Mapping) and isinstance(value, Mapping):
+            yield from ((f"{key}.{below}", *values) for below, *values in _differences(found, value))
+        elif found != value:
+            yield key, found, value
 
 
 def _optimizer(config: Config) -> str:
@@ -260,6 +279,8 @@ def _early_stop(config: Config) -> str:
 
 
 def _figures(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "a section"
     if isinstance(value, tuple):
         return f"({', '.join(map(_figures, value))})"
     if value is None or isinstance(value, bool):

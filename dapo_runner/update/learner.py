@@ -57,6 +57,8 @@ class MiniBatch:
     arrived. Empty where nobody asked the learner before an update.
     ``on_policy``: the policy of the update is the one before the step, so its own log-probs are the old ones; but for
     micro-batches that an earlier step sampled, whose old ones are the engine's, from when it sampled them.
+    ``own_logprobs``: of each micro-batch the learner's own before any update of the step, float32 [T], whatever its
+    ratios are taken against. Empty where nobody asked.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class MiniBatch:
         self.denominator = self.n_tokens if objective.aggregate == "token-mean" else n_live
         self.mismatch = Mismatch()
         self.on_policy = False
+        self.own_logprobs: list[Tensor] = []
 
     def take_old_logprobs(
         self,
@@ -93,10 +96,11 @@ class MiniBatch:
         Where an earlier step sampled it, the ratio is that to the policy which did, as long as no importance weight
         holds that already.
         """
-        replaced = []
+        replaced, self.own_logprobs = [], []
         for batch in self.micro_batches:
             engine = batch.old_logprobs
             old = logprobs(batch).to(engine.device)
+            self.own_logprobs.append(old)
             weights = correct(old, engine, batch.mask, batch.cu_seqlens, correction)
             self.mismatch += measure(old, engine, batch.mask, weights)
             if batch.stale and correction.weights is None:
@@ -466,10 +470,14 @@ def resolve_objective(config: Config) -> Objective:
         raise ConfigError(str(error)) from error
     if objective.aggregate == "seq-mean-token-sum-norm" and objective.length_norm is None:
         objective = replace(objective, length_norm=float(config.rollout.max_response_tokens))
-    if config.advantage.segments is not None and (objective.ratio != "token" or objective.sequence_weight):
+    advantage = config.advantage
+    if (advantage.segments is not None or advantage.by_token) and (
+        objective.ratio in ("sequence", "sequence_clipped") or objective.sequence_weight
+    ):
+        beside = f"advantage.kind={advantage.kind}" if advantage.by_token else "advantage.segments"
         raise ConfigError(
-            "loss.objective: expected a ratio of tokens beside advantage.segments, whose advantages differ within a "
-            f"response, got {loss.objective!r} with that of a whole one"
+            f"loss.objective: expected a gradient of each token's own beside {beside}, whose advantages differ within "
+            f"a response (as of 'ppo' or 'gspo_token'), got {loss.objective!r}, which weighs a response as a whole"
         )
     used = objective.needs_reference or config.reward.kl is not None or config.preference is not None
     for key, value in (("reference", loss.reference), ("reference_ema", loss.reference_ema)):

@@ -81,7 +81,8 @@ class TokenLearner(Learner):
         rewards = torch.cat([one.rewards() for one in tokens])
         self.estimates = {}
         if (kl := self.config.reward.kl) is not None:
-            penalties = torch.cat([one.kl(kl.estimator) for one in tokens])
+            own = [logprobs for mini in minis for logprobs in mini.own_logprobs]
+            penalties = torch.cat([one.kl(logprobs, kl.estimator) for one, logprobs in zip(tokens, own, strict=True)])
             rewards = rewards - kl.coef * penalties
             self.estimates["reward_kl"] = moments(penalties, self.world)[0]
         if self.critic is None:
@@ -142,9 +143,9 @@ class _Tokens:
             rewards[self.lengths.cumsum(0) - 1] = self.batch.rewards[self._trains].double()
         return rewards
 
-    def kl(self, estimator: str) -> Tensor:
-        logprobs, ref_logprobs = self.of(self.batch.old_logprobs), self.of(self.batch.ref_logprobs)
-        value: Tensor = kl_term(logprobs, ref_logprobs, estimator)[0]
+    def kl(self, logprobs: Tensor, estimator: str) -> Tensor:
+        """Of a policy that gives these ``logprobs``, float32 [T], to the reference."""
+        value: Tensor = kl_term(self.of(logprobs), self.of(self.batch.ref_logprobs), estimator)[0]
         return value
 
     def estimated(self, advantages: Tensor, returns: Tensor) -> PackedBatch:

@@ -14,15 +14,19 @@ from small import small_recipe, write_recipe
 from dapo_runner import run as run_module
 from dapo_runner.checkpoint import CheckpointError, checkpoint_to_resume, find_checkpoints
 from dapo_runner.cli import main
-from dapo_runner.config import Config, ConfigError, SftConfig, load_config, parse_config
+from dapo_runner.config import Config, ConfigError, SftConfig, dump_config, load_config, parse_config
+from dapo_runner.config.algorithms import lay_over
 from dapo_runner.config.reading import every_key
 from dapo_runner.folder import MAY_CHANGE, is_among
+from dapo_runner.fork import find_origin
 from dapo_runner.records.metrics import before_and_after, read_log
 from dapo_runner.records.progress import SilentProgress
 from dapo_runner.records.run_log import CHANGES_FILE, CHECKPOINTS
 from dapo_runner.run import Run, open_run
 from dapo_runner.train import train
 from dapo_runner.update import learner as learner_module
+
+Sections = dict[str, dict[str, object]]
 
 
 def config_in(folder: Path, *, run: dict[str, Any] | None = None, **sections: dict[str, object]) -> Config:
@@ -232,6 +236,36 @@ def test_what_cannot_be_forked_is_told(
     monkeypatch.chdir(source.parent)
     with pytest.raises(ConfigError, match=message):
         train(fork_config(source, tmp_path, **changes), SilentProgress())
+
+
+@pytest.mark.parametrize(
+    ("key", "origin", "change", "free"),
+    [
+        (
+            "loss.reference",
+            {"loss": {"reference_ema": 0.9, "overrides": {"kl_coef": 0.1}}},
+            {"loss": {"reference": "another"}},
+            {"loss": {"reference_ema": None}},
+        ),
+        (
+            "critic.path",
+            {"advantage": {"kind": "gae"}, "critic": {"clip": 0.2}},
+            {"critic": {"path": "another"}},
+            {"critic": {"share_trunk": True, "path": None}},
+        ),
+    ],
+)
+def test_a_model_that_the_checkpoint_holds_cannot_be_another(
+    key: str, origin: Sections, change: Sections, free: Sections, source: Path, tmp_path: Path
+) -> None:
+    """It was read over the one named, without a word. A fork that leaves it be may name what it likes."""
+    run = copy_through(source, tmp_path, 4)
+    recipe = lay_over(small_recipe(output_dir=str(tmp_path), steps=6, keep=9), origin)
+    (run / "config.yaml").write_text(dump_config(parse_config(recipe)))
+    fork = lay_over(recipe, {"run": {"name": "fork", "from": f"{run}@4"}, **change})
+    with pytest.raises(ConfigError, match=rf"run\.from: expected the model.*{key}: None → 'another'"):
+        find_origin(parse_config(fork))
+    assert find_origin(parse_config(lay_over(fork, free)))
 
 
 def test_a_damaged_checkpoint_is_not_forked(source: Path, tmp_path: Path) -> None:

@@ -157,6 +157,25 @@ def test_what_a_recipe_says_wins_and_is_a_departure() -> None:
     assert resolve_objective(other).aggregate == "seq-mean-token-sum"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["algorithm=grpo", "advantage.segments={kind: chain}"], ["advantage.segments (grpo: null)"]),
+        (["algorithm=spo_chain", "advantage.segments=null"], ["advantage.segments=null (spo_chain: a section)"]),
+        (
+            ["algorithm=spo_chain", "advantage.segments={mask: false, interval: 1}"],
+            ["advantage.segments.mask=false (spo_chain: true)", "advantage.segments.interval=1 (spo_chain: 5)"],
+        ),
+        (["algorithm=reinforce_pp", "advantage.whiten=false"], ["advantage.whiten=false (reinforce_pp: true)"]),
+        (["algorithm=grpo", "rollout.correction.weights=token"], ["rollout.correction.weights=token (grpo: null)"]),
+    ],
+)
+def test_where_a_row_is_silent_of_advantage_and_correction_it_means_the_defaults(
+    overrides: list[str], expected: list[str]
+) -> None:
+    assert departures(config_of(*overrides)) == expected
+
+
 @pytest.mark.parametrize("overrides", [["algorithm=sapo"], ["algorithm=rloo", "loss.overrides.aggregate=token-mean"]])
 def test_what_is_written_reads_back_equal(overrides: list[str], tmp_path: Path) -> None:
     config = config_of(*overrides)
@@ -176,7 +195,7 @@ def test_sections_from_python_say_what_was_said_of_them() -> None:
     )
     assert (config.reward.correct, config.reward.wrong, config.advantage.kind) == (1.0, -0.5, "group_mean")
     assert (config.reward.overlong.max_length, config.reward.overlong.soft_punishment) == (64, False)
-    assert departures(config) == ["reward.wrong=-0.5 (dr_grpo: 0)"]
+    assert departures(config) == ["advantage.eps=0.0001 (dr_grpo: 1e-06)", "reward.wrong=-0.5 (dr_grpo: 0)"]
 
 
 def test_several_rewards_choose_the_filter_only_where_there_is_one() -> None:

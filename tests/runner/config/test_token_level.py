@@ -23,6 +23,7 @@ KL: dict[str, Any] = {"reward": {"kl": {"coef": 0.1}}}
         ({"critic": {}}, "critic: expected advantage.kind=gae beside it, .* got group_std"),
         ({"advantage": {"kind": "returns"}, "critic": {}}, "critic: expected advantage.kind=gae .* got returns"),
         (KL, "reward.kl: expected advantage.kind beside it to be one of gae, returns, group_returns, .* got group_std"),
+        ({**GAE, **KL, "loss": {"old_logprobs": "rollout"}}, "reward.kl: expected loss.old_logprobs=learner .* got ro"),
         ({"advantage": {"gamma": 0.9}}, "advantage.gamma: expected advantage.kind beside it to be one of"),
         ({"advantage": {"whiten": False}}, "advantage.whiten: expected .* got whiten=False and group_std"),
         ({"advantage": {"kind": "returns", "lam": 0.9}}, "advantage.lam: expected .* to be gae, got lam=0.9"),
@@ -53,6 +54,16 @@ def test_a_reference_has_a_use() -> None:
         with pytest.raises(ConfigError, match=f"loss.{next(iter(loss))}: 'dapo' has no KL penalty"):
             resolve_objective(make_config(loss=loss))
         assert uses_reference(make_config(**GAE, **KL, loss=loss))
+
+
+@pytest.mark.parametrize("advantage", [{"kind": "returns"}, {"segments": {"kind": "chain"}}])
+def test_advantages_that_differ_within_a_response_want_an_objective_of_tokens(advantage: dict[str, Any]) -> None:
+    for name in ("ppo", "gspo_token"):
+        assert resolve_objective(make_config(advantage=advantage, loss={"objective": name}))
+    key = "advantage.kind=returns" if "kind" in advantage else "advantage.segments"
+    for name in ("gspo", "gmpo", "vespo"):
+        with pytest.raises(ConfigError, match=f"loss.objective: expected .* beside {key}, .* got '{name}'"):
+            resolve_objective(make_config(advantage=advantage, loss={"objective": name}))
 
 
 def test_a_plan_says_it() -> None:

@@ -183,7 +183,7 @@ def test_one_line_of_a_recipe() -> None:
     said = algorithm(config)
     assert said["objective"].startswith("preference loss sigmoid (docs/objectives.md), β 0.1, mean over the pairs")
     assert "advantage" not in said
-    assert departures(pair_config().model_copy(update={"algorithm": "grpo"}))[-1] == "preference (grpo: null)"
+    assert "preference (grpo: null)" in departures(pair_config().model_copy(update={"algorithm": "grpo"}))
 
 
 @pytest.mark.parametrize(

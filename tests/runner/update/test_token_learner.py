@@ -96,6 +96,19 @@ def test_reinforce_pp_spelled_out(model_folder: Path, estimator: str) -> None:
         torch.testing.assert_close(sequences[place].advantages[-len(part) :], found[place])  # what the log shows
 
 
+def test_kl_in_the_reward_is_that_of_the_policy_before_the_step(model_folder: Path) -> None:
+    """Also of groups carried over, whose ratios go back to the policy that sampled them."""
+    learner = make_learner(model_folder, advantage={"kind": "returns"}, reward={"kl": {"coef": 0.1}})
+    fresh = earning(random_sequences(9))
+    stale = [replace(sequence, age=1) for sequence in fresh]
+    advantages = [by_sequence(learner, sequences, "advantages") for sequences in (fresh, stale)]
+    assert advantages[0].keys() == advantages[1].keys()
+    for place, part in advantages[0].items():
+        torch.testing.assert_close(advantages[1][place], part, rtol=1e-4, atol=1e-4)
+    old = by_sequence(learner, stale, "old_logprobs")
+    assert all(torch.equal(old[place], fresh[place].rollout_logprobs[fresh[place].mask]) for place in old)
+
+
 def test_the_first_update_has_ratio_1_though_its_log_probs_were_asked_before(model_folder: Path) -> None:
     learner = make_learner(
         model_folder, advantage={"kind": "returns"}, reward={"kl": {"coef": 0.1}}, loss={"objective": "ppo"}
