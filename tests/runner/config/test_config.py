@@ -302,15 +302,6 @@ def test_segments_that_cannot_be(segments: dict[str, Any], others: dict[str, Any
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("objective", ["gspo", "vespo"])
-def test_segments_want_a_ratio_of_tokens(objective: str) -> None:
-    config = make_config(advantage={"segments": {"kind": "chain"}}, loss={"objective": objective})
-    with pytest.raises(
-        ConfigError, match=rf"loss\.objective: expected a ratio of tokens beside advantage\.segments, .*{objective}"
-    ):
-        resolve_objective(config)
-
-
 @pytest.mark.parametrize(
     ("group_size", "branching"),
     [(216, (6, 6, 6)), (16, (4, 2, 2)), (24, (4, 3, 2)), (64, (4, 4, 4)), (6, (3, 2)), (4, (2, 2))],
