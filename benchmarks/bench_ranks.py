@@ -19,10 +19,8 @@ from typing import Any, NamedTuple
 from benchmarks import machine
 
 ROOT = Path(__file__).parent.parent
-STEPS = 4
 WARM_UP = 1  # steps left out: memory is taken and kept, and kernels are made
-ROUNDS = 2  # of all sides in turn, as a machine's speed drifts
-PROMPTS, RESPONSES, TOKENS = 4, 16, 128
+RESPONSES, TOKENS = 16, 128
 PHASES_SHOWN = 6
 
 
@@ -39,11 +37,11 @@ SIDES = (
 )
 
 
-def recipe(model: str, folder: str, name: str, threads: int) -> dict[str, Any]:
+def recipe(model: str, folder: str, threads: int, prompts: int, steps: int) -> dict[str, Any]:
     return {
         "run": {
-            "name": name,
-            "steps": STEPS,
+            "name": "run",
+            "steps": WARM_UP + steps,
             "eval_every": 0,
             "save_every": 0,
             "threads": threads,
@@ -57,7 +55,7 @@ def recipe(model: str, folder: str, name: str, threads: int) -> dict[str, Any]:
             "arithmetic": {"operators": ["+", "*"], "max_digits": 1, "train_size": 100, "eval_size": 2},
         },
         "rollout": {"group_size": RESPONSES, "max_prompt_tokens": 16, "max_response_tokens": TOKENS},
-        "sampler": {"prompts_per_step": PROMPTS, "filter_groups": False},
+        "sampler": {"prompts_per_step": prompts, "filter_groups": False},
         "reward": {"kind": "integer", "overlong": {"soft_punishment": False}},
         "optimizer": {"lr": 1e-6, "warmup_steps": 0, "mini_batch_size": None, "token_budget": 16384},
         "evaluation": {"k": 1},
@@ -65,26 +63,26 @@ def recipe(model: str, folder: str, name: str, threads: int) -> dict[str, Any]:
     }
 
 
-def measure(side: Side, model: str, folder: str) -> list[dict[str, float]]:
+def measure(side: Side, model: str, folder: str, prompts: int, steps: int) -> list[dict[str, float]]:
     """The seconds of each step after the warm-up, by phase."""
     path = Path(folder) / "recipe.json"  # JSON is YAML
-    path.write_text(json.dumps(recipe(model, folder, "run", side.threads)))
+    path.write_text(json.dumps(recipe(model, folder, side.threads, prompts, steps)))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(side.ranks)]
     command = [sys.executable, *(launcher if side.ranks else []), "-m", "dapo_runner", "train", str(path)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(side.threads)}
     subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
     lines = (Path(folder) / "run" / "timings.jsonl").read_text().splitlines()
-    steps = [event for event in map(json.loads, lines) if event["kind"] == "step"][WARM_UP:]
+    events = [event for event in map(json.loads, lines) if event["kind"] == "step"][WARM_UP:]
     kept = [
         {key.removeprefix("seconds/"): value for key, value in event.items() if key.startswith("seconds/")}
-        for event in steps
+        for event in events
     ]
     return [{phase: value for phase, value in step.items() if phase not in ("save", "evaluate")} for step in kept]
 
 
-def write_page(sides: dict[Side, list[dict[str, float]]], here: dict[str, Any]) -> str:
+def write_page(sides: dict[Side, list[dict[str, float]]], here: dict[str, Any], options: argparse.Namespace) -> str:
     medians = {side: statistics.median(sum(step.values()) for step in steps) for side, steps in sides.items()}
-    base = medians[SIDES[0]]
+    base = medians[next(iter(sides))]
     phases = list({phase for steps in sides.values() for step in steps for phase in step})
 
     def seconds(side: Side, phase: str) -> float:
@@ -101,10 +99,10 @@ def write_page(sides: dict[Side, list[dict[str, float]]], here: dict[str, Any]) 
     versions = ", ".join(f"{name} {here['versions'][name]}" for name in ("torch", "transformers"))
     return f"""# A step of SmolLM2-135M on one process and on ranks
 
-`python -m benchmarks.bench_ranks`: {PROMPTS} prompts × {RESPONSES} responses of up to {TOKENS} tokens, bfloat16, engine
-`hf`, one update of one micro-batch a rank; seconds, medians of {ROUNDS} × {STEPS - WARM_UP} steps, the sides in turn
-and the first {WARM_UP} of each process left out, as saving is. {here["cpu"]}, {here["cores"]} cores,
-{here["memory_gib"]} GiB; {versions};
+`python -m benchmarks.bench_ranks --prompts {options.prompts}`: {options.prompts} prompts × {RESPONSES}
+responses of up to {TOKENS} tokens, bfloat16, engine `hf`, one update of micro-batches of at most 16384 tokens;
+seconds, medians of {options.rounds} × {options.steps} steps, the sides in turn and the first {WARM_UP} of each
+process left out, as saving is. {here["cpu"]}, {here["cores"]} cores, {here["memory_gib"]} GiB; {versions};
 commit {here["commit"]}; load before: {here["load_average"][0]}.
 
 | how | a step | ÷ one process | {heads} |
@@ -117,14 +115,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--prompts", type=int, default=4, help=f"of a step, each of {RESPONSES} responses (default: 4)")
+    parser.add_argument("--steps", type=int, default=3, help="measured of each process (default: 3)")
+    parser.add_argument("--rounds", type=int, default=2, help="of all sides in turn, as a machine's speed drifts")
+    parser.add_argument("--sides", type=int, nargs="+", default=[0, 1, 2], help="which rows: 0, 1, 2 (default: all)")
     options = parser.parse_args()
     here = machine.describe()
-    sides: dict[Side, list[dict[str, float]]] = {side: [] for side in SIDES}
-    for _ in range(ROUNDS):
-        for side in SIDES:
+    sides: dict[Side, list[dict[str, float]]] = {SIDES[number]: [] for number in options.sides}
+    for _ in range(options.rounds):
+        for side, steps in sides.items():
             with tempfile.TemporaryDirectory() as folder:
-                sides[side] += measure(side, str(Path(options.model).resolve()), folder)
-    options.out.write_text(write_page(sides, here), encoding="utf-8")
+                steps += measure(side, str(Path(options.model).resolve()), folder, options.prompts, options.steps)
+    options.out.write_text(write_page(sides, here, options), encoding="utf-8")
     print(options.out.read_text(encoding="utf-8"))
 
 
