@@ -20,10 +20,11 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def recipes() -> dict[str, Path]:
-    """Names and files of the recipes: inside an installed package, beside it in a checkout."""
+    """Names and files of the recipes, those of studies in a folder of their own: inside an
+    installed package, beside it in a checkout."""
     package = Path(__file__).parents[1]
     folder = package / "recipes" if (package / "recipes").is_dir() else package.parent / "recipes"
-    return dict(sorted((path.name.removesuffix(".yaml"), path) for path in folder.glob("*.yaml")))
+    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.yaml"))}
 
 
 def find_recipe(name: str, instead: str = "a YAML file") -> Path:
