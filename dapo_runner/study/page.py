@@ -157,4 +157,4 @@ def _machine(study: StudyConfig) -> str:
     threads = "one thread" if study.threads == 1 else f"{study.threads} threads"
     commit = source_commit()
     made = "" if commit is None else f" Commit {commit}."
-    return f"{here}. {jobs_of(study)} runs side by side, {threads} each: seconds are those of a shared machine.{made}"
+    return f"{here}. Runs side by side: {jobs_of(study)}, of {threads} each, so seconds are those of a shared machine.{made}"
