@@ -12,7 +12,7 @@ import torch
 
 from dapo_runner.commands.complain import complain
 from dapo_runner.commands.output import quiet_libraries
-from dapo_runner.commands.recipes import find_recipe
+from dapo_runner.commands.recipes import find_recipe, studies
 from dapo_runner.config import Config, StudyConfig, load_study
 from dapo_runner.errors import ConfigError
 from dapo_runner.folder import lock_folder
@@ -26,7 +26,7 @@ from dapo_runner.tasks.tiny import ensure_tiny_model
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    path = find_recipe(options.config)
+    path = find_recipe(options.config, known=studies())
     study = load_study(path)
     if options.jobs is not None:
         if options.jobs < 1:

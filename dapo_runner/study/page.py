@@ -157,4 +157,5 @@ def _machine(study: StudyConfig) -> str:
     threads = "one thread" if study.threads == 1 else f"{study.threads} threads"
     commit = source_commit()
     made = "" if commit is None else f" Commit {commit}."
-    return f"{here}. Runs side by side: {jobs_of(study)}, of {threads} each, so seconds are those of a shared machine.{made}"
+    side_by_side = f"Runs side by side: {jobs_of(study)}, of {threads} each, so seconds are those of a shared machine."
+    return f"{here}. {side_by_side}{made}"
