@@ -274,7 +274,7 @@ PYTHON_FILES = {
         "dapo_kernels": ["py.typed"],
         "dapo_runner": ["py.typed"],
         "dapo_runner.page": ["page.*"],
-        "dapo_runner.recipes": ["*.yaml"],
+        "dapo_runner.recipes": ["*.yaml", "studies/*.yaml"],
     },
     "long_description": index_page(),
     "long_description_content_type": "text/markdown",

@@ -10,13 +10,13 @@ import importlib
 import importlib.metadata
 import os
 import platform
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from dapo_runner.commands.complain import complain
 from dapo_runner.errors import ConfigError
+from dapo_runner.interrupt import end_with_parent
 from dapo_runner.preflight.packages import RUNNER_EXTRA, missing_for_runner
 
 USER_ERROR, INTERRUPTED = 2, 130
@@ -33,7 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USER_ERROR
     options, overrides = parser.parse_known_args(arguments)
     _keep_freed_memory()
-    _end_with_launcher()
+    if "RANK" in os.environ:
+        # A launcher that is killed would leave its ranks behind, in the way of the next attempt, or waiting for a store
+        # that is gone.
+        end_with_parent()
     try:
         return _run(options, overrides)
     except ConfigError as error:
@@ -70,6 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     sft.add_argument("config", help="a YAML file: docs/sft.md")
     sft.add_argument("--dry-run", action="store_true", help="print the plan and what is missing here; no download")
     sft.set_defaults(command="sft")
+
+    study = commands.add_parser("study", help="several variants of a recipe over several seeds, on one page")
+    study.add_argument("config", metavar="STUDY", help="a YAML file, or the name of a study: dapo recipes")
+    study.add_argument("--jobs", type=int, metavar="N", help="runs side by side (default: the study's)")
+    study.add_argument("--dry-run", action="store_true", help="check every run and print what is there and what is not")
+    study.set_defaults(command="study")
 
     launch = commands.add_parser("launch", help="train on several GPUs: torchrun … dapo train", allow_abbrev=False)
     launch.add_argument("config", help="a YAML file, or the name of a recipe")
@@ -143,15 +152,6 @@ def _keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(trim_threshold, 2**31 - 1)
         libc.mallopt(mmap_threshold, 2**31 - 1) or libc.mallopt(mmap_threshold, 2**25)  # an older glibc takes no more
-
-
-def _end_with_launcher() -> None:
-    """A launcher that is killed would leave its ranks behind, in the way of the next attempt, or waiting for a store
-    that is gone: they are killed with it. SIGTERM would come once for every thread it had, as an impatient Ctrl-C.
-    """
-    if "RANK" in os.environ and platform.system() == "Linux":
-        pr_set_pdeathsig = 1  # prctl.h
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""`run.early_stop`: whether a run has come to its end before its last step. The answer follows from logged evaluations
-alone, so that a run which was killed, and every rank of one that many share, gives the same.
+"""`run.early_stop` and `run.max_tokens`: whether a run has come to its end before its last step. The answer follows
+from what is logged alone, so that a run which was killed, and every rank of one that many share, gives the same.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dapo_runner.config import Config, ConfigError
 
 
 class EarlyStop:
-    """``reason`` is None until an evaluation that was observed ends the run."""
+    """``reason`` is None until a step or an evaluation that was observed ends the run."""
 
     def __init__(self, config: Config) -> None:
         self.settings = config.run.early_stop
@@ -20,6 +20,14 @@ class EarlyStop:
         self.reason: str | None = None
         self._best: tuple[int, float] | None = None  # step and figure
         self._waited = 0
+        self._tokens, self._budget = 0, config.run.max_tokens
+
+    def count(self, step: int, tokens: int) -> None:
+        """The tokens that a step generated. The evaluation after it is still made."""
+        self._tokens += tokens
+        if self._budget is not None and self._tokens >= self._budget:
+            spent = f"{self._tokens:,} tokens generated (run.max_tokens={self._budget:,})"
+            self.reason = f"ended after step {step}: {spent}"
 
     def observe(self, step: int, figures: Mapping[str, Any]) -> None:
         """The next evaluation, as measured or as logged, where a figure that is not finite is None. Raises ConfigError
@@ -41,7 +49,7 @@ class EarlyStop:
             self._best, self._waited = (step, value), 0
         else:
             self._waited += 1
-        self.reason = self._decide(step, value, sign)
+        self.reason = self.reason or self._decide(step, value, sign)
 
     def _decide(self, step: int, value: float | None, sign: int) -> str | None:
         assert self.settings is not None

@@ -39,8 +39,8 @@ TINY_MODEL = "model"
 MAY_CHANGE = (
     "algorithm",  # a name: the settings that it stands for are compared one by one
     # How long, how often, where to.
-    *("run.steps", "run.epochs", "run.eval_every", "run.save_every", "run.keep", "run.async_save", "run.grace"),
-    *("run.early_stop", "run.early_stop.", "run.name", "run.output_dir", "logging."),
+    *("run.steps", "run.max_tokens", "run.epochs", "run.eval_every", "run.save_every", "run.keep", "run.async_save"),
+    *("run.grace", "run.early_stop", "run.early_stop.", "run.name", "run.output_dir", "logging."),
     # What a step takes of machine, memory and patience; its figures stay what they are but for rounding.
     *("run.device", "run.threads", "parallel.", "optimizer.token_budget", "loss.chunk_bytes"),
     *("model.attention", "model.compile", "model.gradient_checkpointing"),

@@ -4,6 +4,8 @@ not end in time. A second signal stops at once.
 
 from __future__ import annotations
 
+import ctypes
+import platform
 import signal
 import threading
 import time
@@ -13,6 +15,15 @@ from types import FrameType, TracebackType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C, and what a job scheduler sends before it kills
+
+
+def end_with_parent() -> None:
+    """From here on this process is killed when its parent ends. Not by SIGTERM: that would come once for every thread
+    the parent had, as an impatient Ctrl-C. Linux alone has it.
+    """
+    if platform.system() == "Linux":
+        pr_set_pdeathsig = 1  # prctl.h
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 class StepGivenUpError(Exception):

@@ -120,6 +120,9 @@ class Run:
 
         self.world.leave(error)
 
+    def is_last(self, step: int) -> bool:
+        return step == self.config.run.steps or self.early_stop.reason is not None
+
     def asked_to_stop(self) -> bool:
         """Whether a signal has come, on any rank."""
         self.stopping = self.world.any(self.stop.requested)
@@ -174,7 +177,7 @@ class Run:
 
     def value_segments(self, sampled: SampledStep, step: int) -> SampledStep:
         """The groups of a step with the segments of their responses: `advantage.segments`."""
-        advantage, groups = self.config.advantage, sampled.groups
+        advantage, groups, continued = self.config.advantage, sampled.groups, 0
         assert advantage.segments is not None
         if advantage.segments.kind == "tree":
             groups = [tree_segments(group, advantage.segments, advantage.eps) for group in groups]
@@ -187,8 +190,9 @@ class Run:
                 self.give_up_if_late()
                 sampling = rollout_sampling(self.config, f"segments:{step}")
                 groups, counts = value_chains(groups, advantage.segments, sampling, self.answer_continued)
+            continued = int(counts["tokens"])
             counts |= segment_figures(groups)
-        return replace(sampled, groups=groups, segments=counts)
+        return replace(sampled, groups=groups, segments=counts, continued=continued)
 
     def answer_continued(self, prefixes: SequenceOf[Prompt], each: list[SamplingParams]) -> list[Group]:
         """Scored groups of whole responses that begin with the prefixes."""
@@ -276,6 +280,7 @@ class Run:
         with self.timed("log"):
             self.speed = speed_of(self.learner, self.clock, sequences)
             self.world.first(lambda: self._log_step(step, sampled, sequences, trained, in_sync))
+        self.early_stop.count(step, sampled.generated)
 
     def _log_step(
         self,
@@ -288,6 +293,7 @@ class Run:
         assert self.log is not None
         figures = (
             sampling_metrics(sampled.stats, self.config.sampler.filter_on)
+            | {"sampling/tokens": sampled.generated}
             | batch_metrics(sampled.groups, step)
             | prefixed("segments", sampled.segments)
             | prefixed("train", trained | pair_figures(sampled.groups, self.config.preference))
@@ -471,6 +477,8 @@ def _open_run(config: Config, place: Place) -> Run:
     for event in world.first(lambda: read_log(folder / METRICS_FILE)):
         if event["kind"] == "eval":
             early_stop.observe(event["step"], event)
+        elif "sampling/tokens" in event:
+            early_stop.count(event["step"], event["sampling/tokens"])
     in_background = None
     if config.run.async_save and world.alone:
         progress.note(
@@ -480,7 +488,8 @@ def _open_run(config: Config, place: Place) -> Run:
         in_background = BackgroundSaves(world, config.parallel.timeout)
     progress.start(done, config.run.steps)
     clock.lap()  # what a run is made of was loaded before its first step
-    owes = world.first(lambda: is_new or _missed_evaluation(config, folder, done))
+    ended = early_stop.reason is not None
+    owes = world.first(lambda: is_new or _missed_evaluation(config, folder, done, ended))
     return Run(
         world=world,
         config=config,
@@ -540,15 +549,15 @@ def find_beginning(config: AnyConfig, folder: Path) -> tuple[Checkpoint | None, 
     return checkpoint, changes
 
 
-def is_due(config: Config, every: int, step: int) -> bool:
-    """Whether what is done ``every`` so many steps, and after the last, comes after this one."""
-    return step == config.run.steps or (every > 0 and step % every == 0)
+def is_due(every: int, step: int) -> bool:
+    """Whether what is done ``every`` so many steps comes after this one."""
+    return every > 0 and step % every == 0
 
 
-def _missed_evaluation(config: Config, folder: Path, step: int) -> bool:
+def _missed_evaluation(config: Config, folder: Path, step: int, ended: bool) -> bool:
     """Whether the evaluation after a step that was saved is not in the log: it failed."""
     logged = {event["step"] for event in read_log(folder / METRICS_FILE) if event["kind"] == "eval"}
-    return is_due(config, config.run.eval_every, step) and step not in logged
+    return (ended or step == config.run.steps or is_due(config.run.eval_every, step)) and step not in logged
 
 
 def open_learner(

@@ -37,11 +37,11 @@ def train(config: Config, progress: Progress | None = None) -> Path:
             updates = [run.update(mini, step) for mini in minis]
             in_sync = run.sync()
             run.log_step(step, sampled, sequences, step_figures(minis, updates, run.world), in_sync)
-            last, stopping = step == config.run.steps, run.asked_to_stop()
-            if is_due(config, config.run.eval_every, step) and (last or not stopping):
+            last, stopping = run.is_last(step), run.asked_to_stop()
+            if last or (is_due(config.run.eval_every, step) and not stopping):
                 run.evaluate(step)
-            ended = last or run.early_stop.reason is not None
-            if stopping or ended or is_due(config, config.run.save_every, step):
+            ended = run.is_last(step)
+            if stopping or ended or is_due(config.run.save_every, step):
                 run.save(step)
             run.end_step(step)
             if stopping and not ended:

@@ -43,8 +43,11 @@ def test_pure_torch_package_needs_no_compiler(tmp_path: Path) -> None:
     assert (losses.parent / "py.typed").exists()
     runner = losses.parent.parent / "dapo_runner"
     assert (runner / "py.typed").exists()
-    recipes = {path.name: path.read_text() for path in (runner / "recipes").iterdir()}
-    assert recipes == {path.name: path.read_text() for path in (ROOT / "recipes").iterdir()}
+
+    def recipes(folder: Path) -> dict[str, str]:
+        return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.yaml")}
+
+    assert recipes(runner / "recipes") == recipes(ROOT / "recipes")
     assert {path.suffix for path in (runner / "page").glob("page.*")} == {".html", ".css", ".js"}
 
 

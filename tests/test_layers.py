@@ -33,7 +33,7 @@ LAYERS = (
     ("dapo_runner.preflight", "dapo_runner.folder", "dapo_runner.page"),
     ("dapo_runner.fork",),
     ("dapo_runner.run",),
-    ("dapo_runner.train", "dapo_runner.sft", "dapo_runner.convert"),
+    ("dapo_runner.train", "dapo_runner.sft", "dapo_runner.convert", "dapo_runner.study"),
     ("dapo_runner",),
     ("dapo_runner.commands",),
     ("dapo_runner.cli",),

@@ -3,35 +3,47 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dapo_runner.errors import ConfigError
 
+STUDIES = "studies"
+
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.name is not None:
-        print(find_recipe(options.name).read_text(encoding="utf-8"), end="")
+        print(find_recipe(options.name, known=recipes() | studies()).read_text(encoding="utf-8"), end="")
         return 0
-    for name, path in recipes().items():
+    for name, path in (recipes() | studies()).items():
         with path.open(encoding="utf-8") as lines:
-            print(f"{name:<16} {next(lines).removeprefix('#').strip()}")
+            print(f"{name:<18} {next(lines).removeprefix('#').strip()}")
     return 0
 
 
 def recipes() -> dict[str, Path]:
     """Names and files of the recipes: inside an installed package, beside it in a checkout."""
-    package = Path(__file__).parents[1]
-    folder = package / "recipes" if (package / "recipes").is_dir() else package.parent / "recipes"
-    return dict(sorted((path.name.removesuffix(".yaml"), path) for path in folder.glob("*.yaml")))
+    return {path.stem: path for path in sorted(_folder().glob("*.yaml"), key=lambda path: path.stem)}
 
 
-def find_recipe(name: str, instead: str = "a YAML file") -> Path:
-    """The file that ``name`` is, or the recipe of that name. Raises ConfigError; ``instead`` is what else it may be."""
+def studies() -> dict[str, Path]:
+    """The same of what `dapo study` takes."""
+    return {f"{STUDIES}/{path.stem}": path for path in sorted((_folder() / STUDIES).glob("*.yaml"))}
+
+
+def find_recipe(name: str, instead: str = "a YAML file", known: Mapping[str, Path] | None = None) -> Path:
+    """The file that ``name`` is, or the recipe of that name. Raises ConfigError; ``instead`` is what else it may be,
+    ``known`` what there is, by default the recipes.
+    """
     if Path(name).is_file():
         return Path(name)
-    known = recipes()
+    known = recipes() if known is None else known
     if name not in known:
         found = "a folder" if Path(name).is_dir() else "nothing there"
         raise ConfigError(f"{name}: expected {instead} or a recipe ({', '.join(known)}), found {found}")
     return known[name]
+
+
+def _folder() -> Path:
+    package = Path(__file__).parents[1]
+    return package / "recipes" if (package / "recipes").is_dir() else package.parent / "recipes"

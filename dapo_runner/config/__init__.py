@@ -13,10 +13,13 @@ from dapo_runner.config.reading import (
     check_config,
     dump_config,
     flatten,
+    lay_settings,
     load_config,
     load_sft_config,
+    load_study,
     parse,
     parse_config,
+    read_recipe,
 )
 from dapo_runner.config.settings import (
     AdvantageConfig,
@@ -57,6 +60,7 @@ from dapo_runner.config.settings import (
     WarmupConfig,
 )
 from dapo_runner.config.sft import SftColumnsConfig, SftConfig, SftDataConfig, SftOptimizerConfig, SftRunConfig
+from dapo_runner.config.study import FigureConfig, StudyConfig, VariantConfig
 from dapo_runner.errors import ConfigError
 
 __all__ = [
@@ -76,6 +80,7 @@ __all__ = [
     "EarlyStopConfig",
     "EvalSetConfig",
     "EvaluationConfig",
+    "FigureConfig",
     "JudgeConfig",
     "JudgePrompt",
     "LoggingConfig",
@@ -101,10 +106,12 @@ __all__ = [
     "SftDataConfig",
     "SftOptimizerConfig",
     "SftRunConfig",
+    "StudyConfig",
     "TinyModelConfig",
     "TrackioConfig",
     "TreeShape",
     "VLLMConfig",
+    "VariantConfig",
     "WandbConfig",
     "WarmupConfig",
     "apply_overrides",
@@ -112,8 +119,11 @@ __all__ = [
     "check_config",
     "dump_config",
     "flatten",
+    "lay_settings",
     "load_config",
     "load_sft_config",
+    "load_study",
     "parse",
     "parse_config",
+    "read_recipe",
 ]

@@ -17,6 +17,7 @@ from dapo_kernels.objectives import FIELDS
 from dapo_runner.config.checks import mismatches
 from dapo_runner.config.settings import Config, LossConfig
 from dapo_runner.config.sft import SftConfig
+from dapo_runner.config.study import StudyConfig
 from dapo_runner.errors import ConfigError
 
 C = TypeVar("C", bound=BaseModel)
@@ -55,15 +56,21 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 
     Raises ConfigError with one line per problem: the key, what was expected, what came.
     """
-    return parse_config(_read(path, overrides))
+    return parse_config(apply_overrides(read_recipe(path), overrides))
 
 
 def load_sft_config(path: str | Path, overrides: Iterable[str] = ()) -> SftConfig:
     """The same of a recipe for `dapo sft`."""
-    return parse(_read(path, overrides), SftConfig)
+    return parse(apply_overrides(read_recipe(path), overrides), SftConfig)
 
 
-def _read(path: str | Path, overrides: Iterable[str]) -> dict[str, Any]:
+def load_study(path: str | Path) -> StudyConfig:
+    """The same of a study. Raises ConfigError."""
+    return parse(read_recipe(path), StudyConfig)
+
+
+def read_recipe(path: str | Path) -> dict[str, Any]:
+    """The sections of a YAML file, as they stand there. Raises ConfigError."""
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"{path}: expected a YAML file, found {'a folder' if path.is_dir() else 'nothing there'}")
@@ -73,7 +80,7 @@ def _read(path: str | Path, overrides: Iterable[str]) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected sections such as 'model:' at the top, got a {type(raw).__name__}")
-    return apply_overrides(raw, overrides)
+    return raw
 
 
 def parse_config(raw: dict[str, Any]) -> Config:
@@ -134,6 +141,14 @@ def apply_overrides(raw: dict[str, Any], overrides: Iterable[str]) -> dict[str, 
             value = read_yaml(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"{key}: {text!r} is not a YAML value: {error}") from error
+        _set_nested(merged, key, value)
+    return merged
+
+
+def lay_settings(raw: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """``settings``, sections or dotted keys, over nested dicts. Raises ConfigError."""
+    merged = copy.deepcopy(dict(raw))
+    for key, value in flatten(settings).items():
         _set_nested(merged, key, value)
     return merged
 

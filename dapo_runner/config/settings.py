@@ -52,6 +52,7 @@ class RunConfig(Section):
     output_dir: Path = Path("runs")  # the run lives in output_dir/name
     seed: NonNegativeInt = 0
     steps: PositiveInt = 320  # rollout steps
+    max_tokens: PositiveInt | None = None  # end with the step by which as many were generated; None: no such end
     eval_every: NonNegativeInt = 5  # 0: only before the first and after the last step
     save_every: NonNegativeInt = 5  # 0: only after the last step
     keep: PositiveInt = 2  # checkpoints kept; older ones are removed
@@ -84,7 +85,11 @@ class WarmupConfig(Section):
     batch_size: PositiveInt = 64
     examples: PositiveInt = 2000
     lr: PositiveFloat = 1e-3
+    repeat: Annotated[float, Field(ge=0, lt=1)] = (
+        0.0  # probability that a line of an example comes once more, each time
+    )
     stop_at: Share | None = None  # end early, once this share of training problems it has not seen is solved
+    stop_below_cut: Share | None = None  # or once no more than this share of its answers to them is cut
 
 
 class TinyModelConfig(Section):
@@ -140,6 +145,7 @@ class ArithmeticConfig(Section):
     operands: Annotated[Int, Field(ge=2, le=8)] = 2
     min_digits: PositiveInt = 1
     max_digits: Annotated[Int, Field(gt=0, le=9)] = 2
+    even_digits: bool = False  # as many operands of each length; else of each value, and most are of max_digits
     train_size: PositiveInt = 4096
     eval_size: PositiveInt = 256
     seed: NonNegativeInt = 0  # of the problems and the split; apart from run.seed so that runs can share one task

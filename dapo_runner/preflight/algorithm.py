@@ -32,6 +32,7 @@ def algorithm(config: Config) -> dict[str, str]:
         "filter": _filter(config),
         "length shaping": _length_shaping(config),
         **({} if config.run.early_stop is None else {"early stop": _early_stop(config)}),
+        **({} if config.run.max_tokens is None else {"budget": f"{config.run.max_tokens:,} generated tokens"}),
     }
 
 

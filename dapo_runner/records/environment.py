@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import subprocess
+from pathlib import Path
 
 import torch
 
@@ -30,3 +32,21 @@ def environment() -> dict[str, str]:
         **({"gpus": ", ".join(gpus)} if gpus else {}),
         **versions,
     }
+
+
+def source_commit() -> str | None:
+    """Of the checkout that this package lies in, with a + where files of it have changed since; None in an installed
+    one.
+    """
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True).stdout
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short=12", "HEAD").strip() + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

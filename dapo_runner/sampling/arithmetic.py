@@ -63,6 +63,9 @@ def split_problems(config: ArithmeticConfig) -> tuple[list[ArithmeticProblem], l
 
 def _shuffled_problems(config: ArithmeticConfig) -> Iterator[ArithmeticProblem]:
     """Every problem once, in an order the seed fixes, without listing the space, which may be huge."""
+    if config.even_digits:
+        yield from _even_problems(config)
+        return
     low = 0 if config.min_digits == 1 else 10 ** (config.min_digits - 1)
     values = 10**config.max_digits - low
     space = len(config.operators) * values**config.operands
@@ -74,3 +77,18 @@ def _shuffled_problems(config: ArithmeticConfig) -> Iterator[ArithmeticProblem]:
             rest, value = divmod(rest, values)
             operands.append(low + value)
         yield ArithmeticProblem(config.operators[index % len(config.operators)], tuple(operands))
+
+
+def _even_problems(config: ArithmeticConfig) -> Iterator[ArithmeticProblem]:
+    """The same, each operand of a length drawn first. Ends where nothing new has come up for long."""
+    rng, seen, misses = random.Random(config.seed), set[ArithmeticProblem](), 0
+    while misses < 10_000:
+        lengths = [rng.randint(config.min_digits, config.max_digits) for _ in range(config.operands)]
+        operands = tuple(rng.randrange(0 if n == 1 else 10 ** (n - 1), 10**n) for n in lengths)
+        problem = ArithmeticProblem(rng.choice(config.operators), operands)
+        if problem in seen:
+            misses += 1
+            continue
+        misses = 0
+        seen.add(problem)
+        yield problem

@@ -84,6 +84,12 @@ class SampledStep:
     shortfall: str | None = None
     caution: str | None = None
     segments: Mapping[str, float] = field(default_factory=dict)
+    continued: int = 0  # tokens generated to value segments with
+
+    @property
+    def generated(self) -> int:
+        """Tokens that the engine generated for this step, those of dropped groups included."""
+        return self.stats.generated + self.continued
 
 
 class DynamicSampler:

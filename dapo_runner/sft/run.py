@@ -53,9 +53,9 @@ def sft(recipe: SftConfig, progress: Progress | None = None) -> Path:
         for step in range(run.first_step + 1, run.updates + 1):
             run.update(step)
             last, stopping = step == run.updates, run.asked_to_stop()
-            if is_due(run.config, run.config.run.eval_every, step) and (last or not stopping):
+            if last or (is_due(run.config.run.eval_every, step) and not stopping):
                 run.evaluate(step)
-            if stopping or is_due(run.config, run.config.run.save_every, step):
+            if stopping or last or is_due(run.config.run.save_every, step):
                 run.save(step)
             run.end_step(step)
             if stopping and not last:

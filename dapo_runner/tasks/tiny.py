@@ -89,6 +89,18 @@ def worked_solution(problem: ArithmeticProblem) -> str:
     return "\n".join([*lines, answer])
 
 
+def with_repeats(solution: str, repeat: float, rng: random.Random) -> str:
+    """Each line once more with probability ``repeat``, and again after that: a model that learns from these goes on
+    beyond its limit now and then.
+    """
+    lines: list[str] = []
+    for line in solution.split("\n"):
+        lines.append(line)
+        while rng.random() < repeat:
+            lines.append(line)
+    return "\n".join(lines)
+
+
 def check_tiny(config: Config) -> None:
     """Raises ConfigError for settings that the tiny model cannot be made with."""
     if config.data.format != "arithmetic":
@@ -104,9 +116,11 @@ def check_tiny(config: Config) -> None:
         )
     assert config.model.tiny is not None
     examples, size = config.model.tiny.warmup.examples, config.data.arithmetic.train_size
-    if config.model.tiny.warmup.stop_at is not None and examples >= size:
+    warmup = config.model.tiny.warmup
+    if (warmup.stop_at or warmup.stop_below_cut) is not None and examples >= size:
+        key = "stop_below_cut" if warmup.stop_at is None else "stop_at"
         raise ConfigError(
-            f"model.tiny.warmup.stop_at: expected fewer examples than data.arithmetic.train_size={size}, to judge on "
+            f"model.tiny.warmup.{key}: expected fewer examples than data.arithmetic.train_size={size}, to judge on "
             f"the others, got {examples}"
         )
 
@@ -139,7 +153,8 @@ def warm_up(model: Any, tokenizer: Any, config: Config, report: Callable[[str], 
     assert config.model.tiny is not None
     settings, rng = config.model.tiny.warmup, random.Random(config.run.seed)
     problems, _ = split_problems(config.data.arithmetic)
-    examples = [_encode(problem, tokenizer, config) for problem in problems[: settings.examples]]
+    shown = random.Random(f"{config.run.seed}:repeats") if settings.repeat else None
+    examples = [_encode(problem, tokenizer, config, shown) for problem in problems[: settings.examples]]
     unseen = problems[settings.examples :][:CHECK_PROBLEMS]
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.01)
     model.train()
@@ -153,15 +168,23 @@ def warm_up(model: Any, tokenizer: Any, config: Config, report: Callable[[str], 
         optimizer.step()
         if step % CHECK_EVERY and step < settings.steps:
             continue
-        solved = solved_share(model, tokenizer, unseen, config) if unseen else 0.0
-        report(f"warm-up step {step}: loss {loss.item():.3f}, {solved:.0%} of unseen problems solved")
+        told = f"warm-up step {step}: loss {loss.item():.3f}"
+        if not unseen:
+            report(told)
+            continue
+        solved, cut = solved_and_cut(model, tokenizer, unseen, config)
+        report(f"{told}, {solved:.0%} of unseen problems solved, {cut:.0%} of the answers cut")
         if settings.stop_at is not None and solved >= settings.stop_at:
+            break
+        if settings.stop_below_cut is not None and cut <= settings.stop_below_cut:
             break
     model.eval()
 
 
-def solved_share(model: Any, tokenizer: Any, problems: list[ArithmeticProblem], config: Config) -> float:
-    """The share solved with one sample each, drawn as the rollouts will be."""
+def solved_and_cut(
+    model: Any, tokenizer: Any, problems: list[ArithmeticProblem], config: Config
+) -> tuple[float, float]:
+    """The shares solved, and cut at the length limit, with one sample each, drawn as the rollouts will be."""
     texts = [apply_template(config.data.template, problem.question) for problem in problems]
     prompts = [
         Prompt(problem.question, tuple(tokenizer(text)["input_ids"]), text, problem.answer)
@@ -174,13 +197,20 @@ def solved_share(model: Any, tokenizer: Any, problems: list[ArithmeticProblem], 
         seed=config.run.seed,
     )
     groups = Scorer(config, shaped=False)(prompts, engine.generate(prompts, sampling))
-    return sum(group.n_correct for group in groups) / len(groups)
+    cut = sum(group.n_truncated for group in groups) / len(groups)
+    return sum(group.n_correct for group in groups) / len(groups), cut
 
 
-def _encode(problem: ArithmeticProblem, tokenizer: Any, config: Config) -> tuple[list[int], list[int]]:
-    """Prompt and response tokens of a worked example."""
+def _encode(
+    problem: ArithmeticProblem, tokenizer: Any, config: Config, repeats: random.Random | None
+) -> tuple[list[int], list[int]]:
+    """Prompt and response tokens of a worked example, with ``repeats`` those that the warm-up asks for."""
+    assert config.model.tiny is not None
     prompt = tokenizer(apply_template(config.data.template, problem.question))["input_ids"]
-    return prompt, [*tokenizer(worked_solution(problem))["input_ids"], tokenizer.eos_token_id]
+    solution = worked_solution(problem)
+    if repeats is not None:
+        solution = with_repeats(solution, config.model.tiny.warmup.repeat, repeats)
+    return prompt, [*tokenizer(solution)["input_ids"], tokenizer.eos_token_id]
 
 
 def _next_token_loss(model: Any, batch: list[tuple[list[int], list[int]]], pad_id: int) -> Tensor:

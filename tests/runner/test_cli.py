@@ -226,7 +226,9 @@ def test_recipes_are_found_by_name_anywhere(
     monkeypatch.chdir(tmp_path)
     assert main(["recipes"]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert listed == sorted(path.name.removesuffix(".yaml") for path in (ROOT / "recipes").iterdir())
+    studies = sorted((ROOT / "recipes/studies").iterdir())
+    recipes = sorted(path.name.removesuffix(".yaml") for path in (ROOT / "recipes").glob("*.yaml"))
+    assert listed == recipes + [f"studies/{path.stem}" for path in studies]
     assert main(["recipes", "tiny"]) == 0
     (tmp_path / "mine.yaml").write_text(capsys.readouterr().out)
     assert (tmp_path / "mine.yaml").read_text() == (ROOT / "recipes" / "tiny.yaml").read_text()

@@ -118,3 +118,19 @@ def test_a_run_that_was_stopped_on_the_way_ends_at_the_same_step(
     folder = train(config, Notes())
     assert (folder / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
     assert last_step(folder) == 3
+
+
+def test_a_budget_of_tokens_ends_a_run_wherever_it_was_stopped(tmp_path: Path) -> None:
+    def generated(folder: Path) -> list[int]:
+        return [event["sampling/tokens"] for event in read_log(folder / "metrics.jsonl") if event["kind"] == "step"]
+
+    free = generated(train(config_of(tmp_path / "free", patience=None, steps=4, eval_every=0), Notes()))
+    budget: dict[str, Any] = {"patience": None, "eval_every": 0, "max_tokens": sum(free[:2]) + 1}
+    notes = Notes()
+    whole = train(config_of(tmp_path / "whole", **budget), notes)
+    assert generated(whole) == free[:3]
+    assert [event["step"] for event in read_log(whole / "metrics.jsonl") if event["kind"] == "eval"] == [0, 3]
+    assert any(note.startswith("ended after step 3: ") for note in notes.lines)
+    stopped = train(config_of(tmp_path / "stopped", **budget | {"steps": 2}), Notes())
+    assert generated(train(config_of(tmp_path / "stopped", **budget), Notes())) == free[:3]
+    assert [checkpoint.step for checkpoint in find_checkpoints(stopped / CHECKPOINTS)] == [2, 3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,17 @@ def test_arithmetic_knows_its_limits() -> None:
     assert min(min(p.operands) for p in split_problems(low)[0]) >= 10
     wide = ArithmeticConfig(operands=2, max_digits=9, train_size=20, eval_size=10)
     assert len(split_problems(wide)[0]) == 20
+
+
+def test_even_digits_are_even() -> None:
+    config = ArithmeticConfig(operands=3, max_digits=3, even_digits=True, train_size=3000, eval_size=100)
+    train, heldout = split_problems(config)
+    lengths = Counter(len(str(operand)) for problem in train for operand in problem.operands)
+    assert all(0.3 < lengths[n] / lengths.total() < 0.36 for n in (1, 2, 3))  # 3 in 1000 have one digit otherwise
+    assert len(set(train)) == 3000
+    assert not {problem.key for problem in train} & {problem.key for problem in heldout}
+    with pytest.raises(ConfigError, match=r"which is all there are with 2 operands of 1 to 1 digits"):
+        split_problems(ArithmeticConfig(max_digits=1, even_digits=True, train_size=101))
 
 
 def test_arithmetic_becomes_prompts() -> None:

@@ -1,0 +1,88 @@
+"""`dapo study`: the runs of a study that are not done yet, and its page."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from dapo_runner.commands.complain import complain
+from dapo_runner.commands.output import quiet_libraries
+from dapo_runner.commands.recipes import find_recipe, studies
+from dapo_runner.config import Config, StudyConfig, load_study
+from dapo_runner.errors import ConfigError
+from dapo_runner.folder import lock_folder
+from dapo_runner.parallel.world import make_layout
+from dapo_runner.preflight.needs import check_needs
+from dapo_runner.study.page import write_page
+from dapo_runner.study.plan import StudyRun, is_finished, jobs_of, plan_runs, plan_starts
+from dapo_runner.study.results import read_result
+from dapo_runner.study.runs import Failure, carry_out
+from dapo_runner.tasks.tiny import ensure_tiny_model
+
+
+def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    path = find_recipe(options.config, known=studies())
+    study = load_study(path)
+    if options.jobs is not None:
+        if options.jobs < 1:
+            raise ConfigError(f"--jobs: expected 1 or more, got {options.jobs}")
+        study = study.model_copy(update={"jobs": options.jobs})
+    beside = path.parent / study.base
+    base = beside if beside.is_file() else find_recipe(study.base)
+    runs, starts = plan_runs(study, base), plan_starts(study, base)
+    for config in starts.values() if starts else [planned.config for planned in runs]:
+        check_needs(config, make_layout(config, 1, 1))
+    waiting = [planned for planned in runs if not is_finished(planned)]
+    print(
+        f"{study.folder}: {len(study.variants)} variants × {len(study.seeds)} seeds, {len(runs) - len(waiting)} of "
+        f"{len(runs)} runs done, {jobs_of(study)} side by side"
+    )
+    if options.dry_run:
+        return 0
+    quiet_libraries()
+    with closing(lock_folder(study.folder, print)):
+        for folder, config in starts.items():
+            _make_start(folder, config)
+        return _carry_out(study, runs, waiting)
+
+
+def _make_start(folder: Path, config: Config) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(config.run.threads or threads)
+    told: list[str] = []
+    ensure_tiny_model(config, folder, told.append)
+    torch.set_num_threads(threads)
+    print(f"{folder}: {told[-1]}", flush=True)
+
+
+def _carry_out(study: StudyConfig, runs: Sequence[StudyRun], waiting: Sequence[StudyRun]) -> int:
+    failures: list[Failure] = []
+    started, n_done = time.monotonic(), len(runs) - len(waiting)
+
+    def done(ended: StudyRun, seconds: float, failure: Failure | None) -> None:
+        nonlocal n_done
+        n_done += 1
+        if failure is not None:
+            failures.append(failure)
+        said = failure.reason if failure is not None else f"{read_result(ended, study.tail).after:.1%}"
+        left = (len(runs) - n_done) * (time.monotonic() - started) / max(1, n_done - len(runs) + len(waiting))
+        print(
+            f"[{n_done}/{len(runs)}] {ended.variant}, seed {ended.seed}: {said}, {seconds:.0f} s; "
+            f"about {left / 60:.0f} min to go",
+            flush=True,
+        )
+
+    try:
+        carry_out(waiting, jobs_of(study), done)
+    finally:
+        results = [read_result(planned, study.tail) for planned in runs if is_finished(planned)]
+        page = write_page(study, runs, results, failures)
+        print(f"page: {page}")
+    for failure in failures:
+        complain(f"{failure.run.variant}, seed {failure.run.seed}: {failure.reason}; all of it is in {failure.run.log}")
+    return 1 if failures else 0

@@ -1,0 +1,68 @@
+"""The settings of `dapo study`: one recipe, what its variants have otherwise, seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from dapo_runner.config.section import Name, NonNegativeInt, PositiveInt, Section
+
+
+class VariantConfig(Section):
+    """A row of the table."""
+
+    name: Name
+    label: str | None = None  # None: the name
+    over: Name | None = None  # a variant further up, whose overrides this one adds to
+    overrides: dict[str, Any] = {}  # sections, or dotted keys
+    against: Name | None = None  # the variant it is tested against; None: the row above
+
+
+class FigureConfig(Section):
+    """A picture: a panel for each curve, a line with its band for each variant."""
+
+    name: Name
+    title: str
+    variants: list[Name] = Field(min_length=1)
+    curves: list[str] = Field(min_length=1)  # as in metrics.jsonl
+    x: Literal["step", "tokens", "updates", "seconds"] = "step"
+
+
+class StudyConfig(Section):
+    name: Name = "study"
+    title: str = "Study"
+    about: str = ""  # a paragraph under the title
+    base: str  # a YAML file, beside the study's own, or the name of a recipe
+    output_dir: Path = Path("studies")  # the study lives in output_dir/name
+    seeds: list[NonNegativeInt] = Field(min_length=1)
+    overrides: dict[str, Any] = {}  # of the base, for every variant
+    # A tiny model is made by each run for itself, once for all variants of a seed (as the base makes it), or once.
+    start: Literal["each", "per_seed", "one"] = "each"
+    variants: list[VariantConfig] = Field(min_length=1)
+    figures: list[FigureConfig] = []
+    jobs: PositiveInt | None = None  # runs side by side; None: as many as there are cores for
+    threads: PositiveInt = 1  # CPU threads of a run
+    tail: Annotated[PositiveInt, Field(le=1000)] = 10  # steps that "first" and "last" figures are means over
+
+    @property
+    def folder(self) -> Path:
+        return self.output_dir / self.name
+
+    @model_validator(mode="after")
+    def _names(self) -> StudyConfig:
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds: expected each once, got {self.seeds}")
+        known: set[str] = set()
+        for variant in self.variants:
+            if variant.name in known:
+                raise ValueError(f"variants: expected names that differ, got {variant.name!r} twice")
+            for other in (variant.over, variant.against):
+                if other is not None and other not in known:
+                    raise ValueError(f"variants: {variant.name}: expected a variant further up, got {other!r}")
+            known.add(variant.name)
+        for figure in self.figures:
+            if missing := [name for name in figure.variants if name not in known]:
+                raise ValueError(f"figures: {figure.name}: expected variants of this study, got {missing[0]!r}")
+        return self

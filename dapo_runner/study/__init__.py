@@ -1,0 +1,1 @@
+"""Several variants of a recipe over several seeds: planned, run, compared, told on one page."""
