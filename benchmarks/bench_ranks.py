@@ -58,6 +58,7 @@ def recipe(model: str, folder: str, threads: int, prompts: int, steps: int) -> d
         "sampler": {"prompts_per_step": prompts, "filter_groups": False},
         "reward": {"kind": "integer", "overlong": {"soft_punishment": False}},
         "optimizer": {"lr": 1e-6, "warmup_steps": 0, "mini_batch_size": None, "token_budget": 16384},
+        "parallel": {"reshard_after_forward": False},  # so small a model may stay whole between two passes
         "evaluation": {"k": 1},
         "logging": {"progress": "off"},
     }
@@ -100,7 +101,7 @@ def write_page(sides: dict[Side, list[dict[str, float]]], here: dict[str, Any], 
     return f"""# A step of SmolLM2-135M on one process and on ranks
 
 `python -m benchmarks.bench_ranks --prompts {options.prompts}`: {options.prompts} prompts × {RESPONSES}
-responses of up to {TOKENS} tokens, bfloat16, engine `hf`, one update of micro-batches of at most 16384 tokens;
+responses of up to {TOKENS} tokens, bfloat16, engine `hf`, one update of micro-batches of at most 16384 tokens, `parallel.reshard_after_forward=false`;
 seconds, medians of {options.rounds} × {options.steps} steps, the sides in turn and the first {WARM_UP} of each
 process left out, as saving is. {here["cpu"]}, {here["cores"]} cores, {here["memory_gib"]} GiB; {versions};
 commit {here["commit"]}; load before: {here["load_average"][0]}.

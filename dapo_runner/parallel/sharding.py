@@ -7,7 +7,8 @@ module that owns them, and forwards are collective, so every rank makes equally 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -96,3 +97,16 @@ def add_up_over_replicas(root: Root | None, now: bool) -> None:
     """
     if isinstance(root, FSDPModule):
         root.set_requires_all_reduce(now)
+
+
+@contextmanager
+def whole_until_backward(root: Root | None, wanted: bool) -> Iterator[None]:
+    """Inside, where ``wanted``, layers that a forward pass gathered stay whole until the backward pass, which every
+    forward pass here has to have: one gather less for each, and at the end of the forward all of them in memory.
+    """
+    if not (wanted and isinstance(root, FSDPModule)):
+        yield
+        return
+    root.set_reshard_after_forward(False)
+    yield
+    root.set_reshard_after_forward(True)  # not where the pass failed: nothing follows

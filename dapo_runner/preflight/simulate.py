@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from dapo_kernels.engine.chunks import device_chunk_rows, row_stride
 from dapo_runner.config import Config, ConfigError
-from dapo_runner.parallel.sharding import add_up_over_replicas
+from dapo_runner.parallel.sharding import add_up_over_replicas, whole_until_backward
 from dapo_runner.parallel.world import World, make_layout, make_world
 from dapo_runner.policy.model import DTYPES, Policy, load_shards
 from dapo_runner.preflight.needs import heads_that_do_not_divide
@@ -112,12 +112,13 @@ def simulate(config: Config, report: Callable[[str], None] = lambda note: None) 
             _give_gradients(learner)  # of the micro-batches before this one
             with FSDPMemTracker(root, learner.optimizer) as tracker, Observer() as observer:
                 add_up_over_replicas(root, True)
-                out = learner.loss(batch, mini)
-                forward, observer.seen = observer.seen, {}
-                note("forward pass")
-                out.loss.backward()
-                note("backward pass")
-                del out
+                with whole_until_backward(root, not config.parallel.reshard_after_forward):
+                    out = learner.loss(batch, mini)
+                    forward, observer.seen = observer.seen, {}
+                    note("forward pass")
+                    out.loss.backward()
+                    note("backward pass")
+                    del out
                 _step(learner)
                 peak, held = (tracker.get_tracker_snapshot(when)[torch.device("cpu")] for when in ("peak", "current"))
     return Simulation(

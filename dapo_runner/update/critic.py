@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dapo_runner.config import Config
-from dapo_runner.parallel.sharding import add_up_over_replicas, whole
+from dapo_runner.parallel.sharding import add_up_over_replicas, whole, whole_until_backward
 from dapo_runner.parallel.ulysses import gather_positions, own_positions
 from dapo_runner.policy.model import Policy
 from dapo_runner.policy.value_head import ValueHead
@@ -95,9 +95,10 @@ class Critic:
         clip, norm = self.settings.grad_clip, 0.0
         for _ in range(self.settings.epochs):
             self._seen = []
-            for place, batch in enumerate(mini.micro_batches):
-                add_up_over_replicas(self.model.root, place == len(mini.micro_batches) - 1)
-                self._backward(batch, mini)
+            with whole_until_backward(self.model.root, not self.config.parallel.reshard_after_forward):
+                for place, batch in enumerate(mini.micro_batches):
+                    add_up_over_replicas(self.model.root, place == len(mini.micro_batches) - 1)
+                    self._backward(batch, mini)
             total = torch.nn.utils.clip_grad_norm_(self.master.gradients(), math.inf if clip is None else clip)
             norm = float(whole(total))
             if not math.isfinite(norm):

@@ -21,7 +21,7 @@ from dapo_kernels.losses import LossOutput
 from dapo_kernels.metrics import COUNTS
 from dapo_kernels.preference import PreferenceOutput
 from dapo_runner.config import Config, ConfigError, CorrectionConfig, OptimizerConfig
-from dapo_runner.parallel.sharding import add_up_over_replicas, whole
+from dapo_runner.parallel.sharding import add_up_over_replicas, whole, whole_until_backward
 from dapo_runner.parallel.ulysses import gather_positions, own_positions
 from dapo_runner.parallel.world import ALONE, World
 from dapo_runner.policy.lora import adapters_off, has_adapters
@@ -262,9 +262,10 @@ class Learner:
         outs = []
         with self.clock.phase("forward_backward"):
             selections = self._selections(mini, step)
-            for place, selection in enumerate(selections):
-                add_up_over_replicas(self.policy.root, place == len(mini.micro_batches) - 1)
-                outs.append(self._forward_backward(mini.micro_batches[place], mini, selection))
+            with whole_until_backward(self.policy.root, not self.config.parallel.reshard_after_forward):
+                for place, selection in enumerate(selections):
+                    add_up_over_replicas(self.policy.root, place == len(mini.micro_batches) - 1)
+                    outs.append(self._forward_backward(mini.micro_batches[place], mini, selection))
         with self.clock.phase("optimizer"):
             clip = self.config.optimizer.grad_clip
             norm = torch.nn.utils.clip_grad_norm_(self.master.gradients(), float("inf") if clip is None else clip)

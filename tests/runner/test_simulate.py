@@ -104,7 +104,12 @@ def test_the_recipes_beside_it(recipe: Path, parameters: float) -> None:
     assert found.backward.get("all-reduce", Traffic()).bytes == pytest.approx(between_copies, rel=0.01)
 
 
-LAYOUTS: list[dict[str, int]] = [{"gpus": 4}, {"gpus": 4, "replicate": 2, "sequence": 2}, {"gpus": 4, "sequence": 2}]
+LAYOUTS: list[dict[str, int]] = [
+    {"gpus": 4},
+    {"gpus": 4, "replicate": 2, "sequence": 2},
+    {"gpus": 4, "sequence": 2},
+    {"gpus": 4, "reshard_after_forward": False},
+]
 
 
 @pytest.mark.ranks
@@ -124,6 +129,8 @@ def test_a_pretended_rank_is_a_real_one(tmp_path: Path, model_folder: Path) -> N
         for part in ("forward", "backward"):
             pretended: dict[str, Any] = {kind: list(traffic) for kind, traffic in getattr(found, part).items()}
             assert pretended == real[part], (case, part)
+        gathered_twice = "all-gather" in real["backward"]
+        assert gathered_twice == case["parallel"].get("reshard_after_forward", True), case
         # The tracker rounds each of some hundred tensors up to the 512 bytes of CUDA's allocator, steps included.
         assert real["held"] <= found.held < real["held"] + 512 * 100, case
 

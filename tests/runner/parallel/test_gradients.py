@@ -65,6 +65,7 @@ ROUTED = {  # the second of two updates, on a model of its own
     "optimizer": {"mini_batch_size": 8, "token_budget": 96, "lr": 3e-3, "warmup_steps": 0},
 }
 SELECTED = ["gspo", "vespo", "clip_cov", "one_sequence", "accumulated", "pairs", "ppo"]
+GATHERED_ONCE = ("dapo", "clip_cov", "accumulated", "ppo", "lora")
 UNTIED = ("shard 2", "shard 4, sequence 2")
 
 
@@ -103,6 +104,10 @@ def test_an_update_is_that_of_one_process(tmp_path: Path) -> None:
         for layout, parallel in LAYOUTS.items():
             if parallel["gpus"] != n:
                 continue
+            if layout == "shard 2":
+                for name in GATHERED_ONCE:
+                    label, once = f"{name}, gathered once", {**parallel, "reshard_after_forward": False}
+                    cases[label], expected[label] = {**on_one[name, tied], "parallel": once}, alone[name, tied]
             wanted = [(name, tied) for name in (CASES if layout == "shard 2" else SELECTED)]
             wanted += [(name, untied) for name in SELECTED if layout in UNTIED]
             wanted += [("routed", experts)] if n == 2 else []

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from builders import make_config
 from gradients import open_case
 
-from dapo_runner.parallel.sharding import add_up_over_replicas, local
+from dapo_runner.parallel.sharding import add_up_over_replicas, local, whole_until_backward
 from dapo_runner.policy.model import load_policy
 from dapo_runner.preflight.simulate import Observer, full_mini_batch
 from dapo_runner.update.learner import Learner
@@ -25,7 +25,8 @@ def run_case(path: str, case: dict[str, Any]) -> dict[str, Any]:
     world = open_case(config)
     learner = Learner(load_policy(path, config.model, torch.device("cpu"), world=world), config)
     mini = full_mini_batch(config, world)
-    with Observer() as observer:
+    gathered_once = not config.parallel.reshard_after_forward
+    with Observer() as observer, whole_until_backward(learner.policy.root, gathered_once):
         add_up_over_replicas(learner.policy.root, True)
         out = learner.loss(mini.micro_batches[0], mini)
         forward, observer.seen = observer.seen, {}
