@@ -101,9 +101,10 @@ def write_page(sides: dict[Side, list[dict[str, float]]], here: dict[str, Any], 
     return f"""# A step of SmolLM2-135M on one process and on ranks
 
 `python -m benchmarks.bench_ranks --prompts {options.prompts}`: {options.prompts} prompts × {RESPONSES}
-responses of up to {TOKENS} tokens, bfloat16, engine `hf`, one update of micro-batches of at most 16384 tokens, `parallel.reshard_after_forward=false`;
-seconds, medians of {options.rounds} × {options.steps} steps, the sides in turn and the first {WARM_UP} of each
-process left out, as saving is. {here["cpu"]}, {here["cores"]} cores, {here["memory_gib"]} GiB; {versions};
+responses of up to {TOKENS} tokens, bfloat16, engine `hf`, one update of micro-batches of at most 16384 tokens,
+`parallel.reshard_after_forward=false`; seconds, medians of {options.rounds} × {options.steps} steps, the sides in turn
+and the first {WARM_UP} of each process left out, as saving is.
+{here["cpu"]}, {here["cores"]} cores, {here["memory_gib"]} GiB; {versions};
 commit {here["commit"]}; load before: {here["load_average"][0]}.
 
 | how | a step | ÷ one process | {heads} |
