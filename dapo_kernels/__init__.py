@@ -13,11 +13,13 @@ from dapo_kernels.metrics import reduce_metrics, summarize
 from dapo_kernels.objectives import OBJECTIVES, Objective
 from dapo_kernels.objectives import select as select
 from dapo_kernels.preference import linear_preference_loss, preference_loss, preference_loss_from_logprobs
+from dapo_kernels.records import LoraFactors
 
 __version__ = "0.1.0"
 
 __all__ = [
     "OBJECTIVES",
+    "LoraFactors",
     "Objective",
     "__version__",
     "dapo_loss",

@@ -12,13 +12,14 @@ from torch import Tensor
 from dapo_kernels.backends import backend_for
 from dapo_kernels.layout import Layout, check_flag, check_tensor, check_valid_vocab
 from dapo_kernels.objectives.table import is_number
-from dapo_kernels.records import Head, Plan
+from dapo_kernels.records import Head, LoraFactors, Plan
 
 
 class HeadOptions(TypedDict, total=False):
     """``linear_dapo_loss`` says what each means."""
 
     bias: Tensor | None
+    lora: LoraFactors | None
     softcap: float | None
     float32_logits: bool
     chunk_bytes: int | None
@@ -29,25 +30,31 @@ class HeadOptions(TypedDict, total=False):
 
 def head_of_call(layout: Layout, hidden: Tensor, weight: Any, mask: Tensor | None, options: Any) -> tuple[Head, Plan]:
     """Takes its own out of ``options``."""
-    names = ("bias", "softcap", "chunk_bytes", "host_sync", "main_grad", "valid_vocab")
-    bias, softcap, chunk_bytes, host_sync, main_grad, valid = (options.pop(name, None) for name in names)
+    names = ("bias", "lora", "softcap", "chunk_bytes", "host_sync", "main_grad", "valid_vocab")
+    bias, lora, softcap, chunk_bytes, host_sync, main_grad, valid = (options.pop(name, None) for name in names)
     float32_logits = check_flag(layout, "float32_logits", options.pop("float32_logits", False))
     caller, width = layout.caller, hidden.shape[-1]
     check_tensor(caller, "weight", weight, "a tensor [V, H]")
     if bias is not None:
         check_tensor(caller, "bias", bias, "a tensor [V]")
+    lora_a, lora_b, lora_scale = (None, None, 1.0) if lora is None else _checked_factors(layout, lora)
     if main_grad is not None:
         _check_main_grad(layout, main_grad, weight)
     # As autocast treats the Linear layer that this stands for, which keeps float64.
     if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+        bias, lora_a, lora_b = (None if x is None else x.to(dtype) for x in (bias, lora_a, lora_b))
     if weight.dim() != 2 or weight.shape[1] != width:
         raise layout.fail("weight", f"[V, H] with H={width} like hidden", list(weight.shape))
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise layout.fail("bias", f"[V]=[{weight.shape[0]}]", list(bias.shape))
-    for name, value in (("weight", weight), ("bias", bias)):
+    if lora_a is not None and lora_b is not None:
+        if lora_a.dim() != 2 or lora_a.shape[1] != width:
+            raise layout.fail("lora.a", f"[r, H] with H={width} like hidden", list(lora_a.shape))
+        if lora_b.shape != (weight.shape[0], lora_a.shape[0]):
+            raise layout.fail("lora.b", f"[V, r]=[{weight.shape[0]}, {lora_a.shape[0]}]", list(lora_b.shape))
+    for name, value in (("weight", weight), ("bias", bias), ("lora.a", lora_a), ("lora.b", lora_b)):
         if value is not None and value.dtype != hidden.dtype:
             raise TypeError(f"{caller}: {name} must have the dtype of hidden, {hidden.dtype}; got {value.dtype}")
         if value is not None and value.device != hidden.device:
@@ -62,9 +69,20 @@ def head_of_call(layout: Layout, hidden: Tensor, weight: Any, mask: Tensor | Non
     elif mask is None:  # every token is live: nothing to wait for
         host_sync = False
     hidden = hidden.reshape(-1, width)
-    head = Head(hidden, weight, bias, softcap, float32_logits and hidden.dtype != torch.float64)
+    float32_logits = float32_logits and hidden.dtype != torch.float64
+    head = Head(hidden, weight, bias, softcap, float32_logits, lora_a, lora_b, lora_scale)
     served_by = backend_for(caller, hidden.device, hidden.dtype, weight.shape[0])
     return head, Plan(chunk_bytes, host_sync, main_grad, served_by, valid)
+
+
+def _checked_factors(layout: Layout, lora: Any) -> LoraFactors:
+    if not isinstance(lora, LoraFactors):
+        raise TypeError(f"{layout.caller}: lora must be LoraFactors(a, b, scale), got {type(lora).__name__}")
+    check_tensor(layout.caller, "lora.a", lora.a, "a tensor [r, H]")
+    check_tensor(layout.caller, "lora.b", lora.b, "a tensor [V, r]")
+    if not (is_number(lora.scale) and math.isfinite(lora.scale)):
+        raise layout.fail("lora.scale", "a finite number", repr(lora.scale))
+    return lora._replace(scale=float(lora.scale))
 
 
 def _check_main_grad(layout: Layout, main_grad: Any, weight: Tensor) -> None:

@@ -12,13 +12,14 @@ from dapo_kernels.backends import backend_for
 from dapo_kernels.call import LossOptions, PolicyCall, RowOptions
 from dapo_kernels.engine import hidden as from_hidden
 from dapo_kernels.engine import rows as from_rows
+from dapo_kernels.engine.gradients import gradient_unit
 from dapo_kernels.engine.tokens import loss_of_stats
 from dapo_kernels.head import HeadOptions, head_of_call
 from dapo_kernels.layout import Layout, check_flag, check_rows_apart, layout_of, token_layout
 from dapo_kernels.metrics import Metrics, PerToken, token_sums
 from dapo_kernels.objectives.own import OwnLoss, as_number
 from dapo_kernels.objectives.table import Objective
-from dapo_kernels.records import Asked, Needs, Tokens
+from dapo_kernels.records import Asked, Needs
 from dapo_kernels.sharding import (
     GroupOption,
     ShardOptions,
@@ -139,6 +140,9 @@ def linear_dapo_loss(
         hidden: [T, H] packed or [B, L, H] padded.
         weight: [V, H], the output head (``lm_head.weight``), same dtype as ``hidden``.
         bias: [V], same dtype.
+        lora: an adapter of the head, ``LoraFactors(a [r, H], b [V, r], scale)`` of the same dtype: its weight is
+            weight + scale · b · a, of which nothing [V, H] is made. Gradients go to whichever of a, b and weight
+            require one. With ``group``, b is this rank's rows and a the same on all.
         softcap: c of c·tanh(logits/c), applied before the temperature.
         float32_logits: keep the logits of 16-bit inputs in float32. By default they are rounded to the inputs' dtype,
             as the model's own head and most rollout engines do: match the engine, or the ratio carries the
@@ -238,8 +242,8 @@ def _from_logits(
         stats = from_rows.stats_of(logits, asked, server, in_place)
         return _of_stats(call, stats.logprobs, stats.entropy, served_by)
     if in_place:
-        tokens, unit = gradient_unit(logits.dtype, call.tokens)
-        rest = (asked, tokens, call.scalars, from_rows.backend_of_rows(server, logits))
+        weights, unit = gradient_unit(logits.dtype, call.tokens.weights)
+        rest = (asked, call.tokens._replace(weights=weights), call.scalars, from_rows.backend_of_rows(server, logits))
         loss, *reported, _ = from_rows.LossInPlace.apply(logits, *rest)
         return _output(call, loss / unit, *reported)
     out = from_rows.logits_loss(logits, asked, call.tokens, call.scalars, server)
@@ -263,11 +267,12 @@ def _from_hidden(
         call, asked = _row_call(layout, target_ids, old_logprobs, advantages, objective, options)
     head, plan = shared_plan(layout, shard, head, plan, asked, call)
     call = call.shared_by(None if shard is None else shard.group)
-    needs = Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in head[:3]))
+    needs = Needs.of([torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad for x in head])
     if not any(needs) or not (call.one_visit or call.own_alone):
         stats = from_hidden.linear_stats(head, asked, plan)
         return _of_stats(call, stats.logprobs, stats.entropy, plan.backend)
-    tokens, unit = gradient_unit(head.hidden.dtype, call.tokens)
+    weights, unit = gradient_unit(head.hidden.dtype, call.tokens.weights)
+    tokens = call.tokens._replace(weights=weights)
     with as_number(call.objective.own) as own:
         out = from_hidden.linear_loss(head, asked, tokens, call.scalars._replace(own=own), needs, plan)
     return _output(call, out.loss / unit, *out[1:5])
@@ -285,21 +290,6 @@ def _row_call(
     temperature = options.pop("temperature", 1.0)
     call = PolicyCall.of(layout, objective, old_logprobs, advantages, options)
     return call, layout.asked(target_ids, temperature, call.tokens.live, want_entropy or call.needs_entropy)
-
-
-def gradient_unit(dtype: torch.dtype, tokens: Tokens) -> tuple[Tokens, Tensor | float]:
-    """Tokens at the scale at which a gradient formed together with its loss is held, and that scale.
-
-    In float16 the entries of a token mean's gradient, p/N, would vanish below 6e-8, before a loss scaler's factor (the
-    ``grad_output``) is known. A power of two that brings the heaviest token's weight up to 2⁻⁶ leaves room at both
-    ends; dividing the loss by it again divides what reaches the backward pass. Other dtypes need none.
-    """
-    if dtype != torch.float16 or tokens.weights.numel() == 0:
-        return tokens, 1.0
-    heaviest = tokens.weights.amax()
-    unit = torch.exp2(-6.0 - torch.floor(torch.log2(heaviest))).clamp(min=1.0)
-    unit = torch.where(heaviest > 0, unit, 1.0)
-    return tokens._replace(weights=tokens.weights * unit), unit
 
 
 def _of_stats(call: PolicyCall, logprobs: Tensor, entropy: Tensor | None, served_by: str) -> LossOutput:

@@ -6,6 +6,7 @@ operator of ``engine/operators.py`` can spell its fields as its schema. A new op
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,18 +33,38 @@ class Asked(NamedTuple):
         return self._replace(target_ids=self.target_ids[rows], live=self.live[rows], temperatures=temperatures)
 
 
+class LoraFactors(NamedTuple):
+    """An adapter of the output head: its weight is weight + scale · b · a, which is never made."""
+
+    a: Tensor  # [r, H]
+    b: Tensor  # [V, r]
+    scale: float = 1.0
+
+    def to(self, dtype: torch.dtype) -> LoraFactors:
+        return LoraFactors(self.a.to(dtype), self.b.to(dtype), self.scale)
+
+
 class Head(NamedTuple):
-    """The last layer: logits = softcap(hidden · weightᵀ + bias), softcap(x) = c·tanh(x/c)."""
+    """The last layer: logits = softcap(hidden · (weight + scale · b · a)ᵀ + bias), softcap(x) = c·tanh(x/c)."""
 
     hidden: Tensor  # [N, H]
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
     softcap: float | None
     float32_logits: bool  # keep 16-bit operands' logits in float32 in place of rounding them to the operands' dtype
+    lora_a: Tensor | None = None  # [r, H]
+    lora_b: Tensor | None = None  # [V, r]
+    lora_scale: float = 1.0
 
     @property
     def logits_dtype(self) -> torch.dtype:
         return torch.float32 if self.float32_logits else self.hidden.dtype
+
+    @property
+    def lora(self) -> LoraFactors | None:
+        if self.lora_a is None or self.lora_b is None:
+            return None
+        return LoraFactors(self.lora_a, self.lora_b, self.lora_scale)
 
 
 class Server(NamedTuple):
@@ -81,6 +102,14 @@ class Needs(NamedTuple):
     hidden: bool
     weight: bool
     bias: bool
+    lora_a: bool = False
+    lora_b: bool = False
+
+    @classmethod
+    def of(cls, flags: Sequence[bool]) -> Needs:
+        """``flags``: one for every field of ``Head``; further ones are left alone."""
+        named = dict(zip(Head._fields, flags, strict=False))
+        return cls(*(named[name] for name in cls._fields))
 
 
 class Tokens(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dapo_kernels.engine.shards import checksum, gathered_sequence, shard_columns, tell_of_refusal
 from dapo_kernels.layout import Layout, check_tensor, check_valid_vocab
-from dapo_kernels.records import Asked, Head, Plan, Server, Terms
+from dapo_kernels.records import Asked, Head, LoraFactors, Plan, Server, Terms
 
 
 class GroupOption(TypedDict, total=False):
@@ -65,7 +65,7 @@ def logits_of_call(caller: str, logits: Any, group: Any) -> tuple[Any, Sharded |
 
 def head_of_ranks(caller: str, hidden: Any, weight: Any, options: Any) -> tuple[Any, Any, Sharded | None]:
     """Hidden states of all tokens, this rank's rows of the weight, and with whom it shares the rest. Takes its own out
-    of ``options`` and leaves this rank's ``bias`` there.
+    of ``options`` and leaves this rank's ``bias`` and ``lora`` there.
     """
     group, by_sequence = options.pop("group", None), options.pop("sequence_parallel", False)
     if not isinstance(by_sequence, bool):
@@ -77,9 +77,9 @@ def head_of_ranks(caller: str, hidden: Any, weight: Any, options: Any) -> tuple[
     weight, shard = _columns_of(caller, "weight", weight, 0, group)
     with Telling(shard, weight):
         if _is_dtensor(options.get("bias")):
-            options["bias"], of_bias = _columns_of(caller, "bias", options["bias"], 0, group)
-            if of_bias != shard:
-                raise ValueError(f"{caller}: bias must be sharded like weight, over the same ranks")
+            options["bias"] = _like_weight(caller, "bias", options["bias"], group, shard)
+        if isinstance(lora := options.get("lora"), LoraFactors):
+            options["lora"] = _own_factors(caller, lora, group, shard)
         if _is_dtensor(hidden):
             hidden, by_sequence = _hidden(caller, hidden, shard)
         if shard is None or not by_sequence:
@@ -106,7 +106,8 @@ def shared_plan(
     if shard is None:
         return head, plan
     rounding = "float32 logits" if head.float32_logits else head.hidden.dtype
-    how = f"softcap {head.softcap}, bias {head.bias is not None}, chunk_bytes {plan.chunk_bytes}"
+    lora = None if head.lora is None else (len(head.lora.a), head.lora.scale)
+    how = f"softcap {head.softcap}, bias {head.bias is not None}, lora {lora}, chunk_bytes {plan.chunk_bytes}"
     how += f", host_sync {plan.host_sync}, sequence_parallel {shard.sequence_parallel}"
     settings = f"{plan.backend}, {rounding}, {how}"
     columns = _columns(layout, shard, asked, head.weight.shape[0], plan.valid, settings, call)
@@ -183,6 +184,25 @@ def _columns_of(caller: str, name: str, value: Any, dim: int, group: Any) -> tup
     if group is not None and group.group_name != ranks.group_name:
         raise ValueError(f"{caller}: group has no use with a DTensor, or must be its mesh's")
     return value.to_local(), _of_group(caller, ranks, value.shape[dim], whole)
+
+
+def _like_weight(caller: str, name: str, value: Any, group: Any, shard: Sharded | None) -> Any:
+    """This rank's rows of a DTensor that lies as the weight does."""
+    own, of_value = _columns_of(caller, name, value, 0, group)
+    if of_value != shard:
+        raise ValueError(f"{caller}: {name} must be sharded like weight, over the same ranks")
+    return own
+
+
+def _own_factors(caller: str, lora: LoraFactors, group: Any, shard: Sharded | None) -> LoraFactors:
+    a, b = lora.a, lora.b
+    if _is_dtensor(b):
+        b = _like_weight(caller, "lora.b", b, group, shard)
+    if _is_dtensor(a):
+        a, of_a = _columns_of(caller, "lora.a", a, 0, group)
+        if of_a is not None and not of_a.whole:
+            raise ValueError(f"{caller}: lora.a, a DTensor, must be Replicate(): every rank multiplies by all of it")
+    return LoraFactors(a, b, lora.scale)
 
 
 def _hidden(caller: str, hidden: Any, shard: Sharded | None) -> tuple[Tensor, bool]:

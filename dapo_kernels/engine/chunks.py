@@ -154,10 +154,14 @@ class Chunks:
     def n_with_gradient(self) -> int:
         return -(-self.work.n_active // self.size)
 
-    def __iter__(self) -> Iterator[Chunk]:
+    def buffer(self, dtype: torch.dtype) -> Tensor:
+        """Room for the logits of a chunk."""
         stride = self.vocab if on_host(self.like) else row_stride(self.vocab)
         # On a GPU the allocator's: it knows of streams and graphs. Fresh on every call, reused by its chunks.
-        buffer = workspace((min(self.size, self.work.n), stride), self.dtype, self.like.device)[:, : self.vocab]
+        return workspace((min(self.size, self.work.n), stride), dtype, self.like.device)[:, : self.vocab]
+
+    def __iter__(self) -> Iterator[Chunk]:
+        buffer = self.buffer(self.dtype)
         for start in range(0, self.work.n, self.size):
             size = min(self.size, self.work.n - start)
             n_active = max(0, min(size, self.work.n_active - start))

@@ -1,6 +1,10 @@
-"""∂loss/∂(hidden, weight, bias) of the path from hidden states, added up over chunks of tokens; dW and db in float32.
+"""∂loss/∂(hidden, weight, bias, LoRA factors) of the path from hidden states, added up over chunks of tokens; those of
+the head in float32.
 
-N tokens, V vocabulary, H hidden, A rows of a chunk that have a gradient.
+N tokens, V vocabulary, H hidden, A rows of a chunk that have a gradient, r rank of the LoRA factors. With
+logits = h·Wᵀ + s·(h·Aᵀ)·Bᵀ and G = ∂loss/∂logits::
+
+    ∂h = G·W + s·(G·B)·A        ∂A = s·(G·B)ᵀ·h        ∂B = Gᵀ·s·(h·Aᵀ)
 """
 
 from __future__ import annotations
@@ -11,8 +15,9 @@ import torch
 from torch import Tensor
 
 from dapo_kernels.backends import Backend, WeightSum
+from dapo_kernels.engine.shards import sum_over_ranks
 from dapo_kernels.memory import large_tensor
-from dapo_kernels.records import Head, Needs, accumulate_dtype, on_host
+from dapo_kernels.records import Head, LoraFactors, Needs, Plan, accumulate_dtype, on_host
 
 # Bytes of a tile of the weight or of its gradient: it stays in the L2/L3 cache between GEMM and addition. Below
 # _TILE_ROWS rows a GEMM would not run at its rate.
@@ -43,6 +48,30 @@ def product_(out: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
+def _wide_product_(out: Tensor, dlogits: Tensor, x: Tensor, add: bool) -> None:
+    """out = dlogitsᵀ · x, or out += it, in at least float32. Where no GEMM of 16-bit operands leaves that, one in
+    bfloat16 is rounded; one in float16 might overflow before the loss is scaled.
+    """
+    if out.dtype == x.dtype or float32_product(x):
+        product_(out, dlogits.t(), x, add)
+        return
+    wide = x.float() if x.dtype == torch.float16 else x
+    size = tile_rows(4 * x.shape[1])
+    for start in range(0, dlogits.shape[1], size):
+        product = dlogits[:, start : start + size].to(wide.dtype).t() @ wide
+        part = out[start : start + size]
+        part.add_(product) if add else part.copy_(product)
+
+
+def low_rank(lora: LoraFactors, hidden: Tensor) -> Tensor:
+    """[C, r]: what b is multiplied by."""
+    return lora.scale * (hidden @ lora.a.t())
+
+
+def zeros_where(needed: bool, like: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return torch.zeros_like(like, dtype=dtype) if needed and like is not None else None
+
+
 class PlainSum:
     """A float32 sum of 16-bit tensors, or a sum of tensors in their own dtype."""
 
@@ -70,32 +99,35 @@ class HeadGradients(NamedTuple):
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
+    lora_a: Tensor | None = None  # this and the next in float32
+    lora_b: Tensor | None = None
 
 
 class GradientSum:
-    """∂loss/∂(hidden, weight, bias), added up over chunks; dW and db in float32. With ``float32_sums`` they are handed
-    over so: to a float32 tensor of the caller's, or because a float16 could not hold them before the loss is scaled.
-    Rows of a padded head behind its ``vocab`` have zeros.
+    """The gradients of hidden and head, added up over chunks; those of the head in float32. With ``float32_sums`` dW
+    and db are handed over so: to a float32 tensor of the caller's, or because a float16 could not hold them before the
+    loss is scaled. Rows of a padded head behind its ``vocab`` have zeros.
     """
 
     def __init__(
         self, head: Head, vocab: int, needs: Needs, n_chunks: int, backend: Backend, float32_sums: bool
     ) -> None:
         hidden, weight, bias = head[:3]
+        wide = accumulate_dtype(weight.dtype)
         self.vocab = vocab
         self.operand = first_rows(weight, vocab)
-        self.result_dtype = accumulate_dtype(weight.dtype) if float32_sums else weight.dtype
+        self.result_dtype = wide if float32_sums else weight.dtype
         self.n_chunks = n_chunks
         self.n_added = 0
         self.hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needs.hidden else None
-        self.bias: Tensor | None = None
+        self.bias = zeros_where(needs.bias, bias, wide)
+        self.lora = head.lora
+        self.lora_a = zeros_where(needs.lora_a, head.lora_a, wide)
+        self.lora_b = zeros_where(needs.lora_b, head.lora_b, wide)
         self.padded: Tensor | None = None  # its first rows are one of the next two
         self.weight: Tensor | None = None
         self.weight_sum: WeightSum | None = None
         self.weight_float32: Tensor | None = None
-        if needs.bias:
-            assert bias is not None
-            self.bias = torch.zeros_like(bias, dtype=accumulate_dtype(bias.dtype))
         if needs.weight:
             self._prepare_weight(weight, backend)
 
@@ -123,17 +155,17 @@ class GradientSum:
             return
         self.n_added += 1
         dlogits = dlogits.to(self.operand.dtype)
+        d_low = None if self.lora is None else self._through_factors(self.lora, dlogits, hidden)
         if self.hidden is not None:
-            if isinstance(rows, slice):
-                torch.mm(dlogits, self.operand, out=self.hidden[rows])
-            else:
-                self.hidden.index_copy_(0, rows, dlogits @ self.operand)
+            own = torch.mm(dlogits, self.operand, out=self.hidden[rows] if isinstance(rows, slice) else None)
+            if self.lora is not None and d_low is not None:
+                own.addmm_(d_low, self.lora.a)
+            if not isinstance(rows, slice):
+                self.hidden.index_copy_(0, rows, own)
         if self.bias is not None:
             first_rows(self.bias, self.vocab).add_(dlogits.sum(0, dtype=self.bias.dtype))
-        if self.weight_float32 is not None and not float32_product(hidden):
-            self._add_float32(self.weight_float32, dlogits, hidden)
-        elif self.weight_float32 is not None:
-            product_(self.weight_float32, dlogits.t(), hidden, add=self.n_added > 1)
+        if self.weight_float32 is not None:
+            _wide_product_(self.weight_float32, dlogits, hidden, add=self.n_added > 1)
         elif self.weight_sum is not None:
             size = self.tile.shape[0]
             for start in range(0, dlogits.shape[1], size):
@@ -143,16 +175,16 @@ class GradientSum:
         elif self.weight is not None:
             product_(self.weight, dlogits.t(), hidden, add=self._adds_to_weight())
 
-    def _add_float32(self, total: Tensor, dlogits: Tensor, hidden: Tensor) -> None:
-        """Where no GEMM of 16-bit operands leaves float32. A product in float16 may overflow before the loss is scaled;
-        one in bfloat16 is rounded.
-        """
-        wide = hidden.float() if hidden.dtype == torch.float16 else hidden
-        size = tile_rows(4 * hidden.shape[1])
-        for start in range(0, dlogits.shape[1], size):
-            product = dlogits[:, start : start + size].to(wide.dtype).t() @ wide
-            part = total[start : start + size]
-            part.add_(product) if self.n_added > 1 else part.copy_(product)
+    def _through_factors(self, lora: LoraFactors, dlogits: Tensor, hidden: Tensor) -> Tensor | None:
+        """Adds to the sums of the factors; ∂loss/∂(hidden · aᵀ) [A, r], where anything needs it."""
+        if self.lora_b is not None:
+            _wide_product_(first_rows(self.lora_b, self.vocab), dlogits, low_rank(lora, hidden), add=True)
+        if self.hidden is None and self.lora_a is None:
+            return None
+        d_low = lora.scale * (dlogits @ first_rows(lora.b, self.vocab))
+        if self.lora_a is not None:
+            self.lora_a.addmm_(d_low.to(self.lora_a.dtype).t(), hidden.to(self.lora_a.dtype))
+        return d_low
 
     def _adds_to_weight(self) -> bool:
         assert self.weight is not None
@@ -160,7 +192,7 @@ class GradientSum:
 
     def results(self) -> HeadGradients:
         bias = None if self.bias is None else self.bias.to(self.result_dtype)
-        return HeadGradients(self.hidden, self._weight(), bias)
+        return HeadGradients(self.hidden, self._weight(), bias, self.lora_a, self.lora_b)
 
     def _weight(self) -> Tensor | None:
         if self.padded is None:
@@ -172,3 +204,61 @@ class GradientSum:
         if self.weight_sum is not None:
             self.weight_sum.rounded()
         return self.padded.to(self.result_dtype)
+
+
+# --- on their way to autograd -------------------------------------------------------------------------------
+
+
+def gradient_unit(dtype: torch.dtype, weights: Tensor) -> tuple[Tensor, Tensor | float]:
+    """Weights of tokens at the scale at which a gradient formed together with its loss is held, and that scale.
+
+    In float16 the entries of a token mean's gradient, p/N, would vanish below 6e-8, before a loss scaler's factor (the
+    ``grad_output``) is known. A power of two that brings the heaviest token's weight up to 2⁻⁶ leaves room at both
+    ends; dividing the loss by it again divides what reaches the backward pass. Other dtypes need none.
+    """
+    if dtype != torch.float16 or weights.numel() == 0:
+        return weights, 1.0
+    heaviest = weights.amax()
+    unit = torch.exp2(-6.0 - torch.floor(torch.log2(heaviest))).clamp(min=1.0)
+    unit = torch.where(heaviest > 0, unit, 1.0)
+    return weights * unit, unit
+
+
+def wants_float32_sums(head: Head, plan: Plan) -> bool:
+    """Whether gradients of weight and bias that are formed with the loss wait for ``grad_output`` in float32."""
+    return plan.main_grad is not None or head.hidden.dtype == torch.float16
+
+
+def fake_gradients(head: Head, needs: Needs, float32_sums: bool) -> HeadGradients:
+    wide = accumulate_dtype(head.weight.dtype)
+    dtype = wide if float32_sums else head.weight.dtype
+    return HeadGradients(
+        head.hidden.new_empty(head.hidden.shape) if needs.hidden else None,
+        head.weight.new_empty(head.weight.shape, dtype=dtype) if needs.weight else None,
+        head.weight.new_empty(head.weight.shape[0], dtype=dtype) if needs.bias else None,
+        zeros_where(needs.lora_a, head.lora_a, wide),
+        zeros_where(needs.lora_b, head.lora_b, wide),
+    )
+
+
+def handed_over(
+    gradients: HeadGradients, dtype: torch.dtype, main_grad: Tensor | None, group: str | None, partial_hidden: bool
+) -> dict[str, Tensor | None]:
+    """To autograd; the weight's to ``main_grad``, where there is one. What all ranks of a group share is added up."""
+    hidden, weight, lora_a = gradients.hidden, gradients.weight, gradients.lora_a
+    if hidden is not None and group is not None and not partial_hidden:
+        hidden = sum_over_ranks(hidden, group)
+    if lora_a is not None and group is not None:
+        lora_a = sum_over_ranks(lora_a, group)
+    if main_grad is not None and weight is not None:
+        main_grad += weight
+        weight = None
+    own = {"weight": weight, "bias": gradients.bias, "lora_a": lora_a, "lora_b": gradients.lora_b}
+    of_head = {f"head_{name}": None if x is None else x.to(dtype) for name, x in own.items()}
+    return {"head_hidden": hidden, **of_head}
+
+
+class Unsaved(NamedTuple):
+    """Autograd would refuse a saved ``main_grad`` that another micro-batch has added to meanwhile."""
+
+    tensors: list[Tensor | None]

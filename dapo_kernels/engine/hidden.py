@@ -11,6 +11,7 @@ The loops over chunks return running sums: rounding dW to its dtype takes memory
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,17 +23,34 @@ from dapo_kernels.engine.chunks import Chunks, gradient_rows, idle_beforehand, l
 from dapo_kernels.engine.gradients import (
     GradientSum,
     HeadGradients,
+    Unsaved,
+    fake_gradients,
     first_rows,
     float32_product,
+    handed_over,
+    low_rank,
+    product_,
     sum_bytes,
     tile_rows,
+    wants_float32_sums,
 )
 from dapo_kernels.engine.operators import hand_out_once, operator, scaled
 from dapo_kernels.engine.rows import given_slopes
-from dapo_kernels.engine.shards import Widths, backend_of, stats_before_gradient, sum_over_ranks
+from dapo_kernels.engine.shards import Widths, backend_of, stats_before_gradient
 from dapo_kernels.objectives.own import OwnLoss, own_slopes, registered
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
-from dapo_kernels.records import Asked, Head, Needs, Plan, RowsLoss, RowStats, Slopes, Tokens, accumulate_dtype, on_host
+from dapo_kernels.records import (
+    Asked,
+    Head,
+    Needs,
+    Plan,
+    RowsLoss,
+    RowStats,
+    Slopes,
+    Tokens,
+    accumulate_dtype,
+    on_host,
+)
 
 
 def logits_of(head: Head, rows: Tensor | slice, out: Tensor) -> Tensor:
@@ -41,28 +59,51 @@ def logits_of(head: Head, rows: Tensor | slice, out: Tensor) -> Tensor:
     """
     n, hidden = out.shape[1], head.hidden[rows]
     if n < head.weight.shape[0]:
-        bias = None if head.bias is None else first_rows(head.bias, n)
-        head = head._replace(weight=first_rows(head.weight, n), bias=bias)
-    if out.dtype != hidden.dtype:
-        _float32_logits(head, hidden, out)
-    elif head.bias is None:
-        torch.mm(hidden, head.weight.t(), out=out)
-    else:
-        torch.addmm(head.bias, hidden, head.weight.t(), out=out)
+        bias, lora_b = (None if x is None else first_rows(x, n) for x in (head.bias, head.lora_b))
+        head = head._replace(weight=first_rows(head.weight, n), bias=bias, lora_b=lora_b)
+    if head.lora is None:
+        _logits(hidden, head.weight, head.bias, out)
+    else:  # the small product first: the large one adds to it in passing
+        _logits(low_rank(head.lora, hidden), head.lora.b, head.bias, out)
+        _add_logits(hidden, head.weight, out)
     return hidden
 
 
-def _float32_logits(head: Head, hidden: Tensor, out: Tensor) -> None:
-    """A part of the vocabulary at a time: a float32 copy of the whole weight would be gigabytes."""
-    if float32_product(hidden):
-        torch.mm(hidden, head.weight.t(), out_dtype=out.dtype, out=out)
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if out.dtype != x.dtype:
+        _float32_logits(x, weight, out)
+        if bias is not None:
+            out += bias
+    elif bias is None:
+        torch.mm(x, weight.t(), out=out)
     else:
-        hidden = hidden.float()
-        part = tile_rows(4 * hidden.shape[1])
-        for start in range(0, head.weight.shape[0], part):
-            torch.mm(hidden, head.weight[start : start + part].float().t(), out=out[:, start : start + part])
-    if head.bias is not None:
-        out += head.bias
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
+def _add_logits(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    if out.dtype == x.dtype or float32_product(x):
+        product_(out, x, weight.t(), add=True)
+        return
+    x = x.float()
+    for part, columns in _float32_parts(weight):
+        out[:, part].addmm_(x, columns)
+
+
+def _float32_logits(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    if float32_product(x):
+        torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+        return
+    x = x.float()
+    for part, columns in _float32_parts(weight):
+        torch.mm(x, columns, out=out[:, part])
+
+
+def _float32_parts(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """[H, part] of a part of the vocabulary at a time: a float32 copy of the whole weight would be gigabytes."""
+    size = tile_rows(4 * weight.shape[1])
+    for start in range(0, weight.shape[0], size):
+        part = slice(start, start + size)
+        yield part, weight[part].float().t()
 
 
 def _chunks(head: Head, live: Tensor, idle: Tensor | None, needs: Needs, plan: Plan, by: Backend) -> Chunks:
@@ -119,7 +160,7 @@ def _(head: Head, asked: Asked, plan: Plan) -> RowStats:
 
 @operator
 def linear_grad(head: Head, asked: Asked, stats: RowStats, slopes: Slopes, needs: Needs, plan: Plan) -> HeadGradients:
-    """Gradients of (hidden, weight, bias) from ∂loss/∂ℓ and ∂loss/∂H: the logits again, then two GEMMs."""
+    """Gradients of hidden and head from ∂loss/∂ℓ and ∂loss/∂H: the logits again, then two GEMMs."""
     return _grad_over_chunks(head, asked._replace(live=asked.live & ~slopes.idle), stats, slopes, needs, plan).results()
 
 
@@ -141,68 +182,27 @@ def _grad_over_chunks(
     return gradients
 
 
-def _float32_sums(head: Head, plan: Plan) -> bool:
-    """Whether the gradients of weight and bias that are formed with the loss wait for ``grad_output`` in float32."""
-    return plan.main_grad is not None or head.hidden.dtype == torch.float16
-
-
-def _fake_gradients(head: Head, needs: Needs, float32_sums: bool) -> HeadGradients:
-    dtype = accumulate_dtype(head.weight.dtype) if float32_sums else head.weight.dtype
-    return HeadGradients(
-        head.hidden.new_empty(head.hidden.shape) if needs.hidden else None,
-        head.weight.new_empty(head.weight.shape, dtype=dtype) if needs.weight else None,
-        head.weight.new_empty(head.weight.shape[0], dtype=dtype) if needs.bias else None,
-    )
-
-
 @linear_grad.fake
 def _(head: Head, asked: Asked, stats: RowStats, slopes: Slopes, needs: Needs, plan: Plan) -> HeadGradients:
-    return _fake_gradients(head, needs, plan.main_grad is not None)
+    return fake_gradients(head, needs, plan.main_grad is not None)
 
 
 linear_grad.has_no_gradient()
 
 
-def _handed_over(
-    gradients: HeadGradients, dtype: torch.dtype, main_grad: Tensor | None, sum_over: str | None
-) -> dict[str, Tensor | None]:
-    """To autograd; the weight's to ``main_grad``, where there is one, that of hidden added up over a group."""
-    hidden, weight, bias = gradients
-    if hidden is not None and sum_over is not None:
-        hidden = sum_over_ranks(hidden, sum_over)
-    if main_grad is not None and weight is not None:
-        main_grad += weight
-        weight = None
-    return {
-        "head_hidden": hidden,
-        "head_weight": None if weight is None else weight.to(dtype),
-        "head_bias": None if bias is None else bias.to(dtype),
-    }
-
-
-class _Unsaved(NamedTuple):
-    """Autograd would refuse a saved ``main_grad`` that another micro-batch has added to meanwhile."""
-
-    tensors: list[Tensor | None]
-
-
 def _keep_for_stats(stats: RowStats, head: Head, asked: Asked, plan: Plan) -> tuple[Any, ...]:
-    return head, asked, plan._replace(main_grad=None), stats, _Unsaved([plan.main_grad])
-
-
-def _sum_over(plan: Plan) -> str | None:
-    return None if plan.partial_hidden else plan.group
+    return head, asked, plan._replace(main_grad=None), stats, Unsaved([plan.main_grad])
 
 
 @linear_stats.gradient(_keep_for_stats, "logprobs", "entropy")
 def _(
-    ctx: Any, head: Head, asked: Asked, plan: Plan, stats: RowStats, unsaved: _Unsaved, grads: RowStats
+    ctx: Any, head: Head, asked: Asked, plan: Plan, stats: RowStats, unsaved: Unsaved, grads: RowStats
 ) -> dict[str, Tensor | None]:
     (main_grad,) = unsaved.tensors
     slopes = given_slopes(stats, grads, asked.want_entropy)
     plan = plan._replace(main_grad=main_grad)
-    gradients = linear_grad(head, asked, stats, slopes, Needs(*ctx.needs_input_grad[:3]), plan)
-    return _handed_over(gradients, head.weight.dtype, main_grad, _sum_over(plan))
+    gradients = linear_grad(head, asked, stats, slopes, Needs.of(ctx.needs_input_grad), plan)
+    return handed_over(gradients, head.weight.dtype, main_grad, plan.group, plan.partial_hidden)
 
 
 # --- the loss of objectives whose gradient at a token needs nothing but that token's row: three GEMMs --------
@@ -219,6 +219,8 @@ class LinearLoss(NamedTuple):
     d_hidden: Tensor | None
     d_weight: Tensor | None
     d_bias: Tensor | None
+    d_lora_a: Tensor | None
+    d_lora_b: Tensor | None
 
 
 def _no_loss(head: Head, asked: Asked, scalars: ObjectiveScalars) -> RowsLoss:
@@ -238,7 +240,7 @@ def _no_loss(head: Head, asked: Asked, scalars: ObjectiveScalars) -> RowsLoss:
 def linear_loss(
     head: Head, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, needs: Needs, plan: Plan
 ) -> LinearLoss:
-    """The loss and, formed on the way, the gradients of (hidden, weight, bias)."""
+    """The loss and, formed on the way, the gradients of hidden and head."""
     total, gradients = _loss_over_chunks(head, asked, tokens, scalars, needs, plan)
     return LinearLoss(total.loss.to(total.logprobs.dtype), *total[1:-1], *gradients.results())
 
@@ -251,7 +253,7 @@ def _loss_over_chunks(
     total = _no_loss(head, asked, scalars)
     idle = None if on_host(asked.live) or function else idle_beforehand(tokens, scalars)
     chunks = _chunks(head, asked.live, idle, needs, plan, by)
-    gradients = GradientSum(head, chunks.vocab, needs, chunks.n_with_gradient, by, _float32_sums(head, plan))
+    gradients = GradientSum(head, chunks.vocab, needs, chunks.n_with_gradient, by, wants_float32_sums(head, plan))
     for chunk in chunks:
         rows, logits = chunk.rows, chunk.logits
         hidden = logits_of(head, rows, logits)
@@ -280,13 +282,13 @@ def _own_row_loss_(
 def _(head: Head, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, needs: Needs, plan: Plan) -> LinearLoss:
     total = _no_loss(head, asked, scalars)
     return LinearLoss(
-        total.logprobs.new_empty(()), *total[1:-1], *_fake_gradients(head, needs, _float32_sums(head, plan))
+        total.logprobs.new_empty(()), *total[1:-1], *fake_gradients(head, needs, wants_float32_sums(head, plan))
     )
 
 
 def _keep_for_loss(out: LinearLoss, head: Head, *inputs: Any) -> tuple[Any, ...]:
     plan: Plan = inputs[-1]
-    return HeadGradients(*out[5:]), head.weight.dtype, _Unsaved([plan.main_grad]), _sum_over(plan)
+    return HeadGradients(*out[5:]), head.weight.dtype, Unsaved([plan.main_grad]), plan.group, plan.partial_hidden
 
 
 @linear_loss.gradient(_keep_for_loss, "loss")
@@ -294,10 +296,11 @@ def _(
     ctx: Any,
     gradients: HeadGradients,
     dtype: torch.dtype,
-    unsaved: _Unsaved,
-    sum_over: str | None,
+    unsaved: Unsaved,
+    group: str | None,
+    partial_hidden: bool,
     grads: LinearLoss,
 ) -> dict[str, Tensor | None]:
     hand_out_once(ctx, "linear_dapo_loss", "Add losses up and call backward once, or call it again.")
     gradients = HeadGradients(*(None if x is None else scaled(x, grads.loss) for x in gradients))
-    return _handed_over(gradients, dtype, unsaved.tensors[0], sum_over)
+    return handed_over(gradients, dtype, unsaved.tensors[0], group, partial_hidden)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
+
+from dapo_kernels.records import LoraFactors
 
 # What model families call the factor on their logits.
 _LOGIT_FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
@@ -45,8 +47,16 @@ def _logit_factor(config: Any) -> float:
     return float(scaling) if config.model_type == "hyperclovax" else 1.0 / scaling
 
 
+class OutputHead(NamedTuple):
+    """What makes logits of hidden states: weight [V, H], bias [V], PEFT's adapter."""
+
+    weight: Tensor
+    bias: Tensor | None
+    lora: LoraFactors | None
+
+
 def check_head(model: Any) -> None:
-    """A head whose weight alone makes the logits: the loss multiplies by it and never calls the module.
+    """A head whose parameters alone make the logits: the loss multiplies by them and never calls the module.
 
     Raises:
         ValueError: the model has no such head.
@@ -59,17 +69,53 @@ def check_head(model: Any) -> None:
             f"the output head of {type(model).__name__} must be a linear layer with a floating-point weight [V, H], "
             f"got {type(head).__name__} with {got}: quantized heads cannot be multiplied by directly"
         )
+    lora_of(head)
 
 
-def head_of(model: Any, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The head's weight [V, H] and bias [V], whole and in the dtype of ``hidden``. Looked up per call: PEFT and FSDP
-    replace modules and parameters.
+def lora_of(head: Any) -> LoraFactors | None:
+    """The factors that PEFT adds to the weight of a linear layer, as its adapters are switched now; None: nothing.
+
+    Raises:
+        ValueError: the layer carries an adapter that is not two factors and a scale, or several.
+    """
+    if not hasattr(head, "base_layer") or head.disable_adapters or head.merged:
+        return None
+    if not hasattr(head, "lora_A"):
+        raise _no_factors(f"{type(head).__name__}, which is not LoRA")
+    active = [name for name in head.active_adapters if name in head.lora_A]
+    if not active:
+        return None
+    if len(active) > 1:
+        raise _no_factors(f"of several at once, {', '.join(active)}; activate one")
+    (name,) = active
+    if name in head.lora_variant:
+        raise _no_factors(f"of the kind {type(head.lora_variant[name]).__name__}; expected plain LoRA")
+    if head.lora_bias[name]:
+        raise _no_factors("with a bias; set lora_bias=False")
+    if getattr(head.lora_dropout[name], "p", 0.0) > 0.0:
+        raise _no_factors("with dropout, which two passes over one policy would draw anew; set lora_dropout=0")
+    return LoraFactors(head.lora_A[name].weight, head.lora_B[name].weight, float(head.scaling[name]))
+
+
+def _no_factors(what: str) -> ValueError:
+    return ValueError(f"the output head carries an adapter {what}")
+
+
+def head_of(model: Any, hidden: Tensor) -> OutputHead:
+    """The head, whole and in the dtype of ``hidden``. Looked up per call: PEFT and FSDP replace modules and
+    parameters.
     """
     head = model.get_output_embeddings()
-    weight, bias = whole(head.weight), getattr(head, "bias", None)
-    if torch.is_autocast_enabled(hidden.device.type):  # then the loss itself casts all three alike
-        return weight, None if bias is None else whole(bias)
-    return weight.to(hidden.dtype), None if bias is None else whole(bias).to(hidden.dtype)
+    bias, lora = getattr(head, "bias", None), lora_of(head)
+    weight, bias = whole(head.weight), None if bias is None else whole(bias)
+    if lora is not None:
+        lora = LoraFactors(whole(lora.a), whole(lora.b), lora.scale)
+    if torch.is_autocast_enabled(hidden.device.type):  # then the loss itself casts them all alike
+        return OutputHead(weight, bias, lora)
+    dtype = hidden.dtype
+    return OutputHead(
+        weight.to(dtype), None if bias is None else bias.to(dtype), None if lora is None else lora.to(dtype)
+    )
 
 
 def whole(parameter: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from dapo_kernels.losses import Chosen, LinearOptions, LossOutput, linear_dapo_l
 
 _REFUSED = {
     "bias": "the model's head has it",
+    "lora": "the model's head has it",
     "softcap": "the model's configuration has it",
     "main_grad": "a gradient added there passes by the hooks that average over ranks",
 }
@@ -39,15 +40,16 @@ class PolicyLoss(nn.Module):
         out = policy(ids[:, :-1], ids[:, 1:], old_logprobs, advantages, mask=mask, denominator=denominator)
         out.loss.backward()
 
-    A bias of the head, soft-capped and scaled logits are the model's own. LoRA, and a head that FSDP2 has sharded by
-    itself, are served. All ranks call it equally often: one that has run out of data calls it with a batch whose mask
-    is all False, which adds nothing to the gradient.
+    A bias of the head, soft-capped and scaled logits are the model's own. LoRA, on the head too, and a head that FSDP2
+    has sharded by itself are served. All ranks call it equally often: one that has run out of data calls it with a
+    batch whose mask is all False, which adds nothing to the gradient.
 
     Args:
         model: a ``PreTrainedModel`` with a language-model head, or PEFT's model around one.
         objective: as in ``dapo_loss``.
         options: keywords of ``linear_dapo_loss`` that hold for every call: ``clip_high=0.3``, ``temperature=0.7``,
-            ``chunk_bytes=``; those of a call come first. ``bias``, ``softcap`` and ``main_grad`` are not among them.
+            ``chunk_bytes=``; those of a call come first. ``bias``, ``lora``, ``softcap`` and ``main_grad`` are not
+            among them.
 
     Raises:
         ValueError: the loss cannot be computed from this model's head; a keyword from that list.
@@ -92,7 +94,7 @@ class PolicyLoss(nn.Module):
         lasting = {name: value for name, value in self.options.items() if mode == "loss" or name in _OF_LOGPROBS}
         given: dict[str, Any] = {**lasting, **options}
         hidden = _hidden_states(self.model, input_ids, attention_mask, given.get("cu_seqlens"))
-        weight, given["bias"] = head_of(self.model, hidden)
+        weight, given["bias"], given["lora"] = head_of(self.model, hidden)
         rule = LogitRule.of(self.model.config, 1.0)
         given |= {"softcap": rule.softcap, "temperature": given.get("temperature", 1.0) * rule.temperature}
         if mode == "loss":
@@ -144,11 +146,6 @@ def _unwrapped(model: Any) -> Any:
 
 def _check_model(model: Any) -> None:
     check_head(model)
-    if hasattr(model.get_output_embeddings(), "base_layer"):
-        raise ValueError(
-            "PolicyLoss: the output head carries an adapter, which multiplying by its weight leaves out; take it from "
-            "PEFT's target_modules, or train the head itself with modules_to_save"
-        )
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError("PolicyLoss: the prompts that PEFT learns are added in its own forward, which is not called")
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +60,8 @@ class DapoGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        with _head_without_adapter(args[0] if args else kwargs.get("model")):
+            super().__init__(*args, **kwargs)
         _refuse(self)
         self.loss_route_reason = _two_pass_reason(self)
         self.loss_route = LOGPROBS if self.loss_route_reason else ONE_CALL
@@ -86,6 +88,23 @@ class DapoGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * scorer.output.aux_loss / _accumulation(self)
         return loss
+
+
+@contextlib.contextmanager
+def _head_without_adapter(model: Any) -> Iterator[None]:
+    """Inside, PEFT's model answers for the layer under an adapted head: TRL refuses the adapter, which its own way from
+    hidden states to log-probs would leave out.
+    """
+    adapted = isinstance(model, torch.nn.Module) and is_peft_model(model)
+    below = getattr(model.get_output_embeddings(), "base_layer", None) if adapted else None
+    if below is None:
+        yield
+        return
+    model.get_output_embeddings = lambda: below
+    try:
+        yield
+    finally:
+        del model.get_output_embeddings
 
 
 @dataclass(frozen=True)
@@ -238,8 +257,8 @@ def attach_scoring(model: Any, rule: LogitRule, *, entropy: bool, float32_head: 
         hidden = states.last_hidden_state[:, :-1]
         with torch.autocast(hidden.device.type, enabled=False) if float32_head else contextlib.nullcontext():
             hidden = hidden.float() if float32_head else hidden
-            weight, bias = head_of(self, hidden)
-            head = {"bias": bias, "softcap": rule.softcap, "temperature": rule.temperature}
+            weight, bias, lora = head_of(self, hidden)
+            head = {"bias": bias, "lora": lora, "softcap": rule.softcap, "temperature": rule.temperature}
             hidden, labels = hidden.to(weight.device), labels[:, 1:].to(weight.device)
             if call is None:
                 output = _logprobs(hidden, weight, head, labels, entropy)

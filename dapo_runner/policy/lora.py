@@ -1,7 +1,7 @@
 """Low-rank adapters through peft (the ``lora`` extra): put in, switched off, merged for an engine, saved and loaded.
 
-The model keeps its class and its own names; only linear layers are wrapped, so packing, the head and the loss do not
-know that adapters are there.
+The model keeps its class and its own names; only linear layers are wrapped, so packing does not know that adapters are
+there. Those of the output head reach the loss as factors.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def check_installed() -> None:
 
 def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
     """Wrap the linear layers of a transformers model in place; the base stops training. The start, B = 0, changes
-    nothing. Raises ConfigError without peft, or when a target is not in the model, is no linear layer or its output
-    head.
+    nothing. Raises ConfigError without peft, or when a target is not in the model, is no linear layer or an output head
+    that is the embedding too.
     """
     check_installed()
     import peft
@@ -47,8 +47,12 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
             peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
     except ValueError as error:
         raise ConfigError(f"model.lora.targets: {str(error).splitlines()[0]}") from error
-    if _is_adapted(model.get_output_embeddings()):
-        raise ConfigError("model.lora.targets: the output head cannot have adapters; leave it out")
+    head = model.get_output_embeddings()
+    if _is_adapted(head) and head.weight is model.get_input_embeddings().weight:
+        raise ConfigError(
+            "model.lora.targets: the output head is the embedding too, which an engine would get with the adapter in "
+            "it; leave it out"
+        )
     for name, module in model.named_modules():
         if _is_adapted(module) and not isinstance(module, peft.tuners.lora.Linear):
             raise ConfigError(f"model.lora.targets: expected linear layers, got {name}; leave it out")

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dapo_kernels import LoraFactors
+from dapo_kernels.integrations.heads import lora_of
 from dapo_runner.config import ConfigError, ModelConfig
 from dapo_runner.parallel.sharding import Root, fill, shard
 from dapo_runner.parallel.ulysses import own_positions
@@ -41,11 +43,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Head(NamedTuple):
-    """softcap(hidden · weightᵀ + bias): weight [V, H], bias [V] or None, softcap or None."""
+    """softcap(hidden · weightᵀ + bias): weight [V, H], bias [V] or None, softcap or None; an adapter of the weight."""
 
     weight: Tensor
     bias: Tensor | None
     softcap: float | None
+    lora: LoraFactors | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,18 +73,23 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        return self.head.weight.device
+        return self._output_layer.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.head.weight.dtype
+        return self._output_layer.weight.dtype
 
     @property
     def head(self) -> Head:
         """The output head; with tied embeddings its weight is the embedding itself."""
-        layer = self.model.get_output_embeddings()
-        config = self.model.config.get_text_config(decoder=True)
-        return Head(layer.weight, getattr(layer, "bias", None), getattr(config, "final_logit_softcapping", None))
+        layer, config = self._output_layer, self.model.config.get_text_config(decoder=True)
+        softcap, lora = getattr(config, "final_logit_softcapping", None), lora_of(layer)
+        lora = None if lora is None else lora.to(layer.weight.dtype)
+        return Head(layer.weight, getattr(layer, "bias", None), softcap, lora)
+
+    @property
+    def _output_layer(self) -> Any:
+        return self.model.get_output_embeddings()
 
     def hidden_states(self, batch: PackedBatch) -> Tensor:
         """What the head is applied to: [T, H] in the model's dtype, or [T/W, H] where W ranks share the positions.

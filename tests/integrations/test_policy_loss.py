@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dapo_kernels import linear_dapo_loss, reduce_metrics, summarize
+from dapo_kernels.integrations.heads import head_of
 from dapo_kernels.integrations.torch import PolicyLoss
 
 VOCAB, PROMPT, RANKS = 61, 3, 2
@@ -178,16 +179,45 @@ def test_adapters() -> None:
     out.loss.backward()
     assert len(gradients(policy.model)) == 8
     PolicyLoss(adapted(target_modules=["q_proj"], modules_to_save=["lm_head"]))(**rows).loss.backward()
-    with pytest.raises(ValueError, match="output head carries an adapter"):
-        PolicyLoss(adapted(target_modules=["q_proj", "lm_head"]))
+    policy = PolicyLoss(adapted(target_modules=["q_proj", "lm_head"], use_rslora=True, lora_alpha=3))
+    stats = policy(rows["input_ids"], rows["target_ids"], mask=rows["mask"], mode="logprobs")
+    torch.testing.assert_close(stats.logprobs, eager_logprobs(policy.model, rows, 1.0), atol=1e-5, rtol=1e-5)
+    stats.logprobs.sum().backward()
+    fused = gradients(policy.model)
+    policy.zero_grad()
+    log_p = policy.model(input_ids=rows["input_ids"]).logits.log_softmax(-1)
+    log_p.gather(-1, rows["target_ids"].unsqueeze(-1))[rows["mask"]].sum().backward()
+    assert sum("lm_head" in name for name in fused) == 2
+    for name, grad in gradients(policy.model).items():
+        torch.testing.assert_close(fused[name], grad, atol=1e-4, rtol=1e-4)
+    with policy.model.disable_adapter():
+        assert head_of(policy.model, stats.logprobs).lora is None
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     with pytest.raises(ValueError, match="prompts that PEFT learns"):
         PolicyLoss(peft.get_peft_model(network(), prompts))
 
 
+def test_adapters_of_the_head_that_are_not_two_factors() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    targets = {"target_modules": ["lm_head"]}
+    kinds: list[tuple[str, Any]] = [
+        ("with dropout", peft.LoraConfig(**targets, lora_dropout=0.1)),
+        ("of the kind DoraLinearVariant", peft.LoraConfig(**targets, use_dora=True)),
+        ("Linear, which is not LoRA", peft.IA3Config(**targets, feedforward_modules=[])),
+    ]
+    for what, config in kinds:
+        with pytest.raises(ValueError, match=f"output head carries an adapter {what}"):
+            PolicyLoss(peft.get_peft_model(network(), config))
+    model = peft.get_peft_model(network(), peft.LoraConfig(**targets))
+    model.add_adapter("second", peft.LoraConfig(**targets))
+    model.base_model.set_adapter(["default", "second"])
+    with pytest.raises(ValueError, match="carries an adapter of several at once, default, second"):
+        PolicyLoss(model)
+
+
 def test_what_it_refuses() -> None:
     model = network()
-    for name in ("bias", "softcap", "main_grad"):
+    for name in ("bias", "lora", "softcap", "main_grad"):
         with pytest.raises(ValueError, match=f"PolicyLoss: {name} is not an option"):
             PolicyLoss(model, **{name: None})
         with pytest.raises(ValueError, match=f"PolicyLoss: {name} is not an option"):

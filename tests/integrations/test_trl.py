@@ -23,6 +23,7 @@ import trl.trainer.utils
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl import GRPOTrainer
+from trl.trainer.utils import FusedCausalLMOutput
 from trl_runs import OFF_POLICY, ON_POLICY, Rollouts, Run, assert_same_run, load, save_tiny_model, train
 
 from dapo_kernels.integrations import trl as ours
@@ -233,6 +234,46 @@ def test_prompt_tuning(both: Any) -> None:
     """Virtual tokens shift where the completion lies in the hidden states."""
     tuning = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     mine, theirs = both(**(OFF_POLICY | {"learning_rate": 5.0}), trainer_options={"peft_config": tuning})
+    assert_same_run(mine, theirs, TOLERANCE, WEIGHTS)
+
+
+class Eager(DapoGRPOTrainer):
+    """TRL's own formula on the logits that PEFT's own forward makes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._objective = None
+
+    def _attach(self, model: Any, *, entropy: bool) -> None:
+        plain = type(model).forward
+
+        def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+            if not fused_lm_head:
+                return plain(self, *args, **kwargs)
+            labels = kwargs.pop("labels")[:, 1:]
+            log_p = plain(self, *args, **kwargs).logits[:, :-1].log_softmax(-1)
+            picked = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+            scored, entropies = labels != -100, -(log_p.exp() * log_p).sum(-1)
+            return FusedCausalLMOutput(log_probs=picked * scored, entropy=entropies * scored, label_mask=scored)
+
+        model.forward = types.MethodType(forward, model)
+
+
+@pytest.mark.parametrize("case", ["one pass", "two passes"])
+def test_lora_on_the_head(tmp_path: Path, model: Path, case: str) -> None:
+    options = OFF_POLICY | {"learning_rate": 0.05, "beta": 0.1} | ({} if case == "one pass" else TWO_PASSES["gspo"])
+
+    def one(trainer_class: type) -> Run:
+        torch.manual_seed(1)
+        lora = {"r": 4, "use_rslora": True, "target_modules": ["q_proj", "lm_head"], "init_lora_weights": False}
+        adapted = get_peft_model(load(model), LoraConfig(**lora, task_type="CAUSAL_LM"))
+        return train(trainer_class, adapted, tmp_path, Rollouts(), **options)
+
+    mine, theirs = one(DapoGRPOTrainer), one(Eager)
+    assert mine.trainer.loss_route == (ONE_CALL if case == "one pass" else LOGPROBS)
+    for factor in ("lora_A", "lora_B"):
+        name = f"base_model.model.lm_head.{factor}.default.weight"
+        assert not torch.equal(mine.weights[name], mine.start[name])
     assert_same_run(mine, theirs, TOLERANCE, WEIGHTS)
 
 

@@ -17,11 +17,14 @@ import torch
 from oracle import Options, Span, TokenInputs, batch_loss, row_entropy, row_log_softmax
 from torch import Tensor
 
+from dapo_kernels import LoraFactors
+
 # log(0.8) = -0.223, log(1.2) = 0.182, log(1.28) = 0.247, log(2) = 0.693, log(3) = 1.099
 LOG_RATIOS = (-1.2, -0.5, -0.35, -0.1, 0.0, 0.03, 0.1, 0.215, 0.4, 0.55, 0.9, 1.3)
 # Logits that a half-precision GEMM has rounded are off by some hundredths: wider margins.
 WIDE_LOG_RATIOS = (-1.2, -0.45, -0.05, 0.0, 0.03, 0.05, 0.38, 0.9, 1.3)
 
+LORA_SCALE = 1.5
 # Eager PyTorch keeps logits in their dtype and does the softmax in float32.
 MATH_DTYPE = {
     torch.float64: torch.float64,
@@ -73,10 +76,12 @@ class Case:
 
 
 def logits_of(leaves: dict[str, Tensor], softcap: float | None) -> Tensor:
-    """``[T, V]`` logits: given, or hidden @ weight.T + bias, then softcap * tanh(. / softcap)."""
+    """``[T, V]`` logits: given, or hidden @ weight.T + LoRA factors + bias, then softcap * tanh(. / softcap)."""
     if "logits" in leaves:
         return leaves["logits"]
     logits = leaves["hidden"] @ leaves["weight"].T
+    if "lora_a" in leaves:
+        logits = logits + LORA_SCALE * (leaves["hidden"] @ leaves["lora_a"].T @ leaves["lora_b"].T)
     if "bias" in leaves:
         logits = logits + leaves["bias"]
     if softcap is not None:
@@ -145,8 +150,11 @@ def linear_case(
     dead: float = 0.3,
     mask: Tensor | None = None,
     temperature: float | Tensor = 1.0,
+    rank: int = 0,
 ) -> Case:
-    """The same from hidden states ``[T, H]`` and a head ``[V, H]`` (and ``[V]`` bias), all in `dtype`."""
+    """The same from hidden states ``[T, H]`` and a head ``[V, H]`` (and ``[V]`` bias), all in `dtype`. ``rank``: of
+    LoRA factors ``[rank, H]`` and ``[V, rank]``.
+    """
     generator = torch.Generator().manual_seed(seed)
     n_tokens = sum(lengths)
     leaves = {
@@ -155,6 +163,9 @@ def linear_case(
     }
     if bias:
         leaves["bias"] = torch.randn(vocab, generator=generator).to(dtype)
+    if rank:
+        leaves["lora_a"] = (torch.randn(rank, hidden_size, generator=generator) / math.sqrt(hidden_size)).to(dtype)
+        leaves["lora_b"] = (torch.randn(vocab, rank, generator=generator) / math.sqrt(rank)).to(dtype)
     case = _empty_case(lengths, leaves, temperature=temperature, softcap=softcap)
     return _fill_tokens(case, generator, dead, mask)
 
@@ -253,7 +264,7 @@ def call_linear(
     case: Case,
     objective: str,
     *,
-    needs: Sequence[str] = ("hidden", "weight", "bias"),
+    needs: Sequence[str] = ("hidden", "weight", "bias", "lora_a", "lora_b"),
     grad_output: float = 1.0,
     **kwargs: Any,
 ) -> tuple[Any, dict[str, Tensor | None]]:
@@ -262,6 +273,8 @@ def call_linear(
     for name, leaf in leaves.items():
         leaf.requires_grad_(name in needs)
     kwargs = {"temperature": case.temperature, "softcap": case.softcap, "bias": leaves.get("bias"), **kwargs}
+    if "lora_a" in leaves:
+        kwargs["lora"] = LoraFactors(leaves["lora_a"], leaves["lora_b"], LORA_SCALE)
     old, advantages = kwargs.pop("old", case.old_logprobs), kwargs.pop("advantages", case.advantages)
     out = fn(
         leaves["hidden"],

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, call_linear, call_logits, linear_case, logits_case, pad, solve
+from cases import LORA_SCALE, Case, call_linear, call_logits, linear_case, logits_case, pad, solve
 from oracle import ROWS
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from dapo_kernels import (
     OBJECTIVES,
+    LoraFactors,
     dapo_loss,
     linear_dapo_loss,
     linear_preference_loss,
@@ -47,16 +48,19 @@ def columns(cut: tuple[int, ...], group: Group) -> slice:
     return slice(sum(cut[:rank]), sum(cut[: rank + 1]))
 
 
+WHOLE = ("hidden", "lora_a")  # on every rank
+
+
 def share(case: Case, mine: slice) -> Case:
     """The case with this rank's rows of the head, or its columns of the logits."""
-    leaves = {name: leaf if name == "hidden" else leaf[mine] for name, leaf in case.leaves.items()}
+    leaves = {name: leaf if name in WHOLE else leaf[mine] for name, leaf in case.leaves.items()}
     if "logits" in leaves:
         leaves["logits"] = case.leaves["logits"][:, mine]
     return replace(case, leaves=leaves)
 
 
 def of_mine(grads: dict[str, Tensor | None], mine: slice) -> dict[str, Any]:
-    return {name: grad if name == "hidden" or grad is None else grad[mine] for name, grad in grads.items()}
+    return {name: grad if name in WHOLE or grad is None else grad[mine] for name, grad in grads.items()}
 
 
 def own_loss(logprobs: Tensor, entropy: Tensor | None, tokens: Any) -> Tensor:
@@ -167,6 +171,10 @@ def every_option(group: Group, cut: tuple[int, ...], dtypes: tuple[torch.dtype, 
         head = linear_case(V, H, LENGTHS, bias=True, seed=6)
         head.target_ids = head.target_ids.clamp(max=valid - 1)
         from_hidden(group, head, cut, "dapo", f"{valid}", mask=head.mask, entropy_coef=0.1, valid_vocab=valid)
+    for objective in ("dapo", "gspo"):
+        case = linear_case(V, H, LENGTHS, bias=True, softcap=2.0, seed=6, rank=3)
+        how = {"mask": case.mask, "cu_seqlens": case.cu_seqlens, "chunk_bytes": 5 * V * 8}
+        from_hidden(group, case, cut, objective, f"{objective}, LoRA", **how)
     case = linear_case(V, H, LENGTHS, seed=7, mask=torch.zeros(T, dtype=torch.bool))
     from_hidden(group, case, cut, "dapo", "all dead", mask=case.mask)
 
@@ -277,6 +285,30 @@ def distributed_tensors(group: Group) -> None:
     for logits in (rows, plain):
         dapo_loss(logits, *tokens, mask=case.mask).loss.backward()
     torch.testing.assert_close(rows.grad.full_tensor(), plain.grad, **CLOSE[torch.float32])  # type: ignore[union-attr]
+
+
+def low_rank_factors(group: Group) -> None:
+    """With hidden states cut by sequence, whose gradient the factors share in; and as DTensors."""
+    mesh, n_ranks, rank = DeviceMesh.from_group(group, "cpu"), group.size(), group.rank()
+    case = linear_case(V, H, LENGTHS, seed=23, rank=3)
+    whole, expected = call_linear(linear_dapo_loss, case, "dapo", mask=case.mask)
+    tokens = (case.target_ids, case.old_logprobs, case.advantages)
+    a = distribute_tensor(case.leaves["lora_a"], mesh, [Replicate()]).requires_grad_()
+    weight, b = (
+        distribute_tensor(case.leaves[name], mesh, [Shard(0)]).requires_grad_() for name in ("weight", "lora_b")
+    )
+    part = case.leaves["hidden"].chunk(n_ranks)[rank].clone().requires_grad_()
+    how = {"lora": LoraFactors(a, b, LORA_SCALE), "mask": case.mask, "sequence_parallel": True}
+    got = linear_dapo_loss(part, weight, *tokens, **how)
+    got.loss.backward()
+    distributed = {"weight": weight, "lora_a": a, "lora_b": b}
+    grads = {name: x.grad.full_tensor() for name, x in distributed.items()}  # type: ignore[union-attr]
+    grads["hidden"] = part.grad
+    expected["hidden"] = expected["hidden"].chunk(n_ranks)[rank]  # type: ignore[union-attr]
+    alike(group, got, whole, grads, expected, "LoRA by sequence", **CLOSE[torch.float32])
+    for name, wrong in {"a": (b, b), "b": (a, a)}.items():
+        with refusing(ValueError, f"lora.{name}"):
+            linear_dapo_loss(part, weight, *tokens, **{**how, "lora": LoraFactors(*wrong, LORA_SCALE)})
 
 
 def the_page(group: Group) -> None:
@@ -531,6 +563,7 @@ def on_a_rank(rank: int) -> None:
         lots_of_a_whole_head(group)
         impossible_columns(group)
         second_derivative(group)
+        low_rank_factors(group)
     if rank < 2:
         the_page(group)
         compiled(group, CUTS[2][0])

@@ -17,7 +17,7 @@ from builders import make_config, paired, random_sequences
 from launch import leave
 
 from dapo_runner.config import Config
-from dapo_runner.parallel.sharding import whole
+from dapo_runner.parallel.sharding import assign, whole
 from dapo_runner.parallel.watch import launched
 from dapo_runner.parallel.world import ALONE, World, make_layout, make_world
 from dapo_runner.policy.model import load_critic, load_policy, load_reference
@@ -83,10 +83,10 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     learner = make_learner(path, config, world)
     policy = learner.policy
     if config.model.lora is not None:
-        with torch.no_grad():  # B = 0 would leave A without a gradient
+        with torch.no_grad():  # B = 0 would leave A without a gradient, rows alike that of the head
             for name, parameter in policy.model.named_parameters():
                 if ".lora_B." in name:
-                    parameter.copy_(parameter * 0 + 0.01)
+                    assign(parameter, torch.linspace(0.0, 0.02, parameter.numel()).view(parameter.shape))
     sequences = sequences_for(config, n_sequences)
     if poisoned:
         sequences[0].advantages[-1] = float("inf")  # one rank's alone

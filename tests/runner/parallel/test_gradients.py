@@ -67,6 +67,10 @@ ROUTED = {  # the second of two updates, on a model of its own
 SELECTED = ["gspo", "vespo", "clip_cov", "one_sequence", "accumulated", "pairs", "ppo"]
 GATHERED_ONCE = ("dapo", "clip_cov", "accumulated", "ppo", "lora")
 UNTIED = ("shard 2", "shard 4, sequence 2")
+OF_UNTIED: dict[str, dict[str, Any]] = {
+    **{name: CASES[name] for name in SELECTED},
+    "lora on the head": {"model": {**FLOAT32, "lora": {"rank": 4, "alpha": 8, "targets": ["q_proj", "lm_head"]}}},
+}
 
 
 def small_model(folder: Path, tied: bool) -> Path:
@@ -93,7 +97,7 @@ def results(n: int, cases: dict[str, dict[str, Any]], folder: Path) -> dict[str,
 def test_an_update_is_that_of_one_process(tmp_path: Path) -> None:
     tied, untied = (str(small_model(tmp_path / name, name == "tied")) for name in ("tied", "untied"))
     on_one = {(name, tied): {**case, "path": tied} for name, case in CASES.items()}
-    on_one |= {(name, untied): {**CASES[name], "path": untied} for name in SELECTED}
+    on_one |= {(name, untied): {**case, "path": untied} for name, case in OF_UNTIED.items()}
     experts = str(save_model(small_experts(), make_tokenizer(), tmp_path / "experts"))
     on_one["routed", experts] = {**ROUTED, "path": experts}
     alone = dict(
@@ -109,7 +113,7 @@ def test_an_update_is_that_of_one_process(tmp_path: Path) -> None:
                     label, once = f"{name}, gathered once", {**parallel, "reshard_after_forward": False}
                     cases[label], expected[label] = {**on_one[name, tied], "parallel": once}, alone[name, tied]
             wanted = [(name, tied) for name in (CASES if layout == "shard 2" else SELECTED)]
-            wanted += [(name, untied) for name in SELECTED if layout in UNTIED]
+            wanted += [(name, untied) for name in OF_UNTIED if layout in UNTIED]
             wanted += [("routed", experts)] if n == 2 else []
             for key in wanted:
                 label = f"{key[0]}, {layout}, {Path(key[1]).name}"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from builders import make_config, make_prompt, random_sequences
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dapo_runner.checkpoint import load_checkpoint, save_checkpoint
 from dapo_runner.config import ConfigError, ModelConfig
@@ -163,11 +163,38 @@ def test_the_seed_draws_the_adapters_and_nothing_else(model_folder: Path) -> Non
     assert not torch.equal(first, third)
 
 
-def test_targets_that_are_not_there_and_the_head_are_refused(model_folder: Path) -> None:
+def test_the_output_head_with_adapters(model_folder: Path, tmp_path: Path) -> None:
+    """They train, the loss sees them, the reference and the start do not, and an engine gets them merged in."""
+    adapted = load(model_folder, targets=["q_proj", "lm_head"])
+    learner, plain = Learner(adapted, CONFIG), Learner(load(model_folder), make_config())
+    (batch,) = pack(random_sequences(4), 256)
+    assert torch.equal(learner.logprobs(batch), plain.logprobs(batch))
+    train(learner, range(2))
+    assert all(".lora_" in name for name in learner.master.tensors)
+    layer = adapted.model.get_output_embeddings()
+    assert layer.lora_B["default"].weight.any()
+    with torch.no_grad():
+        logits = layer(adapted.hidden_states(batch))
+    expected = logits.log_softmax(-1).gather(-1, batch.target_ids[:, None])[:, 0]
+    torch.testing.assert_close(learner.logprobs(batch)[batch.mask], expected[batch.mask], atol=1e-5, rtol=1e-5)
+    assert torch.equal(learner.ref_logprobs(batch), plain.logprobs(batch))
+    adapted.save(tmp_path / "model")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    exact = (
+        layer.base_layer.weight
+        + layer.scaling["default"] * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    )
+    torch.testing.assert_close(merged.lm_head.weight, exact)
+
+
+def test_targets_that_are_not_there_and_a_tied_head_are_refused(model_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.lora\.targets: .*nowhere"):
         load(model_folder, targets=["nowhere"])
-    with pytest.raises(ConfigError, match="output head"):
-        load(model_folder, targets=["lm_head"])
+    config = AutoConfig.from_pretrained(model_folder, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="output head is the embedding too"):
+        load(tmp_path, targets=["lm_head"])
     with pytest.raises(ConfigError, match=r"expected linear layers, got model\.embed_tokens"):
         load(model_folder, targets=["embed_tokens"])
     load(model_folder, targets=["q_proj", "v_proj"])
