@@ -1,6 +1,7 @@
 """Fused loss kernels for reinforcement learning on language models: the DAPO loss and its relatives."""
 
 from dapo_kernels.backends import use_backend
+from dapo_kernels.distillation import linear_distillation_loss
 from dapo_kernels.logprobs import linear_token_logprobs, token_logprobs
 from dapo_kernels.losses import (
     dapo_loss,
@@ -24,6 +25,7 @@ __all__ = [
     "__version__",
     "dapo_loss",
     "linear_dapo_loss",
+    "linear_distillation_loss",
     "linear_preference_loss",
     "linear_token_logprobs",
     "policy_loss",

@@ -19,7 +19,7 @@ LAYERS = (
     ("dapo_kernels.call", "dapo_kernels.head", "dapo_kernels.metrics"),
     ("dapo_kernels.engine",),
     ("dapo_kernels.sharding",),
-    ("dapo_kernels.losses", "dapo_kernels.logprobs", "dapo_kernels.preference"),
+    ("dapo_kernels.losses", "dapo_kernels.logprobs", "dapo_kernels.preference", "dapo_kernels.distillation"),
     ("dapo_kernels",),
     ("dapo_kernels.integrations",),
     ("dapo_runner.errors",),

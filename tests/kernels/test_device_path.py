@@ -19,15 +19,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dapo_kernels import (
     OBJECTIVES,
+    LoraFactors,
     dapo_loss,
     linear_dapo_loss,
+    linear_distillation_loss,
     linear_token_logprobs,
     memory,
     policy_loss,
     token_logprobs,
     use_backend,
 )
-from dapo_kernels.engine import chunks, gradients, hidden
+from dapo_kernels.backends import divergence
+from dapo_kernels.engine import chunks, distillation, gradients, hidden
 from dapo_kernels.engine.chunks import ROW_MULTIPLE, Chunks, Work, device_chunk_rows, live_work, row_stride
 from dapo_kernels.head import head_of_call
 from dapo_kernels.layout import layout_of
@@ -108,7 +111,7 @@ def test_scratch_memory_of_a_device_is_the_allocators() -> None:
 @pytest.fixture
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors take the path of CUDA tensors."""
-    for module in (aggregate, chunks, hidden, gradients):
+    for module in (aggregate, chunks, hidden, gradients, distillation, divergence):
         monkeypatch.setattr(module, "on_host", lambda x: False)
 
 
@@ -388,7 +391,7 @@ def test_skipping_work_as_on_a_device_gives_the_hosts_numbers(
     case.leaves["hidden"] = case.leaves["hidden"].masked_fill(dead[:, None], torch.nan)
     for field in ("old_logprobs", "advantages"):
         setattr(case, field, getattr(case, field).masked_fill(dead, torch.nan))
-    for module in (aggregate, chunks, hidden, gradients):
+    for module in (aggregate, chunks, hidden, gradients, distillation, divergence):
         monkeypatch.setattr(module, "on_host", lambda x: False)
     out, grads = gradients_of(case, host_sync=host_sync, **said)
     torch.testing.assert_close(out.loss, expected.loss, rtol=1e-5, atol=1e-6)
@@ -406,3 +409,46 @@ def test_a_batch_without_live_tokens(as_on_a_device: None, host_sync: bool) -> N
         out, grads = gradients_of(case, host_sync=host_sync, chunk_bytes=chunk_bytes)
         assert out.loss.item() == 0.0
         assert all(not grad.any() for grad in grads.values())
+
+
+@needs_triton
+def test_factors_and_divergences_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    record_launches(monkeypatch)
+    p = problem(torch.float32)
+    a, b, weights = (torch.empty(shape, device="meta") for shape in ((3, H), (V, 3), (T,)))
+    head = Head(p["hidden"], p["weight"], None, None, False, a, b, 0.5)
+    tokens = Tokens(p["mask"], weights, weights, p["old_logprobs"], None, None)
+    asked = Asked(p["target_ids"], p["mask"], 1.0, p["temperature"], False)
+    rest = (Needs(True, True, False, True, True), Plan(ROW_MULTIPLE * row_stride(V) * 4, False, None, "triton"))
+    with torch.no_grad(), NoWaiting():
+        loss = hidden.linear_loss.run(head, asked, tokens, ObjectiveScalars.of(OBJECTIVES["dapo"]), *rest)
+        divergence = distillation.linear_divergence.run(head, head, asked, weights, 0.3, *rest)
+    for out in (loss, divergence):
+        shapes = [None if x is None else tuple(x.shape) for x in out[-5:]]
+        assert shapes == [(T, H), (V, H), None, (3, H), (V, 3)]
+
+
+@pytest.mark.parametrize("host_sync", [True, False])
+@pytest.mark.parametrize("chunk_bytes", [None, 5 * 48 * 4])
+def test_factors_and_divergences_of_a_device(
+    as_on_a_device: None, monkeypatch: pytest.MonkeyPatch, host_sync: bool, chunk_bytes: int | None
+) -> None:
+    """The rows that dead tokens leave, with NaN in them, change nothing; as on the host."""
+    case = linear_case(47, 8, seed=91, rank=3)
+    case.leaves["hidden"][~case.mask] = torch.nan
+
+    def run() -> list[Any]:
+        x = case.fresh()
+        lora = LoraFactors(x["lora_a"], x["lora_b"], 1.5)
+        how: dict[str, Any] = {"lora": lora, "mask": case.mask, "host_sync": host_sync, "chunk_bytes": chunk_bytes}
+        tokens = (case.target_ids, case.old_logprobs, case.advantages)
+        loss = linear_dapo_loss(x["hidden"], x["weight"], *tokens, **how).loss
+        of_ref = (case.leaves["hidden"].flip(1), case.leaves["weight"])
+        loss = loss + linear_distillation_loss(x["hidden"], x["weight"], *of_ref, beta=0.3, **how).loss
+        loss.backward()
+        return [loss.detach(), *(leaf.grad for leaf in x.values())]
+
+    got = run()
+    monkeypatch.undo()
+    for a, b in zip(got, run(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

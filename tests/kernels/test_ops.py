@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dapo_kernels import (
     dapo_loss,
     linear_dapo_loss,
+    linear_distillation_loss,
     linear_token_logprobs,
     policy_loss,
     token_logprobs,
@@ -78,6 +79,8 @@ def exercise() -> Recorder:
                 ).loss.mul(2.0).backward()
                 stats = linear_token_logprobs(*head, linear.target_ids, bias=x["bias"], entropy=True)
                 (stats.logprobs.sum() + stats.entropy.sum()).backward()
+                of_ref = (torch.randn(5, 4), torch.randn(13, 4))
+                linear_distillation_loss(*head, *of_ref, beta=0.3, mask=case.mask).loss.backward()
                 leaf = case.ref_logprobs.clone().requires_grad_()
                 policy_loss(leaf, old, case.advantages, **options, importance_weights=weights).loss.backward()
     return recorder
@@ -333,7 +336,8 @@ assert set(dapo_kernels.__all__) == {
     "dapo_loss", "linear_dapo_loss", "policy_loss", "token_logprobs", "linear_token_logprobs",
     "policy_loss_from_logits", "policy_loss_from_hidden",
     "preference_loss", "linear_preference_loss", "preference_loss_from_logprobs",
-    "LoraFactors", "Objective", "OBJECTIVES", "reduce_metrics", "summarize", "use_backend", "__version__"}
+    "linear_distillation_loss", "LoraFactors",
+    "Objective", "OBJECTIVES", "reduce_metrics", "summarize", "use_backend", "__version__"}
 """
     _run(program)
 

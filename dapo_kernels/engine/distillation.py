@@ -1,0 +1,105 @@
+"""The divergence of the policy from a reference of which hidden states and head are given, a chunk of tokens at a time.
+
+N tokens, V vocabulary. Per chunk of C tokens, in two reused [C, V] buffers: the policy's logits and the reference's →
+divergence of every row, its gradient in the place of the policy's logits → the two gradient GEMMs at once. Four GEMMs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dapo_kernels.backends import backend
+from dapo_kernels.backends.divergence import Distance, row_divergence_
+from dapo_kernels.backends.reference import check_rows
+from dapo_kernels.engine.chunks import Chunks, gradient_rows, live_work
+from dapo_kernels.engine.gradients import (
+    GradientSum,
+    HeadGradients,
+    Unsaved,
+    fake_gradients,
+    handed_over,
+    sum_bytes,
+    wants_float32_sums,
+)
+from dapo_kernels.engine.hidden import logits_of
+from dapo_kernels.engine.operators import hand_out_once, operator, scaled
+from dapo_kernels.records import Asked, Head, Needs, Plan, accumulate_dtype, on_host
+
+
+class LinearDivergence(NamedTuple):
+    """Σ weights · divergence, the divergence of every token, and the gradients for grad_output = 1, those needed."""
+
+    loss: Tensor  # 0-d
+    divergence: Tensor  # [N]
+    d_hidden: Tensor | None
+    d_weight: Tensor | None
+    d_bias: Tensor | None
+    d_lora_a: Tensor | None
+    d_lora_b: Tensor | None
+
+
+@operator
+def linear_divergence(
+    head: Head, ref: Head, asked: Asked, weights: Tensor, beta: float, needs: Needs, plan: Plan
+) -> LinearDivergence:
+    """Of the policy's ``head`` from that of the reference, which has no gradient. The targets are not looked at."""
+    divergence, gradients = _over_chunks(head, ref, asked, weights, beta, needs, plan)
+    loss = (weights * divergence).sum(dtype=torch.float64).to(divergence.dtype)
+    return LinearDivergence(loss, divergence, *gradients.results())
+
+
+def _over_chunks(
+    head: Head, ref: Head, asked: Asked, weights: Tensor, beta: float, needs: Needs, plan: Plan
+) -> tuple[Tensor, GradientSum]:
+    vocab = head.weight.shape[0] if plan.valid is None else plan.valid
+    check_rows(asked, vocab)
+    chunks = Chunks(
+        live_work(asked.live, None, plan.host_sync),
+        head.hidden,
+        vocab,
+        head.logits_dtype,
+        head.logits_dtype.itemsize + ref.logits_dtype.itemsize,
+        plan.chunk_bytes,
+        sum_bytes(head.weight, vocab, needs),
+    )
+    with_gradient = any(needs)
+    gradients = GradientSum(
+        head, vocab, needs, chunks.n_with_gradient, backend(plan.backend), wants_float32_sums(head, plan)
+    )
+    divergence, distance = torch.zeros_like(weights), Distance(beta, head.softcap, ref.softcap)
+    ref_buffer = chunks.buffer(ref.logits_dtype)
+    for chunk in chunks:
+        rows, logits = chunk.rows, chunk.logits
+        ref_logits, wanted = ref_buffer[: logits.shape[0]], asked.at(rows)
+        hidden = logits_of(head, rows, logits)
+        logits_of(ref, rows, ref_logits)
+        divergence[rows] = row_divergence_(logits, ref_logits, wanted, weights[rows], distance)
+        if with_gradient and on_host(logits):
+            gradients.add(logits, hidden, rows)
+        elif with_gradient:
+            gradients.add(*gradient_rows(logits, hidden, ~wanted.live, chunk))
+    return divergence, gradients
+
+
+@linear_divergence.fake
+def _(head: Head, ref: Head, asked: Asked, weights: Tensor, beta: float, needs: Needs, plan: Plan) -> LinearDivergence:
+    dtype = accumulate_dtype(head.hidden.dtype)
+    gradients = fake_gradients(head, needs, wants_float32_sums(head, plan))
+    return LinearDivergence(weights.new_empty((), dtype=dtype), torch.empty_like(weights), *gradients)
+
+
+def _keep(out: LinearDivergence, head: Head, *inputs: Any) -> tuple[Any, ...]:
+    plan: Plan = inputs[-1]
+    return HeadGradients(*out[2:]), head.weight.dtype, Unsaved([plan.main_grad])
+
+
+@linear_divergence.gradient(_keep, "loss")
+def _(
+    ctx: Any, gradients: HeadGradients, dtype: torch.dtype, unsaved: Unsaved, grads: LinearDivergence
+) -> dict[str, Tensor | None]:
+    hand_out_once(ctx, "linear_distillation_loss", "Add losses up and call backward once, or call it again.")
+    gradients = HeadGradients(*(None if x is None else scaled(x, grads.loss) for x in gradients))
+    return handed_over(gradients, dtype, unsaved.tensors[0], None, False)

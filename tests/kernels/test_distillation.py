@@ -1,0 +1,228 @@
+"""The divergence of the policy from a reference, both from hidden states: value and every gradient."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases import LORA_SCALE, MATH_DTYPE, Case, dtypes_of, linear_case, logits_of, pad
+from closeness import as_accurate
+from torch import Tensor
+
+from dapo_kernels import LoraFactors, linear_dapo_loss, linear_distillation_loss
+
+V, H, K, LENGTHS = 61, 12, 8, (7, 2, 12)
+BETAS = (0.0, 0.2, 0.5, 1.0)
+EVERYTHING = ("hidden", "weight", "bias", "lora_a", "lora_b")
+
+
+def pair(dtype: torch.dtype = torch.float32, **how: Any) -> tuple[Case, Case]:
+    """A policy and its reference, of another width and another soft cap."""
+    policy = linear_case(V, H, LENGTHS, dtype=dtype, seed=81, **how)
+    ref = linear_case(V, K, LENGTHS, dtype=dtype, seed=82, bias=True, softcap=5.0, temperature=policy.temperature)
+    return policy, ref
+
+
+def call(policy: Case, ref: Case, *, needs: tuple[str, ...] = EVERYTHING, **how: Any) -> tuple[Any, dict[str, Any]]:
+    x = policy.fresh()
+    for name, leaf in x.items():
+        leaf.requires_grad_(name in needs)
+    head: dict[str, Any] = {"bias": x.get("bias"), "softcap": policy.softcap, "temperature": policy.temperature}
+    if "lora_a" in x:
+        head["lora"] = LoraFactors(x["lora_a"], x["lora_b"], LORA_SCALE)
+    of_ref = {"ref_bias": ref.leaves["bias"], "ref_softcap": ref.softcap}
+    states = (x["hidden"], x["weight"], ref.leaves["hidden"], ref.leaves["weight"])
+    out = linear_distillation_loss(*states, **{"mask": policy.mask, **head, **of_ref, **how})
+    if out.loss.requires_grad:
+        (3 * out.loss).backward()
+    return out, {name: leaf.grad for name, leaf in x.items()}
+
+
+def solve(policy: Case, ref: Case, beta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The loss, the divergence of every token and the gradients of 3 · loss, spelled out, by autograd."""
+    x = {name: leaf.detach().to(dtype).requires_grad_() for name, leaf in policy.leaves.items()}
+    y = {name: leaf.to(dtype) for name, leaf in ref.leaves.items()}
+    tau = torch.as_tensor(policy.temperature, dtype=MATH_DTYPE[dtype]).reshape(-1, 1)
+    p, q = (
+        torch.softmax(logits_of(leaves, case.softcap).to(MATH_DTYPE[dtype]) / tau, -1)
+        for leaves, case in ((x, policy), (y, ref))
+    )
+    if beta == 0:
+        divergence = (q * (q.log() - p.log())).sum(-1)
+    elif beta == 1:
+        divergence = (p * (p.log() - q.log())).sum(-1)
+    else:
+        m = (1 - beta) * p + beta * q
+        divergence = (beta * q * (q / m).log() + (1 - beta) * p * (p / m).log()).sum(-1)
+    divergence = torch.where(policy.mask, divergence, 0.0)
+    loss = divergence.sum() / policy.mask.sum()
+    (3 * loss).backward()
+    return loss.detach(), divergence.detach(), {name: leaf.grad for name, leaf in x.items() if leaf.grad is not None}
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["no_softcap", "softcap"])
+@pytest.mark.parametrize("beta", BETAS)
+def test_every_dtype(backend: str, beta: float, softcap: float | None) -> None:
+    temperature = torch.linspace(0.6, 1.7, sum(LENGTHS))
+    for dtype in dtypes_of(backend):
+        policy, ref = pair(dtype, bias=True, softcap=softcap, temperature=temperature, rank=3)
+        (loss, divergence, truth), (_, near, eager) = (solve(policy, ref, beta, x) for x in (torch.float64, dtype))
+        multiple = 4.0 if dtype in (torch.float32, torch.float64) else 6.0
+        for chunk_bytes in (None, 5 * V * 2 * dtype.itemsize):
+            out, grads = call(policy, ref, beta=beta, chunk_bytes=chunk_bytes)
+            as_accurate(out.divergence, divergence, near, what="divergence", multiple=multiple, scale=8.0)
+            torch.testing.assert_close(out.loss.double(), loss, rtol=1e-5 if multiple == 4.0 else 0.03, atol=1e-6)
+            for name, grad in grads.items():
+                assert grad is not None
+                assert grad.dtype == dtype
+                as_accurate(grad, truth[name], eager[name], what=f"{name}, {dtype}", multiple=multiple)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_garbage_under_the_mask_leaves_no_trace(backend: str, beta: float) -> None:
+    policy, ref = pair()
+    clean, grads = call(policy, ref, beta=beta)
+    for case in (policy, ref):
+        case.leaves["hidden"] = case.leaves["hidden"].masked_fill(~policy.mask[:, None], math.nan)
+    temperature = torch.where(policy.mask, 1.0, -1.0)
+    out, others = call(policy, ref, beta=beta, temperature=temperature)
+    assert torch.equal(out.divergence, clean.divergence)
+    assert not out.divergence[~policy.mask].any()
+    for name, grad in grads.items():
+        assert torch.equal(others[name], grad), name
+
+
+def test_only_what_requires_a_gradient_gets_one(backend: str) -> None:
+    policy, ref = pair(bias=True, rank=3)
+    for needs in (("hidden",), ("weight",), ("lora_a", "lora_b"), ()):
+        out, grads = call(policy, ref, needs=needs)
+        assert {name for name, grad in grads.items() if grad is not None} == set(needs)
+        assert out.loss.requires_grad == bool(needs)
+
+
+def test_layouts_denominators_and_what_is_reported(backend: str) -> None:
+    policy, ref = pair()
+    packed, grads = call(policy, ref)
+    assert packed.loss.item() == pytest.approx(float(packed.divergence.sum() / policy.mask.sum()), rel=1e-6)
+    width = 15
+    states = [pad(case.leaves["hidden"], LENGTHS, width, math.nan) for case in (policy, ref)]
+    hidden = states[0].requires_grad_()
+    mask = pad(policy.mask, LENGTHS, width, 0).bool()
+    how = {"mask": mask, "ref_bias": ref.leaves["bias"], "ref_softcap": ref.softcap}
+    out = linear_distillation_loss(hidden, policy.leaves["weight"], states[1], ref.leaves["weight"], **how)
+    (3 * out.loss).backward()
+    assert out.divergence.shape == mask.shape
+    assert torch.equal(out.divergence[mask], packed.divergence[policy.mask])
+    torch.testing.assert_close(hidden.grad[mask], grads["hidden"][policy.mask])  # type: ignore[index]
+    half, _ = call(policy, ref, denominator=2 * int(policy.mask.sum()))
+    assert half.loss.item() == pytest.approx(packed.loss.item() / 2)
+    _, nothing = call(policy, ref, mask=torch.zeros_like(policy.mask))
+    assert not any(grad.any() for grad in nothing.values())
+
+
+def test_the_ends_and_equal_distributions(backend: str) -> None:
+    """A divergence from itself is 0 with its gradient; columns of probability 0 on both sides take no part."""
+    policy, _ = pair(bias=True)
+    policy.leaves["bias"][7] = -math.inf
+    for beta in BETAS:
+        out, grads = call(policy, policy, beta=beta)
+        torch.testing.assert_close(out.divergence, torch.zeros_like(out.divergence), rtol=0, atol=1e-6)
+        assert float(grads["hidden"].abs().max()) < 1e-6
+    ref = replace(policy, leaves={**policy.leaves, "bias": policy.leaves["bias"].clone()})
+    ref.leaves["bias"][9] = -math.inf
+    for beta, finite in ((0.0, True), (0.5, True), (1.0, False)):  # what the reference never does costs all there is
+        out, _ = call(policy, ref, beta=beta, needs=())
+        assert bool(out.divergence[policy.mask].isfinite().all()) == finite
+
+
+def test_padded_heads_and_main_grad(backend: str) -> None:
+    policy, ref = pair(bias=True)
+    expected, truth = call(policy, ref)
+    padded = []
+    for case, more in ((policy, 3), (ref, 5)):
+        leaves = dict(case.leaves)
+        for name in ("weight", "bias"):
+            leaves[name] = torch.cat([leaves[name], torch.full((more, *leaves[name].shape[1:]), math.nan)])
+        padded.append(replace(case, leaves=leaves))
+    main_grad = torch.ones(V + 3, H)
+    out, grads = call(*padded, valid_vocab=V, main_grad=main_grad)
+    torch.testing.assert_close(out.divergence, expected.divergence)
+    torch.testing.assert_close(main_grad[:V] - 1, truth["weight"], rtol=1e-5, atol=1e-6)
+    assert grads["weight"] is None
+    assert (main_grad[V:] == 1).all()
+    torch.testing.assert_close(grads["hidden"], truth["hidden"])
+
+
+def test_the_reference_may_have_another_dtype(backend: str) -> None:
+    policy, ref = pair()
+    rounded = replace(ref, leaves={name: x.bfloat16() for name, x in ref.leaves.items()})
+    truth, _ = call(policy, replace(ref, leaves={name: x.float() for name, x in rounded.leaves.items()}))
+    out, _ = call(policy, rounded, float32_logits=True)
+    torch.testing.assert_close(out.divergence, truth.divergence, rtol=1e-4, atol=1e-5)
+
+
+def test_compiled(backend: str) -> None:
+    policy, ref = pair()
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        of_ref = (ref.leaves["hidden"], ref.leaves["weight"])
+        return linear_distillation_loss(hidden, weight, *of_ref, beta=0.3, mask=policy.mask, temperature=0.9).loss
+
+    results = []
+    for run in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        leaves = policy.fresh()
+        run(leaves["hidden"], leaves["weight"]).mul(3).backward()
+        results.append([x.grad for x in leaves.values()])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_beside_the_policy_loss(backend: str) -> None:
+    """Two calls, one sum, one backward pass."""
+    policy, ref = pair()
+    tokens = (policy.target_ids, policy.old_logprobs, policy.advantages)
+    together, apart = policy.fresh(), policy.fresh()
+    of_ref = (ref.leaves["hidden"], ref.leaves["weight"])
+
+    def losses(x: dict[str, Tensor]) -> list[Tensor]:
+        rl = linear_dapo_loss(x["hidden"], x["weight"], *tokens, mask=policy.mask).loss
+        return [rl, 0.1 * linear_distillation_loss(x["hidden"], x["weight"], *of_ref, mask=policy.mask).loss]
+
+    torch.stack(losses(together)).sum().backward()
+    for loss in losses(apart):
+        loss.backward()
+    for name, x in together.items():
+        torch.testing.assert_close(x.grad, apart[name].grad)
+
+
+def test_refusals() -> None:
+    policy, ref = pair()
+    x, y = policy.leaves, ref.leaves
+    given: dict[str, Any] = {
+        "hidden": x["hidden"],
+        "weight": x["weight"],
+        "ref_hidden": y["hidden"],
+        "ref_weight": y["weight"],
+    }
+    wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ValueError, r"beta must be a number in \[0, 1\], got 1\.5", {"beta": 1.5}),
+        (ValueError, r"beta must be a number in \[0, 1\], got 'jsd'", {"beta": "jsd"}),
+        (ValueError, r"ref_weight must be \[V, K\] with V=61", {"ref_weight": y["weight"][:60]}),
+        (ValueError, r"valid_vocab must be at most V=60", {"ref_weight": y["weight"][:60], "valid_vocab": 61}),
+        (ValueError, r"hidden must be of the same tokens, \[T\]=\[21\]", {"ref_hidden": y["hidden"][1:]}),
+        (ValueError, r"of the reference: weight must be \[V, H\] with H=8", {"ref_weight": x["weight"]}),
+        (TypeError, r"unknown argument 'group'", {"group": None}),
+        (TypeError, r"unknown argument 'objective'", {"objective": "dapo"}),
+        (ValueError, r"temperature", {"temperature": torch.zeros(21)}),
+    ]  # fmt: skip
+    for kind, message, change in wrong:
+        with pytest.raises(kind, match=message):
+            linear_distillation_loss(**{**given, **change})
+    x["hidden"].requires_grad_()
+    out = linear_distillation_loss(**given)
+    out.loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="linear_distillation_loss: second backward"):
+        out.loss.backward()
