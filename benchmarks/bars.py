@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.configs import LORA_HEADS
+
 Record = dict[str, Any]
 _GIB = 2**30
 
@@ -27,8 +29,9 @@ class Bar:
 
     def applies(self, record: Record) -> bool:
         plain = {"mode": "train", "live": 1.0, "clipped": 0.0, "objective": "dapo", "dtype": "bfloat16", "isa": None}
+        plain["lora"] = False
         fields = record.get("fields", {})
-        return all(fields.get(name) == value for name, value in {**plain, **self.fields}.items())
+        return all(fields.get(name, False) == value for name, value in {**plain, **self.fields}.items())
 
 
 def over_denominator(ours: Record, record: Record) -> float | None:
@@ -38,6 +41,12 @@ def over_denominator(ours: Record, record: Record) -> float | None:
 def over_eager(ours: Record, record: Record) -> float | None:
     eager = next((row.get("median_ms") for row in record["rows"] if row["name"] == "eager"), None)
     return None if eager is None or "median_ms" not in ours else ours["median_ms"] / eager
+
+
+def lora_over_plain(ours: Record, record: Record) -> float | None:
+    """The LoRA head that leaves the head under it frozen."""
+    lora = next((row.get("median_ms") for row in record["rows"] if row["name"] == LORA_HEADS[0]), None)
+    return None if lora is None or "median_ms" not in ours else lora / ours["median_ms"]
 
 
 def milliseconds(ours: Record, record: Record) -> float | None:

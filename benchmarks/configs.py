@@ -26,6 +26,7 @@ class Config:
         objective: a name in ``dapo_kernels.OBJECTIVES`` and in ``formulas.FORMULAS``.
         device: "cpu" or "cuda": where the tensors are.
         allocator: a name in ``allocators.ALLOCATORS``: of the process, where the tensors are on the CPU.
+        lora: beside the plain head, the one with LoRA factors.
         isa: forces the instruction set of dapo_kernels and of eager PyTorch; ``None`` is the machine's best.
         contestants: names to run; ``None`` is every one that can.
         rounds: at most so many rounds; 1 leaves out the warm-up and checks the timed run itself.
@@ -45,6 +46,7 @@ class Config:
     live: float = 1.0
     clipped: float = 0.0
     objective: str = "dapo"
+    lora: bool = False
     device: str = "cpu"
     allocator: str = OUT_OF_THE_BOX
     isa: str | None = None
@@ -76,6 +78,7 @@ class Config:
         parts += [f"live={self.live:.0%}"] if self.live < 1 else []
         parts += [f"clipped={self.clipped:.0%}"] if self.clipped > 0 else []
         parts += [self.objective] if self.objective != "dapo" else []
+        parts += ["lora"] if self.lora else []
         parts += [self.isa] if self.isa else []
         return " ".join(parts)
 
@@ -89,6 +92,8 @@ _OURS = (
     "one GEMM",
     "dapo_kernels",
 )
+# Rank 16; the head under them frozen, as LoRA has it, or not.
+LORA_HEADS = ("dapo_kernels, LoRA", "dapo_kernels, LoRA and head")
 _OURS_AND_EAGER = (*_OURS, "eager", "eager, softmax in fp32")
 _PLAIN_PYTORCH = (
     *_OURS_AND_EAGER,
@@ -154,6 +159,7 @@ QUOTED = (
     _brief(_HIDDEN, live=0.5),
     _brief(_HIDDEN, live=0.2),
     _brief(_HIDDEN, dtype="float32", min_rounds=2),
+    _brief(_HIDDEN, lora=True, contestants=(*_OURS, *LORA_HEADS)),
     _brief(_WIDE),
 )
 # How the cost moves with everything else. In the order of the inputs: rows that share them make them once.
@@ -186,7 +192,7 @@ SMOKE = (
     Config("logits", "bfloat16", 64, 2048, n_sequences=2, live=0.5, clipped=0.3, rounds=3),
     Config("logits", "bfloat16", 64, 2048, n_sequences=2, mode="forward", entropy=True, rounds=3),
     Config("hidden", "bfloat16", 64, 2048, hidden=64, n_sequences=2, rounds=3, headline=True),
-    Config("hidden", "float32", 64, 2048, hidden=64, n_sequences=2, live=0.5, clipped=0.3, rounds=3),
+    Config("hidden", "float32", 64, 2048, hidden=64, n_sequences=2, live=0.5, clipped=0.3, rounds=3, lora=True),
     Config("hidden", "bfloat16", 64, 2048, hidden=64, n_sequences=2, mode="forward", entropy=True, rounds=3),
     Config("logits", "float32", 64, 2048, isa="portable", contestants=_OURS, rounds=3),
     Config("logits", "float32", 64, 2048, n_sequences=2, rounds=3, headline=True, allocator=HUGE_PAGES),

@@ -16,14 +16,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.configs import Config
+from benchmarks.configs import LORA_HEADS, Config
 from benchmarks.formulas import FORMULAS, OVERRIDES, Tokens
 from benchmarks.problem import Problem
 from benchmarks.truth import Result
-from dapo_kernels import dapo_loss, linear_dapo_loss, linear_token_logprobs, token_logprobs, use_backend
+from dapo_kernels import LoraFactors, dapo_loss, linear_dapo_loss, linear_token_logprobs, token_logprobs, use_backend
 from dapo_kernels.backends import available_backends
 
 Run = Callable[[], Result]
+_RANK = 16
 
 
 @dataclass(frozen=True)
@@ -220,6 +221,24 @@ def _on_each_backend(make: Callable[[Problem], Run], setting: str, takes: Callab
     ]
 
 
+def _ours_with_lora(problem: Problem, frozen: bool) -> Run:
+    """B = 0, as adapters start: the logits, and the gradient that is checked, are those of the plain head."""
+    tokens, (hidden, weight) = problem.tokens, problem.head()
+    a = torch.randn(_RANK, hidden.shape[1]).to(weight)
+    b = weight.new_zeros(weight.shape[0], _RANK)
+
+    def run() -> Result:
+        states, head = problem.inputs()
+        head.requires_grad_(not frozen)
+        factors = LoraFactors(a.detach().requires_grad_(), b.detach().requires_grad_(), 2.0)
+        per_token = (tokens.target_ids, tokens.old_logprobs, tokens.advantages)
+        loss = linear_dapo_loss(states, head, *per_token, mask=tokens.mask, lora=factors).loss
+        leaves = (states,) if frozen else (states, head)
+        return Result(loss=loss, gradients=torch.autograd.grad(loss, (*leaves, *factors[:2]))[: len(leaves)])
+
+    return run
+
+
 def _ours_from_hidden(problem: Problem, host_sync: bool | None = None) -> Run:
     config, tokens, cu_seqlens = problem.config, problem.tokens, _cu_seqlens(problem.tokens)
     if config.mode == "forward":
@@ -350,6 +369,16 @@ CONTESTANTS: tuple[Contestant, ...] = (
     ),
     *_on_each_backend(_ours_from_logits(True), "in place", logits_level),
     Contestant("dapo_kernels", "default chunks", "ours", _ours_from_hidden, hidden_level),
+    *(
+        Contestant(
+            name,
+            f"LoRA factors of rank {_RANK}, head {'frozen' if frozen else 'trained'}",
+            "ours",
+            functools.partial(_ours_with_lora, frozen=frozen),
+            lambda config: config.lora,
+        )
+        for name, frozen in zip(LORA_HEADS, (True, False), strict=True)
+    ),
     *_on_each_backend(_ours_from_hidden, "default chunks", hidden_level),
     Contestant(
         "dapo_kernels, no wait",

@@ -7,7 +7,15 @@ from typing import Any
 
 from benchmarks import bars
 from benchmarks.allocators import ALLOCATORS, HUGE_PAGES, spelled
-from benchmarks.bars import Bar, beyond_gradients, logprob_error, milliseconds, over_denominator, over_eager
+from benchmarks.bars import (
+    Bar,
+    beyond_gradients,
+    logprob_error,
+    lora_over_plain,
+    milliseconds,
+    over_denominator,
+    over_eager,
+)
 
 Record = dict[str, Any]
 
@@ -59,6 +67,13 @@ BARS = (
         milliseconds,
         lambda ms: f"{ms:.3f} ms",
         {"level": "logits", "n_tokens": 64, "vocab": 64, "dtype": "float32"},
+    ),
+    Bar(
+        "LoRA of rank 16 on a frozen head, bf16: ≤ 1.15 × the plain head that trains",
+        1.15,
+        lora_over_plain,
+        _times,
+        {**_HEAD, "level": "hidden", "hidden": 576, "lora": True},
     ),
     Bar(
         "20,480 tokens, V = 151,936, H = 896: ≤ 0.5 GiB beyond inputs and gradients",
