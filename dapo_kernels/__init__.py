@@ -1,6 +1,7 @@
 """Fused loss kernels for reinforcement learning on language models: the DAPO loss and its relatives."""
 
 from dapo_kernels.backends import use_backend
+from dapo_kernels.layout import SamplingMask
 from dapo_kernels.logprobs import linear_token_logprobs, token_logprobs
 from dapo_kernels.losses import (
     dapo_loss,
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "OBJECTIVES",
     "Objective",
+    "SamplingMask",
     "__version__",
     "dapo_loss",
     "linear_dapo_loss",

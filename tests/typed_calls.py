@@ -6,7 +6,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from dapo_kernels import dapo_loss, linear_dapo_loss, linear_preference_loss, linear_token_logprobs, policy_loss
+from dapo_kernels import (
+    SamplingMask,
+    dapo_loss,
+    linear_dapo_loss,
+    linear_preference_loss,
+    linear_token_logprobs,
+    policy_loss,
+)
 from dapo_runner import Config, train
 from dapo_runner.config import DataConfig, ModelConfig, OptimizerConfig
 
@@ -16,6 +23,7 @@ def right(x: Tensor, weight: Tensor, ids: Tensor, old: Tensor, advantages: Tenso
     loss += linear_dapo_loss(x, weight, ids, None, advantages, objective="grpo", ref_logprobs=old, softcap=30.0).loss
     loss += linear_preference_loss(x, weight, ids, old, beta=0.1, loss_type="ipo", softcap=30.0).loss
     loss += linear_dapo_loss(x, weight, ids, old, advantages, group=None, sequence_parallel=False, valid_vocab=9).loss
+    loss += dapo_loss(x, ids, old, advantages, sampling_mask=SamplingMask.of_lists([[1], []])).loss
     return loss + policy_loss(old, old, advantages, entropy=old, entropy_coef=1e-3).loss
 
 
