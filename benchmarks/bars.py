@@ -26,8 +26,9 @@ class Bar:
     fields: dict[str, Any]
 
     def applies(self, record: Record) -> bool:
-        plain = {"mode": "train", "live": 1.0, "clipped": 0.0, "objective": "dapo", "dtype": "bfloat16", "isa": None}
-        fields = record.get("fields", {})
+        plain = {"mode": "train", "live": 1.0, "clipped": 0.0, "kept": 0, "objective": "dapo", "dtype": "bfloat16"}
+        plain["isa"] = None
+        fields = {"kept": 0, **record.get("fields", {})}  # older records knew no other
         return all(fields.get(name) == value for name, value in {**plain, **self.fields}.items())
 
 
