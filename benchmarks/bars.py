@@ -28,10 +28,10 @@ class Bar:
     fields: dict[str, Any]
 
     def applies(self, record: Record) -> bool:
-        plain = {"mode": "train", "live": 1.0, "clipped": 0.0, "objective": "dapo", "dtype": "bfloat16", "isa": None}
-        plain["lora"] = False
-        fields = record.get("fields", {})
-        return all(fields.get(name, False) == value for name, value in {**plain, **self.fields}.items())
+        plain = {"mode": "train", "live": 1.0, "clipped": 0.0, "kept": 0, "objective": "dapo", "dtype": "bfloat16"}
+        plain |= {"isa": None, "lora": False}
+        fields = {"kept": 0, "lora": False, **record.get("fields", {})}  # older records knew no other
+        return all(fields.get(name) == value for name, value in {**plain, **self.fields}.items())
 
 
 def over_denominator(ours: Record, record: Record) -> float | None:

@@ -23,6 +23,7 @@ class Config:
         entropy: entropies too: forward, or for an objective that looks at them.
         live: share of the tokens that train; the others are masked.
         clipped: share of the live tokens whose ratio is clipped, so that their gradient is zero.
+        kept: tokens of the vocabulary that each token was sampled from, its ``sampling_mask``; 0 is all.
         objective: a name in ``dapo_kernels.OBJECTIVES`` and in ``formulas.FORMULAS``.
         device: "cpu" or "cuda": where the tensors are.
         allocator: a name in ``allocators.ALLOCATORS``: of the process, where the tensors are on the CPU.
@@ -45,6 +46,7 @@ class Config:
     entropy: bool = False
     live: float = 1.0
     clipped: float = 0.0
+    kept: int = 0
     objective: str = "dapo"
     lora: bool = False
     device: str = "cpu"
@@ -77,6 +79,7 @@ class Config:
         parts += [] if self.mode == "train" else ["forward+entropy" if self.entropy else "forward"]
         parts += [f"live={self.live:.0%}"] if self.live < 1 else []
         parts += [f"clipped={self.clipped:.0%}"] if self.clipped > 0 else []
+        parts += [f"kept={self.kept}"] if self.kept else []
         parts += [self.objective] if self.objective != "dapo" else []
         parts += ["lora"] if self.lora else []
         parts += [self.isa] if self.isa else []
@@ -158,6 +161,7 @@ QUOTED = (
     _short(_HIDDEN, n_tokens=256, n_sequences=1),
     _brief(_HIDDEN, live=0.5),
     _brief(_HIDDEN, live=0.2),
+    _brief(_HIDDEN, kept=64),
     _brief(_HIDDEN, dtype="float32", min_rounds=2),
     _brief(_HIDDEN, lora=True, contestants=(*_OURS, *LORA_HEADS)),
     _brief(_WIDE),
@@ -169,6 +173,7 @@ SWEEP = (
     _brief(_LOGITS, live=0.5, contestants=(*_OURS, "dapo_kernels, new gradient")),
     _brief(_LOGITS, live=0.2, contestants=(*_OURS, "dapo_kernels, new gradient")),
     _brief(_LOGITS, clipped=0.3),
+    _brief(_LOGITS, kept=64),
     *_two_passes(_LOGITS),
     _short(_LOGITS, mode="forward", contestants=_PLAIN_PYTORCH),
     _brief(_LOGITS, mode="forward", entropy=True),

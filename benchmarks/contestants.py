@@ -20,7 +20,15 @@ from benchmarks.configs import LORA_HEADS, Config
 from benchmarks.formulas import FORMULAS, OVERRIDES, Tokens
 from benchmarks.problem import Problem
 from benchmarks.truth import Result
-from dapo_kernels import LoraFactors, dapo_loss, linear_dapo_loss, linear_token_logprobs, token_logprobs, use_backend
+from dapo_kernels import (
+    LoraFactors,
+    SamplingMask,
+    dapo_loss,
+    linear_dapo_loss,
+    linear_token_logprobs,
+    token_logprobs,
+    use_backend,
+)
 from dapo_kernels.backends import available_backends
 
 Run = Callable[[], Result]
@@ -166,6 +174,7 @@ def _gemms(problem: Problem, live: bool = False) -> Run:
 def _ours_from_logits(inplace: bool) -> Callable[[Problem], Run]:
     def make(problem: Problem) -> Run:
         config, tokens, cu_seqlens = problem.config, problem.tokens, _cu_seqlens(problem.tokens)
+        lists = _sampling_mask(problem)
         if config.mode == "forward":
 
             def logprobs_of(logits: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -182,6 +191,7 @@ def _ours_from_logits(inplace: bool) -> Callable[[Problem], Run]:
                 tokens.advantages,
                 objective=config.objective,
                 mask=tokens.mask,
+                sampling_mask=lists,
                 cu_seqlens=cu_seqlens,
                 inplace_backward=inplace,
                 **OVERRIDES.get(config.objective, {}),
@@ -241,6 +251,7 @@ def _ours_with_lora(problem: Problem, frozen: bool) -> Run:
 
 def _ours_from_hidden(problem: Problem, host_sync: bool | None = None) -> Run:
     config, tokens, cu_seqlens = problem.config, problem.tokens, _cu_seqlens(problem.tokens)
+    lists = _sampling_mask(problem)
     if config.mode == "forward":
 
         def logprobs_of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -258,6 +269,7 @@ def _ours_from_hidden(problem: Problem, host_sync: bool | None = None) -> Run:
             tokens.advantages,
             objective=config.objective,
             mask=tokens.mask,
+            sampling_mask=lists,
             cu_seqlens=cu_seqlens,
             host_sync=host_sync,
             **OVERRIDES.get(config.objective, {}),
@@ -265,6 +277,14 @@ def _ours_from_hidden(problem: Problem, host_sync: bool | None = None) -> Run:
         return out.loss
 
     return training(problem, loss_of)
+
+
+def _sampling_mask(problem: Problem) -> SamplingMask | None:
+    kept = problem.kept()
+    if kept is None:
+        return None
+    n, k = kept.shape
+    return SamplingMask(kept.flatten(), torch.arange(n + 1, device=kept.device) * k)
 
 
 def _cu_seqlens(tokens: Tokens) -> Tensor:

@@ -45,6 +45,14 @@ class Problem:
     weight: Tensor | None = None
     exact: dict[str, Tensor] = field(default_factory=dict)
 
+    def kept(self) -> Tensor | None:
+        """int64 [N, k]: of each token what it was sampled from, itself first; None where that is everything."""
+        n, vocab = self.config.kept, self.config.vocab
+        if n == 0:
+            return None
+        steps = torch.arange(n, device=self.tokens.target_ids.device) * (vocab // n)
+        return (self.tokens.target_ids[:, None] + steps) % vocab
+
     def take_logits(self) -> None:
         """Make the logits to work on: in the process that will, so that their pages are of its own allocator."""
         if self.pristine is not None and self.logits is None:
@@ -125,6 +133,13 @@ def build(config: Config, seed: int = 0, logits: bool = True) -> Problem:
         weight=base.weight,
         exact=base.exact,
     )
+    if (kept := problem.kept()) is not None:
+        among = [
+            problem.logits_of(slice(n, n + 1), torch.float32, kept[n])[0].log_softmax(0)[0] for n in range(len(kept))
+        ]
+        problem.tokens = problem.tokens._replace(
+            old_logprobs=problem.tokens.old_logprobs - base.logprobs + torch.stack(among)
+        )
     if logits:
         problem.take_logits()
     return problem

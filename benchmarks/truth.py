@@ -104,6 +104,11 @@ def find_truth(problem: Problem) -> Truth:
         normalizer = problem.exact["normalizer"].clone()
         entropies = problem.exact["entropy"] if config.entropy else None
     sampled = problem.logits_of(rows, torch.float64)
+    kept = problem.kept()
+    if kept is not None:
+        among = [problem.logits_of(slice(n, n + 1), torch.float64, ids) for n, ids in enumerate(kept)]
+        normalizer = torch.cat(among).logsumexp(1)
+        sampled = torch.full_like(sampled, -torch.inf).scatter(1, kept[rows], sampled.gather(1, kept[rows]))
     normalizer[rows] = sampled.logsumexp(1)
     logprobs = _target_logits(problem) - normalizer
     logprobs.requires_grad_(True)
@@ -119,6 +124,8 @@ def find_truth(problem: Problem) -> Truth:
         some = torch.randperm(config.vocab, generator=generator, device=device)[:_COLUMNS]
         columns = torch.cat([some, tokens.target_ids[rows[:_COLUMNS]]]).unique()
         whole = problem.logits_of(slice(None), torch.float64, columns).sub_(normalizer[:, None]).exp_()
+        if kept is not None:
+            whole *= (kept[:, :, None] == columns).any(1)
         is_target = (tokens.target_ids[:, None] == columns).double()
         column_gradient = ((is_target - whole) * slope[:, None]).t() @ hidden.double()
     entropy = normalizer[rows] - (probabilities * sampled).sum(1) if config.entropy else None

@@ -2,6 +2,7 @@
 
 from dapo_kernels.backends import use_backend
 from dapo_kernels.distillation import linear_distillation_loss
+from dapo_kernels.layout import SamplingMask
 from dapo_kernels.logprobs import linear_token_logprobs, token_logprobs
 from dapo_kernels.losses import (
     dapo_loss,
@@ -22,6 +23,7 @@ __all__ = [
     "OBJECTIVES",
     "LoraFactors",
     "Objective",
+    "SamplingMask",
     "__version__",
     "dapo_loss",
     "linear_dapo_loss",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dapo_kernels.layout import Layout
+from dapo_kernels.layout import Layout, SamplingMask
 from dapo_kernels.objectives.aggregate import token_weights
 from dapo_kernels.objectives.own import may_be_compiled_in, name_of
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
@@ -40,10 +40,11 @@ class RowOptions(LossOptions, total=False):
     cu_seqlens: Tensor | None
     temperature: float | Tensor
     entropy: bool
+    sampling_mask: SamplingMask | None
 
 
 _OPTIONS = ("mask", "ref_logprobs", "importance_weights", "denominator", "selection", "generator")
-_NAMES = (*_OPTIONS, "cu_seqlens", "temperature", "entropy")  # for a hint at a misspelled one
+_NAMES = (*_OPTIONS, "cu_seqlens", "temperature", "entropy", "sampling_mask")  # for a hint at a misspelled one
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ T tokens packed, or B×L padded; S sequences; N = T or B·L rows. Nothing after 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,37 @@ from dapo_kernels.objectives.table import is_number
 from dapo_kernels.records import Asked, accumulate_dtype, readable
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class SamplingMask(NamedTuple):
+    """The tokens that top-p, top-k or min-p left to sample from, for each of N tokens: a packed ragged list.
+
+    Token n was sampled from ``ids[offsets[n] : offsets[n + 1]]``, each once, in any order; an empty list stands for the
+    whole vocabulary. N = T packed, or B·L padded, row after row.
+    """
+
+    ids: Tensor  # int32 or int64 [K]
+    offsets: Tensor  # int32 or int64 [N+1], from 0 to K
+
+    @classmethod
+    def of_lists(cls, lists: Sequence[Sequence[int]], device: torch.device | str | None = None) -> SamplingMask:
+        """From one list per token."""
+        offsets = torch.tensor([0, *(len(kept) for kept in lists)]).cumsum(0)
+        ids = torch.tensor([token for kept in lists for token in kept], dtype=torch.int32)
+        return cls(ids.to(device), offsets.to(device))
+
+    @classmethod
+    def of_kept(cls, kept: Tensor) -> SamplingMask:
+        """From bool [T, V] or [B, L, V], True where a token could be sampled: ``logits > -inf`` of what a sampler has
+        cut. A row that is all True, or all False, gets no list. Waits for a GPU.
+        """
+        if kept.dtype != torch.bool or kept.dim() not in (2, 3):
+            raise TypeError(f"SamplingMask: kept must be bool [T, V] or [B, L, V], got {kept.dtype} {list(kept.shape)}")
+        rows = kept.flatten(0, -2)
+        counts = rows.sum(-1)
+        listed = counts < rows.shape[-1]
+        ids = (rows & listed[:, None]).nonzero()[:, 1].to(torch.int32)
+        return cls(ids, torch.nn.functional.pad((counts * listed).cumsum(0), (1, 0)))
 
 
 @dataclass(frozen=True)
@@ -110,12 +142,42 @@ class Layout:
             raise self.fail("temperature", "positive and finite", value)
         return float(value), None
 
-    def asked(self, target_ids: Any, temperature: float | Tensor, live: Tensor, want_entropy: bool) -> Asked:
+    def asked(
+        self,
+        target_ids: Any,
+        temperature: float | Tensor,
+        live: Tensor,
+        want_entropy: bool,
+        sampling_mask: SamplingMask | None = None,
+    ) -> Asked:
         """What is asked of every row."""
         if isinstance(target_ids, Tensor) and (target_ids.is_floating_point() or target_ids.dtype == torch.bool):
             raise TypeError(f"{self.caller}: target_ids must be integers, got {target_ids.dtype}")
         targets = self.per_token("target_ids", target_ids, torch.int64)
-        return Asked(targets, live, *self._temperature(temperature), want_entropy)
+        asked = Asked(targets, live, *self._temperature(temperature), want_entropy)
+        return asked if sampling_mask is None else self._with_lists(asked, sampling_mask)
+
+    def _with_lists(self, asked: Asked, lists: Any) -> Asked:
+        if not isinstance(lists, SamplingMask):
+            raise TypeError(f"{self.caller}: sampling_mask must be a SamplingMask, got {type(lists).__name__}")
+        for name, x, shape in (("ids", lists.ids, "[K]"), ("offsets", lists.offsets, f"[N+1]=[{self.n_rows + 1}]")):
+            check_tensor(self.caller, f"sampling_mask.{name}", x, f"an integer tensor {shape}")
+            if x.dtype not in (torch.int32, torch.int64):
+                raise TypeError(f"{self.caller}: sampling_mask.{name} must be int32 or int64, got {x.dtype}")
+            if x.dim() != 1 or (name == "offsets" and x.shape[0] != self.n_rows + 1):
+                raise self.fail(f"sampling_mask.{name}", shape, list(x.shape))
+            if x.device != self.device:
+                raise self.fail(f"sampling_mask.{name}", f"on {self.device} like the rest", x.device)
+        ids, offsets = lists.ids.to(torch.int64), lists.offsets.to(torch.int64)
+        counts = offsets.diff()
+        if readable(offsets) and (int(offsets[0]) != 0 or int(offsets[-1]) != len(ids) or bool((counts < 0).any())):
+            raise self.fail(
+                "sampling_mask.offsets", f"non-decreasing from 0 to K={len(ids)}", _short(lists.offsets.tolist())
+            )
+        rows = torch.searchsorted(offsets, torch.arange(ids.shape[0], device=self.device), right=True) - 1
+        if readable(ids):
+            _check_once(self, ids, rows, asked.live)
+        return asked._replace(listed=counts > 0, kept_ids=ids, kept_rows=rows)
 
     def live(self, mask: Tensor | None) -> Tensor:
         """bool [N]: which tokens train."""
@@ -195,6 +257,19 @@ def _short(values: list[int]) -> str:
     if len(values) <= 8:
         return str(values)
     return f"[{', '.join(map(str, values[:4]))}, …, {', '.join(map(str, values[-3:]))}]"
+
+
+def _check_once(layout: Layout, ids: Tensor, rows: Tensor, live: Tensor) -> None:
+    """Each id once per live token: the sum over a list would count it twice."""
+    keys = ((rows << 32) + ids)[live[rows]]
+    if not bool((keys.diff() <= 0).any()):
+        return  # in order
+    keys = keys.sort().values
+    twice = (keys.diff() == 0).nonzero()
+    if len(twice):
+        key = int(keys[twice[0]])
+        got = f"{key & 0xFFFFFFFF} twice for token {key >> 32}"
+        raise layout.fail("sampling_mask", "of ids each once per token", got)
 
 
 def check_flag(layout: Layout, name: str, value: Any) -> bool:

@@ -12,7 +12,7 @@ from dapo_kernels.backends import backend_for
 from dapo_kernels.engine import hidden as from_hidden
 from dapo_kernels.engine import rows as from_rows
 from dapo_kernels.head import HeadOptions, head_of_call
-from dapo_kernels.layout import Layout, check_flag, check_rows_apart, layout_of
+from dapo_kernels.layout import Layout, SamplingMask, check_flag, check_rows_apart, layout_of
 from dapo_kernels.sharding import (
     ShardOptions,
     Telling,
@@ -43,6 +43,7 @@ def token_logprobs(
     entropy: bool = False,
     inplace_backward: bool = False,
     valid_vocab: int | None = None,
+    sampling_mask: SamplingMask | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> TokenStats:
     """Log-probs of the targets, log softmax(logits/τ)[target], and entropies of softmax(logits/τ).
@@ -53,7 +54,7 @@ def token_logprobs(
         temperature: positive number, or one per token.
         entropy: also return −Σ p log p over the vocabulary.
         inplace_backward: let the backward pass overwrite the logits with their gradient.
-        valid_vocab, group: as in ``dapo_loss``.
+        valid_vocab, sampling_mask, group: as in ``dapo_loss``.
 
     Returns:
         float32 tensors in the layout of ``target_ids``, differentiable with respect to the logits.
@@ -66,7 +67,7 @@ def token_logprobs(
         layout = layout_of("token_logprobs", "logits", logits)
         check_flag(layout, "entropy", entropy)
         check_flag(layout, "inplace_backward", inplace_backward)
-        asked = layout.asked(target_ids, temperature, layout.live(None), entropy)
+        asked = layout.asked(target_ids, temperature, layout.live(None), entropy, sampling_mask)
         served_by = backend_for("token_logprobs", logits.device, logits.dtype, logits.shape[-1])
         in_place = inplace_backward and from_rows.may_work_in_place(logits)
         if in_place:
@@ -84,6 +85,7 @@ def linear_token_logprobs(
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
     mask: Tensor | None = None,
+    sampling_mask: SamplingMask | None = None,
     **options: Unpack[LinearLogprobsOptions],
 ) -> TokenStats:
     """``token_logprobs`` of ``softcap(hidden · weightᵀ + bias)``, a chunk of tokens at a time.
@@ -99,7 +101,7 @@ def linear_token_logprobs(
         if options:
             raise TypeError(f"linear_token_logprobs: unknown argument {next(iter(options))!r}")
         check_flag(layout, "entropy", entropy)
-        asked = layout.asked(target_ids, temperature, layout.live(mask), entropy)
+        asked = layout.asked(target_ids, temperature, layout.live(mask), entropy, sampling_mask)
     head, plan = shared_plan(layout, shard, head, plan, asked)
     stats = from_hidden.linear_stats(head, asked, plan)
     return _shaped(layout, stats.logprobs, stats.entropy)

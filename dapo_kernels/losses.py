@@ -82,6 +82,9 @@ def dapo_loss(
         ref_logprobs: per token, under the reference policy; needed when ``kl_coef`` is not 0.
         importance_weights: per token or sequence; multiply the policy term only (rollout correction).
         temperature: positive number, or one per token; 1 by default.
+        sampling_mask: a ``SamplingMask``, which tokens of the vocabulary each one was sampled from, where top-p, top-k
+            or min-p had cut it down: log-probs, entropies and gradients are those of the softmax over them, and nothing
+            else of a row is looked at (docs/guide.md).
         denominator: replaces the local count of tokens (or of sequences) in the mean; a number or a 0-d tensor,
             the count over all micro-batches and ranks.
         inplace_backward: let the gradient overwrite the logits' storage (already in this call, where the objective
@@ -101,7 +104,8 @@ def dapo_loss(
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it, what was expected and what came. Ranks of a
             ``group`` that were given other tokens or options than each other all raise.
-        IndexError: a live token's target is outside [0, V) (on CUDA: an asynchronous device assert).
+        IndexError: a live token's target, or an id that it keeps, is outside [0, V). As for a target that
+            ``sampling_mask`` does not keep (ValueError), on CUDA an asynchronous device assert.
     """
     return _from_logits("dapo_loss", logits, target_ids, old_logprobs, advantages, objective, options)
 
@@ -243,7 +247,8 @@ def _from_logits(
         return _of_stats(call, stats.logprobs, stats.entropy, served_by)
     if in_place:
         weights, unit = gradient_unit(logits.dtype, call.tokens.weights)
-        rest = (asked, call.tokens._replace(weights=weights), call.scalars, from_rows.backend_of_rows(server, logits))
+        served = from_rows.backend_of_rows(server, logits, asked)
+        rest = (asked, call.tokens._replace(weights=weights), call.scalars, served)
         loss, *reported, _ = from_rows.LossInPlace.apply(logits, *rest)
         return _output(call, loss / unit, *reported)
     out = from_rows.logits_loss(logits, asked, call.tokens, call.scalars, server)
@@ -287,9 +292,10 @@ def _row_call(
     options: RowOptions,
 ) -> tuple[PolicyCall, Asked]:
     want_entropy = check_flag(layout, "entropy", options.pop("entropy", False))
-    temperature = options.pop("temperature", 1.0)
+    temperature, sampling_mask = options.pop("temperature", 1.0), options.pop("sampling_mask", None)
     call = PolicyCall.of(layout, objective, old_logprobs, advantages, options)
-    return call, layout.asked(target_ids, temperature, call.tokens.live, want_entropy or call.needs_entropy)
+    want_entropy = want_entropy or call.needs_entropy
+    return call, layout.asked(target_ids, temperature, call.tokens.live, want_entropy, sampling_mask)
 
 
 def _of_stats(call: PolicyCall, logprobs: Tensor, entropy: Tensor | None, served_by: str) -> LossOutput:

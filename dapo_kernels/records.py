@@ -23,6 +23,10 @@ class Asked(NamedTuple):
     temperatures: Tensor | None  # [N]; then ``temperature`` is unused
     want_entropy: bool
     partial: bool = False  # the rows are part of longer ones, checked there: a target of −1 is in another part
+    # Of rows that were sampled from some tokens of the vocabulary only, the others of the row taking no part:
+    listed: Tensor | None = None  # bool [N]: those rows
+    kept_ids: Tensor | None = None  # int64 [K]: the tokens kept, of all of them
+    kept_rows: Tensor | None = None  # int64 [K]: the row of each; −1: of no row here
 
     @property
     def tau(self) -> float | Tensor:
@@ -30,7 +34,22 @@ class Asked(NamedTuple):
 
     def at(self, rows: Tensor | slice) -> Asked:
         temperatures = None if self.temperatures is None else self.temperatures[rows]
-        return self._replace(target_ids=self.target_ids[rows], live=self.live[rows], temperatures=temperatures)
+        part = self._replace(target_ids=self.target_ids[rows], live=self.live[rows], temperatures=temperatures)
+        if self.listed is None or self.kept_ids is None or self.kept_rows is None:
+            return part
+        to = torch.full_like(self.target_ids, -1)
+        to[rows] = torch.arange(part.live.shape[0], device=to.device)
+        kept_ids, kept_rows = self.kept_ids, to[self.kept_rows]
+        if on_host(to):  # elsewhere leaving out those of other rows would wait for the device
+            here = (kept_rows >= 0).nonzero().squeeze(1)
+            kept_ids, kept_rows = kept_ids[here], kept_rows[here]
+        return part._replace(listed=self.listed[rows], kept_ids=kept_ids, kept_rows=kept_rows)
+
+    def without_lists(self) -> Asked:
+        """What is asked of the rows that have no list, the others dead."""
+        if self.listed is None:
+            return self
+        return self._replace(live=self.live & ~self.listed, listed=None, kept_ids=None, kept_rows=None)
 
 
 class LoraFactors(NamedTuple):

@@ -374,6 +374,7 @@ def rollout_sampling(config: Config, round_name: int | str) -> SamplingParams:
         stop=tuple(rollout.stop),
         max_tokens=rollout.max_response_tokens,
         seed=random.Random(f"{config.run.seed}:{round_name}").getrandbits(31),
+        sampling_mask=rollout.sampling_mask,
     )
 
 

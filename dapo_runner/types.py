@@ -42,7 +42,8 @@ class SamplingParams:
     apart: by default a prompt's place in it. From the distribution at the
     temperature go first the tokens less likely than ``min_p`` times the likeliest, then all but the ``top_k`` likeliest
     (None: none), then all but the fewest that hold ``top_p`` of the rest. A response ends with the token that completes
-    one of the ``stop`` strings in its text, special tokens included.
+    one of the ``stop`` strings in its text, special tokens included. With ``sampling_mask`` completions say what was
+    left to sample from, and their log-probs are those of what was left.
     """
 
     n: int = 1
@@ -54,6 +55,25 @@ class SamplingParams:
     max_tokens: int = 1024
     seed: int = 0
     place: int | None = None
+    sampling_mask: bool = False
+
+
+class Kept(NamedTuple):
+    """The tokens of the vocabulary that each of N tokens was sampled from, where that was not all of it: ``ids`` int32
+    [K], one list after the other, ``counts`` int32 [N] their lengths; 0 where nothing was cut off.
+    """
+
+    ids: Tensor
+    counts: Tensor
+
+    @classmethod
+    def whole(cls, n: int) -> Kept:
+        """Of ``n`` tokens nothing was cut off."""
+        return cls(torch.zeros(0, dtype=torch.int32), torch.zeros(n, dtype=torch.int32))
+
+    @classmethod
+    def joined(cls, parts: SequenceOf[Kept]) -> Kept:
+        return cls(torch.cat([part.ids for part in parts]), torch.cat([part.counts for part in parts]))
 
 
 class Branch(NamedTuple):
@@ -72,6 +92,7 @@ class Completion:
     finish_reason "stop" when the policy ended the response itself or a stop string did, "length" when the token limit
     cut it. The text holds a stop string, as the tokens do.
     path: of a tree's leaf the nodes from the root down, which add up to its length; empty where there is no tree.
+    kept: what each token was sampled from; None where nobody asked (``SamplingParams.sampling_mask``).
     """
 
     token_ids: Tensor
@@ -79,6 +100,7 @@ class Completion:
     finish_reason: FinishReason
     text: str
     path: tuple[Branch, ...] = ()
+    kept: Kept | None = None
 
     @property
     def length(self) -> int:
@@ -190,7 +212,8 @@ class Sequence:
     rollout_logprobs float32 [L], 0 on prompt tokens; group_id counts the groups of the step from 0; age is how many
     steps before this one it was sampled; pair counts the preference pairs of the step from 0, −1 of a sequence in none.
     reward is what the response earned, where its tokens' advantages are still to be made of that: they are zeros until
-    the learner has.
+    the learner has. kept is what each token was sampled from, all of the vocabulary for those of the prompt; None where
+    nobody asked.
     """
 
     token_ids: Tensor
@@ -201,6 +224,7 @@ class Sequence:
     age: int = 0
     pair: int = -1
     reward: float | None = None
+    kept: Kept | None = None
 
     @property
     def length(self) -> int:
@@ -225,6 +249,7 @@ class PackedBatch:
     experts uint8 or int16 [U, K]: for routing replay, where each position that this rank computes is to go in all
     layers (``policy.routing``); None for what the routers choose.
     rewards float32 [S], values and returns float32 [T]: what advantages per token are made of; None without them.
+    kept_ids int32 [K], kept_counts int32 [T]: what each target was sampled from, as in ``Kept``; None: all there is.
     """
 
     input_ids: Tensor
@@ -243,6 +268,8 @@ class PackedBatch:
     rewards: Tensor | None = None
     values: Tensor | None = None
     returns: Tensor | None = None
+    kept_ids: Tensor | None = None
+    kept_counts: Tensor | None = None
 
     @property
     def n_positions(self) -> int:

@@ -276,6 +276,21 @@ def test_vllm_logprobs() -> None:
     assert_close(old["out"].loss, plain["loss"])
 
 
+def test_a_sampling_mask() -> None:
+    model, data = tiny_llama(), batch()
+    kept = torch.rand(*data["mask"].shape, VOCAB, generator=torch.Generator().manual_seed(3)) < 0.2
+    kept.scatter_(-1, data["input_ids"][:, 1:, None], True)
+    before = run("kept: before", model=model, kept=kept, **data)
+    before["logprobs"][data["mask"]].mean().backward()
+    expected = gradients(model)
+    after = run("kept: after", model=model, kept=kept, **data)
+    assert_close(after["logprobs"], torch.where(data["mask"], before["logprobs"], 0.0))
+    (after["logprobs"].sum() / data["mask"].sum()).backward()
+    assert_close(gradients(model), expected)
+    seen = [{5: SimpleNamespace(logprob=-0.1), 7: SimpleNamespace(logprob=-torch.inf)}]
+    assert run("kept: vllm", torch=torch)["kept_ids"](SimpleNamespace(logprobs=seen)) == [[5]]
+
+
 def share_of(rank: int) -> dict[str, Any]:
     """A rank's part of the batch, and its micro-batches within it."""
     part = (slice(0, 2), slice(2, 6))[rank]

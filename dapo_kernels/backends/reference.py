@@ -34,7 +34,7 @@ SOFTCAP_COPIES = True
 
 
 def check_rows(asked: Asked, vocab: int) -> None:
-    """Refuse live tokens whose target is outside [0, V) or whose temperature is not positive.
+    """Refuse live tokens whose target is outside [0, V) or not on their list, or whose temperature is not positive.
 
     On the CPU an IndexError or ValueError, elsewhere an asynchronous assert: looking would wait for the device.
     """
@@ -48,6 +48,29 @@ def check_rows(asked: Asked, vocab: int) -> None:
         raise_bad_target(asked, int(bad_target.nonzero()[0]), vocab)
     elif bool(cold.any()):
         raise_bad_temperature(asked, int(cold.nonzero()[0]))
+    if asked.listed is not None and asked.kept_ids is not None and asked.kept_rows is not None:
+        _check_lists(asked, vocab, asked.listed, asked.kept_ids, asked.kept_rows)
+
+
+def _check_lists(asked: Asked, vocab: int, listed: Tensor, ids: Tensor, rows: Tensor) -> None:
+    here = asked.live[rows] & (rows >= 0)
+    outside = here & ((ids < 0) | (ids >= vocab))
+    hits = here & (ids == asked.target_ids[rows])
+    n_hits = torch.zeros_like(asked.target_ids).index_add_(0, rows.clamp(min=0), hits.long())
+    missing = asked.live & listed & (n_hits == 0)
+    if not on_host(ids):
+        torch._assert_async(~(outside.any() | missing.any()))
+    elif bool(outside.any()):
+        at = int(outside.nonzero()[0])
+        row, token = int(rows[at]), int(ids[at])
+        raise IndexError(f"sampling_mask: token {row} is live and keeps the id {token}, outside [0, V) = [0, {vocab})")
+    elif bool(missing.any()):
+        row = int(missing.nonzero()[0])
+        n, target = int((rows == row).sum()), int(asked.target_ids[row])
+        raise ValueError(
+            f"sampling_mask: token {row} is live and its id {target} is not among the {n} that it keeps: it cannot "
+            "have been sampled from them"
+        )
 
 
 def unit_stride(logits: Tensor) -> Tensor:

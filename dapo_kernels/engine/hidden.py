@@ -36,7 +36,8 @@ from dapo_kernels.engine.gradients import (
 )
 from dapo_kernels.engine.operators import hand_out_once, operator, scaled
 from dapo_kernels.engine.rows import given_slopes
-from dapo_kernels.engine.shards import Widths, backend_of, stats_before_gradient
+from dapo_kernels.engine.shards import Widths, backend_of
+from dapo_kernels.engine.wrapped import stats_before_gradient
 from dapo_kernels.objectives.own import OwnLoss, own_slopes, registered
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
 from dapo_kernels.records import (
@@ -143,7 +144,7 @@ def _fill(whole: Any, rows: Tensor | slice, part: Any) -> None:
 def linear_stats(head: Head, asked: Asked, plan: Plan) -> RowStats:
     """``logits_stats`` of the head's logits: one GEMM, no gradient."""
     check_rows(asked, Widths.of(plan, head.weight.shape[0]).all)
-    by = backend_of(plan)
+    by = backend_of(plan, asked)
     logprobs = _per_token(head, asked)
     entropy = torch.zeros_like(logprobs) if asked.want_entropy else None
     stats = RowStats(logprobs, logprobs.new_zeros(*logprobs.shape, 2), entropy)
@@ -167,7 +168,7 @@ def linear_grad(head: Head, asked: Asked, stats: RowStats, slopes: Slopes, needs
 def _grad_over_chunks(
     head: Head, asked: Asked, stats: RowStats, slopes: Slopes, needs: Needs, plan: Plan
 ) -> GradientSum:
-    by = backend_of(plan)
+    by = backend_of(plan, asked)
     chunks = _chunks(head, asked.live, None, needs, plan, by)
     gradients = GradientSum(head, chunks.vocab, needs, chunks.n_with_gradient, by, plan.main_grad is not None)
     for chunk in chunks:
@@ -249,7 +250,7 @@ def _loss_over_chunks(
     head: Head, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, needs: Needs, plan: Plan
 ) -> tuple[RowsLoss, GradientSum]:
     check_rows(asked, Widths.of(plan, head.weight.shape[0]).all)
-    by, function = backend_of(plan), registered(scalars.own)
+    by, function = backend_of(plan, asked), registered(scalars.own)
     total = _no_loss(head, asked, scalars)
     idle = None if on_host(asked.live) or function else idle_beforehand(tokens, scalars)
     chunks = _chunks(head, asked.live, idle, needs, plan, by)

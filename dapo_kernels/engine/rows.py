@@ -14,6 +14,7 @@ from torch import Tensor
 from dapo_kernels.backends import Backend
 from dapo_kernels.engine.operators import Kept, hand_out_once, operator, ordinary, scaled
 from dapo_kernels.engine.shards import Widths, backend_of
+from dapo_kernels.engine.wrapped import Wrapped
 from dapo_kernels.memory import large_tensor
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
 from dapo_kernels.records import (
@@ -29,15 +30,12 @@ from dapo_kernels.records import (
 )
 
 
-class FirstColumns:
+class FirstColumns(Wrapped):
     """A backend whose logits are followed by columns that pad the rows: no part in anything, zeros for a gradient."""
 
     def __init__(self, by: Backend, n: int) -> None:
-        self.by, self.n = by, n
-        self.SOFTCAP_COPIES = by.SOFTCAP_COPIES
-        self.token_loss = by.token_loss
-        self.weight_sum = by.weight_sum
-        self.merge_norms = by.merge_norms
+        super().__init__(by)
+        self.n = n
 
     def row_stats(self, logits: Tensor, asked: Asked, softcap: float | None = None) -> RowStats:
         return self.by.row_stats(logits[..., : self.n], asked, softcap)
@@ -65,12 +63,13 @@ class FirstColumns:
         return self.by.row_loss_(logits[..., : self.n], asked, tokens, scalars, softcap)
 
 
-def backend_of_rows(server: Server, logits: Tensor) -> Backend:
+def backend_of_rows(server: Server, logits: Tensor, asked: Asked) -> Backend:
     """The backend of a call, as these rows look to it."""
+    by = backend_of(server, asked)
     if server.group is None and server.valid is None:
-        return backend_of(server)
+        return by
     n = Widths.of(server, logits.shape[-1]).here
-    return backend_of(server) if n == logits.shape[-1] else FirstColumns(backend_of(server), n)
+    return by if n == logits.shape[-1] else FirstColumns(by, n)
 
 
 def _fake_stats(logits: Tensor, asked: Asked) -> RowStats:
@@ -83,7 +82,7 @@ def _fake_stats(logits: Tensor, asked: Asked) -> RowStats:
 @operator
 def logits_stats(logits: Tensor, asked: Asked, server: Server) -> RowStats:
     """Log-probs of the targets, normalizer, entropy; each [N], zeros on dead rows."""
-    return backend_of_rows(server, logits).row_stats(logits, asked)
+    return backend_of_rows(server, logits, asked).row_stats(logits, asked)
 
 
 @logits_stats.fake
@@ -96,7 +95,7 @@ def logits_grad(logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, s
     """∂loss/∂logits, contiguous, from ∂loss/∂ℓ and ∂loss/∂H."""
     large = large_tensor(logits.shape, logits.dtype, logits.device, "logits")
     out, zeroed = large or (torch.empty(logits.shape, dtype=logits.dtype, device=logits.device), False)
-    backend_of_rows(server, logits).row_grad(out, logits, asked, stats, slopes, zeroed=zeroed)
+    backend_of_rows(server, logits, asked).row_grad(out, logits, asked, stats, slopes, zeroed=zeroed)
     return out
 
 
@@ -126,7 +125,7 @@ def _(ctx: Any, logits: Tensor, asked: Asked, server: Server, stats: RowStats, g
 @operator
 def logits_loss(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, server: Server) -> RowsSlopes:
     """The loss from one sweep over the logits; its gradient takes another, in the backward pass."""
-    return backend_of_rows(server, logits).row_slopes(logits, asked, tokens, scalars)
+    return backend_of_rows(server, logits, asked).row_slopes(logits, asked, tokens, scalars)
 
 
 @logits_loss.fake
@@ -185,7 +184,7 @@ class StatsInPlace(torch.autograd.Function):
 def stats_of(logits: Tensor, asked: Asked, server: Server, in_place: bool) -> RowStats:
     """``logits_stats``, whose gradient takes the logits' memory where that ``may_work_in_place``."""
     if in_place:
-        return RowStats(*StatsInPlace.apply(logits, asked, backend_of_rows(server, logits)))
+        return RowStats(*StatsInPlace.apply(logits, asked, backend_of_rows(server, logits, asked)))
     return logits_stats(logits, asked, server)
 
 

@@ -21,29 +21,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dapo_kernels.backends import Backend, backend
-from dapo_kernels.backends.reference import check_rows, slopes_of_stats
+from dapo_kernels.backends.reference import check_rows
+from dapo_kernels.engine.kept import KeptTokens
 from dapo_kernels.engine.operators import operator
-from dapo_kernels.objectives.surrogate import ObjectiveScalars
-from dapo_kernels.records import (
-    Asked,
-    Plan,
-    RowsLoss,
-    RowsSlopes,
-    RowStats,
-    Server,
-    Slopes,
-    Tokens,
-    accumulate_dtype,
-    on_host,
-)
+from dapo_kernels.engine.wrapped import Wrapped
+from dapo_kernels.records import Asked, Plan, RowStats, Server, Slopes, accumulate_dtype, on_host
 
 # What a sum over ranks holds in float32 beside the 16-bit tensor.
 _SUM_BYTES = 64 * 2**20
 
 
-def backend_of(server: Server | Plan) -> Backend:
-    """The backend of a call: over the whole rows, also where this rank has some of their columns only."""
+def backend_of(server: Server | Plan, asked: Asked) -> Backend:
+    """The backend of a call: over the whole rows, also where this rank has some of their columns only, or over the
+    tokens that they keep.
+    """
     by = backend(server.backend)
+    if asked.listed is not None:
+        by = KeptTokens(by)
     if server.group is None:
         return by
     assert server.columns is not None
@@ -67,18 +61,14 @@ class Widths(NamedTuple):
         return cls(columns[_resolved(str(server.group)).rank()], sum(columns), max(columns))
 
 
-class Shards:
+class Shards(Wrapped):
     """A backend whose logits are this rank's columns, and whose statistics are those of the whole rows."""
 
     def __init__(self, by: Backend, columns: list[int], group: str) -> None:
-        self.by = by
+        super().__init__(by)
         self.group = _resolved(group)
         rank = self.group.rank()
         self.first, self.n, self.vocab = sum(columns[:rank]), columns[rank], sum(columns)
-        self.SOFTCAP_COPIES = by.SOFTCAP_COPIES
-        self.token_loss = by.token_loss
-        self.weight_sum = by.weight_sum
-        self.merge_norms = by.merge_norms
 
     def _own(self, asked: Asked) -> Asked:
         return asked_of_columns(asked, self.first, self.n)
@@ -102,17 +92,6 @@ class Shards:
         if self.n:
             self.by.row_grad(out, logits, self._own(asked), stats, slopes, softcap, zeroed)
 
-    def row_slopes(self, logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsSlopes:
-        return slopes_of_stats(self.row_stats(logits, asked), tokens, scalars, self.token_loss)
-
-    def row_loss_(
-        self, logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, softcap: float | None = None
-    ) -> RowsLoss:
-        stats = stats_before_gradient(self, logits, asked, softcap)
-        out = slopes_of_stats(stats, tokens, scalars, self.token_loss)
-        self.row_grad(logits, logits, asked, out.stats, out.slopes, softcap)
-        return RowsLoss(out.loss, out.logprobs, out.entropy, out.clip_hit, out.ref_kl, out.slopes.idle)
-
 
 def _stats_of_nothing(asked: Asked, dtype: torch.dtype) -> RowStats:
     """Of rows without a column: a maximum of −∞ and a sum of 0."""
@@ -124,7 +103,9 @@ def _stats_of_nothing(asked: Asked, dtype: torch.dtype) -> RowStats:
 def asked_of_columns(asked: Asked, first: int, n: int) -> Asked:
     """What is asked of ``n`` columns of every row, from ``first`` on."""
     target = asked.target_ids - first
-    return asked._replace(target_ids=torch.where((target >= 0) & (target < n), target, -1), partial=True)
+    kept_ids = None if asked.kept_ids is None else asked.kept_ids - first
+    target = torch.where((target >= 0) & (target < n), target, -1)
+    return asked._replace(target_ids=target, kept_ids=kept_ids, partial=True)
 
 
 def said_of(stats: RowStats, asked: Asked) -> Tensor:
@@ -151,12 +132,6 @@ def whole_stats(by: Backend, said: Tensor, asked: Asked) -> RowStats:
         terms = torch.where(log_shares == -torch.inf, 0.0, log_shares.exp() * (said[..., 3] - log_shares))
         entropy = of_live(terms.sum(0).clamp(min=0.0))
     return RowStats(of_live(logprobs), torch.where(asked.live[:, None], norm, 0.0), entropy)
-
-
-def stats_before_gradient(by: Backend, logits: Tensor, asked: Asked, softcap: float | None) -> RowStats:
-    """``row_stats`` that leaves the logits for ``row_grad``: a softcap that works in place would not."""
-    before = logits.clone() if softcap is not None and by.SOFTCAP_COPIES else logits
-    return by.row_stats(before, asked, softcap)
 
 
 # --- what the ranks have to agree on ----------------------------------------------------------------------
@@ -262,6 +237,14 @@ def checksum(live: Tensor, values: Iterable[Tensor | None]) -> Tensor:
         if x is not None:
             total = total + torch.where(live, (2 * _bits(x) + 1) * at, 0).sum()
     return total
+
+
+def of_lists(asked: Asked) -> Tensor | None:
+    """int64 [N], wrapping: of which tokens each row keeps."""
+    if asked.kept_ids is None or asked.kept_rows is None:
+        return None
+    mixed = (asked.kept_ids + 1) * 2654435761
+    return torch.zeros_like(asked.target_ids).index_add_(0, asked.kept_rows, (mixed ^ (mixed >> 17)) * 1000003)
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ _REFUSED = {
 }
 _OF_LOGPROBS = (
     *("mask", "temperature", "entropy", "float32_logits", "chunk_bytes", "host_sync"),
-    *("valid_vocab", "group", "sequence_parallel"),
+    *("valid_vocab", "sampling_mask", "group", "sequence_parallel"),
 )
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 _ROUNDED = (torch.bfloat16, torch.float16)

@@ -53,6 +53,7 @@ def mismatches(config: Config) -> Iterator[str]:
             f"got {config.run.device!r}; CUDA_VISIBLE_DEVICES chooses another"
         )
     yield from _temperatures_of_vllm(config)
+    yield from _sampling_mask(config)
     yield from _pairs(config)
     yield from _routing(config)
     yield from schedule_mismatches(config)
@@ -134,7 +135,7 @@ def _pairs(config: Config) -> Iterator[str]:
     unread = {
         "loss": ("objective", "overrides", "old_logprobs", "routing_replay"),
         "advantage": ("kind", "eps", "segments"),
-        "rollout": ("correction",),
+        "rollout": ("correction", "sampling_mask"),
     }
     for section, names in unread.items():
         for name in names:
@@ -272,6 +273,22 @@ def _temperatures_of_vllm(config: Config) -> Iterator[str]:
             )
 
 
+def _sampling_mask(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if not rollout.sampling_mask:
+        return
+    if not list(_truncations(rollout)):
+        yield (
+            "rollout.sampling_mask: expected rollout.top_p, rollout.top_k or rollout.min_p beside it, which alone cut "
+            "the vocabulary down, got true and none of them"
+        )
+    elif rollout.engine == "vllm" and rollout.top_k is None:
+        yield (
+            "rollout.top_k: expected a number beside rollout.sampling_mask with rollout.engine=vllm, which names the "
+            "tokens that it kept only up to a number asked for beforehand, got null; rollout.engine=hf names any number"
+        )
+
+
 def _truncations(rollout: RolloutConfig) -> Iterator[tuple[str, float]]:
     for name in ("top_p", "top_k", "min_p"):
         value = getattr(rollout, name)
@@ -281,10 +298,11 @@ def _truncations(rollout: RolloutConfig) -> Iterator[tuple[str, float]]:
 
 def cautions(config: Config) -> Iterator[str]:
     """What runs and may not be meant, each as `key: what follows from it`."""
-    if truncated := ", ".join(f"rollout.{name}={value:g}" for name, value in _truncations(config.rollout)):
+    truncated = ", ".join(f"rollout.{name}={value:g}" for name, value in _truncations(config.rollout))
+    if truncated and not config.rollout.sampling_mask:
         yield (
             f"{truncated}: responses come from a part of the distribution, the update takes them for the policy's own: "
-            "the ratio is biased"
+            "the ratio is biased; rollout.sampling_mask=true has it compare like with like"
         )
     sampler, judge = config.sampler, config.reward.judge
     own = ":" in config.reward.kind or (config.reward.kind == "judge" and judge is not None and judge.reward == "soft")

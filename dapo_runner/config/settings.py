@@ -267,10 +267,12 @@ class RolloutConfig(Section):
     correction: CorrectionConfig = CorrectionConfig()
     group_size: PositiveInt = 16  # 1: where nothing is compared within a group
     temperature: PositiveFloat = 1.0
-    # Where one of these three truncates, the rollout distribution is not the policy's and the ratio is biased.
+    # Where one of these three truncates, the rollout distribution is not the policy's and the ratio is biased, unless
+    # sampling_mask has the learner's log-probs be those of what was left to sample from.
     top_p: Share = 1.0
     top_k: PositiveInt | None = None  # None: all
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0  # of the likeliest token's probability
+    sampling_mask: bool = False
     stop: StopStrings = []  # a response ends where one of them is complete
     max_prompt_tokens: PositiveInt = 2048
     max_response_tokens: PositiveInt = 20480

@@ -60,6 +60,6 @@ def _without_tokens(group: Group) -> Group:
     def bare(sample: Sample) -> Sample:
         completion = sample.completion
         tokens, logprobs = completion.token_ids.to("meta"), completion.logprobs.to("meta")
-        return replace(sample, completion=replace(completion, token_ids=tokens, logprobs=logprobs, text=""))
+        return replace(sample, completion=replace(completion, token_ids=tokens, logprobs=logprobs, text="", kept=None))
 
     return replace(group, samples=tuple(bare(sample) for sample in group.samples))

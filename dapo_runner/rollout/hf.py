@@ -18,7 +18,7 @@ from torch import Tensor
 from dapo_runner.rollout.cache import growing_cache
 from dapo_runner.rollout.engine import copy_weights, sampling_of_each, stop_token_ids
 from dapo_runner.rollout.stopping import StopStrings
-from dapo_runner.types import Completion, FinishReason, Prompt, SamplingParams
+from dapo_runner.types import Completion, FinishReason, Kept, Prompt, SamplingParams
 
 # Rows that have ended are dropped from the batch when this share of it is dead: dropping copies the cache.
 DEAD_SHARE = 0.25
@@ -80,8 +80,8 @@ class HFEngine:
         strings = StopStrings([row.sampling.stop for row in rows], self.tokenizer)
         logits, lines = self._prefill(prompts, rows)
         for step in count():
-            tokens, logprobs = sampler.sample(logits, lines.rows, step)
-            responses.append(step, lines.rows, tokens, logprobs)
+            tokens, logprobs, kept = sampler.sample(logits, lines.rows, step)
+            responses.append(step, lines.rows, tokens, logprobs, kept)
             if strings:
                 responses.stop(strings.completed(responses.lengths == step + 1, responses.tokens[:, : step + 1]))
             running = responses.running[lines.rows]
@@ -89,8 +89,8 @@ class HFEngine:
             if n_running == 0:
                 break
             if n_running <= (1 - DEAD_SHARE) * running.numel():
-                kept = running.nonzero().squeeze(1)
-                lines, tokens = lines.select(kept), tokens[kept]
+                left = running.nonzero().squeeze(1)
+                lines, tokens = lines.select(left), tokens[left]
             lines = lines.longer()
             logits = self._forward(tokens[:, None], lines.mask, lines.cache)
         return self._completions(responses)
@@ -131,12 +131,13 @@ class HFEngine:
     def _completions(self, responses: _Responses) -> list[Completion]:
         tokens, logprobs = responses.tokens.cpu(), responses.logprobs.cpu()
         lengths, stopped = responses.lengths.tolist(), responses.stopped.tolist()
-        kept = [tokens[row, :length].clone() for row, length in enumerate(lengths)]
-        texts = self.tokenizer.batch_decode(kept, skip_special_tokens=True)
+        said = [tokens[row, :length].clone() for row, length in enumerate(lengths)]
+        texts = self.tokenizer.batch_decode(said, skip_special_tokens=True)
         reasons: list[FinishReason] = ["stop" if ended else "length" for ended in stopped]
+        kept = responses.kept(lengths)
         return [
-            Completion(kept[row], logprobs[row, : lengths[row]].clone(), reasons[row], texts[row])
-            for row in range(len(kept))
+            Completion(said[row], logprobs[row, : lengths[row]].clone(), reasons[row], texts[row], kept=kept[row])
+            for row in range(len(said))
         ]
 
 
@@ -173,11 +174,19 @@ class _Responses:
         self.lengths = torch.zeros(n_rows, dtype=torch.int64, device=device)
         self.stopped = torch.zeros(n_rows, dtype=torch.bool, device=device)
         self.running = torch.ones(n_rows, dtype=torch.bool, device=device)
+        # Of every step the row and the id of each kept token, where any were asked for.
+        self.kept_rows: list[Tensor] = []
+        self.kept_ids: list[Tensor] = []
 
-    def append(self, step: int, rows: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
-        """The next token [B] of ``rows`` [B]; one that has ended says no more."""
+    def append(self, step: int, rows: Tensor, tokens: Tensor, logprobs: Tensor, kept: Tensor | None = None) -> None:
+        """The next token [B] of ``rows`` [B], sampled from ``kept`` bool [B, V]; one that has ended says no more."""
         running = self.running[rows]
         rows, tokens = rows[running], tokens[running]
+        if kept is not None:
+            kept = kept[running]
+            lines, ids = (kept & ~kept.all(-1, keepdim=True)).nonzero().unbind(-1)
+            self.kept_rows.append(rows[lines].cpu())
+            self.kept_ids.append(ids.to(torch.int32).cpu())
         self.tokens[rows, step] = tokens
         self.logprobs[rows, step] = logprobs[running]
         self.lengths[rows] = step + 1
@@ -188,6 +197,16 @@ class _Responses:
         """End the responses of ``rows``, int64, with what they have."""
         self.stopped[rows] = True
         self.running[rows] = False
+
+    def kept(self, lengths: Sequence[int]) -> list[Kept | None]:
+        """Of each row, of as many steps as it is long."""
+        n_rows = len(lengths)
+        if not self.kept_rows:
+            return [None] * n_rows
+        ids, of_rows = torch.cat(self.kept_ids), torch.cat(self.kept_rows)
+        counts = torch.stack([rows.bincount(minlength=n_rows) for rows in self.kept_rows], dim=1).to(torch.int32)
+        parts = ids[of_rows.argsort(stable=True)].split(counts.sum(1).tolist())
+        return [Kept(parts[row].clone(), counts[row, :length].clone()) for row, length in enumerate(lengths)]
 
 
 class _TokenSampler:
@@ -206,10 +225,14 @@ class _TokenSampler:
         self.any_greedy = bool(self.greedy.any())
         self.any_top_p = bool((self.top_p < 1).any())
         self.any_cut = any(item.top_k is not None or item.min_p > 0 for item in sampling)
+        self.asked = torch.tensor([item.sampling_mask for item in sampling], device=device)
+        self.any_asked = bool(self.asked.any())
 
-    def sample(self, logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Tokens int64 [R] and their float32 log-probs [R], temperature included, top_p, top_k and min_p not: the
-        policy's own.
+    def sample(self, logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Tokens int64 [R], their float32 log-probs [R] and what they were sampled from, bool [R, V].
+
+        The log-probs are the policy's own, temperature included, top_p, top_k and min_p not. Rows that ask what was
+        left to sample from have those of that part; where none asks, there is no third.
         """
         logprobs = torch.log_softmax(logits.float() / self.temperature[rows], dim=-1)
         probs = logprobs.exp()
@@ -224,7 +247,11 @@ class _TokenSampler:
         tokens = torch.searchsorted(cdf, target, right=True)
         if self.any_greedy:
             tokens = torch.where(self.greedy[rows, None], logprobs.argmax(dim=-1, keepdim=True), tokens)
-        return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
+        kept = None
+        if self.any_asked:
+            kept = (probs > 0) | ~self.asked[rows, None]
+            logprobs = logprobs - logprobs.masked_fill(~kept, -torch.inf).logsumexp(dim=-1, keepdim=True)
+        return tokens[:, 0], logprobs.gather(1, tokens)[:, 0], kept
 
 
 def _likeliest(probs: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ only one side knows of all show in the difference.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dapo_runner.config import AdvantageConfig, Config
 from dapo_runner.rollout.engine import RolloutEngine
@@ -30,13 +31,16 @@ class SyncProbe:
     """``probe(engine, learner)`` after every update of the engine's weights."""
 
     def __init__(self, prompts: Sequence[Prompt], config: Config) -> None:
-        settings = config.rollout.probe
+        rollout, settings = config.rollout, config.rollout.probe
         self.prompts = list(prompts[: settings.prompts])
         self.sampling = SamplingParams(
-            temperature=config.rollout.temperature,
-            max_tokens=min(settings.tokens, config.rollout.max_response_tokens),
+            temperature=rollout.temperature,
+            max_tokens=min(settings.tokens, rollout.max_response_tokens),
             seed=config.run.seed,
         )
+        if rollout.sampling_mask:  # elsewhere the learner's log-probs are those of the whole vocabulary
+            cut = replace(self.sampling, top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p)
+            self.sampling = replace(cut, sampling_mask=True)
         self.bound = settings.bound if settings.bound is not None else BOUNDS[config.model.dtype]
         self.token_budget = config.optimizer.token_budget
 

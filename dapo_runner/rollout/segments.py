@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dapo_runner.config import SegmentsConfig, TreeShape
-from dapo_runner.types import Branch, Completion, Group, Prompt, Sample, SamplingParams
+from dapo_runner.types import Branch, Completion, Group, Kept, Prompt, Sample, SamplingParams
 from dapo_runner.update.segments import chain_segments, chain_starts
 
 GenerateEach = Callable[[Sequence[Prompt], Sequence[SamplingParams]], list[list[Completion]]]
@@ -37,7 +37,12 @@ def joined(prefix: Prompt, completion: Completion, tokenizer: Any) -> Completion
     begun = torch.tensor(prefix.token_ids[len(prefix.token_ids) - prefix.n_begun :], dtype=torch.int64)
     tokens = torch.cat([begun, completion.token_ids])
     logprobs = torch.cat([torch.zeros(prefix.n_begun), completion.logprobs])
-    return replace(completion, token_ids=tokens, logprobs=logprobs, text=_text(tokenizer, tokens))
+    kept = _longer(Kept.whole(prefix.n_begun), completion.kept)
+    return replace(completion, token_ids=tokens, logprobs=logprobs, text=_text(tokenizer, tokens), kept=kept)
+
+
+def _longer(begun: Kept, added: Kept | None) -> Kept | None:
+    return None if added is None else Kept.joined([begun, added])
 
 
 def value_chains(
@@ -83,6 +88,7 @@ class _Node:
     path: tuple[Branch, ...]
     token_ids: Tensor
     logprobs: Tensor
+    kept: Kept | None
 
 
 def grow_trees(
@@ -98,7 +104,7 @@ def grow_trees(
     last = len(shape.branching) - 1
     leaves: list[list[Completion]] = [[] for _ in prompts]
     none = torch.zeros(0)
-    level = [_Node(tree, 0, (), none.long(), none) for tree in range(len(prompts))]
+    level = [_Node(tree, 0, (), none.long(), none, Kept.whole(0)) for tree in range(len(prompts))]
     for depth, n in enumerate(shape.branching):
         if not level:
             break
@@ -113,13 +119,14 @@ def grow_trees(
                     (*node.path, Branch(child, completion.length)),
                     torch.cat([node.token_ids, completion.token_ids]),
                     torch.cat([node.logprobs, completion.logprobs]),
+                    None if node.kept is None else _longer(node.kept, completion.kept),
                 )
                 if completion.truncated and depth < last:
                     grown.append(longer)
                 else:
                     text = _text(tokenizer, longer.token_ids)
-                    leaf = Completion(longer.token_ids, longer.logprobs, completion.finish_reason, text, longer.path)
-                    leaves[node.tree].append(leaf)
+                    said = (longer.token_ids, longer.logprobs, completion.finish_reason, text, longer.path, longer.kept)
+                    leaves[node.tree].append(Completion(*said))
         level = grown
     return [sorted(tree, key=lambda leaf: [branch.child for branch in leaf.path]) for tree in leaves]
 

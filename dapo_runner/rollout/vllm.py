@@ -29,9 +29,11 @@ from torch import Tensor, nn
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.world import ALONE, World
 from dapo_runner.rollout.engine import checked_weights, sampling_of_each, stop_token_ids
-from dapo_runner.types import Completion, FinishReason, Prompt, SamplingParams
+from dapo_runner.types import Completion, FinishReason, Kept, Prompt, SamplingParams
 
 GIB = 2**30
+# Of tokens as likely as the top_k-th vLLM keeps all. In bfloat16 some are; so many more than top_k are asked for.
+TIES = 32
 
 
 class VLLMEngine:
@@ -87,7 +89,9 @@ class VLLMEngine:
             [self._sampling_params(item, place) for place, item in enumerate(each)],
             use_tqdm=False,
         )
-        answers = [self._completions(output.outputs) for output in outputs]
+        answers = [
+            self._completions(output.outputs, item.sampling_mask) for output, item in zip(outputs, each, strict=True)
+        ]
         return [found * (item.n // len(found)) for found, item in zip(answers, each, strict=True)]
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -124,7 +128,7 @@ class VLLMEngine:
             stop=list(sampling.stop),
             max_tokens=sampling.max_tokens,
             seed=int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 2,
-            logprobs=0,  # of the sampled token alone
+            logprobs=self._n_named(sampling) if sampling.sampling_mask else 0,  # beside the sampled token
             flat_logprobs=True,
             stop_token_ids=self.stop_ids,
             ignore_eos=True,  # the stop tokens above are all there are, as in the hf engine
@@ -132,14 +136,20 @@ class VLLMEngine:
             skip_special_tokens=False,
         )
 
-    def _completions(self, outputs: Sequence[Any]) -> list[Completion]:
+    def _n_named(self, sampling: SamplingParams) -> int:
+        assert sampling.top_k is not None, "vLLM names what it kept up to a number"
+        vocab: int = self.llm.llm_engine.model_config.get_vocab_size()
+        return min(sampling.top_k + TIES, vocab)
+
+    def _completions(self, outputs: Sequence[Any], with_kept: bool) -> list[Completion]:
         texts = self.tokenizer.batch_decode([list(out.token_ids) for out in outputs], skip_special_tokens=True)
         return [
             Completion(
                 token_ids=torch.tensor(list(out.token_ids), dtype=torch.int64),
-                logprobs=torch.tensor(out.logprobs.logprobs, dtype=torch.float32),
+                logprobs=torch.tensor(out.logprobs.logprobs, dtype=torch.float32)[out.logprobs.start_indices],
                 finish_reason=_finish_reason(out.finish_reason),
                 text=text,
+                kept=_kept(out.logprobs) if with_kept else None,
             )
             for out, text in zip(outputs, texts, strict=True)
         ]
@@ -163,6 +173,7 @@ def _arguments(path: str | Path, config: Config, device: torch.device) -> dict[s
         "max_model_len": config.longest_sequence,
         "max_num_seqs": rollout.max_batch_sequences,
         "logprobs_mode": "processed_logprobs",  # the raw ones leave the temperature out
+        "max_logprobs": -1,  # as many as a request asks for
         "use_tqdm_on_load": False,
         "disable_log_stats": True,
         "seed": config.run.seed,
@@ -227,6 +238,18 @@ def _pack_tied_head(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
+
+
+def _kept(flat: Any) -> Kept:
+    """From what vLLM says of every step: the sampled token, then the likeliest ones, −∞ where they were cut off."""
+    ids, logprobs = torch.tensor(flat.token_ids, dtype=torch.int32), torch.tensor(flat.logprobs)
+    starts = torch.tensor(flat.start_indices, dtype=torch.int64)
+    steps = torch.searchsorted(starts, torch.arange(len(ids)), right=True) - 1
+    sampled = torch.zeros(len(ids), dtype=torch.bool)
+    sampled[starts] = True
+    # It is among the likeliest once more, unless there are more ties than were asked for.
+    kept = sampled | ((logprobs > -torch.inf) & (ids != ids[starts][steps]))
+    return Kept(ids[kept], steps[kept].bincount(minlength=len(starts)).to(torch.int32))
 
 
 def _finish_reason(reason: str | None) -> FinishReason:

@@ -15,7 +15,7 @@ from typing import Any
 
 from dapo_runner.config import SamplerConfig
 from dapo_runner.sampling.data import PromptCursor
-from dapo_runner.types import Branch, Completion, Group, Prompt, Sample, Segment, Verdict
+from dapo_runner.types import Branch, Completion, Group, Kept, Prompt, Sample, Segment, Verdict
 
 GenerateGroups = Callable[[list[Prompt], int], list[Group]]
 """Scored groups for prompts, in their order. The second argument counts the rounds of the whole run: a seed
@@ -270,6 +270,7 @@ def _group_state(group: Group) -> dict[str, Any]:
                 "finish_reason": sample.completion.finish_reason,
                 "text": sample.completion.text,
                 "path": [tuple(branch) for branch in sample.completion.path],
+                "kept": None if sample.completion.kept is None else tuple(sample.completion.kept),
                 "verdict": asdict(sample.verdict),
                 "base_reward": sample.base_reward,
                 "length_penalty": sample.length_penalty,
@@ -292,6 +293,7 @@ def _group_from_state(state: Mapping[str, Any], prompts: Mapping[str, Prompt]) -
                 item["finish_reason"],
                 item["text"],
                 tuple(Branch(*branch) for branch in item.get("path", ())),  # older ones knew no trees
+                Kept(*item["kept"]) if item.get("kept") else None,
             ),
             verdict=Verdict(**item["verdict"]),
             base_reward=item["base_reward"],

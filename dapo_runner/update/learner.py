@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dapo_kernels import Objective, linear_dapo_loss, linear_token_logprobs, objectives, policy_loss, reduce_metrics
+from dapo_kernels import (
+    Objective,
+    SamplingMask,
+    linear_dapo_loss,
+    linear_token_logprobs,
+    objectives,
+    policy_loss,
+    reduce_metrics,
+)
 from dapo_kernels.logprobs import TokenStats
 from dapo_kernels.losses import LossOutput
 from dapo_kernels.metrics import COUNTS
@@ -248,6 +256,7 @@ class Learner:
             lora=head.lora,
             softcap=head.softcap,
             temperature=self.config.rollout.temperature,
+            sampling_mask=sampling_mask_of(batch, policy),
             mask=own["mask"],
             entropy=entropy,
             chunk_bytes=self.config.loss.chunk_bytes,
@@ -366,6 +375,7 @@ class Learner:
             cu_seqlens=batch.cu_seqlens.to(self.policy.device) if group is None else None,
             selection=None if selection is None else own_positions(selection, group),
             temperature=self.config.rollout.temperature,
+            sampling_mask=sampling_mask_of(batch, self.policy),
             entropy=True,
             **options,
             **_given(own),
@@ -404,6 +414,18 @@ def positions_of(batch: PackedBatch, policy: Policy, own: bool = True) -> dict[s
     tensors = {name: tensor for name, tensor in batch.tensors().items() if name in names}
     group = policy.world.sequence_group if own else None
     return {name: own_positions(tensor, group).to(policy.device) for name, tensor in tensors.items()}
+
+
+def sampling_mask_of(batch: PackedBatch, policy: Policy) -> SamplingMask | None:
+    """What the engine sampled the targets of this rank's positions from, on the policy's device."""
+    if batch.kept_ids is None or batch.kept_counts is None:
+        return None
+    offsets = torch.nn.functional.pad(batch.kept_counts.cumsum(0), (1, 0))
+    if (group := policy.world.sequence_group) is not None:
+        share = batch.n_positions // group.size()
+        offsets = offsets[group.rank() * share : (group.rank() + 1) * share + 1]
+    ids = batch.kept_ids[int(offsets[0]) : int(offsets[-1])]
+    return SamplingMask(ids.to(policy.device), (offsets - offsets[0]).to(policy.device))
 
 
 def _given(tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from dapo_runner.parallel.balance import sequence_cost, spread
-from dapo_runner.types import PackedBatch, Sequence
+from dapo_runner.types import Kept, PackedBatch, Sequence
 
 
 class Share(NamedTuple):
@@ -116,6 +116,9 @@ def _lay_out(indexed: list[tuple[int, Sequence]], padding_id: int, multiple: int
     rewards = None
     if any(sequence.reward is not None for sequence in sequences):
         rewards = torch.tensor([sequence.reward or 0.0 for sequence in sequences])
+    kept = None
+    if any(sequence.kept is not None for sequence in sequences):
+        kept = [Kept.whole(sequence.length) if sequence.kept is None else sequence.kept for sequence in sequences]
     return PackedBatch(
         input_ids=torch.cat([sequence.token_ids[:-1] for sequence in sequences]),
         position_ids=torch.cat([torch.arange(sequence.length - 1) for sequence in sequences]),
@@ -128,6 +131,9 @@ def _lay_out(indexed: list[tuple[int, Sequence]], padding_id: int, multiple: int
         sequence_ids=torch.tensor([index for index, _ in indexed]),
         ages=torch.tensor([sequence.age for sequence in sequences]),
         rewards=rewards,
+        # A first token, of a prompt, has no list.
+        kept_ids=None if kept is None else torch.cat([ids for ids, _ in kept]),
+        kept_counts=None if kept is None else torch.cat([counts[1:] for _, counts in kept]),
     )
 
 

@@ -47,6 +47,23 @@ def test_truth_is_float64_autograd(config: Config) -> None:
     assert max(errors.values()) < 1e-11, errors
 
 
+@pytest.mark.parametrize("level", ["logits", "hidden"])
+def test_the_truth_of_tokens_that_were_kept(level: str) -> None:
+    config = Config(level, "float32", 64, 2048, hidden=64, n_sequences=2, live=0.5, kept=5)
+    problem = build(config)
+    truth, kept = find_truth(problem), problem.kept()
+    leaves = [x.detach().double().requires_grad_() for x in problem.inputs()]
+    logits = leaves[0] if level == "logits" else leaves[0] @ leaves[1].t()
+    assert kept is not None
+    logprobs = logits.gather(1, kept).log_softmax(1)[:, 0]
+    assert float((logprobs - problem.tokens.old_logprobs).abs().max()) < 0.06  # inside the clip range
+    loss = FORMULAS[config.objective](logprobs, problem.tokens)
+    errors = truth.errors(Result(loss=loss, gradients=torch.autograd.grad(loss, leaves)))
+    assert max(errors.values()) < 1e-11, errors
+    contestant = by_name("dapo_kernels", config)
+    assert "reason" not in harness.check(contestant, contestant.make(problem)(), truth)
+
+
 @pytest.mark.parametrize("config", TRAIN, ids=lambda config: config.name)
 def test_normalizers_beyond_the_full_limit(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where float64 for every row is too dear, the sampled rows still get it."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from dapo_kernels import linear_dapo_loss, reduce_metrics, summarize
+from dapo_kernels import SamplingMask, linear_dapo_loss, reduce_metrics, summarize
 from dapo_kernels.integrations.heads import head_of
 from dapo_kernels.integrations.torch import PolicyLoss
 
@@ -164,6 +164,21 @@ def test_it_is_linear_dapo_loss() -> None:
     assert torch.equal(stats.entropy, expected.entropy)
     stats.logprobs.sum().backward()
     assert model.model.embed_tokens.weight.grad.any()
+
+
+def test_a_sampling_mask() -> None:
+    policy, batch = PolicyLoss(network()), padded()
+    targets, live = batch["target_ids"], batch["mask"]
+    kept = torch.rand(*targets.shape, VOCAB, generator=torch.Generator().manual_seed(2)) < 0.3
+    kept.scatter_(-1, targets[..., None], True)
+    how: dict[str, Any] = {"mask": live, "sampling_mask": SamplingMask.of_kept(kept)}
+    stats = policy(batch["input_ids"], targets, mode="logprobs", **how)
+    with torch.no_grad():
+        logits = policy.model(input_ids=batch["input_ids"]).logits.masked_fill(~kept, -torch.inf)
+    expected = logits.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(stats.logprobs[live], expected[live], atol=1e-5, rtol=1e-5)
+    out = policy(**batch | how)
+    assert torch.equal(out.logprobs, stats.logprobs.detach())
 
 
 def test_adapters() -> None:

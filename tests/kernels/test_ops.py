@@ -336,7 +336,7 @@ assert set(dapo_kernels.__all__) == {
     "dapo_loss", "linear_dapo_loss", "policy_loss", "token_logprobs", "linear_token_logprobs",
     "policy_loss_from_logits", "policy_loss_from_hidden",
     "preference_loss", "linear_preference_loss", "preference_loss_from_logprobs",
-    "linear_distillation_loss", "LoraFactors",
+    "linear_distillation_loss", "LoraFactors", "SamplingMask",
     "Objective", "OBJECTIVES", "reduce_metrics", "summarize", "use_backend", "__version__"}
 """
     _run(program)

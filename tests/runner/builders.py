@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dapo_runner.config import Config, parse_config
-from dapo_runner.types import Completion, Group, Prompt, Sample, Sequence, Verdict
+from dapo_runner.types import Completion, Group, Kept, Prompt, Sample, Sequence, Verdict
 
 
 def make_config(**sections: Any) -> Config:
@@ -106,6 +106,21 @@ def paired(sequences: list[Sequence]) -> list[Sequence]:
         replace(sequence, pair=index // 2, advantages=torch.where(sequence.mask, sign, 0.0))
         for index, (sequence, sign) in enumerate(zip(live, signs, strict=True))
     ]
+
+
+def with_lists(sequences: list[Sequence], vocab: int) -> list[Sequence]:
+    """Every third token of a response without a list, the others with their own id and some more."""
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for number, sequence in enumerate(sequences):
+        lists = []
+        for place, (token, trains) in enumerate(zip(sequence.token_ids.tolist(), sequence.mask.tolist(), strict=True)):
+            others = torch.randint(vocab, (6,), generator=generator).tolist()
+            lists.append(sorted({token, *others}) if trains and place % 3 else [])
+        ids = torch.tensor([token for kept in lists for token in kept], dtype=torch.int32)
+        kept = Kept(ids, torch.tensor([len(kept) for kept in lists], dtype=torch.int32))
+        made.append(sequence if number == 0 else replace(sequence, kept=kept))
+    return made
 
 
 CUTS: list[dict[str, Any]] = [

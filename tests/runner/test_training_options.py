@@ -188,6 +188,12 @@ def test_sections(name: str) -> None:
     check(written, read)
 
 
+def test_a_sampling_mask() -> None:
+    config = laid_over("sampling mask")
+    sampling = rollout_sampling(config, 0)
+    assert (sampling.top_p, sampling.top_k, sampling.sampling_mask) == (0.95, 50, True)
+
+
 def test_resuming_and_forking() -> None:
     assert run_commands("resuming") == [0, 0]
     changes = {event["key"]: event["after"] for event in read_log(Path("runs/mine/changes.jsonl"))}

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from builders import make_config, paired, random_sequences
+from builders import make_config, paired, random_sequences, with_lists
 from launch import leave
 
 from dapo_runner.config import Config
@@ -56,6 +56,8 @@ def sequences_for(config: Config, count: int, seed: int = 0) -> list[Sequence]:
     sequences = random_sequences(count, seed)
     if config.preference is not None:
         return paired(sequences)
+    if config.rollout.sampling_mask:
+        return with_lists(sequences, vocab=20)
     if not config.advantage.by_token:
         return sequences
     return [replace(sequence, reward=n % 3 - 0.7) for n, sequence in enumerate(sequences)]

@@ -31,6 +31,11 @@ CASES: dict[str, dict[str, Any]] = {
     "pairs": {"model": FLOAT32, "preference": {"reference": "step"}, **PAIRS},
     "pairs with a reference": {"model": FLOAT32, "preference": {}, **PAIRS},
     "corrected": {"model": FLOAT32, "rollout": {"correction": {"weights": "sequence"}}},
+    "kept": {
+        "model": FLOAT32,
+        "rollout": {"top_k": 6, "sampling_mask": True},
+        "loss": {"overrides": {"kl_coef": 0.1}},
+    },
     "shared_trunk": {"model": FLOAT32, "advantage": {"kind": "gae"}, "critic": {"share_trunk": True}},
     "reinforce_pp": {"model": FLOAT32, "advantage": {"kind": "returns"}, "reward": {"kl": {"coef": 0.1}}},
     "ppo": {
@@ -64,7 +69,7 @@ ROUTED = {  # the second of two updates, on a model of its own
     "loss": {"routing_replay": True},
     "optimizer": {"mini_batch_size": 8, "token_budget": 96, "lr": 3e-3, "warmup_steps": 0},
 }
-SELECTED = ["gspo", "vespo", "clip_cov", "one_sequence", "accumulated", "pairs", "ppo"]
+SELECTED = ["gspo", "vespo", "clip_cov", "one_sequence", "accumulated", "pairs", "ppo", "kept"]
 GATHERED_ONCE = ("dapo", "clip_cov", "accumulated", "ppo", "lora")
 UNTIED = ("shard 2", "shard 4, sequence 2")
 OF_UNTIED: dict[str, dict[str, Any]] = {

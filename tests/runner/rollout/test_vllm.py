@@ -175,6 +175,20 @@ def test_what_is_left_of_the_distribution_is_what_the_hf_engine_leaves(
         assert float(answer.logprobs[0].exp()) == pytest.approx(kept[int(answer.token_ids[0])], abs=1e-4)
 
 
+@pytest.mark.parametrize("cut", [cut for cut in CUTS if "top_k" in cut])
+def test_it_says_what_it_kept(engine: VLLMEngine, learner: Learner, cut: dict[str, Any]) -> None:
+    asked = prompt("12+34=", engine)
+    (answers,) = engine.generate([asked], SamplingParams(n=4, max_tokens=6, sampling_mask=True, **cut))
+    for answer in answers:
+        ids = torch.tensor([*asked.token_ids, *answer.token_ids.tolist()])
+        probs = policy_logits(learner, ids)[-answer.length - 1 : -1].softmax(-1)
+        assert answer.kept is not None
+        for place, kept in enumerate(answer.kept.ids.split(answer.kept.counts.tolist())):
+            left = what_is_left(probs[place].tolist(), **cut)
+            assert set(kept.tolist()) == set(left)
+            assert float(answer.logprobs[place].exp()) == pytest.approx(left[int(answer.token_ids[place])], abs=1e-4)
+
+
 def test_a_stop_string_ends_a_response_as_if_the_policy_had(engine: VLLMEngine) -> None:
     asked, sampling = [prompt("12+34=", engine), prompt("7", engine)], SamplingParams(n=50, max_tokens=12)
     whole = [answer for group in engine.generate(asked, sampling) for answer in group]
@@ -345,6 +359,14 @@ def test_a_whole_run(whole: Path) -> None:
         assert step["train/rollout_gap"] < 1e-4 or step["sampling/carried_in"]
         assert step["train/rollout_ess"] > 0.999 or step["sampling/carried_in"]
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+def test_a_run_that_replays_what_was_kept(tmp_path: Path) -> None:
+    raw = raw_run(tmp_path, steps=1)
+    raw["rollout"] |= {"top_k": 6, "top_p": 0.9, "sampling_mask": True}
+    run = train(parse_config(raw), SilentProgress())
+    (step,) = (event for event in read_log(run / "metrics.jsonl") if event["kind"] == "step")
+    assert max(step["sync/gap"], step["train/rollout_gap"]) < 1e-4
 
 
 @pytest.mark.parametrize("kind", SEGMENTS)

@@ -1,0 +1,177 @@
+"""Rows that were sampled from a part of the vocabulary: statistics and gradient over the tokens that were kept.
+
+N rows, V vocabulary, K kept tokens of all rows. The other V − k columns of such a row are never looked at: its kept
+logits are gathered, [K], and their softmax is taken in float64; to the row kernels the row is dead, so that they leave
+zeros, to which the gradient of the kept logits is added. With z = x/τ of the kept logits x, p = softmax(z), target y::
+
+    ℓ = z_y − lse(z)         dℓ/dx_j = (1[j = y] − p_j) / τ
+    H = lse(z) − Σ p_j z_j    dH/dx_j = −p_j (log p_j + H) / τ
+
+The work and the memory, some 80 bytes per kept token of a chunk, follow the lists. Nothing here waits for a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dapo_kernels.backends.norms import merged
+from dapo_kernels.backends.reference import check_rows, slopes_of_stats
+from dapo_kernels.engine.wrapped import Wrapped
+from dapo_kernels.objectives.surrogate import ObjectiveScalars
+from dapo_kernels.records import Asked, RowsLoss, RowStats, Slopes, Tokens, accumulate_dtype, on_host
+
+# 1.0 as an integer: a row's sum, of half a million of them at the most, fits; a term is right to 3·10⁻¹⁴.
+_ONE = float(2**44)
+
+
+class KeptTokens(Wrapped):
+    """A backend for rows some of which have a list of the tokens that were kept. Of these the norm is (max of x, log of
+    the sum above it).
+    """
+
+    def row_stats(self, logits: Tensor, asked: Asked, softcap: float | None = None) -> RowStats:
+        check_rows(asked, logits.shape[-1])
+        mine = Kept.of(logits, asked, softcap).stats(asked)
+        whole = self.by.row_stats(logits, asked.without_lists(), softcap)
+        return RowStats._make(_of_each(_listed(asked), mine, whole))
+
+    def row_grad(
+        self,
+        out: Tensor,
+        logits: Tensor,
+        asked: Asked,
+        stats: RowStats,
+        slopes: Slopes,
+        softcap: float | None = None,
+        zeroed: bool = False,
+    ) -> None:
+        kept = Kept.of(logits, asked, softcap)
+        self.by.row_grad(out, logits, asked.without_lists(), stats, slopes, softcap, zeroed)
+        kept.add_gradient_(out, asked, stats, slopes, softcap)
+
+    def row_loss_(
+        self, logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, softcap: float | None = None
+    ) -> RowsLoss:
+        check_rows(asked, logits.shape[-1])
+        kept, listed = Kept.of(logits, asked, softcap), _listed(asked)
+        mine = slopes_of_stats(kept.stats(asked), tokens._replace(live=listed), scalars, self.token_loss)
+        rest = asked.without_lists()
+        whole = self.by.row_loss_(logits, rest, tokens._replace(live=rest.live), scalars, softcap)
+        kept.add_gradient_(logits, asked, mine.stats, mine.slopes, softcap)
+        loss = RowsLoss(mine.loss, mine.logprobs, mine.entropy, mine.clip_hit, mine.ref_kl, mine.slopes.idle)
+        return RowsLoss(loss.loss + whole.loss, *_of_each(listed, loss[1:], whole[1:]))
+
+    def merge_norms(self, norms: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
+        norm, log_shares = self.by.merge_norms(norms, asked)
+        tops, log_sums = norms.double().unbind(-1)
+        top = tops.amax(0)
+        above, mine = merged(log_sums, (tops - top) / asked.tau)
+        listed = _listed(asked)
+        norm = torch.where(listed[:, None], torch.stack([top, above], dim=-1).to(norm.dtype), norm)
+        return norm, torch.where(listed, mine, log_shares)
+
+
+def _of_each(listed: Tensor, mine: Iterable[Tensor | None], whole: Iterable[Tensor | None]) -> Iterator[Tensor | Any]:
+    """Of rows with a list what is ``mine``, of the others what is ``whole``, each [N] or [N, 2]."""
+    for a, b in zip(mine, whole, strict=True):
+        yield None if a is None or b is None else torch.where(listed if a.dim() == 1 else listed[:, None], a, b)
+
+
+def _listed(asked: Asked) -> Tensor:
+    assert asked.listed is not None
+    return asked.live & asked.listed
+
+
+class Kept(NamedTuple):
+    """The kept tokens of all rows, each [K]. Those that are ``here`` are of a live row and within the columns."""
+
+    rows: Tensor  # int64
+    ids: Tensor  # int64
+    here: Tensor  # bool
+    logits: Tensor  # after the softcap, in the dtype of the arithmetic; −∞ where not here
+
+    @classmethod
+    def of(cls, logits: Tensor, asked: Asked, softcap: float | None) -> Kept:
+        assert asked.kept_ids is not None
+        assert asked.kept_rows is not None
+        rows, ids = asked.kept_rows.clamp(min=0), asked.kept_ids.clamp(0, logits.shape[-1] - 1)
+        here = (asked.kept_rows >= 0) & (asked.kept_ids == ids) & asked.live[rows]
+        if on_host(here):  # elsewhere leaving the others out would wait for the device
+            some = here.nonzero().squeeze(1)
+            rows, ids, here = rows[some], ids[some], here[some]
+        x = logits[_places(rows, ids, logits)].to(accumulate_dtype(logits.dtype))
+        if softcap is not None:
+            x = softcap * torch.tanh(x / softcap)
+        return cls(rows, ids, here, torch.where(here, x, -torch.inf))
+
+    def stats(self, asked: Asked) -> RowStats:
+        """Zeros on rows without a list."""
+        top = self._largest(self.logits, asked)
+        z = self._above(top, asked)
+        # No logit is above one that is not a number, or +∞: then neither are the statistics.
+        above = torch.where(top < torch.inf, self._sums(z.exp(), asked).log(), torch.nan)
+        target = self._largest(torch.where(self._is_target(asked), z, -torch.inf), asked)
+        dtype, listed, entropy = self.logits.dtype, _listed(asked), None
+        if asked.want_entropy:
+            log_p = z - above[self.rows]
+            terms = torch.where(z == -torch.inf, 0.0, -log_p.exp() * log_p)
+            entropy = torch.where(above.isnan(), torch.nan, self._sums(terms, asked).clamp(min=0.0))
+            entropy = torch.where(listed, entropy, 0.0).to(dtype)
+        norm = torch.where(listed[:, None], torch.stack([top, above.to(dtype)], dim=-1), 0.0)
+        return RowStats(torch.where(listed, target - above, 0.0).to(dtype), norm, entropy)
+
+    def add_gradient_(self, out: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, softcap: float | None) -> None:
+        """To zeros."""
+        gradient = self._gradient(asked, stats, slopes, softcap).to(out.dtype)
+        # What is not here stands at the place of something else, and adds a zero.
+        out.index_put_(_places(self.rows, self.ids, out), gradient, accumulate=not on_host(out))
+
+    def _gradient(self, asked: Asked, stats: RowStats, slopes: Slopes, softcap: float | None) -> Tensor:
+        """∂loss/∂x of the logits before the softcap, float64, from ∂loss/∂ℓ and ∂loss/∂H, each [N]."""
+        top, above = stats.norm.unbind(-1)
+        log_p = self._above(top, asked) - above.double()[self.rows]
+        p = log_p.exp()
+        d_logprobs = slopes.logprobs.double()[self.rows]
+        gradient = torch.where(self._is_target(asked), d_logprobs, 0.0) - p * d_logprobs
+        if slopes.entropy is not None:
+            assert stats.entropy is not None
+            d_entropy, entropy = slopes.entropy.double()[self.rows], stats.entropy.double()[self.rows]
+            gradient -= d_entropy * torch.where(p == 0, 0.0, p * (log_p + entropy))
+        gradient /= self._tau(asked)
+        if softcap is not None:
+            gradient *= 1.0 - (self.logits.double() / softcap).square()
+        return torch.where(self.here & ~slopes.idle[self.rows], gradient, 0.0)
+
+    def _above(self, top: Tensor, asked: Asked) -> Tensor:
+        """(x − max)/τ, float64; −∞ where not here."""
+        top = torch.where(top == -torch.inf, 0.0, top)  # of a row whose kept logits are all −∞, or elsewhere
+        z = (self.logits.double() - top.double()[self.rows]) / self._tau(asked)
+        return torch.where(self.here, z, -torch.inf)
+
+    def _tau(self, asked: Asked) -> float | Tensor:
+        return asked.temperature if asked.temperatures is None else asked.temperatures.double()[self.rows]
+
+    def _is_target(self, asked: Asked) -> Tensor:
+        return self.here & (self.ids == asked.target_ids[self.rows])
+
+    def _largest(self, of_tokens: Tensor, asked: Asked) -> Tensor:
+        """[N]; −∞ of nothing."""
+        lowest = of_tokens.new_full(asked.live.shape, -torch.inf)
+        return lowest.scatter_reduce_(0, self.rows, of_tokens, "amax")
+
+    def _sums(self, of_tokens: Tensor, asked: Asked) -> Tensor:
+        """[N], of numbers in [0, 1]. As integers, since a GPU adds in another order on every run."""
+        fixed = (of_tokens * _ONE).round().to(torch.int64)
+        return torch.zeros_like(asked.target_ids).index_add_(0, self.rows, fixed).double() / _ONE
+
+
+def _places(rows: Tensor, ids: Tensor, like: Tensor) -> tuple[Tensor, ...]:
+    """Into [N, V] or [B, L, V]."""
+    if like.dim() == 2:
+        return rows, ids
+    length = like.shape[1]
+    return rows // length, rows % length, ids
