@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     study = commands.add_parser("study", help="several variants of a recipe over several seeds, on one page")
     study.add_argument("config", metavar="STUDY", help="a YAML file, or the name of a study: dapo recipes")
     study.add_argument("--jobs", type=int, metavar="N", help="runs side by side (default: the study's)")
-    study.add_argument("--dry-run", action="store_true", help="check every run and print what is there and what is not")
+    study.add_argument("--dry-run", action="store_true", help="check every variant and print how many runs are done")
     study.set_defaults(command="study")
 
     launch = commands.add_parser("launch", help="train on several GPUs: torchrun … dapo train", allow_abbrev=False)

@@ -5,7 +5,7 @@ from what is logged alone, so that a run which was killed, and every rank of one
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dapo_runner.config import Config, ConfigError
@@ -17,17 +17,29 @@ class EarlyStop:
     def __init__(self, config: Config) -> None:
         self.settings = config.run.early_stop
         self.metric = early_stop_metric(config)
-        self.reason: str | None = None
+        self._spent: str | None = None
+        self._decided: str | None = None
         self._best: tuple[int, float] | None = None  # step and figure
         self._waited = 0
         self._tokens, self._budget = 0, config.run.max_tokens
+
+    @property
+    def reason(self) -> str | None:
+        return self._spent or self._decided
+
+    def replay(self, event: Mapping[str, Any]) -> None:
+        """The next line of metrics.jsonl."""
+        if event["kind"] == "eval":
+            self.observe(event["step"], event)
+        else:
+            self.count(event["step"], event.get("sampling/tokens", 0))  # which older versions did not log
 
     def count(self, step: int, tokens: int) -> None:
         """The tokens that a step generated. The evaluation after it is still made."""
         self._tokens += tokens
         if self._budget is not None and self._tokens >= self._budget:
             spent = f"{self._tokens:,} tokens generated (run.max_tokens={self._budget:,})"
-            self.reason = f"ended after step {step}: {spent}"
+            self._spent = f"ended after step {step}: {spent}"
 
     def observe(self, step: int, figures: Mapping[str, Any]) -> None:
         """The next evaluation, as measured or as logged, where a figure that is not finite is None. Raises ConfigError
@@ -49,7 +61,7 @@ class EarlyStop:
             self._best, self._waited = (step, value), 0
         else:
             self._waited += 1
-        self.reason = self.reason or self._decide(step, value, sign)
+        self._decided = self._decide(step, value, sign)
 
     def _decide(self, step: int, value: float | None, sign: int) -> str | None:
         assert self.settings is not None
@@ -63,6 +75,16 @@ class EarlyStop:
                 f"evaluations (run.early_stop.patience={patience})"
             )
         return None
+
+
+def last_step(config: Config, events: Iterable[Mapping[str, Any]]) -> int | None:
+    """The step that a run with these lines in metrics.jsonl came to its end with; None where it has not yet."""
+    early_stop = EarlyStop(config)
+    for event in events:
+        early_stop.replay(event)
+        if early_stop.reason is not None or event["step"] == config.run.steps:
+            return int(event["step"])
+    return None
 
 
 def early_stop_metric(config: Config) -> str:

@@ -476,10 +476,7 @@ def _open_run(config: Config, place: Place) -> Run:
     log = world.on_first(open_log)
     early_stop = EarlyStop(config)
     for event in world.first(lambda: read_log(folder / METRICS_FILE)):
-        if event["kind"] == "eval":
-            early_stop.observe(event["step"], event)
-        elif "sampling/tokens" in event:
-            early_stop.count(event["step"], event["sampling/tokens"])
+        early_stop.replay(event)
     in_background = None
     if config.run.async_save and world.alone:
         progress.note(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -13,13 +13,13 @@ import torch
 from dapo_runner.commands.complain import complain
 from dapo_runner.commands.output import quiet_libraries
 from dapo_runner.commands.recipes import find_recipe, studies
-from dapo_runner.config import Config, StudyConfig, load_study
+from dapo_runner.config import Config, StudyConfig, dump_config, load_study
 from dapo_runner.errors import ConfigError
 from dapo_runner.folder import lock_folder
 from dapo_runner.parallel.world import make_layout
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.study.page import write_page
-from dapo_runner.study.plan import StudyRun, is_finished, jobs_of, plan_runs, plan_starts
+from dapo_runner.study.plan import StudyRun, is_finished, jobs_of, plan_runs, plan_starts, recipe_of_start
 from dapo_runner.study.results import read_result
 from dapo_runner.study.runs import Failure, carry_out
 from dapo_runner.tasks.tiny import ensure_tiny_model
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     beside = path.parent / study.base
     base = beside if beside.is_file() else find_recipe(study.base)
     runs, starts = plan_runs(study, base), plan_starts(study, base)
-    for config in starts.values() if starts else [planned.config for planned in runs]:
+    for config in {planned.variant: _before_start(planned.config, starts) for planned in runs}.values():
         check_needs(config, make_layout(config, 1, 1))
     waiting = [planned for planned in runs if not is_finished(planned)]
     print(
@@ -51,10 +51,21 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         return _carry_out(study, runs, waiting)
 
 
+def _before_start(config: Config, starts: Mapping[Path, Config]) -> Config:
+    """With the model and the data by which what it starts from is made, where that is not there yet."""
+    start = starts.get(Path(config.model.path or ""))
+    if start is None:
+        return config
+    model = config.model.model_copy(update={"path": None, "tiny": start.model.tiny})
+    return config.model_copy(update={"model": model, "data": start.data})
+
+
 def _make_start(folder: Path, config: Config) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(config.run.threads or threads)
     told: list[str] = []
+    recipe_of_start(folder).parent.mkdir(parents=True, exist_ok=True)
+    recipe_of_start(folder).write_text(dump_config(config), encoding="utf-8")
     ensure_tiny_model(config, folder, told.append)
     torch.set_num_threads(threads)
     print(f"{folder}: {told[-1]}", flush=True)

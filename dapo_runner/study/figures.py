@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from dapo_runner.config import FigureConfig, StudyConfig
+from dapo_runner.config import FigureConfig, StudyConfig, VariantConfig
 from dapo_runner.records.report import BLUE, GREEN, GREY, ORANGE, RED
 from dapo_runner.study.results import Result, Series
 
@@ -25,9 +26,9 @@ def draw_figure(
     figure: FigureConfig, study: StudyConfig, found: Mapping[str, Sequence[Result]], folder: Path
 ) -> Path | None:
     """Into ``folder``; None where no run of its variants is done."""
-    variants = [variant for variant in study.variants if variant.name in figure.variants and found.get(variant.name)]
-    if not variants:
+    if not any(found.get(name) for name in figure.variants):
         return None
+    labels = {variant.name: label_of(variant) for variant in study.variants}
     canvas = Figure(figsize=(4.6 * len(figure.curves), 3.4), dpi=130, layout="constrained")
     FigureCanvasAgg(canvas)
     canvas.suptitle(figure.title, fontsize=12, fontweight="bold")
@@ -37,14 +38,19 @@ def draw_figure(
         ax.tick_params(labelsize=8)
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(alpha=0.25, linewidth=0.6)
-        for number, variant in enumerate(variants):
-            label = variant.label or variant.name
-            _draw(ax, found[variant.name], key, figure.x, COLORS[number % len(COLORS)], label)
-    handles, labels = canvas.axes[0].get_legend_handles_labels()
-    canvas.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), fontsize=8, frameon=False)
+        for name, color in zip(figure.variants, cycle(COLORS)):
+            _draw(ax, found.get(name, []), key, figure.x, color, labels[name])
+        if not ax.lines:
+            ax.text(0.5, 0.5, "not logged", ha="center", color=GREY, transform=ax.transAxes)
+    lines = {str(line.get_label()): line for ax in canvas.axes for line in ax.lines}
+    canvas.legend(lines.values(), lines, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     path = folder / f"{figure.name}.png"
     canvas.savefig(path)
     return path
+
+
+def label_of(variant: VariantConfig) -> str:
+    return variant.label or variant.name
 
 
 def _draw(ax: Axes, results: Sequence[Result], key: str, x: str, color: str, label: str) -> None:

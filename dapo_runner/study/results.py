@@ -8,6 +8,8 @@ from itertools import accumulate
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from dapo_runner.early_stop import early_stop_metric
 from dapo_runner.records.metrics import METRICS_FILE, TIMINGS_FILE, read_log
 from dapo_runner.study.plan import StudyRun
@@ -40,6 +42,10 @@ class Result:
         """The evaluation nearest to half of the tokens."""
         places, values = self.accuracy
         return min(zip(places, values, strict=True), key=lambda point: abs(point[0] - places[-1] / 2))[1]
+
+    def accuracy_at(self, tokens: float) -> float:
+        """Interpolated between the evaluations before and after so many tokens were generated."""
+        return float(np.interp(tokens, *self.accuracy))
 
     @property
     def after(self) -> float:

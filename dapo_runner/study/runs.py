@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dapo_runner.config import dump_config
 from dapo_runner.interrupt import end_with_parent
+from dapo_runner.records.environment import environment, source_commit
 from dapo_runner.study.plan import StudyRun, is_finished
 
 POLL = 0.2  # seconds
@@ -23,7 +24,7 @@ GRACE = 60.0  # seconds that runs have to save their step when the study is inte
 @dataclass(frozen=True, slots=True)
 class Failure:
     run: StudyRun
-    reason: str  # the last line it printed
+    reason: str  # with the last line it printed
 
 
 def carry_out(runs: Iterable[StudyRun], jobs: int, done: Callable[[StudyRun, float, Failure | None], None]) -> None:
@@ -31,12 +32,13 @@ def carry_out(runs: Iterable[StudyRun], jobs: int, done: Callable[[StudyRun, flo
 
     An interrupt, or any other error, stops the runs under way, which save their step first, and is raised.
     """
+    made_with = f"# {describe_machine()}. Runs side by side: {jobs}.\n"
     waiting, under_way = deque(runs), dict[subprocess.Popen[bytes], tuple[StudyRun, float]]()
     try:
         while waiting or under_way:
             while waiting and len(under_way) < jobs:
                 run = waiting.popleft()
-                under_way[_start(run)] = run, time.monotonic()
+                under_way[_start(run, made_with)] = run, time.monotonic()
             for process in [process for process in under_way if process.poll() is not None]:
                 run, since = under_way.pop(process)
                 done(run, time.monotonic() - since, _failure(run, process.returncode))
@@ -49,9 +51,15 @@ def command(run: StudyRun) -> list[str]:
     return [sys.executable, "-m", "dapo_runner", "train", str(run.recipe)]
 
 
-def _start(run: StudyRun) -> subprocess.Popen[bytes]:
+def describe_machine() -> str:
+    here = ", ".join(f"{name} {value}" for name, value in environment().items() if name != "threads")
+    commit = source_commit()
+    return here if commit is None else f"{here}, commit {commit}"
+
+
+def _start(run: StudyRun, made_with: str) -> subprocess.Popen[bytes]:
     run.recipe.parent.mkdir(parents=True, exist_ok=True)
-    run.recipe.write_text(dump_config(run.config), encoding="utf-8")
+    run.recipe.write_text(made_with + dump_config(run.config), encoding="utf-8")
     threads = str(run.config.run.threads)
     with run.log.open("ab") as log:
         return subprocess.Popen(
@@ -68,6 +76,8 @@ def _start(run: StudyRun) -> subprocess.Popen[bytes]:
 def _failure(run: StudyRun, code: int) -> Failure | None:
     if code == 0 and is_finished(run):
         return None
+    if code == 0:
+        return Failure(run, "it came to its end without an evaluation there: has the recipe held-out problems?")
     return Failure(run, f"exit code {code}: {last_line(run.log)}")
 
 

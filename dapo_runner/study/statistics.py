@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
+ROUNDING = 1e-12  # what a difference of two figures, both at most 1, may be off by, with a margin
+
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
@@ -38,7 +40,7 @@ def paired_test(values: Sequence[float], others: Sequence[float]) -> PairedTest 
     difference = estimate([value - other for value, other in zip(values, others, strict=True)])
     if difference is None:
         return None
-    if not difference.error:
+    if difference.error is None or difference.error < ROUNDING:
         return PairedTest(difference, None)
     return PairedTest(difference, two_sided_p(difference.mean / difference.error, difference.n - 1))
 

@@ -120,6 +120,17 @@ def test_a_run_that_was_stopped_on_the_way_ends_at_the_same_step(
     assert last_step(folder) == 3
 
 
+def test_the_last_evaluation_decides_where_no_budget_is_spent() -> None:
+    """A run may have gone on after the one that would have ended it, with `run.early_stop=null`."""
+    rule = EarlyStop(make_config(run={"early_stop": {"patience": None, "target": 0.5}, "max_tokens": 10}))
+    ended = []
+    for step, (value, tokens) in enumerate([(0.6, 4), (0.4, 4), (0.4, 4)], start=1):
+        rule.count(step, tokens)
+        rule.observe(step, {rule.metric: value})
+        ended.append(rule.reason is not None)
+    assert ended == [True, False, True]
+
+
 def test_a_budget_of_tokens_ends_a_run_wherever_it_was_stopped(tmp_path: Path) -> None:
     def generated(folder: Path) -> list[int]:
         return [event["sampling/tokens"] for event in read_log(folder / "metrics.jsonl") if event["kind"] == "step"]

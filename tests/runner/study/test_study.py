@@ -14,16 +14,18 @@ from typing import Any
 
 import pytest
 import yaml
+from matplotlib.figure import Figure
 from small import small_recipe
 
 from dapo_runner.cli import main
-from dapo_runner.config import ConfigError, lay_settings, load_study, parse, parse_config
+from dapo_runner.config import ConfigError, dump_config, lay_settings, load_study, parse, parse_config
 from dapo_runner.config.study import StudyConfig
 from dapo_runner.folder import write_config
 from dapo_runner.study import runs as runs_module
+from dapo_runner.study.figures import COLORS, draw_figure
 from dapo_runner.study.page import write_page
-from dapo_runner.study.plan import StudyRun, is_finished, overrides_of, plan_runs
-from dapo_runner.study.results import read_result
+from dapo_runner.study.plan import StudyRun, is_finished, overrides_of, plan_runs, plan_starts, recipe_of_start
+from dapo_runner.study.results import by_variant, read_result
 from dapo_runner.study.runs import Failure, carry_out
 
 ROOT = Path(__file__).parents[3]
@@ -70,6 +72,10 @@ def test_every_variant_with_every_seed_over_what_it_is_over(tmp_path: Path) -> N
         ({"variants": [{"name": "a", "over": "b"}]}, "variants: a: expected a variant further up, got 'b'"),
         ({"figures": [{"name": "f", "title": "F", "variants": ["x"], "curves": ["y"]}]}, "figures: f: expected"),
         ({"variants": [{"name": "a", "overrides": {"loss.clip": 1}}]}, "a: loss.clip: unknown key"),
+        (
+            {"start": "one", "variants": [{"name": "a", "overrides": {"model.tiny.layers": 1}}]},
+            "a: model.tiny.layers: expected it among the study's overrides",
+        ),
         ({"start": "one", "overrides": {"model": {"tiny": None, "path": "m"}}}, "start: expected 'each'"),
     ],
 )  # fmt: skip
@@ -103,17 +109,20 @@ def test_the_page_by_hand(tmp_path: Path) -> None:
     after = {("plain", 3): 0.5, ("plain", 5): 0.7, ("higher", 3): 0.6, ("higher", 5): 0.9, ("short", 3): 0.1}
     for run in runs:
         if (run.variant, run.seed) in after:
-            finish(run, [0.2, 0.3, after[run.variant, run.seed]])
+            tokens = 200 if (run.variant, run.seed) == ("higher", 5) else 100
+            finish(run, [0.2, 0.3, after[run.variant, run.seed]], tokens)
     results = [read_result(run, study.tail) for run in runs if is_finished(run)]
     page = write_page(study, runs, results, [Failure(runs[5], "exit code 1: no luck")]).read_text()
     rows = {line.split(" | ")[0].lstrip("| "): line.split(" | ")[1:] for line in page.splitlines() if " | " in line}
     assert rows["plain"][:5] == ["20.0 ± 0.0", "30.0 ± 0.0", "60.0 ± 10.0", "–", "–"]
     assert rows["+ clip-higher"][:5] == ["20.0 ± 0.0", "30.0 ± 0.0", "75.0 ± 15.0", "+15.0 ± 5.0", "0.205"]
     assert rows["short (1 of 2 seeds)"][2:5] == ["10.0", "-40.0 (plain)", "–"]
-    assert rows["plain"][5:8] == ["0.500 → 0.500", "–", "–"]
-    assert [cell.strip(" |") for cell in rows["plain"][8:]] == ["4", "8", "400", "6"]
+    assert [row[5] for row in rows.values()] == ["at equal tokens", "60.0 ± 10.0", "45.0 ± 15.0", "10.0"]
+    assert "interpolated at 400, the fewest of any run" in page
+    assert rows["plain"][6:9] == ["0.500 → 0.500", "–", "–"]
+    assert [cell.strip(" |") for cell in rows["plain"][9:]] == ["4", "8", "400", "6"]
     assert "Failed: short, seed 5: exit code 1: no luck" in page
-    assert '+ clip-higher: `algorithm="grpo" loss.overrides.clip_high=0.28`' in page
+    assert '**+ clip-higher**: `algorithm="grpo" loss.overrides.clip_high=0.28`' in page
     assert "](f.png)" in page
     assert (tmp_path / "s/f.png").stat().st_size > 10_000
     assert len(json.loads((tmp_path / "s/study.json").read_text())) == 5
@@ -132,9 +141,57 @@ def test_a_run_is_done_at_its_last_evaluation_and_another_is_refused(tmp_path: P
     _, (budget, *_) = planned(tmp_path, overrides={"run": {"steps": 5, "max_tokens": 400}})
     (run.folder / "metrics.jsonl").write_text("".join(lines))
     assert is_finished(budget)
+    _, (stopped, *_) = planned(tmp_path, overrides={"run": {"steps": 5, "early_stop": {"target": 0.5}}})
+    write_config(stopped.config, run.folder)
+    assert is_finished(stopped)
+    write_config(run.config, run.folder)
+    for less in ({"steps": 3}, {"max_tokens": 300}):
+        _, (shorter, *_) = planned(tmp_path, overrides={"run": less})
+        with pytest.raises(ConfigError, match="holds a run of 4 steps, which would end after 3 now"):
+            is_finished(shorter)
     _, (other, *_) = planned(tmp_path, overrides={"optimizer.lr": 1.0})
     with pytest.raises(ConfigError, match=r"optimizer\.lr"):
         is_finished(other)
+
+
+def test_a_start_that_was_made_otherwise_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study = load_study(path := write_study(tmp_path, start="per_seed"))
+    (folder, config), _ = plan_starts(study, tmp_path / "base.yaml").items()
+    folder.mkdir(parents=True)
+    recipe_of_start(folder).write_text(dump_config(config))
+    assert folder not in plan_starts(study, tmp_path / "base.yaml")
+    write_study(tmp_path, start="per_seed", overrides={"model.tiny.warmup.steps": 7, "optimizer.lr": 1.0})
+    assert main(["study", str(path), "--dry-run"]) == 2
+    assert "was made otherwise (model.tiny.warmup.steps: 90 → 7)" in capsys.readouterr().err
+
+
+def test_what_a_variant_needs_is_asked_for_before_a_start_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def asked(**overrides: Any) -> int:
+        variants = [*VARIANTS, {"name": "other", "overrides": overrides}]
+        stop_at = {"model.tiny.warmup.stop_at": 0.5}
+        path = write_study(tmp_path, start="per_seed", variants=variants, overrides=stop_at)
+        return main(["study", str(path), "--dry-run"])
+
+    assert asked(data={"arithmetic": {"train_size": 10}}) == 0  # fewer than the warm-up shows, which is not its own
+    assert asked(reward={"kind": "not_there:score"}) == 2
+    assert "not_there" in capsys.readouterr().err
+
+
+def test_a_picture_has_a_legend_and_colors_whatever_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path: drawn.append(self))
+    figure = {"name": "f", "title": "F", "variants": ["higher", "plain"], "curves": ["misspelt", "train/entropy"]}
+    study, runs = planned(tmp_path, figures=[figure])
+    for run in (runs[0], runs[3]):  # plain
+        finish(run, [0.2, 0.3, 0.5])
+    results = [read_result(run, study.tail) for run in (runs[0], runs[3])]
+    draw_figure(study.figures[0], study, by_variant(results), tmp_path)
+    missing, entropy = drawn[0].axes
+    assert [text.get_text() for text in missing.texts] == ["not logged"]
+    assert [line.get_color() for line in entropy.lines] == [COLORS[1]]  # whether or not `higher` is there
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["plain"]
 
 
 @pytest.fixture
@@ -220,5 +277,6 @@ def test_a_study_that_is_killed_goes_on_and_makes_nothing_twice(tmp_path: Path) 
     page = (tmp_path / "s/study.md").read_text()
     assert "| plain |" in page
     assert main(["study", str(path)]) == 0
-    assert os.listdir(tmp_path / "s/start") == ["seed_3"]
+    assert sorted(os.listdir(tmp_path / "s/start")) == ["seed_3", "seed_3.yaml"]
+    assert re.search(r"^python 3.+ torch .+ commit \w{12}\+?\. Runs side by side: 1\.$", page, re.MULTILINE)
     assert parse(yaml.safe_load(path.read_text()), StudyConfig).folder == tmp_path / "s"
