@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
+from statistics import fmean, stdev
 
 import pytest
 from small import small_recipe, write_recipe
@@ -108,21 +110,28 @@ def test_a_row_is_its_papers(name: str) -> None:
     assert departures(config) == []
 
 
+def accuracy(name: str) -> str:
+    runs = json.loads((ROOT / "benchmarks" / "results" / "algorithms-20261122.json").read_text(encoding="utf-8"))
+    after = [100 * run["after"] for run in runs if run["variant"] == name]
+    return f"{fmean(after):.1f} ± {stdev(after) / math.sqrt(len(after)):.1f}"
+
+
 def test_the_page_is_the_table() -> None:
     page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
     table = [line.strip("| ").split("|") for line in page.splitlines() if line.startswith("| ")]
     header, *rows = [[cell.strip() for cell in line] for line in table]
-    keys = [cell.strip("`") for cell in header[1:-2]]
+    keys = [cell.strip("`") for cell in header[1:-3]]
     dapo = flatten(ALGORITHMS["dapo"].settings)
     written = {}
-    for name, *cells, besides, paper in rows:
+    for name, *cells, besides, seen, paper in rows:
         said = {key: cell.strip("`") for key, cell in zip(keys, cells, strict=True) if cell}
         said |= dict(item.split("=") for item in besides.split("`")[1::2])
-        written[name.strip("`")] = (said, paper)
+        written[name.strip("`")] = (said, seen, paper)
     assert list(written) == list(ALGORITHMS)
     assert set(keys) <= dapo.keys()
     for name, row in ALGORITHMS.items():
-        said, paper = written[name]
+        said, seen, paper = written[name]
+        assert seen == accuracy(name)
         settings = flatten(row.settings)
         differing = {key for key, value in settings.items() if key not in dapo or dapo[key] != value}
         assert said.keys() == (differing or set(keys))
