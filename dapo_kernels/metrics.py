@@ -83,6 +83,7 @@ def token_sums(tokens: PerToken) -> dict[str, Tensor]:
     sums = {"tokens": count}
     if clip_hit is not None:
         sums |= {name: (clip_hit == value).sum() for name, value in _CLIPPED.items()}
+        sums["clip_high_prob"] = torch.where(clip_hit == CLIPPED_HIGH, logprobs.exp(), 0.0).sum()
     sums |= {
         "ratio": ratio.sum(),
         "ratio_max": ratio.amax() if ratio.numel() else zero,
@@ -96,7 +97,8 @@ def token_sums(tokens: PerToken) -> dict[str, Tensor]:
 def summarize(metrics: Mapping[str, Tensor] | Iterable[Mapping[str, Tensor]]) -> dict[str, float]:
     """Metrics of one call, or of many (micro-batches, ranks), as plain numbers.
 
-    Sums become means per live token, those of a preference loss (``accuracy``, ``margin``, …) means per pair;
+    Sums become means per live token, those of a preference loss (``accuracy``, ``margin``, …) means per pair,
+    ``clip_high_prob``, the probability of tokens clipped from above, a mean per such token, where there is one;
     ``tokens``, ``pairs`` and ``nonfinite`` stay counts and keys ending in ``_max`` maxima.
     Without a live token every mean is 0. ``entropy`` is there when a call computed it (``entropy=True``, or an
     objective that needs it), as the mean over the live tokens of those calls. Reads the values back to the host.
@@ -142,6 +144,8 @@ def _summary(caller: str, table: list[dict[str, float]]) -> dict[str, float]:
     if not table:
         raise ValueError(f"{caller}: no metrics were given")
     names = dict.fromkeys(name for part in table for name in part)
+    if not any(part.get("clip_high") for part in table):
+        names.pop("clip_high_prob", None)  # of no token
     return {name: _combined(name, [part for part in table if name in part]) for name in names}
 
 
@@ -156,5 +160,5 @@ def _combined(name: str, table: list[dict[str, float]]) -> float:
     if name.endswith("_max"):
         return float(values.amax())  # NaN where one is
     total = float(values.sum())
-    counted = "pairs" if name in PER_PAIR else "tokens"
+    counted = "pairs" if name in PER_PAIR else "clip_high" if name == "clip_high_prob" else "tokens"
     return total if name in COUNTS else total / max(sum(part[counted] for part in table), 1.0)

@@ -223,6 +223,7 @@ def token_loss(x: TokenInputs, t: int, o: Options) -> tuple[Tensor, dict[str, fl
         "tokens": 1.0,
         "clip_low": float(hit == "low"),
         "clip_high": float(hit == "high"),
+        "clip_high_prob": math.exp(float(logprob.detach())) * (hit == "high"),
         "clip_dual": float(hit == "dual"),
         "ratio": float(ratio.detach()),
         "approx_kl": approx_kl,
@@ -261,10 +262,8 @@ def batch_loss(
     """Scalar loss and the metric sums of a batch."""
     zero = torch.zeros((), dtype=x.logprobs.dtype)
     losses: dict[int, Tensor] = {}
-    metrics = dict.fromkeys(
-        ("tokens", "clip_low", "clip_high", "clip_dual", "ratio", "approx_kl", "ref_kl", "entropy", "nonfinite"),
-        0.0,
-    )
+    names = "tokens clip_low clip_high clip_high_prob clip_dual ratio approx_kl ref_kl entropy nonfinite"
+    metrics = dict.fromkeys(names.split(), 0.0)
     ratios = []
     for t in range(len(live)):
         if live[t]:

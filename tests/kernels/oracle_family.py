@@ -476,7 +476,8 @@ def family_loss(
     zero = torch.zeros((), dtype=x.logprobs.dtype)
     deltas, weights = log_ratios(x, live, spans, o), sequence_weights(x, live, spans, o)
     losses: dict[int, Tensor] = {}
-    m = dict.fromkeys(("tokens", "clip_low", "clip_high", "clip_dual", "ratio", "approx_kl", "ref_kl", "entropy"), 0.0)
+    names = "tokens clip_low clip_high clip_high_prob clip_dual ratio approx_kl ref_kl entropy"
+    m = dict.fromkeys(names.split(), 0.0)
     for t in sorted(deltas):
         loss, hit, kl = family_token(x, t, o, deltas[t], weights[t], chosen)
         losses[t] = loss if trains(x, t, o, chosen) else zero
@@ -489,6 +490,8 @@ def family_loss(
             m["entropy"] += float(x.entropy[t].detach())
         if hit:
             m[f"clip_{hit}"] += 1
+        if hit == "high":
+            m["clip_high_prob"] += float(torch.exp(x.logprobs[t].detach()))
     m["ratio_max"] = max((float(torch.exp(d.detach())) for d in deltas.values()), default=0.0)
     return aggregate(losses, spans, o, denominator, zero), m
 

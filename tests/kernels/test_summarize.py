@@ -23,6 +23,7 @@ KEYS = {
     "tokens",
     "clip_low",
     "clip_high",
+    "clip_high_prob",
     "clip_dual",
     "ratio",
     "ratio_max",
@@ -74,6 +75,7 @@ def test_sums_by_hand(backend: str) -> None:
         "tokens": 7,
         "clip_low": 1,
         "clip_high": 2,
+        "clip_high_prob": 2 * 2.0 / math.e,
         "clip_dual": 1,
         "ratio": sum(math.exp(d) for d in deltas),
         "ratio_max": 4.0,
@@ -101,7 +103,9 @@ def test_summarize_one(backend: str) -> None:
     means = summarize(sums)
     assert set(means) == KEYS
     assert all(type(value) is float for value in means.values())
-    for key in KEYS - {"tokens", "nonfinite", "ratio_max"}:
+    assert means["clip_high_prob"] == pytest.approx(2.0 / math.e)
+    assert "clip_high_prob" not in summarize(hand_made(slice(0, 2)).metrics)  # nothing is clipped from above
+    for key in KEYS - {"tokens", "nonfinite", "ratio_max", "clip_high_prob"}:
         assert means[key] == pytest.approx(float(sums[key]) / 7), key
     for key in ("tokens", "nonfinite", "ratio_max"):
         assert means[key] == float(sums[key])
@@ -146,7 +150,8 @@ def test_an_entropy_that_nobody_computed_is_not_reported_as_zero(backend: str, p
     assert set(out.metrics) == set(summarize(out.metrics)) == KEYS - {"entropy"}
     asked = torch.full_like(case.old_logprobs, 3.0) if public is policy_loss else True
     for said in ({"entropy": asked}, {"entropy": asked, "mask": torch.zeros_like(case.mask)}):
-        assert set(summarize(public(*leaves, *tokens, **said).metrics)) == KEYS
+        assert set(public(*leaves, *tokens, **said).metrics) == KEYS
+        assert set(summarize(public(*leaves, *tokens, **said).metrics)) >= KEYS - {"clip_high_prob"}
 
 
 def test_entropy_is_a_mean_over_the_tokens_it_was_computed_for(backend: str) -> None:
