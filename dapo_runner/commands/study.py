@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from dapo_runner.commands.recipes import find_recipe, studies
 from dapo_runner.config import Config, StudyConfig, dump_config, load_study
 from dapo_runner.errors import ConfigError
 from dapo_runner.folder import lock_folder
+from dapo_runner.interrupt import end_with_parent
 from dapo_runner.parallel.world import make_layout
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.study.page import write_page
@@ -45,9 +48,9 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.dry_run:
         return 0
     quiet_libraries()
-    with closing(lock_folder(study.folder, print)):
-        for folder, config in starts.items():
-            _make_start(folder, config)
+    study.folder.mkdir(parents=True, exist_ok=True)
+    with closing(lock_folder(study.folder_of_runs, print)):
+        _make_starts(starts, jobs_of(study))
         return _carry_out(study, runs, waiting)
 
 
@@ -60,15 +63,22 @@ def _before_start(config: Config, starts: Mapping[Path, Config]) -> Config:
     return config.model_copy(update={"model": model, "data": start.data})
 
 
-def _make_start(folder: Path, config: Config) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(config.run.threads or threads)
+def _make_starts(starts: Mapping[Path, Config], jobs: int) -> None:
+    if not starts:
+        return
+    with ProcessPoolExecutor(min(jobs, len(starts)), multiprocessing.get_context("spawn"), end_with_parent) as pool:
+        for folder, said in zip(starts, pool.map(_make_start, starts, starts.values()), strict=True):
+            print(f"{folder}: {said}", flush=True)
+
+
+def _make_start(folder: Path, config: Config) -> str:
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
     told: list[str] = []
     recipe_of_start(folder).parent.mkdir(parents=True, exist_ok=True)
     recipe_of_start(folder).write_text(dump_config(config), encoding="utf-8")
     ensure_tiny_model(config, folder, told.append)
-    torch.set_num_threads(threads)
-    print(f"{folder}: {told[-1]}", flush=True)
+    return told[-1]
 
 
 def _carry_out(study: StudyConfig, runs: Sequence[StudyRun], waiting: Sequence[StudyRun]) -> int:

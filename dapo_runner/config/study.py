@@ -36,12 +36,14 @@ class StudyConfig(Section):
     about: str = ""  # a paragraph under the title
     base: str  # a YAML file, beside the study's own, or the name of a recipe
     output_dir: Path = Path("studies")  # the study lives in output_dir/name
+    runs: Name | None = None  # another study, whose runs these are too: none is made again
     seeds: list[NonNegativeInt] = Field(min_length=1)
     overrides: dict[str, Any] = {}  # of the base, for every variant
     # A tiny model is made by each run for itself, once for all variants of a seed (as the base makes it), or once.
     start: Literal["each", "per_seed", "one"] = "each"
     variants: list[VariantConfig] = Field(min_length=1)
     figures: list[FigureConfig] = []
+    entropy_fit: list[Name] = []  # variants that accuracy is fitted to entropy of: arXiv 2505.22617, eq. 1
     jobs: PositiveInt | None = None  # runs side by side; None: as many as there are cores for
     threads: PositiveInt = 1  # CPU threads of a run
     tail: Annotated[PositiveInt, Field(le=1000)] = 10  # steps that "first" and "last" figures are means over
@@ -49,6 +51,10 @@ class StudyConfig(Section):
     @property
     def folder(self) -> Path:
         return self.output_dir / self.name
+
+    @property
+    def folder_of_runs(self) -> Path:
+        return self.output_dir / (self.runs or self.name)
 
     @model_validator(mode="after")
     def _names(self) -> StudyConfig:
@@ -65,4 +71,6 @@ class StudyConfig(Section):
         for figure in self.figures:
             if missing := [name for name in figure.variants if name not in known]:
                 raise ValueError(f"figures: {figure.name}: expected variants of this study, got {missing[0]!r}")
+        if missing := [name for name in self.entropy_fit if name not in known]:
+            raise ValueError(f"entropy_fit: expected variants of this study, got {missing[0]!r}")
         return self

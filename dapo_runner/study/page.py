@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dapo_runner.config import StudyConfig, VariantConfig, flatten
 from dapo_runner.early_stop import early_stop_metric
+from dapo_runner.study.entropy_fit import write_entropy_fit
 from dapo_runner.study.figures import draw_figure, label_of
 from dapo_runner.study.plan import StudyRun, overrides_of
 from dapo_runner.study.results import Result, by_variant
@@ -53,6 +54,7 @@ def write_page(
         _legend(study, runs, equal),
         *(f"Failed: {failure.run.variant}, seed {failure.run.seed}: {failure.reason}" for failure in failures),
         *(f"![{figure.title}]({path.name})" for figure, path in pictures if path is not None),
+        write_entropy_fit(study, found, study.folder),
         _variants(study),
         _machine(study, results),
     ]

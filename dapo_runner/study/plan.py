@@ -75,7 +75,7 @@ def plan_runs(study: StudyConfig, base: Path) -> list[StudyRun]:
                         f"start from one model (start: {study.start})"
                     )
                 settings = lay_settings(settings, {"model": {"tiny": None, "path": str(_start_of(study, seed))}})
-            own = {"seed": seed, "name": f"seed_{seed}", "output_dir": str(study.folder / RUNS / variant.name)}
+            own = {"seed": seed, "name": f"seed_{seed}", "output_dir": str(study.folder_of_runs / RUNS / variant.name)}
             settings = lay_settings(settings, {"run": own | {"threads": study.threads}})
             try:
                 runs.append(StudyRun(variant.name, seed, parse_config(settings)))
@@ -125,7 +125,7 @@ def _base(study: StudyConfig, base: Path) -> dict[str, Any]:
 
 
 def _start_of(study: StudyConfig, seed: int) -> Path:
-    return study.folder / START / f"seed_{study.seeds[0] if study.start == 'one' else seed}"
+    return study.folder_of_runs / START / f"seed_{study.seeds[0] if study.start == 'one' else seed}"
 
 
 def overrides_of(study: StudyConfig, variant: VariantConfig) -> dict[str, Any]:

@@ -29,9 +29,14 @@ class Result:
     tail: int
 
     @property
+    def metric(self) -> str:
+        """The name of the accuracy, as it is logged."""
+        return early_stop_metric(self.run.config)
+
+    @property
     def accuracy(self) -> Series:
         """Of the evaluations, over the tokens generated before each."""
-        return self.series(early_stop_metric(self.run.config), "tokens")
+        return self.series(self.metric, "tokens")
 
     @property
     def before(self) -> float:

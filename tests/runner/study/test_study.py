@@ -76,6 +76,7 @@ def test_every_variant_with_every_seed_over_what_it_is_over(tmp_path: Path) -> N
             {"start": "one", "variants": [{"name": "a", "overrides": {"model.tiny.layers": 1}}]},
             "a: model.tiny.layers: expected it among the study's overrides",
         ),
+        ({"entropy_fit": ["x"]}, "entropy_fit: expected variants of this study, got 'x'"),
         ({"start": "one", "overrides": {"model": {"tiny": None, "path": "m"}}}, "start: expected 'each'"),
     ],
 )  # fmt: skip
@@ -126,6 +127,22 @@ def test_the_page_by_hand(tmp_path: Path) -> None:
     assert "](f.png)" in page
     assert (tmp_path / "s/f.png").stat().st_size > 10_000
     assert len(json.loads((tmp_path / "s/study.json").read_text())) == 5
+
+
+def test_runs_of_another_study_are_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, runs = planned(tmp_path)
+    for run in runs:
+        finish(run, [0.2, 0.3, 0.5])
+    some = write_study(tmp_path, name="t", runs="s", variants=VARIANTS[:2], seeds=[5, 7])
+    assert main(["study", str(some), "--dry-run"]) == 0
+    assert "t: 2 variants × 2 seeds, 2 of 4 runs done" in capsys.readouterr().out
+    write_study(tmp_path, name="t", runs="s", variants=VARIANTS[:2], seeds=[5])
+    assert main(["study", str(some)]) == 0
+    assert "| + clip-higher |" in (tmp_path / "t/study.md").read_text()
+    assert not (tmp_path / "t/runs").exists()
+    changed = write_study(tmp_path, name="t", runs="s", variants=[{"name": "plain"}], seeds=[5])
+    assert main(["study", str(changed), "--dry-run"]) == 2
+    assert "runs/plain/seed_5 holds a run with another configuration" in capsys.readouterr().err
 
 
 def test_a_run_is_done_at_its_last_evaluation_and_another_is_refused(tmp_path: Path) -> None:
