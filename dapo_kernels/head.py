@@ -76,27 +76,25 @@ def head_of_call(layout: Layout, hidden: Tensor, weight: Any, mask: Tensor | Non
         check_flag(layout, "host_sync", host_sync)
     elif mask is None:  # every token is live: nothing to wait for
         host_sync = False
-    quantized: tuple[Tensor | None, Tensor | None] = (None, None)
-    if float8 or stored_in_float8:
-        quantized = _quantized(layout, hidden, weight, weight_scale)
-    elif weight_scale is not None:
-        raise ValueError(f"{caller}: weight_scale has no use: weight is {weight.dtype}, not {FLOAT8}")
+    quantized = _quantized(layout, hidden, weight, float8, weight_scale)
     hidden = hidden.reshape(-1, width)
     float32_logits = float32_logits and hidden.dtype != torch.float64
-    head = Head(hidden, weight, bias, softcap, float32_logits, lora_a, lora_b, lora_scale, *quantized)
+    head = Head(hidden, weight, bias, softcap, float32_logits, lora_a, lora_b, lora_scale, *(quantized or ()))
     served_by = backend_for(caller, hidden.device, hidden.dtype, weight.shape[0])
     return head, Plan(chunk_bytes, host_sync, main_grad, served_by, valid)
 
 
-def _quantized(layout: Layout, hidden: Tensor, weight: Tensor, scale: Any) -> Quantized:
+def _quantized(layout: Layout, hidden: Tensor, weight: Tensor, float8: bool, scale: Any) -> Quantized | None:
     caller = layout.caller
+    if weight.dtype != FLOAT8 and scale is not None:
+        raise ValueError(f"{caller}: weight_scale has no use: weight is in {weight.dtype}, not {FLOAT8}")
+    if weight.dtype != FLOAT8 and not float8:
+        return None
     if hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise TypeError(f"{caller}: a float8 head takes hidden in bfloat16, float16 or float32, got {hidden.dtype}")
     if hidden.device.type == "cuda":
         _check_float8_device(layout, hidden)
     if weight.dtype != FLOAT8:
-        if scale is not None:
-            raise ValueError(f"{caller}: weight_scale has no use: float8=True scales a weight in {weight.dtype} itself")
         return quantized_weight(weight.detach())
     n = weight.shape[0]
     check_tensor(caller, "weight_scale", scale, f"a tensor [V, 1] or of one number, which a weight in {FLOAT8} needs")

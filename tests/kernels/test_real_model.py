@@ -147,3 +147,17 @@ def test_what_float8_costs(states: dict[str, Any]) -> None:
         )
         assert error.mean() < mean, name
         assert error.max() < largest, name
+
+
+def test_gradients_through_float8(states: dict[str, Any]) -> None:
+    def gradients(dtype: torch.dtype, **how: Any) -> tuple[Tensor, ...]:
+        leaves = [states[name].to(dtype).requires_grad_() for name in ("hidden", "weight")]
+        out = linear_dapo_loss(*leaves, states["targets"], None, states["advantages"], **how)
+        return torch.autograd.grad(out.loss, leaves)
+
+    truth = gradients(torch.float64)
+    for name, how, most in (("bf16", {}, 0.03), ("float8", {"float8": True}, 0.4)):
+        for what, got, true in zip(("hidden", "weight"), gradients(torch.bfloat16, **how), truth, strict=True):
+            error = float((got.double() - true).norm() / true.norm())
+            print(f"{name}: gradient of {what}, error {error:.3f} of its norm")
+            assert error < most, f"{name}, {what}"
