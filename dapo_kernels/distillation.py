@@ -64,9 +64,9 @@ def linear_distillation_loss(
         denominator: replaces the local count of tokens in the mean; a number or a 0-d tensor, the count over all
             micro-batches and ranks.
         ref_bias, ref_softcap: as ``bias`` and ``softcap``, of the reference.
-        options: ``bias``, ``lora``, ``softcap``, ``float32_logits`` (of both), ``chunk_bytes`` (of both buffers),
-            ``host_sync``, ``main_grad`` as in ``linear_dapo_loss``; ``valid_vocab``: the first columns of both heads,
-            which may then be padded differently.
+        options: ``bias``, ``lora``, ``float8``, ``weight_scale``, ``softcap``, ``float32_logits`` (of both),
+            ``chunk_bytes`` (of both buffers), ``host_sync``, ``main_grad`` as in ``linear_dapo_loss``;
+            ``valid_vocab``: the first columns of both heads, which may then be padded differently.
 
     Heads shared by ranks (``group=``, ``DTensor``) are not served.
 

@@ -63,6 +63,16 @@ class LoraFactors(NamedTuple):
         return LoraFactors(self.a.to(dtype), self.b.to(dtype), self.scale)
 
 
+class Quantized(NamedTuple):
+    """A matrix in float8, values · scale."""
+
+    values: Tensor  # float8_e4m3fn [N, H]
+    scale: Tensor  # float32 [N, 1]
+
+    def at(self, part: slice) -> Quantized:
+        return Quantized(self.values[part], self.scale[part])
+
+
 class Head(NamedTuple):
     """The last layer: logits = softcap(hidden · (weight + scale · b · a)ᵀ + bias), softcap(x) = c·tanh(x/c)."""
 
@@ -74,6 +84,9 @@ class Head(NamedTuple):
     lora_a: Tensor | None = None  # [r, H]
     lora_b: Tensor | None = None  # [V, r]
     lora_scale: float = 1.0
+    # What stands for weight, and is weight itself where that is stored so:
+    float8: Tensor | None = None  # float8_e4m3fn [V, H]
+    float8_scale: Tensor | None = None  # float32 [V, 1]
 
     @property
     def logits_dtype(self) -> torch.dtype:
@@ -84,6 +97,12 @@ class Head(NamedTuple):
         if self.lora_a is None or self.lora_b is None:
             return None
         return LoraFactors(self.lora_a, self.lora_b, self.lora_scale)
+
+    @property
+    def quantized(self) -> Quantized | None:
+        if self.float8 is None or self.float8_scale is None:
+            return None
+        return Quantized(self.float8, self.float8_scale)
 
 
 class Server(NamedTuple):

@@ -65,7 +65,7 @@ def logits_of_call(caller: str, logits: Any, group: Any) -> tuple[Any, Sharded |
 
 def head_of_ranks(caller: str, hidden: Any, weight: Any, options: Any) -> tuple[Any, Any, Sharded | None]:
     """Hidden states of all tokens, this rank's rows of the weight, and with whom it shares the rest. Takes its own out
-    of ``options`` and leaves this rank's ``bias`` and ``lora`` there.
+    of ``options`` and leaves this rank's ``bias``, ``weight_scale`` and ``lora`` there.
     """
     group, by_sequence = options.pop("group", None), options.pop("sequence_parallel", False)
     if not isinstance(by_sequence, bool):
@@ -78,6 +78,8 @@ def head_of_ranks(caller: str, hidden: Any, weight: Any, options: Any) -> tuple[
     with Telling(shard, weight):
         if _is_dtensor(options.get("bias")):
             options["bias"] = _like_weight(caller, "bias", options["bias"], group, shard)
+        if _is_dtensor(options.get("weight_scale")):
+            options["weight_scale"] = _like_weight(caller, "weight_scale", options["weight_scale"], group, shard)
         if isinstance(lora := options.get("lora"), LoraFactors):
             options["lora"] = _own_factors(caller, lora, group, shard)
         if _is_dtensor(hidden):
@@ -107,8 +109,8 @@ def shared_plan(
         return head, plan
     rounding = "float32 logits" if head.float32_logits else head.hidden.dtype
     lora = None if head.lora is None else (len(head.lora.a), head.lora.scale)
-    how = f"softcap {head.softcap}, bias {head.bias is not None}, lora {lora}, chunk_bytes {plan.chunk_bytes}"
-    how += f", host_sync {plan.host_sync}, sequence_parallel {shard.sequence_parallel}"
+    how = f"softcap {head.softcap}, bias {head.bias is not None}, lora {lora}, float8 {head.float8 is not None}"
+    how += f", chunk_bytes {plan.chunk_bytes}, host_sync {plan.host_sync}, sequence_parallel {shard.sequence_parallel}"
     settings = f"{plan.backend}, {rounding}, {how}"
     columns = _columns(layout, shard, asked, head.weight.shape[0], plan.valid, settings, call)
     if shard.whole:

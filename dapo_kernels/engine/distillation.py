@@ -93,7 +93,7 @@ def _(head: Head, ref: Head, asked: Asked, weights: Tensor, beta: float, needs: 
 
 def _keep(out: LinearDivergence, head: Head, *inputs: Any) -> tuple[Any, ...]:
     plan: Plan = inputs[-1]
-    return HeadGradients(*out[2:]), head.weight.dtype, Unsaved([plan.main_grad])
+    return HeadGradients(*out[2:]), head.hidden.dtype, Unsaved([plan.main_grad])
 
 
 @linear_divergence.gradient(_keep, "loss")

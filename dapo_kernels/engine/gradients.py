@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dapo_kernels.backends import Backend, WeightSum
+from dapo_kernels.backends.float8 import dequantized, dequantized_tiles, quantize
 from dapo_kernels.engine.shards import sum_over_ranks
 from dapo_kernels.memory import large_tensor
 from dapo_kernels.records import Head, LoraFactors, Needs, Plan, accumulate_dtype, on_host
@@ -113,10 +114,11 @@ class GradientSum:
         self, head: Head, vocab: int, needs: Needs, n_chunks: int, backend: Backend, float32_sums: bool
     ) -> None:
         hidden, weight, bias = head[:3]
-        wide = accumulate_dtype(weight.dtype)
+        wide = accumulate_dtype(hidden.dtype)
         self.vocab = vocab
         self.operand = first_rows(weight, vocab)
-        self.result_dtype = wide if float32_sums else weight.dtype
+        self.quantized = None if head.quantized is None else head.quantized.at(slice(vocab))
+        self.result_dtype = wide if float32_sums else hidden.dtype
         self.n_chunks = n_chunks
         self.n_added = 0
         self.hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needs.hidden else None
@@ -154,16 +156,18 @@ class GradientSum:
         if dlogits.shape[0] == 0:
             return
         self.n_added += 1
-        dlogits = dlogits.to(self.operand.dtype)
+        dlogits = dlogits.to(hidden.dtype)
         d_low = None if self.lora is None else self._through_factors(self.lora, dlogits, hidden)
         if self.hidden is not None:
-            own = torch.mm(dlogits, self.operand, out=self.hidden[rows] if isinstance(rows, slice) else None)
+            own = self._through_weight(dlogits, out=self.hidden[rows] if isinstance(rows, slice) else None)
             if self.lora is not None and d_low is not None:
                 own.addmm_(d_low, self.lora.a)
             if not isinstance(rows, slice):
                 self.hidden.index_copy_(0, rows, own)
         if self.bias is not None:
             first_rows(self.bias, self.vocab).add_(dlogits.sum(0, dtype=self.bias.dtype))
+        if self.quantized is not None and self.padded is not None:
+            hidden = dequantized(quantize(hidden), hidden.dtype)
         if self.weight_float32 is not None:
             _wide_product_(self.weight_float32, dlogits, hidden, add=self.n_added > 1)
         elif self.weight_sum is not None:
@@ -174,6 +178,15 @@ class GradientSum:
                 self.weight_sum.add(part, torch.mm(columns.t(), hidden, out=self.tile[: columns.shape[1]]))
         elif self.weight is not None:
             product_(self.weight, dlogits.t(), hidden, add=self._adds_to_weight())
+
+    def _through_weight(self, dlogits: Tensor, out: Tensor | None) -> Tensor:
+        if self.quantized is None:
+            return torch.mm(dlogits, self.operand, out=out)
+        total = dlogits.new_zeros(dlogits.shape[0], self.operand.shape[1], dtype=torch.float32)
+        dtype = dlogits.dtype if float32_product(dlogits) else torch.float32
+        for part, tile in dequantized_tiles(self.quantized, dtype):
+            product_(total, dlogits[:, part].to(dtype), tile, add=True)
+        return total.to(dlogits.dtype) if out is None else out.copy_(total)
 
     def _through_factors(self, lora: LoraFactors, dlogits: Tensor, hidden: Tensor) -> Tensor | None:
         """Adds to the sums of the factors; ∂loss/∂(hidden · aᵀ) [A, r], where anything needs it."""
@@ -230,8 +243,8 @@ def wants_float32_sums(head: Head, plan: Plan) -> bool:
 
 
 def fake_gradients(head: Head, needs: Needs, float32_sums: bool) -> HeadGradients:
-    wide = accumulate_dtype(head.weight.dtype)
-    dtype = wide if float32_sums else head.weight.dtype
+    wide = accumulate_dtype(head.hidden.dtype)
+    dtype = wide if float32_sums else head.hidden.dtype
     return HeadGradients(
         head.hidden.new_empty(head.hidden.shape) if needs.hidden else None,
         head.weight.new_empty(head.weight.shape, dtype=dtype) if needs.weight else None,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dapo_kernels.backends import Backend
+from dapo_kernels.backends.float8 import float8_logits
 from dapo_kernels.backends.reference import check_rows
 from dapo_kernels.engine.chunks import Chunks, gradient_rows, idle_beforehand, live_work
 from dapo_kernels.engine.gradients import (
@@ -45,6 +46,7 @@ from dapo_kernels.records import (
     Head,
     Needs,
     Plan,
+    Quantized,
     RowsLoss,
     RowStats,
     Slopes,
@@ -59,6 +61,9 @@ def logits_of(head: Head, rows: Tensor | slice, out: Tensor) -> Tensor:
     rows behind the V.
     """
     n, hidden = out.shape[1], head.hidden[rows]
+    if head.quantized is not None:
+        _float8_logits(head, head.quantized.at(slice(n)), hidden, out)
+        return hidden
     if n < head.weight.shape[0]:
         bias, lora_b = (None if x is None else first_rows(x, n) for x in (head.bias, head.lora_b))
         head = head._replace(weight=first_rows(head.weight, n), bias=bias, lora_b=lora_b)
@@ -68,6 +73,14 @@ def logits_of(head: Head, rows: Tensor | slice, out: Tensor) -> Tensor:
         _logits(low_rank(head.lora, hidden), head.lora.b, head.bias, out)
         _add_logits(hidden, head.weight, out)
     return hidden
+
+
+def _float8_logits(head: Head, weight: Quantized, hidden: Tensor, out: Tensor) -> None:
+    float8_logits(hidden, weight, out)
+    if head.bias is not None:
+        out += first_rows(head.bias, out.shape[1])
+    if head.lora is not None:
+        _add_logits(low_rank(head.lora, hidden), first_rows(head.lora.b, out.shape[1]), out)
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -203,7 +216,7 @@ def _(
     slopes = given_slopes(stats, grads, asked.want_entropy)
     plan = plan._replace(main_grad=main_grad)
     gradients = linear_grad(head, asked, stats, slopes, Needs.of(ctx.needs_input_grad), plan)
-    return handed_over(gradients, head.weight.dtype, main_grad, plan.group, plan.partial_hidden)
+    return handed_over(gradients, head.hidden.dtype, main_grad, plan.group, plan.partial_hidden)
 
 
 # --- the loss of objectives whose gradient at a token needs nothing but that token's row: three GEMMs --------
@@ -289,7 +302,7 @@ def _(head: Head, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, needs
 
 def _keep_for_loss(out: LinearLoss, head: Head, *inputs: Any) -> tuple[Any, ...]:
     plan: Plan = inputs[-1]
-    return HeadGradients(*out[5:]), head.weight.dtype, Unsaved([plan.main_grad]), plan.group, plan.partial_hidden
+    return HeadGradients(*out[5:]), head.hidden.dtype, Unsaved([plan.main_grad]), plan.group, plan.partial_hidden
 
 
 @linear_loss.gradient(_keep_for_loss, "loss")
