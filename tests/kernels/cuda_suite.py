@@ -286,9 +286,9 @@ def test_logarithms_in_two_floats() -> None:
             assert abs(COVERAGE.log_of(x) / math.log(x) - 1) < 0.06 * 2**-24, x
 
 
-def test_temperatures_give_the_host_s_scale() -> None:
+def test_temperatures_give_the_scale_of_the_host() -> None:
     """To the bit: ``norms.py`` works the same scale out in double, and parts of rows meet there."""
-    for tau in (torch.rand(50_000) + 1).tolist() + [1e-6, 0.1, 0.7, 3.0, 1e6]:
+    for tau in [*(torch.rand(50_000) + 1).tolist(), 1e-6, 0.1, 0.7, 3.0, 1e6]:
         ours, host = COVERAGE.base2_scales(tau)
         assert ours == host
 
