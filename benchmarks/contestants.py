@@ -216,6 +216,28 @@ def _on_backend(name: str, make: Callable[[Problem], Run]) -> Callable[[Problem]
     return make_there
 
 
+def _a_program_a_row(make: Callable[[Problem], Run]) -> Callable[[Problem], Run]:
+    """The Triton kernel as registers alone would have it, without ``residency.programs``."""
+    make_on_triton = _on_backend("triton", make)
+
+    def make_there(problem: Problem) -> Run:
+        there = make_on_triton(problem)
+
+        def run() -> Result:
+            from dapo_kernels.backends import triton
+
+            kept = triton.programs_for
+            triton.programs_for = lambda n_rows, logits: n_rows
+            try:
+                return there()
+            finally:
+                triton.programs_for = kept
+
+        return run
+
+    return make_there
+
+
 def _on_each_backend(make: Callable[[Problem], Run], setting: str, takes: Callable[[Config], bool]) -> list[Contestant]:
     """The CUDA backends one beside the other; which of them is the default the row before them shows."""
     return [
@@ -388,6 +410,14 @@ CONTESTANTS: tuple[Contestant, ...] = (
         copies=(1.0, 0.0),
     ),
     *_on_each_backend(_ours_from_logits(True), "in place", logits_level),
+    Contestant(
+        "dapo_kernels, triton, a program a row",
+        "in place, rows in flight as registers allow",
+        "ours",
+        _a_program_a_row(_ours_from_logits(True)),
+        lambda config: logits_level(config) and config.device == "cuda",
+        backend="triton",
+    ),
     Contestant("dapo_kernels", "default chunks", "ours", _ours_from_hidden, hidden_level),
     *(
         Contestant(
