@@ -128,14 +128,13 @@ def _megatron_linear(problem: Problem) -> Run:
 
 
 def _liger_scaled(problem: Problem) -> Run:
-    from liger_kernel.ops import fused_linear_scaled_cross_entropy as scaled
+    from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction as Scaled
 
     ids, entropy = problem.tokens.target_ids, problem.config.entropy
 
     # Of compute capability 9.0 its own kernels, elsewhere chunks of eager PyTorch.
     def logprobs_of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        apply = scaled.LigerFusedLinearScaledCrossEntropyFunction.apply
-        out = apply(hidden, weight, ids, return_entropy=entropy)
+        out = Scaled.apply(hidden, weight, ids, return_entropy=entropy)
         return (-out[0], out[1]) if entropy else (-out, None)
 
     return from_logprobs(problem, logprobs_of)

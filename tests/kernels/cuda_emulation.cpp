@@ -166,8 +166,13 @@ PYBIND11_MODULE(cuda_coverage, m) {
     pretended = {next, {multiprocessors, capability / 10, capability % 10, shared_bytes}, cluster_code};
   });
   m.def("polynomial_exp2", &dapo::cuda::polynomial_exp2);
-  m.def("base2_scales", [](float temperature) {
-    return std::make_tuple(dapo::base2_scale<dapo::DoubleFloat>(temperature), dapo::base2_scale(temperature));
+  m.def("other_base2_scales", [] {  // than the host's, of all temperatures in [1, 2): others differ in the exponent
+    int n = 0;
+    for (uint32_t bits = 0x3f800000u; bits < 0x40000000u; ++bits) {
+      const float tau = dapo::cuda::bits_as<float>(bits);
+      n += dapo::base2_scale<dapo::DoubleFloat>(tau) != dapo::base2_scale(tau);
+    }
+    return n;
   });
   m.def("log_of", [](float x) {
     const dapo::DoubleFloat y = dapo::log_of<dapo::DoubleFloat>(x);

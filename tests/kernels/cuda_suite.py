@@ -288,9 +288,7 @@ def test_logarithms_in_two_floats() -> None:
 
 def test_temperatures_give_the_scale_of_the_host() -> None:
     """To the bit: ``norms.py`` works the same scale out in double, and parts of rows meet there."""
-    for tau in [*(torch.rand(50_000) + 1).tolist(), 1e-6, 0.1, 0.7, 3.0, 1e6]:
-        ours, host = COVERAGE.base2_scales(tau)
-        assert ours == host
+    assert COVERAGE.other_base2_scales() == 0
 
 
 def test_the_polynomial_exponential() -> None:
