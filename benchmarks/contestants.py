@@ -9,9 +9,11 @@ under ``no_grad``.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -216,6 +218,31 @@ def _on_backend(name: str, make: Callable[[Problem], Run]) -> Callable[[Problem]
     return make_there
 
 
+def _a_program_a_row(make: Callable[[Problem], Run]) -> Callable[[Problem], Run]:
+    """The Triton kernel as registers alone would have it, without ``residency.programs``."""
+    return _with("dapo_kernels.backends.triton", "programs_for", lambda n, logits: n, _on_backend("triton", make))
+
+
+def _with(module: str, name: str, value: Any, make: Callable[[Problem], Run]) -> Callable[[Problem], Run]:
+    """With another choice in the place of one that is not an option of any call."""
+
+    def make_there(problem: Problem) -> Run:
+        there = make(problem)
+
+        def run() -> Result:
+            place = importlib.import_module(module)
+            kept = getattr(place, name)
+            setattr(place, name, value)
+            try:
+                return there()
+            finally:
+                setattr(place, name, kept)
+
+        return run
+
+    return make_there
+
+
 def _on_each_backend(make: Callable[[Problem], Run], setting: str, takes: Callable[[Config], bool]) -> list[Contestant]:
     """The CUDA backends one beside the other; which of them is the default the row before them shows."""
     return [
@@ -249,7 +276,7 @@ def _ours_with_lora(problem: Problem, frozen: bool) -> Run:
     return run
 
 
-def _ours_from_hidden(problem: Problem, host_sync: bool | None = None) -> Run:
+def _ours_from_hidden(problem: Problem, host_sync: bool | None = None, chunk_bytes: int | None = None) -> Run:
     config, tokens, cu_seqlens = problem.config, problem.tokens, _cu_seqlens(problem.tokens)
     lists = _sampling_mask(problem)
     if config.mode == "forward":
@@ -272,6 +299,7 @@ def _ours_from_hidden(problem: Problem, host_sync: bool | None = None) -> Run:
             sampling_mask=lists,
             cu_seqlens=cu_seqlens,
             host_sync=host_sync,
+            chunk_bytes=chunk_bytes,
             **OVERRIDES.get(config.objective, {}),
         )
         return out.loss
@@ -388,7 +416,33 @@ CONTESTANTS: tuple[Contestant, ...] = (
         copies=(1.0, 0.0),
     ),
     *_on_each_backend(_ours_from_logits(True), "in place", logits_level),
+    Contestant(
+        "dapo_kernels, triton, a program a row",
+        "in place, rows in flight as registers allow",
+        "ours",
+        _a_program_a_row(_ours_from_logits(True)),
+        lambda config: logits_level(config) and config.device == "cuda",
+        backend="triton",
+    ),
     Contestant("dapo_kernels", "default chunks", "ours", _ours_from_hidden, hidden_level),
+    *(
+        Contestant(
+            f"dapo_kernels, two streams{name}",
+            setting,
+            "ours",
+            _with(
+                "dapo_kernels.engine.streams",
+                "TWO_STREAMS",
+                True,
+                functools.partial(_ours_from_hidden, chunk_bytes=chunk_bytes),
+            ),
+            lambda config: hidden_level(config) and config.device == "cuda" and config.mode == "train",
+        )
+        for name, setting, chunk_bytes in (
+            ("", "row kernels beside GEMMs, two buffers of half the size", None),
+            (", 2 GiB", "row kernels beside GEMMs, two buffers of 1 GiB", 2**31),
+        )
+    ),
     *(
         Contestant(
             name,

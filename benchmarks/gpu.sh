@@ -14,7 +14,7 @@ PYTHON=${PYTHON:-python3}
 BUDGET_S=${BUDGET_S:-530}
 RESULTS=${RESULTS:-benchmarks/results}
 PEERS=${PEERS:-0}
-PEER_WHEELS=(liger-kernel quack-kernels cut-cross-entropy verl)
+PEER_WHEELS=(liger-kernel quack-kernels cut-cross-entropy verl trl)
 VENV=.venv-gpu
 
 "$PYTHON" -c '
@@ -103,5 +103,10 @@ fi
 
 left=$((BUDGET_S - SECONDS))
 "$VENV/bin/python" benchmarks/run.py --suite gpu --seconds "$((left > 30 ? left : 30))" --out "$RESULTS" || status=1
+# Rows of CUDA_DEFAULTS (dapo_kernels/backends/registry.py) that these figures speak for, for a person to commit.
+newest=$(ls -t "$RESULTS"/gpu-*.json 2>/dev/null | head -1)
+if [ -n "$newest" ]; then
+    "$VENV/bin/python" -m benchmarks.decide "$newest" | tee "${newest%.json}-defaults.txt" || status=1
+fi
 echo "all done after $SECONDS s"
 exit $status

@@ -25,10 +25,12 @@ _OURS = (
     "dapo_kernels",
     "dapo_kernels, no wait",
 )
+_BACKENDS = ("dapo_kernels, triton", "dapo_kernels, cuda", "dapo_kernels, triton, a program a row")
+_TWO_STREAMS = ("dapo_kernels, two streams", "dapo_kernels, two streams, 2 GiB")
 _PEERS = (
     "dapo_kernels, new gradient",
-    "dapo_kernels, triton",
-    "dapo_kernels, cuda",
+    *_TWO_STREAMS,
+    *_BACKENDS,
     "eager",
     "eager, softmax in fp32",
     "TRL selective_log_softmax",
@@ -39,6 +41,7 @@ _PEERS = (
     "cut-cross-entropy",
     "cut-cross-entropy, unfiltered",
     "verl linear_cross_entropy",
+    "Liger scaled cross-entropy",
     "Megatron linear_cross_entropy",
     "flash-attn cross_entropy_loss",
 )
@@ -61,6 +64,11 @@ def _with_peers(base: Config) -> Config:
 def _brief(base: Config) -> Config:
     """The kernels and their denominators, beside a row that has the others."""
     return replace(base, contestants=_OURS, seconds=0.5 * base.seconds)
+
+
+def _on_backends(base: Config) -> Config:
+    """What decides between the backends, beside a row that has the others."""
+    return replace(_brief(base), contestants=(*_OURS, *_BACKENDS))
 
 
 def _sized(level: str, n_tokens: int, hidden: int, vocab: int, live: float = 1.0) -> Config:
@@ -91,7 +99,8 @@ _WANTED = (
     *(_brief(_sized(level, 8192, *HEADS[0], live=live)) for live in LIVE[1:] for level in ("logits", "hidden")),
     _with_peers(replace(_LOGITS, mode="forward")),
     _with_peers(replace(_HIDDEN, mode="forward")),
-    _brief(replace(_LOGITS, dtype="float32")),
+    _on_backends(replace(_LOGITS, dtype="float32")),
+    _on_backends(replace(_LOGITS, vocab=32_000)),
     _brief(replace(_LOGITS, clipped=0.3)),
     _brief(replace(_HIDDEN, clipped=0.3)),
 )

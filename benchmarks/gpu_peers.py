@@ -127,6 +127,19 @@ def _megatron_linear(problem: Problem) -> Run:
     return from_logprobs(problem, logprobs_of)
 
 
+def _liger_scaled(problem: Problem) -> Run:
+    from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction as Scaled
+
+    ids, entropy = problem.tokens.target_ids, problem.config.entropy
+
+    # Of compute capability 9.0 its own kernels, elsewhere chunks of eager PyTorch.
+    def logprobs_of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        out = Scaled.apply(hidden, weight, ids, return_entropy=entropy)
+        return (-out[0], out[1]) if entropy else (-out, None)
+
+    return from_logprobs(problem, logprobs_of)
+
+
 def _liger_cross_entropy(problem: Problem) -> Run:
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
@@ -222,6 +235,14 @@ GPU_PEERS: tuple[Contestant, ...] = (
         _verl_linear,
         _verl_takes,
         modules=("verl.utils.kernel.linear_cross_entropy",),
+    ),
+    Contestant(
+        "Liger scaled cross-entropy",
+        "temperature 1; from 0.8.2 on",
+        "peer",
+        _liger_scaled,
+        lambda config: config.device == "cuda" and hidden_level(config),
+        modules=("liger_kernel.ops.fused_linear_scaled_cross_entropy",),
     ),
     Contestant(
         "Megatron linear_cross_entropy",

@@ -31,9 +31,9 @@ void row_grad(const dapo::Rows& logits, const dapo::TokenInputs& tokens, float s
 
 void row_loss(const dapo::Rows& logits, const dapo::TokenInputs& tokens, float softcap,
               const dapo::Objective& objective, float entropy_coef, const dapo::TokenOutputs& out, uintptr_t losses,
-              uintptr_t workspace, cuda::Path path, uintptr_t stream) {
+              uintptr_t workspace, cuda::Path path, int64_t rows_in_flight, uintptr_t stream) {
   cuda::row_loss(operands(logits, tokens, softcap), objective, entropy_coef, out, pointer<double>(losses),
-                 pointer<void>(workspace), path, stream);
+                 pointer<void>(workspace), path, rows_in_flight, stream);
 }
 
 void token_loss(int64_t n, uintptr_t logprobs, const dapo::TokenInputs& tokens, const dapo::Objective& objective,
@@ -62,7 +62,7 @@ PYBIND11_MODULE(_cuda, m) {
   m.def("row_grad", &row_grad, no_gil, "logits"_a, "tokens"_a, "softcap"_a, "grad"_a, "norm"_a, "entropy"_a,
         "d_logprobs"_a, "d_entropy"_a, "workspace"_a, "stream"_a);
   m.def("row_loss", &row_loss, no_gil, "logits"_a, "tokens"_a, "softcap"_a, "objective"_a, "entropy_coef"_a, "out"_a,
-        "losses"_a, "workspace"_a, "path"_a, "stream"_a);
+        "losses"_a, "workspace"_a, "path"_a, "rows_in_flight"_a, "stream"_a);
   m.def("token_loss", &token_loss, no_gil, "n"_a, "logprobs"_a, "tokens"_a, "objective"_a, "out"_a, "losses"_a,
         "stream"_a);
 }

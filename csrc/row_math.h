@@ -1,6 +1,7 @@
 // What one row needs once its softmax statistics are known: O(1) per row, for the CPU and for CUDA.
 //
-// In double: one rounding at the end, and logits at 1e4 keep their digits.
+// In a type wider than float: one rounding at the end, and logits at 1e4 keep their digits. `Wide` is double, or on a
+// GPU the two floats of cuda/double_float.h.
 #pragma once
 
 #include <cmath>
@@ -13,24 +14,32 @@ namespace dapo {
 constexpr double kLn2 = 0.693147180559945309417;
 constexpr double kLog2E = 1.44269504088896340736;
 
+template <class Wide> DAPO_HOST_DEVICE Wide log_of(float x) { return std::log(static_cast<Wide>(x)); }
+template <class Wide> DAPO_HOST_DEVICE Wide exp_of(Wide x) { return std::exp(x); }
+template <class Wide> DAPO_HOST_DEVICE Wide expm1_of(Wide x) { return std::expm1(x); }
+
 // c: logits x become base-2 exponents x c.
-DAPO_HOST_DEVICE float base2_scale(float temperature) { return static_cast<float>(kLog2E / temperature); }
+template <class Wide = double> DAPO_HOST_DEVICE float base2_scale(float temperature) {
+  return static_cast<float>(static_cast<Wide>(kLog2E) / temperature);
+}
 
 // ln p of a logit in a row with this maximum and this sum.
-DAPO_HOST_DEVICE double log_p_of(float x, float c, float max, float sum) {
+template <class Wide> DAPO_HOST_DEVICE Wide log_p_of(float x, float c, float max, float sum) {
   const float top = top_of(max, c);
-  const double z = is_far(top) ? (static_cast<double>(x) - max) * c : static_cast<double>(x) * c - top;
-  return kLn2 * z - std::log(static_cast<double>(sum));
+  // Halves: the difference of two floats may be none.
+  const Wide z = is_far(top) ? (static_cast<Wide>(0.5f * x) - 0.5f * max) * (2.0f * c) : static_cast<Wide>(x) * c - top;
+  return static_cast<Wide>(kLn2) * z - log_of<Wide>(sum);
 }
 
-DAPO_HOST_DEVICE float logprob_of(float x, float c, const SoftmaxPart& whole) {
-  const double z = log_p_of(x, c, whole.max, whole.sum);
-  return static_cast<float>(0.0 < z ? 0.0 : z);  // rounding must not make a probability greater than 1; NaN stays
+template <class Wide = double> DAPO_HOST_DEVICE float logprob_of(float x, float c, const SoftmaxPart& whole) {
+  const float z = static_cast<float>(log_p_of<Wide>(x, c, whole.max, whole.sum));
+  return 0.0f < z ? 0.0f : z;  // rounding must not make a probability greater than 1; NaN stays
 }
 
-DAPO_HOST_DEVICE float entropy_of(const SoftmaxPart& whole) {
-  const double h = std::log(static_cast<double>(whole.sum)) - kLn2 * (static_cast<double>(whole.weighted) / whole.sum);
-  return static_cast<float>(h < 0.0 ? 0.0 : h);
+template <class Wide = double> DAPO_HOST_DEVICE float entropy_of(const SoftmaxPart& whole) {
+  const Wide mean = static_cast<Wide>(whole.weighted) / whole.sum;
+  const float h = static_cast<float>(log_of<Wide>(whole.sum) - static_cast<Wide>(kLn2) * mean);
+  return h < 0.0f ? 0.0f : h;
 }
 
 // A gradient row: p (a + b y) with p = 2^y, y = x scale - top, but `at_target` at the target; or all zeros.
@@ -45,18 +54,21 @@ DAPO_HOST_DEVICE RowGradient zero_gradient() { return {0, {0.0f, 0.0f}, 0.0f, 0.
 
 // Gradient of w * logprob + v * entropy (w, v: derivatives of the loss) for a row with this norm:
 //   w (onehot - p) / tau - v p (log p + H) / tau,    log p = ln2 (x c - top) - log sum
+template <class Wide = double>
 DAPO_HOST_DEVICE RowGradient gradient_of(float x_target, int64_t target, float tau, float c, float max, float sum,
                                          float w, float v, float entropy) {
   RowGradient g = zero_gradient();
   g.zero = w == 0.0f && v == 0.0f;
   g.base2 = base2(max, c);
   g.target = target;
-  const double inv = 1.0 / (static_cast<double>(sum) * tau), log_sum = std::log(static_cast<double>(sum));
-  g.a = static_cast<float>(inv * (-w - (v == 0.0f ? 0.0 : v * (entropy - log_sum))));
-  g.b = static_cast<float>(inv * -v * kLn2);
-  const double log_p = log_p_of(x_target, c, max, sum);
-  const double slope = v == 0.0f ? 0.0 : v * std::exp(log_p) * ((log_p < -200.0 ? -200.0 : log_p) + entropy);
-  g.at_target = static_cast<float>((-w * std::expm1(log_p) - slope) / tau);
+  const Wide zero = 0.0f, inv = static_cast<Wide>(1.0f) / (static_cast<Wide>(sum) * tau);
+  const Wide lift = v == 0.0f ? zero : static_cast<Wide>(v) * (static_cast<Wide>(entropy) - log_of<Wide>(sum));
+  g.a = static_cast<float>(inv * (static_cast<Wide>(-w) - lift));
+  g.b = static_cast<float>(inv * -v * static_cast<Wide>(kLn2));
+  const Wide log_p = log_p_of<Wide>(x_target, c, max, sum), least = -200.0f;
+  const Wide slope =
+      v == 0.0f ? zero : static_cast<Wide>(v) * exp_of(log_p) * ((log_p < -200.0f ? least : log_p) + entropy);
+  g.at_target = static_cast<float>((static_cast<Wide>(-w) * expm1_of(log_p) - slope) / tau);
   return g;
 }
 
@@ -86,16 +98,19 @@ struct RowLoss {
   RowGradient gradient;
 };
 
+template <class Wide = double>
 DAPO_HOST_DEVICE RowLoss finish_loss(const TokenValues& t, float x_target, float tau, float c, const Objective& o,
                                      float entropy_coef, bool has_entropy, const SoftmaxPart& whole) {
-  const float logprob = logprob_of(x_target, c, whole), entropy = has_entropy ? entropy_of(whole) : 0.0f;
+  const float logprob = logprob_of<Wide>(x_target, c, whole);
+  const float entropy = has_entropy ? entropy_of<Wide>(whole) : 0.0f;
   const float log_ratio = t.on_policy ? 0.0f : logprob - t.old_logprob;
   RowLoss r{logprob, entropy, token_objective(logprob, log_ratio, t.advantage, t.ref_logprob, t.importance_weight, o),
             0.0, zero_gradient()};
   if (t.weight != 0.0f) {  // a token that was not selected has no say, and its loss may overflow
     r.weighted = t.weight * (r.loss.value - (entropy_coef == 0.0f ? 0.0f : entropy_coef * entropy));
-    r.gradient = gradient_of(x_target, t.target, tau, c, whole.max, whole.sum,
-                             t.weight * (r.loss.d_logprob + r.loss.d_log_ratio), -entropy_coef * t.weight, entropy);
+    r.gradient = gradient_of<Wide>(x_target, t.target, tau, c, whole.max, whole.sum,
+                                   t.weight * (r.loss.d_logprob + r.loss.d_log_ratio), -entropy_coef * t.weight,
+                                   entropy);
   }
   return r;
 }
@@ -108,12 +123,13 @@ DAPO_HOST_DEVICE void write_loss(const TokenOutputs& out, int64_t row, const Row
   if (out.idle) out.idle[row] = r.gradient.zero;
 }
 
+template <class Wide = double>
 DAPO_HOST_DEVICE void write_stats(const TokenOutputs& out, int64_t row, float x_target, float c,
                                   const SoftmaxPart& whole) {
-  out.logprobs[row] = logprob_of(x_target, c, whole);
+  out.logprobs[row] = logprob_of<Wide>(x_target, c, whole);
   out.norm[2 * row] = whole.max;
   out.norm[2 * row + 1] = whole.sum;
-  if (out.entropy) out.entropy[row] = entropy_of(whole);
+  if (out.entropy) out.entropy[row] = entropy_of<Wide>(whole);
 }
 
 DAPO_HOST_DEVICE void write_dead(const TokenOutputs& out, int64_t row) {

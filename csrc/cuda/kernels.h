@@ -42,9 +42,10 @@ void row_stats(const Operands& in, const TokenOutputs& out, void* workspace, uin
 // d loss / d logits into `grad`, which may be the logits.
 void row_grad(const Operands& in, const Rows& grad, const GradInputs& from, void* workspace, uintptr_t stream);
 
-// Per-token results and each row's loss; the gradient overwrites the logits.
+// Per-token results and each row's loss; the gradient overwrites the logits. At most `rows_in_flight` rows are read twice
+// at a time.
 void row_loss(const Operands& in, const Objective& objective, float entropy_coef, const TokenOutputs& out,
-              double* losses, void* workspace, Path path, uintptr_t stream);
+              double* losses, void* workspace, Path path, int64_t rows_in_flight, uintptr_t stream);
 
 // The objective from log-probs that are already there: losses, d_logprobs, d_log_ratio, clip_hit, ref_kl.
 void token_loss(int64_t n, const float* logprobs, const TokenInputs& tokens, const Objective& objective,

@@ -73,7 +73,7 @@ Path choose_path(const Rows& logits) { return choose(current_device(), logits, s
 
 void row_stats(const Operands& in, const TokenOutputs& out, void* workspace, uintptr_t stream) {
   if (in.logits.n_rows == 0) return;
-  const LossArgs args{row_args(in, out.entropy != nullptr, workspace, stream), {}, 0.0f, out, nullptr};
+  const LossArgs args{row_args(in, out.entropy != nullptr, workspace, stream), {}, 0.0f, out, nullptr, 0};
   launch_slice_stats(args);
   launch_finish(args);
   DAPO_CHECK_CUDA(cudaGetLastError());
@@ -88,9 +88,10 @@ void row_grad(const Operands& in, const Rows& grad, const GradInputs& from, void
 }
 
 void row_loss(const Operands& in, const Objective& objective, float entropy_coef, const TokenOutputs& out,
-              double* losses, void* workspace, Path path, uintptr_t stream) {
+              double* losses, void* workspace, Path path, int64_t rows_in_flight, uintptr_t stream) {
   if (in.logits.n_rows == 0) return;
-  const LossArgs args{row_args(in, out.entropy != nullptr, workspace, stream), objective, entropy_coef, out, losses};
+  const LossArgs args{row_args(in, out.entropy != nullptr, workspace, stream), objective, entropy_coef, out, losses,
+                      rows_in_flight};
   const Device device = current_device();
   if (path == Path::automatic) path = choose(device, in.logits, args.slicing);
   if (path == Path::cluster) {

@@ -23,6 +23,7 @@ struct LossArgs : RowArgs {
   float entropy_coef;
   TokenOutputs out;
   double* losses;
+  int64_t rows_in_flight;  // of sweep_loss, at most
 };
 
 // Compute capability as 10 * major + minor; shared memory that one block may have; whether clusters can be launched.

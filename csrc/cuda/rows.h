@@ -5,7 +5,7 @@
 #include <cmath>
 #include <type_traits>
 
-#include "../row_math.h"
+#include "double_float.h"
 #include "element.h"
 #include "launch.h"
 #include "tiles.h"
@@ -74,10 +74,12 @@ DAPO_HOST_DEVICE SoftmaxPart thread_part(const T* x, const Slice& s, int thread,
   return part;
 }
 
-template <bool kFull>
-DAPO_HOST_DEVICE float gradient_element(float x, const RowGradient& g, const Softcap& softcap) {
+// Of the i-th element of a vector.
+template <class T, bool kFull>
+DAPO_HOST_DEVICE float gradient_element(float x, int i, const RowGradient& g, const Softcap& softcap) {
   const float y = kFull && softcap.value != 0.0f ? capped(x, softcap) : x;
-  const float d = fmaf(y, g.base2.scale, -g.base2.top), p = fast_exp2(d);
+  const float d = fmaf(y, g.base2.scale, -g.base2.top);
+  const float p = kPolynomials<T> > 0 && i < kPolynomials<T> ? polynomial_exp2(d) : fast_exp2(d);
   const float slope = kFull ? p * fmaf(g.b, fmaxf(d, -200.0f), g.a) : p * g.a;
   return kFull && softcap.value != 0.0f ? slope * cap_slope(y, softcap) : slope;
 }
@@ -90,7 +92,7 @@ DAPO_HOST_DEVICE Word gradient_word(const Word& in, int e, const RowGradient& g,
   float x[kN];
   unpack<T>(in, x);
   DAPO_UNROLL
-  for (int i = 0; i < kN; ++i) x[i] = gradient_element<kFull>(x[i], g, softcap);
+  for (int i = 0; i < kN; ++i) x[i] = gradient_element<T, kFull>(x[i], i, g, softcap);
   const int at = static_cast<int>(g.target) - e;
   if (at >= 0 && at < kN) {
     DAPO_UNROLL
@@ -122,7 +124,10 @@ DAPO_HOST_DEVICE void write_rest(T* out, const T* x, const Slice& s, int thread,
                                  const Softcap& softcap) {
   for (int e = s.n_words * kElements<T> + thread; e < s.n; e += n_threads) {
     float y = 0.0f;
-    if (!g.zero) y = s.first + e == g.target ? g.at_target : gradient_element<kFull>(widen(x[e]), g, softcap);
+    if (!g.zero) {
+      const int i = e & (kElements<T> - 1);
+      y = s.first + e == g.target ? g.at_target : gradient_element<T, kFull>(widen(x[e]), i, g, softcap);
+    }
     narrow(y, out + e);
   }
 }
@@ -150,7 +155,7 @@ template <class T> DAPO_HOST_DEVICE T* row_of(const Rows& rows, int64_t row) {
 }
 
 DAPO_HOST_DEVICE float base2_scale_of(const RowArgs& args, int64_t row) {
-  return args.in.tokens.temperatures == nullptr ? args.c : base2_scale(args.in.tokens.temperatures[row]);
+  return args.in.tokens.temperatures == nullptr ? args.c : base2_scale<DoubleFloat>(args.in.tokens.temperatures[row]);
 }
 
 // 0 where the row does not hold it.
@@ -174,8 +179,9 @@ DAPO_HOST_DEVICE RowGradient finish_dead_row(const LossArgs& args, int64_t row) 
 template <bool kFull>
 DAPO_HOST_DEVICE RowGradient finish_row(const LossArgs& args, int64_t row, const TokenValues& token, float x_target,
                                         float c, const SoftmaxPart& whole, bool writes) {
-  const RowLoss result = finish_loss(token, x_target, args.in.tokens.tau(row), c, args.objective, args.entropy_coef,
-                                     kFull && args.out.entropy != nullptr, whole);
+  const RowLoss result = finish_loss<DoubleFloat>(token, x_target, args.in.tokens.tau(row), c, args.objective,
+                                                  kFull ? args.entropy_coef : 0.0f,
+                                                  kFull && args.out.entropy != nullptr, whole);
   if (writes) {
     write_loss(args.out, row, result);
     args.losses[row] = result.weighted;
@@ -195,7 +201,7 @@ DAPO_HOST_DEVICE void finish(const LossArgs& args, int64_t row, const SoftmaxPar
   if (args.losses != nullptr) {
     args.gradients[row] = live ? finish_row(args, row, whole) : finish_dead_row(args, row);
   } else if (live) {
-    write_stats(args.out, row, target_logit(args.in, row), base2_scale_of(args, row), whole);
+    write_stats<DoubleFloat>(args.out, row, target_logit(args.in, row), base2_scale_of(args, row), whole);
   } else {
     write_dead(args.out, row);
   }
@@ -206,9 +212,10 @@ DAPO_HOST_DEVICE RowGradient planned_gradient(const RowArgs& args, int64_t row, 
   if (!args.in.tokens.live[row]) return zero_gradient();
   const float x_target = target_logit(args.in, row);
   const RowGradient g =
-      gradient_of(x_target, args.in.tokens.target_ids[row], args.in.tokens.tau(row), base2_scale_of(args, row),
-                  from.norm[2 * row], from.norm[2 * row + 1], from.d_logprobs[row],
-                  from.d_entropy ? from.d_entropy[row] : 0.0f, from.d_entropy ? from.entropy[row] : 0.0f);
+      gradient_of<DoubleFloat>(x_target, args.in.tokens.target_ids[row], args.in.tokens.tau(row),
+                               base2_scale_of(args, row), from.norm[2 * row], from.norm[2 * row + 1],
+                               from.d_logprobs[row], from.d_entropy ? from.d_entropy[row] : 0.0f,
+                               from.d_entropy ? from.entropy[row] : 0.0f);
   return through_cap(g, x_target, args.in.softcap);
 }
 

@@ -2,8 +2,9 @@
 // 2 V itemsize bytes read, V itemsize written; the second read comes from the L2 cache as far as the rows in flight fit.
 //
 // A block has a group of kThreads threads for each of up to kGroups slices, and about 768 threads share an SM: few rows
-// are in flight at a time (on 132 SMs 40 MB of 16-bit rows of 152k logits). The second sweep goes backwards and finds
-// what was read last.
+// are in flight at a time (on 132 SMs 40 MB of 16-bit rows of 152k logits), and the caller says where it must be fewer
+// still (dapo_kernels/backends/residency.py): blocks take rows in turn. The second sweep goes backwards and finds what was
+// read last.
 #include "rows.h"
 
 namespace dapo::cuda {
@@ -18,31 +19,33 @@ __global__ void __launch_bounds__(kThreads * kGroups, 1) sweep_loss_kernel(const
   __shared__ RowGradient gradient;
   const int n_slices = args.slicing.n_slices, n_groups = blockDim.y, n_threads = kThreads * n_groups;
   const int flat = threadIdx.y * kThreads + threadIdx.x, lane = threadIdx.x % kWarp;
-  const int row = blockIdx.x;
-  T* const x = row_of<T>(args.in.logits, row);
-  if (args.in.tokens.live[row]) {
-    const float c = base2_scale_of(args, row);
-    for (int k = threadIdx.y; k < n_slices; k += n_groups) {
-      const Slice s = slice_of(args.slicing, k, x);
-      SoftmaxPart part = thread_part<T, kFull>(x + s.first, s, threadIdx.x, c, args.in.softcap);
-      part = merge_lanes<kWarp>(part, c);
-      if (lane == 0) parts[k * kWarps + threadIdx.x / kWarp] = part;
+  for (int row = blockIdx.x; row < args.in.logits.n_rows; row += gridDim.x) {
+    T* const x = row_of<T>(args.in.logits, row);
+    if (args.in.tokens.live[row]) {
+      const float c = base2_scale_of(args, row);
+      for (int k = threadIdx.y; k < n_slices; k += n_groups) {
+        const Slice s = slice_of(args.slicing, k, x);
+        SoftmaxPart part = thread_part<T, kFull>(x + s.first, s, threadIdx.x, c, args.in.softcap);
+        part = merge_lanes<kWarp>(part, c);
+        if (lane == 0) parts[k * kWarps + threadIdx.x / kWarp] = part;
+      }
+      __syncthreads();
+      for (int k = flat / kWarp; k < n_slices; k += n_threads / kWarp) {
+        const SoftmaxPart part = merge_lanes<kWarps>(parts[k * kWarps + lane % kWarps], c);
+        if (lane == 0) parts[n_slices * kWarps + k] = part;
+      }
+      __syncthreads();
+      if (flat < kWarp) {
+        const SoftmaxPart whole = merge_slices(parts + n_slices * kWarps, n_slices, lane, c);
+        if (lane == 0) gradient = finish_row(args, row, whole);
+      }
+    } else if (flat == 0) {
+      gradient = finish_dead_row(args, row);
     }
     __syncthreads();
-    for (int k = flat / kWarp; k < n_slices; k += n_threads / kWarp) {
-      const SoftmaxPart part = merge_lanes<kWarps>(parts[k * kWarps + lane % kWarps], c);
-      if (lane == 0) parts[n_slices * kWarps + k] = part;
-    }
-    __syncthreads();
-    if (flat < kWarp) {
-      const SoftmaxPart whole = merge_slices(parts + n_slices * kWarps, n_slices, lane, c);
-      if (lane == 0) gradient = finish_row(args, row, whole);
-    }
-  } else if (flat == 0) {
-    gradient = finish_dead_row(args, row);
+    write_gradient<T, kFull>(x, x, whole_row(args.slicing, x), flat, n_threads, gradient, args.in.softcap);
+    __syncthreads();  // everyone has read `gradient`
   }
-  __syncthreads();
-  write_gradient<T, kFull>(x, x, whole_row(args.slicing, x), flat, n_threads, gradient, args.in.softcap);
 }
 
 }  // namespace
@@ -54,7 +57,8 @@ void launch_sweep_loss(const LossArgs& args) {
     using T = std::remove_pointer_t<decltype(element)>;
     constexpr bool kFull = decltype(full)::value;
     const dim3 block(kThreads, min_of(kGroups, n_slices));
-    sweep_loss_kernel<T, kFull><<<static_cast<unsigned>(args.in.logits.n_rows), block, shared, args.stream>>>(args);
+    const auto blocks = static_cast<unsigned>(min_of(args.rows_in_flight, args.in.logits.n_rows));
+    sweep_loss_kernel<T, kFull><<<blocks, block, shared, args.stream>>>(args);
   });
 }
 

@@ -16,6 +16,7 @@ from torch import Tensor
 import dapo_kernels._cuda as _cuda
 from dapo_kernels.backends.norms import merge_cpp_norms
 from dapo_kernels.backends.reference import check_rows, slopes_of_stats, unit_stride
+from dapo_kernels.backends.residency import gpu_of, programs
 from dapo_kernels.backends.structs import address, objective_of, outputs, row_inputs, rows_of, token_inputs
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
 from dapo_kernels.records import Asked, RowsLoss, RowsSlopes, RowStats, Slopes, TokenLoss, Tokens
@@ -25,6 +26,9 @@ merge_norms = merge_cpp_norms
 # How the loss of a row is computed: by the device and the shape ("automatic"), or as a name of _cuda.Path. The results
 # are the same bits either way, which the tests check.
 PATH = "automatic"
+# Of sweep_loss (csrc/cuda/sweep_loss.cu, tiles.h): 256 threads for each of up to three slices of 40 KiB, 768 to an SM,
+# each thread with four 16-byte loads on their way.
+_THREADS, _GROUPS, _SLICE_BYTES, _LOADS = 256, 3, 40 * 2**10, 4 * 16
 
 
 def _stream(device: torch.device) -> int:
@@ -34,6 +38,18 @@ def _stream(device: torch.device) -> int:
 def _on(device: torch.device) -> AbstractContextManager[Any]:
     """CUDA launches on the current device, which need not be the tensors'."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def sweep_room(row_bytes: int) -> tuple[int, int]:
+    """Rows that an SM has room for in ``sweep_loss``, and the bytes of each on their way at a time."""
+    groups = max(1, min(_GROUPS, -(-row_bytes // _SLICE_BYTES)))
+    return _GROUPS // groups, groups * _THREADS * _LOADS
+
+
+def _rows_swept(n_rows: int, logits: Tensor) -> int:
+    """Blocks that share the rows in ``sweep_loss``."""
+    row_bytes = logits.shape[-1] * logits.element_size()
+    return programs(gpu_of(logits.device), n_rows, row_bytes, *sweep_room(row_bytes))
 
 
 def _workspace(rows: Any, device: torch.device) -> Tensor:
@@ -109,6 +125,7 @@ def row_loss_(
             losses.data_ptr(),
             scratch.data_ptr(),
             getattr(_cuda.Path, PATH),
+            _rows_swept(asked.live.numel(), work),
             _stream(device),
         )
     if work is not logits:

@@ -129,6 +129,13 @@ def megatron_linear_cross_entropy(
     return linear_cross_entropy(hidden, weight, None, labels, reduction)
 
 
+class LigerScaled:
+    @staticmethod
+    def apply(x: Tensor, weight: Tensor, target: Tensor, return_entropy: bool = False) -> Any:
+        logprobs, entropy = verl_linear_cross_entropy(x, weight, target)
+        return (-logprobs, entropy) if return_entropy else -logprobs
+
+
 STAND_INS: dict[str, dict[str, Callable[..., Any]]] = {
     "quack.cross_entropy": {"cross_entropy": cross_entropy},
     "quack.linear_cross_entropy": {
@@ -140,6 +147,7 @@ STAND_INS: dict[str, dict[str, Callable[..., Any]]] = {
     "megatron.core.fusions.fused_linear_cross_entropy": {"linear_cross_entropy": megatron_linear_cross_entropy},
     "flash_attn.ops.triton.cross_entropy": {"cross_entropy_loss": flash_cross_entropy},
     "liger_kernel.transformers.grpo_loss": {"triton_grpo_loss": grpo_loss},
+    "liger_kernel.ops.fused_linear_scaled_cross_entropy": {"LigerFusedLinearScaledCrossEntropyFunction": LigerScaled},
     "liger_kernel.transformers.functional": {"liger_fused_linear_cross_entropy": mean_cross_entropy},
 }
 

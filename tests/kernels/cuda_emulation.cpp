@@ -165,6 +165,30 @@ PYBIND11_MODULE(cuda_coverage, m) {
     const int next = pretended.index + 1;  // launch.cpp asks a device once
     pretended = {next, {multiprocessors, capability / 10, capability % 10, shared_bytes}, cluster_code};
   });
+  m.def("polynomial_exp2", &dapo::cuda::polynomial_exp2);
+  m.def("other_base2_scales", [] {  // than the host's, of all temperatures in [1, 2): others differ in the exponent
+    int n = 0;
+    for (uint32_t bits = 0x3f800000u; bits < 0x40000000u; ++bits) {
+      const float tau = dapo::cuda::bits_as<float>(bits);
+      n += dapo::base2_scale<dapo::DoubleFloat>(tau) != dapo::base2_scale(tau);
+    }
+    return n;
+  });
+  m.def("log_of", [](float x) {
+    const dapo::DoubleFloat y = dapo::log_of<dapo::DoubleFloat>(x);
+    return static_cast<double>(y.hi) + y.lo;
+  });
+  m.def("scalars", [](float x, float max, float sum, float weighted, float tau, float w, float v) {
+    const auto of = [&](auto zero) {
+      using Wide = decltype(zero);
+      const float c = dapo::base2_scale<Wide>(tau);
+      const dapo::SoftmaxPart whole{max, sum, weighted};
+      const float entropy = dapo::entropy_of<Wide>(whole);
+      const dapo::RowGradient g = dapo::gradient_of<Wide>(x, 0, tau, c, max, sum, w, v, entropy);
+      return std::make_tuple(dapo::logprob_of<Wide>(x, c, whole), entropy, g.a, g.b, g.at_target);
+    };
+    return std::make_tuple(of(dapo::DoubleFloat()), of(0.0));
+  });
   m.def("slices", [](int n_cols, int itemsize) {
     const dapo::cuda::Slicing s = dapo::cuda::slicing(n_cols, itemsize);
     return std::make_tuple(s.n_slices, s.per_slice, s.n_slices <= dapo::cuda::kMaxCluster);

@@ -38,6 +38,7 @@ class Kernel(NamedTuple):
     stores128: int
     shared_loads128: int
     exponentials: int
+    doubles: int  # arithmetic in double precision
 
     @property
     def occupancy(self) -> tuple[int, int] | None:
@@ -108,6 +109,7 @@ def _kernel(architecture: str, symbol: str, code: str, used: dict[str, int]) -> 
         stores128=count(r"\bSTG\S*\.128"),
         shared_loads128=count(r"\bLDS\S*\.128"),
         exponentials=count(r"\bMUFU\.EX2"),
+        doubles=count(r"\b(?:DMUL|DFMA|DADD|DSETP|MUFU\.\w*64H)\b"),
     )
 
 

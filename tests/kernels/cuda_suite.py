@@ -256,6 +256,49 @@ def test_a_cluster_covers_each_element_once(vocab: int, itemsize: int) -> None:
             assert min(counts) == max(counts) == 1, (what, address)
 
 
+def test_the_scalars_of_a_row_are_those_in_double() -> None:
+    """What two floats make of a row's log-prob, entropy and gradient, against double: rows that are certain, spread
+    out, nearly ties, far from zero. The last digit of a float, and of what passes through expm1 and exp three.
+    """
+    g = torch.Generator().manual_seed(0)
+    for _ in range(20_000):
+        u = torch.rand(8, generator=g).tolist()
+        scale = 10.0 ** (9 * u[0] - 4)
+        top, tau = scale * (u[1] - 0.5), 10.0 ** (2 * u[2] - 1)
+        sum_ = 1.0 + 10.0 ** (12 * u[3] - 8)
+        x = top - tau * 10.0 ** (4 * u[4] - 2) * (u[4] > 0.1)
+        v = u[7] - 0.5 if u[7] > 0.5 else 0.0
+        ours, truth = COVERAGE.scalars(x, top, sum_, -(sum_ - 1) * u[5], tau, u[6] - 0.5, v)
+        for k, (a, b) in enumerate(zip(ours, truth, strict=True)):
+            size = abs(b)
+            if k == 4 and v:  # two terms that may cancel
+                size = max(size, abs(u[6] - 0.5) / tau)
+            assert abs(a - b) <= (2**-21.5 if k == 4 else 2**-23) * size + 1e-37, (k, a, b)
+
+
+def test_logarithms_in_two_floats() -> None:
+    """Relative error in units of half a float's last digit; near 1 too, where a logarithm is small."""
+    assert [COVERAGE.log_of(x) for x in (0.0, 1.0, math.inf)] == [-math.inf, 0.0, math.inf]
+    assert math.isnan(COVERAGE.log_of(math.nan))
+    near = (1 + (torch.rand(5000) - 0.5) * 10.0 ** (-7 * torch.rand(5000))).tolist()
+    for x in near + (2.0 ** (250 * torch.rand(20_000) - 125)).tolist():
+        if x != 1:
+            assert abs(COVERAGE.log_of(x) / math.log(x) - 1) < 0.06 * 2**-24, x
+
+
+def test_temperatures_give_the_scale_of_the_host() -> None:
+    """To the bit: ``norms.py`` works the same scale out in double, and parts of rows meet there."""
+    assert COVERAGE.other_base2_scales() == 0
+
+
+def test_the_polynomial_exponential() -> None:
+    y = torch.cat([-torch.rand(50_000) * 130, -torch.arange(0.0, 127.0, 0.5), torch.tensor([1e-7, 0.5])])
+    for d in y.tolist():
+        bound = 0.0 if d < -126.5 else 3e-6 * 2.0**d
+        assert abs(COVERAGE.polynomial_exp2(d) - (2.0**d if d >= -126.5 else 0.0)) <= bound, d
+    assert [COVERAGE.polynomial_exp2(x) for x in (-math.inf, -1e30, -127.0)] == [0.0] * 3
+
+
 def test_slices_of_known_vocabularies() -> None:
     """(slices, vectors of each, whether a cluster holds the row)."""
     assert COVERAGE.slices(32000, 2) == (2, 2000, True)

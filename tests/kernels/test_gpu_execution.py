@@ -23,6 +23,7 @@ from dapo_kernels import (
     use_backend,
 )
 from dapo_kernels.backends import available_backends
+from dapo_kernels.engine import streams
 
 pytestmark = [pytest.mark.gpu, NEEDS_DEVICE]
 ROOT = Path(__file__).parents[2]
@@ -128,20 +129,25 @@ def test_streams_do_not_meet(gpu_backend: str, level: str) -> None:
         assert all(same(g, once) for g in got)
 
 
+def captured(run: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    return graph, results
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", BATCH_LEVEL)
 def test_a_graph_replays_with_other_inputs(gpu_backend: str, name: str, level: str) -> None:
     # In float32, so that another GEMM's rounding does not move tokens over the clip edges.
     static = batch(512, 32003, LEVELS[level], torch.float32, seed=1)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step(static, name)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step(static, name)
+    graph, results = captured(lambda: step(static, name))
     for seed in (2, 3):
         fresh = batch(512, 32003, LEVELS[level], torch.float32, seed=seed)
         for key, value in static.items():
@@ -151,6 +157,21 @@ def test_a_graph_replays_with_other_inputs(gpu_backend: str, name: str, level: s
         for got, want in zip(results, expected, strict=True):
             # The library may pick another GEMM while a graph is captured; ours may not.
             assert torch.equal(got, want) if level == "logits" else near(got, want)
+
+
+@pytest.mark.parametrize("name", ["dapo", "gspo"])
+def test_row_kernels_beside_gemms(monkeypatch: pytest.MonkeyPatch, gpu_backend: str, name: str) -> None:
+    """The bits of one stream, calls freed while others are under way; and in a graph."""
+    b = batch(640, 32003, LEVELS["hidden"], torch.float32)
+    expected = step(b, name, chunk_bytes=2**24, host_sync=False)
+    monkeypatch.setattr(streams, "TWO_STREAMS", True)
+    beside = {"chunk_bytes": 2**25, "host_sync": False}  # two buffers of the same size
+    for _ in range(8):
+        got = step(b, name, **beside)
+        assert same(got, expected)
+    graph, results = captured(lambda: step(b, name, **beside))
+    graph.replay()
+    assert all(near(got, want) for got, want in zip(results, expected, strict=True))
 
 
 @pytest.fixture

@@ -19,8 +19,9 @@ from oracle_family import FAMILY, Family, batch_selection, case_rows, family_sol
 from test_golden import CASES, check_case, name_of
 from torch import Tensor
 
-from dapo_kernels import dapo_loss, policy_loss, token_logprobs
-from dapo_kernels.records import Asked, Slopes
+from dapo_kernels import OBJECTIVES, dapo_loss, policy_loss, token_logprobs
+from dapo_kernels.objectives.surrogate import ObjectiveScalars
+from dapo_kernels.records import Asked, Slopes, Tokens
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 VOCABS = (2, 37, 1031, 5000)  # below, within, just past and well past a block
@@ -203,6 +204,26 @@ def test_softcap_in_the_row_kernels(vocab: int) -> None:
     triton.row_grad(work, work, asked, got, Slopes(dl, dh), softcap=cap)
     assert x.grad is not None
     elementwise(work, x.grad, what="gradient")
+
+
+def test_programs_that_take_rows_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of a program for each row, dead and idle rows between them."""
+    from dapo_kernels.backends import triton
+
+    g = torch.Generator().manual_seed(3)
+    logits = torch.randn(7, 300, generator=g)
+    ids, live = torch.randint(300, (7,), generator=g), torch.tensor([1, 0, 1, 1, 1, 0, 1], dtype=torch.bool)
+    weights, advantages = torch.tensor([1.0, 1, 0, 1, 1, 1, 1]), torch.randn(7, generator=g)
+    tokens = Tokens(live, weights, advantages, None, None, None)
+    scalars = ObjectiveScalars.of(OBJECTIVES["dapo"])
+    outs = []
+    for programs in (7, 3, 1):
+        monkeypatch.setattr(triton, "programs_for", lambda n, logits, programs=programs: programs)
+        rows = logits.clone()
+        out = triton.row_loss_(rows, Asked(ids, live, 0.7, None, False), tokens, scalars)
+        outs.append((rows, *out))
+    for other in outs[1:]:
+        assert all(a is b or torch.equal(a, b) for a, b in zip(other, outs[0], strict=True))
 
 
 def test_a_row_alone_and_padded_has_the_same_bits() -> None:

@@ -6,6 +6,7 @@ outside torch's allocator or depends on the stream: calls may be captured in a C
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from dapo_kernels.backends.norms import merge_triton_norms
 from dapo_kernels.backends.reference import check_rows, slopes_of_stats, unit_stride
+from dapo_kernels.backends.residency import gpu_of, programs
 from dapo_kernels.backends.triton import kernels
 from dapo_kernels.objectives.surrogate import N_PER_TOKEN, ObjectiveScalars
 from dapo_kernels.records import Asked, RowsLoss, RowsSlopes, RowStats, Slopes, TokenLoss, Tokens
@@ -28,6 +30,11 @@ class Launch(NamedTuple):
     row_bytes: int | None  # rows up to this size
     num_warps: int
     rows_per_sm: int
+
+    @property
+    def loads(self) -> int:
+        """Bytes that a row has on their way from memory at a time."""
+        return 32 * self.num_warps * LOADS * 16
 
     def block(self, vec: int) -> int:
         """Logits of one step of the loops, VEC to an access."""
@@ -44,8 +51,8 @@ NARROW_LOADS = 8
 MAX_REGISTERS = 64
 # The second sweep over a row should find it in the L2 cache: 50 MiB on an H100 are 390 KiB per SM, 40 MiB on an A100
 # 380. The longer the row, the more warps share it and the fewer rows are in flight: up to 192 KiB per SM, half the
-# cache, as long as the number of warps can see to it. At V=151936 two rows in bfloat16 are 594 KiB: part of the second
-# sweep comes from memory. It runs backwards, so that part of it does not. Chosen from these figures, not yet measured.
+# cache, as long as the number of warps can see to it. Beyond that ``residency.rows_in_flight`` limits the number of
+# programs: at V=151936 two rows per SM are 594 KiB in bfloat16. Chosen from these figures, not yet measured.
 LAUNCHES = (
     Launch(12 * 2**10, 4, 16),
     Launch(24 * 2**10, 8, 8),
@@ -70,9 +77,13 @@ def _aligned(rows: Tensor) -> bool:
     return all(distance % 16 == 0 for distance in (rows.data_ptr(), *strides))
 
 
+def _row_size(logits: Tensor) -> tuple[int, int]:
+    return logits.shape[-1], logits.element_size()
+
+
 def _shape(logits: Tensor, *others: Tensor) -> dict[str, int]:
     """How the rows are cut. ``HAS_REST`` repeats what Triton specializes V on: nothing is compiled anew for it."""
-    vocab, itemsize = logits.shape[-1], logits.element_size()
+    vocab, itemsize = _row_size(logits)
     chosen, vec = launch_for(vocab, itemsize), 16 // itemsize if all(map(_aligned, (logits, *others))) else 1
     return {
         # At least 16 running sums, because the logits after the last multiple of VEC take one each.
@@ -81,6 +92,12 @@ def _shape(logits: Tensor, *others: Tensor) -> dict[str, int]:
         "HAS_REST": vec > 1 and vocab % 16 != 0,
         "num_warps": min(chosen.num_warps, MAX_WARPS),
     }
+
+
+def programs_for(n_rows: int, logits: Tensor) -> int:
+    """How many programs share the rows where each is read twice."""
+    chosen, row_bytes = launch_for(*_row_size(logits)), math.prod(_row_size(logits))
+    return programs(gpu_of(logits.device), n_rows, row_bytes, chosen.rows_per_sm, chosen.loads)
 
 
 def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **meta: Any) -> None:
@@ -156,15 +173,17 @@ def row_loss_(
     work = unit_stride(logits)
     result = RowsLoss.empty(asked, scalars.kl_coef != 0)
     losses = torch.zeros_like(result.logprobs)
+    n = asked.target_ids.numel()
     launch(
         kernels.row_loss_kernel,
-        asked.target_ids.numel(),
+        programs_for(n, work),
         logits.device,
         *_inputs(work, asked, softcap),
         *tokens[1:],
         losses,
         *result[1:-1],
         result.idle.view(torch.int8),
+        n,
         *_floats(scalars),
         float(scalars.entropy_coef) or None,
         **_shape(work),
