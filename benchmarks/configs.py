@@ -162,6 +162,7 @@ QUOTED = (
     _brief(_HIDDEN, live=0.5),
     _brief(_HIDDEN, live=0.2),
     _brief(_HIDDEN, kept=64),
+    _brief(_HIDDEN, kept=1000),
     _brief(_HIDDEN, dtype="float32", min_rounds=2),
     _brief(_HIDDEN, lora=True, contestants=(*_OURS, *LORA_HEADS)),
     _brief(_WIDE),

@@ -54,12 +54,15 @@ BARS = (
         _times,
         {**_HEAD, "level": "hidden", "hidden": 576},
     ),
-    Bar(
-        "the same with 64 kept tokens each: ≤ 1.15 × that",
-        1.15 * 1.05,
-        over_denominator,
-        _times,
-        {**_HEAD, "level": "hidden", "hidden": 576, "kept": 64},
+    *(
+        Bar(
+            f"the same with {n} kept tokens each: ≤ 1.15 × that",
+            1.15 * 1.05,
+            over_denominator,
+            _times,
+            {**_HEAD, "level": "hidden", "hidden": 576, "kept": n},
+        )
+        for n in (64, 1000)
     ),
     Bar(
         "a call of 64 × 64: ≤ 1.7 × eager",

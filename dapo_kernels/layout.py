@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dapo_kernels.objectives.table import is_number
-from dapo_kernels.records import Asked, accumulate_dtype, readable
+from dapo_kernels.records import Asked, accumulate_dtype, readable, selected
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -23,7 +23,8 @@ class SamplingMask(NamedTuple):
     """The tokens that top-p, top-k or min-p left to sample from, for each of N tokens: a packed ragged list.
 
     Token n was sampled from ``ids[offsets[n] : offsets[n + 1]]``, each once, in any order; an empty list stands for the
-    whole vocabulary. N = T packed, or B·L padded, row after row.
+    whole vocabulary. N = T packed, or B·L padded, row after row. On a GPU and in a compiled graph, which do not look,
+    the offsets and that no id stands twice are the caller's to know.
     """
 
     ids: Tensor  # int32 or int64 [K]
@@ -261,7 +262,8 @@ def _short(values: list[int]) -> str:
 
 def _check_once(layout: Layout, ids: Tensor, rows: Tensor, live: Tensor) -> None:
     """Each id once per live token: the sum over a list would count it twice."""
-    keys = ((rows << 32) + ids)[live[rows]]
+    # Ids outside of 31 bits are outside of any vocabulary, and refused as such.
+    (keys,) = selected(live.index_select(0, rows) & (ids >> 31 == 0), (rows << 32) + ids)
     if not bool((keys.diff() <= 0).any()):
         return  # in order
     keys = keys.sort().values

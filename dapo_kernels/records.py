@@ -26,7 +26,7 @@ class Asked(NamedTuple):
     # Of rows that were sampled from some tokens of the vocabulary only, the others of the row taking no part:
     listed: Tensor | None = None  # bool [N]: those rows
     kept_ids: Tensor | None = None  # int64 [K]: the tokens kept, of all of them
-    kept_rows: Tensor | None = None  # int64 [K]: the row of each; −1: of no row here
+    kept_rows: Tensor | None = None  # int64 [K]: the row of each, ascending on a CPU; −1: of no row here
 
     @property
     def tau(self) -> float | Tensor:
@@ -39,11 +39,14 @@ class Asked(NamedTuple):
             return part
         to = torch.full_like(self.target_ids, -1)
         to[rows] = torch.arange(part.live.shape[0], device=to.device)
-        kept_ids, kept_rows = self.kept_ids, to[self.kept_rows]
+        kept_ids, kept_rows = self.kept_ids, self.kept_rows
         if on_host(to):  # elsewhere leaving out those of other rows would wait for the device
-            here = (kept_rows >= 0).nonzero().squeeze(1)
-            kept_ids, kept_rows = kept_ids[here], kept_rows[here]
-        return part._replace(listed=self.listed[rows], kept_ids=kept_ids, kept_rows=kept_rows)
+            between = (to >= 0).nonzero()[[0, -1], 0] if len(part.live) else to.new_zeros(2)
+            first, last = torch.searchsorted(kept_rows, between + torch.tensor([0, 1])).tolist()
+            kept_ids, kept_rows = selected(
+                to.index_select(0, kept_rows[first:last]) >= 0, kept_ids[first:last], kept_rows[first:last]
+            )
+        return part._replace(listed=self.listed[rows], kept_ids=kept_ids, kept_rows=to.index_select(0, kept_rows))
 
     def without_lists(self) -> Asked:
         """What is asked of the rows that have no list, the others dead."""
@@ -283,6 +286,14 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 def on_host(x: Tensor) -> bool:
     """Whether looking at the values of ``x`` is free."""
     return x.device.type == "cpu"
+
+
+def selected(keep: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
+    """The tensors [K] where ``keep`` [K]; as they are where that is everywhere."""
+    if bool(keep.all()):
+        return of
+    at = keep.nonzero().squeeze(1)
+    return tuple(x[at] for x in of)
 
 
 def readable(x: Tensor) -> bool:

@@ -53,10 +53,11 @@ def check_rows(asked: Asked, vocab: int) -> None:
 
 
 def _check_lists(asked: Asked, vocab: int, listed: Tensor, ids: Tensor, rows: Tensor) -> None:
-    here = asked.live[rows] & (rows >= 0)
+    of = rows.clamp(min=0)
+    here = asked.live.index_select(0, of) & (rows >= 0)
     outside = here & ((ids < 0) | (ids >= vocab))
-    hits = here & (ids == asked.target_ids[rows])
-    n_hits = torch.zeros_like(asked.target_ids).index_add_(0, rows.clamp(min=0), hits.long())
+    hits = here & (ids == asked.target_ids.index_select(0, of))
+    n_hits = torch.zeros_like(asked.target_ids).index_add_(0, of, hits.long())
     missing = asked.live & listed & (n_hits == 0)
     if not on_host(ids):
         torch._assert_async(~(outside.any() | missing.any()))

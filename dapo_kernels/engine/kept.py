@@ -22,10 +22,12 @@ from dapo_kernels.backends.norms import merged
 from dapo_kernels.backends.reference import check_rows, slopes_of_stats
 from dapo_kernels.engine.wrapped import Wrapped
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
-from dapo_kernels.records import Asked, RowsLoss, RowStats, Slopes, Tokens, accumulate_dtype, on_host
+from dapo_kernels.records import Asked, RowsLoss, RowStats, Slopes, Tokens, accumulate_dtype, on_host, selected
 
 # 1.0 as an integer: a row's sum, of half a million of them at the most, fits; a term is right to 3·10⁻¹⁴.
 _ONE = float(2**44)
+# Kept tokens whose gradient is made at once on a CPU: some ten tensors of 128 KiB stay in a core's cache.
+_PART = 2**14
 
 
 class KeptTokens(Wrapped):
@@ -99,11 +101,10 @@ class Kept(NamedTuple):
         assert asked.kept_ids is not None
         assert asked.kept_rows is not None
         rows, ids = asked.kept_rows.clamp(min=0), asked.kept_ids.clamp(0, logits.shape[-1] - 1)
-        here = (asked.kept_rows >= 0) & (asked.kept_ids == ids) & asked.live[rows]
+        here = (asked.kept_rows >= 0) & (asked.kept_ids == ids) & asked.live.index_select(0, rows)
         if on_host(here):  # elsewhere leaving the others out would wait for the device
-            some = here.nonzero().squeeze(1)
-            rows, ids, here = rows[some], ids[some], here[some]
-        x = logits[_places(rows, ids, logits)].to(accumulate_dtype(logits.dtype))
+            rows, ids, here = selected(here, rows, ids, here)
+        x = _at(logits, rows, ids).to(accumulate_dtype(logits.dtype))
         if softcap is not None:
             x = softcap * torch.tanh(x / softcap)
         return cls(rows, ids, here, torch.where(here, x, -torch.inf))
@@ -117,7 +118,7 @@ class Kept(NamedTuple):
         target = self._largest(torch.where(self._is_target(asked), z, -torch.inf), asked)
         dtype, listed, entropy = self.logits.dtype, _listed(asked), None
         if asked.want_entropy:
-            log_p = z - above[self.rows]
+            log_p = z - above.index_select(0, self.rows)
             terms = torch.where(z == -torch.inf, 0.0, -log_p.exp() * log_p)
             entropy = torch.where(above.isnan(), torch.nan, self._sums(terms, asked).clamp(min=0.0))
             entropy = torch.where(listed, entropy, 0.0).to(dtype)
@@ -126,37 +127,45 @@ class Kept(NamedTuple):
 
     def add_gradient_(self, out: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, softcap: float | None) -> None:
         """To zeros."""
-        gradient = self._gradient(asked, stats, slopes, softcap).to(out.dtype)
-        # What is not here stands at the place of something else, and adds a zero.
-        out.index_put_(_places(self.rows, self.ids, out), gradient, accumulate=not on_host(out))
+        size = _PART if on_host(out) else max(1, len(self.rows))
+        for part in zip(*(x.split(size) for x in self), strict=True):
+            kept = Kept(*part)
+            gradient = kept._gradient(asked, stats, slopes, softcap).to(out.dtype)
+            # What is not here stands at the place of something else, and adds a zero.
+            out.index_put_(_places(kept.rows, kept.ids, out), gradient, accumulate=not on_host(out))
 
     def _gradient(self, asked: Asked, stats: RowStats, slopes: Slopes, softcap: float | None) -> Tensor:
         """∂loss/∂x of the logits before the softcap, float64, from ∂loss/∂ℓ and ∂loss/∂H, each [N]."""
         top, above = stats.norm.unbind(-1)
-        log_p = self._above(top, asked) - above.double()[self.rows]
+        log_p = self._above(top, asked) - above.double().index_select(0, self.rows)
         p = log_p.exp()
-        d_logprobs = slopes.logprobs.double()[self.rows]
+        d_logprobs = slopes.logprobs.double().index_select(0, self.rows)
         gradient = torch.where(self._is_target(asked), d_logprobs, 0.0) - p * d_logprobs
         if slopes.entropy is not None:
             assert stats.entropy is not None
-            d_entropy, entropy = slopes.entropy.double()[self.rows], stats.entropy.double()[self.rows]
+            d_entropy, entropy = (
+                slopes.entropy.double().index_select(0, self.rows),
+                stats.entropy.double().index_select(0, self.rows),
+            )
             gradient -= d_entropy * torch.where(p == 0, 0.0, p * (log_p + entropy))
         gradient /= self._tau(asked)
         if softcap is not None:
             gradient *= 1.0 - (self.logits.double() / softcap).square()
-        return torch.where(self.here & ~slopes.idle[self.rows], gradient, 0.0)
+        return torch.where(self.here & ~slopes.idle.index_select(0, self.rows), gradient, 0.0)
 
     def _above(self, top: Tensor, asked: Asked) -> Tensor:
         """(x − max)/τ, float64; −∞ where not here."""
         top = torch.where(top == -torch.inf, 0.0, top)  # of a row whose kept logits are all −∞, or elsewhere
-        z = (self.logits.double() - top.double()[self.rows]) / self._tau(asked)
+        z = (self.logits.double() - top.double().index_select(0, self.rows)).div_(self._tau(asked))
         return torch.where(self.here, z, -torch.inf)
 
     def _tau(self, asked: Asked) -> float | Tensor:
-        return asked.temperature if asked.temperatures is None else asked.temperatures.double()[self.rows]
+        return (
+            asked.temperature if asked.temperatures is None else asked.temperatures.double().index_select(0, self.rows)
+        )
 
     def _is_target(self, asked: Asked) -> Tensor:
-        return self.here & (self.ids == asked.target_ids[self.rows])
+        return self.here & (self.ids == asked.target_ids.index_select(0, self.rows))
 
     def _largest(self, of_tokens: Tensor, asked: Asked) -> Tensor:
         """[N]; −∞ of nothing."""
@@ -165,8 +174,14 @@ class Kept(NamedTuple):
 
     def _sums(self, of_tokens: Tensor, asked: Asked) -> Tensor:
         """[N], of numbers in [0, 1]. As integers, since a GPU adds in another order on every run."""
-        fixed = (of_tokens * _ONE).round().to(torch.int64)
+        fixed = (of_tokens * _ONE).round_().to(torch.int64)
         return torch.zeros_like(asked.target_ids).index_add_(0, self.rows, fixed).double() / _ONE
+
+
+def _at(logits: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+    if logits.is_contiguous():  # a third of the time
+        return logits.view(-1).index_select(0, rows * logits.shape[-1] + ids)
+    return logits[_places(rows, ids, logits)]
 
 
 def _places(rows: Tensor, ids: Tensor, like: Tensor) -> tuple[Tensor, ...]:

@@ -269,6 +269,18 @@ def test_padded_heads_and_no_tokens_at_all(backend: str) -> None:
     assert out.loss == 0
 
 
+def test_parts_of_the_gradient_leave_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = hidden_case(seed=15)
+    lists = SamplingMask.of_kept(kept_by(case))
+    results = []
+    for size in (2**14, 7):
+        monkeypatch.setattr(kept_module, "_PART", size)
+        _, grads = call_linear(linear_dapo_loss, case, "dapo", sampling_mask=lists, entropy_coef=0.1)
+        results.append(grads)
+    for name, grad in results[0].items():
+        assert torch.equal(grad, results[1][name]), name  # type: ignore[arg-type]
+
+
 def test_the_compiler_sees_through() -> None:
     case = hidden_case(seed=15)
     lists = SamplingMask.of_kept(kept_by(case))
@@ -292,15 +304,17 @@ def test_refusals() -> None:
     case, rows = hidden_case(seed=16), rows_case(seed=16)
     whole = [[*range(V)]] * T
     target = int(case.target_ids[4])
-    missing, twice, outside = (list(whole) for _ in range(3))
+    missing, twice, outside, padded = (list(whole) for _ in range(4))
     missing[4] = [x for x in range(V) if x != target]
     twice[4] = [target, 3, 9, 3]
     outside[4] = [target, V]
+    padded[4] = [target, -1, -1]
     good = SamplingMask.of_lists(whole)
     for lists, kind, words in (
         (SamplingMask.of_lists(missing), ValueError, f"token 4 is live and its id {target} is not among the {V - 1}"),
         (SamplingMask.of_lists(twice), ValueError, "each once per token, got 3 twice for token 4"),
         (SamplingMask.of_lists(outside), IndexError, rf"token 4 is live and keeps the id {V}, outside \[0, V\)"),
+        (SamplingMask.of_lists(padded), IndexError, r"token 4 is live and keeps the id -1, outside \[0, V\)"),
         (SamplingMask.of_lists(whole[1:]), ValueError, rf"offsets must be \[N\+1\]=\[{T + 1}\], got \[{T}\]"),
         (good._replace(offsets=good.offsets.flip(0)), ValueError, "offsets must be non-decreasing from 0 to K="),
         (good._replace(ids=good.ids.float()), TypeError, "ids must be int32 or int64, got torch.float32"),
