@@ -53,6 +53,7 @@ from dapo_runner.rollout.engine import RolloutEngine
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.probe import SyncProbe
 from dapo_runner.rollout.segments import GenerateEach, grow_trees, joined, value_chains
+from dapo_runner.rollout.server import ServerEngine
 from dapo_runner.rollout.vllm import VLLMEngine
 from dapo_runner.sampling.curriculum import make_curriculum
 from dapo_runner.sampling.data import Dataset, PromptCursor, load_data
@@ -451,7 +452,7 @@ def _open_run(config: Config, place: Place) -> Run:
     cursor = PromptCursor(dataset.train, config.run.seed, dataset.heldout, curriculum)
     fetch = list if world.alone else partial(complete, world)
     sampler = DynamicSampler(cursor, config.sampler, progress.round, fetch)
-    engine = world.together(lambda: open_engine(config, source, device, world))
+    engine = world.together(lambda: open_engine(config, source, device, world, progress.note))
     trackers = world.on_first(lambda: open_trackers(config, folder, keep_through + 1)) or []
     # Nothing that draws a random number comes after this: a resumed run must see the numbers the first one saw.
     seed_generators(config.run.seed)
@@ -593,9 +594,17 @@ def initial_model(config: Config, folder: Path, progress: Progress) -> str | Pat
     return ensure_tiny_model(config, folder / TINY_MODEL, progress.note)
 
 
-def open_engine(config: Config, source: str | Path, device: torch.device, world: World = ALONE) -> RolloutEngine:
-    """A rollout engine with weights of its own, loaded from ``source``."""
+def open_engine(
+    config: Config,
+    source: str | Path,
+    device: torch.device,
+    world: World = ALONE,
+    note: Callable[[str], None] = lambda _: None,
+) -> RolloutEngine:
+    """A rollout engine with weights of its own, loaded from ``source``. ``note`` is told what befalls its servers."""
     tokenizer = load_tokenizer(source, config.model)
+    if config.rollout.engine == "server":
+        return ServerEngine(source, tokenizer, config, world, note)
     if config.rollout.engine == "vllm":
         return VLLMEngine(source, tokenizer, config, device, world)
     model = load_model(source, config.model, device, "sdpa")

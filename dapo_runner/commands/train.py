@@ -29,6 +29,7 @@ from dapo_runner.records.progress import make_progress
 from dapo_runner.records.report import write_report
 from dapo_runner.records.run_log import CHECKPOINTS
 from dapo_runner.rewards.plugin import RewardError
+from dapo_runner.rollout.client import RolloutError
 from dapo_runner.rollout.probe import OutOfSyncError
 from dapo_runner.sampling.curriculum import make_curriculum
 from dapo_runner.sampling.data import Tokenizer, load_data
@@ -44,6 +45,7 @@ STOPPED = (
     RankError,
     RankLostError,
     RewardError,
+    RolloutError,
     SamplingExhaustedError,
 )
 

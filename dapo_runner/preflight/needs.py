@@ -15,6 +15,7 @@ from dapo_runner.policy.model import DTYPES, resolve_device
 from dapo_runner.preflight.plan import model_values
 from dapo_runner.records.run_log import CHECKPOINTS
 from dapo_runner.records.trackers import check_trackers
+from dapo_runner.rewards.endpoint import authorization
 from dapo_runner.rewards.judge import judge_of
 from dapo_runner.rewards.scoring import load_reward
 from dapo_runner.rollout import vllm
@@ -63,6 +64,9 @@ def _missing(config: Config) -> Iterator[str]:
     ]
     if config.rollout.engine == "vllm":
         checks.append(vllm.check_installed)
+    if config.rollout.engine == "server":
+        settings = config.rollout.server
+        checks += [partial(authorization, url, settings.key_env) for url in settings.urls[:1]]
     if model.lora is not None:
         checks.append(lora.check_installed)
     if model.tiny is not None:
