@@ -55,6 +55,7 @@ from dapo_runner.rollout.probe import SyncProbe
 from dapo_runner.rollout.segments import GenerateEach, grow_trees, joined, value_chains
 from dapo_runner.rollout.server import ServerEngine
 from dapo_runner.rollout.vllm import VLLMEngine
+from dapo_runner.sampling.ahead import AheadSampler
 from dapo_runner.sampling.curriculum import make_curriculum
 from dapo_runner.sampling.data import Dataset, PromptCursor, load_data
 from dapo_runner.sampling.sampler import DynamicSampler, SampledStep
@@ -82,7 +83,7 @@ class Run:
     dataset: Dataset
     learner: Learner
     engine: RolloutEngine
-    sampler: DynamicSampler
+    sampler: DynamicSampler | AheadSampler
     sync_probe: SyncProbe
     score: Scorer
     log: RunLog | None  # on rank 0 alone, as the lock
@@ -114,6 +115,9 @@ class Run:
                 self.finish_saving()
             except Exception as failure:  # what stopped the run is what is raised
                 self.progress.note(f"what was being saved is lost: {failure}")
+        if isinstance(self.sampler, AheadSampler) and isinstance(self.engine, ServerEngine):
+            self.engine.close()
+            self.sampler.close()
         self.progress.close()
         for held in (self.score, self.log, self.lock):
             if held is not None:
@@ -133,6 +137,9 @@ class Run:
         """The groups of a step. Where that fails, the steps before it are saved, as they were before it began."""
         self.stop.step_takes(self.last_step_took)
         with self.saving_first(step - 1, moment(self.sampler)):
+            if isinstance(self.sampler, AheadSampler):
+                with self.timed("wait"), self.stop.giving_up():
+                    return self.sampler.next(self.generate_ahead)
             sampled = self.sampler.next(self.generate_groups)
             return sampled if self.config.advantage.segments is None else self.value_segments(sampled, step)
 
@@ -164,6 +171,11 @@ class Run:
             sampling = rollout_sampling(self.config, round_number)
             return self.answer(prompts, sampling, self.score, self.rollout_phase, self.respond)
 
+    def generate_ahead(self, prompts: list[Prompt], round_number: int) -> list[Group]:
+        """The same beside the training, in the thread of an ``AheadSampler``: clock and signals are the other's."""
+        groups = self.answer(prompts, rollout_sampling(self.config, round_number), self.score)
+        return [replace(group, step=self.first_step + group.oldest_version) for group in groups]
+
     def give_up_if_late(self) -> None:
         """Before an engine is asked. Raises StepGivenUpError."""
         if self.world.any(self.stop.late):
@@ -180,6 +192,7 @@ class Run:
         """The groups of a step with the segments of their responses: `advantage.segments`."""
         advantage, groups, continued = self.config.advantage, sampled.groups, 0
         assert advantage.segments is not None
+        assert isinstance(self.sampler, DynamicSampler)
         if advantage.segments.kind == "tree":
             groups = [tree_segments(group, advantage.segments, advantage.eps) for group in groups]
             counts = {"tokens": sampled.stats.generated, **segment_figures(groups)}
@@ -238,7 +251,8 @@ class Run:
         """The policy is about to train and wants the memory."""
         with self.timed("sync"):
             self.engine.release()
-            self.score.release()
+            if not self.config.rollout.ahead:
+                self.score.release()
 
     def training_records(self, groups: list[Group], step: int) -> list[Sequence]:
         """Of every sample of a step, in order."""
@@ -299,6 +313,7 @@ class Run:
             | prefixed("segments", sampled.segments)
             | prefixed("train", trained | pair_figures(sampled.groups, self.config.preference))
             | prefixed("sync", in_sync)
+            | (prefixed("ahead", self.sampler.figures()) if isinstance(self.sampler, AheadSampler) else {})
         )
         news = self.log.step(step, figures, sampled.groups, sequences, self.learner.token_values)
         self.progress.step(step, figures, self.clock.so_far(), self.speed)
@@ -463,6 +478,8 @@ def _open_run(config: Config, place: Place) -> Run:
             progress.note(f"{n_left_over} groups left over are dropped: {', '.join(changed)} is another now")
             sampler.buffer, sampler.waiting = [], []
         progress.note(f"resuming after step {done} from {checkpoint.path}")
+        if config.rollout.ahead:
+            progress.note(f"{len(sampler.buffer)} groups that were sampled and had not trained are there")
     score = Scorer(config, timed=clock.phase, note=progress.note)
     if score.judge is not None:
         score.judge.known.keep(folder, world.rank, world.size)
@@ -496,7 +513,7 @@ def _open_run(config: Config, place: Place) -> Run:
         dataset=dataset,
         learner=learner,
         engine=engine,
-        sampler=sampler,
+        sampler=AheadSampler(sampler, config.rollout.ahead, config.run.steps) if config.rollout.ahead else sampler,
         sync_probe=SyncProbe(dataset.train, config),
         score=score,
         log=log,

@@ -57,6 +57,8 @@ def server_arguments(config: Config, model: str | Path, device: torch.device, ur
         "enable_scale_out": True,  # token ids in and out
         "disable_uvicorn_access_log": True,
     }
+    if config.rollout.ahead:
+        arguments["scheduling_policy"] = "priority"
     if settings.tensor == 1:
         arguments["distributed_executor_backend"] = "uni"  # no process of its own for the one worker
     if settings.key_env is not None:

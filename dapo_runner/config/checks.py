@@ -55,6 +55,7 @@ def mismatches(config: Config) -> Iterator[str]:
     yield from _temperatures_of_vllm(config)
     yield from _sampling_mask(config)
     yield from _groups_of_servers(config)
+    yield from _ahead(config)
     yield from _pairs(config)
     yield from _routing(config)
     yield from schedule_mismatches(config)
@@ -284,7 +285,7 @@ def _sampling_mask(config: Config) -> Iterator[str]:
             "the vocabulary down, got true and none of them"
         )
     elif rollout.engine == "server":
-        yield "rollout.sampling_mask: expected false with rollout.engine=server, whose tokens are not asked for, got true"
+        yield "rollout.sampling_mask: expected false with rollout.engine=server, which does not name the tokens, got true"
     elif rollout.engine == "vllm" and rollout.top_k is None:
         yield (
             "rollout.top_k: expected a number beside rollout.sampling_mask with rollout.engine=vllm, which names the "
@@ -301,6 +302,26 @@ def _groups_of_servers(config: Config) -> Iterator[str]:
             f"rollout.max_batch_sequences: expected at least {most} with rollout.engine=server, the responses to one "
             f"prompt (rollout.group_size, evaluation.k), got {rollout.max_batch_sequences}"
         )
+
+
+def _ahead(config: Config) -> Iterator[str]:
+    rollout, ahead = config.rollout, config.rollout.ahead
+    if not ahead:
+        return
+    if rollout.engine != "server":
+        yield f"rollout.ahead: expected 0 with rollout.engine={rollout.engine}, which samples or trains, got {ahead}"
+    if rollout.correction.weights is None:
+        yield (
+            f"rollout.correction.weights: expected token or sequence beside rollout.ahead={ahead}, by which responses "
+            "of earlier policies are weighed, got null"
+        )
+    if config.sampler.max_age < ahead:
+        yield (
+            f"sampler.max_age: expected at least rollout.ahead={ahead}, as old as a group may be that was not left "
+            f"over, got {config.sampler.max_age}"
+        )
+    if config.advantage.segments is not None:
+        yield "advantage.segments: expected null beside rollout.ahead, whose prefixes the next policy would continue"
 
 
 def _truncations(rollout: RolloutConfig) -> Iterator[tuple[str, float]]:

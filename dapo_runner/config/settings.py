@@ -263,6 +263,7 @@ class RolloutConfig(Section):
     engine: Literal["hf", "vllm", "server"] = "hf"
     vllm: VLLMConfig = VLLMConfig()
     server: ServerConfig = ServerConfig()
+    ahead: NonNegativeInt = 0  # server: steps that are sampled while an earlier one trains; 0: one after the other
     probe: ProbeConfig = ProbeConfig()
     correction: CorrectionConfig = CorrectionConfig()
     group_size: PositiveInt = 16  # 1: where nothing is compared within a group

@@ -30,7 +30,10 @@ def check_needs(config: Config, layout: Layout | None = None) -> None:
     """Raises ConfigError with a line for everything that is missing, or does not suit the ``layout`` of its ranks.
     Downloads nothing.
     """
-    missing = [*_missing(config), *heads_that_do_not_divide(config, layout or Layout()), *_no_experts(config)]
+    layout = layout or Layout()
+    missing = [*_missing(config), *heads_that_do_not_divide(config, layout), *_no_experts(config)]
+    if config.rollout.ahead and layout.size > 1:
+        missing.append(f"rollout.ahead: expected 0 with several processes, which are {layout.size}")
     if missing:
         raise ConfigError("\n".join(missing))
 

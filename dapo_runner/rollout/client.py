@@ -38,7 +38,8 @@ class Server:
         self.url = url.rstrip("/")
         self.settings = settings
         self.version: str | None = None  # of the weights that it was given, by this process or another rank
-        self._open: set[HTTPConnection] = set()
+        self.turn = threading.Lock()  # of whoever gives it weights
+        self._open: dict[HTTPConnection, object] = {}  # and for whom
         self._lock = threading.Lock()
 
     def __str__(self) -> str:
@@ -46,16 +47,22 @@ class Server:
 
     def check_health(self) -> None:
         """Raises ServerError unless it says within `health_within` that it is well."""
-        self._request("GET", "/health", None, self.settings.health_within)
+        self._request("GET", "/health", None, self.settings.health_within, None)
 
-    def get(self, path: str) -> Any:
-        return self._request("GET", path, None, self.settings.sync_within)
+    def get(self, path: str, caller: object = None) -> Any:
+        return self._request("GET", path, None, self.settings.sync_within, caller)
 
-    def post(self, path: str, body: Mapping[str, Any] | None = None, within: float | None = None) -> Any:
-        """The answer's JSON. ``within``: seconds it has, by default `sync_within`."""
-        return self._request("POST", path, body or {}, within or self.settings.sync_within)
+    def post(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        within: float | None = None,
+        caller: object = None,
+    ) -> Any:
+        """The answer's JSON. ``within``: seconds it has, by default `sync_within`; ``caller``: who may ``hang_up``."""
+        return self._request("POST", path, body or {}, within or self.settings.sync_within, caller)
 
-    def _request(self, method: str, path: str, body: Mapping[str, Any] | None, within: float) -> Any:
+    def _request(self, method: str, path: str, body: Mapping[str, Any] | None, within: float, caller: object) -> Any:
         """Raises ServerError, and RolloutError where the request is what is wrong."""
         what = f"{self.url}: {method} {path}"
         headers = {"User-Agent": AGENT, **authorization(self.url, self.settings.key_env)}
@@ -63,7 +70,7 @@ class Server:
         if sent is not None:
             headers["Content-Type"] = "application/json"
         try:
-            with self._connection(within) as connection:
+            with self._connection(within, caller) as connection:
                 until = time.monotonic() + within
                 connection.request(method, path, sent, headers)
                 response = connection.getresponse()
@@ -89,27 +96,27 @@ class Server:
             raise ServerError(f"{what}: expected JSON, got {self._shown(text)}") from error
 
     @contextmanager
-    def _connection(self, within: float) -> Iterator[HTTPConnection]:
+    def _connection(self, within: float, caller: object) -> Iterator[HTTPConnection]:
         """A connection that ``hang_up`` ends; one that is not made within `health_within` never will be."""
         parts = urlsplit(self.url)
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         connection = kind(parts.hostname or "", parts.port, timeout=min(within, self.settings.health_within))
         with self._lock:
-            self._open.add(connection)
+            self._open[connection] = caller
         try:
             connection.connect()
             connection.sock.settimeout(within)
             yield connection
         finally:
             with self._lock:
-                self._open.discard(connection)
+                del self._open[connection]
             connection.close()
 
-    def hang_up(self) -> None:
-        """End the requests that are under way, each with a ServerError where it was made; the server drops them too."""
+    def hang_up(self, caller: object) -> None:
+        """End the caller's requests, each with a ServerError where it was made; the server drops them too."""
         with self._lock:
-            for connection in self._open:
-                if connection.sock is not None:
+            for connection, asking in self._open.items():
+                if asking is caller and connection.sock is not None:
                     with suppress(OSError):
                         connection.sock.shutdown(socket.SHUT_RDWR)
 

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -37,35 +38,45 @@ class FileTransfer:
         self.world = world
         self.within = config.rollout.server.sync_within
         self.folder = _folder_of(config)
-        self.path = self.folder / "none"
+        self.version, self.path = "", self.folder / "none"
+        self.in_flight = config.rollout.ahead > 0
         world.on_first(lambda: _make_folder(self.folder))
         if world.is_main:
             weakref.finalize(self, shutil.rmtree, self.folder, True)
 
     def publish(self, version: str, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take over the weights, in the place of those before. Collective; rank 0 writes."""
-        before, self.path = self.path, self.folder / f"{version.replace(':', '-')}.safetensors"
+        before, path = self.path, self.folder / f"{version.replace(':', '-')}.safetensors"
         held = {name: tensor.detach().cpu().contiguous() for name, tensor in weights if self.world.is_main}
-        self.world.on_first(lambda: self._write(held, before))
+        self.world.on_first(lambda: _write(held, path))
+        self.version, self.path = version, path
+        self.world.on_first(lambda: before.unlink(missing_ok=True))
 
-    def send(self, server: Server, version: str) -> None:
-        """Have one server load what was published last, unless another rank has. Raises ServerError; a server that
-        fails half-way does not say that it has the version.
+    def send(self, server: Server, caller: object = None) -> str:
+        """Have one server load what was published last, unless another rank has. Returns its version. Raises
+        ServerError; a server that fails half-way does not say that it has the version. ``caller`` may hang up.
+
+        With `rollout.ahead` the responses under way go on with the new weights, what was computed for them before
+        anew; without, there are none but those of a trainer that is gone.
         """
+        post, get = partial(server.post, caller=caller), partial(server.get, caller=caller)
+        mode, running = ("keep", "?reset_running_requests=true") if self.in_flight else ("abort", "")
         with self._alone_with(server):
-            if server.get("/weight_info")["weight_version"] == version and not server.get("/is_paused")["is_paused"]:
-                return
-            server.post("/pause?mode=abort")
+            version, path = self.version, self.path
+            if get("/weight_info")["weight_version"] == version and not get("/is_paused")["is_paused"]:
+                return version
+            post(f"/pause?mode={mode}")
             try:
-                server.post("/start_weight_update")
+                post("/start_weight_update")
             except ServerError:  # one that was left half-way
-                server.post("/finish_weight_update")
-                server.post("/start_weight_update")
-            server.post("/update_weights", {"update_info": {"path": str(self.path)}})
-            if not server.post("/reset_prefix_cache")["success"]:
+                post("/finish_weight_update")
+                post("/start_weight_update")
+            post("/update_weights", {"update_info": {"path": str(path)}})
+            if not post(f"/reset_prefix_cache{running}")["success"]:
                 raise ServerError(f"{server}: kept prompt prefixes that it may have computed with earlier weights")
-            server.post("/finish_weight_update", {"weight_version": version})
-            server.post("/resume")
+            post("/finish_weight_update", {"weight_version": version})
+            post("/resume")
+            return version
 
     @contextmanager
     def _alone_with(self, server: Server) -> Iterator[None]:
@@ -81,14 +92,6 @@ class FileTransfer:
                     raise ServerError(f"{server}: another rank has sent weights to it for {self.within:g} s")
                 time.sleep(POLL)
             yield
-
-    def _write(self, weights: dict[str, Tensor], before: Path) -> None:
-        from safetensors.torch import save_file
-
-        unfinished = self.path.with_suffix(".unfinished")
-        save_file(weights, unfinished)
-        unfinished.replace(self.path)
-        before.unlink(missing_ok=True)
 
 
 def _folder_of(config: Config) -> Path:
@@ -107,6 +110,14 @@ def _make_folder(folder: Path) -> None:
             left.unlink()
     except OSError as error:
         raise ConfigError(f"rollout.server.folder: expected a folder that can be written to: {error}") from error
+
+
+def _write(weights: dict[str, Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    unfinished = path.with_suffix(".unfinished")
+    save_file(weights, unfinished)
+    unfinished.replace(path)
 
 
 def _locked(file: int) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +21,7 @@ from dapo_runner.config import ModelConfig
 from dapo_runner.policy.model import load_model
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.tasks.tiny import make_tokenizer
-from dapo_runner.types import Prompt, SamplingParams
+from dapo_runner.types import Completion, Prompt, SamplingParams
 
 GENERATE, UPDATE = "/inference/v1/generate", "/update_weights"
 Hook = Callable[[dict[str, Any]], tuple[int, Any] | None]
@@ -33,6 +35,8 @@ class FakeServer:
         self.hooks: dict[str, Hook] = {}
         self.asked: list[tuple[str, dict[str, Any], dict[str, str]]] = []  # path, body, headers
         self.alive = False
+        self.halfway: Callable[[], None] | None = None  # called in the midst of each answer
+        self.queries: list[str] = []  # whole paths
         self._port = 0
         self._connections: set[socket.socket] = set()
         self.start()
@@ -88,7 +92,8 @@ class FakeServer:
                 return 500, {"error": "a weight update is already active"}
             self.updating = True
         elif path == UPDATE:
-            self.engine.update_weights(load_file(body["update_info"]["path"]).items())
+            with self._turn:
+                self.engine.update_weights(load_file(body["update_info"]["path"]).items())
         elif path == "/finish_weight_update":
             self.updating = False
             self.version = body.get("weight_version", self.version)
@@ -99,23 +104,28 @@ class FakeServer:
 
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         asked, tokens = body["sampling_params"], tuple(body["token_ids"])
-        assert not self.paused
         sampling = SamplingParams(asked["n"], asked["temperature"], max_tokens=asked["max_tokens"], seed=asked["seed"])
+        if self.halfway is None:
+            found, version = self._say(tokens, sampling)
+            return {"choices": [_choice(index, [(one, version)]) for index, one in enumerate(found)]}
+        half = replace(sampling, max_tokens=sampling.max_tokens // 2)
+        found, version = self._say(tokens, half)
+        self.halfway()
+        choices = []
+        for index, one in enumerate(found):
+            parts = [(one, version)]
+            if one.finish_reason == "length":
+                begun = (*tokens, *one.token_ids.tolist())
+                (rest,), later = self._say(begun, replace(half, n=1, seed=half.seed + index + 1))
+                parts.append((rest, later))
+            choices.append(_choice(index, parts))
+        return {"choices": choices}
+
+    def _say(self, tokens: tuple[int, ...], sampling: SamplingParams) -> tuple[list[Completion], str]:
+        while self.paused:
+            time.sleep(0.001)
         with self._turn:
-            (found,) = self.engine.generate([Prompt("", tokens, "", "")], sampling)
-            version = self.version
-        return {
-            "choices": [
-                {
-                    "index": index,
-                    "token_ids": one.token_ids.tolist(),
-                    "logprobs": {"content": [{"logprob": logprob} for logprob in one.logprobs.tolist()]},
-                    "finish_reason": one.finish_reason,
-                    "weight_versions": [{"version": version, "start": 0, "end": one.length}],
-                }
-                for index, one in enumerate(found)
-            ]
-        }
+            return self.engine.generate([Prompt("", tokens, "", "")], sampling)[0], self.version
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         server = self
@@ -132,6 +142,7 @@ class FakeServer:
 
             def do_GET(self) -> None:
                 path, body = self.path.partition("?")[0], {}
+                server.queries.append(self.path)
                 if length := int(self.headers.get("Content-Length", 0)):
                     with suppress(ValueError):  # killed
                         body = json.loads(self.rfile.read(length))
@@ -150,3 +161,19 @@ class FakeServer:
                 pass
 
         return Handler
+
+
+def _choice(index: int, parts: list[tuple[Completion, str]]) -> dict[str, Any]:
+    """``parts`` of a response with the versions that gave them."""
+    spans, start = [], 0
+    for part, version in parts:
+        spans.append({"version": version, "start": start, "end": start + part.length})
+        start += part.length
+    logprobs = [logprob for part, _ in parts for logprob in part.logprobs.tolist()]
+    return {
+        "index": index,
+        "token_ids": [token for part, _ in parts for token in part.token_ids.tolist()],
+        "logprobs": {"content": [{"logprob": logprob} for logprob in logprobs]},
+        "finish_reason": parts[-1][0].finish_reason,
+        "weight_versions": spans,
+    }

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -43,11 +44,17 @@ def servers(model_folder: Path) -> Iterator[list[FakeServer]]:
         yield [stack.enter_context(FakeServer(model_folder)) for _ in range(2)]
 
 
-def server_config(model: Path, servers: list[FakeServer], folder: Path, **server: Any) -> Config:
+def server_config(model: Path, servers: list[FakeServer], folder: Path, ahead: int = 0, **server: Any) -> Config:
     named = {"urls": [server.url for server in servers], "folder": str(folder), "health_within": 2.0, **server}
     return make_config(
         model={"tiny": None, "path": str(model), "dtype": "float32"},
-        rollout={"engine": "server", "server": named, "max_batch_sequences": 8},
+        rollout={
+            "engine": "server",
+            "server": named,
+            "max_batch_sequences": 8,
+            "ahead": ahead,
+            "correction": {"weights": "token" if ahead else None},
+        },
         evaluation={"k": 8},
     )
 
@@ -123,7 +130,7 @@ def test_an_answer_of_other_weights_does_not_count(
     servers[0].engine.update_weights(moved(policy).items())  # by somebody else
     servers[0].version = "other:1"
     assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
-    assert servers[0].version == engine.version
+    assert servers[0].version == engine.transfer.version
     assert "got one of other:1" in engine.notes[0]
 
 
@@ -138,7 +145,7 @@ def test_a_server_that_was_away_answers_with_the_weights_of_now(
     servers[1].paused = servers[1].updating = True  # and as a trainer that was killed has left it
     servers[0].kill()
     assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
-    assert servers[1].version == engine.version
+    assert servers[1].version == engine.transfer.version
 
 
 @pytest.mark.parametrize("path", [GENERATE, "/health"])
@@ -146,23 +153,23 @@ def test_a_server_that_hangs_is_left_out(
     path: str, model_folder: Path, servers: list[FakeServer], tmp_path: Path
 ) -> None:
     """By its deadline, or by its health, which does not wait for that."""
-    within = {GENERATE: {"answer_within": 0.3}, "/health": {"health_within": 0.1}}[path]
-    engine = open_engine(model_folder, servers, tmp_path, **within)
+    within = {GENERATE: {"answer_within": 1.0}, "/health": {"health_within": 0.5}}[path]
+    engine = open_engine(model_folder, servers, tmp_path, attempts=99, **within)
     wanted = told(engine.generate(PROMPTS, SAMPLING))
     hung = threading.Event()
     for hanging in {GENERATE, path}:
         servers[0].hooks[hanging] = lambda body: hung.wait(20) and None
     began = time.monotonic()
     assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
-    assert time.monotonic() - began < 5
-    assert f"{path}: no answer within" in engine.notes[0]
+    assert time.monotonic() - began < 15
+    assert any(f"{path}: no answer within" in note for note in engine.notes)
     hung.set()
 
 
 def test_a_wait_for_nobody_ends_and_says_for_whom(
     model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy
 ) -> None:
-    engine = open_engine(model_folder, servers, tmp_path, back_within=0.3, sync_within=0.3)
+    engine = open_engine(model_folder, servers, tmp_path, back_within=1.0, sync_within=1.0)
     hung = threading.Event()
     for server in servers:
         server.hooks[UPDATE] = lambda body: hung.wait(20) and None
@@ -203,6 +210,9 @@ def test_what_every_server_would_refuse_is_asked_once(
         engine.generate(PROMPTS[:1], SAMPLING)
     assert servers[0].seen(GENERATE) == 1
     assert all(headers["Authorization"] == "Bearer s3cret" for *_, headers in servers[0].asked)
+    monkeypatch.delenv("MY_KEY")
+    with pytest.raises(ConfigError, match="MY_KEY, got nothing"):
+        engine.generate(PROMPTS[:1], SAMPLING)
 
 
 BROKEN: list[dict[str, Any]] = [
@@ -238,10 +248,10 @@ def test_weights_that_do_not_fit_are_refused(
     model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy
 ) -> None:
     engine = open_engine(model_folder, servers, tmp_path)
-    version, weights = engine.version, dict(policy.named_weights())
+    version, weights = engine.transfer.version, dict(policy.named_weights())
     with pytest.raises(ValueError, match="no parameter 'extra'"):
         engine.update_weights({**weights, "extra": torch.ones(1)}.items())
-    assert (engine.version, servers[0].version) == (version, version)
+    assert (engine.transfer.version, servers[0].version) == (version, version)
     assert engine.generate(PROMPTS[:2], SAMPLING)
 
 
@@ -255,6 +265,87 @@ def test_the_probe_works_as_with_any_engine(
     engine.update_weights(moved(policy).items())
     with pytest.raises(OutOfSyncError):
         probe(engine, learner)
+
+
+def test_weights_in_flight(model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy) -> None:
+    """A response goes on with the new weights, and says which gave which token."""
+    engine = open_engine(model_folder, servers, tmp_path, ahead=1)
+    engine.update_weights(policy.named_weights())
+    half, go_on = threading.Barrier(3), threading.Event()
+    for server in servers:
+        first = iter([True])
+
+        def halfway(first: Iterator[bool] = first) -> None:
+            if next(first, False):
+                half.wait(10)
+            go_on.wait(10)
+
+        server.halfway = halfway
+    found: list[list[list[Completion]]] = []
+    thread = threading.Thread(target=lambda: found.append(engine.generate(PROMPTS, SAMPLING)))
+    thread.start()
+    half.wait(10)
+    engine.update_weights(moved(policy).items())
+    probing = threading.Thread(target=lambda: found.append(engine.generate(PROMPTS[:1], SAMPLING)))
+    probing.start()
+    go_on.set()
+    probing.join(10)
+    thread.join(10)
+    assert {body.get("priority", 0) for server in servers for path, body, _ in server.asked if path == GENERATE} == {
+        0,
+        -1,
+    }
+    responses = [one for group in max(found, key=len) for one in group]
+    stretches = {tuple(stretch.version for stretch in one.versions) for one in responses}
+    assert (2, 3) in stretches
+    assert stretches <= {(2,), (2, 3), (3,), (3, 3)}
+    assert all(sum(stretch.length for stretch in one.versions) == one.length for one in responses)
+    assert any("mode=keep" in path for path in servers[0].queries)
+
+
+def test_a_run_ahead(tmp_path: Path, model_folder: Path, servers: list[FakeServer]) -> None:
+    """One server comes and goes; the run is taken up again where a step ahead had been sampled already."""
+    raw = small_recipe(output_dir=str(tmp_path), steps=4, eval_every=2, keep=4)
+    raw["model"] = {"dtype": "float32", "path": str(model_folder)}
+    raw["sampler"] |= {"filter_groups": False, "max_age": 2}
+    raw["rollout"] |= {
+        "max_response_tokens": 6,
+        "engine": "server",
+        "server": {"urls": [server.url for server in servers], "folder": str(tmp_path)},
+        "ahead": 2,
+        "correction": {"weights": "token"},
+    }
+    count = iter(range(1000))
+
+    def kill_now_and_then(body: dict[str, Any]) -> None:
+        if next(count) % 20 == 12 and servers[1].alive:
+            servers[1].kill()
+            threading.Timer(0.02, servers[1].start).start()
+
+    servers[0].hooks[GENERATE] = kill_now_and_then
+
+    class Notes(SilentProgress):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    def steps() -> list[dict[str, Any]]:
+        events = read_log(train(parse_config(raw), Notes()) / "metrics.jsonl")
+        return [event for event in events if event["kind"] == "step"]
+
+    notes: list[str] = []
+    for step in steps():
+        assert step["batch/age_max"] <= 2
+        assert 0 < step["train/rollout_ess"] <= 1
+        assert step["sync/gap"] < 1e-5
+        assert step["train/tokens"] > 0
+    for late in ("step_000003", "step_000004"):
+        shutil.rmtree(tmp_path / "small" / "checkpoints" / late)
+    again = steps()
+    assert [step["step"] for step in again] == [1, 2, 3, 4]
+    assert max(step["batch/age_max"] for step in again) > 0
+    (told,) = (note for note in notes if "had not trained are there" in note)
+    assert int(told.split()[0]) >= 4
+    assert not any(thread.name in ("ahead", "rollout") for thread in threading.enumerate())
 
 
 def resident() -> float:
@@ -300,7 +391,7 @@ def test_a_step_that_is_given_up_waits_for_no_server(
             engine.generate(PROMPTS, SAMPLING)
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 5
     assert not any(thread.name == "rollout" for thread in threading.enumerate())
     hung.set()
 
@@ -363,6 +454,12 @@ def test_what_a_server_is_started_with(tmp_path: Path, monkeypatch: pytest.Monke
         (
             {"evaluation": {"k": 16}, "rollout": {"max_batch_sequences": 8}},
             "expected at least 16 with rollout.engine=server",
+        ),
+        ({"rollout": {"engine": "hf", "ahead": 1}}, "rollout.ahead: expected 0 with rollout.engine=hf"),
+        ({"rollout": {"ahead": 1}}, "rollout.correction.weights: expected token or sequence beside rollout.ahead=1"),
+        (
+            {"rollout": {"ahead": 2, "correction": {"weights": "token"}}},
+            "sampler.max_age: expected at least rollout.ahead=2",
         ),
         ({"rollout": {"temperature": 2.5}}, "expected 0.01 to 2 with rollout.engine=server"),
     ],

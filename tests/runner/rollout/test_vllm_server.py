@@ -8,7 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 
@@ -47,7 +50,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    server = {"urls": [f"http://127.0.0.1:{port}"], "key_env": KEY, "back_within": 120.0}
+    server = {"urls": [f"http://127.0.0.1:{port}"], "key_env": KEY, "back_within": 400.0}
     return make_config(
         run={"output_dir": str(folder / "runs"), "device": "cpu"},
         model={"tiny": None, "path": str(save_model(model, tokenizer, folder)), "dtype": "float32"},
@@ -74,7 +77,11 @@ def server(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     yield
     os.killpg(process.pid, signal.SIGTERM)
-    process.wait(30)
+    try:
+        process.wait(30)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     assert "s3cret" not in (folder / "log").read_text()
 
 
@@ -123,15 +130,41 @@ def test_it_is_the_engine_of_this_process(config: Config, server: None) -> None:
         torch.testing.assert_close(one.logprobs, policy_logprobs(learner, asked[-1], one), atol=1e-4, rtol=1e-4)
 
     (address,) = engine.servers
-    assert address.get("/weight_info") == {"weight_version": engine.version}
-    engine.version = "another:1"  # that no server has, nor will: the file is of the one before
-    address.version = "another:1"
+    assert address.get("/weight_info") == {"weight_version": engine.transfer.version}
+    engine.updates += 1  # as if it had taken them
     engine.settings = engine.settings.model_copy(update={"attempts": 1})
-    with pytest.raises(
-        RolloutError,
-        match=rf"expected an answer of weights another:1, got one of {address.get('/weight_info')['weight_version']}",
-    ):
+    with pytest.raises(RolloutError, match=rf"answer of weights {engine.run}:3, got one of {engine.run}:2"):
         engine.generate(asked[:1], sampling)
+
+
+def test_weights_in_flight(config: Config, server: None) -> None:
+    """Responses go on, and every token has its log-prob under the weights that gave it, all before it computed anew."""
+    path = config.model.path
+    assert path is not None
+    rollout = config.rollout.model_copy(update={"ahead": 1})
+    engine = ServerEngine(path, make_tokenizer(), config.model_copy(update={"rollout": rollout}))
+    learners = {
+        version: Learner(load_policy(path, ModelConfig(path="x", dtype="float32"), CPU), config) for version in (1, 2)
+    }
+    change(learners[2])
+    asked, found = prompts(config)[:4] * 60, []
+    sampling = SamplingParams(n=4, max_tokens=16, seed=4)
+    thread = threading.Thread(target=lambda: found.extend(engine.generate(asked, sampling)))
+    thread.start()
+    while not any(queue.answers for queue in engine.calls):
+        time.sleep(0.01)
+    engine.update_weights(learners[2].policy.named_weights())
+    thread.join(60)
+    pairs = [(one, answer) for one, group in zip(asked, found, strict=True) for answer in group]
+    assert {stretch.version for _, answer in pairs for stretch in answer.versions} == {1, 2}
+    across = [(one, answer) for one, answer in pairs if len(answer.versions) == 2]
+    assert across
+    for one, answer in across[:12]:
+        early, late = answer.versions
+        assert (early.version, late.version) == (1, 2)
+        for version, part in ((1, slice(0, early.length)), (2, slice(early.length, None))):
+            wanted = policy_logprobs(learners[version], one, answer)[part]
+            torch.testing.assert_close(answer.logprobs[part], wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_weights_and_prompts_want_the_key(config: Config, server: None) -> None:
