@@ -399,10 +399,10 @@ def test_a_step_that_is_given_up_waits_for_no_server(
 def test_a_whole_run_over_servers_that_come_and_go(
     tmp_path: Path, model_folder: Path, servers: list[FakeServer]
 ) -> None:
-    """The run whose servers stayed, taken up again in the middle, over what servers have of the one before."""
+    """The figures of the run whose servers stayed, over servers that still have that one's weights."""
 
-    def run(name: str, steps: int = 2) -> list[dict[str, Any]]:
-        raw = small_recipe(output_dir=str(tmp_path / name), steps=steps, eval_every=0)
+    def run(name: str) -> list[dict[str, Any]]:
+        raw = small_recipe(output_dir=str(tmp_path / name), steps=2, eval_every=0)
         raw["model"] = {"dtype": "float32", "path": str(model_folder)}
         raw["sampler"] |= {"filter_groups": False}
         urls = [server.url for server in servers]
@@ -415,17 +415,16 @@ def test_a_whole_run_over_servers_that_come_and_go(
         return [event for event in events if event["kind"] == "step"]
 
     whole = run("whole")
-    run("again", steps=1)
     count = iter(range(1000))
 
     def kill_now_and_then(body: dict[str, Any]) -> None:
-        if next(count) % 9 == 7 and servers[1].alive:
+        if next(count) % 5 == 3 and servers[1].alive:
             servers[1].kill()
             threading.Timer(0.02, servers[1].start).start()
 
     servers[0].hooks[GENERATE] = kill_now_and_then
     assert run("again") == whole
-    assert next(count) > 9
+    assert next(count) > 5
     assert all(step["sync/gap"] < 1e-5 and step["train/tokens"] > 0 for step in whole)
 
 
