@@ -285,7 +285,7 @@ def _sampling_mask(config: Config) -> Iterator[str]:
             "the vocabulary down, got true and none of them"
         )
     elif rollout.engine == "server":
-        yield "rollout.sampling_mask: expected false with rollout.engine=server, which does not name the tokens, got true"
+        yield "rollout.sampling_mask: expected false with rollout.engine=server, which names no tokens, got true"
     elif rollout.engine == "vllm" and rollout.top_k is None:
         yield (
             "rollout.top_k: expected a number beside rollout.sampling_mask with rollout.engine=vllm, which names the "

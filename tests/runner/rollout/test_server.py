@@ -460,6 +460,10 @@ def test_what_a_server_is_started_with(tmp_path: Path, monkeypatch: pytest.Monke
             {"rollout": {"ahead": 2, "correction": {"weights": "token"}}},
             "sampler.max_age: expected at least rollout.ahead=2",
         ),
+        (
+            {"rollout": {"top_k": 5, "sampling_mask": True}},
+            "rollout.sampling_mask: expected false with rollout.engine=ser",
+        ),
         ({"rollout": {"temperature": 2.5}}, "expected 0.01 to 2 with rollout.engine=server"),
     ],
 )
