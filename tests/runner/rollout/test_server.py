@@ -158,7 +158,7 @@ def test_a_server_that_hangs_is_left_out(
     wanted = told(engine.generate(PROMPTS, SAMPLING))
     hung = threading.Event()
     for hanging in {GENERATE, path}:
-        servers[0].hooks[hanging] = lambda body: hung.wait(20) and None
+        servers[0].hooks[hanging] = lambda body: None if hung.wait(60) else None
     began = time.monotonic()
     assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
     assert time.monotonic() - began < 15
@@ -172,7 +172,7 @@ def test_a_wait_for_nobody_ends_and_says_for_whom(
     engine = open_engine(model_folder, servers, tmp_path, back_within=1.0, sync_within=1.0)
     hung = threading.Event()
     for server in servers:
-        server.hooks[UPDATE] = lambda body: hung.wait(20) and None
+        server.hooks[UPDATE] = lambda body: None if hung.wait(60) else None
     with pytest.raises(
         RolloutError, match=r"weights \w+:2 wait for a server, and none of 2 .* /update_weights: no answer"
     ):
@@ -378,7 +378,7 @@ def test_a_step_that_is_given_up_waits_for_no_server(
 ) -> None:
     engine, hung = open_engine(model_folder, servers, tmp_path), threading.Event()
     for server in servers:
-        server.hooks[GENERATE] = lambda body: hung.wait(20) and None
+        server.hooks[GENERATE] = lambda body: None if hung.wait(60) else None
 
     def give_up(*_: Any) -> None:
         raise InterruptedError("enough")
