@@ -479,8 +479,12 @@ def _open_run(config: Config, place: Place) -> Run:
             sampler.buffer, sampler.waiting = [], []
         progress.note(f"resuming after step {done} from {checkpoint.path}")
         if config.rollout.ahead:
-            progress.note(f"{len(sampler.buffer)} groups that were sampled and had not trained are there")
-    score = Scorer(config, timed=clock.phase, note=progress.note)
+            progress.note(
+                f"{len(sampler.buffer)} groups that were sampled and had not trained are there, {sampler.in_flight} "
+                "prompts that were in flight are asked again"
+            )
+    # The clock is that of the thread that trains, beside which an `AheadSampler` has answers scored.
+    score = Scorer(config, timed=None if config.rollout.ahead else clock.phase, note=progress.note)
     if score.judge is not None:
         score.judge.known.keep(folder, world.rank, world.size)
 
@@ -513,7 +517,7 @@ def _open_run(config: Config, place: Place) -> Run:
         dataset=dataset,
         learner=learner,
         engine=engine,
-        sampler=AheadSampler(sampler, config.rollout.ahead, config.run.steps) if config.rollout.ahead else sampler,
+        sampler=sampled_ahead(sampler, config) if config.rollout.ahead else sampler,
         sync_probe=SyncProbe(dataset.train, config),
         score=score,
         log=log,
@@ -527,6 +531,10 @@ def _open_run(config: Config, place: Place) -> Run:
         in_background=in_background,
         owes_evaluation=bool(dataset.heldout) and owes,
     )
+
+
+def sampled_ahead(sampler: DynamicSampler, config: Config) -> AheadSampler:
+    return AheadSampler(sampler, config.rollout.ahead, config.run.steps, config.rollout.server.round_within)
 
 
 def seed_generators(seed: int) -> None:

@@ -23,6 +23,7 @@ class ServerConfig(Section):
     answer_within: PositiveFloat = 1800.0  # the responses to one prompt
     sync_within: PositiveFloat = 600.0  # a server that takes new weights
     back_within: PositiveFloat = 600.0  # any server, where there is none
+    round_within: PositiveFloat = 14400.0  # a round of prompts, answered and scored, of a step that waits for it
     health_within: PositiveFloat = 10.0  # a sign of life; as long between two of them
 
     @field_validator("urls")

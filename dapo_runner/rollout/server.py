@@ -178,6 +178,7 @@ class ServerEngine:
                 if queue.rest(self.settings.health_within, failed):
                     server.check_health()
         except ServerError as error:
+            self._lose(server, error)  # even if others have answered by then what it was asked
             failed.append(error)
         finally:
             failed.append(ServerError(f"{server}: this call is over"))
@@ -238,7 +239,7 @@ class ServerEngine:
             raise queue.error
 
     def _nobody(self, waiting: str) -> str:
-        why = "; ".join(self.lost.values())
+        why = "; ".join(list(self.lost.values()))
         return (
             f"rollout: {waiting} for a server, and none of {len(self.servers)} has been well for "
             f"{self.settings.back_within:g} s (rollout.server.back_within): {why}. `dapo serve RECIPE` starts one"

@@ -38,7 +38,7 @@ class FileTransfer:
         self.world = world
         self.within = config.rollout.server.sync_within
         self.folder = _folder_of(config)
-        self.version, self.path = "", self.folder / "none"
+        self.version = ""
         self.in_flight = config.rollout.ahead > 0
         world.on_first(lambda: _make_folder(self.folder))
         if world.is_main:
@@ -46,10 +46,10 @@ class FileTransfer:
 
     def publish(self, version: str, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take over the weights, in the place of those before. Collective; rank 0 writes."""
-        before, path = self.path, self.folder / f"{version.replace(':', '-')}.safetensors"
+        before, path = self._path(self.version), self._path(version)
         held = {name: tensor.detach().cpu().contiguous() for name, tensor in weights if self.world.is_main}
         self.world.on_first(lambda: _write(held, path))
-        self.version, self.path = version, path
+        self.version = version
         self.world.on_first(lambda: before.unlink(missing_ok=True))
 
     def send(self, server: Server, caller: object = None) -> str:
@@ -62,7 +62,7 @@ class FileTransfer:
         post, get = partial(server.post, caller=caller), partial(server.get, caller=caller)
         mode, running = ("keep", "?reset_running_requests=true") if self.in_flight else ("abort", "")
         with self._alone_with(server):
-            version, path = self.version, self.path
+            version = self.version  # another thread may publish the next, and what is sent is still what it is called
             if get("/weight_info")["weight_version"] == version and not get("/is_paused")["is_paused"]:
                 return version
             post(f"/pause?mode={mode}")
@@ -71,12 +71,15 @@ class FileTransfer:
             except ServerError:  # one that was left half-way
                 post("/finish_weight_update")
                 post("/start_weight_update")
-            post("/update_weights", {"update_info": {"path": str(path)}})
+            post("/update_weights", {"update_info": {"path": str(self._path(version))}})
             if not post(f"/reset_prefix_cache{running}")["success"]:
                 raise ServerError(f"{server}: kept prompt prefixes that it may have computed with earlier weights")
             post("/finish_weight_update", {"weight_version": version})
             post("/resume")
             return version
+
+    def _path(self, version: str) -> Path:
+        return self.folder / f"{version.replace(':', '-')}.safetensors"
 
     @contextmanager
     def _alone_with(self, server: Server) -> Iterator[None]:

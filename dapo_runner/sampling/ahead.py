@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from typing import Any
 
+from dapo_runner.rollout.client import RolloutError
 from dapo_runner.sampling.sampler import DynamicSampler, GenerateGroups, SampledStep, SamplingStats, group_state
 from dapo_runner.types import Group, Prompt
+
+ENDS_WITHIN = 60.0  # seconds that a run which is over waits for what its thread is at
 
 
 class AheadSampler:
@@ -18,16 +22,20 @@ class AheadSampler:
     unless it was left over by a step before.
     """
 
-    def __init__(self, sampler: DynamicSampler, lead: int, last: int) -> None:
-        """``last``: the step after which there are no more."""
+    def __init__(self, sampler: DynamicSampler, lead: int, last: int, within: float) -> None:
+        """``last``: the step after which there are no more. ``within``: seconds that a round of prompts may take where
+        a step waits for it.
+        """
         self.sampler = sampler
         self.lead = lead
         self.last = last
+        self.within = within
         self.step = sampler.steps  # the one that trains, or has trained last
         self.in_flight = 0  # prompts of the round under way
         self._sampled: deque[SampledStep] = deque()
         self._rest = sampler.state_dict()  # of the sampler, after what it has last finished
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
+        self._sign = 0.0  # when a round last began or ended
         self._closed = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -38,8 +46,8 @@ class AheadSampler:
         return {"steps": len(self._sampled), "in_flight": self.in_flight}
 
     def next(self, generate_groups: GenerateGroups) -> SampledStep:
-        """As ``DynamicSampler.next``. Raises what has stopped the sampling, once the steps before that are taken.
-        ``generate_groups``, that of the first call, is called in the thread.
+        """As ``DynamicSampler.next``. Raises what has stopped the sampling, once the steps before that are taken, and
+        RolloutError where it stands still. ``generate_groups``, that of the first call, is called in the thread.
         """
         with self._changed:
             self.step += 1
@@ -47,27 +55,35 @@ class AheadSampler:
                 self._thread = threading.Thread(target=self._sample, args=[generate_groups], name="ahead", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._sampled or self._error is not None)
-            if not self._sampled:
-                assert self._error is not None
-                raise self._error
+            began = time.monotonic()
+            while not self._sampled:
+                if self._error is not None:
+                    raise self._error
+                left = max(began, self._sign) + self.within - time.monotonic()
+                if left <= 0:
+                    raise RolloutError(
+                        f"rollout: step {self.step} waits for its groups, {self.in_flight} prompts of it or of a later "
+                        f"one are in flight, and no round has ended for {self.within:g} s (rollout.server.round_within)"
+                    )
+                self._changed.wait(left)
             return self._sampled.popleft()
 
     def close(self) -> None:
-        """End the thread, once what it is at has returned or failed."""
+        """End the thread, once what it is at has returned or failed; what does neither is left to the process's end."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(ENDS_WITHIN)
 
     def state_dict(self) -> dict[str, Any]:
         """For a ``DynamicSampler``, which then begins with what is sampled and has not trained. Prompts in flight are
-        asked again.
+        counted, and asked again.
         """
         with self._changed:
             waiting = [group_state(group) for sampled in self._sampled for group in sampled.groups]
-            return {**self._rest, "buffer": [*waiting, *self._rest["buffer"]], "steps": self.step}
+            accepted = {"buffer": [*waiting, *self._rest["buffer"]], "steps": self.step}
+            return self._rest | accepted | {"in_flight": self.in_flight}
 
     def load_state_dict(self, state: Any) -> None:
         """Before the first step."""
@@ -76,10 +92,8 @@ class AheadSampler:
 
     def _sample(self, generate_groups: GenerateGroups) -> None:
         def generate(prompts: list[Prompt], round_number: int) -> list[Group]:
-            self.in_flight = len(prompts)
-            groups = generate_groups(prompts, round_number)
-            self.in_flight = 0
-            return groups
+            self.in_flight, self._sign = len(prompts), time.monotonic()
+            return generate_groups(prompts, round_number)
 
         try:
             while self.sampler.steps < self.last:
@@ -92,7 +106,7 @@ class AheadSampler:
                     self._sampled.append(sampled)
                     self._rest = self.sampler.state_dict()
                     self._changed.notify_all()
-        except Exception as error:  # raised again by `next`
+        except BaseException as error:  # raised again by `next`, which would wait for a thread that is gone
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
@@ -100,5 +114,6 @@ class AheadSampler:
     def _after_round(self, n_groups: int, stats: SamplingStats) -> None:
         with self._changed:
             self._rest = self.sampler.state_dict()
+            self.in_flight, self._sign = 0, time.monotonic()
         if self._on_round is not None:
             self._on_round(n_groups, stats)

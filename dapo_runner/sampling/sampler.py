@@ -112,6 +112,7 @@ class DynamicSampler:
         self.rounds_so_far = self.steps = 0
         self.buffer: list[Group] = []
         self.waiting: list[Group] = []  # parts of groups that later steps train on
+        self.in_flight = 0  # prompts that were being answered as what it was loaded from was saved: asked again
         self._accepted = self._tried = 0.0  # groups, with fading memory
         self._cautioned = False
 
@@ -226,6 +227,7 @@ class DynamicSampler:
         self.cursor.load_state_dict(state["cursor"])
         self.rounds_so_far, self.steps = state["rounds_so_far"], state["steps"]
         self._accepted, self._tried = state["accepted"], state["tried"]
+        self.in_flight = state.get("in_flight", 0)
         # Groups of older versions do not say when they were sampled: not after the last step.
         waiting = state.get("waiting", [])
         prompts = {prompt.id: prompt for prompt in self.cursor.prompts} if state["buffer"] or waiting else {}

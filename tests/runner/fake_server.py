@@ -85,6 +85,8 @@ class FakeServer:
         """Status and JSON."""
         if path in self.hooks and (said := self.hooks[path](body)) is not None:
             return said
+        if not self.alive:
+            return 503, {}
         if path == GENERATE:
             return 200, self.generate(body)
         if path == "/start_weight_update":

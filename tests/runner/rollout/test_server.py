@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from builders import make_config
-from fake_server import GENERATE, UPDATE, FakeServer
+from fake_server import GENERATE, UPDATE, FakeServer, Hook
 from small import small_recipe
 
 from dapo_runner.commands.serve import server_arguments, server_environment
@@ -64,6 +64,15 @@ def open_engine(model: Path, servers: list[FakeServer], folder: Path, **server: 
     engine = ServerEngine(model, make_tokenizer(), server_config(model, servers, folder, **server), note=notes.append)
     engine.notes = notes  # type: ignore[attr-defined]
     return engine
+
+
+def hang(over: threading.Event) -> Hook:
+    """No answer for a minute."""
+
+    def hook(body: dict[str, Any]) -> None:
+        over.wait(60)
+
+    return hook
 
 
 def told(groups: list[list[Completion]]) -> list[list[tuple[list[int], list[float]]]]:
@@ -157,8 +166,13 @@ def test_a_server_that_hangs_is_left_out(
     engine = open_engine(model_folder, servers, tmp_path, attempts=99, **within)
     wanted = told(engine.generate(PROMPTS, SAMPLING))
     hung = threading.Event()
-    for hanging in {GENERATE, path}:
-        servers[0].hooks[hanging] = lambda body: None if hung.wait(60) else None
+
+    def hang_with_prompts(body: dict[str, Any]) -> None:
+        servers[0].hooks[path] = hang(hung)
+        hung.wait(60)
+
+    servers[0].hooks[GENERATE] = hang_with_prompts
+    servers[1].hooks[GENERATE] = lambda body: time.sleep(0.05)  # leaves some to the other
     began = time.monotonic()
     assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
     assert time.monotonic() - began < 15
@@ -172,7 +186,7 @@ def test_a_wait_for_nobody_ends_and_says_for_whom(
     engine = open_engine(model_folder, servers, tmp_path, back_within=1.0, sync_within=1.0)
     hung = threading.Event()
     for server in servers:
-        server.hooks[UPDATE] = lambda body: None if hung.wait(60) else None
+        server.hooks[UPDATE] = hang(hung)
     with pytest.raises(
         RolloutError, match=r"weights \w+:2 wait for a server, and none of 2 .* /update_weights: no answer"
     ):
@@ -345,6 +359,7 @@ def test_a_run_ahead(tmp_path: Path, model_folder: Path, servers: list[FakeServe
     assert max(step["batch/age_max"] for step in again) > 0
     (told,) = (note for note in notes if "had not trained are there" in note)
     assert int(told.split()[0]) >= 4
+    assert told.endswith("in flight are asked again")
     assert not any(thread.name in ("ahead", "rollout") for thread in threading.enumerate())
 
 
@@ -378,7 +393,7 @@ def test_a_step_that_is_given_up_waits_for_no_server(
 ) -> None:
     engine, hung = open_engine(model_folder, servers, tmp_path), threading.Event()
     for server in servers:
-        server.hooks[GENERATE] = lambda body: None if hung.wait(60) else None
+        server.hooks[GENERATE] = hang(hung)
 
     def give_up(*_: Any) -> None:
         raise InterruptedError("enough")

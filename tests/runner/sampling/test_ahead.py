@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -10,6 +11,7 @@ from itertools import pairwise
 import pytest
 from test_sampler import Engine, every_third, ids, make_sampler
 
+from dapo_runner.rollout.client import RolloutError
 from dapo_runner.sampling.ahead import AheadSampler
 from dapo_runner.sampling.sampler import DynamicSampler
 from dapo_runner.types import Group, Prompt
@@ -35,9 +37,15 @@ class SlowEngine(Engine):
         return super().__call__(prompts, round_index)
 
 
-def make_ahead(engine: SlowEngine, lead: int = 2, sampler: DynamicSampler | None = None) -> AheadSampler:
-    engine.sampler = sampler or make_sampler(max_age=9)
-    return AheadSampler(engine.sampler, lead, STEPS)
+def make_ahead(engine: SlowEngine, lead: int = 2, within: float = 60.0) -> AheadSampler:
+    engine.sampler = make_sampler(max_age=9)
+    return AheadSampler(engine.sampler, lead, STEPS, within)
+
+
+def take_all(ahead: AheadSampler, engine: SlowEngine, found: list[list[str]]) -> None:
+    """Until there are no more."""
+    while True:
+        found.append(ids(ahead.next(engine).groups))
 
 
 def one_after_the_other() -> list[list[str]]:
@@ -82,16 +90,35 @@ def test_what_was_sampled_is_not_lost_and_comes_once(trained: int) -> None:
 def test_what_stops_the_sampling_comes_after_the_steps_before_it() -> None:
     engine = SlowEngine(broken_after=4)
     ahead = make_ahead(engine)
-    wanted, found = one_after_the_other(), []
-
-    def take() -> None:
-        while True:
-            found.append(ids(ahead.next(engine).groups))
+    wanted, found = one_after_the_other(), list[list[str]]()
 
     with pytest.raises(RuntimeError, match="no engine any more"):
-        take()
+        take_all(ahead, engine, found)
     assert found
     assert all(one == other for one, other in zip(found, wanted, strict=False))
+    ahead.close()
+
+
+def test_a_round_that_does_not_end_is_named_and_one_that_exits_raised() -> None:
+    hung = threading.Event()
+
+    class Hanging(SlowEngine):
+        def __call__(self, prompts: list[Prompt], round_index: int) -> list[Group]:
+            if self.rounds and not hung.wait(60):
+                raise AssertionError
+            if self.rounds:
+                raise SystemExit("a reward function has left")
+            return super().__call__(prompts, round_index)
+
+    engine, found = Hanging(), list[list[str]]()
+    ahead = make_ahead(engine, within=0.3)
+    with pytest.raises(RolloutError, match=r"step \d waits .* \d+ prompts of it .* for 0.3 s \(rollout.server.rou"):
+        take_all(ahead, engine, found)
+    assert found
+    assert ahead.state_dict()["in_flight"] > 0
+    hung.set()
+    with pytest.raises(SystemExit, match="a reward function has left"):
+        take_all(ahead, engine, found)
     ahead.close()
 
 
