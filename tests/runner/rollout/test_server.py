@@ -12,26 +12,30 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import make_config
+from builders import make_config, make_sample
 from fake_server import GENERATE, UPDATE, FakeServer, Hook
 from small import small_recipe
 
 from dapo_runner.commands.serve import server_arguments, server_environment
-from dapo_runner.config import Config, ConfigError, parse_config
+from dapo_runner.config import Config, ConfigError, SamplerConfig, parse_config
 from dapo_runner.policy.model import Policy
 from dapo_runner.records.metrics import read_log
 from dapo_runner.records.progress import SilentProgress
 from dapo_runner.rollout.client import RolloutError
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.rollout.server import ServerEngine
+from dapo_runner.sampling.ahead import AheadSampler
+from dapo_runner.sampling.data import PromptCursor
+from dapo_runner.sampling.sampler import DynamicSampler
 from dapo_runner.tasks.tiny import make_tokenizer
 from dapo_runner.train import train
-from dapo_runner.types import Completion, Prompt, SamplingParams
+from dapo_runner.types import Completion, Group, Prompt, SamplingParams
 from dapo_runner.update.learner import Learner
 
 SAMPLING = SamplingParams(n=2, max_tokens=6, seed=5)
@@ -315,6 +319,40 @@ def test_weights_in_flight(model_folder: Path, servers: list[FakeServer], tmp_pa
     assert stretches <= {(2,), (2, 3), (3,), (3, 3)}
     assert all(sum(stretch.length for stretch in one.versions) == one.length for one in responses)
     assert any("mode=keep" in path for path in servers[0].queries)
+
+
+def test_quick_answers_do_not_jump_the_queue(model_folder: Path, servers: list[FakeServer], tmp_path: Path) -> None:
+    """Answers that take as long as they are long make up the steps that answers given at once do, lengths and all."""
+    engine = open_engine(model_folder, servers, tmp_path, ahead=1)
+
+    def scored(prompts: list[Prompt], round_number: int) -> list[Group]:
+        found = engine.generate(prompts, replace(SAMPLING, seed=round_number))
+        shapes = [[(bool(one.token_ids[0] % 2), one.length) for one in group] for group in found]
+        return [
+            Group(prompt, tuple(make_sample(right, length=length) for right, length in shape))
+            for prompt, shape in zip(prompts, shapes, strict=True)
+        ]
+
+    def steps() -> list[list[tuple[str, list[int]]]]:
+        config = SamplerConfig(prompts_per_step=4, max_rounds=9, on_exhausted="train_partial")
+        ahead = AheadSampler(DynamicSampler(PromptCursor(PROMPTS, seed=0), config), 1, 4, 60.0)
+        taken = [ahead.next(scored).groups for _ in range(4)]
+        ahead.close()
+        return [[(one.prompt.id, [s.completion.length for s in one.samples]) for one in groups] for groups in taken]
+
+    def slowed(server: FakeServer) -> Hook:
+        def hook(body: dict[str, Any]) -> tuple[int, Any]:
+            answer = server.generate(body)
+            time.sleep(0.01 * sum(len(choice["token_ids"]) for choice in answer["choices"]))
+            return 200, answer
+
+        return hook
+
+    wanted = steps()
+    assert len({sum(lengths) for groups in wanted for _, lengths in groups}) > 3
+    for server in servers:
+        server.hooks[GENERATE] = slowed(server)
+    assert steps() == wanted
 
 
 def test_a_run_ahead(tmp_path: Path, model_folder: Path, servers: list[FakeServer]) -> None:
