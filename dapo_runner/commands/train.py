@@ -31,6 +31,7 @@ from dapo_runner.records.run_log import CHECKPOINTS
 from dapo_runner.rewards.plugin import RewardError
 from dapo_runner.rollout.client import RolloutError
 from dapo_runner.rollout.probe import OutOfSyncError
+from dapo_runner.sampling.ahead import SamplingStalledError
 from dapo_runner.sampling.curriculum import make_curriculum
 from dapo_runner.sampling.data import Tokenizer, load_data
 from dapo_runner.sampling.sampler import SamplingExhaustedError
@@ -47,6 +48,7 @@ STOPPED = (
     RewardError,
     RolloutError,
     SamplingExhaustedError,
+    SamplingStalledError,
 )
 
 

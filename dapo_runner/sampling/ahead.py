@@ -7,11 +7,14 @@ import time
 from collections import deque
 from typing import Any
 
-from dapo_runner.rollout.client import RolloutError
 from dapo_runner.sampling.sampler import DynamicSampler, GenerateGroups, SampledStep, SamplingStats, group_state
 from dapo_runner.types import Group, Prompt
 
 ENDS_WITHIN = 60.0  # seconds that a run which is over waits for what its thread is at
+
+
+class SamplingStalledError(RuntimeError):
+    """A step waits for groups, and no round of them has ended in time."""
 
 
 class AheadSampler:
@@ -47,7 +50,7 @@ class AheadSampler:
 
     def next(self, generate_groups: GenerateGroups) -> SampledStep:
         """As ``DynamicSampler.next``. Raises what has stopped the sampling, once the steps before that are taken, and
-        RolloutError where it stands still. ``generate_groups``, that of the first call, is called in the thread.
+        SamplingStalledError where none comes. ``generate_groups``, that of the first call, is called in the thread.
         """
         with self._changed:
             self.step += 1
@@ -61,7 +64,7 @@ class AheadSampler:
                     raise self._error
                 left = max(began, self._sign) + self.within - time.monotonic()
                 if left <= 0:
-                    raise RolloutError(
+                    raise SamplingStalledError(
                         f"rollout: step {self.step} waits for its groups, {self.in_flight} prompts of it or of a later "
                         f"one are in flight, and no round has ended for {self.within:g} s (rollout.server.round_within)"
                     )

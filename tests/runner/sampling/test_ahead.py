@@ -11,8 +11,7 @@ from itertools import pairwise
 import pytest
 from test_sampler import Engine, every_third, ids, make_sampler
 
-from dapo_runner.rollout.client import RolloutError
-from dapo_runner.sampling.ahead import AheadSampler
+from dapo_runner.sampling.ahead import AheadSampler, SamplingStalledError
 from dapo_runner.sampling.sampler import DynamicSampler
 from dapo_runner.types import Group, Prompt
 
@@ -112,7 +111,9 @@ def test_a_round_that_does_not_end_is_named_and_one_that_exits_raised() -> None:
 
     engine, found = Hanging(), list[list[str]]()
     ahead = make_ahead(engine, within=0.3)
-    with pytest.raises(RolloutError, match=r"step \d waits .* \d+ prompts of it .* for 0.3 s \(rollout.server.rou"):
+    with pytest.raises(
+        SamplingStalledError, match=r"step \d waits .* \d+ prompts of it .* for 0.3 s \(rollout.server.rou"
+    ):
         take_all(ahead, engine, found)
     assert found
     assert ahead.state_dict()["in_flight"] > 0
