@@ -40,8 +40,8 @@ SIDES = (
     Side("in turn, transformers, 2 threads", "hf", 2),
     Side("in turn, vLLM in the process, 2 threads", "vllm", 2),
     Side("in turn, a server on one core, the trainer on the other", "server", 1),
-    Side("1 step ahead, the same", "server", 1, 1),
-    Side("2 steps ahead, the same", "server", 1, 2),
+    Side("1 step ahead, a server on one core, the trainer on the other", "server", 1, 1),
+    Side("2 steps ahead, a server on one core, the trainer on the other", "server", 1, 2),
 )
 
 
