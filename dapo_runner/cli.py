@@ -22,7 +22,7 @@ from dapo_runner.preflight.packages import RUNNER_EXTRA, missing_for_runner
 USER_ERROR, INTERRUPTED = 2, 130
 COMMANDS = "dapo_runner.commands"
 WITHOUT_RUNNER = ("doctor", "recipes")
-WITH_OVERRIDES = ("train", "sft", "launch", "evaluate", "convert_answers")
+WITH_OVERRIDES = ("train", "sft", "launch", "serve", "evaluate", "convert_answers")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,6 +89,11 @@ def _parser() -> argparse.ArgumentParser:
     launch.add_argument("--max-restarts", type=int, default=0, metavar="R", help="times to go on by itself")
     launch.set_defaults(command="launch")
 
+    serve = commands.add_parser("serve", help="a vLLM server for the rollouts of a recipe", allow_abbrev=False)
+    serve.add_argument("config", help="a YAML file, or the name of a recipe")
+    serve.add_argument("--server", type=int, default=0, metavar="I", help="which of rollout.server.urls (default: 0)")
+    serve.set_defaults(command="serve")
+
     evaluate = commands.add_parser("eval", help="avg@k of a model on held-out problems", allow_abbrev=False)
     evaluate.add_argument("target", help="a run's folder (its newest checkpoint), a checkpoint, or a recipe")
     evaluate.add_argument("--show", type=int, default=0, metavar="N", help="print N scored responses")
@@ -135,6 +140,7 @@ def _parser() -> argparse.ArgumentParser:
         (train, "CONFIG"),
         (sft, "CONFIG"),
         (launch, "CONFIG --gpus N"),
+        (serve, "CONFIG"),
         (evaluate, "RUN|CHECKPOINT|CONFIG"),
         (convert, "IN OUT"),
     ):

@@ -44,7 +44,7 @@ MAY_CHANGE = (
     # What a step takes of machine, memory and patience; its figures stay what they are but for rounding.
     *("run.device", "run.threads", "parallel.", "optimizer.token_budget", "loss.chunk_bytes"),
     *("model.attention", "model.compile", "model.gradient_checkpointing"),
-    *("rollout.max_batch_sequences", "rollout.vllm.", "rollout.probe."),
+    *("rollout.max_batch_sequences", "rollout.vllm.", "rollout.server.", "rollout.probe."),
     *("reward.workers", "reward.deadline", "reward.plugin_deadline", "reward.calls.", "reward.code.workers"),
     *("reward.judge.url", "reward.judge.key_env", "reward.judge.device", "reward.judge.batch_tokens"),
     # What helps a run in trouble.

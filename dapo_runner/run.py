@@ -53,7 +53,9 @@ from dapo_runner.rollout.engine import RolloutEngine
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.probe import SyncProbe
 from dapo_runner.rollout.segments import GenerateEach, grow_trees, joined, value_chains
+from dapo_runner.rollout.server import ServerEngine
 from dapo_runner.rollout.vllm import VLLMEngine
+from dapo_runner.sampling.ahead import AheadSampler
 from dapo_runner.sampling.curriculum import make_curriculum
 from dapo_runner.sampling.data import Dataset, PromptCursor, load_data
 from dapo_runner.sampling.sampler import DynamicSampler, SampledStep
@@ -81,7 +83,7 @@ class Run:
     dataset: Dataset
     learner: Learner
     engine: RolloutEngine
-    sampler: DynamicSampler
+    sampler: DynamicSampler | AheadSampler
     sync_probe: SyncProbe
     score: Scorer
     log: RunLog | None  # on rank 0 alone, as the lock
@@ -113,6 +115,9 @@ class Run:
                 self.finish_saving()
             except Exception as failure:  # what stopped the run is what is raised
                 self.progress.note(f"what was being saved is lost: {failure}")
+        if isinstance(self.sampler, AheadSampler) and isinstance(self.engine, ServerEngine):
+            self.engine.close()
+            self.sampler.close()
         self.progress.close()
         for held in (self.score, self.log, self.lock):
             if held is not None:
@@ -132,6 +137,9 @@ class Run:
         """The groups of a step. Where that fails, the steps before it are saved, as they were before it began."""
         self.stop.step_takes(self.last_step_took)
         with self.saving_first(step - 1, moment(self.sampler)):
+            if isinstance(self.sampler, AheadSampler):
+                with self.timed("wait"), self.stop.giving_up():
+                    return self.sampler.next(self.generate_ahead)
             sampled = self.sampler.next(self.generate_groups)
             return sampled if self.config.advantage.segments is None else self.value_segments(sampled, step)
 
@@ -163,6 +171,11 @@ class Run:
             sampling = rollout_sampling(self.config, round_number)
             return self.answer(prompts, sampling, self.score, self.rollout_phase, self.respond)
 
+    def generate_ahead(self, prompts: list[Prompt], round_number: int) -> list[Group]:
+        """The same beside the training, in the thread of an ``AheadSampler``: clock and signals are the other's."""
+        groups = self.answer(prompts, rollout_sampling(self.config, round_number), self.score)
+        return [replace(group, step=self.first_step + group.oldest_version) for group in groups]
+
     def give_up_if_late(self) -> None:
         """Before an engine is asked. Raises StepGivenUpError."""
         if self.world.any(self.stop.late):
@@ -179,6 +192,7 @@ class Run:
         """The groups of a step with the segments of their responses: `advantage.segments`."""
         advantage, groups, continued = self.config.advantage, sampled.groups, 0
         assert advantage.segments is not None
+        assert isinstance(self.sampler, DynamicSampler)
         if advantage.segments.kind == "tree":
             groups = [tree_segments(group, advantage.segments, advantage.eps) for group in groups]
             counts = {"tokens": sampled.stats.generated, **segment_figures(groups)}
@@ -237,7 +251,8 @@ class Run:
         """The policy is about to train and wants the memory."""
         with self.timed("sync"):
             self.engine.release()
-            self.score.release()
+            if not self.config.rollout.ahead:
+                self.score.release()
 
     def training_records(self, groups: list[Group], step: int) -> list[Sequence]:
         """Of every sample of a step, in order."""
@@ -298,6 +313,7 @@ class Run:
             | prefixed("segments", sampled.segments)
             | prefixed("train", trained | pair_figures(sampled.groups, self.config.preference))
             | prefixed("sync", in_sync)
+            | (prefixed("ahead", self.sampler.figures()) if isinstance(self.sampler, AheadSampler) else {})
         )
         news = self.log.step(step, figures, sampled.groups, sequences, self.learner.token_values)
         self.progress.step(step, figures, self.clock.so_far(), self.speed)
@@ -451,7 +467,7 @@ def _open_run(config: Config, place: Place) -> Run:
     cursor = PromptCursor(dataset.train, config.run.seed, dataset.heldout, curriculum)
     fetch = list if world.alone else partial(complete, world)
     sampler = DynamicSampler(cursor, config.sampler, progress.round, fetch)
-    engine = world.together(lambda: open_engine(config, source, device, world))
+    engine = world.together(lambda: open_engine(config, source, device, world, progress.note))
     trackers = world.on_first(lambda: open_trackers(config, folder, keep_through + 1)) or []
     # Nothing that draws a random number comes after this: a resumed run must see the numbers the first one saw.
     seed_generators(config.run.seed)
@@ -462,7 +478,13 @@ def _open_run(config: Config, place: Place) -> Run:
             progress.note(f"{n_left_over} groups left over are dropped: {', '.join(changed)} is another now")
             sampler.buffer, sampler.waiting = [], []
         progress.note(f"resuming after step {done} from {checkpoint.path}")
-    score = Scorer(config, timed=clock.phase, note=progress.note)
+        if config.rollout.ahead:
+            progress.note(
+                f"{len(sampler.buffer)} groups that were sampled and had not trained are there, {sampler.in_flight} "
+                "prompts that were in flight are asked again"
+            )
+    # The clock is that of the thread that trains, beside which an `AheadSampler` has answers scored.
+    score = Scorer(config, timed=None if config.rollout.ahead else clock.phase, note=progress.note)
     if score.judge is not None:
         score.judge.known.keep(folder, world.rank, world.size)
 
@@ -495,7 +517,7 @@ def _open_run(config: Config, place: Place) -> Run:
         dataset=dataset,
         learner=learner,
         engine=engine,
-        sampler=sampler,
+        sampler=sampled_ahead(sampler, config) if config.rollout.ahead else sampler,
         sync_probe=SyncProbe(dataset.train, config),
         score=score,
         log=log,
@@ -509,6 +531,10 @@ def _open_run(config: Config, place: Place) -> Run:
         in_background=in_background,
         owes_evaluation=bool(dataset.heldout) and owes,
     )
+
+
+def sampled_ahead(sampler: DynamicSampler, config: Config) -> AheadSampler:
+    return AheadSampler(sampler, config.rollout.ahead, config.run.steps, config.rollout.server.round_within)
 
 
 def seed_generators(seed: int) -> None:
@@ -593,9 +619,17 @@ def initial_model(config: Config, folder: Path, progress: Progress) -> str | Pat
     return ensure_tiny_model(config, folder / TINY_MODEL, progress.note)
 
 
-def open_engine(config: Config, source: str | Path, device: torch.device, world: World = ALONE) -> RolloutEngine:
-    """A rollout engine with weights of its own, loaded from ``source``."""
+def open_engine(
+    config: Config,
+    source: str | Path,
+    device: torch.device,
+    world: World = ALONE,
+    note: Callable[[str], None] = lambda _: None,
+) -> RolloutEngine:
+    """A rollout engine with weights of its own, loaded from ``source``. ``note`` is told what befalls its servers."""
     tokenizer = load_tokenizer(source, config.model)
+    if config.rollout.engine == "server":
+        return ServerEngine(source, tokenizer, config, world, note)
     if config.rollout.engine == "vllm":
         return VLLMEngine(source, tokenizer, config, device, world)
     model = load_model(source, config.model, device, "sdpa")

@@ -17,7 +17,8 @@ def train(config: Config, progress: Progress | None = None) -> Path:
     what `logging.progress` asks for, on the standard output.
 
     Ctrl-C finishes the step and saves it; then KeyboardInterrupt. Raises ConfigError, SamplingExhaustedError,
-    NonFiniteUpdateError, OutOfSyncError, RewardError, CheckpointError; StepGivenUpError after SIGTERM; RankLostError.
+    SamplingStalledError, NonFiniteUpdateError, OutOfSyncError, RewardError, RolloutError, CheckpointError;
+    StepGivenUpError after SIGTERM; RankLostError.
     """
     check_config(config)
     progress = make_progress(config.logging.progress, Console()) if progress is None else progress

@@ -83,6 +83,13 @@ class Branch(NamedTuple):
     length: int
 
 
+class Stretch(NamedTuple):
+    """So many tokens of a response that one version of the weights gave. Versions count an engine's updates from 1."""
+
+    version: int
+    length: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
     """One response of the policy to one prompt. Where another rank has it, its tensors are meta tensors of its length.
@@ -93,6 +100,7 @@ class Completion:
     cut it. The text holds a stop string, as the tokens do.
     path: of a tree's leaf the nodes from the root down, which add up to its length; empty where there is no tree.
     kept: what each token was sampled from; None where nobody asked (``SamplingParams.sampling_mask``).
+    versions: which weights gave which tokens, where an engine says; they add up to its length.
     """
 
     token_ids: Tensor
@@ -101,6 +109,7 @@ class Completion:
     text: str
     path: tuple[Branch, ...] = ()
     kept: Kept | None = None
+    versions: tuple[Stretch, ...] = ()
 
     @property
     def length(self) -> int:
@@ -184,6 +193,11 @@ class Group:
         completions = [sample.completion for sample in self.samples]
         nodes = {c.path[: depth + 1]: branch.length for c in completions for depth, branch in enumerate(c.path)}
         return sum(nodes.values()) + sum(c.length for c in completions if not c.path)
+
+    @property
+    def oldest_version(self) -> int:
+        """Of the weights that gave any of its tokens, where an engine says."""
+        return min(stretch.version for sample in self.samples for stretch in sample.completion.versions)
 
     @property
     def all_right(self) -> bool:

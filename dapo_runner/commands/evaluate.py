@@ -21,6 +21,7 @@ from dapo_runner.preflight.needs import check_model
 from dapo_runner.records.run_log import CHECKPOINTS
 from dapo_runner.rewards.plugin import RewardError
 from dapo_runner.rewards.scoring import Scorer
+from dapo_runner.rollout.client import RolloutError
 from dapo_runner.run import open_engine
 from dapo_runner.sampling.data import load_data
 from dapo_runner.types import Group
@@ -35,10 +36,10 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     dataset = load_data(config, load_tokenizer(source, config.model))
     if not dataset.heldout:
         raise ConfigError("data.eval_size: expected at least one held-out problem, got none")
-    engine = open_engine(config, source, device)
     try:
+        engine = open_engine(config, source, device, note=complain)
         result = evaluate(scored(engine.generate, Scorer(config, shaped=False)), dataset.heldout, config)
-    except RewardError as error:
+    except (RewardError, RolloutError) as error:
         complain(str(error))
         return 1
     _print_responses(result.groups[: options.show])

@@ -29,7 +29,9 @@ from dapo_runner.records.progress import make_progress
 from dapo_runner.records.report import write_report
 from dapo_runner.records.run_log import CHECKPOINTS
 from dapo_runner.rewards.plugin import RewardError
+from dapo_runner.rollout.client import RolloutError
 from dapo_runner.rollout.probe import OutOfSyncError
+from dapo_runner.sampling.ahead import SamplingStalledError
 from dapo_runner.sampling.curriculum import make_curriculum
 from dapo_runner.sampling.data import Tokenizer, load_data
 from dapo_runner.sampling.sampler import SamplingExhaustedError
@@ -44,7 +46,9 @@ STOPPED = (
     RankError,
     RankLostError,
     RewardError,
+    RolloutError,
     SamplingExhaustedError,
+    SamplingStalledError,
 )
 
 

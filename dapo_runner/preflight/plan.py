@@ -159,7 +159,7 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
     """
     gpus, lora, size = config.parallel.gpus, config.model.lora, BYTES[config.model.dtype]
     trained = shape.parameters if lora is None else shape.adapter_parameters(lora)
-    frozen = 0 if lora is None else shape.parameters
+    frozen, elsewhere = 0 if lora is None else shape.parameters, config.rollout.engine == "server"
     shards = config.parallel.shard or gpus // config.parallel.replicate
     positions = math.ceil(config.optimizer.token_budget / config.parallel.sequence)
     terms = {
@@ -174,8 +174,8 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
         "reference weights": _shared(shape.parameters * size, shards) if _keeps_reference(config) else 0,
         "reference's float32 average": _shared(shape.parameters * FLOAT32, shards) if _keeps_average(config) else 0,
         **_critic(config, shape, shards),
-        "engine's weights": _shared(shape.parameters * size, config.parallel.rollout_tensor),
-        **_cache(config, shape),
+        "engine's weights": 0 if elsewhere else _shared(shape.parameters * size, config.parallel.rollout_tensor),
+        **({} if elsewhere else _cache(config, shape)),
     }
     return {what: amount for what, amount in terms.items() if amount}
 

@@ -21,6 +21,7 @@ from dapo_runner.errors import ConfigError
 
 MAX_BYTES = 2**24  # of an answer
 SHOWN = 300  # characters of an answer that an error shows
+AGENT = "dapo-runner"
 
 
 class EndpointError(RuntimeError):
@@ -69,13 +70,13 @@ class Endpoint:
         return Answer(text, first)
 
     def _post(self, body: Mapping[str, Any]) -> Any:
-        headers = {"Content-Type": "application/json", "User-Agent": "dapo-runner", **self._authorization()}
+        headers = {"Content-Type": "application/json", "User-Agent": AGENT, **authorization(self.url, self.key_env)}
         url = f"{self.url.rstrip('/')}/chat/completions"
         request = Request(url, json.dumps(body).encode(), headers)
         until = math.inf if self.timeout is None else time.monotonic() + self.timeout
         try:
             with _OPENER.open(request, timeout=self.timeout) as response:
-                raw = _read(response, until)
+                raw = read_until(response, until, MAX_BYTES)
         except HTTPError as error:
             raise EndpointError(f"{url}: HTTP {error.code} {self._shown(f'{error.reason}: {_said(error)}')}") from None
         except (OSError, HTTPException, ValueError) as error:  # a URLError is an OSError
@@ -88,31 +89,42 @@ class Endpoint:
         except ValueError as error:
             raise EndpointError(f"{url}: expected JSON, got {self._shown(raw.decode('utf-8', 'replace'))}") from error
 
-    def _authorization(self) -> dict[str, str]:
-        if self.key_env is None:
-            return {}
-        where = f"the key of {self.url} in the environment variable {self.key_env}"
-        if not (key := self._key):
-            raise ConfigError(f"expected {where}, got nothing")
-        if not (key.isascii() and key.isprintable()):  # what http.client refuses, it shows
-            raise ConfigError(f"expected {where} in printable ASCII characters, got others")
-        return {"Authorization": f"Bearer {key}"}
-
-    @property
-    def _key(self) -> str:
-        return os.environ.get(self.key_env or "", "").strip()
-
     def _shown(self, text: str) -> str:
-        """What a server said, in one line and without the key, which it may repeat."""
-        text = " ".join((text.replace(self._key, "***") if self._key else text).split())
-        text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
-        return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+        return shown(text, self.key_env)
 
 
-def _read(response: HTTPResponse, until: float) -> bytes:
-    """A server that is never silent for long, and never done, is late like another."""
+def authorization(url: str, key_env: str | None) -> dict[str, str]:
+    """The header with the key that the environment variable holds; none where there is no variable. Raises ConfigError
+    for a key that is not there, or that http.client would refuse and show.
+    """
+    if key_env is None:
+        return {}
+    where = f"the key of {url} in the environment variable {key_env}"
+    if not (key := _key(key_env)):
+        raise ConfigError(f"expected {where}, got nothing")
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(f"expected {where} in printable ASCII characters, got others")
+    return {"Authorization": f"Bearer {key}"}
+
+
+def shown(text: str, key_env: str | None) -> str:
+    """What a server said, in one line and without the key, which it may repeat."""
+    key = _key(key_env)
+    text = " ".join((text.replace(key, "***") if key else text).split())
+    text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
+
+def _key(key_env: str | None) -> str:
+    return os.environ.get(key_env or "", "").strip()
+
+
+def read_until(response: HTTPResponse, until: float, max_bytes: int) -> bytes:
+    """At most so many bytes of an answer. A server that is never silent for long, and never done, is late like another:
+    raises TimeoutError past ``until``, on the monotonic clock.
+    """
     raw = bytearray()
-    while len(raw) < MAX_BYTES and (part := response.read1(MAX_BYTES - len(raw))):
+    while len(raw) < max_bytes and (part := response.read1(max_bytes - len(raw))):
         raw += part
         if time.monotonic() > until:
             raise TimeoutError

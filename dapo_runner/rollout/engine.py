@@ -48,6 +48,16 @@ def sampling_of_each(
     return list(sampling)
 
 
+def check_lengths(prompts: Sequence[Prompt], each: Sequence[SamplingParams], longest: int) -> None:
+    """Raises ValueError for a prompt that leaves less room in ``longest`` tokens than its ``max_tokens``."""
+    for prompt, item in zip(prompts, each, strict=True):
+        if len(prompt.token_ids) + item.max_tokens > longest:
+            raise ValueError(
+                f"generate: expected prompt and response within {longest} tokens, got {len(prompt.token_ids)} + "
+                f"{item.max_tokens}; raise rollout.max_prompt_tokens"
+            )
+
+
 @torch.no_grad()
 def copy_weights(model: torch.nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Copy into the parameters of ``model`` in place, casting to their dtype. Raises ValueError on any

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.world import ALONE, World
-from dapo_runner.rollout.engine import checked_weights, sampling_of_each, stop_token_ids
+from dapo_runner.rollout.engine import check_lengths, checked_weights, sampling_of_each, stop_token_ids
 from dapo_runner.types import Completion, FinishReason, Kept, Prompt, SamplingParams
 
 GIB = 2**30
@@ -56,8 +56,16 @@ class VLLMEngine:
             _remove_shared_memory(ranks)
             atexit.register(_remove_shared_memory, ranks)
         with _threads_kept():
-            launched = {} if world.alone else {"distributed_executor_backend": "external_launcher"}
-            arguments = _arguments(path, config, device) | launched | {"tensor_parallel_size": tensor}
+            arguments = engine_arguments(path, config, device) | {
+                "tensor_parallel_size": tensor,
+                "max_logprobs": -1,  # as many as a request asks for
+                "use_tqdm_on_load": False,
+                "disable_log_stats": True,
+            }
+            if device.type == "cuda":
+                arguments["enable_sleep_mode"] = config.rollout.vllm.sleep
+            if not world.alone:
+                arguments["distributed_executor_backend"] = "external_launcher"
             self.llm = _import_vllm().LLM(**arguments)
         fields = self.llm.llm_engine.model_config.try_get_generation_config()
         self.stop_ids = stop_token_ids(fields.get("eos_token_id"), tokenizer)
@@ -77,12 +85,7 @@ class VLLMEngine:
         if self._asleep:
             raise RuntimeError("generate: expected update_weights first: the engine gave its weights up in release()")
         each = sampling_of_each(prompts, sampling)
-        for prompt, item in zip(prompts, each, strict=True):
-            if len(prompt.token_ids) + item.max_tokens > self.max_tokens:
-                raise ValueError(
-                    f"generate: expected prompt and response within {self.max_tokens} tokens, got "
-                    f"{len(prompt.token_ids)} + {item.max_tokens}; raise rollout.max_prompt_tokens"
-                )
+        check_lengths(prompts, each, self.max_tokens)
         self._forget_prefixes()
         outputs = self.llm.generate(
             [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts],
@@ -117,24 +120,10 @@ class VLLMEngine:
             raise RuntimeError("rollout: vLLM kept prompt prefixes that it may have computed with earlier weights")
 
     def _sampling_params(self, sampling: SamplingParams, place: int) -> Any:
-        # vLLM numbers the samples of a prompt by adding to its seed; a hash keeps the prompts' ranges apart.
-        name = f"{sampling.seed}:{place if sampling.place is None else sampling.place}".encode()
-        return _import_vllm().SamplingParams(
-            n=sampling.n if sampling.temperature > 0 else 1,  # vLLM refuses more; they are all alike
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k or 0,
-            min_p=sampling.min_p,
-            stop=list(sampling.stop),
-            max_tokens=sampling.max_tokens,
-            seed=int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 2,
-            logprobs=self._n_named(sampling) if sampling.sampling_mask else 0,  # beside the sampled token
-            flat_logprobs=True,
-            stop_token_ids=self.stop_ids,
-            ignore_eos=True,  # the stop tokens above are all there are, as in the hf engine
-            detokenize=bool(sampling.stop),  # vLLM finds them in its own text, which nothing else looks at
-            skip_special_tokens=False,
-        )
+        fields = sampling_fields(sampling, place, self.stop_ids)
+        if sampling.sampling_mask:
+            fields["logprobs"] = self._n_named(sampling)  # beside the sampled token
+        return _import_vllm().SamplingParams(**fields, flat_logprobs=True)
 
     def _n_named(self, sampling: SamplingParams) -> int:
         assert sampling.top_k is not None, "vLLM names what it kept up to a number"
@@ -147,12 +136,33 @@ class VLLMEngine:
             Completion(
                 token_ids=torch.tensor(list(out.token_ids), dtype=torch.int64),
                 logprobs=torch.tensor(out.logprobs.logprobs, dtype=torch.float32)[out.logprobs.start_indices],
-                finish_reason=_finish_reason(out.finish_reason),
+                finish_reason=finish_reason(out.finish_reason),
                 text=text,
                 kept=_kept(out.logprobs) if with_kept else None,
             )
             for out, text in zip(outputs, texts, strict=True)
         ]
+
+
+def sampling_fields(sampling: SamplingParams, place: int, stop_ids: list[int]) -> dict[str, Any]:
+    """vLLM's SamplingParams of the prompt at ``place`` of a call, by name."""
+    # vLLM numbers the samples of a prompt by adding to its seed; a hash keeps the prompts' ranges apart.
+    name = f"{sampling.seed}:{place if sampling.place is None else sampling.place}".encode()
+    return {
+        "n": sampling.n if sampling.temperature > 0 else 1,  # vLLM refuses more; they are all alike
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or 0,
+        "min_p": sampling.min_p,
+        "stop": list(sampling.stop),
+        "max_tokens": sampling.max_tokens,
+        "seed": int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 2,
+        "logprobs": 0,  # of the sampled token alone
+        "stop_token_ids": stop_ids,
+        "ignore_eos": True,  # the stop tokens above are all there are, as in the hf engine
+        "detokenize": bool(sampling.stop),  # vLLM finds them in its own text, which nothing else looks at
+        "skip_special_tokens": False,
+    }
 
 
 def _remove_shared_memory(ranks: range) -> None:
@@ -163,7 +173,8 @@ def _remove_shared_memory(ranks: range) -> None:
         leftover.unlink(missing_ok=True)
 
 
-def _arguments(path: str | Path, config: Config, device: torch.device) -> dict[str, Any]:
+def engine_arguments(path: str | Path, config: Config, device: torch.device) -> dict[str, Any]:
+    """What vLLM is started with, in this process or as a server, by the names of its arguments."""
     rollout = config.rollout
     arguments: dict[str, Any] = {
         "model": str(path),
@@ -173,16 +184,12 @@ def _arguments(path: str | Path, config: Config, device: torch.device) -> dict[s
         "max_model_len": config.longest_sequence,
         "max_num_seqs": rollout.max_batch_sequences,
         "logprobs_mode": "processed_logprobs",  # the raw ones leave the temperature out
-        "max_logprobs": -1,  # as many as a request asks for
-        "use_tqdm_on_load": False,
-        "disable_log_stats": True,
         "seed": config.run.seed,
     }
     if device.type == "cuda":
         return arguments | {
             "gpu_memory_utilization": rollout.vllm.gpu_memory,
             "enforce_eager": not rollout.vllm.cuda_graphs,
-            "enable_sleep_mode": rollout.vllm.sleep,
         }
     return arguments | {
         "kv_cache_memory_bytes": int(rollout.vllm.kv_cache_gib * GIB),
@@ -252,9 +259,10 @@ def _kept(flat: Any) -> Kept:
     return Kept(ids[kept], steps[kept].bincount(minlength=len(starts)).to(torch.int32))
 
 
-def _finish_reason(reason: str | None) -> FinishReason:
+def finish_reason(reason: str | None) -> FinishReason:
+    """Of vLLM. Raises ValueError for one that is no end of a response."""
     if reason == "stop":
         return "stop"
     if reason == "length":
         return "length"
-    raise RuntimeError(f"generate: expected vLLM to end a response with 'stop' or 'length', got {reason!r}")
+    raise ValueError(f"generate: expected vLLM to end a response with 'stop' or 'length', got {reason!r}")

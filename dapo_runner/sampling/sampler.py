@@ -15,11 +15,11 @@ from typing import Any
 
 from dapo_runner.config import SamplerConfig
 from dapo_runner.sampling.data import PromptCursor
-from dapo_runner.types import Branch, Completion, Group, Kept, Prompt, Sample, Segment, Verdict
+from dapo_runner.types import Branch, Completion, Group, Kept, Prompt, Sample, Segment, Stretch, Verdict
 
 GenerateGroups = Callable[[list[Prompt], int], list[Group]]
-"""Scored groups for prompts, in their order. The second argument counts the rounds of the whole run: a seed
-made from it differs from round to round and is the same again after a resume."""
+"""Scored groups for prompts, in their order, of this step where they name none. The second argument counts the rounds
+of the whole run: a seed made from it differs from round to round and is the same again after a resume."""
 
 # The weight of `initial_acceptance`, in groups: steadies the first rounds, soon outweighed by what is seen.
 PRIOR_GROUPS = 4
@@ -112,6 +112,7 @@ class DynamicSampler:
         self.rounds_so_far = self.steps = 0
         self.buffer: list[Group] = []
         self.waiting: list[Group] = []  # parts of groups that later steps train on
+        self.in_flight = 0  # prompts that were being answered as what it was loaded from was saved: asked again
         self._accepted = self._tried = 0.0  # groups, with fading memory
         self._cautioned = False
 
@@ -139,7 +140,7 @@ class DynamicSampler:
             stats.count(groups)
             self.cursor.observe(groups)
             kept = self.complete([group for group in groups if self._keeps(group)])
-            self.buffer += [replace(group, step=self.steps) for group in kept]
+            self.buffer += [replace(group, step=group.step or self.steps) for group in kept]
             self._accepted = MEMORY * self._accepted + len(kept)
             self._tried = MEMORY * self._tried + len(groups)
             if self.on_round is not None:
@@ -218,14 +219,15 @@ class DynamicSampler:
             "steps": self.steps,
             "accepted": self._accepted,
             "tried": self._tried,
-            "buffer": [_group_state(group) for group in self.buffer],
-            "waiting": [_group_state(group) for group in self.waiting],
+            "buffer": [group_state(group) for group in self.buffer],
+            "waiting": [group_state(group) for group in self.waiting],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.cursor.load_state_dict(state["cursor"])
         self.rounds_so_far, self.steps = state["rounds_so_far"], state["steps"]
         self._accepted, self._tried = state["accepted"], state["tried"]
+        self.in_flight = state.get("in_flight", 0)
         # Groups of older versions do not say when they were sampled: not after the last step.
         waiting = state.get("waiting", [])
         prompts = {prompt.id: prompt for prompt in self.cursor.prompts} if state["buffer"] or waiting else {}
@@ -259,7 +261,8 @@ def _n_samples(groups: list[Group]) -> int:
     return sum(len(group.samples) for group in groups)
 
 
-def _group_state(group: Group) -> dict[str, Any]:
+def group_state(group: Group) -> dict[str, Any]:
+    """Plain values and tensors."""
     return {
         "step": group.step,
         "prompt": {name: getattr(group.prompt, name) for name in ("id", "token_ids", "text", "answer", "source")},
@@ -271,6 +274,7 @@ def _group_state(group: Group) -> dict[str, Any]:
                 "text": sample.completion.text,
                 "path": [tuple(branch) for branch in sample.completion.path],
                 "kept": None if sample.completion.kept is None else tuple(sample.completion.kept),
+                "versions": [tuple(stretch) for stretch in sample.completion.versions],
                 "verdict": asdict(sample.verdict),
                 "base_reward": sample.base_reward,
                 "length_penalty": sample.length_penalty,
@@ -294,6 +298,7 @@ def _group_from_state(state: Mapping[str, Any], prompts: Mapping[str, Prompt]) -
                 item["text"],
                 tuple(Branch(*branch) for branch in item.get("path", ())),  # older ones knew no trees
                 Kept(*item["kept"]) if item.get("kept") else None,
+                tuple(Stretch(*stretch) for stretch in item.get("versions", ())),
             ),
             verdict=Verdict(**item["verdict"]),
             base_reward=item["base_reward"],

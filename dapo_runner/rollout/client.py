@@ -1,0 +1,124 @@
+"""One `vllm serve` process at its address: requests that end in time, and what went wrong in one line.
+
+Nothing is sent anywhere but to the URL that was named: no proxy, no redirect. The key is read from the environment with
+every request and kept nowhere.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+from dapo_runner.config.rollout_server import ServerConfig
+from dapo_runner.rewards.endpoint import AGENT, authorization, read_until, shown
+
+MAX_BYTES = 2**30  # of an answer: 140 for a token, so that a group of 16 responses of 20k tokens takes 46 MB
+BUSY = (408, 429)  # what may be otherwise a moment later, as everything from 500 on
+
+
+class ServerError(RuntimeError):
+    """A server that did not answer, or not as one does that is well: another may, or the same one later."""
+
+
+class RolloutError(RuntimeError):
+    """What no server will answer, or none has in time."""
+
+
+class Server:
+    """One address. May be asked by several threads at a time."""
+
+    def __init__(self, url: str, settings: ServerConfig) -> None:
+        self.url = url.rstrip("/")
+        self.settings = settings
+        self.version: str | None = None  # of the weights that it was given, by this process or another rank
+        self.turn = threading.Lock()  # of whoever gives it weights
+        self._open: dict[HTTPConnection, object] = {}  # and for whom
+        self._lock = threading.Lock()
+
+    def __str__(self) -> str:
+        return self.url
+
+    def check_health(self) -> None:
+        """Raises ServerError unless it says within `health_within` that it is well."""
+        self._request("GET", "/health", None, self.settings.health_within, None)
+
+    def get(self, path: str, caller: object = None) -> Any:
+        return self._request("GET", path, None, self.settings.sync_within, caller)
+
+    def post(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        within: float | None = None,
+        caller: object = None,
+    ) -> Any:
+        """The answer's JSON. ``within``: seconds it has, by default `sync_within`; ``caller``: who may ``hang_up``."""
+        return self._request("POST", path, body or {}, within or self.settings.sync_within, caller)
+
+    def _request(self, method: str, path: str, body: Mapping[str, Any] | None, within: float, caller: object) -> Any:
+        """Raises ServerError, and RolloutError where the request is what is wrong."""
+        what = f"{self.url}: {method} {path}"
+        headers = {"User-Agent": AGENT, **authorization(self.url, self.settings.key_env)}
+        sent = None if body is None else json.dumps(body).encode()
+        if sent is not None:
+            headers["Content-Type"] = "application/json"
+        try:
+            with self._connection(within, caller) as connection:
+                until = time.monotonic() + within
+                connection.request(method, path, sent, headers)
+                response = connection.getresponse()
+                raw = read_until(response, until, MAX_BYTES)
+        except TimeoutError as error:
+            raise ServerError(f"{what}: no answer within {within:g} s") from error
+        except (OSError, HTTPException) as error:
+            raise ServerError(f"{what}: {self._shown(f'{type(error).__name__}: {error}')}") from None
+        return self._read(what, response, raw)
+
+    def _read(self, what: str, response: HTTPResponse, raw: bytes) -> Any:
+        text, length = raw.decode("utf-8", "replace"), response.getheader("Content-Length")
+        if length is not None and int(length) != len(raw):
+            raise ServerError(f"{what}: expected {length} bytes, the answer ended after {len(raw)}")
+        if response.status != 200:
+            said = f"{what}: HTTP {response.status} {self._shown(f'{response.reason}: {text}')}"
+            raise (ServerError if response.status in BUSY or response.status >= 500 else RolloutError)(said)
+        if not text:
+            return None
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise ServerError(f"{what}: expected JSON, got {self._shown(text)}") from error
+
+    @contextmanager
+    def _connection(self, within: float, caller: object) -> Iterator[HTTPConnection]:
+        """A connection that ``hang_up`` ends; one that is not made within `health_within` never will be."""
+        parts = urlsplit(self.url)
+        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        connection = kind(parts.hostname or "", parts.port, timeout=min(within, self.settings.health_within))
+        with self._lock:
+            self._open[connection] = caller
+        try:
+            connection.connect()
+            connection.sock.settimeout(within)
+            yield connection
+        finally:
+            with self._lock:
+                del self._open[connection]
+            connection.close()
+
+    def hang_up(self, caller: object) -> None:
+        """End the caller's requests, each with a ServerError where it was made; the server drops them too."""
+        with self._lock:
+            for connection, asking in self._open.items():
+                if asking is caller and connection.sock is not None:
+                    with suppress(OSError):
+                        connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def _shown(self, text: str) -> str:
+        return shown(text, self.settings.key_env)

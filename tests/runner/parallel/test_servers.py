@@ -1,0 +1,54 @@
+"""Ranks that share servers: each asks for its share, rank 0 sends the weights, any of them to one that is back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_server import GENERATE, FakeServer
+from launch import torchrun
+from small import write_recipe
+
+from dapo_runner.records.metrics import read_log
+
+
+@pytest.fixture
+def servers(model_folder: Path) -> Iterator[list[FakeServer]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(FakeServer(model_folder)) for _ in range(2)]
+
+
+def run(folder: Path, n: int, model: Path, servers: list[FakeServer]) -> list[dict[str, Any]]:
+    recipe = write_recipe(folder, steps=2, eval_every=0, save_every=0)
+    named = ", ".join(server.url for server in servers)
+    settings = [
+        f"run.name=on{n}", "model.tiny=null", f"model.path={model}", "sampler.filter_groups=false",
+        "rollout.engine=server", "rollout.max_response_tokens=6", f"rollout.server.urls=[{named}]",
+        f"rollout.server.folder={folder}",
+    ]  # fmt: skip
+    done = torchrun(n, "-m", "dapo_runner", "train", recipe, *settings)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert not list(folder.glob("dapo-*"))
+    return read_log(folder / "runs" / f"on{n}" / "metrics.jsonl")
+
+
+def test_two_ranks_and_a_server_that_is_lost(tmp_path: Path, model_folder: Path, servers: list[FakeServer]) -> None:
+    alone = run(tmp_path, 1, model_folder, servers)
+
+    def lost_and_back(body: dict[str, Any]) -> None:
+        if servers[1].alive and servers[0].seen(GENERATE) % 9 == 7:
+            servers[1].kill()
+            servers[1].start()
+
+    servers[0].hooks[GENERATE] = lost_and_back
+    events = run(tmp_path, 2, model_folder, servers)
+    assert [(event["kind"], event["step"]) for event in events] == [(event["kind"], event["step"]) for event in alone]
+    for event, other in zip(events, alone, strict=True):
+        for key, value in other.items():
+            if key.startswith("sampling/"):
+                assert event[key] == pytest.approx(value, rel=1e-6), key
+        if event["kind"] == "step":
+            assert event["sync/gap"] < 1e-5

@@ -1,0 +1,138 @@
+"""Sampling ahead of training: the groups that would have been sampled one step after the other, in that order."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from test_sampler import Engine, every_third, ids, make_sampler
+
+from dapo_runner.sampling.ahead import AheadSampler, SamplingStalledError
+from dapo_runner.sampling.sampler import DynamicSampler
+from dapo_runner.types import Group, Prompt
+
+STEPS = 8
+
+
+class SlowEngine(Engine):
+    """Each round takes a while, in which the one that trains may ask for more."""
+
+    def __init__(self, broken_after: int = 99) -> None:
+        super().__init__(every_third)
+        self.dice, self.broken_after = random.Random(2), broken_after
+        self.begun: list[int] = []  # the step that each round is for
+        self.sampler: DynamicSampler | None = None
+
+    def __call__(self, prompts: list[Prompt], round_index: int) -> list[Group]:
+        if len(self.rounds) == self.broken_after:
+            raise RuntimeError("no engine any more")
+        assert self.sampler is not None
+        self.begun.append(self.sampler.steps)
+        time.sleep(self.dice.uniform(0, 0.01))
+        return super().__call__(prompts, round_index)
+
+
+def make_ahead(engine: SlowEngine, lead: int = 2, within: float = 60.0) -> AheadSampler:
+    engine.sampler = make_sampler(max_age=9)
+    return AheadSampler(engine.sampler, lead, STEPS, within)
+
+
+def take_all(ahead: AheadSampler, engine: SlowEngine, found: list[list[str]]) -> None:
+    """Until there are no more."""
+    while True:
+        found.append(ids(ahead.next(engine).groups))
+
+
+def one_after_the_other() -> list[list[str]]:
+    engine, sampler = Engine(every_third), make_sampler(max_age=9)
+    return [ids(sampler.next(engine).groups) for _ in range(STEPS)]
+
+
+@pytest.mark.parametrize("lead", [1, 3])
+def test_the_same_steps_in_the_same_order_and_never_too_early(lead: int) -> None:
+    engine = SlowEngine()
+    ahead = make_ahead(engine, lead)
+    steps, furthest = [], 0
+    for step in range(1, STEPS + 1):
+        steps.append(ids(ahead.next(engine).groups))
+        time.sleep(0.03 if step > STEPS // 2 else 0)
+        assert max(engine.begun) <= step + lead
+        furthest = max(furthest, max(engine.begun) - step)
+    ahead.close()
+    assert steps == one_after_the_other()
+    assert furthest == lead
+    assert engine.rounds == sorted(engine.rounds)
+
+
+@pytest.mark.parametrize("trained", [1, 4, STEPS - 1])
+def test_what_was_sampled_is_not_lost_and_comes_once(trained: int) -> None:
+    engine = SlowEngine()
+    ahead = make_ahead(engine)
+    begun = [ids(ahead.next(engine).groups) for _ in range(trained)]
+    time.sleep(0.02)
+    state = ahead.state_dict()
+    ahead.close()
+    assert state["steps"] == trained
+    assert len(state["buffer"]) >= 4  # a step at least
+    again = SlowEngine()
+    resumed = make_ahead(again)
+    resumed.load_state_dict(state)
+    rest = [ids(resumed.next(again).groups) for _ in range(STEPS - trained)]
+    resumed.close()
+    assert begun + rest == one_after_the_other()
+
+
+def test_what_stops_the_sampling_comes_after_the_steps_before_it() -> None:
+    engine = SlowEngine(broken_after=4)
+    ahead = make_ahead(engine)
+    wanted, found = one_after_the_other(), list[list[str]]()
+
+    with pytest.raises(RuntimeError, match="no engine any more"):
+        take_all(ahead, engine, found)
+    assert found
+    assert all(one == other for one, other in zip(found, wanted, strict=False))
+    ahead.close()
+
+
+def test_a_round_that_does_not_end_is_named_and_one_that_exits_raised() -> None:
+    hung = threading.Event()
+
+    class Hanging(SlowEngine):
+        def __call__(self, prompts: list[Prompt], round_index: int) -> list[Group]:
+            if self.rounds and not hung.wait(60):
+                raise AssertionError
+            if self.rounds:
+                raise SystemExit("a reward function has left")
+            return super().__call__(prompts, round_index)
+
+    engine, found = Hanging(), list[list[str]]()
+    ahead = make_ahead(engine, within=0.3)
+    with pytest.raises(
+        SamplingStalledError, match=r"step \d waits .* \d+ prompts of it .* for 0.3 s \(rollout.server.rou"
+    ):
+        take_all(ahead, engine, found)
+    assert found
+    assert ahead.state_dict()["in_flight"] > 0
+    hung.set()
+    with pytest.raises(SystemExit, match="a reward function has left"):
+        take_all(ahead, engine, found)
+    ahead.close()
+
+
+def test_a_group_keeps_the_step_whose_policy_gave_it() -> None:
+    class Lagging(SlowEngine):
+        def __call__(self, prompts: list[Prompt], round_index: int) -> list[Group]:
+            groups = super().__call__(prompts, round_index)
+            return [replace(group, step=max(1, self.begun[-1] - 2)) for group in groups]
+
+    engine = Lagging()
+    ahead = make_ahead(engine)
+    firsts = [min(group.step for group in ahead.next(engine).groups) for _ in range(STEPS)]
+    ahead.close()
+    assert firsts[-1] >= STEPS - 4
+    assert all(early <= late for early, late in pairwise(firsts))
+    assert firsts[-1] < STEPS
