@@ -22,7 +22,7 @@ from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.segments import begin, grow_trees, joined
 from dapo_runner.rollout.vllm import _kept
 from dapo_runner.run import Run
-from dapo_runner.sampling.sampler import _group_from_state, _group_state
+from dapo_runner.sampling.sampler import _group_from_state, group_state
 from dapo_runner.train import train
 from dapo_runner.types import Completion, Group, Kept, Prompt, Sample, SamplingParams, Sequence, Verdict
 from dapo_runner.update.advantage import sequence_of
@@ -173,13 +173,13 @@ def test_saved_groups_keep_their_lists(engine: HFEngine) -> None:
     ((completion, bare),) = engine.generate([asked], SamplingParams(n=2, max_tokens=4, top_k=3, sampling_mask=True))
     samples = [Sample(one, Verdict(True), 1.0) for one in (completion, replace(bare, kept=None))]
     group = Group(asked, tuple(samples), 2)
-    read = _group_from_state(_group_state(group), {})
+    read = _group_from_state(group_state(group), {})
     assert completion.kept is not None
     assert read.samples[0].completion.kept is not None
     assert lists_of(read.samples[0].completion.kept) == lists_of(completion.kept)
     assert read.samples[1].completion.kept is None
     (old,) = (item | {"samples": [{k: v for k, v in s.items() if k != "kept"} for s in item["samples"]]}
-              for item in [_group_state(group)])  # fmt: skip
+              for item in [group_state(group)])  # fmt: skip
     assert _group_from_state(old, {}).samples[0].completion.kept is None
     sequence = sequence_of(group, group.samples[0], 1.0, 0, 0)
     assert sequence.kept is not None
