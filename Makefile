@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*)
 
-.PHONY: demo test test-gpu-code test-ranks test-vllm lint format bench gpu wheel install clean
+.PHONY: demo test test-elsewhere test-ranks test-vllm lint format bench gpu wheel install clean
 
 # Editable: Python files are used where they lie, the extension is rebuilt when csrc changes.
 INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -26,11 +26,12 @@ demo: $(VENV)/.runner
 	$(BIN)/dapo train recipes/tiny.yaml
 
 test: install
-	$(BIN)/python -m pytest -n 2 --require-cpp -m "not slow and not gpu and not ranks and not gpu_code"
+	$(BIN)/python -m pytest -n 2 --dist worksteal --require-cpp -m "not slow and not gpu and not ranks and not elsewhere"
 
-# The GPU kernels where there is no GPU: interpreted, emulated, compiled and their machine code read.
-test-gpu-code: install
-	$(BIN)/python -m pytest -n 2 --require-cpp -m "gpu_code and not slow"
+# Kernels that this processor does not choose: those of GPUs, interpreted, emulated, compiled and their machine code read;
+# those of its other instruction sets.
+test-elsewhere: install
+	$(BIN)/python -m pytest -n 2 --require-cpp -m "elsewhere and not slow"
 
 # Runs on 2 and 4 processes, over gloo.
 test-ranks: install

@@ -19,7 +19,7 @@ import torch
 from dapo_kernels import use_backend
 from dapo_kernels.backends import covers, registry
 
-pytestmark = pytest.mark.gpu_code
+pytestmark = pytest.mark.elsewhere
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SUITE = ["cuda_suite.py", "test_logits.py", "test_logprobs.py", "test_edges.py", "test_golden.py", "test_objectives.py"]

@@ -31,6 +31,7 @@ print(_C.isa())
 """
 
 
+@pytest.mark.elsewhere
 @pytest.mark.parametrize("isa", ISAS)
 def test_same_suite_on(isa: str) -> None:
     """The row kernels' tests again, in a process that is told which instruction set to take."""

@@ -22,7 +22,7 @@ import triton_sass as sass
 
 from dapo_kernels.backends.triton import LAUNCHES, LOADS, MAX_REGISTERS, Launch, kernels
 
-pytestmark = pytest.mark.gpu_code
+pytestmark = pytest.mark.elsewhere
 PAGE = Path(__file__).parents[2] / "docs" / "triton.md"
 
 
