@@ -1,0 +1,91 @@
+"""What is at the edges of the server engine: waits that are cut short, foreign answers, folders that others use."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import make_config
+from fake_server import GENERATE, UPDATE, FakeServer
+from small import write_recipe
+from test_server import PROMPTS, SAMPLING, hang, open_engine, told
+
+from dapo_runner.cli import main
+from dapo_runner.commands import serve
+from dapo_runner.config import ConfigError
+from dapo_runner.config.rollout_server import ServerConfig
+from dapo_runner.folder import lock_folder
+from dapo_runner.policy.model import Policy
+from dapo_runner.rollout.client import RolloutError, Server, ServerError
+from dapo_runner.rollout.transfer import _check_seen
+
+
+@pytest.fixture
+def server(model_folder: Path) -> Iterator[FakeServer]:
+    with FakeServer(model_folder) as server:
+        yield server
+
+
+@contextmanager
+def saying(raw: bytes, ends: bool = False) -> Iterator[Server]:
+    """An address that answers each request so, and then hangs up, or says no more."""
+    listener, open_ones = socket.create_server(("127.0.0.1", 0)), []
+
+    def answer() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # closed below
+                return
+            open_ones.append(connection)
+            connection.recv(2**16)
+            connection.sendall(raw)
+            if ends:
+                connection.shutdown(socket.SHUT_WR)
+
+    threading.Thread(target=answer, daemon=True).start()
+    yield Server(f"http://127.0.0.1:{listener.getsockname()[1]}", ServerConfig())
+    listener.shutdown(socket.SHUT_RDWR)
+    for one in (listener, *open_ones):
+        one.close()
+
+
+def test_a_request_is_cut_short_in_the_midst_of_its_answer() -> None:
+    """Also where http.client has given the connection up, which the answer said would be its last."""
+    with saying(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 100\r\n\r\n{") as server:
+        raised: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                server.post("/pause", within=60.0, caller=raised)
+            except ServerError as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        for _ in range(50):
+            server.hang_up(raised)
+            thread.join(0.1)
+            if not thread.is_alive():
+                break
+        assert "expected 100 bytes, the answer ended after 1" in str(raised[0])
+
+
+@pytest.mark.parametrize(
+    ("body", "length", "message"),
+    [(b"{}", "many", "expected many bytes"), (b"[" * 10**5, "100000", "expected JSON"), (b"{}", "2.0", "2.0 bytes")],
+)
+def test_an_answer_that_is_none_is_the_servers_fault(body: bytes, length: str, message: str) -> None:
+    head = f"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n".encode()
+    with saying(head + body, ends=True) as server, pytest.raises(ServerError, match=message):
+        server.post("/pause", within=5.0)
