@@ -89,3 +89,53 @@ def test_an_answer_that_is_none_is_the_servers_fault(body: bytes, length: str, m
     head = f"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n".encode()
     with saying(head + body, ends=True) as server, pytest.raises(ServerError, match=message):
         server.post("/pause", within=5.0)
+
+
+def test_log_probs_that_are_not_finite_end_the_run(model_folder: Path, server: FakeServer, tmp_path: Path) -> None:
+    engine = open_engine(model_folder, [server], tmp_path)
+
+    def spoil(body: dict[str, Any]) -> tuple[int, Any]:
+        answer = server.generate(body)
+        answer["choices"][0]["logprobs"]["content"][0]["logprob"] = float("nan")
+        return 200, answer
+
+    server.hooks[GENERATE] = spoil
+    with pytest.raises(RolloutError, match="the weights are not finite"):
+        engine.generate(PROMPTS[:2], SAMPLING)
+
+
+def test_a_call_that_begins_as_the_run_ends_ends_too(model_folder: Path, server: FakeServer, tmp_path: Path) -> None:
+    engine = open_engine(model_folder, [server], tmp_path)
+
+    class Ending(set[Any]):
+        def add(self, call: Any) -> None:
+            engine.close()
+            super().add(call)
+
+    engine.calls = Ending()
+    with pytest.raises(RolloutError, match="the run has ended"):
+        engine.generate(PROMPTS, SAMPLING)
+    assert not engine.calls
+
+
+def test_ctrl_c_waits_for_no_server_that_takes_weights(
+    model_folder: Path, server: FakeServer, tmp_path: Path, policy: Policy
+) -> None:
+    engine, hung = open_engine(model_folder, [server], tmp_path), threading.Event()
+    server.hooks[UPDATE] = hang(hung)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before, n_threads = signal.signal(signal.SIGALRM, interrupt), threading.active_count()
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    began = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            engine.update_weights(policy.named_weights())
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - began < 5
+    hung.set()
+    time.sleep(0.1)  # for the server's own
+    assert threading.active_count() <= n_threads
