@@ -139,3 +139,58 @@ def test_ctrl_c_waits_for_no_server_that_takes_weights(
     hung.set()
     time.sleep(0.1)  # for the server's own
     assert threading.active_count() <= n_threads
+
+
+def test_beside_a_run_its_model_may_be_evaluated(
+    model_folder: Path, server: FakeServer, tmp_path: Path, policy: Policy
+) -> None:
+    """Two engines over one run's folder, as `dapo eval` beside `dapo train`: neither takes the other's weights away."""
+    engine = open_engine(model_folder, [server], tmp_path)
+    wanted = told(engine.generate(PROMPTS[:2], SAMPLING))
+    beside = open_engine(model_folder, [server], tmp_path)
+    assert told(beside.generate(PROMPTS[:2], SAMPLING)) == wanted
+    assert told(engine.generate(PROMPTS[:2], SAMPLING)) == wanted
+    del beside
+    engine.update_weights(policy.named_weights())
+    assert told(engine.generate(PROMPTS[:2], SAMPLING)) == wanted
+
+
+def test_what_a_kill_has_left_is_cleared_away_and_nothing_else(
+    model_folder: Path, server: FakeServer, tmp_path: Path
+) -> None:
+    alive = open_engine(model_folder, [server], tmp_path / "weights")
+    own = alive.transfer.folder.parent
+    killed, theirs = own.with_name(f"{own.name}x"), tmp_path / "theirs"
+    shutil.copytree(own, killed)
+    (killed / "weights" / "1.unfinished").write_text("half of it")
+    theirs.mkdir()
+    (theirs / "model.safetensors").write_text("of years")
+    for name in ("y", "lock"):  # by somebody who may write there too
+        own.with_name(f"{own.name}{name}").symlink_to(theirs)
+    own.with_name(own.name.rpartition("-")[0]).symlink_to(theirs)
+    engine = open_engine(model_folder, [server], tmp_path / "weights")
+    assert not killed.exists()
+    assert (theirs / "model.safetensors").exists()
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert all(list(one.transfer.folder.glob("*.safetensors")) for one in (alive, engine))
+
+
+def test_no_room_for_the_weights_is_one_line(model_folder: Path, server: FakeServer, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"rollout.server.folder: expected room for the new weights beside the"):
+            open_engine(model_folder, [server], tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.glob("dapo-*/weights/*"))
+    with pytest.raises(ConfigError, match="expected a folder that trainer processes on all machines see"):
+        _check_seen(tmp_path / "elsewhere")
+
+
+def test_a_dry_run_sees_that_weights_cannot_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    settings = ["rollout.engine=server", f"rollout.server.folder={tmp_path}/file/folder"]
+    for command in ([], ["--dry-run"]):
+        assert main(["train", str(write_recipe(tmp_path)), *settings, *command]) == 2
+        assert "rollout.server.folder: expected a folder that can be written to" in capsys.readouterr().err
