@@ -188,6 +188,31 @@ def test_no_room_for_the_weights_is_one_line(model_folder: Path, server: FakeSer
         _check_seen(tmp_path / "elsewhere")
 
 
+@pytest.mark.parametrize(
+    ("urls", "message"),
+    [
+        (["http://a:99999"], "expected addresses like"),
+        (["http://a:0"], "expected addresses like"),
+        (["http://a b:1"], "expected addresses like"),
+        (["http://a..b:1"], "expected addresses like"),
+        (["http://a:1#b"], "expected addresses like"),
+        (["http://[::1:8000"], "expected addresses like"),
+        (["http://me:s3cret@a:1"], "key_env"),
+        (["http://a:80", "http://A"], "expected each server once"),
+    ],
+)
+def test_addresses_that_are_none(urls: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"rollout.server.urls: .*{message}") as raised:
+        make_config(rollout={"engine": "server", "server": {"urls": urls}})
+    assert "s3cret" not in str(raised.value)
+    assert make_config(rollout={"server": {"urls": ["http://[::1]:8000", "https://a.example/"]}})
+
+
+def test_ranks_do_not_share_an_engine_of_servers() -> None:
+    with pytest.raises(ConfigError, match=r"parallel.rollout_tensor: expected 1 with rollout.engine=server"):
+        make_config(rollout={"engine": "server"}, parallel={"gpus": 2, "rollout_tensor": 2})
+
+
 def test_a_dry_run_sees_that_weights_cannot_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     settings = ["rollout.engine=server", f"rollout.server.folder={tmp_path}/file/folder"]
