@@ -219,3 +219,35 @@ def test_a_dry_run_sees_that_weights_cannot_pass(tmp_path: Path, capsys: pytest.
     for command in ([], ["--dry-run"]):
         assert main(["train", str(write_recipe(tmp_path)), *settings, *command]) == 2
         assert "rollout.server.folder: expected a folder that can be written to" in capsys.readouterr().err
+
+
+def test_servers_of_a_tiny_model_need_not_wait_for_the_trainer_to_make_it(tmp_path: Path) -> None:
+    config = make_config(run={"output_dir": str(tmp_path)})
+    lock = lock_folder(config.run_dir, print)  # as it has while it does
+    folders = [Path(serve._model(config, server)) for server in (0, 1, 0)]
+    assert folders[0] == folders[2] != folders[1]
+    assert all((folder / "config.json").exists() for folder in folders)
+    lock.close()
+    with pytest.raises(ConfigError, match=r"model.path: expected a model in transformers' format"):
+        serve._model(make_config(model={"tiny": None, "path": str(tmp_path)}), 0)
+
+
+def test_what_a_server_starts_as(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[tuple[list[str], dict[str, str]]] = []
+
+    def execve(_: str, command: list[str], environment: dict[str, str]) -> None:
+        started.append((command, environment))
+        raise SystemExit
+
+    monkeypatch.setattr(serve, "check_installed", lambda: None)
+    monkeypatch.setattr(os, "execve", execve)
+    monkeypatch.setenv("MY_KEY", "s3cret")
+    recipe = str(write_recipe(tmp_path))
+    with pytest.raises(SystemExit):
+        main(["serve", recipe, "rollout.engine=server", "rollout.server.key_env=MY_KEY"])
+    ((command, environment),) = started
+    assert f"--model={tmp_path}/runs/small/served-0" in command
+    assert environment["VLLM_NO_USAGE_STATS"] == "1"  # vLLM would tell its makers
+    assert "s3cret" not in str(command) + capsys.readouterr().out
