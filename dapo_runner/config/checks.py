@@ -55,6 +55,7 @@ def mismatches(config: Config) -> Iterator[str]:
     yield from _temperatures_of_vllm(config)
     yield from _sampling_mask(config)
     yield from _groups_of_servers(config)
+    yield from _shared_servers(config)
     yield from _ahead(config)
     yield from _pairs(config)
     yield from _routing(config)
@@ -301,6 +302,16 @@ def _groups_of_servers(config: Config) -> Iterator[str]:
         yield (
             f"rollout.max_batch_sequences: expected at least {most} with rollout.engine=server, the responses to one "
             f"prompt (rollout.group_size, evaluation.k), got {rollout.max_batch_sequences}"
+        )
+
+
+def _shared_servers(config: Config) -> Iterator[str]:
+    """Ranks that share an engine make the same calls, and each would ask the servers."""
+    rollout, shared = config.rollout, config.parallel.rollout_tensor
+    if rollout.engine == "server" and shared > 1:
+        yield (
+            "parallel.rollout_tensor: expected 1 with rollout.engine=server, whose GPUs rollout.server.tensor counts, "
+            f"got {shared}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -29,10 +30,22 @@ class ServerConfig(Section):
     @field_validator("urls")
     @classmethod
     def _addresses(cls, urls: list[str]) -> list[str]:
-        for url in urls:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
-                raise ValueError(f"expected addresses like http://localhost:8000, got {url!r}")
-        if len({url.rstrip("/") for url in urls}) < len(urls):
+        if len({_host_and_port(url) for url in urls}) < len(urls):
             raise ValueError(f"expected each server once, got {', '.join(urls)}")
         return urls
+
+
+def _host_and_port(url: str) -> tuple[str, int]:
+    """Raises ValueError for what is no address of a server, or more than that."""
+    if "@" in url:  # neither shown nor kept in a run's folder
+        raise ValueError(
+            "expected addresses without user and password, in whose place key_env stands, got one with an @"
+        )
+    with suppress(ValueError):  # of a port or a name that is none
+        parts = urlsplit(url)
+        host = (parts.hostname or "").encode("idna").decode()
+        port = {"http": 80, "https": 443}.get(parts.scheme, 0) if parts.port is None else parts.port
+        bare = url.rstrip("/").lower() == f"{parts.scheme}://{parts.netloc}".lower() and " " not in url
+        if parts.scheme in ("http", "https") and host and port and bare:
+            return host, port
+    raise ValueError(f"expected addresses like http://localhost:8000, got {url!r}")

@@ -19,7 +19,8 @@ from dapo_runner.convert.reply import as_integer, read_reply, request
 from dapo_runner.convert.rules import RejectedError, Same, check
 from dapo_runner.policy.model import load_model, load_tokenizer, resolve_device
 from dapo_runner.preflight.needs import check_model
-from dapo_runner.rewards.calls import PAUSE, in_thread
+from dapo_runner.rewards.alarm import in_thread
+from dapo_runner.rewards.calls import PAUSE
 from dapo_runner.rewards.endpoint import EndpointError
 from dapo_runner.rewards.judge import endpoint_of
 from dapo_runner.rewards.math_rule import math_judge

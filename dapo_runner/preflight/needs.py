@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dapo_runner.checkpoint import latest_checkpoint
 from dapo_runner.config import Config, ConfigError
+from dapo_runner.folder import check_writable
 from dapo_runner.parallel.world import Layout
 from dapo_runner.policy import lora
 from dapo_runner.policy.attention import choose_kernel
@@ -19,6 +20,7 @@ from dapo_runner.rewards.endpoint import authorization
 from dapo_runner.rewards.judge import judge_of
 from dapo_runner.rewards.scoring import load_reward
 from dapo_runner.rollout import vllm
+from dapo_runner.rollout.transfer import place_of_weights
 from dapo_runner.sampling.reading import missing_data
 from dapo_runner.tasks.tiny import check_tiny
 from dapo_runner.update.learner import uses_reference
@@ -70,6 +72,7 @@ def _missing(config: Config) -> Iterator[str]:
     if config.rollout.engine == "server":
         settings = config.rollout.server
         checks += [partial(authorization, url, settings.key_env) for url in settings.urls[:1]]
+        checks.append(lambda: check_writable(place_of_weights(config), "rollout.server.folder"))
     if model.lora is not None:
         checks.append(lora.check_installed)
     if model.tiny is not None:

@@ -1,5 +1,5 @@
-"""A deadline for a call in the main thread, by an alarm signal: it ends Python code and calls that wait, not C code
-that never looks at signals.
+"""A deadline for a call. In the main thread by an alarm signal: it ends Python code and calls that wait, not C code
+that never looks at signals. In another, where no signal comes, the call has a thread of its own.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any
 
 
@@ -23,8 +24,13 @@ def call_within(seconds: float | None, call: Callable[[], Any]) -> Any:
     """What ``call`` returns. Raises LateError when it takes longer, whatever it makes of being interrupted: one that
     forgives the first alarm, or waits for a thread on its way out, meets another every second.
     """
-    if seconds is None or threading.current_thread() is not threading.main_thread():
+    if seconds is None:
         return call()
+    if threading.current_thread() is not threading.main_thread():
+        answer = in_thread(call)
+        if not wait([answer], seconds).done:
+            raise LateError
+        return answer.result()
     armed, struck = True, False
 
     def strike(*_: object) -> None:
@@ -54,3 +60,20 @@ def call_within(seconds: float | None, call: Callable[[], Any]) -> Any:
     if struck:
         raise LateError().with_traceback(trace)
     return return_value
+
+
+def in_thread(answer: Callable[[], Any]) -> Future[Any]:
+    """In a thread that does not keep the process alive: one that hangs cannot be ended."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            future.set_result(answer())
+        except SystemExit as error:
+            future.set_exception(RuntimeError(f"SystemExit: {error}"))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future

@@ -17,13 +17,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from dapo_runner.config import RewardConfig
-from dapo_runner.rewards.alarm import LateError, call_within
+from dapo_runner.rewards.alarm import LateError, call_within, in_thread
 from dapo_runner.rewards.plugin import RewardError, Verdicts, explain, is_async, read_verdict
 from dapo_runner.types import Completion, Prompt, Verdict
 
@@ -171,23 +171,6 @@ async def _awaited(answer: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         return await answer()
     except SystemExit as error:  # would end the event loop
         raise RuntimeError(f"SystemExit: {error}") from error
-
-
-def in_thread(answer: Callable[[], Any]) -> Future[Any]:
-    """In a thread that does not keep the process alive: one that hangs cannot be ended."""
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()
-
-    def work() -> None:
-        try:
-            future.set_result(answer())
-        except SystemExit as error:
-            future.set_exception(RuntimeError(f"SystemExit: {error}"))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return future
 
 
 class EventLoop:

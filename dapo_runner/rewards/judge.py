@@ -28,7 +28,8 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from dapo_runner.config import AskedModel, ConfigError, JudgePrompt, RewardConfig
-from dapo_runner.rewards.calls import ASYNC_CALLS, in_thread
+from dapo_runner.rewards.alarm import in_thread
+from dapo_runner.rewards.calls import ASYNC_CALLS
 from dapo_runner.rewards.endpoint import Answer, Endpoint, EndpointError
 from dapo_runner.rewards.judge_model import JudgeModel
 from dapo_runner.rewards.plugin import RewardError, Verdicts, explain

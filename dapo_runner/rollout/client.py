@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
@@ -39,7 +39,7 @@ class Server:
         self.settings = settings
         self.version: str | None = None  # of the weights that it was given, by this process or another rank
         self.turn = threading.Lock()  # of whoever gives it weights
-        self._open: dict[HTTPConnection, object] = {}  # and for whom
+        self._open: dict[socket.socket, object] = {}  # and for whom
         self._lock = threading.Lock()
 
     def __str__(self) -> str:
@@ -77,14 +77,14 @@ class Server:
                 raw = read_until(response, until, MAX_BYTES)
         except TimeoutError as error:
             raise ServerError(f"{what}: no answer within {within:g} s") from error
-        except (OSError, HTTPException) as error:
+        except (OSError, HTTPException, ValueError) as error:  # a TLS connection that is hung up may raise ValueError
             raise ServerError(f"{what}: {self._shown(f'{type(error).__name__}: {error}')}") from None
         return self._read(what, response, raw)
 
     def _read(self, what: str, response: HTTPResponse, raw: bytes) -> Any:
         text, length = raw.decode("utf-8", "replace"), response.getheader("Content-Length")
-        if length is not None and int(length) != len(raw):
-            raise ServerError(f"{what}: expected {length} bytes, the answer ended after {len(raw)}")
+        if length is not None and length != str(len(raw)):
+            raise ServerError(f"{what}: expected {self._shown(length)} bytes, the answer ended after {len(raw)}")
         if response.status != 200:
             said = f"{what}: HTTP {response.status} {self._shown(f'{response.reason}: {text}')}"
             raise (ServerError if response.status in BUSY or response.status >= 500 else RolloutError)(said)
@@ -92,33 +92,36 @@ class Server:
             return None
         try:
             return json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ServerError(f"{what}: expected JSON, got {self._shown(text)}") from error
 
     @contextmanager
     def _connection(self, within: float, caller: object) -> Iterator[HTTPConnection]:
         """A connection that ``hang_up`` ends; one that is not made within `health_within` never will be."""
-        parts = urlsplit(self.url)
+        parts, made_within = urlsplit(self.url), min(within, self.settings.health_within)
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        connection = kind(parts.hostname or "", parts.port, timeout=min(within, self.settings.health_within))
-        with self._lock:
-            self._open[connection] = caller
-        try:
-            connection.connect()
-            connection.sock.settimeout(within)
-            yield connection
-        finally:
+        with closing(kind(parts.hostname or "", parts.port, timeout=made_within)) as connection:
+            try:
+                connection.connect()
+            except TimeoutError as error:
+                raise ServerError(f"{self.url}: no connection within {made_within:g} s") from error
+            own = connection.sock  # which http.client lets go of where an answer ends the connection
+            own.settimeout(within)
             with self._lock:
-                del self._open[connection]
-            connection.close()
+                self._open[own] = caller
+            try:
+                yield connection
+            finally:
+                with self._lock:
+                    del self._open[own]
 
     def hang_up(self, caller: object) -> None:
         """End the caller's requests, each with a ServerError where it was made; the server drops them too."""
         with self._lock:
             for connection, asking in self._open.items():
-                if asking is caller and connection.sock is not None:
+                if asking is caller:
                     with suppress(OSError):
-                        connection.sock.shutdown(socket.SHUT_RDWR)
+                        connection.shutdown(socket.SHUT_RDWR)
 
     def _shown(self, text: str) -> str:
         return shown(text, self.settings.key_env)

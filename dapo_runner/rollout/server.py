@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from torch import Tensor
 from dapo_runner.config import Config
 from dapo_runner.parallel.world import ALONE, World
 from dapo_runner.policy.model import load_model
+from dapo_runner.rewards.endpoint import shown
 from dapo_runner.rollout.client import RolloutError, Server, ServerError
 from dapo_runner.rollout.engine import check_lengths, checked_weights, sampling_of_each, stop_token_ids
 from dapo_runner.rollout.transfer import FileTransfer
@@ -83,8 +84,6 @@ class ServerEngine:
         """
         each = sampling_of_each(prompts, sampling)
         check_lengths(prompts, each, self.max_tokens)
-        if self.closed:
-            raise RolloutError(ENDED)
         # A call beside another, as the probe's is with `rollout.ahead`, does not wait behind what that has queued.
         urgent = {"priority": -len(self.calls)} if self.calls else {}
         bodies = [
@@ -92,13 +91,16 @@ class ServerEngine:
             for place, (prompt, item) in enumerate(zip(prompts, each, strict=True))
         ]
         queue = _Queue(bodies, self.settings.attempts, self.updates)
-        self.calls.add(queue)
-        threads = [_start(self._attend, server, queue) for server in self.servers] if bodies else []
+        threads: list[tuple[Server, threading.Thread]] = []
         try:
+            self.calls.add(queue)
+            if self.closed:  # or finds it among the calls
+                raise RolloutError(ENDED)
+            threads += [(server, _start(self._attend, server, queue)) for server in self.servers if bodies]
             self._wait(queue)
         finally:
             queue.close()
-            for server, thread in zip(self.servers, threads, strict=bool(threads)):
+            for server, thread in threads:
                 _end(server, thread, queue)
             self.calls.discard(queue)
         found = [self._with_texts(queue.answers[place]) for place in range(len(bodies))]
@@ -125,14 +127,23 @@ class ServerEngine:
         """Have the servers that are there load the weights, one at least."""
         until = time.monotonic() + self.settings.back_within
         with ThreadPoolExecutor(len(self.servers)) as threads:
-            while not any(list(threads.map(self._brought_up_to_date, self.servers))):
+            while True:
+                asked = [threads.submit(self._brought_up_to_date, server) for server in self.servers]
+                try:
+                    if any([one.result() for one in asked]):
+                        return
+                except BaseException:  # Ctrl-C among them, which a server that hangs does not hold up
+                    while wait(asked, REST).not_done:
+                        for server in self.servers:
+                            server.hang_up(self)
+                    raise
                 if time.monotonic() > until:
                     raise RolloutError(self._nobody(f"weights {self.transfer.version} wait"))
                 time.sleep(REST)
 
     def _brought_up_to_date(self, server: Server) -> bool:
         try:
-            self._bring_up_to_date(server)
+            self._bring_up_to_date(server, self)
         except ServerError as error:
             self._lose(server, error)
             for queue in list(self.calls):  # what it has under way is of weights that are past
@@ -209,16 +220,15 @@ class ServerEngine:
             versions = {span["version"] for choice in choices for span in choice["weight_versions"]}
             known = {f"{self.run}:{update}": update for update in range(oldest, self.updates + 1)}
             if not versions <= known.keys():
-                raise ServerError(
-                    f"{server}: expected an answer of weights {' or '.join(known)}, got one of "
-                    f"{', '.join(sorted(map(str, versions)))}"
-                )
+                got = shown(", ".join(sorted(map(str, versions))), None)
+                raise ServerError(f"{server}: expected an answer of weights {' or '.join(known)}, got one of {got}")
             completions = [_completion(choice, known) for choice in choices]
         except (KeyError, TypeError, ValueError) as error:
-            raise ServerError(f"{server}: expected token ids, log-probs and versions, got others: {error!r}") from error
+            got = shown(repr(error), None)
+            raise ServerError(f"{server}: expected token ids, log-probs and versions, got others: {got}") from error
         if len(completions) != n:
             raise ServerError(f"{server}: expected {n} responses, got {len(completions)}")
-        if any(completion.logprobs.min() <= NO_LOGPROB for completion in completions):
+        if not all((completion.logprobs > NO_LOGPROB).all() for completion in completions):  # nor NaN
             raise RolloutError(f"{server}: expected log-probs, got one that is none: the weights are not finite")
         return completions
 

@@ -10,12 +10,15 @@ import fcntl
 import hashlib
 import os
 import shutil
+import socket
+import tempfile
 import time
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 from torch import Tensor
 
@@ -26,6 +29,7 @@ from dapo_runner.rollout.client import Server, ServerError
 SHARED_MEMORY = Path("/dev/shm")
 BACKEND = "dapo_files"  # of vLLM's WeightTransferConfig
 POLL = 0.05  # seconds
+LOCK = "lock"
 
 
 class FileTransfer:
@@ -34,18 +38,24 @@ class FileTransfer:
     """
 
     def __init__(self, config: Config, world: World) -> None:
-        """Raises ConfigError where there can be no such folder."""
+        """Raises ConfigError where there can be no such folder, or a rank does not see it."""
         self.world = world
         self.within = config.rollout.server.sync_within
-        self.folder = _folder_of(config)
         self.version = ""
         self.in_flight = config.rollout.ahead > 0
-        world.on_first(lambda: _make_folder(self.folder))
-        if world.is_main:
-            weakref.finalize(self, shutil.rmtree, self.folder, True)
+
+        def made() -> Path:
+            folder, lock = _make_folder(config)
+            weakref.finalize(self, _remove, folder, lock)
+            return folder
+
+        self.folder = world.first(made)
+        world.together(lambda: _check_seen(self.folder))
 
     def publish(self, version: str, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take over the weights, in the place of those before. Collective; rank 0 writes."""
+        """Take over the weights, in the place of those before. Collective; rank 0 writes. Raises ConfigError where
+        there is no room for them.
+        """
         before, path = self._path(self.version), self._path(version)
         held = {name: tensor.detach().cpu().contiguous() for name, tensor in weights if self.world.is_main}
         self.world.on_first(lambda: _write(held, path))
@@ -97,29 +107,71 @@ class FileTransfer:
             yield
 
 
-def _folder_of(config: Config) -> Path:
-    """Of this run, so that one which takes it up clears away what a kill has left."""
-    above = config.rollout.server.folder or SHARED_MEMORY
+def place_of_weights(config: Config) -> Path:
+    """Where the folder is made."""
+    return (config.rollout.server.folder or SHARED_MEMORY).absolute()
+
+
+def _make_folder(config: Config) -> tuple[Path, IO[str]]:
+    """For this process alone, and locked as long as it lives. What others over the same run have left that were killed
+    goes; what one has that is alive, as `dapo eval` beside `dapo train`, stays.
+    """
+    above = place_of_weights(config)
     run = hashlib.blake2b(str(config.run_dir.absolute()).encode(), digest_size=8).hexdigest()
-    return above.absolute() / f"dapo-{os.getuid()}-{run}"
-
-
-def _make_folder(folder: Path) -> None:
+    prefix = f"dapo-{os.getuid()}-{run}-"
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
-            raise PermissionError(f"{folder} is another user's")
-        for left in folder.glob("*.safetensors"):  # of a process that was killed
-            left.unlink()
+        above.mkdir(parents=True, exist_ok=True)
+        for left in above.glob(f"{prefix}*"):
+            _clear_away(left)
+        own = Path(tempfile.mkdtemp(prefix=prefix, dir=above))  # nobody else's to enter
+        lock = (own / f"{LOCK}.unfinished").open("x")
+        with suppress(OSError):  # a file system without locks, where nothing is cleared away
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        Path(lock.name).rename(own / LOCK)  # only now: one that can be locked is taken for left behind
+        folder = own / "weights"
+        folder.mkdir()
     except OSError as error:
         raise ConfigError(f"rollout.server.folder: expected a folder that can be written to: {error}") from error
+    os.register_at_fork(after_in_child=lock.close)  # as that of a run's folder
+    return folder, lock
+
+
+def _remove(folder: Path, lock: IO[str]) -> None:
+    shutil.rmtree(folder.parent, ignore_errors=True)
+    lock.close()
+
+
+def _clear_away(left: Path) -> None:
+    """Unless it is in use, or another user's, whom a place for all does not keep from taking the name."""
+    with suppress(OSError):
+        if left.lstat().st_uid == os.getuid():
+            with (left / LOCK).open("r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left)
+
+
+def _check_seen(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ConfigError(
+            f"rollout.server.folder: expected a folder that trainer processes on all machines see, {folder} is not "
+            f"there on {socket.gethostname()}"
+        )
 
 
 def _write(weights: dict[str, Tensor], path: Path) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     unfinished = path.with_suffix(".unfinished")
-    save_file(weights, unfinished)
+    try:
+        save_file(weights, unfinished)
+    except (OSError, SafetensorError) as error:
+        unfinished.unlink(missing_ok=True)
+        gib = sum(tensor.nbytes for tensor in weights.values()) / 2**30
+        raise ConfigError(
+            f"rollout.server.folder: expected room for the new weights beside the last ones, {gib:.3g} GiB each, in "
+            f"{path.parent}: {error}"
+        ) from error
     unfinished.replace(path)
 
 

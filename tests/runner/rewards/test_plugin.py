@@ -7,6 +7,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from pathlib import Path
 
@@ -268,3 +269,19 @@ def test_the_command_says_it_in_one_line(modules: Path, capsys: pytest.CaptureFi
 def test_a_plugin_that_cannot_be_imported_is_told(modules: Path) -> None:
     with pytest.raises(ConfigError, match=r"reward\.kind: expected module:function that can be imported"):
         load_reward(make_config(reward={"kind": "nowhere_at_all:f"}).reward)
+
+
+def test_a_deadline_holds_beside_the_main_thread_too(modules: Path) -> None:
+    """Where `rollout.ahead` has answers scored, and no alarm comes."""
+    body = """
+        def judge(prompt, completion):
+            time.sleep(float(completion.text))
+            return 1.0
+    """
+    judge = load(modules, "beside", body, plugin_deadline=0.2)
+    began = time.monotonic()
+    with ThreadPoolExecutor(1) as beside:
+        assert beside.submit(judge, PROMPT, make_completion(text="0.0")).result().correct
+        with pytest.raises(RewardError, match=r"no answer within 0.2 s \(reward.plugin_deadline\)"):
+            beside.submit(judge, PROMPT, make_completion(text="30.0")).result()
+    assert time.monotonic() - began < 5

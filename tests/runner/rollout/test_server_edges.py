@@ -1,0 +1,253 @@
+"""What is at the edges of the server engine: waits that are cut short, foreign answers, folders that others use."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import make_config
+from fake_server import GENERATE, UPDATE, FakeServer
+from small import write_recipe
+from test_server import PROMPTS, SAMPLING, hang, open_engine, told
+
+from dapo_runner.cli import main
+from dapo_runner.commands import serve
+from dapo_runner.config import ConfigError
+from dapo_runner.config.rollout_server import ServerConfig
+from dapo_runner.folder import lock_folder
+from dapo_runner.policy.model import Policy
+from dapo_runner.rollout.client import RolloutError, Server, ServerError
+from dapo_runner.rollout.transfer import _check_seen
+
+
+@pytest.fixture
+def server(model_folder: Path) -> Iterator[FakeServer]:
+    with FakeServer(model_folder) as server:
+        yield server
+
+
+@contextmanager
+def saying(raw: bytes, ends: bool = False) -> Iterator[Server]:
+    """An address that answers each request so, and then hangs up, or says no more."""
+    listener, open_ones = socket.create_server(("127.0.0.1", 0)), []
+
+    def answer() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # closed below
+                return
+            open_ones.append(connection)
+            connection.recv(2**16)
+            connection.sendall(raw)
+            if ends:
+                connection.shutdown(socket.SHUT_WR)
+
+    threading.Thread(target=answer, daemon=True).start()
+    yield Server(f"http://127.0.0.1:{listener.getsockname()[1]}", ServerConfig())
+    listener.shutdown(socket.SHUT_RDWR)
+    for one in (listener, *open_ones):
+        one.close()
+
+
+def test_a_request_is_cut_short_in_the_midst_of_its_answer() -> None:
+    """Also where http.client has given the connection up, which the answer said would be its last."""
+    with saying(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 100\r\n\r\n{") as server:
+        raised: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                server.post("/pause", within=60.0, caller=raised)
+            except ServerError as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        for _ in range(50):
+            server.hang_up(raised)
+            thread.join(0.1)
+            if not thread.is_alive():
+                break
+        assert "expected 100 bytes, the answer ended after 1" in str(raised[0])
+
+
+@pytest.mark.parametrize(
+    ("body", "length", "message"),
+    [(b"{}", "many", "expected many bytes"), (b"[" * 10**5, "100000", "expected JSON"), (b"{}", "2.0", "2.0 bytes")],
+)
+def test_an_answer_that_is_none_is_the_servers_fault(body: bytes, length: str, message: str) -> None:
+    head = f"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n".encode()
+    with saying(head + body, ends=True) as server, pytest.raises(ServerError, match=message):
+        server.post("/pause", within=5.0)
+
+
+def test_log_probs_that_are_not_finite_end_the_run(model_folder: Path, server: FakeServer, tmp_path: Path) -> None:
+    engine = open_engine(model_folder, [server], tmp_path)
+
+    def spoil(body: dict[str, Any]) -> tuple[int, Any]:
+        answer = server.generate(body)
+        answer["choices"][0]["logprobs"]["content"][0]["logprob"] = float("nan")
+        return 200, answer
+
+    server.hooks[GENERATE] = spoil
+    with pytest.raises(RolloutError, match="the weights are not finite"):
+        engine.generate(PROMPTS[:2], SAMPLING)
+
+
+def test_a_call_that_begins_as_the_run_ends_ends_too(model_folder: Path, server: FakeServer, tmp_path: Path) -> None:
+    engine = open_engine(model_folder, [server], tmp_path)
+
+    class Ending(set[Any]):
+        def add(self, call: Any) -> None:
+            engine.close()
+            super().add(call)
+
+    engine.calls = Ending()
+    with pytest.raises(RolloutError, match="the run has ended"):
+        engine.generate(PROMPTS, SAMPLING)
+    assert not engine.calls
+
+
+def test_ctrl_c_waits_for_no_server_that_takes_weights(
+    model_folder: Path, server: FakeServer, tmp_path: Path, policy: Policy
+) -> None:
+    engine, hung = open_engine(model_folder, [server], tmp_path), threading.Event()
+    server.hooks[UPDATE] = hang(hung)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before, n_threads = signal.signal(signal.SIGALRM, interrupt), threading.active_count()
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    began = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            engine.update_weights(policy.named_weights())
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - began < 5
+    hung.set()
+    time.sleep(0.1)  # for the server's own
+    assert threading.active_count() <= n_threads
+
+
+def test_beside_a_run_its_model_may_be_evaluated(
+    model_folder: Path, server: FakeServer, tmp_path: Path, policy: Policy
+) -> None:
+    """Two engines over one run's folder, as `dapo eval` beside `dapo train`: neither takes the other's weights away."""
+    engine = open_engine(model_folder, [server], tmp_path)
+    wanted = told(engine.generate(PROMPTS[:2], SAMPLING))
+    beside = open_engine(model_folder, [server], tmp_path)
+    assert told(beside.generate(PROMPTS[:2], SAMPLING)) == wanted
+    assert told(engine.generate(PROMPTS[:2], SAMPLING)) == wanted
+    del beside
+    engine.update_weights(policy.named_weights())
+    assert told(engine.generate(PROMPTS[:2], SAMPLING)) == wanted
+
+
+def test_what_a_kill_has_left_is_cleared_away_and_nothing_else(
+    model_folder: Path, server: FakeServer, tmp_path: Path
+) -> None:
+    alive = open_engine(model_folder, [server], tmp_path / "weights")
+    own = alive.transfer.folder.parent
+    killed, theirs = own.with_name(f"{own.name}x"), tmp_path / "theirs"
+    shutil.copytree(own, killed)
+    (killed / "weights" / "1.unfinished").write_text("half of it")
+    theirs.mkdir()
+    (theirs / "model.safetensors").write_text("of years")
+    for name in ("y", "lock"):  # by somebody who may write there too
+        own.with_name(f"{own.name}{name}").symlink_to(theirs)
+    own.with_name(own.name.rpartition("-")[0]).symlink_to(theirs)
+    engine = open_engine(model_folder, [server], tmp_path / "weights")
+    assert not killed.exists()
+    assert (theirs / "model.safetensors").exists()
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert all(list(one.transfer.folder.glob("*.safetensors")) for one in (alive, engine))
+
+
+def test_no_room_for_the_weights_is_one_line(model_folder: Path, server: FakeServer, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"rollout.server.folder: expected room for the new weights beside the"):
+            open_engine(model_folder, [server], tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.glob("dapo-*/weights/*"))
+    with pytest.raises(ConfigError, match="expected a folder that trainer processes on all machines see"):
+        _check_seen(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("urls", "message"),
+    [
+        (["http://a:99999"], "expected addresses like"),
+        (["http://a:0"], "expected addresses like"),
+        (["http://a b:1"], "expected addresses like"),
+        (["http://a..b:1"], "expected addresses like"),
+        (["http://a:1#b"], "expected addresses like"),
+        (["http://[::1:8000"], "expected addresses like"),
+        (["http://me:s3cret@a:1"], "key_env"),
+        (["http://a:80", "http://A"], "expected each server once"),
+    ],
+)
+def test_addresses_that_are_none(urls: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"rollout.server.urls: .*{message}") as raised:
+        make_config(rollout={"engine": "server", "server": {"urls": urls}})
+    assert "s3cret" not in str(raised.value)
+    assert make_config(rollout={"server": {"urls": ["http://[::1]:8000", "https://a.example/"]}})
+
+
+def test_ranks_do_not_share_an_engine_of_servers() -> None:
+    with pytest.raises(ConfigError, match=r"parallel.rollout_tensor: expected 1 with rollout.engine=server"):
+        make_config(rollout={"engine": "server"}, parallel={"gpus": 2, "rollout_tensor": 2})
+
+
+def test_a_dry_run_sees_that_weights_cannot_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    settings = ["rollout.engine=server", f"rollout.server.folder={tmp_path}/file/folder"]
+    for command in ([], ["--dry-run"]):
+        assert main(["train", str(write_recipe(tmp_path)), *settings, *command]) == 2
+        assert "rollout.server.folder: expected a folder that can be written to" in capsys.readouterr().err
+
+
+def test_servers_of_a_tiny_model_need_not_wait_for_the_trainer_to_make_it(tmp_path: Path) -> None:
+    config = make_config(run={"output_dir": str(tmp_path)})
+    lock = lock_folder(config.run_dir, print)  # as it has while it does
+    folders = [Path(serve._model(config, server)) for server in (0, 1, 0)]
+    assert folders[0] == folders[2] != folders[1]
+    assert all((folder / "config.json").exists() for folder in folders)
+    lock.close()
+    with pytest.raises(ConfigError, match=r"model.path: expected a model in transformers' format"):
+        serve._model(make_config(model={"tiny": None, "path": str(tmp_path)}), 0)
+
+
+def test_what_a_server_starts_as(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[tuple[list[str], dict[str, str]]] = []
+
+    def execve(_: str, command: list[str], environment: dict[str, str]) -> None:
+        started.append((command, environment))
+        raise SystemExit
+
+    monkeypatch.setattr(serve, "check_installed", lambda: None)
+    monkeypatch.setattr(os, "execve", execve)
+    monkeypatch.setenv("MY_KEY", "s3cret")
+    recipe = str(write_recipe(tmp_path))
+    with pytest.raises(SystemExit):
+        main(["serve", recipe, "rollout.engine=server", "rollout.server.key_env=MY_KEY"])
+    ((command, environment),) = started
+    assert f"--model={tmp_path}/runs/small/served-0" in command
+    assert environment["VLLM_NO_USAGE_STATS"] == "1"  # vLLM would tell its makers
+    assert "s3cret" not in str(command) + capsys.readouterr().out
