@@ -172,8 +172,11 @@ class Run:
             return self.answer(prompts, sampling, self.score, self.rollout_phase, self.respond)
 
     def generate_ahead(self, prompts: list[Prompt], round_number: int) -> list[Group]:
-        """The same beside the training, in the thread of an ``AheadSampler``: clock and signals are the other's."""
-        groups = self.answer(prompts, rollout_sampling(self.config, round_number), self.score)
+        """The same beside the training, in threads of an ``AheadSampler``: clock and signals are the other's. Of two
+        rounds under way the earlier goes before.
+        """
+        sampling = replace(rollout_sampling(self.config, round_number), priority=round_number)
+        groups = self.answer(prompts, sampling, self.score)
         return [replace(group, step=self.first_step + group.oldest_version) for group in groups]
 
     def give_up_if_late(self) -> None:
@@ -534,7 +537,9 @@ def _open_run(config: Config, place: Place) -> Run:
 
 
 def sampled_ahead(sampler: DynamicSampler, config: Config) -> AheadSampler:
-    return AheadSampler(sampler, config.rollout.ahead, config.run.steps, config.rollout.server.round_within)
+    rollout = config.rollout
+    rounds = 2 if rollout.partial else 1
+    return AheadSampler(sampler, rollout.ahead, config.run.steps, rollout.server.round_within, rounds)
 
 
 def seed_generators(seed: int) -> None:

@@ -85,10 +85,12 @@ class ServerEngine:
         check_lengths(prompts, each, self.max_tokens)
         if self.closed:
             raise RolloutError(ENDED)
-        # A call beside another, as the probe's is with `rollout.ahead`, does not wait behind what that has queued.
-        urgent = {"priority": -len(self.calls)} if self.calls else {}
         bodies = [
-            {"token_ids": prompt.token_ids, "sampling_params": sampling_fields(item, place, self.stop_ids), **urgent}
+            {
+                "token_ids": prompt.token_ids,
+                "sampling_params": sampling_fields(item, place, self.stop_ids),
+                **self._priority(item),
+            }
             for place, (prompt, item) in enumerate(zip(prompts, each, strict=True))
         ]
         queue = _Queue(bodies, self.settings.attempts, self.updates)
@@ -120,6 +122,12 @@ class ServerEngine:
         self.closed = True
         for queue in list(self.calls):
             queue.fail(RolloutError(ENDED))
+
+    def _priority(self, sampling: SamplingParams) -> dict[str, int]:
+        """A call beside others, as the probe's is with `rollout.ahead`, does not wait behind what those have queued."""
+        if sampling.priority is not None:
+            return {"priority": sampling.priority}
+        return {"priority": -len(self.calls)} if self.calls else {}
 
     def _deliver(self) -> None:
         """Have the servers that are there load the weights, one at least."""

@@ -35,7 +35,7 @@ from dapo_runner.sampling.data import PromptCursor
 from dapo_runner.sampling.sampler import DynamicSampler
 from dapo_runner.tasks.tiny import make_tokenizer
 from dapo_runner.train import train
-from dapo_runner.types import Completion, Group, Prompt, SamplingParams
+from dapo_runner.types import Completion, Group, Prompt, Sample, SamplingParams, Verdict
 from dapo_runner.update.learner import Learner
 
 SAMPLING = SamplingParams(n=2, max_tokens=6, seed=5)
@@ -48,7 +48,9 @@ def servers(model_folder: Path) -> Iterator[list[FakeServer]]:
         yield [stack.enter_context(FakeServer(model_folder)) for _ in range(2)]
 
 
-def server_config(model: Path, servers: list[FakeServer], folder: Path, ahead: int = 0, **server: Any) -> Config:
+def server_config(
+    model: Path, servers: list[FakeServer], folder: Path, ahead: int = 0, partial: bool = True, **server: Any
+) -> Config:
     named = {"urls": [server.url for server in servers], "folder": str(folder), "health_within": 2.0, **server}
     return make_config(
         model={"tiny": None, "path": str(model), "dtype": "float32"},
@@ -57,6 +59,7 @@ def server_config(model: Path, servers: list[FakeServer], folder: Path, ahead: i
             "server": named,
             "max_batch_sequences": 8,
             "ahead": ahead,
+            "partial": partial,
             "correction": {"weights": "token" if ahead else None},
         },
         evaluation={"k": 8},
@@ -319,6 +322,109 @@ def test_weights_in_flight(model_folder: Path, servers: list[FakeServer], tmp_pa
     assert stretches <= {(2,), (2, 3), (3,), (3, 3)}
     assert all(sum(stretch.length for stretch in one.versions) == one.length for one in responses)
     assert any("mode=keep" in path for path in servers[0].queries)
+
+
+def test_without_partial_responses_end_before_the_new_weights(
+    model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy
+) -> None:
+    engine = open_engine(model_folder, servers, tmp_path, ahead=1, partial=False)
+    half, go_on, found = threading.Barrier(3), threading.Event(), list[list[Completion]]()
+    for server in servers:
+        first = iter([True])
+
+        def halfway(first: Iterator[bool] = first) -> None:
+            if next(first, False):
+                half.wait(10)
+            go_on.wait(10)
+
+        server.halfway = halfway
+    thread = threading.Thread(target=lambda: found.extend(engine.generate(PROMPTS, SAMPLING)))
+    thread.start()
+    half.wait(10)
+    updating = threading.Thread(target=engine.update_weights, args=[moved(policy).items()])
+    updating.start()
+    updating.join(0.1)
+    assert updating.is_alive()
+    assert not any(server.seen(UPDATE) > 1 for server in servers)
+    go_on.set()
+    updating.join(10)
+    thread.join(10)
+    versions = [{stretch.version for stretch in one.versions} for group in found for one in group]
+    assert sorted(map(min, versions)) == sorted(map(max, versions))
+    assert {min(own) for own in versions} == {1, 2}
+    assert any("mode=wait" in path for path in servers[0].queries)
+
+
+def steps_ahead(engine: ServerEngine, in_flight: int) -> list[list[tuple[str, list[list[int]]]]]:
+    """Prompts and responses of the steps that a run ahead would train on, a round for each."""
+
+    def scored(prompts: list[Prompt], round_number: int) -> list[Group]:
+        found = engine.generate(prompts, replace(SAMPLING, seed=round_number, priority=round_number))
+        return [
+            Group(prompt, tuple(Sample(one, Verdict(True), 1.0) for one in answers))
+            for prompt, answers in zip(prompts, found, strict=True)
+        ]
+
+    sampler = DynamicSampler(PromptCursor(PROMPTS, seed=0), SamplerConfig(prompts_per_step=4, filter_groups=False))
+    ahead = AheadSampler(sampler, 1, 6, 60.0, in_flight)
+    taken = [ahead.next(scored).groups for _ in range(6)]
+    ahead.close()
+    return [
+        [(one.prompt.id, [sample.completion.token_ids.tolist() for sample in one.samples]) for one in groups]
+        for groups in taken
+    ]
+
+
+def tokens_of(step: list[tuple[str, list[list[int]]]]) -> list[list[int]]:
+    return [list(PROMPTS[int(name)].token_ids) for name, _ in step]
+
+
+def test_one_slow_prompt_holds_back_its_own_round_alone(
+    model_folder: Path, servers: list[FakeServer], tmp_path: Path
+) -> None:
+    """It is trained on in its turn, before the next round's, which were all answered first."""
+    engine = open_engine(model_folder, servers, tmp_path, ahead=1)
+    wanted = steps_ahead(engine, 1)
+    (slow, *_), later = map(tokens_of, wanted[2:4])
+    answered, order = threading.Semaphore(0), list[bool]()
+
+    def hold(server: FakeServer) -> Hook:
+        def hook(body: dict[str, Any]) -> tuple[int, Any]:
+            if body["token_ids"] == slow:
+                order.extend(answered.acquire(timeout=10) for _ in later)
+            answer = server.generate(body)
+            if body["token_ids"] in later:
+                answered.release()
+            return 200, answer
+
+        return hook
+
+    for server in servers:
+        server.hooks[GENERATE] = hold(server)
+    assert steps_ahead(engine, 2) == wanted
+    assert order == [True] * 4
+    first = {body["priority"] for server in servers for path, body, _ in server.asked if body.get("token_ids") == slow}
+    assert first == {2}
+
+
+def test_servers_that_die_with_two_rounds_in_flight(
+    model_folder: Path, servers: list[FakeServer], tmp_path: Path
+) -> None:
+    engine = open_engine(model_folder, servers, tmp_path, ahead=1, attempts=20)
+    wanted, count, rounds = steps_ahead(engine, 1), iter(range(1000)), list[int]()
+
+    def kill_now_and_then(body: dict[str, Any]) -> None:
+        time.sleep(0.01)
+        if next(count) % 4 == 2 and servers[1].alive:
+            rounds.append(len(engine.calls))
+            servers[1].kill()
+            threading.Timer(0.02, servers[1].start).start()
+
+    servers[0].hooks[GENERATE] = kill_now_and_then
+    servers[1].hooks[GENERATE] = lambda body: time.sleep(0.02)
+    assert steps_ahead(engine, 2) == wanted
+    assert max(rounds) == 2
+    assert any("left out" in note for note in engine.notes)
 
 
 def test_quick_answers_do_not_jump_the_queue(model_folder: Path, servers: list[FakeServer], tmp_path: Path) -> None:
