@@ -316,7 +316,7 @@ class Run:
             | prefixed("segments", sampled.segments)
             | prefixed("train", trained | pair_figures(sampled.groups, self.config.preference))
             | prefixed("sync", in_sync)
-            | (prefixed("ahead", self.sampler.figures()) if isinstance(self.sampler, AheadSampler) else {})
+            | (prefixed("ahead", self.sampler.figures(sampled.groups)) if isinstance(self.sampler, AheadSampler) else {})
         )
         news = self.log.step(step, figures, sampled.groups, sequences, self.learner.token_values)
         self.progress.step(step, figures, self.clock.so_far(), self.speed)

@@ -339,6 +339,12 @@ def cautions(config: Config) -> Iterator[str]:
             f"{truncated}: responses come from a part of the distribution, the update takes them for the policy's own: "
             "the ratio is biased; rollout.sampling_mask=true has it compare like with like"
         )
+    rollout = config.rollout
+    if rollout.ahead and rollout.partial:
+        yield (
+            f"rollout.ahead={rollout.ahead}: responses that new weights find under way go on under these, so that a long "
+            "one is the work of several policies, each token weighed by its own; rollout.partial=false has them end first"
+        )
     sampler, judge = config.sampler, config.reward.judge
     own = ":" in config.reward.kind or (config.reward.kind == "judge" and judge is not None and judge.reward == "soft")
     if own and sampler.filter_groups and "filter_on" not in sampler.model_fields_set:

@@ -55,9 +55,16 @@ class AheadSampler:
         with self._changed:
             return sum(len(asked.prompts) for asked in self._rounds)
 
-    def figures(self) -> dict[str, float]:
-        """Steps that are sampled and wait, and prompts that are being answered."""
-        return {"steps": len(self._sampled), "in_flight": self.in_flight}
+    def figures(self, groups: list[Group]) -> dict[str, float]:
+        """Steps that are sampled and wait, prompts in flight, and of the responses in ``groups`` the share that weights
+        of several updates gave.
+        """
+        across = [len({s.version for s in one.completion.versions}) > 1 for group in groups for one in group.samples]
+        return {
+            "steps": len(self._sampled),
+            "in_flight": self.in_flight,
+            "across": sum(across) / max(1, len(across)),
+        }
 
     def next(self, generate_groups: GenerateGroups) -> SampledStep:
         """As ``DynamicSampler.next``. Raises what has stopped the sampling, once the steps before that are taken, and
