@@ -236,8 +236,8 @@ class Run:
         timed: Callable[[str], AbstractContextManager[Any]] = nullcontext,
         respond: GenerateEach | None = None,
     ) -> list[Group]:
-        """A scored group for each prompt; the ranks' engines share them, and of the ranks of an engine one scores.
-        ``respond`` is by default the engine's ``generate``.
+        """A scored group for each prompt that was answered; the ranks' engines share them, and of the ranks of an
+        engine one scores. ``respond`` is by default the engine's ``generate``.
         """
 
         def work(share: list[Prompt], each: list[SamplingParams]) -> list[Group]:
@@ -245,8 +245,9 @@ class Run:
                 completions = (respond or self.engine.generate)(share, each)
             if not self.world.leads_engine:
                 return []
+            answered = [(prompt, found) for prompt, found in zip(share, completions, strict=True) if found]
             with timed("score"):
-                return score(share, completions)
+                return score([prompt for prompt, _ in answered], [found for _, found in answered])
 
         return answer(self.world, prompts, sampling, work)
 
@@ -310,14 +311,15 @@ class Run:
     ) -> None:
         assert self.log is not None
         figures = (
-            sampling_metrics(sampled.stats, self.config.sampler.filter_on)
+            sampling_metrics(sampled.stats, self.config.sampler.filter_on, self.config.sampler.oversample > 1)
             | {"sampling/tokens": sampled.generated}
             | batch_metrics(sampled.groups, step)
             | prefixed("segments", sampled.segments)
             | prefixed("train", trained | pair_figures(sampled.groups, self.config.preference))
             | prefixed("sync", in_sync)
-            | (prefixed("ahead", self.sampler.figures(sampled.groups)) if isinstance(self.sampler, AheadSampler) else {})
         )
+        if isinstance(self.sampler, AheadSampler):
+            figures |= prefixed("ahead", self.sampler.figures(sampled.groups))
         news = self.log.step(step, figures, sampled.groups, sequences, self.learner.token_values)
         self.progress.step(step, figures, self.clock.so_far(), self.speed)
         for note in (news, sampled.shortfall, sampled.caution):
@@ -394,6 +396,7 @@ def rollout_sampling(config: Config, round_name: int | str) -> SamplingParams:
         max_tokens=rollout.max_response_tokens,
         seed=random.Random(f"{config.run.seed}:{round_name}").getrandbits(31),
         sampling_mask=rollout.sampling_mask,
+        needed=1 / config.sampler.oversample,
     )
 
 

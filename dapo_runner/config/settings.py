@@ -309,6 +309,8 @@ class SamplerConfig(Section):
     filter_on: Literal["correctness", "reward"] = "correctness"
     initial_acceptance: Share = 1 / 3  # share of groups expected to be mixed before any were seen (paper: 1536 for 512)
     max_rounds: PositiveInt = 10  # generation rounds per step
+    # server: prompts asked for each that is needed. What still runs once the needed are answered is dropped.
+    oversample: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
     max_age: NonNegativeInt = 1  # steps that a group left over may wait; older ones are dropped and counted
     on_exhausted: Literal["train_partial", "error"] = "error"
     curriculum: CurriculumConfig | None = None  # None: all prompts, in a new order every epoch

@@ -117,12 +117,12 @@ class AheadSampler:
         self.step, self._rest = self.sampler.steps, self.sampler.state_dict()
 
     def _sample(self, generate_groups: GenerateGroups) -> None:
-        def answered(missing: int) -> list[Group]:
+        def answered(missing: int) -> tuple[int, list[Group]]:
             with self._changed:
                 while not (self._rounds and self._rounds[0].over):
                     self._ask(missing, generate_groups)
                     self._changed.wait()
-                return self._rounds[0].result()
+                return len(self._rounds[0].prompts), self._rounds[0].result()
 
         try:
             while self.sampler.steps < self.last:

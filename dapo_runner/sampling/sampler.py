@@ -42,6 +42,7 @@ class SamplingStats:
     """What one step generated, kept or not; all of it counts of groups, but for the last six, of samples."""
 
     rounds: int = 0
+    asked: int = 0  # prompts
     groups: int = 0
     all_right: int = 0
     all_wrong: int = 0
@@ -129,21 +130,25 @@ class DynamicSampler:
         With `train_partial` the step may be short, or even empty when no group at all was mixed.
         """
 
-        def answered(missing: int) -> list[Group]:
-            return generate_groups(self.cursor.take(self.round_size(missing), self.steps), self.rounds_so_far)
+        def answered(missing: int) -> tuple[int, list[Group]]:
+            prompts = self.cursor.take(self.round_size(missing), self.steps)
+            return len(prompts), generate_groups(prompts, self.rounds_so_far)
 
         return self.fill(answered)
 
-    def fill(self, answered: Callable[[int], list[Group]]) -> SampledStep:
-        """``next`` where ``answered`` is told how many groups are missing, and has those of a round of prompts."""
+    def fill(self, answered: Callable[[int], tuple[int, list[Group]]]) -> SampledStep:
+        """``next`` where ``answered`` is told how many groups are missing, and gives the size of a round of prompts and
+        its groups.
+        """
         self.steps += 1
         stats = SamplingStats()
         wanted, self.buffer = self.config.prompts_per_step, self._young(self.buffer, stats)
         stats.carried_in = len(self.buffer)
         while len(self.buffer) < wanted and stats.rounds < self.config.max_rounds:
-            groups = answered(wanted - len(self.buffer))
+            n_asked, groups = answered(wanted - len(self.buffer))
             self.rounds_so_far += 1
             stats.rounds += 1
+            stats.asked += n_asked
             stats.count(groups)
             self.cursor.observe(groups)
             kept = self.complete([group for group in groups if self._keeps(group)])
@@ -203,14 +208,16 @@ class DynamicSampler:
 
     def expected(self, n_prompts: int) -> int:
         """How many groups of so many prompts will be kept, at the acceptance so far."""
-        return int(n_prompts * self.acceptance) if self.config.filter_groups else n_prompts
+        answered = round(n_prompts / self.config.oversample)
+        return int(answered * self.acceptance) if self.config.filter_groups else answered
 
     def round_size(self, missing: int) -> int:
-        """As many prompts as will give the missing groups at the acceptance so far."""
-        if not self.config.filter_groups:
-            return missing
-        ceiling = prompts_for(self.config.prompts_per_step, LEAST_SHARE * self.config.initial_acceptance)
-        return min(prompts_for(missing, self.acceptance), ceiling)
+        """As many prompts as will give the missing groups at the acceptance so far, times `oversample`."""
+        needed = missing
+        if self.config.filter_groups:
+            ceiling = prompts_for(self.config.prompts_per_step, LEAST_SHARE * self.config.initial_acceptance)
+            needed = min(prompts_for(missing, self.acceptance), ceiling)
+        return round(self.config.oversample * needed)
 
     def _explain(self, stats: SamplingStats) -> str:
         by_reward = self.config.filter_groups and self.config.filter_on == "reward"

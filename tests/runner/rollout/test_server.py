@@ -4,6 +4,7 @@ without its end.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import shutil
@@ -427,6 +428,54 @@ def test_servers_that_die_with_two_rounds_in_flight(
     assert any("left out" in note for note in engine.notes)
 
 
+def test_what_still_runs_when_enough_is_answered_is_dropped(
+    model_folder: Path, servers: list[FakeServer], tmp_path: Path
+) -> None:
+    """Three of four are needed; six of the first twelve prompts hang, and the call ends without them."""
+    engine, hung = open_engine(model_folder, servers, tmp_path), threading.Event()
+    wanted = told(engine.generate(PROMPTS, SAMPLING))
+    slow = [list(prompt.token_ids) for prompt in PROMPTS[:12:2]]
+
+    def hang_with_some(body: dict[str, Any]) -> None:
+        if body["token_ids"] in slow:
+            hung.wait(60)
+
+    for server in servers:
+        server.hooks[GENERATE] = hang_with_some
+    began = time.monotonic()
+    found = told(engine.generate(PROMPTS, replace(SAMPLING, needed=3 / 4)))
+    assert time.monotonic() - began < 10
+    assert [place for place, answers in enumerate(found) if not answers] == list(range(0, 12, 2))
+    assert all(answers == own for answers, own in zip(found, wanted, strict=True) if answers)
+    assert not engine.notes  # the servers are none the worse
+    hung.set()
+    assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
+
+
+def test_a_run_that_asks_for_more_than_it_needs(tmp_path: Path, model_folder: Path, servers: list[FakeServer]) -> None:
+    raw = small_recipe(output_dir=str(tmp_path), steps=2, eval_every=2)
+    raw["model"] = {"dtype": "float32", "path": str(model_folder)}
+    raw["sampler"] |= {"filter_groups": False, "oversample": 1.5}
+    urls = [server.url for server in servers]
+    raw["rollout"] |= {"max_response_tokens": 6, "engine": "server", "server": {"urls": urls, "folder": str(tmp_path)}}
+    slow = itertools.cycle([True, False, False])
+
+    def hook(body: dict[str, Any]) -> None:
+        if body["sampling_params"]["n"] == raw["rollout"]["group_size"] and next(slow):
+            time.sleep(0.3)
+
+    for server in servers:
+        server.hooks[GENERATE] = hook
+    first, second = (
+        event
+        for event in read_log(train(parse_config(raw), SilentProgress()) / "metrics.jsonl")
+        if event["kind"] == "step"
+    )
+    assert first["sampling/groups"] + first["sampling/dropped"] == 6
+    assert first["sampling/dropped"] > 0
+    assert first["batch/groups"] == second["batch/groups"] == 4
+
+
 def test_quick_answers_do_not_jump_the_queue(model_folder: Path, servers: list[FakeServer], tmp_path: Path) -> None:
     """Answers that take as long as they are long make up the steps that answers given at once do, lengths and all."""
     engine = open_engine(model_folder, servers, tmp_path, ahead=1)
@@ -612,6 +661,11 @@ def test_what_a_server_is_started_with(tmp_path: Path, monkeypatch: pytest.Monke
         (
             {"evaluation": {"k": 16}, "rollout": {"max_batch_sequences": 8}},
             "expected at least 16 with rollout.engine=server",
+        ),
+        ({"rollout": {"engine": "hf"}, "sampler": {"oversample": 1.5}}, "sampler.oversample: expected 1 with rollout"),
+        (
+            {"advantage": {"segments": {"kind": "chain"}}, "sampler": {"oversample": 1.5}},
+            "sampler.oversample: expected 1 beside advantage.segments, got 1.5",
         ),
         ({"rollout": {"engine": "hf", "ahead": 1}}, "rollout.ahead: expected 0 with rollout.engine=hf"),
         ({"rollout": {"ahead": 1}}, "rollout.correction.weights: expected token or sequence beside rollout.ahead=1"),
