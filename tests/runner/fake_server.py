@@ -170,7 +170,7 @@ class FakeServer:
                 server.queries.append(self.path)
                 if length := int(self.headers.get("Content-Length", 0)):
                     with suppress(ValueError):  # killed
-                        body = json.loads(self.rfile.read(length))
+                        body |= json.loads(self.rfile.read(length))
                 server.asked.append((path, body, dict(self.headers)))
                 status, said = server.answer(path, body)
                 raw = b"" if path == "/health" else json.dumps(said).encode()

@@ -92,7 +92,7 @@ def six_of_seven(i: int) -> str:
 
 
 class HeldEngine(SlowEngine):
-    """One prompt in five is so slow that the round behind its own has been answered before it, where there is one."""
+    """In every other round there is a prompt so slow that the round behind has been answered before, where one is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class HeldEngine(SlowEngine):
         self.overtaken = 0
 
     def __call__(self, prompts: list[Prompt], round_index: int) -> list[Group]:
-        if any(int(prompt.id) % 5 == 0 for prompt in prompts):
+        if round_index % 2 == 0:
             self.overtaken += self.answered[round_index + 1].wait(0.2)
         groups = super().__call__(prompts, round_index)
         self.answered[round_index].set()
