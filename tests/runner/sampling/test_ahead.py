@@ -74,7 +74,8 @@ def test_what_was_sampled_is_not_lost_and_comes_once(trained: int) -> None:
     engine = SlowEngine()
     ahead = make_ahead(engine)
     begun = [ids(ahead.next(engine).groups) for _ in range(trained)]
-    time.sleep(0.02)
+    while not ahead.figures([])["steps"]:
+        time.sleep(0.005)
     state = ahead.state_dict()
     ahead.close()
     assert state["steps"] == trained
@@ -148,32 +149,36 @@ def test_a_group_that_waited_too_long_for_its_turn_is_not_accepted() -> None:
     assert accepted + sum(step.stats.too_old for step in steps) == sum(map(len, engine.asked))
 
 
-def test_with_two_rounds_in_flight_what_was_accepted_is_kept_and_the_rest_asked_again() -> None:
-    """The second of the two is answered already, and not accepted: its prompts come again, in their place."""
+@pytest.mark.parametrize("hung", [2, 3])
+def test_with_two_rounds_in_flight_what_was_accepted_is_kept_and_the_rest_asked_again(hung: int) -> None:
+    """The second of the two is answered already, and not accepted, or the first is accepted and the second hangs: what
+    is not accepted comes again, in its place.
+    """
     killed = threading.Event()
 
     class Killed(HeldEngine):
         def __call__(self, prompts: list[Prompt], round_index: int) -> list[Group]:
-            if round_index == 2:
+            if round_index == hung:
                 killed.wait(10)
             return super().__call__(prompts, round_index)
 
     engine = Killed()
     ahead = make_ahead(engine, in_flight=2)
     begun = [ids(ahead.next(engine).groups)]
-    while not engine.answered[3].wait(0.005):
+    while not (engine.answered[3].is_set() if hung == 2 else ahead.state_dict()["rounds_so_far"] == 3):
         begun += [ids(ahead.next(engine).groups)] if ahead.figures([])["steps"] else []
+        time.sleep(0.005)
     state = ahead.state_dict()
     killed.set()
     ahead.close()
     asked = dict(zip(engine.rounds, engine.asked, strict=True))
-    assert state["in_flight"] == len(asked[2] + asked[3])
+    assert state["in_flight"] >= len(asked[3])
     again = HeldEngine()
     resumed = make_ahead(again, in_flight=2)
     resumed.load_state_dict(state)
     rest = [ids(resumed.next(again).groups) for _ in range(STEPS - len(begun))]
     resumed.close()
-    assert dict(zip(again.rounds, again.asked, strict=True))[2][0] == asked[2][0]
+    assert dict(zip(again.rounds, again.asked, strict=True))[hung][0] == asked[hung][0]
     assert begun + rest == one_after_the_other(six_of_seven)
 
 
