@@ -8,9 +8,11 @@ cut at the limit, and independent of what is accepted. With 0 steps ahead all GP
 some generate for as long as the rest train, split as is best. Left out: prompts' prefill, prefixes computed anew after
 new weights, and what a step takes that grows with neither tokens nor GPUs but for `sync`.
 
-Three ways for a round to end: `rounds`, with its last response, as it is built; `cut`, with over-sampling by the factor
-given, once as many groups are there as are needed, the rest dropped, which favours short responses; `kept`, the next
-step's prompts already under way beside the last ones of this, still in their order.
+Three ways for a round to end: `rounds`, with its last response, as `rollout.partial=false` has it, but for its waits
+before new weights; `cut`, with over-sampling by the factor given (`sampler.oversample`), once as many groups are there
+as are needed, the rest dropped, which favours short responses; `kept`, the next steps' prompts already under way beside
+the last ones of this, still in their order: `rollout.partial`, which with one step ahead has as many in flight, with
+more of them fewer.
 """
 
 from __future__ import annotations

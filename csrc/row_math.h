@@ -26,9 +26,11 @@ template <class Wide = double> DAPO_HOST_DEVICE float base2_scale(float temperat
 // ln p of a logit in a row with this maximum and this sum.
 template <class Wide> DAPO_HOST_DEVICE Wide log_p_of(float x, float c, float max, float sum) {
   const float top = top_of(max, c);
-  // Halves: the difference of two floats may be none.
-  const Wide z = is_far(top) ? (static_cast<Wide>(0.5f * x) - 0.5f * max) * (2.0f * c) : static_cast<Wide>(x) * c - top;
-  return static_cast<Wide>(kLn2) * z - log_of<Wide>(sum);
+  const Wide ln2 = static_cast<Wide>(kLn2);
+  // Far away neither the difference of two floats nor a base-2 exponent need be a float where ln p is.
+  const Wide z = is_far(top) ? (static_cast<Wide>(0.5f * x) - 0.5f * max) * (ln2 * (2.0f * c))
+                             : ln2 * (static_cast<Wide>(x) * c - top);
+  return z - log_of<Wide>(sum);
 }
 
 template <class Wide = double> DAPO_HOST_DEVICE float logprob_of(float x, float c, const SoftmaxPart& whole) {

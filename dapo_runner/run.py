@@ -172,8 +172,11 @@ class Run:
             return self.answer(prompts, sampling, self.score, self.rollout_phase, self.respond)
 
     def generate_ahead(self, prompts: list[Prompt], round_number: int) -> list[Group]:
-        """The same beside the training, in the thread of an ``AheadSampler``: clock and signals are the other's."""
-        groups = self.answer(prompts, rollout_sampling(self.config, round_number), self.score)
+        """The same beside the training, in threads of an ``AheadSampler``: clock and signals are the other's. Of two
+        rounds under way the earlier goes before.
+        """
+        sampling = replace(rollout_sampling(self.config, round_number), priority=round_number)
+        groups = self.answer(prompts, sampling, self.score)
         return [replace(group, step=self.first_step + group.oldest_version) for group in groups]
 
     def give_up_if_late(self) -> None:
@@ -233,8 +236,8 @@ class Run:
         timed: Callable[[str], AbstractContextManager[Any]] = nullcontext,
         respond: GenerateEach | None = None,
     ) -> list[Group]:
-        """A scored group for each prompt; the ranks' engines share them, and of the ranks of an engine one scores.
-        ``respond`` is by default the engine's ``generate``.
+        """A scored group for each prompt that was answered; the ranks' engines share them, and of the ranks of an
+        engine one scores. ``respond`` is by default the engine's ``generate``.
         """
 
         def work(share: list[Prompt], each: list[SamplingParams]) -> list[Group]:
@@ -242,8 +245,9 @@ class Run:
                 completions = (respond or self.engine.generate)(share, each)
             if not self.world.leads_engine:
                 return []
+            answered = [(prompt, found) for prompt, found in zip(share, completions, strict=True) if found]
             with timed("score"):
-                return score(share, completions)
+                return score([prompt for prompt, _ in answered], [found for _, found in answered])
 
         return answer(self.world, prompts, sampling, work)
 
@@ -307,14 +311,15 @@ class Run:
     ) -> None:
         assert self.log is not None
         figures = (
-            sampling_metrics(sampled.stats, self.config.sampler.filter_on)
+            sampling_metrics(sampled.stats, self.config.sampler.filter_on, self.config.sampler.oversample > 1)
             | {"sampling/tokens": sampled.generated}
             | batch_metrics(sampled.groups, step)
             | prefixed("segments", sampled.segments)
             | prefixed("train", trained | pair_figures(sampled.groups, self.config.preference))
             | prefixed("sync", in_sync)
-            | (prefixed("ahead", self.sampler.figures()) if isinstance(self.sampler, AheadSampler) else {})
         )
+        if isinstance(self.sampler, AheadSampler):
+            figures |= prefixed("ahead", self.sampler.figures(sampled.groups))
         news = self.log.step(step, figures, sampled.groups, sequences, self.learner.token_values)
         self.progress.step(step, figures, self.clock.so_far(), self.speed)
         for note in (news, sampled.shortfall, sampled.caution):
@@ -391,6 +396,7 @@ def rollout_sampling(config: Config, round_name: int | str) -> SamplingParams:
         max_tokens=rollout.max_response_tokens,
         seed=random.Random(f"{config.run.seed}:{round_name}").getrandbits(31),
         sampling_mask=rollout.sampling_mask,
+        needed=1 / config.sampler.oversample,
     )
 
 
@@ -534,7 +540,9 @@ def _open_run(config: Config, place: Place) -> Run:
 
 
 def sampled_ahead(sampler: DynamicSampler, config: Config) -> AheadSampler:
-    return AheadSampler(sampler, config.rollout.ahead, config.run.steps, config.rollout.server.round_within)
+    rollout = config.rollout
+    rounds = 2 if rollout.partial else 1
+    return AheadSampler(sampler, rollout.ahead, config.run.steps, rollout.server.round_within, rounds)
 
 
 def seed_generators(seed: int) -> None:

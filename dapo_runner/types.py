@@ -39,11 +39,13 @@ class SamplingParams:
     """How to sample; the same for every prompt of one call.
 
     ``n`` completions per prompt. ``seed`` fixes every random choice of the call; ``place`` tells those of its prompts
-    apart: by default a prompt's place in it. From the distribution at the
-    temperature go first the tokens less likely than ``min_p`` times the likeliest, then all but the ``top_k`` likeliest
-    (None: none), then all but the fewest that hold ``top_p`` of the rest. A response ends with the token that completes
-    one of the ``stop`` strings in its text, special tokens included. With ``sampling_mask`` completions say what was
-    left to sample from, and their log-probs are those of what was left.
+    apart: by default a prompt's place in it. Of several calls under way the one of the smallest ``priority`` goes
+    first; None: before them all. Once ``needed``, a share of the prompts, are answered, what there is to the others is
+    dropped. From the distribution at the temperature go first the tokens less likely than ``min_p`` times the
+    likeliest, then all but the ``top_k`` likeliest (None: none), then all but the fewest that hold ``top_p`` of the
+    rest. A response ends with the token that completes one of the ``stop`` strings in its text, special tokens
+    included. With ``sampling_mask`` completions say what was left to sample from, and their log-probs are those of what
+    was left.
     """
 
     n: int = 1
@@ -55,6 +57,8 @@ class SamplingParams:
     max_tokens: int = 1024
     seed: int = 0
     place: int | None = None
+    priority: int | None = None
+    needed: float = 1.0
     sampling_mask: bool = False
 
 

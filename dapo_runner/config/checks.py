@@ -57,6 +57,7 @@ def mismatches(config: Config) -> Iterator[str]:
     yield from _groups_of_servers(config)
     yield from _shared_servers(config)
     yield from _ahead(config)
+    yield from _oversample(config)
     yield from _pairs(config)
     yield from _routing(config)
     yield from schedule_mismatches(config)
@@ -335,6 +336,14 @@ def _ahead(config: Config) -> Iterator[str]:
         yield "advantage.segments: expected null beside rollout.ahead, whose prefixes the next policy would continue"
 
 
+def _oversample(config: Config) -> Iterator[str]:
+    oversample, engine = config.sampler.oversample, config.rollout.engine
+    if oversample > 1 and engine != "server":
+        yield f"sampler.oversample: expected 1 with rollout.engine={engine}, which drops nothing, got {oversample:g}"
+    if oversample > 1 and config.advantage.segments is not None:
+        yield f"sampler.oversample: expected 1 beside advantage.segments, got {oversample:g}"
+
+
 def _truncations(rollout: RolloutConfig) -> Iterator[tuple[str, float]]:
     for name in ("top_p", "top_k", "min_p"):
         value = getattr(rollout, name)
@@ -350,7 +359,18 @@ def cautions(config: Config) -> Iterator[str]:
             f"{truncated}: responses come from a part of the distribution, the update takes them for the policy's own: "
             "the ratio is biased; rollout.sampling_mask=true has it compare like with like"
         )
+    rollout = config.rollout
+    if rollout.ahead and rollout.partial:
+        yield (
+            f"rollout.ahead={rollout.ahead}: responses that new weights find under way go on under these: a long one "
+            "is the work of several policies, each token weighed by its own; rollout.partial=false has them end first"
+        )
     sampler, judge = config.sampler, config.reward.judge
+    if sampler.oversample > 1:
+        yield (
+            f"sampler.oversample={sampler.oversample:g}: what takes longest in a round is dropped: long responses, and "
+            "prompts that want them, are rarer in training than the policy gives them"
+        )
     own = ":" in config.reward.kind or (config.reward.kind == "judge" and judge is not None and judge.reward == "soft")
     if own and sampler.filter_groups and "filter_on" not in sampler.model_fields_set:
         yield (

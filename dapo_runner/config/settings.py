@@ -264,6 +264,7 @@ class RolloutConfig(Section):
     vllm: VLLMConfig = VLLMConfig()
     server: ServerConfig = ServerConfig()
     ahead: NonNegativeInt = 0  # server: steps that are sampled while an earlier one trains; 0: one after the other
+    partial: bool = True  # ahead: responses under way go on under new weights; False: they end before these come
     probe: ProbeConfig = ProbeConfig()
     correction: CorrectionConfig = CorrectionConfig()
     group_size: PositiveInt = 16  # 1: where nothing is compared within a group
@@ -308,6 +309,8 @@ class SamplerConfig(Section):
     filter_on: Literal["correctness", "reward"] = "correctness"
     initial_acceptance: Share = 1 / 3  # share of groups expected to be mixed before any were seen (paper: 1536 for 512)
     max_rounds: PositiveInt = 10  # generation rounds per step
+    # server: prompts asked for each that is needed. What still runs once the needed are answered is dropped.
+    oversample: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
     max_age: NonNegativeInt = 1  # steps that a group left over may wait; older ones are dropped and counted
     on_exhausted: Literal["train_partial", "error"] = "error"
     curriculum: CurriculumConfig | None = None  # None: all prompts, in a new order every epoch

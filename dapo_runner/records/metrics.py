@@ -106,9 +106,12 @@ def prefixed(area: str, values: Mapping[str, float]) -> dict[str, float]:
     return {f"{area}/{key}": value for key, value in values.items()}
 
 
-def sampling_metrics(stats: SamplingStats, filter_on: str = "correctness") -> dict[str, float]:
+def sampling_metrics(
+    stats: SamplingStats, filter_on: str = "correctness", oversampled: bool = False
+) -> dict[str, float]:
     """All that a step generated, kept or not; shares in [0, 1]. Counts only when nothing was generated. ``graded``,
-    where groups are kept for it: all right or all wrong, with rewards that vary.
+    where groups are kept for it: all right or all wrong, with rewards that vary. ``dropped``, where more is asked than
+    is needed: prompts without a group.
     """
     counts = {
         "rounds": stats.rounds,
@@ -116,6 +119,7 @@ def sampling_metrics(stats: SamplingStats, filter_on: str = "correctness") -> di
         "carried_in": stats.carried_in,
         "carried_out": stats.carried_out,
         "too_old": stats.too_old,
+        **({"dropped": stats.asked - stats.groups} if oversampled else {}),
     }
     if not stats.groups:
         return prefixed("sampling", counts)

@@ -8,6 +8,7 @@ set ``Verdict.value`` to a reward of its own, while dynamic sampling goes by ``V
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -142,7 +143,7 @@ class Scorer:
     """Scores the completions of prompts: a ``ScoreGroups``. Raises RewardError.
 
     ``shaped=False`` leaves the length term and overlong filtering out, for the plain correctness that evaluation
-    reports, and lets no prompt be lost to a failure.
+    reports, and lets no prompt be lost to a failure. Calls from several threads are served one after the other.
     """
 
     def __init__(
@@ -166,10 +167,12 @@ class Scorer:
         overlong = config.reward.overlong
         self.punish, self.filter_truncated = shaped and overlong.soft_punishment, shaped and overlong.filter
         self.max_length, self.cache_length = config.overlong_max_length, overlong.cache_length
+        self._turn = threading.Lock()
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Iterable[Completion]]) -> list[Group]:
         answers = [list(samples) for samples in completions]
-        judged = [self._judge(part, prompts, answers) for part in self.parts]
+        with self._turn:
+            judged = [self._judge(part, prompts, answers) for part in self.parts]
         groups = []
         for prompt, samples, *verdicts in zip(prompts, answers, *judged, strict=True):
             whole = [own for own in verdicts if own is not None]

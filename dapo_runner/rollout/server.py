@@ -79,18 +79,22 @@ class ServerEngine:
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]
     ) -> list[list[Completion]]:
-        """See ``RolloutEngine.generate`` and, of the log-probs, ``VLLMEngine.generate``. Raises RolloutError, and
-        ValueError for a prompt that leaves less room than its ``max_tokens``.
+        """See ``RolloutEngine.generate`` and, of the log-probs, ``VLLMEngine.generate``; nothing for prompts whose
+        responses were dropped. Raises RolloutError, and ValueError for a prompt that leaves less room than its
+        ``max_tokens``.
         """
         each = sampling_of_each(prompts, sampling)
         check_lengths(prompts, each, self.max_tokens)
-        # A call beside another, as the probe's is with `rollout.ahead`, does not wait behind what that has queued.
-        urgent = {"priority": -len(self.calls)} if self.calls else {}
         bodies = [
-            {"token_ids": prompt.token_ids, "sampling_params": sampling_fields(item, place, self.stop_ids), **urgent}
+            {
+                "token_ids": prompt.token_ids,
+                "sampling_params": sampling_fields(item, place, self.stop_ids),
+                **self._priority(item),
+            }
             for place, (prompt, item) in enumerate(zip(prompts, each, strict=True))
         ]
-        queue = _Queue(bodies, self.settings.attempts, self.updates)
+        needed = max(bool(bodies), round(sum(item.needed for item in each)))
+        queue = _Queue(bodies, needed, self.settings.attempts, self.updates)
         threads: list[tuple[Server, threading.Thread]] = []
         try:
             self.calls.add(queue)
@@ -103,8 +107,10 @@ class ServerEngine:
             for server, thread in threads:
                 _end(server, thread, queue)
             self.calls.discard(queue)
-        found = [self._with_texts(queue.answers[place]) for place in range(len(bodies))]
-        return [answers * (item.n // len(answers)) for answers, item in zip(found, each, strict=True)]
+        found = {place: self._with_texts(answers) for place, answers in list(queue.answers.items())}
+        return [
+            found[place] * (item.n // len(found[place])) if place in found else [] for place, item in enumerate(each)
+        ]
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See ``RolloutEngine.update_weights``. Servers that are away get them when they are back. Raises RolloutError
@@ -122,6 +128,12 @@ class ServerEngine:
         self.closed = True
         for queue in list(self.calls):
             queue.fail(RolloutError(ENDED))
+
+    def _priority(self, sampling: SamplingParams) -> dict[str, int]:
+        """A call beside others, as the probe's is with `rollout.ahead`, does not wait behind what those have queued."""
+        if sampling.priority is not None:
+            return {"priority": sampling.priority}
+        return {"priority": -len(self.calls)} if self.calls else {}
 
     def _deliver(self) -> None:
         """Have the servers that are there load the weights, one at least."""
@@ -285,9 +297,12 @@ def _end(server: Server, thread: threading.Thread, caller: object) -> None:
 class _Queue:
     """Requests of one call, and what came of them: each is waiting, with one server, or answered."""
 
-    def __init__(self, bodies: list[dict[str, Any]], attempts: int, version: int) -> None:
-        """``version``: the update whose weights are the oldest that may answer."""
+    def __init__(self, bodies: list[dict[str, Any]], needed: int, attempts: int, version: int) -> None:
+        """It is over once ``needed`` of them are answered. ``version``: the update whose weights are the oldest that
+        may answer.
+        """
         self.bodies = bodies
+        self.needed = needed
         self.version = version
         self.attempts = attempts
         self.answers: dict[int, list[Completion]] = {}
@@ -299,11 +314,11 @@ class _Queue:
 
     @property
     def n_left(self) -> int:
-        return len(self.bodies) - len(self.answers)
+        return self.needed - len(self.answers)
 
     @property
     def over(self) -> bool:
-        return self._closed or self.error is not None or not self.n_left
+        return self._closed or self.error is not None or self.n_left <= 0
 
     def take(self, stopped: list[Exception]) -> int | None:
         """The next request; waits where all are with servers, until one comes back. None once it is over or there is
@@ -318,7 +333,8 @@ class _Queue:
 
     def answer(self, place: int, completions: list[Completion]) -> None:
         with self._changed:
-            self.answers[place] = completions
+            if not self.over:
+                self.answers[place] = completions
             if self.over:
                 self._changed.notify_all()
 

@@ -22,7 +22,7 @@ from typing import IO
 
 from torch import Tensor
 
-from dapo_runner.config import Config, ConfigError
+from dapo_runner.config import Config, ConfigError, RolloutConfig
 from dapo_runner.parallel.world import World
 from dapo_runner.rollout.client import Server, ServerError
 
@@ -42,7 +42,8 @@ class FileTransfer:
         self.world = world
         self.within = config.rollout.server.sync_within
         self.version = ""
-        self.in_flight = config.rollout.ahead > 0
+        self.mode = _pause_mode(config.rollout)
+        self.drains_within = config.rollout.server.answer_within
 
         def made() -> Path:
             folder, lock = _make_folder(config)
@@ -67,15 +68,16 @@ class FileTransfer:
         ServerError; a server that fails half-way does not say that it has the version. ``caller`` may hang up.
 
         With `rollout.ahead` the responses under way go on with the new weights, what was computed for them before
-        anew; without, there are none but those of a trainer that is gone.
+        anew; without `rollout.partial` they end first. With nothing ahead there are none but those of a trainer that
+        is gone.
         """
         post, get = partial(server.post, caller=caller), partial(server.get, caller=caller)
-        mode, running = ("keep", "?reset_running_requests=true") if self.in_flight else ("abort", "")
+        running = "?reset_running_requests=true" if self.mode == "keep" else ""
         with self._alone_with(server):
             version = self.version  # another thread may publish the next, and what is sent is still what it is called
             if get("/weight_info")["weight_version"] == version and not get("/is_paused")["is_paused"]:
                 return version
-            post(f"/pause?mode={mode}")
+            post(f"/pause?mode={self.mode}", within=self.drains_within if self.mode == "wait" else self.within)
             try:
                 post("/start_weight_update")
             except ServerError:  # one that was left half-way
@@ -105,6 +107,13 @@ class FileTransfer:
                     raise ServerError(f"{server}: another rank has sent weights to it for {self.within:g} s")
                 time.sleep(POLL)
             yield
+
+
+def _pause_mode(rollout: RolloutConfig) -> str:
+    """vLLM's name for what becomes of the responses under way."""
+    if not rollout.ahead:
+        return "abort"
+    return "keep" if rollout.partial else "wait"
 
 
 def place_of_weights(config: Config) -> Path:

@@ -272,6 +272,11 @@ class PromptCursor:
             self.position += len(indices)
         return taken
 
+    @property
+    def place(self) -> dict[str, int]:
+        """Of the prompt that comes next: a part of the state."""
+        return {"epoch": self.epoch, "position": self.position}
+
     def observe(self, groups: Iterable[Group]) -> None:
         """What became of prompts that were taken."""
         if self.curriculum is not None:
@@ -280,8 +285,7 @@ class PromptCursor:
     def state_dict(self) -> dict[str, Any]:
         return {
             **({} if self.curriculum is None else {"curriculum": self.curriculum.state_dict()}),
-            "epoch": self.epoch,
-            "position": self.position,
+            **self.place,
             "seed": self.seed,
             "data": self._fingerprint(),
         }

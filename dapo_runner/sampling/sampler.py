@@ -42,6 +42,7 @@ class SamplingStats:
     """What one step generated, kept or not; all of it counts of groups, but for the last six, of samples."""
 
     rounds: int = 0
+    asked: int = 0  # prompts
     groups: int = 0
     all_right: int = 0
     all_wrong: int = 0
@@ -49,7 +50,7 @@ class SamplingStats:
     graded: int = 0  # all right or all wrong, and yet their rewards vary
     carried_in: int = 0  # groups left over from earlier steps
     carried_out: int = 0
-    too_old: int = 0  # groups left over that are past `max_age`, and gone
+    too_old: int = 0  # groups left over, or asked long before, that are past `max_age`, and gone
     samples: int = 0
     correct: int = 0
     truncated: int = 0
@@ -128,19 +129,30 @@ class DynamicSampler:
         Raises SamplingExhaustedError when `max_rounds` rounds do not fill it and `on_exhausted` is `error`.
         With `train_partial` the step may be short, or even empty when no group at all was mixed.
         """
+
+        def answered(missing: int) -> tuple[int, list[Group]]:
+            prompts = self.cursor.take(self.round_size(missing), self.steps)
+            return len(prompts), generate_groups(prompts, self.rounds_so_far)
+
+        return self.fill(answered)
+
+    def fill(self, answered: Callable[[int], tuple[int, list[Group]]]) -> SampledStep:
+        """``next`` where ``answered`` is told how many groups are missing, and gives the size of a round of prompts and
+        its groups.
+        """
         self.steps += 1
-        young = [group for group in self.buffer if self.steps - group.step <= self.config.max_age]
-        stats = SamplingStats(carried_in=len(young), too_old=len(self.buffer) - len(young))
-        wanted, self.buffer = self.config.prompts_per_step, young
+        stats = SamplingStats()
+        wanted, self.buffer = self.config.prompts_per_step, self._young(self.buffer, stats)
+        stats.carried_in = len(self.buffer)
         while len(self.buffer) < wanted and stats.rounds < self.config.max_rounds:
-            prompts = self.cursor.take(self._round_size(wanted - len(self.buffer)), self.steps)
-            groups = generate_groups(prompts, self.rounds_so_far)
+            n_asked, groups = answered(wanted - len(self.buffer))
             self.rounds_so_far += 1
             stats.rounds += 1
+            stats.asked += n_asked
             stats.count(groups)
             self.cursor.observe(groups)
             kept = self.complete([group for group in groups if self._keeps(group)])
-            self.buffer += [replace(group, step=group.step or self.steps) for group in kept]
+            self.buffer += self._young([replace(group, step=group.step or self.steps) for group in kept], stats)
             self._accepted = MEMORY * self._accepted + len(kept)
             self._tried = MEMORY * self._tried + len(groups)
             if self.on_round is not None:
@@ -172,6 +184,11 @@ class DynamicSampler:
                 self.waiting.append(replace(group, samples=tuple(rest)))
         return now, {"waiting": _n_samples(self.waiting), "too_old": too_old}
 
+    def _young(self, groups: list[Group], stats: SamplingStats) -> list[Group]:
+        young = [group for group in groups if self.steps - group.step <= self.config.max_age]
+        stats.too_old += len(groups) - len(young)
+        return young
+
     def _keeps(self, group: Group) -> bool:
         if not self.config.filter_groups:
             return True
@@ -189,12 +206,18 @@ class DynamicSampler:
             "their samples are right, or all wrong: sampler.filter_on=reward keeps them"
         )
 
-    def _round_size(self, missing: int) -> int:
-        """As many prompts as will give the missing groups at the acceptance so far."""
-        if not self.config.filter_groups:
-            return missing
-        ceiling = prompts_for(self.config.prompts_per_step, LEAST_SHARE * self.config.initial_acceptance)
-        return min(prompts_for(missing, self.acceptance), ceiling)
+    def expected(self, n_prompts: int) -> int:
+        """How many groups of so many prompts will be kept, at the acceptance so far."""
+        answered = round(n_prompts / self.config.oversample)
+        return int(answered * self.acceptance) if self.config.filter_groups else answered
+
+    def round_size(self, missing: int) -> int:
+        """As many prompts as will give the missing groups at the acceptance so far, times `oversample`."""
+        needed = missing
+        if self.config.filter_groups:
+            ceiling = prompts_for(self.config.prompts_per_step, LEAST_SHARE * self.config.initial_acceptance)
+            needed = min(prompts_for(missing, self.acceptance), ceiling)
+        return round(self.config.oversample * needed)
 
     def _explain(self, stats: SamplingStats) -> str:
         by_reward = self.config.filter_groups and self.config.filter_on == "reward"

@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import parse_qsl
 
 import torch
 from safetensors.torch import load_file
@@ -28,7 +29,9 @@ Hook = Callable[[dict[str, Any]], tuple[int, Any] | None]
 
 
 class FakeServer:
-    """``hooks`` by path are called with a request's body before it is answered, and may answer in its place."""
+    """``hooks`` by path are called with a request's body, or what stands behind its ``?``, before it is answered, and
+    may answer in its place.
+    """
 
     def __init__(self, model: Path) -> None:
         self.model = model
@@ -37,6 +40,7 @@ class FakeServer:
         self.alive = False
         self.halfway: Callable[[], None] | None = None  # called in the midst of each answer
         self.queries: list[str] = []  # whole paths
+        self._running, self._draining = 0, False  # answers under way, and whether a pause waits for them
         self._port = 0
         self._connections: set[socket.socket] = set()
         self.start()
@@ -100,11 +104,29 @@ class FakeServer:
             self.updating = False
             self.version = body.get("weight_version", self.version)
         elif path in ("/pause", "/resume"):
-            self.paused = path == "/pause"
+            with self._turn:
+                self.paused, self._draining = path == "/pause", body.get("mode") == "wait"
+            while self._draining and self._running and self.alive:
+                time.sleep(0.001)
+            self._draining = False
         states = {"weight_version": self.version, "is_paused": self.paused, "success": True}
         return 200, states
 
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        while not self._admitted():
+            time.sleep(0.001)
+        try:
+            return self._generate(body)
+        finally:
+            with self._turn:
+                self._running -= 1
+
+    def _admitted(self) -> bool:
+        with self._turn:
+            self._running += not self.paused
+            return not self.paused
+
+    def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
         asked, tokens = body["sampling_params"], tuple(body["token_ids"])
         sampling = SamplingParams(asked["n"], asked["temperature"], max_tokens=asked["max_tokens"], seed=asked["seed"])
         if self.halfway is None:
@@ -124,7 +146,7 @@ class FakeServer:
         return {"choices": choices}
 
     def _say(self, tokens: tuple[int, ...], sampling: SamplingParams) -> tuple[list[Completion], str]:
-        while self.paused:
+        while self.paused and not self._draining:
             time.sleep(0.001)
         with self._turn:
             return self.engine.generate([Prompt("", tokens, "", "")], sampling)[0], self.version
@@ -143,11 +165,12 @@ class FakeServer:
                     super().finish()
 
             def do_GET(self) -> None:
-                path, body = self.path.partition("?")[0], {}
+                path, _, query = self.path.partition("?")
+                body: dict[str, Any] = dict(parse_qsl(query))
                 server.queries.append(self.path)
                 if length := int(self.headers.get("Content-Length", 0)):
                     with suppress(ValueError):  # killed
-                        body = json.loads(self.rfile.read(length))
+                        body |= json.loads(self.rfile.read(length))
                 server.asked.append((path, body, dict(self.headers)))
                 status, said = server.answer(path, body)
                 raw = b"" if path == "/health" else json.dumps(said).encode()

@@ -153,7 +153,7 @@ def row_loss_kernel(
     BLOCK_V: tl.constexpr, VEC: tl.constexpr, HAS_REST: tl.constexpr,
 ):  # fmt: skip
     """Programs take rows in turn: as many rows are in flight as ``rows_in_flight`` found to stay in the cache."""
-    for at in range(tl.program_id(0), N, tl.num_programs(0)):
+    for at in tl.range(tl.program_id(0), N, tl.num_programs(0), disable_licm=True):
         row = tl.cast(at, tl.int64)
         X = _row(Logits, row, inner, stride_outer, stride_inner, VEC)
         if tl.load(Live + row) == 0:

@@ -4,6 +4,7 @@ without its end.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import shutil
@@ -35,7 +36,7 @@ from dapo_runner.sampling.data import PromptCursor
 from dapo_runner.sampling.sampler import DynamicSampler
 from dapo_runner.tasks.tiny import make_tokenizer
 from dapo_runner.train import train
-from dapo_runner.types import Completion, Group, Prompt, SamplingParams
+from dapo_runner.types import Completion, Group, Prompt, Sample, SamplingParams, Verdict
 from dapo_runner.update.learner import Learner
 
 SAMPLING = SamplingParams(n=2, max_tokens=6, seed=5)
@@ -48,7 +49,9 @@ def servers(model_folder: Path) -> Iterator[list[FakeServer]]:
         yield [stack.enter_context(FakeServer(model_folder)) for _ in range(2)]
 
 
-def server_config(model: Path, servers: list[FakeServer], folder: Path, ahead: int = 0, **server: Any) -> Config:
+def server_config(
+    model: Path, servers: list[FakeServer], folder: Path, ahead: int = 0, partial: bool = True, **server: Any
+) -> Config:
     named = {"urls": [server.url for server in servers], "folder": str(folder), "health_within": 2.0, **server}
     return make_config(
         model={"tiny": None, "path": str(model), "dtype": "float32"},
@@ -57,6 +60,7 @@ def server_config(model: Path, servers: list[FakeServer], folder: Path, ahead: i
             "server": named,
             "max_batch_sequences": 8,
             "ahead": ahead,
+            "partial": partial,
             "correction": {"weights": "token" if ahead else None},
         },
         evaluation={"k": 8},
@@ -321,6 +325,157 @@ def test_weights_in_flight(model_folder: Path, servers: list[FakeServer], tmp_pa
     assert any("mode=keep" in path for path in servers[0].queries)
 
 
+def test_without_partial_responses_end_before_the_new_weights(
+    model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy
+) -> None:
+    engine = open_engine(model_folder, servers, tmp_path, ahead=1, partial=False)
+    half, go_on, found = threading.Barrier(3), threading.Event(), list[list[Completion]]()
+    for server in servers:
+        first = iter([True])
+
+        def halfway(first: Iterator[bool] = first) -> None:
+            if next(first, False):
+                half.wait(10)
+            go_on.wait(10)
+
+        server.halfway = halfway
+    thread = threading.Thread(target=lambda: found.extend(engine.generate(PROMPTS, SAMPLING)))
+    thread.start()
+    half.wait(10)
+    updating = threading.Thread(target=engine.update_weights, args=[moved(policy).items()])
+    updating.start()
+    updating.join(0.1)
+    assert updating.is_alive()
+    assert not any(server.seen(UPDATE) > 1 for server in servers)
+    go_on.set()
+    updating.join(10)
+    thread.join(10)
+    versions = [{stretch.version for stretch in one.versions} for group in found for one in group]
+    assert sorted(map(min, versions)) == sorted(map(max, versions))
+    assert {min(own) for own in versions} == {1, 2}
+    assert any("mode=wait" in path for path in servers[0].queries)
+
+
+def steps_ahead(engine: ServerEngine, in_flight: int) -> list[list[tuple[str, list[list[int]]]]]:
+    """Prompts and responses of the steps that a run ahead would train on, a round for each."""
+
+    def scored(prompts: list[Prompt], round_number: int) -> list[Group]:
+        found = engine.generate(prompts, replace(SAMPLING, seed=round_number, priority=round_number))
+        return [
+            Group(prompt, tuple(Sample(one, Verdict(True), 1.0) for one in answers))
+            for prompt, answers in zip(prompts, found, strict=True)
+        ]
+
+    sampler = DynamicSampler(PromptCursor(PROMPTS, seed=0), SamplerConfig(prompts_per_step=4, filter_groups=False))
+    ahead = AheadSampler(sampler, 1, 6, 60.0, in_flight)
+    taken = [ahead.next(scored).groups for _ in range(6)]
+    ahead.close()
+    return [
+        [(one.prompt.id, [sample.completion.token_ids.tolist() for sample in one.samples]) for one in groups]
+        for groups in taken
+    ]
+
+
+def tokens_of(step: list[tuple[str, list[list[int]]]]) -> list[list[int]]:
+    return [list(PROMPTS[int(name)].token_ids) for name, _ in step]
+
+
+def test_one_slow_prompt_holds_back_its_own_round_alone(
+    model_folder: Path, servers: list[FakeServer], tmp_path: Path
+) -> None:
+    """It is trained on in its turn, before the next round's, which were all answered first."""
+    engine = open_engine(model_folder, servers, tmp_path, ahead=1)
+    wanted = steps_ahead(engine, 1)
+    (slow, *_), later = map(tokens_of, wanted[2:4])
+    answered, order = threading.Semaphore(0), list[bool]()
+
+    def hold(server: FakeServer) -> Hook:
+        def hook(body: dict[str, Any]) -> tuple[int, Any]:
+            if body["token_ids"] == slow:
+                order.extend(answered.acquire(timeout=10) for _ in later)
+            answer = server.generate(body)
+            if body["token_ids"] in later:
+                answered.release()
+            return 200, answer
+
+        return hook
+
+    for server in servers:
+        server.hooks[GENERATE] = hold(server)
+    assert steps_ahead(engine, 2) == wanted
+    assert order == [True] * 4
+    first = {body["priority"] for server in servers for path, body, _ in server.asked if body.get("token_ids") == slow}
+    assert first == {2}
+
+
+def test_servers_that_die_with_two_rounds_in_flight(
+    model_folder: Path, servers: list[FakeServer], tmp_path: Path
+) -> None:
+    engine = open_engine(model_folder, servers, tmp_path, ahead=1, attempts=20)
+    wanted, count, rounds = steps_ahead(engine, 1), iter(range(1000)), list[int]()
+
+    def kill_now_and_then(body: dict[str, Any]) -> None:
+        time.sleep(0.01)
+        if next(count) % 4 == 2 and servers[1].alive:
+            rounds.append(len(engine.calls))
+            servers[1].kill()
+            threading.Timer(0.02, servers[1].start).start()
+
+    servers[0].hooks[GENERATE] = kill_now_and_then
+    servers[1].hooks[GENERATE] = lambda body: time.sleep(0.02)
+    assert steps_ahead(engine, 2) == wanted
+    assert max(rounds) == 2
+    assert any("left out" in note for note in engine.notes)
+
+
+def test_what_still_runs_when_enough_is_answered_is_dropped(
+    model_folder: Path, servers: list[FakeServer], tmp_path: Path
+) -> None:
+    """Three of four are needed; six of the first twelve prompts hang, and the call ends without them."""
+    engine, hung = open_engine(model_folder, servers, tmp_path), threading.Event()
+    wanted = told(engine.generate(PROMPTS, SAMPLING))
+    slow = [list(prompt.token_ids) for prompt in PROMPTS[:12:2]]
+
+    def hang_with_some(body: dict[str, Any]) -> None:
+        if body["token_ids"] in slow:
+            hung.wait(60)
+
+    for server in servers:
+        server.hooks[GENERATE] = hang_with_some
+    began = time.monotonic()
+    found = told(engine.generate(PROMPTS, replace(SAMPLING, needed=3 / 4)))
+    assert time.monotonic() - began < 10
+    assert [place for place, answers in enumerate(found) if not answers] == list(range(0, 12, 2))
+    assert all(answers == own for answers, own in zip(found, wanted, strict=True) if answers)
+    assert not engine.notes  # the servers are none the worse
+    hung.set()
+    assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
+
+
+def test_a_run_that_asks_for_more_than_it_needs(tmp_path: Path, model_folder: Path, servers: list[FakeServer]) -> None:
+    raw = small_recipe(output_dir=str(tmp_path), steps=2, eval_every=2)
+    raw["model"] = {"dtype": "float32", "path": str(model_folder)}
+    raw["sampler"] |= {"filter_groups": False, "oversample": 1.5}
+    urls = [server.url for server in servers]
+    raw["rollout"] |= {"max_response_tokens": 6, "engine": "server", "server": {"urls": urls, "folder": str(tmp_path)}}
+    slow = itertools.cycle([True, False, False])
+
+    def hook(body: dict[str, Any]) -> None:
+        if body["sampling_params"]["n"] == raw["rollout"]["group_size"] and next(slow):
+            time.sleep(0.3)
+
+    for server in servers:
+        server.hooks[GENERATE] = hook
+    first, second = (
+        event
+        for event in read_log(train(parse_config(raw), SilentProgress()) / "metrics.jsonl")
+        if event["kind"] == "step"
+    )
+    assert first["sampling/groups"] + first["sampling/dropped"] == 6
+    assert first["sampling/dropped"] > 0
+    assert first["batch/groups"] == second["batch/groups"] == 4
+
+
 def test_quick_answers_do_not_jump_the_queue(model_folder: Path, servers: list[FakeServer], tmp_path: Path) -> None:
     """Answers that take as long as they are long make up the steps that answers given at once do, lengths and all."""
     engine = open_engine(model_folder, servers, tmp_path, ahead=1)
@@ -506,6 +661,11 @@ def test_what_a_server_is_started_with(tmp_path: Path, monkeypatch: pytest.Monke
         (
             {"evaluation": {"k": 16}, "rollout": {"max_batch_sequences": 8}},
             "expected at least 16 with rollout.engine=server",
+        ),
+        ({"rollout": {"engine": "hf"}, "sampler": {"oversample": 1.5}}, "sampler.oversample: expected 1 with rollout"),
+        (
+            {"advantage": {"segments": {"kind": "chain"}}, "sampler": {"oversample": 1.5}},
+            "sampler.oversample: expected 1 beside advantage.segments, got 1.5",
         ),
         ({"rollout": {"engine": "hf", "ahead": 1}}, "rollout.ahead: expected 0 with rollout.engine=hf"),
         ({"rollout": {"ahead": 1}}, "rollout.correction.weights: expected token or sequence beside rollout.ahead=1"),

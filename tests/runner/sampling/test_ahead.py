@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -36,9 +37,9 @@ class SlowEngine(Engine):
         return super().__call__(prompts, round_index)
 
 
-def make_ahead(engine: SlowEngine, lead: int = 2, within: float = 60.0) -> AheadSampler:
-    engine.sampler = make_sampler(max_age=9)
-    return AheadSampler(engine.sampler, lead, STEPS, within)
+def make_ahead(engine: SlowEngine, lead: int = 2, within: float = 60.0, in_flight: int = 1) -> AheadSampler:
+    engine.sampler = make_sampler(max_age=9, initial_acceptance=1 / 3 if engine.script is every_third else 0.9)
+    return AheadSampler(engine.sampler, lead, STEPS, within, in_flight)
 
 
 def take_all(ahead: AheadSampler, engine: SlowEngine, found: list[list[str]]) -> None:
@@ -47,8 +48,8 @@ def take_all(ahead: AheadSampler, engine: SlowEngine, found: list[list[str]]) ->
         found.append(ids(ahead.next(engine).groups))
 
 
-def one_after_the_other() -> list[list[str]]:
-    engine, sampler = Engine(every_third), make_sampler(max_age=9)
+def one_after_the_other(script: Callable[[int], str] = every_third) -> list[list[str]]:
+    engine, sampler = Engine(script), make_sampler(max_age=9)
     return [ids(sampler.next(engine).groups) for _ in range(STEPS)]
 
 
@@ -73,7 +74,8 @@ def test_what_was_sampled_is_not_lost_and_comes_once(trained: int) -> None:
     engine = SlowEngine()
     ahead = make_ahead(engine)
     begun = [ids(ahead.next(engine).groups) for _ in range(trained)]
-    time.sleep(0.02)
+    while not ahead.figures([])["steps"]:
+        time.sleep(0.005)
     state = ahead.state_dict()
     ahead.close()
     assert state["steps"] == trained
@@ -84,6 +86,100 @@ def test_what_was_sampled_is_not_lost_and_comes_once(trained: int) -> None:
     rest = [ids(resumed.next(again).groups) for _ in range(STEPS - trained)]
     resumed.close()
     assert begun + rest == one_after_the_other()
+
+
+def six_of_seven(i: int) -> str:
+    return "RWRW" if i % 7 else "RRRR"
+
+
+class HeldEngine(SlowEngine):
+    """In every other round there is a prompt so slow that the round behind has been answered before, where one is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.script = six_of_seven
+        self.answered = [threading.Event() for _ in range(99)]
+        self.overtaken = 0
+
+    def __call__(self, prompts: list[Prompt], round_index: int) -> list[Group]:
+        if round_index % 2 == 0:
+            self.overtaken += self.answered[round_index + 1].wait(0.2)
+        groups = super().__call__(prompts, round_index)
+        self.answered[round_index].set()
+        return groups
+
+
+@pytest.mark.parametrize("lead", [1, 3])
+def test_a_round_that_is_quicker_than_the_one_before_waits_for_its_turn(lead: int) -> None:
+    engine = HeldEngine()
+    ahead = make_ahead(engine, lead, in_flight=2)
+    steps = [ids(ahead.next(engine).groups) for _ in range(STEPS)]
+    ahead.close()
+    assert steps == one_after_the_other(six_of_seven)
+    assert engine.overtaken >= 2
+    assert engine.rounds != sorted(engine.rounds)
+
+
+def test_two_rounds_in_flight_are_not_further_ahead_than_one() -> None:
+    class Steps(HeldEngine):
+        def __call__(self, prompts: list[Prompt], round_index: int) -> list[Group]:
+            begun = max(1, ahead.step)
+            return [replace(group, step=begun) for group in super().__call__(prompts, round_index)]
+
+    engine = Steps()
+    ahead = make_ahead(engine, lead=1, in_flight=2)
+    for step in range(1, STEPS + 1):
+        sampled = ahead.next(engine)
+        fresh = sampled.groups[sampled.stats.carried_in :]
+        assert all(step - group.step <= 1 for group in fresh)
+    ahead.close()
+    assert engine.overtaken >= 2
+
+
+def test_a_group_that_waited_too_long_for_its_turn_is_not_accepted() -> None:
+    class Late(Engine):
+        def __call__(self, prompts: list[Prompt], round_index: int) -> list[Group]:
+            groups = super().__call__(prompts, round_index)
+            return [replace(group, step=sampler.steps - place % 4) for place, group in enumerate(groups)]
+
+    engine, sampler = Late(lambda i: "RW"), make_sampler(max_age=2, initial_acceptance=1.0)
+    steps = [sampler.next(engine) for _ in range(6)]
+    assert {number - group.step for number, step in enumerate(steps, 1) for group in step.groups} == {0, 1, 2}
+    accepted = sum(len(step.groups) for step in steps) + len(sampler.buffer)
+    assert accepted + sum(step.stats.too_old for step in steps) == sum(map(len, engine.asked))
+
+
+@pytest.mark.parametrize("hung", [2, 3])
+def test_with_two_rounds_in_flight_what_was_accepted_is_kept_and_the_rest_asked_again(hung: int) -> None:
+    """The second of the two is answered already, and not accepted, or the first is accepted and the second hangs: what
+    is not accepted comes again, in its place.
+    """
+    killed = threading.Event()
+
+    class Killed(HeldEngine):
+        def __call__(self, prompts: list[Prompt], round_index: int) -> list[Group]:
+            if round_index == hung:
+                killed.wait(10)
+            return super().__call__(prompts, round_index)
+
+    engine = Killed()
+    ahead = make_ahead(engine, in_flight=2)
+    begun = [ids(ahead.next(engine).groups)]
+    while not (engine.answered[3].is_set() if hung == 2 else ahead.state_dict()["rounds_so_far"] == 3):
+        begun += [ids(ahead.next(engine).groups)] if ahead.figures([])["steps"] else []
+        time.sleep(0.005)
+    state = ahead.state_dict()
+    killed.set()
+    ahead.close()
+    asked = dict(zip(engine.rounds, engine.asked, strict=True))
+    assert state["in_flight"] >= len(asked[3])
+    again = HeldEngine()
+    resumed = make_ahead(again, in_flight=2)
+    resumed.load_state_dict(state)
+    rest = [ids(resumed.next(again).groups) for _ in range(STEPS - len(begun))]
+    resumed.close()
+    assert dict(zip(again.rounds, again.asked, strict=True))[hung][0] == asked[hung][0]
+    assert begun + rest == one_after_the_other(six_of_seven)
 
 
 def test_what_stops_the_sampling_comes_after_the_steps_before_it() -> None:
