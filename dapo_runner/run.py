@@ -134,19 +134,22 @@ class Run:
         return self.stopping
 
     def sample(self, step: int) -> SampledStep:
-        """The groups of a step. Where that fails, the steps before it are saved, as they were before it began."""
+        """The groups of a step. Where that fails, the steps before it are saved: as they were before it began, or with
+        what was sampled ahead since.
+        """
         self.stop.step_takes(self.last_step_took)
-        with self.saving_first(step - 1, moment(self.sampler)):
-            if isinstance(self.sampler, AheadSampler):
-                with self.timed("wait"), self.stop.giving_up():
-                    return self.sampler.next(self.generate_ahead)
+        if isinstance(self.sampler, AheadSampler):
+            with self.saving_first(step - 1, partial(moment, self.sampler)), self.timed("wait"), self.stop.giving_up():
+                return self.sampler.next(self.generate_ahead)
+        before = moment(self.sampler)
+        with self.saving_first(step - 1, lambda: before):
             sampled = self.sampler.next(self.generate_groups)
             return sampled if self.config.advantage.segments is None else self.value_segments(sampled, step)
 
     @contextmanager
-    def saving_first(self, step: int, then: dict[str, Any]) -> Iterator[None]:
+    def saving_first(self, step: int, then: Callable[[], dict[str, Any]]) -> Iterator[None]:
         """An engine or a reward function that fails takes no step with it that was done before: ``step`` is saved,
-        with ``then`` as the moment to go on from.
+        with what ``then`` says as the moment to go on from.
         """
         try:
             yield
@@ -154,7 +157,7 @@ class Run:
             try:
                 self.finish_saving()
                 if step > self.saved:
-                    self.save(step, then)
+                    self.save(step, then())
                     self.finish_saving()
                     self.progress.note(f"step {step} is saved; what follows stopped the run after it")
             except Exception as error:  # what stopped the run is what is raised
@@ -367,7 +370,8 @@ class Run:
     def evaluate(self, step: int) -> None:
         if not self.dataset.heldout:
             return
-        with self.saving_first(step, moment(self.sampler)), self.timed("evaluate"):
+        before = moment(self.sampler)
+        with self.saving_first(step, lambda: before), self.timed("evaluate"):
             unshaped = Scorer(self.config, shaped=False)
 
             def answer_all(prompts: SequenceOf[Prompt], sampling: SamplingParams) -> list[Group]:

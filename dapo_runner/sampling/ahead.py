@@ -73,22 +73,29 @@ class AheadSampler:
         """
         with self._changed:
             self.step += 1
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._sample, args=[generate_groups], name="ahead", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
-            began = time.monotonic()
-            while not self._sampled:
-                if self._error is not None:
-                    raise self._error
-                left = max(began, self._sign) + self.within - time.monotonic()
-                if left <= 0:
-                    raise SamplingStalledError(
-                        f"rollout: step {self.step} waits for its groups, {self.in_flight} prompts of it or of a later "
-                        f"one are in flight, and no round has ended for {self.within:g} s (rollout.server.round_within)"
-                    )
-                self._changed.wait(left)
-            return self._sampled.popleft()
+            try:
+                return self._next(generate_groups)
+            except BaseException:
+                self.step -= 1  # what is saved now goes on from the step before, with what was accepted since
+                raise
+
+    def _next(self, generate_groups: GenerateGroups) -> SampledStep:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._sample, args=[generate_groups], name="ahead", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+        began = time.monotonic()
+        while not self._sampled:
+            if self._error is not None:
+                raise self._error
+            left = max(began, self._sign) + self.within - time.monotonic()
+            if left <= 0:
+                raise SamplingStalledError(
+                    f"rollout: step {self.step} waits for its groups, {self.in_flight} prompts of it or of a later "
+                    f"one are in flight, and no round has ended for {self.within:g} s (rollout.server.round_within)"
+                )
+            self._changed.wait(left)
+        return self._sampled.popleft()
 
     def close(self) -> None:
         """End the threads, once what they are at has returned or failed; what does neither is left to the process's

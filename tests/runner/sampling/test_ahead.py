@@ -194,6 +194,23 @@ def test_what_stops_the_sampling_comes_after_the_steps_before_it() -> None:
     ahead.close()
 
 
+def test_what_was_accepted_while_a_step_waited_in_vain_is_not_asked_again() -> None:
+    engine = SlowEngine(broken_after=3)
+    ahead, found = make_ahead(engine), list[list[str]]()
+    with pytest.raises(RuntimeError, match="no engine any more"):
+        take_all(ahead, engine, found)
+    ahead.close()
+    state = ahead.state_dict()
+    assert state["steps"] == len(found)
+    assert state["buffer"]
+    again, resumed = Engine(every_third), make_sampler(max_age=9)
+    resumed.load_state_dict(state)
+    rest = [ids(resumed.next(again).groups) for _ in range(STEPS - len(found))]
+    assert found + rest == one_after_the_other()
+    asked = [one for prompts in engine.asked + again.asked for one in prompts]
+    assert asked == [prompt.id for prompt in make_sampler().cursor.take(len(asked), 0)]
+
+
 def test_a_round_that_does_not_end_is_named_and_one_that_exits_raised() -> None:
     hung = threading.Event()
 
