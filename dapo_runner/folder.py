@@ -56,13 +56,6 @@ MAY_CHANGE = (
 AnyConfig = Config | SftConfig
 
 
-def check_writable(folder: Path, key: str = "run.output_dir") -> None:
-    """Raises ConfigError where a folder cannot be made. Makes nothing."""
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ConfigError(f"{key}: expected a folder that can be written to: {there} is none")
-
-
 def lock_folder(folder: Path, note: Callable[[str], None]) -> FolderLock:
     """Make a run's folder where there is none, and keep other processes out of it. Raises ConfigError that names the
     process which is in it, or says why nothing can be written there.

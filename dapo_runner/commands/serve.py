@@ -17,9 +17,9 @@ import torch
 from dapo_runner.commands.output import quiet_libraries
 from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import Config, ConfigError, load_config
-from dapo_runner.folder import TINY_MODEL, check_writable
+from dapo_runner.folder import TINY_MODEL
 from dapo_runner.policy.model import resolve_device
-from dapo_runner.preflight.needs import check_model
+from dapo_runner.preflight.needs import check_model, check_writable
 from dapo_runner.rewards.endpoint import authorization
 from dapo_runner.rollout.transfer import BACKEND
 from dapo_runner.rollout.vllm import check_installed, engine_arguments

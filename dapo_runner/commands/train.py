@@ -16,13 +16,13 @@ from dapo_runner.commands.complain import complain
 from dapo_runner.commands.output import print_evaluations, quiet_libraries
 from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import Config, load_config
-from dapo_runner.folder import check_same_run, check_writable
+from dapo_runner.folder import check_same_run
 from dapo_runner.fork import find_origin
 from dapo_runner.interrupt import StepGivenUpError
 from dapo_runner.parallel.watch import RankLostError
 from dapo_runner.parallel.world import RankError, make_layout
 from dapo_runner.policy.model import load_tokenizer
-from dapo_runner.preflight.needs import check_needs
+from dapo_runner.preflight.needs import check_needs, check_writable
 from dapo_runner.preflight.plan import GPUS_OF_A_MACHINE, make_plan
 from dapo_runner.records.metrics import METRICS_FILE, before_and_after
 from dapo_runner.records.progress import make_progress

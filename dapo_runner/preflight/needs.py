@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 from dapo_runner.checkpoint import latest_checkpoint
 from dapo_runner.config import Config, ConfigError
-from dapo_runner.folder import check_writable
 from dapo_runner.parallel.world import Layout
 from dapo_runner.policy import lora
 from dapo_runner.policy.attention import choose_kernel
@@ -26,6 +26,13 @@ from dapo_runner.tasks.tiny import check_tiny
 from dapo_runner.update.learner import uses_reference
 
 HUB_SECONDS = 5  # that the model hub has to answer
+
+
+def check_writable(folder: Path, key: str = "run.output_dir") -> None:
+    """Raises ConfigError where a folder cannot be made. Makes nothing."""
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError(f"{key}: expected a folder that can be written to: {there} is none")
 
 
 def check_needs(config: Config, layout: Layout | None = None) -> None:
