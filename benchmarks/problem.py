@@ -47,7 +47,8 @@ class Problem:
 
     def kept(self) -> Tensor | None:
         """int64 [N, k]: of each token what it was sampled from, itself first; None where that is everything."""
-        n, vocab = self.config.kept, self.config.vocab
+        vocab = self.config.vocab
+        n = min(self.config.kept, vocab)  # a small problem comes first, to warm up
         if n == 0:
             return None
         steps = torch.arange(n, device=self.tokens.target_ids.device) * (vocab // n)
