@@ -146,6 +146,9 @@ def test_an_answer_of_other_weights_does_not_count(
     wanted = told(engine.generate(PROMPTS, SAMPLING))
     servers[0].engine.update_weights(moved(policy).items())  # by somebody else
     servers[0].version = "other:1"
+    back = threading.Event()  # the other must not have answered everything before this one is asked
+    servers[0].hooks[GENERATE] = lambda body: back.set() if servers[0].version != "other:1" else None
+    servers[1].hooks[GENERATE] = hang(back)
     assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
     assert servers[0].version == engine.transfer.version
     assert "got one of other:1" in engine.notes[0]

@@ -37,8 +37,8 @@ def server(model_folder: Path) -> Iterator[FakeServer]:
 
 
 @contextmanager
-def saying(raw: bytes, ends: bool = False) -> Iterator[Server]:
-    """An address that answers each request so, and then hangs up, or says no more."""
+def saying(raw: bytes, ends: bool = False, said: threading.Event | None = None) -> Iterator[Server]:
+    """An address that answers each request so, and then hangs up, or says no more. ``said`` is set behind an answer."""
     listener, open_ones = socket.create_server(("127.0.0.1", 0)), []
 
     def answer() -> None:
@@ -48,8 +48,13 @@ def saying(raw: bytes, ends: bool = False) -> Iterator[Server]:
             except OSError:  # closed below
                 return
             open_ones.append(connection)
-            connection.recv(2**16)
+            asked, length = connection.makefile("rb"), 0
+            while (line := asked.readline().lower()).strip():
+                length = int(line.partition(b":")[2]) if line.startswith(b"content-length:") else length
+            asked.read(length)  # an answer in the midst of a question would break the pipe that it comes through
             connection.sendall(raw)
+            if said is not None:
+                said.set()
             if ends:
                 connection.shutdown(socket.SHUT_WR)
 
@@ -62,8 +67,9 @@ def saying(raw: bytes, ends: bool = False) -> Iterator[Server]:
 
 def test_a_request_is_cut_short_in_the_midst_of_its_answer() -> None:
     """Also where http.client has given the connection up, which the answer said would be its last."""
-    with saying(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 100\r\n\r\n{") as server:
-        raised: list[Exception] = []
+    raised: list[Exception] = []
+    said = threading.Event()
+    with saying(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 100\r\n\r\n{", said=said) as server:
 
         def ask() -> None:
             try:
@@ -73,11 +79,9 @@ def test_a_request_is_cut_short_in_the_midst_of_its_answer() -> None:
 
         thread = threading.Thread(target=ask)
         thread.start()
-        for _ in range(50):
-            server.hang_up(raised)
-            thread.join(0.1)
-            if not thread.is_alive():
-                break
+        assert said.wait(60)
+        server.hang_up(raised)
+        thread.join(30)
         assert "expected 100 bytes, the answer ended after 1" in str(raised[0])
 
 
