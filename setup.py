@@ -50,7 +50,9 @@ STRICT_CUDA_FLAGS = ["--Werror", "all-warnings", "-Xptxas", "--warn-on-spills,--
 CUDA_KERNELS = ("cluster_loss", "sweep_loss", "slices", "tokens")
 GIB_PER_NVCC = 0.5
 
-SOURCES = ["csrc/bindings.cpp"] + [f"csrc/cpu/{name}.cpp" for name in ("dispatch", "huge_pages", "rows", "split_sum")]
+SOURCES = ["csrc/bindings.cpp"] + [
+    f"csrc/cpu/{name}.cpp" for name in ("dispatch", "huge_pages", "kept", "rows", "split_sum")
+]
 
 
 class NinjaBuild(build_ext):

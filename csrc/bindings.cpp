@@ -5,6 +5,7 @@
 
 #include "bindings_structs.h"
 #include "cpu/huge_pages.h"
+#include "cpu/kept.h"
 #include "cpu/row_kernels.h"
 #include "cpu/rows.h"
 #include "cpu/split_sum.h"
@@ -30,6 +31,22 @@ void row_grad(const dapo::Rows& logits, const dapo::Rows& grad, const dapo::Toke
 double token_loss(int64_t n, uintptr_t logprobs, const dapo::TokenInputs& tokens, const dapo::Objective& objective,
                   const dapo::TokenOutputs& out) {
   return dapo::token_loss(n, pointer<const float>(logprobs), tokens, objective, out);
+}
+
+bool gather_kept(const dapo::Rows& logits, const dapo::TokenInputs& tokens, uintptr_t ids, bool partial,
+                 const dapo::Rows& kept, uintptr_t places, int threads) {
+  const dapo::KeptIds list = {pointer<const int64_t>(ids), kept.starts};
+  return dapo::gather_kept(logits, tokens, list, partial, kept, pointer<int64_t>(places), threads);
+}
+
+void scatter_kept(const dapo::Rows& kept, const dapo::TokenInputs& tokens, uintptr_t ids, const dapo::Rows& out,
+                  int threads) {
+  dapo::scatter_kept(kept, tokens, {pointer<const int64_t>(ids), kept.starts}, out, threads);
+}
+
+int64_t find_repeated(uintptr_t ids, uintptr_t starts, uintptr_t live, int64_t n_rows, int threads) {
+  const dapo::KeptIds list = {pointer<const int64_t>(ids), pointer<const int64_t>(starts)};
+  return dapo::find_repeated(list, pointer<const uint8_t>(live), n_rows, threads);
 }
 
 void add_split(uintptr_t high, uintptr_t low, uintptr_t part, int64_t n, int threads) {
@@ -58,6 +75,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("row_loss", &dapo::row_loss, no_gil, "logits"_a, "tokens"_a, "objective"_a, "entropy_coef"_a, "out"_a,
         "threads"_a);
   m.def("token_loss", &token_loss, no_gil, "n"_a, "logprobs"_a, "tokens"_a, "objective"_a, "out"_a);
+  m.def("gather_kept", &gather_kept, no_gil, "logits"_a, "tokens"_a, "ids"_a, "partial"_a, "kept"_a, "places"_a,
+        "threads"_a);
+  m.def("scatter_kept", &scatter_kept, no_gil, "kept"_a, "tokens"_a, "ids"_a, "out"_a, "threads"_a);
+  m.def("find_repeated", &find_repeated, no_gil, "ids"_a, "starts"_a, "live"_a, "n_rows"_a, "threads"_a);
   m.def("advise_huge_pages", [](uintptr_t data, int64_t bytes) { dapo::advise_huge_pages(pointer<void>(data), bytes); },
         "data"_a, "bytes"_a);
   m.def("add_split", &add_split, no_gil, "high"_a, "low"_a, "part"_a, "n"_a, "threads"_a);

@@ -10,8 +10,9 @@ namespace dapo {
 template <class T> T* pointer(uintptr_t address) { return reinterpret_cast<T*>(address); }
 
 inline Rows make_rows(uintptr_t data, int64_t n_rows, int64_t n_cols, int64_t inner, int64_t stride_outer,
-                     int64_t stride_inner, int dtype) {
-  return {pointer<void>(data), n_rows, n_cols, inner, stride_outer, stride_inner, static_cast<Dtype>(dtype)};
+                     int64_t stride_inner, int dtype, uintptr_t starts) {
+  return {pointer<void>(data), n_rows, n_cols, inner, stride_outer, stride_inner, static_cast<Dtype>(dtype),
+          pointer<const int64_t>(starts)};
 }
 
 inline TokenInputs make_inputs(uintptr_t target_ids, uintptr_t live, uintptr_t temperatures, float temperature,
@@ -48,7 +49,7 @@ inline void bind_structs(pybind11::module_& m) {
   using namespace pybind11::literals;
   pybind11::class_<Rows>(m, "Rows", pybind11::module_local())
       .def(pybind11::init(&make_rows), "data"_a, "n_rows"_a, "n_cols"_a, "inner"_a, "stride_outer"_a, "stride_inner"_a,
-           "dtype"_a);
+           "dtype"_a, "starts"_a = 0);
   pybind11::class_<TokenInputs>(m, "TokenInputs", pybind11::module_local())
       .def(pybind11::init(&make_inputs), pybind11::kw_only(), "target_ids"_a = 0, "live"_a, "temperatures"_a = 0,
            "temperature"_a = 1.0f, "weights"_a = 0, "advantages"_a = 0, "old_logprobs"_a = 0, "log_ratio"_a = 0,

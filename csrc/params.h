@@ -10,12 +10,14 @@ namespace dapo {
 enum class Dtype : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
 
 // Rows of V contiguous elements. Row r starts at (r / inner) * stride_outer + (r % inner) * stride_inner elements:
-// [T, V] of any row stride has inner = T; a slice of [B, L, V] has inner = L.
+// [T, V] of any row stride has inner = T; a slice of [B, L, V] has inner = L. With `starts`, on a CPU, rows have lengths
+// of their own: row r is the elements [starts[r], starts[r + 1]), and none is longer than n_cols.
 struct Rows {
   void* data;
   int64_t n_rows, n_cols;
   int64_t inner, stride_outer, stride_inner;
   Dtype dtype;
+  const int64_t* starts;
 
   DAPO_HOST_DEVICE int64_t offset(int64_t row) const {
     if (inner >= n_rows) return row * stride_inner;  // [T, V]: no division

@@ -37,22 +37,42 @@ class Asked(NamedTuple):
         part = self._replace(target_ids=self.target_ids[rows], live=self.live[rows], temperatures=temperatures)
         if self.listed is None or self.kept_ids is None or self.kept_rows is None:
             return part
+        part = part._replace(listed=self.listed[rows])
+        if on_host(self.live):  # elsewhere leaving out those of other rows would wait for the device
+            ids, of = _lists_at(self.kept_ids, self.kept_starts, rows)
+            return part._replace(kept_ids=ids, kept_rows=of)
         to = torch.full_like(self.target_ids, -1)
         to[rows] = torch.arange(part.live.shape[0], device=to.device)
-        kept_ids, kept_rows = self.kept_ids, self.kept_rows
-        if on_host(to):  # elsewhere leaving out those of other rows would wait for the device
-            between = (to >= 0).nonzero()[[0, -1], 0] if len(part.live) else to.new_zeros(2)
-            first, last = torch.searchsorted(kept_rows, between + torch.tensor([0, 1])).tolist()
-            kept_ids, kept_rows = selected(
-                to.index_select(0, kept_rows[first:last]) >= 0, kept_ids[first:last], kept_rows[first:last]
-            )
-        return part._replace(listed=self.listed[rows], kept_ids=kept_ids, kept_rows=to.index_select(0, kept_rows))
+        return part._replace(kept_rows=to.index_select(0, self.kept_rows))
+
+    @property
+    def kept_starts(self) -> Tensor:
+        """int64 [N+1], on a CPU: where the kept tokens of each row begin, and their end."""
+        assert self.kept_rows is not None
+        return torch.searchsorted(self.kept_rows, torch.arange(self.live.shape[0] + 1, device=self.live.device))
+
+    def without_others(self) -> Asked:
+        """What is asked of the rows that have a list, the others dead."""
+        assert self.listed is not None
+        return self._replace(live=self.live & self.listed, listed=None, kept_ids=None, kept_rows=None)
 
     def without_lists(self) -> Asked:
         """What is asked of the rows that have no list, the others dead."""
         if self.listed is None:
             return self
         return self._replace(live=self.live & ~self.listed, listed=None, kept_ids=None, kept_rows=None)
+
+
+def _lists_at(ids: Tensor, starts: Tensor, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+    """The kept tokens of ``rows``, and the place among these of the row of each."""
+    at = torch.arange(starts.shape[0] - 1)[rows]
+    counts = starts.diff()[at]
+    of = torch.repeat_interleave(counts)
+    if len(at) == 0 or int(at[-1]) - int(at[0]) + 1 == len(at):  # they stand together
+        first, last = (int(starts[at[0]]), int(starts[at[-1] + 1])) if len(at) else (0, 0)
+        return ids[first:last], of
+    shift = starts[at] - (counts.cumsum(0) - counts)
+    return ids.index_select(0, torch.arange(of.shape[0]) + shift.index_select(0, of)), of
 
 
 class LoraFactors(NamedTuple):
@@ -286,14 +306,6 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 def on_host(x: Tensor) -> bool:
     """Whether looking at the values of ``x`` is free."""
     return x.device.type == "cpu"
-
-
-def selected(keep: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
-    """The tensors [K] where ``keep`` [K]; as they are where that is everywhere."""
-    if bool(keep.all()):
-        return of
-    at = keep.nonzero().squeeze(1)
-    return tuple(x[at] for x in of)
 
 
 def readable(x: Tensor) -> bool:

@@ -46,12 +46,13 @@ struct RowView {
 
   RowView(const Rows& rows, int64_t row)
       : kernels(row_kernels().by_dtype[static_cast<int>(rows.dtype)]),
-        data(static_cast<char*>(rows.data) + rows.offset(row) * kItemSize[static_cast<int>(rows.dtype)]),
-        n_cols(rows.n_cols),
+        data(static_cast<char*>(rows.data) +
+             (rows.starts ? rows.starts[row] : rows.offset(row)) * kItemSize[static_cast<int>(rows.dtype)]),
+        n_cols(rows.starts ? rows.starts[row + 1] - rows.starts[row] : rows.n_cols),
         itemsize(kItemSize[static_cast<int>(rows.dtype)]) {}
 
   char* block(int64_t b) const { return data + b * kBlock * itemsize; }
-  int64_t block_size(int64_t b) const { return std::min(kBlock, n_cols - b * kBlock); }
+  int64_t block_size(int64_t b) const { return std::max<int64_t>(0, std::min(kBlock, n_cols - b * kBlock)); }
 };
 
 int64_t n_blocks(const Rows& rows) { return (rows.n_cols + kBlock - 1) / kBlock; }

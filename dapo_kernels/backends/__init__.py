@@ -1,23 +1,26 @@
 """The backends: one protocol (``protocol.py``), four implementations, and which of them serves a call
 (``registry.py``)."""
 
-from dapo_kernels.backends.protocol import Backend, WeightSum
+from dapo_kernels.backends.protocol import Backend, KeptLogits, WeightSum
 from dapo_kernels.backends.registry import (
     available_backends,
     backend,
     backend_for,
     covers,
+    cpu_backend,
     cuda_build,
     use_backend,
 )
 
 __all__ = [
     "Backend",
+    "KeptLogits",
     "WeightSum",
     "available_backends",
     "backend",
     "backend_for",
     "covers",
+    "cpu_backend",
     "cuda_build",
     "use_backend",
 ]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import dapo_kernels._C as _C
 from dapo_kernels.backends.norms import merge_cpp_norms
-from dapo_kernels.backends.reference import raise_bad_target, raise_bad_temperature, unit_stride
-from dapo_kernels.backends.structs import address, objective_of, outputs, row_inputs, rows_of, token_inputs
+from dapo_kernels.backends.reference import check_rows, raise_bad_target, raise_bad_temperature, unit_stride
+from dapo_kernels.backends.structs import address, lists_of, objective_of, outputs, row_inputs, rows_of, token_inputs
 from dapo_kernels.memory import large_tensor
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
 from dapo_kernels.records import Asked, RowsLoss, RowsSlopes, RowStats, Slopes, TokenLoss, Tokens
@@ -127,6 +127,78 @@ def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scala
     inputs, out = token_inputs(_C, tokens, log_ratio), outputs(_C, result)
     loss = _C.token_loss(len(logprobs), logprobs.data_ptr(), inputs, objective_of(_C, scalars), out)
     return result._replace(loss=_scalar(loss))
+
+
+class KeptRows:
+    """Rows of the tokens that were kept, side by side, each as long as its list: to the kernels rows like any other."""
+
+    def __init__(self, logits: Tensor, asked: Asked, softcap: float | None) -> None:
+        assert asked.kept_ids is not None
+        assert asked.listed is not None
+        logits = unit_stride(logits)
+        self.ids, self.starts = asked.kept_ids, asked.kept_starts
+        self.logits = torch.empty(self.ids.shape, dtype=logits.dtype, device="cpu")
+        places = torch.empty_like(asked.target_ids)
+        listed = asked.without_others()
+        good = _C.gather_kept(
+            rows_of(_C, logits),
+            row_inputs(_C, listed),
+            self.ids.data_ptr(),
+            asked.partial,
+            self.rows,
+            places.data_ptr(),
+            torch.get_num_threads(),
+        )
+        if not good:
+            check_rows(asked, logits.shape[-1])
+        self.asked = listed._replace(target_ids=places, partial=True)
+        self.capped = None
+        if softcap is not None:
+            self.capped = self.logits.div_(softcap).tanh_().mul_(softcap)
+            if asked.partial:
+                elsewhere = (self.ids < 0) | (self.ids >= logits.shape[-1])
+                self.logits.masked_fill_(elsewhere, -torch.inf)  # as it was before the cap
+            self.capped = self.logits.clone()
+
+    @property
+    def rows(self) -> Any:
+        return lists_of(_C, self.logits, self.starts)
+
+    def stats(self, asked: Asked) -> RowStats:
+        stats = RowStats.empty(self.asked)
+        _C.row_stats(self.rows, row_inputs(_C, self.asked), outputs(_C, stats), torch.get_num_threads())
+        return stats
+
+    def add_gradient_(self, out: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, softcap: float | None) -> None:
+        to, inputs, threads = unit_stride(out), row_inputs(_C, self.asked), torch.get_num_threads()
+        _C.row_grad(
+            self.rows,
+            self.rows,
+            inputs,
+            stats.norm.data_ptr(),
+            address(stats.entropy),
+            slopes.logprobs.data_ptr(),
+            address(slopes.entropy),
+            False,
+            threads,
+        )
+        _uncap_(self.logits, self.capped, softcap)
+        _C.scatter_kept(self.rows, inputs, self.ids.data_ptr(), rows_of(_C, to), threads)
+        if to is not out:
+            out.copy_(to)
+
+
+gather_kept = KeptRows
+
+
+def find_repeated(ids: Tensor, offsets: Tensor, live: Tensor) -> int | None:
+    """Where the first id stands that the list of a live row has had before. Lists are ids[offsets[r] : offsets[r + 1]],
+    int64.
+    """
+    ids, offsets, live = ids.contiguous(), offsets.contiguous(), live.contiguous()
+    addresses = ids.data_ptr(), offsets.data_ptr(), live.data_ptr()
+    at = _C.find_repeated(*addresses, len(live), torch.get_num_threads())
+    return None if at < 0 else at
 
 
 def weight_sum(result: Tensor) -> SplitSum | None:

@@ -22,6 +22,7 @@ from dapo_kernels.objectives.surrogate import ObjectiveScalars
 from dapo_kernels.records import Asked, RowsLoss, RowsSlopes, RowStats, Slopes, TokenLoss, Tokens
 
 SOFTCAP_COPIES = False  # the kernels apply it
+gather_kept = None
 merge_norms = merge_cpp_norms
 # How the loss of a row is computed: by the device and the shape ("automatic"), or as a name of _cuda.Path. The results
 # are the same bits either way, which the tests check.

@@ -6,6 +6,7 @@ rows of c·tanh(logits/c), and for the gradient of the logits from before it; ``
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -22,9 +23,23 @@ class WeightSum(Protocol):
     def rounded(self) -> Tensor: ...
 
 
+class KeptLogits(Protocol):
+    """The logits of the tokens that rows with a list kept."""
+
+    def stats(self, asked: Asked) -> RowStats:
+        """Over the kept tokens; zeros on rows without a list."""
+
+    def add_gradient_(self, out: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, softcap: float | None) -> None:
+        """Write ∂loss/∂logits of them into ``out``, which holds zeros there. Their logits may then be gone."""
+
+
 class Backend(Protocol):
     SOFTCAP_COPIES: bool
     """Whether a softcap takes a second buffer of the logits' size."""
+    gather_kept: Callable[[Tensor, Asked, float | None], KeptLogits] | None
+    """The kept logits of rows with a list, on a CPU, after the softcap and with every check of rows and lists; None:
+    engine/kept.py gathers them.
+    """
 
     def row_stats(self, logits: Tensor, asked: Asked, softcap: float | None = None) -> RowStats: ...
 

@@ -31,6 +31,7 @@ from dapo_kernels.records import (
 )
 
 SOFTCAP_COPIES = True
+gather_kept = None
 
 
 def check_rows(asked: Asked, vocab: int) -> None:
@@ -72,6 +73,18 @@ def _check_lists(asked: Asked, vocab: int, listed: Tensor, ids: Tensor, rows: Te
             f"sampling_mask: token {row} is live and its id {target} is not among the {n} that it keeps: it cannot "
             "have been sampled from them"
         )
+
+
+def find_repeated(ids: Tensor, offsets: Tensor, live: Tensor) -> int | None:
+    """Where an id stands, the first of such by row and number, that the list of a live row has had before. Lists are
+    ids[offsets[r] : offsets[r + 1]], int64.
+    """
+    rows = torch.repeat_interleave(offsets.diff())
+    # Ids outside of 31 bits are outside of any vocabulary, and refused as such.
+    at = (live.index_select(0, rows) & (ids >> 31 == 0)).nonzero().squeeze(1)
+    keys, order = ((rows[at] << 32) + ids[at]).sort(stable=True)
+    twice = (keys.diff() == 0).nonzero()
+    return int(at[order[twice[0] + 1]]) if len(twice) else None
 
 
 def unit_stride(logits: Tensor) -> Tensor:

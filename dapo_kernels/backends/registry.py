@@ -191,7 +191,11 @@ def _default(device: torch.device, dtype: torch.dtype, vocab: int) -> str:
         return "torch"
     if device.type == "cuda":
         return _cuda_default(device, dtype, vocab)
-    return "cpp" if device.type == "cpu" and _why_not("cpp") is None else "torch"
+    return _cpu_default() if device.type == "cpu" else "torch"
+
+
+def _cpu_default() -> str:
+    return "cpp" if _why_not("cpp") is None else "torch"
 
 
 def _cuda_default(device: torch.device, dtype: torch.dtype, vocab: int) -> str:
@@ -208,3 +212,8 @@ def backend(name: str) -> Backend:
         module: Any = importlib.import_module(BACKENDS[name].module)
         _loaded[name] = module
     return _loaded[name]
+
+
+def cpu_backend() -> Any:
+    """The backend of float32 tensors on a CPU, for what only those of a CPU have."""
+    return backend(_cpu_default())

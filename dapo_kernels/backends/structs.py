@@ -32,6 +32,12 @@ def rows_of(module: Any, logits: Tensor) -> Any:
     )
 
 
+def lists_of(module: Any, logits: Tensor, starts: Tensor) -> Any:
+    """Rows of lengths of their own, [K] contiguous: row r is logits[starts[r] : starts[r + 1]]."""
+    n, longest = starts.shape[0] - 1, int(starts.diff().amax()) if starts.shape[0] > 1 else 0
+    return module.Rows(logits.data_ptr(), n, longest, max(n, 1), 0, 0, _DTYPES[logits.dtype], starts=starts.data_ptr())
+
+
 def row_inputs(module: Any, asked: Asked, tokens: Tokens | None = None) -> Any:
     """What a row is asked for; with ``tokens`` also what its objective looks at."""
     said: dict[str, Any] = {"target_ids": asked.target_ids.data_ptr(), "live": asked.live.data_ptr()}

@@ -7,7 +7,8 @@ zeros, to which the gradient of the kept logits is added. With z = x/τ of the k
     ℓ = z_y − lse(z)         dℓ/dx_j = (1[j = y] − p_j) / τ
     H = lse(z) − Σ p_j z_j    dH/dx_j = −p_j (log p_j + H) / τ
 
-The work and the memory, some 80 bytes per kept token of a chunk, follow the lists. Nothing here waits for a GPU.
+The work and the memory, some 80 bytes per kept token of a chunk, follow the lists. Nothing here waits for a GPU. A
+backend may have a way of its own: that of the CPU takes them as rows of lengths of their own.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dapo_kernels.backends import Backend, KeptLogits
 from dapo_kernels.backends.norms import merged
 from dapo_kernels.backends.reference import check_rows, slopes_of_stats
 from dapo_kernels.engine.wrapped import Wrapped
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
-from dapo_kernels.records import Asked, RowsLoss, RowStats, Slopes, Tokens, accumulate_dtype, on_host, selected
+from dapo_kernels.records import Asked, RowsLoss, RowStats, Slopes, Tokens, accumulate_dtype, on_host
 
 # 1.0 as an integer: a row's sum, of half a million of them at the most, fits; a term is right to 3·10⁻¹⁴.
 _ONE = float(2**44)
@@ -32,12 +34,22 @@ _PART = 2**14
 
 class KeptTokens(Wrapped):
     """A backend for rows some of which have a list of the tokens that were kept. Of these the norm is (max of x, log of
-    the sum above it).
+    the sum above it), where the backend does not gather them itself.
     """
 
+    def __init__(self, by: Backend, asked: Asked) -> None:
+        super().__init__(by)
+        self.own = by.gather_kept if on_host(asked.live) else None
+
+    def _gathered(self, logits: Tensor, asked: Asked, softcap: float | None, check: bool = True) -> KeptLogits:
+        if self.own is not None:
+            return self.own(logits, asked, softcap)
+        if check:
+            check_rows(asked, logits.shape[-1])
+        return Kept.of(logits, asked, softcap)
+
     def row_stats(self, logits: Tensor, asked: Asked, softcap: float | None = None) -> RowStats:
-        check_rows(asked, logits.shape[-1])
-        mine = Kept.of(logits, asked, softcap).stats(asked)
+        mine = self._gathered(logits, asked, softcap).stats(asked)
         whole = self.by.row_stats(logits, asked.without_lists(), softcap)
         return RowStats._make(_of_each(_listed(asked), mine, whole))
 
@@ -51,15 +63,14 @@ class KeptTokens(Wrapped):
         softcap: float | None = None,
         zeroed: bool = False,
     ) -> None:
-        kept = Kept.of(logits, asked, softcap)
+        kept = self._gathered(logits, asked, softcap, check=False)
         self.by.row_grad(out, logits, asked.without_lists(), stats, slopes, softcap, zeroed)
         kept.add_gradient_(out, asked, stats, slopes, softcap)
 
     def row_loss_(
         self, logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, softcap: float | None = None
     ) -> RowsLoss:
-        check_rows(asked, logits.shape[-1])
-        kept, listed = Kept.of(logits, asked, softcap), _listed(asked)
+        kept, listed = self._gathered(logits, asked, softcap), _listed(asked)
         mine = slopes_of_stats(kept.stats(asked), tokens._replace(live=listed), scalars, self.token_loss)
         rest = asked.without_lists()
         whole = self.by.row_loss_(logits, rest, tokens._replace(live=rest.live), scalars, softcap)
@@ -69,6 +80,8 @@ class KeptTokens(Wrapped):
 
     def merge_norms(self, norms: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
         norm, log_shares = self.by.merge_norms(norms, asked)
+        if self.own is not None:
+            return norm, log_shares
         tops, log_sums = norms.double().unbind(-1)
         top = tops.amax(0)
         above, mine = merged(log_sums, (tops - top) / asked.tau)
@@ -103,7 +116,7 @@ class Kept(NamedTuple):
         rows, ids = asked.kept_rows.clamp(min=0), asked.kept_ids.clamp(0, logits.shape[-1] - 1)
         here = (asked.kept_rows >= 0) & (asked.kept_ids == ids) & asked.live.index_select(0, rows)
         if on_host(here):  # elsewhere leaving the others out would wait for the device
-            rows, ids, here = selected(here, rows, ids, here)
+            rows, ids, here = _selected(here, rows, ids, here)
         x = _at(logits, rows, ids).to(accumulate_dtype(logits.dtype))
         if softcap is not None:
             x = softcap * torch.tanh(x / softcap)
@@ -176,6 +189,14 @@ class Kept(NamedTuple):
         """[N], of numbers in [0, 1]. As integers, since a GPU adds in another order on every run."""
         fixed = (of_tokens * _ONE).round_().to(torch.int64)
         return torch.zeros_like(asked.target_ids).index_add_(0, self.rows, fixed).double() / _ONE
+
+
+def _selected(keep: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
+    """The tensors [K] where ``keep`` [K]; as they are where that is everywhere."""
+    if bool(keep.all()):
+        return of
+    at = keep.nonzero().squeeze(1)
+    return tuple(x[at] for x in of)
 
 
 def _at(logits: Tensor, rows: Tensor, ids: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def backend_of(server: Server | Plan, asked: Asked) -> Backend:
     """
     by = backend(server.backend)
     if asked.listed is not None:
-        by = KeptTokens(by)
+        by = KeptTokens(by, asked)
     if server.group is None:
         return by
     assert server.columns is not None

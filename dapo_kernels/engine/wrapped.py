@@ -20,6 +20,7 @@ class Wrapped(ABC):
         self.SOFTCAP_COPIES = by.SOFTCAP_COPIES
         self.token_loss = by.token_loss
         self.weight_sum = by.weight_sum
+        self.gather_kept = by.gather_kept
 
     def merge_norms(self, norms: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
         return self.by.merge_norms(norms, asked)

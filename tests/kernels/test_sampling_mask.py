@@ -29,6 +29,7 @@ from dapo_kernels import (
     token_logprobs,
     use_backend,
 )
+from dapo_kernels.backends import available_backends, registry
 from dapo_kernels.engine import chunks, gradients, hidden
 from dapo_kernels.engine import kept as kept_module
 from dapo_kernels.objectives import aggregate
@@ -275,10 +276,69 @@ def test_parts_of_the_gradient_leave_the_same_bits(monkeypatch: pytest.MonkeyPat
     results = []
     for size in (2**14, 7):
         monkeypatch.setattr(kept_module, "_PART", size)
-        _, grads = call_linear(linear_dapo_loss, case, "dapo", sampling_mask=lists, entropy_coef=0.1)
+        with use_backend("torch"):
+            _, grads = call_linear(linear_dapo_loss, case, "dapo", sampling_mask=lists, entropy_coef=0.1)
         results.append(grads)
     for name, grad in results[0].items():
         assert torch.equal(grad, results[1][name]), name  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("n_rows", [3, 40])
+def test_lists_longer_than_a_kernels_block(backend: str, n_rows: int) -> None:
+    """Of 1 to 9000 tokens, one beside the other, peaked, in any order; the same bits on one thread."""
+    vocab, lengths = 9000, [1, 2048, 2049, 9000, 5001, 0]
+    generator = torch.Generator().manual_seed(19)
+    logits = 8.0 * torch.randn(n_rows, vocab, generator=generator)
+    logits[1] += 3.0e4
+    lists = [torch.randperm(vocab, generator=generator)[: lengths[row % len(lengths)]] for row in range(n_rows)]
+    mask = SamplingMask.of_lists([row.tolist() for row in lists])
+    target_ids = torch.tensor([int(row[len(row) // 2]) if len(row) else 7 for row in lists])
+    weights = torch.randn(2, n_rows, generator=generator)
+    exact = logits.double().requires_grad_()
+    kept = torch.zeros(n_rows, vocab, dtype=torch.bool)
+    for row, ids in zip(kept, lists, strict=True):
+        row[ids if len(ids) else slice(None)] = True
+    log_p = exact.masked_fill(~kept, -math.inf).log_softmax(-1)
+    entropy = -(log_p.exp() * log_p.masked_fill(~kept, 0.0)).sum(-1)
+    expected = log_p.gather(1, target_ids[:, None])[:, 0], entropy
+    sum((w * x).sum() for w, x in zip(weights.double(), expected, strict=True)).backward()
+    results = []
+    threads = torch.get_num_threads()
+    for n_threads in (1, threads):
+        torch.set_num_threads(n_threads)
+        leaf = logits.clone().requires_grad_()
+        stats = token_logprobs(leaf, target_ids, entropy=True, sampling_mask=mask)
+        sum((w * x).sum() for w, x in zip(weights, stats, strict=True)).backward()
+        for a, b in (*zip(stats, expected, strict=True), (leaf.grad, exact.grad)):
+            torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=1e-5)
+        results.append((*stats, leaf.grad))
+    torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("by", ["cpp", "torch"])
+def test_repeated_ids_are_found(by: str) -> None:
+    """Of live rows alone, whatever the order and however far from any vocabulary."""
+    if available_backends()[by] is not None:
+        pytest.skip("not built")
+    find = registry.backend(by).find_repeated  # type: ignore[attr-defined]
+    generator = torch.Generator().manual_seed(3)
+    for seed in range(200):
+        counts = torch.randint(0, 9, (6,), generator=generator)
+        ids = torch.randint(-2, 40, (int(counts.sum()),), generator=generator)
+        ids[ids == 39] = 2**40
+        if seed % 3 == 0:
+            ids = torch.cat([part.sort().values for part in ids.split(counts.tolist())])
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+        live = torch.rand(6, generator=generator) < 0.7
+        rows = [part.tolist() for part in ids.split(counts.tolist())]
+        seen = [[x for x in row if 0 <= x < 2**31] if ok else [] for row, ok in zip(rows, live.tolist(), strict=True)]
+        at = find(ids, offsets, live)
+        assert (at is None) == all(len(set(row)) == len(row) for row in seen)
+        if at is not None:
+            row = int(torch.searchsorted(offsets, at, right=True)) - 1
+            assert live[row]
+            assert int(ids[at]) in rows[row][: at - int(offsets[row])]
 
 
 def test_the_compiler_sees_through() -> None:

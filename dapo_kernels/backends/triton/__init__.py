@@ -21,6 +21,7 @@ from dapo_kernels.objectives.surrogate import N_PER_TOKEN, ObjectiveScalars
 from dapo_kernels.records import Asked, RowsLoss, RowsSlopes, RowStats, Slopes, TokenLoss, Tokens
 
 SOFTCAP_COPIES = False  # the kernels apply it
+gather_kept = None
 merge_norms = merge_triton_norms
 
 
