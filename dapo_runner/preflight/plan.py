@@ -279,11 +279,13 @@ def _gpus(config: Config) -> str:
 
 
 def _sampling(config: Config) -> str:
-    if not config.sampler.filter_groups:
-        return "one round"
-    wanted, acceptance = config.sampler.prompts_per_step, config.sampler.initial_acceptance
+    sampler = config.sampler
+    more = "" if sampler.oversample == 1 else f"; {sampler.oversample:g} times as many are asked, the slowest dropped"
+    if not sampler.filter_groups:
+        return f"one round{more}"
+    wanted, acceptance = sampler.prompts_per_step, sampler.initial_acceptance
     asked, expected = prompts_for(wanted, acceptance), math.ceil(wanted / acceptance)
-    return f"at first from {expected} prompts and {asked - expected} as a margin, {config.sampler.max_rounds} rounds"
+    return f"at first from {expected} prompts and {asked - expected} as a margin, {sampler.max_rounds} rounds{more}"
 
 
 def _tiny_shape(tiny: TinyModelConfig) -> ModelShape:
