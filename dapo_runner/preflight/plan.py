@@ -280,7 +280,7 @@ def _gpus(config: Config) -> str:
 
 def _sampling(config: Config) -> str:
     sampler = config.sampler
-    more = "" if sampler.oversample == 1 else f"; {sampler.oversample:g} times as many are asked, the slowest dropped"
+    more = "" if sampler.oversample == 1 else f", {sampler.oversample:g} times as many asked"
     if not sampler.filter_groups:
         return f"one round{more}"
     wanted, acceptance = sampler.prompts_per_step, sampler.initial_acceptance
