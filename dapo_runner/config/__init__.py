@@ -4,10 +4,19 @@ The defaults are the DAPO paper's (arXiv 2503.14476, Section 4.1), so a recipe s
 from it.
 """
 
+from dapo_runner.config.advantage import AdvantageConfig, SegmentsConfig, TreeShape
 from dapo_runner.config.checks import cautions
 from dapo_runner.config.convert import ConvertConfig
 from dapo_runner.config.critic import CriticConfig
+from dapo_runner.config.data import ArithmeticConfig, ColumnsConfig, DataConfig, EvalSetConfig
+from dapo_runner.config.evaluation import EvaluationConfig
 from dapo_runner.config.judge import AskedModel, JudgeConfig, JudgePrompt
+from dapo_runner.config.logging import LoggingConfig, MLflowConfig, RolloutLogConfig, TrackioConfig, WandbConfig
+from dapo_runner.config.loss import LossConfig
+from dapo_runner.config.model import LoraConfig, ModelConfig, TinyModelConfig, WarmupConfig
+from dapo_runner.config.optimizer import OptimizerConfig
+from dapo_runner.config.parallel import ParallelConfig
+from dapo_runner.config.preference import PreferenceConfig
 from dapo_runner.config.reading import (
     apply_overrides,
     check_config,
@@ -21,44 +30,11 @@ from dapo_runner.config.reading import (
     parse_config,
     read_recipe,
 )
-from dapo_runner.config.settings import (
-    AdvantageConfig,
-    ArithmeticConfig,
-    CallsConfig,
-    CodeConfig,
-    ColumnsConfig,
-    Config,
-    CorrectionConfig,
-    CurriculumConfig,
-    DataConfig,
-    EarlyStopConfig,
-    EvalSetConfig,
-    EvaluationConfig,
-    LoggingConfig,
-    LoraConfig,
-    LossConfig,
-    MLflowConfig,
-    ModelConfig,
-    OptimizerConfig,
-    OverlongConfig,
-    ParallelConfig,
-    PreferenceConfig,
-    ProbeConfig,
-    RewardConfig,
-    RewardKLConfig,
-    RewardPart,
-    RolloutConfig,
-    RolloutLogConfig,
-    RunConfig,
-    SamplerConfig,
-    SegmentsConfig,
-    TinyModelConfig,
-    TrackioConfig,
-    TreeShape,
-    VLLMConfig,
-    WandbConfig,
-    WarmupConfig,
-)
+from dapo_runner.config.reward import CallsConfig, CodeConfig, OverlongConfig, RewardConfig, RewardKLConfig, RewardPart
+from dapo_runner.config.rollout import CorrectionConfig, ProbeConfig, RolloutConfig, VLLMConfig
+from dapo_runner.config.run import EarlyStopConfig, RunConfig
+from dapo_runner.config.sampler import CurriculumConfig, SamplerConfig
+from dapo_runner.config.settings import Config
 from dapo_runner.config.sft import SftColumnsConfig, SftConfig, SftDataConfig, SftOptimizerConfig, SftRunConfig
 from dapo_runner.config.study import FigureConfig, StudyConfig, VariantConfig
 from dapo_runner.errors import ConfigError

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dapo_runner.config.settings import BY_TOKEN, COMPARING, RULES, Config, RolloutConfig, steps_of_tree
+from dapo_runner.config.advantage import BY_TOKEN, COMPARING, steps_of_tree
+from dapo_runner.config.reward import RULES
+from dapo_runner.config.rollout import RolloutConfig
+from dapo_runner.config.settings import Config
 
 ONE_GPU = ("auto", "cpu", "cuda", "cuda:0")  # where a vLLM in this process can be
 # vLLM 0.32 samples at 0.01 whatever smaller temperature it is given (0, greedy, apart) and takes none above 2.

@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic import model_validator
 
+from dapo_runner.config.data import ColumnsConfig
 from dapo_runner.config.judge import AskedModel
 from dapo_runner.config.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from dapo_runner.config.settings import ColumnsConfig
 
 
 class ConvertConfig(AskedModel):

@@ -15,7 +15,8 @@ from pydantic.fields import FieldInfo
 
 from dapo_kernels.objectives import FIELDS
 from dapo_runner.config.checks import mismatches
-from dapo_runner.config.settings import Config, LossConfig
+from dapo_runner.config.loss import LossConfig
+from dapo_runner.config.settings import Config
 from dapo_runner.config.sft import SftConfig
 from dapo_runner.config.study import StudyConfig
 from dapo_runner.errors import ConfigError

@@ -7,18 +7,16 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
+from dapo_runner.config.data import DataConfig
 from dapo_runner.config.judge import JudgePrompt
+from dapo_runner.config.logging import LoggingConfig
+from dapo_runner.config.loss import LossConfig
+from dapo_runner.config.model import ModelConfig
+from dapo_runner.config.optimizer import OptimizerConfig
+from dapo_runner.config.parallel import ParallelConfig
+from dapo_runner.config.run import RunConfig
 from dapo_runner.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
-from dapo_runner.config.settings import (
-    Config,
-    DataConfig,
-    LoggingConfig,
-    LossConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-)
+from dapo_runner.config.settings import Config
 
 
 class SftRunConfig(Section):

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_runner.config import SamplerConfig
-from dapo_runner.config.settings import steps_of_tree
+from dapo_runner.config.advantage import steps_of_tree
 from dapo_runner.records.metrics import sampling_metrics
 from dapo_runner.sampling.data import PromptCursor
 from dapo_runner.sampling.sampler import DynamicSampler, SamplingExhaustedError, SamplingStats, prompts_for

@@ -1,0 +1,113 @@
+"""The settings of advantages: of responses, of single tokens, of segments."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations_with_replacement
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field, model_validator
+
+from dapo_runner.config.section import Int, PositiveFloat, PositiveInt, Section, Share
+
+
+class SegmentsConfig(Section):
+    """Segment Policy Optimization (arXiv 2505.23564): advantages of the parts of a response. docs/spo.md."""
+
+    kind: Literal["chain", "tree"]
+    threshold: Annotated[float, Field(gt=0, lt=1)] = 0.9  # ρ: a token less likely than that is a cut point
+    mask: bool = True  # only cut points train
+    interval: PositiveInt = 5  # chain: cut points in a segment
+    samples: PositiveInt = 9  # chain: continuations that the value of a segment's beginning is the mean of
+    # tree: children of a node, by level; None: rollout.group_size in three factors that differ least, or in two.
+    branching: Annotated[list[Annotated[Int, Field(ge=2)]], Field(min_length=2)] | None = None
+    # tree: of a segment, but on the last level, where it ends the response; None: as many as every level can have.
+    tokens: PositiveInt | None = None
+    normalize: bool = False  # tree: over the standard deviation of the siblings
+    per_step: PositiveInt | None = None  # tree: its responses that a step trains on, the rest later; None: all at once
+
+    @model_validator(mode="after")
+    def _of_its_kind(self) -> SegmentsConfig:
+        others = {"chain": ("branching", "tokens", "normalize", "per_step"), "tree": ("interval", "samples")}
+        unused = [name for name in others[self.kind] if getattr(self, name) != _default(type(self), name)]
+        if self.kind == "tree" and not self.mask and self.threshold != _default(type(self), "threshold"):
+            unused.append("threshold")
+        if unused:
+            raise ValueError(f"{unused[0]}: expected none with kind={self.kind}, which has no use for it")
+        return self
+
+
+def _default(section: type[Section], name: str) -> Any:
+    return section.model_fields[name].default
+
+
+class TreeShape(NamedTuple):
+    """Children of a node by level, from the root down, and tokens of a segment but on the last level."""
+
+    branching: tuple[int, ...]
+    tokens: int
+
+    @property
+    def leaves(self) -> int:
+        """Responses of a whole tree."""
+        return math.prod(self.branching)
+
+    @property
+    def before_last(self) -> int:
+        """Tokens of a response in front of the last level."""
+        return self.tokens * (len(self.branching) - 1)
+
+
+def steps_of_tree(leaves: int, per_step: int) -> int:
+    """Over how many steps a tree with so much to train on is trained, as `DynamicSampler.spread` takes it apart."""
+    steps = 0
+    while leaves:
+        leaves -= math.ceil(leaves / math.ceil(leaves / per_step))
+        steps += 1
+    return steps
+
+
+def factors(number: int) -> tuple[int, ...]:
+    """Three factors that differ least, or where there are none two, the largest first; empty of a prime."""
+    divisors = [divisor for divisor in range(number - 1, 1, -1) if number % divisor == 0]
+    for n in (3, 2):
+        found = [chosen for chosen in combinations_with_replacement(divisors, n) if math.prod(chosen) == number]
+        if found:
+            return min(found, key=lambda factors: factors[0] - factors[-1])
+    return ()
+
+
+BY_TOKEN = ("gae", "returns", "group_returns")  # advantages of single tokens, made once a step is sampled
+
+COMPARING = ("group_std", "group_mean", "batch_std", "leave_one_out", "group_returns")  # samples of one prompt
+
+
+class AdvantageConfig(Section):
+    # Formulas and papers: dapo_runner.update.advantage.
+    kind: Literal[
+        "group_std",
+        "group_mean",
+        "batch_std",
+        "batch_mean",
+        "batch_whitened",
+        "leave_one_out",
+        "gae",
+        "returns",
+        "group_returns",
+    ] = "group_std"
+    eps: PositiveFloat = 1e-6
+    # Of the last three, which are per token: dapo_runner.update.returns.
+    gamma: Share = 1.0
+    lam: Annotated[float, Field(ge=0, le=1)] = 0.95  # gae
+    whiten: bool = True  # over the tokens of the step
+    segments: SegmentsConfig | None = None  # in the place of kind
+
+    @model_validator(mode="after")
+    def _one_or_the_other(self) -> AdvantageConfig:
+        if self.segments is not None and self.kind != _default(type(self), "kind"):
+            raise ValueError(f"kind: expected none beside segments, which take its place, got {self.kind}")
+        return self
+
+    @property
+    def by_token(self) -> bool:
+        return self.kind in BY_TOKEN

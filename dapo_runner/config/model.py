@@ -1,0 +1,67 @@
+"""The settings of the policy: an existing model or a tiny one, its adapters."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from dapo_runner.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section, Share
+
+
+class WarmupConfig(Section):
+    """The short supervised warm-up that gives the tiny model something to explore with."""
+
+    steps: NonNegativeInt = 300
+    batch_size: PositiveInt = 64
+    examples: PositiveInt = 2000
+    lr: PositiveFloat = 1e-3
+    repeat: Annotated[float, Field(ge=0, lt=1)] = 0.0  # probability that a line of an example comes again, each time
+    stop_at: Share | None = None  # end early, once this share of training problems it has not seen is solved
+    stop_below_cut: Share | None = None  # or once no more than this share of its answers to them is cut
+
+
+class TinyModelConfig(Section):
+    """A small transformer with a tokenizer of its own, made on the spot: no download."""
+
+    layers: PositiveInt = 2
+    hidden_size: PositiveInt = 128
+    heads: PositiveInt = 4
+    intermediate_size: PositiveInt = 512
+    warmup: WarmupConfig = WarmupConfig()
+
+    @model_validator(mode="after")
+    def _heads_divide_hidden(self) -> TinyModelConfig:
+        if self.hidden_size % self.heads:
+            raise ValueError(f"heads must divide hidden_size={self.hidden_size}, got {self.heads}")
+        return self
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (arXiv 2106.09685) through peft: they alone train, and switched off they leave the reference.
+
+    There is no dropout: two passes over one policy must give one answer. The rollout engine serves the merged weights,
+    rounded to `model.dtype`: in bfloat16 it lags behind by what that rounding hides (docs/vllm.md).
+    """
+
+    rank: PositiveInt = 32
+    alpha: PositiveInt = 64
+    targets: str | list[str] = "all-linear"  # names of modules; all-linear is every linear layer but the head
+
+
+class ModelConfig(Section):
+    path: str | None = None  # a folder in transformers' format or a hub name
+    tiny: TinyModelConfig | None = None
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    attention: Literal["auto", "sdpa", "flash", "varlen"] = "auto"
+    gradient_checkpointing: bool = False
+    compile: bool = False  # torch.compile for what lies between the matrix products of a layer; costs some 10 s once
+    lora: LoraConfig | None = None
+    trust_remote_code: bool = False
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> ModelConfig:
+        if (self.path is None) == (self.tiny is None):
+            given = "neither" if self.path is None else "both (set the unwanted one to null)"
+            raise ValueError(f"expected exactly one of 'path' and 'tiny', got {given}")
+        return self

@@ -1,0 +1,26 @@
+"""The settings of several processes."""
+
+from __future__ import annotations
+
+from pydantic import model_validator
+
+from dapo_runner.config.section import PositiveFloat, PositiveInt, Section
+
+
+class ParallelConfig(Section):
+    """How the processes that torchrun starts, one for each GPU, share a run."""
+
+    gpus: PositiveInt = 1  # what --dry-run and --simulate plan with; more than 1: so many processes have to be there
+    replicate: PositiveInt = 1  # copies of the weights, each sharded over gpus / replicate (HSDP)
+    shard: PositiveInt | None = None  # GPUs that hold one copy together; None: gpus / replicate
+    reshard_after_forward: bool = True  # False: layers are gathered once an update pass, and whole until its backward
+    sequence: PositiveInt = 1  # GPUs that share the positions of one micro-batch
+    rollout_tensor: PositiveInt = 1  # GPUs that share one copy of the rollout engine's weights
+    timeout: PositiveFloat = 1800.0  # seconds a rank waits for another: longer than the slowest rollout takes
+
+    @model_validator(mode="after")
+    def _groups_divide_gpus(self) -> ParallelConfig:
+        for name in ("sequence", "rollout_tensor", "replicate"):
+            if self.gpus > 1 and self.gpus % getattr(self, name):
+                raise ValueError(f"{name}: expected a divisor of gpus={self.gpus}, got {getattr(self, name)}")
+        return self

@@ -1,0 +1,66 @@
+"""The settings of rollouts: engines, how they sample, what is done where engine and learner disagree."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from dapo_runner.config.rollout_server import ServerConfig
+from dapo_runner.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section, Share
+
+
+class CorrectionConfig(Section):
+    """What is done about engine and learner disagreeing. Formulas: dapo_runner.update.correction."""
+
+    weights: Literal["token", "sequence"] | None = None  # truncated importance weights
+    cap: PositiveFloat = 2.0
+    mask: Literal["token", "sequence"] | None = None
+    bound: Annotated[float, Field(gt=1)] = 2.0  # masked beyond this ratio, or below its inverse
+
+    @property
+    def enabled(self) -> bool:
+        return self.weights is not None or self.mask is not None
+
+
+class ProbeConfig(Section):
+    """After each sync the engine answers a few training prompts, and the learner says how likely those answers are."""
+
+    prompts: NonNegativeInt = 8  # 0: no probe
+    tokens: PositiveInt = 4  # of each answer
+    bound: PositiveFloat | None = None  # of the mean |Δ log-prob|; None: 0.001 in float32, 0.2 in bfloat16
+
+
+class VLLMConfig(Section):
+    """vLLM, in this process or as `dapo serve` starts it. The first two are for the CPU, the rest for GPUs."""
+
+    kv_cache_gib: PositiveFloat = 2.0
+    compile: bool = False  # costs about a minute at the start
+    gpu_memory: Share = 0.5  # share of the GPU's memory that weights and cache may take
+    cuda_graphs: bool = True
+    sleep: bool = True  # weights and cache leave the GPU while the policy trains; not those of a server
+
+
+StopStrings = list[Annotated[str, Field(min_length=1)]]
+
+
+class RolloutConfig(Section):
+    engine: Literal["hf", "vllm", "server"] = "hf"
+    vllm: VLLMConfig = VLLMConfig()
+    server: ServerConfig = ServerConfig()
+    ahead: NonNegativeInt = 0  # server: steps that are sampled while an earlier one trains; 0: one after the other
+    partial: bool = True  # ahead: responses under way go on under new weights; False: they end before these come
+    probe: ProbeConfig = ProbeConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    group_size: PositiveInt = 16  # 1: where nothing is compared within a group
+    temperature: PositiveFloat = 1.0
+    # Where one of these three truncates, the rollout distribution is not the policy's and the ratio is biased, unless
+    # sampling_mask has the learner's log-probs be those of what was left to sample from.
+    top_p: Share = 1.0
+    top_k: PositiveInt | None = None  # None: all
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0  # of the likeliest token's probability
+    sampling_mask: bool = False
+    stop: StopStrings = []  # a response ends where one of them is complete
+    max_prompt_tokens: PositiveInt = 2048
+    max_response_tokens: PositiveInt = 20480
+    max_batch_sequences: PositiveInt = 256  # responses that the engine decodes side by side

@@ -1,0 +1,44 @@
+"""The settings of dynamic sampling: which prompts are asked when, which groups are kept."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from dapo_runner.config.section import NonNegativeInt, PositiveInt, Section, Share
+
+
+class CurriculumConfig(Section):
+    """Which training prompts are asked when: dapo_runner.sampling.curriculum."""
+
+    by: Literal["column", "pass_rate"]
+    column: str = "difficulty"  # by column: holds a number in every row
+    larger_is: Literal["harder", "easier"] = "harder"
+    start: Share = 0.25  # by column: the easiest share of the prompts that a run begins with
+    steps: PositiveInt = 100  # by column: rollout steps after which all prompts are in play
+    # By pass_rate: a prompt rests for so many epochs where a share of `low` of its samples or less was right, or of
+    # `high` or more.
+    low: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    high: Share = 1.0
+    rest: PositiveInt = 2
+
+    @model_validator(mode="after")
+    def _low_below_high(self) -> CurriculumConfig:
+        if self.low >= self.high:
+            raise ValueError(f"low: expected less than high={self.high:g}, got {self.low:g}")
+        return self
+
+
+class SamplerConfig(Section):
+    prompts_per_step: PositiveInt = 512
+    filter_groups: bool = True  # dynamic sampling; False trains on every group
+    # What keeps a group: samples right and wrong, or rewards that vary (before the length term), for graded ones.
+    filter_on: Literal["correctness", "reward"] = "correctness"
+    initial_acceptance: Share = 1 / 3  # share of groups expected to be mixed before any were seen (paper: 1536 for 512)
+    max_rounds: PositiveInt = 10  # generation rounds per step
+    # server: prompts asked for each that is needed. What still runs once the needed are answered is dropped.
+    oversample: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    max_age: NonNegativeInt = 1  # steps that a group left over may wait; older ones are dropped and counted
+    on_exhausted: Literal["train_partial", "error"] = "error"
+    curriculum: CurriculumConfig | None = None  # None: all prompts, in a new order every epoch
