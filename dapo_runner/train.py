@@ -8,7 +8,8 @@ from rich.console import Console
 
 from dapo_runner.config import Config, check_config
 from dapo_runner.records.progress import Progress, make_progress
-from dapo_runner.run import is_due, open_run
+from dapo_runner.run.opening import open_run
+from dapo_runner.run.steps import is_due
 from dapo_runner.update.learner import step_figures
 
 

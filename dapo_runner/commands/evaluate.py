@@ -22,7 +22,7 @@ from dapo_runner.records.run_log import CHECKPOINTS
 from dapo_runner.rewards.plugin import RewardError
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.client import RolloutError
-from dapo_runner.run import open_engine
+from dapo_runner.run.parts import open_engine
 from dapo_runner.sampling.data import load_data
 from dapo_runner.types import Group
 

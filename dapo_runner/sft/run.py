@@ -19,17 +19,9 @@ from dapo_runner.records.metrics import prefixed
 from dapo_runner.records.progress import Progress, make_progress
 from dapo_runner.records.run_log import CHECKPOINTS, RunLog
 from dapo_runner.records.trackers import open_trackers
-from dapo_runner.run import (
-    Place,
-    find_beginning,
-    is_due,
-    open_in_place,
-    open_learner,
-    seed_generators,
-    speed_of,
-    take_up,
-    tell_changes,
-)
+from dapo_runner.run.opening import Place, find_beginning, open_in_place, seed_generators, take_up, tell_changes
+from dapo_runner.run.parts import open_learner
+from dapo_runner.run.steps import is_due, speed_of
 from dapo_runner.sampling.data import PromptCursor
 from dapo_runner.sft.data import Examples, load_examples
 from dapo_runner.types import Prompt, Sequence

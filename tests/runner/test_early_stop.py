@@ -11,13 +11,13 @@ from builders import make_config
 from test_train import Notes, config_in
 
 from dapo_runner import evaluate
-from dapo_runner import run as run_module
 from dapo_runner.checkpoint import find_checkpoints
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.early_stop import EarlyStop
 from dapo_runner.preflight.plan import make_plan
 from dapo_runner.records.metrics import read_log
 from dapo_runner.records.run_log import CHECKPOINTS
+from dapo_runner.run.steps import Run
 from dapo_runner.train import train
 
 
@@ -102,15 +102,15 @@ def test_a_run_that_was_stopped_on_the_way_ends_at_the_same_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = train(config_of(tmp_path / "whole", patience=3), Notes())
-    end_step = run_module.Run.end_step
+    end_step = Run.end_step
 
-    def lost(self: run_module.Run, step: int) -> None:
+    def lost(self: Run, step: int) -> None:
         end_step(self, step)
         if step == 2:
             raise KeyboardInterrupt
 
     config = config_of(tmp_path / "lost", patience=3, save_every=1)
-    monkeypatch.setattr(run_module.Run, "end_step", lost)
+    monkeypatch.setattr(Run, "end_step", lost)
     with pytest.raises(KeyboardInterrupt):
         train(config, Notes())
     monkeypatch.undo()

@@ -17,7 +17,7 @@ from dapo_runner.cli import main
 from dapo_runner.config import ConfigError, parse_config
 from dapo_runner.folder import LOCK_FILE, lock_folder
 from dapo_runner.records.progress import SilentProgress
-from dapo_runner.run import open_run
+from dapo_runner.run.opening import open_run
 
 HOLDER = """
 import sys, time

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from small import small_recipe, write_recipe
 
-from dapo_runner import run as run_module
 from dapo_runner.checkpoint import CheckpointError, checkpoint_to_resume, find_checkpoints
 from dapo_runner.cli import main
 from dapo_runner.config import Config, ConfigError, SftConfig, dump_config, load_config, parse_config
@@ -22,7 +21,9 @@ from dapo_runner.fork import find_origin
 from dapo_runner.records.metrics import before_and_after, read_log
 from dapo_runner.records.progress import SilentProgress
 from dapo_runner.records.run_log import CHANGES_FILE, CHECKPOINTS
-from dapo_runner.run import Run, open_run
+from dapo_runner.run import opening
+from dapo_runner.run.opening import open_run
+from dapo_runner.run.steps import Run
 from dapo_runner.train import train
 from dapo_runner.update import learner as learner_module
 
@@ -211,7 +212,7 @@ def test_a_fork_that_never_began_does_not_bind_the_next(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("dapo_runner.run.open_engine", lambda *_: (_ for _ in ()).throw(ConfigError("no engine")))
+        patch.setattr("dapo_runner.run.opening.open_engine", lambda *_: (_ for _ in ()).throw(ConfigError("no engine")))
         with pytest.raises(ConfigError, match="no engine"):
             train(fork_config(source, tmp_path, step=5), SilentProgress())
     fork = train(fork_config(source, tmp_path, step=3), SilentProgress())
@@ -315,15 +316,15 @@ def test_a_fork_with_another_reward_end_or_tree_takes_no_groups_along(
     """They were sampled and rewarded under the old one: a step would mix two."""
     config = fork_config(source, tmp_path, **change)
     with open_run(config_in(tmp_path / "other", run={"steps": 6}), SilentProgress()) as run:
-        group = run.generate_groups(run.sampler.cursor.take(1), 0)[0]
-    load = run_module.load_checkpoint
+        group = run.rollouts.generate_groups(run.sampler.cursor.take(1), 0)[0]
+    load = opening.load_checkpoint
 
     def with_a_group_left_over(checkpoint: Any, learner: Any, sampler: Any) -> Any:
         ranks = load(checkpoint, learner, sampler)
         sampler.buffer, sampler.waiting = [group], [group]
         return ranks
 
-    monkeypatch.setattr(run_module, "load_checkpoint", with_a_group_left_over)
+    monkeypatch.setattr(opening, "load_checkpoint", with_a_group_left_over)
     for _ in range(2):  # again where the first attempt got no further
         progress = Notes()
         with open_run(config, progress) as run:

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from test_train import Notes, config_in
 
-from dapo_runner import run as module
 from dapo_runner.checkpoint import find_checkpoints
 from dapo_runner.interrupt import StepGivenUpError, StopRequest
 from dapo_runner.records.progress import SilentProgress
 from dapo_runner.records.run_log import CHECKPOINTS
 from dapo_runner.rollout.hf import HFEngine
-from dapo_runner.run import Run
+from dapo_runner.run import steps
+from dapo_runner.run.steps import Run
+from dapo_runner.sampling.sampler import SampledStep
 from dapo_runner.train import train
-from dapo_runner.types import Group, Prompt
 from dapo_runner.update.learner import Learner
 
 
@@ -59,7 +59,7 @@ def test_a_signal_finishes_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_twice_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     press(monkeypatch, at_update=0, times=2)
     saves: list[object] = []
-    monkeypatch.setattr(module, "save_checkpoint", lambda *arguments: saves.append(arguments))
+    monkeypatch.setattr(steps, "save_checkpoint", lambda *arguments: saves.append(arguments))
     with pytest.raises(KeyboardInterrupt):
         train(config_in(tmp_path), SilentProgress())
     assert saves == []
@@ -77,21 +77,22 @@ def test_a_step_that_would_end_too_late_is_given_up(tmp_path: Path, monkeypatch:
     raw = {**config_in(tmp_path).model_dump(mode="json")["run"], "save_every": 0, "eval_every": 0, "steps": 6}
     whole = train(config_in(tmp_path, run={**raw, "name": "whole"}), SilentProgress())
     late = config_in(tmp_path, run={**raw, "grace": 1e-9})
-    original, answer = HFEngine.generate, Run.generate_groups
+    sample = Run.sample
 
     def generate(*arguments: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("the rollout went on")
 
-    def generate_groups(run: Run, prompts: list[Prompt], round_number: int) -> list[Group]:
-        monkeypatch.setattr(HFEngine, "generate", generate if run.learner.optimizer.state else original)
-        return answer(run, prompts, round_number)
+    def sample_late(run: Run, step: int) -> SampledStep:
+        with monkeypatch.context() as patch:
+            if run.learner.optimizer.state:
+                patch.setattr(HFEngine, "generate", generate)
+            return sample(run, step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "generate_groups", generate_groups)
+        patch.setattr(Run, "sample", sample_late)
         with pytest.raises(StepGivenUpError, match="would not end before"):
             train(late, SilentProgress())
-    monkeypatch.setattr(HFEngine, "generate", original)
     folder = tmp_path / "small"
     (saved,) = find_checkpoints(folder / CHECKPOINTS)
     assert 0 < saved.step < 6

@@ -21,7 +21,7 @@ from dapo_runner.records.metrics import read_log
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.segments import begin, grow_trees, joined
 from dapo_runner.rollout.vllm import _kept
-from dapo_runner.run import Run
+from dapo_runner.run.steps import Run
 from dapo_runner.sampling.sampler import _group_from_state, group_state
 from dapo_runner.train import train
 from dapo_runner.types import Completion, Group, Kept, Prompt, Sample, SamplingParams, Sequence, Verdict

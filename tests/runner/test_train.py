@@ -17,7 +17,8 @@ from dapo_runner.records.metrics import MetricsLog, before_and_after, read_log
 from dapo_runner.records.progress import SilentProgress
 from dapo_runner.records.rollout_log import read_step, saved_steps
 from dapo_runner.records.run_log import CHECKPOINTS
-from dapo_runner.run import open_run, rollout_sampling
+from dapo_runner.run.opening import open_run
+from dapo_runner.run.rollouts import rollout_sampling
 from dapo_runner.sampling.sampler import SamplingExhaustedError
 from dapo_runner.timing import PHASES
 from dapo_runner.train import train

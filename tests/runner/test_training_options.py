@@ -24,7 +24,8 @@ from dapo_runner.policy.routing import Routing
 from dapo_runner.preflight.algorithm import algorithm
 from dapo_runner.records.metrics import read_log
 from dapo_runner.records.rollout_log import read_step, saved_steps
-from dapo_runner.run import Run, rollout_sampling
+from dapo_runner.run.rollouts import rollout_sampling
+from dapo_runner.run.steps import Run
 from dapo_runner.tasks.tiny import make_tokenizer
 from dapo_runner.train import train
 from dapo_runner.update.schedule import learning_rate

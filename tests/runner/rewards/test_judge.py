@@ -36,7 +36,7 @@ from dapo_runner.rewards.judge_model import JudgeModel
 from dapo_runner.rewards.plugin import RewardError
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rewards.verdicts import Judgement, Question, VerdictLog
-from dapo_runner.run import Run
+from dapo_runner.run.steps import Run
 from dapo_runner.train import train
 from dapo_runner.types import Completion, Group, Prompt, Verdict
 

@@ -14,7 +14,7 @@ from builders import make_config, random_sequences
 from dapo_kernels import OBJECTIVES
 from dapo_runner.config import Config, ConfigError, ModelConfig
 from dapo_runner.policy.model import Policy, load_policy, load_reference
-from dapo_runner.run import rollout_sampling
+from dapo_runner.run.rollouts import rollout_sampling
 from dapo_runner.types import PackedBatch, Sequence
 from dapo_runner.update.learner import (
     Learner,

@@ -1,0 +1,286 @@
+"""A run under way: what the loop does with it, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from dapo_runner.checkpoint import BackgroundSaves, moment, save_checkpoint
+from dapo_runner.config import Config
+from dapo_runner.early_stop import EarlyStop
+from dapo_runner.evaluate import evaluate
+from dapo_runner.folder import FolderLock
+from dapo_runner.interrupt import StopRequest
+from dapo_runner.parallel.rollouts import complete
+from dapo_runner.parallel.world import World
+from dapo_runner.records.metrics import batch_metrics, prefixed, sampling_metrics
+from dapo_runner.records.postmortem import save_batch
+from dapo_runner.records.progress import Progress
+from dapo_runner.records.run_log import CHECKPOINTS, RunLog
+from dapo_runner.records.speed import peak_flops, peak_memory, speed_figures, training_flops
+from dapo_runner.rewards.scoring import Scorer
+from dapo_runner.rollout.engine import RolloutEngine
+from dapo_runner.rollout.probe import SyncProbe
+from dapo_runner.rollout.server import ServerEngine
+from dapo_runner.run.rollouts import Rollouts
+from dapo_runner.sampling.ahead import AheadSampler
+from dapo_runner.sampling.data import Dataset
+from dapo_runner.sampling.sampler import DynamicSampler, SampledStep
+from dapo_runner.timing import StepClock
+from dapo_runner.types import Group, Prompt, SamplingParams, Sequence
+from dapo_runner.update.advantage import make_sequences
+from dapo_runner.update.learner import Learner, MiniBatch, NonFiniteUpdateError
+from dapo_runner.update.pairs import pair_figures, pair_sequences
+
+NONFINITE = "nonfinite"
+
+
+@dataclass
+class Run:
+    """A run under way: what the loop works with, and where it writes. Every rank has one; rank 0 writes."""
+
+    world: World
+    config: Config
+    folder: Path
+    dataset: Dataset
+    learner: Learner
+    engine: RolloutEngine
+    rollouts: Rollouts
+    sampler: DynamicSampler | AheadSampler
+    sync_probe: SyncProbe
+    score: Scorer
+    log: RunLog | None  # on rank 0 alone, as the lock
+    progress: Progress
+    clock: StepClock
+    lock: FolderLock | None
+    stop: StopRequest
+    early_stop: EarlyStop
+    first_step: int  # the last one behind it
+    saved: int  # the last one that is safe on the disk
+    in_background: BackgroundSaves | None  # with run.async_save
+    owes_evaluation: bool  # of the policy it begins with, or because that failed
+    stopping: bool = False  # after the step under way
+    last_step_took: float = 0.0  # seconds
+    speed: dict[str, float] = field(default_factory=dict)  # of the step under way, once it has trained
+
+    def __enter__(self) -> Run:
+        self.stop.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop.__exit__(kind, error, trace)
+        if error is None:
+            self.finish_saving()
+        elif isinstance(error, Exception):
+            try:
+                self.finish_saving()
+            except Exception as failure:  # what stopped the run is what is raised
+                self.progress.note(f"what was being saved is lost: {failure}")
+        if isinstance(self.sampler, AheadSampler) and isinstance(self.engine, ServerEngine):
+            self.engine.close()
+            self.sampler.close()
+        self.progress.close()
+        for held in (self.score, self.log, self.lock):
+            if held is not None:
+                held.close()
+
+        self.world.leave(error)
+
+    def is_last(self, step: int) -> bool:
+        return step == self.config.run.steps or self.early_stop.reason is not None
+
+    def asked_to_stop(self) -> bool:
+        """Whether a signal has come, on any rank."""
+        self.stopping = self.world.any(self.stop.requested)
+        return self.stopping
+
+    def sample(self, step: int) -> SampledStep:
+        """The groups of a step. Where that fails, the steps before it are saved: as they were before it began, or with
+        what was sampled ahead since.
+        """
+        self.stop.step_takes(self.last_step_took)
+        if isinstance(self.sampler, AheadSampler):
+            with self.saving_first(step - 1, partial(moment, self.sampler)), self.timed("wait"), self.stop.giving_up():
+                return self.sampler.next(self.rollouts.generate_ahead)
+        before = moment(self.sampler)
+        with self.saving_first(step - 1, lambda: before):
+            sampled = self.sampler.next(self.rollouts.generate_groups)
+            if self.config.advantage.segments is None:
+                return sampled
+            return self.rollouts.value_segments(sampled, step, self.sampler)
+
+    @contextmanager
+    def saving_first(self, step: int, then: Callable[[], dict[str, Any]]) -> Iterator[None]:
+        """An engine or a reward function that fails takes no step with it that was done before: ``step`` is saved,
+        with what ``then`` says as the moment to go on from.
+        """
+        try:
+            yield
+        except Exception:
+            try:
+                self.finish_saving()
+                if step > self.saved:
+                    self.save(step, then())
+                    self.finish_saving()
+                    self.progress.note(f"step {step} is saved; what follows stopped the run after it")
+            except Exception as error:  # what stopped the run is what is raised
+                self.progress.note(f"step {step} could not be saved: {error}")
+            raise
+
+    def timed(self, phase: str) -> AbstractContextManager[None]:
+        return self.clock.phase(phase)
+
+    def release_engine(self) -> None:
+        """The policy is about to train and wants the memory."""
+        with self.timed("sync"):
+            self.engine.release()
+            if not self.config.rollout.ahead:
+                self.score.release()
+
+    def training_records(self, groups: list[Group], step: int) -> list[Sequence]:
+        """Of every sample of a step, in order."""
+        with self.timed("pack"):
+            if self.config.preference is not None:
+                return pair_sequences(groups, self.config.preference, step)
+            return make_sequences(groups, self.config.advantage, step)
+
+    def update(self, mini: MiniBatch, step: int) -> dict[str, float]:
+        """One update; where its loss or gradient is not finite, the batch is kept."""
+        try:
+            return self.learner.update(mini, step - 1)
+        except NonFiniteUpdateError as error:
+            rank = "" if self.world.alone else f"_rank_{self.world.rank}"
+            path = self.folder / NONFINITE / f"step_{step:06d}{rank}.safetensors"
+            save_batch(path, mini.micro_batches, str(error))
+            where = path if self.world.alone else f"{path.parent}/step_{step:06d}_rank_*, of each rank its own"
+            raise NonFiniteUpdateError(f"{error}. The batch is in {where}", mini) from error
+
+    def sync(self) -> dict[str, float]:
+        """Hand the policy's weights to what follows it, and see that the engine took them. Raises OutOfSyncError."""
+        with self.timed("sync"):
+            self.learner.follow()
+            self.engine.update_weights(self.learner.policy.named_weights())
+        return self.probe()
+
+    def probe(self) -> dict[str, float]:
+        """How far engine and learner are apart. Raises OutOfSyncError."""
+        with self.timed("probe"):
+            return self.sync_probe(self.engine, self.learner)
+
+    def log_step(
+        self,
+        step: int,
+        sampled: SampledStep,
+        sequences: list[Sequence],
+        trained: dict[str, float],
+        in_sync: dict[str, float],
+    ) -> None:
+        with self.timed("log"):
+            self.speed = speed_of(self.learner, self.clock, sequences)
+            self.world.first(lambda: self._log_step(step, sampled, sequences, trained, in_sync))
+        self.early_stop.count(step, sampled.generated)
+
+    def _log_step(
+        self,
+        step: int,
+        sampled: SampledStep,
+        sequences: list[Sequence],
+        trained: dict[str, float],
+        in_sync: dict[str, float],
+    ) -> None:
+        assert self.log is not None
+        figures = (
+            sampling_metrics(sampled.stats, self.config.sampler.filter_on, self.config.sampler.oversample > 1)
+            | {"sampling/tokens": sampled.generated}
+            | batch_metrics(sampled.groups, step)
+            | prefixed("segments", sampled.segments)
+            | prefixed("train", trained | pair_figures(sampled.groups, self.config.preference))
+            | prefixed("sync", in_sync)
+        )
+        if isinstance(self.sampler, AheadSampler):
+            figures |= prefixed("ahead", self.sampler.figures(sampled.groups))
+        news = self.log.step(step, figures, sampled.groups, sequences, self.learner.token_values)
+        self.progress.step(step, figures, self.clock.so_far(), self.speed)
+        for note in (news, sampled.shortfall, sampled.caution):
+            if note is not None:
+                self.progress.note(note)
+
+    def save(self, step: int, then: dict[str, Any] | None = None) -> None:
+        """With run.async_save the checkpoint is only on its way when this returns, unless it is the last."""
+        with self.timed("save"):
+            folder, keep = self.folder / CHECKPOINTS, self.config.run.keep
+            if self.in_background is None:
+                save_checkpoint(folder, step, self.learner, self.sampler, keep, then)
+                self.saved = step
+                return
+            self.finish_saving()
+            self.in_background.start(folder, step, self.learner, self.sampler, keep, then)
+            if self.stopping or step == self.config.run.steps:
+                self.finish_saving()
+
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint that is on its way. Raises CheckpointError where it could not be written."""
+        done = self.in_background.finish() if self.in_background is not None else None
+        if done is not None:
+            self.saved = done.step
+
+    def end_step(self, step: int) -> None:
+        """After all of a step, its evaluation and its checkpoint included: where its time went. A kill before it loses
+        no more than that line.
+        """
+        seconds = self.clock.lap()
+        self.last_step_took = sum(seconds.values())
+        counts = self.world.gather(self.score.counts())
+        calls = {name: sum(part[name] for part in counts) for name in counts[0]}
+        self.world.first(lambda: self._log_seconds(step, seconds, calls))
+        self.speed = {}
+
+    def _log_seconds(self, step: int, seconds: dict[str, float], calls: dict[str, int]) -> None:
+        assert self.log is not None
+        self.log.seconds(step, seconds, self.speed, calls)
+
+    def _log_evaluation(self, step: int, metrics: dict[str, float], groups: list[Group]) -> str | None:
+        assert self.log is not None
+        return self.log.evaluation(step, metrics, groups)
+
+    def evaluate(self, step: int) -> None:
+        if not self.dataset.heldout:
+            return
+        before = moment(self.sampler)
+        with self.saving_first(step, lambda: before), self.timed("evaluate"):
+            unshaped = Scorer(self.config, shaped=False)
+
+            def answer_all(prompts: SequenceOf[Prompt], sampling: SamplingParams) -> list[Group]:
+                return complete(self.world, self.rollouts.answer(prompts, sampling, unshaped))
+
+            result = evaluate(answer_all, self.dataset.heldout, self.config)
+            # Rank 0 decides what the answers amount to: a comparison of two may run into its deadline.
+            metrics = self.world.first(lambda: result.metrics)
+            news = self.world.first(lambda: self._log_evaluation(step, prefixed("eval", metrics), result.groups))
+        self.early_stop.observe(step, prefixed("eval", metrics))
+        self.progress.evaluation(step, metrics)
+        if news is not None:
+            self.progress.note(news)
+
+
+def speed_of(learner: Learner, clock: StepClock, sequences: list[Sequence]) -> dict[str, float]:
+    """Of the step under way, once it has trained on ``sequences``. Collective."""
+    policy = learner.policy
+    lengths = [sequence.length - 1 for sequence in sequences if sequence.mask[1:].any()]  # the rest is not packed
+    flops, peak = training_flops(policy.model, lengths), peak_flops(policy.device)
+    memory = max(learner.world.gather(peak_memory(policy.device)))
+    figures = speed_figures(flops, sum(lengths), clock.so_far(), learner.world.size, peak)
+    return figures | {"memory_gib": memory}
+
+
+def is_due(every: int, step: int) -> bool:
+    """Whether what is done ``every`` so many steps comes after this one."""
+    return every > 0 and step % every == 0
