@@ -37,7 +37,7 @@ from dapo_runner.sampling.data import Tokenizer, load_data
 from dapo_runner.sampling.sampler import SamplingExhaustedError
 from dapo_runner.tasks.tiny import make_tokenizer
 from dapo_runner.train import train
-from dapo_runner.update.learner import NonFiniteUpdateError
+from dapo_runner.update.mini_batch import NonFiniteUpdateError
 
 STOPPED = (
     CheckpointError,

@@ -16,7 +16,7 @@ from dapo_runner.config import AdvantageConfig, Config, CorrectionConfig, Prefer
 from dapo_runner.config.algorithms import ALGORITHMS, lay_over
 from dapo_runner.early_stop import early_stop_metric
 from dapo_runner.update.advantage import ADVANTAGES
-from dapo_runner.update.learner import resolve_objective
+from dapo_runner.update.objective import resolve_objective
 
 SELECTIONS = ("top_entropy", "clip_cov", "kl_cov", "max_old_prob", "off_policy_mask")
 

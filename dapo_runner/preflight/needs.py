@@ -23,7 +23,7 @@ from dapo_runner.rollout import vllm
 from dapo_runner.rollout.transfer import place_of_weights
 from dapo_runner.sampling.reading import missing_data
 from dapo_runner.tasks.tiny import check_tiny
-from dapo_runner.update.learner import uses_reference
+from dapo_runner.update.objective import uses_reference
 
 HUB_SECONDS = 5  # that the model hub has to answer
 

@@ -22,7 +22,7 @@ from dapo_runner.config import (
 )
 from dapo_runner.preflight.algorithm import algorithm
 from dapo_runner.sampling.sampler import prompts_for
-from dapo_runner.update.learner import uses_reference
+from dapo_runner.update.objective import uses_reference
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TINY_VOCABULARY = 64  # more than the characters of arithmetic

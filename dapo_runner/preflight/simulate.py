@@ -36,7 +36,9 @@ from dapo_runner.policy.model import DTYPES, Policy, load_shards
 from dapo_runner.preflight.needs import heads_that_do_not_divide
 from dapo_runner.preflight.plan import GPUS_OF_A_MACHINE, PUBLISHED, model_values
 from dapo_runner.types import PackedBatch, Sequence
-from dapo_runner.update.learner import Learner, MiniBatch, resolve_objective
+from dapo_runner.update.learner import Learner
+from dapo_runner.update.mini_batch import MiniBatch
+from dapo_runner.update.objective import resolve_objective
 from dapo_runner.update.packing import Share
 
 # FSDPMemTracker's kinds of memory, as a reader knows them.

@@ -36,7 +36,8 @@ from dapo_runner.sampling.curriculum import make_curriculum
 from dapo_runner.sampling.data import PromptCursor, load_data
 from dapo_runner.sampling.sampler import DynamicSampler
 from dapo_runner.timing import StepClock
-from dapo_runner.update.learner import Learner, resolve_objective
+from dapo_runner.update.learner import Learner
+from dapo_runner.update.objective import resolve_objective
 
 T = TypeVar("T")
 

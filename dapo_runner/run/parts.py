@@ -21,8 +21,9 @@ from dapo_runner.sampling.ahead import AheadSampler
 from dapo_runner.sampling.sampler import DynamicSampler
 from dapo_runner.tasks.tiny import ensure_tiny_model
 from dapo_runner.timing import StepClock
-from dapo_runner.update.learner import Learner, uses_reference
+from dapo_runner.update.learner import Learner
 from dapo_runner.update.learners import make_learner
+from dapo_runner.update.objective import uses_reference
 
 
 def open_learner(

@@ -35,7 +35,8 @@ from dapo_runner.sampling.sampler import DynamicSampler, SampledStep
 from dapo_runner.timing import StepClock
 from dapo_runner.types import Group, Prompt, SamplingParams, Sequence
 from dapo_runner.update.advantage import make_sequences
-from dapo_runner.update.learner import Learner, MiniBatch, NonFiniteUpdateError
+from dapo_runner.update.learner import Learner
+from dapo_runner.update.mini_batch import MiniBatch, NonFiniteUpdateError
 from dapo_runner.update.pairs import pair_figures, pair_sequences
 
 NONFINITE = "nonfinite"

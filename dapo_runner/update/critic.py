@@ -21,8 +21,9 @@ from dapo_runner.parallel.ulysses import gather_positions, own_positions
 from dapo_runner.policy.model import Policy
 from dapo_runner.policy.value_head import ValueHead
 from dapo_runner.types import PackedBatch
-from dapo_runner.update.learner import MasterWeights, MiniBatch, NonFiniteUpdateError, Part, make_optimizer
+from dapo_runner.update.mini_batch import MiniBatch, NonFiniteUpdateError
 from dapo_runner.update.schedule import learning_rate
+from dapo_runner.update.weights import MasterWeights, Part, make_optimizer
 
 
 class ValueLoss(NamedTuple):

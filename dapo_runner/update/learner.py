@@ -8,27 +8,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dapo_kernels import (
-    Objective,
-    SamplingMask,
-    linear_dapo_loss,
-    linear_token_logprobs,
-    objectives,
-    policy_loss,
-    reduce_metrics,
-)
+from dapo_kernels import linear_dapo_loss, linear_token_logprobs, policy_loss, reduce_metrics
 from dapo_kernels.logprobs import TokenStats
 from dapo_kernels.losses import LossOutput
 from dapo_kernels.metrics import COUNTS
 from dapo_kernels.preference import PreferenceOutput
-from dapo_runner.config import Config, ConfigError, CorrectionConfig, OptimizerConfig
+from dapo_runner.config import Config
 from dapo_runner.parallel.sharding import add_up_over_replicas, whole, whole_until_backward
 from dapo_runner.parallel.ulysses import gather_positions, own_positions
 from dapo_runner.parallel.world import ALONE, World
@@ -38,103 +29,17 @@ from dapo_runner.policy.value_head import is_of_value_head
 from dapo_runner.timing import StepClock
 from dapo_runner.types import PackedBatch
 from dapo_runner.types import Sequence as TrainingSequence
-from dapo_runner.update.correction import Mismatch, correct, measure
-from dapo_runner.update.packing import ALL, Share, count_training_tokens, pack, split_mini_batches
+from dapo_runner.update.correction import Mismatch, measure
+from dapo_runner.update.mini_batch import MiniBatch, NonFiniteUpdateError, positions_of, sampling_mask_of
+from dapo_runner.update.objective import resolve_objective, uses_reference
+from dapo_runner.update.packing import Share, split_mini_batches
 from dapo_runner.update.reference import MovingReference
 from dapo_runner.update.schedule import learning_rate
 from dapo_runner.update.selection import Scores, select_tokens
 from dapo_runner.update.token_values import TokenValues, token_values
+from dapo_runner.update.weights import MasterWeights, Part, make_optimizer
 
 Loss = LossOutput | PreferenceOutput
-
-
-class NonFiniteUpdateError(RuntimeError):
-    """A loss or gradient that is not a number. Raised before the weights are touched; ``mini`` is what did it."""
-
-    def __init__(self, message: str, mini: MiniBatch) -> None:
-        super().__init__(message)
-        self.mini = mini
-
-
-class MiniBatch:
-    """Packed micro-batches that make one update, or this rank's share of them, and the count that all of them are
-    divided by.
-
-    ``mismatch``: learner against engine on the training tokens, before any update of the step. It stays at the
-    rounding of the two unless the engine sampled from other weights: groups carried over, or an update that never
-    arrived. Empty where nobody asked the learner before an update.
-    ``on_policy``: the policy of the update is the one before the step, so its own log-probs are the old ones; but for
-    micro-batches that an earlier step sampled, whose old ones are the engine's, from when it sampled them.
-    ``own_logprobs``: of each micro-batch the learner's own before any update of the step, float32 [T], whatever its
-    ratios are taken against. Empty where nobody asked.
-    """
-
-    def __init__(
-        self,
-        sequences: Sequence[TrainingSequence],
-        token_budget: int,
-        objective: Objective,
-        number: int = 0,
-        first: int = 0,
-        share: Share = ALL,
-        together: int = 1,
-    ) -> None:
-        """``number`` counts the mini-batches of a step, ``first`` the sequences of those before it. ``together``: so
-        many neighbours stay in one micro-batch.
-        """
-        self.number = number
-        self.first = first
-        self.micro_batches = pack(sequences, token_budget, share, together)
-        self.n_tokens = count_training_tokens(sequences)
-        n_live = sum(bool(sequence.mask[1:].any()) for sequence in sequences)
-        self.denominator = self.n_tokens if objective.aggregate == "token-mean" else n_live
-        self.mismatch = Mismatch()
-        self.on_policy = False
-        self.own_logprobs: list[Tensor] = []
-
-    def take_old_logprobs(
-        self,
-        logprobs: Callable[[PackedBatch], Tensor],
-        correction: CorrectionConfig,
-        chosen_experts: Callable[[], Tensor | None] = lambda: None,
-    ) -> None:
-        """Let ``logprobs(micro-batch)``, float32 [T], be what its ratios are taken against, and the experts that were
-        chosen on the way those of the update.
-
-        Where an earlier step sampled it, the ratio is that to the policy which did, as long as no importance weight
-        holds that already.
-        """
-        replaced, self.own_logprobs = [], []
-        for batch in self.micro_batches:
-            engine = batch.old_logprobs
-            old = logprobs(batch).to(engine.device)
-            self.own_logprobs.append(old)
-            weights = correct(old, engine, batch.mask, batch.cu_seqlens, correction)
-            self.mismatch += measure(old, engine, batch.mask, weights)
-            if batch.stale and correction.weights is None:
-                old = engine
-            replaced.append(batch.with_old_logprobs(old, weights, chosen_experts()))
-        self.micro_batches = replaced
-
-    def take_ref_logprobs(self, logprobs: Callable[[PackedBatch], Tensor]) -> None:
-        """Let ``logprobs(micro-batch)``, float32 [T], be what its KL penalty refers to."""
-        self.micro_batches = [
-            batch.with_ref_logprobs(logprobs(batch).to(batch.old_logprobs.device)) for batch in self.micro_batches
-        ]
-
-
-class Part(NamedTuple):
-    """Weights as a checkpoint has them: float32 ``tensors`` by name, each with what the optimizer keeps of it."""
-
-    prefix: str  # of the names in a checkpoint
-    tensors: dict[str, Tensor]
-    alone: Collection[str]  # the names of those that are nowhere else in a checkpoint, as the rest are in model/
-    publish: Callable[[], None]  # after new values
-    optimizer: torch.optim.Optimizer | None = None
-
-    def state_of(self, tensor: Tensor) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = {} if self.optimizer is None else self.optimizer.state.get(tensor, {})
-        return state
 
 
 class Learner:
@@ -408,117 +313,8 @@ class Learner:
         )
 
 
-def positions_of(batch: PackedBatch, policy: Policy, own: bool = True) -> dict[str, Tensor]:
-    """What a loss takes of a micro-batch for every position, on the policy's device: of this rank's own, or of all."""
-    names = ("target_ids", "mask", "advantages", "old_logprobs", "ref_logprobs", "importance_weights")
-    tensors = {name: tensor for name, tensor in batch.tensors().items() if name in names}
-    group = policy.world.sequence_group if own else None
-    return {name: own_positions(tensor, group).to(policy.device) for name, tensor in tensors.items()}
-
-
-def sampling_mask_of(batch: PackedBatch, policy: Policy) -> SamplingMask | None:
-    """What the engine sampled the targets of this rank's positions from, on the policy's device."""
-    if batch.kept_ids is None or batch.kept_counts is None:
-        return None
-    offsets = torch.nn.functional.pad(batch.kept_counts.cumsum(0), (1, 0))
-    if (group := policy.world.sequence_group) is not None:
-        share = batch.n_positions // group.size()
-        offsets = offsets[group.rank() * share : (group.rank() + 1) * share + 1]
-    ids = batch.kept_ids[int(offsets[0]) : int(offsets[-1])]
-    return SamplingMask(ids.to(policy.device), (offsets - offsets[0]).to(policy.device))
-
-
 def _given(tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {name: tensors.get(name) for name in ("mask", "ref_logprobs", "importance_weights")}
-
-
-class MasterWeights:
-    """Float32 copies of half-precision parameters, with gradients added up in float32.
-
-    AdamW at the learning rates of RL moves a bfloat16 weight by less than its rounding, and micro-batch
-    gradients added up in bfloat16 depend on their order. For float32 parameters this is the parameters
-    themselves.
-    """
-
-    def __init__(self, model: Any) -> None:
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.copied = {name: p for name, p in trained.items() if p.dtype != torch.float32}
-        self.tensors: dict[str, Tensor] = {
-            name: p.detach().float().requires_grad_() if name in self.copied else p for name, p in trained.items()
-        }
-        for name, parameter in self.copied.items():
-            parameter.register_post_accumulate_grad_hook(_Collect(self.tensors[name]))
-
-    def gradients(self) -> list[Tensor]:
-        """The parameters whose gradients a mini-batch has filled."""
-        return [tensor for tensor in self.tensors.values() if tensor.grad is not None]
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Round the masters into the model."""
-        for name, parameter in self.copied.items():
-            parameter.copy_(self.tensors[name])
-
-
-class _Collect:
-    """Moves a parameter's gradient into its master's as soon as the backward pass has made it."""
-
-    def __init__(self, master: Tensor) -> None:
-        self.master = master
-
-    def __call__(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        gradient = parameter.grad.float()
-        self.master.grad = gradient if self.master.grad is None else self.master.grad.add_(gradient)
-        parameter.grad = None
-
-
-def make_optimizer(master: MasterWeights, settings: OptimizerConfig) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        master.tensors.values(),
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
-
-
-def resolve_objective(config: Config) -> Objective:
-    """The objective the configuration names, with its overrides. Raises ConfigError where it cannot be
-    trained here.
-    """
-    loss = config.loss
-    try:
-        objective = objectives.resolve_objective("loss", loss.objective, loss.overrides)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(str(error)) from error
-    if objective.aggregate == "seq-mean-token-sum-norm" and objective.length_norm is None:
-        objective = replace(objective, length_norm=float(config.rollout.max_response_tokens))
-    advantage = config.advantage
-    if (advantage.segments is not None or advantage.by_token) and (
-        objective.ratio in ("sequence", "sequence_clipped") or objective.sequence_weight
-    ):
-        beside = f"advantage.kind={advantage.kind}" if advantage.by_token else "advantage.segments"
-        raise ConfigError(
-            f"loss.objective: expected a gradient of each token's own beside {beside}, whose advantages differ within "
-            f"a response (as of 'ppo' or 'gspo_token'), got {loss.objective!r}, which weighs a response as a whole"
-        )
-    used = objective.needs_reference or config.reward.kl is not None or config.preference is not None
-    for key, value in (("reference", loss.reference), ("reference_ema", loss.reference_ema)):
-        if value is not None and not used:
-            raise ConfigError(
-                f"loss.{key}: {loss.objective!r} has no KL penalty to a reference, so {value!r} would go unused; set "
-                "loss.overrides.kl_coef or reward.kl, or leave the reference out"
-            )
-    return objective
-
-
-def uses_reference(config: Config) -> bool:
-    """Whether loss or reward look at a reference policy that is not the one being trained."""
-    if config.preference is not None:
-        return config.preference.reference == "start"
-    return resolve_objective(config).needs_reference or config.reward.kl is not None
 
 
 def step_figures(

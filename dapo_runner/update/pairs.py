@@ -21,7 +21,9 @@ from dapo_runner.policy.model import Policy
 from dapo_runner.timing import StepClock
 from dapo_runner.types import Group, PackedBatch, Sequence
 from dapo_runner.update.advantage import sequence_of
-from dapo_runner.update.learner import Learner, MiniBatch, positions_of, uses_reference
+from dapo_runner.update.learner import Learner
+from dapo_runner.update.mini_batch import MiniBatch, positions_of
+from dapo_runner.update.objective import uses_reference
 
 CHOSEN, REJECTED = 1.0, -1.0  # where other algorithms have an advantage
 

@@ -19,8 +19,10 @@ from dapo_runner.timing import StepClock
 from dapo_runner.types import PackedBatch
 from dapo_runner.types import Sequence as TrainingSequence
 from dapo_runner.update.critic import Critic
-from dapo_runner.update.learner import Learner, MiniBatch, Part
+from dapo_runner.update.learner import Learner
+from dapo_runner.update.mini_batch import MiniBatch
 from dapo_runner.update.returns import discounted_sums, gae, moments, whiten
+from dapo_runner.update.weights import Part
 
 
 class TokenLearner(Learner):

@@ -26,6 +26,7 @@ from dapo_runner.run.opening import open_run
 from dapo_runner.run.steps import Run
 from dapo_runner.train import train
 from dapo_runner.update import learner as learner_module
+from dapo_runner.update.mini_batch import NonFiniteUpdateError
 
 Sections = dict[str, dict[str, object]]
 
@@ -131,7 +132,7 @@ def test_the_cure_for_a_loss_that_is_not_finite_can_be_taken(
 
     with monkeypatch.context() as patch:
         patch.setattr(learner_module, "linear_dapo_loss", poisoned)
-        with pytest.raises(learner_module.NonFiniteUpdateError, match=r"a lower optimizer\.lr is the usual cure"):
+        with pytest.raises(NonFiniteUpdateError, match=r"a lower optimizer\.lr is the usual cure"):
             train(config_in(tmp_path, run={"steps": 6, "keep": 9}), SilentProgress())
     train(config_in(tmp_path, run={"steps": 6, "keep": 9}, optimizer={"lr": 1e-4}), SilentProgress())
     rates = [event["train/lr"] for event in read_log(run / "metrics.jsonl") if event["kind"] == "step"]

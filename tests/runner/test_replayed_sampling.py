@@ -26,7 +26,8 @@ from dapo_runner.sampling.sampler import _group_from_state, group_state
 from dapo_runner.train import train
 from dapo_runner.types import Completion, Group, Kept, Prompt, Sample, SamplingParams, Sequence, Verdict
 from dapo_runner.update.advantage import sequence_of
-from dapo_runner.update.learner import Learner, MiniBatch, sampling_mask_of
+from dapo_runner.update.learner import Learner
+from dapo_runner.update.mini_batch import MiniBatch, sampling_mask_of
 from dapo_runner.update.packing import pack
 
 CPU = torch.device("cpu")

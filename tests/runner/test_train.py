@@ -23,6 +23,7 @@ from dapo_runner.sampling.sampler import SamplingExhaustedError
 from dapo_runner.timing import PHASES
 from dapo_runner.train import train
 from dapo_runner.update import learner as learner_module
+from dapo_runner.update.mini_batch import NonFiniteUpdateError
 
 
 class Notes(SilentProgress):
@@ -325,7 +326,7 @@ def test_a_broken_update_is_not_saved(tmp_path: Path, monkeypatch: pytest.Monkey
         return out._replace(loss=out.loss * float("nan")) if next(calls) == 12 else out
 
     monkeypatch.setattr(learner_module, "linear_dapo_loss", poisoned)
-    with pytest.raises(learner_module.NonFiniteUpdateError, match=r"loss nan.*The batch is in ") as caught:
+    with pytest.raises(NonFiniteUpdateError, match=r"loss nan.*The batch is in ") as caught:
         train(config_in(tmp_path), SilentProgress())
     (kept,) = (tmp_path / "small" / "nonfinite").iterdir()
     assert str(kept) in str(caught.value)

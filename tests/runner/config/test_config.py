@@ -20,7 +20,7 @@ from dapo_runner.config import (
 )
 from dapo_runner.preflight.algorithm import algorithm
 from dapo_runner.preflight.plan import ModelShape, make_plan, memory_estimate, model_shape
-from dapo_runner.update.learner import resolve_objective
+from dapo_runner.update.objective import resolve_objective
 
 MINIMAL = """
 model: {tiny: {layers: 2}}

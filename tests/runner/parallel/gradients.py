@@ -24,7 +24,10 @@ from dapo_runner.policy.model import load_critic, load_policy, load_reference
 from dapo_runner.timing import StepClock
 from dapo_runner.types import Sequence
 from dapo_runner.update import learners
-from dapo_runner.update.learner import Learner, NonFiniteUpdateError, Part, step_figures, uses_reference
+from dapo_runner.update.learner import Learner, step_figures
+from dapo_runner.update.mini_batch import NonFiniteUpdateError
+from dapo_runner.update.objective import uses_reference
+from dapo_runner.update.weights import Part
 
 
 def open_case(config: Config) -> World:

@@ -14,7 +14,8 @@ from dapo_runner.config import ConfigError, CorrectionConfig
 from dapo_runner.policy.model import Policy
 from dapo_runner.types import Sequence
 from dapo_runner.update.correction import Mismatch, correct, measure
-from dapo_runner.update.learner import Learner, MiniBatch, step_figures
+from dapo_runner.update.learner import Learner, step_figures
+from dapo_runner.update.mini_batch import MiniBatch
 from dapo_runner.update.packing import pack
 
 CU_SEQLENS = torch.tensor([0, 4, 7, 9], dtype=torch.int32)

@@ -16,15 +16,11 @@ from dapo_runner.config import Config, ConfigError, ModelConfig
 from dapo_runner.policy.model import Policy, load_policy, load_reference
 from dapo_runner.run.rollouts import rollout_sampling
 from dapo_runner.types import PackedBatch, Sequence
-from dapo_runner.update.learner import (
-    Learner,
-    MasterWeights,
-    MiniBatch,
-    NonFiniteUpdateError,
-    mean_of,
-    resolve_objective,
-)
+from dapo_runner.update.learner import Learner, mean_of
+from dapo_runner.update.mini_batch import MiniBatch, NonFiniteUpdateError
+from dapo_runner.update.objective import resolve_objective
 from dapo_runner.update.packing import pack
+from dapo_runner.update.weights import MasterWeights
 
 CPU = torch.device("cpu")
 

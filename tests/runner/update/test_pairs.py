@@ -15,7 +15,7 @@ from dapo_runner.config import ConfigError, ModelConfig, PreferenceConfig, apply
 from dapo_runner.policy.model import Policy, load_reference
 from dapo_runner.preflight.algorithm import algorithm, departures
 from dapo_runner.types import Group, Sample, Verdict
-from dapo_runner.update.learner import MiniBatch
+from dapo_runner.update.mini_batch import MiniBatch
 from dapo_runner.update.pairs import PairLearner, in_pairs, make_pairs, pair_figures, pair_sequences
 
 CPU = torch.device("cpu")

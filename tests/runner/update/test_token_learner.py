@@ -16,7 +16,8 @@ from dapo_runner.policy.model import Policy, load_critic, load_policy, load_refe
 from dapo_runner.tasks.tiny import make_model
 from dapo_runner.types import Sequence
 from dapo_runner.update.critic import value_loss
-from dapo_runner.update.learner import Learner, NonFiniteUpdateError
+from dapo_runner.update.learner import Learner
+from dapo_runner.update.mini_batch import NonFiniteUpdateError
 from dapo_runner.update.token_learner import TokenLearner
 
 CPU = torch.device("cpu")

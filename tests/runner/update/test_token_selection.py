@@ -11,7 +11,9 @@ from builders import make_config, random_sequences
 from dapo_kernels import policy_loss
 from dapo_runner.policy.model import Policy
 from dapo_runner.types import PackedBatch, Sequence
-from dapo_runner.update.learner import Learner, MiniBatch, resolve_objective
+from dapo_runner.update.learner import Learner
+from dapo_runner.update.mini_batch import MiniBatch
+from dapo_runner.update.objective import resolve_objective
 from dapo_runner.update.packing import pack
 from dapo_runner.update.selection import Scores, select_tokens
 
