@@ -1,4 +1,4 @@
-"""The rows beyond the first five, each against its paper's equation in float64 autograd (oracle_family.py)."""
+"""The rows beyond the first five, each against its paper's equation in float64 autograd (oracle_papers.py)."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ from oracle_family import (
     Rows,
     batch_selection,
     case_rows,
+    covariances,
+    family_solve,
+    highest,
+    share_down,
+)
+from oracle_papers import (
     cispo_paper,
     clip_cov_paper,
-    covariances,
     dppo_paper,
     dro_paper,
-    family_solve,
     gmpo_paper,
     gspo_paper,
     gspo_token_paper,
-    highest,
     kl_cov_paper,
     lite_ppo_paper,
     luspo_paper,
     opsm_paper,
     sapo_paper,
     sapo_paper_mean,
-    share_down,
     spo_paper,
     top_entropy_paper,
     two_sided_paper,

@@ -5,27 +5,48 @@ Legend: R ranks, T tokens, V vocabulary, H hidden. Every case runs on all ranks,
 
 from __future__ import annotations
 
-import contextlib
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import LORA_SCALE, Case, call_linear, call_logits, linear_case, logits_case, pad, solve
+from cases import Case, call_linear, linear_case, logits_case, solve
 from oracle import ROWS
 from ranks import on_ranks
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from vocab_parallel import (
+    CLOSE,
+    CUTS,
+    LENGTHS,
+    Group,
+    H,
+    T,
+    V,
+    alike,
+    columns,
+    from_hidden,
+    from_logits,
+    of_mine,
+    options_of,
+    refusing,
+    share,
+)
+from vocab_parallel_refusals import refusals
+from vocab_parallel_tensors import (
+    distributed_tensors,
+    head_in_float8,
+    lots_of_a_whole_head,
+    low_rank_factors,
+    the_page,
+    with_fsdp,
+)
 
 from dapo_kernels import (
     OBJECTIVES,
-    LoraFactors,
     dapo_loss,
     linear_dapo_loss,
     linear_preference_loss,
@@ -35,83 +56,10 @@ from dapo_kernels import (
     use_backend,
 )
 
-Group = dist.ProcessGroup
-V, H, LENGTHS = 67, 12, (7, 2, 12, 3)
-T = sum(LENGTHS)
-# Columns of each rank: the last one short, as torch.chunk leaves it, and cut any other way.
-CUTS = {2: ((34, 33), (66, 1)), 4: ((17, 17, 17, 16), (1, 40, 6, 20))}
-CLOSE = {torch.float64: {"atol": 1e-13, "rtol": 1e-12}, torch.float32: {"atol": 1e-6, "rtol": 1e-5}}
-
-
-def columns(cut: tuple[int, ...], group: Group) -> slice:
-    rank = group.rank()
-    return slice(sum(cut[:rank]), sum(cut[: rank + 1]))
-
-
-WHOLE = ("hidden", "lora_a")  # on every rank
-
-
-def share(case: Case, mine: slice) -> Case:
-    """The case with this rank's rows of the head, or its columns of the logits."""
-    leaves = {name: leaf if name in WHOLE else leaf[mine] for name, leaf in case.leaves.items()}
-    if "logits" in leaves:
-        leaves["logits"] = case.leaves["logits"][:, mine]
-    return replace(case, leaves=leaves)
-
-
-def of_mine(grads: dict[str, Tensor | None], mine: slice) -> dict[str, Any]:
-    return {name: grad if name in WHOLE or grad is None else grad[mine] for name, grad in grads.items()}
-
 
 def own_loss(logprobs: Tensor, entropy: Tensor | None, tokens: Any) -> Tensor:
     assert entropy is not None
     return -tokens.advantages * (logprobs - tokens.old_logprobs).exp() - 0.1 * entropy
-
-
-def options_of(name: str, case: Case) -> dict[str, Any]:
-    row = OBJECTIVES[name]
-    given: dict[str, Any] = {"mask": case.mask, "cu_seqlens": case.cu_seqlens}
-    if row.needs_reference:
-        given["ref_logprobs"] = case.ref_logprobs
-    if row.aggregate == "seq-mean-token-sum-norm":
-        given["length_norm"] = 9
-    return given
-
-
-# --- on every rank ----------------------------------------------------------------------------------------
-
-
-def alike(
-    group: Group, got: Any, whole: Any, grads: dict[str, Any], expected: dict[str, Any], what: str, **close: float
-) -> None:
-    def same(a: Tensor, b: Tensor, of: str) -> None:
-        torch.testing.assert_close(a, b, **close, msg=lambda text: f"{what}, {of}: {text}")
-
-    same(got.loss, whole.loss, "loss")
-    close_logprobs = {"atol": close["atol"], "rtol": min(close["rtol"], 3e-7)}  # one rounding more, of some ten
-    torch.testing.assert_close(got.logprobs, whole.logprobs, **close_logprobs)
-    if whole.entropy is not None:
-        same(got.entropy, whole.entropy, "entropy")
-    for name, grad in expected.items():
-        same(grads[name], grad, name)
-    everyone = [torch.empty_like(got.loss.detach()) for _ in range(group.size())]
-    dist.all_gather(everyone, got.loss.detach(), group=group)
-    assert len({x.item() for x in everyone}) == 1, f"{what}: ranks differ in the loss' bits"
-
-
-def from_hidden(group: Group, case: Case, cut: tuple[int, ...], objective: Any, what: str, **options: Any) -> None:
-    mine = columns(cut, group)
-    whole, expected = call_linear(linear_dapo_loss, case, objective, **options)
-    got, grads = call_linear(linear_dapo_loss, share(case, mine), objective, group=group, **options)
-    close = CLOSE[torch.float64 if case.leaves["hidden"].dtype == torch.float64 else torch.float32]
-    alike(group, got, whole, grads, of_mine(expected, mine), what, **close)
-
-
-def from_logits(group: Group, case: Case, cut: tuple[int, ...], objective: Any, what: str, **options: Any) -> None:
-    mine = columns(cut, group)
-    whole, expected = call_logits(dapo_loss, case, objective, **options)
-    got, grad = call_logits(dapo_loss, share(case, mine), objective, group=group, **options)
-    alike(group, got, whole, {"logits": grad}, {"logits": expected[:, mine]}, what, **CLOSE[torch.float32])
 
 
 def every_objective(group: Group, cut: tuple[int, ...]) -> None:
@@ -236,129 +184,6 @@ def sixteen_bits(group: Group, cut: tuple[int, ...]) -> None:
         assert sum(logs) / len(logs) < 0.15, f"{name}: {2.718 ** (sum(logs) / len(logs)):.2f} of the whole's error"
 
 
-def distributed_tensors(group: Group) -> None:
-    """Heads that say themselves how they are cut; hidden states that lie as sequence parallelism leaves them."""
-    mesh, n_ranks, rank = DeviceMesh.from_group(group, "cpu"), group.size(), group.rank()
-    case = linear_case(V, H, LENGTHS, bias=True, seed=11)
-    options = {"mask": case.mask, "temperature": 0.7}
-    tokens = (case.target_ids, case.old_logprobs, case.advantages)
-    whole, expected = call_linear(linear_dapo_loss, case, "dapo", **options)
-    for placement in (Shard(0), Replicate()):
-        weight, bias = (
-            distribute_tensor(case.leaves[name], mesh, [placement]).requires_grad_() for name in ("weight", "bias")
-        )
-        hidden = case.leaves["hidden"].clone().requires_grad_()
-        replicated = distribute_tensor(case.leaves["hidden"], mesh, [Replicate()]).requires_grad_()
-        by_sequence = distribute_tensor(case.leaves["hidden"], mesh, [Shard(0)]).requires_grad_()
-        local = by_sequence.to_local().detach().requires_grad_()
-        calls: list[tuple[Tensor, dict[str, Any]]] = [(hidden, {}), (replicated, {})]
-        calls += [(hidden, {"group": group})]
-        if placement == Shard(0):
-            calls += [(by_sequence, {}), (local, {"sequence_parallel": True})]
-        for x, more in calls:
-            x.grad = weight.grad = bias.grad = None
-            got = linear_dapo_loss(x, weight, *tokens, bias=bias, **options, **more)
-            got.loss.backward()
-            assert isinstance(weight.grad, DTensor)
-            grads = {"weight": weight.grad.full_tensor(), "bias": bias.grad.full_tensor()}  # type: ignore[union-attr]
-            assert x.grad is not None
-            grad = expected["hidden"]
-            if x is local:
-                grad = distribute_tensor(grad, mesh, [Shard(0)]).to_local()  # type: ignore[arg-type]
-            grads["hidden"] = x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad
-            alike(group, got, whole, grads, {**expected, "hidden": grad}, f"{placement}", **CLOSE[torch.float32])
-    # Padded: the sequence is the second dimension.
-    width = 12
-    states, mask = pad(case.leaves["hidden"], LENGTHS, width, 0.0), pad(case.mask, LENGTHS, width, 0).bool()
-    padded = (pad(case.target_ids, LENGTHS, width, 0), pad(case.old_logprobs, LENGTHS, width, 0.0))
-    advantages = pad(case.advantages, LENGTHS, width, 0.0)
-    expected_states = pad(expected["hidden"], LENGTHS, width, 0.0)  # type: ignore[arg-type]
-    part = states.chunk(n_ranks, 1)[rank].clone().requires_grad_()
-    weight = distribute_tensor(case.leaves["weight"], mesh, [Shard(0)])
-    bias = distribute_tensor(case.leaves["bias"], mesh, [Shard(0)])
-    got = linear_dapo_loss(
-        part, weight, *padded, advantages, bias=bias, mask=mask, temperature=0.7, sequence_parallel=True
-    )
-    got.loss.backward()
-    torch.testing.assert_close(part.grad, expected_states.chunk(n_ranks, 1)[rank], **CLOSE[torch.float32])
-    rows = distribute_tensor(case.leaves["hidden"] @ case.leaves["weight"].T, mesh, [Shard(1)]).requires_grad_()
-    plain = rows.full_tensor().detach().requires_grad_()
-    for logits in (rows, plain):
-        dapo_loss(logits, *tokens, mask=case.mask).loss.backward()
-    torch.testing.assert_close(rows.grad.full_tensor(), plain.grad, **CLOSE[torch.float32])  # type: ignore[union-attr]
-
-
-def low_rank_factors(group: Group) -> None:
-    """With hidden states cut by sequence, whose gradient the factors share in; and as DTensors."""
-    mesh, n_ranks, rank = DeviceMesh.from_group(group, "cpu"), group.size(), group.rank()
-    case = linear_case(V, H, LENGTHS, seed=23, rank=3)
-    whole, expected = call_linear(linear_dapo_loss, case, "dapo", mask=case.mask)
-    tokens = (case.target_ids, case.old_logprobs, case.advantages)
-    a = distribute_tensor(case.leaves["lora_a"], mesh, [Replicate()]).requires_grad_()
-    weight, b = (
-        distribute_tensor(case.leaves[name], mesh, [Shard(0)]).requires_grad_() for name in ("weight", "lora_b")
-    )
-    part = case.leaves["hidden"].chunk(n_ranks)[rank].clone().requires_grad_()
-    how = {"lora": LoraFactors(a, b, LORA_SCALE), "mask": case.mask, "sequence_parallel": True}
-    got = linear_dapo_loss(part, weight, *tokens, **how)
-    got.loss.backward()
-    distributed = {"weight": weight, "lora_a": a, "lora_b": b}
-    grads = {name: x.grad.full_tensor() for name, x in distributed.items()}  # type: ignore[union-attr]
-    grads["hidden"] = part.grad
-    expected["hidden"] = expected["hidden"].chunk(n_ranks)[rank]  # type: ignore[union-attr]
-    alike(group, got, whole, grads, expected, "LoRA by sequence", **CLOSE[torch.float32])
-    for name, wrong in {"a": (b, b), "b": (a, a)}.items():
-        with refusing(ValueError, f"lora.{name}"):
-            linear_dapo_loss(part, weight, *tokens, **{**how, "lora": LoraFactors(*wrong, LORA_SCALE)})
-
-
-def head_in_float8(group: Group) -> None:
-    """Stored so, its scales by row: as DTensors, and a rank's own."""
-    mesh, n_ranks = DeviceMesh.from_group(group, "cpu"), group.size()
-    case = linear_case(V, H, LENGTHS, seed=24)
-    scale = case.leaves["weight"].abs().amax(1, keepdim=True) / 448
-    stored = (case.leaves["weight"] / scale).to(torch.float8_e4m3fn)
-    most = -(-V // n_ranks)
-    mine = slice(group.rank() * most, (group.rank() + 1) * most)
-    shape: Any = {"shape": (V, H), "stride": (H, 1)}
-    weight = DTensor.from_local(stored[mine], mesh, [Shard(0)], run_check=False, **shape)
-    by_row = distribute_tensor(scale, mesh, [Shard(0)])
-    tokens = (case.target_ids, case.old_logprobs, case.advantages)
-    results = []
-    for head, its_scale, how in (
-        (stored, scale, {}),
-        (weight, by_row, {}),
-        (stored[mine], scale[mine], {"group": group}),
-        (weight, torch.tensor(0.01), {}),
-    ):
-        hidden = case.leaves["hidden"].clone().requires_grad_()
-        out = linear_dapo_loss(hidden, head, *tokens, mask=case.mask, weight_scale=its_scale, **how)
-        out.loss.backward()
-        results.append((out, {"hidden": hidden.grad}))
-    (whole, expected), *others, _ = results
-    for got, grads in others:
-        alike(group, got, whole, grads, expected, "float8", **CLOSE[torch.float32])
-
-
-def the_page(group: Group) -> None:
-    """The snippets of docs/vocabulary-parallel.md."""
-    page = (Path(__file__).parents[2] / "docs" / "vocabulary-parallel.md").read_text(encoding="utf-8")
-    snippets = re.findall(r"<!-- vocabulary: \w+ -->\n```python\n(.+?)```", page, re.DOTALL)
-    assert len(snippets) == 2
-    case = linear_case(V, H, LENGTHS, seed=17)
-    whole, expected = call_linear(linear_dapo_loss, case, "dapo", mask=case.mask)
-    mine = columns((34, 33), group)
-    hidden = case.leaves["hidden"].clone().requires_grad_()
-    names: dict[str, Any] = {"targets": case.target_ids, **case.tensors("old_logprobs", "advantages", "mask")}
-    names |= {"linear_dapo_loss": linear_dapo_loss, "distribute_tensor": distribute_tensor, "Shard": Shard}
-    names |= {"hidden": hidden, "my_rows": case.leaves["weight"][mine].clone().requires_grad_(), "tp_group": group}
-    names |= {"whole_weight": case.leaves["weight"], "tp_mesh": DeviceMesh.from_group(group, "cpu")}
-    for snippet in snippets:
-        exec(snippet, names)
-        grads = {"weight": names["my_rows"].grad, "hidden": hidden.grad}
-        alike(group, names["out"], whole, grads, of_mine(expected, mine), snippet, **CLOSE[torch.float32])
-
-
 def messages(group: Group, cut: tuple[int, ...]) -> None:
     """One collective of 16 bytes a token for every chunk, whatever ranks hold; without entropy 12."""
     case = share(linear_case(V, H, LENGTHS, seed=12, dead=0.0), columns(cut, group))
@@ -418,99 +243,6 @@ def operators(group: Group) -> None:
     torch.library.opcheck(ops.traced_sum.default, (x, name))
 
 
-@contextlib.contextmanager
-def refusing(kind: type[Exception], *words: str) -> Iterator[None]:
-    with pytest.raises(kind) as caught:
-        yield
-    assert all(word in str(caught.value) for word in words), f"{caught.value}: without {words}"
-
-
-def refusals(group: Group, cut: tuple[int, ...]) -> None:
-    """The same clear error on every rank, and nobody waits for anybody."""
-    case, rank = linear_case(V, H, LENGTHS, seed=14), group.rank()
-    weight = case.leaves["weight"][columns(cut, group)]
-    mesh = DeviceMesh.from_group(group, "cpu")
-
-    def call(**changes: Any) -> None:
-        given: dict[str, Any] = {
-            "hidden": case.leaves["hidden"],
-            "weight": weight,
-            "target_ids": case.target_ids,
-            "old_logprobs": case.old_logprobs,
-            "advantages": case.advantages,
-            "group": group,
-            **changes,
-        }
-        linear_dapo_loss(**given)
-
-    other = torch.where(torch.arange(T) == rank, 1, 2)
-    with refusing(ValueError, "linear_dapo_loss: all ranks", "same target_ids and mask", "fully_shard"):
-        call(target_ids=other)
-    with refusing(ValueError, "same target_ids and mask"):
-        call(mask=torch.arange(T) > rank)
-    few = {name: getattr(case, name)[: T - rank] for name in ("target_ids", "old_logprobs", "advantages")}
-    with refusing(ValueError, "same target_ids", f"tokens by rank: [{T}, {T - 1}"):
-        call(**few, hidden=case.leaves["hidden"][: T - rank])
-    with refusing(ValueError, "all ranks", "the same call", f"chunk_bytes {8 + rank}"):
-        call(chunk_bytes=8 + rank)
-    with refusing(ValueError, "valid_vocab must be at most V=67"):
-        call(valid_vocab=V + 1)
-    call(weight=case.leaves["weight"][: V if rank == 0 else 0])  # a rank without columns has its part in the exchange
-    with refusing(IndexError, "target_ids", f"[0, {V})"):
-        call(target_ids=torch.full_like(case.target_ids, V))
-    with refusing(TypeError, "group must be", "str"):
-        call(group="tp")
-    with refusing(ValueError, "weight, a DTensor, must be Shard(0) or Replicate()", "Shard(dim=1)"):
-        call(weight=distribute_tensor(case.leaves["weight"], mesh, [Shard(1)]), group=None)
-    with refusing(ValueError, "sequence_parallel=True needs"):
-        call(weight=case.leaves["weight"], group=None, sequence_parallel=True)
-    # Whatever else differs, down to what only one rank has to refuse.
-    with refusing(ValueError, "got other ones", "tokens by rank: [24, 22]"):
-        n = T - 2 * rank
-        call(hidden=case.leaves["hidden"][: n // 2], target_ids=case.target_ids[:n], mask=case.mask[:n],
-             old_logprobs=case.old_logprobs[:n], advantages=case.advantages[:n], sequence_parallel=True)  # fmt: skip
-    for name, values in {
-        "temperature": (1.0, 0.5),
-        "sequence_parallel": (False, True),
-        "host_sync": (True, False),
-        "clip_high": (0.2, 0.3),
-    }.items():
-        hidden = case.leaves["hidden"][: T // 2 if name == "sequence_parallel" and rank else T]
-        with refusing(ValueError, "the same call", name):
-            call(**{name: values[rank]}, hidden=hidden)
-    marked = torch.where(torch.arange(T) == 3, float(-rank), 1.0)
-    for given in ({"temperature": marked}, {"advantages": marked}, {"old_logprobs": marked}):
-        with refusing(ValueError, "got other ones", "advantages"):
-            call(**given)
-    call(advantages=torch.where(case.mask, case.advantages, marked), mask=case.mask)
-    for name, wrong in {"temperature": -1.0, "valid_vocab": 0, "softcap": -1.0}.items():
-        with refusing(ValueError, f"{name} must be" if rank else "rank 1 of the group has refused its arguments"):
-            call(**({name: wrong} if rank else {}))
-    pairs = torch.tensor([[0, 1 + rank]])
-    hidden, bounds = case.leaves["hidden"], case.cu_seqlens
-    with refusing(ValueError, "got other ones"):
-        linear_preference_loss(hidden, weight, case.target_ids, None, pairs=pairs, cu_seqlens=bounds, group=group)
-    for placement in (Shard(0), Replicate()):
-        head = distribute_tensor(case.leaves["weight"], mesh, [placement])
-        with refusing(ValueError, f"valid_vocab must be at most V={V}"):
-            call(weight=head, group=None, valid_vocab=V + 1)
-        with refusing(ValueError, "got other ones"):
-            call(weight=head, group=None, advantages=marked)
-
-
-def lots_of_a_whole_head(group: Group) -> None:
-    """The ranks' dice differ: the first one's count."""
-    case, mesh = linear_case(V, H, LENGTHS, seed=19), DeviceMesh.from_group(group, "cpu")
-    leaves = {"hidden": case.leaves["hidden"]}
-    leaves["weight"] = distribute_tensor(case.leaves["weight"], mesh, [Replicate()])
-    dice = torch.Generator().manual_seed(group.rank())
-    options = {"clip_cov": (0.3, -9.0, 9.0), "generator": dice, "mask": case.mask}
-    loss = call_linear(linear_dapo_loss, replace(case, leaves=leaves), "clip_cov", **options)[0].loss.detach()
-    first = loss.clone()
-    dist.broadcast(first, dist.get_global_rank(group, 0), group=group)
-    assert torch.equal(first, loss)
-
-
 def impossible_columns(group: Group) -> None:
     """A target among columns of −∞ alone has a log-prob of −∞, as in whole rows."""
     case = logits_case(V, LENGTHS, seed=21)
@@ -532,43 +264,6 @@ def second_derivative(group: Group) -> None:
     (grad,) = torch.autograd.grad(stats.logprobs.sum(), leaves["hidden"], create_graph=True)
     with refusing(RuntimeError, "the gradient of a gradient is not implemented"):
         grad.sum().backward()
-
-
-class Network(nn.Module):
-    """A body that FSDP2 shards and a head that the tensor-parallel ranks share."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        self.body = nn.Linear(H, H)
-        self.head = nn.Linear(H, V)
-        self.head.weight.data.copy_(case.leaves["weight"])
-
-    def forward(self, states: Tensor, *tokens: Tensor, denominator: float) -> Tensor:
-        hidden = torch.tanh(self.body(states))
-        head = {"weight": self.head.weight, "bias": self.head.bias}
-        return linear_dapo_loss(hidden, target_ids=tokens[0], old_logprobs=tokens[1], advantages=tokens[2], **head,
-                                denominator=denominator).loss  # fmt: skip
-
-
-def with_fsdp() -> None:
-    """TP × FSDP2: 2 × 2 ranks, each pair of which has half of the tokens."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    case = linear_case(V, H, LENGTHS, seed=15)
-    inputs = (case.leaves["hidden"], case.target_ids, case.old_logprobs, case.advantages)
-    torch.manual_seed(0)
-    whole = Network(case)
-    whole(*inputs, denominator=float(T)).backward()
-    torch.manual_seed(0)
-    model = Network(case)
-    for name in ("weight", "bias"):
-        shard = distribute_tensor(getattr(model.head, name).data, mesh["tp"], [Shard(0)])
-        setattr(model.head, name, nn.Parameter(shard))
-    fully_shard(model, mesh=mesh["dp"])
-    own = [x.chunk(2)[mesh["dp"].get_local_rank()] for x in inputs]
-    model(*own, denominator=T / 2).backward()
-    for (name, parameter), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
-        assert isinstance(parameter.grad, DTensor), name
-        torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad, **CLOSE[torch.float32])
 
 
 def on_a_rank(rank: int) -> None:

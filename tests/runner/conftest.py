@@ -1,12 +1,15 @@
-"""Small real models for the runner's tests, made once per session."""
+"""Small real models for the runner's tests, made once per session, and servers that one of them answers in."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 from builders import save_model
+from fake_server import FakeServer
 
 from dapo_runner.config import ModelConfig, TinyModelConfig
 from dapo_runner.policy.model import Policy, load_policy
@@ -36,3 +39,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def policy(model_folder: Path) -> Policy:
     return load_policy(model_folder, ModelConfig(path="x", dtype="float32"), torch.device("cpu"))
+
+
+@pytest.fixture
+def servers(model_folder: Path) -> Iterator[list[FakeServer]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(FakeServer(model_folder)) for _ in range(2)]

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from builders import make_config
 from fake_server import GENERATE, UPDATE, FakeServer
+from served import PROMPTS, SAMPLING, hang, open_engine, told
 from small import write_recipe
-from test_server import PROMPTS, SAMPLING, hang, open_engine, told
 
 from dapo_runner.cli import main
 from dapo_runner.commands import serve

@@ -1,0 +1,192 @@
+"""What torch itself cuts, on every rank: heads that are DTensors, hidden states by sequence, a model under FSDP2."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases import LORA_SCALE, Case, call_linear, linear_case, pad
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from vocab_parallel import CLOSE, LENGTHS, Group, H, T, V, alike, columns, of_mine, refusing
+
+from dapo_kernels import LoraFactors, dapo_loss, linear_dapo_loss
+
+
+def distributed_tensors(group: Group) -> None:
+    """Heads that say themselves how they are cut; hidden states that lie as sequence parallelism leaves them."""
+    mesh, n_ranks, rank = DeviceMesh.from_group(group, "cpu"), group.size(), group.rank()
+    case = linear_case(V, H, LENGTHS, bias=True, seed=11)
+    options = {"mask": case.mask, "temperature": 0.7}
+    tokens = (case.target_ids, case.old_logprobs, case.advantages)
+    whole, expected = call_linear(linear_dapo_loss, case, "dapo", **options)
+    for placement in (Shard(0), Replicate()):
+        weight, bias = (
+            distribute_tensor(case.leaves[name], mesh, [placement]).requires_grad_() for name in ("weight", "bias")
+        )
+        hidden = case.leaves["hidden"].clone().requires_grad_()
+        replicated = distribute_tensor(case.leaves["hidden"], mesh, [Replicate()]).requires_grad_()
+        by_sequence = distribute_tensor(case.leaves["hidden"], mesh, [Shard(0)]).requires_grad_()
+        local = by_sequence.to_local().detach().requires_grad_()
+        calls: list[tuple[Tensor, dict[str, Any]]] = [(hidden, {}), (replicated, {})]
+        calls += [(hidden, {"group": group})]
+        if placement == Shard(0):
+            calls += [(by_sequence, {}), (local, {"sequence_parallel": True})]
+        for x, more in calls:
+            x.grad = weight.grad = bias.grad = None
+            got = linear_dapo_loss(x, weight, *tokens, bias=bias, **options, **more)
+            got.loss.backward()
+            assert isinstance(weight.grad, DTensor)
+            grads = {"weight": weight.grad.full_tensor(), "bias": bias.grad.full_tensor()}  # type: ignore[union-attr]
+            assert x.grad is not None
+            grad = expected["hidden"]
+            if x is local:
+                grad = distribute_tensor(grad, mesh, [Shard(0)]).to_local()  # type: ignore[arg-type]
+            grads["hidden"] = x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad
+            alike(group, got, whole, grads, {**expected, "hidden": grad}, f"{placement}", **CLOSE[torch.float32])
+    # Padded: the sequence is the second dimension.
+    width = 12
+    states, mask = pad(case.leaves["hidden"], LENGTHS, width, 0.0), pad(case.mask, LENGTHS, width, 0).bool()
+    padded = (pad(case.target_ids, LENGTHS, width, 0), pad(case.old_logprobs, LENGTHS, width, 0.0))
+    advantages = pad(case.advantages, LENGTHS, width, 0.0)
+    expected_states = pad(expected["hidden"], LENGTHS, width, 0.0)  # type: ignore[arg-type]
+    part = states.chunk(n_ranks, 1)[rank].clone().requires_grad_()
+    weight = distribute_tensor(case.leaves["weight"], mesh, [Shard(0)])
+    bias = distribute_tensor(case.leaves["bias"], mesh, [Shard(0)])
+    got = linear_dapo_loss(
+        part, weight, *padded, advantages, bias=bias, mask=mask, temperature=0.7, sequence_parallel=True
+    )
+    got.loss.backward()
+    torch.testing.assert_close(part.grad, expected_states.chunk(n_ranks, 1)[rank], **CLOSE[torch.float32])
+    rows = distribute_tensor(case.leaves["hidden"] @ case.leaves["weight"].T, mesh, [Shard(1)]).requires_grad_()
+    plain = rows.full_tensor().detach().requires_grad_()
+    for logits in (rows, plain):
+        dapo_loss(logits, *tokens, mask=case.mask).loss.backward()
+    torch.testing.assert_close(rows.grad.full_tensor(), plain.grad, **CLOSE[torch.float32])  # type: ignore[union-attr]
+
+
+def low_rank_factors(group: Group) -> None:
+    """With hidden states cut by sequence, whose gradient the factors share in; and as DTensors."""
+    mesh, n_ranks, rank = DeviceMesh.from_group(group, "cpu"), group.size(), group.rank()
+    case = linear_case(V, H, LENGTHS, seed=23, rank=3)
+    whole, expected = call_linear(linear_dapo_loss, case, "dapo", mask=case.mask)
+    tokens = (case.target_ids, case.old_logprobs, case.advantages)
+    a = distribute_tensor(case.leaves["lora_a"], mesh, [Replicate()]).requires_grad_()
+    weight, b = (
+        distribute_tensor(case.leaves[name], mesh, [Shard(0)]).requires_grad_() for name in ("weight", "lora_b")
+    )
+    part = case.leaves["hidden"].chunk(n_ranks)[rank].clone().requires_grad_()
+    how = {"lora": LoraFactors(a, b, LORA_SCALE), "mask": case.mask, "sequence_parallel": True}
+    got = linear_dapo_loss(part, weight, *tokens, **how)
+    got.loss.backward()
+    distributed = {"weight": weight, "lora_a": a, "lora_b": b}
+    grads = {name: x.grad.full_tensor() for name, x in distributed.items()}  # type: ignore[union-attr]
+    grads["hidden"] = part.grad
+    expected["hidden"] = expected["hidden"].chunk(n_ranks)[rank]  # type: ignore[union-attr]
+    alike(group, got, whole, grads, expected, "LoRA by sequence", **CLOSE[torch.float32])
+    for name, wrong in {"a": (b, b), "b": (a, a)}.items():
+        with refusing(ValueError, f"lora.{name}"):
+            linear_dapo_loss(part, weight, *tokens, **{**how, "lora": LoraFactors(*wrong, LORA_SCALE)})
+
+
+def head_in_float8(group: Group) -> None:
+    """Stored so, its scales by row: as DTensors, and a rank's own."""
+    mesh, n_ranks = DeviceMesh.from_group(group, "cpu"), group.size()
+    case = linear_case(V, H, LENGTHS, seed=24)
+    scale = case.leaves["weight"].abs().amax(1, keepdim=True) / 448
+    stored = (case.leaves["weight"] / scale).to(torch.float8_e4m3fn)
+    most = -(-V // n_ranks)
+    mine = slice(group.rank() * most, (group.rank() + 1) * most)
+    shape: Any = {"shape": (V, H), "stride": (H, 1)}
+    weight = DTensor.from_local(stored[mine], mesh, [Shard(0)], run_check=False, **shape)
+    by_row = distribute_tensor(scale, mesh, [Shard(0)])
+    tokens = (case.target_ids, case.old_logprobs, case.advantages)
+    results = []
+    for head, its_scale, how in (
+        (stored, scale, {}),
+        (weight, by_row, {}),
+        (stored[mine], scale[mine], {"group": group}),
+        (weight, torch.tensor(0.01), {}),
+    ):
+        hidden = case.leaves["hidden"].clone().requires_grad_()
+        out = linear_dapo_loss(hidden, head, *tokens, mask=case.mask, weight_scale=its_scale, **how)
+        out.loss.backward()
+        results.append((out, {"hidden": hidden.grad}))
+    (whole, expected), *others, _ = results
+    for got, grads in others:
+        alike(group, got, whole, grads, expected, "float8", **CLOSE[torch.float32])
+
+
+def lots_of_a_whole_head(group: Group) -> None:
+    """The ranks' dice differ: the first one's count."""
+    case, mesh = linear_case(V, H, LENGTHS, seed=19), DeviceMesh.from_group(group, "cpu")
+    leaves = {"hidden": case.leaves["hidden"]}
+    leaves["weight"] = distribute_tensor(case.leaves["weight"], mesh, [Replicate()])
+    dice = torch.Generator().manual_seed(group.rank())
+    options = {"clip_cov": (0.3, -9.0, 9.0), "generator": dice, "mask": case.mask}
+    loss = call_linear(linear_dapo_loss, replace(case, leaves=leaves), "clip_cov", **options)[0].loss.detach()
+    first = loss.clone()
+    dist.broadcast(first, dist.get_global_rank(group, 0), group=group)
+    assert torch.equal(first, loss)
+
+
+def the_page(group: Group) -> None:
+    """The snippets of docs/vocabulary-parallel.md."""
+    page = (Path(__file__).parents[2] / "docs" / "vocabulary-parallel.md").read_text(encoding="utf-8")
+    snippets = re.findall(r"<!-- vocabulary: \w+ -->\n```python\n(.+?)```", page, re.DOTALL)
+    assert len(snippets) == 2
+    case = linear_case(V, H, LENGTHS, seed=17)
+    whole, expected = call_linear(linear_dapo_loss, case, "dapo", mask=case.mask)
+    mine = columns((34, 33), group)
+    hidden = case.leaves["hidden"].clone().requires_grad_()
+    names: dict[str, Any] = {"targets": case.target_ids, **case.tensors("old_logprobs", "advantages", "mask")}
+    names |= {"linear_dapo_loss": linear_dapo_loss, "distribute_tensor": distribute_tensor, "Shard": Shard}
+    names |= {"hidden": hidden, "my_rows": case.leaves["weight"][mine].clone().requires_grad_(), "tp_group": group}
+    names |= {"whole_weight": case.leaves["weight"], "tp_mesh": DeviceMesh.from_group(group, "cpu")}
+    for snippet in snippets:
+        exec(snippet, names)
+        grads = {"weight": names["my_rows"].grad, "hidden": hidden.grad}
+        alike(group, names["out"], whole, grads, of_mine(expected, mine), snippet, **CLOSE[torch.float32])
+
+
+class Network(nn.Module):
+    """A body that FSDP2 shards and a head that the tensor-parallel ranks share."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.body = nn.Linear(H, H)
+        self.head = nn.Linear(H, V)
+        self.head.weight.data.copy_(case.leaves["weight"])
+
+    def forward(self, states: Tensor, *tokens: Tensor, denominator: float) -> Tensor:
+        hidden = torch.tanh(self.body(states))
+        head = {"weight": self.head.weight, "bias": self.head.bias}
+        return linear_dapo_loss(hidden, target_ids=tokens[0], old_logprobs=tokens[1], advantages=tokens[2], **head,
+                                denominator=denominator).loss  # fmt: skip
+
+
+def with_fsdp() -> None:
+    """TP × FSDP2: 2 × 2 ranks, each pair of which has half of the tokens."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    case = linear_case(V, H, LENGTHS, seed=15)
+    inputs = (case.leaves["hidden"], case.target_ids, case.old_logprobs, case.advantages)
+    torch.manual_seed(0)
+    whole = Network(case)
+    whole(*inputs, denominator=float(T)).backward()
+    torch.manual_seed(0)
+    model = Network(case)
+    for name in ("weight", "bias"):
+        shard = distribute_tensor(getattr(model.head, name).data, mesh["tp"], [Shard(0)])
+        setattr(model.head, name, nn.Parameter(shard))
+    fully_shard(model, mesh=mesh["dp"])
+    own = [x.chunk(2)[mesh["dp"].get_local_rank()] for x in inputs]
+    model(*own, denominator=T / 2).backward()
+    for (name, parameter), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert isinstance(parameter.grad, DTensor), name
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad, **CLOSE[torch.float32])

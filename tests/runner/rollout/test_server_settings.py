@@ -1,0 +1,63 @@
+"""What servers are started with, and the settings that none could serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import make_config
+
+from dapo_runner.commands.serve import server_arguments, server_environment
+from dapo_runner.config import ConfigError
+
+
+def test_what_a_server_is_started_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = {"urls": ["http://localhost:8000", "https://far.example:8443"], "key_env": "MY_KEY", "tensor": 2}
+    config = make_config(rollout={"engine": "server", "server": raw}, model={"dtype": "float32"})
+    flags = server_arguments(config, tmp_path, torch.device("cpu"), config.rollout.server.urls[1])
+    for flag in (f"--model={tmp_path}", "--host=far.example", "--port=8443", "--tensor-parallel-size=2",
+                 "--no-enable-chunked-prefill", "--enforce-eager", "--enable-scale-out", "--dtype=float32",
+                 '--weight-transfer-config={"backend": "dapo_files"}', "--logprobs-mode=processed_logprobs",
+                 "--middleware=dapo_runner.rollout.receiver.KeyForAll"):  # fmt: skip
+        assert flag in flags
+    with pytest.raises(ConfigError, match="in the environment variable MY_KEY, got nothing"):
+        server_environment(config, "http://localhost:8000")
+    monkeypatch.setenv("MY_KEY", "s3cret")
+    assert server_environment(config, "x") == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": "s3cret"}
+    assert not any("s3cret" in flag for flag in flags)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"rollout": {"server": {"urls": ["localhost:8000"]}}}, "expected addresses like http://localhost:8000"),
+        ({"rollout": {"server": {"urls": ["http://a:1/v1"]}}}, "expected addresses like"),
+        ({"rollout": {"server": {"urls": ["http://a:1", "http://a:1/"]}}}, "expected each server once"),
+        (
+            {"evaluation": {"k": 16}, "rollout": {"max_batch_sequences": 8}},
+            "expected at least 16 with rollout.engine=server",
+        ),
+        ({"rollout": {"engine": "hf"}, "sampler": {"oversample": 1.5}}, "sampler.oversample: expected 1 with rollout"),
+        (
+            {"advantage": {"segments": {"kind": "chain"}}, "sampler": {"oversample": 1.5}},
+            "sampler.oversample: expected 1 beside advantage.segments, got 1.5",
+        ),
+        ({"rollout": {"engine": "hf", "ahead": 1}}, "rollout.ahead: expected 0 with rollout.engine=hf"),
+        ({"rollout": {"ahead": 1}}, "rollout.correction.weights: expected token or sequence beside rollout.ahead=1"),
+        (
+            {"rollout": {"ahead": 2, "correction": {"weights": "token"}}},
+            "sampler.max_age: expected at least rollout.ahead=2",
+        ),
+        (
+            {"rollout": {"top_k": 5, "sampling_mask": True}},
+            "rollout.sampling_mask: expected false with rollout.engine=ser",
+        ),
+        ({"rollout": {"temperature": 2.5}}, "expected 0.01 to 2 with rollout.engine=server"),
+    ],
+)
+def test_settings_that_no_server_could_serve(sections: dict[str, Any], message: str) -> None:
+    rollout = {"engine": "server", **sections.pop("rollout", {})}
+    with pytest.raises(ConfigError, match=message):
+        make_config(rollout=rollout, **sections)
