@@ -170,7 +170,7 @@ class Layout:
                 raise self.fail(f"sampling_mask.{name}", shape, list(x.shape))
             if x.device != self.device:
                 raise self.fail(f"sampling_mask.{name}", f"on {self.device} like the rest", x.device)
-        ids, offsets = lists.ids.to(torch.int64), lists.offsets.to(torch.int64)
+        ids, offsets = lists.ids.to(torch.int64).contiguous(), lists.offsets.to(torch.int64).contiguous()
         counts = offsets.diff()
         if readable(offsets) and (int(offsets[0]) != 0 or int(offsets[-1]) != len(ids) or bool((counts < 0).any())):
             raise self.fail(

@@ -64,7 +64,7 @@ class Asked(NamedTuple):
 
 
 def _lists_at(ids: Tensor, starts: Tensor, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-    """The kept tokens of ``rows``, and the place among these of the row of each."""
+    """The kept tokens of ``rows``, ascending, and the place among these of the row of each."""
     at = torch.arange(starts.shape[0] - 1)[rows]
     counts = starts.diff()[at]
     of = torch.repeat_interleave(counts)

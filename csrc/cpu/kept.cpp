@@ -1,6 +1,5 @@
 #include "kept.h"
 
-#include <algorithm>
 #include <atomic>
 #include <vector>
 
@@ -35,7 +34,9 @@ bool gather(const Rows& logits, const TokenInputs& tokens, const KeptIds& list, 
       if (!here && !partial) good.store(false, std::memory_order_relaxed);
     }
     const int64_t first = list.starts[row];
-    if (!partial && list.starts[row + 1] == first + 1 && (to[first] & low) != low) to[first] = 0;
+    const bool alone = !partial && list.starts[row + 1] == first + 1;
+    // It has probability 1 whatever its logit, if that is finite (the shifts drop the sign): at 0 nothing is rounded.
+    if (alone && static_cast<Bits>(to[first] << 1) < static_cast<Bits>(low << 1)) to[first] = 0;
     if (places[row] < 0 && !partial) good.store(false, std::memory_order_relaxed);
   }
   return good;

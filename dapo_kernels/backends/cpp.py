@@ -138,6 +138,7 @@ class KeptRows:
         logits = unit_stride(logits)
         self.ids, self.starts = asked.kept_ids, asked.kept_starts
         self.logits = torch.empty(self.ids.shape, dtype=logits.dtype, device="cpu")
+        self.rows = lists_of(_C, self.logits, self.starts)
         places = torch.empty_like(asked.target_ids)
         listed = asked.without_others()
         good = _C.gather_kept(
@@ -154,15 +155,11 @@ class KeptRows:
         self.asked = listed._replace(target_ids=places, partial=True)
         self.capped = None
         if softcap is not None:
-            self.capped = self.logits.div_(softcap).tanh_().mul_(softcap)
+            self.logits.div_(softcap).tanh_().mul_(softcap)
             if asked.partial:
                 elsewhere = (self.ids < 0) | (self.ids >= logits.shape[-1])
                 self.logits.masked_fill_(elsewhere, -torch.inf)  # as it was before the cap
             self.capped = self.logits.clone()
-
-    @property
-    def rows(self) -> Any:
-        return lists_of(_C, self.logits, self.starts)
 
     def stats(self, asked: Asked) -> RowStats:
         stats = RowStats.empty(self.asked)
@@ -193,9 +190,8 @@ gather_kept = KeptRows
 
 def find_repeated(ids: Tensor, offsets: Tensor, live: Tensor) -> int | None:
     """Where the first id stands that the list of a live row has had before. Lists are ids[offsets[r] : offsets[r + 1]],
-    int64.
+    int64; all contiguous.
     """
-    ids, offsets, live = ids.contiguous(), offsets.contiguous(), live.contiguous()
     addresses = ids.data_ptr(), offsets.data_ptr(), live.data_ptr()
     at = _C.find_repeated(*addresses, len(live), torch.get_num_threads())
     return None if at < 0 else at

@@ -236,6 +236,24 @@ def test_what_was_not_kept_may_hold_anything(backend: str) -> None:
     assert token_logprobs(spoilt.leaves["logits"], case.target_ids, sampling_mask=lists).logprobs[1].isnan()
 
 
+def test_a_token_alone_that_is_not_finite_shows(backend: str) -> None:
+    mask = SamplingMask.of_lists([[1]] * 3)
+    for dtype in dtypes_of(backend):
+        logits = torch.tensor([[0.0, math.nan], [0.0, math.inf], [0.0, -math.inf]], dtype=dtype)
+        assert token_logprobs(logits, torch.ones(3).long(), sampling_mask=mask).logprobs.isnan().all()
+
+
+def test_ids_of_any_stride(backend: str) -> None:
+    case = rows_case(seed=20)
+    lists = SamplingMask.of_kept(kept_by(case))
+    ids = lists.ids.long().repeat_interleave(2)[::2]
+    a, b = (
+        token_logprobs(case.leaves["logits"], case.target_ids, sampling_mask=SamplingMask(x, lists.offsets)).logprobs
+        for x in (lists.ids, ids)
+    )
+    assert torch.equal(a, b)
+
+
 def test_dead_tokens_may_keep_anything(backend: str) -> None:
     case = hidden_case(seed=13)
     kept = kept_by(case)
