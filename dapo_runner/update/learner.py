@@ -327,10 +327,10 @@ def step_figures(
 
 
 def mean_of(updates: Iterable[dict[str, float]]) -> dict[str, float]:
-    """The figures of a step: means over its updates, but the largest of maxima and the sum of counts."""
+    """The figures of a step: means over the updates that have them, but the largest of maxima and the sum of counts."""
     table = list(updates)
     combined: dict[str, float] = {}
-    for key in table[0] if table else ():
+    for key in dict.fromkeys(key for figures in table for key in figures):
         values = [figures[key] for figures in table if key in figures]
         if key.endswith("_max"):
             combined[key] = max(values)

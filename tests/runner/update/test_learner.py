@@ -337,4 +337,6 @@ def test_an_objective_that_cannot_be_trained_is_a_configuration_error(loss: dict
 def test_figures_of_a_step_are_means_but_for_maxima_and_counts() -> None:
     updates = [{"loss": 1.0, "ratio_max": 2.0, "tokens": 3.0}, {"loss": 2.0, "ratio_max": 1.0, "tokens": 5.0}]
     assert mean_of(updates) == {"loss": 1.5, "ratio_max": 2.0, "tokens": 8.0}
+    # The first update of a step is on-policy and clips nothing.
+    assert mean_of([{"loss": 1.0}, {"loss": 1.0, "clip_high_prob": 0.2}]) == {"loss": 1.0, "clip_high_prob": 0.2}
     assert mean_of([]) == {}
