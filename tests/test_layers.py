@@ -15,7 +15,8 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("dapo_kernels.records", "dapo_kernels.memory"),
     ("dapo_kernels.objectives",),
-    ("dapo_kernels.backends", "dapo_kernels.layout"),
+    ("dapo_kernels.backends",),
+    ("dapo_kernels.layout",),
     ("dapo_kernels.call", "dapo_kernels.head", "dapo_kernels.metrics"),
     ("dapo_kernels.engine",),
     ("dapo_kernels.sharding",),

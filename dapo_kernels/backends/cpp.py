@@ -155,7 +155,8 @@ class KeptRows:
         self.asked = listed._replace(target_ids=places, partial=True)
         self.capped = None
         if softcap is not None:
-            self.logits.div_(softcap).tanh_().mul_(softcap)
+            self.logits = self.logits.float().div_(softcap).tanh_().mul_(softcap)
+            self.rows = lists_of(_C, self.logits, self.starts)
             if asked.partial:
                 elsewhere = (self.ids < 0) | (self.ids >= logits.shape[-1])
                 self.logits.masked_fill_(elsewhere, -torch.inf)  # as it was before the cap
@@ -180,7 +181,8 @@ class KeptRows:
             threads,
         )
         _uncap_(self.logits, self.capped, softcap)
-        _C.scatter_kept(self.rows, inputs, self.ids.data_ptr(), rows_of(_C, to), threads)
+        rounded = self.logits.to(to.dtype)
+        _C.scatter_kept(lists_of(_C, rounded, self.starts), inputs, self.ids.data_ptr(), rows_of(_C, to), threads)
         if to is not out:
             out.copy_(to)
 
