@@ -45,15 +45,14 @@ SameAnswer = Callable[[str, Sequence[str]], list[bool | None]]
 Rule = Callable[[str, str], Verdict]
 """Holds a text against an answer."""
 
-_RULES: dict[str, Rule] = {
-    "dapo": answer_rule,
-    "gsm8k": gsm8k_rule,
-    "integer": integer_rule,
-    "choice": choice_rule,
-    "exact": exact_rule,
+# Each with an answer as it wants it written.
+_RULES: dict[str, tuple[Rule, str]] = {
+    "dapo": (answer_rule, "Answer: {}"),
+    "gsm8k": (gsm8k_rule, "#### {}"),
+    "integer": (integer_rule, "{}"),
+    "choice": (choice_rule, "Answer: {}"),
+    "exact": (exact_rule, "Answer: {}"),
 }
-# The answer as each rule wants it written.
-_IDEAL = {"dapo": "Answer: {}", "gsm8k": "#### {}", "integer": "{}", "choice": "Answer: {}", "exact": "Answer: {}"}
 _WITHOUT_ANSWERS = ("json", "code", "judge")
 
 
@@ -76,7 +75,7 @@ def load_reward(config: RewardConfig, use: str | None = None, max_failed: float 
     if use == "dapo":
         return _one_by_one(partial(answer_rule, boxed_fallback=config.boxed_fallback))
     if use in _RULES:
-        return _one_by_one(_RULES[use])
+        return _one_by_one(_RULES[use][0])
     function = find_function(use)
     if takes_batch(function):
         return BatchCalls(use, function, config, max_failed, config.plugin_deadline)
@@ -119,10 +118,9 @@ def reads_answers(config: RewardConfig) -> bool:
 def never_right(config: RewardConfig, prompts: Sequence[Prompt]) -> str | None:
     """A word on problems whose ground truth a rule by strings does not find right even where it is the answer."""
     use = config.uses[0]
-    rule = _RULES.get(use)
-    if rule is None:
+    if use not in _RULES:
         return None
-    ideal = _IDEAL[use]
+    rule, ideal = _RULES[use]
     lost = [prompt.answer for prompt in prompts if not rule(ideal.format(prompt.answer), prompt.answer).correct]
     if not lost:
         return None

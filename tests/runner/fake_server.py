@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -34,7 +35,8 @@ class FakeServer:
     """
 
     def __init__(self, model: Path) -> None:
-        self.model = model
+        # Once: transformers changes its classes while it loads, so that two threads must not at the same time.
+        self.weights = load_model(model, ModelConfig(path="x", dtype="float32"), torch.device("cpu"), "sdpa")
         self.hooks: dict[str, Hook] = {}
         self.asked: list[tuple[str, dict[str, Any], dict[str, str]]] = []  # path, body, headers
         self.alive = False
@@ -51,10 +53,7 @@ class FakeServer:
 
     def start(self) -> None:
         """With the weights of the folder, and of nobody's version."""
-        self.engine = HFEngine(
-            load_model(self.model, ModelConfig(path="x", dtype="float32"), torch.device("cpu"), "sdpa"),
-            make_tokenizer(),
-        )
+        self.engine = HFEngine(deepcopy(self.weights), make_tokenizer())
         self.version, self.paused, self.updating = "default", False, False
         self._turn = threading.Lock()
         self._http = ThreadingHTTPServer(("127.0.0.1", self._port), self._handler())
