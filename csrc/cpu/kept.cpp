@@ -22,7 +22,7 @@ bool gather(const Rows& logits, const TokenInputs& tokens, const KeptIds& list, 
   for (int64_t row = 0; row < logits.n_rows; ++row) {
     places[row] = -1;
     if (!tokens.live[row]) continue;
-    if (!(tokens.tau(row) > 0.0f) && !partial) good.store(false, std::memory_order_relaxed);
+    bool all_here = true;
     const Bits* x = row_of<const Bits>(logits, row);
     Bits* to = static_cast<Bits*>(kept.data);
     const int64_t target = tokens.target_ids[row];
@@ -31,13 +31,13 @@ bool gather(const Rows& logits, const TokenInputs& tokens, const KeptIds& list, 
       const bool here = id >= 0 && id < logits.n_cols;
       to[i] = here ? x[id] : low;
       if (here && id == target) places[row] = i - list.starts[row];
-      if (!here && !partial) good.store(false, std::memory_order_relaxed);
+      all_here &= here;
     }
     const int64_t first = list.starts[row];
     const bool alone = !partial && list.starts[row + 1] == first + 1;
     // It has probability 1 whatever its logit, if that is finite (the shifts drop the sign): at 0 nothing is rounded.
     if (alone && static_cast<Bits>(to[first] << 1) < static_cast<Bits>(low << 1)) to[first] = 0;
-    if (places[row] < 0 && !partial) good.store(false, std::memory_order_relaxed);
+    if (!all_here || places[row] < 0 || !(tokens.tau(row) > 0.0f)) good.store(false, std::memory_order_relaxed);
   }
   return good;
 }

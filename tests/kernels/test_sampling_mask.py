@@ -301,6 +301,19 @@ def test_parts_of_the_gradient_leave_the_same_bits(monkeypatch: pytest.MonkeyPat
         assert torch.equal(grad, results[1][name]), name  # type: ignore[arg-type]
 
 
+def test_a_softcap_of_16_bits_rounds_once(backend: str) -> None:
+    """Capped in float32: rounded again, log-probs were off by 8e-4."""
+    case = linear_case(V, H, LENGTHS, softcap=3.0, temperature=TEMPERATURE, seed=21, dtype=torch.bfloat16)
+    kept = kept_by(case)
+    kept[::3, :5] = False
+    kept[torch.arange(T), case.target_ids] = True
+    how: dict[str, Any] = {"softcap": 3.0, "temperature": TEMPERATURE, "sampling_mask": SamplingMask.of_kept(kept)}
+    given = (case.leaves["hidden"], case.leaves["weight"], case.target_ids)
+    with use_backend("torch"):
+        expected = linear_token_logprobs(*given, **how).logprobs
+    torch.testing.assert_close(linear_token_logprobs(*given, **how).logprobs, expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("n_rows", [3, 40])
 def test_lists_longer_than_a_kernels_block(backend: str, n_rows: int) -> None:
     """Of 1 to 9000 tokens, one beside the other, peaked, in any order; the same bits on one thread."""

@@ -28,10 +28,8 @@ from dapo_runner.train import train
 from dapo_runner.types import Completion, Group, Prompt, Sample, Verdict
 
 
-def test_weights_in_flight(model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy) -> None:
-    """A response goes on with the new weights, and says which gave which token."""
-    engine = open_engine(model_folder, servers, tmp_path, ahead=1)
-    engine.update_weights(policy.named_weights())
+def hold_halfway(servers: list[FakeServer]) -> tuple[threading.Barrier, threading.Event]:
+    """Where to meet the two servers in the midst of their first answers, and what has them go on."""
     half, go_on = threading.Barrier(3), threading.Event()
     for server in servers:
         first = iter([True])
@@ -42,6 +40,14 @@ def test_weights_in_flight(model_folder: Path, servers: list[FakeServer], tmp_pa
             go_on.wait(10)
 
         server.halfway = halfway
+    return half, go_on
+
+
+def test_weights_in_flight(model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy) -> None:
+    """A response goes on with the new weights, and says which gave which token."""
+    engine = open_engine(model_folder, servers, tmp_path, ahead=1)
+    engine.update_weights(policy.named_weights())
+    half, go_on = hold_halfway(servers)
     found: list[list[list[Completion]]] = []
     thread = threading.Thread(target=lambda: found.append(engine.generate(PROMPTS, SAMPLING)))
     thread.start()
@@ -68,16 +74,8 @@ def test_without_partial_responses_end_before_the_new_weights(
     model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy
 ) -> None:
     engine = open_engine(model_folder, servers, tmp_path, ahead=1, partial=False)
-    half, go_on, found = threading.Barrier(3), threading.Event(), list[list[Completion]]()
-    for server in servers:
-        first = iter([True])
-
-        def halfway(first: Iterator[bool] = first) -> None:
-            if next(first, False):
-                half.wait(10)
-            go_on.wait(10)
-
-        server.halfway = halfway
+    half, go_on = hold_halfway(servers)
+    found: list[list[Completion]] = []
     thread = threading.Thread(target=lambda: found.extend(engine.generate(PROMPTS, SAMPLING)))
     thread.start()
     half.wait(10)

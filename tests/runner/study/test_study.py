@@ -49,6 +49,20 @@ def planned(folder: Path, **settings: Any) -> tuple[StudyConfig, list[StudyRun]]
     return study, plan_runs(study, folder / "base.yaml")
 
 
+def test_studies_that_share_runs_do_not_clash() -> None:
+    """The figures are of Table 1's own runs; the tricks begin with its models, and have runs of other names."""
+    recipes = ROOT / "recipes"
+    runs = {
+        name: {(run.variant, run.seed): run.config for run in plan_runs(load_study(path), recipes / "tiny.yaml")}
+        for name in ("table1", "figures", "tricks")
+        for path in [recipes / f"studies/{name}.yaml"]
+    }
+    assert runs["figures"] == runs["table1"]
+    assert not runs["tricks"].keys() & runs["table1"].keys()
+    paths = {name: {run.model.path for run in of.values()} for name, of in runs.items()}
+    assert paths["tricks"] < paths["table1"]
+
+
 def test_every_variant_with_every_seed_over_what_it_is_over(tmp_path: Path) -> None:
     study, runs = planned(tmp_path, overrides={"run.steps": 2, "optimizer": {"lr": 5e-4}}, threads=2)
     assert [(run.seed, run.variant) for run in runs] == [
