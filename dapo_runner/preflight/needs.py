@@ -41,8 +41,6 @@ def check_needs(config: Config, layout: Layout | None = None) -> None:
     """
     layout = layout or Layout()
     missing = [*_missing(config), *heads_that_do_not_divide(config, layout), *_no_experts(config)]
-    if config.rollout.ahead and layout.size > 1:
-        missing.append(f"rollout.ahead: expected 0 with several processes, which are {layout.size}")
     if missing:
         raise ConfigError("\n".join(missing))
 

@@ -42,7 +42,8 @@ ENDED = "rollout: the run has ended"
 
 
 class ServerEngine:
-    """A rollout engine over the servers of `rollout.server.urls`. Of many ranks each asks all of them for its share.
+    """A rollout engine over the servers of `rollout.server.urls`. Of many ranks each asks all of them for its share, or
+    with `rollout.ahead` rank 0 for all of it.
 
     ``update_weights`` and ``generate`` may be called from different threads, with `rollout.ahead`.
     """
@@ -94,7 +95,8 @@ class ServerEngine:
             for place, (prompt, item) in enumerate(zip(prompts, each, strict=True))
         ]
         needed = max(bool(bodies), round(sum(item.needed for item in each)))
-        queue = _Queue(bodies, needed, self.settings.attempts, self.updates)
+        ahead = any(item.priority is not None for item in each)  # then rank 0 asks, for all
+        queue = _Queue(bodies, needed, self.settings.attempts, self.updates, 1 if ahead else self.world.size)
         threads: list[tuple[Server, threading.Thread]] = []
         try:
             self.calls.add(queue)
@@ -193,7 +195,7 @@ class ServerEngine:
     def _ask(self, server: Server, queue: _Queue) -> None:
         """The same until it fails. Raises ServerError."""
         longest = max(body["sampling_params"]["n"] for body in queue.bodies)
-        n_threads = math.ceil(QUEUED * self.max_batch_sequences / longest / self.world.size)
+        n_threads = math.ceil(QUEUED * self.max_batch_sequences / longest / queue.n_asking)
         failed: list[Exception] = []
         pullers = [_start(self._pull, server, queue, failed) for _ in range(min(n_threads, len(queue.bodies)))]
         try:
@@ -297,14 +299,15 @@ def _end(server: Server, thread: threading.Thread, caller: object) -> None:
 class _Queue:
     """Requests of one call, and what came of them: each is waiting, with one server, or answered."""
 
-    def __init__(self, bodies: list[dict[str, Any]], needed: int, attempts: int, version: int) -> None:
+    def __init__(self, bodies: list[dict[str, Any]], needed: int, attempts: int, version: int, n_asking: int) -> None:
         """It is over once ``needed`` of them are answered. ``version``: the update whose weights are the oldest that
-        may answer.
+        may answer. ``n_asking``: ranks that have a part of the same call each.
         """
         self.bodies = bodies
         self.needed = needed
         self.version = version
         self.attempts = attempts
+        self.n_asking = n_asking
         self.answers: dict[int, list[Completion]] = {}
         self.error: Exception | None = None
         self._waiting = deque(range(len(bodies)))

@@ -103,7 +103,7 @@ def _open_run(config: Config, place: Place) -> Run:
     learner = open_learner(config, folder, checkpoint, device, progress, clock, world)
     curriculum = make_curriculum(config.sampler.curriculum, dataset.train)
     cursor = PromptCursor(dataset.train, config.run.seed, dataset.heldout, curriculum)
-    fetch = list if world.alone else partial(complete, world)
+    fetch = list if world.alone or config.rollout.ahead else partial(complete, world)
     sampler = DynamicSampler(cursor, config.sampler, progress.round, fetch)
     engine = world.together(lambda: open_engine(config, source, device, world, progress.note))
     trackers = world.on_first(lambda: open_trackers(config, folder, keep_through + 1)) or []
@@ -141,6 +141,8 @@ def _open_run(config: Config, place: Place) -> Run:
     ended = early_stop.reason is not None
     owes = world.first(lambda: is_new or _missed_evaluation(config, folder, done, ended))
     stop = StopRequest(progress.note, config.run.grace)
+    waiting = world if world.alone or not config.rollout.ahead else world.aside(config.rollout.server.round_within)
+    rollouts = Rollouts(world, config, engine, score, learner.policy.tokenizer, clock, stop, done, waiting)
     return Run(
         world=world,
         config=config,
@@ -148,7 +150,7 @@ def _open_run(config: Config, place: Place) -> Run:
         dataset=dataset,
         learner=learner,
         engine=engine,
-        rollouts=Rollouts(world, config, engine, score, learner.policy.tokenizer, clock, stop, done),
+        rollouts=rollouts,
         sampler=sampled_ahead(sampler, config) if config.rollout.ahead else sampler,
         sync_probe=SyncProbe(dataset.train, config),
         score=score,

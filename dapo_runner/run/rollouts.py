@@ -12,10 +12,11 @@ from typing import Any
 from dapo_runner.config import Config
 from dapo_runner.interrupt import StepGivenUpError, StopRequest
 from dapo_runner.parallel.rollouts import answer
-from dapo_runner.parallel.world import World
+from dapo_runner.parallel.world import ALONE, World
 from dapo_runner.rewards.scoring import ScoreGroups, Scorer
 from dapo_runner.rollout.engine import RolloutEngine
 from dapo_runner.rollout.segments import GenerateEach, grow_trees, joined, value_chains
+from dapo_runner.sampling.ahead import AheadSampler
 from dapo_runner.sampling.sampler import DynamicSampler, SampledStep
 from dapo_runner.timing import OTHER, StepClock
 from dapo_runner.types import Completion, Group, Prompt, SamplingParams
@@ -34,6 +35,7 @@ class Rollouts:
     clock: StepClock
     stop: StopRequest
     first_step: int  # the run's: the last one behind it
+    waiting: World  # the same ranks, who wait for what rank 0 samples ahead
 
     def generate_groups(self, prompts: list[Prompt], round_number: int) -> list[Group]:
         """In the order of the prompts, less those that a reward failed on and was allowed to."""
@@ -42,12 +44,22 @@ class Rollouts:
             sampling = rollout_sampling(self.config, round_number)
             return self.answer(prompts, sampling, self.score, self.rollout_phase, self.respond)
 
+    def next_ahead(self, sampler: AheadSampler) -> SampledStep:
+        """The next step, which rank 0 alone has its ``sampler`` sample, for all."""
+        self.give_up_if_late()
+
+        def taken() -> SampledStep:
+            with self.stop.giving_up():
+                return sampler.next(self.generate_ahead)
+
+        return self.waiting.first(taken)
+
     def generate_ahead(self, prompts: list[Prompt], round_number: int) -> list[Group]:
-        """The same beside the training, in threads of an ``AheadSampler``: clock and signals are the other's. Of two
-        rounds under way the earlier goes before.
+        """Groups beside the training, in threads of an ``AheadSampler``: clock and signals are the loop's, and no other
+        rank takes part. Of two rounds under way the earlier goes before.
         """
         sampling = replace(rollout_sampling(self.config, round_number), priority=round_number)
-        groups = self.answer(prompts, sampling, self.score)
+        groups = self.answer(prompts, sampling, self.score, world=ALONE)
         return [replace(group, step=self.first_step + group.oldest_version) for group in groups]
 
     def give_up_if_late(self) -> None:
@@ -104,9 +116,11 @@ class Rollouts:
         score: ScoreGroups,
         timed: Callable[[str], AbstractContextManager[Any]] = nullcontext,
         respond: GenerateEach | None = None,
+        world: World | None = None,
     ) -> list[Group]:
-        """A scored group for each prompt that was answered; the ranks' engines share them, and of the ranks of an
-        engine one scores. ``respond`` is by default the engine's ``generate``.
+        """A scored group for each prompt that was answered; the engines of the ranks, of ``world`` by default this
+        one's, share them, and of the ranks of an engine one scores. ``respond`` is by default the engine's
+        ``generate``.
         """
 
         def work(share: list[Prompt], each: list[SamplingParams]) -> list[Group]:
@@ -118,7 +132,7 @@ class Rollouts:
             with timed("score"):
                 return score([prompt for prompt, _ in answered], [found for _, found in answered])
 
-        return answer(self.world, prompts, sampling, work)
+        return answer(world or self.world, prompts, sampling, work)
 
 
 def rollout_sampling(config: Config, round_name: int | str) -> SamplingParams:

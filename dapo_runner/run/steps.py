@@ -109,8 +109,8 @@ class Run:
         """
         self.stop.step_takes(self.last_step_took)
         if isinstance(self.sampler, AheadSampler):
-            with self.saving_first(step - 1, partial(moment, self.sampler)), self.timed("wait"), self.stop.giving_up():
-                return self.sampler.next(self.rollouts.generate_ahead)
+            with self.saving_first(step - 1, partial(moment, self.sampler)), self.timed("wait"):
+                return self.rollouts.next_ahead(self.sampler)
         before = moment(self.sampler)
         with self.saving_first(step - 1, lambda: before):
             sampled = self.sampler.next(self.rollouts.generate_groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,13 +22,15 @@ def servers(model_folder: Path) -> Iterator[list[FakeServer]]:
         yield [stack.enter_context(FakeServer(model_folder)) for _ in range(2)]
 
 
-def run(folder: Path, n: int, model: Path, servers: list[FakeServer]) -> list[dict[str, Any]]:
-    recipe = write_recipe(folder, steps=2, eval_every=0, save_every=0)
+def run(
+    folder: Path, n: int, model: Path, servers: list[FakeServer], *more: str, **settings_of_run: int
+) -> list[dict[str, Any]]:
+    recipe = write_recipe(folder, **{"steps": 2, "eval_every": 0, "save_every": 0, **settings_of_run})
     named = ", ".join(server.url for server in servers)
     settings = [
         f"run.name=on{n}", "model.tiny=null", f"model.path={model}", "sampler.filter_groups=false",
         "rollout.engine=server", "rollout.max_response_tokens=6", f"rollout.server.urls=[{named}]",
-        f"rollout.server.folder={folder}",
+        f"rollout.server.folder={folder}", *more,
     ]  # fmt: skip
     done = torchrun(n, "-m", "dapo_runner", "train", recipe, *settings)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -52,3 +55,31 @@ def test_two_ranks_and_a_server_that_is_lost(tmp_path: Path, model_folder: Path,
                 assert event[key] == pytest.approx(value, rel=1e-6), key
         if event["kind"] == "step":
             assert event["sync/gap"] < 1e-5
+
+
+def test_two_ranks_that_sample_ahead(tmp_path: Path, model_folder: Path, servers: list[FakeServer]) -> None:
+    """Rank 0 alone asks for the training prompts, and both train on what it gets; the run is taken up again where a
+    step ahead had been sampled.
+    """
+    ahead = ["rollout.ahead=1", "rollout.correction.weights=token", "sampler.max_age=1"]
+    priorities = list[bool]()
+    for server in servers:
+        server.hooks[GENERATE] = lambda body: priorities.append(body.get("priority", -1) >= 0)
+
+    def steps() -> list[dict[str, Any]]:
+        events = run(tmp_path, 2, model_folder, servers, *ahead, steps=3, eval_every=3, save_every=1)
+        assert [event["step"] for event in events if event["kind"] == "eval"] == [0, 3]
+        return [event for event in events if event["kind"] == "step"]
+
+    first = steps()
+    n_asked = sum(priorities)
+    assert n_asked == sum(step["sampling/groups"] for step in first)
+    shutil.rmtree(tmp_path / "runs" / "on2" / "checkpoints" / "step_000003")
+    again = steps()
+    assert again[:2] == first[:2]
+    assert [step["step"] for step in again] == [1, 2, 3]
+    for step in again:
+        assert step["sync/gap"] < 1e-5
+        assert step["batch/age_max"] <= 1
+        assert 0 < step["train/rollout_ess"] <= 1
+    assert sum(priorities) - n_asked == again[2]["sampling/groups"]
