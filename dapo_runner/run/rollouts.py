@@ -56,7 +56,7 @@ class Rollouts:
 
     def generate_ahead(self, prompts: list[Prompt], round_number: int) -> list[Group]:
         """Groups beside the training, in threads of an ``AheadSampler``: clock and signals are the loop's, and no other
-        rank takes part. Of two rounds under way the earlier goes before.
+        rank takes part. Of the rounds under way the earlier goes before.
         """
         sampling = replace(rollout_sampling(self.config, round_number), priority=round_number)
         groups = self.answer(prompts, sampling, self.score, world=ALONE)

@@ -22,8 +22,8 @@ class AheadSampler:
     """Takes the place of a ``DynamicSampler``, which it has in a thread of its own, at most ``lead`` steps ahead of the
     one that trains: prompts are asked, and groups accepted, in the same order.
 
-    With two rounds in flight the prompts of the step after are asked beside the last responses of the one that is being
-    filled. What they give waits for its turn: no group is accepted before all of the rounds before it.
+    With several rounds in flight the prompts of the steps after are asked beside the last responses of the one that is
+    being filled. What they give waits for its turn: no group is accepted before all of the rounds before it.
 
     A group's ``step`` is the one whose policy gave its first token, so that its age is at most ``lead`` when it trains,
     unless it was left over by a step before.

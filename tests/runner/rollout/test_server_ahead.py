@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from builders import make_sample
 from fake_server import GENERATE, UPDATE, FakeServer, Hook
 from served import PROMPTS, SAMPLING, moved, open_engine, told
@@ -93,7 +94,7 @@ def test_without_partial_responses_end_before_the_new_weights(
     assert any("mode=wait" in path for path in servers[0].queries)
 
 
-def steps_ahead(engine: ServerEngine, in_flight: int) -> list[list[tuple[str, list[list[int]]]]]:
+def steps_ahead(engine: ServerEngine, in_flight: int, lead: int = 1) -> list[list[tuple[str, list[list[int]]]]]:
     """Prompts and responses of the steps that a run ahead would train on, a round for each."""
 
     def scored(prompts: list[Prompt], round_number: int) -> list[Group]:
@@ -104,7 +105,7 @@ def steps_ahead(engine: ServerEngine, in_flight: int) -> list[list[tuple[str, li
         ]
 
     sampler = DynamicSampler(PromptCursor(PROMPTS, seed=0), SamplerConfig(prompts_per_step=4, filter_groups=False))
-    ahead = AheadSampler(sampler, 1, 6, 60.0, in_flight)
+    ahead = AheadSampler(sampler, lead, 6, 60.0, in_flight)
     taken = [ahead.next(scored).groups for _ in range(6)]
     ahead.close()
     return [
@@ -117,13 +118,15 @@ def tokens_of(step: list[tuple[str, list[list[int]]]]) -> list[list[int]]:
     return [list(PROMPTS[int(name)].token_ids) for name, _ in step]
 
 
+@pytest.mark.parametrize("lead", [1, 2])
 def test_one_slow_prompt_holds_back_its_own_round_alone(
-    model_folder: Path, servers: list[FakeServer], tmp_path: Path
+    model_folder: Path, servers: list[FakeServer], tmp_path: Path, lead: int
 ) -> None:
-    """It is trained on in its turn, before the next round's, which were all answered first."""
+    """It is trained on in its turn, before those of the next rounds, which were all answered first."""
     engine = open_engine(model_folder, servers, tmp_path, ahead=1)
     wanted = steps_ahead(engine, 1)
-    (slow, *_), later = map(tokens_of, wanted[2:4])
+    (slow, *_), *rounds = map(tokens_of, wanted[2 : 3 + lead])
+    later = [tokens for tokens_of_round in rounds for tokens in tokens_of_round]
     answered, order = threading.Semaphore(0), list[bool]()
 
     def hold(server: FakeServer) -> Hook:
@@ -139,8 +142,8 @@ def test_one_slow_prompt_holds_back_its_own_round_alone(
 
     for server in servers:
         server.hooks[GENERATE] = hold(server)
-    assert steps_ahead(engine, 2) == wanted
-    assert order == [True] * 4
+    assert steps_ahead(engine, lead + 1, lead) == wanted
+    assert order == [True] * (4 * lead)
     first = {body["priority"] for server in servers for path, body, _ in server.asked if body.get("token_ids") == slow}
     assert first == {2}
 
