@@ -115,7 +115,8 @@ class AheadSampler:
         """
         with self._changed:
             waiting = [group_state(group) for sampled in self._sampled for group in sampled.groups]
-            accepted = {"buffer": [*waiting, *self._rest["buffer"]], "steps": self.step}
+            generated = self._rest["generated"] + sum(sampled.generated for sampled in self._sampled)
+            accepted = {"buffer": [*waiting, *self._rest["buffer"]], "generated": generated, "steps": self.step}
             return self._rest | accepted | {"in_flight": self.in_flight}
 
     def load_state_dict(self, state: Any) -> None:
@@ -171,7 +172,7 @@ class AheadSampler:
     def _after_round(self, n_groups: int, stats: SamplingStats) -> None:
         with self._changed:
             self._rounds.popleft()
-            self._rest = self._state()
+            self._rest = self._state() | {"generated": stats.generated}
         if self._on_round is not None:
             self._on_round(n_groups, stats)
 

@@ -114,6 +114,7 @@ class DynamicSampler:
         self.buffer: list[Group] = []
         self.waiting: list[Group] = []  # parts of groups that later steps train on
         self.in_flight = 0  # prompts that were being answered as what it was loaded from was saved: asked again
+        self.generated = 0  # tokens of what it was loaded with, which no step has told of
         self._accepted = self._tried = 0.0  # groups, with fading memory
         self._cautioned = False
 
@@ -141,7 +142,7 @@ class DynamicSampler:
         its groups.
         """
         self.steps += 1
-        stats = SamplingStats()
+        stats, self.generated = SamplingStats(generated=self.generated), 0
         wanted, self.buffer = self.config.prompts_per_step, self._young(self.buffer, stats)
         stats.carried_in = len(self.buffer)
         while len(self.buffer) < wanted and stats.rounds < self.config.max_rounds:
@@ -242,6 +243,7 @@ class DynamicSampler:
             "steps": self.steps,
             "accepted": self._accepted,
             "tried": self._tried,
+            "generated": self.generated,
             "buffer": [group_state(group) for group in self.buffer],
             "waiting": [group_state(group) for group in self.waiting],
         }
@@ -250,7 +252,7 @@ class DynamicSampler:
         self.cursor.load_state_dict(state["cursor"])
         self.rounds_so_far, self.steps = state["rounds_so_far"], state["steps"]
         self._accepted, self._tried = state["accepted"], state["tried"]
-        self.in_flight = state.get("in_flight", 0)
+        self.in_flight, self.generated = state.get("in_flight", 0), state.get("generated", 0)
         # Groups of older versions do not say when they were sampled: not after the last step.
         waiting = state.get("waiting", [])
         prompts = {prompt.id: prompt for prompt in self.cursor.prompts} if state["buffer"] or waiting else {}

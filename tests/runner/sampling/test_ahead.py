@@ -73,7 +73,7 @@ def test_the_same_steps_in_the_same_order_and_never_too_early(lead: int) -> None
 def test_what_was_sampled_is_not_lost_and_comes_once(trained: int) -> None:
     engine = SlowEngine()
     ahead = make_ahead(engine)
-    begun = [ids(ahead.next(engine).groups) for _ in range(trained)]
+    steps = [ahead.next(engine) for _ in range(trained)]
     while not ahead.figures([])["steps"]:
         time.sleep(0.005)
     state = ahead.state_dict()
@@ -83,9 +83,12 @@ def test_what_was_sampled_is_not_lost_and_comes_once(trained: int) -> None:
     again = SlowEngine()
     resumed = make_ahead(again)
     resumed.load_state_dict(state)
-    rest = [ids(resumed.next(again).groups) for _ in range(STEPS - trained)]
+    steps += [resumed.next(again) for _ in range(STEPS - trained)]
     resumed.close()
-    assert begun + rest == one_after_the_other()
+    assert [ids(step.groups) for step in steps] == one_after_the_other()
+    of_a_prompt = steps[0].groups[0].n_generated
+    accepted = engine.asked[: state["rounds_so_far"]] + again.asked
+    assert sum(step.generated for step in steps) == of_a_prompt * sum(map(len, accepted))
 
 
 def six_of_seven(i: int) -> str:
