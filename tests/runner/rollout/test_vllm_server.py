@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -137,26 +138,43 @@ def test_it_is_the_engine_of_this_process(config: Config, server: None) -> None:
         engine.generate(asked[:1], sampling)
 
 
-def test_weights_in_flight(config: Config, server: None) -> None:
-    """Responses go on, and every token has its log-prob under the weights that gave it, all before it computed anew."""
+def in_turn(config: Config) -> dict[int, Learner]:
+    """The weights of the first updates: those of the model's folder and others."""
     path = config.model.path
     assert path is not None
-    rollout = config.rollout.model_copy(update={"ahead": 1})
-    engine = ServerEngine(path, make_tokenizer(), config.model_copy(update={"rollout": rollout}))
     first, second = (Learner(load_policy(path, ModelConfig(path="x", dtype="float32"), CPU), config) for _ in range(2))
     change(second)
-    weights = {1: first, 2: second, 3: first, 4: second, 5: first}
+    return {1: first, 2: second, 3: first, 4: second, 5: first}
+
+
+def open_ahead(config: Config, partial: bool, notes: list[str]) -> ServerEngine:
+    assert config.model.path is not None
+    rollout = config.rollout.model_copy(update={"ahead": 1, "partial": partial})
+    ahead = config.model_copy(update={"rollout": rollout})
+    return ServerEngine(config.model.path, make_tokenizer(), ahead, note=notes.append)
+
+
+def answers_across(
+    engine: ServerEngine, learner: Learner, asked: list[Prompt], sampling: SamplingParams
+) -> list[tuple[Prompt, Completion]]:
+    """Those of a call in the midst of which new weights come."""
+    found: list[list[Completion]] = []
+    thread = threading.Thread(target=lambda: found.extend(engine.generate(asked, sampling)))
+    thread.start()
+    while not any(queue.answers for queue in engine.calls):
+        time.sleep(0.01)
+    engine.update_weights(learner.policy.named_weights())
+    thread.join(60)
+    return [(one, answer) for one, group in zip(asked, found, strict=True) for answer in group]
+
+
+def test_weights_in_flight(config: Config, server: None) -> None:
+    """Responses go on, and every token has its log-prob under the weights that gave it, all before it computed anew."""
+    engine, weights = open_ahead(config, True, []), in_turn(config)
     asked, sampling = prompts(config)[:4] * 60, SamplingParams(n=4, max_tokens=16, seed=4)
     across: list[tuple[Prompt, Completion]] = []
     for version in range(2, 6):  # on a busy machine no response may be under way in the moment of the swap
-        found: list[list[Completion]] = []
-        thread = threading.Thread(target=lambda found=found: found.extend(engine.generate(asked, sampling)))
-        thread.start()
-        while not any(queue.answers for queue in engine.calls):
-            time.sleep(0.01)
-        engine.update_weights(weights[version].policy.named_weights())
-        thread.join(60)
-        pairs = [(one, answer) for one, group in zip(asked, found, strict=True) for answer in group]
+        pairs = answers_across(engine, weights[version], asked, sampling)
         assert {stretch.version for _, answer in pairs for stretch in answer.versions} == {version - 1, version}
         across = [(one, answer) for one, answer in pairs if len(answer.versions) == 2]
         if across:
@@ -168,6 +186,74 @@ def test_weights_in_flight(config: Config, server: None) -> None:
         for stretch, part in ((early, slice(0, early.length)), (late, slice(early.length, None))):
             wanted = policy_logprobs(weights[stretch.version], one, answer)[part]
             torch.testing.assert_close(answer.logprobs[part], wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_without_partial_responses_end_before_the_new_weights(config: Config, server: None) -> None:
+    """Also where more is queued at the server than runs there: that waits, and none is dropped."""
+    notes: list[str] = []
+    engine, weights = open_ahead(config, False, notes), in_turn(config)
+    asked, sampling = prompts(config)[:4] * 60, SamplingParams(n=4, max_tokens=16, seed=4)
+    assert 4 * len(asked) > config.rollout.max_batch_sequences
+    by_version: dict[int, list[tuple[Prompt, Completion]]] = {}
+    for version in range(2, 6):
+        pairs = answers_across(engine, weights[version], asked, sampling)
+        assert len(pairs) == 4 * len(asked)
+        assert all(len(answer.versions) == 1 for _, answer in pairs)
+        by_version = {
+            own: [pair for pair in pairs if pair[1].versions[0].version == own] for own in (version - 1, version)
+        }
+        assert sum(map(len, by_version.values())) == len(pairs)
+        if all(by_version.values()):
+            break
+    assert all(by_version.values())
+    for version, pairs in by_version.items():
+        for one, answer in pairs[-6:]:
+            wanted = policy_logprobs(weights[version], one, answer)
+            torch.testing.assert_close(answer.logprobs, wanted, atol=1e-4, rtol=1e-4)
+    assert not notes
+
+
+def told_by(config: Config, metric: str) -> float:
+    """A sum of the server's own metrics."""
+    (url,) = config.rollout.server.urls
+    request = urllib.request.Request(f"{url}/metrics", headers={"Authorization": f"Bearer {os.environ[KEY]}"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{metric}{{"))
+
+
+def test_what_is_not_needed_is_dropped(config: Config, server: None) -> None:
+    """A quarter of the prompts is; the server works on none of the others then, and takes new weights right away."""
+    path = config.model.path
+    assert path is not None
+    notes: list[str] = []
+    batches = config.rollout.model_copy(update={"max_batch_sequences": 4000})  # all is queued at the server at once
+    engine = ServerEngine(path, make_tokenizer(), config.model_copy(update={"rollout": batches}), note=notes.append)
+    asked, sampling = prompts(config)[:4] * 60, SamplingParams(n=4, max_tokens=16, seed=4)
+
+    def ask_for_more() -> None:
+        found = engine.generate(asked, replace(sampling, needed=1 / 4))
+        assert sorted(map(len, found)) == [0] * 180 + [4] * 60
+
+    for _ in range(4):  # on a busy machine it may have answered everything by the time it hears of it
+        before = told_by(config, "request_success_total")
+        ask_for_more()
+        assert engine.generate(asked[:1], sampling)[0]
+        until = time.monotonic() + 60
+        while told_by(config, "num_requests_running") + told_by(config, "num_requests_waiting"):
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        if told_by(config, "request_success_total") - before < 4 * len(asked):
+            break
+    else:
+        pytest.fail("the server answered every prompt")
+    ask_for_more()
+    learner = in_turn(config)[2]
+    engine.update_weights(learner.policy.named_weights())
+    for answer in engine.generate(asked[:1], sampling)[0]:
+        assert [stretch.version for stretch in answer.versions] == [2]
+        torch.testing.assert_close(answer.logprobs, policy_logprobs(learner, asked[0], answer), atol=1e-4, rtol=1e-4)
+    assert not notes
 
 
 def test_weights_and_prompts_want_the_key(config: Config, server: None) -> None:
