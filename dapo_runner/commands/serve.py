@@ -21,6 +21,7 @@ from dapo_runner.folder import TINY_MODEL
 from dapo_runner.policy.model import resolve_device
 from dapo_runner.preflight.needs import check_model, check_writable
 from dapo_runner.rewards.endpoint import authorization
+from dapo_runner.rollout import nccl
 from dapo_runner.rollout.transfer import BACKEND
 from dapo_runner.rollout.vllm import check_installed, engine_arguments
 from dapo_runner.tasks.tiny import make_model, make_tokenizer
@@ -38,6 +39,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             f"--server: expected a place in rollout.server.urls, 0 to {n_servers - 1}, got {options.server}"
         )
     check_installed()
+    if config.rollout.server.transfer == "nccl":
+        nccl.check_there(config)
     quiet_libraries()
     url = config.rollout.server.urls[options.server]
     environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ, **server_environment(config, url)}
@@ -53,11 +56,16 @@ def server_arguments(config: Config, model: str | Path, device: torch.device, ur
         "host": address.hostname,
         "port": address.port or (443 if address.scheme == "https" else 80),
         "tensor_parallel_size": settings.tensor,
-        "weight_transfer_config": {"backend": BACKEND},
-        "worker_extension_cls": f"{RECEIVER}.Registered",
         "enable_scale_out": True,  # token ids in and out
         "disable_uvicorn_access_log": True,
     }
+    if settings.transfer == "nccl":
+        arguments["weight_transfer_config"] = {"backend": "nccl"}
+    else:
+        arguments |= {
+            "weight_transfer_config": {"backend": BACKEND},
+            "worker_extension_cls": f"{RECEIVER}.Registered",
+        }
     if config.rollout.ahead:
         arguments["scheduling_policy"] = "priority"
     if settings.tensor == 1:

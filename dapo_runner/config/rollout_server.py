@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
@@ -17,6 +17,7 @@ class ServerConfig(Section):
 
     urls: Annotated[list[str], Field(min_length=1)] = ["http://localhost:8000"]
     key_env: str | None = None  # the environment variable that holds their key
+    transfer: Literal["file", "nccl"] = "file"  # how weights pass; nccl: from GPU to GPU
     folder: Path | None = None  # where weights pass, seen from trainer and servers; None: this machine's shared memory
     tensor: PositiveInt = 1  # GPUs that share the weights of one server
     attempts: PositiveInt = 5  # times that a prompt is asked before the run ends

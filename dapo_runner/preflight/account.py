@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 from dapo_runner.config import Config
-from dapo_runner.preflight.plan import BYTES, CRITIC, memory_estimate, model_shape
+from dapo_runner.preflight.plan import BYTES, CRITIC, SENT, memory_estimate, model_shape
 from dapo_runner.preflight.simulate import Simulation, Traffic
 from dapo_runner.update.objective import resolve_objective, uses_reference
 
 GPU_MEMORY = int(79.1 * 2**30)  # what torch finds on an A100 or H100 of 80 GB
 ENGINE, CACHE = "engine's weights", "KV cache"  # in `memory_estimate`
-BESIDE = ("reference weights", "reference's float32 average", CRITIC)  # there in every phase, and not simulated
+BESIDE = ("reference weights", "reference's float32 average", CRITIC, SENT)  # there in every phase, and not simulated
 
 
 def describe(config: Config, found: Simulation) -> dict[str, str]:

@@ -19,7 +19,7 @@ from dapo_runner.records.trackers import check_trackers
 from dapo_runner.rewards.endpoint import authorization
 from dapo_runner.rewards.judge import judge_of
 from dapo_runner.rewards.scoring import load_reward
-from dapo_runner.rollout import vllm
+from dapo_runner.rollout import nccl, vllm
 from dapo_runner.rollout.transfer import place_of_weights
 from dapo_runner.sampling.reading import missing_data
 from dapo_runner.tasks.tiny import check_tiny
@@ -77,7 +77,10 @@ def _missing(config: Config) -> Iterator[str]:
     if config.rollout.engine == "server":
         settings = config.rollout.server
         checks += [partial(authorization, url, settings.key_env) for url in settings.urls[:1]]
-        checks.append(lambda: check_writable(place_of_weights(config), "rollout.server.folder"))
+        if settings.transfer == "nccl":
+            checks.append(lambda: nccl.check_there(config))
+        else:
+            checks.append(lambda: check_writable(place_of_weights(config), "rollout.server.folder"))
     if model.lora is not None:
         checks.append(lora.check_installed)
     if model.tiny is not None:

@@ -28,6 +28,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TINY_VOCABULARY = 64  # more than the characters of arithmetic
 GPUS_OF_A_MACHINE = 8  # as far as a plan knows
 CRITIC = "critic's weights and AdamW moments"
+SENT = "weights for the servers"  # rank 0's copy, where they go by NCCL
 FLOAT32 = 4  # bytes: master weights, their gradients and both moments of AdamW
 
 
@@ -174,6 +175,7 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
         "reference weights": _shared(shape.parameters * size, shards) if _keeps_reference(config) else 0,
         "reference's float32 average": _shared(shape.parameters * FLOAT32, shards) if _keeps_average(config) else 0,
         **_critic(config, shape, shards),
+        SENT: shape.parameters * size if elsewhere and config.rollout.server.transfer == "nccl" else 0,
         "engine's weights": 0 if elsewhere else _shared(shape.parameters * size, config.parallel.rollout_tensor),
         **({} if elsewhere else _cache(config, shape)),
     }

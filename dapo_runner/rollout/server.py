@@ -31,13 +31,15 @@ from dapo_runner.policy.model import load_model
 from dapo_runner.rewards.endpoint import shown
 from dapo_runner.rollout.client import RolloutError, Server, ServerError
 from dapo_runner.rollout.engine import check_lengths, checked_weights, sampling_of_each, stop_token_ids
-from dapo_runner.rollout.transfer import FileTransfer
+from dapo_runner.rollout.nccl import NCCLTransfer
+from dapo_runner.rollout.transfer import FileTransfer, Transfer
 from dapo_runner.rollout.vllm import finish_reason, sampling_fields
 from dapo_runner.types import Completion, Prompt, SamplingParams, Stretch
 
 REST = 0.2  # seconds before a server that failed is looked at again
 QUEUED = 2  # batches that a server is asked for at a time: one that it decodes and one behind it
 NO_LOGPROB = -9999.0  # what vLLM writes for one that is none
+TRANSFERS: dict[str, type[Transfer]] = {"file": FileTransfer, "nccl": NCCLTransfer}
 ENDED = "rollout: the run has ended"
 
 
@@ -67,7 +69,7 @@ class ServerEngine:
         self.max_batch_sequences = config.rollout.max_batch_sequences
         self.servers = [Server(url, self.settings) for url in self.settings.urls]
         self.lost: dict[Server, str] = {}  # and why
-        self.transfer = FileTransfer(config, world)
+        self.transfer: Transfer = TRANSFERS[self.settings.transfer](config, world)
         self.run = world.first(lambda: secrets.token_hex(4))  # no server has weights of a process that is gone
         self.updates = 0
         self.calls: set[_Queue] = set()  # under way

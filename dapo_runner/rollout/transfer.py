@@ -1,4 +1,4 @@
-"""New weights on their way to servers: the trainer's side. `receiver` is the other.
+"""New weights on their way to servers, in a file: the trainer's side. `receiver` is the other; `nccl` needs no file.
 
 A server is told of them through vLLM's own endpoints (pause, start_weight_update, update_weights, finish_weight_update,
 reset_prefix_cache, resume), and every answer that it gives names the version that it finished with.
@@ -14,8 +14,9 @@ import socket
 import tempfile
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -32,36 +33,20 @@ POLL = 0.05  # seconds
 LOCK = "lock"
 
 
-class FileTransfer:
-    """Weights pass as one safetensors file, in a folder that trainer and servers see: by default in this machine's
-    shared memory. There is one file, that of the newest version, and it goes with the object.
-    """
+class Transfer(ABC):
+    """``version`` is that of the weights that were published last."""
 
     def __init__(self, config: Config, world: World) -> None:
-        """Raises ConfigError where there can be no such folder, or a rank does not see it."""
         self.world = world
+        self.sends = True  # or another rank does it for this one
         self.within = config.rollout.server.sync_within
         self.version = ""
         self.mode = _pause_mode(config.rollout)
         self.drains_within = config.rollout.server.answer_within
 
-        def made() -> Path:
-            folder, lock = _make_folder(config)
-            weakref.finalize(self, _remove, folder, lock)
-            return folder
-
-        self.folder = world.first(made)
-        world.together(lambda: _check_seen(self.folder))
-
+    @abstractmethod
     def publish(self, version: str, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take over the weights, in the place of those before. Collective; rank 0 writes. Raises ConfigError where
-        there is no room for them.
-        """
-        before, path = self._path(self.version), self._path(version)
-        held = {name: tensor.detach().cpu().contiguous() for name, tensor in weights if self.world.is_main}
-        self.world.on_first(lambda: _write(held, path))
-        self.version = version
-        self.world.on_first(lambda: before.unlink(missing_ok=True))
+        """Take over the weights as they are now, in the place of those before. Collective; rank 0 keeps them."""
 
     def send(self, server: Server, caller: object = None) -> str:
         """Have one server load what was published last, unless another rank has. Returns its version. Raises
@@ -75,20 +60,65 @@ class FileTransfer:
         running = "?reset_running_requests=true" if self.mode == "keep" else ""
         with self._alone_with(server):
             version = self.version  # another thread may publish the next, and what is sent is still what it is called
-            if get("/weight_info")["weight_version"] == version and not get("/is_paused")["is_paused"]:
+            present, paused = get("/weight_info")["weight_version"], get("/is_paused")["is_paused"]
+            if present == version and not paused:
                 return version
+            if not self.sends:
+                raise ServerError(f"{server}: waits for weights {version} from rank 0, and has {present}")
             post(f"/pause?mode={self.mode}", within=self.drains_within if self.mode == "wait" else self.within)
+            self._connect(server, present, paused, caller)
             try:
                 post("/start_weight_update")
             except ServerError:  # one that was left half-way
                 post("/finish_weight_update")
                 post("/start_weight_update")
-            post("/update_weights", {"update_info": {"path": str(self._path(version))}})
+            self._load(server, version, caller)
             if not post(f"/reset_prefix_cache{running}")["success"]:
                 raise ServerError(f"{server}: kept prompt prefixes that it may have computed with earlier weights")
             post("/finish_weight_update", {"weight_version": version})
             post("/resume")
             return version
+
+    def _alone_with(self, server: Server) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _connect(self, server: Server, present: str, halfway: bool, caller: object) -> None:  # noqa: B027
+        """What a server with weights ``present`` has to be told before it can take others, if anything. ``halfway``: it
+        had paused already, for one that did not get to the end.
+        """
+
+    @abstractmethod
+    def _load(self, server: Server, version: str, caller: object) -> None:
+        """Have a server that is ready for them take the weights."""
+
+
+class FileTransfer(Transfer):
+    """Weights pass as one safetensors file, in a folder that trainer and servers see: by default in this machine's
+    shared memory. There is one file, that of the newest version, and it goes with the object.
+    """
+
+    def __init__(self, config: Config, world: World) -> None:
+        """Raises ConfigError where there can be no such folder, or a rank does not see it."""
+        super().__init__(config, world)
+
+        def made() -> Path:
+            folder, lock = _make_folder(config)
+            weakref.finalize(self, _remove, folder, lock)
+            return folder
+
+        self.folder = world.first(made)
+        world.together(lambda: _check_seen(self.folder))
+
+    def publish(self, version: str, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See ``Transfer``. Raises ConfigError where there is no room for them."""
+        before, path = self._path(self.version), self._path(version)
+        held = {name: tensor.detach().cpu().contiguous() for name, tensor in weights if self.world.is_main}
+        self.world.on_first(lambda: _write(held, path))
+        self.version = version
+        self.world.on_first(lambda: before.unlink(missing_ok=True))
+
+    def _load(self, server: Server, version: str, caller: object) -> None:
+        server.post("/update_weights", {"update_info": {"path": str(self._path(version))}}, caller=caller)
 
     def _path(self, version: str) -> Path:
         return self.folder / f"{version.replace(':', '-')}.safetensors"

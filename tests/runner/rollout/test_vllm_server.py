@@ -12,15 +12,18 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 
+import gloo_for_nccl
 import pytest
 import torch
 from builders import make_config, save_model
 from test_vllm import CPU, SHAPE, change, policy_logprobs
 
+from dapo_runner.commands.serve import PROGRAM, server_arguments, server_environment
 from dapo_runner.config import Config, ModelConfig, dump_config
 from dapo_runner.policy.model import load_policy
 from dapo_runner.rollout.client import RolloutError, Server
@@ -48,10 +51,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = {"urls": [f"http://127.0.0.1:{port}"], "key_env": KEY, "back_within": 400.0}
+    server = {"urls": [free_address()], "key_env": KEY, "back_within": 400.0}
     return make_config(
         run={"output_dir": str(folder / "runs"), "device": "cpu"},
         model={"tiny": None, "path": str(save_model(model, tokenizer, folder)), "dtype": "float32"},
@@ -73,17 +73,32 @@ def server(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     folder = tmp_path_factory.mktemp("serve")
     recipe = folder / "recipe.yaml"
     recipe.write_text(dump_config(config))
-    with (folder / "log").open("w") as log:
-        command = [sys.executable, "-m", "dapo_runner", "serve", str(recipe)]
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-    yield
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(30)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    with running([sys.executable, "-m", "dapo_runner", "serve", str(recipe)], folder / "log"):
+        yield
     assert "s3cret" not in (folder / "log").read_text()
+
+
+@contextmanager
+def running(command: list[str], log: Path, **environment: str) -> Iterator[None]:
+    with log.open("w") as told:
+        process = subprocess.Popen(
+            command, stdout=told, stderr=told, start_new_session=True, env=os.environ | environment
+        )
+    try:
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(30)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def free_address() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{free.getsockname()[1]}"
 
 
 def prompts(config: Config) -> list[Prompt]:
@@ -262,3 +277,40 @@ def test_weights_and_prompts_want_the_key(config: Config, server: None) -> None:
     for path in ("/pause", "/update_weights", "/collective_rpc", "/inference/v1/generate"):
         with pytest.raises(RolloutError, match="HTTP 401"):
             stranger.post(path)
+
+
+def test_weights_by_nccl(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gloo in NCCL's place: updates, another trainer between them, a server that is started anew."""
+    monkeypatch.setenv(KEY, "s3cret")
+    gloo_for_nccl.replace(monkeypatch.setattr)
+    gloo_for_nccl.replace_streams(monkeypatch.setattr)
+    path, url = config.model.path, free_address()
+    assert path is not None
+    servers = config.rollout.server.model_copy(update={"urls": [url], "transfer": "nccl", "folder": tmp_path / "none"})
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": servers})})
+    command = [sys.executable, "-m", PROGRAM, *server_arguments(config, path, CPU, url)]
+    command.append("--worker-extension-cls=gloo_for_nccl.Extension")
+    places = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**server_environment(config, url), gloo_for_nccl.SWITCH: "1", "PYTHONPATH": places}
+    learner = Learner(load_policy(path, ModelConfig(path="x", dtype="float32"), CPU), config)
+    probe = SyncProbe(prompts(config), config)
+    with running(command, tmp_path / "log", **environment):
+        engine = ServerEngine(path, make_tokenizer(), config)
+        (server,) = engine.servers
+        groups = [engine.transfer._groups[server]]
+        for _ in range(2):
+            change(learner)
+            with pytest.raises(OutOfSyncError):
+                probe(engine, learner)
+            engine.update_weights(learner.policy.named_weights())
+            assert probe(engine, learner)["gap"] < 1e-4
+            groups.append(engine.transfer._groups[server])
+        assert len(set(groups)) == 1
+        for request in ("/pause", "/start_weight_update"):  # as one that was killed has left it
+            server.post(request)
+        ServerEngine(path, make_tokenizer(), config)  # gives it the weights of the beginning
+        assert probe(engine, learner)["gap"] < 1e-4
+        assert server.get("/weight_info") == {"weight_version": engine.transfer.version}
+    with running(command, tmp_path / "log", **environment):
+        assert probe(engine, learner)["gap"] < 1e-4
+    assert not (tmp_path / "none").exists()

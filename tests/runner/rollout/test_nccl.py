@@ -1,0 +1,233 @@
+"""Weights that go to servers by NCCL, with memory in its place: who waits for whom, and what a failure leaves."""
+
+from __future__ import annotations
+
+import importlib.util
+import queue
+import threading
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from builders import make_config
+from fake_server import UPDATE, FakeServer
+from served import PROMPTS, SAMPLING, hang, moved, open_engine, server_config, told
+
+from dapo_runner.commands.serve import server_arguments
+from dapo_runner.config import ConfigError
+from dapo_runner.parallel.world import Layout, World
+from dapo_runner.policy.model import Policy
+from dapo_runner.preflight.needs import check_needs
+from dapo_runner.preflight.plan import SENT, ModelShape, memory_estimate, model_shape
+from dapo_runner.rollout import nccl
+from dapo_runner.rollout.client import RolloutError, ServerError
+from dapo_runner.rollout.server import ServerEngine
+
+MEET = "/init_weight_transfer_engine"
+
+
+class FakeGroup:
+    """Both ends of a group, found by its port."""
+
+    there: ClassVar[dict[int, FakeGroup]] = {}
+
+    def __init__(self, address: str, port: int, size: int, device: torch.device) -> None:
+        assert (address, size) == ("127.0.0.1", 3)
+        self.met, self.tensors, self.aborted = threading.Event(), queue.Queue[torch.Tensor | None](), threading.Event()
+        self.there[port] = self
+        assert self.met.wait(30)
+
+    def send(self, tensors: Any) -> None:
+        for tensor in tensors:
+            self.tensors.put(tensor.clone())
+
+    def abort(self) -> None:
+        self.aborted.set()
+        self.tensors.put(None)
+
+
+def join(server: FakeServer) -> None:
+    """Has the server do what vLLM's NCCL backend does; a restart forgets the group."""
+
+    def meet(body: dict[str, Any]) -> tuple[int, Any]:
+        told, until = body["init_info"], time.monotonic() + 30
+        assert (told["rank_offset"], told["world_size"]) == (1, 3)
+        while told["master_port"] not in FakeGroup.there and time.monotonic() < until:
+            time.sleep(0.001)
+        group = FakeGroup.there.get(told["master_port"])
+        if group is None:
+            return 500, {"error": "nobody there"}
+        server.engine.group = group  # type: ignore[attr-defined]
+        group.met.set()
+        return 200, {}
+
+    def receive(body: dict[str, Any]) -> tuple[int, Any]:
+        group = getattr(server.engine, "group", None)
+        if group is None:
+            return 500, {"error": "not initialized"}
+        told = body["update_info"]
+        found = list[torch.Tensor]()
+        while len(found) < len(told["names"]) and (x := group.tensors.get(timeout=30)) is not None:
+            found.append(x)
+        if len(found) < len(told["names"]):
+            return 500, {"error": "aborted"}
+        assert [list(x.shape) for x in found] == told["shapes"]
+        assert {str(x.dtype) for x in found} == {f"torch.{name}" for name in told["dtype_names"]}
+        server.engine.update_weights(zip(told["names"], found, strict=True))
+        return 200, {}
+
+    server.hooks |= {MEET: meet, UPDATE: receive, "/get_world_size": lambda _: (200, {"world_size": 2})}
+
+
+@pytest.fixture(autouse=True)
+def groups(monkeypatch: pytest.MonkeyPatch) -> dict[int, FakeGroup]:
+    monkeypatch.setattr(nccl, "Group", FakeGroup)
+    monkeypatch.setattr(FakeGroup, "there", {})
+    return FakeGroup.there
+
+
+def open_nccl(model: Path, servers: list[FakeServer], folder: Path, **settings: Any) -> ServerEngine:
+    for server in servers:
+        join(server)
+    return open_engine(model, servers, folder, transfer="nccl", **{"health_within": 30.0, **settings})
+
+
+def restart(server: FakeServer) -> None:
+    server.kill()
+    server.start()
+
+
+def test_weights_arrive_and_rest(model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy) -> None:
+    """One group for many updates; a server that is back is given what was published, though the policy has moved on."""
+    by_file = open_engine(model_folder, servers, tmp_path / "weights")
+    by_file.update_weights(moved(policy).items())
+    wanted = told(by_file.generate(PROMPTS, SAMPLING))
+    engine = open_nccl(model_folder, servers, tmp_path)
+    engine.update_weights(policy.named_weights())
+    with torch.no_grad():
+        for name, x in moved(policy).items():
+            policy.model.get_parameter(name).copy_(x)
+    engine.update_weights(policy.named_weights())
+    assert [server.seen(MEET) for server in servers] == [1, 1]
+    assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
+    servers[1].kill()
+    engine.update_weights(policy.named_weights())
+    with torch.no_grad():
+        for x in policy.model.parameters():
+            x.zero_()
+    servers[1].start()
+    servers[1].paused = servers[1].updating = True  # and as a trainer that was killed has left it
+    servers[0].kill()
+    assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
+    assert [server.seen(MEET) for server in servers] == [1, 2]
+    assert servers[1].version == engine.transfer.version
+    assert [path.name for path in tmp_path.iterdir()] == ["weights"]
+
+
+@pytest.mark.parametrize("path", [MEET, UPDATE])
+def test_a_server_that_takes_no_part_is_left_out(
+    path: str,
+    model_folder: Path,
+    servers: list[FakeServer],
+    tmp_path: Path,
+    groups: dict[int, FakeGroup],
+    policy: Policy,
+) -> None:
+    engine = open_nccl(model_folder, servers, tmp_path, sync_within=2.0)
+    restart(servers[0])
+    hung = threading.Event()
+    servers[0].hooks[path] = hang(hung)
+    engine.update_weights(moved(policy).items())
+    assert any(f"{path}: no answer within 2 s" in note for note in engine.notes)
+    assert sum(group.aborted.is_set() for group in groups.values()) >= (1 if path == MEET else 2)
+    hung.set()
+    join(servers[0])
+    servers[1].kill()
+    assert engine.generate(PROMPTS, SAMPLING)
+    assert servers[0].version == engine.transfer.version
+
+
+def test_a_server_that_dies_half_way_meets_anew(
+    model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy
+) -> None:
+    engine = open_nccl(model_folder, servers, tmp_path)
+
+    def die(_: dict[str, Any]) -> tuple[int, Any]:
+        restart(servers[0])
+        join(servers[0])
+        return 503, {}
+
+    servers[0].hooks[UPDATE] = die
+    engine.update_weights(moved(policy).items())
+    assert servers[1].version == engine.transfer.version
+    assert servers[0].version == "default"
+    wanted = told(engine.generate(PROMPTS, SAMPLING))
+    servers[1].kill()
+    assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
+    assert servers[0].seen(MEET) == 2
+
+
+def test_what_fails_on_the_trainers_side_is_said_at_once(
+    model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what never ends there has a deadline too."""
+    engine, over = open_nccl(model_folder, servers, tmp_path, back_within=0.1), threading.Event()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("NCCL error: unhandled cuda error")
+
+    began = time.monotonic()
+    for broken in ("send", "__init__"):
+        monkeypatch.setattr(FakeGroup, broken, fail)
+        with pytest.raises(RolloutError, match=r"NCCL on this side: RuntimeError: NCCL error: unhandled"):
+            engine.update_weights(policy.named_weights())
+    assert time.monotonic() - began < 60
+    monkeypatch.undo()
+    monkeypatch.setattr(nccl, "Group", FakeGroup)
+    send = FakeGroup.send
+
+    def never_end(group: FakeGroup, tensors: Any) -> None:
+        send(group, tensors)
+        over.wait(60)
+
+    monkeypatch.setattr(FakeGroup, "send", never_end)
+    engine.transfer.within = 1.0
+    with pytest.raises(RolloutError, match="has done its part, and NCCL has not ended within 1 s"):
+        engine.update_weights(policy.named_weights())
+    over.set()
+
+
+def test_rank_0_sends_and_the_others_wait_for_it(
+    model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy
+) -> None:
+    """A server that is back is nobody's until it has been sent the weights; the others pause and change nothing."""
+    engine = open_nccl(model_folder, servers[:1], tmp_path)
+    engine.update_weights(policy.named_weights())
+    other = nccl.NCCLTransfer(server_config(model_folder, servers, tmp_path), World(1, Layout(2)))
+    other.publish(engine.transfer.version, policy.named_weights())
+    (address,) = engine.servers
+    assert other.send(address) == engine.transfer.version
+    restart(servers[0])
+    paused = servers[0].seen("/pause")
+    with pytest.raises(ServerError, match=r"waits for weights \w+:2 from rank 0, and has default"):
+        other.send(address)
+    assert servers[0].seen("/pause") == paused
+    engine.transfer.send(address)
+    assert other.send(address) == engine.transfer.version
+
+
+def test_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw: dict[str, Any] = {"engine": "server", "server": {"transfer": "nccl", "folder": "/dev/null/nowhere"}}
+    config, by_file = make_config(rollout=raw), make_config(rollout={"engine": "server"})
+    flags = server_arguments(config, tmp_path, torch.device("cuda"), config.rollout.server.urls[0])
+    assert '--weight-transfer-config={"backend": "nccl"}' in flags
+    assert not any("worker-extension" in flag for flag in flags)
+    for there, message in ((None, "expected vLLM"), (True, "expected a CUDA GPU for 'nccl', got cpu")):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda *_, there=there: there)
+        with pytest.raises(ConfigError, match=f"^rollout.server.transfer: {message}"):
+            check_needs(config)
+    shape = model_shape(config.model)
+    assert isinstance(shape, ModelShape)
+    assert memory_estimate(config, shape) == {**memory_estimate(by_file, shape), SENT: shape.parameters * 2}
