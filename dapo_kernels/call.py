@@ -44,7 +44,7 @@ class RowOptions(LossOptions, total=False):
 
 
 _OPTIONS = ("mask", "ref_logprobs", "importance_weights", "denominator", "selection", "generator")
-_NAMES = (*_OPTIONS, "cu_seqlens", "temperature", "entropy", "sampling_mask")  # for a hint at a misspelled one
+_NAMES = tuple(RowOptions.__annotations__)  # for a hint at a misspelled one
 
 
 @dataclass(frozen=True)

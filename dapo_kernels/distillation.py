@@ -12,11 +12,11 @@ from typing_extensions import Unpack
 from dapo_kernels.call import checked_denominator
 from dapo_kernels.engine.distillation import linear_divergence
 from dapo_kernels.engine.gradients import gradient_unit
-from dapo_kernels.head import HeadOptions, head_of_call
+from dapo_kernels.head import head_of_call
 from dapo_kernels.layout import Layout, check_valid_vocab, layout_of
 from dapo_kernels.objectives.aggregate import token_weights
 from dapo_kernels.objectives.table import OBJECTIVES, is_number
-from dapo_kernels.records import Head, Needs, Plan
+from dapo_kernels.records import Head, HeadOptions, Needs, Plan
 
 
 class DistillationOutput(NamedTuple):
@@ -64,9 +64,8 @@ def linear_distillation_loss(
         denominator: replaces the local count of tokens in the mean; a number or a 0-d tensor, the count over all
             micro-batches and ranks.
         ref_bias, ref_softcap: as ``bias`` and ``softcap``, of the reference.
-        options: ``bias``, ``lora``, ``float8``, ``weight_scale``, ``softcap``, ``float32_logits`` (of both),
-            ``chunk_bytes`` (of both buffers), ``host_sync``, ``main_grad`` as in ``linear_dapo_loss``;
-            ``valid_vocab``: the first columns of both heads, which may then be padded differently.
+        options: those of the head, as in ``linear_dapo_loss``; ``float32_logits``, ``chunk_bytes`` and ``valid_vocab``
+            are of both heads, which may then be padded differently.
 
     Heads shared by ranks (``group=``, ``DTensor``) are not served.
 
@@ -103,8 +102,7 @@ def _reference(layout: Layout, hidden: Any, weight: Any, options: dict[str, Any]
         raise own.fail("hidden", f"on {layout.device} like the rest", own.device)
     with torch.no_grad():
         head, _ = head_of_call(own, hidden, weight, None, options)
-    bias = None if head.bias is None else head.bias.detach()
-    return head._replace(hidden=head.hidden.detach(), weight=head.weight.detach(), bias=bias)
+    return Head._make(x.detach() if isinstance(x, Tensor) else x for x in head)
 
 
 def _check_vocabulary(layout: Layout, head: Head, ref: Head, plan: Plan) -> None:

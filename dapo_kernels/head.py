@@ -1,10 +1,10 @@
-"""The output head of a call from hidden states: its options, checked. An option of the head is a field of
-``HeadOptions`` and of ``records.Head``."""
+"""The output head of a call from hidden states: its options, checked as ``HeadOptions`` and the fields of ``Head`` and
+``Plan`` in ``records.py`` say."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, TypedDict
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -13,75 +13,69 @@ from dapo_kernels.backends import backend_for
 from dapo_kernels.backends.float8 import FLOAT8, PRODUCT_MULTIPLE, quantized_weight
 from dapo_kernels.layout import Layout, check_flag, check_tensor, check_valid_vocab
 from dapo_kernels.objectives.table import is_number
-from dapo_kernels.records import Head, LoraFactors, Plan, Quantized
+from dapo_kernels.records import NOTES, SHAPES, Head, HeadOptions, LoraFactors, Plan, Quantized
 
-
-class HeadOptions(TypedDict, total=False):
-    """``linear_dapo_loss`` says what each means."""
-
-    bias: Tensor | None
-    lora: LoraFactors | None
-    float8: bool
-    weight_scale: Tensor | None
-    softcap: float | None
-    float32_logits: bool
-    chunk_bytes: int | None
-    host_sync: bool | None
-    main_grad: Tensor | None
-    valid_vocab: int | None
+_NAMES = list(HeadOptions.__annotations__)
+_FLAGS = [name for name, kind in get_type_hints(HeadOptions).items() if kind is bool]
+_NUMBERS = {name: (note.above, note.whole) for name, note in NOTES.items() if note.above is not None}
+_SAID = {name: (name.replace("lora_", "lora."), f"[{', '.join(dims)}]") for name, dims in SHAPES.items()}
 
 
 def head_of_call(layout: Layout, hidden: Tensor, weight: Any, mask: Tensor | None, options: Any) -> tuple[Head, Plan]:
     """Takes its own out of ``options``."""
-    names = ("bias", "lora", "softcap", "chunk_bytes", "host_sync", "main_grad", "valid_vocab")
-    bias, lora, softcap, chunk_bytes, host_sync, main_grad, valid = (options.pop(name, None) for name in names)
-    float32_logits, float8 = (
-        check_flag(layout, name, options.pop(name, False)) for name in ("float32_logits", "float8")
-    )
-    weight_scale = options.pop("weight_scale", None)
-    caller, width = layout.caller, hidden.shape[-1]
-    check_tensor(caller, "weight", weight, "a tensor [V, H]")
-    if bias is not None:
-        check_tensor(caller, "bias", bias, "a tensor [V]")
-    stored_in_float8 = weight.dtype == FLOAT8
-    lora_a, lora_b, lora_scale = (None, None, 1.0) if lora is None else _checked_factors(layout, lora)
+    given: dict[str, Any] = {name: options.pop(name) for name in _NAMES if name in options}
+    for name, value in given.items():
+        above, whole = _NUMBERS.get(name, (None, False))
+        if name in _FLAGS:
+            check_flag(layout, name, value)
+        elif value is None or above is None:
+            continue
+        elif not ((type(value) is int if whole else is_number(value)) and above < value < math.inf):
+            kind = f"{'a positive' if above == 0 else 'a'} {'integer' if whole else 'number'}"
+            raise layout.fail(name, f"{kind}, or None", repr(value))
+    float8, weight_scale, lora = given.pop("float8", False), given.pop("weight_scale", None), given.pop("lora", None)
+    host_sync, main_grad, valid = given.get("host_sync"), given.get("main_grad"), given.get("valid_vocab")
+    check_valid_vocab(layout, valid)
+    if lora is not None:
+        given |= _checked_factors(layout, lora)
+    tensors = {"weight": weight} | {name: x for name, x in given.items() if name in SHAPES and x is not None}
+    for name, x in tensors.items():
+        check_tensor(layout.caller, _SAID[name][0], x, f"a tensor {_SAID[name][1]}")
     if main_grad is not None:
         _check_main_grad(layout, main_grad, weight)
     # As autocast treats the Linear layer that this stands for, which keeps float64.
     if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight if stored_in_float8 else weight.to(dtype)
-        bias, lora_a, lora_b = (None if x is None else x.to(dtype) for x in (bias, lora_a, lora_b))
-    if weight.dim() != 2 or weight.shape[1] != width:
-        raise layout.fail("weight", f"[V, H] with H={width} like hidden", list(weight.shape))
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise layout.fail("bias", f"[V]=[{weight.shape[0]}]", list(bias.shape))
-    if lora_a is not None and lora_b is not None:
-        if lora_a.dim() != 2 or lora_a.shape[1] != width:
-            raise layout.fail("lora.a", f"[r, H] with H={width} like hidden", list(lora_a.shape))
-        if lora_b.shape != (weight.shape[0], lora_a.shape[0]):
-            raise layout.fail("lora.b", f"[V, r]=[{weight.shape[0]}, {lora_a.shape[0]}]", list(lora_b.shape))
-    for name, value in (("weight", weight), ("bias", bias), ("lora.a", lora_a), ("lora.b", lora_b)):
-        own_dtype = name == "weight" and stored_in_float8
-        if value is not None and value.dtype != hidden.dtype and not own_dtype:
-            raise TypeError(f"{caller}: {name} must have the dtype of hidden, {hidden.dtype}; got {value.dtype}")
-        if value is not None and value.device != hidden.device:
-            raise layout.fail(name, f"on {hidden.device} like hidden", value.device)
-    if softcap is not None and not (is_number(softcap) and 0 < softcap < math.inf):
-        raise layout.fail("softcap", "a positive number, or None", repr(softcap))
-    if chunk_bytes is not None and not (type(chunk_bytes) is int and chunk_bytes > 0):
-        raise layout.fail("chunk_bytes", "a positive integer, or None", repr(chunk_bytes))
-    check_valid_vocab(layout, valid)
+        hidden, tensors = hidden.to(dtype), {n: x if x.dtype == FLOAT8 else x.to(dtype) for n, x in tensors.items()}
+    _check_tensors(layout, hidden, tensors)
     if host_sync is not None:
         check_flag(layout, "host_sync", host_sync)
     elif mask is None:  # every token is live: nothing to wait for
         host_sync = False
-    quantized = _quantized(layout, hidden, weight, float8, weight_scale)
-    hidden = hidden.reshape(-1, width)
-    float32_logits = float32_logits and hidden.dtype != torch.float64
-    head = Head(hidden, weight, bias, softcap, float32_logits, lora_a, lora_b, lora_scale, *(quantized or ()))
-    served_by = backend_for(caller, hidden.device, hidden.dtype, weight.shape[0])
-    return head, Plan(chunk_bytes, host_sync, main_grad, served_by, valid)
+    quantized = _quantized(layout, hidden, tensors["weight"], float8, weight_scale)
+    if quantized is not None:
+        tensors |= {"float8": quantized.values, "float8_scale": quantized.scale}
+    if hidden.dtype == torch.float64:
+        given["float32_logits"] = False
+    of_head = {name: value for name, value in given.items() if name in Head._fields} | tensors
+    served_by = backend_for(layout.caller, hidden.device, hidden.dtype, weight.shape[0])
+    plan = Plan(given.get("chunk_bytes"), host_sync, main_grad, served_by, valid)
+    return Head(hidden.reshape(-1, hidden.shape[-1]), **of_head), plan
+
+
+def _check_tensors(layout: Layout, hidden: Tensor, tensors: dict[str, Tensor]) -> None:
+    """Shapes, dtypes and devices that go with those of hidden and with each other."""
+    sizes: dict[str, int] = {"H": hidden.shape[-1]}
+    for name, x in tensors.items():
+        (said, text), dims, shape = _SAID[name], SHAPES[name], list(x.shape)
+        introduced = dims[0] not in sizes
+        if len(shape) != len(dims) or [sizes.setdefault(dim, n) for dim, n in zip(dims, shape, strict=True)] != shape:
+            size = f" with H={sizes['H']} like hidden" if introduced else f"={[sizes.get(dim) for dim in dims]}"
+            raise layout.fail(said, text + size, shape)
+        if x.dtype != hidden.dtype and not (name == "weight" and x.dtype == FLOAT8):
+            raise TypeError(f"{layout.caller}: {said} must have the dtype of hidden, {hidden.dtype}; got {x.dtype}")
+        if x.device != hidden.device:
+            raise layout.fail(said, f"on {hidden.device} like hidden", x.device)
 
 
 def _quantized(layout: Layout, hidden: Tensor, weight: Tensor, float8: bool, scale: Any) -> Quantized | None:
@@ -119,14 +113,13 @@ def _check_float8_device(layout: Layout, hidden: Tensor) -> None:
         raise layout.fail("hidden", f"[…, H] with H a multiple of {PRODUCT_MULTIPLE} for float8", list(hidden.shape))
 
 
-def _checked_factors(layout: Layout, lora: Any) -> LoraFactors:
+def _checked_factors(layout: Layout, lora: Any) -> dict[str, Any]:
+    """By their fields of ``Head``; the tensors are checked as such."""
     if not isinstance(lora, LoraFactors):
         raise TypeError(f"{layout.caller}: lora must be LoraFactors(a, b, scale), got {type(lora).__name__}")
-    check_tensor(layout.caller, "lora.a", lora.a, "a tensor [r, H]")
-    check_tensor(layout.caller, "lora.b", lora.b, "a tensor [V, r]")
     if not (is_number(lora.scale) and math.isfinite(lora.scale)):
         raise layout.fail("lora.scale", "a finite number", repr(lora.scale))
-    return lora._replace(scale=float(lora.scale))
+    return {"lora_a": lora.a, "lora_b": lora.b, "lora_scale": float(lora.scale)}
 
 
 def _check_main_grad(layout: Layout, main_grad: Any, weight: Tensor) -> None:

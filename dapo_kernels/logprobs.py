@@ -11,8 +11,9 @@ from typing_extensions import Unpack
 from dapo_kernels.backends import backend_for
 from dapo_kernels.engine import hidden as from_hidden
 from dapo_kernels.engine import rows as from_rows
-from dapo_kernels.head import HeadOptions, head_of_call
+from dapo_kernels.head import head_of_call
 from dapo_kernels.layout import Layout, SamplingMask, check_flag, check_rows_apart, layout_of
+from dapo_kernels.records import HeadOptions
 from dapo_kernels.sharding import (
     ShardOptions,
     Telling,

@@ -14,12 +14,12 @@ from dapo_kernels.engine import hidden as from_hidden
 from dapo_kernels.engine import rows as from_rows
 from dapo_kernels.engine.gradients import gradient_unit
 from dapo_kernels.engine.tokens import loss_of_stats
-from dapo_kernels.head import HeadOptions, head_of_call
+from dapo_kernels.head import head_of_call
 from dapo_kernels.layout import Layout, check_flag, check_rows_apart, layout_of, token_layout
 from dapo_kernels.metrics import Metrics, PerToken, token_sums
 from dapo_kernels.objectives.own import OwnLoss, as_number
 from dapo_kernels.objectives.table import Objective
-from dapo_kernels.records import Asked, Needs
+from dapo_kernels.records import Asked, HeadOptions, Needs
 from dapo_kernels.sharding import (
     GroupOption,
     ShardOptions,

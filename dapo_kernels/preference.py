@@ -18,11 +18,11 @@ from dapo_kernels.call import checked_denominator
 from dapo_kernels.engine import hidden as from_hidden
 from dapo_kernels.engine import rows as from_rows
 from dapo_kernels.engine.shards import checksum
-from dapo_kernels.head import HeadOptions, head_of_call
+from dapo_kernels.head import head_of_call
 from dapo_kernels.layout import Layout, check_flag, check_rows_apart, check_tensor, layout_of, token_layout
 from dapo_kernels.objectives.aggregate import sequence_sums
 from dapo_kernels.objectives.pairs import PairLoss
-from dapo_kernels.records import Terms, readable
+from dapo_kernels.records import HeadOptions, Terms, readable
 from dapo_kernels.sharding import (
     GroupOption,
     ShardOptions,
@@ -148,8 +148,7 @@ def linear_preference_loss(
     Args:
         hidden: [T, H] packed with ``cu_seqlens`` or [B, L, H] padded.
         weight: [V, H], the output head (``lm_head.weight``), same dtype as ``hidden``.
-        bias, softcap, float32_logits, chunk_bytes, host_sync, main_grad, valid_vocab, group, sequence_parallel: as in
-            ``linear_dapo_loss``.
+        bias, softcap and the other options of the head, group, sequence_parallel: as in ``linear_dapo_loss``.
 
     The other arguments, the result and the errors are those of ``preference_loss``.
     """

@@ -7,7 +7,7 @@ operator of ``engine/operators.py`` can spell its fields as its schema. A new op
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, TypedDict, get_type_hints
 
 import torch
 from torch import Tensor
@@ -96,20 +96,44 @@ class Quantized(NamedTuple):
         return Quantized(self.values[part], self.scale[part])
 
 
+class HeadOptions(TypedDict, total=False):
+    """``linear_dapo_loss`` says what each means. One that is a field of ``Head`` gets there as it is given."""
+
+    bias: Tensor | None
+    lora: LoraFactors | None
+    float8: bool
+    weight_scale: Tensor | None
+    softcap: float | None
+    float32_logits: bool
+    chunk_bytes: int | None
+    host_sync: bool | None
+    main_grad: Tensor | None
+    valid_vocab: int | None
+
+
+class Note(NamedTuple):
+    """Of a field of ``Head`` or ``Plan``: what ``head.py`` checks, and what ranks that share a head must have alike."""
+
+    dims: str = ""  # of a tensor; its rows are a rank's own where they are N tokens or V of the vocabulary
+    above: float | None = None  # of a number, or None
+    whole: bool = False  # of an integer
+    own: bool = False  # a rank need not have what the others have
+
+
 class Head(NamedTuple):
     """The last layer: logits = softcap(hidden · (weight + scale · b · a)ᵀ + bias), softcap(x) = c·tanh(x/c)."""
 
-    hidden: Tensor  # [N, H]
-    weight: Tensor  # [V, H]
-    bias: Tensor | None  # [V]
-    softcap: float | None
-    float32_logits: bool  # keep 16-bit operands' logits in float32 in place of rounding them to the operands' dtype
-    lora_a: Tensor | None = None  # [r, H]
-    lora_b: Tensor | None = None  # [V, r]
+    hidden: Annotated[Tensor, Note("N H")]
+    weight: Annotated[Tensor, Note("V H")]
+    bias: Annotated[Tensor | None, Note("V")] = None
+    softcap: Annotated[float | None, Note(above=0)] = None
+    float32_logits: bool = False  # keep 16-bit operands' logits in float32 in place of rounding them to that dtype
+    lora_a: Annotated[Tensor | None, Note("r H")] = None
+    lora_b: Annotated[Tensor | None, Note("V r")] = None
     lora_scale: float = 1.0
     # What stands for weight, and is weight itself where that is stored so:
-    float8: Tensor | None = None  # float8_e4m3fn [V, H]
-    float8_scale: Tensor | None = None  # float32 [V, 1]
+    float8: Annotated[Tensor | None, Note("V H")] = None  # float8_e4m3fn
+    float8_scale: Annotated[Tensor | None, Note("V 1")] = None  # float32
 
     @property
     def logits_dtype(self) -> torch.dtype:
@@ -127,34 +151,11 @@ class Head(NamedTuple):
             return None
         return Quantized(self.float8, self.float8_scale)
 
-
-class Server(NamedTuple):
-    """Who serves rows of logits: a backend, and the ranks of a group where each has some columns of every row."""
-
-    backend: str
-    valid: int | None = None  # columns that can be sampled, the first; those behind them pad the rows
-    group: str | None = None  # its name in torch.distributed
-    columns: Tensor | None = None  # int64 [ranks], on the host: how many each has, without padding
-
-
-class Plan(NamedTuple):
-    """How a call from hidden states is to run."""
-
-    chunk_bytes: int | None  # None: as the device likes it
-    host_sync: bool | None  # whether a GPU may be waited for; see ``engine/chunks.py``
-    main_grad: Tensor | None  # float32 [V, H] of the caller's: takes the weight's gradient in place of autograd
-    backend: str
-    valid: int | None = None  # this and the next two as in ``Server``
-    group: str | None = None
-    columns: Tensor | None = None
-    partial_hidden: bool = False  # the gradient of hidden stays this rank's part of the sum over the ranks
-
-
-class Terms(NamedTuple):
-    """What a call says beside its rows, which all ranks have to say alike."""
-
-    settings: str = ""
-    per_token: tuple[Tensor | None, ...] = ()  # [N] each, or one number for all
+    def first(self, n: int) -> Head:
+        """Without the rows behind the first ``n``, which pad the vocabulary."""
+        if n == self.weight.shape[0]:
+            return self
+        return self._replace(**{name: x[:n] for name in BY_VOCAB if (x := getattr(self, name)) is not None})
 
 
 class Needs(NamedTuple):
@@ -169,8 +170,44 @@ class Needs(NamedTuple):
     @classmethod
     def of(cls, flags: Sequence[bool]) -> Needs:
         """``flags``: one for every field of ``Head``; further ones are left alone."""
-        named = dict(zip(Head._fields, flags, strict=False))
-        return cls(*(named[name] for name in cls._fields))
+        return cls(*[flags[i] for i in _OF_HEAD])
+
+
+class Plan(NamedTuple):
+    """How a call from hidden states is to run."""
+
+    chunk_bytes: Annotated[int | None, Note(above=0, whole=True)]
+    host_sync: bool | None  # whether a GPU may be waited for; see ``engine/chunks.py``
+    main_grad: Annotated[Tensor | None, Note(own=True)]  # float32 [V, H] of the caller's: takes the weight's gradient
+    backend: str
+    valid: int | None = None  # this and the next two as in ``Server``
+    group: Annotated[str | None, Note(own=True)] = None  # this and the next two follow once the ranks agree
+    columns: Annotated[Tensor | None, Note(own=True)] = None
+    partial_hidden: Annotated[bool, Note(own=True)] = False  # hidden's gradient stays this rank's part of the sum
+
+
+_HINTS = get_type_hints(Head, include_extras=True) | get_type_hints(Plan, include_extras=True)
+NOTES: dict[str, Note] = {name: hint.__metadata__[0] for name, hint in _HINTS.items() if hasattr(hint, "__metadata__")}
+SHAPES = {name: note.dims.split() for name, note in NOTES.items() if note.dims}
+OWN = [name for name, note in NOTES.items() if note.own]
+_OF_HEAD = [Head._fields.index(name) for name in Needs._fields]
+BY_VOCAB = [name for name, dims in SHAPES.items() if dims[0] == "V"]
+
+
+class Server(NamedTuple):
+    """Who serves rows of logits: a backend, and the ranks of a group where each has some columns of every row."""
+
+    backend: str
+    valid: int | None = None  # columns that can be sampled, the first; those behind them pad the rows
+    group: str | None = None  # its name in torch.distributed
+    columns: Tensor | None = None  # int64 [ranks], on the host: how many each has, without padding
+
+
+class Terms(NamedTuple):
+    """What a call says beside its rows, which all ranks have to say alike."""
+
+    settings: str = ""
+    per_token: tuple[Tensor | None, ...] = ()  # [N] each, or one number for all
 
 
 class Tokens(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dapo_kernels.engine.shards import checksum, gathered_sequence, of_lists, shard_columns, tell_of_refusal
 from dapo_kernels.layout import Layout, check_tensor, check_valid_vocab
-from dapo_kernels.records import Asked, Head, LoraFactors, Plan, Server, Terms
+from dapo_kernels.records import BY_VOCAB, OWN, SHAPES, Asked, Head, LoraFactors, Plan, Server, Terms
 
 
 class GroupOption(TypedDict, total=False):
@@ -65,7 +65,7 @@ def logits_of_call(caller: str, logits: Any, group: Any) -> tuple[Any, Sharded |
 
 def head_of_ranks(caller: str, hidden: Any, weight: Any, options: Any) -> tuple[Any, Any, Sharded | None]:
     """Hidden states of all tokens, this rank's rows of the weight, and with whom it shares the rest. Takes its own out
-    of ``options`` and leaves this rank's ``bias``, ``weight_scale`` and ``lora`` there.
+    of ``options`` and leaves this rank's rows of the others there.
     """
     group, by_sequence = options.pop("group", None), options.pop("sequence_parallel", False)
     if not isinstance(by_sequence, bool):
@@ -76,10 +76,9 @@ def head_of_ranks(caller: str, hidden: Any, weight: Any, options: Any) -> tuple[
         return hidden, weight, None
     weight, shard = _columns_of(caller, "weight", weight, 0, group)
     with Telling(shard, weight):
-        if _is_dtensor(options.get("bias")):
-            options["bias"] = _like_weight(caller, "bias", options["bias"], group, shard)
-        if _is_dtensor(options.get("weight_scale")):
-            options["weight_scale"] = _like_weight(caller, "weight_scale", options["weight_scale"], group, shard)
+        for name in (*BY_VOCAB, "weight_scale"):
+            if _is_dtensor(options.get(name)):
+                options[name] = _like_weight(caller, name, options[name], group, shard)
         if isinstance(lora := options.get("lora"), LoraFactors):
             options["lora"] = _own_factors(caller, lora, group, shard)
         if _is_dtensor(hidden):
@@ -107,11 +106,7 @@ def shared_plan(
         _check_valid(layout, shard, plan.valid, head.weight.shape[0])
     if shard is None:
         return head, plan
-    rounding = "float32 logits" if head.float32_logits else head.hidden.dtype
-    lora = None if head.lora is None else (len(head.lora.a), head.lora.scale)
-    how = f"softcap {head.softcap}, bias {head.bias is not None}, lora {lora}, float8 {head.float8 is not None}"
-    how += f", chunk_bytes {plan.chunk_bytes}, host_sync {plan.host_sync}, sequence_parallel {shard.sequence_parallel}"
-    settings = f"{plan.backend}, {rounding}, {how}"
+    settings = f"{_told(head)}, {_told(plan)}, sequence_parallel {shard.sequence_parallel}"
     columns = _columns(layout, shard, asked, head.weight.shape[0], plan.valid, settings, call)
     if shard.whole:
         return head, plan
@@ -119,6 +114,18 @@ def shared_plan(
         part = head.hidden.view(*layout.shape[:-1], layout.shape[-1] // shard.ranks, head.hidden.shape[-1])
         head = head._replace(hidden=gathered_sequence(part, part.dim() - 2, shard.group).flatten(0, -2))
     return head, plan._replace(group=shard.group, columns=columns, partial_hidden=shard.sequence_parallel)
+
+
+def _told(record: Head | Plan) -> str:
+    """The fields that all ranks must have alike: values, of tensors dtype and sizes but that of a rank's own rows."""
+    told = []
+    for name in [name for name in record._fields if name not in OWN]:
+        value = getattr(record, name)
+        if isinstance(value, Tensor):
+            alike = [f"{n}" for dim, n in zip(SHAPES[name], value.shape, strict=True) if dim not in ("N", "V")]
+            value = f"{value.dtype} {' x '.join(alike)}"
+        told.append(f"{name} {value}")
+    return ", ".join(told)
 
 
 def shared_server(

@@ -6,7 +6,7 @@ divergence of every row, its gradient in the place of the policy's logits → th
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,27 +18,16 @@ from dapo_kernels.engine.chunks import Chunks, gradient_rows, live_work
 from dapo_kernels.engine.gradients import (
     GradientSum,
     HeadGradients,
+    LinearDivergence,
     Unsaved,
     fake_gradients,
     handed_over,
+    logits_of,
     sum_bytes,
     wants_float32_sums,
 )
-from dapo_kernels.engine.hidden import logits_of
 from dapo_kernels.engine.operators import hand_out_once, operator, scaled
 from dapo_kernels.records import Asked, Head, Needs, Plan, accumulate_dtype, on_host
-
-
-class LinearDivergence(NamedTuple):
-    """Σ weights · divergence, the divergence of every token, and the gradients for grad_output = 1, those needed."""
-
-    loss: Tensor  # 0-d
-    divergence: Tensor  # [N]
-    d_hidden: Tensor | None
-    d_weight: Tensor | None
-    d_bias: Tensor | None
-    d_lora_a: Tensor | None
-    d_lora_b: Tensor | None
 
 
 @operator

@@ -1,7 +1,7 @@
-"""∂loss/∂(hidden, weight, bias, LoRA factors) of the path from hidden states, added up over chunks of tokens; those of
-the head in float32.
+"""The head of a chunk of tokens: its logits, and from ∂loss/∂logits the gradients of hidden states and head, added up
+over chunks, those of the head in float32. The softcap is the row kernels'.
 
-N tokens, V vocabulary, H hidden, A rows of a chunk that have a gradient, r rank of the LoRA factors. With
+N tokens, V vocabulary, H hidden, C rows of a chunk, A of them that have a gradient, r rank of the LoRA factors. With
 logits = h·Wᵀ + s·(h·Aᵀ)·Bᵀ and G = ∂loss/∂logits::
 
     ∂h = G·W + s·(G·B)·A        ∂A = s·(G·B)ᵀ·h        ∂B = Gᵀ·s·(h·Aᵀ)
@@ -9,16 +9,17 @@ logits = h·Wᵀ + s·(h·Aᵀ)·Bᵀ and G = ∂loss/∂logits::
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dapo_kernels.backends import Backend, WeightSum
-from dapo_kernels.backends.float8 import dequantized, dequantized_tiles, quantize
+from dapo_kernels.backends.float8 import dequantized, dequantized_tiles, float8_logits, quantize
 from dapo_kernels.engine.shards import sum_over_ranks
 from dapo_kernels.memory import large_tensor
-from dapo_kernels.records import Head, LoraFactors, Needs, Plan, accumulate_dtype, on_host
+from dapo_kernels.records import BY_VOCAB, Head, LoraFactors, Needs, Plan, accumulate_dtype, on_host
 
 # Bytes of a tile of the weight or of its gradient: it stays in the L2/L3 cache between GEMM and addition. Below
 # _TILE_ROWS rows a GEMM would not run at its rate.
@@ -69,8 +70,60 @@ def low_rank(lora: LoraFactors, hidden: Tensor) -> Tensor:
     return lora.scale * (hidden @ lora.a.t())
 
 
-def zeros_where(needed: bool, like: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return torch.zeros_like(like, dtype=dtype) if needed and like is not None else None
+def logits_of(head: Head, rows: Tensor | slice, out: Tensor) -> Tensor:
+    """The hidden states of ``rows``, [C, H]; their logits before the softcap, [C, V], in ``out``. A padded head has
+    rows behind the V.
+    """
+    hidden, head = head.hidden[rows], head.first(out.shape[1])
+    if head.quantized is not None:
+        float8_logits(hidden, head.quantized, out)
+        if head.bias is not None:
+            out += head.bias
+        if head.lora is not None:
+            _add_logits(low_rank(head.lora, hidden), head.lora.b, out)
+    elif head.lora is None:
+        _logits(hidden, head.weight, head.bias, out)
+    else:  # the small product first: the large one adds to it in passing
+        _logits(low_rank(head.lora, hidden), head.lora.b, head.bias, out)
+        _add_logits(hidden, head.weight, out)
+    return hidden
+
+
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if out.dtype != x.dtype:
+        _float32_logits(x, weight, out)
+        if bias is not None:
+            out += bias
+    elif bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
+def _add_logits(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    if out.dtype == x.dtype or float32_product(x):
+        product_(out, x, weight.t(), add=True)
+        return
+    x = x.float()
+    for part, columns in _float32_parts(weight):
+        out[:, part].addmm_(x, columns)
+
+
+def _float32_logits(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    if float32_product(x):
+        torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+        return
+    x = x.float()
+    for part, columns in _float32_parts(weight):
+        torch.mm(x, columns, out=out[:, part])
+
+
+def _float32_parts(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """[H, part] of a part of the vocabulary at a time: a float32 copy of the whole weight would be gigabytes."""
+    size = tile_rows(4 * weight.shape[1])
+    for start in range(0, weight.shape[0], size):
+        part = slice(start, start + size)
+        yield part, weight[part].float().t()
 
 
 class PlainSum:
@@ -87,10 +140,6 @@ class PlainSum:
         return self.result.copy_(self.sum)
 
 
-def first_rows(x: Tensor, n: int) -> Tensor:
-    return x if n == x.shape[0] else x[:n]
-
-
 def sum_bytes(weight: Tensor, vocab: int, needs: Needs) -> int:
     """Of the running sum of dW that several chunks need on a GPU; ``vocab`` its rows."""
     return 4 * vocab * weight.shape[1] if needs.weight and weight.element_size() < 4 else 0
@@ -99,9 +148,48 @@ def sum_bytes(weight: Tensor, vocab: int, needs: Needs) -> int:
 class HeadGradients(NamedTuple):
     hidden: Tensor | None
     weight: Tensor | None
-    bias: Tensor | None
+    bias: Tensor | None = None
     lora_a: Tensor | None = None  # this and the next in float32
     lora_b: Tensor | None = None
+
+    @classmethod
+    def of(cls, hidden: Tensor | None, weight: Tensor | None, sums: dict, dtype: torch.dtype) -> HeadGradients:
+        """With the bias's in ``dtype``, as ``weight`` is."""
+        return cls(hidden, weight, **{n: x.to(dtype) if n == "bias" else x for n, x in sums.items()})
+
+
+def small_sums(head: Head, needs: Needs) -> dict[str, Tensor]:
+    """Zeros for the gradients of the head that are needed, but the weight's."""
+    dtype = accumulate_dtype(head.hidden.dtype)
+    named = {name: getattr(head, name) for name in HeadGradients._fields[2:] if getattr(needs, name)}
+    return {name: torch.zeros_like(x, dtype=dtype) for name, x in named.items() if x is not None}
+
+
+class LinearLoss(NamedTuple):
+    """``RowsLoss`` without ``idle``, and the gradients for grad_output = 1, those needed."""
+
+    loss: Tensor
+    logprobs: Tensor
+    entropy: Tensor | None
+    clip_hit: Tensor | None
+    ref_kl: Tensor | None
+    d_hidden: Tensor | None
+    d_weight: Tensor | None
+    d_bias: Tensor | None
+    d_lora_a: Tensor | None
+    d_lora_b: Tensor | None
+
+
+class LinearDivergence(NamedTuple):
+    """Σ weights · divergence, the divergence of every token, and the gradients for grad_output = 1, those needed."""
+
+    loss: Tensor  # 0-d
+    divergence: Tensor  # [N]
+    d_hidden: Tensor | None
+    d_weight: Tensor | None
+    d_bias: Tensor | None
+    d_lora_a: Tensor | None
+    d_lora_b: Tensor | None
 
 
 class GradientSum:
@@ -113,19 +201,13 @@ class GradientSum:
     def __init__(
         self, head: Head, vocab: int, needs: Needs, n_chunks: int, backend: Backend, float32_sums: bool
     ) -> None:
-        hidden, weight, bias = head[:3]
-        wide = accumulate_dtype(hidden.dtype)
-        self.vocab = vocab
-        self.operand = first_rows(weight, vocab)
-        self.quantized = None if head.quantized is None else head.quantized.at(slice(vocab))
-        self.result_dtype = wide if float32_sums else hidden.dtype
-        self.n_chunks = n_chunks
-        self.n_added = 0
+        hidden, weight = head[:2]
+        self.vocab, self.n_chunks, self.n_added = vocab, n_chunks, 0
+        own = head.first(vocab)
+        self.operand, self.quantized, self.lora = own.weight, own.quantized, own.lora
+        self.result_dtype = accumulate_dtype(hidden.dtype) if float32_sums else hidden.dtype
         self.hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needs.hidden else None
-        self.bias = zeros_where(needs.bias, bias, wide)
-        self.lora = head.lora
-        self.lora_a = zeros_where(needs.lora_a, head.lora_a, wide)
-        self.lora_b = zeros_where(needs.lora_b, head.lora_b, wide)
+        self.sums = small_sums(head, needs)
         self.padded: Tensor | None = None  # its first rows are one of the next two
         self.weight: Tensor | None = None
         self.weight_sum: WeightSum | None = None
@@ -140,11 +222,11 @@ class GradientSum:
             # The result is made from it at the end: the two would be the peak of memory.
             kept = large_tensor(weight.shape, torch.float32, weight.device, "weight in float32")
             self.padded = kept[0] if kept else weight.new_empty(weight.shape, dtype=torch.float32)
-            self.weight_float32 = first_rows(self.padded, self.vocab)
+            self.weight_float32 = self.padded[: self.vocab]
             return
         kept = large_tensor(weight.shape, weight.dtype, weight.device, "weight")
         self.padded, zeroed = kept or (torch.empty_like(weight, memory_format=torch.contiguous_format), False)
-        self.weight = first_rows(self.padded, self.vocab)
+        self.weight = self.padded[: self.vocab]
         if self.n_chunks != 1 and on_host(weight) and not zeroed:
             self.weight.zero_()
         if summed:
@@ -164,8 +246,8 @@ class GradientSum:
                 own.addmm_(d_low, self.lora.a)
             if not isinstance(rows, slice):
                 self.hidden.index_copy_(0, rows, own)
-        if self.bias is not None:
-            first_rows(self.bias, self.vocab).add_(dlogits.sum(0, dtype=self.bias.dtype))
+        if (bias := self.sums.get("bias")) is not None:
+            bias[: self.vocab].add_(dlogits.sum(0, dtype=bias.dtype))
         if self.quantized is not None and self.padded is not None:
             hidden = dequantized(quantize(hidden), hidden.dtype)
         if self.weight_float32 is not None:
@@ -190,13 +272,14 @@ class GradientSum:
 
     def _through_factors(self, lora: LoraFactors, dlogits: Tensor, hidden: Tensor) -> Tensor | None:
         """Adds to the sums of the factors; ∂loss/∂(hidden · aᵀ) [A, r], where anything needs it."""
-        if self.lora_b is not None:
-            _wide_product_(first_rows(self.lora_b, self.vocab), dlogits, low_rank(lora, hidden), add=True)
-        if self.hidden is None and self.lora_a is None:
+        sum_a, sum_b = self.sums.get("lora_a"), self.sums.get("lora_b")
+        if sum_b is not None:
+            _wide_product_(sum_b[: self.vocab], dlogits, low_rank(lora, hidden), add=True)
+        if self.hidden is None and sum_a is None:
             return None
-        d_low = lora.scale * (dlogits @ first_rows(lora.b, self.vocab))
-        if self.lora_a is not None:
-            self.lora_a.addmm_(d_low.to(self.lora_a.dtype).t(), hidden.to(self.lora_a.dtype))
+        d_low = lora.scale * (dlogits @ lora.b)
+        if sum_a is not None:
+            sum_a.addmm_(d_low.to(sum_a.dtype).t(), hidden.to(sum_a.dtype))
         return d_low
 
     def _adds_to_weight(self) -> bool:
@@ -204,8 +287,7 @@ class GradientSum:
         return self.n_chunks > 1 if on_host(self.weight) else self.n_added > 1
 
     def results(self) -> HeadGradients:
-        bias = None if self.bias is None else self.bias.to(self.result_dtype)
-        return HeadGradients(self.hidden, self._weight(), bias, self.lora_a, self.lora_b)
+        return HeadGradients.of(self.hidden, self._weight(), self.sums, self.result_dtype)
 
     def _weight(self) -> Tensor | None:
         if self.padded is None:
@@ -243,32 +325,25 @@ def wants_float32_sums(head: Head, plan: Plan) -> bool:
 
 
 def fake_gradients(head: Head, needs: Needs, float32_sums: bool) -> HeadGradients:
-    wide = accumulate_dtype(head.hidden.dtype)
-    dtype = wide if float32_sums else head.hidden.dtype
-    return HeadGradients(
-        head.hidden.new_empty(head.hidden.shape) if needs.hidden else None,
-        head.weight.new_empty(head.weight.shape, dtype=dtype) if needs.weight else None,
-        head.weight.new_empty(head.weight.shape[0], dtype=dtype) if needs.bias else None,
-        zeros_where(needs.lora_a, head.lora_a, wide),
-        zeros_where(needs.lora_b, head.lora_b, wide),
-    )
+    dtype = accumulate_dtype(head.hidden.dtype) if float32_sums else head.hidden.dtype
+    hidden = head.hidden.new_empty(head.hidden.shape) if needs.hidden else None
+    weight = head.weight.new_empty(head.weight.shape, dtype=dtype) if needs.weight else None
+    return HeadGradients.of(hidden, weight, small_sums(head, needs), dtype)
 
 
 def handed_over(
     gradients: HeadGradients, dtype: torch.dtype, main_grad: Tensor | None, group: str | None, partial_hidden: bool
 ) -> dict[str, Tensor | None]:
     """To autograd; the weight's to ``main_grad``, where there is one. What all ranks of a group share is added up."""
-    hidden, weight, lora_a = gradients.hidden, gradients.weight, gradients.lora_a
-    if hidden is not None and group is not None and not partial_hidden:
-        hidden = sum_over_ranks(hidden, group)
-    if lora_a is not None and group is not None:
-        lora_a = sum_over_ranks(lora_a, group)
-    if main_grad is not None and weight is not None:
-        main_grad += weight
-        weight = None
-    own = {"weight": weight, "bias": gradients.bias, "lora_a": lora_a, "lora_b": gradients.lora_b}
-    of_head = {f"head_{name}": None if x is None else x.to(dtype) for name, x in own.items()}
-    return {"head_hidden": hidden, **of_head}
+    handed: dict[str, Tensor | None] = {}
+    for name, x in gradients._asdict().items():
+        if x is not None and group is not None and name not in BY_VOCAB and not (name == "hidden" and partial_hidden):
+            x = sum_over_ranks(x, group)
+        if name == "weight" and x is not None and main_grad is not None:
+            main_grad += x
+            x = None
+        handed[f"head_{name}"] = None if x is None else x.to(dtype)
+    return handed
 
 
 class Unsaved(NamedTuple):

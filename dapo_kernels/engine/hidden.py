@@ -11,28 +11,23 @@ The loops over chunks return running sums: rounding dW to its dtype takes memory
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dapo_kernels.backends import Backend
-from dapo_kernels.backends.float8 import float8_logits
 from dapo_kernels.backends.reference import check_rows
 from dapo_kernels.engine.chunks import Chunk, Chunks, gradient_rows, idle_beforehand, live_work
 from dapo_kernels.engine.gradients import (
     GradientSum,
     HeadGradients,
+    LinearLoss,
     Unsaved,
     fake_gradients,
-    first_rows,
-    float32_product,
     handed_over,
-    low_rank,
-    product_,
+    logits_of,
     sum_bytes,
-    tile_rows,
     wants_float32_sums,
 )
 from dapo_kernels.engine.operators import hand_out_once, operator, scaled
@@ -42,83 +37,7 @@ from dapo_kernels.engine.streams import in_stages, streams_for
 from dapo_kernels.engine.wrapped import stats_before_gradient
 from dapo_kernels.objectives.own import OwnLoss, own_slopes, registered
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
-from dapo_kernels.records import (
-    Asked,
-    Head,
-    Needs,
-    Plan,
-    Quantized,
-    RowsLoss,
-    RowStats,
-    Slopes,
-    Tokens,
-    accumulate_dtype,
-    on_host,
-)
-
-
-def logits_of(head: Head, rows: Tensor | slice, out: Tensor) -> Tensor:
-    """The hidden states of ``rows``, [C, H]; their logits before the softcap, [C, V], in ``out``. A padded head has
-    rows behind the V.
-    """
-    n, hidden = out.shape[1], head.hidden[rows]
-    if head.quantized is not None:
-        _float8_logits(head, head.quantized.at(slice(n)), hidden, out)
-        return hidden
-    if n < head.weight.shape[0]:
-        bias, lora_b = (None if x is None else first_rows(x, n) for x in (head.bias, head.lora_b))
-        head = head._replace(weight=first_rows(head.weight, n), bias=bias, lora_b=lora_b)
-    if head.lora is None:
-        _logits(hidden, head.weight, head.bias, out)
-    else:  # the small product first: the large one adds to it in passing
-        _logits(low_rank(head.lora, hidden), head.lora.b, head.bias, out)
-        _add_logits(hidden, head.weight, out)
-    return hidden
-
-
-def _float8_logits(head: Head, weight: Quantized, hidden: Tensor, out: Tensor) -> None:
-    float8_logits(hidden, weight, out)
-    if head.bias is not None:
-        out += first_rows(head.bias, out.shape[1])
-    if head.lora is not None:
-        _add_logits(low_rank(head.lora, hidden), first_rows(head.lora.b, out.shape[1]), out)
-
-
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    if out.dtype != x.dtype:
-        _float32_logits(x, weight, out)
-        if bias is not None:
-            out += bias
-    elif bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
-
-
-def _add_logits(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    if out.dtype == x.dtype or float32_product(x):
-        product_(out, x, weight.t(), add=True)
-        return
-    x = x.float()
-    for part, columns in _float32_parts(weight):
-        out[:, part].addmm_(x, columns)
-
-
-def _float32_logits(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    if float32_product(x):
-        torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
-        return
-    x = x.float()
-    for part, columns in _float32_parts(weight):
-        torch.mm(x, columns, out=out[:, part])
-
-
-def _float32_parts(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """[H, part] of a part of the vocabulary at a time: a float32 copy of the whole weight would be gigabytes."""
-    size = tile_rows(4 * weight.shape[1])
-    for start in range(0, weight.shape[0], size):
-        part = slice(start, start + size)
-        yield part, weight[part].float().t()
+from dapo_kernels.records import Asked, Head, Needs, Plan, RowsLoss, RowStats, Slopes, Tokens, accumulate_dtype, on_host
 
 
 def _chunks(
@@ -225,21 +144,6 @@ def _(
 
 
 # --- the loss of objectives whose gradient at a token needs nothing but that token's row: three GEMMs --------
-
-
-class LinearLoss(NamedTuple):
-    """``RowsLoss`` without ``idle``, and the gradients for grad_output = 1, those needed."""
-
-    loss: Tensor
-    logprobs: Tensor
-    entropy: Tensor | None
-    clip_hit: Tensor | None
-    ref_kl: Tensor | None
-    d_hidden: Tensor | None
-    d_weight: Tensor | None
-    d_bias: Tensor | None
-    d_lora_a: Tensor | None
-    d_lora_b: Tensor | None
 
 
 def _no_loss(head: Head, asked: Asked, scalars: ObjectiveScalars) -> RowsLoss:

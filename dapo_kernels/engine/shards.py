@@ -176,10 +176,7 @@ def shard_columns(
     if _REFUSED in counted:
         raise ValueError(f"{caller}: rank {counted.index(_REFUSED)} of the group has refused its arguments: see there")
     if len(set(said_settings)) > 1:
-        raise ValueError(
-            f"{caller}: all ranks of the group must make the same call (backend, dtype, objective, temperature, "
-            f"entropy, softcap, bias, chunk_bytes, host_sync, sequence_parallel); here it is {settings}"
-        )
+        raise ValueError(f"{caller}: all ranks of the group must make the same call; here it is {settings}")
     if len(set(tokens_of)) > 1 or len(set(checksums)) > 1:
         raise ValueError(
             f"{caller}: all ranks of the group must be given the same target_ids and mask, temperatures, advantages, "

@@ -7,6 +7,7 @@ own without an error. So the network and the loss run in one forward, this one (
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -16,8 +17,9 @@ from typing_extensions import Unpack
 
 from dapo_kernels.integrations.heads import LogitRule, check_head, head_of
 from dapo_kernels.layout import check_tensor
-from dapo_kernels.logprobs import TokenStats, linear_token_logprobs
+from dapo_kernels.logprobs import LinearLogprobsOptions, TokenStats, linear_token_logprobs
 from dapo_kernels.losses import Chosen, LinearOptions, LossOutput, linear_dapo_loss
+from dapo_kernels.records import Head
 
 _REFUSED = {
     "bias": "the model's head has it",
@@ -25,11 +27,9 @@ _REFUSED = {
     "softcap": "the model's configuration has it",
     "main_grad": "a gradient added there passes by the hooks that average over ranks",
 }
-_OF_LOGPROBS = (
-    *("mask", "temperature", "entropy", "float32_logits", "chunk_bytes", "host_sync"),
-    *("valid_vocab", "sampling_mask", "group", "sequence_parallel"),
-)
+_OF_LOGPROBS = {*inspect.signature(linear_token_logprobs).parameters, *LinearLogprobsOptions.__annotations__}
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
+_MAY_BE_ROUNDED = {"mask", *Head._fields}
 _ROUNDED = (torch.bfloat16, torch.float16)
 
 
@@ -110,7 +110,7 @@ class PolicyLoss(nn.Module):
         if mode == "logprobs" and (old_logprobs is not None or advantages is not None):
             raise ValueError("PolicyLoss: old_logprobs and advantages have no use with mode='logprobs'")
         for name, value in {"old_logprobs": old_logprobs, "advantages": advantages, **options}.items():
-            if name != "mask" and isinstance(value, Tensor) and value.dtype in _ROUNDED:
+            if name not in _MAY_BE_ROUNDED and isinstance(value, Tensor) and value.dtype in _ROUNDED:
                 raise TypeError(
                     f"PolicyLoss: {name} must be float32, got {value.dtype}, good for two or three digits. Wrappers "
                     "round what goes into forward: pass MixedPrecisionPolicy(cast_forward_inputs=False) to FSDP2; with "

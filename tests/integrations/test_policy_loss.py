@@ -181,6 +181,12 @@ def test_a_sampling_mask() -> None:
     assert torch.equal(out.logprobs, stats.logprobs.detach())
 
 
+def test_logprobs_are_of_the_head_that_the_loss_has() -> None:
+    policy, batch = PolicyLoss(network(), float8=True), padded()
+    stats = policy(batch["input_ids"], batch["target_ids"], mask=batch["mask"], mode="logprobs")
+    assert torch.equal(stats.logprobs, policy(**batch).logprobs)
+
+
 def test_adapters() -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
 
