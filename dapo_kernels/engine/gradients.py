@@ -160,9 +160,8 @@ class HeadGradients(NamedTuple):
 
 def small_sums(head: Head, needs: Needs) -> dict[str, Tensor]:
     """Zeros for the gradients of the head that are needed, but the weight's."""
-    dtype = accumulate_dtype(head.hidden.dtype)
-    named = {name: getattr(head, name) for name in HeadGradients._fields[2:] if getattr(needs, name)}
-    return {name: torch.zeros_like(x, dtype=dtype) for name, x in named.items() if x is not None}
+    named = {name: getattr(head, name) for name, needed in zip(needs._fields[2:], needs[2:], strict=True) if needed}
+    return {n: torch.zeros_like(x, dtype=accumulate_dtype(x.dtype)) for n, x in named.items() if x is not None}
 
 
 class LinearLoss(NamedTuple):
@@ -226,7 +225,7 @@ class GradientSum:
             return
         kept = large_tensor(weight.shape, weight.dtype, weight.device, "weight")
         self.padded, zeroed = kept or (torch.empty_like(weight, memory_format=torch.contiguous_format), False)
-        self.weight = self.padded[: self.vocab]
+        self.weight = self.padded if self.vocab == weight.shape[0] else self.padded[: self.vocab]
         if self.n_chunks != 1 and on_host(weight) and not zeroed:
             self.weight.zero_()
         if summed:
@@ -336,13 +335,13 @@ def handed_over(
 ) -> dict[str, Tensor | None]:
     """To autograd; the weight's to ``main_grad``, where there is one. What all ranks of a group share is added up."""
     handed: dict[str, Tensor | None] = {}
-    for name, x in gradients._asdict().items():
-        if x is not None and group is not None and name not in BY_VOCAB and not (name == "hidden" and partial_hidden):
+    for name, x in [(name, x) for name, x in zip(gradients._fields, gradients, strict=True) if x is not None]:
+        if group is not None and name not in BY_VOCAB and not (name == "hidden" and partial_hidden):
             x = sum_over_ranks(x, group)
-        if name == "weight" and x is not None and main_grad is not None:
+        if name == "weight" and main_grad is not None:
             main_grad += x
-            x = None
-        handed[f"head_{name}"] = None if x is None else x.to(dtype)
+        else:
+            handed[f"head_{name}"] = x.to(dtype)
     return handed
 
 
