@@ -152,15 +152,17 @@ def test_a_server_that_takes_no_part_is_left_out(
 def test_a_server_that_dies_half_way_meets_anew(
     model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy
 ) -> None:
-    engine = open_nccl(model_folder, servers, tmp_path)
+    engine, back = open_nccl(model_folder, servers, tmp_path), threading.Event()
 
     def die(_: dict[str, Any]) -> tuple[int, Any]:
         restart(servers[0])
         join(servers[0])
+        back.set()
         return 503, {}
 
     servers[0].hooks[UPDATE] = die
     engine.update_weights(moved(policy).items())
+    assert back.wait(30)
     assert servers[1].version == engine.transfer.version
     assert servers[0].version == "default"
     wanted = told(engine.generate(PROMPTS, SAMPLING))
