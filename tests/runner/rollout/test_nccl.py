@@ -135,12 +135,12 @@ def test_a_server_that_takes_no_part_is_left_out(
     groups: dict[int, FakeGroup],
     policy: Policy,
 ) -> None:
-    engine = open_nccl(model_folder, servers, tmp_path, sync_within=2.0)
+    engine = open_nccl(model_folder, servers, tmp_path, sync_within=4.0)
     restart(servers[0])
     hung = threading.Event()
     servers[0].hooks[path] = hang(hung)
     engine.update_weights(moved(policy).items())
-    assert any(f"{path}: no answer within 2 s" in note for note in engine.notes)
+    assert any(f"{path}: no answer within 4 s" in note for note in engine.notes)
     assert sum(group.aborted.is_set() for group in groups.values()) >= (1 if path == MEET else 2)
     hung.set()
     join(servers[0])
@@ -195,8 +195,8 @@ def test_what_fails_on_the_trainers_side_is_said_at_once(
         over.wait(60)
 
     monkeypatch.setattr(FakeGroup, "send", never_end)
-    engine.transfer.within = 1.0
-    with pytest.raises(RolloutError, match="has done its part, and NCCL has not ended within 1 s"):
+    engine.transfer.within = 3.0
+    with pytest.raises(RolloutError, match="has done its part, and NCCL has not ended within 3 s"):
         engine.update_weights(policy.named_weights())
     over.set()
 
