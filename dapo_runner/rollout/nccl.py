@@ -147,7 +147,9 @@ class NCCLTransfer(Transfer):
 
         def work() -> None:
             try:
-                done.set_result(ours())
+                done.set_result(result := ours())
+                if over.is_set() and isinstance(result, Group):
+                    result.abort()
             except Exception as error:
                 done.set_exception(ServerError(f"{server}: NCCL on this side: {type(error).__name__}: {error}"))
                 while not over.wait(POLL):

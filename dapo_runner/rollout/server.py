@@ -65,6 +65,7 @@ class ServerEngine:
         self.settings = config.rollout.server
         self.world = world
         self.note = note
+        self.answer_within = self.settings.answer_within * (1 + config.rollout.ahead)  # behind earlier rounds'
         self.max_tokens = config.longest_sequence
         self.max_batch_sequences = config.rollout.max_batch_sequences
         self.servers = [Server(url, self.settings) for url in self.settings.urls]
@@ -218,7 +219,7 @@ class ServerEngine:
     def _pull(self, server: Server, queue: _Queue, failed: list[Exception]) -> None:
         while (place := queue.take(failed)) is not None:
             try:
-                answer = server.post("/inference/v1/generate", queue.bodies[place], self.settings.answer_within, queue)
+                answer = server.post("/inference/v1/generate", queue.bodies[place], self.answer_within, queue)
                 completions = self._checked(server, answer, queue.bodies[place]["sampling_params"]["n"], queue.version)
             except ServerError as error:
                 queue.give_back(place, error, failed)

@@ -141,7 +141,10 @@ def _open_run(config: Config, place: Place) -> Run:
     ended = early_stop.reason is not None
     owes = world.first(lambda: is_new or _missed_evaluation(config, folder, done, ended))
     stop = StopRequest(progress.note, config.run.grace)
-    waiting = world if world.alone or not config.rollout.ahead else world.aside(config.rollout.server.round_within)
+    waiting = world
+    if config.rollout.ahead and not world.alone:  # rank 0 has the deadline, of each of a step's rounds
+        rounds = config.sampler.max_rounds + config.rollout.ahead + 1
+        waiting = world.aside(2 * rounds * config.rollout.server.round_within)
     rollouts = Rollouts(world, config, engine, score, learner.policy.tokenizer, clock, stop, done, waiting)
     return Run(
         world=world,

@@ -47,12 +47,19 @@ class Rollouts:
     def next_ahead(self, sampler: AheadSampler) -> SampledStep:
         """The next step, which rank 0 alone has its ``sampler`` sample, for all."""
         self.give_up_if_late()
+        taken: list[SampledStep] = []
 
-        def taken() -> SampledStep:
+        def take() -> SampledStep:
             with self.stop.giving_up():
-                return sampler.next(self.generate_ahead)
+                taken.append(sampler.next(self.generate_ahead))
+            return taken[0]
 
-        return self.waiting.first(taken)
+        try:
+            return self.waiting.first(take)
+        except BaseException:  # another rank is lost
+            if taken:
+                sampler.put_back(taken[0])
+            raise
 
     def generate_ahead(self, prompts: list[Prompt], round_number: int) -> list[Group]:
         """Groups beside the training, in threads of an ``AheadSampler``: clock and signals are the loop's, and no other

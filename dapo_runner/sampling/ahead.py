@@ -79,6 +79,12 @@ class AheadSampler:
                 self.step -= 1  # what is saved now goes on from the step before, with what was accepted since
                 raise
 
+    def put_back(self, sampled: SampledStep) -> None:
+        """The step that was taken last, and is not trained."""
+        with self._changed:
+            self._sampled.appendleft(sampled)
+            self.step -= 1
+
     def _next(self, generate_groups: GenerateGroups) -> SampledStep:
         if self._thread is None:
             self._thread = threading.Thread(target=self._sample, args=[generate_groups], name="ahead", daemon=True)

@@ -11,6 +11,8 @@ from builders import make_config
 
 from dapo_runner.commands.serve import server_arguments, server_environment
 from dapo_runner.config import ConfigError
+from dapo_runner.parallel.world import Layout
+from dapo_runner.preflight.needs import check_needs
 
 
 def test_what_a_server_is_started_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,3 +63,14 @@ def test_settings_that_no_server_could_serve(sections: dict[str, Any], message: 
     rollout = {"engine": "server", **sections.pop("rollout", {})}
     with pytest.raises(ConfigError, match=message):
         make_config(rollout=rollout, **sections)
+
+
+def test_other_ranks_wait_for_as_long_as_servers_may_drain() -> None:
+    def missing(layout: Layout, **sections: Any) -> str:
+        rollout = {"engine": "server", "ahead": 1, "partial": False, "correction": {"weights": "token"}}
+        with pytest.raises(ConfigError) as raised:  # data.template, if nothing else
+            check_needs(make_config(rollout=rollout, **sections), layout)
+        return str(raised.value)
+
+    assert "parallel.timeout: expected at least 3000 s with rollout.partial=false" in missing(Layout(2, 2))
+    assert "parallel.timeout" not in missing(Layout()) + missing(Layout(2, 2), parallel={"timeout": 3000.0})

@@ -252,3 +252,14 @@ def test_a_group_keeps_the_step_whose_policy_gave_it() -> None:
     assert firsts[-1] >= STEPS - 4
     assert all(early <= late for early, late in pairwise(firsts))
     assert firsts[-1] < STEPS
+
+
+def test_a_step_that_other_ranks_did_not_get_is_the_next_one_again() -> None:
+    engine = SlowEngine()
+    ahead = make_ahead(engine)
+    taken = [ahead.next(engine) for _ in range(3)]
+    ahead.put_back(taken.pop())
+    assert ahead.state_dict()["steps"] == 2
+    taken += [ahead.next(engine) for _ in range(STEPS - 2)]
+    ahead.close()
+    assert [ids(step.groups) for step in taken] == one_after_the_other()
