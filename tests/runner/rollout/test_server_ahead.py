@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import make_sample
+from builders import make_config, make_sample
 from fake_server import GENERATE, UPDATE, FakeServer, Hook
 from served import PROMPTS, SAMPLING, moved, open_engine, told
 from small import small_recipe
@@ -22,6 +22,7 @@ from dapo_runner.policy.model import Policy
 from dapo_runner.records.metrics import read_log
 from dapo_runner.records.progress import SilentProgress
 from dapo_runner.rollout.server import ServerEngine
+from dapo_runner.run.parts import sampled_ahead
 from dapo_runner.sampling.ahead import AheadSampler
 from dapo_runner.sampling.data import PromptCursor
 from dapo_runner.sampling.sampler import DynamicSampler
@@ -146,6 +147,26 @@ def test_one_slow_prompt_holds_back_its_own_round_alone(
     assert order == [True] * (4 * lead)
     first = {body["priority"] for server in servers for path, body, _ in server.asked if body.get("token_ids") == slow}
     assert first == {2}
+
+
+def test_how_many_rounds_are_in_flight() -> None:
+    for ahead, partial, rounds in ((1, True, 2), (3, True, 4), (3, False, 1)):
+        config = make_config(
+            rollout={"engine": "server", "ahead": ahead, "partial": partial, "correction": {"weights": "token"}},
+            sampler={"max_age": ahead},
+        )
+        sampler = DynamicSampler(PromptCursor(PROMPTS, seed=0), config.sampler)
+        assert sampled_ahead(sampler, config).n_rounds == rounds
+
+
+def test_a_request_may_wait_behind_those_of_the_rounds_before(
+    model_folder: Path, servers: list[FakeServer], tmp_path: Path
+) -> None:
+    engine = open_engine(model_folder, servers, tmp_path, ahead=1, answer_within=2.0)
+    for server in servers:
+        server.hooks[GENERATE] = lambda body: time.sleep(2.5)
+    assert all(engine.generate(PROMPTS[:4], SAMPLING))
+    assert not engine.notes
 
 
 def test_servers_that_die_with_two_rounds_in_flight(

@@ -167,9 +167,9 @@ def test_with_two_rounds_in_flight_what_was_accepted_is_kept_and_the_rest_asked_
 
     engine = Killed()
     ahead = make_ahead(engine, in_flight=2)
-    begun = [ids(ahead.next(engine).groups)]
+    steps = [ahead.next(engine)]
     while not (engine.answered[3].is_set() if hung == 2 else ahead.state_dict()["rounds_so_far"] == 3):
-        begun += [ids(ahead.next(engine).groups)] if ahead.figures([])["steps"] else []
+        steps += [ahead.next(engine)] if ahead.figures([])["steps"] else []
         time.sleep(0.005)
     state = ahead.state_dict()
     killed.set()
@@ -179,10 +179,14 @@ def test_with_two_rounds_in_flight_what_was_accepted_is_kept_and_the_rest_asked_
     again = HeldEngine()
     resumed = make_ahead(again, in_flight=2)
     resumed.load_state_dict(state)
-    rest = [ids(resumed.next(again).groups) for _ in range(STEPS - len(begun))]
+    steps += [resumed.next(again) for _ in range(STEPS - len(steps))]
     resumed.close()
-    assert dict(zip(again.rounds, again.asked, strict=True))[hung][0] == asked[hung][0]
-    assert begun + rest == one_after_the_other(six_of_seven)
+    asked_again = dict(zip(again.rounds, again.asked, strict=True))
+    assert asked_again[hung][0] == asked[hung][0]
+    assert [ids(step.groups) for step in steps] == one_after_the_other(six_of_seven)
+    accepted = asked | asked_again
+    n_accepted = sum(len(accepted[number]) for number in range(again.sampler.rounds_so_far))
+    assert sum(step.generated for step in steps) == n_accepted * steps[0].groups[0].n_generated
 
 
 def test_what_stops_the_sampling_comes_after_the_steps_before_it() -> None:
