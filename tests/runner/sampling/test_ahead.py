@@ -267,3 +267,31 @@ def test_a_step_that_other_ranks_did_not_get_is_the_next_one_again() -> None:
     taken += [ahead.next(engine) for _ in range(STEPS - 2)]
     ahead.close()
     assert [ids(step.groups) for step in taken] == one_after_the_other()
+
+
+def test_tokens_of_a_step_that_is_half_sampled_are_told_after_it_is_taken_up() -> None:
+    held, generated = threading.Event(), list[int]()
+
+    class Held(Engine):
+        def __call__(self, prompts: list[Prompt], round_index: int) -> list[Group]:
+            if round_index:
+                held.wait(10)
+            self.script = (lambda _: "RW") if round_index else (lambda _: "RR")
+            groups = super().__call__(prompts, round_index)
+            generated.append(sum(group.n_generated for group in groups))
+            return groups
+
+    ahead = AheadSampler(make_sampler(max_age=9), 1, 1, 60.0)
+    waiting = threading.Thread(target=ahead.next, args=[Held(every_third)], daemon=True)
+    waiting.start()
+    while ahead.state_dict()["rounds_so_far"] != 1:
+        time.sleep(0.005)
+    state = ahead.state_dict()
+    held.set()
+    waiting.join(10)
+    ahead.close()
+    resumed = make_sampler(max_age=9)
+    resumed.load_state_dict(state | {"steps": 0})
+    step = resumed.next(Engine(lambda _: "RW"))
+    assert state["generated"] == generated[0] > 0
+    assert step.generated == generated[0] + step.stats.groups * step.groups[0].n_generated
