@@ -271,7 +271,9 @@ def test_quick_answers_do_not_jump_the_queue(model_folder: Path, servers: list[F
     assert steps() == wanted
 
 
-def test_a_run_ahead(tmp_path: Path, model_folder: Path, servers: list[FakeServer]) -> None:
+def test_a_run_ahead(
+    tmp_path: Path, model_folder: Path, servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One server comes and goes; the run is taken up again where a step ahead had been sampled already."""
     raw = small_recipe(output_dir=str(tmp_path), steps=4, eval_every=2, keep=4)
     raw["model"] = {"dtype": "float32", "path": str(model_folder)}
@@ -291,6 +293,15 @@ def test_a_run_ahead(tmp_path: Path, model_folder: Path, servers: list[FakeServe
             threading.Timer(0.02, servers[1].start).start()
 
     servers[0].hooks[GENERATE] = kill_now_and_then
+    state_dict = AheadSampler.state_dict
+
+    def once_one_step_waits(self: AheadSampler) -> dict[str, Any]:
+        until = time.monotonic() + 20
+        while 0 < self.step < self.last and not self.figures([])["steps"] and time.monotonic() < until:
+            time.sleep(0.01)
+        return state_dict(self)
+
+    monkeypatch.setattr(AheadSampler, "state_dict", once_one_step_waits)
 
     class Notes(SilentProgress):
         def note(self, text: str) -> None:
