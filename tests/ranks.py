@@ -11,11 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Ranks are forks of one process that has imported what takes long.
+torch.multiprocessing.set_forkserver_preload(["torch.distributed", "transformers", "dapo_kernels"])
+
 
 def on_ranks(n_ranks: int, function: Callable[..., None], *args: Any) -> None:
     """Call ``function(rank, *args)`` on every rank, a function of a module; an exception on one is raised here."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, args=(n_ranks, folder, function, args), nprocs=n_ranks)
+        torch.multiprocessing.start_processes(
+            _rank, (n_ranks, folder, function, args), n_ranks, start_method="forkserver"
+        )
 
 
 def _rank(rank: int, n_ranks: int, folder: str, function: Callable[..., None], args: tuple[Any, ...]) -> None:

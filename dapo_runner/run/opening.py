@@ -141,10 +141,8 @@ def _open_run(config: Config, place: Place) -> Run:
     ended = early_stop.reason is not None
     owes = world.first(lambda: is_new or _missed_evaluation(config, folder, done, ended))
     stop = StopRequest(progress.note, config.run.grace)
-    waiting = world
-    if config.rollout.ahead and not world.alone:  # rank 0 has the deadline, of each of a step's rounds
-        rounds = config.sampler.max_rounds + config.rollout.ahead + 1
-        waiting = world.aside(2 * rounds * config.rollout.server.round_within)
+    ahead = sampled_ahead(sampler, config) if config.rollout.ahead else None
+    waiting = world if ahead is None or world.alone else world.aside(ahead.longest_step)
     rollouts = Rollouts(world, config, engine, score, learner.policy.tokenizer, clock, stop, done, waiting)
     return Run(
         world=world,
@@ -154,7 +152,7 @@ def _open_run(config: Config, place: Place) -> Run:
         learner=learner,
         engine=engine,
         rollouts=rollouts,
-        sampler=sampled_ahead(sampler, config) if config.rollout.ahead else sampler,
+        sampler=ahead or sampler,
         sync_probe=SyncProbe(dataset.train, config),
         score=score,
         log=log,

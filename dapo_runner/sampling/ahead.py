@@ -55,6 +55,11 @@ class AheadSampler:
         with self._changed:
             return sum(len(asked.prompts) for asked in self._rounds)
 
+    @property
+    def longest_step(self) -> float:
+        """Seconds after which ``next`` has returned or raised: each round of a step begins and ends in time."""
+        return 2 * (self.sampler.config.max_rounds + self.n_rounds) * self.within
+
     def figures(self, groups: list[Group]) -> dict[str, float]:
         """Steps that are sampled and wait, prompts in flight, and of the responses in ``groups`` the share that weights
         of several updates gave.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_nccl import MEET, join
 from fake_server import GENERATE, FakeServer
 from launch import torchrun
 from small import write_recipe
@@ -16,15 +15,16 @@ from small import write_recipe
 from dapo_runner.records.metrics import read_log
 
 
-@pytest.fixture
-def servers(model_folder: Path) -> Iterator[list[FakeServer]]:
-    with ExitStack() as stack:
-        yield [stack.enter_context(FakeServer(model_folder)) for _ in range(2)]
-
-
 def run(
-    folder: Path, n: int, model: Path, servers: list[FakeServer], *more: str, **settings_of_run: int
+    folder: Path,
+    n: int,
+    model: Path,
+    servers: list[FakeServer],
+    *more: str,
+    program: tuple[str | Path, ...] = ("-m", "dapo_runner"),
+    **settings_of_run: int,
 ) -> list[dict[str, Any]]:
+    folder.mkdir(exist_ok=True)
     recipe = write_recipe(folder, **{"steps": 2, "eval_every": 0, "save_every": 0, **settings_of_run})
     named = ", ".join(server.url for server in servers)
     settings = [
@@ -32,7 +32,7 @@ def run(
         "rollout.engine=server", "rollout.max_response_tokens=6", f"rollout.server.urls=[{named}]",
         f"rollout.server.folder={folder}", *more,
     ]  # fmt: skip
-    done = torchrun(n, "-m", "dapo_runner", "train", recipe, *settings)
+    done = torchrun(n, *program, "train", recipe, *settings)
     assert done.returncode == 0, done.stderr[-4000:]
     assert not list(folder.glob("dapo-*"))
     return read_log(folder / "runs" / f"on{n}" / "metrics.jsonl")
@@ -83,3 +83,24 @@ def test_two_ranks_that_sample_ahead(tmp_path: Path, model_folder: Path, servers
         assert step["batch/age_max"] <= 1
         assert 0 < step["train/rollout_ess"] <= 1
     assert sum(priorities) - n_asked == again[2]["sampling/groups"]
+
+
+def test_two_ranks_and_weights_that_rank_0_sends(tmp_path: Path, model_folder: Path, servers: list[FakeServer]) -> None:
+    """By NCCL, with files in its place; a server that dies meets rank 0 anew before any rank takes its answers."""
+    groups = tmp_path / "groups"
+    for server in servers:
+        join(server, groups)
+
+    def lost_and_back(body: dict[str, Any]) -> None:
+        if servers[1].alive and servers[0].seen(GENERATE) % 9 == 7:
+            servers[1].kill()
+            servers[1].start()
+
+    servers[0].hooks[GENERATE] = lost_and_back
+    program = Path(__file__).with_name("by_nccl.py"), groups
+    events = run(tmp_path, 2, model_folder, servers, "rollout.server.transfer=nccl", program=program)
+    assert servers[0].seen(MEET) == 1 < servers[1].seen(MEET)
+    steps = [event for event in events if event["kind"] == "step"]
+    assert [step["step"] for step in steps] == [1, 2]
+    for step in steps:
+        assert step["sync/gap"] < 1e-5

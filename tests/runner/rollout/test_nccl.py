@@ -1,17 +1,17 @@
-"""Weights that go to servers by NCCL, with memory in its place: who waits for whom, and what a failure leaves."""
+"""Weights that go to servers by NCCL, with files in its place: who waits for whom, and what a failure leaves."""
 
 from __future__ import annotations
 
 import importlib.util
-import queue
 import threading
 import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from builders import make_config
+from fake_nccl import ABORTED, MEET, MET, FileGroup, appears, join
 from fake_server import UPDATE, FakeServer
 from served import PROMPTS, SAMPLING, hang, moved, open_engine, server_config, told
 
@@ -25,72 +25,18 @@ from dapo_runner.rollout import nccl
 from dapo_runner.rollout.client import RolloutError, ServerError
 from dapo_runner.rollout.server import ServerEngine
 
-MEET = "/init_weight_transfer_engine"
-
-
-class FakeGroup:
-    """Both ends of a group, found by its port."""
-
-    there: ClassVar[dict[int, FakeGroup]] = {}
-
-    def __init__(self, address: str, port: int, size: int, device: torch.device) -> None:
-        assert (address, size) == ("127.0.0.1", 3)
-        self.met, self.tensors, self.aborted = threading.Event(), queue.Queue[torch.Tensor | None](), threading.Event()
-        self.there[port] = self
-        assert self.met.wait(30)
-
-    def send(self, tensors: Any) -> None:
-        for tensor in tensors:
-            self.tensors.put(tensor.clone())
-
-    def abort(self) -> None:
-        self.aborted.set()
-        self.tensors.put(None)
-
-
-def join(server: FakeServer) -> None:
-    """Has the server do what vLLM's NCCL backend does; a restart forgets the group."""
-
-    def meet(body: dict[str, Any]) -> tuple[int, Any]:
-        told, until = body["init_info"], time.monotonic() + 30
-        assert (told["rank_offset"], told["world_size"]) == (1, 3)
-        while told["master_port"] not in FakeGroup.there and time.monotonic() < until:
-            time.sleep(0.001)
-        group = FakeGroup.there.get(told["master_port"])
-        if group is None:
-            return 500, {"error": "nobody there"}
-        server.engine.group = group  # type: ignore[attr-defined]
-        group.met.set()
-        return 200, {}
-
-    def receive(body: dict[str, Any]) -> tuple[int, Any]:
-        group = getattr(server.engine, "group", None)
-        if group is None:
-            return 500, {"error": "not initialized"}
-        told = body["update_info"]
-        found = list[torch.Tensor]()
-        while len(found) < len(told["names"]) and (x := group.tensors.get(timeout=30)) is not None:
-            found.append(x)
-        if len(found) < len(told["names"]):
-            return 500, {"error": "aborted"}
-        assert [list(x.shape) for x in found] == told["shapes"]
-        assert {str(x.dtype) for x in found} == {f"torch.{name}" for name in told["dtype_names"]}
-        server.engine.update_weights(zip(told["names"], found, strict=True))
-        return 200, {}
-
-    server.hooks |= {MEET: meet, UPDATE: receive, "/get_world_size": lambda _: (200, {"world_size": 2})}
-
 
 @pytest.fixture(autouse=True)
-def groups(monkeypatch: pytest.MonkeyPatch) -> dict[int, FakeGroup]:
-    monkeypatch.setattr(nccl, "Group", FakeGroup)
-    monkeypatch.setattr(FakeGroup, "there", {})
-    return FakeGroup.there
+def groups(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where they are."""
+    monkeypatch.setattr(nccl, "Group", FileGroup)
+    monkeypatch.setattr(FileGroup, "folder", tmp_path_factory.mktemp("groups"), raising=False)
+    return FileGroup.folder
 
 
 def open_nccl(model: Path, servers: list[FakeServer], folder: Path, **settings: Any) -> ServerEngine:
     for server in servers:
-        join(server)
+        join(server, FileGroup.folder)
     return open_engine(model, servers, folder, transfer="nccl", **{"health_within": 30.0, **settings})
 
 
@@ -128,12 +74,7 @@ def test_weights_arrive_and_rest(model_folder: Path, servers: list[FakeServer], 
 
 @pytest.mark.parametrize("path", [MEET, UPDATE])
 def test_a_server_that_takes_no_part_is_left_out(
-    path: str,
-    model_folder: Path,
-    servers: list[FakeServer],
-    tmp_path: Path,
-    groups: dict[int, FakeGroup],
-    policy: Policy,
+    path: str, model_folder: Path, servers: list[FakeServer], tmp_path: Path, groups: Path, policy: Policy
 ) -> None:
     engine = open_nccl(model_folder, servers, tmp_path, sync_within=4.0)
     restart(servers[0])
@@ -141,9 +82,14 @@ def test_a_server_that_takes_no_part_is_left_out(
     servers[0].hooks[path] = hang(hung)
     engine.update_weights(moved(policy).items())
     assert any(f"{path}: no answer within 4 s" in note for note in engine.notes)
-    assert sum(group.aborted.is_set() for group in groups.values()) >= (1 if path == MEET else 2)
+    assert len(list(groups.glob(f"*/{ABORTED}"))) >= (1 if path == MEET else 2)
+    late = [place for place in groups.iterdir() if not (place / MET).exists()]
+    assert len(late) == (path == MEET)
+    for place in late:  # its other end comes once it was given up
+        (place / MET).touch()
+        assert appears(place / ABORTED)
     hung.set()
-    join(servers[0])
+    join(servers[0], FileGroup.folder)
     servers[1].kill()
     assert engine.generate(PROMPTS, SAMPLING)
     assert servers[0].version == engine.transfer.version
@@ -156,7 +102,7 @@ def test_a_server_that_dies_half_way_meets_anew(
 
     def die(_: dict[str, Any]) -> tuple[int, Any]:
         restart(servers[0])
-        join(servers[0])
+        join(servers[0], FileGroup.folder)
         back.set()
         return 503, {}
 
@@ -182,19 +128,18 @@ def test_what_fails_on_the_trainers_side_is_said_at_once(
 
     began = time.monotonic()
     for broken in ("send", "__init__"):
-        monkeypatch.setattr(FakeGroup, broken, fail)
-        with pytest.raises(RolloutError, match=r"NCCL on this side: RuntimeError: NCCL error: unhandled"):
-            engine.update_weights(policy.named_weights())
+        with monkeypatch.context() as broke:
+            broke.setattr(FileGroup, broken, fail)
+            with pytest.raises(RolloutError, match=r"NCCL on this side: RuntimeError: NCCL error: unhandled"):
+                engine.update_weights(policy.named_weights())
     assert time.monotonic() - began < 60
-    monkeypatch.undo()
-    monkeypatch.setattr(nccl, "Group", FakeGroup)
-    send = FakeGroup.send
+    send = FileGroup.send
 
-    def never_end(group: FakeGroup, tensors: Any) -> None:
+    def never_end(group: FileGroup, tensors: Any) -> None:
         send(group, tensors)
         over.wait(60)
 
-    monkeypatch.setattr(FakeGroup, "send", never_end)
+    monkeypatch.setattr(FileGroup, "send", never_end)
     engine.transfer.within = 3.0
     with pytest.raises(RolloutError, match="has done its part, and NCCL has not ended within 3 s"):
         engine.update_weights(policy.named_weights())

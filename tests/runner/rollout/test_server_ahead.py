@@ -18,6 +18,7 @@ from served import PROMPTS, SAMPLING, moved, open_engine, told
 from small import small_recipe
 
 from dapo_runner.config import SamplerConfig, parse_config
+from dapo_runner.parallel.world import Layout, World
 from dapo_runner.policy.model import Policy
 from dapo_runner.records.metrics import read_log
 from dapo_runner.records.progress import SilentProgress
@@ -167,6 +168,30 @@ def test_a_request_may_wait_behind_those_of_the_rounds_before(
         server.hooks[GENERATE] = lambda body: time.sleep(2.5)
     assert all(engine.generate(PROMPTS[:4], SAMPLING))
     assert not engine.notes
+
+
+def test_who_samples_ahead_asks_for_all_ranks(model_folder: Path, servers: list[FakeServer], tmp_path: Path) -> None:
+    """Two batches at a time, of which each of two ranks would ask for half."""
+    engine = open_engine(model_folder, servers[:1], tmp_path, ahead=1)
+    engine.world = World(0, Layout(2))
+    changed = threading.Condition()
+    for priority, wanted in ((None, 4), (0, 8)):
+        n_open, most = 0, 0
+
+        def hold(body: dict[str, Any], wanted: int = wanted) -> None:
+            nonlocal n_open, most
+            with changed:
+                n_open += 1
+                most = max(most, n_open)
+                changed.notify_all()
+                changed.wait_for(lambda: most >= wanted, 10)
+            time.sleep(0.05)
+            with changed:
+                n_open -= 1
+
+        servers[0].hooks[GENERATE] = hold
+        assert all(engine.generate(PROMPTS, replace(SAMPLING, priority=priority)))
+        assert most == wanted
 
 
 def test_servers_that_die_with_two_rounds_in_flight(

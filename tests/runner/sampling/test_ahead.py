@@ -13,7 +13,7 @@ import pytest
 from test_sampler import Engine, every_third, ids, make_sampler
 
 from dapo_runner.sampling.ahead import AheadSampler, SamplingStalledError
-from dapo_runner.sampling.sampler import DynamicSampler
+from dapo_runner.sampling.sampler import DynamicSampler, SamplingExhaustedError
 from dapo_runner.types import Group, Prompt
 
 STEPS = 8
@@ -240,6 +240,21 @@ def test_a_round_that_does_not_end_is_named_and_one_that_exits_raised() -> None:
     hung.set()
     with pytest.raises(SystemExit, match="a reward function has left"):
         take_all(ahead, engine, found)
+    ahead.close()
+
+
+def test_how_long_a_step_may_take_when_every_round_ends_in_time() -> None:
+    class Late(SlowEngine):
+        def __call__(self, prompts: list[Prompt], round_index: int) -> list[Group]:
+            time.sleep(0.15)
+            return super().__call__(prompts, round_index)
+
+    engine = Late()
+    engine.script = lambda _: "RR"
+    ahead, began = make_ahead(engine, within=0.3), time.monotonic()
+    with pytest.raises(SamplingExhaustedError):
+        ahead.next(engine)
+    assert ahead.within < time.monotonic() - began < ahead.longest_step
     ahead.close()
 
 

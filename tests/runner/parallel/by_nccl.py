@@ -1,0 +1,20 @@
+"""`python by_nccl.py FOLDER ARGUMENT...`, started on several ranks: `dapo ARGUMENT...` with files in NCCL's place."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from fake_nccl import FileGroup
+from launch import leave
+
+from dapo_runner.cli import main
+from dapo_runner.rollout import nccl
+
+if __name__ == "__main__":
+    folder, *arguments = sys.argv[1:]
+    FileGroup.folder = Path(folder)
+    nccl.Group = FileGroup  # type: ignore[assignment,misc]
+    nccl.check_there = lambda config: None
+    assert main(arguments) == 0
+    leave()
