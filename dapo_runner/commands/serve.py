@@ -68,8 +68,6 @@ def server_arguments(config: Config, model: str | Path, device: torch.device, ur
         }
     if config.rollout.ahead:
         arguments["scheduling_policy"] = "priority"
-    if settings.tensor == 1:
-        arguments["distributed_executor_backend"] = "uni"  # no process of its own for the one worker
     if settings.key_env is not None:
         arguments["middleware"] = f"{RECEIVER}.KeyForAll"
     return list(_flags(arguments))
