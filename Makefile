@@ -35,7 +35,7 @@ test-elsewhere: install
 
 # Runs on 2 and 4 processes, over gloo.
 test-ranks: install
-	$(BIN)/python -m pytest -n 2 -m "ranks and not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "ranks and not slow"  # what a file makes on ranks is made once
 
 # vLLM wants other versions than ours of what both need, and a gigabyte of it: a folder of its own.
 VLLM_VENV ?= .venv-vllm

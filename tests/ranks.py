@@ -8,18 +8,18 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import forks
 import torch
 import torch.distributed as dist
 
-# Ranks are forks of one process that has imported what takes long.
-torch.multiprocessing.set_forkserver_preload(["torch.distributed", "transformers", "dapo_kernels"])
-
 
 def on_ranks(n_ranks: int, function: Callable[..., None], *args: Any) -> None:
-    """Call ``function(rank, *args)`` on every rank, a function of a module; an exception on one is raised here."""
+    """Call ``function(rank, *args)`` on every rank, a function of a module; an exception on one is raised here.
+    Their environment is the one that the first fork had.
+    """
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(
-            _rank, (n_ranks, folder, function, args), n_ranks, start_method="forkserver"
+            _rank, (n_ranks, folder, function, args), n_ranks, start_method=forks.METHOD
         )
 
 

@@ -14,8 +14,8 @@ from benchmarks.bench_ahead import Outcome, outcome, write_page
 def write_run(folder: Path, ahead: bool) -> Outcome:
     """Two steps of 10 s, of which the second ends with 95 %."""
     waits = {"seconds/wait": 5.0} if ahead else {"seconds/rollout": 5.0}
-    parts = waits | {"seconds/forward_backward": 2.0, "seconds/evaluate": 2.0}
-    parts |= {"seconds/sync": 0.5, "seconds/probe": 0.5}
+    parts = waits | {"seconds/forward_backward": 2.0, "seconds/evaluate": 1.0}
+    parts |= {"seconds/old_logprobs": 1.0, "seconds/sync": 0.5, "seconds/probe": 0.5}
     step = {"sampling/tokens": 400, "train/tokens": 100, "batch/age": 1.0, "batch/age_max": 1.0}
     metrics: list[dict[str, Any]] = [{"kind": "eval", "step": 0, "eval/avg@4": 0.25}]
     for number, accuracy in ((1, 0.5), (2, 0.95)):
@@ -36,9 +36,9 @@ def test_rates_and_time_to_an_accuracy(tmp_path: Path) -> None:
     assert in_turn.rate == ahead.rate == 40.0
     assert in_turn.rates == (80.0, 50.0, 1.0)
     assert ahead.rates == (None, 50.0, 1.0)
-    options = argparse.Namespace(recipe="tiny", target=0.9, sides=[1, 3], settings=["run.steps=2"])
+    options = argparse.Namespace(recipe="tiny", target=0.9, seeds=[0], sides=[1, 3], settings=["run.steps=2"])
     page = write_page([in_turn, ahead], options, machine.describe())
-    assert "--recipe tiny --target 0.9 --sides 1 3 run.steps=2`" in page
+    assert "--recipe tiny --target 0.9 --seeds 0 --sides 1 3 run.steps=2`" in page
     assert "| in turn | 0 | 20 | 20 | 40 | 25.0 → 95.0 % | 1.00 | 1 | 1.000 | 80 | 50 | 1.00 |" in page
     assert "| ahead | 0 | 20 | 20 | 40 | 25.0 → 95.0 % | 1.00 | 1 | 1.000 | – | 50 | 1.00 |" in page
     table = [line for line in page.splitlines() if line.startswith("|")]
@@ -47,7 +47,7 @@ def test_rates_and_time_to_an_accuracy(tmp_path: Path) -> None:
 
 def test_a_target_that_one_seed_misses_has_no_mean(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", ahead=False)
-    options = argparse.Namespace(recipe="tiny", target=0.9, sides=[1], settings=[])
+    options = argparse.Namespace(recipe="tiny", target=0.9, seeds=[0, 1], sides=[1], settings=[])
     missed = run._replace(seed=1, accuracy={0: 0.25, 2: 0.5})
     page = write_page([run, missed], options, machine.describe())
     assert "| **in turn** | all | – | 20 | 40 | 72.5 ± 31.8 % |" in page

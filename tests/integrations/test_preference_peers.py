@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,6 @@ def test_liger(loss_type: str, reference: bool) -> None:
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     trl = pytest.importorskip("trl", reason="TRL is not installed: pip install -c constraints.txt -e '.[trl]'")
     from datasets import Dataset
     from trl_runs import load, save_tiny_model

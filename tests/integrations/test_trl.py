@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a trainer would report its name to the hub
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 pytest.importorskip("trl", reason="TRL is not installed: pip install -c constraints.txt -e '.[trl]'")
 pytest.importorskip("peft", reason="peft is not installed: pip install -c constraints.txt -e '.[trl]'")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from builders import write_rows
 from fake_api import FakeAPI, says
-from test_resume import CONTEXT
+from forks import CONTEXT
 
 from dapo_runner.cli import main
 from dapo_runner.convert.reply import Reply, as_integer, read_reply, request

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import os
 import random
 import shutil
@@ -14,16 +13,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from forks import CONTEXT
 from small import write_recipe
 
 from dapo_runner.checkpoint import checkpoint_to_resume, files, find_checkpoints, is_whole, plain
 from dapo_runner.cli import main
 
 STEPS = 6
-
-# Real processes, forked from one that has the imports behind it: a fresh interpreter spends seconds on them.
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["dapo_runner.train", "dapo_runner.records.report", "transformers.models.llama"])
 
 
 def run_command(recipe: Path) -> None:

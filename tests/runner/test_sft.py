@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import yaml
 from builders import make_completion, make_config, make_prompt, write_rows
 from fake_api import FakeAPI, says
-from test_resume import CONTEXT
+from forks import CONTEXT
 from test_train import Notes
 
 from dapo_runner.checkpoint import checkpoint_to_resume
