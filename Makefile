@@ -33,9 +33,9 @@ test: install
 test-elsewhere: install
 	$(BIN)/python -m pytest -n 2 --require-cpp -m "elsewhere and not slow"
 
-# Runs on 2 and 4 processes, over gloo.
+# Runs on 2 and 4 processes, over gloo; what a file of tests makes for all of them is made once.
 test-ranks: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "ranks and not slow"  # what a file makes on ranks is made once
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "ranks and not slow"
 
 # vLLM wants other versions than ours of what both need, and a gigabyte of it: a folder of its own.
 VLLM_VENV ?= .venv-vllm
