@@ -23,7 +23,7 @@ def launcher(n: int, *arguments: str | Path) -> list[str]:
 
 def environment() -> dict[str, str]:
     """Of a process that is not launched yet, with the tests' helpers on its path."""
-    paths = [str(TESTS.parent.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
+    paths = [str(TESTS.parent.parent), str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), "OMP_NUM_THREADS": "1"}
 
 
