@@ -15,7 +15,7 @@ PHASES = {
     "rollout": "the engine generates",
     "score": "answers are checked",
     "segments": "continuations that give segments of responses their values, and their answers",
-    "wait": "prompts over the ranks, and for the slowest of them",
+    "wait": "for a step that is still being sampled ahead; prompts over the ranks, and for the slowest of them",
     "pack": "advantages, sequences laid out in micro-batches",
     "old_logprobs": "forward passes for the ratios' denominator",
     "ref_logprobs": "forward passes of the reference",
