@@ -124,6 +124,9 @@ class PolicyCall:
             if importance_weights is None
             else layout.per_token_or_sequence("importance_weights", importance_weights),
         )
+        for name, values in (("old_logprobs", tokens.old_logprobs), ("ref_logprobs", tokens.ref_logprobs)):
+            if values is not None:
+                layout.check_logprobs(name, values, live)
         if chosen.max_old_prob is not None:
             assert tokens.old_logprobs is not None
             sure = tokens.old_logprobs > math.log(chosen.max_old_prob)  # a NaN is not sure: it stays, and shows

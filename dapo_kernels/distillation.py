@@ -50,6 +50,9 @@ def linear_distillation_loss(
         0 < β < 1:  β·KL(q‖m) + (1 − β)·KL(p‖m)            generalized Jensen-Shannon
         β = 1:      KL(p‖q)                                reverse: do nothing that the reference does not
 
+    The divergence is +∞ where a token of the vocabulary is possible in q alone (β = 0) or in p alone (β = 1): its logit
+    is −∞ in the other. The gradient of such a loss is p − q with β = 0, and not finite with β = 1.
+
     The gradient, of the policy's hidden states and head alone, is formed together with the loss: four GEMMs, of which
     one is the reference's; it can be handed out once. Under ``no_grad`` the call costs two.
 

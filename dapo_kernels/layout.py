@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dapo_kernels.backends import cpu_backend
 from dapo_kernels.objectives.table import is_number
-from dapo_kernels.records import Asked, accumulate_dtype, on_host, readable
+from dapo_kernels.records import LARGEST_LOGPROB, Asked, accumulate_dtype, on_host, readable
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -184,6 +184,22 @@ class Layout:
             rows = torch.searchsorted(offsets, torch.arange(ids.shape[0], device=self.device), right=True) - 1
         return asked._replace(listed=counts > 0, kept_ids=ids, kept_rows=rows)
 
+    def check_logprobs(self, name: str, values: Tensor, live: Tensor) -> None:
+        """Refuse a live value above 0, such as a probability. On a GPU, where looking waits, the metrics count them.
+
+        Args:
+            values: log-probs, or sums of them; same shape as ``live``, a constant.
+            live: bool, which of them matter.
+        """
+        if not readable(values) or values.numel() == 0:
+            return
+        if values.amax().item() <= LARGEST_LOGPROB:  # of all tokens: two operations instead of five, mostly enough
+            return
+        positive = (values > LARGEST_LOGPROB) & live  # a NaN is not positive
+        if bool(positive.any()):
+            largest = float(values[positive].amax())
+            raise self.fail(name, "log-probs, which are at most 0 (pass probabilities as .log())", f"{largest:g}")
+
     def live(self, mask: Tensor | None) -> Tensor:
         """bool [N]: which tokens train."""
         if mask is None:
@@ -209,9 +225,11 @@ def check_tensor(caller: str, name: str, value: Any, expected: str = "a tensor")
         )
 
 
-def layout_of(caller: str, name: str, rows: Any, cu_seqlens: Tensor | None = None, parts: int = 1) -> Layout:
+def layout_of(
+    caller: str, name: str, rows: Any, cu_seqlens: Tensor | None = None, parts: int = 1, target_ids: Any = None
+) -> Layout:
     """The layout that ``rows``, [T, ·] or [B, L, ·] floating point, gives the call; of which this may be one of
-    ``parts`` of the sequence, all equally long.
+    ``parts`` of the sequence, all equally long. Refuses rows that ``target_ids`` show not to be shifted.
     """
     check_tensor(caller, name, rows)
     if rows.dim() not in (2, 3):
@@ -219,7 +237,21 @@ def layout_of(caller: str, name: str, rows: Any, cu_seqlens: Tensor | None = Non
     if rows.dtype not in _FLOATS:
         raise TypeError(f"{caller}: {name} must be float32, bfloat16, float16 or float64, got {rows.dtype}")
     shape = (*rows.shape[:-2], rows.shape[-2] * parts)
+    if isinstance(target_ids, Tensor) and target_ids.shape != shape:
+        _check_shifted(caller, name, shape, target_ids, cu_seqlens)
     return _layout(caller, shape, rows.device, accumulate_dtype(rows.dtype), cu_seqlens)
+
+
+def _check_shifted(caller: str, name: str, shape: tuple[int, ...], target_ids: Tensor, cu_seqlens: Any) -> None:
+    """The commonest mistake: rows of all positions beside targets from the second one on."""
+    got = tuple(target_ids.shape)
+    sequences = cu_seqlens.numel() - 1 if len(shape) == 1 and isinstance(cu_seqlens, Tensor) else 1
+    if len(got) == len(shape) and got[:-1] == shape[:-1] and 0 < shape[-1] - got[-1] <= max(sequences, 1):
+        raise ValueError(
+            f"{caller}: {name} must be shifted: {name}[t] predicts target_ids[t], got {list(shape)} positions "
+            f"and target_ids {list(got)}. Leave out the last position of every sequence: {name}[:, :-1] with "
+            "target_ids = input_ids[:, 1:]"
+        )
 
 
 def token_layout(caller: str, name: str, values: Any, cu_seqlens: Tensor | None) -> Layout:

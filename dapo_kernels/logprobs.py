@@ -65,7 +65,7 @@ def token_logprobs(
     """
     logits, shard = logits_of_call("token_logprobs", logits, group)
     with Telling(shard, logits):
-        layout = layout_of("token_logprobs", "logits", logits)
+        layout = layout_of("token_logprobs", "logits", logits, target_ids=target_ids)
         check_flag(layout, "entropy", entropy)
         check_flag(layout, "inplace_backward", inplace_backward)
         asked = layout.asked(target_ids, temperature, layout.live(None), entropy, sampling_mask)
@@ -97,7 +97,7 @@ def linear_token_logprobs(
     """
     hidden, weight, shard = head_of_ranks("linear_token_logprobs", hidden, weight, options)
     with Telling(shard, weight):
-        layout = layout_of("linear_token_logprobs", "hidden", hidden, parts=parts_of(shard))
+        layout = layout_of("linear_token_logprobs", "hidden", hidden, None, parts_of(shard), target_ids)
         head, plan = head_of_call(layout, hidden, weight, mask, options)
         if options:
             raise TypeError(f"linear_token_logprobs: unknown argument {next(iter(options))!r}")

@@ -74,13 +74,16 @@ def dapo_loss(
             strides. ``logits[t]`` predicts ``target_ids[t]``: shift before the call.
         target_ids: [T] or [B, L], integers in [0, V).
         old_logprobs: same shape, log-probs under the policy that sampled; ``None`` means on-policy: ratio 1.
+            Log-probs above 0, probabilities passed by mistake, are refused on the CPU; elsewhere the metric
+            ``positive_logprobs`` counts their tokens.
         advantages: per token, or per sequence [S] / [B].
         objective: a name in ``OBJECTIVES``, an ``Objective``, or a function ``fn(logprobs, entropy, tokens)`` that
             returns a loss per token, each [n] (docs/objectives.md, "A loss of your own").
         mask: same shape as ``target_ids``, which tokens train. A masked token may hold anything, NaN included.
         cu_seqlens: int32 [S+1], where packed sequences begin and end.
         ref_logprobs: per token, under the reference policy; needed when ``kl_coef`` is not 0.
-        importance_weights: per token or sequence; multiply the policy term only (rollout correction).
+        importance_weights: per token or sequence; multiply the policy term and KL-Cov's penalty, not
+            the KL to a reference or the entropy bonus (rollout correction).
         temperature: positive number, or one per token; 1 by default.
         sampling_mask: a ``SamplingMask``, which tokens of the vocabulary each one was sampled from, where top-p, top-k
             or min-p had cut it down: log-probs, entropies and gradients are those of the softmax over them, and nothing
@@ -224,7 +227,9 @@ def policy_loss(
         raise ValueError(f"policy_loss: {field}={getattr(call.objective, field):g} needs entropy, {layout.describe()}")
     entropies = None if entropy is None else layout.per_token("entropy", entropy, keep_grad=True)
     served_by = backend_for("policy_loss", logprobs.device, layout.dtype)
-    return _of_stats(call, layout.per_token("logprobs", logprobs, keep_grad=True), entropies, served_by)
+    flat = layout.per_token("logprobs", logprobs, keep_grad=True)
+    layout.check_logprobs("logprobs", flat.detach(), call.tokens.live)
+    return _of_stats(call, flat, entropies, served_by)
 
 
 def _from_logits(
@@ -239,7 +244,7 @@ def _from_logits(
     logits, shard = logits_of_call(caller, logits, options.pop("group", None))
     valid = options.pop("valid_vocab", None)
     with Telling(shard, logits):
-        layout = layout_of(caller, "logits", logits, options.pop("cu_seqlens", None))
+        layout = layout_of(caller, "logits", logits, options.pop("cu_seqlens", None), target_ids=target_ids)
         in_place = check_flag(layout, "inplace_backward", options.pop("inplace_backward", False))
         call, asked = _row_call(layout, target_ids, old_logprobs, advantages, objective, options)
         served_by = backend_for(caller, logits.device, logits.dtype, logits.shape[-1])
@@ -274,7 +279,7 @@ def _from_hidden(
 ) -> LossOutput:
     hidden, weight, shard = head_of_ranks(caller, hidden, weight, options)
     with Telling(shard, weight):
-        layout = layout_of(caller, "hidden", hidden, options.pop("cu_seqlens", None), parts_of(shard))
+        layout = layout_of(caller, "hidden", hidden, options.pop("cu_seqlens", None), parts_of(shard), target_ids)
         head, plan = head_of_call(layout, hidden, weight, options.get("mask"), options)
         call, asked = _row_call(layout, target_ids, old_logprobs, advantages, objective, options)
     head, plan = shared_plan(layout, shard, head, plan, asked, call)
@@ -324,7 +329,8 @@ def _output(
 ) -> LossOutput:
     """Per-token results [N], zeros on dead tokens, in the caller's layout."""
     tokens, shape = call.tokens, call.layout.shape
-    reported = PerToken(tokens.live, logprobs, tokens.old_logprobs, log_ratio, clip_hit, ref_kl, entropy)
+    old, ref = tokens.old_logprobs, tokens.ref_logprobs
+    reported = PerToken(tokens.live, logprobs, old, ref, log_ratio, clip_hit, ref_kl, entropy)
     # What a compiled graph does not return it does not compute.
     metrics = token_sums(reported) if torch.compiler.is_compiling() else Metrics(reported)
     if len(shape) > 1:

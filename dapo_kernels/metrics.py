@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -10,19 +11,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dapo_kernels.objectives.surrogate import CLIPPED_DUAL, CLIPPED_HIGH, CLIPPED_LOW
+from dapo_kernels.records import LARGEST_LOGPROB
 
-COUNTS = ("tokens", "nonfinite", "pairs")
+COUNTS = ("tokens", "nonfinite", "positive_logprobs", "pairs")
 # Of a preference loss, sums over pairs.
 PER_PAIR = ("accuracy", "margin", "reward_chosen", "reward_rejected", "logprob_chosen", "logprob_rejected")
 _CLIPPED = {"clip_low": CLIPPED_LOW, "clip_high": CLIPPED_HIGH, "clip_dual": CLIPPED_DUAL}
 
 
 class PerToken(NamedTuple):
-    """What the metrics are sums of, each [N] and detached; zeros on dead tokens but for ``old_logprobs``."""
+    """What the metrics are sums of, each [N] and detached; zeros on dead tokens but for ``old_logprobs`` and
+    ``ref_logprobs``.
+    """
 
     live: Tensor
     logprobs: Tensor
     old_logprobs: Tensor | None
+    ref_logprobs: Tensor | None
     log_ratio: Tensor | None  # what the surrogate saw, where that is not the token's own
     clip_hit: Tensor | None  # None: nobody knows
     ref_kl: Tensor | None
@@ -74,7 +79,7 @@ def _versions(tokens: PerToken) -> list[int]:
 @torch.no_grad()
 def token_sums(tokens: PerToken) -> dict[str, Tensor]:
     """What is not known has no key: an entropy of 0 would read as a policy that has collapsed."""
-    live, logprobs, old_logprobs, log_ratio, clip_hit, ref_kl, entropy = tokens
+    live, logprobs, old_logprobs, ref_logprobs, log_ratio, clip_hit, ref_kl, entropy = tokens
     delta = torch.zeros_like(logprobs) if old_logprobs is None else logprobs - old_logprobs
     delta = torch.where(live, delta, 0.0)
     ratio = torch.where(live, (delta if log_ratio is None else log_ratio).exp(), 0.0)
@@ -90,8 +95,15 @@ def token_sums(tokens: PerToken) -> dict[str, Tensor]:
         "approx_kl": -delta.sum(),
         "ref_kl": zero if ref_kl is None else ref_kl.sum(),
         "nonfinite": (live & ~torch.isfinite(logprobs)).sum(),
+        "positive_logprobs": count_positive(live, logprobs, old_logprobs, ref_logprobs),
     }
     return sums if entropy is None else sums | {"entropy": entropy.sum()}
+
+
+def count_positive(live: Tensor, *logprobs: Tensor | None) -> Tensor:
+    """Return how many live tokens have a log-prob above 0 in one of ``logprobs``, [N] each: int64, 0-d."""
+    above = [x > LARGEST_LOGPROB for x in logprobs if x is not None]
+    return (live & functools.reduce(torch.logical_or, above)).sum()
 
 
 def summarize(metrics: Mapping[str, Tensor] | Iterable[Mapping[str, Tensor]]) -> dict[str, float]:
@@ -99,7 +111,8 @@ def summarize(metrics: Mapping[str, Tensor] | Iterable[Mapping[str, Tensor]]) ->
 
     Sums become means per live token, those of a preference loss (``accuracy``, ``margin``, …) means per pair,
     ``clip_high_prob``, the probability of tokens clipped from above, a mean per such token, where there is one;
-    ``tokens``, ``pairs`` and ``nonfinite`` stay counts and keys ending in ``_max`` maxima.
+    ``tokens``, ``pairs``, ``nonfinite`` and ``positive_logprobs`` stay counts and keys ending in ``_max`` maxima.
+    ``positive_logprobs`` counts tokens of which a log-prob that was given is above 0: a call on the CPU refuses them.
     Without a live token every mean is 0. ``entropy`` is there when a call computed it (``entropy=True``, or an
     objective that needs it), as the mean over the live tokens of those calls. Reads the values back to the host.
     """
@@ -156,7 +169,7 @@ def _on_host(part: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def _combined(name: str, table: list[dict[str, float]]) -> float:
-    values = torch.tensor([part[name] for part in table], dtype=torch.float64)
+    values = torch.tensor([part[name] for part in table], dtype=torch.float64, device="cpu")
     if name.endswith("_max"):
         return float(values.amax())  # NaN where one is
     total = float(values.sum())

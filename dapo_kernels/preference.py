@@ -20,6 +20,7 @@ from dapo_kernels.engine import rows as from_rows
 from dapo_kernels.engine.shards import checksum
 from dapo_kernels.head import head_of_call
 from dapo_kernels.layout import Layout, check_flag, check_rows_apart, check_tensor, layout_of, token_layout
+from dapo_kernels.metrics import count_positive
 from dapo_kernels.objectives.aggregate import sequence_sums
 from dapo_kernels.objectives.pairs import PairLoss
 from dapo_kernels.records import HeadOptions, Terms, readable
@@ -119,7 +120,7 @@ def preference_loss(
     logits, shard = logits_of_call("preference_loss", logits, options.pop("group", None))
     valid = options.pop("valid_vocab", None)
     with Telling(shard, logits):
-        layout = layout_of("preference_loss", "logits", logits, options.pop("cu_seqlens", None))
+        layout = layout_of("preference_loss", "logits", logits, options.pop("cu_seqlens", None), target_ids=target_ids)
         in_place = check_flag(layout, "inplace_backward", options.pop("inplace_backward", False))
         want_entropy = check_flag(layout, "entropy", options.pop("entropy", False))
         temperature = options.pop("temperature", 1.0)
@@ -155,7 +156,7 @@ def linear_preference_loss(
     hidden, weight, shard = head_of_ranks("linear_preference_loss", hidden, weight, options)
     with Telling(shard, weight):
         cu_seqlens = options.pop("cu_seqlens", None)
-        layout = layout_of("linear_preference_loss", "hidden", hidden, cu_seqlens, parts_of(shard))
+        layout = layout_of("linear_preference_loss", "hidden", hidden, cu_seqlens, parts_of(shard), target_ids)
         want_entropy = check_flag(layout, "entropy", options.pop("entropy", False))
         temperature = options.pop("temperature", 1.0)
         left_out = options.get("pairs") if options.get("mask") is None else options["mask"]  # either may leave some out
@@ -182,7 +183,9 @@ def preference_loss_from_logprobs(
     layout = token_layout("preference_loss_from_logprobs", "logprobs", logprobs, options.pop("cu_seqlens", None))
     call = PairCall.of(layout, ref_logprobs, options)
     entropies = None if entropy is None else layout.per_token("entropy", entropy)
-    return call.output(layout.per_token("logprobs", logprobs, keep_grad=True), entropies)
+    flat = layout.per_token("logprobs", logprobs, keep_grad=True)
+    layout.check_logprobs("logprobs", flat.detach(), call.live)
+    return call.output(flat, entropies)
 
 
 @dataclass(frozen=True)
@@ -218,7 +221,7 @@ class PairCall:
         counts = (lengths[pairs] > 0).all(1)
         in_a_pair = sequence_sums(counts.double().repeat_interleave(2), pairs.flatten(), n) > 0
         per_token = isinstance(ref_logprobs, Tensor) and ref_logprobs.shape == layout.shape
-        return cls(
+        call = cls(
             layout=layout,
             loss=loss,
             pairs=pairs,
@@ -230,15 +233,22 @@ class PairCall:
             ref_logprobs=layout.per_token("ref_logprobs", ref_logprobs) if per_token else None,
             denominator=checked_denominator(layout, denominator, counts),
         )
+        if call.reference is not None:
+            layout.check_logprobs("ref_logprobs", call.reference, call.live)
+        return call
+
+    @property
+    def reference(self) -> Tensor | None:
+        """[N]: the log-prob of each token under the reference, or that of its whole sequence."""
+        return self.ref_logprobs if self.ref_sums is None else self.ref_sums[self.sequence_ids]
 
     @property
     def terms(self) -> Terms:
         """What the ranks of a group have to say alike."""
-        reference = self.ref_logprobs if self.ref_sums is None else self.ref_sums[self.sequence_ids]
         which = checksum(self.counts.repeat_interleave(2), [self.pairs.flatten()])
         count = self.denominator if isinstance(self.denominator, Tensor) else None
         settings = f"{vars(self.loss)}, denominator {self.denominator if count is None else None}"
-        return Terms(settings, (self.sequence_ids, reference, which, count))
+        return Terms(settings, (self.sequence_ids, self.reference, which, count))
 
     def output(self, logprobs: Tensor, entropy: Tensor | None) -> PreferenceOutput:
         """The loss from log-probs [N], differentiable, and entropies [N]."""
@@ -279,6 +289,7 @@ class PairCall:
             "logprob_chosen": sums[0],
             "logprob_rejected": sums[1],
             "nonfinite": (self.live & ~torch.isfinite(logprobs)).sum(),
+            "positive_logprobs": count_positive(self.live, logprobs, self.reference),
         }
         return metrics if entropy is None else metrics | {"entropy": entropy.sum()}
 

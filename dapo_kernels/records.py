@@ -51,6 +51,16 @@ class Asked(NamedTuple):
         assert self.kept_rows is not None
         return torch.searchsorted(self.kept_rows, torch.arange(self.live.shape[0] + 1, device=self.live.device))
 
+    def kept_places(self) -> tuple[Tensor, Tensor]:
+        """int64 [K], the row of each kept token, and bool [K], whether it is of a row here. One of no row here gets
+        some row, in turn: it adds nothing there, and on a GPU additions to one address wait for each other.
+        """
+        assert self.kept_rows is not None
+        of, n = self.kept_rows, max(1, self.live.shape[0])
+        if on_host(of):
+            return of, of >= 0
+        return torch.where(of >= 0, of, torch.arange(of.shape[0], device=of.device) % n), of >= 0
+
     def without_others(self) -> Asked:
         """What is asked of the rows that have a list, the others dead."""
         assert self.listed is not None
@@ -65,14 +75,14 @@ class Asked(NamedTuple):
 
 def _lists_at(ids: Tensor, starts: Tensor, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
     """The kept tokens of ``rows``, ascending, and the place among these of the row of each."""
-    at = torch.arange(starts.shape[0] - 1)[rows]
+    at = torch.arange(starts.shape[0] - 1, device=starts.device)[rows]
     counts = starts.diff()[at]
     of = torch.repeat_interleave(counts)
     if len(at) == 0 or int(at[-1]) - int(at[0]) + 1 == len(at):  # they stand together
         first, last = (int(starts[at[0]]), int(starts[at[-1] + 1])) if len(at) else (0, 0)
         return ids[first:last], of
     shift = starts[at] - (counts.cumsum(0) - counts)
-    return ids.index_select(0, torch.arange(of.shape[0]) + shift.index_select(0, of)), of
+    return ids.index_select(0, torch.arange(of.shape[0], device=of.device) + shift.index_select(0, of)), of
 
 
 class LoraFactors(NamedTuple):
@@ -333,6 +343,10 @@ class RowsLoss(NamedTuple):
             ref_kl=torch.empty_like(logprobs) if want_kl else None,
             idle=torch.empty_like(logprobs, dtype=torch.bool),
         )
+
+
+# Rounding may put a log-prob above 0, by far less than this. A larger one is no log-prob: a probability, most likely.
+LARGEST_LOGPROB = 0.01
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -45,9 +45,16 @@ class Call(Protocol):
 
 
 class Telling:
-    """A boundary whose ranks agree behind it: a rank that refuses its arguments tells the others, which wait for it."""
+    """A boundary whose ranks agree behind it: a rank that refuses its arguments tells the others, which wait for it.
 
-    def __init__(self, shard: Sharded | None, rows: Any) -> None:
+    Before it is known how they share ``rows`` (``shard`` is None), the ranks of a DTensor's mesh wait, or of ``group``.
+    """
+
+    def __init__(self, shard: Sharded | None, rows: Any, group: Any = None) -> None:
+        if shard is None and _is_dtensor(rows):
+            group = rows.device_mesh.get_group() if rows.device_mesh.ndim == 1 else None
+        if shard is None and isinstance(group, dist.ProcessGroup):
+            shard = _of_group("", group)
         self.shard, self.device = shard, getattr(rows, "device", torch.device("cpu"))
 
     def __enter__(self) -> None:
@@ -60,7 +67,8 @@ class Telling:
 
 def logits_of_call(caller: str, logits: Any, group: Any) -> tuple[Any, Sharded | None]:
     """This rank's columns [T, V/R] or [B, L, V/R], and with whom it shares the rest."""
-    return _columns_of(caller, "logits", logits, -1, group)
+    with Telling(None, logits, group):
+        return _columns_of(caller, "logits", logits, -1, group)
 
 
 def head_of_ranks(caller: str, hidden: Any, weight: Any, options: Any) -> tuple[Any, Any, Sharded | None]:
@@ -68,14 +76,14 @@ def head_of_ranks(caller: str, hidden: Any, weight: Any, options: Any) -> tuple[
     of ``options`` and leaves this rank's rows of the others there.
     """
     group, by_sequence = options.pop("group", None), options.pop("sequence_parallel", False)
-    if not isinstance(by_sequence, bool):
-        raise TypeError(f"{caller}: sequence_parallel must be True or False, got {by_sequence!r}")
-    if group is None and not _is_dtensor(weight):
-        if by_sequence:
-            raise ValueError(f"{caller}: sequence_parallel=True needs the group= that shares the head")
-        return hidden, weight, None
-    weight, shard = _columns_of(caller, "weight", weight, 0, group)
-    with Telling(shard, weight):
+    with Telling(None, weight, group):
+        if not isinstance(by_sequence, bool):
+            raise TypeError(f"{caller}: sequence_parallel must be True or False, got {by_sequence!r}")
+        if group is None and not _is_dtensor(weight):
+            if by_sequence:
+                raise ValueError(f"{caller}: sequence_parallel=True needs the group= that shares the head")
+            return hidden, weight, None
+        weight, shard = _columns_of(caller, "weight", weight, 0, group)
         for name in (*BY_VOCAB, "weight_scale"):
             if _is_dtensor(options.get(name)):
                 options[name] = _like_weight(caller, name, options[name], group, shard)
@@ -117,13 +125,15 @@ def shared_plan(
 
 
 def _told(record: Head | Plan) -> str:
-    """The fields that all ranks must have alike: values, of tensors dtype and sizes but that of a rank's own rows."""
+    """Return the fields that all ranks must have alike: values; of tensors the dtype, whether they get a gradient, and
+    the sizes except that of a rank's own rows."""
     told = []
     for name in [name for name in record._fields if name not in OWN]:
         value = getattr(record, name)
         if isinstance(value, Tensor):
             alike = [f"{n}" for dim, n in zip(SHAPES[name], value.shape, strict=True) if dim not in ("N", "V")]
-            value = f"{value.dtype} {' x '.join(alike)}"
+            wants_grad = torch.is_grad_enabled() and value.requires_grad
+            value = f"{value.dtype} {' x '.join(alike)} requires_grad={wants_grad}"
         told.append(f"{name} {value}")
     return ", ".join(told)
 

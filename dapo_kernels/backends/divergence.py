@@ -24,9 +24,10 @@ from dapo_kernels.records import Asked, accumulate_dtype, on_host
 # cache: blocks of 1 MiB took 1.4 to 2 times as long at V=49152. On a GPU a launch wants work, and six such tensors fit.
 _BLOCK_BYTES = 2**18
 _DEVICE_BLOCK_BYTES = 2**27
-# In the place of log 0: p · it is 0 where p is, and past any divergence where p is not.
+# In the place of log 0, so that 0 · log 0 is 0. A log-ratio above the second comes from it alone: the token has a
+# probability in one distribution and none in the other.
 _LOG_OF_NOTHING = -1e38
-_INFINITE = 1e20
+_IMPOSSIBLE = 1e20
 
 
 class Distance(NamedTuple):
@@ -69,15 +70,17 @@ def _log_softmax(x: Tensor, tau: float | Tensor) -> Tensor:
 
 
 def _divergence(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Of rows: D [n] and dD/d(x/τ) [n, V]. Both arguments are used up."""
+    """Return D [n] and dD/d(x/τ) [n, V] of rows. Both arguments are used up. Where D is infinite, the gradient of β = 1
+    is not finite.
+    """
     p = log_p.exp()
     if beta == 0:
         q = log_q.exp()
-        divergence = (q * log_q.sub_(log_p)).sum(-1)
+        divergence = _mean_log_ratio(q, log_q.sub_(log_p))
         gradient = p.sub_(q)
     elif beta == 1:
         excess = log_p.sub_(log_q)
-        divergence = (p * excess).sum(-1)
+        divergence = _mean_log_ratio(p, excess)
         gradient = excess.sub_(divergence[:, None]).mul_(p)
     else:
         q = log_q.exp()
@@ -86,4 +89,10 @@ def _divergence(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tens
         of_p, of_q = (p * excess).sum(-1), (q * log_q.sub_(log_m)).sum(-1)
         divergence = beta * of_q + (1 - beta) * of_p
         gradient = excess.sub_(of_p[:, None]).mul_(p).mul_(1 - beta)
-    return torch.where(divergence > _INFINITE, torch.inf, divergence), gradient
+    return divergence, gradient
+
+
+def _mean_log_ratio(p: Tensor, log_ratio: Tensor) -> Tensor:
+    """Return Σ p · log_ratio of every row [n], +∞ where a ratio is infinite, also if that p has been rounded to 0."""
+    divergence = (p * log_ratio).sum(-1)
+    return torch.where(log_ratio.amax(-1) > _IMPOSSIBLE, torch.inf, divergence)

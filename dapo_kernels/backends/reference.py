@@ -54,8 +54,8 @@ def check_rows(asked: Asked, vocab: int) -> None:
 
 
 def _check_lists(asked: Asked, vocab: int, listed: Tensor, ids: Tensor, rows: Tensor) -> None:
-    of = rows.clamp(min=0)
-    here = asked.live.index_select(0, of) & (rows >= 0)
+    of, here = asked.kept_places()
+    here = here & asked.live.index_select(0, of)
     outside = here & ((ids < 0) | (ids >= vocab))
     hits = here & (ids == asked.target_ids.index_select(0, of))
     n_hits = torch.zeros_like(asked.target_ids).index_add_(0, of, hits.long())

@@ -112,9 +112,9 @@ class Kept(NamedTuple):
     @classmethod
     def of(cls, logits: Tensor, asked: Asked, softcap: float | None) -> Kept:
         assert asked.kept_ids is not None
-        assert asked.kept_rows is not None
-        rows, ids = asked.kept_rows.clamp(min=0), asked.kept_ids.clamp(0, logits.shape[-1] - 1)
-        here = (asked.kept_rows >= 0) & (asked.kept_ids == ids) & asked.live.index_select(0, rows)
+        rows, here = asked.kept_places()
+        ids = asked.kept_ids.remainder(logits.shape[-1])  # not clamped: those elsewhere would meet at the ends
+        here = here & (asked.kept_ids == ids) & asked.live.index_select(0, rows)
         if on_host(here):  # elsewhere leaving the others out would wait for the device
             rows, ids, here = _selected(here, rows, ids, here)
         x = _at(logits, rows, ids).to(accumulate_dtype(logits.dtype))

@@ -198,7 +198,8 @@ class LossInPlace(torch.autograd.Function):
         out = by.row_loss_(logits, asked, tokens, scalars)
         # Whoever saved the logits for a backward pass of their own must be told that they are gone.
         torch.autograd.graph.increment_version(logits)
-        ctx.save_for_backward(logits)
+        # Detached: autograd refuses to hand out a view that a function made (``DTensor.to_local``) once it has changed.
+        ctx.save_for_backward(logits.detach())
         ctx.mark_non_differentiable(*(x for x in out[1:] if x is not None))
         ctx.set_materialize_grads(False)
         return tuple(out)
@@ -207,5 +208,5 @@ class LossInPlace(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[Any, ...]:
         hand_out_once(ctx, "inplace_backward=True", _REMEDY)
         (gradient,) = ctx.saved_tensors
-        gradient = None if grad_output is None else scaled(gradient.detach(), grad_output)
+        gradient = None if grad_output is None else scaled(gradient, grad_output)
         return gradient, None, None, None, None

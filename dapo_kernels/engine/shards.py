@@ -166,7 +166,7 @@ def shard_columns(
         sizes = [vocab] * ranks.size() if whole else _chunked(vocab, ranks.size())
         if not on_host(theirs):
             torch._assert_async((theirs[:, 1:] == said[1:]).all())
-            return torch.tensor(_without_padding(sizes, valid))
+            return torch.tensor(_without_padding(sizes, valid), device="cpu")
     if not on_host(theirs) and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{caller}: group= asks the ranks for their columns and waits, which a CUDA graph cannot capture; pass a "
@@ -188,7 +188,7 @@ def shard_columns(
         raise ValueError(f"{caller}: columns of the vocabulary by rank must be {sizes} of {vocab}, got {counted}")
     if not vocab and valid > sum(counted):
         raise ValueError(f"{caller}: valid_vocab must be at most V={sum(counted)} of all ranks, got {valid}")
-    return torch.tensor(_without_padding(counted, valid))
+    return torch.tensor(_without_padding(counted, valid), device="cpu")
 
 
 @shard_columns.fake
@@ -203,7 +203,7 @@ def _(
     caller: str,
     group: str,
 ) -> Tensor:
-    return torch.empty(_resolved(group).size(), dtype=torch.int64)
+    return torch.empty(_resolved(group).size(), dtype=torch.int64, device="cpu")
 
 
 _REFUSED = -1

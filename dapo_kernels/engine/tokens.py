@@ -105,11 +105,14 @@ def _high_entropy(call: PolicyCall, entropy: Tensor) -> Tensor:
 
 
 def _covariance_penalty(call: PolicyCall, kl_cov: tuple[float, float], logprobs: Tensor) -> Tensor:
-    """coef·|ℓ − ℓ_old| on the selected tokens (Cui et al. 2025, eq. 13)."""
+    """Return the mean of u·coef·|ℓ − ℓ_old| on the selected tokens (Cui et al. 2025, eq. 13), u the importance weight:
+    as in verl, the penalty is a part of the policy loss.
+    """
     tokens, chosen = call.tokens, call.selection
     if not isinstance(chosen, Tensor):
         chosen = select.kl_cov(logprobs.detach(), tokens.advantages, tokens.live, kl_cov)
     old_logprobs = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
-    counts = chosen & tokens.live & (tokens.weights != 0)
+    weights = tokens.weights if tokens.importance_weights is None else tokens.weights * tokens.importance_weights
+    counts = chosen & tokens.live & (weights != 0)
     distance = torch.where(counts, logprobs - old_logprobs, 0.0).abs()
-    return kl_cov[1] * (tokens.weights * distance).sum()
+    return kl_cov[1] * torch.where(counts, weights * distance, 0.0).sum()

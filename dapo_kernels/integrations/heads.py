@@ -11,8 +11,10 @@ from torch.distributed.tensor import DTensor, Partial
 
 from dapo_kernels.records import LoraFactors
 
-# What model families call the factor on their logits.
-_LOGIT_FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+# What model families call the factor on their logits, what they divide them by, and the cap.
+_FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 @dataclass(frozen=True)
@@ -32,19 +34,20 @@ class LogitRule:
         factor = _logit_factor(text)
         if factor <= 0:
             raise ValueError(f"the logits of {text.model_type!r} are scaled by {factor:g}; expected a positive factor")
-        cap = getattr(text, "final_logit_softcapping", None)
+        cap = _first_set(text, _CAPS)
         return cls(None if cap is None else cap / factor, temperature / factor)
 
 
 def _logit_factor(config: Any) -> float:
-    for name in _LOGIT_FACTORS:
-        if getattr(config, name, None) is not None:
-            return float(getattr(config, name))
-    scaling = getattr(config, "logits_scaling", None)
-    if scaling is None:
-        return 1.0
+    factor, divisor = _first_set(config, _FACTORS), _first_set(config, _DIVISORS)
+    if factor is not None or divisor is None:
+        return 1.0 if factor is None else factor
     # HyperCLOVA X multiplies by it; Granite and MiniCPM divide.
-    return float(scaling) if config.model_type == "hyperclovax" else 1.0 / scaling
+    return divisor if config.model_type == "hyperclovax" else 1.0 / divisor
+
+
+def _first_set(config: Any, names: tuple[str, ...]) -> float | None:
+    return next((float(getattr(config, name)) for name in names if getattr(config, name, None) is not None), None)
 
 
 class OutputHead(NamedTuple):
@@ -62,6 +65,8 @@ def check_head(model: Any) -> None:
         ValueError: the model has no such head.
     """
     head = model.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"{type(model).__name__} has no output head; load the model with AutoModelForCausalLM")
     weight = getattr(head, "weight", None)
     if weight is None or weight.dim() != 2 or not weight.is_floating_point():
         got = "no weight" if weight is None else f"a weight {list(weight.shape)} of {weight.dtype}"
@@ -101,21 +106,37 @@ def _no_factors(what: str) -> ValueError:
     return ValueError(f"the output head carries an adapter {what}")
 
 
-def head_of(model: Any, hidden: Tensor) -> OutputHead:
-    """The head, whole and in the dtype of ``hidden``. Looked up per call: PEFT and FSDP replace modules and
-    parameters.
+def head_of(model: Any, hidden: Tensor, group: Any = None) -> OutputHead:
+    """Return the output head in the dtype of ``hidden``, whole or as the ranks of ``group`` share it.
+
+    Looked up per call: PEFT and FSDP replace modules and parameters.
     """
+
+    def owned(parameter: Tensor) -> Tensor:
+        return parameter if _is_shared_by(group, parameter) else whole(parameter)
+
     head = model.get_output_embeddings()
     bias, lora = getattr(head, "bias", None), lora_of(head)
-    weight, bias = whole(head.weight), None if bias is None else whole(bias)
+    weight, bias = owned(head.weight), None if bias is None else owned(bias)
     if lora is not None:
-        lora = LoraFactors(whole(lora.a), whole(lora.b), lora.scale)
+        lora = LoraFactors(owned(lora.a), owned(lora.b), lora.scale)
     if torch.is_autocast_enabled(hidden.device.type):  # then the loss itself casts them all alike
         return OutputHead(weight, bias, lora)
     dtype = hidden.dtype
     return OutputHead(
         weight.to(dtype), None if bias is None else bias.to(dtype), None if lora is None else lora.to(dtype)
     )
+
+
+def _is_shared_by(group: Any, parameter: Tensor) -> bool:
+    """Return whether a parameter is cut over the ranks that share the loss, and not by FSDP2 over those of other data.
+
+    Over a mesh of several dimensions it may be both, which the loss refuses.
+    """
+    if group is None or not isinstance(parameter, DTensor):
+        return False
+    mesh = parameter.device_mesh
+    return mesh.ndim > 1 or mesh.get_group().group_name == group.group_name
 
 
 def whole(parameter: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -16,9 +17,12 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from dapo_kernels.integrations.heads import LogitRule, check_head, head_of
+from dapo_kernels.integrations.probe import check_logits, is_causal, is_packable, undisturbed
+from dapo_kernels.integrations.rope import fixed_frequencies
 from dapo_kernels.layout import check_tensor
 from dapo_kernels.logprobs import LinearLogprobsOptions, TokenStats, linear_token_logprobs
 from dapo_kernels.losses import Chosen, LinearOptions, LossOutput, linear_dapo_loss
+from dapo_kernels.objectives.table import FIELDS, resolve_objective
 from dapo_kernels.records import Head
 
 _REFUSED = {
@@ -28,7 +32,7 @@ _REFUSED = {
     "main_grad": "a gradient added there passes by the hooks that average over ranks",
 }
 _OF_LOGPROBS = {*inspect.signature(linear_token_logprobs).parameters, *LinearLogprobsOptions.__annotations__}
-_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
+_NAMES = tuple(LinearOptions.__annotations__)
 _MAY_BE_ROUNDED = {"mask", *Head._fields}
 _ROUNDED = (torch.bfloat16, torch.float16)
 
@@ -51,17 +55,25 @@ class PolicyLoss(nn.Module):
             ``chunk_bytes=``; those of a call come first. ``bias``, ``lora``, ``softcap`` and ``main_grad`` are not
             among them.
 
+    The first call runs the model on a few tokens and refuses one whose logits or attention are not what the loss
+    assumes of them.
+
     Raises:
         ValueError: the loss cannot be computed from this model's head; a keyword from that list.
+        TypeError: a keyword that ``linear_dapo_loss`` does not have.
     """
 
     def __init__(self, model: Any, *, objective: Chosen = "dapo", **options: Unpack[LinearOptions]) -> None:
         super().__init__()
         _check_model(model)
         _check_options(options)
+        given = {name: value for name, value in options.items() if name in FIELDS or name not in _NAMES}
+        resolve_objective("PolicyLoss", objective, given, also=_NAMES)
         self.model = model
         self.objective = objective
         self.options = options
+        self._packing_error: str | None = None
+        self._is_checked = False
 
     def forward(
         self,
@@ -87,14 +99,24 @@ class PolicyLoss(nn.Module):
 
         Raises:
             ValueError, TypeError: as in ``linear_dapo_loss``; a float16 or bfloat16 tensor beside the token ids, where
-                only a wrapper would have rounded it; packed sequences where a layer carries more than attention from
-                one token to the next.
+                only a wrapper would have rounded it; a model whose logits are not its head's over its last hidden
+                states, or whose tokens see later ones; packed sequences where they see each other; sequences beyond
+                which longrope or dynamic NTK scaling changes the frequencies of the whole batch.
         """
         self._check_call(mode, old_logprobs, advantages, options)
         lasting = {name: value for name, value in self.options.items() if mode == "loss" or name in _OF_LOGPROBS}
         given: dict[str, Any] = {**lasting, **options}
-        hidden = _hidden_states(self.model, input_ids, attention_mask, given.get("cu_seqlens"))
-        weight, given["bias"], given["lora"] = head_of(self.model, hidden)
+        cu_seqlens = given.get("cu_seqlens")
+        _check_ids(input_ids, attention_mask, cu_seqlens)
+        _check_lengths(_unwrapped(self.model), input_ids, cu_seqlens)
+        self._check_architecture(given.get("group"))
+        if cu_seqlens is None:
+            hidden = _padded_hidden_states(self.model, input_ids, attention_mask)
+        elif self._packing_error is not None:
+            raise ValueError(self._packing_error)
+        else:
+            hidden = _packed_hidden_states(self.model, input_ids, cu_seqlens)
+        weight, given["bias"], given["lora"] = head_of(self.model, hidden, given.get("group"))
         rule = LogitRule.of(self.model.config, 1.0)
         given |= {"softcap": rule.softcap, "temperature": given.get("temperature", 1.0) * rule.temperature}
         if mode == "loss":
@@ -102,6 +124,40 @@ class PolicyLoss(nn.Module):
             return linear_dapo_loss(hidden, weight, *tokens, objective=self.objective, **given)
         given.pop("cu_seqlens", None)
         return linear_token_logprobs(hidden, weight, target_ids, **given)
+
+    @torch.compiler.assume_constant_result
+    def _check_architecture(self, group: Any) -> None:
+        """Run the model on a few tokens in the first call.
+
+        In a call, because only there FSDP has gathered the weights; and in the first one whatever its layout, because
+        ranks that share weights have to run the model equally often.
+        """
+        if self._is_checked:
+            return
+        model, name = self.model, type(_unwrapped(self.model)).__name__
+        device = model.get_output_embeddings().weight.device
+        vocab_size = _unwrapped(model).config.get_text_config(decoder=True).vocab_size
+        ids = torch.arange(vocab_size)[None, :9].to(device)
+
+        def hidden_of(packed_ids: Tensor, lengths: list[int]) -> Tensor:
+            packed_ids = packed_ids.to(device)
+            if len(lengths) == 1:
+                return _padded_hidden_states(model, packed_ids[None])[0]
+            return _packed_hidden_states(model, packed_ids, torch.tensor([0, *accumulate(lengths)], device=device))
+
+        with undisturbed(model):
+            hidden = _padded_hidden_states(model, ids)
+            check_logits(model, hidden, lambda: model(input_ids=ids, use_cache=False).logits, group)
+            if not is_causal(hidden_of, vocab_size):
+                raise ValueError(f"PolicyLoss: {name} is not causal: its tokens see later ones")
+            try:
+                packable = is_packable(hidden_of, vocab_size)
+            except Exception as error:  # some models take no position_ids; padded calls do without
+                self._packing_error = f"PolicyLoss: packed sequences do not run in {name} ({error}); pass them padded"
+            else:
+                if not packable:
+                    self._packing_error = f"PolicyLoss: packed sequences see each other in {name}; pass them padded"
+        self._is_checked = True
 
     def _check_call(self, mode: str, old_logprobs: Any, advantages: Any, options: Mapping[str, Any]) -> None:
         _check_options(options)
@@ -118,24 +174,53 @@ class PolicyLoss(nn.Module):
                 )
 
 
-def _hidden_states(model: Any, input_ids: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """What the head is applied to: [B, L, H], or [T, H]."""
+def _check_ids(input_ids: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
     check_tensor("PolicyLoss", "input_ids", input_ids, "a tensor [B, L] or [T]")
-    body = _unwrapped(model).base_model
-    if input_ids.dim() == 2 and cu_seqlens is None:
-        return body(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-    if input_ids.dim() != 1 or cu_seqlens is None or attention_mask is not None:
+    if cu_seqlens is not None:
+        check_tensor("PolicyLoss", "cu_seqlens", cu_seqlens, "an int32 tensor [S+1]")
+    if input_ids.dim() != (2 if cu_seqlens is None else 1) or (cu_seqlens is not None and attention_mask is not None):
         given = [n for n, x in (("attention_mask", attention_mask), ("cu_seqlens", cu_seqlens)) if x is not None]
         raise ValueError(
             "PolicyLoss: input_ids must be padded [B, L], with or without attention_mask, or packed [T] with "
             f"cu_seqlens; got {list(input_ids.shape)} with {' and '.join(given) or 'neither'}"
         )
-    _check_attends_only(model)
-    check_tensor("PolicyLoss", "cu_seqlens", cu_seqlens, "an int32 tensor [S+1]")
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"PolicyLoss: attention_mask must be {list(input_ids.shape)}, like input_ids, got "
+            f"{list(attention_mask.shape)}. Shift it with input_ids: attention_mask[:, :-1]"
+        )
+
+
+def _check_lengths(model: Any, input_ids: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Refuse sequences, padding included, that change the rotary frequencies of those beside them."""
+    fixed = fixed_frequencies(model.config)
+    if fixed is None:  # of nearly all models, which never wait for the device here
+        return
+    longest = input_ids.shape[1] if cu_seqlens is None else int(cu_seqlens.diff().max())
+    if longest > fixed.longest:
+        raise ValueError(
+            f"PolicyLoss: input_ids must have sequences of at most {fixed.longest} tokens, got {longest}: beyond, the "
+            f"RoPE frequencies of {type(model).__name__} (rope_type {fixed.rope_type!r}) follow the longest sequence "
+            "of a batch. Pass shorter sequences"
+        )
+
+
+def _padded_hidden_states(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    """What the head is applied to: [B, L, H]."""
+    return (
+        _unwrapped(model)
+        .base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        .last_hidden_state
+    )
+
+
+def _packed_hidden_states(model: Any, input_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """What the head is applied to: [T, H]."""
     positions = torch.arange(len(input_ids), device=input_ids.device)
     sequence = torch.searchsorted(cu_seqlens[1:].to(torch.int64), positions, right=True)
     position_ids = (positions - cu_seqlens[sequence])[None]
     # Positions that restart keep sequences apart, but not where transformers makes a cache.
+    body = _unwrapped(model).base_model
     return body(input_ids=input_ids[None], position_ids=position_ids, use_cache=False).last_hidden_state[0]
 
 
@@ -146,19 +231,11 @@ def _unwrapped(model: Any) -> Any:
 
 def _check_model(model: Any) -> None:
     check_head(model)
+    inner = _unwrapped(model)
+    if inner.base_model is inner:
+        raise ValueError(f"PolicyLoss: {type(inner).__name__} names no model below its head (base_model_prefix)")
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError("PolicyLoss: the prompts that PEFT learns are added in its own forward, which is not called")
-
-
-def _check_attends_only(model: Any) -> None:
-    """As far as transformers says what the layers are."""
-    inner = _unwrapped(model)
-    kinds = set(getattr(inner.config.get_text_config(), "layer_types", None) or ()) - set(_ATTENTION)
-    if kinds or getattr(inner, "_is_stateful", False):
-        what = ", ".join(sorted(kinds)) or "a recurrent state"
-        raise ValueError(
-            f"PolicyLoss: packed sequences would see each other in {type(inner).__name__} ({what}); pass them padded"
-        )
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -97,7 +97,7 @@ class Objective:
         clip_cov: (share, low, high): of the tokens whose advantage–log-prob covariance is within (low, high), so many
             at random, as a share of the live ones, lose their policy gradient.
         kl_cov: (share, coef): the tokens of highest covariance, so many as a share of the live ones, pay
-            coef·|ℓ − ℓ_old|.
+            coef·|ℓ − ℓ_old|, times their importance weight.
         max_old_prob: tokens the old policy gave a higher probability do not train; the denominator stays.
         paper: where the row comes from.
     """
@@ -259,7 +259,12 @@ KL_COV = replace(
 )
 TOP_ENTROPY = replace(DAPO, top_entropy=0.2, paper="Wang et al. 2025 (Beyond the 80/20 Rule), arXiv 2506.01939")
 SPO = replace(PPO, max_old_prob=0.9, paper="Guo et al. 2025 (Segment Policy Optimization), arXiv 2505.23564")
-SAPO = replace(PPO, surrogate="sapo", paper="Gao et al. 2025, arXiv 2511.20347")
+SAPO = replace(
+    PPO,
+    surrogate="sapo",
+    aggregate="seq-mean-token-mean",
+    paper="Gao et al. 2025, arXiv 2511.20347, eq. 5–6",
+)
 TWO_SIDED = replace(
     GRPO,
     dual_clip=4.0,
@@ -300,32 +305,31 @@ DRO = replace(
     paper="Richemond et al. 2024, arXiv 2405.19107; Kimi Team 2025, arXiv 2501.12599",
 )
 
-OBJECTIVES: Mapping[str, Objective] = MappingProxyType(
-    {
-        "ppo": PPO,
-        "grpo": GRPO,
-        "dapo": DAPO,
-        "dr_grpo": DR_GRPO,
-        "gspo": GSPO,
-        "gspo_token": GSPO_TOKEN,
-        "cispo": CISPO,
-        "lite_ppo": LITE_PPO,
-        "reinforce": REINFORCE,
-        "clip_cov": CLIP_COV,
-        "kl_cov": KL_COV,
-        "top_entropy": TOP_ENTROPY,
-        "spo": SPO,
-        "sapo": SAPO,
-        "two_sided": TWO_SIDED,
-        "gmpo": GMPO,
-        "luspo": LUSPO,
-        "vespo": VESPO,
-        "dppo_tv": DPPO_TV,
-        "dppo_kl": DPPO_KL,
-        "opsm": OPSM,
-        "dro": DRO,
-    }
-)
+_ROWS: dict[str, Objective] = {
+    "ppo": PPO,
+    "grpo": GRPO,
+    "dapo": DAPO,
+    "dr_grpo": DR_GRPO,
+    "gspo": GSPO,
+    "gspo_token": GSPO_TOKEN,
+    "cispo": CISPO,
+    "lite_ppo": LITE_PPO,
+    "reinforce": REINFORCE,
+    "clip_cov": CLIP_COV,
+    "kl_cov": KL_COV,
+    "top_entropy": TOP_ENTROPY,
+    "spo": SPO,
+    "sapo": SAPO,
+    "two_sided": TWO_SIDED,
+    "gmpo": GMPO,
+    "luspo": LUSPO,
+    "vespo": VESPO,
+    "dppo_tv": DPPO_TV,
+    "dppo_kl": DPPO_KL,
+    "opsm": OPSM,
+    "dro": DRO,
+}
+OBJECTIVES: Mapping[str, Objective] = MappingProxyType(_ROWS)
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Objective) if field.name != "paper")
 
@@ -354,6 +358,21 @@ class ObjectiveFields(TypedDict, total=False):
     max_old_prob: float | None
 
 
+# What TRL and verl call a keyword of ours.
+_ELSEWHERE = {
+    "epsilon": "clip_low",
+    "epsilon_high": "clip_high",
+    "clip_ratio_low": "clip_low",
+    "clip_ratio_high": "clip_high",
+    "clip_ratio_c": "dual_clip",
+    "delta": "dual_clip",
+    "beta": "kl_coef",
+    "loss_type": "objective",
+    "loss_agg_mode": "aggregate",
+    "importance_sampling_level": "ratio",
+    "top_entropy_quantile": "top_entropy",
+    "entropy_coeff": "entropy_coef",
+}
 # Fields that only some surrogates read: naming another one in a call is a mistake.
 _CLIPPING = ("clip", "cispo", *_DPPO)
 _READ_BY = {"clip_low": _CLIPPING, "clip_high": _CLIPPING, "sapo_tau": ("sapo",)}
@@ -375,13 +394,14 @@ def resolve_objective(
             function.
     """
     if isinstance(objective, str):
-        if objective not in OBJECTIVES:
-            raise ValueError(f"{caller}: unknown objective {objective!r}; known: {', '.join(OBJECTIVES)}")
-        objective = OBJECTIVES[objective]
+        # Not in OBJECTIVES: torch.compile reads no mapping proxy where the call has taken keywords out of its options.
+        if objective not in _ROWS:
+            raise ValueError(f"{caller}: unknown objective {objective!r}; known: {', '.join(_ROWS)}")
+        objective = _ROWS[objective]
     elif not isinstance(objective, Objective):
         if not callable(objective) or isinstance(objective, type):
             raise TypeError(
-                f"{caller}: objective must be a name ({', '.join(OBJECTIVES)}), an Objective or a function, "
+                f"{caller}: objective must be a name ({', '.join(_ROWS)}), an Objective or a function, "
                 f"got {type(objective).__name__}"
             )
         objective = Objective(surrogate=objective)
@@ -397,7 +417,8 @@ def _with_overrides(
 ) -> Objective:
     unknown = [name for name in overrides if name not in FIELDS]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], (*FIELDS, *also), n=1)
+        elsewhere = _ELSEWHERE.get(unknown[0])
+        near = [elsewhere] if elsewhere else difflib.get_close_matches(unknown[0], (*FIELDS, *also), n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise TypeError(f"{caller}: unknown argument {unknown[0]!r}{hint}; fields: {', '.join(FIELDS)}")
     chosen = replace(objective, **overrides)

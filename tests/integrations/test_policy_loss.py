@@ -35,7 +35,7 @@ def network(kind: str = "Llama", **config: Any) -> Any:
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     classes = (getattr(transformers, f"{kind}Config"), getattr(transformers, f"{kind}ForCausalLM"))
-    model = classes[1](classes[0](**sizes, **heads, **config)).eval()
+    model = classes[1](classes[0](**sizes | heads | config)).eval()
     for parameter in model.parameters():  # far enough from uniform that log-probs matter
         parameter.data.mul_(3)
     return model
@@ -245,6 +245,7 @@ def test_what_it_refuses() -> None:
     calls: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (ValueError, "mode must be 'loss' or 'logprobs', got 'train'", {"mode": "train"}),
         (ValueError, "old_logprobs and advantages have no use", {"mode": "logprobs"}),
+        (ValueError, "attention_mask must be", rows | {"cu_seqlens": None, "attention_mask": torch.ones(6, 13)}),
         (ValueError, r"cu_seqlens; got \[\d+\] with neither", {"cu_seqlens": None}),
         (ValueError, r"with attention_mask and cu_seqlens", {"attention_mask": batch["mask"]}),
         (ValueError, r"got \[6, 12\] with cu_seqlens", {"input_ids": rows["input_ids"]}),
@@ -256,6 +257,10 @@ def test_what_it_refuses() -> None:
     for error, message, change in calls:
         with pytest.raises(error, match=message):
             policy(**batch | change)
+    with pytest.raises(TypeError, match="clip"):
+        PolicyLoss(model, clip=0.2)
+    with pytest.raises(ValueError, match="LlamaModel has no output head"):
+        PolicyLoss(model.model)
     with pytest.raises(TypeError, match="clip_high"):
         policy(rows["input_ids"], rows["target_ids"], mode="logprobs", clip_high=0.3)
 
@@ -265,10 +270,73 @@ def test_layers_that_remember_are_not_packed() -> None:
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
     recurrent = transformers.RwkvForCausalLM(transformers.RwkvConfig(**sizes))
     convolution = network("Lfm2", layer_types=["conv", "full_attention"])
-    for model, what in ((recurrent, "a recurrent state"), (convolution, "conv")):
-        with pytest.raises(ValueError, match=rf"see each other in {type(model).__name__} \({what}\)"):
+    for model in (recurrent, convolution):
+        with pytest.raises(ValueError, match=type(model).__name__):
             PolicyLoss(model)(**packed())
         assert PolicyLoss(model)(**padded()).loss.isfinite()
+
+
+class Capped(transformers.LlamaForCausalLM):
+    """Caps its logits, and no configuration says so."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        out.logits = 300.0 * torch.tanh(out.logits / 300.0)
+        return out
+
+
+def test_a_cap_far_above_the_logits_is_found() -> None:
+    """Logits of 0.1, as here, do not show a cap of 300."""
+    model = Capped(network().config).eval()
+    with pytest.raises(ValueError, match="Capped"), torch.no_grad():
+        PolicyLoss(model)(**padded())
+
+
+def test_a_head_in_bfloat16_under_hidden_states_in_float32() -> None:
+    """Mamba keeps its residuals in float32 and rounds them for its head."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 1}
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes)).to(torch.bfloat16).eval()
+    rows = padded()
+    out = PolicyLoss(model)(**rows)
+    torch.testing.assert_close(out.logprobs, eager_logprobs(model, rows, 1.0), atol=0.02, rtol=0)
+
+
+def test_a_model_that_sees_later_tokens() -> None:
+    model = transformers.BertGenerationDecoder(
+        transformers.BertGenerationConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    )
+    with pytest.raises(ValueError, match="BertGenerationDecoder is not causal"):
+        PolicyLoss(model)(**padded())
+
+
+def test_the_first_call_leaves_the_model_as_it_was() -> None:
+    """Made without its weights; in train mode with dropout, which the loss draws and the check does not."""
+    with torch.device("meta"):
+        policy = PolicyLoss(transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCAB, hidden_size=32)))
+    model = network(attention_dropout=0.5)
+    policy.model = model.train()
+    passes = []
+    model.model.register_forward_hook(lambda *_: passes.append(model.training))
+    model.model.layers[0].eval()
+    torch.manual_seed(3)
+    first = logprobs_of(policy, packed())
+    n_passes = len(passes)
+    torch.manual_seed(3)
+    assert torch.equal(logprobs_of(policy, packed()), first)
+    assert len(passes) == n_passes + 1
+    assert n_passes < 12
+    assert model.training
+    assert not model.model.layers[0].training
+    assert model.model.layers[1].self_attn.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not model.lm_head._forward_hooks
+
+
+def test_the_first_call_may_be_compiled() -> None:
+    torch._dynamo.reset()
+    policy, expected = PolicyLoss(network(num_hidden_layers=1)), PolicyLoss(network(num_hidden_layers=1))(**packed())
+    out = torch.compile(policy, backend="eager", fullgraph=True)(**packed())
+    torch.testing.assert_close(out.loss, expected.loss, atol=1e-6, rtol=0)
 
 
 # Everybody's loops, each on one of two ranks: its gradient, and its micro-batches' metrics.

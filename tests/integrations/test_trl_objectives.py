@@ -72,7 +72,7 @@ def trl_loss(logprobs: Tensor, inputs: dict[str, Tensor], **settings: Any) -> Te
 def test_the_row_is_trls_loss(case: str) -> None:
     settings, ours, spread = CASES[case]
     generator = torch.Generator().manual_seed(3)
-    old = -torch.rand(ROWS, WIDTH, generator=generator, dtype=torch.float64) - 0.1
+    old = -torch.rand(ROWS, WIDTH, generator=generator, dtype=torch.float64) - 6.0
     now = old + spread * torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
     mask = torch.arange(WIDTH) < torch.randint(1, WIDTH + 1, (ROWS, 1), generator=generator)
     advantages = torch.randn(ROWS, generator=generator, dtype=torch.float64)

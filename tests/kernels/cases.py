@@ -105,8 +105,10 @@ def _fill_tokens(case: Case, generator: torch.Generator, dead: float, mask: Tens
 
     ratios = LOG_RATIOS if "logits" in leaves else WIDE_LOG_RATIOS
     choice = torch.randint(len(ratios), (n_tokens,), generator=generator)
-    case.old_logprobs = (picked - torch.tensor(ratios).double()[choice] - uniform(0, 0.01)).float()
-    case.ref_logprobs = (picked + uniform(-0.7, 0.7)).float()
+    log_ratio = torch.tensor(ratios).double()[choice] + uniform(0, 0.01)
+    log_ratio = torch.where(picked > log_ratio, -log_ratio, log_ratio)  # no log-prob is above 0
+    case.old_logprobs = (picked - log_ratio).float()
+    case.ref_logprobs = (picked + uniform(-0.7, 0.7)).clamp(max=0.0).float()
     sign = torch.randint(2, (n_tokens,), generator=generator) * 2 - 1
     case.advantages = (sign * uniform(0.2, 2.0)).float()
     case.importance_weights = uniform(0.3, 2.0).float()

@@ -90,7 +90,7 @@ FAMILY: dict[str, Family] = {
     "kl_cov": Family(clip_low=1.0, clip_high=math.inf, kl_cov=(2e-4, 1.0)),
     "top_entropy": Family(clip_high=0.28, top_entropy=0.2),
     "spo": Family(max_old_prob=0.9),
-    "sapo": Family(surrogate="sapo"),
+    "sapo": Family(surrogate="sapo", aggregate="seq-mean-token-mean"),
     "two_sided": Family(dual_clip=4.0, kl_coef=0.001, aggregate="seq-mean-token-mean"),
     "gmpo": Family(
         ratio="sequence_clipped",
@@ -225,6 +225,8 @@ def family_token(
     loss = loss * weight
     if o.clip_cov is not None and t in selected:
         loss = torch.zeros_like(loss)
+    if o.kl_cov is not None and t in selected:
+        loss = loss + o.kl_cov[1] * torch.abs(logprob - old)
     if x.importance_weights is not None:
         loss = loss * x.importance_weights[t]
     kl = torch.zeros_like(loss)
@@ -232,8 +234,6 @@ def family_token(
         assert x.ref_logprobs is not None
         kl = kl_term(torch.exp(log_ratio), logprob, old if o.kl_to == "old" else x.ref_logprobs[t], o)
         loss = loss + o.kl_coef * kl
-    if o.kl_cov is not None and t in selected:
-        loss = loss + o.kl_cov[1] * torch.abs(logprob - old)
     if o.entropy_coef:
         assert x.entropy is not None
         loss = loss - o.entropy_coef * x.entropy[t]

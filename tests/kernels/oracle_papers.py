@@ -66,17 +66,9 @@ def lite_ppo_paper(x: Flat, eps: float = 0.2) -> Tensor:
 
 
 def sapo_paper(x: Flat, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Tensor:
-    """SAPO (arXiv 2511.20347) eq. 6: f(r) = sigmoid(tau (r - 1)) 4/tau, tau by the sign of the advantage.
-
-    The paper takes the mean of f(r) A over each response, then over responses; the row of the table is a token mean,
-    and so is this function. ``sapo_paper_mean`` is the paper's own.
+    """SAPO (arXiv 2511.20347) eq. 5: 1/G sum_i 1/|y_i| sum_t f(r) A, with eq. 6: f(r) = sigmoid(tau (r - 1)) 4/tau, tau
+    by the sign of the advantage.
     """
-    terms = sapo_terms(x, tau_positive, tau_negative)
-    return torch.stack([term for tokens in terms for term in tokens]).sum() / sum(len(tokens) for tokens in terms)
-
-
-def sapo_paper_mean(x: Flat, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Tensor:
-    """SAPO eq. 5: 1/G sum_i 1/|y_i| sum_t f(r) A."""
     means = [torch.stack(tokens).sum() / len(tokens) for tokens in sapo_terms(x, tau_positive, tau_negative)]
     return torch.stack(means).sum() / len(means)
 

@@ -5,6 +5,7 @@ and the numbers that its way of skipping work gives.
 from __future__ import annotations
 
 import importlib.util
+import math
 from typing import Any
 
 import pytest
@@ -21,11 +22,14 @@ from dapo_kernels import (
     OBJECTIVES,
     LoraFactors,
     dapo_loss,
+    layout,
     linear_dapo_loss,
     linear_distillation_loss,
     linear_token_logprobs,
     memory,
     policy_loss,
+    preference_loss_from_logprobs,
+    summarize,
     token_logprobs,
     use_backend,
 )
@@ -218,6 +222,24 @@ def test_no_public_function_waits(monkeypatch: pytest.MonkeyPatch, name: str) ->
         policy_loss(logprobs, *tokens[1:], entropy=entropy, **said).loss.backward()
     one = ["row_loss_kernel"] if OBJECTIVES[name].one_pass else ["row_stats_kernel", "row_grad_kernel"]
     assert launches.names == [*one, "row_stats_kernel", "row_grad_kernel"]
+
+
+def test_positive_logprobs_are_counted_where_looking_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "readable", lambda x: False)
+    logprobs, ref = torch.tensor([-1.0, 0.3, -1.0, 0.3, -2.0, -1.0]), torch.tensor([-1.0, 0.2, 0.2, -1.0, -1.0, -1.0])
+    old, mask = torch.tensor([-1.0, -1.0, -1.0, -1.0, 0.9, math.nan]), torch.tensor([1, 1, 1, 0, 1, 1])
+    kl: dict[str, Any] = {"kl_coef": 0.1, "ref_logprobs": ref}
+    one = policy_loss(logprobs, old, torch.ones(6), mask=mask, **kl).metrics
+    none = policy_loss(-logprobs.abs(), None, torch.ones(6)).metrics
+    assert summarize(one)["positive_logprobs"] == 3
+    assert summarize([one, none, one])["positive_logprobs"] == 6  # a count, no mean
+    pairs: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 2, 4, 5, 6]), "mask": torch.tensor([1, 1, 1, 0, 1, 1])}
+    assert summarize(preference_loss_from_logprobs(logprobs, ref, **pairs).metrics)["positive_logprobs"] == 2
+    sums = torch.tensor([-3.0, -2.0, 4.0, -1.0])
+    assert summarize(preference_loss_from_logprobs(ref - 1, sums, **pairs).metrics)["positive_logprobs"] == 1
+    with NoWaiting():
+        entries = [torch.empty(6, device="meta") for _ in range(4)]
+        dict(policy_loss(*entries[:3], kl_coef=0.1, ref_logprobs=entries[3]).metrics)
 
 
 @needs_triton

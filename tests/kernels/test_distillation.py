@@ -138,6 +138,38 @@ def test_the_ends_and_equal_distributions(backend: str) -> None:
         assert bool(out.divergence[policy.mask].isfinite().all()) == finite
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gap", [1.0, 50.0, 84.0, 95.0, 104.0, 300.0])
+def test_a_token_that_only_one_can_choose_costs_infinity(backend: str, gap: float, dtype: torch.dtype) -> None:
+    """However small the other's probability of it is, down to one that float32 rounds to 0."""
+    likely = torch.tensor([[0.0, 1.0, -gap]], dtype=dtype)  # log-probs but for a constant, of one token
+    never = torch.tensor([[0.0, 1.0, -math.inf]], dtype=dtype)
+    hidden = torch.ones(1, 1, dtype=dtype)
+    for beta, policy, ref, finite in (
+        (1.0, likely, never, False),
+        (1.0, never, likely, True),
+        (0.0, never, likely, False),
+        (0.0, likely, never, True),
+        (0.5, likely, never, True),
+        (0.5, never, likely, True),
+    ):
+        weight = policy.T.contiguous().requires_grad_()
+        out = linear_distillation_loss(hidden, weight, hidden, ref.T, beta=beta)
+        out.loss.backward()
+        assert weight.grad is not None
+        if finite:
+            p, q = (torch.softmax(x.double(), -1).squeeze(0) for x in (policy, ref))
+            m = (1 - beta) * p + beta * q
+            of_q, of_p = (torch.where(x > 0, x * (x / m).log(), 0.0).sum() for x in (q, p))
+            expected = {0.0: of_q, 1.0: of_p}.get(beta, beta * of_q + (1 - beta) * of_p)
+            torch.testing.assert_close(out.loss, expected.float(), rtol=1e-5, atol=1e-6)
+            assert bool(weight.grad.isfinite().all())
+        else:
+            assert out.loss.item() == math.inf
+            assert out.divergence.item() == math.inf
+            assert bool(weight.grad.isfinite().all()) == (beta == 0)
+
+
 def test_padded_heads_and_main_grad(backend: str) -> None:
     policy, ref = pair(bias=True)
     expected, truth = call(policy, ref)

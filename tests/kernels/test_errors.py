@@ -21,8 +21,13 @@ from dapo_kernels import (
     Objective,
     dapo_loss,
     linear_dapo_loss,
+    linear_preference_loss,
     linear_token_logprobs,
     policy_loss,
+    policy_loss_from_hidden,
+    policy_loss_from_logits,
+    preference_loss,
+    preference_loss_from_logprobs,
     token_logprobs,
     use_backend,
 )
@@ -130,6 +135,52 @@ def test_wrong_shapes(name: str, layout: str) -> None:
     if layout == "padded":  # a packed tensor beside padded logits
         flat = torch.ones(T, dtype=dtype)
         refused(ValueError, (dapo_loss, arguments(**{name: flat}, **kl)), name, expected, "[6]")
+
+
+def shifted_but_for_the_rows(layout: str) -> list[Call]:
+    """Every function of logits or hidden states, given all positions beside targets from the second one on."""
+    lengths = (2, 5, 3, 4)
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    less = bounds - torch.arange(len(lengths) + 1)  # of the shifted sequences
+    n_rows, n = (int(bounds[-1]), int(less[-1])) if layout == "packed" else (20, 16)
+
+    def laid(x: Tensor) -> Tensor:
+        return x if layout == "packed" else x.unflatten(0, (4, -1))
+
+    head = {"hidden": laid(torch.randn(n_rows, H)), "weight": torch.randn(V, H)}
+    logits = {"logits": laid(torch.randn(n_rows, V))}
+    ids = {"target_ids": laid(torch.ones(n, dtype=torch.int64))}
+    how = {"mask": laid(torch.ones(n, dtype=torch.bool))}
+    packed_too = {"cu_seqlens": less} if layout == "packed" else {}
+    of_loss = {"old_logprobs": laid(torch.full((n,), -2.0)), "advantages": laid(torch.ones(n)), **how, **packed_too}
+    pairs = {"ref_logprobs": laid(torch.full((n,), -2.0)), **how, **packed_too}
+    calls: list[Call] = [
+        (dapo_loss, {**logits, **ids, **of_loss}),
+        (policy_loss_from_logits, {**logits, **ids, **of_loss, "objective": "gspo"}),
+        (linear_dapo_loss, {**head, **ids, **of_loss}),
+        (policy_loss_from_hidden, {**head, **ids, **of_loss, "objective": "gspo"}),
+        (preference_loss, {**logits, **ids, **pairs}),
+        (linear_preference_loss, {**head, **ids, **pairs}),
+    ]
+    if layout == "padded":  # packed they know no bounds
+        calls += [(token_logprobs, logits | ids), (linear_token_logprobs, {**head, **ids, **how})]
+    return calls
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_rows_that_are_not_shifted_are_named(layout: str) -> None:
+    for fn, given in shifted_but_for_the_rows(layout):
+        name = "logits" if "logits" in given else "hidden"
+        refused(ValueError, (fn, given), f"{name} must", "target_ids")
+
+
+@pytest.mark.parametrize(
+    ("keyword", "ours"),
+    [("epsilon", "clip_low"), ("epsilon_high", "clip_high"), ("beta", "kl_coef"), ("loss_type", "objective")],
+)
+def test_keywords_of_other_libraries_get_a_suggestion(keyword: str, ours: str) -> None:
+    for fn, arguments in ((dapo_loss, packed), (linear_dapo_loss, linear), (policy_loss, policy)):
+        refused(TypeError, (fn, arguments(**{keyword: 0.1})), repr(keyword), repr(ours))
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
@@ -432,6 +483,54 @@ def test_use_backend_leaves_nothing_behind_in_any_order() -> None:
 
     assert asyncio.run(both()) == ["torch", "cpp"]
     assert registry.backend_for("test", device, torch.float32) == default
+
+
+PAIRS = {"cu_seqlens": torch.tensor([0, 2, 3, 5, 6]), "mask": torch.tensor([1, 1, 1, 1, 0, 1])}
+WITH_LOGPROBS: dict[str, Call] = {
+    "old_logprobs of logits": (dapo_loss, packed()),
+    "old_logprobs of padded logits": (dapo_loss, padded(mask=torch.ones(2, 3))),
+    "old_logprobs of hidden": (linear_dapo_loss, linear()),
+    "old_logprobs": (policy_loss, policy()),
+    "logprobs": (policy_loss, policy()),
+    "logprobs, on-policy": (policy_loss, policy(old_logprobs=None)),
+    "ref_logprobs": (policy_loss, policy(kl_coef=0.1, ref_logprobs=torch.full((T,), -2.0))),
+    "ref_logprobs of logits": (dapo_loss, packed(kl_coef=0.1, ref_logprobs=torch.full((T,), -2.0))),
+    "ref_logprobs of pairs of logits": (preference_loss, {"logits": torch.zeros(T, V), "target_ids": IDS}),
+    "ref_logprobs of pairs of hidden": (
+        linear_preference_loss,
+        {"hidden": torch.zeros(T, H), "weight": torch.zeros(V, H), "target_ids": IDS},
+    ),
+    "ref_logprobs of pairs": (preference_loss_from_logprobs, {"logprobs": torch.full((T,), -2.1)}),
+    "ref_logprobs of pairs, summed": (
+        preference_loss_from_logprobs,
+        {"logprobs": torch.full((T,), -2.1), "ref_logprobs": torch.full((4,), -4.0)},
+    ),
+    "logprobs of pairs": (preference_loss_from_logprobs, {"logprobs": torch.full((T,), -2.1)}),
+}
+
+
+@pytest.mark.parametrize("which", WITH_LOGPROBS)
+def test_probabilities_are_no_logprobs(which: str) -> None:
+    """Also one of many; not a dead token's, not a NaN, and not what rounding puts above 0."""
+    fn, kwargs = WITH_LOGPROBS[which]
+    if "pairs" in which:
+        kwargs = {"ref_logprobs": torch.full((T,), -2.0), **PAIRS, **kwargs}
+    name = which.split()[0].rstrip(",")
+    good = kwargs[name].clone().requires_grad_()
+    fn(**{**kwargs, name: good})
+    refused(ValueError, (fn, {**kwargs, name: good.exp()}), name)
+    for bad, is_refused in ((0.3, True), (math.inf, True), (math.nan, False), (-math.inf, False), (1e-4, False)):
+        some = good.detach().clone()
+        some.view(-1)[1] = bad
+        if is_refused:
+            refused(ValueError, (fn, {**kwargs, name: some}), name)
+        else:
+            fn(**{**kwargs, name: some})
+    if good.numel() == T:
+        dead = torch.ones(T, dtype=torch.bool)
+        dead[1] = False
+        some.view(-1)[1] = 0.3
+        fn(**{**kwargs, name: some, "mask": dead.view(good.shape)})
 
 
 @pytest.mark.parametrize("value", [0.0, -3.0, math.nan, math.inf])

@@ -16,16 +16,22 @@ from dapo_kernels import Objective, dapo_loss, linear_dapo_loss, policy_loss
 
 def one_token(name: str, logprob: float, old: float, advantage: float, **changes: Any) -> tuple[float, float, Any]:
     leaf = torch.tensor([logprob], requires_grad=True)
-    out = policy_loss(leaf, torch.tensor([old]), torch.tensor([advantage]), objective=name, **changes)
+    given = (leaf, torch.tensor([old]), torch.tensor([advantage]))
+    out = policy_loss(*given, objective=name, cu_seqlens=torch.tensor([0, 1]), **changes)
     out.loss.backward()
     assert leaf.grad is not None
     return out.loss.item(), float(leaf.grad), out
 
 
+def apart(delta: float, largest: float = 0.0) -> tuple[float, float]:
+    """Log-prob and old log-prob, the larger one ``largest``."""
+    return largest + min(delta, 0.0), largest + min(-delta, 0.0)
+
+
 @pytest.mark.parametrize("name", ["cispo", "sapo"])
 def test_a_zero_advantage_is_an_exact_zero(backend: str, name: str) -> None:
     for delta in (0.0, 5.0, 100.0, 1e4, -1e4):
-        loss, slope, out = one_token(name, delta - 200.0, -200.0, 0.0)
+        loss, slope, out = one_token(name, *apart(delta, -200.0), 0.0)
         assert (loss, slope) == (0.0, 0.0)
         assert float(out.metrics["clip_low"] + out.metrics["clip_high"]) == 0
 
@@ -38,7 +44,7 @@ def test_sapo_at_one_and_far_from_it(backend: str, advantage: float) -> None:
     assert loss == pytest.approx(-advantage * 2 / tau, rel=1e-6)
     assert slope == pytest.approx(-advantage, rel=1e-6)
     for delta in (6.0, 50.0, 100.0):
-        loss, slope, _ = one_token("sapo", delta, 0.0, advantage)
+        loss, slope, _ = one_token("sapo", *apart(delta), advantage)
         assert loss == pytest.approx(-advantage * 4 / tau, rel=1e-6)
         assert slope == pytest.approx(0.0, abs=1e-30)
     loss, slope, _ = one_token("sapo", -100.0, 0.0, advantage)
@@ -53,7 +59,7 @@ def test_sapo_slopes_between(backend: str) -> None:
             tau, ratio = (1.0 if advantage > 0 else 1.05), math.exp(float(torch.tensor(delta)))
             gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
             closing = 1 / (1 + math.exp(tau * (ratio - 1)))
-            _, slope, _ = one_token("sapo", delta, 0.0, advantage)
+            _, slope, _ = one_token("sapo", *apart(delta), advantage)
             assert slope == pytest.approx(-advantage * 4 * gate * closing * ratio, rel=2e-5)
 
 
@@ -61,9 +67,10 @@ def test_sapo_slopes_between(backend: str) -> None:
 def test_cispo_bounds_the_weight_and_keeps_the_gradient(backend: str, advantage: float) -> None:
     """Weight min(ratio, 5) with the row's bounds: 1 + clip_high is the raw 5.0 of the libraries that print that."""
     for delta, weight in ((0.5, math.exp(0.5)), (1.7, 5.0), (100.0, 5.0), (-100.0, 0.0)):
-        loss, slope, out = one_token("cispo", -2.0, -2.0 - delta, advantage)
+        logprob, old = apart(delta, -2.0)
+        loss, slope, out = one_token("cispo", logprob, old, advantage)
         assert slope == pytest.approx(-weight * advantage, rel=1e-6)
-        assert loss == pytest.approx(-weight * advantage * -2.0, rel=1e-6)
+        assert loss == pytest.approx(-weight * advantage * logprob, rel=1e-6)
         assert float(out.metrics["clip_high"]) == float(weight == 5.0)
         assert float(out.metrics["clip_low"]) == 0
     loss, slope, out = one_token("cispo", -2.0, -1.0, advantage, clip_low=0.2)
@@ -116,9 +123,10 @@ def test_dppo_bounds_the_weight_and_keeps_the_gradient(backend: str) -> None:
 
 def two_sequences(name: str, delta: list[float], advantages: list[float], **changes: Any) -> tuple[Any, list[float]]:
     """Sequences of two tokens, with log-ratios ``delta``; the slope of every log-prob, times their number."""
-    leaf = torch.full((4,), -2.0, requires_grad=True)
+    log_ratio = torch.tensor(delta)
+    leaf = (log_ratio.clamp(max=0.0) - 2.0).requires_grad_()
     bounds = {"cu_seqlens": torch.tensor([0, 2, 4], dtype=torch.int32)}
-    old = -2.0 - torch.tensor(delta)
+    old = leaf.detach() - log_ratio
     out = policy_loss(leaf, old, torch.tensor(advantages), objective=name, **bounds, **changes)
     out.loss.backward()
     assert leaf.grad is not None

@@ -26,13 +26,13 @@ def draw(seed: int) -> dict[str, Tensor]:
     """Float32 inputs of 14 tokens, ratios away from every clip edge in use here."""
     g = torch.Generator().manual_seed(seed)
     n = sum(LENGTHS)
-    logprobs = -torch.rand(n, generator=g) * 4 - 0.05
+    logprobs = -torch.rand(n, generator=g) * 4 - 1.5  # at most 0 with every log-ratio
     delta = torch.tensor(LOG_RATIOS)[torch.randint(len(LOG_RATIOS), (n,), generator=g)]
     return {
         "logprobs": logprobs,
         "old": logprobs - delta - 0.01 * torch.rand(n, generator=g),
         "advantages": torch.randn(n, generator=g),
-        "ref": logprobs + torch.randn(n, generator=g) * 0.5,
+        "ref": (logprobs + torch.randn(n, generator=g) * 0.5).clamp(max=0.0),
         "weights": torch.rand(n, generator=g) * 2,
         "entropy": torch.rand(n, generator=g) * 3,
         "mask": torch.rand(n, generator=g) > 0.3,
@@ -159,6 +159,11 @@ def one_token(logprob: float, old: float | None, advantage: float, **options: An
     return out.loss.item(), float(leaf.grad), out
 
 
+def apart(log_ratio: float) -> tuple[float, float]:
+    """Log-prob and old log-prob, the larger one 0: their difference does not round."""
+    return min(log_ratio, 0.0), min(-log_ratio, 0.0)
+
+
 @pytest.mark.parametrize("advantage", [1.5, -1.5])
 def test_a_ratio_of_exactly_one_keeps_its_gradient(backend: str, advantage: float) -> None:
     """At ratio 1 both branches tie whatever the clip range, also an empty one, and w = -A."""
@@ -180,12 +185,8 @@ def test_a_ratio_of_exactly_one_keeps_its_gradient(backend: str, advantage: floa
 )
 def test_exactly_on_an_edge_is_not_clipped(backend: str, log_ratio: float, advantage: float, options: dict) -> None:
     """exp(float32(log 2)) is 2 to 2e-9: correctly rounded it is the edge itself, and a tie takes the first branch."""
-    old = -1.0
-    logprob = float(torch.tensor(old) + torch.tensor(log_ratio))
-    if math.exp(logprob - old) != pytest.approx(math.exp(log_ratio), rel=1e-9):
-        logprob, old = float(torch.tensor(log_ratio)), 0.0  # the subtraction must not round
     ratio = math.exp(log_ratio)
-    loss, slope, out = one_token(logprob, old, advantage, **options)
+    loss, slope, out = one_token(*apart(log_ratio), advantage, **options)
     assert loss == pytest.approx(-ratio * advantage, rel=1e-6)
     assert slope == pytest.approx(-ratio * advantage, rel=1e-6)
     assert all(float(out.metrics[key]) == 0 for key in ("clip_low", "clip_high", "clip_dual"))
@@ -199,7 +200,7 @@ def test_around_an_edge(backend: str, edge: float, advantage: float) -> None:
     seen = set()
     for steps in (-40, -3, -2, -1, 0, 1, 2, 3, 40):
         delta = float(start.view(torch.int32).add(steps).view(torch.float32))
-        loss, slope, out = one_token(delta, 0.0, advantage, clip_low=0.2, clip_high=edge - 1 if edge > 1 else 0.28)
+        loss, slope, out = one_token(*apart(delta), advantage, clip_low=0.2, clip_high=edge - 1 if edge > 1 else 0.28)
         counted = float(out.metrics["clip_low"] + out.metrics["clip_high"])
         assert loss == pytest.approx(-advantage * edge, rel=1e-5)
         assert (slope, counted) == (0.0, 1.0) or (slope == pytest.approx(-advantage * edge, rel=1e-5) and counted == 0)
@@ -210,7 +211,7 @@ def test_around_an_edge(backend: str, edge: float, advantage: float) -> None:
 
 def test_a_zero_advantage_is_an_exact_zero_at_any_ratio(backend: str) -> None:
     for delta in (0.0, 5.0, 80.0, 100.0, 1e4, -1e4):
-        loss, slope, out = one_token(delta, 0.0, 0.0, dual_clip=3.0)
+        loss, slope, out = one_token(*apart(delta), 0.0, dual_clip=3.0)
         assert loss == 0.0
         assert slope == 0.0
         assert all(float(out.metrics[key]) == 0 for key in ("clip_low", "clip_high", "clip_dual"))
@@ -218,19 +219,19 @@ def test_a_zero_advantage_is_an_exact_zero_at_any_ratio(backend: str) -> None:
 
 def test_an_overflowing_ratio_is_clipped_where_a_branch_clips(backend: str) -> None:
     """exp(100) is inf in float32; A > 0 takes the upper clip, A < 0 the dual clip, both with a zero slope."""
-    loss, slope, out = one_token(100.0, 0.0, 2.0, clip_high=0.28)
+    loss, slope, out = one_token(*apart(100.0), 2.0, clip_high=0.28)
     assert (loss, slope) == (pytest.approx(-2.56), 0.0)
     assert float(out.metrics["clip_high"]) == 1
-    loss, slope, out = one_token(100.0, 0.0, -2.0, dual_clip=3.0)
+    loss, slope, out = one_token(*apart(100.0), -2.0, dual_clip=3.0)
     assert (loss, slope) == (pytest.approx(6.0), 0.0)
     assert float(out.metrics["clip_dual"]) == 1
 
 
 def test_dual_clip_only_acts_on_negative_advantages(backend: str) -> None:
-    loss, slope, _ = one_token(math.log(4.0), 0.0, 1.0, clip_high=9.0, dual_clip=2.0)
+    loss, slope, _ = one_token(*apart(math.log(4.0)), 1.0, clip_high=9.0, dual_clip=2.0)
     assert loss == pytest.approx(-4.0)
     assert slope == pytest.approx(-4.0)
-    loss, slope, _ = one_token(math.log(4.0), 0.0, -1.0, clip_high=9.0, dual_clip=2.0)
+    loss, slope, _ = one_token(*apart(math.log(4.0)), -1.0, clip_high=9.0, dual_clip=2.0)
     assert loss == pytest.approx(2.0)
     assert slope == 0.0
 
@@ -307,7 +308,7 @@ def test_a_long_batch_adds_up(backend: str) -> None:
     """A quarter of a million tokens: sums in float32 would drift in the fourth digit if added one by one."""
     n = 250_000
     g = torch.Generator().manual_seed(8)
-    logprobs = -torch.rand(n, generator=g) * 4
+    logprobs = -torch.rand(n, generator=g) * 4 - 1.0
     old = logprobs - torch.randn(n, generator=g) * 0.1
     advantages = torch.randn(n, generator=g) + 0.5
     out = policy_loss(logprobs, old, advantages)

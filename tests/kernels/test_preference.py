@@ -84,6 +84,7 @@ def solve(
         "logprob_chosen": sum(pair[0].item() for pair in sums) / len(counted),
         "logprob_rejected": sum(pair[1].item() for pair in sums) / len(counted),
         "nonfinite": 0,
+        "positive_logprobs": 0,
         "entropy": sum(row_entropy(logits[t], tau).item() for t in live) / len(live),
     }
     return loss.detach(), {name: leaf.grad for name, leaf in leaves.items()}, metrics  # type: ignore[misc]

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import roofline
 from benchmarks.roofline import A100, B200, H100, H200, Device
-from dapo_kernels.backends.residency import found_again, gpu_of, programs, rows_in_flight
+from dapo_kernels.backends.residency import LATENCY_S, found_again, gpu_of, programs, rows_in_flight
 
 BF16, FP32 = 151_936 * 2, 151_936 * 4
 
@@ -73,6 +73,15 @@ def test_devices_that_are_not_limited_by_the_cache(monkeypatch: pytest.MonkeyPat
     gpu_of.cache_clear()
 
 
+def test_one_row_to_an_sm_bounds_the_bandwidth_as_the_page_has_it() -> None:
+    """Kernels above 32 registers, by Little's law."""
+    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    for kib in (32, 16):
+        shares = (d.gpu.multiprocessors * kib * 2**10 / (d.gpu.bytes_per_s * LATENCY_S) for d in roofline.DEVICES)
+        cells = " | ".join(f"{min(1.0, share):.0%}".replace("%", " %") for share in shares)
+        assert f"{kib} KiB a row | {cells} |" in page
+
+
 def test_the_page_shows_the_table() -> None:
     page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
     assert page.partition(roofline.BEGIN)[2].partition(roofline.END)[0].strip() == roofline.table()
@@ -83,4 +92,8 @@ def test_the_roofline_is_what_counting_gives() -> None:
     assert roofline.expected(H100, "cluster_loss", 151_936, 2).moved == (4.0, 4.0)
     assert roofline.expected(H100, "Triton", 151_936, 2).share == (1.0, 1.0)
     assert roofline.expected(B200, "cluster_loss", 151_936, 2).pressure[0] == pytest.approx(1.78 / 2.03 * 0.927, 0.01)
+    triton = roofline.expected(B200, "Triton", 151_936, 2)  # issue slots bind before its exponentials do
+    assert triton.share == pytest.approx((0.88, 0.88), abs=0.005)
+    assert triton.binds == "instructions"
+    assert roofline.expected(H100, "Triton", 151_936, 2).binds == "memory"
     assert roofline.expected(B200, "cluster_loss", 151_936, 4).exponentials == pytest.approx(2.0625)

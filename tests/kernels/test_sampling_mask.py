@@ -16,6 +16,7 @@ from cases import Case, call_linear, call_logits, dtypes_of, linear_case, logits
 from no_device import NoWaiting
 from ranks import on_ranks
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dapo_kernels import (
     OBJECTIVES,
@@ -442,6 +443,63 @@ def test_the_path_of_a_device(backend: str, monkeypatch: pytest.MonkeyPatch) -> 
             else:
                 got, grads = call_linear(linear_dapo_loss, case, "dapo", chunk_bytes=5 * V * 8, **how)
             alike(got, expected, grads, of_truth, torch.float32)
+
+
+class CountAdditions(TorchDispatchMode):
+    """The most additions or maxima of one operation on one address: on a GPU those wait for each other."""
+
+    most = 0
+
+    def within(self, method: Any) -> Any:
+        def counted(*args: Any, **keywords: Any) -> Any:
+            with self:
+                return method(*args, **keywords)
+
+        return counted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func.__name__.partition(".")[0], kwargs or {}
+        if name in ("index_add_", "scatter_reduce_"):
+            self.most = max(self.most, int(args[2].bincount().max()))
+        if name == "index_put_" and (args[3] if len(args) > 3 else kwargs.get("accumulate", False)):
+            places = torch.stack(torch.broadcast_tensors(*args[1]), dim=-1)
+            self.most = max(self.most, int(places.unique(dim=0, return_counts=True)[1].max()))
+        return func(*args, **kwargs)
+
+
+def test_what_a_chunk_leaves_out_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device the tokens kept in other chunks stand beside every chunk. They add nothing, each at another place."""
+    for module in (aggregate, chunks, gradients, hidden, kept_module, records):
+        monkeypatch.setattr(module, "on_host", lambda x: False)
+    case, rows = hidden_case(seed=18), 6
+    kept = kept_by(case)
+    lists = SamplingMask.of_kept(kept)
+    longest, spread = int(lists.offsets.diff().max()), -(-len(lists.ids) // rows)
+    assert longest + spread < len(lists.ids) / 2
+    counted = CountAdditions()
+    for name in ("row_stats", "row_grad", "row_loss_"):  # where operators run, a mode around the call sees nothing
+        monkeypatch.setattr(kept_module.KeptTokens, name, counted.within(getattr(kept_module.KeptTokens, name)))
+    with use_backend("torch"):
+        how: dict[str, Any] = {"sampling_mask": lists, "entropy": True, "chunk_bytes": rows * 72 * 8}
+        got, grads = call_linear(linear_dapo_loss, case, "dapo", host_sync=False, mask=case.mask, **how)
+    assert longest <= counted.most <= longest + spread
+    expected, of_truth = truth(case, kept, "dapo", mask=case.mask)
+    alike(got, expected, grads, of_truth, torch.float32)
+
+
+def test_ids_of_other_ranks_do_not_pile_up() -> None:
+    """Of the columns a rank has one of: the others' ids are spread over its own."""
+    asked = records.Asked(
+        torch.tensor([3]), torch.tensor([True]), 1.0, None, True, True,
+        torch.tensor([True]), torch.arange(-40, 60), torch.zeros(100, dtype=torch.int64),
+    )  # fmt: skip
+    found = kept_module.Kept.of(torch.zeros(1, 20, dtype=torch.float64), asked, None)
+    assert found.ids[found.here].tolist() == list(range(20))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept_module, "on_host", lambda x: False)
+        spread = kept_module.Kept.of(torch.zeros(1, 20, dtype=torch.float64), asked, None)
+    assert spread.ids[spread.here].tolist() == list(range(20))
+    assert spread.ids.bincount().tolist() == [5] * 20
 
 
 def test_nothing_waits_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ KEYS = {
     "ref_kl",
     "entropy",
     "nonfinite",
+    "positive_logprobs",
 }
 
 # log-ratio, advantage, live; what hits which limit with clip .2/.28 and dual clip 3
@@ -50,7 +51,7 @@ def hand_made(order: slice | None = None) -> Any:
     delta, advantages, live = (torch.tensor(column) for column in zip(*TOKENS, strict=True))
     if order is not None:
         delta, advantages, live = delta[order], advantages[order], live[order]
-    old = torch.full_like(delta, -1.0)
+    old = torch.full_like(delta, -2.0)
     ref = old - 0.5
     return policy_loss(
         old + delta,
@@ -75,7 +76,7 @@ def test_sums_by_hand(backend: str) -> None:
         "tokens": 7,
         "clip_low": 1,
         "clip_high": 2,
-        "clip_high_prob": 2 * 2.0 / math.e,
+        "clip_high_prob": 2 * 2.0 / math.e**2,
         "clip_dual": 1,
         "ratio": sum(math.exp(d) for d in deltas),
         "ratio_max": 4.0,
@@ -83,6 +84,7 @@ def test_sums_by_hand(backend: str) -> None:
         "ref_kl": sum(d + 0.5 for d in deltas),
         "entropy": 14.0,
         "nonfinite": 0,
+        "positive_logprobs": 0,
     }
     for key, value in expected.items():
         assert float(metrics[key]) == pytest.approx(value, rel=1e-5), key
@@ -103,11 +105,11 @@ def test_summarize_one(backend: str) -> None:
     means = summarize(sums)
     assert set(means) == KEYS
     assert all(type(value) is float for value in means.values())
-    assert means["clip_high_prob"] == pytest.approx(2.0 / math.e)
+    assert means["clip_high_prob"] == pytest.approx(2.0 / math.e**2)
     assert "clip_high_prob" not in summarize(hand_made(slice(0, 2)).metrics)  # nothing is clipped from above
-    for key in KEYS - {"tokens", "nonfinite", "ratio_max", "clip_high_prob"}:
+    for key in KEYS - {"tokens", "nonfinite", "positive_logprobs", "ratio_max", "clip_high_prob"}:
         assert means[key] == pytest.approx(float(sums[key]) / 7), key
-    for key in ("tokens", "nonfinite", "ratio_max"):
+    for key in ("tokens", "nonfinite", "positive_logprobs", "ratio_max"):
         assert means[key] == float(sums[key])
 
 
@@ -198,7 +200,7 @@ def test_anything_else_than_metrics_is_refused(wrong: Any) -> None:
 
 def test_metrics_are_those_of_the_call_or_none() -> None:
     """They are computed when they are read: from buffers that were filled anew they would be another batch's."""
-    logprobs, old, mask = torch.zeros(4, requires_grad=True), torch.ones(4), torch.ones(4, dtype=torch.bool)
+    logprobs, old, mask = torch.zeros(4, requires_grad=True), -torch.ones(4), torch.ones(4, dtype=torch.bool)
     for buffer in (old, mask):
         out = policy_loss(logprobs, old, torch.ones(4), mask=mask)
         buffer.zero_()
@@ -212,7 +214,7 @@ def test_metrics_are_those_of_the_call_or_none() -> None:
 
 def test_libraries_may_rebuild_metrics() -> None:
     """As accelerate does with every mapping that a forward pass returns."""
-    out = policy_loss(torch.zeros(4, requires_grad=True), torch.ones(4), torch.ones(4))
+    out = policy_loss(torch.zeros(4, requires_grad=True), -torch.ones(4), torch.ones(4))
     again = type(out.metrics)({name: value.float() for name, value in out.metrics.items()})
     assert summarize(again) == summarize(out.metrics)
     assert summarize(pickle.loads(pickle.dumps(out.metrics))) == summarize(out.metrics)

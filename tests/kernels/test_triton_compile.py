@@ -20,6 +20,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import triton_sass as sass
 
+from benchmarks import roofline
 from dapo_kernels.backends.triton import LAUNCHES, LOADS, MAX_REGISTERS, Launch, kernels
 
 pytestmark = pytest.mark.elsewhere
@@ -32,6 +33,18 @@ def check_registers(got: sass.Compiled, launch: Launch) -> None:
     assert not any(loop.shared for loop in got.loops), got
     assert got.registers <= MAX_REGISTERS, got
     assert sass.rows_per_sm(got.registers, launch.num_warps) * 2 >= launch.rows_per_sm, got
+
+
+def check_waves(got: sass.Compiled, launch: Launch, variant: str, logits: str, rows: str) -> None:
+    """Of rows that are read twice, on every GPU of the roofline and at vocabularies where its cache limits the rows."""
+    if not variant.startswith("loss"):
+        assert got.atomics == 0, got
+        return
+    row_loads = launch.block(sass.cut(rows, logits)["VEC"]) * sass.ITEMSIZE[logits]
+    for device in roofline.DEVICES:
+        for vocab in (*roofline.V, 100_000, 50_257):
+            found = sass.waves(got, launch, device.gpu, vocab, sass.ITEMSIZE[logits], row_loads)
+            assert found == 1, (device.name, vocab, found, got)
 
 
 def check_loops(got: sass.Compiled, variant: str, logits: str) -> None:
@@ -73,8 +86,17 @@ GRID += [(v, "bf16", LAUNCHES[-1], 90, "shifted") for v in sass.VARIANTS if "sof
 def test_machine_code_of_a_row_kernel(variant: str, logits: str, launch: Launch, capability: int, rows: str) -> None:
     got = sass.row_kernel(variant, logits, capability, launch, rows)
     check_registers(got, launch)
+    check_waves(got, launch, variant, logits, rows)
     if sass.aligned(rows):
         check_loops(got, variant, logits)
+
+
+@pytest.mark.parametrize("logits", ["bf16", "fp32"])
+@pytest.mark.parametrize("device", [roofline.A100, roofline.H100, roofline.B200], ids=lambda device: device.name)
+def test_the_roofline_counts_these_instructions(device: roofline.Device, logits: str) -> None:
+    got = sass.row_kernel("loss", logits, device.capability, LAUNCHES[-1])
+    shown = roofline.INSTRUCTIONS[device.capability, sass.ITEMSIZE[logits]]
+    assert sass.instructions_per_logit(got, logits) == pytest.approx(shown, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, call_linear, linear_case, logits_case, solve
+from cases import Case, call_linear, call_logits, linear_case, logits_case, solve
 from oracle import ROWS
 from ranks import on_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from vocab_parallel import (
     CLOSE,
     CUTS,
@@ -266,6 +266,16 @@ def second_derivative(group: Group) -> None:
         grad.sum().backward()
 
 
+def another_default_device(group: Group, cut: tuple[int, ...]) -> None:
+    case = share(linear_case(V, H, LENGTHS, seed=25), columns(cut, group))
+    expected, _ = call_linear(linear_dapo_loss, case, "dapo", mask=case.mask, group=group)
+    with torch.device("meta"):
+        leaves = case.leaves
+        tokens = (case.target_ids, case.old_logprobs, case.advantages)
+        out = linear_dapo_loss(leaves["hidden"], leaves["weight"], *tokens, mask=case.mask, group=group)
+    assert torch.equal(out.loss, expected.loss)
+
+
 def on_a_rank(rank: int) -> None:
     """All four ranks share a vocabulary, then each pair one of its own."""
     for cut in CUTS[4]:
@@ -291,6 +301,7 @@ def on_a_rank(rank: int) -> None:
         head_in_float8(group)
     if rank < 2:
         the_page(group)
+        another_default_device(group, CUTS[2][0])
         compiled(group, CUTS[2][0])
         operators(group)
     else:
@@ -319,3 +330,20 @@ def test_one_rank(alone: None) -> None:
         assert grad is not None
         assert torch.equal(grad, expected[name])  # type: ignore[arg-type]
     distributed_tensors(dist.group.WORLD)
+
+
+@pytest.mark.parametrize("objective", [name for name in OBJECTIVES if OBJECTIVES[name].one_pass])
+def test_the_gradient_over_the_logits_of_a_dtensor(alone: None, backend: str, objective: str) -> None:
+    """Its local part is a view that torch's own function made."""
+    case, mesh = logits_case(V, LENGTHS, seed=16), DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    options = options_of(objective, case)
+    _, expected = call_logits(dapo_loss, case, objective, inplace_backward=True, **options)
+    for placement in (Shard(1), Replicate()):
+        for group in (None, dist.group.WORLD):
+            leaf = distribute_tensor(case.leaves["logits"], mesh, [placement]).requires_grad_()
+            logits = leaf * 1
+            rows = logits if group is None else logits.to_local()
+            tokens = (case.target_ids, case.old_logprobs, case.advantages)
+            how = {"objective": objective, "group": group, "inplace_backward": True, **options}
+            dapo_loss(rows, *tokens, **how).loss.backward()
+            assert torch.equal(leaf.grad.full_tensor(), expected)  # type: ignore[union-attr,arg-type]

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dapo_kernels.backends.residency import Gpu, programs
 from dapo_kernels.backends.triton import LAUNCHES, Launch, kernels
 
 ARCHITECTURES = (80, 90, 100)
@@ -22,6 +23,7 @@ BEGIN, END = "<!-- sass: begin -->", "<!-- sass: end -->"
 
 _TYPES = {
     "Targets": "*i64",
+    "Next": "*i32",
     **dict.fromkeys(("Live", "ClipHit", "Idle"), "*i8"),
     **dict.fromkeys(("inner", "out_inner", "V", "N"), "i32"),
     **dict.fromkeys(("stride_outer", "stride_inner", "out_stride_outer", "out_stride_inner"), "i64"),
@@ -91,9 +93,10 @@ class Loop(NamedTuple):
     exponentials: int
     reciprocals: int
     shared: int  # shared memory, shuffles and barriers
+    instructions: int = 0  # of any kind; not printed
 
     def __str__(self) -> str:
-        parts = zip(("ld", "st", "narrow", "ex2", "rcp", "shared"), self, strict=True)
+        parts = zip(("ld", "st", "narrow", "ex2", "rcp", "shared"), self[:6], strict=True)
         return " ".join(f"{n} {name}" for name, n in parts if n)
 
 
@@ -101,6 +104,7 @@ class Compiled(NamedTuple):
     registers: int
     local_bytes: int
     local_accesses: int
+    atomics: int
     loops: list[Loop]
 
 
@@ -145,6 +149,7 @@ def compiled(
         registers=int(re.findall(r"REG:(\d+)", usage)[-1]),
         local_bytes=sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage))),
         local_accesses=len(re.findall(r"\b(?:STL|LDL)\b", sass)),
+        atomics=len(re.findall(r"\bATOM", sass)),
         loops=_loops(sass),
     )
 
@@ -187,12 +192,28 @@ def _count(body: str) -> Loop:
         n(r"\bMUFU\.EX2"),
         n(r"\bMUFU\.RCP"),
         n(r"\b(?:LDS|STS|SHFL|BAR|LDSM|STSM|REDUX)\b"),
+        n(r"(?m)^\s+/\*[0-9a-f]{4,}\*/\s+\S"),
     )
+
+
+def instructions_per_logit(got: Compiled, logits: str) -> float:
+    """Of the sweeps over a row, statistics and gradient; a thread has 16 bytes of each load."""
+    per_load = 16 // ITEMSIZE[logits]
+    return sum(loop.instructions / (loop.loads * per_load) for loop in got.loops if loop.loads)
 
 
 def rows_per_sm(registers: int, warps: int) -> int:
     """Programs that an SM holds: registers are given out 8 to a thread, and there is room for 64 warps."""
     return min(REGISTER_FILE // (-(-registers // 8) * 8 * 32), 64) // warps
+
+
+def waves(got: Compiled, launch: Launch, gpu: Gpu, vocab: int, itemsize: int, row_loads: int) -> int:
+    """In how many waves the programs work that share many rows of a loss. With a counter it is one, as those beyond
+    what the SMs hold find one row each; with rows dealt out beforehand they would begin when the others had ended.
+    """
+    n = programs(gpu, 10**6, vocab * itemsize, launch.rows_per_sm, row_loads)
+    held = gpu.multiprocessors * rows_per_sm(got.registers, launch.num_warps)
+    return 1 if got.atomics or n == 10**6 else -(-n // held)
 
 
 HEADER = "| kernel | rows | logits | warps | sm | registers | rows per SM | spilled bytes | loops over the row |"

@@ -206,8 +206,12 @@ def test_softcap_in_the_row_kernels(vocab: int) -> None:
     elementwise(work, x.grad, what="gradient")
 
 
-def test_programs_that_take_rows_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bits of a program for each row, dead and idle rows between them."""
+def test_programs_that_share_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of a program for each row, dead and idle rows between them. The interpreter starts a program when the
+    one before has ended, as a GPU does with those that its SMs have no room for: it finds one row, its own.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder
+
     from dapo_kernels.backends import triton
 
     g = torch.Generator().manual_seed(3)
@@ -216,12 +220,20 @@ def test_programs_that_take_rows_in_turn(monkeypatch: pytest.MonkeyPatch) -> Non
     weights, advantages = torch.tensor([1.0, 1, 0, 1, 1, 1, 1]), torch.randn(7, generator=g)
     tokens = Tokens(live, weights, advantages, None, None, None)
     scalars = ObjectiveScalars.of(OBJECTIVES["dapo"])
-    outs = []
+    outs, left, start = [], list[int](), InterpreterBuilder.set_grid_idx
     for programs in (7, 3, 1):
-        monkeypatch.setattr(triton, "programs_for", lambda n, logits, programs=programs: programs)
         rows = logits.clone()
+        left.clear()
+
+        def started(self: Any, *at: int, rows: Tensor = rows) -> None:
+            left.append(int((rows == logits).all(1).sum()))
+            start(self, *at)
+
+        monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", started)
+        monkeypatch.setattr(triton, "programs_for", lambda n, logits, programs=programs: programs)
         out = triton.row_loss_(rows, Asked(ids, live, 0.7, None, False), tokens, scalars)
         outs.append((rows, *out))
+        assert left == [7, *range(programs - 1, 0, -1)]
     for other in outs[1:]:
         assert all(a is b or torch.equal(a, b) for a, b in zip(other, outs[0], strict=True))
 
@@ -383,7 +395,7 @@ def test_many_tokens_of_the_elementwise_kernel() -> None:
     lengths = torch.tensor([300, 1, 299])
     old, advantages = -torch.rand(600, generator=g) * 4, torch.randn(600, generator=g)
     mask = torch.rand(600, generator=g) > 0.2
-    new = (old + torch.randn(600, generator=g) * 0.3).requires_grad_()
+    new = (old + torch.randn(600, generator=g) * 0.3).clamp(max=0).requires_grad_()
     bounds = torch.tensor([0, 300, 301, 600], dtype=torch.int32)
     options = {"clip_low": 0.001, "clip_high": 0.001, "aggregate": "token-mean"}
     dirty = old.masked_fill(~mask, math.nan)

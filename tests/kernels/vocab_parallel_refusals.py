@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from cases import linear_case
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from vocab_parallel import LENGTHS, Group, H, T, V, columns, refusing
 
-from dapo_kernels import linear_dapo_loss, linear_preference_loss
+from dapo_kernels import (
+    dapo_loss,
+    linear_dapo_loss,
+    linear_preference_loss,
+    linear_token_logprobs,
+    preference_loss,
+    token_logprobs,
+)
 
 
 def refusals(group: Group, cut: tuple[int, ...]) -> None:
@@ -67,7 +77,7 @@ def refusals(group: Group, cut: tuple[int, ...]) -> None:
         with refusing(ValueError, "the same call", name):
             call(**{name: values[rank]}, hidden=hidden)
     marked = torch.where(torch.arange(T) == 3, float(-rank), 1.0)
-    for given in ({"temperature": marked}, {"advantages": marked}, {"old_logprobs": marked}):
+    for given in ({"temperature": marked}, {"advantages": marked}, {"old_logprobs": marked - 1}):
         with refusing(ValueError, "got other ones", "advantages"):
             call(**given)
     call(advantages=torch.where(case.mask, case.advantages, marked), mask=case.mask)
@@ -78,9 +88,55 @@ def refusals(group: Group, cut: tuple[int, ...]) -> None:
     hidden, bounds = case.leaves["hidden"], case.cu_seqlens
     with refusing(ValueError, "got other ones"):
         linear_preference_loss(hidden, weight, case.target_ids, None, pairs=pairs, cu_seqlens=bounds, group=group)
+    refused_by_one(group, call, mesh, case.leaves["weight"])
     for placement in (Shard(0), Replicate()):
         head = distribute_tensor(case.leaves["weight"], mesh, [placement])
         with refusing(ValueError, f"valid_vocab must be at most V={V}"):
             call(weight=head, group=None, valid_vocab=V + 1)
         with refusing(ValueError, "got other ones"):
             call(weight=head, group=None, advantages=marked)
+
+
+def refused_by_one(group: Group, call: Callable[..., None], mesh: DeviceMesh, weight: Tensor) -> None:
+    """What a rank refuses before it knows how the head is shared; and gradients that only some ranks ask for."""
+    rank, told = group.rank(), "rank 1 of the group has refused its arguments"
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+    def cut(x: Tensor, dim: int) -> DTensor:
+        """As ``distribute_tensor``, without an exchange: the ranks here do different things."""
+        mine = x.chunk(group.size(), dim)[rank]
+        return DTensor.from_local(mine, mesh, [Shard(dim)], run_check=False, shape=x.shape, stride=x.stride())
+
+    with refusing(TypeError if rank else ValueError, "sequence_parallel" if rank else told):
+        call(sequence_parallel=1 if rank else False)
+    with refusing(ValueError, "Shard(0)" if rank else told):
+        call(weight=cut(weight, rank), group=None)
+    with refusing(ValueError, "group" if rank else told):
+        call(weight=cut(weight, 0), group=alone if rank else None)
+    hidden, ids = torch.randn(T, H), torch.arange(T)
+    how: dict[str, Any] = {"cu_seqlens": torch.tensor([0, T // 2, T])}
+    from_hidden: list[Callable[..., Any]] = [
+        linear_token_logprobs,
+        lambda *given, **more: linear_preference_loss(*given, None, **more, **how),
+    ]
+    from_logits: list[Callable[..., Any]] = [
+        token_logprobs,
+        lambda *given, **more: dapo_loss(*given, None, torch.ones(T), **more),
+        lambda *given, **more: preference_loss(*given, None, **more, **how),
+    ]
+    for function in from_hidden:
+        with refusing(ValueError, "Shard(0)" if rank else told):
+            function(hidden, cut(weight, rank), ids)
+    rows = torch.randn(T, V)
+    for function in from_logits:
+        with refusing(ValueError, "Shard(1)" if rank else told):
+            function(cut(rows, 1 - rank), ids)
+        with refusing(ValueError, "group" if rank else told):
+            function(cut(rows, 1), ids, group=alone if rank else None)
+    for name in ("hidden", "weight"):
+        leaves = {"hidden": hidden.clone(), "weight": cut(weight, 0).to_local()}
+        leaves[name].requires_grad_(rank == 1)
+        with refusing(ValueError, "the same call", "requires_grad"):
+            call(**leaves)
+    with torch.set_grad_enabled(rank == 1), refusing(ValueError, "the same call", "requires_grad"):
+        call(hidden=hidden.clone().requires_grad_())

@@ -66,9 +66,11 @@ def distributed_tensors(group: Group) -> None:
     torch.testing.assert_close(part.grad, expected_states.chunk(n_ranks, 1)[rank], **CLOSE[torch.float32])
     rows = distribute_tensor(case.leaves["hidden"] @ case.leaves["weight"].T, mesh, [Shard(1)]).requires_grad_()
     plain = rows.full_tensor().detach().requires_grad_()
-    for logits in (rows, plain):
-        dapo_loss(logits, *tokens, mask=case.mask).loss.backward()
-    torch.testing.assert_close(rows.grad.full_tensor(), plain.grad, **CLOSE[torch.float32])  # type: ignore[union-attr]
+    for in_place in (False, True):
+        rows.grad = plain.grad = None
+        for logits in (rows, plain):
+            dapo_loss(logits * 1, *tokens, mask=case.mask, inplace_backward=in_place).loss.backward()
+        torch.testing.assert_close(rows.grad.full_tensor(), plain.grad, **CLOSE[torch.float32])  # type: ignore[attr-defined]
 
 
 def low_rank_factors(group: Group) -> None:

@@ -6,16 +6,15 @@ outside torch's allocator or depends on the stream: calls may be captured in a C
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from dapo_kernels.backends import residency
 from dapo_kernels.backends.norms import merge_triton_norms
 from dapo_kernels.backends.reference import check_rows, slopes_of_stats, unit_stride
-from dapo_kernels.backends.residency import gpu_of, programs
 from dapo_kernels.backends.triton import kernels
 from dapo_kernels.objectives.surrogate import N_PER_TOKEN, ObjectiveScalars
 from dapo_kernels.records import Asked, RowsLoss, RowsSlopes, RowStats, Slopes, TokenLoss, Tokens
@@ -32,11 +31,6 @@ class Launch(NamedTuple):
     num_warps: int
     rows_per_sm: int
 
-    @property
-    def loads(self) -> int:
-        """Bytes that a row has on their way from memory at a time."""
-        return 32 * self.num_warps * LOADS * 16
-
     def block(self, vec: int) -> int:
         """Logits of one step of the loops, VEC to an access."""
         return 32 * self.num_warps * (LOADS * vec if vec > 1 else NARROW_LOADS)
@@ -48,7 +42,7 @@ LOADS = 2
 # The same of one logit each, for rows that start between 16-byte boundaries.
 NARROW_LOADS = 8
 # Registers of a thread; tests/kernels/test_triton_compile.py holds every kernel to it. With up to 32 an SM is full,
-# with 64 half full.
+# with more it holds half of ``rows_per_sm`` or two thirds: programs then start later, and no row waits for them.
 MAX_REGISTERS = 64
 # The second sweep over a row should find it in the L2 cache: 50 MiB on an H100 are 390 KiB per SM, 40 MiB on an A100
 # 380. The longer the row, the more warps share it and the fewer rows are in flight: up to 192 KiB per SM, half the
@@ -82,14 +76,19 @@ def _row_size(logits: Tensor) -> tuple[int, int]:
     return logits.shape[-1], logits.element_size()
 
 
+def _vec(*rows: Tensor) -> int:
+    """Logits of an access: of 128 bits where all rows allow it."""
+    return 16 // rows[0].element_size() if all(map(_aligned, rows)) else 1
+
+
 def _shape(logits: Tensor, *others: Tensor) -> dict[str, int]:
     """How the rows are cut. ``HAS_REST`` repeats what Triton specializes V on: nothing is compiled anew for it."""
     vocab, itemsize = _row_size(logits)
-    chosen, vec = launch_for(vocab, itemsize), 16 // itemsize if all(map(_aligned, (logits, *others))) else 1
+    chosen, vec = launch_for(vocab, itemsize), _vec(logits, *others)
     return {
         # At least 16 running sums, because the logits after the last multiple of VEC take one each.
         "BLOCK_V": min(chosen.block(vec), max(16 * vec, triton.next_power_of_2(vocab))),
-        "VEC": vec,  # logits of an access, of 128 bits if rows allow it
+        "VEC": vec,
         "HAS_REST": vec > 1 and vocab % 16 != 0,
         "num_warps": min(chosen.num_warps, MAX_WARPS),
     }
@@ -97,8 +96,9 @@ def _shape(logits: Tensor, *others: Tensor) -> dict[str, int]:
 
 def programs_for(n_rows: int, logits: Tensor) -> int:
     """How many programs share the rows where each is read twice."""
-    chosen, row_bytes = launch_for(*_row_size(logits)), math.prod(_row_size(logits))
-    return programs(gpu_of(logits.device), n_rows, row_bytes, chosen.rows_per_sm, chosen.loads)
+    chosen, (vocab, itemsize) = launch_for(*_row_size(logits)), _row_size(logits)
+    row_loads = chosen.block(_vec(logits)) * itemsize
+    return residency.programs(residency.gpu_of(logits.device), n_rows, vocab * itemsize, chosen.rows_per_sm, row_loads)
 
 
 def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **meta: Any) -> None:
@@ -173,11 +173,12 @@ def row_loss_(
     check_rows(asked, logits.shape[-1])
     work = unit_stride(logits)
     result = RowsLoss.empty(asked, scalars.kl_coef != 0)
-    losses = torch.zeros_like(result.logprobs)
+    losses = torch.empty_like(result.logprobs)
     n = asked.target_ids.numel()
+    programs = programs_for(n, work)
     launch(
         kernels.row_loss_kernel,
-        programs_for(n, work),
+        programs,
         logits.device,
         *_inputs(work, asked, softcap),
         *tokens[1:],
@@ -185,6 +186,7 @@ def row_loss_(
         *result[1:-1],
         result.idle.view(torch.int8),
         n,
+        torch.full((1,), programs, dtype=torch.int32, device=logits.device),
         *_floats(scalars),
         float(scalars.entropy_coef) or None,
         **_shape(work),

@@ -146,15 +146,18 @@ def row_loss_kernel(
     Logits, inner, stride_outer: tl.int64, stride_inner: tl.int64, V,
     Targets, Live, Temperatures, temperature, softcap,
     Weights, Advantages, OldLogprobs, RefLogprobs, ImportanceWeights,
-    Losses, Logprobs, Entropy, ClipHit, RefKl, Idle, N,
+    Losses, Logprobs, Entropy, ClipHit, RefKl, Idle, N, Next,
     SURROGATE: tl.constexpr, clip_low, clip_high, dual_clip, tau_positive, tau_negative,
     kl_coef, KL_ESTIMATOR: tl.constexpr, KL_THROUGH_RATIO: tl.constexpr,
     entropy_coef,
     BLOCK_V: tl.constexpr, VEC: tl.constexpr, HAS_REST: tl.constexpr,
 ):  # fmt: skip
-    """Programs take rows in turn: as many rows are in flight as ``rows_in_flight`` found to stay in the cache."""
-    for at in tl.range(tl.program_id(0), N, tl.num_programs(0), disable_licm=True):
-        row = tl.cast(at, tl.int64)
+    """Programs share the rows: as many rows are in flight as ``rows_in_flight`` found to stay in the cache. Each begins
+    with the row of its own number and goes on with rows that no program has, which ``Next`` counts from the number of
+    programs on. So it does not matter how many programs an SM holds: one that starts late finds its own row alone.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    while tl.condition(row < N, disable_licm=True):
         X = _row(Logits, row, inner, stride_outer, stride_inner, VEC)
         if tl.load(Live + row) == 0:
             tl.store(Losses + row, 0.0)
@@ -170,8 +173,10 @@ def row_loss_kernel(
             tau = _temperature(Temperatures, temperature, row)
             c = LOG2E / tau
             target = tl.load(Targets + row)
-            x_target, slope_target = capped(tl.load(X + target).to(tl.float32), softcap)
             top, total, weighted = sweep_stats(X, V, c, softcap, BLOCK_V, VEC, HAS_REST, Entropy is not None)
+            # Not before the sweep: held through it, it takes a register, and ptxas then spills or takes 41 for 32.
+            x_target, slope_target = capped(tl.load(X + target).to(tl.float32), softcap)
+            tl.debug_barrier()  # no warp may write its gradient before all have read the target's logit
             logprob = _logprob(x_target, tau, top, total)
             weight = tl.load(Weights + row)
             log_ratio = logprob - tl.load(OldLogprobs + row) if OldLogprobs is not None else 0.0 * weight
@@ -207,6 +212,7 @@ def row_loss_kernel(
                     X, X, V, c, softcap, top, a, b, target, at_target,
                     BLOCK_V, VEC, HAS_REST, entropy_coef is not None,
                 )  # fmt: skip
+        row = tl.atomic_add(Next, 1, sem="relaxed").to(tl.int64)
 
 
 @triton.jit(**_PER_CALL)

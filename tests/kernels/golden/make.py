@@ -51,7 +51,7 @@ def problem() -> Case:
     logits = rounded(logits)
     mask = torch.tensor([True] * 3 + [False] + [True] * 5 + [False])
     now = torch.log_softmax(logits, -1)[torch.arange(n), target_ids]
-    delta = torch.tensor([0.45, -0.42, -0.03, 3.0, 0.31, -0.38, 0.5, 0.06, 0.27, -3.0], dtype=torch.float64)
+    delta = torch.tensor([0.41, -0.43, 0.02, 3.0, 0.31, -0.38, 0.5, 0.06, 0.27, -3.0], dtype=torch.float64)
     delta[2] = 3 * 1e-4 - delta[0] - delta[1]
     advantages = torch.tensor([1.1, 1.1, -0.9, 0.7, 0.8, -1.6, -1.6, 1.9, -1.2, 0.4], dtype=torch.float64)
     return Case(
@@ -59,7 +59,7 @@ def problem() -> Case:
         old_logprobs=rounded(now - delta),
         advantages=advantages,
         mask=mask,
-        ref_logprobs=rounded(now + 0.5 * torch.randn(n, generator=g, dtype=torch.float64)),
+        ref_logprobs=rounded((now + 0.5 * torch.randn(n, generator=g, dtype=torch.float64)).clamp(max=0.0)),
         importance_weights=rounded(0.4 + torch.rand(n, generator=g, dtype=torch.float64)),
         lengths=LENGTHS,
         leaves={"logits": logits},

@@ -1,0 +1,92 @@
+"""PolicyLoss over every causal language model of transformers: the log-probs of the model itself, or an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[runner]'")
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from tiny_models import NOT_BUILT, VOCAB, tiny_model
+from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODELS
+
+from dapo_kernels.integrations.torch import PolicyLoss
+
+LENGTHS = (7, 11, 5)
+
+# Served neither padded nor packed: a transform before the head; not causal; no model below the head (Llama 4, mllama).
+REFUSED = """
+bert big_bird camembert data2vec-text electra ernie megatron-bert modernbert-decoder prophetnet rembert roberta
+roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod
+cpmant xlm xlnet
+llama4 llama4_text mllama
+"""
+# Served padded, not packed: no mask from position_ids; convolutions and recurrent states.
+PADDED_ONLY = """
+afmoe bart bert-generation bigbird_pegasus biogpt blenderbot blenderbot-small bloom blt falcon gpt_oss marian mbart mpt
+mvp openai-gpt opt pegasus plbart reformer trocr xglm
+bamba falcon_h1 falcon_mamba granitemoehybrid inkling_text jamba kimi_linear lfm2_moe mamba mamba2 minimax nemotron_h
+olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv
+xlstm zamba zamba2 zaya
+"""
+
+
+def sequences() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, VOCAB, (length,), generator=generator) for length in LENGTHS]
+
+
+def own_logprobs(model: Any) -> list[Tensor]:
+    """Of each sequence alone, from the logits of the model."""
+    found = []
+    for ids in sequences():
+        logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
+        found.append(logits.log_softmax(-1).gather(-1, ids.roll(-1)[:, None])[:, 0])
+    return found
+
+
+def padded_logprobs(policy: PolicyLoss) -> list[Tensor]:
+    """Padded on the right, without an attention mask."""
+    ids, targets = (
+        torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        for rows in (sequences(), [row.roll(-1) for row in sequences()])
+    )
+    logprobs = policy(ids, targets, mode="logprobs").logprobs
+    return [row[:length] for row, length in zip(logprobs, LENGTHS, strict=True)]
+
+
+def packed_logprobs(policy: PolicyLoss) -> list[Tensor]:
+    ids, targets = torch.cat(sequences()), torch.cat([row.roll(-1) for row in sequences()])
+    cu_seqlens = torch.tensor((0, *LENGTHS)).cumsum(0).to(torch.int32)
+    logprobs = policy(ids, targets, cu_seqlens=cu_seqlens, mode="logprobs").logprobs
+    return list(logprobs.split(LENGTHS))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", sorted(set(MODELS) - set(NOT_BUILT)))
+def test_right_or_refused(model_type: str) -> None:
+    model = tiny_model(model_type)
+    name, expected = type(model).__name__, own_logprobs(model)
+    if model_type in REFUSED.split():
+        with pytest.raises(ValueError, match=name):
+            padded_logprobs(PolicyLoss(model))
+        return
+    random_state, policy = torch.get_rng_state(), PolicyLoss(model)
+    torch.testing.assert_close(padded_logprobs(policy), expected, atol=1e-4, rtol=0)
+    if model_type in PADDED_ONLY.split():
+        with pytest.raises(ValueError, match=name):
+            packed_logprobs(policy)
+        return
+    torch.testing.assert_close(packed_logprobs(policy), expected, atol=1e-4, rtol=0)
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_the_lists_say_no_more_than_is_so() -> None:
+    assert set(MODELS) >= {*REFUSED.split(), *PADDED_ONLY.split()}
+    for model_type in NOT_BUILT:
+        with pytest.raises((AttributeError, ImportError, TypeError, ValueError, StrictDataclassError)):
+            tiny_model(model_type)
