@@ -17,6 +17,7 @@ from pathlib import Path
 from dapo_runner.commands.complain import complain
 from dapo_runner.errors import ConfigError
 from dapo_runner.interrupt import end_with_parent
+from dapo_runner.preflight.amx import disable_broken_amx
 from dapo_runner.preflight.packages import RUNNER_EXTRA, missing_for_runner
 
 USER_ERROR, INTERRUPTED = 2, 130
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USER_ERROR
     options, overrides = parser.parse_known_args(arguments)
     _keep_freed_memory()
+    disable_broken_amx()
     if "RANK" in os.environ:
         # A launcher that is killed would leave its ranks behind, in the way of the next attempt, or waiting for a store
         # that is gone.
@@ -87,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     launch.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where they meet: on one of them, a free port")
     launch.add_argument("--sft", action="store_true", help="a recipe for dapo sft")
     launch.add_argument("--max-restarts", type=int, default=0, metavar="R", help="times to go on by itself")
+    launch.add_argument("--dry-run", action="store_true", help="print the command, the plan and what is missing here")
     launch.set_defaults(command="launch")
 
     serve = commands.add_parser("serve", help="a vLLM server for the rollouts of a recipe", allow_abbrev=False)

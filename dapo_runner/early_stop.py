@@ -16,7 +16,7 @@ class EarlyStop:
 
     def __init__(self, config: Config) -> None:
         self.settings = config.run.early_stop
-        self.metric = early_stop_metric(config)
+        self.metric, self.k = early_stop_metric(config), config.evaluation.k
         self._spent: str | None = None
         self._decided: str | None = None
         self._best: tuple[int, float] | None = None  # step and figure
@@ -47,6 +47,8 @@ class EarlyStop:
         """
         if self.settings is None:
             return
+        if self.metric not in figures and self.metric.endswith(f"cons@{self.k}"):
+            return  # it is measured only where every response has an extracted answer
         if self.metric not in figures:
             there = ", ".join(name.removeprefix("eval/") for name in figures if name.startswith("eval/"))
             raise ConfigError(

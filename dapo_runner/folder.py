@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Iterable, Mapping
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
@@ -26,6 +26,7 @@ from dapo_runner.config import (
     flatten,
     parse,
     parse_config,
+    read_recipe,
 )
 from dapo_runner.records.metrics import METRICS_FILE
 from dapo_runner.records.run_log import CHECKPOINTS
@@ -54,6 +55,7 @@ MAY_CHANGE = (
 )
 
 AnyConfig = Config | SftConfig
+C = TypeVar("C", bound=AnyConfig)
 
 
 def lock_folder(folder: Path, note: Callable[[str], None]) -> FolderLock:
@@ -128,16 +130,25 @@ class Change(NamedTuple):
 
 def read_config(folder: Path, overrides: Iterable[str] = ()) -> Config:
     """What a run was last started with; keys that a later version added have their defaults. Raises ConfigError."""
-    return parse_config(apply_overrides(_read(folder, "train"), overrides))
+    raw = apply_overrides(_read(folder, "train"), overrides)
+    return _naming_file(folder, lambda: parse_config(raw))
 
 
 def read_sft_config(folder: Path) -> SftConfig:
     """The same of a supervised run."""
-    return parse(_read(folder, "sft"), SftConfig)
+    raw = _read(folder, "sft")
+    return _naming_file(folder, lambda: parse(raw, SftConfig))
+
+
+def _naming_file(folder: Path, read: Callable[[], C]) -> C:
+    try:
+        return read()
+    except ConfigError as error:
+        raise ConfigError(f"{folder / CONFIG_FILE}: {error}") from error
 
 
 def _read(folder: Path, command: str) -> dict[str, Any]:
-    raw: dict[str, Any] = yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    raw = read_recipe(folder / CONFIG_FILE)
     if (found := "train" if "reward" in raw else "sft") != command:
         raise ConfigError(f"{folder}: expected a run of dapo {command}, found one of dapo {found}")
     return raw
@@ -169,7 +180,8 @@ def check_same_run(config: AnyConfig, folder: Path) -> list[Change]:
     earlier = read_config(folder) if isinstance(config, Config) else read_sft_config(folder)
     changes = changes_between(settings_of(earlier), settings_of(config))
     refused = [str(change) for change in changes if not is_among(change.key, MAY_CHANGE)]
-    if refused and not (folder / METRICS_FILE).exists():
+    log = folder / METRICS_FILE
+    if refused and not (log.exists() and log.stat().st_size):
         shutil.rmtree(folder / TINY_MODEL, ignore_errors=True)
         forget(folder)
         if isinstance(earlier, Config) and earlier.run.from_ is not None:

@@ -26,6 +26,7 @@ OF_GROUPS = (
     "rollout.group_size",
     "rollout.max_response_tokens",
     "rollout.stop",
+    *("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p"),
     "advantage.segments.",
 )
 OWN = ("run.name", "run.output_dir", "run.from", "ranks")  # differ in any case, or are no setting

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
+ONE_STOP = 10.0  # seconds in which SIGTERM again is the same one: systemd sends it to torchrun and to its ranks
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C, and what a job scheduler sends before it kills
 
 
@@ -43,6 +44,7 @@ class StopRequest:
         self.requested = False
         self._before: dict[signal.Signals, Any] = {}
         self._step_ends = self._killed = float("inf")
+        self._terminated = -float("inf")  # when SIGTERM came last
         self._may_give_up = False
 
     def __enter__(self) -> StopRequest:
@@ -80,10 +82,13 @@ class StopRequest:
             raise StepGivenUpError("this step would not end before the process is killed")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number == signal.SIGTERM and now < self._terminated + ONE_STOP:
+            return
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
         if number == signal.SIGTERM:
-            self._killed = time.monotonic() + self.grace
+            self._terminated, self._killed = now, now + self.grace
         self._give_up_if_late()
         self.report("stopping after this step, which will be saved; once more stops at once")

@@ -9,7 +9,7 @@ from rich.console import Console
 from dapo_runner.config import Config, check_config
 from dapo_runner.records.progress import Progress, make_progress
 from dapo_runner.run.opening import open_run
-from dapo_runner.run.steps import is_due
+from dapo_runner.run.steps import TrainedStep, is_due
 from dapo_runner.update.learner import step_figures
 
 
@@ -37,8 +37,8 @@ def train(config: Config, progress: Progress | None = None) -> Path:
             sequences = run.training_records(sampled.groups, step)
             minis = run.learner.prepare(sequences)
             updates = [run.update(mini, step) for mini in minis]
-            in_sync = run.sync()
-            run.log_step(step, sampled, sequences, step_figures(minis, updates, run.world), in_sync)
+            run.end_training(TrainedStep(step, sampled, sequences, step_figures(minis, updates, run.world)))
+            run.log_step(run.sync())
             last, stopping = run.is_last(step), run.asked_to_stop()
             if last or (is_due(config.run.eval_every, step) and not stopping):
                 run.evaluate(step)

@@ -99,7 +99,8 @@ class Completion:
     """One response of the policy to one prompt. Where another rank has it, its tensors are meta tensors of its length.
 
     token_ids int64 [N], the end-of-sequence token included when it was sampled.
-    logprobs float32 [N], log-probability of each sampled token as the engine saw it, temperature included.
+    logprobs float32 [N], log-probability of each sampled token as the engine saw it, temperature included; NaN where
+    the engine gave none.
     finish_reason "stop" when the policy ended the response itself or a stop string did, "length" when the token limit
     cut it. The text holds a stop string, as the tokens do.
     path: of a tree's leaf the nodes from the root down, which add up to its length; empty where there is no tree.

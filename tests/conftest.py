@@ -9,12 +9,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from dapo_runner.preflight.amx import disable_broken_amx
+
 if importlib.util.find_spec("hypothesis") is not None:  # the tests of vLLM, and those on a GPU, do without
     from hypothesis import settings
 
     # How long an example takes says more of the machine and its neighbours than of the code.
     settings.register_profile("no deadline", deadline=None)
     settings.load_profile("no deadline")
+
+# On some virtual machines torch's bfloat16 products would end the process otherwise.
+disable_broken_amx()
 
 # Nothing asks the hub, nor tells it of a trainer; here and in what a test starts alike.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

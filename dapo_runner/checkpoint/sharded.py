@@ -8,7 +8,6 @@ has the whole model.
 from __future__ import annotations
 
 import json
-import re
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,11 +27,11 @@ from dapo_runner.parallel.sharding import local
 from dapo_runner.parallel.world import World
 from dapo_runner.policy.lora import adapter_tensors, has_adapters, save_adapters
 from dapo_runner.policy.model import Policy
+from dapo_runner.policy.weights import checkpoint_weights, layer_of
 from dapo_runner.update.learner import Learner
 
 T = TypeVar("T")
 OPTIMIZER = "optimizer"
-_LAYER = re.compile(r".*?\.\d+(?=\.)")
 _FILE_BYTES = 2**30  # a file of the optimizer is put together in memory
 
 
@@ -71,20 +70,14 @@ def _own_weights(policy: Policy) -> dict[str, Tensor]:
     """This rank's share of the model, by transformers' names on the disk, where several tensors of a layer may be one:
     a layer is always of one rank.
     """
-    from transformers.core_model_loading import revert_weight_conversion
-
     world, owner, own = policy.world, dict[str, int](), dict[str, Tensor]()
     held = [0] * world.size
     for name, weight in policy.named_weights():
-        layer = _LAYER.match(name)
-        rank = owner.setdefault(layer[0] if layer else name, held.index(min(held)))
+        rank = owner.setdefault(layer_of(name), held.index(min(held)))
         held[rank] += weight.nbytes
         if rank == world.rank:
             own[name] = weight.to("cpu", copy=True).contiguous()
-    if world.is_main:  # buffers are not sharded
-        stored = policy.model.state_dict().keys()
-        own |= {name: buffer.to("cpu", copy=True) for name, buffer in policy.model.named_buffers() if name in stored}
-    return cast("dict[str, Tensor]", revert_weight_conversion(policy.model, own))
+    return dict(checkpoint_weights(policy.model, own.items()))
 
 
 def _optimizer_tensors(learner: Learner, *, copied: bool) -> dict[str, Tensor]:

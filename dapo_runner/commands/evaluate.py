@@ -16,9 +16,11 @@ from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import Config, ConfigError, load_config
 from dapo_runner.evaluate import evaluate, scored
 from dapo_runner.folder import CONFIG_FILE, read_config
+from dapo_runner.policy.lengths import check_length
 from dapo_runner.policy.model import load_tokenizer, resolve_device
 from dapo_runner.preflight.needs import check_model
 from dapo_runner.records.run_log import CHECKPOINTS
+from dapo_runner.records.show import printable
 from dapo_runner.rewards.plugin import RewardError
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.client import RolloutError
@@ -32,6 +34,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.json is not None and not options.json.parent.is_dir():
         raise ConfigError(f"--json: expected a file in a folder that is there, got {options.json}")
     config, source = _target(options.target, overrides)
+    setting = "evaluation.max_response_tokens: prompt and response, of the rollouts too,"
+    check_length("model.path", source, config.model, config.longest_sequence, setting)
     device = resolve_device(config.run.device)
     dataset = load_data(config, load_tokenizer(source, config.model))
     if not dataset.heldout:
@@ -76,8 +80,11 @@ def _of_run(folder: Path, overrides: Sequence[str]) -> tuple[Config, Path]:
     if run is not folder:
         return config, _checkpoint(folder).model
     newest = latest_checkpoint(run / CHECKPOINTS)
+    for path in sorted((run / CHECKPOINTS).glob("step_*[0-9]")):
+        if newest is None or path.name > newest.path.name:
+            complain(f"{path} is damaged and not evaluated: {damage_of(path, contents=False)}")
     if newest is None:
-        raise ConfigError(f"{run / CHECKPOINTS}: expected a checkpoint, found none")
+        raise ConfigError(f"{run / CHECKPOINTS}: expected a whole checkpoint, found none")
     return config, newest.model
 
 
@@ -92,5 +99,5 @@ def _print_responses(groups: Sequence[Group]) -> None:
     for group in groups:
         sample = group.samples[0]
         verdict = "right" if sample.correct else "wrong"
-        print(f"--- {verdict}, expected {group.prompt.answer}, read {sample.verdict.extracted}")
-        print(f"{group.prompt.text}{sample.completion.text}")
+        print(printable(f"--- {verdict}, expected {group.prompt.answer}, read {sample.verdict.extracted}"))
+        print(printable(f"{group.prompt.text}{sample.completion.text}"))

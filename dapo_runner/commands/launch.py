@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import shlex
 import sys
 from collections.abc import Sequence
 
+import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import main as torchrun
@@ -31,8 +33,12 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     else:
         config = load_config(find_recipe(options.config), overrides)
     make_layout(config, options.gpus * options.nnodes, options.gpus)
+    if config.run.device == "auto" and not torch.cuda.is_available():
+        print(f"no CUDA GPU found: {options.gpus} processes train on the CPU", file=sys.stderr)
     arguments = _torchrun_arguments(options, overrides)
     print(f"torchrun {shlex.join(arguments)}", flush=True)
+    if options.dry_run:
+        return _dry_run(options, overrides)
     try:
         torchrun(arguments)
     except SignalException:
@@ -41,6 +47,12 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         rank, failure = error.get_first_failure()
         return INTERRUPTED if failure.exitcode == INTERRUPTED else _failed(rank, failure)
     return 0
+
+
+def _dry_run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    command, options.simulate = "sft" if options.sft else "train", False
+    overrides = [*overrides, f"parallel.gpus={options.gpus * options.nnodes}"]
+    return int(importlib.import_module(f"dapo_runner.commands.{command}").run(options, overrides))
 
 
 def _failed(rank: int, failure: ProcessFailure) -> int:

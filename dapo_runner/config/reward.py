@@ -77,7 +77,7 @@ class RewardConfig(Section):
     fuzzy_threshold: Share = 0.9  # kind fuzzy: the similarity from which an answer is right
     json_schema: Path | None = None  # kind json: a file; None: the answer of each row is its schema
     deadline: PositiveFloat = 5.0  # kinds math and json: seconds for one answer
-    workers: PositiveInt = 2  # kind math: processes
+    workers: PositiveInt = 2  # kinds math and json: processes
     code: CodeConfig = CodeConfig()
     judge: JudgeConfig | None = None
     calls: CallsConfig = CallsConfig()

@@ -16,11 +16,11 @@ class ServerConfig(Section):
     """The server engine: `vllm serve` processes that `dapo serve` has started. docs/server.md."""
 
     urls: Annotated[list[str], Field(min_length=1)] = ["http://localhost:8000"]
-    key_env: str | None = None  # the environment variable that holds their key
+    key_env: str | None = None  # the environment variable that holds their key; None: the file `dapo serve` makes
     transfer: Literal["file", "nccl"] = "file"  # how weights pass; nccl: from GPU to GPU
     folder: Path | None = None  # where weights pass, seen from trainer and servers; None: this machine's shared memory
     tensor: PositiveInt = 1  # GPUs that share the weights of one server
-    attempts: PositiveInt = 5  # times that a prompt is asked before the run ends
+    attempts: PositiveInt = 5  # times that a prompt is asked of each server before the run ends
     # Seconds until a wait is over, and has failed.
     answer_within: PositiveFloat = 1800.0  # the responses to one prompt
     sync_within: PositiveFloat = 600.0  # a server that takes new weights

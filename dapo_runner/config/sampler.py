@@ -39,6 +39,8 @@ class SamplerConfig(Section):
     max_rounds: PositiveInt = 10  # generation rounds per step
     # server: prompts asked for each that is needed. What still runs once the needed are answered is dropped.
     oversample: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
-    max_age: NonNegativeInt = 1  # steps that a group left over may wait; older ones are dropped and counted
+    # Steps old that a group may be when it trains; older ones are dropped and counted. By default rollout.ahead + 1, so
+    # that what a step leaves over can fill the next.
+    max_age: NonNegativeInt = 1
     on_exhausted: Literal["train_partial", "error"] = "error"
     curriculum: CurriculumConfig | None = None  # None: all prompts, in a new order every epoch

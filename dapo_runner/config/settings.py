@@ -56,6 +56,16 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
+    def _max_age_follows_ahead(cls, raw: Any) -> Any:
+        """Let groups that a step leaves over fill the next one, also where they were sampled ahead."""
+        rollout, sampler = (raw.get(name) for name in ("rollout", "sampler")) if isinstance(raw, dict) else (None, None)
+        ahead = rollout.get("ahead") if isinstance(rollout, dict) else None
+        if not isinstance(ahead, int) or ahead < 1 or (isinstance(sampler, dict) and "max_age" in sampler):
+            return raw
+        return {**raw, "sampler": {**(sampler or {}), "max_age": ahead + 1}}
+
+    @model_validator(mode="before")
+    @classmethod
     def _algorithm_below_the_recipe(cls, raw: Any) -> Any:
         return with_algorithm(raw)  # before the one above: pydantic goes from the last to the first
 

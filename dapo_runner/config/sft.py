@@ -41,7 +41,7 @@ class SftColumnsConfig(Section):
 
 
 class SftDataConfig(Section):
-    path: Path  # a .jsonl or .parquet file, or a Hugging Face data set: a folder or its name on the hub
+    path: Path  # a .jsonl, .json, .csv or .parquet file, or a Hugging Face data set: a folder or its name on the hub
     subset: str | None = None
     split: str = "train"
     columns: SftColumnsConfig | None = None  # None: prompt and completion, messages, or what a judge said, by its names

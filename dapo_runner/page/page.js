@@ -242,7 +242,7 @@ function drawSample(sample, open) {
     `reward ${signed(sample.reward)} = ${answer} + length ${signed(sample.length_penalty)}`,
     sample.segments ? `segments ${sample.segments.map(ends).join(", ")}` : `advantage ${signed(sample.advantage)}`,
     `${sample.tokens} tokens, ${sample.finish_reason === "length" ? "cut at the limit" : "ended itself"}`,
-    sample.extracted === null ? "no answer found" : `read ${sample.extracted}`,
+    sample.extracted === null ? (sample.correct ? "no answer extracted" : "no answer found") : `read ${sample.extracted}`,
     ...(sample.trains ? [] : ["left out of the loss"]),
   ];
   details.append(make("summary", sample.correct ? "right" : "wrong", facts.join(" · ")));

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 DYING = 1.0  # seconds that a process may take to go
+PRINTED_WITHIN = 1.0  # seconds that the rank whose message is printed may take for it
+MEETING = 10.0  # seconds between ranks that stop with the same error
 MARKS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")  # of a collective that failed
 
 
@@ -59,6 +61,19 @@ class Watch:
             return RankLostError("the launcher that started this run's processes is gone, and other ranks with it")
         return RankLostError(_blame(notes, self.rank))
 
+    def all_stop(self, error: BaseException) -> bool:
+        """Return whether every rank calls this, within ``MEETING`` seconds of each other. Not after a collective that
+        failed: its ranks are no longer at the same place.
+        """
+        if self._store is None or _is_of_a_collective(error):
+            return False
+        try:
+            self._store.set(f"stopping/{self.rank}", "")
+            self._store.wait([f"stopping/{rank}" for rank in range(self.size)], timedelta(seconds=MEETING))
+        except RuntimeError:  # one of them, or the store's host, is gone or goes on
+            return False
+        return True
+
     def says_first(self, text: str) -> bool:
         """Whether no other rank has said it, be it with other numbers."""
         if self._store is None:
@@ -66,9 +81,12 @@ class Watch:
         kind = re.sub(r"\d+", "", text)
         key, own = f"said/{hashlib.sha256(kind.encode()).hexdigest()}", str(self.rank)
         try:
-            return bool(self._store.compare_set(key, "", own) == own.encode())
+            is_first = bool(self._store.compare_set(key, "", own) == own.encode())
         except RuntimeError:
             return True
+        if not is_first:
+            time.sleep(PRINTED_WITHIN)  # the launcher ends every rank when one exits: the first has to print before
+        return is_first
 
 
 def launched() -> bool:
@@ -95,8 +113,9 @@ def _blame(notes: dict[int, dict[str, Any]], own: int) -> str:
         for rank in [rank for rank in dead if rank in elsewhere] or (dead if too_late else []):
             note = notes[rank]
             return (
-                f"rank {rank} on {host} (process {note['pid']}) is gone, killed in {note['phase']!r}: look for the "
-                "kernel's out-of-memory killer; the same command goes on from the last checkpoint"
+                f"rank {rank} on {host} (process {note['pid']}) ended in {note['phase']!r} without an error. The "
+                "launcher prints its exit code; signal 9 is often the kernel's out-of-memory killer. The same command "
+                "resumes from the last checkpoint"
             )
         if too_late:
             break

@@ -155,6 +155,10 @@ class World:
             if explained is not error:
                 raise explained from error
 
+    def all_stop(self, error: BaseException) -> bool:
+        """Return whether every rank has stopped with an error of its own, so that they can still talk."""
+        return self.watch is None or self.watch.all_stop(error)
+
     def any(self, flag: bool) -> bool:
         return any(self.gather(flag))
 

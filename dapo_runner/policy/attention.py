@@ -134,9 +134,13 @@ def packed_attention(
     """transformers' attention interface. query [1, Hq, T, D], key and value [1, Hk, T, D] → ([1, T, Hq, D],
     None).
 
-    Causal within each sequence. Dropout is not applied: the ratio of two passes over one policy has to be 1.
-    Raises ConfigError for what the kernel at hand cannot do.
+    Causal within each sequence, in the window of ``attention_mask``, see ``window_mask``. Dropout is not applied: the
+    ratio of two passes over one policy has to be 1. Raises ConfigError for what the kernel at hand cannot do.
     """
+    if attention_mask is not None:
+        if attention_mask.numel():
+            raise ConfigError(f"model: {type(module).__name__} makes a mask of its own, which packed attention ignores")
+        sliding_window = attention_mask.shape[-1]
     if s_aux is not None:
         raise ConfigError(f"model: attention sinks are not supported by packed attention ({type(module).__name__})")
     if softcap is not None and packing.kernel != "flash":
@@ -266,8 +270,21 @@ def choose_kernel(
     return wanted
 
 
+def window_mask(*, config: Any, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> Tensor | None:
+    """transformers' mask interface. Return an empty [1, 1, 0, window] for layers with a sliding window, else None.
+
+    Some models (Qwen2-MoE, PhiMoE) have their window in the mask alone and do not name it to the attention function.
+    Raises ConfigError for masks that are more than causal with a window.
+    """
+    is_read_by_model = local_size is not None and config.model_type == "doge"
+    if is_read_by_model or use_vmap or "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        raise ConfigError(f"model: the attention mask of {config.model_type} is not supported by packed attention")
+    return None if local_size is None else torch.empty(1, 1, 0, local_size)
+
+
 def register_packed_attention(function: Callable[..., Any] = packed_attention) -> None:
     """Make ``PACKED_ATTENTION`` known to transformers. Called where a model is loaded, not on import."""
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(PACKED_ATTENTION, function)
+    AttentionMaskInterface.register(PACKED_ATTENTION, window_mask)

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from dapo_runner.config import ConfigError, LoraConfig
 from dapo_runner.parallel.sharding import assign, whole
+from dapo_runner.policy.weights import stored_tensors
 
 ADAPTER = "default"  # peft's own name for the only one
 WEIGHTS_FILE = "adapter_model.safetensors"  # peft's own name, as is the prefix
@@ -63,8 +64,9 @@ def has_adapters(model: Any) -> bool:
 
 
 def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of the model as it was before the adapters, their product added in: what an engine serves. Whole,
-    in the ``dtype`` that the model computes in; where they are sharded, a shard is rounded before it is sent.
+    """Yield the parameters of the model as it was before the adapters, their product added in, and its persistent
+    buffers: what an engine serves. Parameters are whole, in the ``dtype`` that the model computes in; where they are
+    sharded, a shard is rounded before it is sent.
 
     Product and sum are float32, rounded once to the dtype of the weights. Training itself does not round the sum, so
     in bfloat16 an engine sees nothing of what adapters add to a weight while it is below half its last bit (2⁻⁹ to 2⁻⁸
@@ -72,8 +74,11 @@ def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor
     """
     adapted = {f"{name}.base_layer": module for name, module in model.named_modules() if _is_adapted(module)}
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in stored_tensors(model):
             owner, _, kind = name.rpartition(".")
+            if not isinstance(parameter, nn.Parameter):
+                yield name, parameter
+                continue
             if owner not in adapted:
                 if ".lora_" not in name:
                     yield name, whole(parameter.detach().to(dtype))

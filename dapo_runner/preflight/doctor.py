@@ -11,6 +11,7 @@ import torch
 
 from dapo_kernels.backends import available_backends, backend_for, cuda_build
 from dapo_kernels.integrations.versions import TRL, VERL, VLLM, Supported
+from dapo_runner.preflight.amx import disable_broken_amx
 from dapo_runner.preflight.packages import RUNNER, RUNNER_EXTRA, version
 
 
@@ -87,7 +88,8 @@ def _adapted(wanted: Sequence[Supported], distributions: Sequence[str], purpose:
 
 
 def _cpu_features() -> str:
-    return f"widest vectors {torch.backends.cpu.get_cpu_capability()}"
+    broken = ", AMX announced but broken (oneDNN is kept from it)" if disable_broken_amx() else ""
+    return f"widest vectors {torch.backends.cpu.get_cpu_capability()}{broken}"
 
 
 def _cuda() -> Finding:

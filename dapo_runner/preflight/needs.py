@@ -16,10 +16,10 @@ from dapo_runner.policy.model import DTYPES, resolve_device
 from dapo_runner.preflight.plan import model_values
 from dapo_runner.records.run_log import CHECKPOINTS
 from dapo_runner.records.trackers import check_trackers
-from dapo_runner.rewards.endpoint import authorization
 from dapo_runner.rewards.judge import judge_of
 from dapo_runner.rewards.scoring import load_reward
 from dapo_runner.rollout import nccl, vllm
+from dapo_runner.rollout.key import authorize
 from dapo_runner.rollout.transfer import place_of_weights
 from dapo_runner.sampling.reading import missing_data
 from dapo_runner.tasks.tiny import check_tiny
@@ -83,7 +83,7 @@ def _missing(config: Config) -> Iterator[str]:
         checks.append(vllm.check_installed)
     if config.rollout.engine == "server":
         settings = config.rollout.server
-        checks += [partial(authorization, url, settings.key_env) for url in settings.urls[:1]]
+        checks += [partial(authorize, url, settings.key_env) for url in settings.urls[:1]]
         if settings.transfer == "nccl":
             checks.append(lambda: nccl.check_there(config))
         else:

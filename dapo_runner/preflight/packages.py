@@ -13,6 +13,7 @@ RUNNER = (
     ("rich", "progress"),
     ("matplotlib", "dapo report"),
     ("safetensors", "checkpoints"),
+    ("scipy", "dapo study"),
 )
 RUNNER_EXTRA = "pip install 'dapo-kernels[runner]'"
 

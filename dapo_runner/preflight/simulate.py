@@ -167,7 +167,7 @@ def full_mini_batch(config: Config, world: World) -> MiniBatch:
     """A single sequence, and a micro-batch that is full of it; of the rank that has it."""
     budget = config.optimizer.token_budget
     ones = torch.ones(budget + 1)
-    sequence = Sequence(ones.long(), ones, ones.bool(), ones, group_id=0)
+    sequence = Sequence(ones.long(), ones, ones.bool(), -ones, group_id=0)
     objective = resolve_objective(config)
     mini = MiniBatch([sequence], budget, objective, share=Share(multiple=world.layout.sequence))
     if objective.needs_reference:

@@ -109,9 +109,10 @@ def prefixed(area: str, values: Mapping[str, float]) -> dict[str, float]:
 def sampling_metrics(
     stats: SamplingStats, filter_on: str = "correctness", oversampled: bool = False
 ) -> dict[str, float]:
-    """All that a step generated, kept or not; shares in [0, 1]. Counts only when nothing was generated. ``graded``,
-    where groups are kept for it: all right or all wrong, with rewards that vary. ``dropped``, where more is asked than
-    is needed: prompts without a group.
+    """All that a step generated, kept or not; shares in [0, 1]. Counts only when nothing was generated.
+
+    Where groups are kept by their rewards: ``varying``, those whose rewards vary, ``alike``, the rest, and ``graded``,
+    of the first those all right or all wrong. ``dropped``, where more is asked than is needed: prompts without a group.
     """
     counts = {
         "rounds": stats.rounds,
@@ -127,7 +128,15 @@ def sampling_metrics(
         "all_right": stats.all_right / stats.groups,
         "all_wrong": stats.all_wrong / stats.groups,
         "mixed": stats.mixed / stats.groups,
-        **({"graded": stats.graded / stats.groups} if filter_on == "reward" else {}),
+        **(
+            {
+                "graded": stats.graded / stats.groups,
+                "varying": stats.varying / stats.groups,
+                "alike": 1 - stats.varying / stats.groups,
+            }
+            if filter_on == "reward"
+            else {}
+        ),
         "accuracy": stats.correct / stats.samples,
         "reward": stats.reward / stats.samples,
         "length": stats.tokens / stats.samples,
@@ -160,7 +169,7 @@ def batch_metrics(groups: Iterable[Group], step: int = 0) -> dict[str, float]:
         "length_max": float(max(lengths)),
         "truncated": _mean(sample.completion.truncated for sample in samples),
         "filtered": _mean(not sample.trains for sample in samples),
-        "generation_prob": float(probabilities.mean()),
+        "generation_prob": float(probabilities.nanmean()),
         **_rule_shares(samples),
     }
     reflection = reflection_metrics(sample.completion.text for sample in samples)

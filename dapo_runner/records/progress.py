@@ -20,6 +20,7 @@ STEP_FIGURES = (
     ("reward", "batch/reward", "{:+.2f}"),
     ("accuracy", "sampling/accuracy", "{:.0%}"),
     ("mixed", "sampling/mixed", "{:.0%}"),
+    ("varying", "sampling/varying", "{:.0%}"),  # with sampler.filter_on=reward, which keeps these
     ("length", "batch/length", "{:.0f}"),
     ("loss", "loss", "{:.4f}"),  # of a supervised run
     ("entropy", "train/entropy", "{:.3f}"),

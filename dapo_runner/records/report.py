@@ -99,6 +99,8 @@ PANELS = (
             Curve("sampling/all_wrong", "all wrong", RED),
             Curve("sampling/mixed", "mixed (kept)", BLUE),
             Curve("sampling/all_right", "all right", GREEN),
+            Curve("sampling/alike", "rewards alike", RED),
+            Curve("sampling/varying", "rewards vary (kept)", BLUE),
         ),
         share=True,
         stacked=True,
@@ -191,6 +193,9 @@ def collect(events: list[dict[str, Any]]) -> Points:
                 steps, values = points.setdefault(key, ([], []))
                 steps.append(event["step"])
                 values.append(float("nan") if value is None else float(value))
+    if "sampling/varying" in points:  # with sampler.filter_on=reward, groups are not kept by correctness
+        for key in ("sampling/all_wrong", "sampling/mixed", "sampling/all_right"):
+            points.pop(key, None)
     return points
 
 

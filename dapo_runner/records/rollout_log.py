@@ -183,7 +183,7 @@ def _sample_record(number: int, sample: Sample, sequence: Sequence | None) -> di
         "reward": jsonable(sample.reward),
         **({} if sequence is None else _advantage(sample, sequence)),
         "trains": sample.trains,
-        "mean_logprob": jsonable(float(completion.logprobs.double().mean())),
+        "mean_logprob": jsonable(float(completion.logprobs.double().nanmean())),
         **({"parts": {name: jsonable(value) for name, value in sample.parts.items()}} if sample.parts else {}),
     }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ class RunLog:
         first_step: int,
         keep_through: int,
         tokenizer: Any = None,
+        note: Callable[[str], None] = print,
     ) -> None:
         """Go on after ``first_step``, with what was logged of steps up to ``keep_through``: one less where the run has
         its beginning there, since what an attempt without a checkpoint logged does not count.
@@ -41,6 +44,9 @@ class RunLog:
         self.folder = folder
         self.first_step = first_step
         self.trackers = trackers
+        self.note = note
+        self._tracker_failures = Counter[str]()
+        self._quiet_until: dict[str, float] = {}  # trackers that failed, until they are tried again
         self.n_samples = config.samples
         self.metrics = MetricsLog(folder / METRICS_FILE, keep_through=keep_through)
         self.timings = MetricsLog(folder / TIMINGS_FILE, keep_through=keep_through)
@@ -82,29 +88,44 @@ class RunLog:
         calls of reward functions.
         """
         figures = prefixed("seconds", seconds) | prefixed("speed", speed) | prefixed("reward", calls)
+        figures |= prefixed("tracker", {f"{name}_failed": n for name, n in self._tracker_failures.items()})
         with writing(self.folder / TIMINGS_FILE, self.folder / CHECKPOINTS):
             self.timings.write(step, "step" if step > self.first_step else "start", figures)
-        for tracker in self.trackers:
-            tracker.write(step, figures)
+        self._track(lambda tracker: tracker.write(step, figures))
 
     def close(self) -> None:
         self.metrics.close()
         self.timings.close()
-        for tracker in self.trackers:
-            tracker.close()
+        self._track(lambda tracker: tracker.close())
+        for name, n in self._tracker_failures.items():
+            self.note(f"logging.{name}: {n} writes failed; {self.folder / METRICS_FILE} has all figures")
 
     def figures(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
         """A line of `metrics.jsonl`, and the same to the trackers."""
         with writing(self.folder / METRICS_FILE, self.folder / CHECKPOINTS):
             self.metrics.write(step, kind, figures)
+        self._track(lambda tracker: tracker.write(step, figures))
+
+    def _track(self, write: Callable[[Tracker], None]) -> None:
+        """Call each tracker. None ends a run, or slows it by more than a tenth: failures are noted once and counted."""
         for tracker in self.trackers:
-            tracker.write(step, figures)
+            name, began = type(tracker).__name__.removesuffix("Tracker").lower(), time.monotonic()
+            try:
+                if began < self._quiet_until.get(name, began):
+                    self._tracker_failures[name] += 1
+                    continue
+                write(tracker)
+            except Exception as error:
+                if not self._tracker_failures[name]:
+                    self.note(f"logging.{name}: a write failed, the run goes on: {type(error).__name__}: {error}")
+                self._tracker_failures[name] += 1
+                now = time.monotonic()
+                self._quiet_until[name] = now + 10 * (now - began)
 
     def _samples(self, step: int, name: str, groups: Sequence[Group]) -> None:
         if not self.trackers or not (table := sample_table(step, groups, self.n_samples)):
             return
-        for tracker in self.trackers:
-            tracker.samples(step, name, table)
+        self._track(lambda tracker: tracker.samples(step, name, table))
 
 
 def log_fork(folder: Path, origin: Checkpoint, changes: Changes) -> None:

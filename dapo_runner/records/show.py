@@ -118,7 +118,8 @@ def render_group(group: dict[str, Any], saved: SavedStep) -> Group:
 
 def _verdict(sample: dict[str, Any]) -> Text:
     colour = "green" if sample["correct"] else "red"
-    read = "no answer found" if sample["extracted"] is None else f"read {sample['extracted']}"
+    nothing_read = "no answer extracted" if sample["correct"] else "no answer found"
+    read = nothing_read if sample["extracted"] is None else f"read {sample['extracted']}"
     parts = ", ".join(f"{name} {_signed(value)}" for name, value in sample.get("parts", {}).items())
     facts = [
         f"reward {_signed(sample['reward'])} = answer {_signed(sample['base_reward'])} "

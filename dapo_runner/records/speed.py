@@ -54,7 +54,7 @@ def speed_line(figures: Mapping[str, float]) -> str:
     """For a person; empty where nothing was measured."""
     shown = (
         ("ranks", "{:.0f} ranks"),
-        ("tokens_per_second", "{:,.0f} tokens/s"),
+        ("tokens_per_second", "{:,.0f} trained tokens/s"),
         ("mfu", "MFU {:.0%}"),
         ("memory_gib", "{:.1f} GiB"),
     )

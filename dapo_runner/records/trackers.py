@@ -11,7 +11,8 @@ import math
 import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -219,18 +220,33 @@ def check_trackers(config: LoggingConfig) -> None:
             raise ConfigError(f"logging.{name}: needs the package {name}; pip install 'dapo-kernels[{name}]'")
 
 
-def open_trackers(config: Config | SftConfig, folder: Path, first_step: int) -> list[Tracker]:
-    """Those that the configuration asks for. ``first_step`` is the first that will be written. Raises ConfigError."""
+def open_trackers(
+    config: Config | SftConfig, folder: Path, first_step: int, leave_out: Callable[[str], None] | None = None
+) -> list[Tracker]:
+    """Open those that the configuration asks for. ``first_step`` is the first that will be written.
+
+    Raises ConfigError where a package is missing, or a tracker cannot be opened: with ``leave_out``, as for a run that
+    is resumed, that is called with the reason instead.
+    """
     check_trackers(config.logging)
-    trackers: list[Tracker] = []
-    if config.logging.tensorboard:
-        trackers.append(TensorBoardTracker(folder / TENSORBOARD, config, first_step))
-    if config.logging.wandb is not None:
-        trackers.append(WandbTracker(folder, config))
-    if config.logging.mlflow is not None:
-        trackers.append(MLflowTracker(folder, config))
-    if config.logging.trackio is not None:
-        trackers.append(TrackioTracker(folder, config))
+    settings, trackers = config.logging, list[Tracker]()
+    wanted: dict[str, Callable[[], Tracker] | None] = {
+        TENSORBOARD: partial(TensorBoardTracker, folder / TENSORBOARD, config, first_step)
+        if settings.tensorboard
+        else None,
+        WANDB: partial(WandbTracker, folder, config) if settings.wandb is not None else None,
+        "mlflow": partial(MLflowTracker, folder, config) if settings.mlflow is not None else None,
+        "trackio": partial(TrackioTracker, folder, config) if settings.trackio is not None else None,
+    }
+    for name, make in wanted.items():
+        try:
+            if make is not None:
+                trackers.append(make())
+        except Exception as error:
+            reason = str(error) if isinstance(error, ConfigError) else f"logging.{name}: {error}"
+            if leave_out is None:
+                raise ConfigError(reason) from error
+            leave_out(f"{reason}. The run goes on without it")
     return trackers
 
 

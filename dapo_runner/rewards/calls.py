@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from dapo_runner.config import RewardConfig
+from dapo_runner.config import ConfigError, RewardConfig
 from dapo_runner.rewards.alarm import LateError, call_within, in_thread
 from dapo_runner.rewards.plugin import RewardError, Verdicts, explain, is_async, read_verdict
 from dapo_runner.types import Completion, Prompt, Verdict
@@ -97,6 +97,8 @@ class BatchCalls:
             try:
                 async with gate:
                     return self._read(call, await self._answer(call))
+            except ConfigError:  # a judge whose key, URL or model is wrong: asking again is of no use
+                raise
             except Exception as error:
                 failure = error
         self._give_up(call, failure)

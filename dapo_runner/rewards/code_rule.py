@@ -1,5 +1,9 @@
 """Programs held against tests, each in a process of its own that is confined (``code_worker``) and killed.
 
+The process runs inside bubblewrap where that is installed and may make namespaces: it then sees no other process, no
+network, and of the files only those of ``_readable``. Without bubblewrap Landlock keeps the files from it, and where
+the kernel has none the rule is refused. Seccomp holds in either case.
+
 The program is the last fenced block of the response, or all of it. The row's answer is its tests: Python statements,
 a list of them (MBPP), or {"inputs": […], "outputs": […]} for a program that reads and prints (TACO, APPS). A verdict's
 rule says what happened, and `batch/rule_<name>` counts it:
@@ -15,17 +19,21 @@ any such tests; ending early does not count as passing.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import secrets
 import select
+import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,6 +43,7 @@ from dapo_runner.types import Verdict
 
 OUTPUT = 2**20  # bytes that a program may print
 MB = 10**6
+PATIENCE = 10  # deadlines that the start of a program may take, where others leave no room for it
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _SCRIPT = Path(__file__).with_name("code_worker.py")
 # A folder of ours comes first on sys.path of a script, that of the caller of a command: neither is wanted.
@@ -49,13 +58,46 @@ _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "OPENBLAS_NUM_THREAD
 @cache
 def code_judge(config: CodeConfig) -> CodeJudge:
     """One for every scorer of the process. Raises ConfigError where programs cannot be confined."""
-    judge = CodeJudge(config)
-    if judge(["x = 1"], ["assert x == 1"])[0].correct:
+    judge, environment = CodeJudge(config), Path(f"/proc/{os.getpid()}/environ")
+    digest = hashlib.sha256(environment.read_bytes()).hexdigest()
+    hidden = (  # in a namespace of its own the same number is another process
+        f"import hashlib\ntry: seen = hashlib.sha256(open('{environment}', 'rb').read()).hexdigest()\n"
+        f"except OSError: seen = ''\nassert seen != '{digest}'"
+    )
+    works, hides = judge(["x = 1", "x = 1"], ["assert x == 1", hidden])
+    if works.correct and hides.correct:
         return judge
+    if works.correct:
+        raise ConfigError(
+            "reward.kind: 'code' requires bubblewrap (apt-get install bubblewrap) or a kernel with Landlock, to hide "
+            "your files and the environment of your processes from programs; neither works here"
+        )
     raise ConfigError(
         "reward.kind: 'code' runs programs under Linux's seccomp with libseccomp (apt-get install libseccomp2) and "
         f"reward.code.memory_mb ({config.memory_mb}); a program of one line did not pass its test here"
     )
+
+
+@cache
+def _readable() -> list[str]:
+    """What a program may read: Python, its packages and the system's libraries."""
+    python = Path(sys.executable).resolve().parents[1]
+    system = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+    paths = dict.fromkeys((*system, str(python), sys.base_prefix, sys.prefix))
+    return [path for path in paths if Path(path).exists()]
+
+
+@cache
+def _sandbox() -> tuple[str, ...]:
+    """The command of bubblewrap, which the worker's is appended to; empty where it is not installed or fails."""
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        return ()
+    shown = [word for path in (*_readable(), str(_SCRIPT)) for word in ("--ro-bind", path, path)]
+    alone = ("--unshare-all", "--die-with-parent", "--cap-drop", "ALL", "--chdir", "/")
+    command = (bwrap, *alone, *shown, "--proc", "/proc", "--dev", "/dev", "--")
+    tried = subprocess.run([*command, sys.executable, "-c", ""], capture_output=True, env=_ENVIRONMENT, check=False)
+    return command if tried.returncode == 0 else ()
 
 
 class CodeJudge:
@@ -76,7 +118,7 @@ class CodeJudge:
                 threads.shutdown(wait=False, cancel_futures=True)
                 self._broken.set()
                 for process in tuple(self._running):
-                    process.kill()
+                    _kill(process)
                 raise
 
     def _judge(self, text: str, answer: str) -> Verdict:
@@ -96,29 +138,40 @@ class CodeJudge:
 
     def _run(self, request: dict[str, Any]) -> tuple[str, bytes]:
         """What became of it, and what it wrote to standard output."""
-        limits = {"memory": self.config.memory_mb * MB, "seconds": self.config.deadline}
-        process = subprocess.Popen(
-            _COMMAND,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=_ENVIRONMENT,
-            cwd="/",
-            start_new_session=True,  # a Ctrl-C in the terminal is not for it
-        )
+        limits = {"memory": self.config.memory_mb * MB, "seconds": self.config.deadline, "readable": _readable()}
+        process = self._start()
         self._running.add(process)
         try:
             if self._broken.is_set():
                 return "crash", b""
             rule, said = _talk(process, json.dumps(request | limits).encode(), self.config.deadline)
         finally:
-            process.kill()
-            code = process.wait()
+            _kill(process)
             self._running.discard(process)
+            code = process.wait()
             for pipe in (process.stdin, process.stdout):
                 assert pipe is not None
                 pipe.close()
         return "crash" if rule == "code" and code != 0 and "tests" not in request else rule, said
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        """Raises OSError where there is no room for a process, also once the programs under way have been killed."""
+        until = time.monotonic() + PATIENCE * self.config.deadline
+        while True:
+            try:
+                return subprocess.Popen(
+                    (*_sandbox(), *_COMMAND),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    env=_ENVIRONMENT,
+                    cwd="/",
+                    start_new_session=True,  # a Ctrl-C in the terminal is not for it, and `_kill` reaches all of it
+                )
+            except BlockingIOError:  # a program under way has started as many threads as the container may have
+                if self._broken.is_set() or time.monotonic() > until:
+                    raise
+                time.sleep(0.02)
 
 
 def read_tests(answer: str) -> str | list[tuple[str, str]]:
@@ -138,6 +191,12 @@ def _text(value: Any) -> str:
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """With its whole group: what bubblewrap starts does not yet die with it in its first milliseconds."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _talk(process: subprocess.Popen[bytes], request: bytes, deadline: float) -> tuple[str, bytes]:

@@ -6,28 +6,31 @@ print goes nowhere. Without, the program reads "stdin", and standard output is i
 
 Before any of it runs the process gives up, for good, what it could do harm with. Only system calls of the list below
 are left (seccomp, through libseccomp): no file is opened for writing, nothing is removed or renamed, no process is
-started or signalled, no socket is opened; threads and reading work. Memory is limited, and it dies with its parent.
+started or signalled, no socket is opened; threads and reading work. Only the files of Python and of the system's
+libraries can be opened (Landlock, where the kernel has it). Memory is limited, and it dies with its parent.
 """
 
 import ctypes
+import fcntl
 import json
 import os
 import resource
 import signal
+import struct
 import sys
 import types
 from typing import Any
 
 ALLOW, REFUSE, UNKNOWN = 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 38  # seccomp.h; EPERM, ENOSYS
-EQUAL, MASKED = 4, 7
+AT_MOST, EQUAL, MASKED = 3, 4, 7
 ALLOWED = (
     # Open files and their names.
-    *("read", "readv", "pread64", "write", "writev", "lseek", "close", "dup", "dup2", "dup3", "fcntl", "pipe", "pipe2"),
+    *("read", "readv", "pread64", "write", "writev", "lseek", "close", "dup", "dup2", "dup3", "pipe", "pipe2"),
     *("poll", "ppoll", "select", "pselect6", "epoll_create1", "epoll_ctl", "epoll_wait", "epoll_pwait", "eventfd2"),
     *("stat", "fstat", "lstat", "newfstatat", "statx", "statfs", "fstatfs", "access", "faccessat", "faccessat2"),
     *("getdents", "getdents64", "getcwd", "readlink", "readlinkat", "fadvise64"),
     # Memory, threads, signals to itself.
-    *("brk", "mmap", "munmap", "mremap", "mprotect", "madvise", "mincore", "futex", "set_robust_list"),
+    *("brk", "mmap", "munmap", "mremap", "mprotect", "mincore", "futex", "set_robust_list"),
     *("get_robust_list", "rseq", "set_tid_address", "sched_yield", "sched_getaffinity", "getcpu", "arch_prctl"),
     *("rt_sigaction", "rt_sigprocmask", "rt_sigreturn", "sigaltstack", "restart_syscall", "exit", "exit_group"),
     # Time, chance, and who and where it is.
@@ -35,15 +38,39 @@ ALLOWED = (
     *("getpid", "getppid", "gettid", "getuid", "geteuid", "getgid", "getegid", "uname", "sysinfo", "getrusage"),
     "getrlimit",
 )
-WRITES = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | (os.O_TMPFILE & ~os.O_DIRECTORY)
-CLONE_THREAD = 0x10000
-PR_SET_PDEATHSIG = 1
+WRITES = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | os.O_ASYNC | (os.O_TMPFILE & ~os.O_DIRECTORY)
+# None of the commands that name an owner, which the kernel would signal, nor leases, locks and the sizes of pipes.
+FCNTL = (fcntl.F_DUPFD, fcntl.F_DUPFD_CLOEXEC, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL)
+MADV_NOHUGEPAGE = 15  # beyond lie commands that reach pages of others, MADV_HWPOISON among them
+CLONE_THREAD, CLONE_NAMESPACES = 0x10000, 0x7E020000
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446  # on every architecture
+ALL_ACCESS, READ_FILE, READ_DIR = 0x1FFF, 4, 8  # linux/landlock.h, first version
 
 
 class _Comparison(ctypes.Structure):
     """scmp_arg_cmp: an argument, the comparison, and its two operands."""
 
     _fields_ = (("arg", ctypes.c_uint), ("op", ctypes.c_int), ("a", ctypes.c_uint64), ("b", ctypes.c_uint64))
+
+
+def hide_files(readable: list[str]) -> None:
+    """Leave only the files under ``readable`` to be opened; without effect where the kernel has no Landlock."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    rules = libc.syscall(LANDLOCK_CREATE_RULESET, ctypes.byref(ctypes.c_uint64(ALL_ACCESS)), ctypes.c_size_t(8), 0)
+    if rules < 0:
+        return
+    for path in (*readable, *DEVICES):
+        beneath = os.open(path, os.O_PATH)
+        access = READ_FILE | (READ_DIR if os.path.isdir(path) else 0)
+        if libc.syscall(LANDLOCK_ADD_RULE, rules, 1, struct.pack("=Qi", access, beneath), 0) != 0:
+            raise OSError(ctypes.get_errno(), f"landlock_add_rule {path}")
+        os.close(beneath)
+    if libc.syscall(LANDLOCK_RESTRICT_SELF, rules, 0) != 0:
+        raise OSError(ctypes.get_errno(), "landlock_restrict_self")
+    os.close(rules)
 
 
 def confine(memory: int, seconds: float) -> None:
@@ -60,14 +87,19 @@ def confine(memory: int, seconds: float) -> None:
 
     def rule(action: int, name: str, *comparison: int) -> None:
         number = seccomp.seccomp_syscall_resolve_name(name.encode())  # negative where this machine has no such call
-        compared = (_Comparison * 1)(_Comparison(*comparison)) if comparison else None
-        seccomp.seccomp_rule_add_array(rules, ctypes.c_uint32(action), number, len(compared or ()), compared)
+        count = len(comparison) // 4
+        compared = (_Comparison * count)(*(_Comparison(*comparison[4 * i : 4 * i + 4]) for i in range(count)))
+        seccomp.seccomp_rule_add_array(rules, ctypes.c_uint32(action), number, count, compared)
 
     for name in ALLOWED:
         rule(ALLOW, name)
     rule(ALLOW, "open", 1, MASKED, WRITES, os.O_RDONLY)
     rule(ALLOW, "openat", 2, MASKED, WRITES, os.O_RDONLY)
-    rule(ALLOW, "clone", 0, MASKED, CLONE_THREAD, CLONE_THREAD)
+    for command in FCNTL:
+        rule(ALLOW, "fcntl", 1, EQUAL, command, 0)
+    rule(ALLOW, "fcntl", 1, EQUAL, fcntl.F_SETFL, 0, 2, MASKED, os.O_ASYNC, 0)
+    rule(ALLOW, "madvise", 2, AT_MOST, MADV_NOHUGEPAGE, 0)
+    rule(ALLOW, "clone", 0, MASKED, CLONE_THREAD | CLONE_NAMESPACES, CLONE_THREAD)
     rule(UNKNOWN, "clone3")  # its flags lie in memory; the C library then takes clone
     rule(ALLOW, "prlimit64", 2, EQUAL, 0, 0)  # to read one
     rule(ALLOW, "tgkill", 0, EQUAL, os.getpid(), 0)  # abort
@@ -94,6 +126,7 @@ def main() -> None:
     if tests is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
+    hide_files(request["readable"])
     confine(request["memory"], request["seconds"])
     said = b"failed"
     try:

@@ -25,7 +25,11 @@ AGENT = "dapo-runner"
 
 
 class EndpointError(RuntimeError):
-    """A request that was not answered, or not with what was asked for."""
+    """A request that was not answered, or not with what was asked for. ``status``: of an HTTP error."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class _NoRedirects(HTTPRedirectHandler):
@@ -39,7 +43,7 @@ _OPENER = build_opener(_NoRedirects)
 @dataclass(frozen=True, slots=True)
 class Answer:
     """``first`` holds the likeliest tokens in the first place of the text with their log-probs, the one that stands
-    there first; empty where they were not asked for.
+    there first; empty where they were not asked for, or the text is empty.
     """
 
     text: str
@@ -63,7 +67,7 @@ class Endpoint:
         try:
             choice = answer["choices"][0]
             text = str(choice["message"].get("content") or "")
-            first = _first_tokens(choice["logprobs"]) if body.get("logprobs") else []
+            first = _first_tokens(choice["logprobs"]) if text and body.get("logprobs") else []
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             what = "choices with a message" + (" and logprobs" if body.get("logprobs") else "")
             raise EndpointError(f"{self.url}: expected {what}, got {self._shown(json.dumps(answer))}") from error
@@ -78,7 +82,8 @@ class Endpoint:
             with _OPENER.open(request, timeout=self.timeout) as response:
                 raw = read_until(response, until, MAX_BYTES)
         except HTTPError as error:
-            raise EndpointError(f"{url}: HTTP {error.code} {self._shown(f'{error.reason}: {_said(error)}')}") from None
+            said = self._shown(f"{error.reason}: {_said(error)}")
+            raise EndpointError(f"{url}: HTTP {error.code} {said}", error.code) from None
         except (OSError, HTTPException, ValueError) as error:  # a URLError is an OSError
             reason = error.reason if isinstance(error, URLError) else error
             if isinstance(reason, TimeoutError) and self.timeout is not None:

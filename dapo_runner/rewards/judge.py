@@ -5,8 +5,9 @@ It is asked for one of two words, and its confidence that it is the first become
     p(yes) / (p(yes) + p(no))   of the first token of its answer, over the ways to write either word
     the share of yes            of `reward.judge.votes` sampled answers
 
-An answer that is neither word is of confidence 0, as in Equation 4 of the paper, and counted as rule_unclear; so is an
-empty response, which is not asked about, as rule_none. From a confidence of ½ on a response counts as right.
+An answer that is neither word is of confidence 0, as in Equation 4 of the paper, and counted as rule_unclear; so is a
+question that the endpoint refuses for its text. An empty response is not asked about, and counted as rule_none. From a
+confidence of ½ on a response counts as right.
 
 One question is asked once in a run. What the judge said lies in the run's folder, a line for each question, and is what
 the same question is answered from later, after a resume too.
@@ -38,6 +39,9 @@ from dapo_runner.types import Completion, Prompt, Verdict
 
 PROBE_SECONDS = 30.0  # that an endpoint has to answer before a run begins
 TOP_TOKENS = 20  # the most that is to be had by default
+REFUSED = (400, 413, 422)  # HTTP status codes for a text that is too long, or that a filter does not let through
+DENIED = (401, 403, 404)  # for a wrong key, URL or model
+CHECKS = [Question("What is 1 + 1?", "2", f"Answer: {number}") for number in (2, 3)]  # right and wrong
 
 
 def judge_of(config: RewardConfig) -> Judge:
@@ -64,7 +68,7 @@ class Judge:
         """Raises ConfigError where the judge cannot answer as it will be asked to, as far as can be known without its
         weights. An endpoint is asked two questions.
         """
-        right, wrong = (Question("What is 1 + 1?", "2", f"Answer: {number}") for number in (2, 3))
+        right, wrong = CHECKS
         if self.endpoint is None:
             self.model.check(lambda: self.messages(right))
             return
@@ -102,7 +106,9 @@ class Judge:
     async def ask(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], rows: Sequence[dict[str, Any]]
     ) -> list[Verdict]:
-        """Raises EndpointError, when all that was answered is known and need not be asked again."""
+        """Raises EndpointError, when all that was answered is known and need not be asked again, and ConfigError where
+        the endpoint takes no question of ours.
+        """
         questions = list(map(self._question, prompts, completions))
         asked = (self._ask(question) for question in self._unknown(questions))
         for failure in await asyncio.gather(*asked, return_exceptions=True):
@@ -119,10 +125,19 @@ class Judge:
                 return
             asked = [(question, number) for number in range(max(1, self.config.votes))]
             open_ones = [self._request(*each) for each in asked if each not in self._answers]
-            for failure in await asyncio.gather(*open_ones, return_exceptions=True):
-                if failure is not None:
-                    raise failure
-            self.known.add({question: self._read([self._answers.pop(each) for each in asked])})
+            try:
+                for failure in await asyncio.gather(*open_ones, return_exceptions=True):
+                    if failure is not None:
+                        raise failure
+                judgement = self._read([self._answers.pop(each) for each in asked])
+            except EndpointError as error:
+                if error.status in DENIED:
+                    raise ConfigError(f"reward.judge: {error}") from error
+                if error.status not in REFUSED:
+                    raise
+                await self._request(CHECKS[0], 0)  # an endpoint that refuses this too refuses whatever it is asked
+                judgement = Judgement(None, 0.0)
+            self.known.add({question: judgement})
 
     async def _request(self, question: Question, number: int) -> None:
         assert self.endpoint is not None
@@ -132,6 +147,7 @@ class Judge:
             in_thread(partial(self.endpoint.chat, self.messages(question), **self._fields(number)))
         )
         answer.add_done_callback(lambda _: gate.release())  # a thread that nobody waits for any more asks on
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may ask for its failure
         self._answers[question, number] = await asyncio.shield(answer)
 
     def _traffic(self) -> _Traffic:
@@ -148,7 +164,7 @@ class Judge:
         if not self.config.votes:
             first = [(_bare(token), math.exp(logprob)) for token, logprob in answers[0].first]
             yes, no = (sum(p for token, p in first if token == word.lower()) for word in self.config.answers)
-            return self._judgement(yes, no, first[0][0] in map(str.lower, self.config.answers))
+            return self._judgement(yes, no, bool(first) and first[0][0] in map(str.lower, self.config.answers))
         words = [word_of(answer.text, self.config.answers) for answer in answers]
         yes, no = (words.count(word) / len(words) for word in self.config.answers)
         return self._judgement(yes, 1 - yes, yes + no > 0)

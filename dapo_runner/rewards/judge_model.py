@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,14 +27,16 @@ class JudgeModel:
     @torch.no_grad()
     def __call__(self, conversations: Sequence[Conversation]) -> list[tuple[float, float, bool]]:
         """Of each conversation the probabilities that the next message begins with the first and with the second of the
-        answers, and whether either is the likeliest beginning. Raises ValueError for one that is too long.
+        answers, and whether either is the likeliest beginning. Of one that is too long for the model: 0, 0 and False.
         """
         device = resolve_device(self.config.device, "reward.judge.device")
         self._model.to(device)
         ids = [self._tokens_of(conversation) for conversation in conversations]
         answers = [torch.tensor(sorted(tokens), device=device) for tokens in self._answers]
         chances: list[tuple[float, float, bool]] = [(0.0, 0.0, False)] * len(ids)
-        for batch in self._batches([len(tokens) for tokens in ids]):
+        limit = getattr(self._model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        fits = [index for index, tokens in enumerate(ids) if limit is None or len(tokens) <= limit]
+        for batch in self._batches({index: len(ids[index]) for index in fits}):
             logprobs = self._next([ids[index] for index in batch], device)
             yes, no = (logprobs[:, tokens].logsumexp(1).exp().tolist() for tokens in answers)
             said = torch.isin(logprobs.argmax(1), torch.cat(answers)).tolist()
@@ -102,23 +104,18 @@ class JudgeModel:
     def _tokens_of(self, conversation: Conversation) -> list[int]:
         plain = not self._tokenizer.chat_template  # a chat template writes the special tokens itself
         ids: list[int] = self._tokenizer(self._text_of(conversation), add_special_tokens=plain)["input_ids"]
-        limit = getattr(self._model.config.get_text_config(decoder=True), "max_position_embeddings", len(ids))
-        if len(ids) > limit:
-            raise ValueError(
-                f"expected a question of at most {limit} tokens, which {self.config.model} takes, got {len(ids)}: "
-                "reward.judge.max_characters limits the response"
-            )
         return ids
 
-    def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Places in ``lengths``, those of like length together."""
+    def _batches(self, lengths: Mapping[int, int]) -> Iterator[list[int]]:
+        """The keys of ``lengths``, those of like length together."""
         batch: list[int] = []
-        for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        for index in sorted(lengths, key=lengths.__getitem__):
             if batch and lengths[index] * (len(batch) + 1) > self.config.batch_tokens:
                 yield batch
                 batch = []
             batch.append(index)
-        yield batch
+        if batch:
+            yield batch
 
     def _next(self, rows: Sequence[list[int]], device: torch.device) -> Tensor:
         """Log-probs of the token after each row, float32 [rows, V]."""

@@ -34,7 +34,7 @@ from dapo_runner.types import Verdict
 
 WINDOW = 2000  # characters at the end of a response that are looked at
 START_LIMIT = 120.0  # seconds for a worker to import what it needs
-_SCRIPT = Path(__file__).with_name("math_worker.py")
+_SCRIPT = Path(__file__).with_name("rule_worker.py")
 # Run by path from a command, not as a script: a script's folder comes first on sys.path, and ours has a numbers.py.
 _COMMAND = (sys.executable, "-c", f"import runpy; runpy.run_path({str(_SCRIPT)!r}, run_name='__main__')")
 
@@ -47,28 +47,19 @@ def math_judge(workers: int, deadline: float) -> MathJudge:
     return MathJudge(workers, deadline)
 
 
-class MathJudge:
-    """Judges the responses to one problem, ``workers`` at a time, each within ``deadline`` seconds."""
+class WorkerPool:
+    """Judges by a rule of ``rule_worker``, ``workers`` requests at a time, each within ``deadline`` seconds."""
+
+    rule: str
 
     def __init__(self, workers: int, deadline: float) -> None:
         self.deadline = deadline
-        self._workers = [_Worker() for _ in range(workers)]
+        self._workers = [_Worker(self.rule) for _ in range(workers)]
         self._free: LifoQueue[_Worker] = LifoQueue()  # the one used last goes first: no more start than are needed
         for worker in self._workers:
             self._free.put(worker)
         self._lock = threading.Lock()  # a call that is broken off kills all workers, which must all be its own
         weakref.finalize(self, _stop_all, self._workers)
-
-    def __call__(self, texts: Sequence[str], answer: str) -> list[Verdict]:
-        """A verdict for each text, in order. Raises RuntimeError when workers cannot be started."""
-        return self._ask([{"text": text[-WINDOW:], "answer": answer} for text in texts])
-
-    def same(self, text: str, others: Sequence[str]) -> list[bool | None]:
-        """Whether each of the ``others`` gives the answer of ``text``; None where the deadline struck, or comparing
-        failed. Raises RuntimeError when workers cannot be started.
-        """
-        verdicts = self._ask([{"text": other[-WINDOW:], "other": text[-WINDOW:]} for other in others])
-        return [verdict.correct if verdict.rule == "math-verify" else None for verdict in verdicts]
 
     def _ask(self, requests: Sequence[dict[str, str]]) -> list[Verdict]:
         with self._lock, ThreadPoolExecutor(len(self._workers)) as threads:
@@ -88,13 +79,32 @@ class MathJudge:
             self._free.put(worker)
 
 
+class MathJudge(WorkerPool):
+    """Judges the responses to one problem."""
+
+    rule = "math"
+
+    def __call__(self, texts: Sequence[str], answer: str) -> list[Verdict]:
+        """A verdict for each text, in order. Raises RuntimeError when workers cannot be started."""
+        return self._ask([{"text": text[-WINDOW:], "answer": answer} for text in texts])
+
+    def same(self, text: str, others: Sequence[str]) -> list[bool | None]:
+        """Whether each of the ``others`` gives the answer of ``text``; None where the deadline struck, or comparing
+        failed. Raises RuntimeError when workers cannot be started.
+        """
+        verdicts = self._ask([{"text": other[-WINDOW:], "other": text[-WINDOW:]} for other in others])
+        return [verdict.correct if verdict.rule == "math-verify" else None for verdict in verdicts]
+
+
 class _Worker:
     """A worker process: started when there is a text for it, and anew after it was killed or died."""
 
-    def __init__(self) -> None:
+    def __init__(self, rule: str) -> None:
+        self.rule = rule
         self.process: subprocess.Popen[bytes] | None = None
 
     def judge(self, request: dict[str, str], deadline: float) -> Verdict:
+        """Raises ConfigError where the worker refuses what the response is held against."""
         if self.process is not None and self.process.poll() is not None:
             self.stop()  # it died while it had nothing to do, which says nothing about this text
         if self.process is None:
@@ -103,7 +113,10 @@ class _Worker:
         try:
             self.ask({**request, "deadline": deadline})
             if self.pipe.poll(deadline):
-                return Verdict(**json.loads(self.pipe.recv_bytes()))
+                found = json.loads(self.pipe.recv_bytes())
+                if "refused" in found:
+                    raise ConfigError(f"reward {self.rule}: {found['refused']}")
+                return Verdict(**found)
             rule = "timeout"
         except (EOFError, OSError):
             pass
@@ -118,7 +131,7 @@ class _Worker:
         self.pipe, theirs = Pipe()
         descriptor, null = theirs.fileno(), subprocess.DEVNULL
         self.process = subprocess.Popen(
-            (*_COMMAND, str(descriptor)), pass_fds=[descriptor], stdin=null, stdout=null, stderr=null
+            (*_COMMAND, str(descriptor), self.rule), pass_fds=[descriptor], stdin=null, stdout=null, stderr=null
         )
         theirs.close()  # so that ours ends when the process does
         try:
@@ -129,8 +142,8 @@ class _Worker:
             pass
         self.stop()
         raise RuntimeError(
-            f"reward math: a worker did not start within {START_LIMIT:.0f} s; to see why, run "
-            f"{sys.executable} -c 'import math_verify'"
+            f"reward {self.rule}: a worker did not start within {START_LIMIT:.0f} s; to see why, run "
+            f"{sys.executable} -c 'import {'math_verify' if self.rule == 'math' else 'jsonschema'}'"
         )
 
     def kill(self) -> None:

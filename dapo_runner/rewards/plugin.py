@@ -125,7 +125,8 @@ def read_verdict(result: Any, config: RewardConfig) -> Verdict:
     if value is not None and not math.isfinite(value):
         raise ValueError(f"expected a finite reward, got {value}")
     extracted = None if result.extracted is None else str(result.extracted)
-    return replace(result, correct=bool(result.correct), extracted=extracted, value=value)
+    rule = str.__str__(result.rule)  # of a subclass (StrEnum, np.str_) the plain text
+    return replace(result, correct=bool(result.correct), extracted=extracted, rule=rule, value=value)
 
 
 def explain(use: str, error: BaseException, config: RewardConfig, prompt: Prompt, completion: Completion) -> str:

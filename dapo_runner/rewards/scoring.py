@@ -18,7 +18,7 @@ from functools import partial
 from dapo_runner.config import Config, RewardConfig
 from dapo_runner.rewards.calls import BatchCalls
 from dapo_runner.rewards.code_rule import code_judge
-from dapo_runner.rewards.json_rule import JsonRule
+from dapo_runner.rewards.json_rule import json_judge
 from dapo_runner.rewards.judge import judge_of
 from dapo_runner.rewards.match import FuzzyRule, choice_rule, exact_rule
 from dapo_runner.rewards.math_rule import math_judge
@@ -71,7 +71,7 @@ def load_reward(config: RewardConfig, use: str | None = None, max_failed: float 
     if use == "fuzzy":
         return _one_by_one(FuzzyRule(config))
     if use == "json":
-        return _one_by_one(JsonRule(config))
+        return _by_prompt(json_judge(config.workers, config.deadline, config.json_schema))
     if use == "dapo":
         return _one_by_one(partial(answer_rule, boxed_fallback=config.boxed_fallback))
     if use in _RULES:
@@ -141,7 +141,8 @@ class Scorer:
     """Scores the completions of prompts: a ``ScoreGroups``. Raises RewardError.
 
     ``shaped=False`` leaves the length term and overlong filtering out, for the plain correctness that evaluation
-    reports, and lets no prompt be lost to a failure. Calls from several threads are served one after the other.
+    reports, and lets no prompt be lost to a failure. Calls from several threads are served one after the other, also
+    those of scorers that share a ``turn``.
     """
 
     def __init__(
@@ -151,6 +152,7 @@ class Scorer:
         shaped: bool = True,
         timed: Callable[[str], AbstractContextManager[None]] | None = None,
         note: Callable[[str], None] | None = None,
+        turn: threading.Lock | None = None,
     ) -> None:
         """``timed`` is told which of several rewards is at work, ``note`` which prompts were left out."""
         self.config = config.reward
@@ -165,11 +167,11 @@ class Scorer:
         overlong = config.reward.overlong
         self.punish, self.filter_truncated = shaped and overlong.soft_punishment, shaped and overlong.filter
         self.max_length, self.cache_length = config.overlong_max_length, overlong.cache_length
-        self._turn = threading.Lock()
+        self.turn = turn or threading.Lock()
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Iterable[Completion]]) -> list[Group]:
         answers = [list(samples) for samples in completions]
-        with self._turn:
+        with self.turn:
             judged = [self._judge(part, prompts, answers) for part in self.parts]
         groups = []
         for prompt, samples, *verdicts in zip(prompts, answers, *judged, strict=True):

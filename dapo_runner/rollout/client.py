@@ -1,11 +1,12 @@
 """One `vllm serve` process at its address: requests that end in time, and what went wrong in one line.
 
-Nothing is sent anywhere but to the URL that was named: no proxy, no redirect. The key is read from the environment with
-every request and kept nowhere.
+Nothing is sent anywhere but to the URL that was named: no proxy, no redirect. The key is read from the environment or
+its file with every request and kept nowhere.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 import threading
@@ -17,14 +18,20 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from dapo_runner.config.rollout_server import ServerConfig
-from dapo_runner.rewards.endpoint import AGENT, authorization, read_until, shown
+from dapo_runner.rewards.endpoint import AGENT, read_until, shown
+from dapo_runner.rollout.key import authorize, key_file
 
 MAX_BYTES = 2**30  # of an answer: 140 for a token, so that a group of 16 responses of 20k tokens takes 46 MB
-BUSY = (408, 429)  # what may be otherwise a moment later, as everything from 500 on
 
 
 class ServerError(RuntimeError):
-    """A server that did not answer, or not as one does that is well: another may, or the same one later."""
+    """A server that did not answer, or not as one does that is well: another may, or the same one later. ``waited``:
+    seconds, where a deadline ended the request.
+    """
+
+    def __init__(self, text: str, waited: float = 0.0) -> None:
+        super().__init__(text)
+        self.waited = waited
 
 
 class RolloutError(RuntimeError):
@@ -63,9 +70,9 @@ class Server:
         return self._request("POST", path, body or {}, within or self.settings.sync_within, caller)
 
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None, within: float, caller: object) -> Any:
-        """Raises ServerError, and RolloutError where the request is what is wrong."""
+        """Raises ServerError."""
         what = f"{self.url}: {method} {path}"
-        headers = {"User-Agent": AGENT, **authorization(self.url, self.settings.key_env)}
+        headers = {"User-Agent": AGENT, **authorize(self.url, self.settings.key_env)}
         sent = None if body is None else json.dumps(body).encode()
         if sent is not None:
             headers["Content-Type"] = "application/json"
@@ -73,10 +80,11 @@ class Server:
             with self._connection(within, caller) as connection:
                 until = time.monotonic() + within
                 connection.request(method, path, sent, headers)
-                response = connection.getresponse()
+                response = HTTPResponse(_Answer(connection.sock, until), method=method)  # type: ignore[arg-type]
+                response.begin()
                 raw = read_until(response, until, MAX_BYTES)
         except TimeoutError as error:
-            raise ServerError(f"{what}: no answer within {within:g} s") from error
+            raise ServerError(f"{what}: no answer within {within:g} s", within) from error
         except (OSError, HTTPException, ValueError) as error:  # a TLS connection that is hung up may raise ValueError
             raise ServerError(f"{what}: {self._shown(f'{type(error).__name__}: {error}')}") from None
         return self._read(what, response, raw)
@@ -87,7 +95,9 @@ class Server:
             raise ServerError(f"{what}: expected {self._shown(length)} bytes, the answer ended after {len(raw)}")
         if response.status != 200:
             said = f"{what}: HTTP {response.status} {self._shown(f'{response.reason}: {text}')}"
-            raise (ServerError if response.status in BUSY or response.status >= 500 else RolloutError)(said)
+            if response.status == 401:
+                said += f". Its key must be in {self.settings.key_env or key_file(self.url)}, as `dapo serve` has it."
+            raise ServerError(said)
         if not text:
             return None
         try:
@@ -104,7 +114,7 @@ class Server:
             try:
                 connection.connect()
             except TimeoutError as error:
-                raise ServerError(f"{self.url}: no connection within {made_within:g} s") from error
+                raise ServerError(f"{self.url}: no connection within {made_within:g} s", made_within) from error
             own = connection.sock  # which http.client lets go of where an answer ends the connection
             own.settimeout(within)
             with self._lock:
@@ -115,13 +125,41 @@ class Server:
                 with self._lock:
                     del self._open[own]
 
-    def hang_up(self, caller: object) -> None:
-        """End the caller's requests, each with a ServerError where it was made; the server drops them too."""
+    def hang_up(self, caller: object = None) -> None:
+        """End the caller's requests, or everybody's, each with a ServerError where it was made; the server drops them
+        too.
+        """
         with self._lock:
             for connection, asking in self._open.items():
-                if asking is caller:
+                if caller is None or asking is caller:
                     with suppress(OSError):
                         connection.shutdown(socket.SHUT_RDWR)
 
     def _shown(self, text: str) -> str:
-        return shown(text, self.settings.key_env)
+        for header in authorize(self.url, self.settings.key_env).values():
+            text = text.replace(header.removeprefix("Bearer "), "***")
+        return shown(text, None)
+
+
+class _Answer(io.RawIOBase):
+    """What comes out of a socket until a moment on the monotonic clock. Raises TimeoutError past it, also where every
+    byte of the headers comes soon after the one before.
+    """
+
+    def __init__(self, connection: socket.socket, until: float) -> None:
+        self.connection = connection
+        self.until = until
+
+    def makefile(self, _: str) -> io.BufferedReader:
+        """Return a file, as ``http.client`` asks a socket for it."""
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self.until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self.connection.settimeout(left)
+        return self.connection.recv_into(buffer)

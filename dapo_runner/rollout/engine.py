@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dapo_runner.policy.weights import checkpoint_weights, stored_tensors
 from dapo_runner.types import Completion, Prompt, SamplingParams
 
 
@@ -60,28 +61,32 @@ def check_lengths(prompts: Sequence[Prompt], each: Sequence[SamplingParams], lon
 
 @torch.no_grad()
 def copy_weights(model: torch.nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy into the parameters of ``model`` in place, casting to their dtype. Raises ValueError on any
-    mismatch.
-    """
-    mine = dict(model.named_parameters())
-    for name, tensor in checked_weights({name: p.shape for name, p in mine.items()}, weights):
+    """Copy into ``model`` in place, casting to the dtype of its tensors. Raises ValueError on any mismatch."""
+    mine = dict(stored_tensors(model))
+    for name, tensor in _checked(mine, weights):
         mine[name].copy_(tensor)
 
 
-def checked_weights(
-    expected: Mapping[str, torch.Size], weights: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    """The same weights, once each is known to be of ``expected`` and, at the end, all of it to have come.
+def loadable_weights(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield a policy's weights under the names that vLLM loads: those of a checkpoint.
 
-    Raises ValueError at the first that is not, when the ones before it have been handed on already.
+    ``model``: the engine's as transformers makes it, on the meta device. Raises ValueError on any mismatch.
+    """
+    return checkpoint_weights(model, _checked(dict(stored_tensors(model)), weights))
+
+
+def _checked(expected: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the same weights. Raises ValueError at the first that is not of ``expected``, when the ones before it have
+    been handed on already, and at the end where one has not come.
     """
     missing = set(expected)
     for name, tensor in weights:
         if name not in expected:
             raise ValueError(f"update_weights: the engine's model has no parameter {name!r}")
-        if tensor.shape != expected[name]:
+        if tensor.shape != expected[name].shape:
             raise ValueError(
-                f"update_weights: {name} must be {list(expected[name])} like the engine's, got {list(tensor.shape)}"
+                f"update_weights: {name} must be {list(expected[name].shape)} like the engine's, got "
+                f"{list(tensor.shape)}"
             )
         missing.discard(name)
         yield name, tensor

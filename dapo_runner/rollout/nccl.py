@@ -1,14 +1,16 @@
 """New weights from the trainer's GPU to those of servers, through vLLM's own NCCL transfer.
 
-A server and rank 0 are a group of their own, made anew when either has forgotten it. NCCL knows no deadline. It runs in
+A server and rank 0 are a group of their own, made anew when either has forgotten it. They meet by an id of NCCL's that
+the server gets over HTTP, under its key: vLLM's other way, a store at an address, unpickles whatever comes from there.
+NCCL knows no deadline. It runs in
 a thread beside the request whose other end does its part, and what has not come to an end in `sync_within`, or whose
 request has failed, is given up with the group.
 """
 
 from __future__ import annotations
 
+import base64
 import importlib.util
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -16,7 +18,6 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.world import World
 from dapo_runner.policy.model import resolve_device
 from dapo_runner.rollout.client import Server, ServerError
-from dapo_runner.rollout.transfer import POLL, Transfer
+from dapo_runner.rollout.transfer import POLL, Transfer, check_finite
 from dapo_runner.rollout.vllm import _import_vllm
 
 T = TypeVar("T")
@@ -44,20 +45,27 @@ def check_there(config: Config) -> None:
         )
 
 
+def make_unique_id() -> bytes:
+    """Return what the members of a new group find each other by. Raises OSError without NCCL, RuntimeError."""
+    _import_vllm()  # without its messages
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+
+    return bytes(NCCLLibrary().ncclGetUniqueId().internal)
+
+
 class Group:
     """The trainer's end of an NCCL group with the workers of a server. Whoever calls waits for them, without an end."""
 
-    def __init__(self, address: str, port: int, size: int, device: torch.device) -> None:
-        """The workers are told the same address and port of this machine. Raises RuntimeError."""
-        _import_vllm()  # without its messages
-        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+    def __init__(self, unique_id: bytes, size: int, device: torch.device) -> None:
+        """The workers get the same ``unique_id``. Raises RuntimeError."""
+        from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
         self.device = device
         with torch.cuda.device(device):  # a thread begins with the first GPU
-            self.nccl = trainer_init({"master_address": address, "master_port": port, "world_size": size})
+            self.nccl = uid_init_process_group(unique_id, 0, size, device)
             self.stream = torch.cuda.Stream()
         if self.nccl.disabled:  # and would send nothing, without a word
-            raise RuntimeError("vLLM finds no NCCL, or VLLM_DISABLE_PYNCCL is set")
+            raise RuntimeError("VLLM_DISABLE_PYNCCL is set")
         self.over = False
 
     def send(self, tensors: Iterable[Tensor]) -> None:
@@ -88,6 +96,7 @@ class NCCLTransfer(Transfer):
     def publish(self, version: str, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._held.clear()  # makes room
         held = {name: x.detach().to(self.device, copy=True).contiguous() for name, x in weights if self.world.is_main}
+        self.world.on_first(lambda: check_finite(held))
         self._held[version] = held
         self.version = version
 
@@ -105,12 +114,16 @@ class NCCLTransfer(Transfer):
             post("/finish_weight_update")
         post("/shutdown_weight_transfer_engine")
         size = 1 + server.get("/get_world_size", caller)["world_size"]
-        address, port = _free_port(server.url)
-        meeting = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": size}
+        try:
+            unique_id = make_unique_id()
+        except (OSError, RuntimeError) as error:
+            raise ServerError(f"{server}: NCCL on this side: {type(error).__name__}: {error}") from error
+        encoded = base64.b64encode(unique_id).decode()
+        meeting = {"nccl_unique_id_b64": encoded, "rank_offset": 1, "world_size": size}
         self._groups[server] = self._together(
             server,
             caller,
-            lambda: Group(address, port, size, self.device),
+            lambda: Group(unique_id, size, self.device),
             lambda: post("/init_weight_transfer_engine", {"init_info": meeting}),
         )
 
@@ -167,17 +180,3 @@ class NCCLTransfer(Transfer):
         finally:
             over.set()
         return done.result()
-
-
-def _free_port(url: str) -> tuple[str, int]:
-    """This machine's address as the server at ``url`` sees it, and a port. Raises ServerError."""
-    parts = urlsplit(url)
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:  # sends nothing
-            towards.connect((parts.hostname or "", parts.port or 80))
-            address: str = towards.getsockname()[0]
-    except OSError as error:
-        raise ServerError(f"{url}: expected an IPv4 address, at which vLLM's NCCL groups meet: {error}") from error
-    with socket.socket() as free:
-        free.bind((address, 0))
-        return address, free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What `dapo serve` adds to `vllm serve`: a way in for new weights, and a key for every path.
+"""What `dapo serve` adds to the workers of `vllm serve`: a way in for new weights.
 
 vLLM 0.32's own transfers (NCCL, CUDA's IPC) want GPUs; this one reads a file. It is registered as this module is
 imported, which ``Registered``, a worker extension by name, has every worker do.
@@ -6,13 +6,11 @@ imported, which ``Registered``, a worker extension by name, has every worker do.
 
 from __future__ import annotations
 
-import hmac
-import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
-from starlette.responses import JSONResponse
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -21,8 +19,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
-from dapo_runner.rollout.transfer import BACKEND
-from dapo_runner.rollout.vllm import _pack_tied_head
+from dapo_runner.rollout.transfer import BACKEND, checksum
+from dapo_runner.rollout.vllm import pack_for_cpu
 
 
 @dataclass
@@ -32,9 +30,10 @@ class NothingToSay(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not
 
 @dataclass
 class WeightsInFile(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """``path``: of a safetensors file with every parameter of the model."""
+    """``path``: of a safetensors file with every parameter of the model; ``checksum``: see `transfer.checksum`."""
 
     path: str
+    checksum: int
 
 
 class FileReceiver(WeightTransferEngine[NothingToSay, WeightsInFile]):  # type: ignore[misc]
@@ -57,12 +56,14 @@ class FileReceiver(WeightTransferEngine[NothingToSay, WeightsInFile]):  # type: 
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: WeightsInFile) -> None:
+        if checksum(Path(update_info.path)) != update_info.checksum:
+            raise ValueError(f"{update_info.path}: its checksum is not that of the file that was written")
         weights = load_file(update_info.path)
         reload_weights(
             self.vllm_config, self.model, iter(weights.items()), weights_path=None, is_checkpoint_format=True
         )
         if self.device.type == "cpu":
-            _pack_tied_head(self.model)
+            pack_for_cpu(self.model)
 
     def shutdown(self) -> None:
         """Nothing is held."""
@@ -73,20 +74,3 @@ class Registered:
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, FileReceiver)
-
-
-class KeyForAll:
-    """ASGI middleware: where there is a key, every path but /health wants it. vLLM's own leaves those open that weights
-    are changed by.
-    """
-
-    def __init__(self, app: Any) -> None:
-        self.app = app
-        self.wanted = f"Bearer {os.environ.get('VLLM_API_KEY', '')}".encode()
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        given = dict(scope.get("headers", [])).get(b"authorization", b"")
-        if scope["type"] == "http" and scope["path"] != "/health" and not hmac.compare_digest(given, self.wanted):
-            await JSONResponse({"error": "Unauthorized"}, status_code=401)(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)

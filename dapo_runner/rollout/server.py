@@ -3,8 +3,7 @@
 Prompts are one queue that every server is asked from, so many at a time that each has a batch waiting. Which of them
 answers makes no difference but for rounding: a response's dice are thrown by a seed of its round and its prompt's place
 in it. An answer counts where it says that all of it was made with the weights of now, or of an update since the call
-began. A server that fails is left alone until it is well again and has taken them; what it was asked goes back to the
-queue.
+began. A server that fails is left out until the pool has brought it back; what it was asked goes back to the queue.
 
 No wait is without its end, `rollout.server.*_within`, and what it raises then says who waited for whom.
 """
@@ -15,9 +14,9 @@ import math
 import secrets
 import threading
 import time
-from collections import Counter, deque
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,17 +27,18 @@ from torch import Tensor
 from dapo_runner.config import Config
 from dapo_runner.parallel.world import ALONE, World
 from dapo_runner.policy.model import load_model
+from dapo_runner.policy.weights import stored_tensors
 from dapo_runner.rewards.endpoint import shown
 from dapo_runner.rollout.client import RolloutError, Server, ServerError
-from dapo_runner.rollout.engine import check_lengths, checked_weights, sampling_of_each, stop_token_ids
+from dapo_runner.rollout.engine import check_lengths, loadable_weights, sampling_of_each, stop_token_ids
 from dapo_runner.rollout.nccl import NCCLTransfer
+from dapo_runner.rollout.pool import GENERATE, REST, ServerPool
+from dapo_runner.rollout.prompt_queue import PromptQueue
 from dapo_runner.rollout.transfer import FileTransfer, Transfer
-from dapo_runner.rollout.vllm import finish_reason, sampling_fields
+from dapo_runner.rollout.vllm import finish_reason, known_logprobs, sampling_fields
 from dapo_runner.types import Completion, Prompt, SamplingParams, Stretch
 
-REST = 0.2  # seconds before a server that failed is looked at again
 QUEUED = 2  # batches that a server is asked for at a time: one that it decodes and one behind it
-NO_LOGPROB = -9999.0  # what vLLM writes for one that is none
 TRANSFERS: dict[str, type[Transfer]] = {"file": FileTransfer, "nccl": NCCLTransfer}
 ENDED = "rollout: the run has ended"
 
@@ -64,21 +64,31 @@ class ServerEngine:
         self.tokenizer = tokenizer
         self.settings = config.rollout.server
         self.world = world
-        self.note = note
         self.answer_within = self.settings.answer_within * (1 + config.rollout.ahead)  # behind earlier rounds'
         self.max_tokens = config.longest_sequence
         self.max_batch_sequences = config.rollout.max_batch_sequences
-        self.servers = [Server(url, self.settings) for url in self.settings.urls]
-        self.lost: dict[Server, str] = {}  # and why
         self.transfer: Transfer = TRANSFERS[self.settings.transfer](config, world)
         self.run = world.first(lambda: secrets.token_hex(4))  # no server has weights of a process that is gone
         self.updates = 0
-        self.calls: set[_Queue] = set()  # under way
+        self.calls: set[PromptQueue] = set()  # under way
         self.closed = False
         model = load_model(source, config.model, torch.device("cpu" if world.is_main else "meta"), "sdpa")
         self.stop_ids = stop_token_ids(getattr(model.generation_config, "eos_token_id", None), tokenizer)
-        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        self.update_weights(model.named_parameters())
+        self._n_vocabulary: int = model.config.get_text_config().vocab_size
+        trial = {
+            "token_ids": self.stop_ids[:1],
+            "sampling_params": sampling_fields(SamplingParams(max_tokens=1), 0, self.stop_ids),
+            **({"priority": -1} if config.rollout.ahead else {}),
+        }
+        self.pool = ServerPool(self.settings, self.transfer, trial, note)
+        weakref.finalize(self, self.pool.close)  # whose threads would go on trying lost servers
+        self.servers = self.pool.servers
+        self._model = load_model(source, config.model, torch.device("meta"), "sdpa")
+        try:
+            self.update_weights(stored_tensors(model))
+        except BaseException:
+            self.close()
+            raise
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]
@@ -88,18 +98,11 @@ class ServerEngine:
         ``max_tokens``.
         """
         each = sampling_of_each(prompts, sampling)
-        check_lengths(prompts, each, self.max_tokens)
-        bodies = [
-            {
-                "token_ids": prompt.token_ids,
-                "sampling_params": sampling_fields(item, place, self.stop_ids),
-                **self._priority(item),
-            }
-            for place, (prompt, item) in enumerate(zip(prompts, each, strict=True))
-        ]
+        bodies = self._bodies(prompts, each)
         needed = max(bool(bodies), round(sum(item.needed for item in each)))
         ahead = any(item.priority is not None for item in each)  # then rank 0 asks, for all
-        queue = _Queue(bodies, needed, self.settings.attempts, self.updates, 1 if ahead else self.world.size)
+        n_asking = 1 if ahead else self.world.size
+        queue = PromptQueue(bodies, needed, self.servers, self.settings.attempts, self.updates, n_asking)
         threads: list[tuple[Server, threading.Thread]] = []
         try:
             self.calls.add(queue)
@@ -117,22 +120,77 @@ class ServerEngine:
             found[place] * (item.n // len(found[place])) if place in found else [] for place, item in enumerate(each)
         ]
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See ``RolloutEngine.update_weights``. Servers that are away get them when they are back. Raises RolloutError
-        where none has come within `back_within`.
+    def generate_on_each(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams
+    ) -> dict[str, list[list[Completion]]]:
+        """What each server that has the present weights answers to all of the prompts, by its URL, the same on every
+        rank. One that fails is lost; where none answers, what ``generate`` returns, by "". Raises RolloutError.
+        Collective.
         """
-        self.transfer.publish(f"{self.run}:{self.updates + 1}", checked_weights(self._shapes, weights))
+        bodies = self._bodies(prompts, [sampling] * len(prompts))
+
+        def ask(server: Server) -> list[list[Completion]] | None:
+            def ask_one(body: dict[str, Any]) -> list[Completion]:
+                answer = server.post(GENERATE, body, caller=self.pool)
+                return self._with_texts(self._checked(server, answer, sampling.n, self.updates))
+
+            try:
+                with ThreadPoolExecutor(len(bodies)) as threads:
+                    answers = list(threads.map(ask_one, bodies))
+            except ServerError as error:
+                self.pool.lose(server, error)
+                return None
+            return answers
+
+        def ask_all() -> dict[str, list[list[Completion]]]:
+            servers = self.pool.ready()
+            found = zip(servers, self.pool.each(ask, servers), strict=True)
+            answered = {str(server): answers for server, answers in found if answers is not None}
+            return answered or {"": self.generate(prompts, sampling)}
+
+        self.pool.unprobed -= (asked := set(self.pool.ready()))  # one that is lost from here on is unprobed again
+        found = self.world.first(ask_all)
+        self.pool.unprobed |= {server for server in asked if str(server) not in found}
+        return found
+
+    @property
+    def is_unprobed(self) -> bool:
+        """Whether a server is back that ``generate_on_each`` has not asked since."""
+        return any(server in self.pool.unprobed for server in self.pool.ready())
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See ``RolloutEngine.update_weights``. Waits for the servers that are in; the pool sends them to the others.
+        Raises RolloutError where none has come within `back_within`.
+        """
+        self.transfer.publish(f"{self.run}:{self.updates + 1}", loadable_weights(self._model, weights))
         self.updates += 1
-        self.world.on_first(self._deliver)
+        urls = self.world.first(self.pool.deliver)
+        if not self.world.is_main:
+            self.pool.follow(urls)
 
     def release(self) -> None:
         """Nothing to give up: the servers' memory is not the policy's."""
 
     def close(self) -> None:
-        """End the calls that other threads have under way, and those that they begin, each with a RolloutError."""
+        """End the calls that other threads have under way, and those that they begin, each with a RolloutError; and the
+        threads of the pool.
+        """
         self.closed = True
         for queue in list(self.calls):
             queue.fail(RolloutError(ENDED))
+        self.pool.close()
+
+    def _bodies(self, prompts: Sequence[Prompt], each: Sequence[SamplingParams]) -> list[dict[str, Any]]:
+        """The requests. Raises ValueError for a prompt that leaves less room than its ``max_tokens``."""
+        check_lengths(prompts, each, self.max_tokens)
+        return [
+            {
+                "token_ids": prompt.token_ids,
+                "sampling_params": sampling_fields(item, place, self.stop_ids),
+                **self._priority(item),
+            }
+            for place, (prompt, item) in enumerate(zip(prompts, each, strict=True))
+        ]
 
     def _priority(self, sampling: SamplingParams) -> dict[str, int]:
         """A call beside others, as the probe's is with `rollout.ahead`, does not wait behind what those have queued."""
@@ -140,62 +198,21 @@ class ServerEngine:
             return {"priority": sampling.priority}
         return {"priority": -len(self.calls)} if self.calls else {}
 
-    def _deliver(self) -> None:
-        """Have the servers that are there load the weights, one at least."""
-        until = time.monotonic() + self.settings.back_within
-        with ThreadPoolExecutor(len(self.servers)) as threads:
-            while True:
-                asked = [threads.submit(self._brought_up_to_date, server) for server in self.servers]
-                try:
-                    if any([one.result() for one in asked]):
-                        return
-                except BaseException:  # Ctrl-C among them, which a server that hangs does not hold up
-                    while wait(asked, REST).not_done:
-                        for server in self.servers:
-                            server.hang_up(self)
-                    raise
-                if time.monotonic() > until:
-                    raise RolloutError(self._nobody(f"weights {self.transfer.version} wait"))
-                time.sleep(REST)
-
-    def _brought_up_to_date(self, server: Server) -> bool:
-        try:
-            self._bring_up_to_date(server, self)
-        except ServerError as error:
-            self._lose(server, error)
-            for queue in list(self.calls):  # what it has under way is of weights that are past
-                server.hang_up(queue)
-        return server not in self.lost
-
-    def _bring_up_to_date(self, server: Server, caller: object = None) -> None:
-        """See that it is well and has the weights. Raises ServerError."""
-        server.check_health()
-        with server.turn:
-            if server.version != self.transfer.version:
-                server.version = self.transfer.send(server, caller)
-        if self.lost.pop(server, None) is not None:
-            self.note(f"{server} is back, with weights {server.version}")
-
-    def _lose(self, server: Server, error: ServerError) -> None:
-        server.version = None
-        if server not in self.lost:
-            self.note(f"{server} is left out until it is well again: {error}")
-        self.lost[server] = str(error)
-
-    def _attend(self, server: Server, queue: _Queue) -> None:
-        """Ask one server from the queue until all of it is answered, whatever becomes of the server."""
+    def _attend(self, server: Server, queue: PromptQueue) -> None:
+        """Ask one server from the queue until all of it is answered, whenever the server is in."""
         while not queue.over:
             try:
-                self._bring_up_to_date(server, queue)
-                self._ask(server, queue)
+                if server in self.pool.ready():
+                    self._ask(server, queue)
+                else:
+                    queue.rest(REST)
             except ServerError as error:
                 if not queue.over:
-                    self._lose(server, error)
-                queue.rest(REST)
+                    self.pool.lose(server, error)
             except Exception as error:  # raised again where the call waits
                 queue.fail(error)
 
-    def _ask(self, server: Server, queue: _Queue) -> None:
+    def _ask(self, server: Server, queue: PromptQueue) -> None:
         """The same until it fails. Raises ServerError."""
         longest = max(body["sampling_params"]["n"] for body in queue.bodies)
         n_threads = math.ceil(QUEUED * self.max_batch_sequences / longest / queue.n_asking)
@@ -206,7 +223,7 @@ class ServerEngine:
                 if queue.rest(self.settings.health_within, failed):
                     server.check_health()
         except ServerError as error:
-            self._lose(server, error)  # even if others have answered by then what it was asked
+            self.pool.lose(server, error)  # even if others have answered by then what it was asked
             failed.append(error)
         finally:
             failed.append(ServerError(f"{server}: this call is over"))
@@ -216,17 +233,18 @@ class ServerEngine:
         if not queue.over:
             raise failed[0]
 
-    def _pull(self, server: Server, queue: _Queue, failed: list[Exception]) -> None:
-        while (place := queue.take(failed)) is not None:
+    def _pull(self, server: Server, queue: PromptQueue, failed: list[Exception]) -> None:
+        while (place := queue.take(server, failed)) is not None:
             try:
-                answer = server.post("/inference/v1/generate", queue.bodies[place], self.answer_within, queue)
+                answer = server.post(GENERATE, queue.bodies[place], self.answer_within, queue)
                 completions = self._checked(server, answer, queue.bodies[place]["sampling_params"]["n"], queue.version)
             except ServerError as error:
-                queue.give_back(place, error, failed)
+                queue.give_back(place, server, error, failed)
             except Exception as error:  # raised again where the call waits
                 queue.fail(error)
             else:
                 queue.answer(place, completions)
+                self.pool.answered(server)
 
     def _checked(self, server: Server, answer: Any, n: int, oldest: int) -> list[Completion]:
         """The ``n`` responses of an answer, texts apart, once it is known to be whole and of weights since the update
@@ -243,40 +261,34 @@ class ServerEngine:
         except (KeyError, TypeError, ValueError) as error:
             got = shown(repr(error), None)
             raise ServerError(f"{server}: expected token ids, log-probs and versions, got others: {got}") from error
-        if len(completions) != n:
-            raise ServerError(f"{server}: expected {n} responses, got {len(completions)}")
-        if not all((completion.logprobs > NO_LOGPROB).all() for completion in completions):  # nor NaN
-            raise RolloutError(f"{server}: expected log-probs, got one that is none: the weights are not finite")
+        if (places := [choice["index"] for choice in choices]) != list(range(n)):
+            raise ServerError(f"{server}: expected responses 0 to {n - 1}, got {shown(str(places), None)}")
+        if not all(0 <= token < self._n_vocabulary for one in completions for token in one.token_ids.tolist()):
+            raise ServerError(f"{server}: expected token ids below {self._n_vocabulary}, got others: of another model")
         return completions
 
     def _with_texts(self, completions: Sequence[Completion]) -> list[Completion]:
         texts = self.tokenizer.batch_decode([item.token_ids.tolist() for item in completions], skip_special_tokens=True)
         return [replace(completion, text=text) for completion, text in zip(completions, texts, strict=True)]
 
-    def _wait(self, queue: _Queue) -> None:
+    def _wait(self, queue: PromptQueue) -> None:
         """Until every prompt is answered. Raises what ended that otherwise."""
         seen = time.monotonic()
         while not queue.over:
-            if len(self.lost) < len(self.servers):
+            if queue.is_served_by(self.pool.present()):
                 seen = time.monotonic()
             elif time.monotonic() > seen + self.settings.back_within:
-                raise RolloutError(self._nobody(f"{queue.n_left} of {len(queue.bodies)} prompts wait"))
+                waiting = f"{queue.n_left} of {len(queue.bodies)} prompts wait"
+                raise RolloutError(self.pool.nobody(waiting, *queue.failures))
             queue.rest(REST)
         if queue.error is not None:
             raise queue.error
-
-    def _nobody(self, waiting: str) -> str:
-        why = "; ".join(list(self.lost.values()))
-        return (
-            f"rollout: {waiting} for a server, and none of {len(self.servers)} has been well for "
-            f"{self.settings.back_within:g} s (rollout.server.back_within): {why}. `dapo serve RECIPE` starts one"
-        )
 
 
 def _completion(choice: dict[str, Any], updates: Mapping[str, int]) -> Completion:
     """``updates`` by the versions of their weights. Raises KeyError, TypeError or ValueError for what is none."""
     token_ids = torch.tensor(choice["token_ids"], dtype=torch.int64)
-    logprobs = torch.tensor([token["logprob"] for token in choice["logprobs"]["content"]], dtype=torch.float32)
+    logprobs = known_logprobs([token["logprob"] for token in choice["logprobs"]["content"]])
     versions = tuple(
         Stretch(updates[span["version"]], span["end"] - span["start"]) for span in choice["weight_versions"]
     )
@@ -297,80 +309,3 @@ def _end(server: Server, thread: threading.Thread, caller: object) -> None:
     while thread.is_alive():
         server.hang_up(caller)
         thread.join(REST)
-
-
-class _Queue:
-    """Requests of one call, and what came of them: each is waiting, with one server, or answered."""
-
-    def __init__(self, bodies: list[dict[str, Any]], needed: int, attempts: int, version: int, n_asking: int) -> None:
-        """It is over once ``needed`` of them are answered. ``version``: the update whose weights are the oldest that
-        may answer. ``n_asking``: ranks that have a part of the same call each.
-        """
-        self.bodies = bodies
-        self.needed = needed
-        self.version = version
-        self.attempts = attempts
-        self.n_asking = n_asking
-        self.answers: dict[int, list[Completion]] = {}
-        self.error: Exception | None = None
-        self._waiting = deque(range(len(bodies)))
-        self._tries = Counter[int]()
-        self._closed = False
-        self._changed = threading.Condition()
-
-    @property
-    def n_left(self) -> int:
-        return self.needed - len(self.answers)
-
-    @property
-    def over(self) -> bool:
-        return self._closed or self.error is not None or self.n_left <= 0
-
-    def take(self, stopped: list[Exception]) -> int | None:
-        """The next request; waits where all are with servers, until one comes back. None once it is over or there is
-        something in ``stopped``.
-        """
-        with self._changed:
-            while not self.over and not stopped:
-                if self._waiting:
-                    return self._waiting.popleft()
-                self._changed.wait()
-            return None
-
-    def answer(self, place: int, completions: list[Completion]) -> None:
-        with self._changed:
-            if not self.over:
-                self.answers[place] = completions
-            if self.over:
-                self._changed.notify_all()
-
-    def give_back(self, place: int, error: ServerError, stopped: list[Exception]) -> None:
-        """What a server has failed on. Failures that follow from an earlier one, in ``stopped``, do not count."""
-        with self._changed:
-            self._tries[place] += not stopped
-            if self._tries[place] >= self.attempts:
-                self.error = RolloutError(
-                    f"rollout: a prompt was asked {self.attempts} times (rollout.server.attempts), at last {error}"
-                )
-            stopped.append(error)
-            self._waiting.appendleft(place)
-            self._changed.notify_all()
-
-    def fail(self, error: Exception) -> None:
-        with self._changed:
-            self.error = error
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    def wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
-    def rest(self, seconds: float, stopped: Sequence[Exception] = ()) -> bool:
-        """Whether so long nothing has come to an end here, nor anything to ``stopped``."""
-        with self._changed:
-            return not self._changed.wait_for(lambda: self.over or bool(stopped), seconds)

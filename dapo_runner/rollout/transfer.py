@@ -21,11 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+import torch
 from torch import Tensor
 
 from dapo_runner.config import Config, ConfigError, RolloutConfig
 from dapo_runner.parallel.world import World
-from dapo_runner.rollout.client import Server, ServerError
+from dapo_runner.rollout.client import RolloutError, Server, ServerError
 
 SHARED_MEMORY = Path("/dev/shm")
 BACKEND = "dapo_files"  # of vLLM's WeightTransferConfig
@@ -46,7 +47,9 @@ class Transfer(ABC):
 
     @abstractmethod
     def publish(self, version: str, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take over the weights as they are now, in the place of those before. Collective; rank 0 keeps them."""
+        """Take over the weights as they are now, in the place of those before. Collective; rank 0 keeps them. Raises
+        RolloutError where one is not finite.
+        """
 
     def send(self, server: Server, caller: object = None) -> str:
         """Have one server load what was published last, unless another rank has. Returns its version. Raises
@@ -106,19 +109,24 @@ class FileTransfer(Transfer):
             weakref.finalize(self, _remove, folder, lock)
             return folder
 
+        self._checksums: dict[str, int] = {}  # by version; there is one
         self.folder = world.first(made)
         world.together(lambda: _check_seen(self.folder))
 
     def publish(self, version: str, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See ``Transfer``. Raises ConfigError where there is no room for them."""
+        """See ``Transfer``. Raises ConfigError where there is no room for them, RolloutError."""
         before, path = self._path(self.version), self._path(version)
         held = {name: tensor.detach().cpu().contiguous() for name, tensor in weights if self.world.is_main}
-        self.world.on_first(lambda: _write(held, path))
+        self.world.on_first(lambda: check_finite(held))
+        self._checksums = {version: self.world.first(lambda: _write(held, path))}
         self.version = version
         self.world.on_first(lambda: before.unlink(missing_ok=True))
 
     def _load(self, server: Server, version: str, caller: object) -> None:
-        server.post("/update_weights", {"update_info": {"path": str(self._path(version))}}, caller=caller)
+        if (expected := self._checksums.get(version)) is None:
+            raise ServerError(f"{server}: weights {version} gave way to newer ones")
+        update = {"path": str(self._path(version)), "checksum": expected}
+        server.post("/update_weights", {"update_info": update}, caller=caller)
 
     def _path(self, version: str) -> Path:
         return self.folder / f"{version.replace(':', '-')}.safetensors"
@@ -152,15 +160,15 @@ def place_of_weights(config: Config) -> Path:
 
 
 def _make_folder(config: Config) -> tuple[Path, IO[str]]:
-    """For this process alone, and locked as long as it lives. What others over the same run have left that were killed
-    goes; what one has that is alive, as `dapo eval` beside `dapo train`, stays.
+    """Make it for this process alone, and lock it as long as that lives. What killed runs have left goes: in this
+    machine's shared memory that of any run, elsewhere, where machines may not see each other's locks, of this one.
     """
     above = place_of_weights(config)
     run = hashlib.blake2b(str(config.run_dir.absolute()).encode(), digest_size=8).hexdigest()
     prefix = f"dapo-{os.getuid()}-{run}-"
     try:
         above.mkdir(parents=True, exist_ok=True)
-        for left in above.glob(f"{prefix}*"):
+        for left in above.glob(f"dapo-{os.getuid()}-*" if above == SHARED_MEMORY else f"{prefix}*"):
             _clear_away(left)
         own = Path(tempfile.mkdtemp(prefix=prefix, dir=above))  # nobody else's to enter
         lock = (own / f"{LOCK}.unfinished").open("x")
@@ -197,7 +205,25 @@ def _check_seen(folder: Path) -> None:
         )
 
 
-def _write(weights: dict[str, Tensor], path: Path) -> None:
+def check_finite(weights: dict[str, Tensor]) -> None:
+    """Raise RolloutError where a weight is NaN or infinite: what a server computes with it stays in its cache, and
+    spoils the answers to later trainers too.
+    """
+    for name, tensor in weights.items():
+        if not torch.stack(torch.aminmax(tensor)).isfinite().all():
+            raise RolloutError(f"weights: {name} must be finite, got NaN or infinity. Nothing was sent to the servers.")
+
+
+def checksum(path: Path) -> int:
+    """Return the sum of a file's 8-byte words, of the bytes behind the last one, and of its size."""
+    size = path.stat().st_size
+    words = torch.from_file(str(path), size=size // 8, dtype=torch.int64)
+    rest = torch.from_file(str(path), size=size, dtype=torch.uint8)[size // 8 * 8 :]
+    return int(words.sum()) + int(rest.sum()) + size
+
+
+def _write(weights: dict[str, Tensor], path: Path) -> int:
+    """Return the file's checksum."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -212,6 +238,7 @@ def _write(weights: dict[str, Tensor], path: Path) -> None:
             f"{path.parent}: {error}"
         ) from error
     unfinished.replace(path)
+    return checksum(path)
 
 
 def _locked(file: int) -> bool:

@@ -6,7 +6,8 @@ What it takes to keep vLLM and a learner in one process and in agreement, each l
 - Out of process, vLLM would have to be sent its weights: ``VLLM_ENABLE_V1_MULTIPROCESSING=0``.
 - Starting it puts torch's threads to one and ``torch.set_num_threads`` out of order: both are put back.
 - On a CPU, a head tied to the embeddings keeps the copy that was packed for it at the start when weights are
-  reloaded; log-probs were off by 0.5. It is packed anew after every update.
+  reloaded; log-probs were off by 0.5. Experts are left as they are loaded, where the kernel expects them packed; off by
+  1.5. Both are packed after every update.
 - A prompt prefilled in two pieces moves its seed's generator back, which generators on a CPU cannot: no such pieces.
 - The cache of prompt prefixes outlives the weights that filled it, unless it is cleared. It is cleared before every
   call as well: what a call rounds must not depend on the calls before it, which a resumed run has not made.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import importlib.util
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,10 +30,12 @@ from torch import Tensor, nn
 
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.world import ALONE, World
-from dapo_runner.rollout.engine import check_lengths, checked_weights, sampling_of_each, stop_token_ids
+from dapo_runner.policy.model import load_model
+from dapo_runner.rollout.engine import check_lengths, loadable_weights, sampling_of_each, stop_token_ids
 from dapo_runner.types import Completion, FinishReason, Kept, Prompt, SamplingParams
 
 GIB = 2**30
+NO_LOGPROB = -9999.0  # what a server of vLLM sends in place of NaN or −∞
 # Of tokens as likely as the top_k-th vLLM keeps all. In bfloat16 some are; so many more than top_k are asked for.
 TIES = 32
 
@@ -69,7 +73,7 @@ class VLLMEngine:
             self.llm = _import_vllm().LLM(**arguments)
         fields = self.llm.llm_engine.model_config.try_get_generation_config()
         self.stop_ids = stop_token_ids(fields.get("eos_token_id"), tokenizer)
-        self._shapes = _parameter_shapes(path, config.model.trust_remote_code)
+        self._model = load_model(path, config.model, torch.device("meta"), "sdpa")
         self._may_sleep = device.type == "cuda" and config.rollout.vllm.sleep
         self._asleep = False
 
@@ -101,9 +105,9 @@ class VLLMEngine:
         """See ``RolloutEngine.update_weights``. Wakes an engine that was released."""
         if self._asleep:
             self.llm.wake_up(tags=["weights"])
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": checked_weights(self._shapes, weights)})
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": loadable_weights(self._model, weights)})
         if self.device.type == "cpu":
-            self.llm.apply_model(_pack_tied_head)
+            self.llm.apply_model(pack_for_cpu)
         if self._asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self._asleep = False
@@ -135,13 +139,21 @@ class VLLMEngine:
         return [
             Completion(
                 token_ids=torch.tensor(list(out.token_ids), dtype=torch.int64),
-                logprobs=torch.tensor(out.logprobs.logprobs, dtype=torch.float32)[out.logprobs.start_indices],
+                logprobs=known_logprobs([out.logprobs.logprobs[start] for start in out.logprobs.start_indices]),
                 finish_reason=finish_reason(out.finish_reason),
                 text=text,
                 kept=_kept(out.logprobs) if with_kept else None,
             )
             for out, text in zip(outputs, texts, strict=True)
         ]
+
+
+def known_logprobs(values: Sequence[float | None]) -> Tensor:
+    """vLLM's log-probs of sampled tokens, float32 [N], with NaN for each that is none. vLLM gives NaN or +inf for some
+    tokens of a probability near 1 (trl#6166), which its servers send as ``NO_LOGPROB`` or null.
+    """
+    logprobs = torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float32)
+    return logprobs.where((logprobs > NO_LOGPROB) & (logprobs < torch.inf), torch.nan)
 
 
 def sampling_fields(sampling: SamplingParams, place: int, stop_ids: list[int]) -> dict[str, Any]:
@@ -228,23 +240,16 @@ def _threads_kept() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _parameter_shapes(path: str | Path, trust_remote_code: bool) -> dict[str, torch.Size]:
-    """The parameters of the model as transformers names them, which is how a policy sends them."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    return {name: parameter.shape for name, parameter in model.named_parameters()}
-
-
-def _pack_tied_head(model: nn.Module) -> None:
-    """Pack the output head from the embeddings it shares, as loading does and reloading does not."""
+def pack_for_cpu(model: nn.Module) -> None:
+    """Pack experts, and the output head from the embeddings it shares, as loading does and reloading does not."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
+        elif isinstance(module, RoutedExperts):
+            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
 
 def _kept(flat: Any) -> Kept:

@@ -20,6 +20,7 @@ from dapo_runner.fork import rewarded_otherwise, start_fork
 from dapo_runner.interrupt import StopRequest
 from dapo_runner.parallel.rollouts import complete
 from dapo_runner.parallel.world import World, open_world
+from dapo_runner.policy.lengths import check_lengths
 from dapo_runner.policy.model import load_tokenizer, resolve_device
 from dapo_runner.preflight.algorithm import algorithm
 from dapo_runner.preflight.needs import check_needs
@@ -95,6 +96,7 @@ def _open_run(config: Config, place: Place) -> Run:
     is_new = done == config.run.forked_at
     keep_through = done - 1 if is_new else done
     source = checkpoint.model if checkpoint else world.first(lambda: initial_model(config, folder, progress))
+    world.together(lambda: check_lengths(config, source, download=True))
     dataset = world.together(lambda: load_data(config, load_tokenizer(source, config.model)))
     for note in (f"data: {dataset.report.describe()}", *cautions(config), never_right(config.reward, dataset.train)):
         if note is not None:
@@ -106,7 +108,8 @@ def _open_run(config: Config, place: Place) -> Run:
     fetch = list if world.alone or config.rollout.ahead else partial(complete, world)
     sampler = DynamicSampler(cursor, config.sampler, progress.round, fetch)
     engine = world.together(lambda: open_engine(config, source, device, world, progress.note))
-    trackers = world.on_first(lambda: open_trackers(config, folder, keep_through + 1)) or []
+    leave_out = progress.note if checkpoint and not is_new else None
+    trackers = world.on_first(lambda: open_trackers(config, folder, keep_through + 1, leave_out)) or []
     # Nothing that draws a random number comes after this: a resumed run must see the numbers the first one saw.
     seed_generators(config.run.seed)
     if checkpoint:
@@ -125,16 +128,26 @@ def _open_run(config: Config, place: Place) -> Run:
         score.judge.known.keep(folder, world.rank, world.size)
 
     def open_log() -> RunLog:
-        tokenizer = learner.policy.tokenizer
-        log = RunLog(folder, config.logging, trackers, first_step=done, keep_through=keep_through, tokenizer=tokenizer)
+        log = RunLog(
+            folder,
+            config.logging,
+            trackers,
+            first_step=done,
+            keep_through=keep_through,
+            tokenizer=learner.policy.tokenizer,
+            note=progress.note,
+        )
         if checkpoint:
             tell_changes(log, config, folder, changes, progress)
         return log
 
     log = world.on_first(open_log)
     early_stop = EarlyStop(config)
+    sync_probe = SyncProbe(dataset.train, config)
     for event in world.first(lambda: read_log(folder / METRICS_FILE)):
         early_stop.replay(event)
+        if "sync/gap" in event:
+            sync_probe.remember(event["sync/gap"])
     in_background = _saves_in_background(config, world, progress)
     progress.start(done, config.run.steps)
     clock.lap()  # what a run is made of was loaded before its first step
@@ -153,7 +166,7 @@ def _open_run(config: Config, place: Place) -> Run:
         engine=engine,
         rollouts=rollouts,
         sampler=ahead or sampler,
-        sync_probe=SyncProbe(dataset.train, config),
+        sync_probe=sync_probe,
         score=score,
         log=log,
         progress=progress,
@@ -162,6 +175,7 @@ def _open_run(config: Config, place: Place) -> Run:
         stop=stop,
         early_stop=early_stop,
         first_step=done,
+        trained=done,
         saved=done,
         in_background=in_background,
         owes_evaluation=bool(dataset.heldout) and owes,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from dapo_runner.config import Config
 from dapo_runner.early_stop import EarlyStop
 from dapo_runner.evaluate import evaluate
 from dapo_runner.folder import FolderLock
-from dapo_runner.interrupt import StopRequest
+from dapo_runner.interrupt import StepGivenUpError, StopRequest
 from dapo_runner.parallel.rollouts import complete
 from dapo_runner.parallel.world import World
 from dapo_runner.records.metrics import batch_metrics, prefixed, sampling_metrics
@@ -42,6 +42,16 @@ from dapo_runner.update.pairs import pair_figures, pair_sequences
 NONFINITE = "nonfinite"
 
 
+@dataclass(frozen=True)
+class TrainedStep:
+    """A step whose updates are in the weights."""
+
+    step: int
+    sampled: SampledStep
+    sequences: list[Sequence]
+    figures: dict[str, float]  # of its updates
+
+
 @dataclass
 class Run:
     """A run under way: what the loop works with, and where it writes. Every rank has one; rank 0 writes."""
@@ -63,12 +73,24 @@ class Run:
     stop: StopRequest
     early_stop: EarlyStop
     first_step: int  # the last one behind it
-    saved: int  # the last one that is safe on the disk
+    trained: int  # the last step whose updates are complete
+    saved: int  # the last step that a finished checkpoint holds
     in_background: BackgroundSaves | None  # with run.async_save
     owes_evaluation: bool  # of the policy it begins with, or because that failed
     stopping: bool = False  # after the step under way
     last_step_took: float = 0.0  # seconds
     speed: dict[str, float] = field(default_factory=dict)  # of the step under way, once it has trained
+    unlogged: TrainedStep | None = None
+    # Returns the sampler and random generators to resume step `trained` with. None while an update changes the weights.
+    resume_state: Callable[[], dict[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        def clear_resume_state(*_: object) -> None:
+            self.resume_state = None
+
+        for part in self.learner.parts():
+            if part.optimizer is not None:
+                part.optimizer.register_step_pre_hook(clear_resume_state)
 
     def __enter__(self) -> Run:
         self.stop.__enter__()
@@ -77,16 +99,19 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop.__exit__(kind, error, trace)
-        if error is None:
-            self.finish_saving()
-        elif isinstance(error, Exception):
-            try:
+        try:
+            if error is None:
                 self.finish_saving()
-            except Exception as failure:  # what stopped the run is what is raised
-                self.progress.note(f"what was being saved is lost: {failure}")
-        if isinstance(self.sampler, AheadSampler) and isinstance(self.engine, ServerEngine):
+            else:
+                self.save_before_stopping(error)
+        finally:
+            self.stop.__exit__(kind, error, trace)
+            self.close(error)
+
+    def close(self, error: BaseException | None) -> None:
+        if isinstance(self.engine, ServerEngine):
             self.engine.close()
+        if isinstance(self.sampler, AheadSampler):
             self.sampler.close()
         self.progress.close()
         for held in (self.score, self.log, self.lock):
@@ -104,37 +129,57 @@ class Run:
         return self.stopping
 
     def sample(self, step: int) -> SampledStep:
-        """The groups of a step. Where that fails, the steps before it are saved: as they were before it began, or with
-        what was sampled ahead since.
-        """
+        """Return the groups of a step."""
         self.stop.step_takes(self.last_step_took)
         if isinstance(self.sampler, AheadSampler):
-            with self.saving_first(step - 1, partial(moment, self.sampler)), self.timed("wait"):
-                return self.rollouts.next_ahead(self.sampler)
-        before = moment(self.sampler)
-        with self.saving_first(step - 1, lambda: before):
-            sampled = self.sampler.next(self.rollouts.generate_groups)
-            if self.config.advantage.segments is None:
-                return sampled
-            return self.rollouts.value_segments(sampled, step, self.sampler)
+            ahead = self.sampler
+            self.resume_state = partial(moment, ahead)
+            with self.timed("wait"):
+                sampled = self.rollouts.next_ahead(ahead)
 
-    @contextmanager
-    def saving_first(self, step: int, then: Callable[[], dict[str, Any]]) -> Iterator[None]:
-        """An engine or a reward function that fails takes no step with it that was done before: ``step`` is saved,
-        with what ``then`` says as the moment to go on from.
+            def put_back() -> dict[str, Any]:
+                ahead.put_back(sampled)
+                return moment(ahead)
+
+            self.resume_state = put_back
+            self.probe_returned()
+            return sampled
+        before = moment(self.sampler)
+        self.resume_state = lambda: before
+        sampled = self.sampler.next(self.rollouts.generate_groups)
+        self.probe_returned()
+        if self.config.advantage.segments is None:
+            return sampled
+        return self.rollouts.value_segments(sampled, step, self.sampler)
+
+    def save_before_stopping(self, error: BaseException) -> None:
+        """Save step `trained`, if no checkpoint holds it, when ``error`` stops the run. A failure is noted, not raised.
+
+        Several ranks can save only together: where all of them stop with an error at the same time. A save that is
+        under way needs no more than that none was killed.
         """
+        if not (self.world.alone or isinstance(error, Exception)):
+            return
+        if isinstance(error, StepGivenUpError):
+            self.progress.note(f"step {self.trained + 1} is given up: {error}")
         try:
-            yield
-        except Exception:
-            try:
-                self.finish_saving()
-                if step > self.saved:
-                    self.save(step, then())
-                    self.finish_saving()
-                    self.progress.note(f"step {step} is saved; what follows stopped the run after it")
-            except Exception as error:  # what stopped the run is what is raised
-                self.progress.note(f"step {step} could not be saved: {error}")
-            raise
+            self.finish_saving()
+            if self.trained == self.saved:
+                return
+            if self.resume_state is None:
+                self.progress.note(f"stopped during an update: the last checkpoint is of step {self.saved}")
+                return
+            if not self.world.all_stop(error):
+                self.progress.note(f"step {self.trained} is not saved: not every rank stopped with an error of its own")
+                return
+            then = self.resume_state()
+            if self.unlogged is not None:
+                self.log_step({})
+            self.save(self.trained, then)
+            self.finish_saving()
+            self.progress.note(f"step {self.trained} is saved before the run stops")
+        except Exception as failure:  # what stopped the run is what is raised
+            self.progress.note(f"step {self.trained} could not be saved: {failure}")
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
         return self.clock.phase(phase)
@@ -164,10 +209,20 @@ class Run:
             where = path if self.world.alone else f"{path.parent}/step_{step:06d}_rank_*, of each rank its own"
             raise NonFiniteUpdateError(f"{error}. The batch is in {where}", mini) from error
 
-    def sync(self) -> dict[str, float]:
-        """Hand the policy's weights to what follows it, and see that the engine took them. Raises OutOfSyncError."""
+    def end_training(self, trained: TrainedStep) -> None:
+        """From here on a checkpoint may hold the step, whatever fails after it."""
         with self.timed("sync"):
             self.learner.follow()
+        self.trained, self.unlogged = trained.step, trained
+        if isinstance(self.sampler, AheadSampler):  # whose threads go on sampling
+            self.resume_state = partial(moment, self.sampler)
+        else:
+            now = moment(self.sampler)
+            self.resume_state = lambda: now
+
+    def sync(self) -> dict[str, float]:
+        """Send the policy's weights to the engine, and check that it took them. Raises OutOfSyncError."""
+        with self.timed("sync"):
             self.engine.update_weights(self.learner.policy.named_weights())
         return self.probe()
 
@@ -176,34 +231,29 @@ class Run:
         with self.timed("probe"):
             return self.sync_probe(self.engine, self.learner)
 
-    def log_step(
-        self,
-        step: int,
-        sampled: SampledStep,
-        sequences: list[Sequence],
-        trained: dict[str, float],
-        in_sync: dict[str, float],
-    ) -> None:
-        with self.timed("log"):
-            self.speed = speed_of(self.learner, self.clock, sequences)
-            self.world.first(lambda: self._log_step(step, sampled, sequences, trained, in_sync))
-        self.early_stop.count(step, sampled.generated)
+    def probe_returned(self) -> None:
+        """Probe again where a server has come back since the last probe: before its responses train."""
+        if isinstance(self.engine, ServerEngine) and self.world.any(self.engine.is_unprobed):
+            self.probe()
 
-    def _log_step(
-        self,
-        step: int,
-        sampled: SampledStep,
-        sequences: list[Sequence],
-        trained: dict[str, float],
-        in_sync: dict[str, float],
-    ) -> None:
+    def log_step(self, in_sync: dict[str, float]) -> None:
+        """Log the step that was trained last. ``in_sync``: what the probe measured."""
+        assert self.unlogged is not None
+        trained, self.unlogged = self.unlogged, None
+        with self.timed("log"):
+            self.speed = speed_of(self.learner, self.clock, trained.sequences)
+            self.world.first(lambda: self._log_step(trained, in_sync))
+        self.early_stop.count(trained.step, trained.sampled.generated)
+
+    def _log_step(self, trained: TrainedStep, in_sync: dict[str, float]) -> None:
+        step, sampled, sequences = trained.step, trained.sampled, trained.sequences
         assert self.log is not None
         figures = (
             sampling_metrics(sampled.stats, self.config.sampler.filter_on, self.config.sampler.oversample > 1)
             | {"sampling/tokens": sampled.generated}
             | batch_metrics(sampled.groups, step)
             | prefixed("segments", sampled.segments)
-            | prefixed("train", trained | pair_figures(sampled.groups, self.config.preference))
+            | prefixed("train", trained.figures | pair_figures(sampled.groups, self.config.preference))
             | prefixed("sync", in_sync)
         )
         if isinstance(self.sampler, AheadSampler):
@@ -255,9 +305,8 @@ class Run:
     def evaluate(self, step: int) -> None:
         if not self.dataset.heldout:
             return
-        before = moment(self.sampler)
-        with self.saving_first(step, lambda: before), self.timed("evaluate"):
-            unshaped = Scorer(self.config, shaped=False)
+        with self.timed("evaluate"):
+            unshaped = Scorer(self.config, shaped=False, turn=self.score.turn)
 
             def answer_all(prompts: SequenceOf[Prompt], sampling: SamplingParams) -> list[Group]:
                 return complete(self.world, self.rollouts.answer(prompts, sampling, unshaped))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from fractions import Fraction
 from typing import Any, Protocol
 
 from dapo_runner.config import ConfigError, CurriculumConfig
@@ -55,8 +56,8 @@ class ByColumn:
         self.ordered = sorted(self.difficulty.values())
 
     def admits(self, prompt: Prompt, step: int, epoch: int) -> bool:
-        start = self.config.start
-        share = min(1.0, start + (1 - start) * (step - 1) / self.config.steps)
+        start = Fraction(str(self.config.start))  # as it is written: in floats 0.55 of 100 are 55.000000000000007
+        share = min(Fraction(1), start + (1 - start) * Fraction(step - 1, self.config.steps))
         return self.difficulty[prompt.id] <= self.ordered[math.ceil(share * len(self.ordered)) - 1]
 
     def observe(self, groups: Iterable[Group], epoch: int) -> None: ...

@@ -92,20 +92,20 @@ def load_data(config: Config, tokenizer: Tokenizer) -> Dataset:
         sets = {name: _read_set(chosen, data, report) for name, chosen in named.items()}
         if not named:
             sets[""] = _cut_heldout(train, data.eval_size)
-        keys = {problem.key for problems in sets.values() for problem in problems}
-        kept = [problem for problem in train if problem.key not in keys]
-        report.in_heldout = len(train) - len(kept) - (0 if named else len(sets[""]))
-        train = kept
+            cut = set(map(id, sets[""]))
+            train = [problem for problem in train if id(problem) not in cut]
     limit = config.rollout.max_prompt_tokens
-    dataset = Dataset(
-        train=build_prompts(train, tokenizer, data, limit, report),
-        heldout=[
-            prompt
-            for name, problems in sets.items()
-            for prompt in build_prompts(problems, tokenizer, data, limit, report, name)
-        ],
-        report=report,
-    )
+    prompts = build_prompts(train, tokenizer, data, limit, report)
+    evaluated = [
+        prompt
+        for name, problems in sets.items()
+        for prompt in build_prompts(problems, tokenizer, data, limit, report, name)
+    ]
+    # What the policy sees counts: rows that differ may render to the same prompt.
+    asked = {" ".join(prompt.text.split()) for prompt in evaluated}
+    kept = [prompt for prompt in prompts if " ".join(prompt.text.split()) not in asked]
+    report.in_heldout = len(prompts) - len(kept)
+    dataset = Dataset(kept, evaluated, report)
     report.train, report.heldout = len(dataset.train), len(dataset.heldout)
     if not dataset.train:
         raise ConfigError(f"data: no training prompt is left: {report.describe()}")

@@ -1,7 +1,7 @@
 """Data sets, whatever they are kept in, as problems.
 
-Rows come from a .jsonl or .parquet file, from a Hugging Face data set in a folder, or from one of the hub. What their
-columns are is said by the recipe (`data.columns`) or known, for two schemas:
+Rows come from a .jsonl, .json, .csv or .parquet file, from a Hugging Face data set in a folder, or from one of the hub.
+What their columns are is said by the recipe (`data.columns`) or known, for two schemas:
 
     DAPO    `prompt` [{role, content}], `reward_model` {ground_truth}, `data_source`
     GSM8K   `question`, `answer` ending in `#### n`
@@ -9,6 +9,7 @@ columns are is said by the recipe (`data.columns`) or known, for two schemas:
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import re
@@ -20,7 +21,7 @@ from typing import Any
 
 from dapo_runner.config import ColumnsConfig, ConfigError
 
-FILES = (".jsonl", ".parquet")
+FILES = (".jsonl", ".json", ".csv", ".parquet")
 _HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 
 
@@ -72,22 +73,28 @@ def missing_data(path: Path) -> str | None:
         return None if path.is_file() else f"expected a file, found nothing at {path}"
     if path.is_dir() or _HUB_NAME.fullmatch(str(path)):
         return None
-    return f"expected a .jsonl or .parquet file, a folder or the name of a data set on the hub, got {path}"
+    return f"expected a file ({', '.join(FILES)}), a folder or the name of a data set on the hub, got {path}"
 
 
 def read_rows(path: Path, subset: str | None, split: str) -> Iterator[dict[str, Any]]:
-    if path.suffix == ".jsonl" and path.is_file():
+    if path.suffix in (".jsonl", ".json") and path.is_file():
         with path.open(encoding="utf-8") as lines:
+            if path.suffix == ".json" and lines.read(1000).lstrip().startswith("["):
+                yield from _parse_list(path)
+                return
+            lines.seek(0)
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield _parse_json(path, number, line)
+    elif path.suffix == ".csv" and path.is_file():
+        yield from _parse_csv(path)
     elif path.suffix == ".parquet" and path.is_file():
         from pyarrow import parquet  # comes with datasets; slow to import, and only this branch wants it
 
         for batch in parquet.ParquetFile(path).iter_batches(batch_size=1024):
             yield from batch.to_pylist()
     elif path.is_file():
-        raise ConfigError(f"data: expected a .jsonl or .parquet file, got {path}")
+        raise ConfigError(f"data: expected a file ({', '.join(FILES)}), got {path}")
     elif missing_data(path) is not None:
         raise ConfigError(f"data: expected a file or a folder at {path}, found nothing there")
     else:
@@ -115,6 +122,30 @@ def _load_dataset(path: Path, subset: str | None, split: str) -> Iterator[dict[s
             f"the split {split!r} at {path}: {reason}"
         ) from error
     yield from rows
+
+
+def _parse_list(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from error
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise ConfigError(f"{path}, row {number}: expected a JSON object, got {shorten(row)}")
+        yield row
+
+
+def _parse_csv(path: Path) -> Iterator[dict[str, Any]]:
+    """Every value is a text; the first line names the columns."""
+    with path.open(encoding="utf-8-sig", newline="") as lines:
+        rows = csv.DictReader(lines, strict=True)
+        try:
+            for row in rows:
+                if None in row or None in row.values():
+                    raise csv.Error(f"expected {len(rows.fieldnames or ())} values, as the first line names")
+                yield row
+        except csv.Error as error:
+            raise ConfigError(f"{path}, line {rows.line_num}: not valid CSV: {error}") from error
 
 
 def _parse_json(path: Path, number: int, line: str) -> dict[str, Any]:
@@ -163,20 +194,28 @@ _EXPECTED = {
 
 
 def _from_columns(row: Mapping[str, Any], columns: ColumnsConfig) -> Problem:
-    """Raises KeyError for a column that is not there, ValueError for one that holds something else."""
-    *context, (role, question) = as_messages(row[columns.prompt])
+    """Raises ValueError for a column that is not there, or holds something else."""
+    *context, (role, question) = as_messages(get_column(row, columns.prompt))
     if role != "user":
         raise ValueError("the last message must be the user's")
-    choices = None if columns.choices is None else _choices(row[columns.choices], columns.choices)
+    choices = None if columns.choices is None else _choices(get_column(row, columns.choices), columns.choices)
     if choices is not None:
         question = "\n".join([question.strip(), *(f"{letter}. {text}" for letter, text, _ in choices)])
     answer = ""
     if columns.answer is not None:
-        given = row[columns.answer] if choices is None else _letter(choices, row[columns.answer])
+        given = get_column(row, columns.answer)
+        given = given if choices is None else _letter(choices, given)
         answer = given if isinstance(given, str) else "" if given is None else json.dumps(given, ensure_ascii=False)
         if not answer.strip():
             raise ValueError("no answer")
     return Problem(question.strip(), answer.strip(), str(row.get(columns.source) or ""), tuple(context), row)
+
+
+def get_column(row: Mapping[str, Any], name: str) -> Any:
+    """Raises ValueError."""
+    if name not in row:
+        raise ValueError(f"no column {name!r}; columns are {', '.join(row)}")
+    return row[name]
 
 
 def as_messages(prompt: Any) -> list[tuple[str, str]]:

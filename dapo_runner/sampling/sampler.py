@@ -48,6 +48,7 @@ class SamplingStats:
     all_wrong: int = 0
     mixed: int = 0
     graded: int = 0  # all right or all wrong, and yet their rewards vary
+    varying: int = 0  # their rewards vary
     carried_in: int = 0  # groups left over from earlier steps
     carried_out: int = 0
     too_old: int = 0  # groups left over, or asked long before, that are past `max_age`, and gone
@@ -64,6 +65,7 @@ class SamplingStats:
             self.all_right += group.all_right
             self.all_wrong += group.all_wrong
             self.mixed += group.is_mixed
+            self.varying += group.is_graded
             self.graded += group.is_graded and not group.is_mixed
             self.samples += len(group.samples)
             self.correct += group.n_correct

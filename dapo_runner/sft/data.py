@@ -21,7 +21,7 @@ from dapo_runner.rewards.judge import Shield, conversation_of
 from dapo_runner.rewards.judge_model import tokens_kept_whole
 from dapo_runner.rewards.verdicts import Judgement, Question
 from dapo_runner.sampling.data import render
-from dapo_runner.sampling.reading import as_messages, read_rows, shorten
+from dapo_runner.sampling.reading import as_messages, get_column, read_rows, shorten
 from dapo_runner.types import Prompt, Sequence
 
 VERDICT_COLUMNS = {*Question._fields, *Judgement._fields}
@@ -129,9 +129,9 @@ def _pair(row: Mapping[str, Any], data: SftDataConfig, shield: Shield) -> Pair |
         turns: list[tuple[str, str]] = as_messages(asked)
         said = str(row["verdict"])
     else:
-        turns = as_messages(row[columns.messages or columns.prompt])
+        turns = as_messages(get_column(row, columns.messages or columns.prompt))
         if columns.messages is None:
-            turns += _as_completion(row[columns.completion])
+            turns += _as_completion(get_column(row, columns.completion))
         (role, said) = turns.pop()
         if role != "assistant" or not turns:
             raise ValueError(f"the last message must be the assistant's, after others, it is of {role}")

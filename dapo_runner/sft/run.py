@@ -14,6 +14,7 @@ from dapo_runner.checkpoint import save_checkpoint
 from dapo_runner.config import Config, ConfigError, SftConfig
 from dapo_runner.config.checks import schedule_mismatches
 from dapo_runner.interrupt import StopRequest
+from dapo_runner.policy.lengths import check_length
 from dapo_runner.policy.model import load_tokenizer
 from dapo_runner.records.metrics import prefixed
 from dapo_runner.records.progress import Progress, make_progress
@@ -144,7 +145,12 @@ class SftRun:
 
 
 def plan_updates(recipe: SftConfig, examples: Examples) -> Config:
-    """What the recipe shares with a run, as long as its epochs are. Raises ConfigError."""
+    """Return what the recipe shares with a run, as long as its epochs are. Raises ConfigError, also for examples that
+    are longer than the model takes.
+    """
+    assert recipe.model.path is not None
+    longest = max(len(sequence.token_ids) for sequence in examples.sequences.values())
+    check_length("model.path", recipe.model.path, recipe.model, longest, "data.max_tokens: an example")
     updates = math.ceil(recipe.run.epochs * len(examples.train) / recipe.optimizer.mini_batch_size)
     config = recipe.training(updates)
     if problems := list(schedule_mismatches(config, "updates", "optimizer.decay_steps or run.epochs")):
@@ -165,14 +171,16 @@ def _open_sft(recipe: SftConfig, place: Place) -> SftRun:
     progress.note(f"{config.run.steps} updates of {config.mini_batch_size} examples, {recipe.run.epochs:g} epochs")
     learner = open_learner(config, folder, checkpoint, place.device, progress, place.clock, world)
     cursor = PromptCursor(examples.train, config.run.seed, examples.heldout)
-    trackers = world.on_first(lambda: open_trackers(recipe, folder, done + 1)) or []
+    leave_out = progress.note if checkpoint else None
+    trackers = world.on_first(lambda: open_trackers(recipe, folder, done + 1, leave_out)) or []
     seed_generators(config.run.seed)
     if checkpoint:
         changes += take_up(checkpoint, learner, cursor, progress)
         progress.note(f"resuming after step {done} from {checkpoint.path}")
 
     def open_log() -> RunLog:
-        log = RunLog(folder, config.logging, trackers, first_step=done, keep_through=done if checkpoint else -1)
+        keep_through = done if checkpoint else -1
+        log = RunLog(folder, config.logging, trackers, first_step=done, keep_through=keep_through, note=progress.note)
         if checkpoint:
             tell_changes(log, recipe, folder, changes, progress)
         return log

@@ -13,7 +13,7 @@ from dapo_runner.study.figures import draw_figure, label_of
 from dapo_runner.study.plan import StudyRun, overrides_of
 from dapo_runner.study.results import Result, by_variant
 from dapo_runner.study.runs import Failure
-from dapo_runner.study.statistics import Estimate, PairedTest, estimate, paired_test
+from dapo_runner.study.statistics import Estimate, PairedTest, estimate, holm, paired_test
 
 PAGE, FIGURES = "study.md", "study.json"
 Columns = Mapping[str, Callable[[Result], float | None]]
@@ -33,16 +33,19 @@ COLUMNS: Columns = {
     "seconds": lambda result: result.total("seconds"),
 }
 HEADS = (
-    *("", "before", "half", "after", "difference", "p", "at equal tokens"),
+    *("", "before", "half", "after", "at equal tokens"),
     *("entropy", "length", "cut", "steps", "updates", "tokens", "seconds"),
 )
+BUDGETS = {"after": "equal updates", "at_equal_tokens": "equal tokens"}  # the accuracies that variants are compared by
 NONE = "–"
 
 
 def write_page(
     study: StudyConfig, runs: Sequence[StudyRun], results: Sequence[Result], failures: Sequence[Failure]
 ) -> Path:
-    """Into the study's folder, and beside it the figures of every run as JSON. Returns where the page lies."""
+    """Write the page into the study's folder, and beside it as JSON the values and curves of every run, from which
+    tables and pictures can be computed again. Returns where the page lies.
+    """
     found = by_variant(results)
     equal = min((result.total("tokens") for result in results), default=0.0)
     columns: Columns = {**COLUMNS, "at_equal_tokens": lambda result: result.accuracy_at(equal)}
@@ -51,6 +54,7 @@ def write_page(
         f"# {study.title}",
         study.about.strip(),
         _table(study, found, columns),
+        _comparisons(study, found, columns),
         _legend(study, runs, equal),
         *(f"Failed: {failure.run.variant}, seed {failure.run.seed}: {failure.reason}" for failure in failures),
         *(f"![{figure.title}]({path.name})" for figure, path in pictures if path is not None),
@@ -60,31 +64,26 @@ def write_page(
     ]
     page = study.folder / PAGE
     page.write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
-    figures = [
-        {"variant": result.run.variant, "seed": result.run.seed} | {name: of(result) for name, of in columns.items()}
+    drawn = sorted({key for figure in study.figures for key in figure.curves} | {"train/entropy"})
+    lines = (
+        json.dumps(
+            {"variant": result.run.variant, "seed": result.run.seed}
+            | {name: of(result) for name, of in columns.items()}
+            | {"axes": result.axes_by_step(), "curves": result.curves([result.metric, *drawn])}
+        )
         for result in results
-    ]
-    (study.folder / FIGURES).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    )
+    (study.folder / FIGURES).write_text("[" + ",\n ".join(lines) + "]\n", encoding="utf-8")
     return page
 
 
 def _table(study: StudyConfig, found: Mapping[str, Sequence[Result]], columns: Columns) -> str:
-    lines = [f"| {' | '.join(HEADS)} |", f"|---|{'---:|' * (len(HEADS) - 1)}"]
-    above: str | None = None
-    for variant in study.variants:
-        lines.append(f"| {' | '.join(_row(study, variant, found, variant.against or above, columns))} |")
-        above = variant.name
-    return "\n".join(lines)
+    rows = [_row(study, variant, found.get(variant.name, []), columns) for variant in study.variants]
+    return _markdown(HEADS, rows)
 
 
-def _row(
-    study: StudyConfig,
-    variant: VariantConfig,
-    found: Mapping[str, Sequence[Result]],
-    other: str | None,
-    columns: Columns,
-) -> list[str]:
-    results, label = found.get(variant.name, []), label_of(variant)
+def _row(study: StudyConfig, variant: VariantConfig, results: Sequence[Result], columns: Columns) -> list[str]:
+    label = label_of(variant)
     if len(results) < len(study.seeds):
         label += f" ({len(results)} of {len(study.seeds)} seeds)"
     if not results:
@@ -93,14 +92,9 @@ def _row(
         name: estimate([value for result in results if (value := of(result)) is not None])
         for name, of in columns.items()
     }
-    test = None if other is None else compare(results, found.get(other, []))
-    named = "".join(f" ({label_of(named)})" for named in study.variants if named.name == variant.against)
     return [
         label,
-        *(_percent(values[name]) for name in ("before", "half", "after")),
-        NONE if test is None else f"{_percent(test.difference, '+')}{named}",
-        NONE if test is None or test.p is None else "< 0.001" if test.p < 0.001 else f"{test.p:.3f}",
-        _percent(values["at_equal_tokens"]),
+        *(_percent(values[name]) for name in ("before", "half", "after", "at_equal_tokens")),
         _change(values, "entropy", "{:.3f}"),
         _change(values, "length", "{:.1f}"),
         _change(values, "cut", "{:.1%}"),
@@ -108,11 +102,59 @@ def _row(
     ]
 
 
-def compare(results: Sequence[Result], others: Sequence[Result]) -> PairedTest | None:
-    """The accuracy after training, over the seeds that both have."""
-    after = {result.run.seed: result.after for result in others}
-    shared = [result for result in results if result.run.seed in after]
-    return paired_test([result.after for result in shared], [after[result.run.seed] for result in shared])
+def _comparisons(study: StudyConfig, found: Mapping[str, Sequence[Result]], columns: Columns) -> str:
+    """Every variant against the row above it or the one it names, by both budgets, p corrected for all of them."""
+    tests: dict[tuple[str, str], PairedTest] = {}
+    against: dict[str, VariantConfig] = {}
+    for above, variant in zip([None, *study.variants], study.variants, strict=False):
+        named = next((other for other in study.variants if other.name == variant.against), above)
+        if named is None:
+            continue
+        against[variant.name] = named
+        for budget in BUDGETS:
+            test = compare(found.get(variant.name, []), found.get(named.name, []), columns[budget])
+            if test is not None:
+                tests[variant.name, budget] = test
+    tested = [key for key, test in tests.items() if test.p is not None]
+    corrected = dict(zip(tested, holm([tests[key].p or 0.0 for key in tested]), strict=True))
+    heads = ["", "compared with", *(f"{head}{budget}" for budget in BUDGETS.values() for head in ("", "p, ", "Holm, "))]
+    labels = {variant.name: label_of(variant) for variant in study.variants}
+    rows = []
+    for name, other in against.items():
+        cells = [labels[name], label_of(other)]
+        for budget in BUDGETS:
+            test = tests.get((name, budget))
+            cells += [_difference(test), _p(test.p if test else None), _p(corrected.get((name, budget)))]
+        rows.append(cells)
+    return _markdown(heads, rows) if tests else ""
+
+
+def compare(
+    results: Sequence[Result], others: Sequence[Result], accuracy: Callable[[Result], float | None]
+) -> PairedTest | None:
+    """Compare two variants by an accuracy, over the seeds that both have."""
+    of = {result.run.seed: accuracy(result) for result in others}
+    pairs = [(accuracy(result), of[result.run.seed]) for result in results if result.run.seed in of]
+    known = [(mine, theirs) for mine, theirs in pairs if mine is not None and theirs is not None]
+    return paired_test([mine for mine, _ in known], [theirs for _, theirs in known])
+
+
+def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def _difference(test: PairedTest | None) -> str:
+    if test is None:
+        return NONE
+    if test.interval is None:
+        return _percent(test.difference, "+")
+    low, high = (100 * bound for bound in test.interval)
+    return f"{_percent(test.difference, '+')} ({low:+.1f} to {high:+.1f})"
+
+
+def _p(p: float | None) -> str:
+    return NONE if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def _percent(value: Estimate | None, sign: str = "") -> str:
@@ -139,8 +181,9 @@ def _legend(study: StudyConfig, runs: Sequence[StudyRun], equal: float) -> str:
     steps = " or ".join(f"{steps:,}" for steps in sorted({run.config.run.steps for run in runs}))
     return (
         f"Accuracy is {metrics} on held-out problems in percent, mean ± standard error over the seeds {seeds}. "
-        "The difference in accuracy is to the row above, or to the one named, over the same seeds; p is that of a "
-        "two-sided paired t-test, not corrected for the number of rows. Half is the evaluation nearest to half of the "
+        "Differences are over the same seeds, with the 95 % confidence interval in brackets and the p of a two-sided "
+        "paired t-test, as it is and corrected for all comparisons of this page (Holm). Equal updates compares the "
+        "accuracy after training, equal tokens the one at equal tokens. Half is the evaluation nearest to half of the "
         f"tokens; at equal tokens is interpolated at {equal:,.0f}, the fewest of any run. Entropy (nats per token), "
         f"length (tokens) and cut (share of responses) are means over the first and the last {study.tail} steps. A run "
         f"ends after {steps} steps{tokens}; tokens are all that the engine generated, those of dropped groups and of "

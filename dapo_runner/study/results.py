@@ -61,6 +61,20 @@ class Result:
         points = [(event["step"], event[key]) for event in self.events if event.get(key) is not None]
         return [self.axes[x][step] for step, _ in points], [value for _, value in points]
 
+    def axes_by_step(self) -> dict[str, list[float]]:
+        """The step, and what had been spent by the end of it."""
+        steps = sorted(self.axes["step"])
+        return {name: [_shorten(places[step]) for step in steps] for name, places in self.axes.items()}
+
+    def curves(self, keys: Sequence[str]) -> dict[str, Series]:
+        """Steps and values of the metrics that were logged, to six digits."""
+        found = {key: self.series(key, "step") for key in dict.fromkeys(keys)}
+        return {
+            key: ([_shorten(step) for step in steps], [_shorten(value) for value in values])
+            for key, (steps, values) in found.items()
+            if steps
+        }
+
     def first(self, key: str) -> float | None:
         """Mean over the first steps that logged it."""
         values = self.series(key, "step")[1]
@@ -101,3 +115,7 @@ def by_variant(results: Sequence[Result]) -> dict[str, list[Result]]:
 def _running(steps: dict[int, Any], spent: Callable[[int], float]) -> dict[int, float]:
     ordered = sorted(steps)
     return dict(zip(ordered, accumulate(map(spent, ordered)), strict=True))
+
+
+def _shorten(value: float) -> float:
+    return int(value) if float(value).is_integer() else float(f"{value:.6g}")

@@ -1,4 +1,4 @@
-"""What several seeds say: mean, standard error, and whether one variant differs from another."""
+"""Statistics over the seeds of a study: means, standard errors, paired t-tests and Holm's correction."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-ROUNDING = 1e-12  # what a difference of two figures, both at most 1, may be off by, with a margin
+from scipy.stats import ttest_rel
+
+ROUNDING = 1e-12  # bound on the rounding error of a difference of two values, both at most 1
+LEVEL = 0.95  # of confidence intervals
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Of a figure over ``n`` seeds; the standard error, s/√n, is None of a single one."""
+    """The mean of a value over ``n`` seeds and its standard error s/√n, which is None for a single seed."""
 
     mean: float
     error: float | None
@@ -21,14 +24,18 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class PairedTest:
-    """Student's paired t-test over the seeds that two variants share; ``p`` is two-sided."""
+    """Student's paired t-test over the seeds that two variants share: two-sided p and the 95 % confidence interval.
+
+    Both are None with fewer than two seeds, or where all differences are equal.
+    """
 
     difference: Estimate
-    p: float | None  # None with fewer than two seeds, or without any spread
+    p: float | None = None
+    interval: tuple[float, float] | None = None
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
-    """None without a value."""
+    """Return the mean and its standard error, None for no values."""
     if not values:
         return None
     error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
@@ -36,23 +43,21 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
 
 def paired_test(values: Sequence[float], others: Sequence[float]) -> PairedTest | None:
-    """Whether ``values`` − ``others``, pair by pair, is on average zero. None without a pair."""
+    """Test whether ``values`` − ``others``, pair by pair, is zero on average. None without a pair."""
     difference = estimate([value - other for value, other in zip(values, others, strict=True)])
     if difference is None:
         return None
     if difference.error is None or difference.error < ROUNDING:
-        return PairedTest(difference, None)
-    return PairedTest(difference, two_sided_p(difference.mean / difference.error, difference.n - 1))
+        return PairedTest(difference)
+    test = ttest_rel(values, others)
+    low, high = test.confidence_interval(LEVEL)
+    return PairedTest(difference, float(test.pvalue), (float(low), float(high)))
 
 
-def two_sided_p(t: float, df: int) -> float:
-    """P(|T| ≥ |t|) of Student's t with a whole number of degrees of freedom (Abramowitz and Stegun, 26.7.3 and 4)."""
-    theta = math.atan(abs(t) / math.sqrt(df))
-    sine, cosine = math.sin(theta), math.cos(theta)
-    odd = df % 2 == 1
-    term = total = (cosine if df > 1 else 0.0) if odd else 1.0
-    for k in range(3 if odd else 2, df - 1, 2):
-        term *= (k - 1) / k * cosine**2
-        total += term
-    inside = 2 / math.pi * (theta + sine * total) if odd else sine * total
-    return max(0.0, 1.0 - inside)
+def holm(ps: Sequence[float]) -> list[float]:
+    """Correct p-values for their number: bounds the chance of any false positive (Holm 1979)."""
+    corrected, largest = [0.0] * len(ps), 0.0
+    for rank, index in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
+        largest = max(largest, min(1.0, (len(ps) - rank) * ps[index]))
+        corrected[index] = largest
+    return corrected

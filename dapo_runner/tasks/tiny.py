@@ -135,8 +135,7 @@ def ensure_tiny_model(config: Config, folder: Path, report: Callable[[str], None
     assert config.model.tiny is not None
     torch.manual_seed(config.run.seed)
     tokenizer = make_tokenizer()
-    max_positions = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    model = make_model(config.model.tiny, tokenizer, max_positions)
+    model = make_model(config.model.tiny, tokenizer, config.longest_sequence)
     warm_up(model, tokenizer, config, report)
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)

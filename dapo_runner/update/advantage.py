@@ -55,7 +55,8 @@ class Advantage:
             centred = rewards - (rewards if self.baseline == "group" else batch).mean()
         if self.scale is None:
             return centred
-        return centred / ((rewards if self.scale == "group" else batch).std(correction=1) + eps)
+        compared = rewards if self.scale == "group" else batch
+        return centred / (compared.std(correction=min(1, compared.numel() - 1)) + eps)  # of one sample 0
 
     def formula(self, eps: float) -> str:
         """In words, for a plan."""

@@ -15,6 +15,10 @@ Correction multiplies the policy term of each token by a weight w:
     mask: token         0 where e^Δ is outside [1/bound, bound]
     mask: sequence      0 for every token of a response with e^{mean Δ} outside [1/bound, bound]
 
+A token that the engine gave no log-prob (NaN) counts as one that both agree on: Δ = 0. The means leave it out.
+
+    rollout_unknown                 the share of such tokens
+
 A token of weight 0 still counts in the denominator: what is masked makes the step smaller, not the rest of it larger.
 """
 
@@ -40,34 +44,37 @@ class Mismatch:
     ratio: float = 0.0
     ratio_squared: float = 0.0
     masked: int = 0  # tokens of weight 0
+    unknown: int = 0  # tokens without a log-prob of the engine's, beside ``tokens``
 
     def __add__(self, other: Mismatch) -> Mismatch:
         sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
         return Mismatch(**sums | {"gap_max": max(self.gap_max, other.gap_max)})
 
     def figures(self) -> dict[str, float]:
-        """Nothing when there was no token."""
+        """Nothing when there was no token with a log-prob of the engine's."""
         if not self.tokens:
-            return {}
+            return {"rollout_unknown": 1.0} if self.unknown else {}
         return {
             "rollout_gap": self.gap / self.tokens,
             "rollout_gap_max": self.gap_max,
             "rollout_k3": self.k3 / self.tokens,
             "rollout_ess": self.ratio**2 / (self.tokens * self.ratio_squared),
             "rollout_masked": self.masked / self.tokens,
+            "rollout_unknown": self.unknown / (self.tokens + self.unknown),
         }
 
 
 def measure(learner: Tensor, engine: Tensor, mask: Tensor, weights: Tensor | None = None) -> Mismatch:
     """Of one micro-batch. Log-probs float32 [T], mask bool [T], the weights of ``correct`` or None."""
-    delta = (learner - engine)[mask].double()
+    known = mask & ~engine.isnan()
+    delta, unknown = (learner - engine)[known].double(), int((mask & ~known).sum())
     if not delta.numel():
-        return Mismatch()
+        return Mismatch(unknown=unknown)
     ratio = delta.exp()
     sums = torch.stack([delta.abs().sum(), delta.abs().max(), (ratio - delta - 1).sum(), ratio.sum(), (ratio**2).sum()])
     gap, gap_max, k3, total, squared = sums.tolist()
-    masked = 0 if weights is None else int((weights[mask] == 0).sum())
-    return Mismatch(delta.numel(), gap, gap_max, k3, total, squared, masked)
+    masked = 0 if weights is None else int((weights[known] == 0).sum())
+    return Mismatch(delta.numel(), gap, gap_max, k3, total, squared, masked, unknown)
 
 
 def correct(
@@ -79,7 +86,7 @@ def correct(
     """
     if not config.enabled:
         return None
-    delta = torch.where(mask, learner - engine, 0.0)
+    delta = torch.where(mask & ~engine.isnan(), learner - engine, 0.0)
     weights = torch.ones_like(delta)
     if config.weights is not None:
         log_ratio = delta if config.weights == "token" else _over_sequences(delta, mask, cu_seqlens, mean=False)

@@ -39,7 +39,8 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor
     if clip is None:
         return ValueLoss(0.5 * error.sum(), torch.zeros_like(error).sum())
     held = (old_values + (values - old_values).clamp(-clip, clip) - returns).masked_fill(~mask, 0.0).square()
-    return ValueLoss(0.5 * torch.maximum(error, held).sum(), (held > error).sum())
+    outside = (values - old_values).abs() > clip  # inside, held differs from error by a rounding
+    return ValueLoss(0.5 * torch.maximum(error, held).sum(), (outside & (held > error)).sum())
 
 
 class Critic:

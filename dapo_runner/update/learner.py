@@ -95,13 +95,16 @@ class Learner:
     def _take_logprobs(self, mini: MiniBatch) -> None:
         """What its loss compares the policy with."""
         correction = self.config.rollout.correction
-        if self.config.loss.old_logprobs == "learner":
+        unknown = self.world.any(any(bool(batch.old_logprobs.isnan().any()) for batch in mini.micro_batches))
+        of_engine, experts = self.config.loss.old_logprobs == "rollout", self.policy.chosen_experts
+        if not of_engine:
             # The first update's forward pass gives the old log-probs as well; a correction wants them before it.
             asked = correction.enabled or self.config.reward.kl or self.objective.max_old_prob is not None
-            mini.on_policy = mini.number == 0 and not asked
-            if not mini.on_policy:
-                with self.clock.phase("old_logprobs"):
-                    mini.take_old_logprobs(self.logprobs, correction, self.policy.chosen_experts)
+            mini.on_policy = mini.number == 0 and not asked and not unknown
+        if unknown or not (of_engine or mini.on_policy):
+            with self.clock.phase("old_logprobs"):
+                chosen = (lambda: None) if of_engine else experts
+                mini.take_old_logprobs(self.logprobs, correction, chosen, of_engine=of_engine)
         if uses_reference(self.config):
             with self.clock.phase("ref_logprobs"):
                 mini.take_ref_logprobs(self.ref_logprobs)

@@ -58,12 +58,14 @@ class MiniBatch:
         logprobs: Callable[[PackedBatch], Tensor],
         correction: CorrectionConfig,
         chosen_experts: Callable[[], Tensor | None] = lambda: None,
+        *,
+        of_engine: bool = False,
     ) -> None:
         """Let ``logprobs(micro-batch)``, float32 [T], be what its ratios are taken against, and the experts that were
         chosen on the way those of the update.
 
         Where an earlier step sampled it, the ratio is that to the policy which did, as long as no importance weight
-        holds that already.
+        holds that already, or if ``of_engine`` is true. Tokens that the engine gave no log-prob have the policy's.
         """
         replaced, self.own_logprobs = [], []
         for batch in self.micro_batches:
@@ -72,8 +74,8 @@ class MiniBatch:
             self.own_logprobs.append(old)
             weights = correct(old, engine, batch.mask, batch.cu_seqlens, correction)
             self.mismatch += measure(old, engine, batch.mask, weights)
-            if batch.stale and correction.weights is None:
-                old = engine
+            if of_engine or (batch.stale and correction.weights is None):
+                old = torch.where(engine.isnan(), old, engine)
             replaced.append(batch.with_old_logprobs(old, weights, chosen_experts()))
         self.micro_batches = replaced
 

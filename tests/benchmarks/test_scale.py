@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -41,3 +42,41 @@ def test_terms() -> None:
         assert fewer.waits <= more.waits
 
     assert scale.collective(2 * 32.8e9, 16, 64) == pytest.approx(65.6e9 * 15 / 16 / 320e9 + 64 * 15 * 3e-6)
+
+
+@pytest.mark.parametrize("model", scale.MODELS, ids=lambda model: model.name)
+def test_a_token_takes_longer_than_its_reads(model: scale.Model) -> None:
+    """Alone too, and with what does not shrink with the number of GPUs: launches, and all-reduces where they share."""
+    for n in (1, 16, 256):
+        read = 1 - (1 - model.active / model.parameters) ** n
+        floor = 2 * model.parameters * read / (model.rollout_tensor * scale.BANDWIDTH)
+        summed = 0 if model.rollout_tensor == 1 else 2 * model.layers * scale.ALL_REDUCE
+        assert scale.pass_time(model, n, 0) > floor + model.layers * scale.LAYER + summed
+    one, wide = (replace(model, rollout_tensor=t) for t in (1, 8))
+    assert scale.pass_time(one, 1, 0) / 8 < scale.pass_time(wide, 1, 0)
+
+
+def test_decoding_alone_is_what_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """75 tokens/s of Llama-3.1-8B on an A100 of 1555 GB/s; its bound on an H100 is 4.79 ms."""
+    llama = scale.Model("Llama-3.1-8B", 8.03e9, 8.03e9, 32, 4096, 32 * 128, 8 * 128, 1, 1)
+    assert 0.8 * scale.pass_time(llama, 1, 1000) > 4.79e-3
+    monkeypatch.setattr(scale, "BANDWIDTH", 1555 * scale.GB)
+    assert 1 / scale.pass_time(llama, 1, 0) == pytest.approx(75, rel=0.02)
+
+
+def test_published_rates_in_full_batches_come_out() -> None:
+    for line, published in zip(scale.decode_rates().splitlines()[2:], (6300, 1200), strict=True):
+        assert float(line.split("|")[2].replace(",", "")) == pytest.approx(published, rel=0.05)
+
+
+def test_the_longest_response_is_alone_at_last() -> None:
+    """Its seconds are those of one response, not a share of a full batch's."""
+    _, longest = scale.rollout_time(SMALL, scale.PAPER, 1024)
+    assert longest == pytest.approx(20480 * scale.pass_time(SMALL, 1, 10240))
+    assert longest < 180
+
+
+def test_a_model_fits_or_does_not_whichever_table_asks() -> None:
+    for model, work, n, _ in scale.PUBLISHED:
+        assert model in scale.MODELS
+        assert isinstance(scale.step(model, work, n), str) == isinstance(scale.step(model, scale.PAPER, n), str)

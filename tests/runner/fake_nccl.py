@@ -1,7 +1,8 @@
-"""Groups of a trainer and a server with files in NCCL's place: both ends meet in a folder, named after their port."""
+"""Groups of a trainer and a server with files in NCCL's place: both ends meet in a folder, named after their id."""
 
 from __future__ import annotations
 
+import base64
 import itertools
 import time
 from collections.abc import Iterable
@@ -20,9 +21,9 @@ class FileGroup:
 
     folder: ClassVar[Path]
 
-    def __init__(self, address: str, port: int, size: int, device: torch.device) -> None:
-        assert (address, size) == ("127.0.0.1", 3)
-        self.place = self.folder / str(port)
+    def __init__(self, unique_id: bytes, size: int, device: torch.device) -> None:
+        assert size == 3
+        self.place = self.folder / unique_id.decode()
         self.place.mkdir(parents=True)
         self.numbers = itertools.count()
         assert appears(self.place / MET)
@@ -41,8 +42,9 @@ def join(server: FakeServer, folder: Path) -> None:
 
     def meet(body: dict[str, Any]) -> tuple[int, Any]:
         told = body["init_info"]
+        assert told.keys() == {"nccl_unique_id_b64", "rank_offset", "world_size"}  # and no store to unpickle
         assert (told["rank_offset"], told["world_size"]) == (1, 3)
-        place = folder / str(told["master_port"])
+        place = folder / base64.b64decode(told["nccl_unique_id_b64"]).decode()
         if not appears(place):
             return 500, {"error": "nobody there"}
         server.engine.group = place, itertools.count()  # type: ignore[attr-defined]

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from dapo_runner.config import ModelConfig
 from dapo_runner.policy.model import load_model
 from dapo_runner.rollout.hf import HFEngine
+from dapo_runner.rollout.transfer import checksum
 from dapo_runner.tasks.tiny import make_tokenizer
 from dapo_runner.types import Completion, Prompt, SamplingParams
 
@@ -97,8 +98,11 @@ class FakeServer:
                 return 500, {"error": "a weight update is already active"}
             self.updating = True
         elif path == UPDATE:
+            path, expected = Path(body["update_info"]["path"]), body["update_info"]["checksum"]
+            if checksum(path) != expected:
+                return 500, {"error": f"{path}: its checksum differs"}
             with self._turn:
-                self.engine.update_weights(load_file(body["update_info"]["path"]).items())
+                self.engine.update_weights(load_file(path).items())
         elif path == "/finish_weight_update":
             self.updating = False
             self.version = body.get("weight_version", self.version)

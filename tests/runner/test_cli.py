@@ -114,6 +114,27 @@ def test_any_checkpoint_can_be_evaluated(run: Path, tmp_path: Path, monkeypatch:
     assert json.loads(out.read_text())["avg@2"] == last["eval/avg@2"]
 
 
+def test_eval_names_a_damaged_checkpoint_and_the_one_in_its_place(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(run, tmp_path / "copy")
+    newest = copy / "checkpoints" / "step_000002"
+    (newest / "manifest.json").unlink()
+    assert main(["eval", str(copy), "--json", str(tmp_path / "figures.json")]) == 0
+    (told,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("dapo: ")]
+    assert str(newest) in told
+    assert "manifest.json" in told
+    used = copy / "checkpoints" / "step_000001" / "model"
+    assert json.loads((tmp_path / "figures.json").read_text())["model"] == str(used)
+
+
+def test_eval_refuses_responses_that_the_model_has_no_positions_for(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", str(run), "evaluation.max_response_tokens=17"]) == 2
+    assert "evaluation.max_response_tokens" in capsys.readouterr().err
+
+
 def test_what_is_no_checkpoint_is_not_evaluated(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)
     shutil.copy(run / "config.yaml", tmp_path)

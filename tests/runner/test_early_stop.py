@@ -145,3 +145,13 @@ def test_a_budget_of_tokens_ends_a_run_wherever_it_was_stopped(tmp_path: Path) -
     stopped = train(config_of(tmp_path / "stopped", **budget | {"steps": 2}), Notes())
     assert generated(train(config_of(tmp_path / "stopped", **budget), Notes())) == free[:3]
     assert [checkpoint.step for checkpoint in find_checkpoints(stopped / CHECKPOINTS)] == [2, 3]
+
+
+def test_a_consensus_that_was_not_measured_ends_nothing() -> None:
+    """cons@k is logged only where every response has an extracted answer."""
+    rule = EarlyStop(make_config(evaluation={"k": 4}, run={"early_stop": {"metric": "cons@4", "patience": 1}}))
+    rule.observe(1, {"eval/cons@4": 0.5})
+    rule.observe(2, {"eval/avg@4": 0.5})
+    assert rule.reason is None
+    with pytest.raises(ConfigError, match=r"run\.early_stop\.metric"):
+        EarlyStop(make_config(run={"early_stop": {"metric": "cons@5"}})).observe(1, {"eval/avg@4": 0.5})

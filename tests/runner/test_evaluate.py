@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
 from builders import make_completion, make_config, make_group, make_prompt, make_sample
 from hypothesis import given
 from hypothesis import strategies as st
+from small import small_recipe
 
+from dapo_runner.cli import main
+from dapo_runner.commands.evaluate import _print_responses
+from dapo_runner.config import parse_config
 from dapo_runner.evaluate import (
     MAX_COMPARISONS,
     Evaluation,
@@ -22,6 +27,8 @@ from dapo_runner.evaluate import (
     pass_estimate,
     scored,
 )
+from dapo_runner.folder import write_config
+from dapo_runner.records.run_log import CHECKPOINTS
 from dapo_runner.rewards import math_rule
 from dapo_runner.rewards.math_rule import math_judge
 from dapo_runner.rewards.scoring import Scorer, reads_answers
@@ -235,3 +242,18 @@ def test_figures_of_each_set_and_source() -> None:
     unnamed = Evaluation([group("RW", "", "s"), group("WW", "", "t")], 2).metrics
     assert (unnamed["s/avg@2"], unnamed["t/avg@2"]) == (0.5, 0.0)
     assert not any("/" in key for key in Evaluation([group("RW", "", "s")], 2).metrics)
+
+
+def test_what_a_model_wrote_controls_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    group = make_group("R")
+    sample = replace(group.samples[0], completion=make_completion(text="\x1b[2J gone"))
+    _print_responses([replace(group, samples=(sample,))])
+    assert "\x1b" not in (out := capsys.readouterr().out)
+    assert "gone" in out
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_config(parse_config(small_recipe()), tmp_path)
+    (tmp_path / CHECKPOINTS / "step_000003").mkdir(parents=True)
+    assert main(["eval", str(tmp_path)]) == 2
+    assert "step_000003" in capsys.readouterr().err

@@ -15,7 +15,8 @@ from small import small_recipe, write_recipe
 
 from dapo_runner.cli import main
 from dapo_runner.config import ConfigError, parse_config
-from dapo_runner.folder import LOCK_FILE, lock_folder
+from dapo_runner.folder import CONFIG_FILE, LOCK_FILE, check_same_run, lock_folder, read_config, write_config
+from dapo_runner.records.metrics import METRICS_FILE
 from dapo_runner.records.progress import SilentProgress
 from dapo_runner.run.opening import open_run
 
@@ -120,3 +121,18 @@ time.sleep(60)
             lock_folder(tmp_path, print).close()
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+def test_a_folder_with_an_empty_log_holds_no_run(tmp_path: Path) -> None:
+    config = small_recipe(output_dir=str(tmp_path))
+    (tmp_path / "small").mkdir()
+    write_config(parse_config(config), tmp_path / "small")
+    (tmp_path / "small" / METRICS_FILE).touch()
+    assert check_same_run(parse_config(config | {"algorithm": "grpo"}), tmp_path / "small")
+
+
+@pytest.mark.parametrize("content", ["run: [", "run: {steps: many}\nreward: {}"])
+def test_a_broken_configuration_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / CONFIG_FILE).write_text(content)
+    with pytest.raises(ConfigError, match=CONFIG_FILE):
+        read_config(tmp_path)

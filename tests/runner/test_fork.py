@@ -308,6 +308,7 @@ class Notes(SilentProgress):
     [
         ({"reward": {"correct": 2.0}}, "reward.correct"),
         ({"rollout": {"stop": ["9"]}}, "rollout.stop"),
+        ({"rollout": {"temperature": 0.9, "top_p": 0.9, "top_k": 5, "min_p": 0.1}}, "rollout.min_p"),
         ({"advantage": {"segments": {"kind": "tree", "per_step": 2}}}, ".*advantage.segments.kind"),
     ],
 )

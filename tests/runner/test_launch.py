@@ -71,6 +71,26 @@ def test_mistakes_start_nothing(
     assert not launched
 
 
+def test_a_dry_run_makes_the_plan_of_all_ranks(
+    tmp_path: Path, launched: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", str(write_recipe(tmp_path)), "--gpus", "2", "--dry-run"]) == 0
+    assert not launched
+    (gpus,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["GPUs"]]
+    assert gpus[1] == "2:"
+
+
+def test_processes_without_a_gpu_are_told(
+    tmp_path: Path, launched: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = str(write_recipe(tmp_path))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for device, lines in (("auto", 1), ("cpu", 0)):
+        assert main(["launch", recipe, "--gpus", "2", f"run.device={device}"]) == 0
+        assert capsys.readouterr().err.count("train on the CPU") == lines
+    assert launched
+
+
 @pytest.mark.ranks
 def test_it_trains_on_two_ranks(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, steps=1)

@@ -154,7 +154,7 @@ def test_a_file_is_read_as_the_command_line_is(tmp_path: Path) -> None:
         ("model.path=x", ["model", "exactly one of 'path' and 'tiny'", "both"]),
         ("data.path=x.jsonl", ["data", "arithmetic", "must be null"]),
         ("data.format=csv", ["data.format", "'gsm8k'", "'csv'"]),
-        ("data.format=auto", ["data", ".jsonl or .parquet", "null"]),
+        ("data.format=auto", ["data", ".jsonl", "null"]),
         ("data.template=solve", ["template", "{question}", "'solve'"]),
         ("reward.kind=magic", ["kind", "module:function", "'magic'"]),
         ("reward.correct=-1", ["correct must be > wrong=-1"]),
@@ -197,6 +197,8 @@ def test_every_problem_is_listed_at_once(recipe: Path) -> None:
         (None, "nothing there"),
         (b"a: [", "not valid YAML"),
         (b"\xff\xfe", "not valid YAML"),
+        (b"rollout:\n  ahead: 1\nsampler: {}\nrollout:\n  engine: server\n", "rollout: .*line 1 .*line 4"),
+        (b"rollout: {server: {folder: a, folder: b}}", "folder: .*line 1 .*line 1"),
         (b"- a", "expected sections"),
     ],
 )

@@ -96,7 +96,7 @@ def test_mistakes_are_one_line(
         (["report", run, str(tmp_path), "--html"], f"{tmp_path / 'metrics.jsonl'}: expected the metrics of a run"),
         (["report", run, "--html"], "expected plotly, which is not installed: pip install 'dapo-kernels[html]'"),
         (["watch", run], "expected plotly, which is not installed: pip install 'dapo-kernels[html]'"),
-        (["watch", str(tmp_path / "none")], "none: expected the folder of a run, found none"),
+        (["watch", __file__], "test_page.py: expected the folder of a run"),
     ):
         assert main(arguments) == 2
         error = capsys.readouterr().err

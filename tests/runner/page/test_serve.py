@@ -56,6 +56,23 @@ def test_data_change_when_the_run_goes_on(server: ThreadingHTTPServer, run: Path
     assert json.loads(get(server, "/data")[1])["runs"][0]["steps"] == [*STEPS, 7]
 
 
+def test_a_run_that_does_not_exist_yet_is_waited_for(
+    server: ThreadingHTTPServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    later = tmp_path / "later"
+    assert main(["watch", str(later), "--port", str(server.server_port)]) == 2
+    assert "--port" in capsys.readouterr().err  # which the test has taken: of the folder nothing is said
+    with open_server([later], 0) as waiting:
+        threading.Thread(target=waiting.serve_forever, daemon=True).start()
+        assert get(waiting, "/")[0] == 200
+        before = json.loads(get(waiting, "/data")[1])
+        assert (before["runs"][0]["curves"], before["runs"][0]["steps"]) == ({}, [])
+        write_run(tmp_path, "later")
+        status, body = get(waiting, "/data", **{"If-None-Match": before["version"]})
+        assert (status, json.loads(body)["runs"][0]["steps"]) == (200, [*STEPS])
+        waiting.shutdown()
+
+
 def test_the_page_and_rollouts_are_served_and_nothing_else(server: ThreadingHTTPServer, run: Path) -> None:
     status, page = get(server, "/")
     assert status == 200

@@ -50,6 +50,17 @@ def test_killed_inside_a_write_and_resumed_equals_uninterrupted(runs: Path) -> N
     equal_runs(runs / "killed", runs / "whole")
 
 
+def test_an_engine_that_fails_on_one_rank_loses_no_step(runs: Path) -> None:
+    done = torchrun(2, trains.__file__, runs.parent / "small.yaml", "failing")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert [found.step for found in find_checkpoints(runs / "failing" / "checkpoints")] == [trains.FAILS_AFTER]
+
+
+def test_a_save_under_way_is_finished_when_one_rank_stops(runs: Path) -> None:
+    torchrun(2, trains.__file__, runs.parent / "small.yaml", "saving")
+    assert [found.step for found in find_checkpoints(runs / "saving" / "checkpoints")] == [1]
+
+
 def equal_runs(one: Path, other: Path, steps: int = STEPS) -> None:
     """The same bytes of metrics, and of the tensors of the last checkpoint (its headers are written in any order)."""
     assert (one / "metrics.jsonl").read_bytes() == (other / "metrics.jsonl").read_bytes()

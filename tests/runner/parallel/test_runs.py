@@ -42,6 +42,8 @@ def test_it_begins_as_on_one(alone: list[dict[str, Any]], tmp_path: Path, layout
     for key, value in expected.items():
         if key.startswith(("sampling/", "reflection/")):
             assert first[key] == value, key
+        elif key.startswith("train/rollout_gap"):  # rounding alone
+            assert max(first[key], value) < 1e-4, key
         elif key != "kind":
             assert first[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
 

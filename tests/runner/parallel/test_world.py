@@ -114,6 +114,8 @@ try:
             time.sleep(60)
         if sys.argv[1] == "raises":
             raise KeyError("no such thing")
+        if sys.argv[1] == "exits":
+            os._exit(7)
         os.kill(os.getpid(), 9)
     world.watch.at("wait")
     world.gather(1)
@@ -129,7 +131,8 @@ except Exception as error:
     ("how", "message"),
     [
         ("stuck", "does not answer: it has been in 'rollout' for"),
-        ("killed", "is gone, killed in 'rollout'"),
+        ("killed", "ended in 'rollout'"),
+        ("exits", "ended in 'rollout'"),
         ("raises", "stopped: KeyError: 'no such thing'"),
     ],
 )

@@ -16,13 +16,18 @@ from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
     DeepseekV2Config,
+    DogeConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
+    Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    MixtralConfig,
+    PhimoeConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
 )
 
 from dapo_runner.config import ConfigError, LoraConfig, ModelConfig
@@ -73,6 +78,11 @@ ARCHITECTURES = {
     "qwen2, biased projections": Qwen2Config(**SIZES),
     "mistral, window of 4": MistralConfig(**SIZES, sliding_window=4),
     "gemma3, windows and scaled embeddings": Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=4),
+    "mixtral, window of 4": MixtralConfig(**SIZES, sliding_window=4, num_local_experts=4),
+    "qwen2-moe, windows of 4 that its masks alone name": Qwen2MoeConfig(
+        **SIZES, use_sliding_window=True, sliding_window=4, num_experts=4, moe_intermediate_size=16
+    ),
+    "phimoe, a window of 4 that its masks alone name": PhimoeConfig(**SIZES, sliding_window=4, num_local_experts=4),
     "gpt2, learned positions": GPT2Config(
         vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2
     ),
@@ -172,6 +182,9 @@ def test_dropout_of_a_model_is_off_even_in_train_mode(tmp_path: Path, monkeypatc
         ),
         (CohereConfig(**SIZES), "not its output head"),
         (Gemma2Config(**SIZES, head_dim=8), "caps its scores"),
+        (Llama4TextConfig(**SIZES, attention_chunk_size=4), "llama4_text"),
+        (DogeConfig(**SIZES), "DogeAttention"),
+        (DogeConfig(**SIZES, sliding_window=4), "doge"),
     ],
 )
 def test_a_model_that_cannot_be_trained_packed_is_refused(

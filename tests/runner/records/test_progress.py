@@ -45,7 +45,7 @@ def test_the_live_block_shows_figures_trends_evaluation_and_time() -> None:
     assert "0.123" in block
     assert "held-out  step 3: avg@4 87.5% on 40 problems" in block
     assert "time  10.0 s a step: rollout 60%, forward backward 30%, optimizer 5%, sync 2%" in block
-    assert "speed  8 ranks, 12,346 tokens/s, MFU 41%, 61.5 GiB" in block
+    assert "speed  8 ranks, 12,346 trained tokens/s, MFU 41%, 61.5 GiB" in block
     assert "grad" not in block  # a figure that never came
 
 
@@ -66,7 +66,7 @@ def test_elsewhere_there_are_plain_lines() -> None:
     out = console.file.getvalue()  # type: ignore[attr-defined]
     figures, speed = (
         "reward -0.25  accuracy 50%  length 20  entropy 0.123",
-        "8 ranks, 12,346 tokens/s, MFU 41%, 61.5 GiB",
+        "8 ranks, 12,346 trained tokens/s, MFU 41%, 61.5 GiB",
     )
     assert out == f"step 1/10  {figures}  10.0 s, {speed}\n"
     assert type(make_progress("auto", make_console(terminal=True))) is LiveProgress

@@ -38,7 +38,7 @@ def test_every_curve_is_drawn_with_its_values(tmp_path: Path) -> None:
         assert ax.get_xlabel()
         assert ax.get_ylabel()
         if panel.stacked:
-            assert len(ax.containers) == len(panel.curves)
+            assert len(ax.containers) == sum(curve.key in collect(events) for curve in panel.curves)
         elif panel.title == "Held-out accuracy":
             assert [list(line.get_ydata()) for line in ax.lines] == [[0.25]]
             assert ax.get_ylabel() == "avg@16"
@@ -89,3 +89,12 @@ def test_the_time_of_a_step_is_drawn_in_full(tmp_path: Path) -> None:
     with MetricsLog(write_run(tmp_path, 2) / TIMINGS_FILE) as log:
         log.write(1, "step", {"seconds/rollout": 1.0})
     assert write_report(tmp_path).stat().st_size > 10_000
+
+
+def test_groups_kept_by_their_rewards_are_drawn_as_kept() -> None:
+    """Most are all right here, and trained on."""
+    shares = {"sampling/all_right": 0.7, "sampling/mixed": 0.2, "sampling/all_wrong": 0.1, "sampling/graded": 0.6}
+    events = [{"step": 1, **shares, "sampling/varying": 0.8, "sampling/alike": 0.2}]
+    ax = next(a for a in draw(collect(events), "run").axes if a.get_title(loc="left") == "Dynamic sampling")
+    assert [bars[0].get_height() for bars in ax.containers] == pytest.approx([0.2, 0.8])
+    assert "kept" in ax.containers[1].get_label()

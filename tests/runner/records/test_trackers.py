@@ -20,6 +20,7 @@ from small import write_recipe
 
 from dapo_runner.cli import main
 from dapo_runner.config import Config, ConfigError
+from dapo_runner.records.metrics import read_log
 from dapo_runner.records.rollout_log import ROLLOUTS, read_step, saved_steps
 from dapo_runner.records.trackers import (
     MLflowTracker,
@@ -245,3 +246,35 @@ def test_the_real_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (run,) = trackio.Api().runs("p")
     assert run.name.startswith("mine-")
     assert run.config["optimizer"]["lr"] == 1e-6
+
+
+def test_a_tracker_that_cannot_be_reached_ends_no_run(
+    wandb: FakeWandb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = str(write_recipe(tmp_path, steps=3))
+    assert main(["train", recipe, "run.name=alone"]) == 0
+
+    def gone(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no route to host")
+
+    for method in ("log", "finish"):
+        monkeypatch.setattr(wandb, method, gone)
+    assert main(["train", recipe, "run.name=lost", "logging.wandb.mode=offline"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "no route" in line]
+    assert len(lines) == 1
+    assert "logging.wandb" in lines[0]
+    alone, lost = (tmp_path / "runs" / name / "metrics.jsonl" for name in ("alone", "lost"))
+    assert lost.read_bytes() == alone.read_bytes()
+    counts = [event.get("tracker/wandb_failed", 0) for event in read_log(lost.with_name("timings.jsonl"))]
+    assert counts == sorted(counts)
+    assert counts[-1] >= 8  # figures, tables and times of three steps
+
+
+def test_a_tracker_that_cannot_be_opened_ends_no_resumed_run(wandb: FakeWandb, tmp_path: Path) -> None:
+    recipe = str(write_recipe(tmp_path, steps=1))
+    wandb.refuse = True
+    assert main(["train", recipe, "logging.wandb.mode=offline"]) == 2
+    wandb.refuse = False
+    assert main(["train", recipe, "logging.wandb.mode=offline"]) == 0
+    wandb.refuse = True
+    assert main(["train", recipe, "logging.wandb.mode=offline", "run.steps=2"]) == 0

@@ -229,6 +229,55 @@ def test_a_judge_that_fails_is_asked_again_and_never_worth_a_zero(reply: Reply, 
         assert scorer.counts() == {"calls": 3, "retried": 1, "failed": 1}
 
 
+@pytest.mark.parametrize("status", [400, 413, 422])
+@pytest.mark.parametrize("votes", [0, 3])
+def test_a_response_that_the_endpoint_refuses_is_unclear_and_ends_no_run(status: int, votes: int) -> None:
+    def reply(body: dict[str, Any]) -> Any:
+        return (status, b"content filter", {}) if asked(body, "response") == "bomb" else says("YES", YES=1.0)
+
+    with FakeAPI(reply) as api:
+        scorer = Scorer(at(api, {"votes": votes}, plugin_deadline=60.0))
+        found = verdicts(scorer(*batch("bomb", "7", "bomb", prompts=2)))
+        assert [verdict.rule for verdict in found] == ["unclear", "judge", "unclear"] * 2
+        assert [verdict.value for verdict in found] == [0.0, 1.0, 0.0] * 2
+        assert scorer.counts() == {"calls": 2, "retried": 0, "failed": 0}
+        assert sum(asked(body, "response") == "bomb" for body in api.bodies) == 2 * max(1, votes)
+
+
+def test_an_endpoint_that_refuses_every_question_ends_the_run() -> None:
+    """As one does whose key ran out, where its server says 400 for that."""
+    refusing = False
+
+    def reply(body: dict[str, Any]) -> Any:
+        return (400, b"API key not valid", {}) if refusing else says("YES", YES=1.0)
+
+    with FakeAPI(reply) as api:
+        scorer = Scorer(at(api, plugin_deadline=61.0))
+        assert [verdict.value for verdict in verdicts(scorer(*batch("7")))] == [1.0]
+        refusing = True
+        with pytest.raises(RewardError, match="HTTP 400"):
+            scorer(*batch("8"))
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_wrong_key_or_model_ends_the_run_at_once(status: int) -> None:
+    with FakeAPI(lambda body: (status, b"no", {})) as api:
+        scorer = Scorer(at(api, plugin_deadline=62.0, calls={"retries": 9, "max_failed": 0.9}))
+        with pytest.raises(ConfigError, match=rf"reward\.judge: .*HTTP {status}"):
+            scorer(*batch("7", prompts=4))
+    assert len(api.bodies) <= 4
+
+
+@pytest.mark.parametrize("logprobs", [None, {"content": []}, {"content": None}])
+def test_a_judge_that_says_nothing_is_unclear(logprobs: Any) -> None:
+    """A provider's filter empties what its model said to a response."""
+    message = {"role": "assistant", "content": None}
+    nothing = {"choices": [{"message": message, "logprobs": logprobs, "finish_reason": "content_filter"}]}
+    with FakeAPI(lambda body: nothing if asked(body, "response") == "bomb" else says("YES", YES=1.0)) as api:
+        found = verdicts(Scorer(at(api, calls={"retries": 0}, plugin_deadline=63.0))(*batch("bomb", "7")))
+    assert [(verdict.rule, verdict.value) for verdict in found] == [("unclear", 0.0), ("judge", 1.0)]
+
+
 def test_what_was_answered_is_not_asked_again() -> None:
     broken = True
 
@@ -245,14 +294,16 @@ def test_what_was_answered_is_not_asked_again() -> None:
 
 
 def test_waiting_for_a_turn_is_not_being_late() -> None:
+    """The last requests wait for longer than a request may take, which is far longer than one takes under load."""
+
     def slowly(body: dict[str, Any]) -> Any:
-        time.sleep(0.1)
+        time.sleep(0.4)
         return by_response(body)
 
     texts = [f"0.{number}" for number in range(1, 9)]
     with FakeAPI(slowly) as api:
-        scorer = Scorer(at(api, calls={"concurrency": 4, "retries": 0}, plugin_deadline=0.4))
-        assert len(verdicts(scorer(*batch(*texts, prompts=4)))) == 32  # eight times 0.1 s
+        scorer = Scorer(at(api, calls={"concurrency": 4, "retries": 0}, plugin_deadline=3.0))
+        assert len(verdicts(scorer(*batch(*texts, prompts=4)))) == 32  # eight times 0.4 s
     assert len(api.bodies) == 32
 
 
@@ -515,11 +566,18 @@ def test_no_text_makes_a_special_token_of_that_model(of_here: dict[str, Any]) ->
     assert not {tokenizer.eos_token_id, tokenizer.pad_token_id} & set(tokens)
 
 
+def test_a_response_that_model_has_no_room_for_is_unclear_and_ends_no_run(of_here: dict[str, Any]) -> None:
+    alone = verdicts(Scorer(config_of(of_here))(*batch("5")))
+    assert verdicts(Scorer(config_of(of_here))(*batch("1" * 300, "5"))) == [
+        Verdict(False, rule="unclear", value=0.0),
+        *alone,
+    ]
+    assert verdicts(Scorer(config_of(of_here))(*batch("1" * 301)))[0].rule == "unclear"
+
+
 def test_what_that_model_cannot_do_is_told(of_here: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"reward\.judge\.answers: expected two words that the tokenizer of"):
         Judge(config_of({**of_here, "answers": ["YES", "NO"]}).reward).check()
-    with pytest.raises(RewardError, match=r"reward judge: ValueError: expected a question of at most 256 tokens"):
-        Scorer(config_of(of_here))(*batch("1" * 300))
     judge = Judge(config_of({**of_here, "system": "You judge."}).reward)
     judge.check()
     judge.model._tokenizer.chat_template = "{{ raise_exception('no system role') if messages[0].role == 'system' }}"

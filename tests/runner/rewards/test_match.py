@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import make_config, make_prompt
+from builders import make_completion, make_config, make_prompt
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -111,6 +112,7 @@ SCHEMA = {
         ("", False, "none"),
         ("[" * 100_000, False, "none"),
         ("9" * 100_000, False, "none"),
+        ('{"name": "aa", "age": 1e999}', False, "none"),
         ('{"name": "' + "a" * 60 + 'b"}', False, "timeout"),
     ],
 )
@@ -118,25 +120,66 @@ def test_json_under_a_schema(text: str, correct: bool, rule: str, tmp_path: Path
     pytest.importorskip("jsonschema", reason="jsonschema is not installed")
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
     for schema in (None, tmp_path / "schema.json"):
-        config = make_config(reward={"kind": "json", "json_schema": schema, "deadline": 0.5})
-        verdict = json_rule.JsonRule(config.reward)(text, json.dumps(SCHEMA) if schema is None else "")
+        reward = {"kind": "json", "json_schema": schema, "deadline": 0.5 if rule == "timeout" else 60.0}
+        (verdict,) = json_verdicts(reward, text, json.dumps(SCHEMA) if schema is None else "")
         assert (verdict.correct, verdict.rule) == (correct, rule)
+
+
+def json_verdicts(reward: dict[str, Any], text: str, schema: str) -> list[Verdict | None]:
+    judged = load_reward(make_config(reward=reward).reward)(
+        [make_prompt(answer=schema)], [[make_completion(text=text)]]
+    )
+    assert judged[0] is not None
+    return judged[0]
+
+
+def test_a_pattern_that_backtracks_is_late_beside_the_training_too() -> None:
+    """In a thread the interpreter's lock is held by it: nothing else of the process would go on."""
+    pytest.importorskip("jsonschema", reason="jsonschema is not installed")
+    reward = {"kind": "json", "deadline": 0.5}
+    with ThreadPoolExecutor(1) as threads:
+        judged = threads.submit(json_verdicts, reward, '"' + "a" * 40 + '!"', '{"pattern": "^(a+)+$"}')
+        assert [verdict.rule for verdict in judged.result(60) if verdict is not None] == ["timeout"]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "https://json-schema.org/draft/2020-12/schema"},
+        {"properties": {"$ref": {"type": "string"}, "a": {"$ref": "#/properties/$ref"}}, "enum": [{"$ref": "#no"}, {}]},
+        {"$id": "http://a.example/b", "$ref": "c#d", "$defs": {"e": {"$id": "c", "$defs": {"f": {"$anchor": "d"}}}}},
+        {"$dynamicAnchor": "tree", "properties": {"left": {"$dynamicRef": "#tree"}}},
+        {"$schema": "http://json-schema.org/draft-07/schema#", "definitions": {"a": {"$id": "#b"}}, "$ref": "#b"},
+    ],
+)
+def test_references_that_a_schema_holds_are_followed(schema: dict[str, Any]) -> None:
+    pytest.importorskip("jsonschema", reason="jsonschema is not installed")
+    (verdict,) = json_verdicts({"kind": "json", "deadline": 60.0}, "{}", json.dumps(schema))
+    assert verdict == Verdict(True, "{}", "json-schema")
 
 
 def test_a_schema_fetches_nothing_and_a_bad_one_is_told() -> None:
     pytest.importorskip("jsonschema", reason="jsonschema is not installed")
-    rule = json_rule.JsonRule(make_config(reward={"kind": "json"}).reward)
-    with pytest.raises(ConfigError, match="expected a JSON schema, got"):
-        rule("{}", '{"type": "objekt"}')
-    with pytest.raises(ConfigError, match=r"example\.invalid"):
-        rule("{}", '{"$ref": "http://example.invalid/schema.json"}')
-    with pytest.raises(ConfigError, match=r"reward\.json_schema: expected a file"):
-        json_rule.JsonRule(make_config(reward={"kind": "json", "json_schema": "nowhere.json"}).reward)
+    for schema in (
+        '{"type": "objekt"}',
+        '{"pattern": "("}',
+        "no schema",
+        '{"$ref": "http://example.invalid/schema.json"}',
+        '{"properties": {"a": {"$ref": "#/$defs/none"}}}',
+        '{"$ref": "#/x/y", "x": {"y": {"items": {"$ref": "#gone"}}}}',
+        '{"not": {"$dynamicRef": "#gone"}}',
+        '{"$ref": "http://["}',
+    ):
+        with pytest.raises(ConfigError, match="reward json"):  # whatever the response, which may not reach that place
+            json_verdicts({"kind": "json"}, "no JSON", schema)
+    with pytest.raises(ConfigError, match=r"reward\.json_schema"):
+        load_reward(make_config(reward={"kind": "json", "json_schema": "nowhere.json"}).reward)
 
 
 @pytest.mark.parametrize(("kind", "module"), [("fuzzy", match), ("json", json_rule)])
 def test_a_missing_package_is_named(kind: str, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    json_rule.json_judge.cache_clear()
     with pytest.raises(ConfigError, match=rf"pip install 'dapo-kernels\[{kind}\]'"):
         load_reward(make_config(reward={"kind": kind}).reward)
 

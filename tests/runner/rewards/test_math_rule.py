@@ -16,7 +16,7 @@ from builders import make_completion, make_config, make_prompt
 from dapo_runner.config import ConfigError
 from dapo_runner.records.metrics import batch_metrics
 from dapo_runner.rewards import math_rule as module
-from dapo_runner.rewards import math_worker
+from dapo_runner.rewards import rule_worker
 from dapo_runner.rewards.math_rule import MathJudge, math_judge
 from dapo_runner.rewards.scoring import Scorer, load_reward
 from dapo_runner.types import Verdict
@@ -176,7 +176,7 @@ def test_a_worker_out_of_memory_gives_way_to_a_new_one(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("math_verify.parse", parse)
     with pytest.raises(MemoryError):
-        math_worker.judge("Answer: 1", "1")
+        rule_worker.judge_math("Answer: 1", "1")
 
 
 def test_a_ground_truth_that_cannot_be_read_is_no_plain_wrong(patient: MathJudge) -> None:

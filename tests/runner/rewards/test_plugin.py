@@ -38,7 +38,9 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def load(folder: Path, name: str, body: str, **reward: object) -> Callable[[Prompt, Completion], Verdict]:
     """The reward function ``judge`` of a module of that name, of one response."""
-    text = "import random, re, sys, time, numpy as np\nfrom dapo_runner.types import Verdict\n" + textwrap.dedent(body)
+    text = "import enum, random, re, sys, time, numpy as np\nfrom dapo_runner.types import Verdict\n" + textwrap.dedent(
+        body
+    )
     (folder / f"{name}.py").write_text(text)
     judge = load_reward(make_config(reward={"kind": f"{name}:judge", **reward}).reward)
     return lambda prompt, completion: judge([prompt], [[completion]])[0][0]
@@ -48,6 +50,9 @@ def load(folder: Path, name: str, body: str, **reward: object) -> Callable[[Prom
     ("returned", "wanted"),
     [
         ("Verdict(True, '7', 'mine', 0.25)", Verdict(True, "7", "mine", 0.25)),
+        ("Verdict(True, rule=np.str_('mine'))", Verdict(True, rule="mine")),
+        ("Verdict(True, rule=enum.StrEnum('Rule', ['mine']).mine)", Verdict(True, rule="mine")),
+        ("Verdict(True, rule=enum.Enum('Rule', {'MINE': 'mine'}, type=str).MINE)", Verdict(True, rule="mine")),
         ("True", Verdict(True)),
         ("False", Verdict(False)),
         ("1.0", Verdict(True, value=1.0)),

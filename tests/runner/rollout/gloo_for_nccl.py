@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -10,7 +11,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import torch
-from torch.distributed import BroadcastOptions, PrefixStore
+from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
 
 SWITCH = "GLOO_FOR_NCCL"
 
@@ -21,11 +22,16 @@ class GlooCommunicator:
     disabled = False
 
     def __init__(self, group: Any, device: Any) -> None:
+        raise AssertionError("a group over a store, which vLLM unpickles from")
+
+    @classmethod
+    def from_unique_id_bytes(cls, unique_id: bytes, rank: int, world_size: int, device: Any) -> GlooCommunicator:
         from vllm.distributed.utils import init_gloo_process_group
 
-        self.group = group  # has the store
-        store = PrefixStore("gloo", group.store)
-        self.gloo = init_gloo_process_group(store, group.rank, group.world_size, timedelta(seconds=300))
+        self, timeout = cls.__new__(cls), timedelta(seconds=300)
+        self.store = TCPStore("127.0.0.1", int(unique_id), world_size, rank == 0, timeout)
+        self.gloo = init_gloo_process_group(PrefixStore("gloo", self.store), rank, world_size, timeout)
+        return self
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
         options = BroadcastOptions()
@@ -34,6 +40,13 @@ class GlooCommunicator:
 
     def destroy(self) -> None:
         del self.gloo
+
+
+def make_unique_id() -> bytes:
+    """Return a free port, as long as an id of NCCL's."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"{free.getsockname()[1]:0128}".encode()
 
 
 def replace(put: Callable[[Any, str, Any], None]) -> None:
@@ -56,13 +69,13 @@ class Extension:
 if SWITCH in os.environ:
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-    from dapo_runner.rollout.vllm import _pack_tied_head
+    from dapo_runner.rollout.vllm import pack_for_cpu
 
     finish = NCCLWeightTransferEngine.finish_weight_update
 
     def finish_and_pack(engine: Any) -> None:
         finish(engine)
-        _pack_tied_head(engine.model)  # as on any CPU
+        pack_for_cpu(engine.model)  # as on any CPU
 
     replace(setattr)
     torch.cuda.current_stream = torch.accelerator.synchronize = lambda *_: None  # type: ignore[assignment]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import secrets
 import threading
 import time
 from pathlib import Path
@@ -30,6 +31,7 @@ from dapo_runner.rollout.server import ServerEngine
 def groups(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where they are."""
     monkeypatch.setattr(nccl, "Group", FileGroup)
+    monkeypatch.setattr(nccl, "make_unique_id", lambda: secrets.token_hex(64).encode())
     monkeypatch.setattr(FileGroup, "folder", tmp_path_factory.mktemp("groups"), raising=False)
     return FileGroup.folder
 
@@ -59,6 +61,8 @@ def test_weights_arrive_and_rest(model_folder: Path, servers: list[FakeServer], 
     assert [server.seen(MEET) for server in servers] == [1, 1]
     assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
     servers[1].kill()
+    with pytest.raises(RolloutError, match=r"^weights: \S+ "):
+        engine.update_weights((name, x / 0) for name, x in policy.named_weights())
     engine.update_weights(policy.named_weights())
     with torch.no_grad():
         for x in policy.model.parameters():
@@ -121,7 +125,7 @@ def test_what_fails_on_the_trainers_side_is_said_at_once(
     model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what never ends there has a deadline too."""
-    engine, over = open_nccl(model_folder, servers, tmp_path, back_within=0.1), threading.Event()
+    over = threading.Event()
 
     def fail(*_: Any) -> None:
         raise RuntimeError("NCCL error: unhandled cuda error")
@@ -131,7 +135,7 @@ def test_what_fails_on_the_trainers_side_is_said_at_once(
         with monkeypatch.context() as broke:
             broke.setattr(FileGroup, broken, fail)
             with pytest.raises(RolloutError, match=r"NCCL on this side: RuntimeError: NCCL error: unhandled"):
-                engine.update_weights(policy.named_weights())
+                open_nccl(model_folder, servers, tmp_path, back_within=0.1)
     assert time.monotonic() - began < 60
     send = FileGroup.send
 
@@ -139,6 +143,7 @@ def test_what_fails_on_the_trainers_side_is_said_at_once(
         send(group, tensors)
         over.wait(60)
 
+    engine = open_nccl(model_folder, servers, tmp_path, back_within=0.1)
     monkeypatch.setattr(FileGroup, "send", never_end)
     engine.transfer.within = 3.0
     with pytest.raises(RolloutError, match="has done its part, and NCCL has not ended within 3 s"):
@@ -153,7 +158,7 @@ def test_rank_0_sends_and_the_others_wait_for_it(
     engine = open_nccl(model_folder, servers[:1], tmp_path)
     engine.update_weights(policy.named_weights())
     other = nccl.NCCLTransfer(server_config(model_folder, servers, tmp_path), World(1, Layout(2)))
-    other.publish(engine.transfer.version, policy.named_weights())
+    other.version = engine.transfer.version
     (address,) = engine.servers
     assert other.send(address) == engine.transfer.version
     restart(servers[0])

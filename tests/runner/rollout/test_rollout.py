@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,8 @@ from dapo_runner.rollout import vllm as vllm_module
 from dapo_runner.rollout.cache import growing_cache
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.stopping import StopStrings
+from dapo_runner.rollout.vllm import VLLMEngine
+from dapo_runner.tasks.tiny import make_tokenizer
 from dapo_runner.types import Completion, Prompt, SamplingParams
 
 CPU = torch.device("cpu")
@@ -276,3 +280,25 @@ def test_without_vllm_its_engine_says_what_to_do(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ConfigError, match=r"rollout\.engine: .*docs/vllm\.md"):
         vllm_module.VLLMEngine("anywhere", None, None, torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def test_vllm_in_this_process_has_nan_for_a_log_prob_that_is_none() -> None:
+    """As a server's engine has: NaN or +∞ of vLLM, at a token whose probability is near 1."""
+
+    class Answered:
+        def reset_prefix_cache(self) -> bool:
+            return True
+
+        def generate(self, *_: Any, **__: Any) -> list[Any]:
+            logprobs = SimpleNamespace(logprobs=[math.nan, -1.0, math.inf, -0.5], start_indices=[0, 2, 3])
+            answer = SimpleNamespace(token_ids=[3, 4, 5], logprobs=logprobs, finish_reason="stop")
+            return [SimpleNamespace(outputs=[answer])]
+
+    engine = object.__new__(VLLMEngine)
+    engine.llm, engine.tokenizer, engine.stop_ids = Answered(), make_tokenizer(), [1]
+    engine.max_tokens, engine._asleep = 100, False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VLLMEngine, "_sampling_params", lambda *_: None)
+        ((found,),) = engine.generate([Prompt("p", (3, 4), "", "")], SamplingParams(n=1, max_tokens=3))
+    assert found.logprobs.isnan().tolist() == [True, True, False]
+    assert found.logprobs[2] == -0.5

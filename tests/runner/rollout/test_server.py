@@ -157,24 +157,30 @@ def test_a_prompt_that_breaks_every_server_ends_the_run(
     poison = list(PROMPTS[7].token_ids)
     for server in servers:
         server.hooks[GENERATE] = lambda body: (500, {"error": "dead"}) if body["token_ids"] == poison else None
-    with pytest.raises(RolloutError, match=r"asked 3 times \(rollout.server.attempts\), at last .*HTTP 500"):
+    with pytest.raises(RolloutError, match=r"rollout.server.attempts.*HTTP 500"):
         engine.generate(PROMPTS, SAMPLING)
+    for server in servers:
+        assert sum(body.get("token_ids") == poison for _, body, _ in server.asked) == 3
 
 
 @pytest.mark.parametrize("status", [400, 401, 404])
-def test_what_every_server_would_refuse_is_asked_once(
+def test_what_every_server_refuses_ends_the_run(
     status: int, model_folder: Path, servers: list[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_KEY", "s3cret")
-    engine = open_engine(model_folder, servers[:1], tmp_path, key_env="MY_KEY")
-    servers[0].hooks[GENERATE] = lambda body: (status, {"error": "no, Bearer s3cret"})
+    engine = open_engine(model_folder, servers[:1], tmp_path, key_env="MY_KEY", attempts=2)
+    refused = list(PROMPTS[0].token_ids)
+    servers[0].hooks[GENERATE] = lambda body: (
+        (status, {"error": "no, Bearer s3cret"}) if body["token_ids"] == refused else None
+    )
     with pytest.raises(RolloutError, match=rf"/inference/v1/generate: HTTP {status} .*Bearer \*\*\*"):
         engine.generate(PROMPTS[:1], SAMPLING)
-    assert servers[0].seen(GENERATE) == 1
+    assert sum(body.get("token_ids") == refused for _, body, _ in servers[0].asked) == 2
     assert all(headers["Authorization"] == "Bearer s3cret" for *_, headers in servers[0].asked)
+    engine.close()
     monkeypatch.delenv("MY_KEY")
     with pytest.raises(ConfigError, match="MY_KEY, got nothing"):
-        engine.generate(PROMPTS[:1], SAMPLING)
+        open_engine(model_folder, servers[:1], tmp_path, key_env="MY_KEY")
 
 
 BROKEN: list[dict[str, Any]] = [
@@ -183,6 +189,7 @@ BROKEN: list[dict[str, Any]] = [
     {"weight_versions": None},
     {"finish_reason": "abort"},
     {"token_ids": []},
+    {"index": 0},
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import shutil
 import threading
@@ -29,6 +30,48 @@ from dapo_runner.sampling.data import PromptCursor
 from dapo_runner.sampling.sampler import DynamicSampler
 from dapo_runner.train import train
 from dapo_runner.types import Completion, Group, Prompt, Sample, Verdict
+
+ONE_AT_A_TIME = """
+import threading
+
+working, evaluating, overlaps, scored = threading.Lock(), threading.Event(), [], []
+
+def judge(prompts, completions, rows):
+    scored.append(threading.current_thread() is threading.main_thread())
+    free = working.acquire(blocking=False)
+    overlaps.extend([] if free else [scored[-1]])
+    if scored[-1]:
+        evaluating.set()
+    elif scored.count(False) == 13:  # of the last step; the evaluation after another falls into it, were it let in
+        evaluating.clear()
+        evaluating.wait(5)
+    if free:
+        working.release()
+    return [float(len(completion.text) % 2) for completion in completions]
+"""
+
+
+def test_training_and_evaluation_call_one_reward_one_after_the_other(
+    tmp_path: Path, model_folder: Path, servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "one_at_a_time.py").write_text(ONE_AT_A_TIME)
+    monkeypatch.syspath_prepend(tmp_path)
+    raw = small_recipe(output_dir=str(tmp_path), steps=4, eval_every=1)
+    raw["model"] = {"dtype": "float32", "path": str(model_folder)}
+    raw["reward"] |= {"kind": "one_at_a_time:judge"}
+    raw["sampler"] |= {"filter_groups": False, "max_age": 2}
+    raw["rollout"] |= {
+        "max_response_tokens": 6,
+        "engine": "server",
+        "server": {"urls": [server.url for server in servers], "folder": str(tmp_path)},
+        "ahead": 2,
+        "correction": {"weights": "token"},
+    }
+    train(parse_config(raw), SilentProgress())
+    one_at_a_time = importlib.import_module("one_at_a_time")
+    assert one_at_a_time.scored.count(False) == 16
+    assert one_at_a_time.scored.count(True) > 16
+    assert one_at_a_time.overlaps == []
 
 
 def hold_halfway(servers: list[FakeServer]) -> tuple[threading.Barrier, threading.Event]:
@@ -185,7 +228,7 @@ def test_who_samples_ahead_asks_for_all_ranks(model_folder: Path, servers: list[
                 most = max(most, n_open)
                 changed.notify_all()
                 changed.wait_for(lambda: most >= wanted, 10)
-            time.sleep(0.05)
+            time.sleep(0.05 if threading.current_thread() is threading.main_thread() else 0.15)
             with changed:
                 n_open -= 1
 

@@ -7,14 +7,16 @@ import resource
 import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from builders import make_config
 from fake_server import GENERATE, UPDATE, FakeServer
 from served import PROMPTS, SAMPLING, hang, open_engine, told
@@ -25,9 +27,12 @@ from dapo_runner.commands import serve
 from dapo_runner.config import ConfigError
 from dapo_runner.config.rollout_server import ServerConfig
 from dapo_runner.folder import lock_folder
+from dapo_runner.parallel.world import ALONE
 from dapo_runner.policy.model import Policy
+from dapo_runner.rollout import transfer
 from dapo_runner.rollout.client import RolloutError, Server, ServerError
-from dapo_runner.rollout.transfer import _check_seen
+from dapo_runner.rollout.transfer import FileTransfer, _check_seen
+from dapo_runner.tasks.tiny import make_tokenizer
 
 
 @pytest.fixture
@@ -37,8 +42,10 @@ def server(model_folder: Path) -> Iterator[FakeServer]:
 
 
 @contextmanager
-def saying(raw: bytes, ends: bool = False, said: threading.Event | None = None) -> Iterator[Server]:
-    """An address that answers each request so, and then hangs up, or says no more. ``said`` is set behind an answer."""
+def saying(raw: bytes, ends: bool = False, said: threading.Event | None = None, pause: float = 0.0) -> Iterator[Server]:
+    """An address that answers each request so, and then hangs up, or says no more. ``said`` is set behind an answer;
+    ``pause``: seconds between two bytes of it.
+    """
     listener, open_ones = socket.create_server(("127.0.0.1", 0)), []
 
     def answer() -> None:
@@ -52,7 +59,10 @@ def saying(raw: bytes, ends: bool = False, said: threading.Event | None = None) 
             while (line := asked.readline().lower()).strip():
                 length = int(line.partition(b":")[2]) if line.startswith(b"content-length:") else length
             asked.read(length)  # an answer in the midst of a question would break the pipe that it comes through
-            connection.sendall(raw)
+            with suppress(OSError):  # nobody waits for it any more
+                for part in [raw] if not pause else [bytes([byte]) for byte in raw]:
+                    connection.sendall(part)
+                    time.sleep(pause)
             if said is not None:
                 said.set()
             if ends:
@@ -85,6 +95,15 @@ def test_a_request_is_cut_short_in_the_midst_of_its_answer() -> None:
         assert "expected 100 bytes, the answer ended after 1" in str(raised[0])
 
 
+@pytest.mark.parametrize("raw", [b"HTTP/1.1 200 OK\r\n" + 99 * b"X-A: b\r\n", b"HTTP/1.1 200 OK\r\n\r\n" + 999 * b" "])
+def test_an_answer_that_comes_byte_by_byte_is_late_like_another(raw: bytes) -> None:
+    with saying(raw, pause=0.1) as server:
+        began = time.monotonic()
+        with pytest.raises(ServerError, match="no answer within 1 s"):
+            server.post("/pause", within=1.0)
+        assert time.monotonic() - began < 10
+
+
 @pytest.mark.parametrize(
     ("body", "length", "message"),
     [(b"{}", "many", "expected many bytes"), (b"[" * 10**5, "100000", "expected JSON"), (b"{}", "2.0", "2.0 bytes")],
@@ -95,17 +114,71 @@ def test_an_answer_that_is_none_is_the_servers_fault(body: bytes, length: str, m
         server.post("/pause", within=5.0)
 
 
-def test_log_probs_that_are_not_finite_end_the_run(model_folder: Path, server: FakeServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("said", [float("nan"), float("inf"), None, -9999.0])
+def test_a_log_prob_that_is_none_is_one_that_is_not_known(
+    model_folder: Path, server: FakeServer, tmp_path: Path, said: float | None
+) -> None:
     engine = open_engine(model_folder, [server], tmp_path)
 
     def spoil(body: dict[str, Any]) -> tuple[int, Any]:
         answer = server.generate(body)
-        answer["choices"][0]["logprobs"]["content"][0]["logprob"] = float("nan")
+        answer["choices"][0]["logprobs"]["content"][0]["logprob"] = said
         return 200, answer
 
     server.hooks[GENERATE] = spoil
-    with pytest.raises(RolloutError, match="the weights are not finite"):
-        engine.generate(PROMPTS[:2], SAMPLING)
+    for first, other in engine.generate(PROMPTS[:2], SAMPLING):
+        assert first.logprobs.isnan().tolist() == [True] + [False] * (first.length - 1)
+        assert other.logprobs.isfinite().all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_not_sent(
+    value: float, model_folder: Path, server: FakeServer, tmp_path: Path, policy: Policy
+) -> None:
+    engine = open_engine(model_folder, [server], tmp_path)
+    name, tensor = list(policy.named_weights())[3]
+    with torch.no_grad():
+        tensor.flatten()[-1] = value
+    with pytest.raises(RolloutError, match=f"^weights: {name} "):
+        engine.update_weights(policy.named_weights())
+    assert server.seen(UPDATE) == 1
+    assert engine.generate(PROMPTS[:2], SAMPLING)
+
+
+def test_tokens_that_are_none_of_the_models_do_not_count(
+    model_folder: Path, server: FakeServer, tmp_path: Path
+) -> None:
+    engine = open_engine(model_folder, [server], tmp_path)
+    wanted, once = told(engine.generate(PROMPTS[:4], SAMPLING)), iter([True])
+
+    def spoil(body: dict[str, Any]) -> tuple[int, Any] | None:
+        if not next(once, False):
+            return None
+        answer = server.generate(body)
+        answer["choices"][1]["token_ids"][-1] = len(make_tokenizer())
+        return 200, answer
+
+    server.hooks[GENERATE] = spoil
+    assert told(engine.generate(PROMPTS[:4], SAMPLING)) == wanted
+    assert any(f"token ids below {len(make_tokenizer())}" in note for note in engine.notes)
+
+
+def test_weights_that_arrive_otherwise_than_they_left_are_not_taken(
+    model_folder: Path, server: FakeServer, tmp_path: Path, policy: Policy
+) -> None:
+    engine, once = open_engine(model_folder, [server], tmp_path), iter([True])
+
+    def damage(body: dict[str, Any]) -> None:
+        path = Path(body["update_info"]["path"])
+        if next(once, False):
+            whole = path.read_bytes()
+            path.write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
+            threading.Timer(0.1, path.write_bytes, [whole]).start()
+
+    server.hooks[UPDATE] = damage
+    engine.update_weights(policy.named_weights())
+    assert any("checksum" in note for note in engine.notes)
+    assert server.version == engine.transfer.version
 
 
 def test_a_call_that_begins_as_the_run_ends_ends_too(model_folder: Path, server: FakeServer, tmp_path: Path) -> None:
@@ -141,8 +214,11 @@ def test_ctrl_c_waits_for_no_server_that_takes_weights(
         signal.signal(signal.SIGALRM, before)
     assert time.monotonic() - began < 5
     hung.set()
-    time.sleep(0.1)  # for the server's own
-    assert threading.active_count() <= n_threads
+    engine.close()
+    until = time.monotonic() + 30
+    while threading.active_count() > n_threads:  # the server's own too
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def test_beside_a_run_its_model_may_be_evaluated(
@@ -177,6 +253,22 @@ def test_what_a_kill_has_left_is_cleared_away_and_nothing_else(
     assert (theirs / "model.safetensors").exists()
     assert own.stat().st_mode & 0o777 == 0o700
     assert all(list(one.transfer.folder.glob("*.safetensors")) for one in (alive, engine))
+
+
+def test_what_a_killed_run_has_left_in_shared_memory_goes_with_the_next_of_any_name(
+    model_folder: Path, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "SHARED_MEMORY", tmp_path)
+    killed, theirs = (tmp_path / f"dapo-{user}-0123-x" for user in (os.getuid(), os.getuid() + 1))
+    for folder in (killed, theirs):
+        folder.mkdir()
+        (folder / "lock").touch()
+        (folder / "weights.safetensors").touch()
+    alive = FileTransfer(make_config(run={"name": "another"}), ALONE)
+    FileTransfer(make_config(run={"name": "next"}), ALONE)
+    assert not killed.exists()
+    assert theirs.exists()
+    assert alive.folder.exists()
 
 
 def test_no_room_for_the_weights_is_one_line(model_folder: Path, server: FakeServer, tmp_path: Path) -> None:
@@ -234,6 +326,20 @@ def test_servers_of_a_tiny_model_need_not_wait_for_the_trainer_to_make_it(tmp_pa
     lock.close()
     with pytest.raises(ConfigError, match=r"model.path: expected a model in transformers' format"):
         serve._model(make_config(model={"tiny": None, "path": str(tmp_path)}), 0)
+
+
+def test_a_port_in_use_is_refused_before_the_model_is_loaded(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve, "check_installed", lambda: None)
+    monkeypatch.setattr(os, "execve", lambda *_: sys.exit())
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    recipe, settings = str(write_recipe(tmp_path)), ["rollout.engine=server", f"rollout.server.urls=[{server.url}]"]
+    assert main(["serve", recipe, *settings]) == 2
+    assert f"rollout.server.urls: {server.url}" in capsys.readouterr().err
+    server.kill()
+    with pytest.raises(SystemExit):
+        main(["serve", recipe, *settings])
 
 
 def test_what_a_server_starts_as(

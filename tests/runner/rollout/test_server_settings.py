@@ -22,7 +22,7 @@ def test_what_a_server_is_started_with(tmp_path: Path, monkeypatch: pytest.Monke
     for flag in (f"--model={tmp_path}", "--host=far.example", "--port=8443", "--tensor-parallel-size=2",
                  "--no-enable-chunked-prefill", "--enforce-eager", "--enable-scale-out", "--dtype=float32",
                  '--weight-transfer-config={"backend": "dapo_files"}', "--logprobs-mode=processed_logprobs",
-                 "--middleware=dapo_runner.rollout.receiver.KeyForAll"):  # fmt: skip
+                 "--middleware=dapo_runner.rollout.guard.Guard"):  # fmt: skip
         assert flag in flags
     with pytest.raises(ConfigError, match="in the environment variable MY_KEY, got nothing"):
         server_environment(config, "http://localhost:8000")
@@ -49,7 +49,7 @@ def test_what_a_server_is_started_with(tmp_path: Path, monkeypatch: pytest.Monke
         ({"rollout": {"engine": "hf", "ahead": 1}}, "rollout.ahead: expected 0 with rollout.engine=hf"),
         ({"rollout": {"ahead": 1}}, "rollout.correction.weights: expected token or sequence beside rollout.ahead=1"),
         (
-            {"rollout": {"ahead": 2, "correction": {"weights": "token"}}},
+            {"rollout": {"ahead": 2, "correction": {"weights": "token"}}, "sampler": {"max_age": 1}},
             "sampler.max_age: expected at least rollout.ahead=2",
         ),
         (

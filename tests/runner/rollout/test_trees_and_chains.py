@@ -17,6 +17,7 @@ from dapo_runner.config import ModelConfig, SegmentsConfig, TreeShape
 from dapo_runner.policy.model import load_model, load_tokenizer
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.segments import begin, grow_trees, joined, value_chains
+from dapo_runner.tasks.tiny import make_tokenizer
 from dapo_runner.types import Completion, Group, Prompt, Sample, SamplingParams, Verdict
 
 P_ONE = 0.7  # of the toy policy, for every one of its tokens
@@ -157,3 +158,19 @@ def test_a_continued_response_is_whole(engine: HFEngine) -> None:
     assert whole.text.startswith("12")
     assert whole.finish_reason == continuation.finish_reason
     assert whole.logprobs.shape == whole.token_ids.shape
+
+
+def test_levels_and_nodes_draw_their_own_random_numbers() -> None:
+    """Of every seed and place, which together make the numbers that an engine draws for a prompt."""
+    drawn: list[tuple[int | None, int | None]] = []
+
+    def generate(prompts: Sequence[Prompt], each: Sequence[SamplingParams]) -> list[list[Completion]]:
+        drawn.extend((item.seed, item.place) for item in each)
+        answer = Completion(torch.tensor([3, 4]), torch.zeros(2), "length", "")
+        return [[answer] * item.n for item in each]
+
+    asked = [SamplingParams(n=12, max_tokens=12, seed=5, place=place) for place in (0, 1)]
+    prompts = [Prompt(str(i), (3, 4), "", "") for i in (0, 1)]
+    grow_trees(generate, make_tokenizer(), prompts, asked, TREE)
+    assert len(set(drawn)) == len(drawn) == 2 * (1 + 3 + 6)
+    assert len({seed for seed, _ in drawn}) == 3  # one of each level

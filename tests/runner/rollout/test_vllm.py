@@ -289,7 +289,7 @@ def test_the_probe_finds_a_head_left_behind(
     engine: VLLMEngine, learner: Learner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What vLLM 0.32 does on its own: with tied embeddings its output head keeps the old weights."""
-    monkeypatch.setattr(vllm_module, "_pack_tied_head", lambda model: None)
+    monkeypatch.setattr(vllm_module, "pack_for_cpu", lambda model: None)
     change(learner)
     engine.update_weights(learner.policy.named_weights())
     with pytest.raises(OutOfSyncError):

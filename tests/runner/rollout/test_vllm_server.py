@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -26,7 +27,9 @@ from test_vllm import CPU, SHAPE, change, policy_logprobs
 from dapo_runner.commands.serve import PROGRAM, server_arguments, server_environment
 from dapo_runner.config import Config, ModelConfig, dump_config
 from dapo_runner.policy.model import load_policy
-from dapo_runner.rollout.client import RolloutError, Server
+from dapo_runner.rollout import nccl
+from dapo_runner.rollout.client import RolloutError, Server, ServerError
+from dapo_runner.rollout.key import authorize, key_file
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.rollout.server import ServerEngine
 from dapo_runner.rollout.vllm import VLLMEngine
@@ -38,7 +41,13 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed: make test-vllm"),
 ]
-KEY = "DAPO_TEST_KEY"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("settings")))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +60,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
-    server = {"urls": [free_address()], "key_env": KEY, "back_within": 400.0}
+    server = {"urls": [free_address()], "back_within": 400.0}
     return make_config(
         run={"output_dir": str(folder / "runs"), "device": "cpu"},
         model={"tiny": None, "path": str(save_model(model, tokenizer, folder)), "dtype": "float32"},
@@ -69,13 +78,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 @pytest.fixture(scope="module")
 def server(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Under way; the engine waits for it."""
-    os.environ[KEY] = "s3cret"
     folder = tmp_path_factory.mktemp("serve")
     recipe = folder / "recipe.yaml"
     recipe.write_text(dump_config(config))
     with running([sys.executable, "-m", "dapo_runner", "serve", str(recipe)], folder / "log"):
         yield
-    assert "s3cret" not in (folder / "log").read_text()
+    assert key_file(config.rollout.server.urls[0]).read_text() not in (folder / "log").read_text()
 
 
 @contextmanager
@@ -231,7 +239,7 @@ def test_without_partial_responses_end_before_the_new_weights(config: Config, se
 def told_by(config: Config, metric: str) -> float:
     """A sum of the server's own metrics."""
     (url,) = config.rollout.server.urls
-    request = urllib.request.Request(f"{url}/metrics", headers={"Authorization": f"Bearer {os.environ[KEY]}"})
+    request = urllib.request.Request(f"{url}/metrics", headers=authorize(url, None))
     with urllib.request.urlopen(request, timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{metric}{{"))
@@ -271,17 +279,50 @@ def test_what_is_not_needed_is_dropped(config: Config, server: None) -> None:
     assert not notes
 
 
-def test_weights_and_prompts_want_the_key(config: Config, server: None) -> None:
-    stranger = Server(config.rollout.server.urls[0], config.rollout.server.model_copy(update={"key_env": None}))
+def test_a_damaged_file_is_not_loaded(config: Config, server: None) -> None:
+    assert config.model.path is not None
+    engine = ServerEngine(config.model.path, make_tokenizer(), config)
+    (address,), (path,) = engine.servers, engine.transfer.folder.glob("*.safetensors")
+    address.post("/start_weight_update")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-4] + bytes([whole[-4] ^ 1]) + whole[-3:])
+    with pytest.raises(ServerError, match="checksum"):
+        engine.transfer._load(address, engine.transfer.version, None)
+    path.write_bytes(whole)
+    address.post("/start_weight_update")  # which vLLM has ended
+    engine.transfer._load(address, engine.transfer.version, None)
+    address.post("/finish_weight_update")
+
+
+def test_every_path_requires_the_key(
+    config: Config, server: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (url,) = config.rollout.server.urls
+    own = Server(url, config.rollout.server)
+    while True:  # waits for it, alone
+        try:
+            own.check_health()
+        except ServerError:
+            time.sleep(0.2)
+        else:
+            break
+    assert own.post("/collective_rpc", {"method": "check_health"}) == {"results": [None]}
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    stranger = Server(url, config.rollout.server)
     stranger.check_health()
-    for path in ("/pause", "/update_weights", "/collective_rpc", "/inference/v1/generate"):
-        with pytest.raises(RolloutError, match="HTTP 401"):
+    paths = ["/pause", "/update_weights", "/collective_rpc", "/inference/v1/generate", "/init_weight_transfer_engine"]
+    for path in (*paths, "/metrics", "/openapi.json", "/nowhere"):
+        with pytest.raises(ServerError, match="HTTP 401"):
             stranger.post(path)
+    web_page = {"Content-Type": "text/plain", "Origin": "http://evil.example"}
+    request = urllib.request.Request(f"{url}/collective_rpc", b'{"method": "sleep"}', web_page)
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(request, timeout=60)
 
 
 def test_weights_by_nccl(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With gloo in NCCL's place: updates, another trainer between them, a server that is started anew."""
-    monkeypatch.setenv(KEY, "s3cret")
+    monkeypatch.setattr(nccl, "make_unique_id", gloo_for_nccl.make_unique_id)
     gloo_for_nccl.replace(monkeypatch.setattr)
     gloo_for_nccl.replace_streams(monkeypatch.setattr)
     path, url = config.model.path, free_address()

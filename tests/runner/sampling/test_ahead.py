@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from builders import make_config
 from test_sampler import Engine, every_third, ids, make_sampler
 
 from dapo_runner.sampling.ahead import AheadSampler, SamplingStalledError
@@ -121,6 +122,24 @@ def test_a_round_that_is_quicker_than_the_one_before_waits_for_its_turn(lead: in
     assert steps == one_after_the_other(six_of_seven)
     assert engine.overtaken >= 2
     assert engine.rounds != sorted(engine.rounds)
+
+
+@pytest.mark.parametrize("lead", [1, 2])
+def test_by_default_what_a_step_leaves_over_fills_the_next(lead: int) -> None:
+    """As old as the steps ahead when it was accepted, it is one older when it trains."""
+    rollout = {"engine": "server", "ahead": lead, "correction": {"weights": "token"}}
+
+    def too_old(**settings: int) -> int:
+        class Versions(Engine):
+            def __call__(self, prompts: list[Prompt], round_index: int) -> list[Group]:
+                step = max(1, sampler.steps - lead)  # of the weights
+                return [replace(group, step=step) for group in super().__call__(prompts, round_index)]
+
+        config = make_config(rollout=rollout, sampler={"prompts_per_step": 4, **settings})
+        engine, sampler = Versions(every_third), make_sampler(**config.sampler.model_dump(exclude={"prompts_per_step"}))
+        return sum(sampler.next(engine).stats.too_old for _ in range(STEPS))
+
+    assert 3 * too_old() < too_old(max_age=lead)
 
 
 def test_two_rounds_in_flight_are_not_further_ahead_than_one() -> None:

@@ -138,3 +138,15 @@ def test_a_run_says_what_its_curriculum_is(tmp_path: Path, capsys: pytest.Captur
     plan = make_plan(make_config(sampler={"curriculum": {"by": "pass_rate", "high": 0.9}}))["curriculum"]
     assert "0% of the samples or fewer were right, or 90% or more, rest for 2 epochs" in plan
     assert make_plan(make_config())["curriculum"].startswith("none")
+
+
+def test_the_share_is_not_rounded_up_by_floats() -> None:
+    prompts = [replace(make_prompt(str(i)), row={"difficulty": i}) for i in range(100)]
+    for start in range(5, 100, 5):
+        for steps in range(1, 12):
+            config = CurriculumConfig(by="column", start=start / 100, steps=steps)
+            curriculum = make_curriculum(config, prompts)
+            assert curriculum is not None
+            for step in range(1, steps + 1):
+                wanted = -(-(start * steps + (100 - start) * (step - 1)) // steps)  # in integers
+                assert sum(curriculum.admits(prompt, step, 0) for prompt in prompts) == wanted, (start, steps, step)

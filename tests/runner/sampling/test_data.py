@@ -119,6 +119,19 @@ def test_evaluation_file_never_trains(tmp_path: Path) -> None:
     assert report.rows == report.in_heldout + report.beyond_limit + report.train + report.heldout
 
 
+def test_a_row_that_renders_to_a_heldout_prompt_is_not_trained_on(tmp_path: Path) -> None:
+    """The training file carries the recipe's instruction already, the evaluation file gets it from the template."""
+    wrapped = [dapo_row(apply_template("dapo", f"{i} + {i}?"), str(2 * i)) for i in range(8)]
+    train = write_rows(tmp_path / "t.jsonl", wrapped)
+    heldout = write_rows(tmp_path / "e.jsonl", [gsm8k_row(f"{i}  + {i}?", str(2 * i)) for i in range(5)])
+    data = {"format": "auto", "path": train, "eval_path": heldout, "eval_size": 5, "template": "dapo"}
+    config = make_config(data=data, rollout={"max_prompt_tokens": 1000}, optimizer={"token_budget": 2048})
+    dataset = load_data(config, CharTokenizer())
+    assert [p.answer for p in dataset.heldout] == ["0", "2", "4", "6", "8"]
+    assert [p.answer for p in dataset.train] == ["10", "12", "14"]
+    assert (dataset.report.in_heldout, dataset.report.rows) == (5, 13)
+
+
 def test_heldout_is_cut_from_the_training_file(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "t.jsonl", [dapo_row(f"q{i}", str(i)) for i in range(50)])
     one = load_data(data_config(path, eval_size=10), CharTokenizer())
@@ -160,7 +173,7 @@ def test_templates() -> None:
         ("d.jsonl", '{"question": "a", "answer": "12"}', ["row 1", "#### n"]),
         ("d.jsonl", '{"prompt": "a", "reward_model": {}}', ["row 1", "prompt [{role, content}]"]),
         ("d.jsonl", json.dumps(dapo_row("a", "")), ["row 1", "ground_truth"]),
-        ("d.csv", "a,b", [".jsonl or .parquet"]),
+        ("d.csv", "a,b\n1,2", ["d.csv", "question"]),
         ("d.jsonl", "", ["no training prompt is left"]),
         ("missing.jsonl", None, ["nothing there"]),
     ],

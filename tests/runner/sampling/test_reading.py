@@ -115,8 +115,8 @@ def test_an_answer_that_is_no_text_is_written_as_json(tmp_path: Path, value: Any
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"a": "1"}, "KeyError: 'q'"),
-        ({"q": "?"}, "KeyError: 'a'"),
+        ({"a": "1", "b": 2}, "no column 'q'; columns are a, b"),
+        ({"q": "?"}, "no column 'a'; columns are q"),
         ({"q": "?", "a": None}, "no answer"),
         ({"q": "?", "a": " "}, "no answer"),
         ({"q": 3, "a": "1"}, "expected a text or a list of messages"),
@@ -133,6 +133,32 @@ def test_rows_that_do_not_fit_are_named(tmp_path: Path, row: dict[str, Any], rea
     with pytest.raises(ConfigError, match=r"d\.jsonl, row 1: expected data\.columns to fit") as caught:
         read(tmp_path, row, answer="a", **choices)
     assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("d.json", ' [{"q": "Why?", "a": "1, 2"},\n {"q": "Wö\\n?", "a": "3"}]'),
+        ("d.json", '{"q": "Why?", "a": "1, 2"}\n{"q": "Wö\\n?", "a": "3"}\n'),
+        ("d.csv", '\ufeffq,a\r\nWhy?,"1, 2"\r\n"Wö\n?",3\r\n'),
+    ],
+)
+def test_json_and_csv_are_read(tmp_path: Path, name: str, content: str) -> None:
+    path = tmp_path / name
+    path.write_text(content, encoding="utf-8", newline="")
+    assert missing_data(path) is None
+    prompts = load_data(config_of(path, columns={"prompt": "q", "answer": "a"}), CharTokenizer()).train
+    assert [(prompt.text, prompt.answer) for prompt in prompts] == [("Why?", "1, 2"), ("Wö\n?", "3")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("d.json", "[{"), ("d.json", "[1]"), ("d.csv", "q,a\n1,2,3\n"), ("d.csv", "q,a\n1\n"), ("d.csv", 'q,a\n"1,2\n')],
+)
+def test_broken_json_and_csv_name_the_file(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=name):
+        load_data(config_of(tmp_path / name, columns={"prompt": "q", "answer": "a"}), CharTokenizer())
 
 
 @pytest.mark.parametrize("how", ["saved", "saved splits", "files"])
@@ -170,7 +196,7 @@ def test_a_name_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: 1 / 0)
     with pytest.raises(ConfigError, match=r"a Hugging Face data set .* 'main' .* 'test' at openai/gsm8k: division by"):
         load_data(config, CharTokenizer())
-    with pytest.raises(ConfigError, match=r"data\.path: expected a \.jsonl or \.parquet file, a folder or the name"):
+    with pytest.raises(ConfigError, match=r"data\.path: .*no/such/folder"):
         check_needs(config_of("no/such/folder", columns={"prompt": "q", "answer": "a"}))
 
 

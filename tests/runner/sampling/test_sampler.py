@@ -212,6 +212,8 @@ def test_what_the_filter_goes_by(rewards: tuple[float, ...], by_correctness: int
         graded = step.stats.groups if by_reward > by_correctness else 0
         assert step.stats.graded == graded
         figures = sampling_metrics(step.stats, filter_on)
+        if filter_on == "reward":
+            assert figures["sampling/varying"] == (kept > 0) == 1 - figures["sampling/alike"]
         assert figures.get("sampling/graded") == (None if filter_on == "correctness" else graded / step.stats.groups)
 
 

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
 from dapo_runner.study.figures import mean_and_error
-from dapo_runner.study.statistics import Estimate, estimate, paired_test, two_sided_p
+from dapo_runner.study.statistics import Estimate, estimate, holm, paired_test
 
 
-@pytest.mark.parametrize(
-    ("t", "df", "p"),
-    [
-        (1.0, 1, 0.5),
-        (12.706, 1, 0.05),
-        (4.303, 2, 0.05),
-        (3.182, 3, 0.05),
-        (2.776, 4, 0.05),
-        (4.604, 4, 0.01),
-        (2.571, 5, 0.05),
-        (2.228, 10, 0.05),
-        (3.850, 29, 0.0006),
-    ],
-)
-def test_students_t_as_tables_have_it(t: float, df: int, p: float) -> None:
-    assert two_sided_p(t, df) == pytest.approx(p, rel=2e-3)
-    assert two_sided_p(-t, df) == two_sided_p(t, df)
+@pytest.mark.parametrize(("t", "n", "p"), [(12.706, 2, 0.05), (2.776, 5, 0.05), (4.604, 5, 0.01), (3.850, 30, 0.0006)])
+def test_students_t_as_tables_have_it(t: float, n: int, p: float) -> None:
+    """Differences with mean t/√n and standard deviation 1 have that t; where p is 0.05 the interval just reaches 0."""
+    spread = np.linspace(-1.0, 1.0, n)
+    differences = spread / spread.std(ddof=1) + t / np.sqrt(n)
+    test = paired_test(differences.tolist(), [0.0] * n)
+    assert test is not None
+    assert test.interval is not None
+    assert test.p == pytest.approx(p, rel=2e-3)
+    assert sum(test.interval) / 2 == pytest.approx(t / np.sqrt(n))
+    if p == 0.05:
+        assert test.interval[0] == pytest.approx(0.0, abs=1e-3)
+
+
+def test_holm_by_hand() -> None:
+    """Step down: 4 × 0.01, 3 × 0.02; 2 × 0.022 would be less than the one before; at most 1."""
+    assert holm([0.022, 0.01, 0.9, 0.02]) == pytest.approx([0.06, 0.04, 0.9, 0.06])
+    assert holm([0.7, 0.6]) == pytest.approx([1.0, 1.0])
+    assert holm([]) == []
 
 
 def test_of_one_seed_there_is_no_error() -> None:
@@ -41,11 +41,12 @@ def test_a_paired_test_goes_by_differences() -> None:
     test = paired_test([0.12, 0.51, 0.93], [0.10, 0.50, 0.90])
     assert test is not None
     assert test.difference.mean == pytest.approx(0.02)
-    assert test.p == pytest.approx(two_sided_p(0.02 / (0.01 / math.sqrt(3)), 2))
+    assert test.p == pytest.approx(0.0742, abs=5e-5)  # t = 2√3 with two degrees of freedom
     no_spread = paired_test([0.3, 0.6], [0.1, 0.4])
     assert no_spread is not None
     assert no_spread.difference.error != 0.0  # a spread of rounding, which is none
     assert no_spread.p is None
+    assert no_spread.interval is None
     assert paired_test([], []) is None
 
 

@@ -129,19 +129,35 @@ def test_the_page_by_hand(tmp_path: Path) -> None:
             finish(run, [0.2, 0.3, after[run.variant, run.seed]], tokens)
     results = [read_result(run, study.tail) for run in runs if is_finished(run)]
     page = write_page(study, runs, results, [Failure(runs[5], "exit code 1: no luck")]).read_text()
-    rows = {line.split(" | ")[0].lstrip("| "): line.split(" | ")[1:] for line in page.splitlines() if " | " in line}
-    assert rows["plain"][:5] == ["20.0 ± 0.0", "30.0 ± 0.0", "60.0 ± 10.0", "–", "–"]
-    assert rows["+ clip-higher"][:5] == ["20.0 ± 0.0", "30.0 ± 0.0", "75.0 ± 15.0", "+15.0 ± 5.0", "0.205"]
-    assert rows["short (1 of 2 seeds)"][2:5] == ["10.0", "-40.0 (plain)", "–"]
-    assert [row[5] for row in rows.values()] == ["at equal tokens", "60.0 ± 10.0", "45.0 ± 15.0", "10.0"]
-    assert "interpolated at 400, the fewest of any run" in page
-    assert rows["plain"][6:9] == ["0.500 → 0.500", "–", "–"]
-    assert [cell.strip(" |") for cell in rows["plain"][9:]] == ["4", "8", "400", "6"]
+    table, comparisons = [
+        {line.split(" | ")[0].lstrip("| "): [cell.strip(" |") for cell in line.split(" | ")[1:]] for line in part}
+        for part in (part.splitlines() for part in page.split("\n\n") if part.startswith("|"))
+    ]
+    assert table["plain"][:4] == ["20.0 ± 0.0", "30.0 ± 0.0", "60.0 ± 10.0", "60.0 ± 10.0"]
+    assert table["+ clip-higher"][:4] == ["20.0 ± 0.0", "30.0 ± 0.0", "75.0 ± 15.0", "45.0 ± 15.0"]
+    assert table["short (1 of 2 seeds)"][2:4] == ["10.0", "10.0"]
+    assert "400" in page  # the fewest tokens of any run
+    assert table["plain"][4:7] == ["0.500 → 0.500", "–", "–"]
+    assert table["plain"][7:] == ["4", "8", "400", "6"]
+    # Two seeds: differences of 10 and 20 points; at 400 tokens +10 and 30 − 70 = −40.
+    assert comparisons["+ clip-higher"] == [
+        *("plain", "+15.0 ± 5.0 (-48.5 to +78.5)", "0.205", "0.410"),
+        *("-15.0 ± 25.0 (-332.7 to +302.7)", "0.656", "0.656"),
+    ]
+    assert comparisons["short"] == ["plain", "-40.0", "–", "–", "-40.0", "–", "–"]
+    assert "plain" not in comparisons
     assert "Failed: short, seed 5: exit code 1: no luck" in page
     assert '**+ clip-higher**: `algorithm="grpo" loss.overrides.clip_high=0.28`' in page
     assert "](f.png)" in page
     assert (tmp_path / "s/f.png").stat().st_size > 10_000
-    assert len(json.loads((tmp_path / "s/study.json").read_text())) == 5
+    runs_of_page = json.loads((tmp_path / "s/study.json").read_text())
+    assert len(runs_of_page) == 5
+    for run in runs_of_page:  # what a picture draws can be drawn again
+        assert run["axes"]["step"] == [0, 1, 2, 3, 4]
+        assert run["axes"]["tokens"][-1] == run["tokens"]
+        assert run["curves"]["train/entropy"] == [[1, 2, 3, 4], [0.5] * 4]
+        steps, accuracies = run["curves"][results[0].metric]
+        assert (steps[0], accuracies[-1]) == (0, run["after"])
 
 
 def test_runs_of_another_study_are_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,3 +126,8 @@ def test_sequences_line_up_with_their_tokens() -> None:
     assert first.advantages[:3].tolist() == [0, 0, 0]
     assert len(set(first.advantages[3:].tolist())) == 1
     assert (first.token_ids.dtype, first.advantages.dtype) == (torch.int64, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["batch_whitened", "batch_std", "group_std"])
+def test_one_sample_has_no_spread(kind: str) -> None:
+    assert step_of("R", kind=kind) == [[0.0]]

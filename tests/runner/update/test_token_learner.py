@@ -265,3 +265,12 @@ def test_a_reference_of_another_shape_cannot_follow(policy: Policy, tmp_path: Pa
     config = make_config(loss={"overrides": {"kl_coef": 0.1}, "reference": "other", "reference_ema": 0.9})
     with pytest.raises(ConfigError, match=r"loss\.reference_ema: expected a reference with the same weights"):
         Learner(policy, config, load_reference(other, FLOAT32, CPU))
+
+
+def test_a_token_inside_the_clip_is_not_counted() -> None:
+    """`old + (v − old)` differs from v by a rounding for many of these."""
+    generator = torch.Generator().manual_seed(0)
+    noise, returns = torch.randn(2, 20000, generator=generator)
+    values = 0.05 * torch.randn(20000, generator=generator)
+    old = values + 0.1 * noise.clamp(-1.9, 1.9)
+    assert float(value_loss(values, old, returns, torch.ones(20000, dtype=torch.bool), 0.2).clipped) == 0

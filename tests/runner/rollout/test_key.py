@@ -1,0 +1,107 @@
+"""A server answers nobody without its key, which `dapo serve` makes and the trainer finds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_server import FakeServer
+from small import write_recipe
+
+from dapo_runner.cli import main
+from dapo_runner.commands import serve
+from dapo_runner.config import ConfigError
+from dapo_runner.config.rollout_server import ServerConfig
+from dapo_runner.rollout.client import Server, ServerError
+
+
+@pytest.fixture(autouse=True)
+def _no_keys_of_the_users(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("settings")))
+
+
+def started(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], dict[str, str]]:
+    """Return the arguments and the environment of the server that `dapo serve` becomes."""
+    found: list[tuple[list[str], dict[str, str]]] = []
+
+    def execve(_: str, command: list[str], environment: dict[str, str]) -> None:
+        found.append((command, environment))
+        raise SystemExit
+
+    monkeypatch.setattr(serve, "check_installed", lambda: None)
+    monkeypatch.setattr(os, "execve", execve)
+    with pytest.raises(SystemExit):
+        main(["serve", str(write_recipe(folder)), "rollout.engine=server", f"rollout.server.urls=[{url}]"])
+    return found[0]
+
+
+def test_a_server_and_its_trainer_have_a_key_without_being_told(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FakeServer(model_folder) as server:
+        trainer = Server(server.url, ServerConfig())
+        trainer.get("/weight_info")  # of a server that nobody has started by `dapo serve`
+        server.kill()
+        command, environment = started(server.url, tmp_path, monkeypatch)
+        server.start()
+        key = environment["VLLM_API_KEY"]
+        assert len(key) > 30
+        assert "--middleware=dapo_runner.rollout.guard.Guard" in command
+        said = capsys.readouterr().out
+        assert key not in said + str(command)
+        (path,) = (Path(line.removeprefix("key: ")) for line in said.splitlines() if line.startswith("key: "))
+        assert path.stat().st_mode & 0o777 == 0o600
+        trainer.get("/weight_info")
+        keys = [headers.get("Authorization") for *_, headers in server.asked]
+        assert keys == [None, f"Bearer {key}"]
+        server.kill()
+        assert started(server.url, tmp_path, monkeypatch)[1]["VLLM_API_KEY"] == key  # what was copied elsewhere holds
+        assert started("http://localhost:1234", tmp_path, monkeypatch)[1]["VLLM_API_KEY"] != key
+        server.start()
+        server.hooks["/pause"] = lambda body: (401, {"error": f"Bearer {key} is none"})
+        with pytest.raises(ServerError, match=str(path)) as raised:
+            trainer.post("/pause")
+        assert key not in str(raised.value)
+        path.chmod(0o640)
+        with pytest.raises(ConfigError, match=r"^rollout.server.key_env: "):
+            trainer.get("/weight_info")
+
+
+def said_by_guard(monkeypatch: pytest.MonkeyPatch, path: str, kind: str = "http", **headers: str) -> list[Any]:
+    """Return what is sent for a request; "in" where the application was reached."""
+    monkeypatch.setenv("VLLM_API_KEY", "s3cret")
+    from dapo_runner.rollout.guard import Guard
+
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        sent.append("in")
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("status", message["type"]))
+
+    given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": kind, "path": path, "method": "POST", "headers": given}
+    asyncio.run(Guard(app)(scope, None, send))
+    return sent
+
+
+@pytest.mark.parametrize("path", ["/collective_rpc", "/init_weight_transfer_engine", "/v1/models", "/", "//health"])
+def test_a_stranger_gets_nowhere(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    web_page = {"origin": "http://evil.example", "content_type": "text/plain"}
+    for headers in ({}, web_page, {"authorization": "Bearer "}, {"authorization": "Bearer s3cre"}):
+        assert said_by_guard(monkeypatch, path, **headers)[0] == 401
+    assert said_by_guard(monkeypatch, path, "websocket") == ["websocket.close"]
+    assert said_by_guard(monkeypatch, path, authorization="Bearer s3cret") == ["in"]
+    assert said_by_guard(monkeypatch, "/health") == ["in"]
+
+
+def test_no_server_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dapo_runner.rollout.guard import Guard
+
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with pytest.raises(RuntimeError, match="VLLM_API_KEY"):
+        Guard(None)
