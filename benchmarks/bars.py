@@ -38,6 +38,33 @@ def over_denominator(ours: Record, record: Record) -> float | None:
     return ours.get("over_denominator")
 
 
+def bandwidth(fields: dict[str, Any], ms: float) -> float:
+    """GB/s, if the logits are read once and written once in that time."""
+    return 2 * fields["n_tokens"] * fields["vocab"] * (4 if fields["dtype"] == "float32" else 2) / ms / 1e6
+
+
+def fastest_denominator(records: Sequence[Record]) -> float | None:
+    """Milliseconds: the smallest median that the denominator had in any process of these records.
+
+    The same pass over the same memory takes up to twice as long in one process as in another, so that a ratio to the
+    pass of one's own process says less than one to the fastest pass of all.
+    """
+    return min(
+        (
+            row["median_ms"] / row["over_denominator"]
+            for record in records
+            for row in record["rows"]
+            if row["kind"] != "denominator" and "over_denominator" in row
+        ),
+        default=None,
+    )
+
+
+def over_fastest_pass(ours: Record, record: Record) -> float | None:
+    fastest = fastest_denominator([record])
+    return None if fastest is None or "median_ms" not in ours else ours["median_ms"] / fastest
+
+
 def over_eager(ours: Record, record: Record) -> float | None:
     eager = next((row.get("median_ms") for row in record["rows"] if row["name"] == "eager"), None)
     return None if eager is None or "median_ms" not in ours else ours["median_ms"] / eager

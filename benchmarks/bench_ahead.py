@@ -140,7 +140,7 @@ def settings_of(side: Side, url: str) -> list[str]:
     if side.engine == "server":
         settings.append(f"rollout.server.urls=[{url}]")
     if side.ahead:
-        settings += ["rollout.correction.weights=token", f"sampler.max_age={side.ahead}"]
+        settings.append("rollout.correction.weights=token")
     return settings
 
 

@@ -52,6 +52,8 @@ class Contestant:
         modules: what it imports; the first one's package must be installed.
         backend: of dapo_kernels, where it is not the device's default.
         for_gpus: its authors wrote it for GPUs; in tables of a CPU it stands apart.
+        destroys_logits: it overwrites the caller's logits. It is compared with our call that does so too, every other
+            contestant with our call that leaves the logits alone.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Contestant:
     modules: tuple[str, ...] = ()
     backend: str | None = None
     for_gpus: bool = False
+    destroys_logits: bool = False
 
     def missing(self) -> str | None:
         """Why it cannot run in this environment."""
@@ -406,7 +409,9 @@ CONTESTANTS: tuple[Contestant, ...] = (
         lambda config: hidden_level(config) and config.mode == "forward",
         copies=(1.0, 0.0),
     ),
-    Contestant("dapo_kernels", "inplace_backward=True", "ours", _ours_from_logits(True), logits_level),
+    Contestant(
+        "dapo_kernels", "inplace_backward=True", "ours", _ours_from_logits(True), logits_level, destroys_logits=True
+    ),
     Contestant(
         "dapo_kernels, new gradient",
         "inplace_backward=False",

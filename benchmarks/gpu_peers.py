@@ -186,6 +186,7 @@ GPU_PEERS: tuple[Contestant, ...] = (
         _liger_logits,
         _liger_logits_takes,
         modules=("liger_kernel.transformers.grpo_loss",),
+        destroys_logits=True,
     ),
     Contestant(
         "quack cross_entropy",
@@ -194,6 +195,7 @@ GPU_PEERS: tuple[Contestant, ...] = (
         _quack_logits,
         _from_logits,
         modules=("quack.cross_entropy",),
+        destroys_logits=True,
     ),
     Contestant(
         "flash-attn cross_entropy_loss",
@@ -202,6 +204,7 @@ GPU_PEERS: tuple[Contestant, ...] = (
         _flash_attn_logits,
         _from_logits,
         modules=("flash_attn.ops.triton.cross_entropy",),
+        destroys_logits=True,
     ),
     Contestant(
         "quack linear_cross_entropy",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import bars
-from benchmarks.bars import Bar, beyond_gradients, over_denominator
+from benchmarks.bars import Bar, bandwidth, beyond_gradients, over_denominator
 
 Record = dict[str, Any]
 
@@ -73,5 +73,4 @@ def _rate(name: str, fields: dict[str, Any], seconds: float) -> str:
     if name.endswith(("GEMM", "GEMMs")):
         count = 3 if name == "three GEMMs" else 1
         return f"{2 * count * entries * fields['hidden'] / seconds / 1e12:.3g} TFLOP/s"
-    size = 4 if fields["dtype"] == "float32" else 2
-    return f"{2 * entries * size / seconds / 1e9:.4g} GB/s (one read, one write)"
+    return f"{bandwidth(fields, 1e3 * seconds):.4g} GB/s (one read, one write)"

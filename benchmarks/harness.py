@@ -129,6 +129,7 @@ def _row(contestant: Contestant) -> Row:
         "kind": contestant.kind,
         "setting": contestant.setting,
         "for_gpus": contestant.for_gpus,
+        "destroys_logits": contestant.destroys_logits,
         "status": "ok",
     }
 
@@ -374,8 +375,12 @@ def _over_denominators(rows: list[Row]) -> None:
 
 
 def _over_ours(rows: list[Row]) -> None:
-    """Every median over ours, the first of that kind."""
-    base = next((row["median_ms"] for row in rows if row["kind"] == "ours" and "median_ms" in row), None)
+    """Every median over that of our call that treats the logits alike: overwrites them, or leaves them as they are."""
+    ours = [row for row in rows if row["kind"] == "ours" and "median_ms" in row]
+    if not ours:
+        return
+    leaves_them = next((row for row in ours if not row.get("destroys_logits")), ours[0])
     for row in rows:
-        if base is not None and "median_ms" in row:
-            row["over_ours"] = row["median_ms"] / base
+        if "median_ms" in row:
+            alike = ours[0] if row["kind"] in ("ours", "denominator") or row.get("destroys_logits") else leaves_them
+            row["over_ours"] = row["median_ms"] / alike["median_ms"]

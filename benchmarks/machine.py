@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from dapo_kernels.backends import available_backends
+from dapo_runner.preflight.amx import VARIABLE
 
 _PACKAGES = ("torch", "triton", "transformers", "trl", "liger_kernel", "numpy")
 _GPU_PACKAGES = (
@@ -39,6 +40,7 @@ def describe(gpu: bool = False) -> dict[str, Any]:
         "memory_gib": round(_kib("/proc/meminfo", "MemTotal") / 2**20, 1),
         "isa": _C.isa(),
         "torch_isa": torch.backends.cpu.get_cpu_capability(),
+        "onednn_isa": os.environ.get(VARIABLE),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in _PACKAGES},

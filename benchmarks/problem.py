@@ -127,7 +127,7 @@ def build(config: Config, seed: int = 0, logits: bool = True) -> Problem:
     )
     problem = Problem(
         config,
-        tokens._replace(old_logprobs=base.logprobs - _log_ratios(config, tokens, generator)),
+        tokens._replace(old_logprobs=(base.logprobs - _log_ratios(config, tokens, generator)).clamp(max=0.0)),
         base.normalizer,
         pristine=base.pristine,
         hidden=base.hidden,
@@ -139,7 +139,7 @@ def build(config: Config, seed: int = 0, logits: bool = True) -> Problem:
             problem.logits_of(slice(n, n + 1), torch.float32, kept[n])[0].log_softmax(0)[0] for n in range(len(kept))
         ]
         problem.tokens = problem.tokens._replace(
-            old_logprobs=problem.tokens.old_logprobs - base.logprobs + torch.stack(among)
+            old_logprobs=(problem.tokens.old_logprobs - base.logprobs + torch.stack(among)).clamp(max=0.0)
         )
     if logits:
         problem.take_logits()

@@ -50,7 +50,8 @@ def markdown(results: dict[str, Any]) -> str:
     facts = [
         *(gpu_report.facts(here["gpu"]) if "gpu" in here else []),
         f"- machine: {here['cpu']}, {here['cores']} cores, {here['memory_gib']} GiB",
-        f"- instruction set: dapo_kernels {here['isa']}, torch {here['torch_isa']}",
+        f"- instruction set: dapo_kernels {here['isa']}, torch {here['torch_isa']}, oneDNN "
+        f"{here.get('onednn_isa') or 'as it chooses'}",
         f"- threads: {results['threads']}; load average {load} (own work included)",
         f"- versions: {versions}, Python {here['python']}",
         f"- commit: {here['commit']}",

@@ -16,7 +16,13 @@ GB = 1e9
 MEMORY, BANDWIDTH, FLOPS = 85 * GB, 3350 * GB, 989e12
 NVLINK, NETWORK = 450 * GB, 8 * 50 * GB  # bytes a second, one way: of a GPU; of a machine
 # Assumptions, each to be replaced by a measurement.
-DECODE_EFFICIENCY = 0.4  # of BANDWIDTH: so the published decode rates of 7B and 32B come out
+# Of decoding. READ is assumed; LAYER is what it leaves of 75 tokens/s at one request, Llama-3.1-8B in bfloat16 on an
+# A100 of 1555 GB/s (vLLM): 1/75 − 2·8.03e9/(0.9·1555e9) = 1.86 ms in 32 layers. SEQUENCE is what both leave of the
+# published rates in full batches, 6,300 and 1,200 tokens/s a GPU (7B over 1, 32B over 4): 78 and 80 µs.
+READ_EFFICIENCY = 0.9  # of BANDWIDTH
+LAYER = 58e-6  # seconds of a layer beside reading: launches and the gaps between kernels, over however many GPUs
+SEQUENCE = 80e-6  # seconds of a sequence in a pass beside reading: attention, sampling, scheduling
+ALL_REDUCE = 10e-6  # seconds of one beside its bytes; there are two a layer where GPUs share an engine
 MATMUL_EFFICIENCY = 0.5  # of FLOPS, recomputed ones counted: an MFU of 0.375
 LINK_EFFICIENCY = 0.8
 HOP = 3e-6  # seconds a ring takes from a rank to the next
@@ -30,6 +36,7 @@ class Model:
     parameters: float
     active: float  # of a token
     layers: int
+    hidden: int
     attention: int  # heads × head dimension
     key_value: int
     rollout_tensor: int
@@ -67,9 +74,9 @@ class Work:
 
 
 MODELS = (
-    Model("7B", 7.6e9, 7.6e9, 28, 28 * 128, 4 * 128, 1, 2),
-    Model("32B", 32.8e9, 32.8e9, 64, 40 * 128, 8 * 128, 4, 8),
-    Model("235B-A22B", 235e9, 22e9, 94, 64 * 128, 4 * 128, 8, 8, engine_share=0.9),
+    Model("7B", 7.6e9, 7.6e9, 28, 3584, 28 * 128, 4 * 128, 1, 2),
+    Model("32B", 32.8e9, 32.8e9, 64, 5120, 40 * 128, 8 * 128, 4, 8),
+    Model("235B-A22B", 235e9, 22e9, 94, 4096, 64 * 128, 4 * 128, 8, 8, engine_share=0.9),
 )
 PAPER = Work(sampled=3 * 8192, trained=8192, updates=16, mean=4000, longest=20480)
 GPUS = (8, 32, 128, 512, 1024)
@@ -116,17 +123,23 @@ def rollout_time(model: Model, work: Work, n: int) -> tuple[float, float]:
     many such passes as its tokens need in batches that its cache holds, and at least as many as the longest response
     has tokens.
     """
-    speed = model.rollout_tensor * BANDWIDTH * DECODE_EFFICIENCY
-    context = work.mean / 2  # cached on average while a response grows
     batch = min(256.0, (model.engine - 2 * model.parameters) / (work.mean * model.cache))
     tokens = work.sampled * work.mean / (n / model.rollout_tensor)
-
-    def one_pass(side_by_side: float) -> float:
-        read = 1 - (1 - model.active / model.parameters) ** side_by_side  # experts that some token goes through
-        return (2 * model.parameters * read + side_by_side * context * model.cache) / speed
-
     passes = max(tokens / batch, work.longest)
-    return passes * one_pass(tokens / passes), work.longest * one_pass(1)
+    rollout = passes * pass_time(model, tokens / passes, work.mean / 2)
+    return rollout, work.longest * pass_time(model, 1, work.longest / 2)
+
+
+def pass_time(model: Model, side_by_side: float, context: float) -> float:
+    """Seconds of a token for each of so many responses, of which so many tokens are cached on average."""
+    read = 1 - (1 - model.active / model.parameters) ** side_by_side  # experts that some token goes through
+    size = 2 * model.parameters * read + side_by_side * context * model.cache
+    t = model.rollout_tensor
+    reading = size / (t * BANDWIDTH * READ_EFFICIENCY)
+    if t == 1:
+        return reading + model.layers * LAYER + side_by_side * SEQUENCE
+    summed = 2 * (t - 1) / t * 2 * model.hidden * side_by_side / (LINK_EFFICIENCY * NVLINK)
+    return reading + model.layers * (LAYER + 2 * (ALL_REDUCE + summed)) + side_by_side * SEQUENCE
 
 
 def update_time(model: Model, work: Work, n: int, shard: int) -> tuple[float, float]:
@@ -184,7 +197,7 @@ def table(work: Work = PAPER) -> str:
 # What NVIDIA publishes of NeMo-RL 0.4 on H100s: model, workload, GPUs, seconds of a step.
 PUBLISHED = (
     (MODELS[1], Work(2048, 2048, 4, 3206, 4096), 32, 393),
-    (Model("235B-A22B", 235e9, 22e9, 94, 64 * 128, 4 * 128, 16, 8), Work(512, 512, 1, 5671, 8192), 128, 506),
+    (MODELS[2], Work(512, 512, 1, 5671, 8192), 128, 506),
 )
 
 
@@ -192,8 +205,18 @@ def against_published() -> str:
     lines = ["| model | GPUs | responses × mean length | published s | here s |", "|---|---:|---:|---:|---:|"]
     for model, work, n, seconds in PUBLISHED:
         found = step(model, work, n)
-        here = found if isinstance(found, str) else f"{found.total:,.0f}"
+        here = "does not fit" if isinstance(found, str) else f"{found.total:,.0f}"
         lines.append(f"| {model.name} | {n} | {work.trained} × {work.mean} | {seconds} | {here} |")
+    return "\n".join(lines)
+
+
+def server_rates() -> str:
+    """BASE and SLOPE of `benchmarks/simulate_ahead.py` for Llama-3.1-8B on an H100."""
+    model = Model("Llama-3.1-8B", 8.03e9, 8.03e9, 32, 4096, 32 * 128, 8 * 128, 1, 1)
+    lines = ["| tokens cached on average | seconds a token | and for each response |", "|---:|---:|---:|"]
+    for context in (830, 3700):
+        first, second = (pass_time(model, n, context) for n in (1, 2))
+        lines.append(f"| {context:,} | {2 * first - second:.4f} | {second - first:.5f} |")
     return "\n".join(lines)
 
 
@@ -208,4 +231,4 @@ def decode_rates() -> str:
 
 
 if __name__ == "__main__":
-    print(table(), decode_rates(), against_published(), sep="\n\n")
+    print(table(), decode_rates(), against_published(), server_rates(), sep="\n\n")
