@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from benchmarks import machine
 from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import Config, dump_config, load_config
-from dapo_runner.tasks.tiny import ensure_tiny_model
+from dapo_runner.run.tiny_model import ensure_tiny_model
 
 TRAINER_CORE, SERVER_CORE = 0, 1
 SECONDS = "seconds/"

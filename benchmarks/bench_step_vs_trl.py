@@ -157,7 +157,7 @@ def watched(decoding: list[float], products: Products, last_update: int) -> Iter
 def run_ours(model: str, steps: int, threads: int, side: str) -> dict[str, Any]:
     """Seconds of each step by phase, tokens per step; for "runner" also what its floor is made of."""
     from dapo_runner.cli import main as dapo
-    from dapo_runner.records.metrics import read_log
+    from dapo_runner.logging.metrics import read_log
 
     compiled = side == "runner, compiled"
     floor = side == "runner"  # one more step than are timed
@@ -223,7 +223,7 @@ def run_ours(model: str, steps: int, threads: int, side: str) -> dict[str, Any]:
 def _train(raw: dict[str, Any]) -> None:
     """The runner without its command, so that the allocator is the environment's."""
     from dapo_runner.config import parse_config
-    from dapo_runner.records.progress import SilentProgress
+    from dapo_runner.logging.progress import SilentProgress
     from dapo_runner.train import train
 
     train(parse_config(raw), SilentProgress())

@@ -22,10 +22,10 @@ from pathlib import Path
 
 from benchmarks.bench_ahead import TRAINER_CORE, Serving, free_url, start_model, write_recipe
 from dapo_runner.config import Config, load_config
+from dapo_runner.data.dataset import PromptCursor, load_data
+from dapo_runner.logging.rollout_log import read_step, saved_steps
+from dapo_runner.logging.run_log import ROLLOUTS
 from dapo_runner.policy.model import load_tokenizer
-from dapo_runner.records.rollout_log import read_step, saved_steps
-from dapo_runner.records.run_log import ROLLOUTS
-from dapo_runner.sampling.data import PromptCursor, load_data
 
 SETTINGS = (
     "rollout.engine=server", "rollout.ahead=1", "rollout.correction.weights=token", "sampler.max_age=1",

@@ -52,7 +52,7 @@ def make_trainer(name: str, case: str) -> Any:
     from trl import GRPOConfig, GRPOTrainer
 
     from dapo_kernels.integrations.trl import DapoGRPOTrainer
-    from dapo_runner.tasks.tiny import make_tokenizer
+    from dapo_runner.run.tiny_model import make_tokenizer
 
     torch.manual_seed(0)
     sizes = {"hidden_size": HIDDEN, "intermediate_size": 8, "num_hidden_layers": 0, "num_attention_heads": 9}

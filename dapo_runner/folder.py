@@ -28,8 +28,8 @@ from dapo_runner.config import (
     parse_config,
     read_recipe,
 )
-from dapo_runner.records.metrics import METRICS_FILE
-from dapo_runner.records.run_log import CHECKPOINTS
+from dapo_runner.logging.metrics import METRICS_FILE
+from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.rewards.verdicts import forget
 
 CONFIG_FILE = "config.yaml"

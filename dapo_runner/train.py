@@ -6,11 +6,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from dapo_runner.algorithms.learner import step_figures
 from dapo_runner.config import Config, check_config
-from dapo_runner.records.progress import Progress, make_progress
+from dapo_runner.logging.progress import Progress, make_progress
 from dapo_runner.run.opening import open_run
 from dapo_runner.run.steps import TrainedStep, is_due
-from dapo_runner.update.learner import step_figures
 
 
 def train(config: Config, progress: Progress | None = None) -> Path:

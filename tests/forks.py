@@ -6,4 +6,4 @@ import multiprocessing
 
 METHOD = "forkserver"
 CONTEXT = multiprocessing.get_context(METHOD)
-CONTEXT.set_forkserver_preload(["dapo_runner.train", "dapo_runner.records.report", "transformers.models.llama"])
+CONTEXT.set_forkserver_preload(["dapo_runner.train", "dapo_runner.logging.report", "transformers.models.llama"])

@@ -7,8 +7,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.policy.lora import adapter_tensors, has_adapters, save_adapters
-from dapo_runner.update.learner import Learner
 
 
 def write_learner(learner: Learner, unfinished: Path) -> list[str]:

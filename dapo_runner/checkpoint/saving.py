@@ -20,12 +20,12 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.checkpoint import files, plain, sharded
 from dapo_runner.checkpoint.files import Checkpoint, CheckpointError
 from dapo_runner.checkpoint.state import FILE, Resumable, load_moment, moment, packed
 from dapo_runner.parallel.world import World
 from dapo_runner.policy.lora import has_adapters, load_adapters
-from dapo_runner.update.learner import Learner
 
 
 def save_checkpoint(

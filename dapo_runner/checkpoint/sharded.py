@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.checkpoint import files
 from dapo_runner.parallel.sharding import local
 from dapo_runner.parallel.world import World
 from dapo_runner.policy.lora import adapter_tensors, has_adapters, save_adapters
 from dapo_runner.policy.model import Policy
 from dapo_runner.policy.weights import checkpoint_weights, layer_of
-from dapo_runner.update.learner import Learner
 
 T = TypeVar("T")
 OPTIMIZER = "optimizer"

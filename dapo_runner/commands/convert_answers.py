@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dapo_runner.commands.complain import complain
 from dapo_runner.commands.output import quiet_libraries
 from dapo_runner.config import ConvertConfig, apply_overrides, parse
-from dapo_runner.convert.journal import beside
-from dapo_runner.convert.run import convert_answers
 from dapo_runner.rewards.endpoint import EndpointError
+from dapo_runner.tools.convert.journal import beside
+from dapo_runner.tools.convert.run import convert_answers
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:

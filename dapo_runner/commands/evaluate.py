@@ -14,18 +14,18 @@ from dapo_runner.commands.complain import complain
 from dapo_runner.commands.output import print_evaluations, quiet_libraries
 from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import Config, ConfigError, load_config
+from dapo_runner.data.dataset import load_data
 from dapo_runner.evaluate import evaluate, scored
 from dapo_runner.folder import CONFIG_FILE, read_config
+from dapo_runner.logging.run_log import CHECKPOINTS
+from dapo_runner.logging.show import printable
 from dapo_runner.policy.lengths import check_length
 from dapo_runner.policy.model import load_tokenizer, resolve_device
 from dapo_runner.preflight.needs import check_model
-from dapo_runner.records.run_log import CHECKPOINTS
-from dapo_runner.records.show import printable
 from dapo_runner.rewards.plugin import RewardError
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.client import RolloutError
 from dapo_runner.run.parts import open_engine
-from dapo_runner.sampling.data import load_data
 from dapo_runner.types import Group
 
 

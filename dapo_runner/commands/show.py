@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from dapo_runner.errors import ConfigError
-from dapo_runner.records.rollout_log import EVALUATIONS, ROLLOUTS
-from dapo_runner.records.show import choose_group, load_step, page, render_group, steps_table
+from dapo_runner.logging.rollout_log import EVALUATIONS, ROLLOUTS
+from dapo_runner.logging.show import choose_group, load_step, page, render_group, steps_table
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -21,11 +21,11 @@ from dapo_runner.folder import lock_folder
 from dapo_runner.interrupt import end_with_parent
 from dapo_runner.parallel.world import make_layout
 from dapo_runner.preflight.needs import check_needs
-from dapo_runner.study.page import write_page
-from dapo_runner.study.plan import StudyRun, is_finished, jobs_of, plan_runs, plan_starts, recipe_of_start
-from dapo_runner.study.results import read_result
-from dapo_runner.study.runs import Failure, carry_out
-from dapo_runner.tasks.tiny import ensure_tiny_model
+from dapo_runner.run.tiny_model import ensure_tiny_model
+from dapo_runner.tools.study.page import write_page
+from dapo_runner.tools.study.plan import StudyRun, is_finished, jobs_of, plan_runs, plan_starts, recipe_of_start
+from dapo_runner.tools.study.results import read_result
+from dapo_runner.tools.study.runs import Failure, carry_out
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -11,34 +11,34 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from dapo_runner.algorithms.mini_batch import NonFiniteUpdateError
 from dapo_runner.checkpoint import CheckpointError, checkpoint_to_resume
 from dapo_runner.commands.complain import complain
 from dapo_runner.commands.output import print_evaluations, quiet_libraries
 from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import Config, load_config
+from dapo_runner.data.curriculum import make_curriculum
+from dapo_runner.data.dataset import Tokenizer, load_data
 from dapo_runner.folder import check_same_run
 from dapo_runner.fork import find_origin
 from dapo_runner.interrupt import StepGivenUpError
+from dapo_runner.logging.metrics import METRICS_FILE, before_and_after
+from dapo_runner.logging.progress import make_progress
+from dapo_runner.logging.report import write_report
+from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.parallel.watch import RankLostError
 from dapo_runner.parallel.world import RankError, make_layout
 from dapo_runner.policy.lengths import check_lengths
 from dapo_runner.policy.model import load_tokenizer
 from dapo_runner.preflight.needs import check_needs, check_writable
 from dapo_runner.preflight.plan import GPUS_OF_A_MACHINE, make_plan
-from dapo_runner.records.metrics import METRICS_FILE, before_and_after
-from dapo_runner.records.progress import make_progress
-from dapo_runner.records.report import write_report
-from dapo_runner.records.run_log import CHECKPOINTS
 from dapo_runner.rewards.plugin import RewardError
+from dapo_runner.rollout.asynchronous import SamplingStalledError
 from dapo_runner.rollout.client import RolloutError
+from dapo_runner.rollout.group_buffer import SamplingExhaustedError
 from dapo_runner.rollout.probe import OutOfSyncError
-from dapo_runner.sampling.ahead import SamplingStalledError
-from dapo_runner.sampling.curriculum import make_curriculum
-from dapo_runner.sampling.data import Tokenizer, load_data
-from dapo_runner.sampling.sampler import SamplingExhaustedError
-from dapo_runner.tasks.tiny import make_tokenizer
+from dapo_runner.run.tiny_model import make_tokenizer
 from dapo_runner.train import train
-from dapo_runner.update.mini_batch import NonFiniteUpdateError
 
 STOPPED = (
     CheckpointError,

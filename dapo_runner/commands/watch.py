@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from dapo_runner.errors import ConfigError
-from dapo_runner.page.serve import open_server
+from dapo_runner.tools.page.serve import open_server
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -83,7 +83,7 @@ COMPARING = ("group_std", "group_mean", "batch_std", "leave_one_out", "group_ret
 
 
 class AdvantageConfig(Section):
-    # Formulas and papers: dapo_runner.update.advantage.
+    # Formulas and papers: dapo_runner.algorithms.advantage.
     kind: Literal[
         "group_std",
         "group_mean",
@@ -96,7 +96,7 @@ class AdvantageConfig(Section):
         "group_returns",
     ] = "group_std"
     eps: PositiveFloat = 1e-6
-    # Of the last three, which are per token: dapo_runner.update.returns.
+    # Of the last three, which are per token: dapo_runner.algorithms.returns.
     gamma: Share = 1.0
     lam: Annotated[float, Field(ge=0, le=1)] = 0.95  # gae
     whiten: bool = True  # over the tokens of the step

@@ -11,7 +11,7 @@ from dapo_runner.config.section import NonNegativeInt, PositiveFloat, PositiveIn
 
 
 class CorrectionConfig(Section):
-    """What is done about engine and learner disagreeing. Formulas: dapo_runner.update.correction."""
+    """What is done about engine and learner disagreeing. Formulas: dapo_runner.algorithms.correction."""
 
     weights: Literal["token", "sequence"] | None = None  # truncated importance weights
     cap: PositiveFloat = 2.0

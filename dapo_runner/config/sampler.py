@@ -10,7 +10,7 @@ from dapo_runner.config.section import NonNegativeInt, PositiveInt, Section, Sha
 
 
 class CurriculumConfig(Section):
-    """Which training prompts are asked when: dapo_runner.sampling.curriculum."""
+    """Which training prompts are asked when: dapo_runner.data.curriculum."""
 
     by: Literal["column", "pass_rate"]
     column: str = "difficulty"  # by column: holds a number in every row

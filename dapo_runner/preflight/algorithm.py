@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dapo_kernels import OBJECTIVES, Objective
+from dapo_runner.algorithms.advantage import ADVANTAGES
+from dapo_runner.algorithms.objective import resolve_objective
 from dapo_runner.config import AdvantageConfig, Config, CorrectionConfig, PreferenceConfig, SegmentsConfig, TreeShape
 from dapo_runner.config.algorithms import ALGORITHMS, lay_over
 from dapo_runner.early_stop import early_stop_metric
-from dapo_runner.update.advantage import ADVANTAGES
-from dapo_runner.update.objective import resolve_objective
 
 SELECTIONS = ("top_entropy", "clip_cov", "kl_cov", "max_old_prob", "off_policy_mask")
 

@@ -7,23 +7,23 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from dapo_runner.algorithms.objective import uses_reference
 from dapo_runner.checkpoint import latest_checkpoint
 from dapo_runner.config import Config, ConfigError
+from dapo_runner.data.reading import missing_data
+from dapo_runner.logging.run_log import CHECKPOINTS
+from dapo_runner.logging.trackers import check_trackers
 from dapo_runner.parallel.world import Layout
 from dapo_runner.policy import lora
 from dapo_runner.policy.attention import choose_kernel
 from dapo_runner.policy.model import DTYPES, resolve_device
 from dapo_runner.preflight.plan import model_values
-from dapo_runner.records.run_log import CHECKPOINTS
-from dapo_runner.records.trackers import check_trackers
 from dapo_runner.rewards.judge import judge_of
 from dapo_runner.rewards.scoring import load_reward
 from dapo_runner.rollout import nccl, vllm
 from dapo_runner.rollout.key import authorize
 from dapo_runner.rollout.transfer import place_of_weights
-from dapo_runner.sampling.reading import missing_data
-from dapo_runner.tasks.tiny import check_tiny
-from dapo_runner.update.objective import uses_reference
+from dapo_runner.run.tiny_model import check_tiny
 
 HUB_SECONDS = 5  # that the model hub has to answer
 

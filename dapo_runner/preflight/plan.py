@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dapo_kernels.engine.chunks import DEFAULT_CHUNK_BYTES, DEFAULT_DEVICE_CHUNK_BYTES
+from dapo_runner.algorithms.objective import uses_reference
 from dapo_runner.config import (
     Config,
     JudgeConfig,
@@ -21,8 +22,7 @@ from dapo_runner.config import (
     cautions,
 )
 from dapo_runner.preflight.algorithm import algorithm
-from dapo_runner.sampling.sampler import prompts_for
-from dapo_runner.update.objective import uses_reference
+from dapo_runner.rollout.group_buffer import prompts_for
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TINY_VOCABULARY = 64  # more than the characters of arithmetic

@@ -29,6 +29,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dapo_kernels.engine.chunks import device_chunk_rows, row_stride
+from dapo_runner.algorithms.learner import Learner
+from dapo_runner.algorithms.mini_batch import MiniBatch
+from dapo_runner.algorithms.objective import resolve_objective
+from dapo_runner.algorithms.packing import Share
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.sharding import add_up_over_replicas, whole_until_backward
 from dapo_runner.parallel.world import World, make_layout, make_world
@@ -36,10 +40,6 @@ from dapo_runner.policy.model import DTYPES, Policy, load_shards
 from dapo_runner.preflight.needs import heads_that_do_not_divide
 from dapo_runner.preflight.plan import GPUS_OF_A_MACHINE, PUBLISHED, model_values
 from dapo_runner.types import PackedBatch, Sequence
-from dapo_runner.update.learner import Learner
-from dapo_runner.update.mini_batch import MiniBatch
-from dapo_runner.update.objective import resolve_objective
-from dapo_runner.update.packing import Share
 
 # FSDPMemTracker's kinds of memory, as a reader knows them.
 KINDS = {

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
+from dapo_runner.algorithms.advantage import make_sequences
+from dapo_runner.algorithms.correction import Mismatch, measure
+from dapo_runner.algorithms.learner import Learner
+from dapo_runner.algorithms.packing import Share, pack, padding_batch
 from dapo_runner.config import AdvantageConfig, Config
 from dapo_runner.parallel.world import World
 from dapo_runner.rollout.engine import RolloutEngine
 from dapo_runner.rollout.server import ServerEngine
 from dapo_runner.types import Completion, Group, Prompt, Sample, SamplingParams, Verdict
-from dapo_runner.update.advantage import make_sequences
-from dapo_runner.update.correction import Mismatch, measure
-from dapo_runner.update.learner import Learner
-from dapo_runner.update.packing import Share, pack, padding_batch
 
 # Mean |Δ log-prob| that is still rounding. SmolLM2-135M under vLLM on a CPU: 8e-6 and 0.045 in sync; 0.5 with nothing
 # but a stale output head.

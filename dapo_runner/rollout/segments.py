@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dapo_runner.algorithms.segments import chain_segments, chain_starts
 from dapo_runner.config import SegmentsConfig, TreeShape
 from dapo_runner.types import Branch, Completion, Group, Kept, Prompt, Sample, SamplingParams
-from dapo_runner.update.segments import chain_segments, chain_starts
 
 GenerateEach = Callable[[Sequence[Prompt], Sequence[SamplingParams]], list[list[Completion]]]
 """An engine's ``generate`` with the sampling of every prompt."""

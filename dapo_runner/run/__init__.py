@@ -1,1 +1,1 @@
-"""A run: what it is made of, opened or put back; its prompts answered; its steps."""
+"""Start or resume a run, and the steps of its loop."""

@@ -12,33 +12,33 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from dapo_runner.algorithms.learner import Learner
+from dapo_runner.algorithms.objective import resolve_objective
 from dapo_runner.checkpoint import BackgroundSaves, Checkpoint, Resumable, checkpoint_to_resume, load_checkpoint
 from dapo_runner.config import Config, cautions
+from dapo_runner.data.curriculum import make_curriculum
+from dapo_runner.data.dataset import PromptCursor, load_data
 from dapo_runner.early_stop import EarlyStop
 from dapo_runner.folder import AnyConfig, Change, FolderLock, check_same_run, lock_folder, write_config
 from dapo_runner.fork import rewarded_otherwise, start_fork
 from dapo_runner.interrupt import StopRequest
+from dapo_runner.logging.metrics import METRICS_FILE, read_log
+from dapo_runner.logging.progress import Progress, SilentProgress
+from dapo_runner.logging.run_log import CHECKPOINTS, RunLog
+from dapo_runner.logging.trackers import open_trackers
 from dapo_runner.parallel.rollouts import complete
 from dapo_runner.parallel.world import World, open_world
 from dapo_runner.policy.lengths import check_lengths
 from dapo_runner.policy.model import load_tokenizer, resolve_device
 from dapo_runner.preflight.algorithm import algorithm
 from dapo_runner.preflight.needs import check_needs
-from dapo_runner.records.metrics import METRICS_FILE, read_log
-from dapo_runner.records.progress import Progress, SilentProgress
-from dapo_runner.records.run_log import CHECKPOINTS, RunLog
-from dapo_runner.records.trackers import open_trackers
 from dapo_runner.rewards.scoring import Scorer, never_right
+from dapo_runner.rollout.group_buffer import DynamicSampler
 from dapo_runner.rollout.probe import SyncProbe
+from dapo_runner.rollout.worker import Rollouts
 from dapo_runner.run.parts import initial_model, open_engine, open_learner, sampled_ahead
-from dapo_runner.run.rollouts import Rollouts
 from dapo_runner.run.steps import Run, is_due
-from dapo_runner.sampling.curriculum import make_curriculum
-from dapo_runner.sampling.data import PromptCursor, load_data
-from dapo_runner.sampling.sampler import DynamicSampler
 from dapo_runner.timing import StepClock
-from dapo_runner.update.learner import Learner
-from dapo_runner.update.objective import resolve_objective
 
 T = TypeVar("T")
 

@@ -7,23 +7,23 @@ from pathlib import Path
 
 import torch
 
+from dapo_runner.algorithms.learner import Learner
+from dapo_runner.algorithms.learners import make_learner
+from dapo_runner.algorithms.objective import uses_reference
 from dapo_runner.checkpoint import Checkpoint
 from dapo_runner.config import Config
 from dapo_runner.folder import TINY_MODEL
+from dapo_runner.logging.progress import Progress
 from dapo_runner.parallel.world import ALONE, World
 from dapo_runner.policy.model import load_critic, load_model, load_policy, load_reference, load_tokenizer
-from dapo_runner.records.progress import Progress
+from dapo_runner.rollout.asynchronous import AheadSampler
 from dapo_runner.rollout.engine import RolloutEngine
+from dapo_runner.rollout.group_buffer import DynamicSampler
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.server import ServerEngine
 from dapo_runner.rollout.vllm import VLLMEngine
-from dapo_runner.sampling.ahead import AheadSampler
-from dapo_runner.sampling.sampler import DynamicSampler
-from dapo_runner.tasks.tiny import ensure_tiny_model
+from dapo_runner.run.tiny_model import ensure_tiny_model
 from dapo_runner.timing import StepClock
-from dapo_runner.update.learner import Learner
-from dapo_runner.update.learners import make_learner
-from dapo_runner.update.objective import uses_reference
 
 
 def open_learner(

@@ -11,33 +11,33 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from dapo_runner.algorithms.advantage import make_sequences
+from dapo_runner.algorithms.learner import Learner
+from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
+from dapo_runner.algorithms.pairs import pair_figures, pair_sequences
 from dapo_runner.checkpoint import BackgroundSaves, moment, save_checkpoint
 from dapo_runner.config import Config
+from dapo_runner.data.dataset import Dataset
 from dapo_runner.early_stop import EarlyStop
 from dapo_runner.evaluate import evaluate
 from dapo_runner.folder import FolderLock
 from dapo_runner.interrupt import StepGivenUpError, StopRequest
+from dapo_runner.logging.metrics import batch_metrics, prefixed, sampling_metrics
+from dapo_runner.logging.postmortem import save_batch
+from dapo_runner.logging.progress import Progress
+from dapo_runner.logging.run_log import CHECKPOINTS, RunLog
+from dapo_runner.logging.speed import peak_flops, peak_memory, speed_figures, training_flops
 from dapo_runner.parallel.rollouts import complete
 from dapo_runner.parallel.world import World
-from dapo_runner.records.metrics import batch_metrics, prefixed, sampling_metrics
-from dapo_runner.records.postmortem import save_batch
-from dapo_runner.records.progress import Progress
-from dapo_runner.records.run_log import CHECKPOINTS, RunLog
-from dapo_runner.records.speed import peak_flops, peak_memory, speed_figures, training_flops
 from dapo_runner.rewards.scoring import Scorer
+from dapo_runner.rollout.asynchronous import AheadSampler
 from dapo_runner.rollout.engine import RolloutEngine
+from dapo_runner.rollout.group_buffer import DynamicSampler, SampledStep
 from dapo_runner.rollout.probe import SyncProbe
 from dapo_runner.rollout.server import ServerEngine
-from dapo_runner.run.rollouts import Rollouts
-from dapo_runner.sampling.ahead import AheadSampler
-from dapo_runner.sampling.data import Dataset
-from dapo_runner.sampling.sampler import DynamicSampler, SampledStep
+from dapo_runner.rollout.worker import Rollouts
 from dapo_runner.timing import StepClock
 from dapo_runner.types import Group, Prompt, SamplingParams, Sequence
-from dapo_runner.update.advantage import make_sequences
-from dapo_runner.update.learner import Learner
-from dapo_runner.update.mini_batch import MiniBatch, NonFiniteUpdateError
-from dapo_runner.update.pairs import pair_figures, pair_sequences
 
 NONFINITE = "nonfinite"
 

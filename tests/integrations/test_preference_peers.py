@@ -58,7 +58,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from datasets import Dataset
     from trl_runs import load, save_tiny_model
 
-    from dapo_runner.tasks.tiny import make_tokenizer
+    from dapo_runner.run.tiny_model import make_tokenizer
 
     folder: Path = save_tiny_model(tmp_path_factory.mktemp("dpo"))
     reference = load(folder)

@@ -27,7 +27,7 @@ from trl_runs import OFF_POLICY, ON_POLICY, Rollouts, Run, assert_same_run, load
 
 from dapo_kernels.integrations import trl as ours
 from dapo_kernels.integrations.trl import LOGPROBS, ONE_CALL, DapoGRPOTrainer
-from dapo_runner.tasks.tiny import make_tokenizer
+from dapo_runner.run.tiny_model import make_tokenizer
 
 TOLERANCE = 1e-5  # relative, of every logged number
 WEIGHTS = 1e-6

@@ -17,7 +17,7 @@ from trl_runs import SIZES
 from dapo_kernels import Objective
 from dapo_kernels.integrations.heads import LogitRule
 from dapo_kernels.integrations.trl import LossCall, attach_scoring
-from dapo_runner.tasks.tiny import make_model, make_tokenizer
+from dapo_runner.run.tiny_model import make_model, make_tokenizer
 
 RANKS, PROMPT, WIDTH = 2, 5, 8
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dapo_runner.update.critic import value_loss
-from dapo_runner.update.returns import discounted_sums, gae, whiten
+from dapo_runner.algorithms.critic import value_loss
+from dapo_runner.algorithms.returns import discounted_sums, gae, whiten
 
 core_algos = pytest.importorskip(
     "verl.trainer.ppo.core_algos",

@@ -34,7 +34,7 @@ TEXTS = (
 def states(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Hidden states [T, H], targets [T] and head weight [V, H] of the model on the texts, and a batch around them."""
     transformers = pytest.importorskip("transformers")
-    from dapo_runner.tasks.smollm2 import unpack
+    from dapo_runner.tools.smollm2 import unpack
 
     folder = MODEL
     if not folder.exists():

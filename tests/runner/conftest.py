@@ -13,7 +13,7 @@ from fake_server import FakeServer
 
 from dapo_runner.config import ModelConfig, TinyModelConfig
 from dapo_runner.policy.model import Policy, load_policy
-from dapo_runner.tasks.tiny import make_model, make_tokenizer
+from dapo_runner.run.tiny_model import make_model, make_tokenizer
 
 TINY = TinyModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64)
 

@@ -23,7 +23,7 @@ from dapo_runner.config import ModelConfig
 from dapo_runner.policy.model import load_model
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.transfer import checksum
-from dapo_runner.tasks.tiny import make_tokenizer
+from dapo_runner.run.tiny_model import make_tokenizer
 from dapo_runner.types import Completion, Prompt, SamplingParams
 
 GENERATE, UPDATE = "/inference/v1/generate", "/update_weights"

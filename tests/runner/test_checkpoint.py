@@ -18,6 +18,7 @@ import torch
 from builders import make_config, make_group, make_prompt, random_sequences
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.checkpoint import (
     CheckpointError,
     checkpoint_to_resume,
@@ -30,10 +31,9 @@ from dapo_runner.checkpoint import (
     state,
 )
 from dapo_runner.config import ConfigError, ModelConfig
+from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.policy.model import load_policy
-from dapo_runner.sampling.data import PromptCursor
-from dapo_runner.sampling.sampler import DynamicSampler
-from dapo_runner.update.learner import Learner
+from dapo_runner.rollout.group_buffer import DynamicSampler
 
 CPU = torch.device("cpu")
 CONFIG = make_config(optimizer={"lr": 1e-3, "warmup_steps": 0, "token_budget": 95})

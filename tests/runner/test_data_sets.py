@@ -18,11 +18,11 @@ from small import small_recipe
 
 from dapo_runner.cli import main
 from dapo_runner.config import parse_config
-from dapo_runner.records.metrics import read_log
-from dapo_runner.records.progress import SilentProgress
+from dapo_runner.data.dataset import load_data
+from dapo_runner.logging.metrics import read_log
+from dapo_runner.logging.progress import SilentProgress
 from dapo_runner.rewards.scoring import Scorer
-from dapo_runner.sampling.data import load_data
-from dapo_runner.tasks.tiny import make_model
+from dapo_runner.run.tiny_model import make_model
 from dapo_runner.train import train
 from dapo_runner.types import Completion
 

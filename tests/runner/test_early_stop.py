@@ -14,9 +14,9 @@ from dapo_runner import evaluate
 from dapo_runner.checkpoint import find_checkpoints
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.early_stop import EarlyStop
+from dapo_runner.logging.metrics import read_log
+from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.preflight.plan import make_plan
-from dapo_runner.records.metrics import read_log
-from dapo_runner.records.run_log import CHECKPOINTS
 from dapo_runner.run.steps import Run
 from dapo_runner.train import train
 

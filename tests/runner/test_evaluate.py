@@ -28,7 +28,7 @@ from dapo_runner.evaluate import (
     scored,
 )
 from dapo_runner.folder import write_config
-from dapo_runner.records.run_log import CHECKPOINTS
+from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.rewards import math_rule
 from dapo_runner.rewards.math_rule import math_judge
 from dapo_runner.rewards.scoring import Scorer, reads_answers

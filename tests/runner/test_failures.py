@@ -12,18 +12,18 @@ import pytest
 from fake_server import FakeServer
 from test_train import Notes, config_in
 
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.checkpoint import find_checkpoints
 from dapo_runner.config import Config
-from dapo_runner.records.metrics import read_log
-from dapo_runner.records.progress import SilentProgress
-from dapo_runner.records.run_log import CHECKPOINTS, RunLog
+from dapo_runner.logging.metrics import read_log
+from dapo_runner.logging.progress import SilentProgress
+from dapo_runner.logging.run_log import CHECKPOINTS, RunLog
+from dapo_runner.rollout.asynchronous import AheadSampler
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.rollout.server import ServerEngine
 from dapo_runner.run.steps import Run
-from dapo_runner.sampling.ahead import AheadSampler
 from dapo_runner.train import train
-from dapo_runner.update.learner import Learner
 
 
 class LostError(Exception):

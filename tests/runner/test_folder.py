@@ -16,8 +16,8 @@ from small import small_recipe, write_recipe
 from dapo_runner.cli import main
 from dapo_runner.config import ConfigError, parse_config
 from dapo_runner.folder import CONFIG_FILE, LOCK_FILE, check_same_run, lock_folder, read_config, write_config
-from dapo_runner.records.metrics import METRICS_FILE
-from dapo_runner.records.progress import SilentProgress
+from dapo_runner.logging.metrics import METRICS_FILE
+from dapo_runner.logging.progress import SilentProgress
 from dapo_runner.run.opening import open_run
 
 HOLDER = """

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from small import small_recipe, write_recipe
 
+from dapo_runner.algorithms import learner as learner_module
+from dapo_runner.algorithms.mini_batch import NonFiniteUpdateError
 from dapo_runner.checkpoint import CheckpointError, checkpoint_to_resume, find_checkpoints
 from dapo_runner.cli import main
 from dapo_runner.config import Config, ConfigError, SftConfig, dump_config, load_config, parse_config
@@ -18,15 +20,13 @@ from dapo_runner.config.algorithms import lay_over
 from dapo_runner.config.reading import every_key
 from dapo_runner.folder import MAY_CHANGE, is_among
 from dapo_runner.fork import find_origin
-from dapo_runner.records.metrics import before_and_after, read_log
-from dapo_runner.records.progress import SilentProgress
-from dapo_runner.records.run_log import CHANGES_FILE, CHECKPOINTS
+from dapo_runner.logging.metrics import before_and_after, read_log
+from dapo_runner.logging.progress import SilentProgress
+from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS
 from dapo_runner.run import opening
 from dapo_runner.run.opening import open_run
 from dapo_runner.run.steps import Run
 from dapo_runner.train import train
-from dapo_runner.update import learner as learner_module
-from dapo_runner.update.mini_batch import NonFiniteUpdateError
 
 Sections = dict[str, dict[str, object]]
 

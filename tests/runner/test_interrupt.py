@@ -12,16 +12,16 @@ import pytest
 from test_train import Notes, config_in
 
 from dapo_runner import interrupt
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.checkpoint import find_checkpoints
 from dapo_runner.interrupt import StepGivenUpError, StopRequest
-from dapo_runner.records.progress import SilentProgress
-from dapo_runner.records.run_log import CHECKPOINTS
+from dapo_runner.logging.progress import SilentProgress
+from dapo_runner.logging.run_log import CHECKPOINTS
+from dapo_runner.rollout.group_buffer import SampledStep
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.run import steps
 from dapo_runner.run.steps import Run
-from dapo_runner.sampling.sampler import SampledStep
 from dapo_runner.train import train
-from dapo_runner.update.learner import Learner
 
 
 def press(patch: pytest.MonkeyPatch, at_update: int, number: signal.Signals = signal.SIGINT, times: int = 1) -> None:

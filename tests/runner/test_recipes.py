@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from dapo_kernels import OBJECTIVES
+from dapo_runner.algorithms.objective import resolve_objective
 from dapo_runner.cli import main
 from dapo_runner.config import ConfigError, load_config
+from dapo_runner.logging.progress import SilentProgress
 from dapo_runner.preflight.plan import make_plan, memory_estimate, model_shape
-from dapo_runner.records.progress import SilentProgress
 from dapo_runner.train import train
-from dapo_runner.update.objective import resolve_objective
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 PAPER = RECIPES / "qwen2.5-32b.yaml"

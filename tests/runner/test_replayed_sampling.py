@@ -14,21 +14,21 @@ from small import small_recipe
 from test_train import Notes
 from torch import Tensor
 
+from dapo_runner.algorithms.advantage import sequence_of
+from dapo_runner.algorithms.learner import Learner
+from dapo_runner.algorithms.mini_batch import MiniBatch, sampling_mask_of
+from dapo_runner.algorithms.packing import pack
 from dapo_runner.config import Config, ConfigError, ModelConfig, TreeShape, parse_config
 from dapo_runner.config.checks import cautions
+from dapo_runner.logging.metrics import read_log
 from dapo_runner.policy.model import Policy, load_model, load_tokenizer
-from dapo_runner.records.metrics import read_log
+from dapo_runner.rollout.group_buffer import _group_from_state, group_state
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.segments import begin, grow_trees, joined
 from dapo_runner.rollout.vllm import _kept
 from dapo_runner.run.steps import Run
-from dapo_runner.sampling.sampler import _group_from_state, group_state
 from dapo_runner.train import train
 from dapo_runner.types import Completion, Group, Kept, Prompt, Sample, SamplingParams, Sequence, Verdict
-from dapo_runner.update.advantage import sequence_of
-from dapo_runner.update.learner import Learner
-from dapo_runner.update.mini_batch import MiniBatch, sampling_mask_of
-from dapo_runner.update.packing import pack
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig(path="x", dtype="float32")

@@ -12,11 +12,11 @@ import yaml
 from small import SEGMENTS, write_recipe
 
 from dapo_runner.config import load_config, parse_config
+from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE, read_log
+from dapo_runner.logging.progress import SilentProgress
+from dapo_runner.logging.rollout_log import read_step
 from dapo_runner.preflight.algorithm import departures
 from dapo_runner.preflight.plan import make_plan
-from dapo_runner.records.metrics import METRICS_FILE, TIMINGS_FILE, read_log
-from dapo_runner.records.progress import SilentProgress
-from dapo_runner.records.rollout_log import read_step
 from dapo_runner.train import train
 
 FEWER = ["sampler.prompts_per_step=2"]  # surplus groups are carried over

@@ -9,9 +9,9 @@ import pytest
 from small import small_recipe
 
 from dapo_runner.config import parse_config
-from dapo_runner.records.metrics import read_log
-from dapo_runner.records.progress import SilentProgress
-from dapo_runner.records.rollout_log import read_step, saved_steps
+from dapo_runner.logging.metrics import read_log
+from dapo_runner.logging.progress import SilentProgress
+from dapo_runner.logging.rollout_log import read_step, saved_steps
 from dapo_runner.train import train
 
 KINDS: dict[str, dict[str, Any]] = {

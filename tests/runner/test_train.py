@@ -11,19 +11,19 @@ import torch
 from safetensors.torch import load_file
 from small import small_recipe
 
+from dapo_runner.algorithms import learner as learner_module
+from dapo_runner.algorithms.mini_batch import NonFiniteUpdateError
 from dapo_runner.checkpoint import CheckpointError, find_checkpoints
 from dapo_runner.config import Config, ConfigError, parse_config
-from dapo_runner.records.metrics import MetricsLog, before_and_after, read_log
-from dapo_runner.records.progress import SilentProgress
-from dapo_runner.records.rollout_log import read_step, saved_steps
-from dapo_runner.records.run_log import CHECKPOINTS
+from dapo_runner.logging.metrics import MetricsLog, before_and_after, read_log
+from dapo_runner.logging.progress import SilentProgress
+from dapo_runner.logging.rollout_log import read_step, saved_steps
+from dapo_runner.logging.run_log import CHECKPOINTS
+from dapo_runner.rollout.group_buffer import SamplingExhaustedError
+from dapo_runner.rollout.worker import rollout_sampling
 from dapo_runner.run.opening import open_run
-from dapo_runner.run.rollouts import rollout_sampling
-from dapo_runner.sampling.sampler import SamplingExhaustedError
 from dapo_runner.timing import PHASES
 from dapo_runner.train import train
-from dapo_runner.update import learner as learner_module
-from dapo_runner.update.mini_batch import NonFiniteUpdateError
 
 
 class Notes(SilentProgress):

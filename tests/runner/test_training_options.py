@@ -17,18 +17,18 @@ from small import small_recipe
 from test_train import Notes, config_in
 from torch import Tensor
 
+from dapo_runner.algorithms.schedule import learning_rate
 from dapo_runner.cli import main
 from dapo_runner.config import Config, ConfigError, OptimizerConfig, RunConfig, load_config, parse_config
+from dapo_runner.logging.metrics import read_log
+from dapo_runner.logging.rollout_log import read_step, saved_steps
 from dapo_runner.policy.model import load_policy
 from dapo_runner.policy.routing import Routing
 from dapo_runner.preflight.algorithm import algorithm
-from dapo_runner.records.metrics import read_log
-from dapo_runner.records.rollout_log import read_step, saved_steps
-from dapo_runner.run.rollouts import rollout_sampling
+from dapo_runner.rollout.worker import rollout_sampling
 from dapo_runner.run.steps import Run
-from dapo_runner.tasks.tiny import make_tokenizer
+from dapo_runner.run.tiny_model import make_tokenizer
 from dapo_runner.train import train
-from dapo_runner.update.schedule import learning_rate
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training-options.md").read_text(encoding="utf-8")
 SNIPPETS = dict(re.findall(r"<!-- (.+?) -->\n```\w*\n(.+?)```", PAGE, re.DOTALL))

@@ -17,9 +17,9 @@ from builders import CharTokenizer, make_completion, make_prompt, write_rows
 
 from dapo_runner.cli import main
 from dapo_runner.config import Config, parse_config
-from dapo_runner.records.metrics import read_log
+from dapo_runner.data.dataset import load_data
+from dapo_runner.logging.metrics import read_log
 from dapo_runner.rewards.scoring import Scorer
-from dapo_runner.sampling.data import load_data
 from dapo_runner.types import Group
 
 PAGE = (Path(__file__).parents[2] / "docs" / "your-own.md").read_text(encoding="utf-8")

@@ -12,6 +12,7 @@ from small import small_recipe, write_recipe
 from test_train import Notes
 
 from dapo_kernels import OBJECTIVES
+from dapo_runner.algorithms.objective import resolve_objective
 from dapo_runner.cli import main
 from dapo_runner.config import (
     AdvantageConfig,
@@ -34,7 +35,6 @@ from dapo_runner.fork import find_origin
 from dapo_runner.preflight.algorithm import algorithm, departures
 from dapo_runner.preflight.plan import make_plan
 from dapo_runner.train import train
-from dapo_runner.update.objective import resolve_objective
 
 ROOT = Path(__file__).resolve().parents[3]
 GMPO_CLIP = (-math.expm1(-0.4), math.expm1(0.4))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from builders import make_config
 
+from dapo_runner.algorithms.objective import resolve_objective
 from dapo_runner.config import (
     Config,
     ConfigError,
@@ -20,7 +21,6 @@ from dapo_runner.config import (
 )
 from dapo_runner.preflight.algorithm import algorithm
 from dapo_runner.preflight.plan import ModelShape, make_plan, memory_estimate, model_shape
-from dapo_runner.update.objective import resolve_objective
 
 MINIMAL = """
 model: {tiny: {layers: 2}}

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from builders import make_config
 
+from dapo_runner.algorithms.objective import resolve_objective, uses_reference
 from dapo_runner.config import ConfigError
 from dapo_runner.preflight.algorithm import algorithm
 from dapo_runner.preflight.plan import memory_estimate, model_shape
-from dapo_runner.update.objective import resolve_objective, uses_reference
 
 GAE: dict[str, Any] = {"advantage": {"kind": "gae"}, "critic": {}}
 KL: dict[str, Any] = {"reward": {"kl": {"coef": 0.1}}}

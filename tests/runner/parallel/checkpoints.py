@@ -27,10 +27,10 @@ from dapo_runner.checkpoint import (
     save_checkpoint,
     sharded,
 )
+from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.parallel.sharding import whole
 from dapo_runner.parallel.world import World
-from dapo_runner.sampling.data import PromptCursor
-from dapo_runner.sampling.sampler import DynamicSampler
+from dapo_runner.rollout.group_buffer import DynamicSampler
 
 CASES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},

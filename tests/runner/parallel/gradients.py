@@ -16,6 +16,11 @@ import torch.distributed as dist
 from builders import make_config, paired, random_sequences, with_lists
 from launch import leave
 
+from dapo_runner.algorithms import learners
+from dapo_runner.algorithms.learner import Learner, step_figures
+from dapo_runner.algorithms.mini_batch import NonFiniteUpdateError
+from dapo_runner.algorithms.objective import uses_reference
+from dapo_runner.algorithms.weights import Part
 from dapo_runner.config import Config
 from dapo_runner.parallel.sharding import assign, whole
 from dapo_runner.parallel.watch import launched
@@ -23,11 +28,6 @@ from dapo_runner.parallel.world import ALONE, World, make_layout, make_world
 from dapo_runner.policy.model import load_critic, load_policy, load_reference
 from dapo_runner.timing import StepClock
 from dapo_runner.types import Sequence
-from dapo_runner.update import learners
-from dapo_runner.update.learner import Learner, step_figures
-from dapo_runner.update.mini_batch import NonFiniteUpdateError
-from dapo_runner.update.objective import uses_reference
-from dapo_runner.update.weights import Part
 
 
 def open_case(config: Config) -> World:

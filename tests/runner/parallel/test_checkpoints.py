@@ -17,7 +17,7 @@ from test_gradients import small_model
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 
 from dapo_runner.checkpoint import checkpoint_to_resume
-from dapo_runner.tasks.tiny import make_tokenizer
+from dapo_runner.run.tiny_model import make_tokenizer
 
 PARALLEL: dict[int, dict[str, int]] = {1: {}, 2: {"gpus": 2}, 4: {"gpus": 4, "replicate": 2}}
 Plan = list[tuple[str, str, Path]]  # what to do, the case, the folder

@@ -14,7 +14,7 @@ from launch import torchrun
 
 from dapo_kernels import OBJECTIVES
 from dapo_runner.config import TinyModelConfig
-from dapo_runner.tasks.tiny import make_model, make_tokenizer
+from dapo_runner.run.tiny_model import make_model, make_tokenizer
 
 FLOAT32 = {"tiny": {}, "dtype": "float32"}
 PAIRS = {"optimizer": {"token_budget": 190}, "sampler": {"prompts_per_step": 8}}

@@ -14,7 +14,7 @@ from small import write_recipe
 from test_sft import run, steps_of, write_sft_recipe
 
 from dapo_runner.cli import main
-from dapo_runner.records.metrics import read_log
+from dapo_runner.logging.metrics import read_log
 
 
 def test_ranks_judge_and_imitate_as_one(tmp_path: Path, model_folder: Path) -> None:

@@ -21,7 +21,7 @@ from small import write_recipe
 
 from dapo_runner.checkpoint import checkpoint_to_resume, find_checkpoints, is_whole
 from dapo_runner.cli import main
-from dapo_runner.records.metrics import read_log
+from dapo_runner.logging.metrics import read_log
 
 STEPS = 5
 

@@ -9,7 +9,7 @@ import pytest
 from launch import torchrun
 from small import write_recipe
 
-from dapo_runner.records.metrics import read_log
+from dapo_runner.logging.metrics import read_log
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "2 ranks": (2, []),

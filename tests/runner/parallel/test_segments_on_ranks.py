@@ -11,10 +11,10 @@ from launch import TESTS, torchrun
 from small import SEGMENTS, small_recipe, write_recipe
 
 from dapo_runner.config import load_config
-from dapo_runner.records.metrics import METRICS_FILE, read_log
-from dapo_runner.records.progress import SilentProgress
-from dapo_runner.records.rollout_log import read_step
-from dapo_runner.tasks.tiny import ensure_tiny_model
+from dapo_runner.logging.metrics import METRICS_FILE, read_log
+from dapo_runner.logging.progress import SilentProgress
+from dapo_runner.logging.rollout_log import read_step
+from dapo_runner.run.tiny_model import ensure_tiny_model
 from dapo_runner.train import train
 
 

@@ -13,7 +13,7 @@ from fake_server import GENERATE, FakeServer
 from launch import torchrun
 from small import write_recipe
 
-from dapo_runner.records.metrics import read_log
+from dapo_runner.logging.metrics import read_log
 
 
 def run(

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from builders import make_config
 from gradients import open_case
 
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.parallel.sharding import add_up_over_replicas, local, whole_until_backward
 from dapo_runner.policy.model import load_policy
 from dapo_runner.preflight.simulate import Observer, full_mini_batch
-from dapo_runner.update.learner import Learner
 
 
 def run_case(path: str, case: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from builders import make_config
-from dapo_runner.update.learner import Learner
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.policy.model import PACKED_ATTENTION, Policy, register_packed_attention
 from dapo_runner.types import Sequence
 

@@ -11,15 +11,15 @@ import torch
 from builders import make_config, make_prompt, random_sequences
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from dapo_runner.algorithms.learner import Learner
+from dapo_runner.algorithms.packing import pack
 from dapo_runner.checkpoint import load_checkpoint, save_checkpoint
 from dapo_runner.config import ConfigError, ModelConfig
+from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.policy.lora import adapters_off
 from dapo_runner.policy.model import Policy, load_policy
 from dapo_runner.rollout.engine import copy_weights
-from dapo_runner.sampling.data import PromptCursor
-from dapo_runner.sampling.sampler import DynamicSampler
-from dapo_runner.update.learner import Learner
-from dapo_runner.update.packing import pack
+from dapo_runner.rollout.group_buffer import DynamicSampler
 
 CPU = torch.device("cpu")
 CONFIG = make_config(

@@ -30,13 +30,13 @@ from transformers import (
     Qwen2MoeConfig,
 )
 
+from dapo_runner.algorithms.packing import pack
 from dapo_runner.config import ConfigError, LoraConfig, ModelConfig
 from dapo_runner.policy import attention
 from dapo_runner.policy import model as model_module
 from dapo_runner.policy.attention import choose_kernel, plan_packing
 from dapo_runner.policy.model import Policy, load_policy, resolve_device
 from dapo_runner.policy.prefixes import find_shared
-from dapo_runner.update.packing import pack
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,

@@ -11,13 +11,13 @@ from builders import make_config, random_sequences, save_model
 from experts import small_experts
 from torch import Tensor
 
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.policy.model import load_policy
 from dapo_runner.policy.routing import Routing
 from dapo_runner.preflight.needs import check_needs
-from dapo_runner.tasks.tiny import make_tokenizer
+from dapo_runner.run.tiny_model import make_tokenizer
 from dapo_runner.types import Sequence
-from dapo_runner.update.learner import Learner
 
 CPU = torch.device("cpu")
 IN_GROUPS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 0}

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from dapo_runner.policy.model import Policy
 from dapo_runner.policy.weights import layer_of, stored_tensors
 from dapo_runner.rollout.engine import copy_weights, loadable_weights
-from dapo_runner.tasks.tiny import make_tokenizer
+from dapo_runner.run.tiny_model import make_tokenizer
 
 SPARSE = {"first_k_dense_replace": 0}
 # The mixtures of transformers 5.19 that vLLM 0.32 serves by a class of its own, with what they need beside small sizes.

@@ -14,8 +14,8 @@ from builders import make_completion, make_config, make_prompt
 from small import small_recipe
 
 from dapo_runner.config import Config, ConfigError, parse_config
-from dapo_runner.records.metrics import read_log
-from dapo_runner.records.progress import SilentProgress
+from dapo_runner.logging.metrics import read_log
+from dapo_runner.logging.progress import SilentProgress
 from dapo_runner.rewards import calls
 from dapo_runner.rewards.plugin import RewardError
 from dapo_runner.rewards.scoring import Scorer, load_reward

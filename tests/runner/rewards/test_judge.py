@@ -28,7 +28,7 @@ from test_train import Notes
 from dapo_runner.cli import main
 from dapo_runner.config import Config, ConfigError, cautions, parse_config
 from dapo_runner.folder import check_same_run, write_config
-from dapo_runner.records.metrics import read_log
+from dapo_runner.logging.metrics import read_log
 from dapo_runner.rewards import calls
 from dapo_runner.rewards.endpoint import Answer, Endpoint, EndpointError
 from dapo_runner.rewards.judge import Judge, Shield, word_of

@@ -14,7 +14,7 @@ import pytest
 from builders import make_completion, make_config, make_prompt
 
 from dapo_runner.config import ConfigError
-from dapo_runner.records.metrics import batch_metrics
+from dapo_runner.logging.metrics import batch_metrics
 from dapo_runner.rewards import math_rule as module
 from dapo_runner.rewards import rule_worker
 from dapo_runner.rewards.math_rule import MathJudge, math_judge

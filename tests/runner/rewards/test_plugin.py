@@ -18,11 +18,11 @@ from small import small_recipe, write_recipe
 from dapo_runner.checkpoint import find_checkpoints
 from dapo_runner.cli import main
 from dapo_runner.config import Config, ConfigError, parse_config
-from dapo_runner.records.progress import SilentProgress
-from dapo_runner.records.run_log import CHECKPOINTS
+from dapo_runner.logging.progress import SilentProgress
+from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.rewards.plugin import RewardError
 from dapo_runner.rewards.scoring import Scorer, load_reward
-from dapo_runner.sampling.sampler import SamplingExhaustedError
+from dapo_runner.rollout.group_buffer import SamplingExhaustedError
 from dapo_runner.train import train
 from dapo_runner.types import Completion, Prompt, Verdict
 

@@ -13,7 +13,7 @@ from fake_server import FakeServer, Hook
 from dapo_runner.config import Config
 from dapo_runner.policy.model import Policy
 from dapo_runner.rollout.server import ServerEngine
-from dapo_runner.tasks.tiny import make_tokenizer
+from dapo_runner.run.tiny_model import make_tokenizer
 from dapo_runner.types import Completion, Prompt, SamplingParams
 
 SAMPLING = SamplingParams(n=2, max_tokens=6, seed=5)

@@ -12,12 +12,12 @@ import torch
 from builders import make_config
 from served import PROMPTS
 
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import ModelConfig
 from dapo_runner.policy.model import Policy, load_model
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.types import Completion, Prompt, SamplingParams
-from dapo_runner.update.learner import Learner
 
 ROUNDING = 0.0016
 

@@ -23,7 +23,7 @@ from dapo_runner.rollout.cache import growing_cache
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.stopping import StopStrings
 from dapo_runner.rollout.vllm import VLLMEngine
-from dapo_runner.tasks.tiny import make_tokenizer
+from dapo_runner.run.tiny_model import make_tokenizer
 from dapo_runner.types import Completion, Prompt, SamplingParams
 
 CPU = torch.device("cpu")

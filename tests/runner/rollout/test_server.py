@@ -18,16 +18,16 @@ from fake_server import GENERATE, UPDATE, FakeServer
 from served import PROMPTS, SAMPLING, hang, moved, open_engine, server_config, told
 from small import small_recipe
 
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import ConfigError, parse_config
+from dapo_runner.logging.metrics import read_log
+from dapo_runner.logging.progress import SilentProgress
 from dapo_runner.policy.model import Policy
-from dapo_runner.records.metrics import read_log
-from dapo_runner.records.progress import SilentProgress
 from dapo_runner.rollout.client import RolloutError
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.rollout.server import ServerEngine
 from dapo_runner.train import train
 from dapo_runner.types import SamplingParams
-from dapo_runner.update.learner import Learner
 
 
 def test_which_server_answers_makes_no_difference(

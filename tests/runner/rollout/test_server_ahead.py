@@ -19,15 +19,15 @@ from served import PROMPTS, SAMPLING, moved, open_engine, told
 from small import small_recipe
 
 from dapo_runner.config import SamplerConfig, parse_config
+from dapo_runner.data.dataset import PromptCursor
+from dapo_runner.logging.metrics import read_log
+from dapo_runner.logging.progress import SilentProgress
 from dapo_runner.parallel.world import Layout, World
 from dapo_runner.policy.model import Policy
-from dapo_runner.records.metrics import read_log
-from dapo_runner.records.progress import SilentProgress
+from dapo_runner.rollout.asynchronous import AheadSampler
+from dapo_runner.rollout.group_buffer import DynamicSampler
 from dapo_runner.rollout.server import ServerEngine
 from dapo_runner.run.parts import sampled_ahead
-from dapo_runner.sampling.ahead import AheadSampler
-from dapo_runner.sampling.data import PromptCursor
-from dapo_runner.sampling.sampler import DynamicSampler
 from dapo_runner.train import train
 from dapo_runner.types import Completion, Group, Prompt, Sample, Verdict
 

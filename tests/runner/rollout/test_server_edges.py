@@ -32,7 +32,7 @@ from dapo_runner.policy.model import Policy
 from dapo_runner.rollout import transfer
 from dapo_runner.rollout.client import RolloutError, Server, ServerError
 from dapo_runner.rollout.transfer import FileTransfer, _check_seen
-from dapo_runner.tasks.tiny import make_tokenizer
+from dapo_runner.run.tiny_model import make_tokenizer
 
 
 @pytest.fixture

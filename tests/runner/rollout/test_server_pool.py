@@ -16,14 +16,14 @@ from safetensors.torch import load_file
 from served import PROMPTS, SAMPLING, hang, moved, open_engine, server_config, told
 from small import small_recipe
 
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import parse_config
+from dapo_runner.logging.metrics import read_log
+from dapo_runner.logging.progress import SilentProgress
 from dapo_runner.policy.model import Policy
-from dapo_runner.records.metrics import read_log
-from dapo_runner.records.progress import SilentProgress
 from dapo_runner.rollout.client import RolloutError
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.train import train
-from dapo_runner.update.learner import Learner
 
 PATHS = ["/health", "/weight_info", "/is_paused", "/pause", "/start_weight_update", "/finish_weight_update", UPDATE,
          "/reset_prefix_cache", "/resume", GENERATE]  # fmt: skip

@@ -17,7 +17,7 @@ from dapo_runner.config import ModelConfig, SegmentsConfig, TreeShape
 from dapo_runner.policy.model import load_model, load_tokenizer
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.segments import begin, grow_trees, joined, value_chains
-from dapo_runner.tasks.tiny import make_tokenizer
+from dapo_runner.run.tiny_model import make_tokenizer
 from dapo_runner.types import Completion, Group, Prompt, Sample, SamplingParams, Verdict
 
 P_ONE = 0.7  # of the toy policy, for every one of its tokens

@@ -18,18 +18,18 @@ from launch import torchrun
 from small import SEGMENTS, small_recipe
 from transformers import LlamaForCausalLM
 
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import Config, ModelConfig, TinyModelConfig, apply_overrides, parse_config
 from dapo_runner.config.checks import VLLM_TEMPERATURES
+from dapo_runner.logging.metrics import read_log
+from dapo_runner.logging.progress import SilentProgress
 from dapo_runner.policy.model import load_policy
-from dapo_runner.records.metrics import read_log
-from dapo_runner.records.progress import SilentProgress
 from dapo_runner.rollout import vllm as vllm_module
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.rollout.vllm import VLLMEngine
-from dapo_runner.tasks.tiny import make_model, make_tokenizer
+from dapo_runner.run.tiny_model import make_model, make_tokenizer
 from dapo_runner.train import train
 from dapo_runner.types import Completion, Prompt, SamplingParams
-from dapo_runner.update.learner import Learner
 
 pytestmark = [
     pytest.mark.vllm,

@@ -14,12 +14,12 @@ import torch
 from builders import make_config, save_model
 from experts import small_experts
 
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.policy.model import load_policy
 from dapo_runner.rollout.probe import SyncProbe
 from dapo_runner.rollout.vllm import VLLMEngine
-from dapo_runner.tasks.tiny import make_tokenizer
+from dapo_runner.run.tiny_model import make_tokenizer
 from dapo_runner.types import Prompt
-from dapo_runner.update.learner import Learner
 
 pytestmark = [
     pytest.mark.vllm,

@@ -24,6 +24,7 @@ import torch
 from builders import make_config, save_model
 from test_vllm import CPU, SHAPE, change, policy_logprobs
 
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.commands.serve import PROGRAM, server_arguments, server_environment
 from dapo_runner.config import Config, ModelConfig, dump_config
 from dapo_runner.policy.model import load_policy
@@ -33,9 +34,8 @@ from dapo_runner.rollout.key import authorize, key_file
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.rollout.server import ServerEngine
 from dapo_runner.rollout.vllm import VLLMEngine
-from dapo_runner.tasks.tiny import make_model, make_tokenizer
+from dapo_runner.run.tiny_model import make_model, make_tokenizer
 from dapo_runner.types import Completion, Prompt, SamplingParams
-from dapo_runner.update.learner import Learner
 
 pytestmark = [
     pytest.mark.vllm,

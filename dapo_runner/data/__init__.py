@@ -1,0 +1,1 @@
+"""Load and clean data sets, render prompts, and walk over them."""

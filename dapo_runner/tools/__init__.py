@@ -1,0 +1,2 @@
+"""Commands beside training: supervised fine-tuning, studies, the live page, answer conversion. No core module imports
+them."""

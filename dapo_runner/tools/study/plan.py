@@ -1,0 +1,160 @@
+"""Which runs a study is made of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dapo_runner.config import (
+    Config,
+    StudyConfig,
+    VariantConfig,
+    flatten,
+    lay_settings,
+    load_config,
+    parse_config,
+    read_recipe,
+)
+from dapo_runner.early_stop import last_step
+from dapo_runner.errors import ConfigError
+from dapo_runner.folder import changes_between, check_same_run, is_among, settings_of
+from dapo_runner.logging.metrics import METRICS_FILE, read_log
+
+RUNS, START = "runs", "start"
+OF_START = ("model.path", "model.tiny", "model.tiny.")
+MAKE_START = (*OF_START, "run.seed", "data.", "rollout.", "reward.")  # what its warm-up shows, and when it ends
+LONGER = ("run.steps", "run.max_tokens", "run.save_every", "run.keep", "run.threads", "logging.")  # may change
+
+
+@dataclass(frozen=True, slots=True)
+class StudyRun:
+    """One variant with one seed, in a folder of its own."""
+
+    variant: str
+    seed: int
+    config: Config
+
+    @property
+    def folder(self) -> Path:
+        return self.config.run_dir
+
+    @property
+    def recipe(self) -> Path:
+        """What it is started from."""
+        return self.folder.with_suffix(".yaml")
+
+    @property
+    def made_with(self) -> str:
+        """Machine, versions and commit that it was last started with; empty where it was not by a study."""
+        first, *_ = self.recipe.read_text(encoding="utf-8").split("\n") if self.recipe.is_file() else [""]
+        return first.removeprefix("# ") if first.startswith("# ") else ""
+
+    @property
+    def log(self) -> Path:
+        """What it printed."""
+        return self.folder.with_suffix(".log")
+
+
+def plan_runs(study: StudyConfig, base: Path) -> list[StudyRun]:
+    """Of every variant with every seed, a whole round of variants before the next seed. Raises ConfigError that names
+    the variant.
+    """
+    raw = _base(study, base)
+    runs = []
+    for seed in study.seeds:
+        for variant in study.variants:
+            overrides = overrides_of(study, variant)
+            settings = lay_settings(raw, overrides)
+            if study.start != "each":
+                if own_model := [key for key in flatten(overrides) if is_among(key, OF_START)]:
+                    raise ConfigError(
+                        f"{variant.name}: {own_model[0]}: expected it among the study's overrides, as all variants "
+                        f"start from one model (start: {study.start})"
+                    )
+                settings = lay_settings(settings, {"model": {"tiny": None, "path": str(_start_of(study, seed))}})
+            own = {"seed": seed, "name": f"seed_{seed}", "output_dir": str(study.folder_of_runs / RUNS / variant.name)}
+            settings = lay_settings(settings, {"run": own | {"threads": study.threads}})
+            try:
+                runs.append(StudyRun(variant.name, seed, parse_config(settings)))
+            except ConfigError as error:
+                raise ConfigError("\n".join(f"{variant.name}: {line}" for line in str(error).splitlines())) from error
+    return runs
+
+
+def plan_starts(study: StudyConfig, base: Path) -> dict[Path, Config]:
+    """The models that runs share and are not there yet: the folder of each and what it is made by. Raises
+    ConfigError, also where one is there that was made otherwise.
+    """
+    raw, starts = _base(study, base), dict[Path, Config]()
+    if study.start == "each":
+        return starts
+    for seed in study.seeds:
+        folder = _start_of(study, seed)
+        if folder in starts:
+            continue
+        config = parse_config(lay_settings(raw, {"run": {"seed": seed, "threads": study.threads}}))
+        if config.model.tiny is None:
+            raise ConfigError(f"start: expected 'each' where the base has no model.tiny, got {study.start!r}")
+        if not folder.exists():
+            starts[folder] = config
+        elif other := _made_otherwise(folder, config):
+            raise ConfigError(
+                f"{folder} holds a model that was made otherwise ({'; '.join(other)}); choose another name for the "
+                "study, or remove the folder"
+            )
+    return starts
+
+
+def recipe_of_start(folder: Path) -> Path:
+    return folder.with_suffix(".yaml")
+
+
+def _made_otherwise(folder: Path, config: Config) -> list[str]:
+    recipe = recipe_of_start(folder)
+    if not recipe.is_file():
+        return []
+    changes = changes_between(settings_of(load_config(recipe)), settings_of(config))
+    return [str(change) for change in changes if is_among(change.key, MAKE_START)]
+
+
+def _base(study: StudyConfig, base: Path) -> dict[str, Any]:
+    return lay_settings(read_recipe(base), study.overrides)
+
+
+def _start_of(study: StudyConfig, seed: int) -> Path:
+    return study.folder_of_runs / START / f"seed_{study.seeds[0] if study.start == 'one' else seed}"
+
+
+def overrides_of(study: StudyConfig, variant: VariantConfig) -> dict[str, Any]:
+    """Those of the variants it is over, and its own on top."""
+    below: Mapping[str, Any] = {}
+    if variant.over is not None:
+        below = overrides_of(study, next(other for other in study.variants if other.name == variant.over))
+    return lay_settings(below, variant.overrides)
+
+
+def is_finished(run: StudyRun) -> bool:
+    """Whether the run has come to its end, evaluation included. Raises ConfigError where its folder holds another."""
+    if not (run.folder / METRICS_FILE).is_file():
+        return False
+    other = [str(change) for change in check_same_run(run.config, run.folder) if not is_among(change.key, LONGER)]
+    if other:  # which a run may go on with, but not one that is compared
+        raise ConfigError(
+            f"{run.folder} holds a run with another configuration ({'; '.join(other)}); choose another name for the "
+            "variant or the study, or remove the folder"
+        )
+    events = read_log(run.folder / METRICS_FILE)
+    end = last_step(run.config, events)
+    if end is not None and (further := events[-1]["step"]) > end:
+        raise ConfigError(
+            f"{run.folder} holds a run of {further} steps, which would end after {end} now; choose another name for "
+            "the variant or the study, or remove the folder"
+        )
+    return any(event["kind"] == "eval" and event["step"] == end for event in events)
+
+
+def jobs_of(study: StudyConfig) -> int:
+    return study.jobs or max(1, (os.cpu_count() or 1) // study.threads)

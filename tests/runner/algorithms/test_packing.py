@@ -1,0 +1,145 @@
+"""Packing: nothing lost, nothing doubled, everything beside its own token, and little wasted."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from builders import make_sequence
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapo_runner.algorithms.packing import assign_bins, count_training_tokens, pack, split_mini_batches
+from dapo_runner.types import PackedBatch, Sequence
+
+LENGTHS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 9)).filter(lambda pair: sum(pair) > 0), max_size=30)
+
+
+def sequences_of(lengths: list[tuple[int, int]]) -> list[Sequence]:
+    """Token ids are unique over all sequences, so that a token can be recognised wherever it lands."""
+    return [
+        make_sequence(n_prompt, n_response, group_id=index // 3, first_token=1000 * index)
+        for index, (n_prompt, n_response) in enumerate(lengths)
+    ]
+
+
+def segments(batch: PackedBatch) -> list[tuple[int, int]]:
+    return list(pairwise(batch.cu_seqlens.tolist()))
+
+
+def test_two_sequences_by_hand() -> None:
+    (batch,) = pack([make_sequence(2, 2), make_sequence(1, 1, group_id=5, first_token=7)], token_budget=10)
+    assert batch.input_ids.tolist() == [0, 1, 2, 7]
+    assert batch.target_ids.tolist() == [1, 2, 3, 8]
+    assert batch.position_ids.tolist() == [0, 1, 2, 0]
+    assert batch.cu_seqlens.tolist() == [0, 3, 4]
+    assert batch.mask.tolist() == [False, True, True, True]
+    assert batch.advantages.tolist() == [0, 2, 3, 8]
+    assert batch.old_logprobs.tolist() == [0, -2, -3, -8]
+    assert batch.group_ids.tolist() == [0, 5]
+    assert batch.sequence_ids.tolist() == [0, 1]
+    assert (batch.cu_seqlens.dtype, batch.input_ids.dtype, batch.mask.dtype) == (
+        torch.int32,
+        torch.int64,
+        torch.bool,
+    )
+
+
+@given(lengths=LENGTHS, budget=st.integers(14, 60))
+def test_every_training_token_exactly_once_with_its_own_values(lengths: list[tuple[int, int]], budget: int) -> None:
+    sequences = sequences_of(lengths)
+    batches = pack(sequences, budget)
+    found: list[int] = []
+    for batch in batches:
+        assert 0 < batch.n_positions <= budget
+        live = batch.target_ids[batch.mask]
+        found += live.tolist()
+        assert torch.equal(batch.advantages[batch.mask], live.float())
+        assert torch.equal(batch.old_logprobs[batch.mask], -live.float())
+        assert batch.n_sequences == batch.group_ids.numel() == batch.sequence_ids.numel()
+        for (start, end), index, group in zip(
+            segments(batch), batch.sequence_ids.tolist(), batch.group_ids.tolist(), strict=True
+        ):
+            original = sequences[index]
+            assert group == original.group_id
+            assert torch.equal(batch.input_ids[start:end], original.token_ids[:-1])
+            assert torch.equal(batch.target_ids[start:end], original.token_ids[1:])
+            assert batch.position_ids[start:end].tolist() == list(range(end - start))
+    expected = [int(token) for s in sequences for token, live in zip(s.token_ids[1:], s.mask[1:], strict=True) if live]
+    assert sorted(found) == sorted(expected)
+    assert count_training_tokens(sequences) == len(expected)
+
+
+@given(lengths=st.dictionaries(st.integers(0, 200), st.integers(1, 50), max_size=60), budget=st.integers(50, 120))
+def test_bins_hold_everything_and_no_two_would_merge(lengths: dict[int, int], budget: int) -> None:
+    bins = assign_bins(lengths, budget)
+    assert sorted(index for bin_ in bins for index in bin_) == sorted(lengths)
+    fill = sorted(sum(lengths[index] for index in bin_) for bin_ in bins)
+    assert all(total <= budget for total in fill)
+    if len(fill) > 1:
+        assert fill[0] + fill[1] > budget
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_fill_on_the_lengths_of_reasoning(seed: int) -> None:
+    """512 log-normal lengths, median 1100, cut at the paper's 20480, into 22528 positions."""
+    rng = random.Random(seed)
+    lengths = {i: min(20480, 1 + int(rng.lognormvariate(7.0, 1.0))) for i in range(512)}
+    bins = assign_bins(lengths, 22528)
+    assert sum(lengths.values()) / (22528 * len(bins)) >= 0.95
+
+
+@pytest.mark.parametrize("median", [500, 2000])
+@pytest.mark.parametrize("sigma", [0.6, 1.2])
+def test_fill_while_responses_grow(median: int, sigma: float) -> None:
+    """From the short answers of the beginning to the long tails of the end, prompts of up to 300 tokens included."""
+    rng = random.Random(1)
+    lengths = {
+        i: rng.randint(50, 300) + min(20480, 1 + int(rng.lognormvariate(math.log(median), sigma))) for i in range(512)
+    }
+    bins = assign_bins(lengths, 22528)
+    assert len(bins) <= 1 + math.ceil(sum(lengths.values()) / 22528)  # of what nothing can do with fewer than
+    full = bins if len(bins) > 20 else bins[:-1]  # of few, the last one holds what is left over
+    assert sum(lengths[i] for bin_ in full for i in bin_) / (22528 * len(full)) >= 0.95
+
+
+def test_sequences_without_a_training_token_are_left_out() -> None:
+    dead = make_sequence(2, 3, first_token=100)
+    dead = replace(dead, mask=torch.zeros_like(dead.mask))
+    batches = pack([dead, make_sequence(2, 3)], 100)
+    assert [batch.sequence_ids.tolist() for batch in batches] == [[1]]
+    assert pack([dead], 100) == []
+    assert pack([], 100) == []
+
+
+def test_too_long_is_an_error() -> None:
+    assert len(pack([make_sequence(3, 8)], 10)) == 1
+    with pytest.raises(ValueError, match=r"token_budget=10 positions, got one of 11"):
+        pack([make_sequence(3, 9)], 10)
+
+
+def test_packing_is_the_same_every_time() -> None:
+    sequences = sequences_of([(2, i % 7 + 1) for i in range(40)])
+    one, two = pack(sequences, 30), pack(sequences, 30)
+    assert [batch.sequence_ids.tolist() for batch in one] == [batch.sequence_ids.tolist() for batch in two]
+
+
+def test_mini_batches() -> None:
+    sequences = sequences_of([(1, 1)] * 7)
+    assert [[s.token_ids[0].item() // 1000 for s in mini] for mini in split_mini_batches(sequences, 3)] == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [6],
+    ]
+
+
+def test_old_logprobs_can_be_replaced() -> None:
+    (batch,) = pack([make_sequence(2, 2)], 10)
+    fresh = torch.full_like(batch.old_logprobs, -9.0)
+    assert torch.equal(batch.with_old_logprobs(fresh).old_logprobs, fresh)
+    assert batch.old_logprobs.tolist() == [0, -2, -3]
+    assert batch.to("cpu").input_ids.tolist() == batch.input_ids.tolist()

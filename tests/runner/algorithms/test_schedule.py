@@ -1,0 +1,72 @@
+"""The learning rate: warm-up and schedules against PyTorch's and by hand, counted in steps and in updates."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from builders import make_config
+
+from dapo_runner.algorithms.schedule import learning_rate
+from dapo_runner.config import Config, ConfigError
+from dapo_runner.preflight.plan import make_plan
+
+
+def config_of(steps: int = 10, **optimizer: object) -> Config:
+    """4 groups of 4 in mini-batches of 8: two updates a step."""
+    return make_config(run={"steps": steps}, optimizer={"lr": 1e-3, "mini_batch_size": 8, **optimizer})
+
+
+def rates(config: Config, steps: int) -> list[float]:
+    return [learning_rate(config, step) for step in range(steps)]
+
+
+def test_warm_up_is_linear_over_steps_then_constant() -> None:
+    assert rates(config_of(warmup_steps=4), 6) == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3])
+    assert rates(config_of(warmup_steps=0), 2) == [1e-3, 1e-3]
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 4])
+def test_linear_and_cosine_fall_from_the_end_of_the_warm_up(warmup: int) -> None:
+    """By hand: the top once, at the end of the warm-up; equal falls; the last step is not lost on a rate of 0."""
+    top = max(warmup, 1)
+    falls = 10 - top + 1
+    linear = rates(config_of(schedule="linear", warmup_steps=warmup), 12)
+    assert linear[top - 1 :] == pytest.approx(
+        [1e-3 * max(0, falls - i) / falls for i in range(12 - top + 1)], abs=1e-12
+    )
+    cosine = rates(config_of(schedule="cosine", warmup_steps=warmup, min_lr_ratio=0.1), 12)
+    wave = [1e-4 + 9e-4 * (1 + math.cos(math.pi * min(1, i / falls))) / 2 for i in range(12 - top + 1)]
+    assert cosine[top - 1 :] == pytest.approx(wave)
+    assert linear[9] > 0
+    assert linear[10] == pytest.approx(0, abs=1e-12)
+    assert cosine[11] == pytest.approx(1e-4)
+
+
+def test_updates_are_counted_where_the_warm_up_is() -> None:
+    config = config_of(warmup_updates=3, schedule="linear", steps=3)
+    by_update = [learning_rate(config, step, number) for step in range(3) for number in range(2)]
+    assert by_update == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
+    assert learning_rate(config_of(), 1, 0) == learning_rate(config_of(), 1, 1)
+
+
+def test_a_schedule_may_have_a_length_of_its_own() -> None:
+    short = config_of(schedule="linear", warmup_steps=0, decay_steps=4)
+    assert rates(short, 4) == rates(config_of(schedule="linear", warmup_steps=0, steps=4), 4)
+    assert "lr 0.001 linear to 0 after step 4;" in make_plan(short)["optimizer"]
+    plan = make_plan(config_of(warmup_updates=3, schedule="cosine", min_lr_ratio=0.1))["optimizer"]
+    assert "lr 0.001 warmed up linearly over 3 updates, then cosine to 0.0001 after step 10;" in plan
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        ({"min_lr_ratio": 0.1}, r"^optimizer\.min_lr_ratio: expected optimizer\.schedule=linear or cosine"),
+        ({"decay_steps": 5}, r"^optimizer\.decay_steps: expected .*got decay_steps=5"),
+        ({"schedule": "linear"}, r"^optimizer\.warmup_steps: expected fewer than the 10 rollout steps .*got 20"),
+        ({"schedule": "cosine", "warmup_updates": 20}, r"^optimizer\.warmup_updates: .*the 20 updates .*got 20"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(optimizer: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_of(**optimizer)

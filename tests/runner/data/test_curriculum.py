@@ -1,0 +1,152 @@
+"""Curricula: which prompts are asked when, that the order is the seed's, and that a resume is exact."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import make_config, make_group, make_prompt
+from hypothesis import given
+from hypothesis import strategies as st
+from small import write_recipe
+
+from dapo_runner.cli import main
+from dapo_runner.config import ConfigError, CurriculumConfig, SamplerConfig
+from dapo_runner.data.curriculum import ByPassRate, Curriculum, make_curriculum
+from dapo_runner.data.dataset import PromptCursor
+from dapo_runner.preflight.plan import make_plan
+from dapo_runner.rollout.group_buffer import DynamicSampler
+from dapo_runner.types import Group, Prompt
+
+PROMPTS = [replace(make_prompt(str(i)), row={"difficulty": 10 * i}) for i in range(8)]
+
+
+def cursor(prompts: list[Prompt] = PROMPTS, **curriculum: Any) -> PromptCursor:
+    config = CurriculumConfig.model_validate(curriculum) if curriculum else None
+    return PromptCursor(prompts, seed=3, curriculum=make_curriculum(config, prompts))
+
+
+def names(prompts: list[Prompt]) -> list[str]:
+    return [prompt.id for prompt in prompts]
+
+
+def test_by_column_the_easiest_come_first_in_the_order_of_the_seed() -> None:
+    walk = cursor(by="column", start=0.25, steps=3)
+    for step, n in ((1, 2), (2, 4), (3, 6), (4, 8), (5, 8)):  # prompts in play
+        walk.position, walk.epoch = 0, 0
+        taken = names(walk.take(n, step))
+        assert sorted(taken) == [str(i) for i in range(n)]
+        assert taken == [name for name in names(cursor().take(8)) if int(name) < n]
+
+
+def test_larger_may_be_easier_and_ties_come_together() -> None:
+    assert names(cursor(by="column", start=0.125, larger_is="easier").take(3)) == ["7"] * 3
+    tied = [replace(prompt, row={"level": "2" if prompt.id in "01" else "5"}) for prompt in PROMPTS]
+    assert set(names(cursor(tied, by="column", column="level", start=0.125).take(6))) == {"0", "1"}
+
+
+@pytest.mark.parametrize("value", [None, "hard", float("nan"), [1]])
+def test_a_row_without_a_difficulty_is_named(value: object) -> None:
+    prompts = [*PROMPTS, replace(make_prompt("last"), row={} if value is None else {"difficulty": value})]
+    with pytest.raises(ConfigError, match=r"^sampler\.curriculum\.column: expected a number .*'difficulty'.*'last'"):
+        cursor(prompts, by="column")
+
+
+def by_pass_rate(**values: Any) -> ByPassRate:
+    return ByPassRate(CurriculumConfig(by="pass_rate", **values))
+
+
+def ask(curriculum: Curriculum, epoch: int, pattern: dict[str, str]) -> list[str]:
+    """Who is asked in an epoch, and answers so."""
+    asked = names([prompt for prompt in PROMPTS if curriculum.admits(prompt, 1, epoch)])
+    curriculum.observe([make_group(pattern.get(name, "RW"), name) for name in asked], epoch)
+    return asked
+
+
+def test_by_pass_rate_what_is_solved_or_hopeless_rests() -> None:
+    curriculum, every = by_pass_rate(rest=2), names(PROMPTS)
+    pattern, rested = {"0": "RRRR", "1": "WWWW", "2": "RWWW"}, every[2:]
+    assert [ask(curriculum, epoch, pattern) for epoch in range(4)] == [every, rested, rested, every]
+    pattern["0"] = "RRWW"
+    later = [ask(curriculum, epoch, pattern) for epoch in range(4, 8)]
+    assert later == [rested, rested, every, ["0", *rested]]
+
+
+def test_the_pass_rate_fades_and_the_bounds_can_be_moved() -> None:
+    curriculum = by_pass_rate(low=0.25, high=0.75)
+    ask(curriculum, 0, {"0": "RRRW", "1": "RRWW", "2": "WWWR"})
+    assert set(curriculum.due) == {"0", "2"}
+    ask(curriculum, 1, {"1": "RRRR"})
+    assert curriculum.seen["1"] == (2 / 2 + 4, 4 / 2 + 4)
+
+
+def test_when_all_rest_the_walk_goes_on_to_when_they_do_not() -> None:
+    walk = cursor(by="pass_rate", rest=3)
+    walk.observe([make_group("RRRR", prompt.id) for prompt in walk.take(8)])
+    assert len(walk.take(8)) == 8
+    assert walk.epoch == 4
+
+
+@given(answers=st.lists(st.sampled_from(["RRRR", "RWRW", "WWWW"]), min_size=8, max_size=8), stop=st.integers(1, 4))
+def test_a_resume_is_exact(answers: list[str], stop: int) -> None:
+    def sampler() -> DynamicSampler:
+        config = SamplerConfig(prompts_per_step=2, max_rounds=3, on_exhausted="train_partial")
+        return DynamicSampler(cursor(by="pass_rate", rest=1), config)
+
+    def answer(prompts: list[Prompt], _: int) -> list[Group]:
+        return [make_group(answers[int(prompt.id)], prompt.id) for prompt in prompts]
+
+    def run(of: DynamicSampler, n: int) -> list[list[str]]:
+        return [names([group.prompt for group in of.next(answer).groups]) for _ in range(n)]
+
+    expected, first, second = run(sampler(), stop + 3), sampler(), sampler()
+    before = run(first, stop)
+    file = io.BytesIO()
+    state = first.state_dict()
+    run(first, 1)  # a state is of its moment
+    torch.save(state, file)
+    file.seek(0)
+    second.load_state_dict(torch.load(file, weights_only=True))
+    assert before + run(second, 3) == expected
+
+
+def test_states_go_between_runs_with_and_without() -> None:
+    with_one, without = cursor(by="pass_rate"), cursor()
+    assert without.state_dict().keys() == {"epoch", "position", "seed", "data"}
+    with_one.load_state_dict(without.state_dict())  # an old checkpoint, or a fork
+    without.load_state_dict(with_one.state_dict())
+
+
+def test_a_run_says_what_its_curriculum_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = "sampler.curriculum={by: column, start: 0.5, steps: 2}"
+    recipe = str(write_recipe(tmp_path, steps=1))
+    line = "the easiest 50% of the prompts by difficulty (larger is harder), all of them from step 3 on"
+    assert main(["train", recipe, chosen, "--dry-run"]) == 0
+    assert line in " ".join(capsys.readouterr().out.split())
+    assert main(["train", recipe, chosen]) == 0
+    assert f"curriculum: {line}" in capsys.readouterr().out
+    assert main(["train", recipe, chosen, "run.steps=2", "sampler.curriculum.steps=3"]) == 2
+    assert "sampler.curriculum.steps: 2 → 3" in capsys.readouterr().err
+    wrong = chosen.replace("column,", "column, column: level,")
+    for command in (["--dry-run"], []):
+        assert main(["train", recipe, wrong, "run.name=other", *command]) == 2
+        assert "expected a number in the column 'level'" in capsys.readouterr().err
+    plan = make_plan(make_config(sampler={"curriculum": {"by": "pass_rate", "high": 0.9}}))["curriculum"]
+    assert "0% of the samples or fewer were right, or 90% or more, rest for 2 epochs" in plan
+    assert make_plan(make_config())["curriculum"].startswith("none")
+
+
+def test_the_share_is_not_rounded_up_by_floats() -> None:
+    prompts = [replace(make_prompt(str(i)), row={"difficulty": i}) for i in range(100)]
+    for start in range(5, 100, 5):
+        for steps in range(1, 12):
+            config = CurriculumConfig(by="column", start=start / 100, steps=steps)
+            curriculum = make_curriculum(config, prompts)
+            assert curriculum is not None
+            for step in range(1, steps + 1):
+                wanted = -(-(start * steps + (100 - start) * (step - 1)) // steps)  # in integers
+                assert sum(curriculum.admits(prompt, step, 0) for prompt in prompts) == wanted, (start, steps, step)

@@ -1,0 +1,509 @@
+"""Dynamic sampling without a model: a scripted generator stands in for the engine."""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from builders import make_group, make_prompt, make_sample
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapo_runner.config import SamplerConfig
+from dapo_runner.config.advantage import steps_of_tree
+from dapo_runner.data.dataset import PromptCursor
+from dapo_runner.logging.metrics import sampling_metrics
+from dapo_runner.rollout.group_buffer import DynamicSampler, SamplingExhaustedError, SamplingStats, prompts_for
+from dapo_runner.types import Group, Prompt, Segment
+
+# What a prompt's samples are like: right or wrong, with lengths and length penalties that correctness knows nothing of.
+SHAPED = st.lists(st.tuples(st.booleans(), st.integers(1, 60), st.floats(-1, 0)), min_size=4, max_size=4)
+SETTINGS = {
+    "shapes": st.lists(SHAPED, min_size=1, max_size=12),
+    "wanted": st.integers(1, 6),
+    "max_rounds": st.integers(1, 4),
+    "acceptance": st.sampled_from([0.05, 0.25, 1.0]),
+    "steps": st.integers(1, 5),
+}
+
+
+class ShapedEngine:
+    """Gives prompt number i the samples ``shapes[i]``, and remembers the groups in the order they were asked for."""
+
+    def __init__(self, shapes: list[list[tuple[bool, int, float]]]) -> None:
+        self.shapes = shapes
+        self.given: list[Group] = []
+
+    def __call__(self, prompts: list[Prompt], round_index: int) -> list[Group]:
+        groups = [
+            Group(prompt, tuple(make_sample(right, length=n, penalty=p) for right, n, p in self.shapes[int(prompt.id)]))
+            for prompt in prompts
+        ]
+        self.given += groups
+        return groups
+
+
+@given(**SETTINGS)
+def test_whatever_the_groups_are_like(
+    shapes: list[list[tuple[bool, int, float]]], wanted: int, max_rounds: int, acceptance: float, steps: int
+) -> None:
+    """Any lengths and punishments, fewer prompts than a step needs, groups with one success, policies that fail."""
+    engine = ShapedEngine(shapes)
+    sampler = make_sampler(
+        wanted,
+        len(shapes),
+        max_rounds=max_rounds,
+        max_age=99,
+        initial_acceptance=acceptance,
+        on_exhausted="train_partial",
+    )
+    accepted: list[Group] = []
+    for _ in range(steps):
+        before = len(engine.given)
+        step = sampler.next(engine)
+        accepted += step.groups
+        generated = engine.given[before:]
+        assert step.stats.groups == len(generated) == step.stats.all_right + step.stats.all_wrong + step.stats.mixed
+        assert step.stats.rounds <= max_rounds
+        assert len(step.groups) <= wanted
+        assert (step.shortfall is not None) == (len(step.groups) < wanted)
+        assert len(step.groups) == wanted or not sampler.buffer  # nothing is held back from a step that is short
+        assert step.stats.carried_out == len(sampler.buffer)
+    right = [sum(sample.correct for sample in group.samples) for group in engine.given]
+    kept = [group for group, n in zip(engine.given, right, strict=True) if 0 < n < 4]
+    assert [id(group.samples) for group in accepted + sampler.buffer] == [id(group.samples) for group in kept]
+
+
+@given(stop_after=st.integers(0, 4), **SETTINGS)
+def test_a_resume_anywhere_is_exact(
+    shapes: list[list[tuple[bool, int, float]]],
+    wanted: int,
+    max_rounds: int,
+    acceptance: float,
+    steps: int,
+    stop_after: int,
+) -> None:
+    def fresh() -> DynamicSampler:
+        return make_sampler(
+            wanted, len(shapes), max_rounds=max_rounds, initial_acceptance=acceptance, on_exhausted="train_partial"
+        )
+
+    def run(sampler: DynamicSampler, n: int) -> list[tuple[list[str], SamplingStats, str | None]]:
+        results = (sampler.next(ShapedEngine(shapes)) for _ in range(n))
+        return [(ids(step.groups), step.stats, step.shortfall) for step in results]
+
+    expected = run(fresh(), stop_after + steps)
+    first = fresh()
+    before = run(first, stop_after)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second = fresh()
+    second.load_state_dict(torch.load(file, weights_only=True))
+    assert before + run(second, steps) == expected
+
+
+@pytest.mark.parametrize("pattern", ["RWWWWWWW", "WWWWWWWR", "RRRRRRRW"])
+def test_one_success_or_one_failure_is_enough(pattern: str) -> None:
+    step = make_sampler().next(Engine(lambda i: pattern))
+    assert len(step.groups) == 4
+    assert step.stats.rounds == 1
+
+
+def test_a_policy_that_always_fails_stops_at_the_limit_and_says_so() -> None:
+    engine, sampler = Engine(lambda i: "WWWW"), make_sampler(max_rounds=5)
+    with pytest.raises(SamplingExhaustedError, match=r"0 of 4 groups after 5 rounds.*out of reach"):
+        sampler.next(engine)
+    assert len(engine.asked) == 5
+    assert sum(map(len, engine.asked)) <= 5 * prompts_for(4, 1 / 6)  # half of what is accepted at first
+
+
+def test_data_that_run_out_are_gone_through_again_and_named() -> None:
+    """Two prompts, one of them useful: a step of 40 groups cannot be had from them in so few rounds."""
+    engine = Engine(lambda i: "RW" if i == 0 else "RR")
+    sampler = make_sampler(wanted=40, n_prompts=2, max_rounds=1, initial_acceptance=1.0, on_exhausted="train_partial")
+    step = sampler.next(engine)
+    assert step.shortfall is not None
+    assert "The 2 prompts were gone through 20.0 times: more data." in step.shortfall
+    assert len(step.groups) == 20
+
+
+class Engine:
+    """Gives prompt number i the pattern that ``script(i)`` says, and remembers what it was asked."""
+
+    def __init__(self, script: Callable[[int], str]) -> None:
+        self.script = script
+        self.asked: list[list[str]] = []
+        self.rounds: list[int] = []
+
+    def __call__(self, prompts: list[Prompt], round_index: int) -> list[Group]:
+        self.asked.append([prompt.id for prompt in prompts])
+        self.rounds.append(round_index)
+        return [make_group(self.script(int(prompt.id)), prompt.id) for prompt in prompts]
+
+
+def make_sampler(wanted: int = 4, n_prompts: int = 50, **values: object) -> DynamicSampler:
+    config = SamplerConfig.model_validate({"prompts_per_step": wanted, **values})
+    return DynamicSampler(PromptCursor([make_prompt(str(i)) for i in range(n_prompts)], seed=0), config)
+
+
+def ids(groups: list[Group]) -> list[str]:
+    return [group.prompt.id for group in groups]
+
+
+def every_third(i: int) -> str:
+    return ("RWRW", "RRRR", "WWWT")[i % 3]
+
+
+def test_only_mixed_groups_in_prompt_order_and_none_lost() -> None:
+    engine, sampler = Engine(every_third), make_sampler(max_age=99)
+    accepted = [group for _ in range(6) for group in sampler.next(engine).groups]
+    assert len(accepted) == 24
+    asked = [name for prompts in engine.asked for name in prompts]
+    mixed = [name for name in asked if every_third(int(name)) == "RWRW"]
+    assert ids(accepted) + ids(sampler.buffer) == mixed
+
+
+def test_filter_goes_by_correctness_not_by_reward() -> None:
+    """All right, yet with different rewards (some were punished for length): nothing to tell the samples
+    apart by.
+    """
+    engine, sampler = (
+        Engine(lambda i: "RRRR" if i % 2 else "WWWW"),
+        make_sampler(on_exhausted="train_partial"),
+    )
+    assert sampler.next(engine).groups == []
+
+
+class GradingEngine(Engine):
+    """Gives every prompt the same rewards; from 0.5 on an answer is right."""
+
+    def __init__(self, *rewards: float) -> None:
+        super().__init__(lambda i: "")
+        samples = (make_sample(reward >= 0.5, penalty=-index / 8) for index, reward in enumerate(rewards))
+        self.samples = tuple(replace(sample, base_reward=r) for sample, r in zip(samples, rewards, strict=True))
+
+    def __call__(self, prompts: list[Prompt], round_index: int) -> list[Group]:
+        return [Group(group.prompt, self.samples) for group in super().__call__(prompts, round_index)]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "by_correctness", "by_reward"),
+    [
+        ((0.55, 0.99, 0.7, 0.6), 0, 4),  # all right, some better
+        ((0.0, 0.2, 0.0, 0.0), 0, 4),  # all wrong, one nearly right
+        ((0.9, 0.9, 0.9, 0.9), 0, 0),  # nothing but unlike length terms
+        ((0.1, 0.9, 0.9, 0.9), 4, 4),
+    ],
+)
+def test_what_the_filter_goes_by(rewards: tuple[float, ...], by_correctness: int, by_reward: int) -> None:
+    for filter_on, kept in (("correctness", by_correctness), ("reward", by_reward)):
+        sampler = make_sampler(filter_on=filter_on, on_exhausted="train_partial", max_rounds=3)
+        step = sampler.next(GradingEngine(*rewards))
+        assert len(step.groups) == kept
+        assert (step.shortfall is None) == (kept > 0)
+        assert (sampler.acceptance > 0.5) == (kept > 0)
+        graded = step.stats.groups if by_reward > by_correctness else 0
+        assert step.stats.graded == graded
+        figures = sampling_metrics(step.stats, filter_on)
+        if filter_on == "reward":
+            assert figures["sampling/varying"] == (kept > 0) == 1 - figures["sampling/alike"]
+        assert figures.get("sampling/graded") == (None if filter_on == "correctness" else graded / step.stats.groups)
+
+
+def test_groups_that_were_turned_away_though_they_teach_something_are_named_once() -> None:
+    sampler = make_sampler(on_exhausted="train_partial", max_rounds=1)
+    first, second = (sampler.next(GradingEngine(0.55, 0.99)) for _ in range(2))
+    n = first.stats.groups
+    assert first.caution == (
+        f"dynamic sampling turned away {n} of {n} groups whose rewards vary, because all of their samples are right, "
+        "or all wrong: sampler.filter_on=reward keeps them"
+    )
+    assert second.caution is None
+    assert first.shortfall is not None
+    assert "sampler.filter_on=reward" in first.shortfall
+    for other in (make_sampler(filter_on="reward"), make_sampler(filter_groups=False)):
+        assert other.next(GradingEngine(0.55, 0.99)).caution is None
+    assert make_sampler(on_exhausted="train_partial").next(GradingEngine(0.9, 0.9)).caution is None
+
+
+def test_exhaustion_by_reward_says_that_rewards_do_not_vary() -> None:
+    with pytest.raises(SamplingExhaustedError, match=r"0 all wrong \(0 of these with rewards that vary\)"):
+        make_sampler(filter_on="reward", max_rounds=1).next(GradingEngine(0.9, 0.9))
+
+
+def test_without_filter_every_group_trains() -> None:
+    engine, sampler = Engine(lambda i: "WWWW"), make_sampler(filter_groups=False)
+    step = sampler.next(engine)
+    assert ids(step.groups) == engine.asked[0]
+    assert step.stats.rounds == 1
+
+
+def test_first_round_expects_the_configured_acceptance() -> None:
+    engine, sampler = Engine(lambda i: "RW"), make_sampler(wanted=5, initial_acceptance=0.25)
+    step = sampler.next(engine)
+    assert len(engine.asked[0]) == prompts_for(5, 0.25) == 43
+    assert (len(step.groups), step.stats.carried_out) == (5, 38)
+
+
+def test_surplus_opens_the_next_step_without_generating() -> None:
+    engine, sampler = Engine(lambda i: "RW"), make_sampler(wanted=4, initial_acceptance=0.5)
+    first = sampler.next(engine)
+    second = sampler.next(engine)
+    assert len(engine.asked) == 1
+    assert ids(first.groups) + ids(second.groups) + ids(sampler.buffer) == engine.asked[0]
+    left = len(engine.asked[0]) - 4
+    assert (second.stats.rounds, second.stats.carried_in, second.stats.carried_out) == (0, left, left - 4)
+
+
+def test_groups_know_the_step_that_sampled_them() -> None:
+    sampler = make_sampler(wanted=4, initial_acceptance=0.6)
+    for step in (1, 2, 3):
+        sampled = sampler.next(Engine(lambda i: "RW"))
+        carried = sampled.stats.carried_in
+        assert [group.step for group in sampled.groups[carried:]] == [step] * (4 - carried)
+        assert all(group.step == step - 1 for group in sampled.groups[:carried])
+
+
+@pytest.mark.parametrize("max_age", [0, 1, 2, 10])
+def test_groups_that_have_grown_too_old_go_and_are_counted(max_age: int) -> None:
+    """Everything is accepted where a fifth was expected: a first round that would serve five steps, the last of them
+    with groups four steps old.
+    """
+    engine = Engine(lambda i: "RW")
+    sampler = make_sampler(wanted=4, initial_acceptance=0.2, max_age=max_age)
+    steps = [sampler.next(engine) for _ in range(5)]
+    ages = {number - group.step for number, step in enumerate(steps, start=1) for group in step.groups}
+    assert ages == set(range(min(max_age, 4) + 1))
+    dropped = sum(step.stats.too_old for step in steps)
+    assert (dropped > 0) == (max_age < 4)
+    assert sum(len(step.groups) for step in steps) + len(sampler.buffer) + dropped == sum(map(len, engine.asked))
+    for before, after in pairwise(steps):
+        assert after.stats.carried_in + after.stats.too_old == before.stats.carried_out
+    assert ids(steps[0].groups) == engine.asked[0][:4]
+
+
+def test_an_old_checkpoint_takes_its_groups_for_those_of_its_last_step() -> None:
+    """Groups used not to say when they were sampled; nor did the sampler count steps, but the checkpoint did."""
+    sampler = make_sampler(wanted=4, initial_acceptance=0.2)
+    sampler.next(Engine(lambda i: "RW"))
+    old = sampler.state_dict()
+    del old["steps"]
+    for group in old["buffer"]:
+        del group["step"]
+    resumed = make_sampler(wanted=4, initial_acceptance=0.2)
+    resumed.load_state_dict({"steps": 7, **old})
+    step = resumed.next(Engine(lambda i: "RW"))
+    assert (resumed.steps, {group.step for group in step.groups}, step.stats.too_old) == (8, {7}, 0)
+
+
+def test_groups_carried_over_a_checkpoint_have_their_rows_and_parts() -> None:
+    """Rows come from the data set, not from the checkpoint; older checkpoints have no parts."""
+    prompts = [replace(make_prompt(str(i)), row={"number": i}, messages=(("user", str(i)),)) for i in range(9)]
+    sample = replace(make_sample(True), parts={"a": 0.5})
+
+    def ask(asked: list[Prompt], round_number: int) -> list[Group]:
+        return [Group(prompt, (sample, make_sample(False))) for prompt in asked]
+
+    def sampler() -> DynamicSampler:
+        return DynamicSampler(PromptCursor(prompts, seed=0), SamplerConfig(prompts_per_step=2, initial_acceptance=0.2))
+
+    first, resumed, old = sampler(), sampler(), sampler()
+    first.next(ask)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    resumed.load_state_dict(state)
+    kept = [(dict(g.prompt.row), g.prompt, [dict(s.parts) for s in g.samples]) for g in first.buffer]
+    assert [(dict(g.prompt.row), g.prompt, [dict(s.parts) for s in g.samples]) for g in resumed.buffer] == kept != []
+    for group in state["buffer"]:
+        for item in group["samples"]:
+            del item["parts"]
+    old.load_state_dict(state)
+    assert old.buffer[0].samples[0].parts == {}
+
+
+def test_a_tree_is_trained_on_over_several_steps() -> None:
+    """Of five samples that have something to train on two at a time, far apart, until they are too old."""
+    segments = [(Segment(1, 0.0, 1.0, 1.0, trains=place != 3),) for place in range(6)]
+    samples = tuple(replace(make_sample(True, length=place + 1), segments=own) for place, own in enumerate(segments))
+    sampler = make_sampler(max_age=2)
+    too_old: list[float] = []
+
+    def step(*groups: Group) -> list[tuple[str, list[int]]]:
+        sampler.steps += 1
+        state = io.BytesIO()
+        torch.save(sampler.state_dict(), state)
+        state.seek(0)
+        sampler.load_state_dict(torch.load(state, weights_only=True))
+        spread, counts = sampler.spread([replace(group, step=sampler.steps) for group in groups], 2)
+        assert counts["waiting"] == sum(len(group.samples) for group in sampler.waiting)
+        too_old.append(counts["too_old"])
+        return [(group.prompt.id, [s.completion.length for s in group.samples]) for group in spread]
+
+    first, second = Group(make_prompt("1"), samples), Group(make_prompt("2"), samples[3:])
+    assert step(first) == [("1", [1, 5])]
+    assert step(second) == [("1", [2, 6]), ("2", [5, 6])]
+    assert step() == [("1", [3])]
+    assert sampler.waiting == []
+    assert step(Group(make_prompt("3"), samples)) == [("3", [1, 5])]
+    sampler.config = sampler.config.model_copy(update={"max_age": 0})
+    assert step() == []
+    assert step(Group(make_prompt("4"), samples[3:4])) == []  # nothing to train on
+    assert too_old == [0, 0, 0, 0, 3, 0]
+
+
+@given(leaves=st.integers(1, 60), per_step=st.integers(1, 30))
+def test_a_tree_takes_the_steps_that_max_age_is_held_against(leaves: int, per_step: int) -> None:
+    """One with less to train on takes no more of them."""
+    sample = replace(make_sample(True), segments=(Segment(4, 0.0, 1.0, 1.0),))
+    sampler, steps = make_sampler(), 0
+    groups = [Group(make_prompt(), (sample,) * leaves)]
+    while sampler.spread(groups, per_step)[0]:
+        groups, steps = [], steps + 1
+    assert steps == steps_of_tree(leaves, per_step) >= steps_of_tree(leaves - 1, per_step)
+
+
+def test_refill_is_sized_by_the_rate_so_far() -> None:
+    """Everything is accepted, so the requests shrink to what is needed; then little is, and they grow."""
+    sampler = make_sampler(wanted=20, n_prompts=1000, initial_acceptance=0.2)
+    easy = Engine(lambda i: "RW")
+    while not easy.asked or len(sampler.buffer) >= 20:
+        sampler.next(easy)
+    for _ in range(30):
+        sampler.next(easy)
+    assert 0.9 < sampler.acceptance <= 1
+    assert len(easy.asked[-1]) <= 25
+    hard = Engine(lambda i: "RW" if i % 10 == 0 else "WW")
+    for _ in range(4):
+        sampler.next(hard)
+    assert sampler.acceptance < 0.25
+    assert max(map(len, hard.asked)) > 50
+    assert max(map(len, hard.asked)) <= prompts_for(20, 0.1)  # never beyond half of the initial acceptance
+
+
+@pytest.mark.parametrize(("share", "before"), [(1 / 3, 1.8), (0.2, 2.7)])
+def test_a_step_takes_one_round(share: float, before: float) -> None:
+    """Asking for the expectation fills a step every other time, and each round ends in a tail as long as the longest
+    response: it took ``before`` rounds a step. No more is generated in the end: what is left over opens the next step.
+    """
+    lots, wanted, steps = random.Random(0), 64, 100
+    prompt, right, wrong = make_prompt("0"), make_group("RW").samples, make_group("WW").samples
+
+    def generate(prompts: list[Prompt], _: int) -> list[Group]:
+        return [Group(prompt, right if lots.random() < share else wrong) for prompt in prompts]
+
+    cursor = PromptCursor([prompt], seed=0)
+    sampler = DynamicSampler(cursor, SamplerConfig(prompts_per_step=wanted))
+    stats = [sampler.next(generate).stats for _ in range(steps)]
+    assert sum(item.rounds for item in stats) / steps <= 1.05 < before
+    assert sum(item.groups for item in stats) * share / (wanted * steps) == pytest.approx(1, abs=0.02)
+    assert sum(item.too_old for item in stats) == 0
+
+
+def test_the_number_of_prompts_is_the_binomials() -> None:
+    """The smallest whose expectation, less two standard deviations, is what is wanted."""
+    for wanted, share in ((512, 1 / 3), (64, 0.2), (1, 0.5), (7, 0.95)):
+        n = prompts_for(wanted, share)
+        assert n * share - 2 * math.sqrt(n * share * (1 - share)) >= wanted - 1e-9
+        n -= 1
+        assert n * share - 2 * math.sqrt(n * share * (1 - share)) < wanted
+    assert [prompts_for(wanted, 1.0) for wanted in (1, 2, 3, 512)] == [1, 2, 3, 512]
+
+
+def test_statistics_count_everything_generated() -> None:
+    engine, sampler = Engine(every_third), make_sampler()
+    seen: list[tuple[int, int]] = []
+    sampler.on_round = lambda at_hand, stats: seen.append((at_hand, stats.groups))
+    stats = sampler.next(engine).stats
+    n = sum(map(len, engine.asked))
+    assert stats.groups == n == stats.all_right + stats.all_wrong + stats.mixed
+    assert stats.samples == 4 * n
+    assert stats.correct == 2 * stats.mixed + 4 * stats.all_right
+    assert stats.truncated == stats.all_wrong
+    assert stats.tokens == 4 * stats.samples
+    assert stats.reward == 2 * stats.correct - stats.samples
+    assert seen[-1][1] == n
+    assert len(seen) == stats.rounds
+
+
+def test_exhaustion_explains_itself() -> None:
+    engine, sampler = Engine(lambda i: "RRRR" if i % 5 else "WWWW"), make_sampler(max_rounds=3)
+    with pytest.raises(SamplingExhaustedError) as caught:
+        sampler.next(engine)
+    asked = [name for prompts in engine.asked for name in prompts]
+    all_right = sum(int(name) % 5 != 0 for name in asked)
+    for part in (
+        "0 of 4 groups after 3 rounds",
+        f"{all_right} were all right",
+        "mostly solved",
+        "train_partial",
+    ):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "part"),
+    [
+        ("TTTT", "raise rollout.max_response_tokens"),
+        ("WWWW", "out of reach"),
+        ("RRRR", "mostly solved"),
+        ("CCCC", "mostly solved"),  # cut, and right
+    ],
+)
+def test_advice_follows_the_cause(pattern: str, part: str) -> None:
+    with pytest.raises(SamplingExhaustedError, match=part):
+        make_sampler(max_rounds=1).next(Engine(lambda i: pattern))
+
+
+def test_partial_step_says_so() -> None:
+    engine = Engine(lambda i: "RW" if i == 7 else "WW")
+    sampler = make_sampler(wanted=30, max_rounds=1, on_exhausted="train_partial", initial_acceptance=0.5)
+    step = sampler.next(engine)
+    assert ids(step.groups) == ["7"]
+    assert step.shortfall is not None
+    assert "1 of 30 groups" in step.shortfall
+    assert sampler.buffer == []
+
+
+def test_rounds_are_numbered_over_the_whole_run() -> None:
+    engine, sampler = Engine(every_third), make_sampler()
+    for _ in range(5):
+        sampler.next(engine)
+    assert engine.rounds == list(range(len(engine.rounds)))
+
+
+def test_resume_is_exact_with_a_half_filled_buffer() -> None:
+    def run(sampler: DynamicSampler, steps: int) -> list[tuple[list[str], SamplingStats, list[int]]]:
+        results = []
+        for _ in range(steps):
+            engine = Engine(every_third)
+            step = sampler.next(engine)
+            results.append((ids(step.groups), step.stats, engine.rounds))
+        return results
+
+    straight = make_sampler(wanted=3, initial_acceptance=0.2)
+    expected = run(straight, 9)
+    first = make_sampler(wanted=3, initial_acceptance=0.2)
+    before = run(first, 4)
+    assert first.buffer, "the case is only interesting with groups carried over"
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second = make_sampler(wanted=3, initial_acceptance=0.2)
+    second.load_state_dict(torch.load(file, weights_only=True))
+    for one, two in zip(first.buffer, second.buffer, strict=True):
+        assert one.prompt == two.prompt
+        for a, b in zip(one.samples, two.samples, strict=True):
+            assert (a.verdict, a.reward, a.trains) == (b.verdict, b.reward, b.trains)
+            assert a.completion.finish_reason == b.completion.finish_reason
+            assert torch.equal(a.completion.token_ids, b.completion.token_ids)
+            assert torch.equal(a.completion.logprobs, b.completion.logprobs)
+    assert before + run(second, 5) == expected

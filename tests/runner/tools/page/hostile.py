@@ -1,0 +1,81 @@
+"""A run whose model and data set are out to break the page that shows them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from builders import make_prompt, make_sample
+
+from dapo_runner.algorithms.advantage import make_sequences
+from dapo_runner.algorithms.token_values import TokenValues
+from dapo_runner.config import AdvantageConfig, RolloutLogConfig
+from dapo_runner.logging.metrics import METRICS_FILE, MetricsLog
+from dapo_runner.logging.rollout_log import ROLLOUTS, RolloutLog
+from dapo_runner.types import Group, Sample
+
+SCRIPT = "</script><script>document.title='taken'</script>"
+IMAGE = "<img src=x onerror=\"document.title='taken'\">"
+PIECES = [SCRIPT, IMAGE, "\x1b[2J\x00\u202e", "<b>bold</b>\n"]
+STEPS = (3, 5)
+
+
+class Tokenizer:
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return "".join(PIECES[token_id - 10] for token_id in token_ids)
+
+
+def saying(sample: Sample) -> Sample:
+    completion = replace(sample.completion, text="".join(PIECES))
+    verdict = replace(sample.verdict, extracted=IMAGE)
+    return replace(sample, completion=completion, verdict=verdict, parts={"<i>brief": 0.5})
+
+
+def make_groups() -> list[Group]:
+    """One of a right, a wrong and a cut answer, one all wrong."""
+    mixed = (make_sample(True), make_sample(False), make_sample(False, truncated=True, trains=False))
+    prompts = (make_prompt(SCRIPT, answer=IMAGE), make_prompt("\u202e\ud800 & <i>", answer="\udfff"))
+    return [
+        Group(prompts[0], tuple(map(saying, mixed))),
+        Group(prompts[1], (saying(make_sample(False)), saying(make_sample(False)))),
+    ]
+
+
+def make_values(n_prompt: int) -> TokenValues:
+    """The first response token is clipped, the last one of high entropy."""
+
+    def column(*values: float) -> torch.Tensor:
+        return torch.tensor([0.0] * (n_prompt - 1) + list(values))
+
+    return TokenValues(
+        logprobs=column(-0.1, -0.5, -2, -4),
+        entropy=column(0.1, 0.2, 0.3, 1.5),
+        ratio=column(1.4, 1, 0.9, 0.5),
+        clip_hit=column(2, 0, 0, 0).to(torch.int8),
+        high_entropy=column(0, 0, 0, 1).bool(),
+        selected=None,
+    )
+
+
+def log_metrics(run: Path, step: int, **figures: float) -> None:
+    with MetricsLog(run / METRICS_FILE, keep_through=step - 1) as log:
+        log.write(step, "step", {"batch/reward": step / 10, "train/entropy": 0.5, "sampling/mixed": 0.5, **figures})
+
+
+def write_rollouts(run: Path, step: int, per_token: bool = True) -> None:
+    groups = make_groups()
+    values = {place: make_values(3) for place in (0, 1, 3, 4)}
+    tokenizer = Tokenizer() if per_token else None
+    log = RolloutLog(run / ROLLOUTS, RolloutLogConfig(), keep_through=step - 1, tokenizer=tokenizer)
+    log.write(step, groups, make_sequences(groups, AdvantageConfig(kind="group_mean")), values)
+
+
+def write_run(folder: Path, name: str, per_token: bool = True) -> Path:
+    run = folder / name
+    for step in range(1, 7):
+        log_metrics(run, step)
+    for step in STEPS:
+        write_rollouts(run, step, per_token)
+    return run

@@ -1,0 +1,182 @@
+"""The page in a real browser: it loads without a word on the console, and does what it is clicked for."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile import IMAGE, PIECES, SCRIPT, log_metrics, write_rollouts, write_run
+
+from dapo_runner.logging.report import PANELS
+from dapo_runner.tools.page.html import write_page
+from dapo_runner.tools.page.serve import open_server
+
+pytest.importorskip("plotly")
+sync_api = pytest.importorskip("playwright.sync_api")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+# As root and in a container; and none of its own calls home.
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+
+Open = Callable[[str], Any]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Open]:
+    """Opens an address. Nothing may be said on the console, and no script may run but the page's own."""
+    said: list[str] = []
+    page = browser.new_page(viewport={"width": 1200, "height": 900})
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+
+    def open_at(address: str) -> Any:
+        page.goto(address)
+        page.wait_for_selector(".response")
+        return page
+
+    yield open_at
+    assert said == []
+    assert page.title() != "taken"
+    page.close()
+
+
+@pytest.fixture
+def report(open_page: Open, tmp_path: Path) -> Any:
+    runs = [write_run(tmp_path, "<img src=x>a"), write_run(tmp_path, "b", per_token=False)]
+    return open_page(write_page(runs, tmp_path / "page.html").as_uri())
+
+
+def until(page: Any, condition: str) -> None:
+    """Playwright's own wait evaluates strings in the page, which its policy forbids."""
+    deadline = time.monotonic() + 30
+    while not page.evaluate(condition):
+        assert time.monotonic() < deadline, condition
+        page.wait_for_timeout(50)
+
+
+def columns(page: Any) -> list[Any]:
+    """The rollouts of each run, drawn to their end."""
+    until(page, "[...document.querySelectorAll('.run')].every(run => run.querySelector('.where .note'))")
+    return page.query_selector_all(".run")
+
+
+def tints(page: Any) -> list[tuple[str, float]]:
+    """Red, green and blue, and how much of them, behind each token of the first response."""
+    tokens = page.query_selector_all(".run >> nth=0 >> details >> nth=0 >> .token")
+    found = [token.evaluate("token => getComputedStyle(token).backgroundColor") for token in tokens]
+    parts = [colour[colour.index("(") + 1 : -1].split(", ") for colour in found]
+    return [(" ".join(part[:3]), float(part[3]) if part[3:] else 1.0) for part in parts]
+
+
+def test_every_panel_is_drawn_and_zooms(report: Any) -> None:
+    assert len(report.query_selector_all(".chart .main-svg .cartesianlayer")) == len(PANELS)
+    assert report.inner_text("#runs") == "<img src=x>ab"
+    chart = "document.querySelectorAll('.chart')[1]"  # reward
+    assert report.evaluate(f"{chart}.data.map(trace => trace.y)") == [[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]] * 2
+    before = report.evaluate(f"{chart}.layout.xaxis.range")
+    box = report.query_selector(".chart >> nth=1 >> .nsewdrag").bounding_box()
+    report.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 0.3 * box["height"])
+    report.mouse.down()
+    report.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 0.7 * box["height"], steps=5)
+    report.mouse.up()
+    low, high = report.evaluate(f"{chart}.layout.xaxis.range")
+    assert before[0] < low < high < before[1]
+
+
+def test_hostile_text_is_text(report: Any) -> None:
+    left, right = columns(report)
+    assert SCRIPT in left.query_selector(".prompt").inner_text()
+    response = left.query_selector(".response").text_content()
+    assert response == f"{SCRIPT}{IMAGE}\\u001b[2J\\u0000\\u202e<b>bold</b>↵\n"
+    assert right.query_selector(".response").text_content() == response.replace("↵", "")  # not token by token
+    summary = left.query_selector("summary").text_content()
+    assert f"answer +1 (<i>brief +0.5) + length +0 · advantage +1.33 · 4 tokens, ended itself · read {IMAGE}" in summary
+    assert report.query_selector("#rollouts img, #rollouts script, #rollouts b, #rollouts i") is None
+    report.select_option("#groups", "all-wrong")
+    prompt = columns(report)[0].query_selector(".prompt").text_content()
+    assert prompt == "\\u202e\\ud800 & <i>"
+
+
+def test_tokens_stand_out_and_tell_their_values(report: Any) -> None:
+    left, _ = columns(report)
+    tokens = left.query_selector_all("details >> nth=0 >> .token")
+    assert len(tokens) == len(PIECES)
+    marks = [set(token.get_attribute("class").split()) - {"token"} for token in tokens]
+    assert marks == [{"clipped"}, set(), set(), {"high"}]
+    assert all(
+        "masked" in token.get_attribute("class") for token in left.query_selector_all("details >> nth=2 >> .token")
+    )
+    tokens[0].click()
+    told = report.inner_text("#token")
+    for value in ("token 1", "entropy 0.1", "ratio 1.4", "logprob -0.1", "engine logprob -0.125", 'clip "high"'):
+        assert value in told
+
+
+def test_colours_follow_the_value_that_was_chosen(report: Any) -> None:
+    columns(report)
+    blue, orange, pink, none = "0 114 178", "213 94 0", "204 121 167", ("0 0 0", 0.0)
+    expected = {
+        "": [none] * 4,
+        "entropy": [(pink, 0.043), (pink, 0.085), (pink, 0.128), (pink, 0.638)],  # of 2 nats
+        "probability": [(orange, 0.081), (orange, 0.334), (orange, 0.735), (orange, 0.834)],  # of another token
+        "ratio": [(blue, 0.85), (blue, 0), (orange, 0.298), (orange, 0.85)],  # log 1.4 and log 0.5 are off the scale
+        "advantage": [(blue, 0.567)] * 4,
+        "clip": [("86 180 233", 1), *[none] * 3],
+    }
+    for name, colours in expected.items():
+        report.select_option("#colour", name)
+        columns(report)
+        found = tints(report)
+        assert [colour for colour, _ in found] == [colour for colour, _ in colours], name
+        assert [share for _, share in found] == pytest.approx([share for _, share in colours], abs=0.01), name
+
+
+def test_filters_leave_what_was_asked_for(report: Any) -> None:
+    def left() -> list[str]:
+        summaries = columns(report)[0].query_selector_all("summary")
+        return [summary.inner_text().split(" · ")[0] for summary in summaries]
+
+    assert left() == ["sample 1 right", "sample 2 wrong", "sample 3 wrong"]
+    for name, samples in (("right", ["sample 1 right"]), ("wrong", ["sample 2 wrong", "sample 3 wrong"]),
+                          ("cut", ["sample 3 wrong"])):  # fmt: skip
+        report.select_option("#responses", name)
+        assert left() == samples
+    report.select_option("#groups", "all-wrong")
+    assert left() == []  # nothing in it was cut
+    report.select_option("#responses", "")
+    assert left() == ["sample 1 wrong", "sample 2 wrong"]
+    report.click("#runs input >> nth=0")
+    assert len(columns(report)) == 1
+
+
+def test_watching_a_run_that_goes_on(open_page: Open, tmp_path: Path) -> None:
+    run = write_run(tmp_path, "a")
+    with open_server([run], 0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            page = open_page(f"http://127.0.0.1:{server.server_port}")
+            assert page.input_value(".where select") == "5"
+            log_metrics(run, 7)
+            write_rollouts(run, 7)
+            until(page, "document.querySelectorAll('.chart')[1].data[0].y.at(-1) === 0.7")
+            until(page, "document.querySelector('.where select').value === '7'")
+            page.click(".where button >> nth=0")
+            until(page, "document.querySelector('.where select').value === '5'")
+            page.wait_for_selector(".response .token")
+        finally:
+            server.shutdown()
+            thread.join()

@@ -1,0 +1,63 @@
+"""Means, errors and tests over seeds, against tables."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dapo_runner.tools.study.figures import mean_and_error
+from dapo_runner.tools.study.statistics import Estimate, estimate, holm, paired_test
+
+
+@pytest.mark.parametrize(("t", "n", "p"), [(12.706, 2, 0.05), (2.776, 5, 0.05), (4.604, 5, 0.01), (3.850, 30, 0.0006)])
+def test_students_t_as_tables_have_it(t: float, n: int, p: float) -> None:
+    """Differences with mean t/√n and standard deviation 1 have that t; where p is 0.05 the interval just reaches 0."""
+    spread = np.linspace(-1.0, 1.0, n)
+    differences = spread / spread.std(ddof=1) + t / np.sqrt(n)
+    test = paired_test(differences.tolist(), [0.0] * n)
+    assert test is not None
+    assert test.interval is not None
+    assert test.p == pytest.approx(p, rel=2e-3)
+    assert sum(test.interval) / 2 == pytest.approx(t / np.sqrt(n))
+    if p == 0.05:
+        assert test.interval[0] == pytest.approx(0.0, abs=1e-3)
+
+
+def test_holm_by_hand() -> None:
+    """Step down: 4 × 0.01, 3 × 0.02; 2 × 0.022 would be less than the one before; at most 1."""
+    assert holm([0.022, 0.01, 0.9, 0.02]) == pytest.approx([0.06, 0.04, 0.9, 0.06])
+    assert holm([0.7, 0.6]) == pytest.approx([1.0, 1.0])
+    assert holm([]) == []
+
+
+def test_of_one_seed_there_is_no_error() -> None:
+    assert estimate([]) is None
+    assert estimate([0.5]) == Estimate(0.5, None, 1)
+    assert estimate([0.0, 1.0]) == Estimate(0.5, pytest.approx(0.5), 2)
+
+
+def test_a_paired_test_goes_by_differences() -> None:
+    """Seeds that are far apart, and a small gain on each: unpaired, that would be nothing."""
+    test = paired_test([0.12, 0.51, 0.93], [0.10, 0.50, 0.90])
+    assert test is not None
+    assert test.difference.mean == pytest.approx(0.02)
+    assert test.p == pytest.approx(0.0742, abs=5e-5)  # t = 2√3 with two degrees of freedom
+    no_spread = paired_test([0.3, 0.6], [0.1, 0.4])
+    assert no_spread is not None
+    assert no_spread.difference.error != 0.0  # a spread of rounding, which is none
+    assert no_spread.p is None
+    assert no_spread.interval is None
+    assert paired_test([], []) is None
+
+
+def test_a_band_over_places_that_differ() -> None:
+    band = mean_and_error([([0.0, 10.0], [0.0, 1.0]), ([0.0, 5.0, 20.0], [1.0, 1.0, 1.0])])
+    assert band is not None
+    places, mean, error = band
+    assert (places[0], places[-1]) == (0.0, 10.0)  # what both have
+    np.testing.assert_allclose(mean, (places / 10 + 1) / 2)
+    np.testing.assert_allclose(error, (1 - places / 10) / 2, atol=1e-12)
+    same = mean_and_error([([0.0, 5.0], [0.2, 0.4])])
+    assert same is not None
+    assert same[2].tolist() == [0.0, 0.0]
+    assert mean_and_error([([], [])]) is None

@@ -1,0 +1,331 @@
+"""`dapo study`: which runs there are, that each is made once whatever comes between, what the page says of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from matplotlib.figure import Figure
+from small import small_recipe
+
+from dapo_runner.cli import main
+from dapo_runner.commands import study as study_command
+from dapo_runner.config import ConfigError, dump_config, lay_settings, load_study, parse, parse_config
+from dapo_runner.config.study import StudyConfig
+from dapo_runner.folder import write_config
+from dapo_runner.tools.study import runs as runs_module
+from dapo_runner.tools.study.figures import COLORS, draw_figure
+from dapo_runner.tools.study.page import write_page
+from dapo_runner.tools.study.plan import StudyRun, is_finished, overrides_of, plan_runs, plan_starts, recipe_of_start
+from dapo_runner.tools.study.results import by_variant, read_result
+from dapo_runner.tools.study.runs import Failure, carry_out
+
+ROOT = Path(__file__).parents[3]
+VARIANTS = [
+    {"name": "plain", "overrides": {"algorithm": "grpo"}},
+    {"name": "higher", "label": "+ clip-higher", "over": "plain", "overrides": {"loss.overrides.clip_high": 0.28}},
+    {"name": "short", "against": "plain", "overrides": {"rollout": {"max_response_tokens": 12}}},
+]
+
+
+def write_study(folder: Path, **settings: Any) -> Path:
+    (folder / "base.yaml").write_text(yaml.safe_dump(small_recipe()))
+    path = folder / "study.yaml"
+    raw = {"name": "s", "base": "base.yaml", "output_dir": str(folder), "seeds": [3, 5], "variants": VARIANTS}
+    path.write_text(yaml.safe_dump(raw | settings))
+    return path
+
+
+def planned(folder: Path, **settings: Any) -> tuple[StudyConfig, list[StudyRun]]:
+    study = load_study(write_study(folder, **settings))
+    return study, plan_runs(study, folder / "base.yaml")
+
+
+def test_studies_that_share_runs_do_not_clash() -> None:
+    """The figures are of Table 1's own runs; the tricks begin with its models, and have runs of other names."""
+    recipes = ROOT / "recipes"
+    runs = {
+        name: {(run.variant, run.seed): run.config for run in plan_runs(load_study(path), recipes / "tiny.yaml")}
+        for name in ("table1", "figures", "tricks")
+        for path in [recipes / f"studies/{name}.yaml"]
+    }
+    assert runs["figures"] == runs["table1"]
+    assert not runs["tricks"].keys() & runs["table1"].keys()
+    paths = {name: {run.model.path for run in of.values()} for name, of in runs.items()}
+    assert paths["tricks"] < paths["table1"]
+
+
+def test_every_variant_with_every_seed_over_what_it_is_over(tmp_path: Path) -> None:
+    study, runs = planned(tmp_path, overrides={"run.steps": 2, "optimizer": {"lr": 5e-4}}, threads=2)
+    assert [(run.seed, run.variant) for run in runs] == [
+        (seed, name) for seed in (3, 5) for name in ("plain", "higher", "short")
+    ]
+    higher = runs[4]
+    assert higher.folder == tmp_path / "s/runs/higher/seed_5"
+    assert (higher.config.run.seed, higher.config.run.steps, higher.config.run.threads) == (5, 2, 2)
+    assert (higher.config.algorithm, higher.config.optimizer.lr) == ("grpo", 5e-4)
+    assert higher.config.loss.overrides == {"clip_high": 0.28}
+    assert runs[2].config.rollout.max_response_tokens == 12
+    assert overrides_of(study, study.variants[1]) == {"algorithm": "grpo", "loss": {"overrides": {"clip_high": 0.28}}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"seeds": [1, 1]}, "seeds: expected each once, got [1, 1]"),
+        ({"seeds": []}, "seeds: expected List should have at least 1 item"),
+        ({"variants": [{"name": "a"}, {"name": "a"}]}, "variants: expected names that differ, got 'a' twice"),
+        ({"variants": [{"name": "a", "over": "b"}]}, "variants: a: expected a variant further up, got 'b'"),
+        ({"figures": [{"name": "f", "title": "F", "variants": ["x"], "curves": ["y"]}]}, "figures: f: expected"),
+        ({"variants": [{"name": "a", "overrides": {"loss.clip": 1}}]}, "a: loss.clip: unknown key"),
+        (
+            {"start": "one", "variants": [{"name": "a", "overrides": {"model.tiny.layers": 1}}]},
+            "a: model.tiny.layers: expected it among the study's overrides",
+        ),
+        ({"entropy_fit": ["x"]}, "entropy_fit: expected variants of this study, got 'x'"),
+        ({"start": "one", "overrides": {"model": {"tiny": None, "path": "m"}}}, "start: expected 'each'"),
+    ],
+)  # fmt: skip
+def test_a_study_that_makes_no_sense_is_refused(
+    tmp_path: Path, settings: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["study", str(write_study(tmp_path, **settings)), "--dry-run"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def finish(run: StudyRun, accuracies: list[float], tokens: int = 100) -> None:
+    """What a run leaves behind, as far as a study looks at it."""
+    run.folder.mkdir(parents=True)
+    write_config(run.config, run.folder)
+    k, last = run.config.evaluation.k, run.config.run.steps
+    lines: list[dict[str, Any]] = [{"step": 0, "kind": "eval", f"eval/avg@{k}": accuracies[0]}]
+    for step in range(1, last + 1):
+        lines.append(
+            {"step": step, "kind": "step", "sampling/tokens": tokens, "train/updates": 2, "train/entropy": 0.5}
+        )
+        if step == last // 2 or step == last:
+            lines.append({"step": step, "kind": "eval", f"eval/avg@{k}": accuracies[2 if step == last else 1]})
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    timing = [{"step": step, "kind": "step", "seconds/rollout": 1.5} for step in range(1, last + 1)]
+    (run.folder / "timings.jsonl").write_text("".join(json.dumps(line) + "\n" for line in timing))
+
+
+def test_the_page_by_hand(tmp_path: Path) -> None:
+    figure = {"name": "f", "title": "F", "variants": ["plain", "higher"], "curves": ["train/entropy"], "x": "tokens"}
+    study, runs = planned(tmp_path, figures=[figure])
+    after = {("plain", 3): 0.5, ("plain", 5): 0.7, ("higher", 3): 0.6, ("higher", 5): 0.9, ("short", 3): 0.1}
+    for run in runs:
+        if (run.variant, run.seed) in after:
+            tokens = 200 if (run.variant, run.seed) == ("higher", 5) else 100
+            finish(run, [0.2, 0.3, after[run.variant, run.seed]], tokens)
+    results = [read_result(run, study.tail) for run in runs if is_finished(run)]
+    page = write_page(study, runs, results, [Failure(runs[5], "exit code 1: no luck")]).read_text()
+    table, comparisons = [
+        {line.split(" | ")[0].lstrip("| "): [cell.strip(" |") for cell in line.split(" | ")[1:]] for line in part}
+        for part in (part.splitlines() for part in page.split("\n\n") if part.startswith("|"))
+    ]
+    assert table["plain"][:4] == ["20.0 ± 0.0", "30.0 ± 0.0", "60.0 ± 10.0", "60.0 ± 10.0"]
+    assert table["+ clip-higher"][:4] == ["20.0 ± 0.0", "30.0 ± 0.0", "75.0 ± 15.0", "45.0 ± 15.0"]
+    assert table["short (1 of 2 seeds)"][2:4] == ["10.0", "10.0"]
+    assert "400" in page  # the fewest tokens of any run
+    assert table["plain"][4:7] == ["0.500 → 0.500", "–", "–"]
+    assert table["plain"][7:] == ["4", "8", "400", "6"]
+    # Two seeds: differences of 10 and 20 points; at 400 tokens +10 and 30 − 70 = −40.
+    assert comparisons["+ clip-higher"] == [
+        *("plain", "+15.0 ± 5.0 (-48.5 to +78.5)", "0.205", "0.410"),
+        *("-15.0 ± 25.0 (-332.7 to +302.7)", "0.656", "0.656"),
+    ]
+    assert comparisons["short"] == ["plain", "-40.0", "–", "–", "-40.0", "–", "–"]
+    assert "plain" not in comparisons
+    assert "Failed: short, seed 5: exit code 1: no luck" in page
+    assert '**+ clip-higher**: `algorithm="grpo" loss.overrides.clip_high=0.28`' in page
+    assert "](f.png)" in page
+    assert (tmp_path / "s/f.png").stat().st_size > 10_000
+    runs_of_page = json.loads((tmp_path / "s/study.json").read_text())
+    assert len(runs_of_page) == 5
+    for run in runs_of_page:  # what a picture draws can be drawn again
+        assert run["axes"]["step"] == [0, 1, 2, 3, 4]
+        assert run["axes"]["tokens"][-1] == run["tokens"]
+        assert run["curves"]["train/entropy"] == [[1, 2, 3, 4], [0.5] * 4]
+        steps, accuracies = run["curves"][results[0].metric]
+        assert (steps[0], accuracies[-1]) == (0, run["after"])
+
+
+def test_runs_of_another_study_are_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, runs = planned(tmp_path)
+    for run in runs:
+        finish(run, [0.2, 0.3, 0.5])
+    some = write_study(tmp_path, name="t", runs="s", variants=VARIANTS[:2], seeds=[5, 7])
+    assert main(["study", str(some), "--dry-run"]) == 0
+    assert "t: 2 variants × 2 seeds, 2 of 4 runs done" in capsys.readouterr().out
+    write_study(tmp_path, name="t", runs="s", variants=VARIANTS[:2], seeds=[5])
+    assert main(["study", str(some)]) == 0
+    assert "| + clip-higher |" in (tmp_path / "t/study.md").read_text()
+    assert not (tmp_path / "t/runs").exists()
+    changed = write_study(tmp_path, name="t", runs="s", variants=[{"name": "plain"}], seeds=[5])
+    assert main(["study", str(changed), "--dry-run"]) == 2
+    assert "runs/plain/seed_5 holds a run with another configuration" in capsys.readouterr().err
+
+
+def test_a_run_is_done_at_its_last_evaluation_and_another_is_refused(tmp_path: Path) -> None:
+    _, (run, *_) = planned(tmp_path)
+    assert not is_finished(run)
+    finish(run, [0.2, 0.3, 0.5])
+    assert is_finished(run)
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run.folder / "metrics.jsonl").write_text("".join(lines[:-1]))  # killed before it was evaluated
+    assert not is_finished(run)
+    _, (longer, *_) = planned(tmp_path, overrides={"run.steps": 5})
+    assert not is_finished(longer)
+    _, (budget, *_) = planned(tmp_path, overrides={"run": {"steps": 5, "max_tokens": 400}})
+    (run.folder / "metrics.jsonl").write_text("".join(lines))
+    assert is_finished(budget)
+    _, (stopped, *_) = planned(tmp_path, overrides={"run": {"steps": 5, "early_stop": {"target": 0.5}}})
+    write_config(stopped.config, run.folder)
+    assert is_finished(stopped)
+    write_config(run.config, run.folder)
+    for less in ({"steps": 3}, {"max_tokens": 300}):
+        _, (shorter, *_) = planned(tmp_path, overrides={"run": less})
+        with pytest.raises(ConfigError, match="holds a run of 4 steps, which would end after 3 now"):
+            is_finished(shorter)
+    _, (other, *_) = planned(tmp_path, overrides={"optimizer.lr": 1.0})
+    with pytest.raises(ConfigError, match=r"optimizer\.lr"):
+        is_finished(other)
+
+
+def test_a_start_that_was_made_otherwise_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study = load_study(path := write_study(tmp_path, start="per_seed"))
+    (folder, config), _ = plan_starts(study, tmp_path / "base.yaml").items()
+    folder.mkdir(parents=True)
+    recipe_of_start(folder).write_text(dump_config(config))
+    assert folder not in plan_starts(study, tmp_path / "base.yaml")
+    write_study(tmp_path, start="per_seed", overrides={"model.tiny.warmup.steps": 7, "optimizer.lr": 1.0})
+    assert main(["study", str(path), "--dry-run"]) == 2
+    assert "was made otherwise (model.tiny.warmup.steps: 90 → 7)" in capsys.readouterr().err
+
+
+def test_what_a_variant_needs_is_asked_for_before_a_start_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def asked(**overrides: Any) -> int:
+        variants = [*VARIANTS, {"name": "other", "overrides": overrides}]
+        stop_at = {"model.tiny.warmup.stop_at": 0.5}
+        path = write_study(tmp_path, start="per_seed", variants=variants, overrides=stop_at)
+        return main(["study", str(path), "--dry-run"])
+
+    assert asked(data={"arithmetic": {"train_size": 10}}) == 0  # fewer than the warm-up shows, which is not its own
+    assert asked(reward={"kind": "not_there:score"}) == 2
+    assert "not_there" in capsys.readouterr().err
+
+
+def test_a_picture_has_a_legend_and_colors_whatever_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path: drawn.append(self))
+    figure = {"name": "f", "title": "F", "variants": ["higher", "plain"], "curves": ["misspelt", "train/entropy"]}
+    study, runs = planned(tmp_path, figures=[figure])
+    for run in (runs[0], runs[3]):  # plain
+        finish(run, [0.2, 0.3, 0.5])
+    results = [read_result(run, study.tail) for run in (runs[0], runs[3])]
+    draw_figure(study.figures[0], study, by_variant(results), tmp_path)
+    missing, entropy = drawn[0].axes
+    assert [text.get_text() for text in missing.texts] == ["not logged"]
+    assert [line.get_color() for line in entropy.lines] == [COLORS[1]]  # whether or not `higher` is there
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["plain"]
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that say so and take no time; the seed of 5 fails, but for `short`, which does not end by itself."""
+
+    def command(run: StudyRun) -> list[str]:
+        code = (
+            "import signal, sys, time, pathlib; print('hello from', sys.argv[1:])\n"
+            "if 'seed_5' in sys.argv[1] and 'short' not in sys.argv[1]: sys.exit('no luck')\n"
+            "mark = pathlib.Path(sys.argv[1]).with_suffix('.stopped')\n"
+            "signal.signal(signal.SIGINT, lambda *_: (mark.touch(), sys.exit(130)))\n"
+            "mark.with_suffix('.began').touch()\n"
+            "time.sleep(60 if 'short' in sys.argv[1] else 0)\n"
+        )
+        return [sys.executable, "-c", code, str(run.recipe)]
+
+    monkeypatch.setattr(runs_module, "command", command)
+
+
+@pytest.mark.usefixtures("scripts")
+def test_what_ends_one_run_does_not_touch_the_others(tmp_path: Path) -> None:
+    _, runs = planned(tmp_path, variants=VARIANTS[:2])
+    told: list[tuple[str, int, str | None]] = []
+    for run in runs:
+        if run.seed == 3:
+            finish(run, [0.2, 0.3, 0.5])
+    carry_out(runs, 2, lambda run, _, failure: told.append((run.variant, run.seed, failure and failure.reason)))
+    bad = "exit code 1: no luck"
+    assert sorted(told, key=str) == [("higher", 3, None), ("higher", 5, bad), ("plain", 3, None), ("plain", 5, bad)]
+    assert runs[0].log.read_text().startswith("hello from")
+
+
+@pytest.mark.usefixtures("scripts")
+def test_an_interrupt_reaches_the_runs_under_way(tmp_path: Path) -> None:
+    _, runs = planned(tmp_path)
+
+    def interrupt(run: StudyRun, seconds: float, failure: Failure | None) -> None:
+        raise KeyboardInterrupt
+
+    waits, ends = runs[2], runs[0]
+    finish(ends, [0.2, 0.3, 0.5])
+    began = waits.folder.with_suffix(".began")
+    with pytest.raises(KeyboardInterrupt):
+        carry_out([waits, *[ends] * 20], 2, lambda run, *_: interrupt(run, 0, None) if began.exists() else None)
+    assert waits.folder.with_suffix(".stopped").exists()
+
+
+def test_what_the_documentation_shows(tmp_path: Path) -> None:
+    page = (ROOT / "docs/studies.md").read_text()
+    snippets = dict(re.findall(r"<!-- (.+?) -->\n```\w+\n(.+?)```", page, re.DOTALL))
+    study = parse(yaml.safe_load(snippets["study"]), StudyConfig)
+    runs = plan_runs(study, ROOT / "recipes/tiny.yaml")
+    assert [run.config.loss.overrides for run in runs[:3]] == [{}, {"clip_high": 0.28}, {}]
+    warm_up = lay_settings(
+        yaml.safe_load((ROOT / "recipes/tiny.yaml").read_text()), yaml.safe_load(snippets["warm-up"])
+    )
+    assert parse_config(warm_up).data.arithmetic.even_digits
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes/studies").iterdir()), ids=lambda path: path.stem)
+def test_every_study_that_comes_along_is_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study_command, "check_needs", lambda *config: None)  # vLLM, a model that is to be fetched
+    assert main(["study", f"studies/{path.stem}", "--dry-run"]) == 0
+
+
+@pytest.mark.ranks
+def test_a_study_that_is_killed_goes_on_and_makes_nothing_twice(tmp_path: Path) -> None:
+    path = write_study(tmp_path, variants=VARIANTS[:2], seeds=[3], start="per_seed", jobs=1)
+    command = [sys.executable, "-m", "dapo_runner", "study", str(path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as killed:
+        second = tmp_path / "s/runs/higher/seed_3/metrics.jsonl"
+        until = time.monotonic() + 180
+        while not second.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        killed.send_signal(signal.SIGKILL)
+    first = tmp_path / "s/runs/plain/seed_3/metrics.jsonl"
+    before = first.stat().st_mtime_ns
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "1 of 2 runs done" in done.stdout
+    assert re.search(r"\[2/2\] higher, seed 3: \d+\.\d%, \d+ s; about 0 min to go", done.stdout)
+    assert first.stat().st_mtime_ns == before
+    page = (tmp_path / "s/study.md").read_text()
+    assert "| plain |" in page
+    assert main(["study", str(path)]) == 0
+    assert sorted(os.listdir(tmp_path / "s/start")) == ["seed_3", "seed_3.yaml"]
+    assert re.search(r"^python 3.+ torch .+ commit \w{12}\+?\. Runs side by side: 1\.$", page, re.MULTILINE)
+    assert parse(yaml.safe_load(path.read_text()), StudyConfig).folder == tmp_path / "s"

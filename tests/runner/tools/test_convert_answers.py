@@ -1,0 +1,251 @@
+"""`dapo convert-answers`: what is read from a reply, what the rules hold against it, and a kill in its midst."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import write_rows
+from fake_api import FakeAPI, says
+from forks import CONTEXT
+
+from dapo_runner.cli import main
+from dapo_runner.data.dataset import apply_template
+from dapo_runner.data.reading import read_problems
+from dapo_runner.rewards.math_rule import math_judge
+from dapo_runner.tools.convert.reply import Reply, as_integer, read_reply, request
+from dapo_runner.tools.convert.rules import RejectedError, check
+from dapo_runner.tools.convert.run import DEADLINE, WORKERS, _same
+
+CIRCLE = "Let x and y be real numbers such that x^2+y^2-22x-16y+113=0. Determine the smallest possible value of x."
+ASKED = "The original answer is in the form $k-m\\sqrt{n}$, where k, m and n are integers. Please find k + m + n."
+
+
+def reply(
+    form: str = "$k-m\\sqrt{n}$",
+    question: str = f"{CIRCLE} {ASKED}",
+    values: str = "k=11, m=2, n=6",
+    quantity: str = "$k+m+n$",
+    final: str = "19",
+) -> str:
+    return (
+        f"<think>\n## Final Answer\n7\n</think>\nThe answer has a root in it.\n\n## Answer Format\n{form}\n\n"
+        f"## Transformed Problem\n\n{question}\n\n### Answer Calculation for the Transformed Problem\n"
+        f"- Matching: $k=11$.\n- Values: {values}\n- **Quantity:** {quantity}\n\n## Final Answer\n{final}\n"
+    )
+
+
+def test_what_is_read_from_a_reply() -> None:
+    found = Reply("k-m\\sqrt{n}", f"{CIRCLE} {ASKED}", {"k": 11, "m": 2, "n": 6}, "k+m+n", 19)
+    assert read_reply(reply()) == found
+    assert read_reply(reply(form="It is \\(k-m\\sqrt{n}\\).", quantity="k+m+n", final="$\\boxed{19}$.")) == found
+    assert CIRCLE in request(CIRCLE, "{problem}")[0]["content"]
+    assert request(CIRCLE, "{problem}")[0]["content"].endswith("Given answer:\n{problem}")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("I cannot.", "no section Answer Format"),
+        (reply()[:-20], "no section Final Answer"),
+        (reply(final="none"), "the final answer is no integer"),
+        (reply(final="19/2"), "the final answer is no integer"),
+        (reply().replace("Quantity", "Sum"), "no line Quantity: in the calculation"),
+    ],
+)
+def test_what_is_no_reply(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        read_reply(text)
+
+
+def test_integers() -> None:
+    integers = {"19": 19, "$-3$": -3, "1,234": 1234, "$1{,}234$": 1234, "**7**": 7, "\\boxed{0}": 0, "336^\\circ": None}
+    assert {text: as_integer(text) for text in integers} == integers
+    assert [as_integer(text) for text in ("1.5", "x", "", "1,2", "2^3", "\\frac{1}{2}", "٣")] == [None] * 7
+
+
+def same(expression: str, answer: str) -> bool | None:
+    return _same(math_judge(WORKERS, DEADLINE), expression, answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "form", "values", "quantity", "integer"),
+    [
+        ("$11-2\\sqrt{6}$", "k-m\\sqrt{n}", {"k": 11, "m": 2, "n": 6}, "k+m+n", 19),
+        ("-\\frac{3}{4}", "-\\frac pq", {"p": 3, "q": 4}, "p+q", 7),
+        ("\\frac{-3}{4}", "\\frac{p}{q}", {"p": -3, "q": 4}, "p+q", 1),
+        ("\\frac{5\\pi}{12}", "\\frac{a\\pi}{b}", {"a": 5, "b": 12}, "10a+b", 62),
+        ("2^{10}x", "k^m x", {"k": 2, "m": 10}, "km", 20),
+        ("0.125", "\\frac{p}{q}", {"p": 1, "q": 8}, "p+q", 9),
+        ("\\frac{3\\sqrt{2}}{4}", "\\frac{a\\sqrt b}{c}", {"a": 3, "b": 2, "c": 4}, "a(b+c)", 18),
+        ("5\\left(\\frac12\\right)^{3}", "a\\frac{p}{q}", {"a": 5, "p": 1, "q": 8}, "apq", 40),
+    ],
+)
+def test_what_agrees_by_sympy(answer: str, form: str, values: dict[str, int], quantity: str, integer: int) -> None:
+    found = Reply(form, f"{CIRCLE} In the form, find {', '.join(values)}.", values, quantity, integer)
+    assert check(found, CIRCLE, answer, same) == {"quantity": True, "form": True}
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"form": "$k+m\\sqrt{n}$"}, "the form is not the original answer"),
+        ({"values": "k=11, m=2, n=5", "final": "18"}, "the form is not the original answer"),
+        ({"final": "20"}, "the quantity is not the integer"),
+        ({"question": CIRCLE}, "the problem is not rewritten"),
+        ({"question": f"{CIRCLE} Find k + m."}, "the rewritten problem does not name the letters"),
+        ({"values": "k=11, m=2"}, "the letters of form, values and quantity are not the same"),
+        ({"quantity": "19"}, "the letters of form, values and quantity are not the same"),
+        ({"form": "$11-2\\sqrt{6}$"}, "the letters of form, values and quantity are not the same"),
+        ({"values": "k=11, m=1, n=24", "final": "36"}, "the values are not in lowest terms"),
+    ],
+)
+def test_what_is_rejected(changed: dict[str, str], reason: str) -> None:
+    with pytest.raises(RejectedError, match=reason):
+        check(read_reply(reply(**changed)), CIRCLE, "11-2\\sqrt{6}", same)
+
+
+def test_fractions_are_in_lowest_terms() -> None:
+    found = Reply("\\frac{p}{q}", f"{CIRCLE} Find p + q.", {"p": 2, "q": 4}, "p+q", 6)
+    with pytest.raises(RejectedError, match="lowest terms"):
+        check(found, CIRCLE, "\\frac12", same)
+
+
+PROBLEMS = [(f"{number}. {CIRCLE}", "11-2\\sqrt{6}") for number in range(6)]
+ROWS = [
+    *({"question": apply_template("dapo", problem), "truth": answer} for problem, answer in PROBLEMS),
+    {"question": "1 + 2?", "truth": "3"},
+    {"question": PROBLEMS[0][0], "truth": "11-2\\sqrt{6}"},
+    {"question": "Which colour?", "truth": "red"},
+]
+
+
+def answer_as(number: int) -> str:
+    """To problem 2 a wrong one."""
+    return reply(question=f"{PROBLEMS[number][0]} {ASKED}", final="20" if number == 2 else "19")
+
+
+def answering(body: dict[str, Any]) -> dict[str, Any]:
+    asked = body["messages"][-1]["content"].rpartition("Problem:\n")[2]
+    return says(answer_as(int(asked[0])) if asked[0].isdigit() else reply(final="none"))
+
+
+def arguments(folder: Path, api: FakeAPI, name: str = "out", *more: str) -> list[str]:
+    data = folder / "in.jsonl"
+    if not data.exists():
+        write_rows(data, ROWS)
+    here = [
+        "engine=endpoint",
+        "model=large",
+        f"url={api.url}",
+        "columns={prompt: question, answer: truth}",
+        "retries=0",
+    ]
+    return ["convert-answers", str(data), str(folder / f"{name}.jsonl"), *here, *more]
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_what_passes_is_kept_with_its_evidence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeAPI(answering) as api:
+        assert main(arguments(tmp_path, api)) == 0
+        assert (
+            len(api.bodies) == 8
+        )  # the problem without its instruction is another row, the integer is not asked about
+        assert main(arguments(tmp_path, api)) == 2
+    said = capsys.readouterr()
+    assert "7 kept" in said.out
+    assert "1  the quantity is not the integer" in said.out
+    assert "out.jsonl: expected nothing there, it is not written over" in said.err
+    out = tmp_path / "out.jsonl"
+    kept, rejected = rows_of(out), rows_of(tmp_path / "out.rejected.jsonl")
+    assert [problem.answer for problem in read_problems(out)] == ["19"] * 5 + ["3", "19"]
+    evidence = kept[0]["conversion"]
+    assert evidence["problem"] == PROBLEMS[0][0]
+    assert evidence["agrees"] == {"quantity": True, "form": True}
+    assert evidence["values"] == {"k": 11, "m": 2, "n": 6}
+    assert evidence["said"] == answer_as(0)
+    assert kept[5]["conversion"] == {"rule": "integer"}
+    assert [row["reward_model"]["ground_truth"] for row in rejected] == ["11-2\\sqrt{6}", "red"]
+    assert rejected[1]["conversion"]["rejected"] == "the final answer is no integer"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "out.rejected.jsonl"]
+
+
+def run_command(options: list[str]) -> None:
+    raise SystemExit(main(options))
+
+
+def test_killed_and_resumed_asks_no_question_twice(tmp_path: Path) -> None:
+    reached = threading.Event()
+
+    def slow(body: dict[str, Any]) -> dict[str, Any]:
+        if len(api.bodies) == 4 and not reached.is_set():
+            reached.set()
+            threading.Event().wait(20)
+        return answering(body)
+
+    with FakeAPI(answering) as api:
+        assert main(arguments(tmp_path, api, "whole")) == 0
+    with FakeAPI(slow) as api:
+        killed = arguments(tmp_path, api, "killed", "concurrency=1")
+        process = CONTEXT.Process(target=run_command, args=(killed,))
+        process.start()
+        assert reached.wait(120)
+        process.kill()
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
+        journal = tmp_path / "killed.journal.jsonl"
+        assert len(rows_of(journal)) == 1 + 1 + 3
+        with journal.open("ab") as file:
+            file.write(b'{"key": "cut')
+        assert not (tmp_path / "killed.jsonl").exists()
+        assert main([*killed, "temperature=0.5"]) == 2  # begun with another
+        assert main(killed) == 0
+        assert len(api.bodies) == 4 + 5  # the one that was under way once more
+    for name in ("", ".rejected"):
+        assert (tmp_path / f"killed{name}.jsonl").read_bytes() == (tmp_path / f"whole{name}.jsonl").read_bytes()
+
+
+def test_a_server_that_fails_ends_it_and_costs_no_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def failing(body: dict[str, Any]) -> Any:
+        return (500, b"busy", {}) if len(api.bodies) == 3 else answering(body)
+
+    with FakeAPI(failing) as api:
+        assert main(arguments(tmp_path, api, "out", "concurrency=1")) == 1
+        assert "HTTP 500" in capsys.readouterr().err
+        assert main(arguments(tmp_path, api, "out", "concurrency=1")) == 0
+        assert len(api.bodies) == 9
+
+
+def test_a_model_in_this_process(tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write_rows(
+        tmp_path / "in.jsonl", [{"question": "1/2?", "answer": "#### 1/2"}, {"question": "1?", "answer": "#### 1"}]
+    )
+    here = [f"model={model_folder}", "dtype=float32", "max_tokens=3"]
+    assert main(["convert-answers", str(data), str(tmp_path / "out.jsonl"), *here]) == 0
+    assert "1  no section Answer Format" in capsys.readouterr().out
+    assert [row["reward_model"]["ground_truth"] for row in rows_of(tmp_path / "out.jsonl")] == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["model=x", "engine=endpoint"], "url: expected http://"),
+        (["model=x", "retries=1"], "retries: expected engine=endpoint beside it"),
+        (["model=/nowhere"], "model: expected a folder or a model of the hub"),
+        ([], "model: expected a value, got nothing"),
+        (["model=x", "modle=y"], "modle: unknown key"),
+    ],
+)
+def test_mistakes_are_one_line(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert-answers", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), *options]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
