@@ -1,0 +1,74 @@
+"""Files that stay whole when a process is killed: written at once or not at all, JSON lines, locks."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from dapo_runner.errors import ConfigError
+
+
+def atomic_write(path: Path, content: str | bytes, *, sync: bool = False) -> None:
+    """Replace the file at ``path``: a kill leaves the old content or the new. ``sync`` also survives a power cut."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    with unfinished.open("wb") as file:
+        file.write(_encode(content))
+        if sync:
+            os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def to_jsonl(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    """Return one line of JSON per row. Raises ValueError for NaN and infinities."""
+    return _encode("".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
+
+
+def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]], *, sync: bool = False) -> None:
+    """Append one line per row in one write. Removes what a full disk cut, and raises OSError."""
+    content = to_jsonl(rows)
+    with path.open("ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            if file.write(content) != len(content):
+                raise OSError(f"{path}: expected room for {len(content)} more bytes")
+            if sync:
+                os.fsync(file.fileno())
+        except OSError:
+            file.truncate(size)
+            raise
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file, without an incomplete last line. Raises ConfigError that names a line."""
+    rows = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            rows.append(dict(json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{path}:{number}: expected a JSON object. Remove the line.") from error
+    return rows
+
+
+def drop_incomplete_line(path: Path) -> None:
+    """Remove what follows the last newline of a JSONL file."""
+    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+
+
+def lock_file(path: Path) -> BinaryIO:
+    """Open a file and lock it until it is closed. Raises BlockingIOError where another process holds the lock."""
+    file = path.open("ab+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def _encode(content: str | bytes) -> bytes:
+    # UTF-8 has no bytes for a lone surrogate: JSON's escape of it takes its place.
+    return content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace")
