@@ -136,7 +136,7 @@ class Verdict:
     correct: bool  # what evaluation goes by, and dynamic sampling unless filter_on is reward
     extracted: str | None = None  # the answer found, normalised; None when none was found
     rule: str = ""  # e.g. "answer-line", "boxed", "none"
-    value: float | None = None  # a reward of the function's own; None means the configured correct/wrong values
+    value: float | None = None  # a reward of the function's own; None means the configured correct/incorrect values
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def _segments(paper: str, segments: dict[str, Any], **sections: Any) -> Algorith
         "loss": {"objective": "ppo", "overrides": {"kl_coef": 1e-4}},
         "advantage": {"segments": segments},
         "sampler": {"filter_groups": False},
-        "reward": {"correct": 1.0, "wrong": 0.0, "overlong": {"soft_punishment": False, "filter": False}},
+        "reward": {"correct": 1.0, "incorrect": 0.0, "overlong": {"soft_punishment": False, "filter": False}},
     }
     return Algorithm(paper, lay_over(settings, sections))
 
@@ -87,7 +87,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         "dr_grpo",
         "group_mean",
         **_NEITHER,
-        reward={"correct": 1.0, "wrong": 0.0},
+        reward={"correct": 1.0, "incorrect": 0.0},
     ),
     "lite_ppo": _row("Liu et al. 2025 (Tricks or Traps?), arXiv 2508.08221, §5", "lite_ppo", "batch_std", **_NEITHER),
     "gspo": _row("Zheng et al. 2025, arXiv 2507.18071, eq. 5–7, §5.1", "gspo", "group_std", **_NEITHER),
@@ -139,7 +139,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         "group_std",
         dynamic_sampling=False,
         soft_punishment=True,
-        reward={"correct": 1.0, "wrong": 0.0},
+        reward={"correct": 1.0, "incorrect": 0.0},
     ),
     "vespo": _row("Shen et al. 2026, arXiv 2602.10693", "vespo", "group_std", **_NEITHER),
     "dppo_tv": _row("Qi et al. 2026, arXiv 2602.04879, eq. 12–13, §5.2, App. C, E", "dppo_tv", "group_mean", **_DPPO),

@@ -87,7 +87,7 @@ class AskedModel(Section):
 class JudgeConfig(JudgePrompt, AskedModel):
     """Kind judge: a model says whether a response gives the reference answer (arXiv 2503.23829). docs/judge.md."""
 
-    reward: Literal["soft", "binary"] = "soft"  # the confidence, from 0 to 1; or reward.correct and reward.wrong
+    reward: Literal["soft", "binary"] = "soft"  # the confidence, from 0 to 1; or reward.correct and reward.incorrect
     votes: NonNegativeInt = 0  # 0: p(yes) / (p(yes) + p(no)) of the answer's first token; k: the share of k samples
     shows: Literal["last_line", "response"] = "last_line"  # the last line that is not empty, or all of it
     max_characters: PositiveInt = 4000  # of what is shown, counted from its end

@@ -72,7 +72,7 @@ class RewardConfig(Section):
     kind: RewardName = "dapo"
     parts: list[RewardPart] = []  # several of them in its place; the first says what is right
     correct: float = 1.0
-    wrong: float = -1.0
+    incorrect: float = -1.0
     boxed_fallback: bool = False  # kind dapo: read the last \boxed{} when no answer line is found
     fuzzy_threshold: Share = 0.9  # kind fuzzy: the similarity from which an answer is right
     json_schema: Path | None = None  # kind json: a file; None: the answer of each row is its schema
@@ -93,8 +93,8 @@ class RewardConfig(Section):
 
     @model_validator(mode="after")
     def _right_beats_wrong(self) -> RewardConfig:
-        if self.correct <= self.wrong:
-            raise ValueError(f"correct must be > wrong={self.wrong:g}, got {self.correct:g}")
+        if self.correct <= self.incorrect:
+            raise ValueError(f"correct must be > incorrect={self.incorrect:g}, got {self.correct:g}")
         return self
 
     @model_validator(mode="after")

@@ -109,7 +109,7 @@ def make_plan(config: Config) -> dict[str, str]:
 
 def _reward(reward: RewardConfig) -> str:
     parts = " + ".join(f"{part.weight:g} × {part.use}" for part in reward.parts)
-    return f"{parts or reward.kind}, {reward.correct:+g} / {reward.wrong:+g}" + _judge(reward.judge)
+    return f"{parts or reward.kind}, {reward.correct:+g} / {reward.incorrect:+g}" + _judge(reward.judge)
 
 
 def _judge(judge: JudgeConfig | None) -> str:

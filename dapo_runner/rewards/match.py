@@ -48,7 +48,7 @@ def exact_rule(text: str, answer: str) -> Verdict:
 
 
 class FuzzyRule:
-    """Their similarity, from 0 to 1 (rapidfuzz's ratio), as a reward from `reward.wrong` to `reward.correct`."""
+    """Their similarity, from 0 to 1 (rapidfuzz's ratio), as a reward from `reward.incorrect` to `reward.correct`."""
 
     def __init__(self, config: RewardConfig) -> None:
         """Raises ConfigError without rapidfuzz."""
@@ -63,7 +63,7 @@ class FuzzyRule:
         found, rule = _answer_of(text)
         extracted = plain_text(found)
         similarity = self._ratio(extracted, plain_text(answer)) / 100 if extracted else 0.0
-        value = self.config.wrong + similarity * (self.config.correct - self.config.wrong)
+        value = self.config.incorrect + similarity * (self.config.correct - self.config.incorrect)
         return Verdict(similarity >= self.config.fuzzy_threshold, extracted[:SHOWN] or None, rule, value)
 
 

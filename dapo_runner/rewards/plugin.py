@@ -4,8 +4,8 @@
     reward(prompt, completion)            one response at a time, in order, in the main thread: here
 
 Of each response it says a ``Verdict``; a bool, right or wrong at the configured rewards; or a number, the reward
-itself, which counts as right above the middle between `reward.wrong` and `reward.correct`. Anything else, an exception,
-a reward that is not finite and an answer that does not come within `reward.plugin_deadline` is a failure, never a 0.
+itself, which counts as correct above the middle between `reward.incorrect` and `reward.correct`. Anything else, an
+exception, a reward that is not finite and an answer that does not come within `reward.plugin_deadline` is a failure, never a 0.
 
 The function runs in this process, so that it may keep models and connections. In the main thread what it draws from
 random generators is the same after a resume, and its deadline is an alarm signal.
@@ -117,7 +117,7 @@ def read_verdict(result: Any, config: RewardConfig) -> Verdict:
     if isinstance(result, bool):
         return Verdict(result)
     if isinstance(result, int | float):
-        result = Verdict(result > (config.correct + config.wrong) / 2, value=float(result))
+        result = Verdict(result > (config.correct + config.incorrect) / 2, value=float(result))
     if not isinstance(result, Verdict):
         raise TypeError(f"expected a dapo_runner.types.Verdict, a number or a bool, got {type(result).__name__}")
     # Plain values: a NumPy number inside would go into a checkpoint that torch then refuses to load.

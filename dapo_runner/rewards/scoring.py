@@ -34,8 +34,8 @@ __all__ = [
     "Scorer",
     "load_reward",
     "load_same_answer",
-    "never_right",
     "reads_answers",
+    "unmatchable_answers",
 ]
 
 ScoreGroups = Callable[[Sequence[Prompt], Sequence[Sequence[Completion]]], list[Group]]
@@ -115,7 +115,7 @@ def reads_answers(config: RewardConfig) -> bool:
     return ":" not in use and use not in _WITHOUT_ANSWERS
 
 
-def never_right(config: RewardConfig, prompts: Sequence[Prompt]) -> str | None:
+def unmatchable_answers(config: RewardConfig, prompts: Sequence[Prompt]) -> str | None:
     """A word on problems whose ground truth a rule by strings does not find right even where it is the answer."""
     use = config.uses[0]
     if use not in _RULES:
@@ -229,4 +229,4 @@ class Scorer:
     def _value(self, verdict: Verdict) -> float:
         if verdict.value is not None:
             return verdict.value
-        return self.config.correct if verdict.correct else self.config.wrong
+        return self.config.correct if verdict.correct else self.config.incorrect

@@ -32,7 +32,7 @@ from dapo_runner.policy.lengths import check_lengths
 from dapo_runner.policy.model import load_tokenizer, resolve_device
 from dapo_runner.preflight.algorithm import algorithm
 from dapo_runner.preflight.needs import check_needs
-from dapo_runner.rewards.scoring import Scorer, never_right
+from dapo_runner.rewards.scoring import Scorer, unmatchable_answers
 from dapo_runner.rollout.group_buffer import DynamicSampler
 from dapo_runner.rollout.probe import SyncProbe
 from dapo_runner.rollout.worker import Rollouts
@@ -98,7 +98,11 @@ def _open_run(config: Config, place: Place) -> Run:
     source = checkpoint.model if checkpoint else world.first(lambda: initial_model(config, folder, progress))
     world.together(lambda: check_lengths(config, source, download=True))
     dataset = world.together(lambda: load_data(config, load_tokenizer(source, config.model)))
-    for note in (f"data: {dataset.report.describe()}", *cautions(config), never_right(config.reward, dataset.train)):
+    for note in (
+        f"data: {dataset.report.describe()}",
+        *cautions(config),
+        unmatchable_answers(config.reward, dataset.train),
+    ):
         if note is not None:
             progress.note(note)
 

@@ -36,7 +36,7 @@ def test_the_papers_recipe_is_the_papers_table() -> None:
     assert (objective.aggregate, objective.kl_coef, objective.entropy_coef) == ("token-mean", 0.0, 0.0)
     assert objective == OBJECTIVES["dapo"]
     assert (config.advantage.kind, config.advantage.eps) == ("group_std", 1e-6)
-    assert (config.reward.kind, config.reward.correct, config.reward.wrong) == ("dapo", 1.0, -1.0)
+    assert (config.reward.kind, config.reward.correct, config.reward.incorrect) == ("dapo", 1.0, -1.0)
     assert (config.sampler.filter_groups, config.reward.boxed_fallback) == (True, False)
     assert (config.rollout.temperature, config.rollout.top_p) == (1.0, 1.0)
     evaluation = config.evaluation

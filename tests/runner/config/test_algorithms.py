@@ -98,7 +98,7 @@ def test_a_row_is_its_papers(name: str) -> None:
     selection = objective.batch_selection
     assert (selection and getattr(objective, selection)) == SELECTED.get(name)
     assert (config.optimizer.mini_batch_size is None) == (name in ONE_UPDATE)
-    assert (config.reward.correct, config.reward.wrong) == (1, 0 if name in NOTHING_FOR_WRONG else -1)
+    assert (config.reward.correct, config.reward.incorrect) == (1, 0 if name in NOTHING_FOR_WRONG else -1)
     if name in BY_TOKEN:
         kl, critic = config.reward.kl, config.critic
         assert kl is not None
@@ -199,12 +199,12 @@ def test_sections_from_python_say_what_was_said_of_them() -> None:
         algorithm="dr_grpo",
         model=ModelConfig(tiny=TinyModelConfig()),
         data=DataConfig(format="arithmetic"),
-        reward=RewardConfig(wrong=-0.5, overlong=OverlongConfig(max_length=64)),
+        reward=RewardConfig(incorrect=-0.5, overlong=OverlongConfig(max_length=64)),
         advantage=AdvantageConfig(eps=1e-4),
     )
-    assert (config.reward.correct, config.reward.wrong, config.advantage.kind) == (1.0, -0.5, "group_mean")
+    assert (config.reward.correct, config.reward.incorrect, config.advantage.kind) == (1.0, -0.5, "group_mean")
     assert (config.reward.overlong.max_length, config.reward.overlong.soft_punishment) == (64, False)
-    assert departures(config) == ["advantage.eps=0.0001 (dr_grpo: 1e-06)", "reward.wrong=-0.5 (dr_grpo: 0)"]
+    assert departures(config) == ["advantage.eps=0.0001 (dr_grpo: 1e-06)", "reward.incorrect=-0.5 (dr_grpo: 0)"]
 
 
 def test_several_rewards_choose_the_filter_only_where_there_is_one() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dapo_runner.config import ConfigError
 from dapo_runner.rewards import json_rule, match
 from dapo_runner.rewards.match import FuzzyRule, choice_rule, exact_rule
-from dapo_runner.rewards.scoring import load_reward, never_right
+from dapo_runner.rewards.scoring import load_reward, unmatchable_answers
 from dapo_runner.types import Verdict
 
 
@@ -67,7 +67,7 @@ def test_exact_match(text: str, correct: bool, extracted: str | None) -> None:
 
 def test_fuzzy_match_is_graded() -> None:
     pytest.importorskip("rapidfuzz", reason="rapidfuzz is not installed")
-    rule = FuzzyRule(make_config(reward={"kind": "fuzzy", "wrong": 0.0, "fuzzy_threshold": 0.8}).reward)
+    rule = FuzzyRule(make_config(reward={"kind": "fuzzy", "incorrect": 0.0, "fuzzy_threshold": 0.8}).reward)
     values = [rule(f"Answer: {text}", "kitten") for text in ("kitten", "kittens", "sitting", "", "xyz")]
     assert [verdict.value for verdict in values] == pytest.approx([1.0, 12 / 13, 8 / 13, 0.0, 0.0])
     assert [verdict.correct for verdict in values] == [True, True, False, False, False]
@@ -186,4 +186,4 @@ def test_a_missing_package_is_named(kind: str, module: Any, monkeypatch: pytest.
 
 def test_a_ground_truth_that_is_no_letter_is_told() -> None:
     prompts = [make_prompt(answer=answer) for answer in ("A", "Paris", "(C)")]
-    assert "1 of 3" in (never_right(make_config(reward={"kind": "choice"}).reward, prompts) or "")
+    assert "1 of 3" in (unmatchable_answers(make_config(reward={"kind": "choice"}).reward, prompts) or "")

@@ -75,7 +75,7 @@ def test_what_a_plugin_may_return(modules: Path, returned: str, wanted: Verdict)
 
 
 def test_a_number_is_right_above_the_middle_of_the_configured_rewards(modules: Path) -> None:
-    judge = load(modules, "middle", "def judge(p, c): return float(c.text)", correct=1.0, wrong=0.0)
+    judge = load(modules, "middle", "def judge(p, c): return float(c.text)", correct=1.0, incorrect=0.0)
     verdicts = [judge(PROMPT, make_completion(text=text)) for text in ("0.5", "0.55")]
     assert verdicts == [Verdict(False, value=0.5), Verdict(True, value=0.55)]
     config = make_config(reward={"kind": "middle:judge", "overlong": {"soft_punishment": False}})

@@ -15,7 +15,7 @@ from dapo_runner.config import ConfigError
 from dapo_runner.rewards.numbers import canonical_number, gsm8k_rule, integer_rule
 from dapo_runner.rewards.overlong import length_penalty
 from dapo_runner.rewards.rule import answer_rule, last_boxed, normalise
-from dapo_runner.rewards.scoring import Scorer, load_reward, never_right
+from dapo_runner.rewards.scoring import Scorer, load_reward, unmatchable_answers
 from dapo_runner.types import Prompt, Verdict
 
 
@@ -271,7 +271,7 @@ def test_ground_truths_that_a_rule_cannot_find_right_are_counted() -> None:
     prompts = [make_prompt(str(i), answer=answer) for i, answer in enumerate(answers)]
 
     def said(kind: str, chosen: list[Prompt] = prompts) -> str | None:
-        return never_right(make_config(reward={"kind": kind}).reward, chosen)
+        return unmatchable_answers(make_config(reward={"kind": kind}).reward, chosen)
 
     assert said("integer") == (
         "reward.kind=integer: 4 of 7 training problems can never be right: the rule cannot read their ground "
@@ -292,7 +292,7 @@ def test_length_penalty_is_equation_13() -> None:
 
 def test_scoring_adds_the_parts_up() -> None:
     overlong = {"cache_length": 16, "filter": True}
-    config = make_config(reward={"correct": 2.0, "wrong": -0.5, "overlong": overlong})
+    config = make_config(reward={"correct": 2.0, "incorrect": -0.5, "overlong": overlong})
     completions = [
         make_completion(10, "Answer: 7"),
         make_completion(56, "Answer: 7"),
