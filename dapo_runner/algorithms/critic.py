@@ -122,5 +122,5 @@ class Critic:
         """Of the last pass over a mini-batch, over all ranks: means over its tokens. Collective."""
         own = [float(sum(column)) for column in zip(*self._seen, strict=True)] or [0.0, 0.0]
         self._seen = []
-        loss, clipped = (sum(column) for column in zip(*self.world.gather(own), strict=True))
+        loss, clipped = (sum(column) for column in zip(*self.world.all_gather_object(own), strict=True))
         return {"value_loss": loss / mini.n_tokens, "value_clip": clipped / mini.n_tokens}

@@ -31,7 +31,7 @@ from dapo_runner.algorithms.weights import MasterWeights, Part, make_optimizer
 from dapo_runner.config import Config
 from dapo_runner.parallel.sharding import add_up_over_replicas, whole, whole_until_backward
 from dapo_runner.parallel.ulysses import gather_positions, own_positions
-from dapo_runner.parallel.world import ALONE, World
+from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.policy.lora import adapters_off, has_adapters
 from dapo_runner.policy.model import Policy
 from dapo_runner.policy.value_head import is_of_value_head
@@ -214,7 +214,9 @@ class Learner:
         seed = random.Random(f"{self.config.run.seed}:{step}:{mini.number}").getrandbits(63)
         device = self.policy.device
         generator = torch.Generator(device).manual_seed(seed)
-        parts = self.world.gather(own if self.world.alone else [(b.to("cpu"), s.to("cpu")) for b, s in own])
+        parts = self.world.all_gather_object(
+            own if self.world.is_single_process else [(b.to("cpu"), s.to("cpu")) for b, s in own]
+        )
         parts = parts[:: self.world.layout.sequence]
         everywhere = [pair for part in parts for pair in part]
         chosen = select_tokens(
@@ -233,7 +235,7 @@ class Learner:
             assert out.entropy is not None
             chosen = None if selection is None else selection.cpu()
             looked_at.append((batch.without_experts().to("cpu"), Scores(out.logprobs, out.entropy).to("cpu"), chosen))
-        parts = self.world.gather(looked_at)[:: self.world.layout.sequence]
+        parts = self.world.all_gather_object(looked_at)[:: self.world.layout.sequence]
         batches, scores, chosen_tokens = zip(*(one for part in parts for one in part), strict=True)
         groups = self.config.logging.rollouts.groups
         values = token_values(self.objective, batches, scores, chosen_tokens, on_policy=mini.on_policy, groups=groups)
@@ -300,7 +302,7 @@ class Learner:
         loss_sum, grad_norm = torch.stack([torch.stack([out.loss.detach() for out in outs]).sum(), norm]).tolist()
         # Ranks that share positions have a part of the loss each, or all of them the same.
         counts = self.by_token or self.world.sequence_rank == 0
-        loss = math.fsum(self.world.gather(loss_sum if counts else 0.0)) / self.world.size
+        loss = math.fsum(self.world.all_gather_object(loss_sum if counts else 0.0)) / self.world.size
         metrics = reduce_metrics([out.metrics for out in outs] if counts else [])
         return {"loss": loss, "grad_norm": grad_norm, "lr": rate, **metrics}
 
@@ -321,11 +323,11 @@ def _given(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def step_figures(
-    minis: Iterable[MiniBatch], updates: Sequence[dict[str, float]], world: World = ALONE
+    minis: Iterable[MiniBatch], updates: Sequence[dict[str, float]], world: World = SINGLE_PROCESS
 ) -> dict[str, float]:
     """``mean_of`` the updates and their count; learner against engine over all measured tokens of the step."""
     own = sum((mini.mismatch for mini in minis), Mismatch())
-    mismatch = sum(world.gather(own)[:: world.layout.sequence], Mismatch())
+    mismatch = sum(world.all_gather_object(own)[:: world.layout.sequence], Mismatch())
     return mean_of(updates) | mismatch.figures() | {"updates": len(updates)}
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dapo_runner.parallel.world import ALONE, World
+from dapo_runner.parallel.world import SINGLE_PROCESS, World
 
 BLOCK = 64  # tokens that one row of a matrix product adds up
 
@@ -49,13 +49,13 @@ def gae(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: flo
     return advantages, advantages + values
 
 
-def whiten(values: Tensor, eps: float, world: World = ALONE) -> Tensor:
+def whiten(values: Tensor, eps: float, world: World = SINGLE_PROCESS) -> Tensor:
     """``values`` float64 [N], the share of this rank, by mean and standard deviation of all. Collective."""
     mean, variance = moments(values, world)
     return (values - mean) / (variance**0.5 + eps)
 
 
-def moments(values: Tensor, world: World = ALONE) -> tuple[float, float]:
+def moments(values: Tensor, world: World = SINGLE_PROCESS) -> tuple[float, float]:
     """Mean and unbiased variance over the shares of all ranks; 0 where there are too few. Collective."""
     count, total = _added_up((values.numel(), float(values.sum())), world)
     mean = total / max(count, 1)
@@ -65,4 +65,4 @@ def moments(values: Tensor, world: World = ALONE) -> tuple[float, float]:
 
 def _added_up(own: tuple[float, ...], world: World) -> list[float]:
     """Over the ranks, of those that share positions one."""
-    return [sum(column) for column in zip(*world.gather(own)[:: world.layout.sequence], strict=True)]
+    return [sum(column) for column in zip(*world.all_gather_object(own)[:: world.layout.sequence], strict=True)]

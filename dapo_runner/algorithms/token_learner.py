@@ -119,7 +119,7 @@ class TokenLearner(Learner):
             )
             if group >= 0 and (groups is None or group < groups)
         }
-        for part in self.world.gather(found):
+        for part in self.world.all_gather_object(found):
             for index, advantages in part.items():
                 sequences[index].advantages[1:] = advantages
 

@@ -28,7 +28,7 @@ from dapo_runner.checkpoint.files import (
     writing,
 )
 from dapo_runner.checkpoint.saving import BackgroundSaves, load_checkpoint, save_checkpoint
-from dapo_runner.checkpoint.state import Resumable, moment
+from dapo_runner.checkpoint.state import Resumable, take_snapshot
 
 __all__ = [
     "BackgroundSaves",
@@ -42,7 +42,7 @@ __all__ = [
     "is_whole",
     "latest_checkpoint",
     "load_checkpoint",
-    "moment",
     "save_checkpoint",
+    "take_snapshot",
     "writing",
 ]

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.checkpoint import files, plain, sharded
 from dapo_runner.checkpoint.files import Checkpoint, CheckpointError
-from dapo_runner.checkpoint.state import FILE, Resumable, load_moment, moment, packed
+from dapo_runner.checkpoint.state import FILE, Resumable, load_snapshot, packed, take_snapshot
 from dapo_runner.parallel.world import World
 from dapo_runner.policy.lora import has_adapters, load_adapters
 
@@ -34,14 +34,14 @@ def save_checkpoint(
     learner: Learner,
     sampler: Resumable,
     keep: int,
-    then: dict[str, Any] | None = None,
+    snapshot: dict[str, Any] | None = None,
 ) -> Checkpoint:
-    """Write a checkpoint after ``step`` steps and remove all but the newest ``keep``. ``then`` is the moment that it
-    goes on from, where that is past. Collective.
+    """Write a checkpoint after ``step`` steps and remove all but the newest ``keep``. ``snapshot`` is the state to
+    resume from, where that is an earlier one than now. Collective.
 
     Raises CheckpointError, on all ranks, where one cannot write; the checkpoints before stay as they are.
     """
-    return _hold(folder, step, learner, sampler, keep, then, copied=False)(learner.world)
+    return _hold(folder, step, learner, sampler, keep, snapshot, copied=False)(learner.world)
 
 
 class BackgroundSaves:
@@ -51,7 +51,7 @@ class BackgroundSaves:
 
     def __init__(self, world: World, timeout: float) -> None:
         """``timeout``: seconds that a rank waits for another. Collective."""
-        self._world = world.aside(timeout)
+        self._world = world.new_group(timeout)
         self._under_way: Future[Checkpoint] | None = None
 
     def start(
@@ -61,11 +61,11 @@ class BackgroundSaves:
         learner: Learner,
         sampler: Resumable,
         keep: int,
-        then: dict[str, Any] | None = None,
+        snapshot: dict[str, Any] | None = None,
     ) -> None:
         """As ``save_checkpoint``, of which ``finish`` has the end. Nothing else may be under way."""
         assert self._under_way is None
-        write, future = _hold(folder, step, learner, sampler, keep, then, copied=True), Future[Checkpoint]()
+        write, future = _hold(folder, step, learner, sampler, keep, snapshot, copied=True), Future[Checkpoint]()
 
         def work() -> None:
             try:
@@ -88,16 +88,16 @@ def _hold(
     learner: Learner,
     sampler: Resumable,
     keep: int,
-    then: dict[str, Any] | None,
+    snapshot: dict[str, Any] | None,
     *,
     copied: bool,
 ) -> Callable[[World], Checkpoint]:
     """What will be in a checkpoint; what is returned writes it."""
     path = files.place_of(folder, step)
-    state = packed(step, then or moment(sampler), learner.world)
+    state = packed(step, snapshot or take_snapshot(sampler), learner.world)
     with _failing_together(path, learner.world):
-        unfinished = learner.world.first(lambda: files.begin(folder, step))
-        held = None if learner.world.alone else sharded.hold(learner, unfinished, copied=copied)
+        unfinished = learner.world.broadcast_from_rank0(lambda: files.begin(folder, step))
+        held = None if learner.world.is_single_process else sharded.hold(learner, unfinished, copied=copied)
 
     def write(world: World) -> Checkpoint:
         with _failing_together(path, world):
@@ -106,13 +106,13 @@ def _hold(
             def entries_of_mine() -> dict[str, Any]:
                 return {name: files.entry_of(unfinished / name) for name in mine}
 
-            parts = world.agree(lambda: sharded.named(world, entries_of_mine))
+            parts = world.run_and_gather(lambda: sharded.named(world, entries_of_mine))
 
             def complete() -> None:
                 (unfinished / FILE).write_bytes(state)
                 files.finish(unfinished, {name: entry for part in parts for name, entry in part.items()}, keep)
 
-            world.first(lambda: sharded.named(world, complete))
+            world.broadcast_from_rank0(lambda: sharded.named(world, complete))
         return Checkpoint(path, step)
 
     return write
@@ -124,7 +124,7 @@ def _failing_together(path: Path, world: World) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise world.first(partial(files.not_written, path, path.parent, error)) from error
+        raise world.broadcast_from_rank0(partial(files.not_written, path, path.parent, error)) from error
 
 
 def load_checkpoint(checkpoint: Checkpoint, learner: Learner, sampler: Resumable) -> int:
@@ -133,16 +133,16 @@ def load_checkpoint(checkpoint: Checkpoint, learner: Learner, sampler: Resumable
     """
     model, world = learner.policy.model, learner.world
     if has_adapters(model):
-        world.together(lambda: load_adapters(model, checkpoint.path / "adapter"))
+        world.run_or_raise_everywhere(lambda: load_adapters(model, checkpoint.path / "adapter"))
     _load_optimizer(learner, checkpoint.path)
-    return load_moment(checkpoint.path, sampler, world)
+    return load_snapshot(checkpoint.path, sampler, world)
 
 
 def _load_optimizer(learner: Learner, path: Path) -> None:
     """Each rank reads what it holds, from the shards of however many ranks, or from the file of one process."""
     shards = path / sharded.OPTIMIZER
     reader = HuggingFaceStorageReader(str(shards if shards.is_dir() else path))
-    stored = learner.world.together(reader.read_metadata).state_dict_metadata
+    stored = learner.world.run_or_raise_everywhere(reader.read_metadata).state_dict_metadata
     kinds: dict[str, list[str]] = defaultdict(list)
     for key in stored:
         name, _, kind = key.rpartition("/")
@@ -156,7 +156,7 @@ def _load_optimizer(learner: Learner, path: Path) -> None:
     try:
         with warnings.catch_warnings():  # of one process, which is meant
             warnings.simplefilter("ignore")
-            load(wanted, storage_reader=reader, no_dist=learner.world.alone)
+            load(wanted, storage_reader=reader, no_dist=learner.world.is_single_process)
     except CheckpointException as error:  # a BaseException, raised on all ranks
         raise CheckpointError(f"cannot load {path}: {sharded.told(error)}") from error
     for part in parts:

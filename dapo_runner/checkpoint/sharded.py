@@ -62,7 +62,7 @@ def hold(learner: Learner, unfinished: Path, *, copied: bool) -> Held:
         if adapters:
             save_adapters(policy.model, adapters, unfinished / "adapter")
 
-    policy.world.first(lambda: named(policy.world, write_small))
+    policy.world.broadcast_from_rank0(lambda: named(policy.world, write_small))
     return Held(_own_weights(policy), _optimizer_tensors(learner, copied=copied))
 
 
@@ -98,7 +98,7 @@ def _optimizer_tensors(learner: Learner, *, copied: bool) -> dict[str, Tensor]:
 
 def _write_weights(own: dict[str, Tensor], folder: Path, world: World) -> Path | None:
     """A file for each rank that has weights, and transformers' index where they are several."""
-    sizes = world.gather({name: tensor.nbytes for name, tensor in own.items()})
+    sizes = world.all_gather_object({name: tensor.nbytes for name, tensor in own.items()})
     holders = [rank for rank in range(world.size) if sizes[rank]]
     names = {rank: f"model-{n:05d}-of-{len(holders):05d}.safetensors" for n, rank in enumerate(holders, start=1)}
     if len(holders) == 1:
@@ -117,7 +117,7 @@ def _write_weights(own: dict[str, Tensor], folder: Path, world: World) -> Path |
         files.force_to_disk(path)
         return path
 
-    return world.together(lambda: named(world, write))
+    return world.run_or_raise_everywhere(lambda: named(world, write))
 
 
 def _write_optimizer(tensors: dict[str, Tensor], folder: Path, world: World) -> None:
@@ -148,7 +148,7 @@ def told(error: CheckpointException) -> BaseException:
 
 def named(world: World, work: Callable[[], T]) -> T:
     """What ``work`` gives; where it cannot write, it says on which of several ranks and machines."""
-    if world.alone:
+    if world.is_single_process:
         return work()
     try:
         return work()

@@ -24,27 +24,27 @@ class Resumable(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-def moment(sampler: Resumable) -> dict[str, Any]:
+def take_snapshot(sampler: Resumable) -> dict[str, Any]:
     """What a checkpoint of now would hold beside the learner: the sampler and every random generator."""
     return {"sampler": sampler.state_dict(), "rng": _rng_state()}
 
 
-def packed(step: int, then: dict[str, Any], world: World) -> bytes:
+def packed(step: int, snapshot: dict[str, Any], world: World) -> bytes:
     """The content of ``FILE`` for a moment; of several ranks with the generators of each. Collective.
 
     By way of memory: on a full disk torch.save reports an enforced assertion, a plain write what is wrong.
     """
-    generators = then["rng"] if world.alone else world.gather(then["rng"])
+    generators = snapshot["rng"] if world.is_single_process else world.all_gather_object(snapshot["rng"])
     buffer = io.BytesIO()
-    torch.save({"step": step, **then, "rng": generators}, buffer)
+    torch.save({"step": step, **snapshot, "rng": generators}, buffer)
     return buffer.getvalue()
 
 
-def load_moment(path: Path, sampler: Resumable, world: World) -> int:
+def load_snapshot(path: Path, sampler: Resumable, world: World) -> int:
     """Put sampler and generators back; where another number of ranks wrote them, every rank takes the generators of
     rank 0. Returns that number.
     """
-    state = world.together(lambda: torch.load(path / FILE, weights_only=True))
+    state = world.run_or_raise_everywhere(lambda: torch.load(path / FILE, weights_only=True))
     sampler.load_state_dict({"steps": state["step"], **state["sampler"]})  # older samplers did not count
     generators: Sequence[Any] = state["rng"] if isinstance(state["rng"], list) else [state["rng"]]
     _set_rng_state(generators[world.rank if len(generators) == world.size else 0])

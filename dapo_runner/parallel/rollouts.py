@@ -37,7 +37,7 @@ def answer(
         return {place: _without_tokens(group) for place, group in own.items()}
 
     groups: dict[int, Group] = {}
-    for told in world.agree(found):
+    for told in world.run_and_gather(found):
         groups |= told
     groups |= own
     return [groups[place] for place in sorted(groups)]
@@ -45,9 +45,9 @@ def answer(
 
 def complete(world: World, groups: Sequence[Group]) -> list[Group]:
     """The same groups with the tokens and texts of all their responses, on every rank."""
-    held = {place: group for place, group in enumerate(groups) if _has_tokens(group)} if world.leads_engine else {}
+    held = {place: group for place, group in enumerate(groups) if _has_tokens(group)} if world.is_engine_leader else {}
     whole: dict[int, Group] = {}
-    for part in world.gather(held):
+    for part in world.all_gather_object(held):
         whole |= part
     return [whole[place] for place in range(len(groups))]
 

@@ -41,7 +41,7 @@ class Watch:
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             self._store = PrefixStore(f"dapo/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{attempt}", store)
 
-    def at(self, phase: str, error: str | None = None) -> None:
+    def set_phase(self, phase: str, error: str | None = None) -> None:
         """What this rank turns to, or stops with."""
         if self._store is not None:
             note = {"phase": phase, "since": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
@@ -53,7 +53,7 @@ class Watch:
         if self._store is None or isinstance(error, KeyboardInterrupt):
             return error
         if not _is_of_a_collective(error):
-            self.at("stopped", f"{type(error).__name__}: {error}".splitlines()[0])
+            self.set_phase("stopped", f"{type(error).__name__}: {error}".splitlines()[0])
             return error
         try:
             notes = {rank: json.loads(self._store.get(f"at/{rank}")) for rank in range(self.size)}
@@ -61,7 +61,7 @@ class Watch:
             return RankLostError("the launcher that started this run's processes is gone, and other ranks with it")
         return RankLostError(_blame(notes, self.rank))
 
-    def all_stop(self, error: BaseException) -> bool:
+    def all_stopped(self, error: BaseException) -> bool:
         """Return whether every rank calls this, within ``MEETING`` seconds of each other. Not after a collective that
         failed: its ranks are no longer at the same place.
         """

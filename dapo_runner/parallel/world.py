@@ -48,7 +48,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class World:
-    """This process among all of them. One that no launcher started is ``alone`` and has no process group."""
+    """This process among all of them. One that no launcher started has no process group."""
 
     rank: int = 0
     layout: Layout = Layout()
@@ -62,7 +62,7 @@ class World:
         return self.layout.size
 
     @property
-    def alone(self) -> bool:
+    def is_single_process(self) -> bool:
         return self.mesh is None
 
     @property
@@ -92,7 +92,7 @@ class World:
         return self.rank // self.layout.rollout_tensor
 
     @property
-    def leads_engine(self) -> bool:
+    def is_engine_leader(self) -> bool:
         """Whether it is this rank's word that counts for what its engine answered."""
         return self.rank % self.layout.rollout_tensor == 0
 
@@ -103,51 +103,47 @@ class World:
             return None
         return torch.device("cuda", torch.cuda.current_device())
 
-    def gather(self, item: T) -> list[T]:
-        """What every rank has, in their order. Anything that pickles, through host memory."""
+    def all_gather_object(self, item: T) -> list[T]:
+        """Return the item of every rank, in the order of ranks. Items are pickled and go through host memory."""
         if self.size == 1:
             return [item]
         items: list[Any] = [None] * self.size
         dist.all_gather_object(items, item, group=self.group)
         return items
 
-    def agree(self, work: Callable[[], T]) -> list[T]:
-        """What ``work`` gave on every rank. Where it failed on one, its exception is raised on all: none waits for
-        an answer that never comes, and all can save what was done before.
-        """
+    def run_and_gather(self, work: Callable[[], T]) -> list[T]:
+        """Run ``work`` on every rank and return all results. Where it raises on one rank, raise the same on all."""
         if self.size == 1:
             return [work()]
         own = _Outcome.of(work)
-        told = self.gather(own.portable(self.rank))
-        told[self.rank] = own  # whose exception has the place where it was raised
-        return [outcome.value() for outcome in told]
+        outcomes = self.all_gather_object(own.portable(self.rank))
+        outcomes[self.rank] = own  # keeps its traceback
+        return [outcome.value() for outcome in outcomes]
 
-    def together(self, work: Callable[[], T]) -> T:
-        """What ``work`` gave here, once it has not failed anywhere."""
-        kept: list[T] = []
-        self.agree(lambda: kept.append(work()))
-        return kept[0]
+    def run_or_raise_everywhere(self, work: Callable[[], T]) -> T:
+        """Run ``work`` on every rank and return this rank's result. Where it raises on one rank, raise on all."""
+        own: list[T] = []
+        self.run_and_gather(lambda: own.append(work()))
+        return own[0]
 
-    def first(self, work: Callable[[], T]) -> T:
-        """What ``work`` gave on rank 0, which alone does it."""
+    def broadcast_from_rank0(self, work: Callable[[], T]) -> T:
+        """Run ``work`` on rank 0 and return its result on every rank. Where it raises, raise on all."""
         if self.size == 1:
             return work()
         own = _Outcome.of(work) if self.is_main else None
-        told: list[Any] = [own and own.portable(0)]
-        dist.broadcast_object_list(told, group=self.group)
-        value: T = (own or told[0]).value()
+        received: list[Any] = [own and own.portable(0)]
+        dist.broadcast_object_list(received, group=self.group)
+        value: T = (own or received[0]).value()
         return value
 
-    def on_first(self, work: Callable[[], T]) -> T | None:
-        """The same, kept there; None elsewhere."""
-        kept: list[T] = []
-        self.agree(lambda: kept.append(work()) if self.is_main else None)
-        return kept[0] if kept else None
+    def run_on_rank0(self, work: Callable[[], T]) -> T | None:
+        """Run ``work`` on rank 0 and return its result there, None elsewhere. Where it raises, raise on all."""
+        own: list[T] = []
+        self.run_and_gather(lambda: own.append(work()) if self.is_main else None)
+        return own[0] if own else None
 
-    def leave(self, error: BaseException | None) -> None:
-        """The end of a run, or what ended it: told to the other ranks, or where it is only that another is lost, raised
-        as a RankLostError that names it.
-        """
+    def close(self, error: BaseException | None) -> None:
+        """End the run on this rank. Another rank that is lost raises RankLostError in the place of ``error``."""
         if error is None and self.device is not None:
             dist.destroy_process_group()
         if error is not None and self.watch is not None:
@@ -155,23 +151,25 @@ class World:
             if explained is not error:
                 raise explained from error
 
-    def all_stop(self, error: BaseException) -> bool:
-        """Return whether every rank has stopped with an error of its own, so that they can still talk."""
-        return self.watch is None or self.watch.all_stop(error)
+    def all_stopped(self, error: BaseException) -> bool:
+        """Return whether every rank has stopped with an error of its own, so that collectives still work."""
+        return self.watch is None or self.watch.all_stopped(error)
 
     def any(self, flag: bool) -> bool:
-        return any(self.gather(flag))
+        return any(self.all_gather_object(flag))
 
-    def aside(self, timeout: float) -> World:
-        """The same ranks, for a thread of each to talk beside what the others say, and for at most ``timeout`` seconds.
-        Collective.
+    def new_group(self, timeout: float) -> World:
+        """Return the same ranks with a gloo group of their own, for a thread of each rank. Collective.
+
+        Args:
+            timeout: seconds that a rank waits for another in it.
         """
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         assert isinstance(group, dist.ProcessGroup)
         return replace(self, group=group)
 
 
-ALONE = World()
+SINGLE_PROCESS = World()
 
 
 class _Outcome(NamedTuple):
@@ -211,12 +209,12 @@ def open_world(config: Config) -> World:
     """Meet the other ranks. Raises ConfigError where their number does not suit `parallel`."""
     if not launched():
         _check_not_launched_otherwise(config)
-        return ALONE
+        return SINGLE_PROCESS
     size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     layout = make_layout(config, size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
     on_gpus = config.run.device.startswith("cuda") or (config.run.device == "auto" and torch.cuda.is_available())
     watch, timeout = Watch(), timedelta(seconds=config.parallel.timeout)
-    watch.at("loading")
+    watch.set_phase("loading")
     if not dist.is_initialized():
         if on_gpus:
             device = _own_gpu(int(os.environ.get("LOCAL_RANK", 0)))

@@ -21,7 +21,7 @@ from dapo_kernels.integrations.heads import lora_of
 from dapo_runner.config import ConfigError, ModelConfig
 from dapo_runner.parallel.sharding import Root, fill, shard
 from dapo_runner.parallel.ulysses import own_positions
-from dapo_runner.parallel.world import ALONE, World
+from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.policy.attention import (
     PACKED_ATTENTION,
     Kernel,
@@ -63,7 +63,7 @@ class Policy:
     tokenizer: Any
     kernel: Kernel
     compute: torch.dtype = torch.float32
-    world: World = ALONE
+    world: World = SINGLE_PROCESS
     root: Root | None = None
     routing: Routing | None = None
 
@@ -214,7 +214,7 @@ def load_policy(
     config: ModelConfig,
     device: torch.device,
     seed: int = 0,
-    world: World = ALONE,
+    world: World = SINGLE_PROCESS,
     routing_replay: bool = False,
     heads: Heads = "tokens",
 ) -> Policy:
@@ -226,13 +226,15 @@ def load_policy(
     return _load_policy(path, config, device, seed, world, routing_replay, trained=True, heads=heads)
 
 
-def load_reference(path: str | Path, config: ModelConfig, device: torch.device, world: World = ALONE) -> Policy:
+def load_reference(
+    path: str | Path, config: ModelConfig, device: torch.device, world: World = SINGLE_PROCESS
+) -> Policy:
     """A model that is only asked for log-probs: what a KL penalty refers to. Raises ConfigError."""
     config = config.model_copy(update={"lora": None, "gradient_checkpointing": False})
     return _load_policy(path, config, device, 0, world, False, trained=False)
 
 
-def load_critic(path: str | Path, config: ModelConfig, device: torch.device, world: World = ALONE) -> Policy:
+def load_critic(path: str | Path, config: ModelConfig, device: torch.device, world: World = SINGLE_PROCESS) -> Policy:
     """A model with a new value head. All of it trains, but not its head for tokens. Raises ConfigError."""
     return load_policy(path, config.model_copy(update={"lora": None}), device, world=world, heads="values")
 
@@ -250,14 +252,14 @@ def _load_policy(
 ) -> Policy:
     compute = DTYPES[config.dtype]
     kernel = choose_kernel(config.attention, device, compute)
-    if world.alone:
+    if world.is_single_process:
         model = _load(path, config, device, seed, compute, trained, heads)
         _prepare(model, config, _blocks(model))
         policy = Policy(model, load_tokenizer(path, config), kernel, compute)
     else:
         model, root = load_shards(path, config, seed, world, trained=trained, heads=heads)
         cpu, dtype = torch.device("cpu"), _shard_dtype(config, trained)
-        fill(model, world.on_first(lambda: _load(path, config, cpu, seed, dtype, trained, heads)), device)
+        fill(model, world.run_on_rank0(lambda: _load(path, config, cpu, seed, dtype, trained, heads)), device)
         policy = Policy(model, load_tokenizer(path, config), kernel, compute, world, root)
     if routing_replay:
         policy = replace(policy, routing=Routing(model))

@@ -96,7 +96,7 @@ class NCCLTransfer(Transfer):
     def publish(self, version: str, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._held.clear()  # makes room
         held = {name: x.detach().to(self.device, copy=True).contiguous() for name, x in weights if self.world.is_main}
-        self.world.on_first(lambda: check_finite(held))
+        self.world.run_on_rank0(lambda: check_finite(held))
         self._held[version] = held
         self.version = version
 

@@ -61,7 +61,9 @@ class SyncProbe:
         world = learner.world
         answers = self._answers(engine, world)
         own = [(name, self._measure(of_one, learner)) for name, of_one in answers]
-        measured = [(name, one) for of_rank in world.gather(own) for name, one in of_rank if name is not None]
+        measured = [
+            (name, one) for of_rank in world.all_gather_object(own) for name, one in of_rank if name is not None
+        ]
         for name, mismatch in measured:
             self._check(name, mismatch)
         figures = sum((mismatch for _, mismatch in measured), Mismatch()).figures()
@@ -98,8 +100,8 @@ class SyncProbe:
             ]
             found += [(None, [])] * (-len(found) % world.data_size)
             return found[world.data_rank :: world.data_size]
-        answers = world.agree(lambda: engine.generate(self.prompts, self.sampling))
-        name = "" if world.alone else f" on rank {world.rank}"
+        answers = world.run_and_gather(lambda: engine.generate(self.prompts, self.sampling))
+        name = "" if world.is_single_process else f" on rank {world.rank}"
         return [(name, answers[world.data_rank * world.layout.sequence])]
 
     def _measure(self, completions: list[list[Completion]], learner: Learner) -> Mismatch:
@@ -110,7 +112,7 @@ class SyncProbe:
         mismatch, multiple = Mismatch(), learner.share.multiple
         sequences = make_sequences(groups, AdvantageConfig(kind="group_mean"))
         batches = pack(sequences, self.token_budget, Share(multiple=multiple))
-        most = max(learner.world.gather(len(batches)))
+        most = max(learner.world.all_gather_object(len(batches)))
         for batch in batches + [padding_batch(multiple)] * (most - len(batches)):
             own = learner.logprobs(batch).to(batch.mask.device)
             mismatch += measure(own, batch.old_logprobs, batch.mask)

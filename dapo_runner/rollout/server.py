@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dapo_runner.config import Config
-from dapo_runner.parallel.world import ALONE, World
+from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.policy.model import load_model
 from dapo_runner.policy.weights import stored_tensors
 from dapo_runner.rewards.endpoint import shown
@@ -55,7 +55,7 @@ class ServerEngine:
         source: str | Path,
         tokenizer: Any,
         config: Config,
-        world: World = ALONE,
+        world: World = SINGLE_PROCESS,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
         """The servers begin with the weights of ``source``, a model in transformers' format. ``note`` is told of those
@@ -68,7 +68,8 @@ class ServerEngine:
         self.max_tokens = config.longest_sequence
         self.max_batch_sequences = config.rollout.max_batch_sequences
         self.transfer: Transfer = TRANSFERS[self.settings.transfer](config, world)
-        self.run = world.first(lambda: secrets.token_hex(4))  # no server has weights of a process that is gone
+        # A new name for each process: no server has weights of one that is gone.
+        self.run = world.broadcast_from_rank0(lambda: secrets.token_hex(4))
         self.updates = 0
         self.calls: set[PromptQueue] = set()  # under way
         self.closed = False
@@ -149,7 +150,7 @@ class ServerEngine:
             return answered or {"": self.generate(prompts, sampling)}
 
         self.pool.unprobed -= (asked := set(self.pool.ready()))  # one that is lost from here on is unprobed again
-        found = self.world.first(ask_all)
+        found = self.world.broadcast_from_rank0(ask_all)
         self.pool.unprobed |= {server for server in asked if str(server) not in found}
         return found
 
@@ -164,7 +165,7 @@ class ServerEngine:
         """
         self.transfer.publish(f"{self.run}:{self.updates + 1}", loadable_weights(self._model, weights))
         self.updates += 1
-        urls = self.world.first(self.pool.deliver)
+        urls = self.world.broadcast_from_rank0(self.pool.deliver)
         if not self.world.is_main:
             self.pool.follow(urls)
 

@@ -110,17 +110,17 @@ class FileTransfer(Transfer):
             return folder
 
         self._checksums: dict[str, int] = {}  # by version; there is one
-        self.folder = world.first(made)
-        world.together(lambda: _check_seen(self.folder))
+        self.folder = world.broadcast_from_rank0(made)
+        world.run_or_raise_everywhere(lambda: _check_seen(self.folder))
 
     def publish(self, version: str, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See ``Transfer``. Raises ConfigError where there is no room for them, RolloutError."""
         before, path = self._path(self.version), self._path(version)
         held = {name: tensor.detach().cpu().contiguous() for name, tensor in weights if self.world.is_main}
-        self.world.on_first(lambda: check_finite(held))
-        self._checksums = {version: self.world.first(lambda: _write(held, path))}
+        self.world.run_on_rank0(lambda: check_finite(held))
+        self._checksums = {version: self.world.broadcast_from_rank0(lambda: _write(held, path))}
         self.version = version
-        self.world.on_first(lambda: before.unlink(missing_ok=True))
+        self.world.run_on_rank0(lambda: before.unlink(missing_ok=True))
 
     def _load(self, server: Server, version: str, caller: object) -> None:
         if (expected := self._checksums.get(version)) is None:
@@ -134,7 +134,7 @@ class FileTransfer(Transfer):
     @contextmanager
     def _alone_with(self, server: Server) -> Iterator[None]:
         """Several ranks may find a server that is back, and it takes weights from one at a time."""
-        if self.world.alone:
+        if self.world.is_single_process:
             yield
             return
         digest = hashlib.blake2b(server.url.encode(), digest_size=8).hexdigest()

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from dapo_runner.config import Config, ConfigError
-from dapo_runner.parallel.world import ALONE, World
+from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.policy.model import load_model
 from dapo_runner.rollout.engine import check_lengths, loadable_weights, sampling_of_each, stop_token_ids
 from dapo_runner.types import Completion, FinishReason, Kept, Prompt, SamplingParams
@@ -47,7 +47,7 @@ class VLLMEngine:
     """
 
     def __init__(
-        self, path: str | Path, tokenizer: Any, config: Config, device: torch.device, world: World = ALONE
+        self, path: str | Path, tokenizer: Any, config: Config, device: torch.device, world: World = SINGLE_PROCESS
     ) -> None:
         """``path`` is a model in transformers' format. Raises ConfigError when vLLM is not installed."""
         check_installed()
@@ -55,7 +55,7 @@ class VLLMEngine:
         self.tokenizer = tokenizer
         self.max_tokens = config.longest_sequence
         self.device = device
-        if world.leads_engine and tensor > 1:
+        if world.is_engine_leader and tensor > 1:
             ranks = range(world.rank, world.rank + tensor)
             _remove_shared_memory(ranks)
             atexit.register(_remove_shared_memory, ranks)
@@ -68,7 +68,7 @@ class VLLMEngine:
             }
             if device.type == "cuda":
                 arguments["enable_sleep_mode"] = config.rollout.vllm.sleep
-            if not world.alone:
+            if not world.is_single_process:
                 arguments["distributed_executor_backend"] = "external_launcher"
             self.llm = _import_vllm().LLM(**arguments)
         fields = self.llm.llm_engine.model_config.try_get_generation_config()

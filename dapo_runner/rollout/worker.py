@@ -13,7 +13,7 @@ from dapo_runner.algorithms.segments import segment_figures, tree_segments
 from dapo_runner.config import Config
 from dapo_runner.interrupt import StepGivenUpError, StopRequest
 from dapo_runner.parallel.rollouts import answer
-from dapo_runner.parallel.world import ALONE, World
+from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.rewards.scoring import ScoreGroups, Scorer
 from dapo_runner.rollout.asynchronous import AheadSampler
 from dapo_runner.rollout.engine import RolloutEngine
@@ -39,7 +39,7 @@ class Rollouts:
 
     def generate_groups(self, prompts: list[Prompt], round_number: int) -> list[Group]:
         """In the order of the prompts, less those that a reward failed on and was allowed to."""
-        with self.clock.phase(OTHER if self.world.alone else "wait"):
+        with self.clock.phase(OTHER if self.world.is_single_process else "wait"):
             self.give_up_if_late()
             sampling = rollout_sampling(self.config, round_number)
             return self.answer(prompts, sampling, self.score, self.rollout_phase, self.respond)
@@ -55,7 +55,7 @@ class Rollouts:
             return taken[0]
 
         try:
-            return self.waiting.first(take)
+            return self.waiting.broadcast_from_rank0(take)
         except BaseException:  # another rank is lost
             if taken:
                 sampler.put_back(taken[0])
@@ -66,7 +66,7 @@ class Rollouts:
         rank takes part. Of the rounds under way the earlier goes before.
         """
         sampling = replace(rollout_sampling(self.config, round_number), priority=round_number)
-        groups = self.answer(prompts, sampling, self.score, world=ALONE)
+        groups = self.answer(prompts, sampling, self.score, world=SINGLE_PROCESS)
         return [replace(group, step=self.first_step + group.oldest_version) for group in groups]
 
     def give_up_if_late(self) -> None:
@@ -92,7 +92,7 @@ class Rollouts:
                 groups, of_waiting = sampler.spread(groups, advantage.segments.per_step)
                 counts |= of_waiting
         else:
-            with self.clock.phase("segments" if self.world.alone else "wait"):
+            with self.clock.phase("segments" if self.world.is_single_process else "wait"):
                 self.give_up_if_late()
                 sampling = rollout_sampling(self.config, f"segments:{step}")
                 groups, counts = value_chains(groups, advantage.segments, sampling, self.answer_continued)
@@ -133,7 +133,7 @@ class Rollouts:
         def work(share: list[Prompt], each: list[SamplingParams]) -> list[Group]:
             with timed("rollout"):
                 completions = (respond or self.engine.generate)(share, each)
-            if not self.world.leads_engine:
+            if not self.world.is_engine_leader:
                 return []
             answered = [(prompt, found) for prompt, found in zip(share, completions, strict=True) if found]
             with timed("score"):

@@ -65,15 +65,15 @@ def open_run(config: Config, progress: Progress) -> Run:
 def open_in_place(config: Config, progress: Progress, build: Callable[[Place], T]) -> T:
     """What ``build`` makes, with the ranks met, what it needs at hand and its folder locked."""
     world = open_world(config)
-    world.together(lambda: check_needs(config, world.layout))
+    world.run_or_raise_everywhere(lambda: check_needs(config, world.layout))
     device = world.device or resolve_device(config.run.device)
     shown = progress if world.is_main else SilentProgress()
-    lock = world.on_first(lambda: lock_folder(config.run_dir, shown.note))
+    lock = world.run_on_rank0(lambda: lock_folder(config.run_dir, shown.note))
 
     def on_phase(name: str) -> None:
         shown.phase(name)
         if world.watch is not None:
-            world.watch.at(name)
+            world.watch.set_phase(name)
 
     try:
         if config.run.threads is not None:
@@ -82,7 +82,7 @@ def open_in_place(config: Config, progress: Progress, build: Callable[[Place], T
     except BaseException as error:
         if lock is not None:
             lock.close()
-        world.leave(error)
+        world.close(error)
         raise
 
 
@@ -91,13 +91,15 @@ def _open_run(config: Config, place: Place) -> Run:
     folder = config.run_dir
     for part, choice in algorithm(config).items():
         progress.note(f"{part}: {choice}")
-    checkpoint, changes = world.first(lambda: find_beginning(config, folder))
+    checkpoint, changes = world.broadcast_from_rank0(lambda: find_beginning(config, folder))
     done = checkpoint.step if checkpoint else 0
     is_new = done == config.run.forked_at
     keep_through = done - 1 if is_new else done
-    source = checkpoint.model if checkpoint else world.first(lambda: initial_model(config, folder, progress))
-    world.together(lambda: check_lengths(config, source, download=True))
-    dataset = world.together(lambda: load_data(config, load_tokenizer(source, config.model)))
+    source = (
+        checkpoint.model if checkpoint else world.broadcast_from_rank0(lambda: initial_model(config, folder, progress))
+    )
+    world.run_or_raise_everywhere(lambda: check_lengths(config, source, download=True))
+    dataset = world.run_or_raise_everywhere(lambda: load_data(config, load_tokenizer(source, config.model)))
     for note in (
         f"data: {dataset.report.describe()}",
         *cautions(config),
@@ -109,11 +111,11 @@ def _open_run(config: Config, place: Place) -> Run:
     learner = open_learner(config, folder, checkpoint, device, progress, clock, world)
     curriculum = make_curriculum(config.sampler.curriculum, dataset.train)
     cursor = PromptCursor(dataset.train, config.run.seed, dataset.heldout, curriculum)
-    fetch = list if world.alone or config.rollout.ahead else partial(complete, world)
+    fetch = list if world.is_single_process or config.rollout.ahead else partial(complete, world)
     sampler = DynamicSampler(cursor, config.sampler, progress.round, fetch)
-    engine = world.together(lambda: open_engine(config, source, device, world, progress.note))
+    engine = world.run_or_raise_everywhere(lambda: open_engine(config, source, device, world, progress.note))
     leave_out = progress.note if checkpoint and not is_new else None
-    trackers = world.on_first(lambda: open_trackers(config, folder, keep_through + 1, leave_out)) or []
+    trackers = world.run_on_rank0(lambda: open_trackers(config, folder, keep_through + 1, leave_out)) or []
     # Nothing that draws a random number comes after this: a resumed run must see the numbers the first one saw.
     seed_generators(config.run.seed)
     if checkpoint:
@@ -145,10 +147,10 @@ def _open_run(config: Config, place: Place) -> Run:
             tell_changes(log, config, folder, changes, progress)
         return log
 
-    log = world.on_first(open_log)
+    log = world.run_on_rank0(open_log)
     early_stop = EarlyStop(config)
     sync_probe = SyncProbe(dataset.train, config)
-    for event in world.first(lambda: read_log(folder / METRICS_FILE)):
+    for event in world.broadcast_from_rank0(lambda: read_log(folder / METRICS_FILE)):
         early_stop.replay(event)
         if "sync/gap" in event:
             sync_probe.remember(event["sync/gap"])
@@ -156,10 +158,10 @@ def _open_run(config: Config, place: Place) -> Run:
     progress.start(done, config.run.steps)
     clock.lap()  # what a run is made of was loaded before its first step
     ended = early_stop.reason is not None
-    owes = world.first(lambda: is_new or _missed_evaluation(config, folder, done, ended))
+    owes = world.broadcast_from_rank0(lambda: is_new or _missed_evaluation(config, folder, done, ended))
     stop = StopRequest(progress.note, config.run.grace)
     ahead = sampled_ahead(sampler, config) if config.rollout.ahead else None
-    waiting = world if ahead is None or world.alone else world.aside(ahead.longest_step)
+    waiting = world if ahead is None or world.is_single_process else world.new_group(ahead.longest_step)
     rollouts = Rollouts(world, config, engine, score, learner.policy.tokenizer, clock, stop, done, waiting)
     return Run(
         world=world,
@@ -197,7 +199,7 @@ def _drop_left_over(sampler: DynamicSampler, folder: Path, progress: Progress) -
 def _saves_in_background(config: Config, world: World, progress: Progress) -> BackgroundSaves | None:
     if not config.run.async_save:
         return None
-    if world.alone:
+    if world.is_single_process:
         progress.note(
             "run.async_save: one process that torchrun did not start writes its checkpoints before it goes on"
         )

@@ -14,7 +14,7 @@ from dapo_runner.checkpoint import Checkpoint
 from dapo_runner.config import Config
 from dapo_runner.folder import TINY_MODEL
 from dapo_runner.logging.progress import Progress
-from dapo_runner.parallel.world import ALONE, World
+from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.policy.model import load_critic, load_model, load_policy, load_reference, load_tokenizer
 from dapo_runner.rollout.asynchronous import AheadSampler
 from dapo_runner.rollout.engine import RolloutEngine
@@ -40,7 +40,7 @@ def open_learner(
 
     Adapters are put on the model that training started from: what a checkpoint holds has them merged in.
     """
-    start = world.first(lambda: initial_model(config, folder, progress))
+    start = world.broadcast_from_rank0(lambda: initial_model(config, folder, progress))
     source = start if checkpoint is None or config.model.lora is not None else checkpoint.model
     shared = config.critic is not None and config.critic.share_trunk
     replay, seed = config.loss.routing_replay, config.run.seed
@@ -65,7 +65,7 @@ def open_engine(
     config: Config,
     source: str | Path,
     device: torch.device,
-    world: World = ALONE,
+    world: World = SINGLE_PROCESS,
     note: Callable[[str], None] = lambda _: None,
 ) -> RolloutEngine:
     """A rollout engine with weights of its own, loaded from ``source``. ``note`` is told what befalls its servers."""

@@ -15,7 +15,7 @@ from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
 from dapo_runner.algorithms.pairs import pair_figures, pair_sequences
-from dapo_runner.checkpoint import BackgroundSaves, moment, save_checkpoint
+from dapo_runner.checkpoint import BackgroundSaves, save_checkpoint, take_snapshot
 from dapo_runner.config import Config
 from dapo_runner.data.dataset import Dataset
 from dapo_runner.early_stop import EarlyStop
@@ -118,7 +118,7 @@ class Run:
             if held is not None:
                 held.close()
 
-        self.world.leave(error)
+        self.world.close(error)
 
     def is_last(self, step: int) -> bool:
         return step == self.config.run.steps or self.early_stop.reason is not None
@@ -133,18 +133,18 @@ class Run:
         self.stop.step_takes(self.last_step_took)
         if isinstance(self.sampler, AheadSampler):
             ahead = self.sampler
-            self.resume_state = partial(moment, ahead)
+            self.resume_state = partial(take_snapshot, ahead)
             with self.timed("wait"):
                 sampled = self.rollouts.next_ahead(ahead)
 
             def put_back() -> dict[str, Any]:
                 ahead.put_back(sampled)
-                return moment(ahead)
+                return take_snapshot(ahead)
 
             self.resume_state = put_back
             self.probe_returned()
             return sampled
-        before = moment(self.sampler)
+        before = take_snapshot(self.sampler)
         self.resume_state = lambda: before
         sampled = self.sampler.next(self.rollouts.generate_groups)
         self.probe_returned()
@@ -158,7 +158,7 @@ class Run:
         Several ranks can save only together: where all of them stop with an error at the same time. A save that is
         under way needs no more than that none was killed.
         """
-        if not (self.world.alone or isinstance(error, Exception)):
+        if not (self.world.is_single_process or isinstance(error, Exception)):
             return
         if isinstance(error, StepGivenUpError):
             self.progress.note(f"step {self.trained + 1} is given up: {error}")
@@ -169,13 +169,13 @@ class Run:
             if self.resume_state is None:
                 self.progress.note(f"stopped during an update: the last checkpoint is of step {self.saved}")
                 return
-            if not self.world.all_stop(error):
+            if not self.world.all_stopped(error):
                 self.progress.note(f"step {self.trained} is not saved: not every rank stopped with an error of its own")
                 return
-            then = self.resume_state()
+            snapshot = self.resume_state()
             if self.unlogged is not None:
                 self.log_step({})
-            self.save(self.trained, then)
+            self.save(self.trained, snapshot)
             self.finish_saving()
             self.progress.note(f"step {self.trained} is saved before the run stops")
         except Exception as failure:  # what stopped the run is what is raised
@@ -203,10 +203,12 @@ class Run:
         try:
             return self.learner.update(mini, step - 1)
         except NonFiniteUpdateError as error:
-            rank = "" if self.world.alone else f"_rank_{self.world.rank}"
+            rank = "" if self.world.is_single_process else f"_rank_{self.world.rank}"
             path = self.folder / NONFINITE / f"step_{step:06d}{rank}.safetensors"
             save_batch(path, mini.micro_batches, str(error))
-            where = path if self.world.alone else f"{path.parent}/step_{step:06d}_rank_*, of each rank its own"
+            where = (
+                path if self.world.is_single_process else f"{path.parent}/step_{step:06d}_rank_*, of each rank its own"
+            )
             raise NonFiniteUpdateError(f"{error}. The batch is in {where}", mini) from error
 
     def end_training(self, trained: TrainedStep) -> None:
@@ -215,9 +217,9 @@ class Run:
             self.learner.follow()
         self.trained, self.unlogged = trained.step, trained
         if isinstance(self.sampler, AheadSampler):  # whose threads go on sampling
-            self.resume_state = partial(moment, self.sampler)
+            self.resume_state = partial(take_snapshot, self.sampler)
         else:
-            now = moment(self.sampler)
+            now = take_snapshot(self.sampler)
             self.resume_state = lambda: now
 
     def sync(self) -> dict[str, float]:
@@ -242,7 +244,7 @@ class Run:
         trained, self.unlogged = self.unlogged, None
         with self.timed("log"):
             self.speed = speed_of(self.learner, self.clock, trained.sequences)
-            self.world.first(lambda: self._log_step(trained, in_sync))
+            self.world.broadcast_from_rank0(lambda: self._log_step(trained, in_sync))
         self.early_stop.count(trained.step, trained.sampled.generated)
 
     def _log_step(self, trained: TrainedStep, in_sync: dict[str, float]) -> None:
@@ -264,16 +266,16 @@ class Run:
             if note is not None:
                 self.progress.note(note)
 
-    def save(self, step: int, then: dict[str, Any] | None = None) -> None:
+    def save(self, step: int, snapshot: dict[str, Any] | None = None) -> None:
         """With run.async_save the checkpoint is only on its way when this returns, unless it is the last."""
         with self.timed("save"):
             folder, keep = self.folder / CHECKPOINTS, self.config.run.keep
             if self.in_background is None:
-                save_checkpoint(folder, step, self.learner, self.sampler, keep, then)
+                save_checkpoint(folder, step, self.learner, self.sampler, keep, snapshot)
                 self.saved = step
                 return
             self.finish_saving()
-            self.in_background.start(folder, step, self.learner, self.sampler, keep, then)
+            self.in_background.start(folder, step, self.learner, self.sampler, keep, snapshot)
             if self.stopping or step == self.config.run.steps:
                 self.finish_saving()
 
@@ -289,9 +291,9 @@ class Run:
         """
         seconds = self.clock.lap()
         self.last_step_took = sum(seconds.values())
-        counts = self.world.gather(self.score.counts())
+        counts = self.world.all_gather_object(self.score.counts())
         calls = {name: sum(part[name] for part in counts) for name in counts[0]}
-        self.world.first(lambda: self._log_seconds(step, seconds, calls))
+        self.world.broadcast_from_rank0(lambda: self._log_seconds(step, seconds, calls))
         self.speed = {}
 
     def _log_seconds(self, step: int, seconds: dict[str, float], calls: dict[str, int]) -> None:
@@ -313,8 +315,10 @@ class Run:
 
             result = evaluate(answer_all, self.dataset.heldout, self.config)
             # Rank 0 decides what the answers amount to: a comparison of two may run into its deadline.
-            metrics = self.world.first(lambda: result.metrics)
-            news = self.world.first(lambda: self._log_evaluation(step, prefixed("eval", metrics), result.groups))
+            metrics = self.world.broadcast_from_rank0(lambda: result.metrics)
+            news = self.world.broadcast_from_rank0(
+                lambda: self._log_evaluation(step, prefixed("eval", metrics), result.groups)
+            )
         self.early_stop.observe(step, prefixed("eval", metrics))
         self.progress.evaluation(step, metrics)
         if news is not None:
@@ -326,7 +330,7 @@ def speed_of(learner: Learner, clock: StepClock, sequences: list[Sequence]) -> d
     policy = learner.policy
     lengths = [sequence.length - 1 for sequence in sequences if sequence.mask[1:].any()]  # the rest is not packed
     flops, peak = training_flops(policy.model, lengths), peak_flops(policy.device)
-    memory = max(learner.world.gather(peak_memory(policy.device)))
+    memory = max(learner.world.all_gather_object(peak_memory(policy.device)))
     figures = speed_figures(flops, sum(lengths), clock.so_far(), learner.world.size, peak)
     return figures | {"memory_gib": memory}
 

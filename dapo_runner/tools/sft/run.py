@@ -83,7 +83,7 @@ class SftRun:
         for held in (self.log, self.place.lock):
             if held is not None:
                 held.close()
-        self.place.world.leave(error)
+        self.place.world.close(error)
 
     @property
     def updates(self) -> int:
@@ -108,7 +108,7 @@ class SftRun:
             sequences = self._sequences(self.examples.heldout)
             batches = pack(sequences, self.config.optimizer.token_budget, self.learner.share)
             own = math.fsum(float(self.learner.logprobs(batch).double().sum()) for batch in batches)
-            total = math.fsum(world.gather(own)[:: world.layout.sequence])
+            total = math.fsum(world.all_gather_object(own)[:: world.layout.sequence])
             loss = -total / count_training_tokens(sequences)
         self._log(step, "eval", {"eval/loss": loss, "eval/examples": len(sequences)})
         self.place.progress.note(f"after step {step}: held-out loss {loss:.4f}")
@@ -126,7 +126,7 @@ class SftRun:
             assert self.log is not None
             self.log.seconds(step, seconds, speed, {})
 
-        self.place.world.first(write)
+        self.place.world.broadcast_from_rank0(write)
         self.speed = {}
 
     def asked_to_stop(self) -> bool:
@@ -141,7 +141,7 @@ class SftRun:
             assert self.log is not None
             self.log.figures(step, kind, figures)
 
-        self.place.world.first(write)
+        self.place.world.broadcast_from_rank0(write)
 
 
 def plan_updates(recipe: SftConfig, examples: Examples) -> Config:
@@ -161,18 +161,18 @@ def plan_updates(recipe: SftConfig, examples: Examples) -> Config:
 def _open_sft(recipe: SftConfig, place: Place) -> SftRun:
     """Build everything a supervised run needs, or put it back as its last checkpoint left it."""
     world, progress, folder = place.world, place.progress, recipe.run_dir
-    checkpoint, changes = world.first(lambda: find_beginning(recipe, folder))
+    checkpoint, changes = world.broadcast_from_rank0(lambda: find_beginning(recipe, folder))
     done = checkpoint.step if checkpoint else 0
     assert recipe.model.path is not None
     tokenizer = load_tokenizer(checkpoint.model if checkpoint else recipe.model.path, recipe.model)
-    examples = world.together(lambda: load_examples(recipe, tokenizer))
-    config = world.together(lambda: plan_updates(recipe, examples))
+    examples = world.run_or_raise_everywhere(lambda: load_examples(recipe, tokenizer))
+    config = world.run_or_raise_everywhere(lambda: plan_updates(recipe, examples))
     progress.note(f"data: {examples.report.describe()}")
     progress.note(f"{config.run.steps} updates of {config.mini_batch_size} examples, {recipe.run.epochs:g} epochs")
     learner = open_learner(config, folder, checkpoint, place.device, progress, place.clock, world)
     cursor = PromptCursor(examples.train, config.run.seed, examples.heldout)
     leave_out = progress.note if checkpoint else None
-    trackers = world.on_first(lambda: open_trackers(recipe, folder, done + 1, leave_out)) or []
+    trackers = world.run_on_rank0(lambda: open_trackers(recipe, folder, done + 1, leave_out)) or []
     seed_generators(config.run.seed)
     if checkpoint:
         changes += take_up(checkpoint, learner, cursor, progress)
@@ -185,7 +185,7 @@ def _open_sft(recipe: SftConfig, place: Place) -> SftRun:
             tell_changes(log, recipe, folder, changes, progress)
         return log
 
-    log = world.on_first(open_log)
+    log = world.run_on_rank0(open_log)
     progress.start(done, config.run.steps)
     place.clock.lap()  # what a run is made of was loaded before its first step
     stop = StopRequest(progress.note, config.run.grace)

@@ -85,7 +85,7 @@ class Parts:
         return {"tensors": tensors, "sampler": (buffer, upcoming)}
 
     def what_follows(self) -> dict[str, Any]:
-        draws = self.world.gather((random.random(), float(torch.rand(()))))
+        draws = self.world.all_gather_object((random.random(), float(torch.rand(()))))
         return {"draws": draws, "figures": self.train(range(STEP, STEP + 2))}
 
 
@@ -97,7 +97,7 @@ def save_case(models: Path, case: str, folder: Path, parallel: dict[str, int]) -
     parts.sampler.buffer = [make_group("RW", "carried")]
     random.seed(parts.world.rank)
     torch.manual_seed(parts.world.rank)
-    if case == "float32" or parts.world.alone:
+    if case == "float32" or parts.world.is_single_process:
         save_checkpoint(folder / case, STEP, parts.learner, parts.sampler, keep=1)
         return parts.content() | parts.what_follows()
     saves = BackgroundSaves(parts.world, timeout=60.0)
@@ -144,7 +144,7 @@ def fail_case(models: Path, case: str, folder: Path, parallel: dict[str, int]) -
                     patch.setattr(module, function, full_disk)
                 with pytest.raises(CheckpointError) as caught:
                     attempt()
-            found.append({"told": parts.world.gather(str(caught.value)), "left": sorted(os.listdir(folder))})
+            found.append({"told": parts.world.all_gather_object(str(caught.value)), "left": sorted(os.listdir(folder))})
     save()
     return found
 

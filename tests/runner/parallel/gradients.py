@@ -24,7 +24,7 @@ from dapo_runner.algorithms.weights import Part
 from dapo_runner.config import Config
 from dapo_runner.parallel.sharding import assign, whole
 from dapo_runner.parallel.watch import launched
-from dapo_runner.parallel.world import ALONE, World, make_layout, make_world
+from dapo_runner.parallel.world import SINGLE_PROCESS, World, make_layout, make_world
 from dapo_runner.policy.model import load_critic, load_policy, load_reference
 from dapo_runner.timing import StepClock
 from dapo_runner.types import Sequence
@@ -32,7 +32,7 @@ from dapo_runner.types import Sequence
 
 def open_case(config: Config) -> World:
     if not launched():
-        return ALONE
+        return SINGLE_PROCESS
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return make_world(make_layout(config, size, size), rank, "cpu")
 
@@ -104,7 +104,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     try:
         figures = learner.update(mini, 0)
     except NonFiniteUpdateError as error:
-        told = world.gather(str(error))
+        told = world.all_gather_object(str(error))
         assert told == [told[0]] * world.size
         return {"stopped": told[0]}
     figures |= step_figures([mini], [figures], world)

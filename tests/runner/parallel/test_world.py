@@ -14,7 +14,7 @@ from launch import torchrun
 
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.balance import sequence_cost, spread
-from dapo_runner.parallel.world import ALONE, Layout, make_layout
+from dapo_runner.parallel.world import SINGLE_PROCESS, Layout, make_layout
 
 PROGRAM = """
 import json, os, sys, time
@@ -28,12 +28,13 @@ def work():
         raise ValueError("not today")
     return world.rank
 
-for ask in (world.agree, world.together, world.on_first, world.first):
+for ask in (world.run_and_gather, world.run_or_raise_everywhere, world.run_on_rank0, world.broadcast_from_rank0):
     try:
         told.append(ask(work))
     except ValueError as error:
         told.append(str(error))
-told += [world.gather(world.rank * 10), world.any(world.rank == 2), world.any(False), world.first(lambda: world.rank)]
+told += [world.all_gather_object(world.rank * 10), world.any(world.rank == 2), world.any(False)]
+told += [world.broadcast_from_rank0(lambda: world.rank)]
 with open(f"{sys.argv[1]}/{world.rank}.json", "w") as file:
     json.dump(told, file)
 os._exit(0)
@@ -52,11 +53,15 @@ def test_what_one_rank_raises_all_raise(tmp_path: Path) -> None:
 
 
 def test_alone_nothing_is_asked_of_anybody() -> None:
-    assert ALONE.agree(lambda: 5) == [5]
-    assert (ALONE.first(lambda: 6), ALONE.on_first(lambda: 7), ALONE.together(lambda: 8)) == (6, 7, 8)
-    assert not ALONE.any(False)
+    assert SINGLE_PROCESS.run_and_gather(lambda: 5) == [5]
+    assert (
+        SINGLE_PROCESS.broadcast_from_rank0(lambda: 6),
+        SINGLE_PROCESS.run_on_rank0(lambda: 7),
+        SINGLE_PROCESS.run_or_raise_everywhere(lambda: 8),
+    ) == (6, 7, 8)
+    assert not SINGLE_PROCESS.any(False)
     with pytest.raises(ZeroDivisionError):
-        ALONE.together(lambda: 1 // 0)
+        SINGLE_PROCESS.run_or_raise_everywhere(lambda: 1 // 0)
 
 
 @given(st.lists(st.integers(1, 20_000), max_size=40), st.integers(1, 9))
@@ -118,7 +123,7 @@ try:
             os._exit(7)
         os.kill(os.getpid(), 9)
     world.watch.at("wait")
-    world.gather(1)
+    world.all_gather_object(1)
 except Exception as error:
     told = world.watch.explain(error)
     if world.watch.says_first(str(told)):

@@ -27,7 +27,7 @@ from dapo_runner.commands import serve
 from dapo_runner.config import ConfigError
 from dapo_runner.config.rollout_server import ServerConfig
 from dapo_runner.folder import lock_folder
-from dapo_runner.parallel.world import ALONE
+from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.model import Policy
 from dapo_runner.rollout import transfer
 from dapo_runner.rollout.client import RolloutError, Server, ServerError
@@ -264,8 +264,8 @@ def test_what_a_killed_run_has_left_in_shared_memory_goes_with_the_next_of_any_n
         folder.mkdir()
         (folder / "lock").touch()
         (folder / "weights.safetensors").touch()
-    alive = FileTransfer(make_config(run={"name": "another"}), ALONE)
-    FileTransfer(make_config(run={"name": "next"}), ALONE)
+    alive = FileTransfer(make_config(run={"name": "another"}), SINGLE_PROCESS)
+    FileTransfer(make_config(run={"name": "next"}), SINGLE_PROCESS)
     assert not killed.exists()
     assert theirs.exists()
     assert alive.folder.exists()
