@@ -223,10 +223,10 @@ def run_ours(model: str, steps: int, threads: int, side: str) -> dict[str, Any]:
 def _train(raw: dict[str, Any]) -> None:
     """The runner without its command, so that the allocator is the environment's."""
     from dapo_runner.config import parse_config
-    from dapo_runner.logging.progress import SilentProgress
+    from dapo_runner.logging.progress import Progress
     from dapo_runner.train import train
 
-    train(parse_config(raw), SilentProgress())
+    train(parse_config(raw), Progress())
 
 
 def _add_head(products: Products, model: str, n_tokens: int) -> None:

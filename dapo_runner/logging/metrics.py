@@ -10,90 +10,56 @@ groups trained on, `sync/` engine against learner, `eval/` held-out problems.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import stdev
-from types import TracebackType
 from typing import Any
 
 import torch
 
+from dapo_runner.errors import ConfigError
+from dapo_runner.files import append_jsonl, atomic_write, read_jsonl, to_jsonl
 from dapo_runner.logging.reflection import reflection_metrics
 from dapo_runner.rollout.group_buffer import SamplingStats
 from dapo_runner.types import Group, Sample
 
 METRICS_FILE = "metrics.jsonl"
 TIMINGS_FILE = "timings.jsonl"
+OLD_KEYS = ("sampling/all_right", "sampling/all_wrong", "ahead/")  # of metrics that have other names now
 
 
 class MetricsLog:
     """An append-only JSONL file. A line is on the disk when ``write`` returns."""
 
-    def __init__(self, path: Path, *, keep_through: int | None = None) -> None:
-        """Open for appending after step ``keep_through``; later lines, and a torn last one, are cut off.
-
-        ``keep_through=None`` starts a new file and raises FileExistsError where one with content stands.
-        """
+    def __init__(self, path: Path, *, keep_through: int = -1) -> None:
+        """Remove the lines after step ``keep_through``, and an incomplete last one."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        if keep_through is None:
-            if path.exists() and path.stat().st_size:
-                raise FileExistsError(
-                    f"{path}: expected no metrics of an earlier run; resume it or choose another run.name"
-                )
-            keep = 0
-        else:
-            keep = _bytes_through(path, keep_through)
-        self._file = path.open("ab")
-        self._file.truncate(keep)
-        os.fsync(self._file.fileno())
+        kept = [event for event in read_jsonl(path) if event["step"] <= keep_through] if path.exists() else []
+        atomic_write(path, to_jsonl(kept), sync=True)
+        self.path = path
 
     def write(self, step: int, kind: str, values: Mapping[str, float | int | str | None]) -> None:
-        """Append one event. Numbers that JSON does not know (NaN, infinities) are written as null."""
+        """Append one event. NaN and infinities are written as null."""
         record = {"step": step, "kind": kind, **{key: jsonable(value) for key, value in values.items()}}
-        self._file.write(json.dumps(record, allow_nan=False, ensure_ascii=False).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        append_jsonl(self.path, [record], sync=True)
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The events of a log; a torn last line, which a kill may leave, is passed over."""
-    lines = path.read_bytes().split(b"\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    """Return the events of a log, without an incomplete last line. Raises ConfigError for an older version's log."""
+    events = read_jsonl(path)
+    if old := next((key for event in events for key in event if key.startswith(OLD_KEYS)), None):
+        raise ConfigError(f"{path}: expected the metrics of this version, got {old} of an older one. Start a new run.")
+    return events
 
 
 def before_and_after(folder: Path) -> dict[str, dict[str, Any]]:
-    """The first and the last evaluation of a run, under headings; nothing where it had no held-out problems."""
+    """Return the first and the last evaluation of a run by their headings; empty without held-out problems."""
     evaluations = [event for event in read_log(folder / METRICS_FILE) if event["kind"] == "eval"]
     if not evaluations:
         return {}
     before, after = evaluations[0], evaluations[-1]
     return {f"before (step {before['step']})": before, f"after (step {after['step']})": after}
-
-
-def _bytes_through(path: Path, step: int) -> int:
-    """How many leading bytes of the file hold whole lines of steps up to ``step``."""
-    if not path.exists():
-        return 0
-    size = 0
-    for line in path.read_bytes().splitlines(keepends=True):
-        if not line.endswith(b"\n") or json.loads(line)["step"] > step:
-            break
-        size += len(line)
-    return size
 
 
 def jsonable(value: float | str | None) -> float | int | str | None:
@@ -111,8 +77,9 @@ def sampling_metrics(
 ) -> dict[str, float]:
     """All that a step generated, kept or not; shares in [0, 1]. Counts only when nothing was generated.
 
-    Where groups are kept by their rewards: ``varying``, those whose rewards vary, ``alike``, the rest, and ``graded``,
-    of the first those all right or all wrong. ``dropped``, where more is asked than is needed: prompts without a group.
+    Where groups are accepted by their rewards, also ``varying_reward`` and ``equal_reward``; ``varying_reward_only``
+    are those of the former that are all correct or all incorrect. ``dropped`` are prompts without a group, where more
+    are submitted than are needed.
     """
     counts = {
         "rounds": stats.rounds,
@@ -125,14 +92,14 @@ def sampling_metrics(
     if not stats.groups:
         return prefixed("sampling", counts)
     shares = {
-        "all_right": stats.all_right / stats.groups,
-        "all_wrong": stats.all_wrong / stats.groups,
+        "all_correct": stats.all_right / stats.groups,
+        "all_incorrect": stats.all_wrong / stats.groups,
         "mixed": stats.mixed / stats.groups,
         **(
             {
-                "graded": stats.graded / stats.groups,
-                "varying": stats.varying / stats.groups,
-                "alike": 1 - stats.varying / stats.groups,
+                "varying_reward_only": stats.graded / stats.groups,
+                "varying_reward": stats.varying / stats.groups,
+                "equal_reward": 1 - stats.varying / stats.groups,
             }
             if filter_on == "reward"
             else {}
@@ -168,7 +135,7 @@ def batch_metrics(groups: Iterable[Group], step: int = 0) -> dict[str, float]:
         "length": _mean(lengths),
         "length_max": float(max(lengths)),
         "truncated": _mean(sample.completion.truncated for sample in samples),
-        "filtered": _mean(not sample.trains for sample in samples),
+        "masked": _mean(not sample.trains for sample in samples),
         "generation_prob": float(probabilities.nanmean()),
         **_rule_shares(samples),
     }
@@ -185,7 +152,7 @@ def _parts(groups: list[Group]) -> dict[str, float]:
     for name in names:
         applied = [[sample.parts[name] for sample in group.samples if name in sample.parts] for group in groups]
         figures[name] = _mean(value for values in applied for value in values)
-        figures[f"{name}_spread"] = _mean(stdev(values) if len(values) > 1 else 0.0 for values in applied if values)
+        figures[f"{name}_std"] = _mean(stdev(values) if len(values) > 1 else 0.0 for values in applied if values)
     return figures
 
 

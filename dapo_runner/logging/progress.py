@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Literal, Protocol
+from typing import Literal
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -13,66 +14,39 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
+from dapo_runner.logging.metric_table import Metric, console_metrics
 from dapo_runner.logging.speed import speed_line
 from dapo_runner.rollout.group_buffer import SamplingStats
 
-STEP_FIGURES = (
-    ("reward", "batch/reward", "{:+.2f}"),
-    ("accuracy", "sampling/accuracy", "{:.0%}"),
-    ("mixed", "sampling/mixed", "{:.0%}"),
-    ("varying", "sampling/varying", "{:.0%}"),  # with sampler.filter_on=reward, which keeps these
-    ("length", "batch/length", "{:.0f}"),
-    ("loss", "loss", "{:.4f}"),  # of a supervised run
-    ("entropy", "train/entropy", "{:.3f}"),
-    ("grad", "train/grad_norm", "{:.2f}"),
-)
 BLOCKS = "▁▂▃▄▅▆▇█"
 TREND_WIDTH = 32  # characters
 PHASES_SHOWN = 4
 
+Figures = Mapping[str, float]
 
-class Progress(Protocol):
+
+class Progress:
+    """Show nothing."""
+
     def start(self, done: int, total: int) -> None: ...
 
     def note(self, text: str) -> None: ...
 
     def phase(self, name: str) -> None:
-        """What the run has just turned to, as `dapo_runner.timing` names it."""
-        ...
+        """Show the phase that has begun, as `dapo_runner.timing` names it."""
 
     def round(self, at_hand: int, stats: SamplingStats) -> None:
-        """After every generation round: how many groups are at hand."""
-        ...
+        """Show how many groups there are after a generation round."""
 
-    def step(
-        self, step: int, figures: Mapping[str, float], seconds: Mapping[str, float], speed: Mapping[str, float]
-    ) -> None: ...
+    def step(self, step: int, figures: Figures, seconds: Figures, speed: Figures) -> None: ...
 
-    def evaluation(self, step: int, figures: Mapping[str, float]) -> None: ...
+    def evaluation(self, step: int, figures: Figures) -> None: ...
 
     def close(self) -> None: ...
 
 
-class SilentProgress:
-    def start(self, done: int, total: int) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def phase(self, name: str) -> None: ...
-
-    def round(self, at_hand: int, stats: SamplingStats) -> None: ...
-
-    def step(
-        self, step: int, figures: Mapping[str, float], seconds: Mapping[str, float], speed: Mapping[str, float]
-    ) -> None: ...
-
-    def evaluation(self, step: int, figures: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class PlainProgress(SilentProgress):
-    """A line for every step and evaluation."""
+class PlainProgress(Progress):
+    """Print a line for every step and evaluation."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -84,21 +58,17 @@ class PlainProgress(SilentProgress):
     def note(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def step(
-        self, step: int, figures: Mapping[str, float], seconds: Mapping[str, float], speed: Mapping[str, float]
-    ) -> None:
-        took = f"{sum(seconds.values()):.1f} s"
-        self.note(
-            f"step {step}/{self.total}  {step_line(figures)}  {', '.join(filter(None, (took, speed_line(speed))))}"
-        )
+    def step(self, step: int, figures: Figures, seconds: Figures, speed: Figures) -> None:
+        times = ", ".join(filter(None, (f"{sum(seconds.values()):.1f} s", speed_line(speed))))
+        self.note(f"step {step}/{self.total}  {step_line(figures)}  {times}")
 
-    def evaluation(self, step: int, figures: Mapping[str, float]) -> None:
+    def evaluation(self, step: int, figures: Figures) -> None:
         self.note(f"evaluation after step {step}: {evaluation_line(figures)}")
 
 
 class LiveProgress(PlainProgress):
-    """A block that stays in place: the bar and what is being done, the latest figures with how they came to be, where
-    the time goes. Notes and evaluations scroll by above it.
+    """Keep a block in place: the bar, the latest figures with their trends, where the time goes. Notes and evaluations
+    scroll by above it.
     """
 
     def __init__(self, console: Console) -> None:
@@ -114,8 +84,8 @@ class LiveProgress(PlainProgress):
         )
         self.bar = RichProgress(*columns, console=console, speed_estimate_period=120)
         self.task = self.bar.add_task("", total=None, doing="")
-        self.history: dict[str, list[float]] = {}
-        self.heldout = self.time = self.speed = ""
+        self.history: dict[Metric, list[float]] = {}
+        self.lines: dict[str, str] = {}
         self.live = Live(console=console, refresh_per_second=5, get_renderable=self.block)
 
     def start(self, done: int, total: int) -> None:
@@ -131,27 +101,22 @@ class LiveProgress(PlainProgress):
         if stats.rounds > 1:
             self.bar.update(self.task, doing=f"sampling, round {stats.rounds}: {at_hand} groups at hand")
 
-    def step(
-        self, step: int, figures: Mapping[str, float], seconds: Mapping[str, float], speed: Mapping[str, float]
-    ) -> None:
+    def step(self, step: int, figures: Figures, seconds: Figures, speed: Figures) -> None:
         self.bar.update(self.task, completed=step)
-        for _, key, _ in STEP_FIGURES:
-            if key in figures:
-                self.history.setdefault(key, []).append(figures[key])
-        self.time, self.speed = time_line(seconds), speed_line(speed)
+        for metric in console_metrics(figures):
+            self.history.setdefault(metric, []).append(figures[metric.key])
+        self.lines |= {"time": time_line(seconds), "speed": speed_line(speed)}
 
-    def evaluation(self, step: int, figures: Mapping[str, float]) -> None:
+    def evaluation(self, step: int, figures: Figures) -> None:
         super().evaluation(step, figures)
-        self.heldout = f"step {step}: {evaluation_line(figures)}"
+        self.lines["held-out"] = f"step {step}: {evaluation_line(figures)}"
 
     def block(self) -> Group:
         table = Table.grid(padding=(0, 2))
-        for name, key, form in STEP_FIGURES:
-            if key in self.history:
-                values = self.history[key]
-                table.add_row(name, Text(form.format(values[-1]), justify="right"), Text(trend(values), style="cyan"))
-        told = (("held-out", self.heldout), ("time", self.time), ("speed", self.speed))
-        lines = [Text(f"{label}  {text}") for label, text in told if text]
+        for metric, values in self.history.items():
+            latest = Text(metric.form.format(values[-1]), justify="right")
+            table.add_row(metric.console, latest, Text(trend(values), style="cyan"))
+        lines = [Text(f"{label}  {text}") for label, text in self.lines.items() if text]
         return Group(self.bar.get_renderable(), table, *lines)
 
     def close(self) -> None:
@@ -159,40 +124,40 @@ class LiveProgress(PlainProgress):
 
 
 def trend(values: list[float]) -> str:
-    """The course of ``values`` in blocks of different heights, all of it on ``TREND_WIDTH`` characters."""
+    """Draw ``values`` as blocks of different heights, averaged down to ``TREND_WIDTH`` characters."""
     n = min(len(values), TREND_WIDTH)
     edges = [round(i * len(values) / n) for i in range(n + 1)] if n else []
     means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
-    finite = [value for value in means if value - value == 0.0]
+    finite = [value for value in means if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BLOCKS[round((value - low) * scale)] if value - value == 0.0 else " " for value in means)
+    return "".join(BLOCKS[round((value - low) * scale)] if math.isfinite(value) else " " for value in means)
 
 
-def time_line(seconds: Mapping[str, float]) -> str:
-    """The seconds of a step, and the phases that took most of them."""
+def time_line(seconds: Figures) -> str:
+    """Return the seconds of a step, and the phases that took most of them."""
     total = sum(seconds.values())
     largest = sorted(seconds.items(), key=lambda item: -item[1])[:PHASES_SHOWN]
     shares = ", ".join(f"{phase.replace('_', ' ')} {part / total:.0%}" for phase, part in largest if part > 0)
     return f"{total:.1f} s a step: {shares}"
 
 
-def step_line(figures: Mapping[str, float]) -> str:
-    shown = ((name, form, figures.get(key)) for name, key, form in STEP_FIGURES)
-    return "  ".join(f"{name} {form.format(value)}" for name, form, value in shown if value is not None)
+def step_line(figures: Figures) -> str:
+    shown = console_metrics(figures)
+    return "  ".join(f"{metric.console} {metric.form.format(figures[metric.key])}" for metric in shown)
 
 
-def evaluation_line(figures: Mapping[str, float]) -> str:
-    """The figures of all problems, and avg@k of each evaluation set and source."""
+def evaluation_line(figures: Figures) -> str:
+    """Return the figures of all problems, and avg@k of each evaluation set and source."""
     chosen = [key for key in figures if "@" in key and ("/" not in key or "/avg@" in key)]
     shown = ", ".join(f"{key} {figures[key]:.1%}" for key in chosen)
     return f"{shown} on {figures['problems']:.0f} problems"
 
 
 def make_progress(mode: Literal["auto", "live", "plain", "off"], console: Console) -> Progress:
-    """``auto``: live on a terminal, plain lines elsewhere."""
+    """Return what ``mode`` asks for; ``auto``: live on a terminal, plain lines elsewhere."""
     if mode == "off":
-        return SilentProgress()
+        return Progress()
     if mode == "live" or (mode == "auto" and console.is_terminal):
         return LiveProgress(console)
     return PlainProgress(console)

@@ -94,8 +94,6 @@ class RunLog:
         self._track(lambda tracker: tracker.write(step, figures))
 
     def close(self) -> None:
-        self.metrics.close()
-        self.timings.close()
         self._track(lambda tracker: tracker.close())
         for name, n in self._tracker_failures.items():
             self.note(f"logging.{name}: {n} writes failed; {self.folder / METRICS_FILE} has all figures")
@@ -130,8 +128,7 @@ class RunLog:
 
 def log_fork(folder: Path, origin: Checkpoint, changes: Changes) -> None:
     """The first line of a run that goes on from another one's checkpoint, and what is set otherwise than there."""
-    with MetricsLog(folder / CHANGES_FILE, keep_through=-1) as log:
-        log.write(origin.step, "fork", {"from": str(origin.path.resolve())})
+    MetricsLog(folder / CHANGES_FILE).write(origin.step, "fork", {"from": str(origin.path.resolve())})
     _log_changes(folder, origin.step, changes)
 
 
@@ -140,9 +137,7 @@ def _log_changes(folder: Path, step: int, changes: Changes) -> None:
     changes = list(changes)
     if not changes:
         return
-    with (
-        writing(folder / CHANGES_FILE, folder / CHECKPOINTS),
-        MetricsLog(folder / CHANGES_FILE, keep_through=step) as log,
-    ):
+    with writing(folder / CHANGES_FILE, folder / CHECKPOINTS):
+        log = MetricsLog(folder / CHANGES_FILE, keep_through=step)
         for key, before, after in changes:
             log.write(step, "change", {"key": key, "before": before, "after": after})

@@ -66,9 +66,9 @@ class AheadSampler:
         """
         across = [len({s.version for s in one.completion.versions}) > 1 for group in groups for one in group.samples]
         return {
-            "steps": len(self._sampled),
+            "ready_steps": len(self._sampled),
             "in_flight": self.in_flight,
-            "across": sum(across) / max(1, len(across)),
+            "mixed_versions": sum(across) / max(1, len(across)),
         }
 
     def next(self, generate_groups: GenerateGroups) -> SampledStep:

@@ -23,7 +23,7 @@ from dapo_runner.folder import AnyConfig, Change, FolderLock, check_same_run, lo
 from dapo_runner.fork import rewarded_otherwise, start_fork
 from dapo_runner.interrupt import StopRequest
 from dapo_runner.logging.metrics import METRICS_FILE, read_log
-from dapo_runner.logging.progress import Progress, SilentProgress
+from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.run_log import CHECKPOINTS, RunLog
 from dapo_runner.logging.trackers import open_trackers
 from dapo_runner.parallel.rollouts import complete
@@ -67,7 +67,7 @@ def open_in_place(config: Config, progress: Progress, build: Callable[[Place], T
     world = open_world(config)
     world.run_or_raise_everywhere(lambda: check_needs(config, world.layout))
     device = world.device or resolve_device(config.run.device)
-    shown = progress if world.is_main else SilentProgress()
+    shown = progress if world.is_main else Progress()
     lock = world.run_on_rank0(lambda: lock_folder(config.run_dir, shown.note))
 
     def on_phase(name: str) -> None:

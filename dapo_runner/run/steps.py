@@ -259,7 +259,7 @@ class Run:
             | prefixed("sync", in_sync)
         )
         if isinstance(self.sampler, AheadSampler):
-            figures |= prefixed("ahead", self.sampler.figures(sampled.groups))
+            figures |= prefixed("async", self.sampler.figures(sampled.groups))
         news = self.log.step(step, figures, sampled.groups, sequences, self.learner.token_values)
         self.progress.step(step, figures, self.clock.so_far(), self.speed)
         for note in (news, sampled.shortfall, sampled.caution):

@@ -30,9 +30,18 @@ from launch import torchrun  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from small import SEGMENTS, small_recipe  # noqa: E402
 
-RENAMED: dict[str, str] = {}  # name of a metric when it was recorded → its name now
+RENAMED = {  # name of a metric when it was recorded → its name now
+    "sampling/all_right": "sampling/all_correct",
+    "sampling/all_wrong": "sampling/all_incorrect",
+    "sampling/varying": "sampling/varying_reward",
+    "sampling/graded": "sampling/varying_reward_only",
+    "sampling/alike": "sampling/equal_reward",
+    "batch/filtered": "batch/masked",
+    "reward/dapo_spread": "reward/dapo_std",
+    "reward/parity_spread": "reward/parity_std",
+}
 # These follow the clock or the timing of threads, not the seed.
-UNSTABLE = ("sampling/age", "batch/age", "ahead/", "sampling/stale", "rollout/", "sync/")
+UNSTABLE = ("sampling/age", "batch/age", "ahead/", "async/", "sampling/stale", "rollout/", "sync/")
 REWARD = """
 import asyncio
 

@@ -20,7 +20,7 @@ from dapo_runner.cli import main
 from dapo_runner.config import parse_config
 from dapo_runner.data.dataset import load_data
 from dapo_runner.logging.metrics import read_log
-from dapo_runner.logging.progress import SilentProgress
+from dapo_runner.logging.progress import Progress
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.run.tiny_model import make_model
 from dapo_runner.train import train
@@ -129,10 +129,10 @@ def test_a_run_on(
     raw["reward"]["parts"] = [*([{"use": rule}] if rule else []), {"use": "of_vowels:vowels", "weight": 0.5}]
     config = parse_config(raw)
 
-    folder = train(config, SilentProgress())
+    folder = train(config, Progress())
     before, step, after = read_log(folder / "metrics.jsonl")
     assert step["train/updates"] == 1
-    assert step["reward/vowels_spread"] > 0
+    assert step["reward/vowels_std"] > 0
     assert {"eval/reward", "eval/reward_vowels"} <= before.keys() & after.keys()
     assert ("eval/cons@2" in after) == (rule not in ("code", None))
     assert main(["show", str(folder), "--eval", "--step", "1", "--json"]) == 0

@@ -16,7 +16,7 @@ from dapo_runner.algorithms.learner import Learner
 from dapo_runner.checkpoint import find_checkpoints
 from dapo_runner.config import Config
 from dapo_runner.logging.metrics import read_log
-from dapo_runner.logging.progress import SilentProgress
+from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.run_log import CHECKPOINTS, RunLog
 from dapo_runner.rollout.asynchronous import AheadSampler
 from dapo_runner.rollout.hf import HFEngine
@@ -61,7 +61,7 @@ def without_sync(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(rare(tmp_path_factory.mktemp("whole")), SilentProgress())
+    return train(rare(tmp_path_factory.mktemp("whole")), Progress())
 
 
 # The engine is given weights when it is made, and asked by the probe before the first step.
@@ -83,14 +83,14 @@ def test_a_failure_after_a_trained_step(
     assert any(f"step {step} is saved" in line for line in notes.lines)
     logged = [event["step"] for event in read_log(tmp_path / "small" / "metrics.jsonl") if event["kind"] == "step"]
     assert logged == list(range(1, step + 1))
-    train(rare(tmp_path), SilentProgress())
+    train(rare(tmp_path), Progress())
     assert without_sync(tmp_path / "small") == without_sync(whole)
 
 
 def test_an_engine_out_of_sync_takes_no_step_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HFEngine, "update_weights", lambda engine, weights: None)
     with pytest.raises(OutOfSyncError):
-        train(rare(tmp_path, rollout={"probe": {"bound": 1e-5}}), SilentProgress())
+        train(rare(tmp_path, rollout={"probe": {"bound": 1e-5}}), Progress())
     assert saved_steps(tmp_path / "small") == [1]
 
 
@@ -106,9 +106,9 @@ def test_two_signals_outside_an_update_save_the_last_step(
     with monkeypatch.context() as patch:
         fail_at(patch, owner, method, call, interrupt_twice)
         with pytest.raises(KeyboardInterrupt):
-            train(rare(tmp_path), SilentProgress())
+            train(rare(tmp_path), Progress())
     assert saved_steps(tmp_path / "small") == [3 if owner is SyncProbe else 2]
-    train(rare(tmp_path), SilentProgress())
+    train(rare(tmp_path), Progress())
     assert without_sync(tmp_path / "small") == without_sync(whole)
 
 
@@ -164,7 +164,7 @@ def test_a_failure_of_a_run_with_asynchronous_rollouts(
     with monkeypatch.context() as patch:
         fail_at(patch, owner, method, call, fail)
         with pytest.raises(error):
-            train(config, SilentProgress())
+            train(config, Progress())
     assert saved_steps(tmp_path / "small") == [saved]
     notes = Notes()
     events = read_log(train(config, notes) / "metrics.jsonl")

@@ -17,7 +17,7 @@ from dapo_runner.cli import main
 from dapo_runner.config import ConfigError, parse_config
 from dapo_runner.folder import CONFIG_FILE, LOCK_FILE, check_same_run, lock_folder, read_config, write_config
 from dapo_runner.logging.metrics import METRICS_FILE
-from dapo_runner.logging.progress import SilentProgress
+from dapo_runner.logging.progress import Progress
 from dapo_runner.run.opening import open_run
 
 HOLDER = """
@@ -63,16 +63,16 @@ def test_a_second_process_in_a_runs_folder_is_refused(tmp_path: Path, capsys: py
 
 def test_the_lock_goes_with_the_run(tmp_path: Path) -> None:
     config = parse_config(small_recipe(output_dir=str(tmp_path)))
-    with open_run(config, SilentProgress()) as run:
+    with open_run(config, Progress()) as run:
         owner = json.loads((run.folder / LOCK_FILE).read_text())
         assert owner == {"pid": os.getpid(), "host": socket.gethostname()}
         with pytest.raises(ConfigError, match=f"process {os.getpid()} on .* trains in this folder"):
-            open_run(config, SilentProgress())
+            open_run(config, Progress())
     wrong = {**small_recipe()["data"], "template": "What is {question}?"}
     with pytest.raises(ConfigError, match=r"data\.template"):  # what cannot be opened leaves no lock behind
-        open_run(parse_config(small_recipe(output_dir=str(tmp_path), name="b") | {"data": wrong}), SilentProgress())
+        open_run(parse_config(small_recipe(output_dir=str(tmp_path), name="b") | {"data": wrong}), Progress())
     lock_folder(tmp_path / "b", print).close()
-    with open_run(config, SilentProgress()):
+    with open_run(config, Progress()):
         pass
 
 

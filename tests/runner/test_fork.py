@@ -21,7 +21,7 @@ from dapo_runner.config.reading import every_key
 from dapo_runner.folder import MAY_CHANGE, is_among
 from dapo_runner.fork import find_origin
 from dapo_runner.logging.metrics import before_and_after, read_log
-from dapo_runner.logging.progress import SilentProgress
+from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS
 from dapo_runner.run import opening
 from dapo_runner.run.opening import open_run
@@ -41,7 +41,7 @@ def config_in(folder: Path, *, run: dict[str, Any] | None = None, **sections: di
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six steps, each with a checkpoint."""
-    return train(config_in(tmp_path_factory.mktemp("runs"), run={"steps": 6, "keep": 9}), SilentProgress())
+    return train(config_in(tmp_path_factory.mktemp("runs"), run={"steps": 6, "keep": 9}), Progress())
 
 
 def copy_through(source: Path, folder: Path, step: int) -> Path:
@@ -68,7 +68,7 @@ def test_what_may_change_does_and_is_written_down_with_its_step(source: Path, tm
         rollout={"max_batch_sequences": 8},
     )
     for _ in range(2):  # the second time nothing is new
-        assert train(changed, SilentProgress()) == run
+        assert train(changed, Progress()) == run
         changes = read_log(run / CHANGES_FILE)
         assert {event["step"] for event in changes} == {2}
         assert {event["kind"] for event in changes} == {"change"}
@@ -95,13 +95,13 @@ def test_what_may_change_does_and_is_written_down_with_its_step(source: Path, tm
 )
 def test_anything_else_is_refused(source: Path, section: str, values: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=f"another configuration.*{named}.*run.from={source}@STEP"):
-        train(config_in(source.parent, **{section: values}), SilentProgress())
+        train(config_in(source.parent, **{section: values}), Progress())
 
 
 def test_a_fork_is_advised_only_where_there_is_a_checkpoint(source: Path, tmp_path: Path) -> None:
     copy_through(source, tmp_path, 0)
     with pytest.raises(ConfigError, match=r"choose another run\.name, or remove the folder") as caught:
-        train(config_in(tmp_path, rollout={"temperature": 0.7}), SilentProgress())
+        train(config_in(tmp_path, rollout={"temperature": 0.7}), Progress())
     assert "run.from" not in str(caught.value)
 
 
@@ -133,8 +133,8 @@ def test_the_cure_for_a_loss_that_is_not_finite_can_be_taken(
     with monkeypatch.context() as patch:
         patch.setattr(learner_module, "linear_dapo_loss", poisoned)
         with pytest.raises(NonFiniteUpdateError, match=r"a lower optimizer\.lr is the usual cure"):
-            train(config_in(tmp_path, run={"steps": 6, "keep": 9}), SilentProgress())
-    train(config_in(tmp_path, run={"steps": 6, "keep": 9}, optimizer={"lr": 1e-4}), SilentProgress())
+            train(config_in(tmp_path, run={"steps": 6, "keep": 9}), Progress())
+    train(config_in(tmp_path, run={"steps": 6, "keep": 9}, optimizer={"lr": 1e-4}), Progress())
     rates = [event["train/lr"] for event in read_log(run / "metrics.jsonl") if event["kind"] == "step"]
     assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 1e-4, 1e-4, 1e-4])
     (change,) = read_log(run / CHANGES_FILE)
@@ -150,10 +150,10 @@ def test_a_fork_goes_on_as_its_run_did(source: Path, tmp_path: Path) -> None:
     """Also when what it came from is gone, and it is killed and started again."""
     original = copy_through(source, tmp_path / "source", 6)
     config = fork_config(original, tmp_path)
-    fork = train(config.model_copy(update={"run": config.run.model_copy(update={"steps": 5})}), SilentProgress())
+    fork = train(config.model_copy(update={"run": config.run.model_copy(update={"steps": 5})}), Progress())
     assert fork == tmp_path / "fork"
     shutil.rmtree(original)
-    assert train(config, SilentProgress()) == fork
+    assert train(config, Progress()) == fork
     assert steps_after(fork, 4) == steps_after(source, 4)
     first, *_ = read_log(fork / "metrics.jsonl")
     assert (first["step"], first["kind"]) == (4, "eval")  # where it starts from
@@ -169,7 +169,7 @@ def test_a_fork_goes_on_as_its_run_did(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_fork_may_be_set_otherwise(source: Path, tmp_path: Path) -> None:
-    fork = train(fork_config(source, tmp_path, rollout={"temperature": 0.9}, optimizer={"lr": 1e-4}), SilentProgress())
+    fork = train(fork_config(source, tmp_path, rollout={"temperature": 0.9}, optimizer={"lr": 1e-4}), Progress())
     steps = [event for event in read_log(fork / "metrics.jsonl") if event["kind"] == "step"]
     assert [event["step"] for event in steps] == [5, 6]
     assert [event["train/lr"] for event in steps] == [1e-4, 1e-4]
@@ -181,14 +181,10 @@ def test_a_fork_is_held_against_the_settings_at_its_checkpoint(source: Path, tmp
     """Not against those that its run went on with."""
     run = copy_through(source, tmp_path, 4)
     for lr in (1e-4, 1e-5):
-        train(
-            config_in(tmp_path, run={"steps": 6 if lr < 1e-4 else 5, "keep": 9}, optimizer={"lr": lr}), SilentProgress()
-        )
+        train(config_in(tmp_path, run={"steps": 6 if lr < 1e-4 else 5, "keep": 9}, optimizer={"lr": lr}), Progress())
     forks = {}
     for step in (3, 4, 5):
-        fork = train(
-            fork_config(run, tmp_path, step, run={"name": f"at{step}"}, optimizer={"lr": 1e-5}), SilentProgress()
-        )
+        fork = train(fork_config(run, tmp_path, step, run={"name": f"at{step}"}, optimizer={"lr": 1e-5}), Progress())
         forks[step] = {event["key"]: (event["before"], event["after"]) for event in read_log(fork / CHANGES_FILE)[1:]}
     start = {"optimizer.lr": (1e-3, 1e-5)}
     assert forks == {3: start, 4: start, 5: {"optimizer.lr": (1e-4, 1e-5), "run.steps": (5, 6)}}
@@ -201,9 +197,9 @@ def test_a_fork_that_was_killed_before_it_saved_begins_again(
     with monkeypatch.context() as patch:
         patch.setattr(Run, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            train(config, SilentProgress())
+            train(config, Progress())
     assert steps_after(tmp_path / "fork", 4)
-    fork = train(config, SilentProgress())
+    fork = train(config, Progress())
     assert steps_after(fork, 4) == steps_after(source, 4)
     assert [event["step"] for event in read_log(fork / "metrics.jsonl") if event["kind"] == "eval"] == [4, 6]
     assert len(read_log(fork / CHANGES_FILE)) == 2  # the fork, and save_every
@@ -215,8 +211,8 @@ def test_a_fork_that_never_began_does_not_bind_the_next(
     with monkeypatch.context() as patch:
         patch.setattr("dapo_runner.run.opening.open_engine", lambda *_: (_ for _ in ()).throw(ConfigError("no engine")))
         with pytest.raises(ConfigError, match="no engine"):
-            train(fork_config(source, tmp_path, step=5), SilentProgress())
-    fork = train(fork_config(source, tmp_path, step=3), SilentProgress())
+            train(fork_config(source, tmp_path, step=5), Progress())
+    fork = train(fork_config(source, tmp_path, step=3), Progress())
     assert steps_after(fork, 3) == steps_after(source, 3)
 
 
@@ -237,7 +233,7 @@ def test_what_cannot_be_forked_is_told(
 ) -> None:
     monkeypatch.chdir(source.parent)
     with pytest.raises(ConfigError, match=message):
-        train(fork_config(source, tmp_path, **changes), SilentProgress())
+        train(fork_config(source, tmp_path, **changes), Progress())
 
 
 @pytest.mark.parametrize(
@@ -277,7 +273,7 @@ def test_a_damaged_checkpoint_is_not_forked(source: Path, tmp_path: Path) -> Non
     content[-1] ^= 1
     spoiled.write_bytes(content)
     with pytest.raises(CheckpointError, match="step_000004 is damaged: optimizer"):
-        train(fork_config(original, tmp_path), SilentProgress())
+        train(fork_config(original, tmp_path), Progress())
     assert not list((tmp_path / "fork" / CHECKPOINTS).glob("step_*"))
 
 
@@ -295,7 +291,7 @@ def test_from_the_command_line(source: Path, tmp_path: Path, capsys: pytest.Capt
     assert "did you mean 'from'?" in capsys.readouterr().err
 
 
-class Notes(SilentProgress):
+class Notes(Progress):
     def __init__(self) -> None:
         self.notes: list[str] = []
 
@@ -317,7 +313,7 @@ def test_a_fork_with_another_reward_end_or_tree_takes_no_groups_along(
 ) -> None:
     """They were sampled and rewarded under the old one: a step would mix two."""
     config = fork_config(source, tmp_path, **change)
-    with open_run(config_in(tmp_path / "other", run={"steps": 6}), SilentProgress()) as run:
+    with open_run(config_in(tmp_path / "other", run={"steps": 6}), Progress()) as run:
         group = run.rollouts.generate_groups(run.sampler.cursor.take(1), 0)[0]
     load = opening.load_checkpoint
 
@@ -332,5 +328,5 @@ def test_a_fork_with_another_reward_end_or_tree_takes_no_groups_along(
         with open_run(config, progress) as run:
             assert run.sampler.buffer == run.sampler.waiting == []
         assert any(re.match(f"2 groups left over are dropped: {key}.* now", note) for note in progress.notes)
-    with open_run(fork_config(source, tmp_path / "same"), SilentProgress()) as run:
+    with open_run(fork_config(source, tmp_path / "same"), Progress()) as run:
         assert run.sampler.buffer == run.sampler.waiting == [group]

@@ -15,7 +15,7 @@ from dapo_runner import interrupt
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.checkpoint import find_checkpoints
 from dapo_runner.interrupt import StepGivenUpError, StopRequest
-from dapo_runner.logging.progress import SilentProgress
+from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.rollout.group_buffer import SampledStep
 from dapo_runner.rollout.hf import HFEngine
@@ -42,7 +42,7 @@ def press(patch: pytest.MonkeyPatch, at_update: int, number: signal.Signals = si
 def test_a_signal_finishes_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
     before = signal.getsignal(number)  # not the default where whoever started us ignores it
     raw = {**config_in(tmp_path).model_dump(mode="json")["run"], "save_every": 0}
-    whole = train(config_in(tmp_path, run={**raw, "name": "whole"}), SilentProgress())
+    whole = train(config_in(tmp_path, run={**raw, "name": "whole"}), Progress())
     notes = Notes()
     with monkeypatch.context() as patch:
         press(patch, at_update=2, number=number)
@@ -53,7 +53,7 @@ def test_a_signal_finishes_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert saved in ([1], [2])
     assert any(f"stopped after step {saved[0]}, which is saved" in line for line in notes.lines)
     assert signal.getsignal(number) is before
-    train(config_in(tmp_path, run=raw), SilentProgress())
+    train(config_in(tmp_path, run=raw), Progress())
     assert (folder / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
 
 
@@ -62,7 +62,7 @@ def test_twice_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     saves: list[object] = []
     monkeypatch.setattr(steps, "save_checkpoint", lambda *arguments: saves.append(arguments))
     with pytest.raises(KeyboardInterrupt):
-        train(config_in(tmp_path), SilentProgress())
+        train(config_in(tmp_path), Progress())
     assert saves == []
 
 
@@ -91,7 +91,7 @@ def test_signals_are_given_back() -> None:
 
 def test_a_step_that_would_end_too_late_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = {**config_in(tmp_path).model_dump(mode="json")["run"], "save_every": 0, "eval_every": 0, "steps": 6}
-    whole = train(config_in(tmp_path, run={**raw, "name": "whole"}), SilentProgress())
+    whole = train(config_in(tmp_path, run={**raw, "name": "whole"}), Progress())
     late = config_in(tmp_path, run={**raw, "grace": 1e-9})
     sample = Run.sample
 
@@ -113,7 +113,7 @@ def test_a_step_that_would_end_too_late_is_given_up(tmp_path: Path, monkeypatch:
     (saved,) = find_checkpoints(folder / CHECKPOINTS)
     assert 0 < saved.step < 6
     assert any(f"step {saved.step + 1} is given up" in line for line in notes.lines)
-    train(late, SilentProgress())
+    train(late, Progress())
     assert (folder / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
 
 

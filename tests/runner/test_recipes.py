@@ -10,7 +10,7 @@ from dapo_kernels import OBJECTIVES
 from dapo_runner.algorithms.objective import resolve_objective
 from dapo_runner.cli import main
 from dapo_runner.config import ConfigError, load_config
-from dapo_runner.logging.progress import SilentProgress
+from dapo_runner.logging.progress import Progress
 from dapo_runner.preflight.plan import make_plan, memory_estimate, model_shape
 from dapo_runner.train import train
 
@@ -101,6 +101,6 @@ def test_every_recipe_prints_its_plan(path: Path, capsys: pytest.CaptureFixture[
 def test_more_gpus_than_there_are_processes(tmp_path: Path) -> None:
     config = load_config(PAPER, [f"run.output_dir={tmp_path}"])
     with pytest.raises(ConfigError, match=r"parallel\.gpus: expected 128 processes, found one"):
-        train(config, SilentProgress())
+        train(config, Progress())
     with pytest.raises(ConfigError, match=r"sequence: expected a divisor of gpus=128, got 7"):
         load_config(PAPER, ["parallel.sequence=7"])

@@ -13,7 +13,7 @@ from small import SEGMENTS, write_recipe
 
 from dapo_runner.config import load_config, parse_config
 from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE, read_log
-from dapo_runner.logging.progress import SilentProgress
+from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.rollout_log import read_step
 from dapo_runner.preflight.algorithm import departures
 from dapo_runner.preflight.plan import make_plan
@@ -24,9 +24,7 @@ FEWER = ["sampler.prompts_per_step=2"]  # surplus groups are carried over
 
 def run(folder: Path, kind: str) -> dict[str, Any]:
     """Metrics and rollouts of a run that begins, or goes on, in ``folder``."""
-    run = train(
-        load_config(write_recipe(folder, steps=3, eval_every=0, keep=9), [*FEWER, *SEGMENTS[kind]]), SilentProgress()
-    )
+    run = train(load_config(write_recipe(folder, steps=3, eval_every=0, keep=9), [*FEWER, *SEGMENTS[kind]]), Progress())
     return {"metrics": read_log(run / METRICS_FILE)} | {p.name: read_step(p) for p in (run / "rollouts").iterdir()}
 
 
@@ -65,7 +63,7 @@ def test_figures_are_those_of_whole_trees(tmp_path: Path) -> None:
         settings = [*FEWER, *SEGMENTS["tree"], f"advantage.segments.per_step={per_step}", "sampler.max_age=3"]
         (step,) = (
             event
-            for event in read_log(train(load_config(recipe, settings), SilentProgress()) / METRICS_FILE)
+            for event in read_log(train(load_config(recipe, settings), Progress()) / METRICS_FILE)
             if event["kind"] == "step"
         )
         figures.append({name: step[f"segments/{name}"] for name in ("per_response", "advantage", "zero")})

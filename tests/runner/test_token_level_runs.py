@@ -10,7 +10,7 @@ from small import small_recipe
 
 from dapo_runner.config import parse_config
 from dapo_runner.logging.metrics import read_log
-from dapo_runner.logging.progress import SilentProgress
+from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.rollout_log import read_step, saved_steps
 from dapo_runner.train import train
 
@@ -28,7 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of DAPO's, whose warmed-up model the others start from."""
-    return train(parse_config(small_recipe(output_dir=str(tmp_path_factory.mktemp("runs")), steps=1)), SilentProgress())
+    return train(parse_config(small_recipe(output_dir=str(tmp_path_factory.mktemp("runs")), steps=1)), Progress())
 
 
 def recipe(folder: Path, kind: str, **run: Any) -> dict[str, Any]:
@@ -43,9 +43,9 @@ def recipe(folder: Path, kind: str, **run: Any) -> dict[str, Any]:
 def test_resumed_equals_uninterrupted(origin: Path, tmp_path: Path, kind: str) -> None:
     raw = recipe(tmp_path, kind, steps=3)
     raw["model"] = {"dtype": "float32", "path": str(origin / "model")}
-    whole = train(parse_config({**raw, "run": {**raw["run"], "name": "whole"}}), SilentProgress())
-    train(parse_config({**raw, "run": {**raw["run"], "steps": 2}}), SilentProgress())
-    resumed = train(parse_config(raw), SilentProgress())
+    whole = train(parse_config({**raw, "run": {**raw["run"], "name": "whole"}}), Progress())
+    train(parse_config({**raw, "run": {**raw["run"], "steps": 2}}), Progress())
+    resumed = train(parse_config(raw), Progress())
     assert (resumed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
     steps = [event for event in read_log(whole / "metrics.jsonl") if event["kind"] == "step"]
     for step in steps:
@@ -59,6 +59,6 @@ def test_resumed_equals_uninterrupted(origin: Path, tmp_path: Path, kind: str) -
 
 def test_ppo_goes_on_from_a_run_without_a_critic(origin: Path, tmp_path: Path) -> None:
     raw = recipe(tmp_path, "ppo", name="forked", steps=3, eval_every=0, **{"from": f"{origin}@1"})
-    forked = train(parse_config(raw), SilentProgress())
+    forked = train(parse_config(raw), Progress())
     steps = [event for event in read_log(forked / "metrics.jsonl") if event["kind"] == "step"]
     assert ["train/loss" in step for step in steps] == [False, True]  # the warm-up is that of the fork

@@ -16,7 +16,7 @@ from dapo_runner.algorithms.mini_batch import NonFiniteUpdateError
 from dapo_runner.checkpoint import CheckpointError, find_checkpoints
 from dapo_runner.config import Config, ConfigError, parse_config
 from dapo_runner.logging.metrics import MetricsLog, before_and_after, read_log
-from dapo_runner.logging.progress import SilentProgress
+from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.rollout_log import read_step, saved_steps
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.rollout.group_buffer import SamplingExhaustedError
@@ -26,7 +26,7 @@ from dapo_runner.timing import PHASES
 from dapo_runner.train import train
 
 
-class Notes(SilentProgress):
+class Notes(Progress):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
@@ -44,7 +44,7 @@ def config_in(folder: Path, **sections: dict[str, object]) -> Config:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    return train(config_in(folder), SilentProgress())
+    return train(config_in(folder), Progress())
 
 
 def test_a_run_logs_every_step_and_evaluation(finished: Path) -> None:
@@ -59,7 +59,9 @@ def test_a_run_logs_every_step_and_evaluation(finished: Path) -> None:
             assert event["train/tokens"] > 0
             assert event["train/nonfinite"] == 0
             shares = [
-                event[f"sampling/{kind}"] for kind in ("all_right", "all_wrong", "mixed") if event["sampling/groups"]
+                event[f"sampling/{kind}"]
+                for kind in ("all_correct", "all_incorrect", "mixed")
+                if event["sampling/groups"]
             ]
             assert sum(shares) == pytest.approx(1 if event["sampling/groups"] else 0)
             assert event["sampling/groups"] or event["sampling/carried_in"] >= 4
@@ -103,9 +105,9 @@ def test_a_run_keeps_the_rollouts_of_its_steps(finished: Path) -> None:
 
 
 def test_logging_takes_no_part_in_a_run(finished: Path, tmp_path: Path) -> None:
-    quiet = train(config_in(tmp_path / "quiet", logging={"rollouts": {"groups": 0}}), SilentProgress())
+    quiet = train(config_in(tmp_path / "quiet", logging={"rollouts": {"groups": 0}}), Progress())
     assert not (quiet / "rollouts").exists()
-    every = train(config_in(tmp_path / "every", logging={"rollouts": {"per_token": True}}), SilentProgress())
+    every = train(config_in(tmp_path / "every", logging={"rollouts": {"per_token": True}}), Progress())
     for step, path in saved_steps(every / "rollouts").items():
         groups = read_step(path).groups
         for sample in (sample for group in groups for sample in group["samples"]):
@@ -131,17 +133,17 @@ def test_a_run_says_what_may_not_be_meant(tmp_path: Path) -> None:
 
 
 def test_the_same_configuration_gives_the_same_bytes(finished: Path, tmp_path: Path) -> None:
-    again = train(config_in(tmp_path), SilentProgress())
+    again = train(config_in(tmp_path), Progress())
     assert (again / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
     other = train(config_in(tmp_path, run={**small_recipe()["run"], "name": "other", "seed": 1,
-                                           "output_dir": str(tmp_path)}), SilentProgress())  # fmt: skip
+                                           "output_dir": str(tmp_path)}), Progress())  # fmt: skip
     assert (other / "metrics.jsonl").read_bytes() != (finished / "metrics.jsonl").read_bytes()
 
 
 def test_a_finished_run_can_be_made_longer_and_equals_a_long_one(finished: Path, tmp_path: Path) -> None:
     """The last step of the short run evaluates and saves; those of the long one fall on the same steps."""
     short = train(config_in(tmp_path / "a", run={**small_recipe(steps=2)["run"], "output_dir": str(tmp_path / "a")}),
-                  SilentProgress())  # fmt: skip
+                  Progress())  # fmt: skip
     notes = Notes()
     longer = train(config_in(tmp_path / "a"), notes)
     assert longer == short
@@ -152,14 +154,14 @@ def test_a_finished_run_can_be_made_longer_and_equals_a_long_one(finished: Path,
 def test_another_configuration_does_not_continue_a_run(finished: Path) -> None:
     changed = config_in(finished.parent, optimizer={**small_recipe()["optimizer"], "eps": 0.5})
     with pytest.raises(ConfigError, match=r"another configuration \(optimizer\.eps: 1e-08 → 0\.5\)"):
-        train(changed, SilentProgress())
+        train(changed, Progress())
 
 
 def test_an_attempt_that_failed_before_it_began_does_not_bind_the_next(tmp_path: Path) -> None:
     wrong = {**small_recipe()["data"], "template": "What is {question}?"}
     with pytest.raises(ConfigError, match=r"data\.template"):
-        train(config_in(tmp_path, data=wrong), SilentProgress())
-    assert train(config_in(tmp_path), SilentProgress()).is_dir()
+        train(config_in(tmp_path, data=wrong), Progress())
+    assert train(config_in(tmp_path), Progress()).is_dir()
 
 
 def test_a_run_without_held_out_problems_is_not_evaluated(tmp_path: Path) -> None:
@@ -167,7 +169,7 @@ def test_a_run_without_held_out_problems_is_not_evaluated(tmp_path: Path) -> Non
     raw = small_recipe(output_dir=str(tmp_path), steps=1)
     raw["data"] = {**data, "arithmetic": {**data["arithmetic"], "eval_size": 1}}
     config = parse_config(raw)
-    progress = SilentProgress()
+    progress = Progress()
     run = open_run(config, progress)
     run.dataset.heldout.clear()
     run.evaluate(0)
@@ -180,9 +182,9 @@ def test_a_run_with_adapters_and_a_penalty_resumes_exactly(tmp_path: Path) -> No
     raw["model"]["lora"] = {"rank": 4}
     raw["optimizer"]["mini_batch_size"] = 16  # one update a step: before the first, the policy is the reference
     raw["loss"] = {"objective": "grpo"}
-    whole = train(parse_config({**raw, "run": {**raw["run"], "name": "whole"}}), SilentProgress())
-    train(parse_config({**raw, "run": {**raw["run"], "steps": 2}}), SilentProgress())
-    resumed = train(parse_config(raw), SilentProgress())
+    whole = train(parse_config({**raw, "run": {**raw["run"], "name": "whole"}}), Progress())
+    train(parse_config({**raw, "run": {**raw["run"], "steps": 2}}), Progress())
+    resumed = train(parse_config(raw), Progress())
     assert (resumed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
     steps = [event for event in read_log(whole / "metrics.jsonl") if event["kind"] == "step"]
     assert steps[0]["train/ref_kl"] == pytest.approx(0.0, abs=1e-5)
@@ -192,28 +194,28 @@ def test_a_run_with_adapters_and_a_penalty_resumes_exactly(tmp_path: Path) -> No
 def test_a_separate_reference_stays_what_training_started_from(tmp_path: Path) -> None:
     raw = small_recipe(output_dir=str(tmp_path), steps=4)
     raw["loss"] = {"overrides": {"kl_coef": 0.1}}
-    whole = train(parse_config({**raw, "run": {**raw["run"], "name": "whole"}}), SilentProgress())
-    train(parse_config({**raw, "run": {**raw["run"], "steps": 2}}), SilentProgress())
-    resumed = train(parse_config(raw), SilentProgress())
+    whole = train(parse_config({**raw, "run": {**raw["run"], "name": "whole"}}), Progress())
+    train(parse_config({**raw, "run": {**raw["run"], "steps": 2}}), Progress())
+    resumed = train(parse_config(raw), Progress())
     assert (resumed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
 
 
 def test_a_damaged_checkpoint_stops_the_resume(tmp_path: Path) -> None:
     folder = train(config_in(tmp_path, run={**small_recipe(steps=2)["run"], "output_dir": str(tmp_path)}),
-                   SilentProgress())  # fmt: skip
+                   Progress())  # fmt: skip
     spoiled = folder / CHECKPOINTS / "step_000002" / "optimizer.safetensors"
     content = bytearray(spoiled.read_bytes())
     content[-1] ^= 1
     spoiled.write_bytes(content)
     with pytest.raises(CheckpointError, match="step_000002 is damaged"):
-        train(config_in(tmp_path), SilentProgress())
+        train(config_in(tmp_path), Progress())
     assert spoiled.exists()
 
 
 def test_a_place_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ConfigError, match=r"run\.output_dir: expected a folder that can be written to"):
-        train(config_in(tmp_path / "file"), SilentProgress())
+        train(config_in(tmp_path / "file"), Progress())
 
 
 def test_a_full_disk_under_the_log_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +224,7 @@ def test_a_full_disk_under_the_log_is_told(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(MetricsLog, "write", full)
     with pytest.raises(CheckpointError, match=r"cannot write .*metrics\.jsonl.*No space left on device"):
-        train(config_in(tmp_path), SilentProgress())
+        train(config_in(tmp_path), Progress())
 
 
 def test_changed_data_do_not_continue_a_run(tmp_path: Path) -> None:
@@ -230,16 +232,16 @@ def test_changed_data_do_not_continue_a_run(tmp_path: Path) -> None:
     path = tmp_path / "sums.jsonl"
     path.write_text("\n".join(map(json.dumps, problems)))
     model = train(config_in(tmp_path, run={**small_recipe(steps=1)["run"], "name": "made", "output_dir":
-                                           str(tmp_path)}), SilentProgress()) / "model"  # fmt: skip
+                                           str(tmp_path)}), Progress()) / "model"  # fmt: skip
     raw = small_recipe(output_dir=str(tmp_path), steps=2)
     raw["model"] = {"path": str(model), "dtype": "float32"}
     raw["data"] = {"path": str(path), "template": "{question}=", "eval_size": 5}
-    folder = train(parse_config(raw), SilentProgress())
+    folder = train(parse_config(raw), Progress())
     problems[3]["answer"] = "#### 99"
     path.write_text("\n".join(map(json.dumps, problems)))
     longer = parse_config({**raw, "run": {**raw["run"], "steps": 4}})
     with pytest.raises(ConfigError, match=r"cannot resume: the run was saved with data .*data\.path"):
-        train(longer, SilentProgress())
+        train(longer, Progress())
     assert [checkpoint.step for checkpoint in find_checkpoints(folder / CHECKPOINTS)] == [1, 2]
 
 
@@ -249,7 +251,7 @@ def test_exhaustion_stops_the_run_or_is_told(tmp_path: Path) -> None:
         **small_recipe()["rollout"], "max_prompt_tokens": 32}, sampler={"prompts_per_step": 4, "max_rounds": 2,
         "on_exhausted": "error"})  # fmt: skip
     with pytest.raises(SamplingExhaustedError, match="0 of 4 groups after 2 rounds"):
-        train(stubborn, SilentProgress())
+        train(stubborn, Progress())
     notes = Notes()
     raw = stubborn.model_dump(mode="json")
     raw["sampler"]["on_exhausted"] = "train_partial"
@@ -280,7 +282,7 @@ def test_groups_carried_over_are_not_taken_for_on_policy(tmp_path: Path, monkeyp
         sampler={**recipe["sampler"], "initial_acceptance": 0.2},
         optimizer={**recipe["optimizer"], "mini_batch_size": None},
     )
-    folder = train(config, SilentProgress())
+    folder = train(config, Progress())
     first, second, third = (event for event in read_log(folder / "metrics.jsonl") if event["kind"] == "step")
     assert first["train/ratio_max"] == 1
     assert second["train/ratio_max"] > 1.001
@@ -307,9 +309,9 @@ def test_an_engine_without_the_new_weights_is_found_out(tmp_path: Path, monkeypa
     monkeypatch.setattr(HFEngine, "update_weights", lambda *_: None)
     fast = {**small_recipe()["optimizer"], "lr": 5e-3}
     with pytest.raises(OutOfSyncError, match=r"agree .* to 0.001 on average"):
-        train(config_in(tmp_path / "probed", optimizer=fast), SilentProgress())
+        train(config_in(tmp_path / "probed", optimizer=fast), Progress())
     unprobed = {**small_recipe()["rollout"], "probe": {"prompts": 0}}
-    folder = train(config_in(tmp_path / "unprobed", optimizer=fast, rollout=unprobed), SilentProgress())
+    folder = train(config_in(tmp_path / "unprobed", optimizer=fast, rollout=unprobed), Progress())
     steps = [event for event in read_log(folder / "metrics.jsonl") if event["kind"] == "step"]
     assert steps[0]["train/rollout_gap"] < 1e-4
     assert steps[-1]["train/rollout_gap"] > 1e-2
@@ -327,7 +329,7 @@ def test_a_broken_update_is_not_saved(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(learner_module, "linear_dapo_loss", poisoned)
     with pytest.raises(NonFiniteUpdateError, match=r"loss nan.*The batch is in ") as caught:
-        train(config_in(tmp_path), SilentProgress())
+        train(config_in(tmp_path), Progress())
     (kept,) = (tmp_path / "small" / "nonfinite").iterdir()
     assert str(kept) in str(caught.value)
     stored, batches = load_file(kept), caught.value.mini.micro_batches

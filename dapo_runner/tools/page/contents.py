@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE, read_log
-from dapo_runner.logging.report import PANELS, collect, time_events
+from dapo_runner.logging.curves import read_curves
+from dapo_runner.logging.metric_table import PANELS
 from dapo_runner.logging.rollout_log import ROLLOUTS, saved_steps
 
 
@@ -25,10 +25,6 @@ def contents(runs: Sequence[Path]) -> dict[str, Any]:
     }
 
 
-def read_if_there(path: Path) -> list[dict[str, Any]]:
-    return read_log(path) if path.is_file() else []
-
-
 def _names(runs: Sequence[Path]) -> list[str]:
     """Of folders, with as much of the path as tells them apart."""
     parts = [run.resolve().parts for run in runs]
@@ -38,8 +34,7 @@ def _names(runs: Sequence[Path]) -> list[str]:
 
 
 def _curves(run: Path) -> dict[str, tuple[list[int], list[float | None]]]:
-    points = collect(read_if_there(run / METRICS_FILE) + time_events(read_if_there(run / TIMINGS_FILE)))
     return {
         key: (steps, [value if math.isfinite(value) else None for value in values])
-        for key, (steps, values) in points.items()
+        for key, (steps, values) in read_curves(run).items()
     }

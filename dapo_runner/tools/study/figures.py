@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from dapo_runner.config import FigureConfig, StudyConfig, VariantConfig
-from dapo_runner.logging.report import BLUE, GREEN, GREY, ORANGE, RED
+from dapo_runner.logging.metric_table import BLUE, GREEN, GREY, ORANGE, RED
 from dapo_runner.tools.study.results import Result, Series
 
 Line = np.ndarray[tuple[int], np.dtype[np.float64]]

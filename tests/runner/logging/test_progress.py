@@ -8,7 +8,7 @@ import math
 import pytest
 from rich.console import Console
 
-from dapo_runner.logging.progress import TREND_WIDTH, LiveProgress, PlainProgress, SilentProgress, make_progress, trend
+from dapo_runner.logging.progress import TREND_WIDTH, LiveProgress, PlainProgress, Progress, make_progress, trend
 
 FIGURES = {"batch/reward": -0.25, "sampling/accuracy": 0.5, "batch/length": 20.0, "train/entropy": 0.1234}
 SECONDS = {"rollout": 6.0, "forward_backward": 3.0, "optimizer": 0.5, "sync": 0.25, "other": 0.25, "save": 0.0}
@@ -70,7 +70,7 @@ def test_elsewhere_there_are_plain_lines() -> None:
     )
     assert out == f"step 1/10  {figures}  10.0 s, {speed}\n"
     assert type(make_progress("auto", make_console(terminal=True))) is LiveProgress
-    assert type(make_progress("off", console)) is SilentProgress
+    assert type(make_progress("off", console)) is Progress
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from small import SEGMENTS, small_recipe, write_recipe
 
 from dapo_runner.config import load_config
 from dapo_runner.logging.metrics import METRICS_FILE, read_log
-from dapo_runner.logging.progress import SilentProgress
+from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.rollout_log import read_step
 from dapo_runner.run.tiny_model import ensure_tiny_model
 from dapo_runner.train import train
@@ -32,7 +32,7 @@ def test_two_ranks_begin_as_one(tmp_path: Path) -> None:
     done = torchrun(2, TESTS / "parallel" / "trains.py", path, *SEGMENTS)
     assert done.returncode == 0, done.stderr[-4000:]
     for kind, overrides in SEGMENTS.items():
-        alone = train(load_config(path, [f"run.output_dir={tmp_path / kind}", *overrides]), SilentProgress())
+        alone = train(load_config(path, [f"run.output_dir={tmp_path / kind}", *overrides]), Progress())
         (event, samples), (other, others) = written(alone), written(tmp_path / "ranks" / kind)
         assert event.keys() == other.keys()
         for key, value in event.items():

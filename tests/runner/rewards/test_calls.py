@@ -15,7 +15,7 @@ from small import small_recipe
 
 from dapo_runner.config import Config, ConfigError, parse_config
 from dapo_runner.logging.metrics import read_log
-from dapo_runner.logging.progress import SilentProgress
+from dapo_runner.logging.progress import Progress
 from dapo_runner.rewards import calls
 from dapo_runner.rewards.plugin import RewardError
 from dapo_runner.rewards.scoring import Scorer, load_reward
@@ -260,7 +260,7 @@ def test_a_run_with_parts_resumes_exactly_and_logs_each(modules: Path) -> None:
     def run(name: str, steps: int) -> Path:
         raw = small_recipe(output_dir=str(modules), name=name, steps=steps, save_every=0)
         raw["reward"]["parts"] = parts
-        return train(parse_config(raw), SilentProgress())
+        return train(parse_config(raw), Progress())
 
     whole = run("whole", 4)
     run("resumed", 2)
@@ -269,7 +269,7 @@ def test_a_run_with_parts_resumes_exactly_and_logs_each(modules: Path) -> None:
     for step in (event for event in events if event["kind"] == "step"):
         total = step["reward/dapo"] + step["reward/reward"] + 0.5 * step["reward/short"] + step["batch/length_penalty"]
         assert step["batch/reward"] == pytest.approx(total)
-        assert step["reward/reward_spread"] > 0
+        assert step["reward/reward_std"] > 0
         assert step["batch/groups"] == 4  # kept by spread: a reward by lot keeps them all
     total = evaluation["eval/reward_dapo"] + evaluation["eval/reward_reward"] + 0.5 * evaluation["eval/reward_short"]
     assert evaluation["eval/reward"] == pytest.approx(total)

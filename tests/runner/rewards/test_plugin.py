@@ -18,7 +18,7 @@ from small import small_recipe, write_recipe
 from dapo_runner.checkpoint import find_checkpoints
 from dapo_runner.cli import main
 from dapo_runner.config import Config, ConfigError, parse_config
-from dapo_runner.logging.progress import SilentProgress
+from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.rewards.plugin import RewardError
 from dapo_runner.rewards.scoring import Scorer, load_reward
@@ -216,7 +216,7 @@ def fragile(modules: Path) -> tuple[Path, bytes, list[int]]:
     module = importlib.reload(importlib.import_module("fragile"))
     begins: list[int] = []
 
-    class Watch(SilentProgress):
+    class Watch(Progress):
         def step(self, *_: object) -> None:
             begins.append(module.calls + 1)
 
@@ -240,12 +240,12 @@ def test_a_run_loses_nothing_to_a_plugin_that_fails(
     ]
     (folder / "bomb").write_text(str(number))
     with pytest.raises(RewardError, match="fragile:judge: ConnectionError: the server is gone"):
-        train(fragile_config(folder, "broken"), SilentProgress())
+        train(fragile_config(folder, "broken"), Progress())
     checkpoints = [found.step for found in find_checkpoints(folder / "broken" / CHECKPOINTS)]
     assert checkpoints == ([] if saved is None else [saved])
     (folder / "bomb").unlink()
     module.calls = 0
-    resumed = train(fragile_config(folder, "broken"), SilentProgress())
+    resumed = train(fragile_config(folder, "broken"), Progress())
     assert (resumed / "metrics.jsonl").read_bytes() == whole
 
 
@@ -253,7 +253,7 @@ def test_a_step_that_cannot_be_filled_loses_no_other(fragile: tuple[Path, bytes,
     folder, *_ = fragile
     config = fragile_config(folder, "stuck", max_rounds=1, on_exhausted="error", initial_acceptance=1.0)
     with pytest.raises(SamplingExhaustedError):
-        train(config, SilentProgress())
+        train(config, Progress())
     done = [line for line in (folder / "stuck" / "metrics.jsonl").read_text().splitlines() if '"kind": "step"' in line]
     saved = [found.step for found in find_checkpoints(folder / "stuck" / CHECKPOINTS)]
     assert saved == ([len(done)] if done else [])

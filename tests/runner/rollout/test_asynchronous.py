@@ -75,7 +75,7 @@ def test_what_was_sampled_is_not_lost_and_comes_once(trained: int) -> None:
     engine = SlowEngine()
     ahead = make_ahead(engine)
     steps = [ahead.next(engine) for _ in range(trained)]
-    while not ahead.figures([])["steps"]:
+    while not ahead.figures([])["ready_steps"]:
         time.sleep(0.005)
     state = ahead.state_dict()
     ahead.close()
@@ -188,7 +188,7 @@ def test_with_two_rounds_in_flight_what_was_accepted_is_kept_and_the_rest_asked_
     ahead = make_ahead(engine, in_flight=2)
     steps = [ahead.next(engine)]
     while not (engine.answered[3].is_set() if hung == 2 else ahead.state_dict()["rounds_so_far"] == 3):
-        steps += [ahead.next(engine)] if ahead.figures([])["steps"] else []
+        steps += [ahead.next(engine)] if ahead.figures([])["ready_steps"] else []
         time.sleep(0.005)
     state = ahead.state_dict()
     killed.set()

@@ -213,8 +213,10 @@ def test_what_the_filter_goes_by(rewards: tuple[float, ...], by_correctness: int
         assert step.stats.graded == graded
         figures = sampling_metrics(step.stats, filter_on)
         if filter_on == "reward":
-            assert figures["sampling/varying"] == (kept > 0) == 1 - figures["sampling/alike"]
-        assert figures.get("sampling/graded") == (None if filter_on == "correctness" else graded / step.stats.groups)
+            assert figures["sampling/varying_reward"] == (kept > 0) == 1 - figures["sampling/equal_reward"]
+        assert figures.get("sampling/varying_reward_only") == (
+            None if filter_on == "correctness" else graded / step.stats.groups
+        )
 
 
 def test_groups_that_were_turned_away_though_they_teach_something_are_named_once() -> None:

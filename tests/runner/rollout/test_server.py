@@ -21,7 +21,7 @@ from small import small_recipe
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import ConfigError, parse_config
 from dapo_runner.logging.metrics import read_log
-from dapo_runner.logging.progress import SilentProgress
+from dapo_runner.logging.progress import Progress
 from dapo_runner.policy.model import Policy
 from dapo_runner.rollout.client import RolloutError
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
@@ -299,7 +299,7 @@ def test_a_whole_run_over_servers_that_come_and_go(
             "engine": "server",
             "server": {"urls": urls, "folder": str(tmp_path)},
         }
-        events = read_log(train(parse_config(raw), SilentProgress()) / "metrics.jsonl")
+        events = read_log(train(parse_config(raw), Progress()) / "metrics.jsonl")
         return [event for event in events if event["kind"] == "step"]
 
     whole = run("whole")

@@ -21,7 +21,7 @@ from small import small_recipe
 from dapo_runner.config import SamplerConfig, parse_config
 from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.logging.metrics import read_log
-from dapo_runner.logging.progress import SilentProgress
+from dapo_runner.logging.progress import Progress
 from dapo_runner.parallel.world import Layout, World
 from dapo_runner.policy.model import Policy
 from dapo_runner.rollout.asynchronous import AheadSampler
@@ -67,7 +67,7 @@ def test_training_and_evaluation_call_one_reward_one_after_the_other(
         "ahead": 2,
         "correction": {"weights": "token"},
     }
-    train(parse_config(raw), SilentProgress())
+    train(parse_config(raw), Progress())
     one_at_a_time = importlib.import_module("one_at_a_time")
     assert one_at_a_time.scored.count(False) == 16
     assert one_at_a_time.scored.count(True) > 16
@@ -296,9 +296,7 @@ def test_a_run_that_asks_for_more_than_it_needs(tmp_path: Path, model_folder: Pa
     for server in servers:
         server.hooks[GENERATE] = hook
     first, second = (
-        event
-        for event in read_log(train(parse_config(raw), SilentProgress()) / "metrics.jsonl")
-        if event["kind"] == "step"
+        event for event in read_log(train(parse_config(raw), Progress()) / "metrics.jsonl") if event["kind"] == "step"
     )
     assert first["sampling/groups"] + first["sampling/dropped"] == 6
     assert first["sampling/dropped"] > 0
@@ -365,13 +363,13 @@ def test_a_run_ahead(
 
     def once_one_step_waits(self: AheadSampler) -> dict[str, Any]:
         until = time.monotonic() + 20
-        while self.step == 2 and not self.figures([])["steps"] and time.monotonic() < until:
+        while self.step == 2 and not self.figures([])["ready_steps"] and time.monotonic() < until:
             time.sleep(0.01)
         return state_dict(self)
 
     monkeypatch.setattr(AheadSampler, "state_dict", once_one_step_waits)
 
-    class Notes(SilentProgress):
+    class Notes(Progress):
         def note(self, text: str) -> None:
             notes.append(text)
 

@@ -19,7 +19,7 @@ from small import small_recipe
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import parse_config
 from dapo_runner.logging.metrics import read_log
-from dapo_runner.logging.progress import SilentProgress
+from dapo_runner.logging.progress import Progress
 from dapo_runner.policy.model import Policy
 from dapo_runner.rollout.client import RolloutError
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
@@ -300,7 +300,7 @@ def test_a_server_that_comes_back_stale_in_the_midst_of_a_step_trains_nothing(
     servers[0].hooks[GENERATE] = come_back_stale
     raw = recipe_over(servers, model_folder, tmp_path, ahead, steps=60, eval_every=0, save_every=0)
     with pytest.raises(OutOfSyncError, match=servers[1].url):
-        train(parse_config(raw), SilentProgress())
+        train(parse_config(raw), Progress())
     assert next(count) > 60
     events = read_log(tmp_path / "small" / "metrics.jsonl")
     assert all(event["train/rollout_gap"] < 1e-4 for event in events if event["kind"] == "step" and not ahead)
@@ -323,7 +323,7 @@ def test_losing_the_servers_loses_no_step(
     server.hooks[{"killed": "/resume", "probe": UPDATE}.get(lost, lost)] = fail
     raw = recipe_over(servers[:1], model_folder, tmp_path, 1, steps=60, eval_every=0, save_every=100)
     with pytest.raises(OutOfSyncError if lost == "probe" else RolloutError):
-        train(parse_config(raw), SilentProgress())
+        train(parse_config(raw), Progress())
     steps = [event["step"] for event in read_log(tmp_path / "small" / "metrics.jsonl") if event["kind"] == "step"]
     assert steps[-1] >= 8
     assert (tmp_path / "small" / "checkpoints" / f"step_{steps[-1]:06d}").exists()

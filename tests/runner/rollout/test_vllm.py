@@ -22,7 +22,7 @@ from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import Config, ModelConfig, TinyModelConfig, apply_overrides, parse_config
 from dapo_runner.config.checks import VLLM_TEMPERATURES
 from dapo_runner.logging.metrics import read_log
-from dapo_runner.logging.progress import SilentProgress
+from dapo_runner.logging.progress import Progress
 from dapo_runner.policy.model import load_policy
 from dapo_runner.rollout import vllm as vllm_module
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
@@ -342,7 +342,7 @@ def raw_run(folder: Path, **run: Any) -> dict[str, Any]:
 
 
 def whole_run(folder: Path, **run: Any) -> Path:
-    return train(parse_config(raw_run(folder, **run)), SilentProgress())
+    return train(parse_config(raw_run(folder, **run)), Progress())
 
 
 @pytest.fixture(scope="module")
@@ -364,7 +364,7 @@ def test_a_whole_run(whole: Path) -> None:
 def test_a_run_that_replays_what_was_kept(tmp_path: Path) -> None:
     raw = raw_run(tmp_path, steps=1)
     raw["rollout"] |= {"top_k": 6, "top_p": 0.9, "sampling_mask": True}
-    run = train(parse_config(raw), SilentProgress())
+    run = train(parse_config(raw), Progress())
     (step,) = (event for event in read_log(run / "metrics.jsonl") if event["kind"] == "step")
     assert max(step["sync/gap"], step["train/rollout_gap"]) < 1e-4
 
@@ -372,7 +372,7 @@ def test_a_run_that_replays_what_was_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", SEGMENTS)
 def test_segments(tmp_path: Path, kind: str) -> None:
     raw = apply_overrides(raw_run(tmp_path, steps=1), SEGMENTS[kind])
-    run = train(parse_config(raw), SilentProgress())
+    run = train(parse_config(raw), Progress())
     (step,) = (event for event in read_log(run / "metrics.jsonl") if event["kind"] == "step")
     assert step["segments/tokens"] > 0
     assert step["train/rollout_gap"] < 1e-4  # log-probs from several calls are those of one sequence

@@ -60,8 +60,8 @@ def make_values(n_prompt: int) -> TokenValues:
 
 
 def log_metrics(run: Path, step: int, **figures: float) -> None:
-    with MetricsLog(run / METRICS_FILE, keep_through=step - 1) as log:
-        log.write(step, "step", {"batch/reward": step / 10, "train/entropy": 0.5, "sampling/mixed": 0.5, **figures})
+    log = MetricsLog(run / METRICS_FILE, keep_through=step - 1)
+    log.write(step, "step", {"batch/reward": step / 10, "train/entropy": 0.5, "sampling/mixed": 0.5, **figures})
 
 
 def write_rollouts(run: Path, step: int, per_token: bool = True) -> None:

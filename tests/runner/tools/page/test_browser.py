@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hostile import IMAGE, PIECES, SCRIPT, log_metrics, write_rollouts, write_run
 
-from dapo_runner.logging.report import PANELS
+from dapo_runner.logging.metric_table import PANELS
 from dapo_runner.tools.page.html import write_page
 from dapo_runner.tools.page.serve import open_server
 
