@@ -30,6 +30,7 @@ from dapo_runner.types import GenerateFunction, Group, Prompt, SamplingParams
 
 AnswerFunction = Callable[[Sequence[Prompt], SamplingParams], list[Group]]
 SOURCE_FIGURES = ("reward", "problems")  # beside avg@k and cons@k
+SEED = 1234  # of every evaluation, whatever run.seed is
 MAX_COMPARISONS = 200  # of the answers to one problem; what they leave open counts as different answers
 
 
@@ -106,23 +107,18 @@ class Evaluation:
 def evaluate(answer: AnswerFunction, prompts: Sequence[Prompt], config: Config) -> Evaluation:
     """Sample every prompt k times with the evaluation settings. ``answer`` scores by correctness.
 
-    The seed is the configuration's own, so that every evaluation of a run draws with the same dice.
-    Raises ValueError without prompts.
+    The seed is the same in every evaluation. Raises ValueError without prompts.
     """
     if not prompts:
         raise ValueError(
             "evaluation: expected at least one held-out problem, got none (data.eval_size, data.eval_path)"
         )
     settings = config.evaluation
-    sampling = SamplingParams(
+    sampling = settings.params(
         n=settings.k,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        min_p=settings.min_p,
-        stop=tuple(config.rollout.stop if settings.stop is None else settings.stop),
+        stop=tuple(config.rollout.stop),
         max_tokens=settings.max_response_tokens or config.rollout.max_response_tokens,
-        seed=settings.seed,
+        seed=SEED,
     )
     groups = answer(prompts, sampling)
     return Evaluation(groups, settings.k, load_same_answer(config.reward), reads_answers(config.reward))

@@ -9,7 +9,6 @@ from dapo_runner.config.checks import cautions
 from dapo_runner.config.convert import ConvertConfig
 from dapo_runner.config.critic import CriticConfig
 from dapo_runner.config.data import ArithmeticConfig, ColumnsConfig, DataConfig, EvalSetConfig
-from dapo_runner.config.evaluation import EvaluationConfig
 from dapo_runner.config.judge import AskedModel, JudgeConfig, JudgePrompt
 from dapo_runner.config.logging import LoggingConfig, MLflowConfig, RolloutLogConfig, TrackioConfig, WandbConfig
 from dapo_runner.config.loss import LossConfig
@@ -34,7 +33,8 @@ from dapo_runner.config.reward import CallsConfig, CodeConfig, OverlongConfig, R
 from dapo_runner.config.rollout import CorrectionConfig, ProbeConfig, RolloutConfig, VLLMConfig
 from dapo_runner.config.run import EarlyStopConfig, RunConfig
 from dapo_runner.config.sampler import CurriculumConfig, SamplerConfig
-from dapo_runner.config.settings import Config
+from dapo_runner.config.sampling import EvaluationConfig, SamplingConfig
+from dapo_runner.config.settings import Config, resolved
 from dapo_runner.config.sft import SftColumnsConfig, SftConfig, SftDataConfig, SftOptimizerConfig, SftRunConfig
 from dapo_runner.config.study import FigureConfig, StudyConfig, VariantConfig
 from dapo_runner.errors import ConfigError
@@ -76,6 +76,7 @@ __all__ = [
     "RolloutLogConfig",
     "RunConfig",
     "SamplerConfig",
+    "SamplingConfig",
     "SegmentsConfig",
     "SftColumnsConfig",
     "SftConfig",
@@ -102,4 +103,5 @@ __all__ = [
     "parse",
     "parse_config",
     "read_recipe",
+    "resolved",
 ]

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from dapo_runner.config.advantage import BY_TOKEN, COMPARING, steps_of_tree
 from dapo_runner.config.reward import RULES
-from dapo_runner.config.rollout import RolloutConfig
 from dapo_runner.config.settings import Config
 
 ONE_GPU = ("auto", "cpu", "cuda", "cuda:0")  # where a vLLM in this process can be
@@ -106,11 +105,11 @@ def _segments(config: Config) -> Iterator[str]:
         )
     if segments.per_step is not None:
         steps = steps_of_tree(rollout.group_size, segments.per_step)
-        if steps - 1 > config.sampler.max_age:
+        if steps - 1 > config.max_age:
             yield (
                 f"sampler.max_age: expected at least {steps - 1} with advantage.segments.per_step={segments.per_step}, "
                 f"which trains on the {rollout.group_size} responses of a tree over {steps} steps, got "
-                f"{config.sampler.max_age}"
+                f"{config.max_age}"
             )
 
 
@@ -284,7 +283,7 @@ def _sampling_mask(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if not rollout.sampling_mask:
         return
-    if not list(_truncations(rollout)):
+    if not rollout.truncations:
         yield (
             "rollout.sampling_mask: expected rollout.top_p, rollout.top_k or rollout.min_p beside it, which alone cut "
             "the vocabulary down, got true and none of them"
@@ -330,10 +329,10 @@ def _ahead(config: Config) -> Iterator[str]:
             f"rollout.correction.weights: expected token or sequence beside rollout.ahead={ahead}, by which responses "
             "of earlier policies are weighed, got null"
         )
-    if config.sampler.max_age < ahead:
+    if config.max_age < ahead:
         yield (
             f"sampler.max_age: expected at least rollout.ahead={ahead}, as old as a group may be that was not left "
-            f"over, got {config.sampler.max_age}"
+            f"over, got {config.max_age}"
         )
     if config.advantage.segments is not None:
         yield "advantage.segments: expected null beside rollout.ahead, whose prefixes the next policy would continue"
@@ -347,16 +346,9 @@ def _oversample(config: Config) -> Iterator[str]:
         yield f"sampler.oversample: expected 1 beside advantage.segments, got {oversample:g}"
 
 
-def _truncations(rollout: RolloutConfig) -> Iterator[tuple[str, float]]:
-    for name in ("top_p", "top_k", "min_p"):
-        value = getattr(rollout, name)
-        if value != RolloutConfig.model_fields[name].default:
-            yield name, value
-
-
 def cautions(config: Config) -> Iterator[str]:
     """What runs and may not be meant, each as `key: what follows from it`."""
-    truncated = ", ".join(f"rollout.{name}={value:g}" for name, value in _truncations(config.rollout))
+    truncated = ", ".join(f"rollout.{name}={value:g}" for name, value in config.rollout.truncations.items())
     if truncated and not config.rollout.sampling_mask:
         yield (
             f"{truncated}: responses come from a part of the distribution, the update takes them for the policy's own: "
@@ -375,7 +367,7 @@ def cautions(config: Config) -> Iterator[str]:
             "prompts that want them, are rarer in training than the policy gives them"
         )
     own = ":" in config.reward.kind or (config.reward.kind == "judge" and judge is not None and judge.reward == "soft")
-    if own and sampler.filter_groups and "filter_on" not in sampler.model_fields_set:
+    if own and sampler.filter_groups and sampler.filter_on is None:
         yield (
             f"reward.kind={config.reward.kind}: groups are kept by what it calls correct, so that of a graded reward "
             "those all right or all wrong are lost: sampler.filter_on=reward keeps them (=correctness: this is meant)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -58,7 +58,7 @@ class DataConfig(Section):
     format: Literal["auto", "dapo", "gsm8k", "arithmetic"] = "auto"
     columns: ColumnsConfig | None = None  # None: those of the format
     system: str | None = None  # a system message before every prompt that has none
-    template: str = "dapo"  # dapo | plain | a text with {question}; plain where columns are given
+    template: str | None = None  # dapo, plain or a text with {question}; null: plain with columns, else dapo
     chat_template: Literal["auto", "always", "never"] = "auto"  # auto: where the tokenizer has one
     dedupe: bool = True
     on_conflict: Literal["drop", "first", "error"] = "drop"  # one prompt, several answers: which of them is right?
@@ -69,12 +69,10 @@ class DataConfig(Section):
     limit: PositiveInt | None = None  # only the first so many problems of path, repeated rows not counted
     arithmetic: ArithmeticConfig = ArithmeticConfig()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _plain_template_for_columns(cls, raw: Any) -> Any:
-        """The recipe's instruction is for mathematics, which columns of one's own need not hold."""
-        named = isinstance(raw, dict) and raw.get("columns") is not None
-        return {"template": "plain", **raw} if named else raw
+    @property
+    def prompt_template(self) -> str:
+        """By default DAPO's instruction, which is for mathematics; columns of your own need not hold that."""
+        return self.template or ("dapo" if self.columns is None else "plain")
 
     @model_validator(mode="after")
     def _path_or_generator(self) -> DataConfig:
@@ -92,7 +90,7 @@ class DataConfig(Section):
             raise ValueError(f"format: expected auto beside columns, which say what a row holds, got {self.format}")
         if self.eval and self.eval_path is not None:
             raise ValueError(f"eval_path: expected null beside eval, which names every set, got {self.eval_path}")
-        if self.template not in ("dapo", "plain") and "{question}" not in self.template:
+        if self.template not in (None, "dapo", "plain") and "{question}" not in self.prompt_template:
             raise ValueError(
                 f"template: expected 'dapo', 'plain' or a text with {{question}} in it, got {self.template!r}"
             )

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from dapo_runner.config.rollout_server import ServerConfig
+from dapo_runner.config.sampling import SamplingConfig
 from dapo_runner.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section, Share
 
 
@@ -45,7 +46,7 @@ class VLLMConfig(Section):
 StopStrings = list[Annotated[str, Field(min_length=1)]]
 
 
-class RolloutConfig(Section):
+class RolloutConfig(SamplingConfig):
     engine: Literal["hf", "vllm", "server"] = "hf"
     vllm: VLLMConfig = VLLMConfig()
     server: ServerConfig = ServerConfig()
@@ -55,11 +56,7 @@ class RolloutConfig(Section):
     correction: CorrectionConfig = CorrectionConfig()
     group_size: PositiveInt = 16  # 1: where nothing is compared within a group
     temperature: PositiveFloat = 1.0
-    # Where one of these three truncates, the rollout distribution is not the policy's and the ratio is biased, unless
-    # sampling_mask has the learner's log-probs be those of what was left to sample from.
-    top_p: Share = 1.0
-    top_k: PositiveInt | None = None  # None: all
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0  # of the likeliest token's probability
+    # top_p, top_k, min_p: compute the learner's log-probs over the tokens that were left; otherwise the ratio is biased
     sampling_mask: bool = False
     stop: StopStrings = []  # a response ends where one of them is complete
     max_prompt_tokens: PositiveInt = 2048

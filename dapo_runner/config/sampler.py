@@ -33,14 +33,13 @@ class CurriculumConfig(Section):
 class SamplerConfig(Section):
     prompts_per_step: PositiveInt = 512
     filter_groups: bool = True  # dynamic sampling; False trains on every group
-    # What keeps a group: samples right and wrong, or rewards that vary (before the length term), for graded ones.
-    filter_on: Literal["correctness", "reward"] = "correctness"
+    # What accepts a group: correct and incorrect samples, or rewards that vary (without the length term).
+    filter_on: Literal["correctness", "reward"] | None = None  # null: reward with reward.parts, else correctness
     initial_acceptance: Share = 1 / 3  # share of groups expected to be mixed before any were seen (paper: 1536 for 512)
     max_rounds: PositiveInt = 10  # generation rounds per step
     # server: prompts asked for each that is needed. What still runs once the needed are answered is dropped.
     oversample: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
-    # Steps old that a group may be when it trains; older ones are dropped and counted. By default rollout.ahead + 1, so
-    # that what a step leaves over can fill the next.
-    max_age: NonNegativeInt = 1
+    # How many steps old a group may be when it trains; older ones are dropped and counted. null: rollout.ahead + 1
+    max_age: NonNegativeInt | None = None
     on_exhausted: Literal["train_partial", "error"] = "error"
     curriculum: CurriculumConfig | None = None  # None: all prompts, in a new order every epoch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
 
@@ -11,7 +11,6 @@ from dapo_runner.config.advantage import AdvantageConfig, TreeShape, factors
 from dapo_runner.config.algorithms import check_name, with_algorithm
 from dapo_runner.config.critic import CriticConfig
 from dapo_runner.config.data import DataConfig
-from dapo_runner.config.evaluation import EvaluationConfig
 from dapo_runner.config.logging import LoggingConfig
 from dapo_runner.config.loss import LossConfig
 from dapo_runner.config.model import ModelConfig
@@ -22,6 +21,7 @@ from dapo_runner.config.reward import RewardConfig
 from dapo_runner.config.rollout import RolloutConfig
 from dapo_runner.config.run import RunConfig
 from dapo_runner.config.sampler import SamplerConfig
+from dapo_runner.config.sampling import EvaluationConfig
 from dapo_runner.config.section import Section
 
 
@@ -46,28 +46,8 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _parts_are_graded(cls, raw: Any) -> Any:
-        """With several rewards, groups are kept for the spread of their sum, unless the recipe says otherwise."""
-        reward, sampler = (raw.get(name) for name in ("reward", "sampler")) if isinstance(raw, dict) else (None, None)
-        chosen = isinstance(sampler, dict) and ("filter_on" in sampler or not sampler.get("filter_groups", True))
-        if not isinstance(reward, dict) or not reward.get("parts") or chosen:
-            return raw
-        return {**raw, "sampler": {**(sampler or {}), "filter_on": "reward"}}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _max_age_follows_ahead(cls, raw: Any) -> Any:
-        """Let groups that a step leaves over fill the next one, also where they were sampled ahead."""
-        rollout, sampler = (raw.get(name) for name in ("rollout", "sampler")) if isinstance(raw, dict) else (None, None)
-        ahead = rollout.get("ahead") if isinstance(rollout, dict) else None
-        if not isinstance(ahead, int) or ahead < 1 or (isinstance(sampler, dict) and "max_age" in sampler):
-            return raw
-        return {**raw, "sampler": {**(sampler or {}), "max_age": ahead + 1}}
-
-    @model_validator(mode="before")
-    @classmethod
     def _algorithm_below_the_recipe(cls, raw: Any) -> Any:
-        return with_algorithm(raw)  # before the one above: pydantic goes from the last to the first
+        return with_algorithm(raw)
 
     @field_validator("algorithm")
     @classmethod
@@ -101,6 +81,17 @@ class Config(Section):
         return self.trained_per_step // self.mini_batch_size
 
     @property
+    def filter_on(self) -> Literal["correctness", "reward"]:
+        """What decides whether a group is accepted: by default the reward where it is a sum of several."""
+        summed = self.reward.parts and self.sampler.filter_groups
+        return self.sampler.filter_on or ("reward" if summed else "correctness")
+
+    @property
+    def max_age(self) -> int:
+        """By default one step more than `rollout.ahead`, so that left-over groups can fill the next step."""
+        return self.rollout.ahead + 1 if self.sampler.max_age is None else self.sampler.max_age
+
+    @property
     def decay_steps(self) -> int:
         return self.optimizer.decay_steps or self.run.steps
 
@@ -124,3 +115,18 @@ class Config(Section):
     def overlong_max_length(self) -> int:
         """L_max of Eq. 13."""
         return self.reward.overlong.max_length or self.rollout.max_response_tokens
+
+
+def resolved(config: Config) -> dict[str, Any]:
+    """Return the settings that are null in ``config`` and what they resolve to, by dotted key."""
+    answers = config.evaluation.max_response_tokens or config.rollout.max_response_tokens
+    values = {
+        "data.template": (config.data.template, config.data.prompt_template),
+        "sampler.filter_on": (config.sampler.filter_on, config.filter_on),
+        "sampler.max_age": (config.sampler.max_age, config.max_age),
+        "reward.overlong.max_length": (config.reward.overlong.max_length, config.overlong_max_length),
+        "optimizer.mini_batch_size": (config.optimizer.mini_batch_size, config.mini_batch_size),
+        "optimizer.decay_steps": (config.optimizer.decay_steps, config.decay_steps),
+        "evaluation.max_response_tokens": (config.evaluation.max_response_tokens, answers),
+    }
+    return {key: value for key, (given, value) in values.items() if given is None}

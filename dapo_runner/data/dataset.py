@@ -200,7 +200,9 @@ def build_prompts(
     if data.chat_template == "always" and not has_template:
         raise ConfigError("data.chat_template: expected a tokenizer with a chat template for 'always', it has none")
     chat = has_template and data.chat_template != "never"
-    messages = [(*problem.context, ("user", apply_template(data.template, problem.question))) for problem in problems]
+    messages = [
+        (*problem.context, ("user", apply_template(data.prompt_template, problem.question))) for problem in problems
+    ]
     texts = [render(turns, tokenizer, chat) for turns in messages]
     # A chat template writes its own special tokens; adding them again would double the first one.
     token_ids = tokenizer(texts, add_special_tokens=not chat)["input_ids"] if texts else []

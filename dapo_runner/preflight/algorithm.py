@@ -150,7 +150,7 @@ def _curriculum(config: Config) -> str:
 def _filter(config: Config) -> str:
     if not config.sampler.filter_groups:
         return "none, every group is trained on"
-    by_reward = config.sampler.filter_on == "reward"
+    by_reward = config.filter_on == "reward"
     return "keeps groups " + ("whose rewards vary" if by_reward else "neither all right nor all wrong")
 
 

@@ -104,12 +104,17 @@ class DynamicSampler:
         config: SamplerConfig,
         on_round: Callable[[int, SamplingStats], None] | None = None,
         complete: Callable[[list[Group]], list[Group]] = list,
+        *,
+        filter_on: str = "correctness",
+        max_age: int = 1,
     ) -> None:
         """``on_round(groups at hand, stats)`` is called after every round: progress while a step fills. ``complete``
         fetches what the groups that are kept lack: the tokens that other ranks hold.
         """
         self.cursor = cursor
         self.config = config
+        self.filter_on = filter_on
+        self.max_age = max_age
         self.on_round = on_round
         self.complete = complete
         self.rounds_so_far = self.steps = 0
@@ -175,7 +180,7 @@ class DynamicSampler:
         neighbours in a tree have most in common. With it counts of samples: those that wait now, and those that
         waited for longer than `max_age` and are gone.
         """
-        young = [group for group in self.waiting if self.steps - group.step <= self.config.max_age]
+        young = [group for group in self.waiting if self.steps - group.step <= self.max_age]
         too_old = _n_samples(self.waiting) - _n_samples(young)
         now, self.waiting = [], []
         for group in young + groups:
@@ -188,17 +193,17 @@ class DynamicSampler:
         return now, {"waiting": _n_samples(self.waiting), "too_old": too_old}
 
     def _young(self, groups: list[Group], stats: SamplingStats) -> list[Group]:
-        young = [group for group in groups if self.steps - group.step <= self.config.max_age]
+        young = [group for group in groups if self.steps - group.step <= self.max_age]
         stats.too_old += len(groups) - len(young)
         return young
 
     def _keeps(self, group: Group) -> bool:
         if not self.config.filter_groups:
             return True
-        return group.is_graded if self.config.filter_on == "reward" else group.is_mixed
+        return group.is_graded if self.filter_on == "reward" else group.is_mixed
 
     def _loses_graded(self, stats: SamplingStats) -> bool:
-        return bool(stats.graded) and self.config.filter_groups and self.config.filter_on == "correctness"
+        return bool(stats.graded) and self.config.filter_groups and self.filter_on == "correctness"
 
     def _caution(self, stats: SamplingStats) -> str | None:
         if self._cautioned or not self._loses_graded(stats):
@@ -223,7 +228,7 @@ class DynamicSampler:
         return round(self.config.oversample * needed)
 
     def _explain(self, stats: SamplingStats) -> str:
-        by_reward = self.config.filter_groups and self.config.filter_on == "reward"
+        by_reward = self.config.filter_groups and self.filter_on == "reward"
         graded = f" ({stats.graded} of these with rewards that vary)" if by_reward else ""
         return (
             f"dynamic sampling: {len(self.buffer)} of {self.config.prompts_per_step} groups after "

@@ -145,12 +145,8 @@ class Rollouts:
 def rollout_sampling(config: Config, round_name: int | str) -> SamplingParams:
     """The sampling of one generation round, with a seed of its own."""
     rollout = config.rollout
-    return SamplingParams(
+    return rollout.params(
         n=rollout.group_size,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
         stop=tuple(rollout.stop),
         max_tokens=rollout.max_response_tokens,
         seed=random.Random(f"{config.run.seed}:{round_name}").getrandbits(31),

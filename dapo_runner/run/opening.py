@@ -112,7 +112,9 @@ def _open_run(config: Config, place: Place) -> Run:
     curriculum = make_curriculum(config.sampler.curriculum, dataset.train)
     cursor = PromptCursor(dataset.train, config.run.seed, dataset.heldout, curriculum)
     fetch = list if world.is_single_process or config.rollout.ahead else partial(complete, world)
-    sampler = DynamicSampler(cursor, config.sampler, progress.round, fetch)
+    sampler = DynamicSampler(
+        cursor, config.sampler, progress.round, fetch, filter_on=config.filter_on, max_age=config.max_age
+    )
     engine = world.run_or_raise_everywhere(lambda: open_engine(config, source, device, world, progress.note))
     leave_out = progress.note if checkpoint and not is_new else None
     trackers = world.run_on_rank0(lambda: open_trackers(config, folder, keep_through + 1, leave_out)) or []

@@ -251,7 +251,7 @@ class Run:
         step, sampled, sequences = trained.step, trained.sampled, trained.sequences
         assert self.log is not None
         figures = (
-            sampling_metrics(sampled.stats, self.config.sampler.filter_on, self.config.sampler.oversample > 1)
+            sampling_metrics(sampled.stats, self.config.filter_on, self.config.sampler.oversample > 1)
             | {"sampling/tokens": sampled.generated}
             | batch_metrics(sampled.groups, step)
             | prefixed("segments", sampled.segments)

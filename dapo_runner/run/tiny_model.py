@@ -109,10 +109,10 @@ def check_tiny(config: Config) -> None:
             f"{config.data.format!r}; set model.path to a real model"
         )
     phrase, *characters = WORDS
-    if not set(apply_template(config.data.template, "").replace(phrase, "")) <= set(characters):
+    if not set(apply_template(config.data.prompt_template, "").replace(phrase, "")) <= set(characters):
         raise ConfigError(
             f"data.template: expected only the characters the tiny model has, {''.join(WORDS)!r}, "
-            f"got {config.data.template!r}"
+            f"got {config.data.prompt_template!r}"
         )
     assert config.model.tiny is not None
     examples, size = config.model.tiny.warmup.examples, config.data.arithmetic.train_size
@@ -184,7 +184,7 @@ def solved_and_cut(
     model: Any, tokenizer: Any, problems: list[ArithmeticProblem], config: Config
 ) -> tuple[float, float]:
     """The shares solved, and cut at the length limit, with one sample each, drawn as the rollouts will be."""
-    texts = [apply_template(config.data.template, problem.question) for problem in problems]
+    texts = [apply_template(config.data.prompt_template, problem.question) for problem in problems]
     prompts = [
         Prompt(problem.question, tuple(tokenizer(text)["input_ids"]), text, problem.answer)
         for problem, text in zip(problems, texts, strict=True)
@@ -205,7 +205,7 @@ def _encode(
 ) -> tuple[list[int], list[int]]:
     """Prompt and response tokens of a worked example, with ``repeats`` those that the warm-up asks for."""
     assert config.model.tiny is not None
-    prompt = tokenizer(apply_template(config.data.template, problem.question))["input_ids"]
+    prompt = tokenizer(apply_template(config.data.prompt_template, problem.question))["input_ids"]
     solution = worked_solution(problem)
     if repeats is not None:
         solution = with_repeats(solution, config.model.tiny.warmup.repeat, repeats)

@@ -195,10 +195,10 @@ def test_evaluate_samples_with_its_own_settings_and_scores_unshaped() -> None:
         right, cut = make_completion(64, "Answer: 7"), make_completion(64, "Answer: 8", truncated=True)
         return [[right, cut] if prompt.id == "x" else [cut, make_completion(1, "what?")] for prompt in prompts]
 
-    config = make_config(evaluation={"k": 2, "top_p": 0.5, "temperature": 0.0, "seed": 9})
+    config = make_config(evaluation={"k": 2, "top_p": 0.5, "temperature": 0.0})
     prompts = [make_prompt("x"), make_prompt("y")]
     result = evaluate(scored(generate, Scorer(config, shaped=False)), prompts, config)
-    assert calls == [SamplingParams(n=2, temperature=0.0, top_p=0.5, max_tokens=64, seed=9)]
+    assert calls == [SamplingParams(n=2, temperature=0.0, top_p=0.5, max_tokens=64, seed=1234)]
     assert result.average == 0.25
     assert result.metrics["truncated"] == 0.5
     assert result.metrics["no_answer"] == 0.25

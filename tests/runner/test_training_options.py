@@ -165,7 +165,7 @@ def test_sampling() -> None:
     config = laid_over("sampling")
     assert rollout_sampling(config, 0).stop == ("</answer>", "\n\n\n")
     assert algorithm(config)["stop strings"] == r"'</answer>', '\n\n\n'"
-    assert (config.evaluation.top_k, config.evaluation.min_p, config.evaluation.stop) == (50, 0.02, None)
+    assert (config.evaluation.top_k, config.evaluation.min_p) == (50, 0.02)
 
 
 SECTIONS = [

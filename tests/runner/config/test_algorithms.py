@@ -209,8 +209,8 @@ def test_sections_from_python_say_what_was_said_of_them() -> None:
 
 def test_several_rewards_choose_the_filter_only_where_there_is_one() -> None:
     parts = "reward.parts=[{use: integer}, {use: exact}]"
-    assert config_of("algorithm=cispo", parts).sampler.filter_on == "reward"
-    assert config_of("algorithm=gspo", parts).sampler.filter_on == "correctness"
+    assert config_of("algorithm=cispo", parts).filter_on == "reward"
+    assert config_of("algorithm=gspo", parts).filter_on == "correctness"
 
 
 @pytest.mark.parametrize(

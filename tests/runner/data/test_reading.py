@@ -35,7 +35,7 @@ def read(folder: Path, row: dict[str, Any], **names: str) -> Problem:
 def test_columns_are_named_in_the_recipe(tmp_path: Path, suffix: str) -> None:
     path = write_rows(tmp_path / f"d{suffix}", ROWS)
     config = config_of(path, columns={"prompt": "q", "answer": "a", "source": "level"})
-    assert config.data.template == "plain"  # the instruction of the recipe is for mathematics
+    assert config.data.prompt_template == "plain"  # the instruction of the recipe is for mathematics
     prompts = load_data(config, CharTokenizer()).train
     assert [(p.text, p.answer, p.source, p.row) for p in prompts[1:3]] == [
         ("Why 1?", "1", "1", ROWS[1]), ("Why 2?", "2", "2", ROWS[2])

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -148,9 +149,10 @@ class Engine:
         return [make_group(self.script(int(prompt.id)), prompt.id) for prompt in prompts]
 
 
-def make_sampler(wanted: int = 4, n_prompts: int = 50, **values: object) -> DynamicSampler:
+def make_sampler(wanted: int = 4, n_prompts: int = 50, **values: Any) -> DynamicSampler:
+    chosen = {name: values.pop(name) for name in ("filter_on", "max_age") if name in values}
     config = SamplerConfig.model_validate({"prompts_per_step": wanted, **values})
-    return DynamicSampler(PromptCursor([make_prompt(str(i)) for i in range(n_prompts)], seed=0), config)
+    return DynamicSampler(PromptCursor([make_prompt(str(i)) for i in range(n_prompts)], seed=0), config, **chosen)
 
 
 def ids(groups: list[Group]) -> list[str]:
@@ -356,7 +358,7 @@ def test_a_tree_is_trained_on_over_several_steps() -> None:
     assert step() == [("1", [3])]
     assert sampler.waiting == []
     assert step(Group(make_prompt("3"), samples)) == [("3", [1, 5])]
-    sampler.config = sampler.config.model_copy(update={"max_age": 0})
+    sampler.max_age = 0
     assert step() == []
     assert step(Group(make_prompt("4"), samples[3:4])) == []  # nothing to train on
     assert too_old == [0, 0, 0, 0, 3, 0]

@@ -199,7 +199,7 @@ def test_how_many_rounds_are_in_flight() -> None:
             rollout={"engine": "server", "ahead": ahead, "partial": partial, "correction": {"weights": "token"}},
             sampler={"max_age": ahead},
         )
-        sampler = DynamicSampler(PromptCursor(PROMPTS, seed=0), config.sampler)
+        sampler = DynamicSampler(PromptCursor(PROMPTS, seed=0), config.sampler, max_age=config.max_age)
         assert sampled_ahead(sampler, config).n_rounds == rounds
 
 
