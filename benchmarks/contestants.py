@@ -432,24 +432,6 @@ CONTESTANTS: tuple[Contestant, ...] = (
     Contestant("dapo_kernels", "default chunks", "ours", _ours_from_hidden, hidden_level),
     *(
         Contestant(
-            f"dapo_kernels, two streams{name}",
-            setting,
-            "ours",
-            _with(
-                "dapo_kernels.engine.streams",
-                "TWO_STREAMS",
-                True,
-                functools.partial(_ours_from_hidden, chunk_bytes=chunk_bytes),
-            ),
-            lambda config: hidden_level(config) and config.device == "cuda" and config.mode == "train",
-        )
-        for name, setting, chunk_bytes in (
-            ("", "row kernels beside GEMMs, two buffers of half the size", None),
-            (", 2 GiB", "row kernels beside GEMMs, two buffers of 1 GiB", 2**31),
-        )
-    ),
-    *(
-        Contestant(
             name,
             f"LoRA factors of rank {_RANK}, head {'frozen' if frozen else 'trained'}",
             "ours",

@@ -3,7 +3,7 @@ prints the rows of ``CUDA_DEFAULTS`` (dapo_kernels/backends/registry.py) for a p
 
 The cuda backend takes a dtype from the smallest vocabulary on where it is ahead of triton by MARGIN in every training
 configuration from logits, there and above, and not behind in any from hidden states. Where nothing was measured, triton
-stays. Two streams (dapo_kernels/engine/streams.py) have to be ahead by as much in every configuration that has them.
+stays.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MARGIN = 0.03  # of the time: twice what runs of one kernel differ by
-OURS, TWO_STREAMS = "dapo_kernels", "dapo_kernels, two streams"
 TRITON, CUDA, UNLIMITED = "dapo_kernels, triton", "dapo_kernels, cuda", "dapo_kernels, triton, a program a row"
 
 
@@ -59,7 +58,7 @@ def decide(records: Sequence[dict[str, Any]]) -> list[Row]:
 
 
 def text(results: dict[str, Any], name: str) -> str:
-    """What to put into registry.py and streams.py, and whether the limit of rows in flight is worth having."""
+    """What to put into registry.py, and whether the limit of rows in flight is worth having."""
     gpu = results["machine"]["gpu"]
     capability = tuple(map(int, gpu["capability"].split(".")))
     lines = [f"# {gpu['name']}: benchmarks/results/{name}", "CUDA_DEFAULTS = ("]
@@ -69,12 +68,6 @@ def text(results: dict[str, Any], name: str) -> str:
         lines.append(f"    # {told} of triton's time")
         lines.append(f'    Default("cuda", {capability}, {row.vocab}, ({dtypes},)),')
     lines += ['    Default("triton"),', ")"]
-    beside = ratios(results["records"], over=OURS, of=TWO_STREAMS)
-    lines.append(
-        f"TWO_STREAMS = {bool(beside) and max(beside.values()) < 1 - MARGIN}  # dapo_kernels/engine/streams.py"
-    )
-    lines += _told("two streams", beside)
-    lines += _told("two streams, 2 GiB", ratios(results["records"], over=OURS, of=f"{TWO_STREAMS}, 2 GiB"))
     lines += _told("rows in flight limited by the cache", ratios(results["records"], over=UNLIMITED, of=TRITON))
     return "\n".join(lines)
 

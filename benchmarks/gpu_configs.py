@@ -26,10 +26,8 @@ _OURS = (
     "dapo_kernels, no wait",
 )
 _BACKENDS = ("dapo_kernels, triton", "dapo_kernels, cuda", "dapo_kernels, triton, a program a row")
-_TWO_STREAMS = ("dapo_kernels, two streams", "dapo_kernels, two streams, 2 GiB")
 _PEERS = (
     "dapo_kernels, new gradient",
-    *_TWO_STREAMS,
     *_BACKENDS,
     "eager",
     "eager, softmax in fp32",

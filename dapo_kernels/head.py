@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from dapo_kernels.backends import backend_for
-from dapo_kernels.backends.float8 import FLOAT8, PRODUCT_MULTIPLE, quantized_weight
 from dapo_kernels.layout import Layout, check_flag, check_tensor, check_valid_vocab
 from dapo_kernels.objectives.table import is_number
-from dapo_kernels.records import NOTES, SHAPES, Head, HeadOptions, LoraFactors, Plan, Quantized
+from dapo_kernels.records import NOTES, SHAPES, Head, HeadOptions, LoraFactors, Plan
 
 _NAMES = list(HeadOptions.__annotations__)
 _FLAGS = [name for name, kind in get_type_hints(HeadOptions).items() if kind is bool]
@@ -33,7 +32,7 @@ def head_of_call(layout: Layout, hidden: Tensor, weight: Any, mask: Tensor | Non
         elif not ((type(value) is int if whole else is_number(value)) and above < value < math.inf):
             kind = f"{'a positive' if above == 0 else 'a'} {'integer' if whole else 'number'}"
             raise layout.fail(name, f"{kind}, or None", repr(value))
-    float8, weight_scale, lora = given.pop("float8", False), given.pop("weight_scale", None), given.pop("lora", None)
+    lora = given.pop("lora", None)
     host_sync, main_grad, valid = given.get("host_sync"), given.get("main_grad"), given.get("valid_vocab")
     check_valid_vocab(layout, valid)
     if lora is not None:
@@ -46,15 +45,12 @@ def head_of_call(layout: Layout, hidden: Tensor, weight: Any, mask: Tensor | Non
     # As autocast treats the Linear layer that this stands for, which keeps float64.
     if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, tensors = hidden.to(dtype), {n: x if x.dtype == FLOAT8 else x.to(dtype) for n, x in tensors.items()}
+        hidden, tensors = hidden.to(dtype), {n: x.to(dtype) for n, x in tensors.items()}
     _check_tensors(layout, hidden, tensors)
     if host_sync is not None:
         check_flag(layout, "host_sync", host_sync)
     elif mask is None:  # every token is live: nothing to wait for
         host_sync = False
-    quantized = _quantized(layout, hidden, tensors["weight"], float8, weight_scale)
-    if quantized is not None:
-        tensors |= {"float8": quantized.values, "float8_scale": quantized.scale}
     if hidden.dtype == torch.float64:
         given["float32_logits"] = False
     of_head = {name: value for name, value in given.items() if name in Head._fields} | tensors
@@ -72,45 +68,10 @@ def _check_tensors(layout: Layout, hidden: Tensor, tensors: dict[str, Tensor]) -
         if len(shape) != len(dims) or [sizes.setdefault(dim, n) for dim, n in zip(dims, shape, strict=True)] != shape:
             size = f" with H={sizes['H']} like hidden" if introduced else f"={[sizes.get(dim) for dim in dims]}"
             raise layout.fail(said, text + size, shape)
-        if x.dtype != hidden.dtype and not (name == "weight" and x.dtype == FLOAT8):
+        if x.dtype != hidden.dtype:
             raise TypeError(f"{layout.caller}: {said} must have the dtype of hidden, {hidden.dtype}; got {x.dtype}")
         if x.device != hidden.device:
             raise layout.fail(said, f"on {hidden.device} like hidden", x.device)
-
-
-def _quantized(layout: Layout, hidden: Tensor, weight: Tensor, float8: bool, scale: Any) -> Quantized | None:
-    caller = layout.caller
-    if weight.dtype != FLOAT8 and scale is not None:
-        raise ValueError(f"{caller}: weight_scale has no use: weight is in {weight.dtype}, not {FLOAT8}")
-    if weight.dtype != FLOAT8 and not float8:
-        return None
-    if hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise TypeError(f"{caller}: a float8 head takes hidden in bfloat16, float16 or float32, got {hidden.dtype}")
-    if hidden.device.type == "cuda":
-        _check_float8_device(layout, hidden)
-    if weight.dtype != FLOAT8:
-        return quantized_weight(weight.detach())
-    n = weight.shape[0]
-    check_tensor(caller, "weight_scale", scale, f"a tensor [V, 1] or of one number, which a weight in {FLOAT8} needs")
-    if not scale.is_floating_point() or list(scale.shape) not in ([], [1], [1, 1], [n], [n, 1]):
-        raise layout.fail("weight_scale", f"floats [V, 1]=[{n}, 1], or one", f"{scale.dtype} {list(scale.shape)}")
-    if scale.device != hidden.device:
-        raise layout.fail("weight_scale", f"on {hidden.device} like hidden", scale.device)
-    if torch.is_grad_enabled() and (weight.requires_grad or scale.requires_grad):
-        raise ValueError(
-            f"{caller}: a weight stored in {FLOAT8} and its weight_scale have no gradient; pass the 16-bit weight with "
-            "float8=True to train it"
-        )
-    return Quantized(weight.contiguous(), scale.float().reshape(-1, 1).expand(n, 1).contiguous())
-
-
-def _check_float8_device(layout: Layout, hidden: Tensor) -> None:
-    capability = torch.cuda.get_device_capability(hidden.device)
-    if torch.version.hip is not None or capability < (8, 9):
-        device = "ROCm" if torch.version.hip is not None else "compute capability {}.{}".format(*capability)
-        raise ValueError(f"{layout.caller}: a float8 head needs CUDA and compute capability 8.9, here is {device}")
-    if hidden.shape[-1] % PRODUCT_MULTIPLE:
-        raise layout.fail("hidden", f"[…, H] with H a multiple of {PRODUCT_MULTIPLE} for float8", list(hidden.shape))
 
 
 def _checked_factors(layout: Layout, lora: Any) -> dict[str, Any]:

@@ -145,18 +145,11 @@ def linear_dapo_loss(
 
     Args:
         hidden: [T, H] packed or [B, L, H] padded.
-        weight: [V, H], the output head (``lm_head.weight``), same dtype as ``hidden``, or float8_e4m3fn.
+        weight: [V, H], the output head (``lm_head.weight``), same dtype as ``hidden``.
         bias: [V], same dtype.
         lora: an adapter of the head, ``LoraFactors(a [r, H], b [V, r], scale)`` of the same dtype: its weight is
             weight + scale · b · a, of which nothing [V, H] is made. Gradients go to whichever of a, b and weight
             require one. With ``group``, b is this rank's rows and a the same on all.
-        float8: multiply in float8 (e4m3), hidden and weight rounded by row with dynamic scales; the logits are in the
-            dtype of ``hidden``, bias and ``lora`` are not rounded. Gradients are those of the rounded numbers, handed
-            straight through, their products in the dtype of ``hidden``. Not for float64. On a GPU it takes compute
-            capability 8.9, H a multiple of 16 and [V, H] bytes more; elsewhere it is emulated, for tests. It costs
-            accuracy: docs/guide.md, "Heads in float8".
-        weight_scale: of a ``weight`` stored in float8_e4m3fn, which has no gradient: weight · weight_scale stands for
-            it; floats [V, 1] or [V], or one number, as checkpoints have them. With ``group``, of this rank's rows.
         softcap: c of c·tanh(logits/c), applied before the temperature.
         float32_logits: keep the logits of 16-bit inputs in float32. By default they are rounded to the inputs' dtype,
             as the model's own head and most rollout engines do: match the engine, or the ratio carries the

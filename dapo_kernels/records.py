@@ -96,23 +96,11 @@ class LoraFactors(NamedTuple):
         return LoraFactors(self.a.to(dtype), self.b.to(dtype), self.scale)
 
 
-class Quantized(NamedTuple):
-    """A matrix in float8, values · scale."""
-
-    values: Tensor  # float8_e4m3fn [N, H]
-    scale: Tensor  # float32 [N, 1]
-
-    def at(self, part: slice) -> Quantized:
-        return Quantized(self.values[part], self.scale[part])
-
-
 class HeadOptions(TypedDict, total=False):
     """``linear_dapo_loss`` says what each means. One that is a field of ``Head`` gets there as it is given."""
 
     bias: Tensor | None
     lora: LoraFactors | None
-    float8: bool
-    weight_scale: Tensor | None
     softcap: float | None
     float32_logits: bool
     chunk_bytes: int | None
@@ -141,9 +129,6 @@ class Head(NamedTuple):
     lora_a: Annotated[Tensor | None, Note("r H")] = None
     lora_b: Annotated[Tensor | None, Note("V r")] = None
     lora_scale: float = 1.0
-    # What stands for weight, and is weight itself where that is stored so:
-    float8: Annotated[Tensor | None, Note("V H")] = None  # float8_e4m3fn
-    float8_scale: Annotated[Tensor | None, Note("V 1")] = None  # float32
 
     @property
     def logits_dtype(self) -> torch.dtype:
@@ -154,12 +139,6 @@ class Head(NamedTuple):
         if self.lora_a is None or self.lora_b is None:
             return None
         return LoraFactors(self.lora_a, self.lora_b, self.lora_scale)
-
-    @property
-    def quantized(self) -> Quantized | None:
-        if self.float8 is None or self.float8_scale is None:
-            return None
-        return Quantized(self.float8, self.float8_scale)
 
     def first(self, n: int) -> Head:
         """Without the rows behind the first ``n``, which pad the vocabulary."""

@@ -84,7 +84,7 @@ def head_of_ranks(caller: str, hidden: Any, weight: Any, options: Any) -> tuple[
                 raise ValueError(f"{caller}: sequence_parallel=True needs the group= that shares the head")
             return hidden, weight, None
         weight, shard = _columns_of(caller, "weight", weight, 0, group)
-        for name in (*BY_VOCAB, "weight_scale"):
+        for name in BY_VOCAB:
             if _is_dtensor(options.get(name)):
                 options[name] = _like_weight(caller, name, options[name], group, shard)
         if isinstance(lora := options.get("lora"), LoraFactors):

@@ -26,8 +26,6 @@ def right(x: Tensor, weight: Tensor, ids: Tensor, old: Tensor, advantages: Tenso
     loss += linear_preference_loss(x, weight, ids, old, beta=0.1, loss_type="ipo", softcap=30.0).loss
     loss += linear_dapo_loss(x, weight, ids, old, advantages, group=None, sequence_parallel=False, valid_vocab=9).loss
     loss += linear_dapo_loss(x, weight, ids, old, advantages, lora=LoraFactors(weight, x, 2.0)).loss
-    loss += linear_dapo_loss(x, weight, ids, old, advantages, float8=True).loss
-    loss += linear_dapo_loss(x, weight, ids, old, advantages, weight_scale=old).loss
     loss += linear_distillation_loss(x, weight, x, weight, beta=1, softcap=30.0, ref_softcap=30.0).loss
     loss += dapo_loss(x, ids, old, advantages, sampling_mask=SamplingMask.of_lists([[1], []])).loss
     return loss + policy_loss(old, old, advantages, entropy=old, entropy_coef=1e-3).loss
@@ -39,7 +37,6 @@ def wrong(x: Tensor, weight: Tensor, ids: Tensor, old: Tensor, advantages: Tenso
     dapo_loss(x, ids, old, advantages, softcap=30.0)  # type: ignore[call-arg]
     linear_dapo_loss(x, weight, ids, old, advantages, chunk_bytes=2.0**20)  # type: ignore[arg-type]
     linear_dapo_loss(x, weight, ids, old, advantages, lora=(weight, x, 2.0))  # type: ignore[arg-type]
-    linear_dapo_loss(x, weight, ids, old, advantages, weight_scale=1.0)  # type: ignore[arg-type]
     linear_distillation_loss(x, weight, x, weight, group=None)  # type: ignore[call-arg]
     linear_token_logprobs(x, weight, ids, temprature=0.7)  # type: ignore[call-arg]
     linear_preference_loss(x, weight, ids, old, bata=0.1)  # type: ignore[call-arg]

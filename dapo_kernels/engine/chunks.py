@@ -122,12 +122,12 @@ def row_stride(vocab: int) -> int:
 
 class Chunk(NamedTuple):
     rows: Tensor | slice
-    logits: Tensor  # [C, V] of the buffer that all chunks share, or of one of several in turn
+    logits: Tensor  # [C, V] of the buffer that all chunks share
     n_active: int  # of its rows, the first that may have a gradient
 
 
 class Chunks:
-    """The rows that need work, a chunk at a time; the bytes are those of all buffers."""
+    """The rows that need work, a chunk at a time."""
 
     def __init__(
         self,
@@ -139,10 +139,8 @@ class Chunks:
         chunk_bytes: int | None,
         sum_bytes: int = 0,
         widest: int | None = None,  # of the ranks that share the vocabulary: they all make the same chunks
-        n_buffers: int = 1,
     ) -> None:
         widest = vocab if widest is None else widest
-        self.n_buffers, bytes_per_logit = n_buffers, n_buffers * bytes_per_logit
         self.work, self.like, self.vocab, self.dtype = work, like, vocab, logits_dtype
         if on_host(like):
             self.size = chunk_rows(work.n, widest, bytes_per_logit, chunk_bytes)
@@ -163,11 +161,10 @@ class Chunks:
         return workspace((min(self.size, self.work.n), stride), dtype, self.like.device)[:, : self.vocab]
 
     def __iter__(self) -> Iterator[Chunk]:
-        buffers = [self.buffer(self.dtype) for _ in range(min(self.n_buffers, max(1, len(self))))]
+        buffer = self.buffer(self.dtype)
         for start in range(0, self.work.n, self.size):
             size = min(self.size, self.work.n - start)
             n_active = max(0, min(size, self.work.n_active - start))
-            buffer = buffers[start // self.size % len(buffers)]
             yield Chunk(self.work.part(start, size), buffer[:size], n_active)
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from dapo_kernels.backends import Backend, WeightSum
-from dapo_kernels.backends.float8 import dequantized, dequantized_tiles, float8_logits, quantize
 from dapo_kernels.engine.shards import sum_over_ranks
 from dapo_kernels.memory import large_tensor
 from dapo_kernels.records import BY_VOCAB, Head, LoraFactors, Needs, Plan, accumulate_dtype, on_host
@@ -75,13 +74,7 @@ def logits_of(head: Head, rows: Tensor | slice, out: Tensor) -> Tensor:
     rows behind the V.
     """
     hidden, head = head.hidden[rows], head.first(out.shape[1])
-    if head.quantized is not None:
-        float8_logits(hidden, head.quantized, out)
-        if head.bias is not None:
-            out += head.bias
-        if head.lora is not None:
-            _add_logits(low_rank(head.lora, hidden), head.lora.b, out)
-    elif head.lora is None:
+    if head.lora is None:
         _logits(hidden, head.weight, head.bias, out)
     else:  # the small product first: the large one adds to it in passing
         _logits(low_rank(head.lora, hidden), head.lora.b, head.bias, out)
@@ -203,7 +196,7 @@ class GradientSum:
         hidden, weight = head[:2]
         self.vocab, self.n_chunks, self.n_added = vocab, n_chunks, 0
         own = head.first(vocab)
-        self.operand, self.quantized, self.lora = own.weight, own.quantized, own.lora
+        self.operand, self.lora = own.weight, own.lora
         self.result_dtype = accumulate_dtype(hidden.dtype) if float32_sums else hidden.dtype
         self.hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needs.hidden else None
         self.sums = small_sums(head, needs)
@@ -240,15 +233,13 @@ class GradientSum:
         dlogits = dlogits.to(hidden.dtype)
         d_low = None if self.lora is None else self._through_factors(self.lora, dlogits, hidden)
         if self.hidden is not None:
-            own = self._through_weight(dlogits, out=self.hidden[rows] if isinstance(rows, slice) else None)
+            own = torch.mm(dlogits, self.operand, out=self.hidden[rows] if isinstance(rows, slice) else None)
             if self.lora is not None and d_low is not None:
                 own.addmm_(d_low, self.lora.a)
             if not isinstance(rows, slice):
                 self.hidden.index_copy_(0, rows, own)
         if (bias := self.sums.get("bias")) is not None:
             bias[: self.vocab].add_(dlogits.sum(0, dtype=bias.dtype))
-        if self.quantized is not None and self.padded is not None:
-            hidden = dequantized(quantize(hidden), hidden.dtype)
         if self.weight_float32 is not None:
             _wide_product_(self.weight_float32, dlogits, hidden, add=self.n_added > 1)
         elif self.weight_sum is not None:
@@ -259,15 +250,6 @@ class GradientSum:
                 self.weight_sum.add(part, torch.mm(columns.t(), hidden, out=self.tile[: columns.shape[1]]))
         elif self.weight is not None:
             product_(self.weight, dlogits.t(), hidden, add=self._adds_to_weight())
-
-    def _through_weight(self, dlogits: Tensor, out: Tensor | None) -> Tensor:
-        if self.quantized is None:
-            return torch.mm(dlogits, self.operand, out=out)
-        total = dlogits.new_zeros(dlogits.shape[0], self.operand.shape[1], dtype=torch.float32)
-        dtype = dlogits.dtype if float32_product(dlogits) else torch.float32
-        for part, tile in dequantized_tiles(self.quantized, dtype):
-            product_(total, dlogits[:, part].to(dtype), tile, add=True)
-        return total.to(dlogits.dtype) if out is None else out.copy_(total)
 
     def _through_factors(self, lora: LoraFactors, dlogits: Tensor, hidden: Tensor) -> Tensor | None:
         """Adds to the sums of the factors; ∂loss/∂(hidden · aᵀ) [A, r], where anything needs it."""

@@ -4,7 +4,7 @@ N tokens, V vocabulary, H hidden. Per chunk of C tokens, in one reused [C, V] bu
 GEMM) → row kernel in place, which leaves ∂loss/∂logits → the two gradient GEMMs at once. Three GEMMs in all, where
 recomputing the logits in the backward pass would take four. Cost follows work: dead tokens are left out before the
 first GEMM, and tokens whose gradient is zero (clipped, zero advantage) before the other two; what of that needs the
-host to look, and what a GPU does instead, is in ``chunks.py``. ``streams.py`` has the order of these stages.
+host to look, and what a GPU does instead, is in ``chunks.py``.
 
 The loops over chunks return running sums: rounding dW to its dtype takes memory, and by then the buffer is free.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dapo_kernels.backends import Backend
 from dapo_kernels.backends.reference import check_rows
-from dapo_kernels.engine.chunks import Chunk, Chunks, gradient_rows, idle_beforehand, live_work
+from dapo_kernels.engine.chunks import Chunks, gradient_rows, idle_beforehand, live_work
 from dapo_kernels.engine.gradients import (
     GradientSum,
     HeadGradients,
@@ -33,16 +33,13 @@ from dapo_kernels.engine.gradients import (
 from dapo_kernels.engine.operators import hand_out_once, operator, scaled
 from dapo_kernels.engine.rows import given_slopes
 from dapo_kernels.engine.shards import Widths, backend_of
-from dapo_kernels.engine.streams import in_stages, streams_for
 from dapo_kernels.engine.wrapped import stats_before_gradient
 from dapo_kernels.objectives.own import OwnLoss, own_slopes, registered
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
 from dapo_kernels.records import Asked, Head, Needs, Plan, RowsLoss, RowStats, Slopes, Tokens, accumulate_dtype, on_host
 
 
-def _chunks(
-    head: Head, live: Tensor, idle: Tensor | None, needs: Needs, plan: Plan, by: Backend, n_buffers: int = 1
-) -> Chunks:
+def _chunks(head: Head, live: Tensor, idle: Tensor | None, needs: Needs, plan: Plan, by: Backend) -> Chunks:
     widths = Widths.of(plan, head.weight.shape[0])
     # In a chunk's buffers: a softcap may take a copy of the logits, float32 logits a rounded copy for the GEMMs.
     bytes_per_logit = head.logits_dtype.itemsize * (2 if head.softcap is not None and by.SOFTCAP_COPIES else 1)
@@ -57,7 +54,6 @@ def _chunks(
         plan.chunk_bytes,
         sum_bytes(head.weight, widths.widest, needs),
         widths.widest,
-        n_buffers,
     )
 
 
@@ -104,19 +100,17 @@ def linear_grad(head: Head, asked: Asked, stats: RowStats, slopes: Slopes, needs
 def _grad_over_chunks(
     head: Head, asked: Asked, stats: RowStats, slopes: Slopes, needs: Needs, plan: Plan
 ) -> GradientSum:
-    by, streams = backend_of(plan, asked), streams_for(head.hidden, plan)
-    chunks = _chunks(head, asked.live, None, needs, plan, by, streams.n_buffers)
+    by = backend_of(plan, asked)
+    chunks = _chunks(head, asked.live, None, needs, plan, by)
     gradients = GradientSum(head, chunks.vocab, needs, chunks.n_with_gradient, by, plan.main_grad is not None)
-
-    def row_kernel(chunk: Chunk) -> None:
+    for chunk in chunks:
         rows, logits = chunk.rows, chunk.logits
+        hidden = logits_of(head, rows, logits)
         by.row_grad(logits, logits, asked.at(rows), stats.at(rows), slopes.at(rows), head.softcap)
-
-    for chunk, hidden in in_stages(chunks, streams, lambda c: logits_of(head, c.rows, c.logits), row_kernel):
-        if on_host(chunk.logits):
-            gradients.add(chunk.logits, hidden, chunk.rows)
+        if on_host(logits):
+            gradients.add(logits, hidden, rows)
         else:
-            gradients.add(*gradient_rows(chunk.logits, hidden, ~asked.live[chunk.rows], chunk))
+            gradients.add(*gradient_rows(logits, hidden, ~asked.live[rows], chunk))
     return gradients
 
 
@@ -172,23 +166,21 @@ def _loss_over_chunks(
     head: Head, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, needs: Needs, plan: Plan
 ) -> tuple[RowsLoss, GradientSum]:
     check_rows(asked, Widths.of(plan, head.weight.shape[0]).all)
-    by, streams, function = backend_of(plan, asked), streams_for(head.hidden, plan), registered(scalars.own)
+    by, function = backend_of(plan, asked), registered(scalars.own)
     total = _no_loss(head, asked, scalars)
     idle = None if on_host(asked.live) or function else idle_beforehand(tokens, scalars)
-    chunks = _chunks(head, asked.live, idle, needs, plan, by, streams.n_buffers)
+    chunks = _chunks(head, asked.live, idle, needs, plan, by)
     gradients = GradientSum(head, chunks.vocab, needs, chunks.n_with_gradient, by, wants_float32_sums(head, plan))
-
-    def row_kernel(chunk: Chunk) -> None:
-        arguments = (chunk.logits, asked.at(chunk.rows), tokens.at(chunk.rows))
+    for chunk in chunks:
+        rows, logits = chunk.rows, chunk.logits
+        hidden = logits_of(head, rows, logits)
         if function is None:
-            out = by.row_loss_(*arguments, scalars, head.softcap)
+            out = by.row_loss_(logits, asked.at(rows), tokens.at(rows), scalars, head.softcap)
         else:
-            out = _own_row_loss_(by, *arguments, function, head.softcap)
+            out = _own_row_loss_(by, logits, asked.at(rows), tokens.at(rows), function, head.softcap)
         total.loss.add_(out.loss)
-        _fill(total[1:], chunk.rows, out[1:])
-
-    for chunk, hidden in in_stages(chunks, streams, lambda c: logits_of(head, c.rows, c.logits), row_kernel):
-        gradients.add(*gradient_rows(chunk.logits, hidden, total.idle[chunk.rows], chunk))
+        _fill(total[1:], rows, out[1:])
+        gradients.add(*gradient_rows(logits, hidden, total.idle[rows], chunk))
     return total, gradients
 
 

@@ -14,11 +14,9 @@ def record(
     cuda: float | None,
     dtype: str = "bfloat16",
     level: str = "logits",
-    two_streams: float | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    times = {decide.TRITON: 1.0, decide.CUDA: cuda, decide.UNLIMITED: 1.25, decide.OURS: 1.0}
-    times |= {decide.TWO_STREAMS: two_streams}
+    times = {decide.TRITON: 1.0, decide.CUDA: cuda, decide.UNLIMITED: 1.25}
     rows = [{"name": n, "status": "ok" if t else "failed", "median_ms": t} for n, t in times.items()]
     return {"fields": {"mode": "train", "level": level, "dtype": dtype, "vocab": vocab} | more, "rows": rows}
 
@@ -50,22 +48,9 @@ def test_the_text_is_what_the_registry_takes() -> None:
     assert "bfloat16, V=151936, from logits: 0.80 of the time" in text
 
 
-def test_two_streams_have_to_win_everywhere() -> None:
-    def decided(*times: float | None) -> bool:
-        records = [record(1000 * i, None, level="hidden", two_streams=t) for i, t in enumerate(times)]
-        text = decide.text({"machine": {"gpu": {"name": "a GPU", "capability": "9.0"}}, "records": records}, "a.json")
-        return "\nTWO_STREAMS = True" in text
-
-    assert decided(0.9, 0.96)
-    assert decided(0.9, None)
-    assert not decided(0.9, 0.98)
-    assert not decided(None)
-
-
 def test_the_suite_measures_what_is_decided() -> None:
     both = {decide.TRITON, decide.CUDA}
     kinds = {(c.level, c.dtype, c.vocab) for c in GPU if c.mode == "train" and both <= set(c.contestants or ())}
     assert kinds >= {("logits", "bfloat16", 32_000), ("logits", "bfloat16", 151_936), ("logits", "float32", 151_936)}
     assert ("hidden", "bfloat16", 151_936) in kinds
-    for name in (decide.UNLIMITED, decide.TWO_STREAMS):
-        assert any(name in (c.contestants or ()) for c in GPU)
+    assert any(decide.UNLIMITED in (c.contestants or ()) for c in GPU)

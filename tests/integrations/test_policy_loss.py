@@ -180,7 +180,7 @@ def test_a_sampling_mask() -> None:
 
 
 def test_logprobs_are_of_the_head_that_the_loss_has() -> None:
-    policy, batch = PolicyLoss(network(), float8=True), padded()
+    policy, batch = PolicyLoss(network(), float32_logits=True), padded()
     stats = policy(batch["input_ids"], batch["target_ids"], mask=batch["mask"], mode="logprobs")
     assert torch.equal(stats.logprobs, policy(**batch).logprobs)
 

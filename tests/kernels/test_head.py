@@ -15,14 +15,14 @@ from dapo_kernels.sharding import _told
 def test_what_ranks_must_have_alike() -> None:
     """Everything but a rank's own rows and what is noted as its own."""
     rows, r = torch.randn(5, 4), 2
-    head = Head(rows, rows, rows[:, 0], 30.0, False, rows[:r], rows[:, :r], 1.0, rows, rows[:, :1])
+    head = Head(rows, rows, rows[:, 0], 30.0, False, rows[:r], rows[:, :r], 1.0)
     plan = Plan(8, False, rows, "cpp", 5)
     changed: list[Head | Plan] = [head._replace(**{name: None}) for name in Head._fields]
     changed += [head._replace(hidden=rows.double()), head._replace(lora_b=rows[:, :1]), head._replace(softcap=20.0)]
     changed += [plan._replace(**{name: None}) for name in ("chunk_bytes", "host_sync", "backend", "valid")]
     for other in changed:
         assert _told(other) != _told(head if isinstance(other, Head) else plan)
-    fewer = {name: getattr(head, name)[:3] for name in ("hidden", "weight", "bias", "lora_b", "float8", "float8_scale")}
+    fewer = {name: getattr(head, name)[:3] for name in ("hidden", "weight", "bias", "lora_b")}
     assert _told(head._replace(**fewer)) == _told(head)
     own = plan._replace(main_grad=None, group="tp", columns=torch.ones(2), partial_hidden=True)
     assert _told(own) == _told(plan)
@@ -30,9 +30,9 @@ def test_what_ranks_must_have_alike() -> None:
 
 def test_padding_is_cut_off_everything_that_lies_by_vocabulary() -> None:
     rows = torch.randn(5, 4)
-    cut = Head(rows, rows, rows[:, 0], None, False, rows, rows, 1.0, rows, rows[:, :1]).first(3)
+    cut = Head(rows, rows, rows[:, 0], None, False, rows, rows, 1.0).first(3)
     lengths = {name: len(x) for name, x in cut._asdict().items() if isinstance(x, Tensor)}
-    by_vocabulary = dict.fromkeys(("weight", "bias", "lora_b", "float8", "float8_scale"), 3)
+    by_vocabulary = dict.fromkeys(("weight", "bias", "lora_b"), 3)
     assert lengths == {"hidden": 5, "lora_a": 5} | by_vocabulary
 
 

@@ -14,7 +14,7 @@ from closeness import as_accurate
 from oracle import Flat, dapo_paper
 from torch import Tensor
 
-from dapo_kernels import dapo_loss, linear_dapo_loss, linear_token_logprobs
+from dapo_kernels import dapo_loss, linear_dapo_loss
 
 pytestmark = pytest.mark.slow
 
@@ -115,49 +115,3 @@ def test_linear_dapo_loss_on_real_hidden_states(states: dict[str, Any], dtype: t
     for what, got, true, other in zip(("hidden", "weight"), gradients, truth[1:], reference[1:], strict=True):
         as_accurate(got, true, other, what=what)
     as_accurate(out.loss.detach(), truth[0], reference[0].float(), what="loss")
-
-
-@torch.no_grad()
-def test_what_float8_costs(states: dict[str, Any]) -> None:
-    """docs/guide.md has the figures (``pytest tests/kernels/test_real_model.py -m slow -k float8 -s``)."""
-    hidden, weight, targets = (states[name] for name in ("hidden", "weight", "targets"))
-
-    def log_probs(hidden: Tensor, weight: Tensor) -> Tensor:
-        return eager_logprobs(hidden.double() @ weight.double().T, targets)
-
-    def as_engines_round(x: Tensor) -> Tensor:
-        """vLLM's form: times the reciprocal, saturating."""
-        scale = (x.abs().amax(-1, keepdim=True).float() / 448).clamp(min=1 / (448 * 512))
-        return (x.float() * scale.reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn).double() * scale.double()
-
-    truth, of_engine = log_probs(hidden, weight), log_probs(as_engines_round(hidden), as_engines_round(weight))
-    whole = (weight.float().abs().amax() / 448).float()
-    one_scale = {"weight": (weight / whole).to(torch.float8_e4m3fn), "weight_scale": whole}
-    rows = [
-        ("bf16", {}, truth, 0.04, 0.4),
-        ("float8", {"float8": True}, truth, 0.3, 2.5),
-        ("stored, one scale", one_scale, truth, 0.3, 2.5),
-        ("float8, against an engine's float8", {"float8": True}, of_engine, 0.04, 0.4),
-    ]
-    for name, how, against, mean, largest in rows:
-        head: Any = {"weight": weight, **how}
-        error = (linear_token_logprobs(hidden, target_ids=targets, **head).logprobs - against).abs()
-        print(
-            f"{name}: {len(targets)} tokens, |log-prob error| {error.mean():.3f} on average, {error.max():.2f} at most"
-        )
-        assert error.mean() < mean, name
-        assert error.max() < largest, name
-
-
-def test_gradients_through_float8(states: dict[str, Any]) -> None:
-    def gradients(dtype: torch.dtype, **how: Any) -> tuple[Tensor, ...]:
-        leaves = [states[name].to(dtype).requires_grad_() for name in ("hidden", "weight")]
-        out = linear_dapo_loss(*leaves, states["targets"], None, states["advantages"], **how)
-        return torch.autograd.grad(out.loss, leaves)
-
-    truth = gradients(torch.float64)
-    for name, how, most in (("bf16", {}, 0.03), ("float8", {"float8": True}, 0.4)):
-        for what, got, true in zip(("hidden", "weight"), gradients(torch.bfloat16, **how), truth, strict=True):
-            error = float((got.double() - true).norm() / true.norm())
-            print(f"{name}: gradient of {what}, error {error:.3f} of its norm")
-            assert error < most, f"{name}, {what}"

@@ -38,7 +38,6 @@ from vocab_parallel import (
 from vocab_parallel_refusals import refusals
 from vocab_parallel_tensors import (
     distributed_tensors,
-    head_in_float8,
     lots_of_a_whole_head,
     low_rank_factors,
     the_page,
@@ -123,7 +122,6 @@ def every_option(group: Group, cut: tuple[int, ...], dtypes: tuple[torch.dtype, 
         case = linear_case(V, H, LENGTHS, bias=True, softcap=2.0, seed=6, rank=3)
         how = {"mask": case.mask, "cu_seqlens": case.cu_seqlens, "chunk_bytes": 5 * V * 8}
         from_hidden(group, case, cut, objective, f"{objective}, LoRA", **how)
-        from_hidden(group, case, cut, objective, f"{objective}, LoRA, float8", float8=True, **how)
     case = linear_case(V, H, LENGTHS, seed=7, mask=torch.zeros(T, dtype=torch.bool))
     from_hidden(group, case, cut, "dapo", "all dead", mask=case.mask)
 
@@ -298,7 +296,6 @@ def on_a_rank(rank: int) -> None:
         impossible_columns(group)
         second_derivative(group)
         low_rank_factors(group)
-        head_in_float8(group)
     if rank < 2:
         the_page(group)
         another_default_device(group, CUTS[2][0])

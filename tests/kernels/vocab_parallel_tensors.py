@@ -97,34 +97,6 @@ def low_rank_factors(group: Group) -> None:
             linear_dapo_loss(part, weight, *tokens, **{**how, "lora": LoraFactors(*wrong, LORA_SCALE)})
 
 
-def head_in_float8(group: Group) -> None:
-    """Stored so, its scales by row: as DTensors, and a rank's own."""
-    mesh, n_ranks = DeviceMesh.from_group(group, "cpu"), group.size()
-    case = linear_case(V, H, LENGTHS, seed=24)
-    scale = case.leaves["weight"].abs().amax(1, keepdim=True) / 448
-    stored = (case.leaves["weight"] / scale).to(torch.float8_e4m3fn)
-    most = -(-V // n_ranks)
-    mine = slice(group.rank() * most, (group.rank() + 1) * most)
-    shape: Any = {"shape": (V, H), "stride": (H, 1)}
-    weight = DTensor.from_local(stored[mine], mesh, [Shard(0)], run_check=False, **shape)
-    by_row = distribute_tensor(scale, mesh, [Shard(0)])
-    tokens = (case.target_ids, case.old_logprobs, case.advantages)
-    results = []
-    for head, its_scale, how in (
-        (stored, scale, {}),
-        (weight, by_row, {}),
-        (stored[mine], scale[mine], {"group": group}),
-        (weight, torch.tensor(0.01), {}),
-    ):
-        hidden = case.leaves["hidden"].clone().requires_grad_()
-        out = linear_dapo_loss(hidden, head, *tokens, mask=case.mask, weight_scale=its_scale, **how)
-        out.loss.backward()
-        results.append((out, {"hidden": hidden.grad}))
-    (whole, expected), *others, _ = results
-    for got, grads in others:
-        alike(group, got, whole, grads, expected, "float8", **CLOSE[torch.float32])
-
-
 def lots_of_a_whole_head(group: Group) -> None:
     """The ranks' dice differ: the first one's count."""
     case, mesh = linear_case(V, H, LENGTHS, seed=19), DeviceMesh.from_group(group, "cpu")
