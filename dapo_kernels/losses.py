@@ -252,8 +252,7 @@ def _from_logits(
         return _of_stats(call, stats.logprobs, stats.entropy, served_by)
     if in_place:
         weights, unit = gradient_unit(logits.dtype, call.tokens.weights)
-        served = from_rows.backend_of_rows(server, logits, asked)
-        rest = (asked, call.tokens._replace(weights=weights), call.scalars, served)
+        rest = (asked, call.tokens._replace(weights=weights), call.scalars, server)
         loss, *reported, _ = from_rows.LossInPlace.apply(logits, *rest)
         return _output(call, loss / unit, *reported)
     out = from_rows.logits_loss(logits, asked, call.tokens, call.scalars, server)

@@ -27,6 +27,7 @@ class Asked(NamedTuple):
     listed: Tensor | None = None  # bool [N]: those rows
     kept_ids: Tensor | None = None  # int64 [K]: the tokens kept, of all of them
     kept_rows: Tensor | None = None  # int64 [K]: the row of each, ascending on a CPU; −1: of no row here
+    softcap: float | None = None  # c: the rows are those of c·tanh(logits/c), the gradient is of the logits before it
 
     @property
     def tau(self) -> float | Tensor:

@@ -38,22 +38,22 @@ def _scalar(loss: float) -> Tensor:
     return torch.full((), loss, dtype=torch.float32, device="cpu")
 
 
-def _cap_(logits: Tensor, asked: Asked, softcap: float | None) -> Tensor:
-    if softcap is None:
+def _cap_(logits: Tensor, asked: Asked) -> Tensor:
+    if asked.softcap is None:
         return logits
     if not bool(asked.live.all()):
         logits.view(-1, logits.shape[-1])[~asked.live] = 0.0  # whatever stands there must not outlive ``_uncap_``
-    return logits.div_(softcap).tanh_().mul_(softcap)
+    return logits.div_(asked.softcap).tanh_().mul_(asked.softcap)
 
 
-def _uncap_(gradient: Tensor, capped: Tensor | None, softcap: float | None) -> None:
+def _uncap_(gradient: Tensor, capped: Tensor | None, asked: Asked) -> None:
     """∂/∂x from ∂/∂(c·tanh(x/c)): times 1 − (z/c)²."""
-    if capped is not None and softcap is not None:
-        gradient.mul_(capped.div_(softcap).square_().neg_().add_(1.0))
+    if capped is not None and asked.softcap is not None:
+        gradient.mul_(capped.div_(asked.softcap).square_().neg_().add_(1.0))
 
 
-def row_stats(logits: Tensor, asked: Asked, softcap: float | None = None) -> RowStats:
-    logits = unit_stride(_cap_(logits, asked, softcap))
+def row_stats(logits: Tensor, asked: Asked) -> RowStats:
+    logits = unit_stride(_cap_(logits, asked))
     rows, inputs = rows_of(_C, logits), row_inputs(_C, asked)
     _check(rows, inputs, asked, logits.shape[-1])
     stats = RowStats.empty(asked)
@@ -61,17 +61,9 @@ def row_stats(logits: Tensor, asked: Asked, softcap: float | None = None) -> Row
     return stats
 
 
-def row_grad(
-    out: Tensor,
-    logits: Tensor,
-    asked: Asked,
-    stats: RowStats,
-    slopes: Slopes,
-    softcap: float | None = None,
-    zeroed: bool = False,
-) -> None:
-    source, to = unit_stride(_cap_(logits, asked, softcap)), unit_stride(out)
-    capped = None if softcap is None else source.clone()
+def row_grad(out: Tensor, logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, zeroed: bool = False) -> None:
+    source, to = unit_stride(_cap_(logits, asked)), unit_stride(out)
+    capped = None if asked.softcap is None else source.clone()
     _C.row_grad(
         rows_of(_C, source),
         rows_of(_C, to),
@@ -83,7 +75,7 @@ def row_grad(
         zeroed and to is out,
         torch.get_num_threads(),
     )
-    _uncap_(to, capped, softcap)
+    _uncap_(to, capped, asked)
     if to is not out:
         out.copy_(to)
 
@@ -106,17 +98,15 @@ def row_slopes(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveS
     return result._replace(loss=_scalar(loss))
 
 
-def row_loss_(
-    logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, softcap: float | None = None
-) -> RowsLoss:
-    work = unit_stride(_cap_(logits, asked, softcap))
-    capped = None if softcap is None else work.clone()
+def row_loss_(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsLoss:
+    work = unit_stride(_cap_(logits, asked))
+    capped = None if asked.softcap is None else work.clone()
     rows, inputs = rows_of(_C, work), row_inputs(_C, asked, tokens)
     _check(rows, inputs, asked, work.shape[-1])
     result = RowsLoss.empty(asked, scalars.kl_coef != 0)
     objective, out = objective_of(_C, scalars), outputs(_C, result)
     loss = _C.row_loss(rows, inputs, objective, scalars.entropy_coef, out, torch.get_num_threads())
-    _uncap_(work, capped, softcap)
+    _uncap_(work, capped, asked)
     if work is not logits:
         logits.copy_(work)
     return result._replace(loss=_scalar(loss))
@@ -132,7 +122,7 @@ def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scala
 class KeptRows:
     """Rows of the tokens that were kept, side by side, each as long as its list: to the kernels rows like any other."""
 
-    def __init__(self, logits: Tensor, asked: Asked, softcap: float | None) -> None:
+    def __init__(self, logits: Tensor, asked: Asked) -> None:
         assert asked.kept_ids is not None
         assert asked.listed is not None
         logits = unit_stride(logits)
@@ -154,8 +144,8 @@ class KeptRows:
             check_rows(asked, logits.shape[-1])
         self.asked = listed._replace(target_ids=places, partial=True)
         self.capped = None
-        if softcap is not None:
-            self.logits = self.logits.float().div_(softcap).tanh_().mul_(softcap)
+        if asked.softcap is not None:
+            self.logits = self.logits.float().div_(asked.softcap).tanh_().mul_(asked.softcap)
             self.rows = lists_of(_C, self.logits, self.starts)
             if asked.partial:
                 elsewhere = (self.ids < 0) | (self.ids >= logits.shape[-1])
@@ -167,7 +157,7 @@ class KeptRows:
         _C.row_stats(self.rows, row_inputs(_C, self.asked), outputs(_C, stats), torch.get_num_threads())
         return stats
 
-    def add_gradient_(self, out: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, softcap: float | None) -> None:
+    def add_gradient_(self, out: Tensor, asked: Asked, stats: RowStats, slopes: Slopes) -> None:
         to, inputs, threads = unit_stride(out), row_inputs(_C, self.asked), torch.get_num_threads()
         _C.row_grad(
             self.rows,
@@ -180,7 +170,7 @@ class KeptRows:
             False,
             threads,
         )
-        _uncap_(self.logits, self.capped, softcap)
+        _uncap_(self.logits, self.capped, asked)
         rounded = self.logits.to(to.dtype)
         _C.scatter_kept(lists_of(_C, rounded, self.starts), inputs, self.ids.data_ptr(), rows_of(_C, to), threads)
         if to is not out:

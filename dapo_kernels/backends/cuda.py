@@ -57,7 +57,7 @@ def _workspace(rows: Any, device: torch.device) -> Tensor:
     return torch.empty(_cuda.workspace_bytes(rows), dtype=torch.uint8, device=device)
 
 
-def row_stats(logits: Tensor, asked: Asked, softcap: float | None = None) -> RowStats:
+def row_stats(logits: Tensor, asked: Asked) -> RowStats:
     check_rows(asked, logits.shape[-1])
     logits = unit_stride(logits)
     device = logits.device
@@ -66,20 +66,17 @@ def row_stats(logits: Tensor, asked: Asked, softcap: float | None = None) -> Row
     work = _workspace(rows, device)
     with _on(device):
         _cuda.row_stats(
-            rows, row_inputs(_cuda, asked), softcap or 0.0, outputs(_cuda, stats), work.data_ptr(), _stream(device)
+            rows,
+            row_inputs(_cuda, asked),
+            asked.softcap or 0.0,
+            outputs(_cuda, stats),
+            work.data_ptr(),
+            _stream(device),
         )
     return stats
 
 
-def row_grad(
-    out: Tensor,
-    logits: Tensor,
-    asked: Asked,
-    stats: RowStats,
-    slopes: Slopes,
-    softcap: float | None = None,
-    zeroed: bool = False,
-) -> None:
+def row_grad(out: Tensor, logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, zeroed: bool = False) -> None:
     source, to = unit_stride(logits), unit_stride(out)
     device = source.device
     rows = rows_of(_cuda, source)
@@ -88,7 +85,7 @@ def row_grad(
         _cuda.row_grad(
             rows,
             row_inputs(_cuda, asked),
-            softcap or 0.0,
+            asked.softcap or 0.0,
             rows_of(_cuda, to),
             stats.norm.data_ptr(),
             address(stats.entropy),
@@ -105,9 +102,7 @@ def row_slopes(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveS
     return slopes_of_stats(row_stats(logits, asked), tokens, scalars, token_loss)
 
 
-def row_loss_(
-    logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, softcap: float | None = None
-) -> RowsLoss:
+def row_loss_(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsLoss:
     check_rows(asked, logits.shape[-1])
     work = unit_stride(logits)
     device = work.device
@@ -119,7 +114,7 @@ def row_loss_(
         _cuda.row_loss(
             rows,
             row_inputs(_cuda, asked, tokens),
-            softcap or 0.0,
+            asked.softcap or 0.0,
             objective_of(_cuda, scalars),
             float(scalars.entropy_coef),
             outputs(_cuda, result),

@@ -1,7 +1,7 @@
 """What a backend is: a module with these functions. ``reference.py`` says in eager torch what each computes.
 
-N rows, V vocabulary. Logits are [N, V] or, padded, [B, L, V] with N = B·L, any strides. A ``softcap`` c asks for the
-rows of c·tanh(logits/c), and for the gradient of the logits from before it; ``logits`` may then be used as scratch.
+N rows, V vocabulary. Logits are [N, V] or, padded, [B, L, V] with N = B·L, any strides. With ``asked.softcap``,
+``logits`` may be used as scratch.
 """
 
 from __future__ import annotations
@@ -29,29 +29,22 @@ class KeptLogits(Protocol):
     def stats(self, asked: Asked) -> RowStats:
         """Over the kept tokens; zeros on rows without a list."""
 
-    def add_gradient_(self, out: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, softcap: float | None) -> None:
+    def add_gradient_(self, out: Tensor, asked: Asked, stats: RowStats, slopes: Slopes) -> None:
         """Write ∂loss/∂logits of them into ``out``, which holds zeros there. Their logits may then be gone."""
 
 
 class Backend(Protocol):
     SOFTCAP_COPIES: bool
     """Whether a softcap takes a second buffer of the logits' size."""
-    gather_kept: Callable[[Tensor, Asked, float | None], KeptLogits] | None
+    gather_kept: Callable[[Tensor, Asked], KeptLogits] | None
     """The kept logits of rows with a list, on a CPU, after the softcap and with every check of rows and lists; None:
     engine/kept.py gathers them.
     """
 
-    def row_stats(self, logits: Tensor, asked: Asked, softcap: float | None = None) -> RowStats: ...
+    def row_stats(self, logits: Tensor, asked: Asked) -> RowStats: ...
 
     def row_grad(
-        self,
-        out: Tensor,
-        logits: Tensor,
-        asked: Asked,
-        stats: RowStats,
-        slopes: Slopes,
-        softcap: float | None = None,
-        zeroed: bool = False,
+        self, out: Tensor, logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, zeroed: bool = False
     ) -> None:
         """Write ∂loss/∂logits into ``out`` (may be ``logits`` itself). ``zeroed``: it holds zeros, which rows without a
         gradient may keep.
@@ -60,9 +53,7 @@ class Backend(Protocol):
     def row_slopes(self, logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsSlopes:
         """``row_stats``, and the loss of token-level objectives with its slopes; the logits stay as they are."""
 
-    def row_loss_(
-        self, logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, softcap: float | None = None
-    ) -> RowsLoss:
+    def row_loss_(self, logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsLoss:
         """The whole loss of token-level objectives; ∂loss/∂logits overwrites ``logits``."""
 
     def merge_norms(self, norms: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:

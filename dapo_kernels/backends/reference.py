@@ -103,11 +103,11 @@ def raise_bad_temperature(asked: Asked, row: int) -> None:
     raise ValueError(f"temperature: token {row} is live and its temperature {temperature:g} is not positive")
 
 
-def _capped(logits: Tensor, asked: Asked, softcap: float | None) -> Tensor:
+def _capped(logits: Tensor, asked: Asked) -> Tensor:
     """[N, V] in the dtype of the arithmetic, dead rows zeros, after the softcap and before the temperature."""
     rows = logits.reshape(-1, logits.shape[-1])
     rows = torch.where(asked.live[:, None], rows.to(accumulate_dtype(logits.dtype)), 0.0)
-    return rows if softcap is None else softcap * torch.tanh(rows / softcap)
+    return rows if asked.softcap is None else asked.softcap * torch.tanh(rows / asked.softcap)
 
 
 def _scaled(rows: Tensor, asked: Asked) -> Tensor:
@@ -116,11 +116,11 @@ def _scaled(rows: Tensor, asked: Asked) -> Tensor:
     return rows / torch.where(asked.live, asked.temperatures, 1.0)[:, None]
 
 
-def row_stats(logits: Tensor, asked: Asked, softcap: float | None = None) -> RowStats:
+def row_stats(logits: Tensor, asked: Asked) -> RowStats:
     """Log-probs of the targets [N], (max, log-sum-exp above it) [N, 2], entropy [N]. ``logits`` [..., V]."""
     check_rows(asked, logits.shape[-1])
     live = asked.live
-    z = _scaled(_capped(logits, asked, softcap), asked)
+    z = _scaled(_capped(logits, asked), asked)
     target_ids = torch.where(live, asked.target_ids, 0).clamp(min=0)
     # Kept apart: one rounded log-sum-exp of a row at 1e4 would cost three digits of every probability.
     top = z.amax(dim=-1)
@@ -141,17 +141,9 @@ def _softmax(z: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
     return log_p, log_p.exp()
 
 
-def row_grad(
-    out: Tensor,
-    logits: Tensor,
-    asked: Asked,
-    stats: RowStats,
-    slopes: Slopes,
-    softcap: float | None = None,
-    zeroed: bool = False,
-) -> None:
+def row_grad(out: Tensor, logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, zeroed: bool = False) -> None:
     """Write ∂loss/∂logits into ``out`` ([..., V], may be ``logits`` itself) from ∂loss/∂ℓ and ∂loss/∂H, each [N]."""
-    capped = _capped(logits, asked, softcap)
+    capped = _capped(logits, asked)
     target_ids = torch.where(asked.live, asked.target_ids, 0).clamp(min=0)
     log_p, p = _softmax(_scaled(capped, asked), stats.norm)
     grad = -p * slopes.logprobs[:, None]
@@ -160,8 +152,8 @@ def row_grad(
         assert stats.entropy is not None
         grad -= slopes.entropy[:, None] * torch.where(p == 0, 0.0, p * (log_p + stats.entropy[:, None]))
     grad /= asked.temperature if asked.temperatures is None else asked.temperatures[:, None]
-    if softcap is not None:
-        grad *= 1.0 - (capped / softcap).square()
+    if asked.softcap is not None:
+        grad *= 1.0 - (capped / asked.softcap).square()
     grad = torch.where((asked.live & ~slopes.idle)[:, None], grad, 0.0)
     out.copy_(grad.view(out.shape))
 
@@ -216,12 +208,10 @@ def slopes_of_stats(
     return RowsSlopes.of(stats, policy, tokens.weights, scalars.entropy_coef)
 
 
-def row_loss_(
-    logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, softcap: float | None = None
-) -> RowsLoss:
+def row_loss_(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsLoss:
     """The same, and ∂loss/∂logits overwrites ``logits`` [..., V]."""
-    out = slopes_of_stats(row_stats(logits, asked, softcap), tokens, scalars, token_loss)
-    row_grad(logits, logits, asked, out.stats, out.slopes, softcap)
+    out = slopes_of_stats(row_stats(logits, asked), tokens, scalars, token_loss)
+    row_grad(logits, logits, asked, out.stats, out.slopes)
     return RowsLoss(out.loss, out.logprobs, out.entropy, out.clip_hit, out.ref_kl, out.slopes.idle)
 
 

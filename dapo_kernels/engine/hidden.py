@@ -75,6 +75,7 @@ def _fill(whole: Any, rows: Tensor | slice, part: Any) -> None:
 @operator
 def linear_stats(head: Head, asked: Asked, plan: Plan) -> RowStats:
     """``logits_stats`` of the head's logits: one GEMM, no gradient."""
+    asked = asked._replace(softcap=head.softcap)
     check_rows(asked, Widths.of(plan, head.weight.shape[0]).all)
     by = backend_of(plan, asked)
     logprobs = _per_token(head, asked)
@@ -82,7 +83,7 @@ def linear_stats(head: Head, asked: Asked, plan: Plan) -> RowStats:
     stats = RowStats(logprobs, logprobs.new_zeros(*logprobs.shape, 2), entropy)
     for chunk in _chunks(head, asked.live, None, Needs(False, False, False), plan, by):
         logits_of(head, chunk.rows, chunk.logits)
-        _fill(stats, chunk.rows, by.row_stats(chunk.logits, asked.at(chunk.rows), head.softcap))
+        _fill(stats, chunk.rows, by.row_stats(chunk.logits, asked.at(chunk.rows)))
     return stats
 
 
@@ -94,7 +95,8 @@ def _(head: Head, asked: Asked, plan: Plan) -> RowStats:
 @operator
 def linear_grad(head: Head, asked: Asked, stats: RowStats, slopes: Slopes, needs: Needs, plan: Plan) -> HeadGradients:
     """Gradients of hidden and head from ∂loss/∂ℓ and ∂loss/∂H: the logits again, then two GEMMs."""
-    return _grad_over_chunks(head, asked._replace(live=asked.live & ~slopes.idle), stats, slopes, needs, plan).results()
+    asked = asked._replace(live=asked.live & ~slopes.idle, softcap=head.softcap)
+    return _grad_over_chunks(head, asked, stats, slopes, needs, plan).results()
 
 
 def _grad_over_chunks(
@@ -106,7 +108,7 @@ def _grad_over_chunks(
     for chunk in chunks:
         rows, logits = chunk.rows, chunk.logits
         hidden = logits_of(head, rows, logits)
-        by.row_grad(logits, logits, asked.at(rows), stats.at(rows), slopes.at(rows), head.softcap)
+        by.row_grad(logits, logits, asked.at(rows), stats.at(rows), slopes.at(rows))
         if on_host(logits):
             gradients.add(logits, hidden, rows)
         else:
@@ -158,6 +160,7 @@ def linear_loss(
     head: Head, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, needs: Needs, plan: Plan
 ) -> LinearLoss:
     """The loss and, formed on the way, the gradients of hidden and head."""
+    asked = asked._replace(softcap=head.softcap)
     total, gradients = _loss_over_chunks(head, asked, tokens, scalars, needs, plan)
     return LinearLoss(total.loss.to(total.logprobs.dtype), *total[1:-1], *gradients.results())
 
@@ -175,22 +178,20 @@ def _loss_over_chunks(
         rows, logits = chunk.rows, chunk.logits
         hidden = logits_of(head, rows, logits)
         if function is None:
-            out = by.row_loss_(logits, asked.at(rows), tokens.at(rows), scalars, head.softcap)
+            out = by.row_loss_(logits, asked.at(rows), tokens.at(rows), scalars)
         else:
-            out = _own_row_loss_(by, logits, asked.at(rows), tokens.at(rows), function, head.softcap)
+            out = _own_row_loss_(by, logits, asked.at(rows), tokens.at(rows), function)
         total.loss.add_(out.loss)
         _fill(total[1:], rows, out[1:])
         gradients.add(*gradient_rows(logits, hidden, total.idle[rows], chunk))
     return total, gradients
 
 
-def _own_row_loss_(
-    by: Backend, logits: Tensor, asked: Asked, tokens: Tokens, function: OwnLoss, softcap: float | None
-) -> RowsLoss:
+def _own_row_loss_(by: Backend, logits: Tensor, asked: Asked, tokens: Tokens, function: OwnLoss) -> RowsLoss:
     """``row_loss_`` of a function of the caller's."""
-    stats = stats_before_gradient(by, logits, asked, softcap)
+    stats = stats_before_gradient(by, logits, asked)
     loss, slopes = own_slopes(function, stats.logprobs, stats.entropy, tokens)
-    by.row_grad(logits, logits, asked, stats, slopes, softcap)
+    by.row_grad(logits, logits, asked, stats, slopes)
     return RowsLoss(loss, stats.logprobs, stats.entropy, None, None, slopes.idle)
 
 

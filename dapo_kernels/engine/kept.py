@@ -41,40 +41,31 @@ class KeptTokens(Wrapped):
         super().__init__(by)
         self.own = by.gather_kept if on_host(asked.live) else None
 
-    def _gathered(self, logits: Tensor, asked: Asked, softcap: float | None, check: bool = True) -> KeptLogits:
+    def _gathered(self, logits: Tensor, asked: Asked, check: bool = True) -> KeptLogits:
         if self.own is not None:
-            return self.own(logits, asked, softcap)
+            return self.own(logits, asked)
         if check:
             check_rows(asked, logits.shape[-1])
-        return Kept.of(logits, asked, softcap)
+        return Kept.of(logits, asked)
 
-    def row_stats(self, logits: Tensor, asked: Asked, softcap: float | None = None) -> RowStats:
-        mine = self._gathered(logits, asked, softcap).stats(asked)
-        whole = self.by.row_stats(logits, asked.without_lists(), softcap)
+    def row_stats(self, logits: Tensor, asked: Asked) -> RowStats:
+        mine = self._gathered(logits, asked).stats(asked)
+        whole = self.by.row_stats(logits, asked.without_lists())
         return RowStats._make(_of_each(_listed(asked), mine, whole))
 
     def row_grad(
-        self,
-        out: Tensor,
-        logits: Tensor,
-        asked: Asked,
-        stats: RowStats,
-        slopes: Slopes,
-        softcap: float | None = None,
-        zeroed: bool = False,
+        self, out: Tensor, logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, zeroed: bool = False
     ) -> None:
-        kept = self._gathered(logits, asked, softcap, check=False)
-        self.by.row_grad(out, logits, asked.without_lists(), stats, slopes, softcap, zeroed)
-        kept.add_gradient_(out, asked, stats, slopes, softcap)
+        kept = self._gathered(logits, asked, check=False)
+        self.by.row_grad(out, logits, asked.without_lists(), stats, slopes, zeroed)
+        kept.add_gradient_(out, asked, stats, slopes)
 
-    def row_loss_(
-        self, logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, softcap: float | None = None
-    ) -> RowsLoss:
-        kept, listed = self._gathered(logits, asked, softcap), _listed(asked)
+    def row_loss_(self, logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsLoss:
+        kept, listed = self._gathered(logits, asked), _listed(asked)
         mine = slopes_of_stats(kept.stats(asked), tokens._replace(live=listed), scalars, self.token_loss)
         rest = asked.without_lists()
-        whole = self.by.row_loss_(logits, rest, tokens._replace(live=rest.live), scalars, softcap)
-        kept.add_gradient_(logits, asked, mine.stats, mine.slopes, softcap)
+        whole = self.by.row_loss_(logits, rest, tokens._replace(live=rest.live), scalars)
+        kept.add_gradient_(logits, asked, mine.stats, mine.slopes)
         loss = RowsLoss(mine.loss, mine.logprobs, mine.entropy, mine.clip_hit, mine.ref_kl, mine.slopes.idle)
         return RowsLoss(loss.loss + whole.loss, *_of_each(listed, loss[1:], whole[1:]))
 
@@ -110,7 +101,7 @@ class Kept(NamedTuple):
     logits: Tensor  # after the softcap, in the dtype of the arithmetic; −∞ where not here
 
     @classmethod
-    def of(cls, logits: Tensor, asked: Asked, softcap: float | None) -> Kept:
+    def of(cls, logits: Tensor, asked: Asked) -> Kept:
         assert asked.kept_ids is not None
         rows, here = asked.kept_places()
         ids = asked.kept_ids.remainder(logits.shape[-1])  # not clamped: those elsewhere would meet at the ends
@@ -118,8 +109,8 @@ class Kept(NamedTuple):
         if on_host(here):  # elsewhere leaving the others out would wait for the device
             rows, ids, here = _selected(here, rows, ids, here)
         x = _at(logits, rows, ids).to(accumulate_dtype(logits.dtype))
-        if softcap is not None:
-            x = softcap * torch.tanh(x / softcap)
+        if asked.softcap is not None:
+            x = asked.softcap * torch.tanh(x / asked.softcap)
         return cls(rows, ids, here, torch.where(here, x, -torch.inf))
 
     def stats(self, asked: Asked) -> RowStats:
@@ -138,16 +129,16 @@ class Kept(NamedTuple):
         norm = torch.where(listed[:, None], torch.stack([top, above.to(dtype)], dim=-1), 0.0)
         return RowStats(torch.where(listed, target - above, 0.0).to(dtype), norm, entropy)
 
-    def add_gradient_(self, out: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, softcap: float | None) -> None:
+    def add_gradient_(self, out: Tensor, asked: Asked, stats: RowStats, slopes: Slopes) -> None:
         """To zeros."""
         size = _PART if on_host(out) else max(1, len(self.rows))
         for part in zip(*(x.split(size) for x in self), strict=True):
             kept = Kept(*part)
-            gradient = kept._gradient(asked, stats, slopes, softcap).to(out.dtype)
+            gradient = kept._gradient(asked, stats, slopes).to(out.dtype)
             # What is not here stands at the place of something else, and adds a zero.
             out.index_put_(_places(kept.rows, kept.ids, out), gradient, accumulate=not on_host(out))
 
-    def _gradient(self, asked: Asked, stats: RowStats, slopes: Slopes, softcap: float | None) -> Tensor:
+    def _gradient(self, asked: Asked, stats: RowStats, slopes: Slopes) -> Tensor:
         """∂loss/∂x of the logits before the softcap, float64, from ∂loss/∂ℓ and ∂loss/∂H, each [N]."""
         top, above = stats.norm.unbind(-1)
         log_p = self._above(top, asked) - above.double().index_select(0, self.rows)
@@ -162,8 +153,8 @@ class Kept(NamedTuple):
             )
             gradient -= d_entropy * torch.where(p == 0, 0.0, p * (log_p + entropy))
         gradient /= self._tau(asked)
-        if softcap is not None:
-            gradient *= 1.0 - (self.logits.double() / softcap).square()
+        if asked.softcap is not None:
+            gradient *= 1.0 - (self.logits.double() / asked.softcap).square()
         return torch.where(self.here & ~slopes.idle.index_select(0, self.rows), gradient, 0.0)
 
     def _above(self, top: Tensor, asked: Asked) -> Tensor:

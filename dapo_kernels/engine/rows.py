@@ -11,15 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dapo_kernels.backends import Backend
 from dapo_kernels.engine.operators import Kept, hand_out_once, operator, ordinary, scaled
 from dapo_kernels.engine.shards import Widths, backend_of
-from dapo_kernels.engine.wrapped import Wrapped
 from dapo_kernels.memory import large_tensor
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
 from dapo_kernels.records import (
     Asked,
-    RowsLoss,
     RowsSlopes,
     RowStats,
     Server,
@@ -30,46 +27,14 @@ from dapo_kernels.records import (
 )
 
 
-class FirstColumns(Wrapped):
-    """A backend whose logits are followed by columns that pad the rows: no part in anything, zeros for a gradient."""
-
-    def __init__(self, by: Backend, n: int) -> None:
-        super().__init__(by)
-        self.n = n
-
-    def row_stats(self, logits: Tensor, asked: Asked, softcap: float | None = None) -> RowStats:
-        return self.by.row_stats(logits[..., : self.n], asked, softcap)
-
-    def row_grad(
-        self,
-        out: Tensor,
-        logits: Tensor,
-        asked: Asked,
-        stats: RowStats,
-        slopes: Slopes,
-        softcap: float | None = None,
-        zeroed: bool = False,
-    ) -> None:
-        out[..., self.n :] = 0.0
-        self.by.row_grad(out[..., : self.n], logits[..., : self.n], asked, stats, slopes, softcap, zeroed)
-
-    def row_slopes(self, logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsSlopes:
-        return self.by.row_slopes(logits[..., : self.n], asked, tokens, scalars)
-
-    def row_loss_(
-        self, logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, softcap: float | None = None
-    ) -> RowsLoss:
-        logits[..., self.n :] = 0.0
-        return self.by.row_loss_(logits[..., : self.n], asked, tokens, scalars, softcap)
-
-
-def backend_of_rows(server: Server, logits: Tensor, asked: Asked) -> Backend:
-    """The backend of a call, as these rows look to it."""
-    by = backend_of(server, asked)
-    if server.group is None and server.valid is None:
-        return by
+def _sampled(server: Server, logits: Tensor, zero_rest: bool = False) -> Tensor:
+    """The columns that can be sampled: those behind them pad the rows and have no part in anything."""
     n = Widths.of(server, logits.shape[-1]).here
-    return by if n == logits.shape[-1] else FirstColumns(by, n)
+    if n == logits.shape[-1]:
+        return logits
+    if zero_rest:
+        logits[..., n:] = 0.0
+    return logits[..., :n]
 
 
 def _fake_stats(logits: Tensor, asked: Asked) -> RowStats:
@@ -82,7 +47,7 @@ def _fake_stats(logits: Tensor, asked: Asked) -> RowStats:
 @operator
 def logits_stats(logits: Tensor, asked: Asked, server: Server) -> RowStats:
     """Log-probs of the targets, normalizer, entropy; each [N], zeros on dead rows."""
-    return backend_of_rows(server, logits, asked).row_stats(logits, asked)
+    return backend_of(server, asked).row_stats(_sampled(server, logits), asked)
 
 
 @logits_stats.fake
@@ -95,8 +60,15 @@ def logits_grad(logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, s
     """∂loss/∂logits, contiguous, from ∂loss/∂ℓ and ∂loss/∂H."""
     large = large_tensor(logits.shape, logits.dtype, logits.device, "logits")
     out, zeroed = large or (torch.empty(logits.shape, dtype=logits.dtype, device=logits.device), False)
-    backend_of_rows(server, logits, asked).row_grad(out, logits, asked, stats, slopes, zeroed=zeroed)
+    _row_grad(out, logits, asked, stats, slopes, server, zeroed)
     return out
+
+
+def _row_grad(
+    out: Tensor, logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, server: Server, zeroed: bool = False
+) -> None:
+    to = _sampled(server, out, zero_rest=True)
+    backend_of(server, asked).row_grad(to, _sampled(server, logits), asked, stats, slopes, zeroed)
 
 
 @logits_grad.fake
@@ -125,7 +97,7 @@ def _(ctx: Any, logits: Tensor, asked: Asked, server: Server, stats: RowStats, g
 @operator
 def logits_loss(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, server: Server) -> RowsSlopes:
     """The loss from one sweep over the logits; its gradient takes another, in the backward pass."""
-    return backend_of_rows(server, logits, asked).row_slopes(logits, asked, tokens, scalars)
+    return backend_of(server, asked).row_slopes(_sampled(server, logits), asked, tokens, scalars)
 
 
 @logits_loss.fake
@@ -163,9 +135,9 @@ class StatsInPlace(torch.autograd.Function):
     """``logits_stats`` whose backward pass writes ∂loss/∂logits over the logits."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, asked: Asked, by: Backend) -> tuple[Tensor | None, ...]:
-        stats = by.row_stats(logits, asked)
-        Kept((logits, asked, stats, by)).store(ctx)
+    def forward(ctx: Any, logits: Tensor, asked: Asked, server: Server) -> tuple[Tensor | None, ...]:
+        stats = logits_stats.run(logits, asked, server)
+        Kept((logits, asked, stats, server)).store(ctx)
         ctx.mark_non_differentiable(stats.norm)
         ctx.set_materialize_grads(False)
         return tuple(stats)
@@ -173,10 +145,10 @@ class StatsInPlace(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         hand_out_once(ctx, "inplace_backward=True", _REMEDY)
-        logits, asked, stats, by = Kept.load(ctx)
+        logits, asked, stats, server = Kept.load(ctx)
         logits = logits.detach()
         slopes = given_slopes(stats, RowStats(*grads), asked.want_entropy)  # type: ignore[arg-type]
-        by.row_grad(logits, logits, asked, stats, slopes)
+        _row_grad(logits, logits, asked, stats, slopes, server)
         torch.autograd.graph.increment_version(logits)
         return logits, None, None
 
@@ -184,7 +156,7 @@ class StatsInPlace(torch.autograd.Function):
 def stats_of(logits: Tensor, asked: Asked, server: Server, in_place: bool) -> RowStats:
     """``logits_stats``, whose gradient takes the logits' memory where that ``may_work_in_place``."""
     if in_place:
-        return RowStats(*StatsInPlace.apply(logits, asked, backend_of_rows(server, logits, asked)))
+        return RowStats(*StatsInPlace.apply(logits, asked, server))
     return logits_stats(logits, asked, server)
 
 
@@ -193,9 +165,10 @@ class LossInPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, by: Backend
+        ctx: Any, logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, server: Server
     ) -> tuple[Tensor | None, ...]:
-        out = by.row_loss_(logits, asked, tokens, scalars)
+        rows = _sampled(server, logits, zero_rest=True)
+        out = backend_of(server, asked).row_loss_(rows, asked, tokens, scalars)
         # Whoever saved the logits for a backward pass of their own must be told that they are gone.
         torch.autograd.graph.increment_version(logits)
         # Detached: autograd refuses to hand out a view that a function made (``DTensor.to_local``) once it has changed.

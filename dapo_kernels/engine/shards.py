@@ -73,24 +73,17 @@ class Shards(Wrapped):
     def _own(self, asked: Asked) -> Asked:
         return asked_of_columns(asked, self.first, self.n)
 
-    def row_stats(self, logits: Tensor, asked: Asked, softcap: float | None = None) -> RowStats:
+    def row_stats(self, logits: Tensor, asked: Asked) -> RowStats:
         check_rows(asked, self.vocab)
         own = self._own(asked)
-        stats = self.by.row_stats(logits, own, softcap) if self.n else _stats_of_nothing(own, logits.dtype)
+        stats = self.by.row_stats(logits, own) if self.n else _stats_of_nothing(own, logits.dtype)
         return whole_stats(self.by, _gathered(said_of(stats, own), self.group), asked)
 
     def row_grad(
-        self,
-        out: Tensor,
-        logits: Tensor,
-        asked: Asked,
-        stats: RowStats,
-        slopes: Slopes,
-        softcap: float | None = None,
-        zeroed: bool = False,
+        self, out: Tensor, logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, zeroed: bool = False
     ) -> None:
         if self.n:
-            self.by.row_grad(out, logits, self._own(asked), stats, slopes, softcap, zeroed)
+            self.by.row_grad(out, logits, self._own(asked), stats, slopes, zeroed)
 
 
 def _stats_of_nothing(asked: Asked, dtype: torch.dtype) -> RowStats:

@@ -54,8 +54,8 @@ def run(path: str, rows: Tensor, ids: Tensor, tokens: Tokens, options: dict[str,
     cuda.PATH = path
     scalars = ObjectiveScalars.of(OBJECTIVES["grpo"])
     coef = options.get("entropy_coef", 0.0)
-    asked = Asked(ids, tokens.live, 0.7, None, coef != 0)
-    return cuda.row_loss_(rows, asked, tokens, scalars._replace(entropy_coef=coef), options.get("softcap"))
+    asked = Asked(ids, tokens.live, 0.7, None, coef != 0, softcap=options.get("softcap"))
+    return cuda.row_loss_(rows, asked, tokens, scalars._replace(entropy_coef=coef))
 
 
 @pytest.mark.parametrize("options", [{}, {"entropy_coef": 0.1}, {"softcap": 5.0}], ids=str)
@@ -239,7 +239,7 @@ def test_a_softcap_takes_minus_infinity_to_its_bound() -> None:
     logits = torch.randn(2, 9000, generator=torch.Generator().manual_seed(0))
     logits[:, 100:8990] = -math.inf
     ids, live = torch.tensor([5, 200]), torch.ones(2, dtype=torch.bool)
-    logprobs, _, entropy = cuda.row_stats(logits, Asked(ids, live, 1.0, None, True), 3.0)
+    logprobs, _, entropy = cuda.row_stats(logits, Asked(ids, live, 1.0, None, True, softcap=3.0))
     truth = torch.log_softmax(3 * torch.tanh(logits.double() / 3), -1)
     assert entropy is not None
     torch.testing.assert_close(logprobs.double(), truth[torch.arange(2), ids], rtol=0, atol=2e-6)

@@ -28,19 +28,19 @@ def rows(dtype: torch.dtype, size: float = 3.0, shift: float = 0.0) -> tuple[Ten
 
 
 def in_parts(
-    by: Backend, logits: Tensor, asked: Asked, cut: tuple[int, ...], slopes: Slopes, softcap: float | None
+    by: Backend, logits: Tensor, asked: Asked, cut: tuple[int, ...], slopes: Slopes
 ) -> tuple[list[RowStats], Tensor]:
     """What each rank comes to know of the whole rows, and their gradient, put together from each rank's columns."""
     parts, first, owns, said = logits.split(cut, 1), 0, [], []
     for part in parts:
         owns.append(asked_of_columns(asked, first, part.shape[1]))
-        said.append(said_of(by.row_stats(part.clone(), owns[-1], softcap), owns[-1]))
+        said.append(said_of(by.row_stats(part.clone(), owns[-1]), owns[-1]))
         first += part.shape[1]
     known = [whole_stats(by, torch.stack(said), asked) for _ in parts]
     gradients = []
     for part, own, stats in zip(parts, owns, known, strict=True):
         gradients.append(torch.full_like(part, math.nan, memory_format=torch.contiguous_format))
-        by.row_grad(gradients[-1], part.clone(), own, stats, slopes, softcap)
+        by.row_grad(gradients[-1], part.clone(), own, stats, slopes)
     return known, torch.cat(gradients, 1)
 
 
@@ -51,11 +51,12 @@ def test_parts_are_the_whole(backend: str, cut: tuple[int, ...], softcap: float 
     for dtype, sizes in ((torch.float32, ((3.0, 0.0), (3.0, 1e4), (200.0, 0.0))), (torch.bfloat16, ((3.0, 0.0),))):
         for size, shift in sizes:
             logits, asked = rows(dtype, size, shift)
+            asked = asked._replace(softcap=softcap)
             g = torch.Generator().manual_seed(6)
             slopes = Slopes(torch.randn(T, generator=g), torch.randn(T, generator=g))
-            truth, expected = by.row_stats(logits.clone(), asked, softcap), torch.empty_like(logits)
-            by.row_grad(expected, logits.clone(), asked, truth, slopes, softcap)
-            known, gradient = in_parts(by, logits, asked, cut, slopes, softcap)
+            truth, expected = by.row_stats(logits.clone(), asked), torch.empty_like(logits)
+            by.row_grad(expected, logits.clone(), asked, truth, slopes)
+            known, gradient = in_parts(by, logits, asked, cut, slopes)
             for stats in known:
                 assert torch.equal(stats.norm, known[0].norm)
                 torch.testing.assert_close(stats.logprobs, truth.logprobs, atol=1e-6, rtol=3e-7)
@@ -74,7 +75,7 @@ def test_columns_that_cannot_be_sampled(backend: str) -> None:
     stats = by.row_stats(logits.clone(), asked)
     expected = torch.empty_like(logits)
     by.row_grad(expected, logits.clone(), asked, stats, slopes)
-    (known, *_), gradient = in_parts(by, logits, asked, (50, 50, 50), slopes, None)
+    (known, *_), gradient = in_parts(by, logits, asked, (50, 50, 50), slopes)
     torch.testing.assert_close(known.logprobs, stats.logprobs, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(known.entropy, stats.entropy, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-5)

@@ -195,13 +195,13 @@ def test_softcap_in_the_row_kernels(vocab: int) -> None:
     (dl.double() * per_row[torch.arange(5), ids] - dh.double() * (per_row.exp() * per_row).sum(-1)).sum().backward()
     if vocab == 37:
         logits = on_boundaries(logits)
-    asked = Asked(ids, live, 0.8, None, True)
-    got = triton.row_stats(logits, asked, softcap=cap)
+    asked = Asked(ids, live, 0.8, None, True, softcap=cap)
+    got = triton.row_stats(logits, asked)
     assert got.entropy is not None
     elementwise(got.logprobs, logp, what="logprobs", scale=20.0)
     elementwise(got.entropy, entropy, what="entropy", scale=20.0)
     work = logits.clone()  # with the logits' strides
-    triton.row_grad(work, work, asked, got, Slopes(dl, dh), softcap=cap)
+    triton.row_grad(work, work, asked, got, Slopes(dl, dh))
     assert x.grad is not None
     elementwise(work, x.grad, what="gradient")
 

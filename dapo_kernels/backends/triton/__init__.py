@@ -118,9 +118,9 @@ def _rows(logits: Tensor) -> tuple[Any, int, int, int]:
     return logits, max(logits.shape[-2], 1), outer, logits.stride(-2)
 
 
-def _inputs(logits: Tensor, asked: Asked, softcap: float | None) -> tuple[Any, ...]:
+def _inputs(logits: Tensor, asked: Asked) -> tuple[Any, ...]:
     """What every row kernel takes."""
-    cap = None if softcap is None else float(softcap)
+    cap = None if asked.softcap is None else float(asked.softcap)
     tau = (asked.temperatures, float(asked.temperature))
     return *_rows(logits), logits.shape[-1], asked.target_ids, asked.live.view(torch.int8), *tau, cap
 
@@ -130,31 +130,23 @@ def _floats(scalars: ObjectiveScalars) -> tuple[Any, ...]:
     return tuple(float(x) if type(x) is int else x for x in scalars[:N_PER_TOKEN])
 
 
-def row_stats(logits: Tensor, asked: Asked, softcap: float | None = None) -> RowStats:
+def row_stats(logits: Tensor, asked: Asked) -> RowStats:
     check_rows(asked, logits.shape[-1])
     logits = unit_stride(logits)
     stats = RowStats.empty(asked)
     n = asked.target_ids.numel()
-    launch(kernels.row_stats_kernel, n, logits.device, *_inputs(logits, asked, softcap), *stats, **_shape(logits))
+    launch(kernels.row_stats_kernel, n, logits.device, *_inputs(logits, asked), *stats, **_shape(logits))
     return stats
 
 
-def row_grad(
-    out: Tensor,
-    logits: Tensor,
-    asked: Asked,
-    stats: RowStats,
-    slopes: Slopes,
-    softcap: float | None = None,
-    zeroed: bool = False,
-) -> None:
+def row_grad(out: Tensor, logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, zeroed: bool = False) -> None:
     source, to = unit_stride(logits), unit_stride(out)
     launch(
         kernels.row_grad_kernel,
         asked.target_ids.numel(),
         source.device,
         *_rows(to),
-        *_inputs(source, asked, softcap),
+        *_inputs(source, asked),
         *stats[1:],
         *slopes,
         **_shape(source, to),
@@ -167,9 +159,7 @@ def row_slopes(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveS
     return slopes_of_stats(row_stats(logits, asked), tokens, scalars, token_loss)
 
 
-def row_loss_(
-    logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, softcap: float | None = None
-) -> RowsLoss:
+def row_loss_(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsLoss:
     check_rows(asked, logits.shape[-1])
     work = unit_stride(logits)
     result = RowsLoss.empty(asked, scalars.kl_coef != 0)
@@ -180,7 +170,7 @@ def row_loss_(
         kernels.row_loss_kernel,
         programs,
         logits.device,
-        *_inputs(work, asked, softcap),
+        *_inputs(work, asked),
         *tokens[1:],
         losses,
         *result[1:-1],
