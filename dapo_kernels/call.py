@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from dapo_kernels.objectives.aggregate import token_weights
 from dapo_kernels.objectives.own import may_be_compiled_in, name_of
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
 from dapo_kernels.objectives.table import Objective, ObjectiveFields, is_number, resolve_objective
-from dapo_kernels.records import Terms, Tokens, readable
+from dapo_kernels.records import Default, Terms, Tokens, readable
 
 
 class LossOptions(ObjectiveFields, total=False):
@@ -38,8 +38,8 @@ class RowOptions(LossOptions, total=False):
     """Those of the losses that start from logits or hidden states."""
 
     cu_seqlens: Tensor | None
-    temperature: float | Tensor
-    entropy: bool
+    temperature: Annotated[float | Tensor, Default(1.0)]
+    entropy: Annotated[bool, Default(False)]
     sampling_mask: SamplingMask | None
 
 

@@ -17,6 +17,7 @@ from dapo_kernels.layout import Layout, check_valid_vocab, layout_of
 from dapo_kernels.objectives.aggregate import token_weights
 from dapo_kernels.objectives.table import OBJECTIVES, is_number
 from dapo_kernels.records import Head, HeadOptions, Needs, Plan
+from dapo_kernels.signature import shows_options
 
 
 class DistillationOutput(NamedTuple):
@@ -27,6 +28,7 @@ class DistillationOutput(NamedTuple):
     divergence: Tensor
 
 
+@shows_options
 def linear_distillation_loss(
     hidden: Tensor,
     weight: Tensor,

@@ -23,6 +23,7 @@ from dapo_kernels.sharding import (
     shared_plan,
     shared_server,
 )
+from dapo_kernels.signature import shows_options
 
 
 class LinearLogprobsOptions(HeadOptions, ShardOptions, total=False):
@@ -78,6 +79,7 @@ def token_logprobs(
     return _shaped(layout, stats.logprobs, stats.entropy)
 
 
+@shows_options
 def linear_token_logprobs(
     hidden: Tensor,
     weight: Tensor,

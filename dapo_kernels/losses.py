@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from dapo_kernels.layout import Layout, check_flag, check_rows_apart, layout_of,
 from dapo_kernels.metrics import Metrics, PerToken, token_sums
 from dapo_kernels.objectives.own import OwnLoss, as_number
 from dapo_kernels.objectives.table import Objective
-from dapo_kernels.records import Asked, HeadOptions, Needs
+from dapo_kernels.records import Asked, Default, HeadOptions, Needs
 from dapo_kernels.sharding import (
     GroupOption,
     ShardOptions,
@@ -30,6 +30,7 @@ from dapo_kernels.sharding import (
     shared_plan,
     shared_server,
 )
+from dapo_kernels.signature import shows_options
 
 Chosen = str | Objective | OwnLoss
 
@@ -46,7 +47,7 @@ class LossOutput(NamedTuple):
 
 
 class LogitsOptions(RowOptions, GroupOption, total=False):
-    inplace_backward: bool
+    inplace_backward: Annotated[bool, Default(False)]
     valid_vocab: int | None
 
 
@@ -54,6 +55,7 @@ class LinearOptions(RowOptions, HeadOptions, ShardOptions, total=False):
     pass
 
 
+@shows_options
 def dapo_loss(
     logits: Tensor,
     target_ids: Tensor,
@@ -113,6 +115,7 @@ def dapo_loss(
     return _from_logits("dapo_loss", logits, target_ids, old_logprobs, advantages, objective, options)
 
 
+@shows_options
 def policy_loss_from_logits(
     logits: Tensor,
     target_ids: Tensor,
@@ -126,6 +129,7 @@ def policy_loss_from_logits(
     return _from_logits("policy_loss_from_logits", logits, target_ids, old_logprobs, advantages, objective, options)
 
 
+@shows_options
 def linear_dapo_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -176,6 +180,7 @@ def linear_dapo_loss(
     return _from_hidden("linear_dapo_loss", hidden, weight, target_ids, old_logprobs, advantages, objective, options)
 
 
+@shows_options
 def policy_loss_from_hidden(
     hidden: Tensor,
     weight: Tensor,
@@ -196,6 +201,7 @@ class LogprobsOptions(LossOptions, total=False):
     cu_seqlens: Tensor | None
 
 
+@shows_options
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor | None,

@@ -7,7 +7,7 @@ vocabulary with an O(tokens) step between them, differentiated by autograd.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypedDict
+from typing import Annotated, Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from dapo_kernels.layout import Layout, check_flag, check_rows_apart, check_tens
 from dapo_kernels.metrics import count_positive
 from dapo_kernels.objectives.aggregate import sequence_sums
 from dapo_kernels.objectives.pairs import PairLoss
-from dapo_kernels.records import HeadOptions, Terms, readable
+from dapo_kernels.records import Default, HeadOptions, Terms, readable
 from dapo_kernels.sharding import (
     GroupOption,
     ShardOptions,
@@ -34,6 +34,7 @@ from dapo_kernels.sharding import (
     shared_plan,
     shared_server,
 )
+from dapo_kernels.signature import shows_options
 
 
 class PreferenceOutput(NamedTuple):
@@ -52,9 +53,9 @@ class PreferenceOutput(NamedTuple):
 class PairOptions(TypedDict, total=False):
     """The keywords of every preference loss; ``preference_loss`` says what each means."""
 
-    beta: float
-    loss_type: str
-    label_smoothing: float
+    beta: Annotated[float, Default(PairLoss.beta)]
+    loss_type: Annotated[str, Default(PairLoss.loss_type)]
+    label_smoothing: Annotated[float, Default(PairLoss.label_smoothing)]
     pairs: Tensor | None
     mask: Tensor | None
     cu_seqlens: Tensor | None
@@ -62,12 +63,12 @@ class PairOptions(TypedDict, total=False):
 
 
 class PairRowOptions(PairOptions, total=False):
-    temperature: float | Tensor
-    entropy: bool
+    temperature: Annotated[float | Tensor, Default(1.0)]
+    entropy: Annotated[bool, Default(False)]
 
 
 class PairLogitsOptions(PairRowOptions, GroupOption, total=False):
-    inplace_backward: bool
+    inplace_backward: Annotated[bool, Default(False)]
     valid_vocab: int | None
 
 
@@ -79,6 +80,7 @@ class PairLogprobsOptions(PairOptions, total=False):
     entropy: Tensor | None
 
 
+@shows_options
 def preference_loss(
     logits: Tensor, target_ids: Tensor, ref_logprobs: Tensor | None, **options: Unpack[PairLogitsOptions]
 ) -> PreferenceOutput:
@@ -135,6 +137,7 @@ def preference_loss(
     return call.output(stats.logprobs, stats.entropy)
 
 
+@shows_options
 def linear_preference_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -168,6 +171,7 @@ def linear_preference_loss(
     return call.output(stats.logprobs, stats.entropy)
 
 
+@shows_options
 def preference_loss_from_logprobs(
     logprobs: Tensor, ref_logprobs: Tensor | None, **options: Unpack[PairLogprobsOptions]
 ) -> PreferenceOutput:

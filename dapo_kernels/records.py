@@ -97,13 +97,19 @@ class LoraFactors(NamedTuple):
         return LoraFactors(self.a.to(dtype), self.b.to(dtype), self.scale)
 
 
+class Default(NamedTuple):
+    """Of a keyword of a call: what it is where the call leaves it out, if not None."""
+
+    value: object
+
+
 class HeadOptions(TypedDict, total=False):
     """``linear_dapo_loss`` says what each means. One that is a field of ``Head`` gets there as it is given."""
 
     bias: Tensor | None
     lora: LoraFactors | None
     softcap: float | None
-    float32_logits: bool
+    float32_logits: Annotated[bool, Default(False)]
     chunk_bytes: int | None
     host_sync: bool | None
     main_grad: Tensor | None

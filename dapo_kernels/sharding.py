@@ -6,7 +6,7 @@ Given as this rank's tensor and ``group=``, or as a DTensor. R ranks, N tokens, 
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, TypedDict
+from typing import Annotated, Any, NamedTuple, Protocol, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dapo_kernels.engine.shards import checksum, gathered_sequence, of_lists, shard_columns, tell_of_refusal
 from dapo_kernels.layout import Layout, check_tensor, check_valid_vocab
-from dapo_kernels.records import BY_VOCAB, OWN, SHAPES, Asked, Head, LoraFactors, Plan, Server, Terms
+from dapo_kernels.records import BY_VOCAB, OWN, SHAPES, Asked, Default, Head, LoraFactors, Plan, Server, Terms
 
 
 class GroupOption(TypedDict, total=False):
@@ -24,7 +24,7 @@ class GroupOption(TypedDict, total=False):
 
 
 class ShardOptions(GroupOption, total=False):
-    sequence_parallel: bool
+    sequence_parallel: Annotated[bool, Default(False)]
 
 
 class Sharded(NamedTuple):

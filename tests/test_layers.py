@@ -16,7 +16,7 @@ LAYERS = (
     ("dapo_kernels.records", "dapo_kernels.memory"),
     ("dapo_kernels.objectives",),
     ("dapo_kernels.backends",),
-    ("dapo_kernels.layout",),
+    ("dapo_kernels.layout", "dapo_kernels.signature"),
     ("dapo_kernels.call", "dapo_kernels.head", "dapo_kernels.metrics"),
     ("dapo_kernels.engine",),
     ("dapo_kernels.sharding",),

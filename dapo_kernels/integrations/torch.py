@@ -7,6 +7,7 @@ own without an error. So the network and the loss run in one forward, this one (
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from itertools import accumulate
@@ -20,10 +21,11 @@ from dapo_kernels.integrations.heads import LogitRule, check_head, head_of
 from dapo_kernels.integrations.probe import check_logits, is_causal, is_packable, undisturbed
 from dapo_kernels.integrations.rope import fixed_frequencies
 from dapo_kernels.layout import check_tensor
-from dapo_kernels.logprobs import LinearLogprobsOptions, TokenStats, linear_token_logprobs
+from dapo_kernels.logprobs import TokenStats, linear_token_logprobs
 from dapo_kernels.losses import Chosen, LinearOptions, LossOutput, linear_dapo_loss
 from dapo_kernels.objectives.table import FIELDS, resolve_objective
 from dapo_kernels.records import Head
+from dapo_kernels.signature import shows_options
 
 _REFUSED = {
     "bias": "the model's head has it",
@@ -31,7 +33,7 @@ _REFUSED = {
     "softcap": "the model's configuration has it",
     "main_grad": "a gradient added there passes by the hooks that average over ranks",
 }
-_OF_LOGPROBS = {*inspect.signature(linear_token_logprobs).parameters, *LinearLogprobsOptions.__annotations__}
+_OF_LOGPROBS = set(inspect.signature(linear_token_logprobs).parameters)
 _NAMES = tuple(LinearOptions.__annotations__)
 _MAY_BE_ROUNDED = {"mask", *Head._fields}
 _ROUNDED = (torch.bfloat16, torch.float16)
@@ -63,6 +65,7 @@ class PolicyLoss(nn.Module):
         TypeError: a keyword that ``linear_dapo_loss`` does not have.
     """
 
+    @functools.partial(shows_options, without=_REFUSED)
     def __init__(self, model: Any, *, objective: Chosen = "dapo", **options: Unpack[LinearOptions]) -> None:
         super().__init__()
         _check_model(model)
@@ -75,6 +78,7 @@ class PolicyLoss(nn.Module):
         self._packing_error: str | None = None
         self._is_checked = False
 
+    @functools.partial(shows_options, without=_REFUSED)
     def forward(
         self,
         input_ids: Tensor,

@@ -1,0 +1,51 @@
+"""What ``help`` and ``inspect.signature`` show of a function whose keywords are a TypedDict.
+
+    @shows_options
+    def loss(logits: Tensor, **options: Unpack[LossOptions]) -> Tensor: ...
+
+The TypedDict states names and types for the type checker, and ``Annotated[float, Default(1.0)]`` a default that is not
+None. A field of ``Objective`` has that of the objective of the call.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Collection
+from inspect import Parameter
+from typing import Any, TypeVar
+
+from dapo_kernels.objectives.table import FIELDS
+from dapo_kernels.records import Default
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _OfObjective:
+    """Stands for the default of a field of ``Objective``."""
+
+    def __repr__(self) -> str:
+        return "<the objective's>"
+
+
+OF_OBJECTIVE = _OfObjective()
+
+
+def shows_options(function: F, without: Collection[str] = ()) -> F:
+    """Show each keyword of ``**options: Unpack[…]`` with its default in the signature, but those ``without``."""
+    signature = inspect.signature(function, eval_str=True)
+    *named, options = signature.parameters.values()
+    (keywords,) = typing.get_args(options.annotation)
+    hints = typing.get_type_hints(keywords, include_extras=True)
+    names = sorted((name for name in hints if name not in without), key=lambda name: name in FIELDS)
+    shown = [_keyword(name, hints[name]) for name in names]
+    function.__signature__ = signature.replace(parameters=[*named, *shown])  # type: ignore[attr-defined]
+    return function
+
+
+def _keyword(name: str, hint: Any) -> Parameter:
+    default = OF_OBJECTIVE if name in FIELDS else None
+    for note in getattr(hint, "__metadata__", ()):
+        if isinstance(note, Default):
+            hint, default = hint.__origin__, note.value
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
