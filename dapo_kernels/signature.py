@@ -44,7 +44,7 @@ def shows_options(function: F, without: Collection[str] = ()) -> F:
 
 
 def _keyword(name: str, hint: Any) -> Parameter:
-    default = OF_OBJECTIVE if name in FIELDS else None
+    default: Any = OF_OBJECTIVE if name in FIELDS else None
     for note in getattr(hint, "__metadata__", ()):
         if isinstance(note, Default):
             hint, default = hint.__origin__, note.value

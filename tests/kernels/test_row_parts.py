@@ -88,6 +88,6 @@ def test_a_nan_in_anyones_columns_shows(backend: str, column: int) -> None:
     logits[2, column] = math.nan
     logits[-1] = math.nan  # a dead row may hold anything
     slopes = Slopes(torch.ones(T), torch.ones(T))
-    (known, *_), gradient = in_parts(load(backend), logits, asked, (75, 75), slopes, None)
+    (known, *_), gradient = in_parts(load(backend), logits, asked, (75, 75), slopes)
     assert known.logprobs.isnan().tolist() == known.entropy.isnan().tolist() == [t == 2 for t in range(T)]
     assert gradient.isnan().any(1).tolist() == [t == 2 for t in range(T)]
