@@ -31,21 +31,19 @@ class Prompt:
     eval_set: str = ""  # which of several evaluation sets it belongs to
     messages: tuple[tuple[str, str], ...] = ()  # (role, content): what ``text`` was rendered from
     row: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # as the data set has it
-    n_begun: int = 0  # the last of token_ids, where they are of a response that is to be continued
+    n_response_tokens: int = 0  # how many of the last token_ids begin a response that is to be continued
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample; the same for every prompt of one call.
+    """How to sample the ``n`` completions of one prompt.
 
-    ``n`` completions per prompt. ``seed`` fixes every random choice of the call; ``place`` tells those of its prompts
-    apart: by default a prompt's place in it. Of several calls under way the one of the smallest ``priority`` goes
-    first; None: before them all. Once ``needed``, a share of the prompts, are answered, what there is to the others is
-    dropped. From the distribution at the temperature go first the tokens less likely than ``min_p`` times the
-    likeliest, then all but the ``top_k`` likeliest (None: none), then all but the fewest that hold ``top_p`` of the
-    rest. A response ends with the token that completes one of the ``stop`` strings in its text, special tokens
-    included. With ``sampling_mask`` completions say what was left to sample from, and their log-probs are those of what
-    was left.
+    ``seed`` and ``index`` fix every random choice: ``index`` tells the prompts of one call apart and is by default the
+    prompt's position in the call. The distribution at the temperature is truncated in this order: tokens less likely
+    than ``min_p`` times the likeliest go, then all but the ``top_k`` likeliest (None: no limit), then all but the
+    fewest that hold ``top_p`` of the rest. A response ends with the token that completes one of the ``stop`` strings in
+    its text, special tokens included. With ``sampling_mask`` a completion has its ``support``, and its log-probs are
+    those of the truncated distribution.
     """
 
     n: int = 1
@@ -56,39 +54,56 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     max_tokens: int = 1024
     seed: int = 0
-    place: int | None = None
-    priority: int | None = None
-    needed: float = 1.0
+    index: int | None = None
     sampling_mask: bool = False
 
 
-class Kept(NamedTuple):
-    """The tokens of the vocabulary that each of N tokens was sampled from, where that was not all of it: ``ids`` int32
-    [K], one list after the other, ``counts`` int32 [N] their lengths; 0 where nothing was cut off.
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """What holds for a whole ``generate`` call. An engine with one call at a time may ignore it.
+
+    ``priority``: of several calls in flight the one with the smallest goes first; None: before them all.
+    ``completion_fraction``: once this share of the prompts is completed, the responses to the others are dropped.
+    """
+
+    priority: int | None = None
+    completion_fraction: float = 1.0
+
+
+DEFAULT_OPTIONS = CallOptions()
+
+
+class TruncatedSupport(NamedTuple):
+    """The tokens of the vocabulary that each of N tokens was sampled from.
+
+    ``ids`` int32 [K] holds one list after the other, ``counts`` int32 [N] their lengths; a count of 0 means the whole
+    vocabulary.
     """
 
     ids: Tensor
     counts: Tensor
 
     @classmethod
-    def whole(cls, n: int) -> Kept:
-        """Of ``n`` tokens nothing was cut off."""
+    def full(cls, n: int) -> TruncatedSupport:
+        """Return that of ``n`` tokens that were sampled from the whole vocabulary."""
         return cls(torch.zeros(0, dtype=torch.int32), torch.zeros(n, dtype=torch.int32))
 
     @classmethod
-    def joined(cls, parts: SequenceOf[Kept]) -> Kept:
+    def concatenate(cls, parts: SequenceOf[TruncatedSupport]) -> TruncatedSupport:
         return cls(torch.cat([part.ids for part in parts]), torch.cat([part.counts for part in parts]))
 
 
 class Branch(NamedTuple):
-    """A node of a tree of responses: which child of the one above it, and how many tokens it adds."""
+    """A node of a tree of responses: which child of its parent it is, and how many tokens it adds."""
 
     child: int
     length: int
 
 
-class Stretch(NamedTuple):
-    """So many tokens of a response that one version of the weights gave. Versions count an engine's updates from 1."""
+class VersionSpan(NamedTuple):
+    """Consecutive tokens of a response that one version of the weights sampled. Versions count an engine's updates from
+    1.
+    """
 
     version: int
     length: int
@@ -96,16 +111,17 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """One response of the policy to one prompt. Where another rank has it, its tensors are meta tensors of its length.
+    """One response of the policy to one prompt.
 
-    token_ids int64 [N], the end-of-sequence token included when it was sampled.
+    token_ids int64 [N], with the end-of-sequence token where it was sampled.
     logprobs float32 [N], log-probability of each sampled token as the engine saw it, temperature included; NaN where
     the engine gave none.
-    finish_reason "stop" when the policy ended the response itself or a stop string did, "length" when the token limit
-    cut it. The text holds a stop string, as the tokens do.
-    path: of a tree's leaf the nodes from the root down, which add up to its length; empty where there is no tree.
-    kept: what each token was sampled from; None where nobody asked (``SamplingParams.sampling_mask``).
-    versions: which weights gave which tokens, where an engine says; they add up to its length.
+    finish_reason "stop" when the policy or a stop string ended the response, "length" when the token limit did. The
+    text holds a stop string, as the tokens do.
+    path: the nodes of a tree's leaf from the root down, which add up to its length; empty without a tree.
+    support: what each token was sampled from; None without ``SamplingParams.sampling_mask``.
+    versions: which weights sampled which tokens, where an engine reports it; they add up to the length.
+    loss_mask bool [N], False on tokens that the policy did not sample; None: it sampled all of them.
     """
 
     token_ids: Tensor
@@ -113,8 +129,9 @@ class Completion:
     finish_reason: FinishReason
     text: str
     path: tuple[Branch, ...] = ()
-    kept: Kept | None = None
-    versions: tuple[Stretch, ...] = ()
+    support: TruncatedSupport | None = None
+    versions: tuple[VersionSpan, ...] = ()
+    loss_mask: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -205,20 +222,20 @@ class Group:
         return min(stretch.version for sample in self.samples for stretch in sample.completion.versions)
 
     @property
-    def all_right(self) -> bool:
+    def all_correct(self) -> bool:
         return self.n_correct == len(self.samples)
 
     @property
-    def all_wrong(self) -> bool:
+    def all_incorrect(self) -> bool:
         return self.n_correct == 0
 
     @property
-    def is_mixed(self) -> bool:
+    def has_mixed_correctness(self) -> bool:
         """0 < number correct < G: the constraint of Eq. 11 of the DAPO paper."""
         return 0 < self.n_correct < len(self.samples)
 
     @property
-    def is_graded(self) -> bool:
+    def has_varying_reward(self) -> bool:
         """Some samples earned more than others, whatever their lengths."""
         return len({sample.base_reward for sample in self.samples}) > 1
 
@@ -231,8 +248,8 @@ class Sequence:
     rollout_logprobs float32 [L], 0 on prompt tokens; group_id counts the groups of the step from 0; age is how many
     steps before this one it was sampled; pair counts the preference pairs of the step from 0, −1 of a sequence in none.
     reward is what the response earned, where its tokens' advantages are still to be made of that: they are zeros until
-    the learner has. kept is what each token was sampled from, all of the vocabulary for those of the prompt; None where
-    nobody asked.
+    the learner has. support is what each token was sampled from, the whole
+    vocabulary for prompt tokens; None where it was not asked for.
     """
 
     token_ids: Tensor
@@ -243,7 +260,7 @@ class Sequence:
     age: int = 0
     pair: int = -1
     reward: float | None = None
-    kept: Kept | None = None
+    support: TruncatedSupport | None = None
 
     @property
     def length(self) -> int:
@@ -268,7 +285,7 @@ class PackedBatch:
     experts uint8 or int16 [U, K]: for routing replay, where each position that this rank computes is to go in all
     layers (``policy.routing``); None for what the routers choose.
     rewards float32 [S], values and returns float32 [T]: what advantages per token are made of; None without them.
-    kept_ids int32 [K], kept_counts int32 [T]: what each target was sampled from, as in ``Kept``; None: all there is.
+    support_ids int32 [K], support_counts int32 [T]: the ``TruncatedSupport`` of each target, or None.
     """
 
     input_ids: Tensor
@@ -287,8 +304,8 @@ class PackedBatch:
     rewards: Tensor | None = None
     values: Tensor | None = None
     returns: Tensor | None = None
-    kept_ids: Tensor | None = None
-    kept_counts: Tensor | None = None
+    support_ids: Tensor | None = None
+    support_counts: Tensor | None = None
 
     @property
     def n_positions(self) -> int:

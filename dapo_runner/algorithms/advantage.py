@@ -32,7 +32,7 @@ from torch import Tensor
 
 from dapo_runner.algorithms.segments import of_tokens
 from dapo_runner.config import AdvantageConfig
-from dapo_runner.types import Group, Kept, Sample, Sequence
+from dapo_runner.types import Group, Sample, Sequence, TruncatedSupport
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,9 @@ def sequence_of(
     no_prompt, n = torch.zeros(prompt.numel()), sample.completion.length
     advantages = torch.as_tensor(advantage, dtype=torch.float32).expand(n)
     mask = torch.as_tensor(sample.trains if trains is None else trains).expand(n)
-    kept = sample.completion.kept
+    if sample.completion.loss_mask is not None:
+        mask = mask & sample.completion.loss_mask
+    kept = sample.completion.support
     return Sequence(
         token_ids=torch.cat([prompt, sample.completion.token_ids.to(torch.int64)]),
         advantages=torch.cat([no_prompt, advantages]),
@@ -128,5 +130,5 @@ def sequence_of(
         rollout_logprobs=torch.cat([no_prompt, sample.completion.logprobs.to(torch.float32)]),
         group_id=group_id,
         age=age,
-        kept=None if kept is None else Kept.joined([Kept.whole(prompt.numel()), kept]),
+        support=None if kept is None else TruncatedSupport.concatenate([TruncatedSupport.full(prompt.numel()), kept]),
     )

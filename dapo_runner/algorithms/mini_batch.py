@@ -104,11 +104,11 @@ def positions_of(batch: PackedBatch, policy: Policy, own: bool = True) -> dict[s
 
 def sampling_mask_of(batch: PackedBatch, policy: Policy) -> SamplingMask | None:
     """What the engine sampled the targets of this rank's positions from, on the policy's device."""
-    if batch.kept_ids is None or batch.kept_counts is None:
+    if batch.support_ids is None or batch.support_counts is None:
         return None
-    offsets = torch.nn.functional.pad(batch.kept_counts.cumsum(0), (1, 0))
+    offsets = torch.nn.functional.pad(batch.support_counts.cumsum(0), (1, 0))
     if (group := policy.world.sequence_group) is not None:
         share = batch.n_positions // group.size()
         offsets = offsets[group.rank() * share : (group.rank() + 1) * share + 1]
-    ids = batch.kept_ids[int(offsets[0]) : int(offsets[-1])]
+    ids = batch.support_ids[int(offsets[0]) : int(offsets[-1])]
     return SamplingMask(ids.to(policy.device), (offsets - offsets[0]).to(policy.device))

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from dapo_runner.parallel.balance import sequence_cost, spread
-from dapo_runner.types import Kept, PackedBatch, Sequence
+from dapo_runner.types import PackedBatch, Sequence, TruncatedSupport
 
 
 class Share(NamedTuple):
@@ -117,8 +117,11 @@ def _lay_out(indexed: list[tuple[int, Sequence]], padding_id: int, multiple: int
     if any(sequence.reward is not None for sequence in sequences):
         rewards = torch.tensor([sequence.reward or 0.0 for sequence in sequences])
     kept = None
-    if any(sequence.kept is not None for sequence in sequences):
-        kept = [Kept.whole(sequence.length) if sequence.kept is None else sequence.kept for sequence in sequences]
+    if any(sequence.support is not None for sequence in sequences):
+        kept = [
+            TruncatedSupport.full(sequence.length) if sequence.support is None else sequence.support
+            for sequence in sequences
+        ]
     return PackedBatch(
         input_ids=torch.cat([sequence.token_ids[:-1] for sequence in sequences]),
         position_ids=torch.cat([torch.arange(sequence.length - 1) for sequence in sequences]),
@@ -132,8 +135,8 @@ def _lay_out(indexed: list[tuple[int, Sequence]], padding_id: int, multiple: int
         ages=torch.tensor([sequence.age for sequence in sequences]),
         rewards=rewards,
         # A first token, of a prompt, has no list.
-        kept_ids=None if kept is None else torch.cat([ids for ids, _ in kept]),
-        kept_counts=None if kept is None else torch.cat([counts[1:] for _, counts in kept]),
+        support_ids=None if kept is None else torch.cat([ids for ids, _ in kept]),
+        support_counts=None if kept is None else torch.cat([counts[1:] for _, counts in kept]),
     )
 
 

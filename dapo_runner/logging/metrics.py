@@ -92,8 +92,8 @@ def sampling_metrics(
     if not stats.groups:
         return prefixed("sampling", counts)
     shares = {
-        "all_correct": stats.all_right / stats.groups,
-        "all_incorrect": stats.all_wrong / stats.groups,
+        "all_correct": stats.all_correct / stats.groups,
+        "all_incorrect": stats.all_incorrect / stats.groups,
         "mixed": stats.mixed / stats.groups,
         **(
             {

@@ -32,7 +32,7 @@ def answer(
 
     def found() -> dict[int, Group]:
         left = iter(mine)
-        for group in work([prompts[place] for place in mine], [replace(each[place], place=place) for place in mine]):
+        for group in work([prompts[place] for place in mine], [replace(each[place], index=place) for place in mine]):
             own[next(place for place in left if prompts[place] is group.prompt)] = group
         return {place: _without_tokens(group) for place, group in own.items()}
 
@@ -60,6 +60,8 @@ def _without_tokens(group: Group) -> Group:
     def bare(sample: Sample) -> Sample:
         completion = sample.completion
         tokens, logprobs = completion.token_ids.to("meta"), completion.logprobs.to("meta")
-        return replace(sample, completion=replace(completion, token_ids=tokens, logprobs=logprobs, text="", kept=None))
+        return replace(
+            sample, completion=replace(completion, token_ids=tokens, logprobs=logprobs, text="", support=None)
+        )
 
     return replace(group, samples=tuple(bare(sample) for sample in group.samples))

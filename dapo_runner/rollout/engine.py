@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 
 from dapo_runner.policy.weights import checkpoint_weights, stored_tensors
-from dapo_runner.types import Completion, Prompt, SamplingParams
+from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Completion, Prompt, SamplingParams
 
 
 class RolloutEngine(Protocol):
     """Holds weights of its own, so that it can sample from the old policy while the new one trains."""
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        options: CallOptions = DEFAULT_OPTIONS,
     ) -> list[list[Completion]]:
         """``n`` completions for each prompt, in the prompts' order.
 

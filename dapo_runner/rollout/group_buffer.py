@@ -15,7 +15,7 @@ from typing import Any
 
 from dapo_runner.config import SamplerConfig
 from dapo_runner.data.dataset import PromptCursor
-from dapo_runner.types import Branch, Completion, Group, Kept, Prompt, Sample, Segment, Stretch, Verdict
+from dapo_runner.types import Branch, Completion, Group, Prompt, Sample, Segment, TruncatedSupport, Verdict, VersionSpan
 
 GenerateGroups = Callable[[list[Prompt], int], list[Group]]
 """Scored groups for prompts, in their order, of this step where they name none. The second argument counts the rounds
@@ -44,8 +44,8 @@ class SamplingStats:
     rounds: int = 0
     asked: int = 0  # prompts
     groups: int = 0
-    all_right: int = 0
-    all_wrong: int = 0
+    all_correct: int = 0
+    all_incorrect: int = 0
     mixed: int = 0
     graded: int = 0  # all right or all wrong, and yet their rewards vary
     varying: int = 0  # their rewards vary
@@ -62,11 +62,11 @@ class SamplingStats:
     def count(self, groups: list[Group]) -> None:
         for group in groups:
             self.groups += 1
-            self.all_right += group.all_right
-            self.all_wrong += group.all_wrong
-            self.mixed += group.is_mixed
-            self.varying += group.is_graded
-            self.graded += group.is_graded and not group.is_mixed
+            self.all_correct += group.all_correct
+            self.all_incorrect += group.all_incorrect
+            self.mixed += group.has_mixed_correctness
+            self.varying += group.has_varying_reward
+            self.graded += group.has_varying_reward and not group.has_mixed_correctness
             self.samples += len(group.samples)
             self.correct += group.n_correct
             self.truncated += group.n_truncated
@@ -200,7 +200,7 @@ class DynamicSampler:
     def _keeps(self, group: Group) -> bool:
         if not self.config.filter_groups:
             return True
-        return group.is_graded if self.filter_on == "reward" else group.is_mixed
+        return group.has_varying_reward if self.filter_on == "reward" else group.has_mixed_correctness
 
     def _loses_graded(self, stats: SamplingStats) -> bool:
         return bool(stats.graded) and self.config.filter_groups and self.filter_on == "correctness"
@@ -233,7 +233,7 @@ class DynamicSampler:
         return (
             f"dynamic sampling: {len(self.buffer)} of {self.config.prompts_per_step} groups after "
             f"{stats.rounds} rounds of at most {self.config.max_rounds}: of {stats.groups} groups generated, "
-            f"{stats.all_right} were all right, {stats.all_wrong} all wrong{graded}, {stats.mixed} mixed; "
+            f"{stats.all_correct} were all right, {stats.all_incorrect} all wrong{graded}, {stats.mixed} mixed; "
             f"{stats.truncated} of {stats.samples} samples were truncated. {self._advice(stats)}"
         )
 
@@ -278,13 +278,13 @@ def prompts_for(groups: int, acceptance: float) -> int:
 
 def _advice(stats: SamplingStats, n_prompts: int) -> str:
     solved = "The problems are mostly solved: harder data, or the end of this run."
-    if 4 * stats.all_right >= 3 * stats.groups:  # cut or not
+    if 4 * stats.all_correct >= 3 * stats.groups:  # cut or not
         return solved
     if stats.mixed and stats.groups > n_prompts:
         return f"The {n_prompts} prompts were gone through {stats.groups / n_prompts:.1f} times: more data."
     if 2 * stats.truncated >= stats.samples:
         return "Most samples were cut: raise rollout.max_response_tokens."
-    if stats.all_right >= stats.all_wrong:
+    if stats.all_correct >= stats.all_incorrect:
         return solved
     return "The problems are mostly out of reach: easier data, larger groups, or check the answer format."
 
@@ -305,7 +305,8 @@ def group_state(group: Group) -> dict[str, Any]:
                 "finish_reason": sample.completion.finish_reason,
                 "text": sample.completion.text,
                 "path": [tuple(branch) for branch in sample.completion.path],
-                "kept": None if sample.completion.kept is None else tuple(sample.completion.kept),
+                "support": None if sample.completion.support is None else tuple(sample.completion.support),
+                "loss_mask": sample.completion.loss_mask,
                 "versions": [tuple(stretch) for stretch in sample.completion.versions],
                 "verdict": asdict(sample.verdict),
                 "base_reward": sample.base_reward,
@@ -329,8 +330,9 @@ def _group_from_state(state: Mapping[str, Any], prompts: Mapping[str, Prompt]) -
                 item["finish_reason"],
                 item["text"],
                 tuple(Branch(*branch) for branch in item.get("path", ())),  # older ones knew no trees
-                Kept(*item["kept"]) if item.get("kept") else None,
-                tuple(Stretch(*stretch) for stretch in item.get("versions", ())),
+                TruncatedSupport(*item["support"]) if item.get("support") else None,
+                tuple(VersionSpan(*stretch) for stretch in item.get("versions", ())),
+                item.get("loss_mask"),
             ),
             verdict=Verdict(**item["verdict"]),
             base_reward=item["base_reward"],

@@ -18,7 +18,15 @@ from torch import Tensor
 from dapo_runner.rollout.cache import growing_cache
 from dapo_runner.rollout.engine import copy_weights, sampling_of_each, stop_token_ids
 from dapo_runner.rollout.stopping import StopStrings
-from dapo_runner.types import Completion, FinishReason, Kept, Prompt, SamplingParams
+from dapo_runner.types import (
+    DEFAULT_OPTIONS,
+    CallOptions,
+    Completion,
+    FinishReason,
+    Prompt,
+    SamplingParams,
+    TruncatedSupport,
+)
 
 # Rows that have ended are dropped from the batch when this share of it is dead: dropping copies the cache.
 DEAD_SHARE = 0.25
@@ -50,7 +58,10 @@ class HFEngine:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        options: CallOptions = DEFAULT_OPTIONS,
     ) -> list[list[Completion]]:
         """See ``RolloutEngine.generate``.
 
@@ -136,7 +147,7 @@ class HFEngine:
         reasons: list[FinishReason] = ["stop" if ended else "length" for ended in stopped]
         kept = responses.kept(lengths)
         return [
-            Completion(said[row], logprobs[row, : lengths[row]].clone(), reasons[row], texts[row], kept=kept[row])
+            Completion(said[row], logprobs[row, : lengths[row]].clone(), reasons[row], texts[row], support=kept[row])
             for row in range(len(said))
         ]
 
@@ -198,7 +209,7 @@ class _Responses:
         self.stopped[rows] = True
         self.running[rows] = False
 
-    def kept(self, lengths: Sequence[int]) -> list[Kept | None]:
+    def kept(self, lengths: Sequence[int]) -> list[TruncatedSupport | None]:
         """Of each row, of as many steps as it is long."""
         n_rows = len(lengths)
         if not self.kept_rows:
@@ -206,7 +217,9 @@ class _Responses:
         ids, of_rows = torch.cat(self.kept_ids), torch.cat(self.kept_rows)
         counts = torch.stack([rows.bincount(minlength=n_rows) for rows in self.kept_rows], dim=1).to(torch.int32)
         parts = ids[of_rows.argsort(stable=True)].split(counts.sum(1).tolist())
-        return [Kept(parts[row].clone(), counts[row, :length].clone()) for row, length in enumerate(lengths)]
+        return [
+            TruncatedSupport(parts[row].clone(), counts[row, :length].clone()) for row, length in enumerate(lengths)
+        ]
 
 
 class _TokenSampler:
@@ -280,7 +293,7 @@ def _dice(rows: list[_Row]) -> Tensor:
     for line, row in zip(dice, rows, strict=True):
         # A hash, not a sum: prompt 1 sample 0 of one seed must not throw the dice of prompt 0 sample 1 of the
         # next.
-        place = row.prompt if row.sampling.place is None else row.sampling.place
+        place = row.prompt if row.sampling.index is None else row.sampling.index
         name = f"{row.sampling.seed}:{place}:{row.sample}".encode()
         generator.manual_seed(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1)
         line[: row.sampling.max_tokens] = torch.rand(row.sampling.max_tokens, generator=generator)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dapo_runner.algorithms.segments import chain_segments, chain_starts
 from dapo_runner.config import SegmentsConfig, TreeShape
-from dapo_runner.types import Branch, Completion, Group, Kept, Prompt, Sample, SamplingParams
+from dapo_runner.types import Branch, Completion, Group, Prompt, Sample, SamplingParams, TruncatedSupport
 
 GenerateEach = Callable[[Sequence[Prompt], Sequence[SamplingParams]], list[list[Completion]]]
 """An engine's ``generate`` with the sampling of every prompt."""
@@ -29,20 +29,20 @@ AnswerEach = Callable[[Sequence[Prompt], list[SamplingParams]], list[Group]]
 
 def begin(prompt: Prompt, tokens: Tensor) -> Prompt:
     """``prompt`` with the first ``tokens`` of a response, int64 [N], which is to be continued."""
-    return replace(prompt, token_ids=(*prompt.token_ids, *tokens.tolist()), n_begun=len(tokens))
+    return replace(prompt, token_ids=(*prompt.token_ids, *tokens.tolist()), n_response_tokens=len(tokens))
 
 
 def joined(prefix: Prompt, completion: Completion, tokenizer: Any) -> Completion:
     """The whole response that a continuation ends. What was begun has no log-probs here: they are 0."""
-    begun = torch.tensor(prefix.token_ids[len(prefix.token_ids) - prefix.n_begun :], dtype=torch.int64)
+    begun = torch.tensor(prefix.token_ids[len(prefix.token_ids) - prefix.n_response_tokens :], dtype=torch.int64)
     tokens = torch.cat([begun, completion.token_ids])
-    logprobs = torch.cat([torch.zeros(prefix.n_begun), completion.logprobs])
-    kept = _longer(Kept.whole(prefix.n_begun), completion.kept)
-    return replace(completion, token_ids=tokens, logprobs=logprobs, text=_text(tokenizer, tokens), kept=kept)
+    logprobs = torch.cat([torch.zeros(prefix.n_response_tokens), completion.logprobs])
+    kept = _longer(TruncatedSupport.full(prefix.n_response_tokens), completion.support)
+    return replace(completion, token_ids=tokens, logprobs=logprobs, text=_text(tokenizer, tokens), support=kept)
 
 
-def _longer(begun: Kept, added: Kept | None) -> Kept | None:
-    return None if added is None else Kept.joined([begun, added])
+def _longer(begun: TruncatedSupport, added: TruncatedSupport | None) -> TruncatedSupport | None:
+    return None if added is None else TruncatedSupport.concatenate([begun, added])
 
 
 def value_chains(
@@ -53,7 +53,10 @@ def value_chains(
     """
     begun = [[_prefixes(group.prompt, sample.completion, config) for sample in group.samples] for group in groups]
     asked = list(dict.fromkeys(prefix for of_group in begun for of_sample in of_group for prefix in of_sample))
-    each = [replace(sampling, n=config.samples, max_tokens=sampling.max_tokens - prefix.n_begun) for prefix in asked]
+    each = [
+        replace(sampling, n=config.samples, max_tokens=sampling.max_tokens - prefix.n_response_tokens)
+        for prefix in asked
+    ]
     found = answer(asked, each)
     values = {
         prefix: fmean(sample.reward for sample in group.samples) for prefix, group in zip(asked, found, strict=True)
@@ -63,7 +66,7 @@ def value_chains(
         for group, of_group in zip(groups, begun, strict=True)
     ]
     lengths = [
-        sample.completion.length - prefix.n_begun
+        sample.completion.length - prefix.n_response_tokens
         for prefix, group in zip(asked, found, strict=True)
         for sample in group.samples
     ]
@@ -75,7 +78,7 @@ def _prefixes(prompt: Prompt, completion: Completion, config: SegmentsConfig) ->
 
 
 def _chain(values: Mapping[Prompt, float], sample: Sample, prefixes: Sequence[Prompt]) -> Sample:
-    starts = [prefix.n_begun for prefix in prefixes]
+    starts = [prefix.n_response_tokens for prefix in prefixes]
     return replace(sample, segments=chain_segments(sample, starts, [values[prefix] for prefix in prefixes]))
 
 
@@ -88,7 +91,7 @@ class _Node:
     path: tuple[Branch, ...]
     token_ids: Tensor
     logprobs: Tensor
-    kept: Kept | None
+    kept: TruncatedSupport | None
 
 
 def grow_trees(
@@ -104,7 +107,7 @@ def grow_trees(
     last = len(shape.branching) - 1
     leaves: list[list[Completion]] = [[] for _ in prompts]
     none = torch.zeros(0)
-    level = [_Node(tree, 0, (), none.long(), none, Kept.whole(0)) for tree in range(len(prompts))]
+    level = [_Node(tree, 0, (), none.long(), none, TruncatedSupport.full(0)) for tree in range(len(prompts))]
     for depth, n in enumerate(shape.branching):
         if not level:
             break
@@ -119,13 +122,20 @@ def grow_trees(
                     (*node.path, Branch(child, completion.length)),
                     torch.cat([node.token_ids, completion.token_ids]),
                     torch.cat([node.logprobs, completion.logprobs]),
-                    None if node.kept is None else _longer(node.kept, completion.kept),
+                    None if node.kept is None else _longer(node.kept, completion.support),
                 )
                 if completion.truncated and depth < last:
                     grown.append(longer)
                 else:
                     text = _text(tokenizer, longer.token_ids)
-                    said = (longer.token_ids, longer.logprobs, completion.finish_reason, text, longer.path, longer.kept)
+                    said = (
+                        longer.token_ids,
+                        longer.logprobs,
+                        completion.finish_reason,
+                        text,
+                        longer.path,
+                        longer.kept,
+                    )
                     leaves[node.tree].append(Completion(*said))
         level = grown
     return [sorted(tree, key=lambda leaf: [branch.child for branch in leaf.path]) for tree in leaves]
@@ -134,13 +144,13 @@ def grow_trees(
 def _sampling(of_tree: SamplingParams, node: _Node, depth: int, shape: TreeShape) -> SamplingParams:
     last = depth == len(shape.branching) - 1
     width = math.prod(shape.branching[:depth])
-    assert of_tree.place is not None
+    assert of_tree.index is not None
     return replace(
         of_tree,
         n=shape.branching[depth],
         max_tokens=of_tree.max_tokens - len(node.token_ids) if last else shape.tokens,
         seed=random.Random(f"{of_tree.seed}:{depth}").getrandbits(31),
-        place=of_tree.place * width + node.place,
+        index=of_tree.index * width + node.place,
     )
 
 

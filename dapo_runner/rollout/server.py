@@ -36,7 +36,7 @@ from dapo_runner.rollout.pool import GENERATE, REST, ServerPool
 from dapo_runner.rollout.prompt_queue import PromptQueue
 from dapo_runner.rollout.transfer import FileTransfer, Transfer
 from dapo_runner.rollout.vllm import finish_reason, known_logprobs, sampling_fields
-from dapo_runner.types import Completion, Prompt, SamplingParams, Stretch
+from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Completion, Prompt, SamplingParams, VersionSpan
 
 QUEUED = 2  # batches that a server is asked for at a time: one that it decodes and one behind it
 TRANSFERS: dict[str, type[Transfer]] = {"file": FileTransfer, "nccl": NCCLTransfer}
@@ -92,17 +92,19 @@ class ServerEngine:
             raise
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        options: CallOptions = DEFAULT_OPTIONS,
     ) -> list[list[Completion]]:
         """See ``RolloutEngine.generate`` and, of the log-probs, ``VLLMEngine.generate``; nothing for prompts whose
         responses were dropped. Raises RolloutError, and ValueError for a prompt that leaves less room than its
         ``max_tokens``.
         """
         each = sampling_of_each(prompts, sampling)
-        bodies = self._bodies(prompts, each)
-        needed = max(bool(bodies), round(sum(item.needed for item in each)))
-        ahead = any(item.priority is not None for item in each)  # then rank 0 asks, for all
-        n_asking = 1 if ahead else self.world.size
+        bodies = self._bodies(prompts, each, options.priority)
+        needed = max(bool(bodies), round(options.completion_fraction * len(bodies)))
+        n_asking = self.world.size if options.priority is None else 1  # rank 0 asks for all
         queue = PromptQueue(bodies, needed, self.servers, self.settings.attempts, self.updates, n_asking)
         threads: list[tuple[Server, threading.Thread]] = []
         try:
@@ -128,7 +130,7 @@ class ServerEngine:
         rank. One that fails is lost; where none answers, what ``generate`` returns, by "". Raises RolloutError.
         Collective.
         """
-        bodies = self._bodies(prompts, [sampling] * len(prompts))
+        bodies = self._bodies(prompts, [sampling] * len(prompts), None)
 
         def ask(server: Server) -> list[list[Completion]] | None:
             def ask_one(body: dict[str, Any]) -> list[Completion]:
@@ -181,22 +183,24 @@ class ServerEngine:
             queue.fail(RolloutError(ENDED))
         self.pool.close()
 
-    def _bodies(self, prompts: Sequence[Prompt], each: Sequence[SamplingParams]) -> list[dict[str, Any]]:
+    def _bodies(
+        self, prompts: Sequence[Prompt], each: Sequence[SamplingParams], priority: int | None
+    ) -> list[dict[str, Any]]:
         """The requests. Raises ValueError for a prompt that leaves less room than its ``max_tokens``."""
         check_lengths(prompts, each, self.max_tokens)
         return [
             {
                 "token_ids": prompt.token_ids,
                 "sampling_params": sampling_fields(item, place, self.stop_ids),
-                **self._priority(item),
+                **self._priority(priority),
             }
             for place, (prompt, item) in enumerate(zip(prompts, each, strict=True))
         ]
 
-    def _priority(self, sampling: SamplingParams) -> dict[str, int]:
+    def _priority(self, priority: int | None) -> dict[str, int]:
         """A call beside others, as the probe's is with `rollout.ahead`, does not wait behind what those have queued."""
-        if sampling.priority is not None:
-            return {"priority": sampling.priority}
+        if priority is not None:
+            return {"priority": priority}
         return {"priority": -len(self.calls)} if self.calls else {}
 
     def _attend(self, server: Server, queue: PromptQueue) -> None:
@@ -291,7 +295,7 @@ def _completion(choice: dict[str, Any], updates: Mapping[str, int]) -> Completio
     token_ids = torch.tensor(choice["token_ids"], dtype=torch.int64)
     logprobs = known_logprobs([token["logprob"] for token in choice["logprobs"]["content"]])
     versions = tuple(
-        Stretch(updates[span["version"]], span["end"] - span["start"]) for span in choice["weight_versions"]
+        VersionSpan(updates[span["version"]], span["end"] - span["start"]) for span in choice["weight_versions"]
     )
     n_of_versions = sum(stretch.length for stretch in versions)
     if not 0 < token_ids.numel() == logprobs.numel() == n_of_versions:

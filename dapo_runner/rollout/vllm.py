@@ -32,7 +32,15 @@ from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.policy.model import load_model
 from dapo_runner.rollout.engine import check_lengths, loadable_weights, sampling_of_each, stop_token_ids
-from dapo_runner.types import Completion, FinishReason, Kept, Prompt, SamplingParams
+from dapo_runner.types import (
+    DEFAULT_OPTIONS,
+    CallOptions,
+    Completion,
+    FinishReason,
+    Prompt,
+    SamplingParams,
+    TruncatedSupport,
+)
 
 GIB = 2**30
 NO_LOGPROB = -9999.0  # what a server of vLLM sends in place of NaN or −∞
@@ -78,7 +86,10 @@ class VLLMEngine:
         self._asleep = False
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        options: CallOptions = DEFAULT_OPTIONS,
     ) -> list[list[Completion]]:
         """See ``RolloutEngine.generate``. A completion depends on its batch only by the rounding of the model.
 
@@ -142,7 +153,7 @@ class VLLMEngine:
                 logprobs=known_logprobs([out.logprobs.logprobs[start] for start in out.logprobs.start_indices]),
                 finish_reason=finish_reason(out.finish_reason),
                 text=text,
-                kept=_kept(out.logprobs) if with_kept else None,
+                support=_kept(out.logprobs) if with_kept else None,
             )
             for out, text in zip(outputs, texts, strict=True)
         ]
@@ -159,7 +170,7 @@ def known_logprobs(values: Sequence[float | None]) -> Tensor:
 def sampling_fields(sampling: SamplingParams, place: int, stop_ids: list[int]) -> dict[str, Any]:
     """vLLM's SamplingParams of the prompt at ``place`` of a call, by name."""
     # vLLM numbers the samples of a prompt by adding to its seed; a hash keeps the prompts' ranges apart.
-    name = f"{sampling.seed}:{place if sampling.place is None else sampling.place}".encode()
+    name = f"{sampling.seed}:{place if sampling.index is None else sampling.index}".encode()
     return {
         "n": sampling.n if sampling.temperature > 0 else 1,  # vLLM refuses more; they are all alike
         "temperature": sampling.temperature,
@@ -252,7 +263,7 @@ def pack_for_cpu(model: nn.Module) -> None:
             module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
 
-def _kept(flat: Any) -> Kept:
+def _kept(flat: Any) -> TruncatedSupport:
     """From what vLLM says of every step: the sampled token, then the likeliest ones, −∞ where they were cut off."""
     ids, logprobs = torch.tensor(flat.token_ids, dtype=torch.int32), torch.tensor(flat.logprobs)
     starts = torch.tensor(flat.start_indices, dtype=torch.int64)
@@ -261,7 +272,7 @@ def _kept(flat: Any) -> Kept:
     sampled[starts] = True
     # It is among the likeliest once more, unless there are more ties than were asked for.
     kept = sampled | ((logprobs > -torch.inf) & (ids != ids[starts][steps]))
-    return Kept(ids[kept], steps[kept].bincount(minlength=len(starts)).to(torch.int32))
+    return TruncatedSupport(ids[kept], steps[kept].bincount(minlength=len(starts)).to(torch.int32))
 
 
 def finish_reason(reason: str | None) -> FinishReason:

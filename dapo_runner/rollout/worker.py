@@ -18,9 +18,9 @@ from dapo_runner.rewards.scoring import ScoreGroups, Scorer
 from dapo_runner.rollout.asynchronous import AheadSampler
 from dapo_runner.rollout.engine import RolloutEngine
 from dapo_runner.rollout.group_buffer import DynamicSampler, SampledStep
-from dapo_runner.rollout.segments import GenerateEach, grow_trees, joined, value_chains
+from dapo_runner.rollout.segments import grow_trees, joined, value_chains
 from dapo_runner.timing import OTHER, StepClock
-from dapo_runner.types import Completion, Group, Prompt, SamplingParams
+from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Completion, Group, Prompt, SamplingParams
 
 
 @dataclass
@@ -42,7 +42,8 @@ class Rollouts:
         with self.clock.phase(OTHER if self.world.is_single_process else "wait"):
             self.give_up_if_late()
             sampling = rollout_sampling(self.config, round_number)
-            return self.answer(prompts, sampling, self.score, self.rollout_phase, self.respond)
+            options = self.call_options()
+            return self.answer(prompts, sampling, self.score, self.rollout_phase, self.respond, options=options)
 
     def next_ahead(self, sampler: AheadSampler) -> SampledStep:
         """The next step, which rank 0 alone has its ``sampler`` sample, for all."""
@@ -65,20 +66,25 @@ class Rollouts:
         """Groups beside the training, in threads of an ``AheadSampler``: clock and signals are the loop's, and no other
         rank takes part. Of the rounds under way the earlier goes before.
         """
-        sampling = replace(rollout_sampling(self.config, round_number), priority=round_number)
-        groups = self.answer(prompts, sampling, self.score, world=SINGLE_PROCESS)
+        sampling, options = rollout_sampling(self.config, round_number), self.call_options(round_number)
+        groups = self.answer(prompts, sampling, self.score, world=SINGLE_PROCESS, options=options)
         return [replace(group, step=self.first_step + group.oldest_version) for group in groups]
+
+    def call_options(self, priority: int | None = None) -> CallOptions:
+        return CallOptions(priority, 1 / self.config.sampler.oversample)
 
     def give_up_if_late(self) -> None:
         """Before an engine is asked. Raises StepGivenUpError."""
         if self.world.any(self.stop.late):
             raise StepGivenUpError("this step would not end before the process is killed")
 
-    def respond(self, prompts: SequenceOf[Prompt], each: SequenceOf[SamplingParams]) -> list[list[Completion]]:
+    def respond(
+        self, prompts: SequenceOf[Prompt], each: SequenceOf[SamplingParams], options: CallOptions
+    ) -> list[list[Completion]]:
         """Responses to this rank's share of the prompts of a step."""
         tree = self.config.tree
         if tree is None:
-            return self.engine.generate(prompts, each)
+            return self.engine.generate(prompts, each, options)
         return grow_trees(self.engine.generate, self.tokenizer, prompts, each, tree)
 
     def value_segments(self, sampled: SampledStep, step: int, sampler: DynamicSampler) -> SampledStep:
@@ -122,8 +128,9 @@ class Rollouts:
         sampling: SamplingParams | list[SamplingParams],
         score: ScoreGroups,
         timed: Callable[[str], AbstractContextManager[Any]] = nullcontext,
-        respond: GenerateEach | None = None,
+        respond: Any = None,
         world: World | None = None,
+        options: CallOptions = DEFAULT_OPTIONS,
     ) -> list[Group]:
         """A scored group for each prompt that was answered; the engines of the ranks, of ``world`` by default this
         one's, share them, and of the ranks of an engine one scores. ``respond`` is by default the engine's
@@ -132,7 +139,7 @@ class Rollouts:
 
         def work(share: list[Prompt], each: list[SamplingParams]) -> list[Group]:
             with timed("rollout"):
-                completions = (respond or self.engine.generate)(share, each)
+                completions = (respond or self.engine.generate)(share, each, options)
             if not self.world.is_engine_leader:
                 return []
             answered = [(prompt, found) for prompt, found in zip(share, completions, strict=True) if found]
@@ -151,5 +158,4 @@ def rollout_sampling(config: Config, round_name: int | str) -> SamplingParams:
         max_tokens=rollout.max_response_tokens,
         seed=random.Random(f"{config.run.seed}:{round_name}").getrandbits(31),
         sampling_mask=rollout.sampling_mask,
-        needed=1 / config.sampler.oversample,
     )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dapo_runner.config import Config, parse_config
-from dapo_runner.types import Completion, Group, Kept, Prompt, Sample, Sequence, Verdict
+from dapo_runner.types import Completion, Group, Prompt, Sample, Sequence, TruncatedSupport, Verdict
 
 
 def make_config(**sections: Any) -> Config:
@@ -118,8 +118,8 @@ def with_lists(sequences: list[Sequence], vocab: int) -> list[Sequence]:
             others = torch.randint(vocab, (6,), generator=generator).tolist()
             lists.append(sorted({token, *others}) if trains and place % 3 else [])
         ids = torch.tensor([token for kept in lists for token in kept], dtype=torch.int32)
-        kept = Kept(ids, torch.tensor([len(kept) for kept in lists], dtype=torch.int32))
-        made.append(sequence if number == 0 else replace(sequence, kept=kept))
+        kept = TruncatedSupport(ids, torch.tensor([len(kept) for kept in lists], dtype=torch.int32))
+        made.append(sequence if number == 0 else replace(sequence, support=kept))
     return made
 
 

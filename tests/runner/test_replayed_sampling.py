@@ -28,7 +28,7 @@ from dapo_runner.rollout.segments import begin, grow_trees, joined
 from dapo_runner.rollout.vllm import _kept
 from dapo_runner.run.steps import Run
 from dapo_runner.train import train
-from dapo_runner.types import Completion, Group, Kept, Prompt, Sample, SamplingParams, Sequence, Verdict
+from dapo_runner.types import Completion, Group, Prompt, Sample, SamplingParams, Sequence, TruncatedSupport, Verdict
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig(path="x", dtype="float32")
@@ -43,7 +43,7 @@ def prompt(text: str, engine: HFEngine) -> Prompt:
     return Prompt(text, tuple(engine.tokenizer(text)["input_ids"]), text, "")
 
 
-def lists_of(kept: Kept) -> list[list[int]]:
+def lists_of(kept: TruncatedSupport) -> list[list[int]]:
     return [part.tolist() for part in kept.ids.split(kept.counts.tolist())]
 
 
@@ -53,9 +53,9 @@ def check_completion(engine: HFEngine, asked: Prompt, completion: Completion, cu
     with torch.no_grad():
         ids = torch.tensor([*asked.token_ids, *completion.token_ids.tolist()])
         probs = engine.model(input_ids=ids[None], use_cache=False).logits[0, -n - 1 : -1].softmax(-1)
-    assert completion.kept is not None
-    assert len(completion.kept.counts) == n
-    for place, kept in enumerate(lists_of(completion.kept)):
+    assert completion.support is not None
+    assert len(completion.support.counts) == n
+    for place, kept in enumerate(lists_of(completion.support)):
         left = what_is_left(probs[place].tolist(), **cut)
         assert set(kept) == (set(left) if len(left) < probs.shape[-1] else set())
         share = left[int(completion.token_ids[place])]
@@ -70,7 +70,7 @@ def test_the_engine_says_what_it_kept(engine: HFEngine, cut: dict[str, Any]) -> 
     for one, answers, same in zip(asked, engine.generate(asked, sampling), plain, strict=True):
         for completion, other in zip(answers, same, strict=True):
             assert torch.equal(completion.token_ids, other.token_ids)
-            assert other.kept is None
+            assert other.support is None
             check_completion(engine, one, completion, cut)
 
 
@@ -79,12 +79,12 @@ def test_rows_that_nothing_was_cut_off_have_no_lists(engine: HFEngine) -> None:
     each = [cut, replace(cut, top_k=None), replace(cut, sampling_mask=False)]
     for answers, expected in zip(engine.generate([prompt("3+4=", engine)] * 3, each), (3, 0, 0), strict=True):
         for completion in answers:
-            assert completion.kept is not None
-            assert set(completion.kept.counts.tolist()) == {expected}
+            assert completion.support is not None
+            assert set(completion.support.counts.tolist()) == {expected}
 
 
 def test_trees_and_continuations_carry_the_lists(engine: HFEngine) -> None:
-    asked, sampling = prompt("12+34=", engine), SamplingParams(max_tokens=6, top_k=4, sampling_mask=True, place=0)
+    asked, sampling = prompt("12+34=", engine), SamplingParams(max_tokens=6, top_k=4, sampling_mask=True, index=0)
     shape = TreeShape(branching=(2, 2), tokens=2)
     (leaves,) = grow_trees(engine.generate, engine.tokenizer, [asked], [sampling], shape)
     for leaf in leaves:
@@ -92,22 +92,22 @@ def test_trees_and_continuations_carry_the_lists(engine: HFEngine) -> None:
     begun = begin(asked, torch.tensor([5, 6]))
     ((rest,),) = engine.generate([begun], sampling)
     whole = joined(begun, rest, engine.tokenizer)
-    assert whole.kept is not None
-    assert lists_of(whole.kept)[:2] == [[], []]
-    assert rest.kept is not None
-    assert lists_of(whole.kept)[2:] == lists_of(rest.kept)
+    assert whole.support is not None
+    assert lists_of(whole.support)[:2] == [[], []]
+    assert rest.support is not None
+    assert lists_of(whole.support)[2:] == lists_of(rest.support)
 
 
 def test_micro_batches_keep_every_tokens_list() -> None:
     sequences = with_lists(random_sequences(12), 20)
     seen = 0
     for batch in pack(sequences, 40):
-        assert batch.kept_ids is not None
-        assert batch.kept_counts is not None
-        lists = lists_of(Kept(batch.kept_ids, batch.kept_counts))
+        assert batch.support_ids is not None
+        assert batch.support_counts is not None
+        lists = lists_of(TruncatedSupport(batch.support_ids, batch.support_counts))
         assert len(lists) == batch.n_positions
         for place, index in enumerate(batch.sequence_ids.tolist()):
-            kept = sequences[index].kept
+            kept = sequences[index].support
             own = lists[batch.cu_seqlens[place] : batch.cu_seqlens[place + 1]]
             expected = [[]] * len(own) if kept is None else lists_of(kept)[1:]
             assert own == expected
@@ -161,7 +161,7 @@ def test_the_update_is_that_of_what_was_kept(policy: Policy, engine: HFEngine) -
 @torch.no_grad()
 def by_hand(engine: HFEngine, sequence: Sequence) -> Tensor:
     logits = engine.model(input_ids=sequence.token_ids[None], use_cache=False).logits[0, :-1]
-    lists = [[]] * sequence.length if sequence.kept is None else lists_of(sequence.kept)
+    lists = [[]] * sequence.length if sequence.support is None else lists_of(sequence.support)
     for row, kept in zip(logits, lists[1:], strict=True):
         if kept:
             row[[token for token in range(len(row)) if token not in kept]] = -torch.inf
@@ -172,19 +172,19 @@ def by_hand(engine: HFEngine, sequence: Sequence) -> Tensor:
 def test_saved_groups_keep_their_lists(engine: HFEngine) -> None:
     asked = prompt("3+4=", engine)
     ((completion, bare),) = engine.generate([asked], SamplingParams(n=2, max_tokens=4, top_k=3, sampling_mask=True))
-    samples = [Sample(one, Verdict(True), 1.0) for one in (completion, replace(bare, kept=None))]
+    samples = [Sample(one, Verdict(True), 1.0) for one in (completion, replace(bare, support=None))]
     group = Group(asked, tuple(samples), 2)
     read = _group_from_state(group_state(group), {})
-    assert completion.kept is not None
-    assert read.samples[0].completion.kept is not None
-    assert lists_of(read.samples[0].completion.kept) == lists_of(completion.kept)
-    assert read.samples[1].completion.kept is None
-    (old,) = (item | {"samples": [{k: v for k, v in s.items() if k != "kept"} for s in item["samples"]]}
+    assert completion.support is not None
+    assert read.samples[0].completion.support is not None
+    assert lists_of(read.samples[0].completion.support) == lists_of(completion.support)
+    assert read.samples[1].completion.support is None
+    (old,) = (item | {"samples": [{k: v for k, v in s.items() if k != "support"} for s in item["samples"]]}
               for item in [group_state(group)])  # fmt: skip
-    assert _group_from_state(old, {}).samples[0].completion.kept is None
+    assert _group_from_state(old, {}).samples[0].completion.support is None
     sequence = sequence_of(group, group.samples[0], 1.0, 0, 0)
-    assert sequence.kept is not None
-    assert lists_of(sequence.kept) == [[]] * len(asked.token_ids) + lists_of(completion.kept)
+    assert sequence.support is not None
+    assert lists_of(sequence.support) == [[]] * len(asked.token_ids) + lists_of(completion.support)
 
 
 def run_in(folder: Path) -> Config:

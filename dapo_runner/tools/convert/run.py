@@ -161,7 +161,7 @@ def _from_model(config: ConvertConfig, asked: Mapping[str, list[dict[str, str]]]
             # A seed of its own: what is said of a problem does not depend on which were settled before.
             seed = int(key, 16) >> 1
             each.append(
-                SamplingParams(temperature=config.temperature, max_tokens=config.max_tokens, seed=seed, place=0)
+                SamplingParams(temperature=config.temperature, max_tokens=config.max_tokens, seed=seed, index=0)
             )
         for prompt, (completion,) in zip(prompts, engine.generate(prompts, each), strict=True):
             yield prompt.id, completion.text

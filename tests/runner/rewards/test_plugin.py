@@ -81,7 +81,7 @@ def test_a_number_is_right_above_the_middle_of_the_configured_rewards(modules: P
     config = make_config(reward={"kind": "middle:judge", "overlong": {"soft_punishment": False}})
     (group,) = Scorer(config)([PROMPT], [[make_completion(text="0.3"), make_completion(text="-0.3")]])
     assert [sample.reward for sample in group.samples] == [0.3, -0.3]
-    assert group.is_mixed
+    assert group.has_mixed_correctness
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,9 @@ def test_whatever_the_groups_are_like(
         step = sampler.next(engine)
         accepted += step.groups
         generated = engine.given[before:]
-        assert step.stats.groups == len(generated) == step.stats.all_right + step.stats.all_wrong + step.stats.mixed
+        assert (
+            step.stats.groups == len(generated) == step.stats.all_correct + step.stats.all_incorrect + step.stats.mixed
+        )
         assert step.stats.rounds <= max_rounds
         assert len(step.groups) <= wanted
         assert (step.shortfall is not None) == (len(step.groups) < wanted)
@@ -428,10 +430,10 @@ def test_statistics_count_everything_generated() -> None:
     sampler.on_round = lambda at_hand, stats: seen.append((at_hand, stats.groups))
     stats = sampler.next(engine).stats
     n = sum(map(len, engine.asked))
-    assert stats.groups == n == stats.all_right + stats.all_wrong + stats.mixed
+    assert stats.groups == n == stats.all_correct + stats.all_incorrect + stats.mixed
     assert stats.samples == 4 * n
-    assert stats.correct == 2 * stats.mixed + 4 * stats.all_right
-    assert stats.truncated == stats.all_wrong
+    assert stats.correct == 2 * stats.mixed + 4 * stats.all_correct
+    assert stats.truncated == stats.all_incorrect
     assert stats.tokens == 4 * stats.samples
     assert stats.reward == 2 * stats.correct - stats.samples
     assert seen[-1][1] == n
@@ -443,10 +445,10 @@ def test_exhaustion_explains_itself() -> None:
     with pytest.raises(SamplingExhaustedError) as caught:
         sampler.next(engine)
     asked = [name for prompts in engine.asked for name in prompts]
-    all_right = sum(int(name) % 5 != 0 for name in asked)
+    all_correct = sum(int(name) % 5 != 0 for name in asked)
     for part in (
         "0 of 4 groups after 3 rounds",
-        f"{all_right} were all right",
+        f"{all_correct} were all right",
         "mostly solved",
         "train_partial",
     ):

@@ -37,7 +37,7 @@ def test_which_server_answers_makes_no_difference(
     found = told(both.generate(PROMPTS, SAMPLING))
     assert all(server.seen(GENERATE) for server in servers)
     assert len({str(group) for group in found}) == len(PROMPTS)  # equal prompts do not share their dice
-    shifted = [SamplingParams(n=2, max_tokens=6, seed=5, place=place) for place in range(12, 24)]
+    shifted = [SamplingParams(n=2, max_tokens=6, seed=5, index=place) for place in range(12, 24)]
     assert told(both.generate(PROMPTS[12:], shifted)) == found[12:]  # nor does the call that a prompt is asked in
     one.update_weights(policy.named_weights())
     assert told(one.generate(PROMPTS, SAMPLING)) == found

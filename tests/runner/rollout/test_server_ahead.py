@@ -29,7 +29,7 @@ from dapo_runner.rollout.group_buffer import DynamicSampler
 from dapo_runner.rollout.server import ServerEngine
 from dapo_runner.run.parts import sampled_ahead
 from dapo_runner.train import train
-from dapo_runner.types import Completion, Group, Prompt, Sample, Verdict
+from dapo_runner.types import CallOptions, Completion, Group, Prompt, Sample, Verdict
 
 ONE_AT_A_TIME = """
 import threading
@@ -143,7 +143,7 @@ def steps_ahead(engine: ServerEngine, in_flight: int, lead: int = 1) -> list[lis
     """Prompts and responses of the steps that a run ahead would train on, a round for each."""
 
     def scored(prompts: list[Prompt], round_number: int) -> list[Group]:
-        found = engine.generate(prompts, replace(SAMPLING, seed=round_number, priority=round_number))
+        found = engine.generate(prompts, replace(SAMPLING, seed=round_number), CallOptions(priority=round_number))
         return [
             Group(prompt, tuple(Sample(one, Verdict(True), 1.0) for one in answers))
             for prompt, answers in zip(prompts, found, strict=True)
@@ -233,7 +233,7 @@ def test_who_samples_ahead_asks_for_all_ranks(model_folder: Path, servers: list[
                 n_open -= 1
 
         servers[0].hooks[GENERATE] = hold
-        assert all(engine.generate(PROMPTS, replace(SAMPLING, priority=priority)))
+        assert all(engine.generate(PROMPTS, SAMPLING, CallOptions(priority=priority)))
         assert most == wanted
 
 
@@ -272,7 +272,7 @@ def test_what_still_runs_when_enough_is_answered_is_dropped(
     for server in servers:
         server.hooks[GENERATE] = hang_with_some
     began = time.monotonic()
-    found = told(engine.generate(PROMPTS, replace(SAMPLING, needed=3 / 4)))
+    found = told(engine.generate(PROMPTS, SAMPLING, CallOptions(completion_fraction=3 / 4)))
     assert time.monotonic() - began < 10
     assert [place for place, answers in enumerate(found) if not answers] == list(range(0, 12, 2))
     assert all(answers == own for answers, own in zip(found, wanted, strict=True) if answers)

@@ -34,7 +34,7 @@ class ToyPolicy:
     def answer(self, prefixes: Sequence[Prompt], each: list[SamplingParams]) -> list[Group]:
         groups = []
         for place, (prefix, sampling) in enumerate(zip(prefixes, each, strict=True)):
-            begun = prefix.token_ids[len(prefix.token_ids) - prefix.n_begun :]
+            begun = prefix.token_ids[len(prefix.token_ids) - prefix.n_response_tokens :]
             assert sampling.max_tokens == LENGTH - len(begun)
             self.asked[begun] += 1
             dice = random.Random(f"{sampling.seed}:{place}")
@@ -81,7 +81,7 @@ def grow(engine: HFEngine, places: Sequence[int]) -> list[list[Completion]]:
     """Trees of prompts number ``places``: a rank's share."""
     texts = ("1+1=", "123+45678=", "7", "90+90=")
     prompts = [Prompt(texts[place], tuple(engine.tokenizer(texts[place])["input_ids"]), "", "") for place in places]
-    each = [SamplingParams(n=12, max_tokens=12, seed=5, place=place) for place in places]
+    each = [SamplingParams(n=12, max_tokens=12, seed=5, index=place) for place in places]
     return grow_trees(engine.generate, engine.tokenizer, prompts, each, TREE)
 
 
@@ -134,7 +134,7 @@ def test_a_tree_does_not_depend_on_which_rank_grows_it(engine: HFEngine) -> None
         engine.generate,
         engine.tokenizer,
         [Prompt("", tuple(engine.tokenizer("1+1=")["input_ids"]), "", "")],
-        [SamplingParams(max_tokens=12, seed=6, place=0)],
+        [SamplingParams(max_tokens=12, seed=6, index=0)],
         TREE,
     )
     assert [facts(leaf) for leaf in other[0]] != [facts(leaf) for leaf in whole[0]]
@@ -151,7 +151,7 @@ def test_a_continued_response_is_whole(engine: HFEngine) -> None:
     tokens = torch.tensor(engine.tokenizer("12")["input_ids"][-2:])
     prefix = begin(prompt, tokens)
     assert prefix.token_ids == (*prompt.token_ids, *tokens.tolist())
-    assert (prefix.n_begun, prefix.answer) == (2, prompt.answer)
+    assert (prefix.n_response_tokens, prefix.answer) == (2, prompt.answer)
     ((continuation,),) = engine.generate([prefix], SamplingParams(max_tokens=4))
     whole = joined(prefix, continuation, engine.tokenizer)
     assert whole.token_ids.tolist() == [*tokens.tolist(), *continuation.token_ids.tolist()]
@@ -165,11 +165,11 @@ def test_levels_and_nodes_draw_their_own_random_numbers() -> None:
     drawn: list[tuple[int | None, int | None]] = []
 
     def generate(prompts: Sequence[Prompt], each: Sequence[SamplingParams]) -> list[list[Completion]]:
-        drawn.extend((item.seed, item.place) for item in each)
+        drawn.extend((item.seed, item.index) for item in each)
         answer = Completion(torch.tensor([3, 4]), torch.zeros(2), "length", "")
         return [[answer] * item.n for item in each]
 
-    asked = [SamplingParams(n=12, max_tokens=12, seed=5, place=place) for place in (0, 1)]
+    asked = [SamplingParams(n=12, max_tokens=12, seed=5, index=place) for place in (0, 1)]
     prompts = [Prompt(str(i), (3, 4), "", "") for i in (0, 1)]
     grow_trees(generate, make_tokenizer(), prompts, asked, TREE)
     assert len(set(drawn)) == len(drawn) == 2 * (1 + 3 + 6)

@@ -182,8 +182,8 @@ def test_it_says_what_it_kept(engine: VLLMEngine, learner: Learner, cut: dict[st
     for answer in answers:
         ids = torch.tensor([*asked.token_ids, *answer.token_ids.tolist()])
         probs = policy_logits(learner, ids)[-answer.length - 1 : -1].softmax(-1)
-        assert answer.kept is not None
-        for place, kept in enumerate(answer.kept.ids.split(answer.kept.counts.tolist())):
+        assert answer.support is not None
+        for place, kept in enumerate(answer.support.ids.split(answer.support.counts.tolist())):
             left = what_is_left(probs[place].tolist(), **cut)
             assert set(kept.tolist()) == set(left)
             assert float(answer.logprobs[place].exp()) == pytest.approx(left[int(answer.token_ids[place])], abs=1e-4)

@@ -35,7 +35,7 @@ from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.rollout.server import ServerEngine
 from dapo_runner.rollout.vllm import VLLMEngine
 from dapo_runner.run.tiny_model import make_model, make_tokenizer
-from dapo_runner.types import Completion, Prompt, SamplingParams
+from dapo_runner.types import CallOptions, Completion, Prompt, SamplingParams
 
 pytestmark = [
     pytest.mark.vllm,
@@ -255,7 +255,7 @@ def test_what_is_not_needed_is_dropped(config: Config, server: None) -> None:
     asked, sampling = prompts(config)[:4] * 60, SamplingParams(n=4, max_tokens=16, seed=4)
 
     def ask_for_more() -> None:
-        found = engine.generate(asked, replace(sampling, needed=1 / 4))
+        found = engine.generate(asked, sampling, CallOptions(completion_fraction=1 / 4))
         assert sorted(map(len, found)) == [0] * 180 + [4] * 60
 
     for _ in range(4):  # on a busy machine it may have answered everything by the time it hears of it
