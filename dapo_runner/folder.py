@@ -43,14 +43,14 @@ MAY_CHANGE = (
     *("run.steps", "run.max_tokens", "run.epochs", "run.eval_every", "run.save_every", "run.keep", "run.async_save"),
     *("run.grace", "run.early_stop", "run.early_stop.", "run.name", "run.output_dir", "logging."),
     # What a step takes of machine, memory and patience; its figures stay what they are but for rounding.
-    *("run.device", "run.threads", "parallel.", "optimizer.token_budget", "loss.chunk_bytes"),
+    *("run.device", "run.threads", "parallel.", "optimizer.token_budget"),
     *("model.attention", "model.compile", "model.gradient_checkpointing"),
     *("rollout.max_batch_sequences", "rollout.vllm.", "rollout.server.", "rollout.probe."),
     *("reward.workers", "reward.deadline", "reward.plugin_deadline", "reward.calls.", "reward.code.workers"),
     *("reward.judge.url", "reward.judge.key_env", "reward.judge.device", "reward.judge.batch_tokens"),
     # What helps a run in trouble.
     "critic.lr",
-    *("optimizer.lr", "optimizer.schedule", "optimizer.min_lr_ratio", "optimizer.decay_steps", "optimizer.grad_clip"),
+    *("optimizer.lr", "optimizer.schedule", "optimizer.min_lr_ratio", "optimizer.grad_clip"),
     *("sampler.max_rounds", "sampler.max_age", "sampler.on_exhausted"),
 )
 

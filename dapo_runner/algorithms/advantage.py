@@ -4,11 +4,11 @@ and values of the whole step.
 
 With R the reward, G the samples of one prompt and N the samples of the whole step:
 
-    group_std        (R − mean_G) / (std_G + eps)
+    group_std        (R − mean_G) / (std_G + 1e-6)
     group_mean       R − mean_G
-    batch_std        (R − mean_G) / (std_N + eps)
+    batch_std        (R − mean_G) / (std_N + 1e-6)
     batch_mean       R − mean_N
-    batch_whitened   (R − mean_N) / (std_N + eps)     over samples, not tokens
+    batch_whitened   (R − mean_N) / (std_N + 1e-6)     over samples, not tokens
     leave_one_out    R − mean of the others in G
 
 and per token, by the formulas of `dapo_runner.algorithms.returns`, whitened over the tokens of the step:
@@ -30,6 +30,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dapo_runner.algorithms.returns import EPS
 from dapo_runner.algorithms.segments import of_tokens
 from dapo_runner.config import AdvantageConfig
 from dapo_runner.types import Group, Sample, Sequence, TruncatedSupport
@@ -44,7 +45,7 @@ class Advantage:
     paper: str = ""
     by_token: bool = False  # it gives the rewards that the tokens' advantages are made of
 
-    def __call__(self, rewards: Tensor, batch: Tensor, eps: float) -> Tensor:
+    def __call__(self, rewards: Tensor, batch: Tensor) -> Tensor:
         """Advantages [G] of one group's ``rewards`` [G]; ``batch`` [N] holds those of every group. float64."""
         n = rewards.numel()
         if self.baseline is None:
@@ -56,9 +57,9 @@ class Advantage:
         if self.scale is None:
             return centred
         compared = rewards if self.scale == "group" else batch
-        return centred / (compared.std(correction=min(1, compared.numel() - 1)) + eps)  # of one sample 0
+        return centred / (compared.std(correction=min(1, compared.numel() - 1)) + EPS)  # of one sample 0
 
-    def formula(self, eps: float) -> str:
+    def formula(self) -> str:
         """In words, for a plan."""
         mean = {"group": "mean of its group", "batch": "mean of the step", "others": "mean of the others in its group"}
         if self.baseline is None:
@@ -66,7 +67,7 @@ class Advantage:
         if self.scale is None:
             return f"R − {mean[self.baseline]}"
         return (
-            f"(R − {mean[self.baseline]}) / (std of {'its group' if self.scale == 'group' else 'the step'} + {eps:g})"
+            f"(R − {mean[self.baseline]}) / (std of {'its group' if self.scale == 'group' else 'the step'} + {EPS:g})"
         )
 
 
@@ -86,7 +87,7 @@ ADVANTAGES: dict[str, Advantage] = {
 def make_sequences(groups: Iterable[Group], config: AdvantageConfig, step: int = 0) -> list[Sequence]:
     """The training records of a step, group by group in order. ``step`` is the one that groups count their own by."""
     groups, advantage = list(groups), ADVANTAGES[config.kind]
-    # float64: in float32 the mean of equal rewards such as -1.3 can leave a residue larger than eps.
+    # float64: in float32 the mean of equal rewards such as -1.3 can leave a residue larger than EPS.
     rewards = [torch.tensor([sample.reward for sample in group.samples], dtype=torch.float64) for group in groups]
     batch = torch.cat(rewards) if rewards else torch.empty(0, dtype=torch.float64)
     sequences: list[Sequence] = []
@@ -95,7 +96,7 @@ def make_sequences(groups: Iterable[Group], config: AdvantageConfig, step: int =
         if config.segments is not None:
             parts = [of_tokens(sample, config.segments) for sample in group.samples]
         else:
-            parts = [(value, None) for value in advantage(own, batch, config.eps).tolist()]
+            parts = [(value, None) for value in advantage(own, batch).tolist()]
         made = [
             sequence_of(group, sample, value, group_id, step - group.step, trains)
             for sample, (value, trains) in zip(group.samples, parts, strict=True)

@@ -90,28 +90,26 @@ class Critic:
         return found.loss * (self.world.size / mini.n_tokens)
 
     def update(self, mini: MiniBatch, step: int) -> dict[str, float]:
-        """Of a critic of its own: `critic.epochs` optimizer steps. Raises NonFiniteUpdateError."""
-        rate = learning_rate(self.config, step, mini.number) * self.settings.lr / self.config.optimizer.lr
+        """Take one optimizer step of a critic of its own. Raises NonFiniteUpdateError."""
+        rate = learning_rate(self.config, step) * self.settings.lr / self.config.optimizer.lr
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        clip, norm = self.settings.grad_clip, 0.0
-        for _ in range(self.settings.epochs):
-            self._seen = []
-            with whole_until_backward(self.model.root, not self.config.parallel.reshard_after_forward):
-                for place, batch in enumerate(mini.micro_batches):
-                    add_up_over_replicas(self.model.root, place == len(mini.micro_batches) - 1)
-                    self._backward(batch, mini)
-            total = torch.nn.utils.clip_grad_norm_(self.master.gradients(), math.inf if clip is None else clip)
-            norm = float(whole(total))
-            if not math.isfinite(norm):
-                raise NonFiniteUpdateError(
-                    f"step {step + 1}: expected a finite gradient of the critic, got norm {norm:g}; its weights are "
-                    "those before this update. A lower critic.lr is the usual cure",
-                    mini,
-                )
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            self.master.publish()
+        with whole_until_backward(self.model.root, not self.config.parallel.reshard_after_forward):
+            for index, batch in enumerate(mini.micro_batches):
+                add_up_over_replicas(self.model.root, index == len(mini.micro_batches) - 1)
+                self._backward(batch, mini)
+        clip = self.config.optimizer.grad_clip
+        total = torch.nn.utils.clip_grad_norm_(self.master.gradients(), math.inf if clip is None else clip)
+        norm = float(whole(total))
+        if not math.isfinite(norm):
+            raise NonFiniteUpdateError(
+                f"step {step + 1}: expected a finite gradient of the critic, got norm {norm:g}; its weights are "
+                "those before this update. A lower critic.lr is the usual cure",
+                mini,
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.master.publish()
         return {**self.figures(mini), "value_grad_norm": norm, "value_lr": rate}
 
     def _backward(self, batch: PackedBatch, mini: MiniBatch) -> None:

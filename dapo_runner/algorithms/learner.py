@@ -167,14 +167,13 @@ class Learner:
             sampling_mask=sampling_mask_of(batch, policy),
             mask=own["mask"],
             entropy=entropy,
-            chunk_bytes=self.config.loss.chunk_bytes,
         )
 
     def update(self, mini: MiniBatch, step: int) -> dict[str, float]:
         """One optimizer step; returns the means of its metrics, and completes ``mini.mismatch``. Raises
         NonFiniteUpdateError.
         """
-        rate = learning_rate(self.config, step, mini.number)
+        rate = learning_rate(self.config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         outs = []
@@ -254,7 +253,7 @@ class Learner:
         """Of one micro-batch, or of this rank's positions of it; FSDP2 takes the mean over ranks, which the denominator
         makes a sum.
         """
-        group, head, loss = self.policy.world.sequence_group, self.policy.head, self.config.loss
+        group, head = self.policy.world.sequence_group, self.policy.head
         options: dict[str, Any] = {"objective": self.objective, "denominator": mini.denominator / self.world.size}
         if group is not None and not self.by_token:
             # A ratio or a mean over a sequence wants all of its positions: log-probs travel, hidden states do not.
@@ -281,7 +280,6 @@ class Learner:
             bias=head.bias,
             lora=head.lora,
             softcap=head.softcap,
-            chunk_bytes=loss.chunk_bytes,
             cu_seqlens=batch.cu_seqlens.to(self.policy.device) if group is None else None,
             selection=None if selection is None else own_positions(selection, group),
             temperature=self.config.rollout.temperature,

@@ -4,7 +4,7 @@ With r_t the reward of a token, V_t the critic's value of what lies before it, �
 
     returns     G_t = r_t + γ·G_{t+1}
     gae         δ_t = r_t + γ·V_{t+1} − V_t,  A_t = δ_t + γλ·A_{t+1},  returns A_t + V_t    (arXiv 1506.02438, eq. 16)
-    whitened    (A − mean_N) / (std_N + eps)    over the N tokens of a step that train, std unbiased
+    whitened    (A − mean_N) / (std_N + 1e-6)    over the N tokens of a step that train, std unbiased
 
 G, A and V are 0 behind the last token: a response that was cut off is worth what it earned. Legend: N tokens, those of
 a sequence side by side; S sequences.
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
 
+EPS = 1e-6  # added to a standard deviation before it divides
 BLOCK = 64  # tokens that one row of a matrix product adds up
 
 
@@ -49,10 +50,10 @@ def gae(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: flo
     return advantages, advantages + values
 
 
-def whiten(values: Tensor, eps: float, world: World = SINGLE_PROCESS) -> Tensor:
+def whiten(values: Tensor, world: World = SINGLE_PROCESS) -> Tensor:
     """``values`` float64 [N], the share of this rank, by mean and standard deviation of all. Collective."""
     mean, variance = moments(values, world)
-    return (values - mean) / (variance**0.5 + eps)
+    return (values - mean) / (variance**0.5 + EPS)
 
 
 def moments(values: Tensor, world: World = SINGLE_PROCESS) -> tuple[float, float]:

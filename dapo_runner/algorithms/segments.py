@@ -2,7 +2,7 @@
 
     chain   A = V(end) − V(beginning), V the mean reward of continuations from there, the reward itself at the end of
             the response (Eq. 2)
-    tree    A = V(node) − V(parent), over the standard deviation of the siblings with `normalize`; V of a leaf is its
+    tree    A = V(node) − V(parent); V of a leaf is its
             reward, of any other node the mean of its children's: siblings are each other's baseline
 
 A chain is cut before a cut point, a token that was less likely than the threshold, so that every segment has as many of
@@ -15,11 +15,12 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean, pstdev
+from statistics import fmean
 
 import torch
 from torch import Tensor
 
+from dapo_runner.algorithms.returns import EPS
 from dapo_runner.config import SegmentsConfig
 from dapo_runner.types import Completion, Group, Sample, Segment
 
@@ -51,11 +52,10 @@ def node_values(rewards: Mapping[Node, float]) -> dict[Node, float]:
     return values
 
 
-def tree_segments(group: Group, config: SegmentsConfig, eps: float) -> Group:
+def tree_segments(group: Group) -> Group:
     """The same group, whose samples are the leaves of a tree, with their segments."""
     leaves = [tuple(branch.child for branch in sample.completion.path) for sample in group.samples]
     values = node_values({leaf: sample.reward for leaf, sample in zip(leaves, group.samples, strict=True)})
-    families = _families({node: value for node, value in values.items() if node})
     trained: set[Node] = set()
     samples = []
     for leaf, sample in zip(leaves, group.samples, strict=True):
@@ -63,10 +63,8 @@ def tree_segments(group: Group, config: SegmentsConfig, eps: float) -> Group:
         for depth, branch in enumerate(sample.completion.path, start=1):
             node, parent = leaf[:depth], leaf[: depth - 1]
             advantage = values[node] - values[parent]
-            if abs(advantage) <= eps:  # means of equal values differ by their rounding
+            if abs(advantage) <= EPS:  # means of equal values differ by their rounding
                 advantage = 0.0
-            elif config.normalize:
-                advantage /= pstdev(families[parent])
             trains = sample.trains and node not in trained and advantage != 0
             segments.append(Segment(branch.length, values[parent], values[node], advantage, trains))
             if sample.trains:

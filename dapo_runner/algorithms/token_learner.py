@@ -96,7 +96,7 @@ class TokenLearner(Learner):
             self.estimates["explained_variance"] = 1 - unexplained / spread if spread else 0.0
         self.estimates["return"] = moments(returns, self.world)[0]
         if settings.whiten:
-            advantages = whiten(advantages, settings.eps, self.world)
+            advantages = whiten(advantages, self.world)
         sizes = [int(one.lengths.sum()) for one in tokens]
         batches = iter(map(_Tokens.estimated, tokens, advantages.split(sizes), returns.split(sizes)))
         for mini in minis:

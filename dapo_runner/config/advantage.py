@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from dapo_runner.config.section import Int, PositiveFloat, PositiveInt, Section, Share
+from dapo_runner.config.section import Int, PositiveInt, Section, Share
 
 
 class SegmentsConfig(Section):
@@ -23,12 +23,11 @@ class SegmentsConfig(Section):
     branching: Annotated[list[Annotated[Int, Field(ge=2)]], Field(min_length=2)] | None = None
     # tree: of a segment, but on the last level, where it ends the response; None: as many as every level can have.
     tokens: PositiveInt | None = None
-    normalize: bool = False  # tree: over the standard deviation of the siblings
     per_step: PositiveInt | None = None  # tree: its responses that a step trains on, the rest later; None: all at once
 
     @model_validator(mode="after")
     def _of_its_kind(self) -> SegmentsConfig:
-        others = {"chain": ("branching", "tokens", "normalize", "per_step"), "tree": ("interval", "samples")}
+        others = {"chain": ("branching", "tokens", "per_step"), "tree": ("interval", "samples")}
         unused = [name for name in others[self.kind] if getattr(self, name) != _default(type(self), name)]
         if self.kind == "tree" and not self.mask and self.threshold != _default(type(self), "threshold"):
             unused.append("threshold")
@@ -95,7 +94,6 @@ class AdvantageConfig(Section):
         "returns",
         "group_returns",
     ] = "group_std"
-    eps: PositiveFloat = 1e-6
     # Of the last three, which are per token: dapo_runner.algorithms.returns.
     gamma: Share = 1.0
     lam: Annotated[float, Field(ge=0, le=1)] = 0.95  # gae

@@ -140,7 +140,7 @@ def _pairs(config: Config) -> Iterator[str]:
             yield f"loss.{name}: expected null beside preference.reference=step, got {value!r}"
     unread = {
         "loss": ("objective", "overrides", "old_logprobs", "routing_replay"),
-        "advantage": ("kind", "eps", "segments"),
+        "advantage": ("kind", "segments"),
         "rollout": ("correction", "sampling_mask"),
     }
     for section, names in unread.items():
@@ -169,26 +169,14 @@ def _routing(config: Config) -> Iterator[str]:
         )
 
 
-def schedule_mismatches(
-    config: Config, steps: str = "rollout steps", end: str = "optimizer.decay_steps or run.steps"
-) -> Iterator[str]:
-    """``steps`` and ``end`` are what a message calls the steps of the run, and the settings that say how many."""
-    optimizer = config.optimizer
+def schedule_mismatches(config: Config) -> Iterator[str]:
+    """Yield the settings of the learning rate that its schedule does not use or cannot follow."""
+    optimizer, steps = config.optimizer, config.run.steps
     if optimizer.schedule == "constant":
-        for name in ("min_lr_ratio", "decay_steps"):
-            value = getattr(optimizer, name)
-            if value != type(optimizer).model_fields[name].default:
-                yield f"optimizer.{name}: expected optimizer.schedule=linear or cosine beside it, got {name}={value:g}"
-        return
-    places, unit, name = config.decay_steps, steps, "warmup_steps"
-    if optimizer.warmup_updates is not None:
-        places, unit, name = places * config.updates_per_step, "updates", "warmup_updates"
-    warmup = getattr(optimizer, name)
-    if warmup >= places:
-        yield (
-            f"optimizer.{name}: expected fewer than the {places} {unit} that optimizer.schedule={optimizer.schedule} "
-            f"ends after ({end}), got {warmup}"
-        )
+        if optimizer.min_lr_ratio:
+            yield "optimizer.min_lr_ratio: requires optimizer.schedule=linear or cosine, got constant"
+    elif optimizer.warmup_steps >= steps:
+        yield f"optimizer.warmup_steps: expected fewer than the {steps} steps of the run, got {optimizer.warmup_steps}"
 
 
 def _advantages(config: Config) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import model_validator
 
-from dapo_runner.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from dapo_runner.config.section import NonNegativeInt, PositiveFloat, Section
 
 
 class CriticConfig(Section):
@@ -15,13 +15,11 @@ class CriticConfig(Section):
     coef: PositiveFloat = 0.1  # share_trunk
     lr: PositiveFloat = 9e-6  # a model of its own: at the peak of the optimizer's schedule, which it follows
     warmup_steps: NonNegativeInt = 0  # a model of its own: rollout steps of a run in which it alone trains
-    epochs: PositiveInt = 1  # a model of its own: updates by each mini-batch
     clip: PositiveFloat | None = 0.2  # how far a value may move in a step before its gradient stops; None: any
-    grad_clip: PositiveFloat | None = 1.0  # a model of its own
 
     @model_validator(mode="after")
     def _of_its_own(self) -> CriticConfig:
-        own = ("path", "lr", "warmup_steps", "epochs", "grad_clip")
+        own = ("path", "lr", "warmup_steps")
         unused = own if self.share_trunk else ("coef",)
         for name in unused:
             value, default = getattr(self, name), type(self).model_fields[name].default

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from dapo_runner.config.section import PositiveInt, Section
+from dapo_runner.config.section import Section
 
 
 class LossConfig(Section):
@@ -17,7 +17,6 @@ class LossConfig(Section):
     reference_ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     old_logprobs: Literal["learner", "rollout"] = "learner"  # whose log-probs are the ratio's denominator
     routing_replay: bool = False  # mixtures of experts: updates go to the experts that the old log-probs came from
-    chunk_bytes: PositiveInt | None = None
 
     @field_validator("overrides", mode="after")
     @classmethod

@@ -12,10 +12,8 @@ from dapo_runner.config.section import NonNegativeFloat, NonNegativeInt, Positiv
 class OptimizerConfig(Section):
     lr: PositiveFloat = 1e-6
     warmup_steps: NonNegativeInt = 20  # linear, in rollout steps
-    warmup_updates: NonNegativeInt | None = None  # in updates, in its place; the schedule then goes by updates too
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up: dapo_runner.algorithms.schedule
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0  # share of lr at which linear and cosine end
-    decay_steps: PositiveInt | None = None  # the rollout step after which they do; None: run.steps
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0  # share of lr at which linear and cosine end, at run.steps
     weight_decay: NonNegativeFloat = 0.1
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8

@@ -92,10 +92,6 @@ class Config(Section):
         return self.rollout.ahead + 1 if self.sampler.max_age is None else self.sampler.max_age
 
     @property
-    def decay_steps(self) -> int:
-        return self.optimizer.decay_steps or self.run.steps
-
-    @property
     def longest_sequence(self) -> int:
         """Tokens of the longest prompt and response that an engine may be asked for."""
         responses = (self.rollout.max_response_tokens, self.evaluation.max_response_tokens or 0)
@@ -126,7 +122,6 @@ def resolved(config: Config) -> dict[str, Any]:
         "sampler.max_age": (config.sampler.max_age, config.max_age),
         "reward.overlong.max_length": (config.reward.overlong.max_length, config.overlong_max_length),
         "optimizer.mini_batch_size": (config.optimizer.mini_batch_size, config.mini_batch_size),
-        "optimizer.decay_steps": (config.optimizer.decay_steps, config.decay_steps),
         "evaluation.max_response_tokens": (config.evaluation.max_response_tokens, answers),
     }
     return {key: value for key, (given, value) in values.items() if given is None}

@@ -76,7 +76,6 @@ class SftConfig(Section):
     def _without_effect(self) -> SftConfig:
         unused: dict[str, tuple[Section, tuple[str, ...]]] = {
             "model": (self.model, ("tiny",)),
-            "optimizer": (self.optimizer, ("warmup_updates",)),
             "parallel": (self.parallel, ("rollout_tensor",)),
             "logging": (self.logging, ("rollouts", "evaluations", "samples")),
         }

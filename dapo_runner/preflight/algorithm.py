@@ -123,13 +123,14 @@ def _optimizer(config: Config) -> str:
 
 def _schedule(config: Config) -> str:
     settings = config.optimizer
-    warmup, unit = settings.warmup_steps, "rollout steps"
-    if settings.warmup_updates is not None:
-        warmup, unit = settings.warmup_updates, "updates"
     then: str = settings.schedule
     if then != "constant":
-        then += f" to {settings.lr * settings.min_lr_ratio:g} after step {config.decay_steps}"
-    return f"warmed up linearly over {warmup} {unit}, then {then}" if warmup > 1 else then
+        then += f" to {settings.lr * settings.min_lr_ratio:g} after step {config.run.steps}"
+    return (
+        f"warmed up linearly over {settings.warmup_steps} rollout steps, then {then}"
+        if settings.warmup_steps > 1
+        else then
+    )
 
 
 def _curriculum(config: Config) -> str:
@@ -209,7 +210,7 @@ def _advantage(config: Config) -> str:
     if config.advantage.segments is not None:
         return _segments(config, config.advantage.segments)
     settings, advantage = config.advantage, ADVANTAGES[config.advantage.kind]
-    formula = advantage.formula(settings.eps)
+    formula = advantage.formula()
     if settings.by_token:
         of = (
             f"GAE with γ {settings.gamma:g}, λ {settings.lam:g}"
@@ -229,7 +230,7 @@ def _critic(config: Config) -> str:
         return f"a value head on the policy, its loss × {critic.coef:g}, {clip}"
     of = critic.path or "the model that training starts from"
     warmup = f", alone for the first {critic.warmup_steps} steps" if critic.warmup_steps else ""
-    return f"a value head on {of}, lr {critic.lr:g}, {critic.epochs} updates by a mini-batch{warmup}, {clip}"
+    return f"a value head on {of}, lr {critic.lr:g}{warmup}, {clip}"
 
 
 def _segments(config: Config, segments: SegmentsConfig) -> str:
@@ -243,10 +244,9 @@ def _segments(config: Config, segments: SegmentsConfig) -> str:
         )
     tree = config.tree
     assert tree is not None
-    over = " over the standard deviation of the siblings" if segments.normalize else ""
     later = f"; at most {segments.per_step} responses of a tree in a step, the rest later" if segments.per_step else ""
     return (
-        f"V(node) − V(parent){over} of every segment of a tree of {' × '.join(map(str, tree.branching))} children, "
+        f"V(node) − V(parent) of every segment of a tree of {' × '.join(map(str, tree.branching))} children, "
         f"{tree.tokens} tokens each but on the last level{trains}{later}; at most {_tree_tokens(tree, limit):,} tokens "
         f"a tree, {tree.leaves * limit:,} for as many responses alone (SPO-tree, arXiv 2505.23564)"
     )

@@ -199,7 +199,7 @@ def _activations(config: Config, shape: ModelShape) -> int:
 
 
 def _chunk_bytes(config: Config) -> int:
-    return config.loss.chunk_bytes or (DEFAULT_DEVICE_CHUNK_BYTES if _on_gpus(config) else DEFAULT_CHUNK_BYTES)
+    return DEFAULT_DEVICE_CHUNK_BYTES if _on_gpus(config) else DEFAULT_CHUNK_BYTES
 
 
 def _shared(amount: int, gpus: int) -> int:

@@ -92,7 +92,7 @@ class Rollouts:
         advantage, groups, continued = self.config.advantage, sampled.groups, 0
         assert advantage.segments is not None
         if advantage.segments.kind == "tree":
-            groups = [tree_segments(group, advantage.segments, advantage.eps) for group in groups]
+            groups = [tree_segments(group) for group in groups]
             counts = {"tokens": sampled.stats.generated, **segment_figures(groups)}
             if advantage.segments.per_step is not None:
                 groups, of_waiting = sampler.spread(groups, advantage.segments.per_step)

@@ -35,7 +35,7 @@ def test_the_papers_recipe_is_the_papers_table() -> None:
     assert (objective.clip_low, objective.clip_high, objective.dual_clip) == (0.2, 0.28, None)
     assert (objective.aggregate, objective.kl_coef, objective.entropy_coef) == ("token-mean", 0.0, 0.0)
     assert objective == OBJECTIVES["dapo"]
-    assert (config.advantage.kind, config.advantage.eps) == ("group_std", 1e-6)
+    assert config.advantage.kind == "group_std"
     assert (config.reward.kind, config.reward.correct, config.reward.incorrect) == ("dapo", 1.0, -1.0)
     assert (config.sampler.filter_groups, config.reward.boxed_fallback) == (True, False)
     assert (config.rollout.temperature, config.rollout.top_p) == (1.0, 1.0)

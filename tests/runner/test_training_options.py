@@ -135,7 +135,7 @@ def test_python_with_a_recipe_and_reading_what_it_left(folder: Path) -> None:
 def test_python_refuses_what_the_command_refuses() -> None:
     optimizer = OptimizerConfig(schedule="linear")
     wrong = laid_over("early stop").model_copy(update={"run": RunConfig(steps=9), "optimizer": optimizer})
-    with pytest.raises(ConfigError, match=r"^optimizer\.warmup_steps: expected fewer than the 9 rollout steps"):
+    with pytest.raises(ConfigError, match=r"^optimizer\.warmup_steps: expected fewer than the 9 steps"):
         train(wrong, Notes())
 
 
@@ -156,9 +156,9 @@ def test_lora() -> None:
 
 def test_schedule() -> None:
     config = laid_over("schedule")
-    rates = [learning_rate(config, step) for step in range(320)]
+    rates = [learning_rate(config, step) for step in range(config.run.steps)]
     assert max(rates) == rates[19] == 1e-6
-    assert rates[-1] == pytest.approx(1e-7)
+    assert rates[-1] == pytest.approx(1e-7, rel=0.01)
 
 
 def test_sampling() -> None:
@@ -205,7 +205,7 @@ def test_resuming_and_forking() -> None:
 
 
 CHOSEN: dict[str, dict[str, object]] = {
-    "optimizer": {"schedule": "cosine", "warmup_updates": 1, "min_lr_ratio": 0.1},
+    "optimizer": {"schedule": "cosine", "warmup_steps": 1, "min_lr_ratio": 0.1},
     "sampler": {"curriculum": {"by": "pass_rate", "high": 0.7, "rest": 1}},
     "rollout": {"stop": ["9"], "top_k": 20, "min_p": 0.01},
 }

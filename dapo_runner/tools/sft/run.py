@@ -153,7 +153,7 @@ def plan_updates(recipe: SftConfig, examples: Examples) -> Config:
     check_length("model.path", recipe.model.path, recipe.model, longest, "data.max_tokens: an example")
     updates = math.ceil(recipe.run.epochs * len(examples.train) / recipe.optimizer.mini_batch_size)
     config = recipe.training(updates)
-    if problems := list(schedule_mismatches(config, "updates", "optimizer.decay_steps or run.epochs")):
+    if problems := list(schedule_mismatches(config)):
         raise ConfigError("\n".join(problems))
     return config
 

@@ -262,14 +262,14 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change(
         assert torch.equal(parameter, before[name]), name
 
 
-def test_each_update_has_the_learning_rate_of_its_place(policy: Policy) -> None:
+def test_updates_have_the_learning_rate_of_their_step(policy: Policy) -> None:
     config = make_config(
-        optimizer={"lr": 1e-3, "warmup_updates": 8, "mini_batch_size": 8, "token_budget": 95, "grad_clip": None}
+        optimizer={"lr": 1e-3, "warmup_steps": 8, "mini_batch_size": 8, "token_budget": 95, "grad_clip": None}
     )
     learner = Learner(policy, config)
     minis = learner.prepare(random_sequences(16))
     rates = [learner.update(mini, step=1)["lr"] for mini in minis]
-    assert rates == pytest.approx([3e-3 / 8, 4e-3 / 8])
+    assert rates == pytest.approx([2e-3 / 8, 2e-3 / 8])
     assert {group["lr"] for group in learner.optimizer.param_groups} == {rates[-1]}
 
 

@@ -21,7 +21,6 @@ from dapo_runner.types import Branch, Completion, Group, Sample, Sequence
 
 CHAIN = SegmentsConfig(kind="chain", interval=2)
 TREE = SegmentsConfig(kind="tree", branching=[2, 2], tokens=3, mask=False)
-EPS = 1e-6
 
 
 def response_of(*probabilities: float) -> Completion:
@@ -77,7 +76,7 @@ def test_only_cut_points_train_and_only_they_are_counted() -> None:
 def test_a_tree_from_its_leaves_up() -> None:
     """Rewards 1 and −1 under the first child, 1 of the second, which ended itself: values 0, 1 and of the root ½."""
     group = tree_of(leaf(True, (0, 3), (0, 2)), leaf(False, (0, 3), (1, 4)), leaf(True, (1, 2)))
-    first, second, third = (sample.segments for sample in tree_segments(group, TREE, EPS).samples)
+    first, second, third = (sample.segments for sample in tree_segments(group).samples)
     assert [segment.advantage for segment in first] == [-0.5, 1.0]
     assert [segment.advantage for segment in second] == [-0.5, -1.0]
     assert [segment.advantage for segment in third] == [0.5]
@@ -87,7 +86,7 @@ def test_a_tree_from_its_leaves_up() -> None:
 
 def test_a_segment_that_responses_share_trains_once() -> None:
     group = tree_of(leaf(True, (0, 3), (0, 2)), leaf(False, (0, 3), (1, 4)), leaf(True, (1, 2)))
-    sequences = sequences_of(tree_segments(group, TREE, EPS), TREE)
+    sequences = sequences_of(tree_segments(group), TREE)
     trains = [sequence.mask[3:].tolist() for sequence in sequences]
     assert trains == [[True] * 5, [False] * 3 + [True] * 4, [True] * 2]
     assert count_training_tokens(sequences) == group.n_generated == 3 + 2 + 4 + 2
@@ -95,7 +94,7 @@ def test_a_segment_that_responses_share_trains_once() -> None:
 
 def test_where_the_first_response_is_left_out_the_next_trains_what_they_share() -> None:
     group = tree_of(leaf(False, (0, 3), (0, 2), trains=False), leaf(True, (0, 3), (1, 4)), leaf(True, (1, 2)))
-    sequences = sequences_of(tree_segments(group, TREE, EPS), TREE)
+    sequences = sequences_of(tree_segments(group), TREE)
     assert [int(sequence.mask.sum()) for sequence in sequences] == [0, 7, 2]
 
 
@@ -103,7 +102,7 @@ def test_a_segment_that_responses_share_is_counted_once() -> None:
     """Sizes ½, 1, 1 and ½ under the two children; of the second group none, of its three segments."""
     group = tree_of(leaf(True, (0, 3), (0, 2)), leaf(False, (0, 3), (1, 4)), leaf(True, (1, 2)))
     solved = tree_of(leaf(True, (0, 3), (0, 2)), leaf(True, (0, 3), (1, 4)))
-    figures = segment_figures([tree_segments(tree, TREE, EPS) for tree in (group, solved)])
+    figures = segment_figures([tree_segments(tree) for tree in (group, solved)])
     assert figures == {"per_response": 9 / 5, "advantage": 3 / 7, "zero": 3 / 7}
     sample = make_sample(True, length=9)
     chains = tuple(replace(sample, segments=chain_segments(sample, [0, 4], values)) for values in ([0, 0.5], [0, 0]))
@@ -114,7 +113,7 @@ def test_a_segment_that_responses_share_is_counted_once() -> None:
 def test_segments_without_an_advantage_do_not_train() -> None:
     """Both children are half right: their own segments say nothing, those of their children do."""
     group = tree_of(*(leaf(child == 1, (node, 3), (child, 2)) for node in (0, 1) for child in (0, 1)))
-    sequences = sequences_of(tree_segments(group, TREE, EPS), TREE)
+    sequences = sequences_of(tree_segments(group), TREE)
     assert [sequence.mask[3:].tolist() for sequence in sequences] == [[False] * 3 + [True] * 2] * 4
 
 
@@ -122,17 +121,8 @@ def test_segments_without_an_advantage_do_not_train() -> None:
 def test_equal_rewards_give_nothing_to_train_on(penalty: float) -> None:
     config = SegmentsConfig(kind="tree", branching=[3, 7], tokens=3, mask=False)
     leaves = (leaf(False, (node, 3), (child, 2), penalty=penalty) for node in range(3) for child in range(7))
-    sequences = sequences_of(tree_segments(tree_of(*leaves), config, EPS), config)
+    sequences = sequences_of(tree_segments(tree_of(*leaves)), config)
     assert count_training_tokens(sequences) == 0
-
-
-def test_over_the_standard_deviation_of_the_siblings() -> None:
-    """Siblings −1 and 1 have the deviation 1 (all of them, not an estimate), 0 and 1 have ½."""
-    config = TREE.model_copy(update={"normalize": True})
-    group = tree_of(leaf(True, (0, 3), (0, 2)), leaf(False, (0, 3), (1, 4)), leaf(True, (1, 2)))
-    first, _, third = (sample.segments for sample in tree_segments(group, config, EPS).samples)
-    assert [segment.advantage for segment in first] == [-1.0, 1.0]
-    assert [segment.advantage for segment in third] == [1.0]
 
 
 Rewards = list[float | list[float]]

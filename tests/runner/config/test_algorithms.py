@@ -200,11 +200,11 @@ def test_sections_from_python_say_what_was_said_of_them() -> None:
         model=ModelConfig(tiny=TinyModelConfig()),
         data=DataConfig(format="arithmetic"),
         reward=RewardConfig(incorrect=-0.5, overlong=OverlongConfig(max_length=64)),
-        advantage=AdvantageConfig(eps=1e-4),
+        advantage=AdvantageConfig(),
     )
     assert (config.reward.correct, config.reward.incorrect, config.advantage.kind) == (1.0, -0.5, "group_mean")
     assert (config.reward.overlong.max_length, config.reward.overlong.soft_punishment) == (64, False)
-    assert departures(config) == ["advantage.eps=0.0001 (dr_grpo: 1e-06)", "reward.incorrect=-0.5 (dr_grpo: 0)"]
+    assert departures(config) == ["reward.incorrect=-0.5 (dr_grpo: 0)"]
 
 
 def test_several_rewards_choose_the_filter_only_where_there_is_one() -> None:

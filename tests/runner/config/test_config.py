@@ -50,7 +50,6 @@ def test_defaults_are_the_papers() -> None:
         0.1,
     )
     assert (config.evaluation.k, config.evaluation.top_p) == (32, 0.7)
-    assert config.advantage.eps == 1e-6
 
 
 def test_dump_reads_back_equal(recipe: Path, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ppo": {
         "model": FLOAT32,
         "advantage": {"kind": "gae"},
-        "critic": {"epochs": 2},
+        "critic": {},
         "reward": {"kl": {"coef": 0.1, "estimator": "k3"}},
         "loss": {"objective": "ppo", "reference_ema": 0.9},
     },
