@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import socket
 import threading
 import time
@@ -18,7 +19,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from dapo_runner.config.rollout_server import ServerConfig
-from dapo_runner.rewards.endpoint import AGENT, read_until, shown
+from dapo_runner.http import shorten
+from dapo_runner.rollout.guard import CLAIM, RUN
 from dapo_runner.rollout.key import authorize, key_file
 
 MAX_BYTES = 2**30  # of an answer: 140 for a token, so that a group of 16 responses of 20k tokens takes 46 MB
@@ -34,6 +36,10 @@ class ServerError(RuntimeError):
         self.waited = waited
 
 
+class RefusedError(ServerError):
+    """A server that will not serve this run: the key is wrong, it belongs to another run, or has another model."""
+
+
 class RolloutError(RuntimeError):
     """What no server will answer, or none has in time."""
 
@@ -46,6 +52,9 @@ class Server:
         self.settings = settings
         self.version: str | None = None  # of the weights that it was given, by this process or another rank
         self.turn = threading.Lock()  # of whoever gives it weights
+        self._token = ""  # of the run that it belongs to
+        self._claim: socket.socket | None = None  # open for as long as it does
+        os.register_at_fork(after_in_child=self.release)  # a child that outlives this process does not keep it
         self._open: dict[socket.socket, object] = {}  # and for whom
         self._lock = threading.Lock()
 
@@ -69,10 +78,26 @@ class Server:
         """The answer's JSON. ``within``: seconds it has, by default `sync_within`; ``caller``: who may ``hang_up``."""
         return self._request("POST", path, body or {}, within or self.settings.sync_within, caller)
 
+    def claim(self, claim: Mapping[str, Any], caller: object = None) -> None:
+        """Have the server belong to the run of ``claim``, see ``Ownership``, until ``release`` or the end of this
+        process. May be called again, since a server that was started anew has forgotten. Raises ServerError.
+        """
+        before = self._claim
+        self.post(CLAIM, claim, caller=caller)
+        self._token = claim["token"]
+        if before is not None:
+            before.close()
+
+    def release(self) -> None:
+        """End the claim."""
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None
+
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None, within: float, caller: object) -> Any:
         """Raises ServerError."""
         what = f"{self.url}: {method} {path}"
-        headers = {"User-Agent": AGENT, **authorize(self.url, self.settings.key_env)}
+        headers = {"User-Agent": "dapo-runner", RUN: self._token, **authorize(self.url, self.settings.key_env)}
         sent = None if body is None else json.dumps(body).encode()
         if sent is not None:
             headers["Content-Type"] = "application/json"
@@ -82,6 +107,9 @@ class Server:
                 connection.request(method, path, sent, headers)
                 response = HTTPResponse(_Answer(connection.sock, until), method=method)  # type: ignore[arg-type]
                 response.begin()
+                if path == CLAIM and response.status == 200:  # has no end
+                    self._claim, connection.sock = connection.sock, None
+                    return None
                 raw = read_until(response, until, MAX_BYTES)
         except TimeoutError as error:
             raise ServerError(f"{what}: no answer within {within:g} s", within) from error
@@ -97,7 +125,7 @@ class Server:
             said = f"{what}: HTTP {response.status} {self._shown(f'{response.reason}: {text}')}"
             if response.status == 401:
                 said += f". Its key must be in {self.settings.key_env or key_file(self.url)}, as `dapo serve` has it."
-            raise ServerError(said)
+            raise (RefusedError if response.status in (401, 403) else ServerError)(said)
         if not text:
             return None
         try:
@@ -138,7 +166,7 @@ class Server:
     def _shown(self, text: str) -> str:
         for header in authorize(self.url, self.settings.key_env).values():
             text = text.replace(header.removeprefix("Bearer "), "***")
-        return shown(text, None)
+        return shorten(text)
 
 
 class _Answer(io.RawIOBase):
@@ -163,3 +191,13 @@ class _Answer(io.RawIOBase):
             raise TimeoutError
         self.connection.settimeout(left)
         return self.connection.recv_into(buffer)
+
+
+def read_until(response: HTTPResponse, until: float, max_bytes: int) -> bytes:
+    """Read at most so many bytes of an answer. Raises TimeoutError past ``until``, on the monotonic clock."""
+    raw = bytearray()
+    while len(raw) < max_bytes and (part := response.read1(max_bytes - len(raw))):
+        raw += part
+        if time.monotonic() > until:
+            raise TimeoutError
+    return bytes(raw)

@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from dapo_runner.errors import ConfigError
-from dapo_runner.rewards.endpoint import authorization
+from dapo_runner.http import read_key
 
 
 def key_file(url: str) -> Path:
@@ -41,9 +41,7 @@ def authorize(url: str, key_env: str | None) -> dict[str, str]:
     Raises:
         ConfigError: The variable is empty, or others may read the file.
     """
-    if key_env is not None:
-        return authorization(url, key_env)
-    key = _read(key_file(url))
+    key = read_key(url, key_env) or _read(key_file(url))
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 

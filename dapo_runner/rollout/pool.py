@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from dapo_runner.config import ConfigError
 from dapo_runner.config.rollout_server import ServerConfig
-from dapo_runner.rollout.client import RolloutError, Server, ServerError
+from dapo_runner.rollout.client import RefusedError, RolloutError, Server, ServerError
 from dapo_runner.rollout.transfer import Transfer
 
 T = TypeVar("T")
@@ -28,14 +28,22 @@ class ServerPool:
     """
 
     def __init__(
-        self, settings: ServerConfig, transfer: Transfer, trial: Mapping[str, Any], note: Callable[[str], None]
+        self,
+        settings: ServerConfig,
+        transfer: Transfer,
+        claim: Mapping[str, Any],
+        trial: Mapping[str, Any],
+        note: Callable[[str], None],
     ) -> None:
-        """``trial``: the short request. ``note`` is called with a line when a server is lost, and when it is back."""
+        """``claim``: see ``Ownership``. ``trial``: the short request. ``note`` is called with a line when a server is
+        lost, and when it is back.
+        """
         self.settings = settings
         self.transfer = transfer
         self.servers = [Server(url, settings) for url in settings.urls]
-        self.lost: dict[Server, str] = {}  # and why
+        self.lost: dict[Server, Exception] = {}  # and why
         self.unprobed: set[Server] = set()  # lost since the last probe, and perhaps back
+        self._claim = claim
         self._trial = trial
         self._note = note
         self._rests: dict[Server, float] = {}  # of servers that have failed and not answered a prompt since
@@ -46,20 +54,26 @@ class ServerPool:
     def present(self) -> list[Server]:
         return [server for server in self.servers if server not in self.lost]
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether every server refuses the run, so that waiting is of no use."""
+        return all(isinstance(self.lost.get(server), RefusedError) for server in self.servers)
+
     def ready(self) -> list[Server]:
         """Those that are in and have the present weights. The others that are in wait for the next ``deliver``."""
         return [server for server in self.present() if server.version == self.transfer.version]
 
     def deliver(self) -> list[str]:
         """Have the servers that are in load the present weights, and wait for one where none is. Returns the URLs of
-        those that have them. Raises RolloutError where none has come within `back_within`.
+        those that have them. Raises RolloutError where none has come within `back_within`, or every one refuses.
         """
         while True:
             self.each(self._deliver_to, self.present())
             if ready := self.ready():
                 return [str(server) for server in ready]
             with self._changed:
-                if not self._changed.wait_for(self.present, self.settings.back_within):
+                self._changed.wait_for(lambda: self.present() or self.is_refused, self.settings.back_within)
+                if not self.present():
                     raise RolloutError(self.nobody(f"weights {self.transfer.version} wait"))
 
     def follow(self, urls: Sequence[str]) -> None:
@@ -74,7 +88,7 @@ class ServerPool:
         with self._changed:
             if server in self.lost:
                 return
-            self.lost[server], server.version = str(error), None
+            self.lost[server], server.version = error, None
             self.unprobed.add(server)
             if server not in self._rests:
                 self._rests[server], self._waits[server] = REST, 0.0
@@ -104,18 +118,22 @@ class ServerPool:
                 raise
 
     def nobody(self, waiting: str, *reasons: str) -> str:
-        why = "; ".join([*reasons, *list(self.lost.values())])
+        why = "; ".join([*reasons, *map(str, list(self.lost.values()))])
+        if self.is_refused:
+            return f"rollout: {waiting} for a server, and each of {len(self.servers)} refuses this run: {why}"
         return (
             f"rollout: {waiting} for a server, and none of {len(self.servers)} has been well for "
             f"{self.settings.back_within:g} s (rollout.server.back_within): {why}. `dapo serve RECIPE` starts one"
         )
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and let the servers go."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._hang_up()
+        for server in self.servers:
+            server.release()
 
     def _hang_up(self) -> None:
         for server in self.servers:
@@ -134,6 +152,7 @@ class ServerPool:
         with server.turn:
             if server.version == self.transfer.version:
                 return
+            server.claim(self._claim, self)
             try:
                 server.version = self.transfer.send(server, self)
             except (KeyError, TypeError) as error:
@@ -148,7 +167,9 @@ class ServerPool:
                 self._load(server)  # newer weights may have come meanwhile; after that the next `deliver` waits for it
                 server.post(GENERATE, self._trial, caller=self)
             except (ServerError, ConfigError) as error:  # a key that cannot be read is one of these
-                self.lost[server], server.version = str(error), None
+                with self._changed:
+                    self.lost[server], server.version = error, None
+                    self._changed.notify_all()
             else:
                 with self._changed:
                     del self.lost[server]

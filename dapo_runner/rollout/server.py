@@ -11,7 +11,9 @@ No wait is without its end, `rollout.server.*_within`, and what it raises then s
 from __future__ import annotations
 
 import math
+import os
 import secrets
+import socket
 import threading
 import time
 import weakref
@@ -25,12 +27,13 @@ import torch
 from torch import Tensor
 
 from dapo_runner.config import Config
+from dapo_runner.http import shorten
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.policy.model import load_model
 from dapo_runner.policy.weights import stored_tensors
-from dapo_runner.rewards.endpoint import shown
 from dapo_runner.rollout.client import RolloutError, Server, ServerError
 from dapo_runner.rollout.engine import check_lengths, loadable_weights, sampling_of_each, stop_token_ids
+from dapo_runner.rollout.guard import sizes
 from dapo_runner.rollout.nccl import NCCLTransfer
 from dapo_runner.rollout.pool import GENERATE, REST, ServerPool
 from dapo_runner.rollout.prompt_queue import PromptQueue
@@ -75,13 +78,16 @@ class ServerEngine:
         self.closed = False
         model = load_model(source, config.model, torch.device("cpu" if world.is_main else "meta"), "sdpa")
         self.stop_ids = stop_token_ids(getattr(model.generation_config, "eos_token_id", None), tokenizer)
-        self._n_vocabulary: int = model.config.get_text_config().vocab_size
+        text_config = model.config.get_text_config()
+        self._n_vocabulary: int = text_config.vocab_size
         trial = {
             "token_ids": self.stop_ids[:1],
             "sampling_params": sampling_fields(SamplingParams(max_tokens=1), 0, self.stop_ids),
             **({"priority": -1} if config.rollout.ahead else {}),
         }
-        self.pool = ServerPool(self.settings, self.transfer, trial, note)
+        owner = f"{config.run_dir.absolute()} (process {os.getpid()} on {socket.gethostname()})"
+        claim = {"token": self.run, "owner": owner, "model": sizes(text_config)}
+        self.pool = ServerPool(self.settings, self.transfer, claim, trial, note)
         weakref.finalize(self, self.pool.close)  # whose threads would go on trying lost servers
         self.servers = self.pool.servers
         self._model = load_model(source, config.model, torch.device("meta"), "sdpa")
@@ -260,14 +266,14 @@ class ServerEngine:
             versions = {span["version"] for choice in choices for span in choice["weight_versions"]}
             known = {f"{self.run}:{update}": update for update in range(oldest, self.updates + 1)}
             if not versions <= known.keys():
-                got = shown(", ".join(sorted(map(str, versions))), None)
+                got = shorten(", ".join(sorted(map(str, versions))))
                 raise ServerError(f"{server}: expected an answer of weights {' or '.join(known)}, got one of {got}")
             completions = [_completion(choice, known) for choice in choices]
         except (KeyError, TypeError, ValueError) as error:
-            got = shown(repr(error), None)
+            got = shorten(repr(error))
             raise ServerError(f"{server}: expected token ids, log-probs and versions, got others: {got}") from error
         if (places := [choice["index"] for choice in choices]) != list(range(n)):
-            raise ServerError(f"{server}: expected responses 0 to {n - 1}, got {shown(str(places), None)}")
+            raise ServerError(f"{server}: expected responses 0 to {n - 1}, got {shorten(str(places))}")
         if not all(0 <= token < self._n_vocabulary for one in completions for token in one.token_ids.tolist()):
             raise ServerError(f"{server}: expected token ids below {self._n_vocabulary}, got others: of another model")
         return completions
@@ -282,7 +288,7 @@ class ServerEngine:
         while not queue.over:
             if queue.is_served_by(self.pool.present()):
                 seen = time.monotonic()
-            elif time.monotonic() > seen + self.settings.back_within:
+            elif self.pool.is_refused or time.monotonic() > seen + self.settings.back_within:
                 waiting = f"{queue.n_left} of {len(queue.bodies)} prompts wait"
                 raise RolloutError(self.pool.nobody(waiting, *queue.failures))
             queue.rest(REST)

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from dapo_runner.config import ModelConfig
 from dapo_runner.policy.model import load_model
+from dapo_runner.rollout.guard import CLAIM, GRACE, RUN, Ownership, sizes
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.transfer import checksum
 from dapo_runner.run.tiny_model import make_tokenizer
@@ -56,6 +57,7 @@ class FakeServer:
         """With the weights of the folder, and of nobody's version."""
         self.engine = HFEngine(deepcopy(self.weights), make_tokenizer())
         self.version, self.paused, self.updating = "default", False, False
+        self.ownership = Ownership()
         self._turn = threading.Lock()
         self._http = ThreadingHTTPServer(("127.0.0.1", self._port), self._handler())
         self._http.daemon_threads = True
@@ -154,6 +156,27 @@ class FakeServer:
         with self._turn:
             return self.engine.generate([Prompt("", tokens, "", "")], sampling)[0], self.version
 
+    def refuse(self, path: str, body: dict[str, Any], token: str) -> tuple[int, str] | None:
+        """The status and message of the guard's refusal."""
+        if path != CLAIM:
+            why = self.ownership.refuse(path, token)
+            return (409, why) if why else None
+        until = time.monotonic() + GRACE
+        while why := self.ownership.take(body, sizes(self.weights.config)):
+            if time.monotonic() > until:
+                return 403, why
+            time.sleep(0.05)
+        return None
+
+    def hold(self, claim: BaseHTTPRequestHandler) -> None:
+        """Until the other end of the connection is gone, or this one."""
+        ownership = self.ownership
+        claim.close_connection = True
+        with suppress(OSError):
+            claim.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n")
+            claim.connection.recv(1)
+        ownership.leave()
+
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         server = self
 
@@ -175,7 +198,13 @@ class FakeServer:
                     with suppress(ValueError):  # killed
                         body |= json.loads(self.rfile.read(length))
                 server.asked.append((path, body, dict(self.headers)))
-                status, said = server.answer(path, body)
+                if refused := server.refuse(path, body, self.headers.get(RUN, "")):
+                    status, said = refused[0], {"error": refused[1]}
+                elif path == CLAIM:
+                    server.hold(self)
+                    return
+                else:
+                    status, said = server.answer(path, body)
                 raw = b"" if path == "/health" else json.dumps(said).encode()
                 with suppress(OSError):  # nobody waits for it any more
                     self.send_response(status)

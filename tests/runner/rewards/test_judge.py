@@ -380,7 +380,7 @@ def test_its_key_goes_to_its_url_and_nowhere_else(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    "headers", [{}, {"Content-Length": "99", "Transfer-Encoding": "chunked"}], ids=["repeated", "cut"]
+    "headers", [{}, {"Content-Length": "999"}], ids=["repeated", "cut"]
 )
 def test_a_key_is_not_shown(headers: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY, " s3cret\n")

@@ -61,9 +61,9 @@ def test_a_server_and_its_trainer_have_a_key_without_being_told(
         assert started(server.url, tmp_path, monkeypatch)[1]["VLLM_API_KEY"] == key  # what was copied elsewhere holds
         assert started("http://localhost:1234", tmp_path, monkeypatch)[1]["VLLM_API_KEY"] != key
         server.start()
-        server.hooks["/pause"] = lambda body: (401, {"error": f"Bearer {key} is none"})
+        server.hooks["/sleep"] = lambda body: (401, {"error": f"Bearer {key} is none"})
         with pytest.raises(ServerError, match=str(path)) as raised:
-            trainer.post("/pause")
+            trainer.post("/sleep")
         assert key not in str(raised.value)
         path.chmod(0o640)
         with pytest.raises(ConfigError, match=r"^rollout.server.key_env: "):
@@ -89,13 +89,14 @@ def said_by_guard(monkeypatch: pytest.MonkeyPatch, path: str, kind: str = "http"
     return sent
 
 
-@pytest.mark.parametrize("path", ["/collective_rpc", "/init_weight_transfer_engine", "/v1/models", "/", "//health"])
+@pytest.mark.parametrize("path", ["/collective_rpc", "/update_weights", "/v1/models", "/", "//health"])
 def test_a_stranger_gets_nowhere(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     web_page = {"origin": "http://evil.example", "content_type": "text/plain"}
     for headers in ({}, web_page, {"authorization": "Bearer "}, {"authorization": "Bearer s3cre"}):
         assert said_by_guard(monkeypatch, path, **headers)[0] == 401
     assert said_by_guard(monkeypatch, path, "websocket") == ["websocket.close"]
-    assert said_by_guard(monkeypatch, path, authorization="Bearer s3cret") == ["in"]
+    with_key = said_by_guard(monkeypatch, path, authorization="Bearer s3cret")
+    assert with_key[0] == (409 if path == "/update_weights" else "in")  # nobody has claimed the server
     assert said_by_guard(monkeypatch, "/health") == ["in"]
 
 

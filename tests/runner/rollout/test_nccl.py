@@ -52,6 +52,7 @@ def test_weights_arrive_and_rest(model_folder: Path, servers: list[FakeServer], 
     by_file = open_engine(model_folder, servers, tmp_path / "weights")
     by_file.update_weights(moved(policy).items())
     wanted = told(by_file.generate(PROMPTS, SAMPLING))
+    by_file.close()
     engine = open_nccl(model_folder, servers, tmp_path)
     engine.update_weights(policy.named_weights())
     with torch.no_grad():
@@ -166,6 +167,7 @@ def test_rank_0_sends_and_the_others_wait_for_it(
     with pytest.raises(ServerError, match=r"waits for weights \w+:2 from rank 0, and has default"):
         other.send(address)
     assert servers[0].seen("/pause") == paused
+    address.claim(engine.pool._claim)
     engine.transfer.send(address)
     assert other.send(address) == engine.transfer.version
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import signal
@@ -31,6 +32,7 @@ from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.model import Policy
 from dapo_runner.rollout import transfer
 from dapo_runner.rollout.client import RolloutError, Server, ServerError
+from dapo_runner.rollout.guard import sizes
 from dapo_runner.rollout.transfer import FileTransfer, _check_seen
 from dapo_runner.run.tiny_model import make_tokenizer
 
@@ -221,18 +223,50 @@ def test_ctrl_c_waits_for_no_server_that_takes_weights(
         time.sleep(0.01)
 
 
-def test_beside_a_run_its_model_may_be_evaluated(
-    model_folder: Path, server: FakeServer, tmp_path: Path, policy: Policy
+@pytest.mark.parametrize("ends", ["by close", "killed", "restarted"])
+def test_a_server_belongs_to_one_run(
+    ends: str, model_folder: Path, server: FakeServer, tmp_path: Path, policy: Policy
 ) -> None:
-    """Two engines over one run's folder, as `dapo eval` beside `dapo train`: neither takes the other's weights away."""
+    """Until that ends, however: its connection ends with it. A server that is started anew is claimed anew."""
     engine = open_engine(model_folder, [server], tmp_path)
     wanted = told(engine.generate(PROMPTS[:2], SAMPLING))
+    (claimed,), updates = engine.servers, server.seen(UPDATE)
+    owner = re.escape(f"{make_config().run_dir.absolute()} (process {os.getpid()} on {socket.gethostname()})")
+    if ends == "restarted":
+        server.kill()
+        server.start()
+        engine.update_weights(policy.named_weights())
+        updates = server.seen(UPDATE)
+    began = time.monotonic()
+    with pytest.raises(RolloutError, match=owner):
+        open_engine(model_folder, [server], tmp_path, back_within=600)
+    assert time.monotonic() - began < 60
+    assert server.seen(UPDATE) == updates
+    assert told(engine.generate(PROMPTS[:2], SAMPLING)) == wanted
+    with pytest.raises(ServerError, match=owner):
+        Server(server.url, ServerConfig()).post("/pause")
+    if ends == "killed":
+        assert claimed._claim is not None
+        claimed._claim.shutdown(socket.SHUT_RDWR)  # as the kernel does
+    else:
+        engine.close()
     beside = open_engine(model_folder, [server], tmp_path)
     assert told(beside.generate(PROMPTS[:2], SAMPLING)) == wanted
-    assert told(engine.generate(PROMPTS[:2], SAMPLING)) == wanted
-    del beside
-    engine.update_weights(policy.named_weights())
-    assert told(engine.generate(PROMPTS[:2], SAMPLING)) == wanted
+
+
+def test_a_child_of_a_killed_run_does_not_keep_the_server(model_folder: Path, server: FakeServer) -> None:
+    own = Server(server.url, ServerConfig())
+    claim = {"token": "killed", "owner": "it", "model": sizes(server.weights.config)}
+    own.claim(claim)
+    if (child := os.fork()) == 0:
+        time.sleep(600)
+        os._exit(0)
+    try:
+        own.release()
+        Server(server.url, ServerConfig()).claim(claim | {"token": "next"})
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_what_a_kill_has_left_is_cleared_away_and_nothing_else(
@@ -248,6 +282,7 @@ def test_what_a_kill_has_left_is_cleared_away_and_nothing_else(
     for name in ("y", "lock"):  # by somebody who may write there too
         own.with_name(f"{own.name}{name}").symlink_to(theirs)
     own.with_name(own.name.rpartition("-")[0]).symlink_to(theirs)
+    alive.servers[0].release()
     engine = open_engine(model_folder, [server], tmp_path / "weights")
     assert not killed.exists()
     assert (theirs / "model.safetensors").exists()

@@ -61,6 +61,28 @@ def test_a_sick_server_does_not_use_up_the_attempts(
     engine.close()
 
 
+def test_servers_that_refuse_the_run_are_not_waited_for(
+    model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has another model, and later the other another key."""
+    monkeypatch.setattr(servers[0].weights.config, "num_hidden_layers", 99)
+    engine, began = open_engine(model_folder, servers, tmp_path, back_within=600), time.monotonic()
+    wanted = told(engine.generate(PROMPTS, SAMPLING))
+    answer_all(servers[1], 401, {})
+    for call in (
+        lambda: engine.generate(PROMPTS, SAMPLING),
+        lambda: engine.update_weights(policy.named_weights()),
+        lambda: open_engine(model_folder, servers, tmp_path, back_within=600),
+    ):
+        with pytest.raises(RolloutError, match=r"model\.path"):
+            call()
+    assert time.monotonic() - began < 60
+    servers[1].hooks.clear()
+    wait_until(lambda: len(engine.pool.lost) == 1)
+    assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
+    engine.close()
+
+
 @pytest.mark.parametrize(("status", "body"), [(404, {}), (401, {}), (200, {}), (200, None), (200, [])], ids=str)
 def test_a_foreign_process_at_a_port_is_left_out(
     status: int, body: Any, model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy
@@ -72,11 +94,12 @@ def test_a_foreign_process_at_a_port_is_left_out(
     answer_all(servers[0], status, body)
     engine.update_weights(policy.named_weights())
     assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
-    beside = open_engine(model_folder, servers, tmp_path)  # and by a run that begins with it there
-    assert told(beside.generate(PROMPTS, SAMPLING)) == wanted
-    for one in (engine, beside):
+    engine.close()
+    later = open_engine(model_folder, servers, tmp_path)  # and by a run that begins with it there
+    assert told(later.generate(PROMPTS, SAMPLING)) == wanted
+    later.close()
+    for one in (engine, later):
         assert any(f"{servers[0].url} is left out" in note for note in one.notes)
-        one.close()
 
 
 def test_any_failure_may_pass_within_back_within(model_folder: Path, servers: list[FakeServer], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import socket
@@ -23,6 +24,7 @@ import pytest
 import torch
 from builders import make_config, save_model
 from test_vllm import CPU, SHAPE, change, policy_logprobs
+from transformers import AutoConfig
 
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.commands.serve import PROGRAM, server_arguments, server_environment
@@ -30,6 +32,7 @@ from dapo_runner.config import Config, ModelConfig, dump_config
 from dapo_runner.policy.model import load_policy
 from dapo_runner.rollout import nccl
 from dapo_runner.rollout.client import RolloutError, Server, ServerError
+from dapo_runner.rollout.guard import sizes
 from dapo_runner.rollout.key import authorize, key_file
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.rollout.server import ServerEngine
@@ -159,6 +162,17 @@ def test_it_is_the_engine_of_this_process(config: Config, server: None) -> None:
     engine.settings = engine.settings.model_copy(update={"attempts": 1})
     with pytest.raises(RolloutError, match=rf"answer of weights {engine.run}:3, got one of {engine.run}:2"):
         engine.generate(asked[:1], sampling)
+
+
+@pytest.fixture(autouse=True)
+def _engines_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the server go for the next test."""
+    opened: list[Server] = []
+    claim = Server.claim
+    monkeypatch.setattr(Server, "claim", lambda server, *claimed: (opened.append(server), claim(server, *claimed)))
+    yield
+    for server in opened:
+        server.release()
 
 
 def in_turn(config: Config) -> dict[int, Learner]:
@@ -294,18 +308,52 @@ def test_a_damaged_file_is_not_loaded(config: Config, server: None) -> None:
     address.post("/finish_weight_update")
 
 
-def test_every_path_requires_the_key(
-    config: Config, server: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (url,) = config.rollout.server.urls
-    own = Server(url, config.rollout.server)
-    while True:  # waits for it, alone
+def wait_for(config: Config) -> Server:
+    server = Server(config.rollout.server.urls[0], config.rollout.server)
+    for _ in range(2000):
         try:
-            own.check_health()
+            server.check_health()
         except ServerError:
             time.sleep(0.2)
         else:
             break
+    return server
+
+
+def test_it_belongs_to_one_run(config: Config, server: None) -> None:
+    """And to the next at once when the one that has it is killed."""
+    assert config.model.path is not None
+    program = "import json, sys, time; from dapo_runner.rollout.client import Server; "
+    program += "from dapo_runner.config.rollout_server import ServerConfig; one = Server(sys.argv[1], ServerConfig()); "
+    program += "one.claim(json.loads(sys.argv[2])); print('claimed', flush=True); time.sleep(600)"
+    model = sizes(AutoConfig.from_pretrained(config.model.path))
+    claim = json.dumps({"token": "another", "owner": "the other", "model": model})
+    (url,) = config.rollout.server.urls
+    wait_for(config)
+    with subprocess.Popen([sys.executable, "-c", program, url, claim], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "claimed\n"
+        with pytest.raises(RolloutError, match="the other"):
+            ServerEngine(config.model.path, make_tokenizer(), config)
+        other.kill()
+    assert ServerEngine(config.model.path, make_tokenizer(), config).generate(
+        prompts(config)[:1], SamplingParams(n=1, max_tokens=4)
+    )
+
+
+def test_another_model_is_refused(config: Config, server: None, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    other = make_model(SHAPE.model_copy(update={"hidden_size": 2 * SHAPE.hidden_size}), tokenizer, max_positions=256)
+    wait_for(config)
+    with pytest.raises(RolloutError, match=r"model\.path: "):
+        ServerEngine(save_model(other, tokenizer, tmp_path), tokenizer, config)
+
+
+def test_every_path_requires_the_key(
+    config: Config, server: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (url,) = config.rollout.server.urls
+    own = wait_for(config)
     assert own.post("/collective_rpc", {"method": "check_health"}) == {"results": [None]}
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     stranger = Server(url, config.rollout.server)
@@ -349,7 +397,8 @@ def test_weights_by_nccl(config: Config, tmp_path: Path, monkeypatch: pytest.Mon
         assert len(set(groups)) == 1
         for request in ("/pause", "/start_weight_update"):  # as one that was killed has left it
             server.post(request)
-        ServerEngine(path, make_tokenizer(), config)  # gives it the weights of the beginning
+        server.release()
+        ServerEngine(path, make_tokenizer(), config).close()  # gives it the weights of the beginning
         assert probe(engine, learner)["gap"] < 1e-4
         assert server.get("/weight_info") == {"weight_version": engine.transfer.version}
     with running(command, tmp_path / "log", **environment):

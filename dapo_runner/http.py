@@ -1,0 +1,153 @@
+"""Requests over HTTP with a total deadline and a bounded answer.
+
+All of them run on one event loop, in a thread of its own. Nothing is sent anywhere but to the URL that is named, or to
+a proxy: a redirect, which would take the key along, is a failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Coroutine, Mapping
+from functools import lru_cache
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import aiohttp
+
+from dapo_runner.errors import ConfigError
+
+T = TypeVar("T")
+CONNECT_WITHIN = 10.0  # seconds: a connection that is not made by then never will be
+SHOWN = 300  # characters of an answer that an error shows
+_STARTING = threading.Lock()
+HEADERS = {"User-Agent": "dapo-runner", "Accept-Encoding": "identity"}
+
+
+class HTTPError(RuntimeError):
+    """A request that failed.
+
+    Attributes:
+        status: The status code, where the server answered with an error.
+        waited: The seconds until the deadline, where it ended the request.
+    """
+
+    def __init__(self, message: str, status: int | None = None, waited: float = 0.0) -> None:
+        super().__init__(message)
+        self.status = status
+        self.waited = waited
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on the shared event loop and wait for it. An exception in this thread (Ctrl-C) cancels it."""
+    future = asyncio.run_coroutine_threadsafe(work, shared_loop())
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
+
+
+def shared_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of this process."""
+    with _STARTING:
+        return _start_loop(os.getpid())
+
+
+@lru_cache
+def _start_loop(process: int) -> asyncio.AbstractEventLoop:  # a fork has none of its parent's threads
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="http", daemon=True).start()
+    return loop
+
+
+async def request(
+    method: str,
+    url: str,
+    body: Any = None,
+    *,
+    key: str = "",
+    headers: Mapping[str, str] | None = None,
+    within: float | None,
+    max_bytes: int,
+    use_proxy: bool = False,
+) -> Any:
+    """Send a JSON ``body`` and return the JSON of the answer, None where that is empty.
+
+    Args:
+        key: Sent as a bearer token, and removed from error messages.
+        within: Seconds for all of it, from the connection to the last byte.
+        max_bytes: The longest answer.
+        use_proxy: Whether to go through the proxy that the environment names.
+
+    Raises:
+        HTTPError: No answer, one that is not whole, one that is not JSON, or a status other than 2xx.
+    """
+    sent = {**HEADERS, **(headers or {}), **({"Authorization": f"Bearer {key}"} if key else {})}
+    timeout = aiohttp.ClientTimeout(total=within, sock_connect=min(within or CONNECT_WITHIN, CONNECT_WITHIN))
+    options: dict[str, Any] = {"headers": sent, "allow_redirects": False, "proxy": _proxy(url) if use_proxy else None}
+    if body is not None:
+        options["json"] = body
+    what = f"{url}: {method}"
+    try:
+        async with (
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), timeout=timeout) as session,
+            session.request(method, url, **options) as response,
+        ):
+            if not 200 <= response.status < 300:
+                said = shorten(f"{response.reason}: {await _read_error(response, max_bytes)}", key)
+                raise HTTPError(f"{what}: HTTP {response.status} {said}", response.status)
+            raw = await _read(response, max_bytes)
+    except aiohttp.ConnectionTimeoutError:
+        raise HTTPError(f"{what}: no connection within {timeout.sock_connect:g} s", None, CONNECT_WITHIN) from None
+    except asyncio.TimeoutError:
+        raise HTTPError(f"{what}: no answer within {within or 0:g} s", None, within or 0.0) from None
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise HTTPError(f"{what}: {shorten(f'{type(error).__name__}: {error}', key)}") from None
+    try:
+        return json.loads(raw) if raw else None
+    except (ValueError, RecursionError):
+        raise HTTPError(f"{what}: expected JSON, got {shorten(raw.decode('utf-8', 'replace'), key)}") from None
+
+
+async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    raw = bytearray()
+    async for chunk in response.content.iter_any():
+        raw += chunk
+        if len(raw) > max_bytes:
+            raise ValueError(f"the answer is longer than {max_bytes} bytes")
+    return bytes(raw)
+
+
+async def _read_error(response: aiohttp.ClientResponse, max_bytes: int) -> str:
+    try:
+        return (await _read(response, max_bytes)).decode("utf-8", "replace")
+    except (aiohttp.ClientError, ValueError) as error:
+        return f"then {type(error).__name__}"
+
+
+def _proxy(url: str) -> str | None:
+    parts = urlsplit(url)
+    return None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
+
+
+def read_key(url: str, key_env: str | None) -> str:
+    """Return the key that an environment variable holds, "" where no variable is named. Raises ConfigError."""
+    if key_env is None:
+        return ""
+    key, where = os.environ.get(key_env, "").strip(), f"the key of {url} in the environment variable {key_env}"
+    if not key:
+        raise ConfigError(f"expected {where}, got nothing")
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(f"expected {where} in printable ASCII characters, got others")
+    return key
+
+
+def shorten(text: str, key: str = "") -> str:
+    """Return what a server said in one printable line, without the key, which it may repeat."""
+    text = " ".join((text.replace(key, "***") if key else text).split())
+    text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
