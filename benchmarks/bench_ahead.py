@@ -136,7 +136,7 @@ def write_recipe(config: Config, path: Path, name: str, *settings: str) -> Path:
 
 
 def settings_of(side: Side, url: str) -> list[str]:
-    settings = [f"rollout.engine={side.engine}", f"rollout.ahead={side.ahead}", f"run.threads={side.threads}"]
+    settings = [f"rollout.engine={side.engine}", f"rollout.max_staleness={side.ahead}", f"run.threads={side.threads}"]
     if side.engine == "server":
         settings.append(f"rollout.server.urls=[{url}]")
     if side.ahead:

@@ -28,7 +28,7 @@ from dapo_runner.logging.run_log import ROLLOUTS
 from dapo_runner.policy.model import load_tokenizer
 
 SETTINGS = (
-    "rollout.engine=server", "rollout.ahead=1", "rollout.correction.weights=token", "sampler.max_age=1",
+    "rollout.engine=server", "rollout.max_staleness=1", "rollout.correction.weights=token", "sampler.max_age=1",
     "sampler.filter_groups=false", "logging.rollouts.groups=null", "logging.progress=plain", "run.threads=1",
     "run.eval_every=0", "run.steps=100000",
 )  # fmt: skip

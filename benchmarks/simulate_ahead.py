@@ -1,4 +1,4 @@
-"""A discrete-event model of `rollout.ahead`: seconds a step against steps ahead, group size, tail and GPUs.
+"""A discrete-event model of `rollout.max_staleness`: seconds a step against steps ahead, group size, tail and GPUs.
 
     python -m benchmarks.simulate_ahead --decode BASE SLOPE --train RATE --source "where these three come from"
 

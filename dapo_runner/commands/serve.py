@@ -91,7 +91,7 @@ def server_arguments(config: Config, model: str | Path, device: torch.device, ur
             "weight_transfer_config": {"backend": BACKEND},
             "worker_extension_cls": RECEIVER,
         }
-    if config.rollout.ahead:
+    if config.rollout.max_staleness:
         arguments["scheduling_policy"] = "priority"
     return list(_flags(arguments))
 

@@ -307,23 +307,23 @@ def _shared_servers(config: Config) -> Iterator[str]:
 
 
 def _ahead(config: Config) -> Iterator[str]:
-    rollout, ahead = config.rollout, config.rollout.ahead
+    rollout, ahead = config.rollout, config.rollout.max_staleness
     if not ahead:
         return
     if rollout.engine != "server":
-        yield f"rollout.ahead: expected 0 with rollout.engine={rollout.engine}, which samples or trains, got {ahead}"
+        yield f"rollout.max_staleness: expected 0 with rollout.engine={rollout.engine}, which samples or trains, got {ahead}"
     if rollout.correction.weights is None:
         yield (
-            f"rollout.correction.weights: expected token or sequence beside rollout.ahead={ahead}, by which responses "
+            f"rollout.correction.weights: expected token or sequence beside rollout.max_staleness={ahead}, by which responses "
             "of earlier policies are weighed, got null"
         )
     if config.max_age < ahead:
         yield (
-            f"sampler.max_age: expected at least rollout.ahead={ahead}, as old as a group may be that was not left "
+            f"sampler.max_age: expected at least rollout.max_staleness={ahead}, as old as a group may be that was not left "
             f"over, got {config.max_age}"
         )
     if config.advantage.segments is not None:
-        yield "advantage.segments: expected null beside rollout.ahead, whose prefixes the next policy would continue"
+        yield "advantage.segments: expected null beside rollout.max_staleness, whose prefixes the next policy would continue"
 
 
 def _oversample(config: Config) -> Iterator[str]:
@@ -343,9 +343,9 @@ def cautions(config: Config) -> Iterator[str]:
             "the ratio is biased; rollout.sampling_mask=true has it compare like with like"
         )
     rollout = config.rollout
-    if rollout.ahead and rollout.partial:
+    if rollout.max_staleness and rollout.partial:
         yield (
-            f"rollout.ahead={rollout.ahead}: responses that new weights find under way go on under these: a long one "
+            f"rollout.max_staleness={rollout.max_staleness}: responses that new weights find under way go on under these: a long one "
             "is the work of several policies, each token weighed by its own; rollout.partial=false has them end first"
         )
     sampler, judge = config.sampler, config.reward.judge

@@ -50,8 +50,10 @@ class RolloutConfig(SamplingConfig):
     engine: Literal["hf", "vllm", "server"] = "hf"
     vllm: VLLMConfig = VLLMConfig()
     server: ServerConfig = ServerConfig()
-    ahead: NonNegativeInt = 0  # server: steps that are sampled while an earlier one trains; 0: one after the other
-    partial: bool = True  # ahead: responses under way go on under new weights; False: they end before these come
+    max_staleness: NonNegativeInt = (
+        0  # server: steps that are sampled while an earlier one trains; 0: one after the other
+    )
+    partial: bool = True  # asynchronous: responses under way go on under new weights; False: they end before these come
     probe: ProbeConfig = ProbeConfig()
     correction: CorrectionConfig = CorrectionConfig()
     group_size: PositiveInt = 16  # 1: where nothing is compared within a group

@@ -88,8 +88,8 @@ class Config(Section):
 
     @property
     def max_age(self) -> int:
-        """By default one step more than `rollout.ahead`, so that left-over groups can fill the next step."""
-        return self.rollout.ahead + 1 if self.sampler.max_age is None else self.sampler.max_age
+        """By default one step more than `rollout.max_staleness`, so that left-over groups can fill the next step."""
+        return self.rollout.max_staleness + 1 if self.sampler.max_age is None else self.sampler.max_age
 
     @property
     def longest_sequence(self) -> int:

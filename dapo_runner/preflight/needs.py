@@ -43,7 +43,7 @@ def check_needs(config: Config, layout: Layout | None = None) -> None:
     missing = [*_missing(config), *heads_that_do_not_divide(config, layout), *_no_experts(config)]
     server, timeout = config.rollout.server, config.parallel.timeout
     drained = server.answer_within + 2 * server.sync_within
-    if config.rollout.ahead and not config.rollout.partial and layout.size > 1 and timeout < drained:
+    if config.rollout.max_staleness and not config.rollout.partial and layout.size > 1 and timeout < drained:
         missing.append(
             f"parallel.timeout: expected at least {drained:g} s with rollout.partial=false, for which rank 0 may wait "
             f"until servers have answered and taken new weights, got {timeout:g}"

@@ -48,9 +48,9 @@ ENDED = "rollout: the run has ended"
 
 class ServerEngine:
     """A rollout engine over the servers of `rollout.server.urls`. Of many ranks each asks all of them for its share, or
-    with `rollout.ahead` rank 0 for all of it.
+    with `rollout.max_staleness` rank 0 for all of it.
 
-    ``update_weights`` and ``generate`` may be called from different threads, with `rollout.ahead`.
+    ``update_weights`` and ``generate`` may be called from different threads, with `rollout.max_staleness`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ServerEngine:
         self.tokenizer = tokenizer
         self.settings = config.rollout.server
         self.world = world
-        self.answer_within = self.settings.answer_within * (1 + config.rollout.ahead)  # behind earlier rounds'
+        self.answer_within = self.settings.answer_within * (1 + config.rollout.max_staleness)  # behind earlier rounds'
         self.max_tokens = config.longest_sequence
         self.max_batch_sequences = config.rollout.max_batch_sequences
         self.transfer: Transfer = TRANSFERS[self.settings.transfer](config, world)
@@ -83,7 +83,7 @@ class ServerEngine:
         trial = {
             "token_ids": self.stop_ids[:1],
             "sampling_params": sampling_fields(SamplingParams(max_tokens=1), 0, self.stop_ids),
-            **({"priority": -1} if config.rollout.ahead else {}),
+            **({"priority": -1} if config.rollout.max_staleness else {}),
         }
         owner = f"{config.run_dir.absolute()} (process {os.getpid()} on {socket.gethostname()})"
         claim = {"token": self.run, "owner": owner, "model": sizes(text_config)}
@@ -204,7 +204,7 @@ class ServerEngine:
         ]
 
     def _priority(self, priority: int | None) -> dict[str, int]:
-        """A call beside others, as the probe's is with `rollout.ahead`, does not wait behind what those have queued."""
+        """A call beside others, as the probe's is with `rollout.max_staleness`, does not wait behind what those have queued."""
         if priority is not None:
             return {"priority": priority}
         return {"priority": -len(self.calls)} if self.calls else {}

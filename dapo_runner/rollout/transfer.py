@@ -55,7 +55,7 @@ class Transfer(ABC):
         """Have one server load what was published last, unless another rank has. Returns its version. Raises
         ServerError; a server that fails half-way does not say that it has the version. ``caller`` may hang up.
 
-        With `rollout.ahead` the responses under way go on with the new weights, what was computed for them before
+        With `rollout.max_staleness` the responses under way go on with the new weights, what was computed for them before
         anew; without `rollout.partial` they end first. With nothing ahead there are none but those of a trainer that
         is gone.
         """
@@ -149,7 +149,7 @@ class FileTransfer(Transfer):
 
 def _pause_mode(rollout: RolloutConfig) -> str:
     """vLLM's name for what becomes of the responses under way."""
-    if not rollout.ahead:
+    if not rollout.max_staleness:
         return "abort"
     return "keep" if rollout.partial else "wait"
 

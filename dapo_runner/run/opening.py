@@ -111,7 +111,7 @@ def _open_run(config: Config, place: Place) -> Run:
     learner = open_learner(config, folder, checkpoint, device, progress, clock, world)
     curriculum = make_curriculum(config.sampler.curriculum, dataset.train)
     cursor = PromptCursor(dataset.train, config.run.seed, dataset.heldout, curriculum)
-    fetch = list if world.is_single_process or config.rollout.ahead else partial(complete, world)
+    fetch = list if world.is_single_process or config.rollout.max_staleness else partial(complete, world)
     sampler = DynamicSampler(
         cursor, config.sampler, progress.round, fetch, filter_on=config.filter_on, max_age=config.max_age
     )
@@ -125,13 +125,13 @@ def _open_run(config: Config, place: Place) -> Run:
         if is_new:
             _drop_left_over(sampler, folder, progress)
         progress.note(f"resuming after step {done} from {checkpoint.path}")
-        if config.rollout.ahead:
+        if config.rollout.max_staleness:
             progress.note(
                 f"{len(sampler.buffer)} groups that were sampled and had not trained are there, {sampler.in_flight} "
                 "prompts that were in flight are asked again"
             )
     # The clock is that of the thread that trains, beside which an `AheadSampler` has answers scored.
-    score = Scorer(config, timed=None if config.rollout.ahead else clock.phase, note=progress.note)
+    score = Scorer(config, timed=None if config.rollout.max_staleness else clock.phase, note=progress.note)
     if score.judge is not None:
         score.judge.known.keep(folder, world.rank, world.size)
 
@@ -162,7 +162,7 @@ def _open_run(config: Config, place: Place) -> Run:
     ended = early_stop.reason is not None
     owes = world.broadcast_from_rank0(lambda: is_new or _missed_evaluation(config, folder, done, ended))
     stop = StopRequest(progress.note, config.run.grace)
-    ahead = sampled_ahead(sampler, config) if config.rollout.ahead else None
+    ahead = sampled_ahead(sampler, config) if config.rollout.max_staleness else None
     waiting = world if ahead is None or world.is_single_process else world.new_group(ahead.longest_step)
     rollouts = Rollouts(world, config, engine, score, learner.policy.tokenizer, clock, stop, done, waiting)
     return Run(

@@ -80,5 +80,5 @@ def open_engine(
 
 def sampled_ahead(sampler: DynamicSampler, config: Config) -> AheadSampler:
     rollout = config.rollout
-    rounds = rollout.ahead + 1 if rollout.partial else 1
-    return AheadSampler(sampler, rollout.ahead, config.run.steps, rollout.server.round_within, rounds)
+    rounds = rollout.max_staleness + 1 if rollout.partial else 1
+    return AheadSampler(sampler, rollout.max_staleness, config.run.steps, rollout.server.round_within, rounds)

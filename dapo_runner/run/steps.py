@@ -188,7 +188,7 @@ class Run:
         """The policy is about to train and wants the memory."""
         with self.timed("sync"):
             self.engine.release()
-            if not self.config.rollout.ahead:
+            if not self.config.rollout.max_staleness:
                 self.score.release()
 
     def training_records(self, groups: list[Group], step: int) -> list[Sequence]:

@@ -102,7 +102,7 @@ def asynchronous(folder: Path) -> Path:
             "rollout.engine=server",
             f"rollout.server.urls=[{server.url}]",
             f"rollout.server.folder={folder}",
-            "rollout.ahead=1",
+            "rollout.max_staleness=1",
             "rollout.correction.weights=token",
             "sampler.filter_groups=false",
             "optimizer.lr=1e-30",

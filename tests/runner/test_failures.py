@@ -154,7 +154,7 @@ def test_a_failure_of_a_run_with_asynchronous_rollouts(
     error: type[BaseException],
 ) -> None:
     urls = [server.url for server in servers]
-    rollout = {"engine": "server", "server": {"urls": urls, "folder": str(tmp_path)}, "ahead": 1}
+    rollout = {"engine": "server", "server": {"urls": urls, "folder": str(tmp_path)}, "max_staleness": 1}
     config = rare(
         tmp_path,
         model={"tiny": None, "path": str(model_folder)},

@@ -196,7 +196,7 @@ def test_every_problem_is_listed_at_once(recipe: Path) -> None:
         (None, "nothing there"),
         (b"a: [", "not valid YAML"),
         (b"\xff\xfe", "not valid YAML"),
-        (b"rollout:\n  ahead: 1\nsampler: {}\nrollout:\n  engine: server\n", "rollout: .*line 1 .*line 4"),
+        (b"rollout:\n  max_staleness: 1\nsampler: {}\nrollout:\n  engine: server\n", "rollout: .*line 1 .*line 4"),
         (b"rollout: {server: {folder: a, folder: b}}", "folder: .*line 1 .*line 1"),
         (b"- a", "expected sections"),
     ],

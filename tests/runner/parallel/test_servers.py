@@ -62,7 +62,7 @@ def test_two_ranks_that_sample_ahead(tmp_path: Path, model_folder: Path, servers
     """Rank 0 alone asks for the training prompts, and both train on what it gets; the run is taken up again where a
     step ahead had been sampled.
     """
-    ahead = ["rollout.ahead=1", "rollout.correction.weights=token", "sampler.max_age=1"]
+    ahead = ["rollout.max_staleness=1", "rollout.correction.weights=token", "sampler.max_age=1"]
     priorities = list[bool]()
     for server in servers:
         server.hooks[GENERATE] = lambda body: priorities.append(body.get("priority", -1) >= 0)

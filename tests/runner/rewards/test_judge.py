@@ -379,9 +379,7 @@ def test_its_key_goes_to_its_url_and_nowhere_else(tmp_path: Path, monkeypatch: p
             Judge(at(api, {"key_env": KEY}).reward).check()
 
 
-@pytest.mark.parametrize(
-    "headers", [{}, {"Content-Length": "999"}], ids=["repeated", "cut"]
-)
+@pytest.mark.parametrize("headers", [{}, {"Content-Length": "999"}], ids=["repeated", "cut"])
 def test_a_key_is_not_shown(headers: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY, " s3cret\n")
     with FakeAPI(lambda body: (401, b"x" * 290 + b"\x1b[2J wrong: s3cret", headers)) as api:

@@ -277,7 +277,7 @@ def test_a_plugin_that_cannot_be_imported_is_told(modules: Path) -> None:
 
 
 def test_a_deadline_holds_beside_the_main_thread_too(modules: Path) -> None:
-    """Where `rollout.ahead` has answers scored, and no alarm comes."""
+    """Where `rollout.max_staleness` has answers scored, and no alarm comes."""
     body = """
         def judge(prompt, completion):
             time.sleep(float(completion.text))

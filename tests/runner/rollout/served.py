@@ -30,7 +30,7 @@ def server_config(
             "engine": "server",
             "server": named,
             "max_batch_sequences": 8,
-            "ahead": ahead,
+            "max_staleness": ahead,
             "partial": partial,
             "correction": {"weights": "token" if ahead else None},
         },

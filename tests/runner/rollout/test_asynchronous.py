@@ -127,7 +127,7 @@ def test_a_round_that_is_quicker_than_the_one_before_waits_for_its_turn(lead: in
 @pytest.mark.parametrize("lead", [1, 2])
 def test_by_default_what_a_step_leaves_over_fills_the_next(lead: int) -> None:
     """As old as the steps ahead when it was accepted, it is one older when it trains."""
-    rollout = {"engine": "server", "ahead": lead, "correction": {"weights": "token"}}
+    rollout = {"engine": "server", "max_staleness": lead, "correction": {"weights": "token"}}
 
     def too_old(**settings: int) -> int:
         class Versions(Engine):

@@ -64,7 +64,7 @@ def test_training_and_evaluation_call_one_reward_one_after_the_other(
         "max_response_tokens": 6,
         "engine": "server",
         "server": {"urls": [server.url for server in servers], "folder": str(tmp_path)},
-        "ahead": 2,
+        "max_staleness": 2,
         "correction": {"weights": "token"},
     }
     train(parse_config(raw), Progress())
@@ -196,7 +196,12 @@ def test_one_slow_prompt_holds_back_its_own_round_alone(
 def test_how_many_rounds_are_in_flight() -> None:
     for ahead, partial, rounds in ((1, True, 2), (3, True, 4), (3, False, 1)):
         config = make_config(
-            rollout={"engine": "server", "ahead": ahead, "partial": partial, "correction": {"weights": "token"}},
+            rollout={
+                "engine": "server",
+                "max_staleness": ahead,
+                "partial": partial,
+                "correction": {"weights": "token"},
+            },
             sampler={"max_age": ahead},
         )
         sampler = DynamicSampler(PromptCursor(PROMPTS, seed=0), config.sampler, max_age=config.max_age)
@@ -348,7 +353,7 @@ def test_a_run_ahead(
         "max_response_tokens": 6,
         "engine": "server",
         "server": {"urls": [server.url for server in servers], "folder": str(tmp_path)},
-        "ahead": 2,
+        "max_staleness": 2,
         "correction": {"weights": "token"},
     }
     count = iter(range(1000))

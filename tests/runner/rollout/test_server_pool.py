@@ -297,7 +297,7 @@ def recipe_over(servers: list[FakeServer], model: Path, folder: Path, ahead: int
     raw["rollout"] |= {
         "max_response_tokens": 6,
         "engine": "server",
-        "ahead": ahead,
+        "max_staleness": ahead,
         "correction": {"weights": "token" if ahead else None},
         "server": {
             "urls": [server.url for server in servers], "folder": str(folder), "back_within": 2.0, "health_within": 2.0,

@@ -46,11 +46,14 @@ def test_what_a_server_is_started_with(tmp_path: Path, monkeypatch: pytest.Monke
             {"advantage": {"segments": {"kind": "chain"}}, "sampler": {"oversample": 1.5}},
             "sampler.oversample: expected 1 beside advantage.segments, got 1.5",
         ),
-        ({"rollout": {"engine": "hf", "ahead": 1}}, "rollout.ahead: expected 0 with rollout.engine=hf"),
-        ({"rollout": {"ahead": 1}}, "rollout.correction.weights: expected token or sequence beside rollout.ahead=1"),
+        ({"rollout": {"engine": "hf", "max_staleness": 1}}, "rollout.max_staleness: expected 0 with rollout.engine=hf"),
         (
-            {"rollout": {"ahead": 2, "correction": {"weights": "token"}}, "sampler": {"max_age": 1}},
-            "sampler.max_age: expected at least rollout.ahead=2",
+            {"rollout": {"max_staleness": 1}},
+            "rollout.correction.weights: expected token or sequence beside rollout.max_staleness=1",
+        ),
+        (
+            {"rollout": {"max_staleness": 2, "correction": {"weights": "token"}}, "sampler": {"max_age": 1}},
+            "sampler.max_age: expected at least rollout.max_staleness=2",
         ),
         (
             {"rollout": {"top_k": 5, "sampling_mask": True}},
@@ -67,7 +70,7 @@ def test_settings_that_no_server_could_serve(sections: dict[str, Any], message: 
 
 def test_other_ranks_wait_for_as_long_as_servers_may_drain() -> None:
     def missing(layout: Layout, **sections: Any) -> str:
-        rollout = {"engine": "server", "ahead": 1, "partial": False, "correction": {"weights": "token"}}
+        rollout = {"engine": "server", "max_staleness": 1, "partial": False, "correction": {"weights": "token"}}
         with pytest.raises(ConfigError) as raised:  # data.template, if nothing else
             check_needs(make_config(rollout=rollout, **sections), layout)
         return str(raised.value)

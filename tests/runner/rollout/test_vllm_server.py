@@ -186,7 +186,7 @@ def in_turn(config: Config) -> dict[int, Learner]:
 
 def open_ahead(config: Config, partial: bool, notes: list[str]) -> ServerEngine:
     assert config.model.path is not None
-    rollout = config.rollout.model_copy(update={"ahead": 1, "partial": partial})
+    rollout = config.rollout.model_copy(update={"max_staleness": 1, "partial": partial})
     ahead = config.model_copy(update={"rollout": rollout})
     return ServerEngine(config.model.path, make_tokenizer(), ahead, note=notes.append)
 
