@@ -91,7 +91,6 @@ async def request(
     options: dict[str, Any] = {"headers": sent, "allow_redirects": False, "proxy": _proxy(url) if use_proxy else None}
     if body is not None:
         options["json"] = body
-    what = f"{url}: {method}"
     try:
         async with (
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), timeout=timeout) as session,
@@ -99,18 +98,18 @@ async def request(
         ):
             if not 200 <= response.status < 300:
                 said = shorten(f"{response.reason}: {await _read_error(response, max_bytes)}", key)
-                raise HTTPError(f"{what}: HTTP {response.status} {said}", response.status)
+                raise HTTPError(f"{url}: HTTP {response.status} {said}", response.status)
             raw = await _read(response, max_bytes)
     except aiohttp.ConnectionTimeoutError:
-        raise HTTPError(f"{what}: no connection within {timeout.sock_connect:g} s", None, CONNECT_WITHIN) from None
+        raise HTTPError(f"{url}: no connection within {timeout.sock_connect:g} s", None, CONNECT_WITHIN) from None
     except asyncio.TimeoutError:
-        raise HTTPError(f"{what}: no answer within {within or 0:g} s", None, within or 0.0) from None
+        raise HTTPError(f"{url}: no answer within {within or 0:g} s", None, within or 0.0) from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise HTTPError(f"{what}: {shorten(f'{type(error).__name__}: {error}', key)}") from None
+        raise HTTPError(f"{url}: {shorten(f'{type(error).__name__}: {error}', key)}") from None
     try:
         return json.loads(raw) if raw else None
     except (ValueError, RecursionError):
-        raise HTTPError(f"{what}: expected JSON, got {shorten(raw.decode('utf-8', 'replace'), key)}") from None
+        raise HTTPError(f"{url}: expected JSON, got {shorten(raw.decode('utf-8', 'replace'), key)}") from None
 
 
 async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:

@@ -311,11 +311,11 @@ def _ahead(config: Config) -> Iterator[str]:
     if not ahead:
         return
     if rollout.engine != "server":
-        yield f"rollout.max_staleness: expected 0 with rollout.engine={rollout.engine}, which samples or trains, got {ahead}"
+        yield f"rollout.max_staleness: expected 0 with rollout.engine={rollout.engine}, got {ahead}"
     if rollout.correction.weights is None:
         yield (
-            f"rollout.correction.weights: expected token or sequence beside rollout.max_staleness={ahead}, by which responses "
-            "of earlier policies are weighed, got null"
+            f"rollout.correction.weights: expected token or sequence beside rollout.max_staleness={ahead}, by which "
+            "responses of earlier policies are weighed, got null"
         )
     if config.max_age < ahead:
         yield (
@@ -323,7 +323,7 @@ def _ahead(config: Config) -> Iterator[str]:
             f"over, got {config.max_age}"
         )
     if config.advantage.segments is not None:
-        yield "advantage.segments: expected null beside rollout.max_staleness, whose prefixes the next policy would continue"
+        yield "advantage.segments: expected null beside rollout.max_staleness: the next policy would continue prefixes"
 
 
 def _oversample(config: Config) -> Iterator[str]:
@@ -345,8 +345,8 @@ def cautions(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if rollout.max_staleness and rollout.partial:
         yield (
-            f"rollout.max_staleness={rollout.max_staleness}: responses that new weights find under way go on under these: a long one "
-            "is the work of several policies, each token weighed by its own; rollout.partial=false has them end first"
+            f"rollout.max_staleness={rollout.max_staleness}: responses under way go on under new weights: a long one is the "
+            "work of several policies, each token weighed by its own; rollout.partial=false has them end first"
         )
     sampler, judge = config.sampler, config.reward.judge
     if sampler.oversample > 1:

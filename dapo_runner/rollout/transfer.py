@@ -55,8 +55,8 @@ class Transfer(ABC):
         """Have one server load what was published last, unless another rank has. Returns its version. Raises
         ServerError; a server that fails half-way does not say that it has the version. ``caller`` may hang up.
 
-        With `rollout.max_staleness` the responses under way go on with the new weights, what was computed for them before
-        anew; without `rollout.partial` they end first. With nothing ahead there are none but those of a trainer that
+        Asynchronous: the responses under way go on with the new weights, what was computed for them before anew;
+        without `rollout.partial` they end first. With nothing ahead there are none but those of a trainer that
         is gone.
         """
         post, get = partial(server.post, caller=caller), partial(server.get, caller=caller)
