@@ -319,8 +319,8 @@ def _ahead(config: Config) -> Iterator[str]:
         )
     if config.max_age < ahead:
         yield (
-            f"sampler.max_age: expected at least rollout.max_staleness={ahead}, as old as a group may be that was not left "
-            f"over, got {config.max_age}"
+            f"sampler.max_age: expected at least rollout.max_staleness={ahead}, as old as a group may be that was not "
+            f"left over, got {config.max_age}"
         )
     if config.advantage.segments is not None:
         yield "advantage.segments: expected null beside rollout.max_staleness: the next policy would continue prefixes"
@@ -345,8 +345,8 @@ def cautions(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if rollout.max_staleness and rollout.partial:
         yield (
-            f"rollout.max_staleness={rollout.max_staleness}: responses under way go on under new weights: a long one is the "
-            "work of several policies, each token weighed by its own; rollout.partial=false has them end first"
+            f"rollout.max_staleness={rollout.max_staleness}: responses under way go on under new weights: a long one is "
+            "the work of several policies, each token weighed by its own; rollout.partial=false has them end first"
         )
     sampler, judge = config.sampler, config.reward.judge
     if sampler.oversample > 1:

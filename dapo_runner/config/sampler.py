@@ -39,7 +39,7 @@ class SamplerConfig(Section):
     max_rounds: PositiveInt = 10  # generation rounds per step
     # server: prompts asked for each that is needed. What still runs once the needed are answered is dropped.
     oversample: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
-    # How many steps old a group may be when it trains; older ones are dropped and counted. null: rollout.max_staleness + 1
+    # Steps old that a group may be when it trains; older ones are dropped and counted. null: rollout.max_staleness + 1
     max_age: NonNegativeInt | None = None
     on_exhausted: Literal["train_partial", "error"] = "error"
     curriculum: CurriculumConfig | None = None  # None: all prompts, in a new order every epoch
