@@ -345,8 +345,8 @@ def cautions(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if rollout.max_staleness and rollout.partial:
         yield (
-            f"rollout.max_staleness={rollout.max_staleness}: responses under way go on under new weights: a long one is "
-            "the work of several policies, each token weighed by its own; rollout.partial=false has them end first"
+            f"rollout.max_staleness={rollout.max_staleness}: responses under way go on under new weights: a long one "
+            "is the work of several policies, each token weighed by its own; rollout.partial=false has them end first"
         )
     sampler, judge = config.sampler, config.reward.judge
     if sampler.oversample > 1:
