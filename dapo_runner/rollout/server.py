@@ -204,7 +204,7 @@ class ServerEngine:
         ]
 
     def _priority(self, priority: int | None) -> dict[str, int]:
-        """A call beside others, as the probe's is with `rollout.max_staleness`, does not wait behind what those have queued."""
+        """A call beside others, as the probe may be, does not wait behind what those have queued."""
         if priority is not None:
             return {"priority": priority}
         return {"priority": -len(self.calls)} if self.calls else {}
