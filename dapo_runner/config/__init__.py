@@ -10,7 +10,7 @@ from dapo_runner.config.convert import ConvertConfig
 from dapo_runner.config.critic import CriticConfig
 from dapo_runner.config.data import ArithmeticConfig, ColumnsConfig, DataConfig, EvalSetConfig
 from dapo_runner.config.judge import AskedModel, JudgeConfig, JudgePrompt
-from dapo_runner.config.logging import LoggingConfig, MLflowConfig, RolloutLogConfig, TrackioConfig, WandbConfig
+from dapo_runner.config.logging import LoggingConfig, RolloutLogConfig
 from dapo_runner.config.loss import LossConfig
 from dapo_runner.config.model import LoraConfig, ModelConfig, TinyModelConfig, WarmupConfig
 from dapo_runner.config.optimizer import OptimizerConfig
@@ -62,7 +62,6 @@ __all__ = [
     "LoggingConfig",
     "LoraConfig",
     "LossConfig",
-    "MLflowConfig",
     "ModelConfig",
     "OptimizerConfig",
     "OverlongConfig",
@@ -85,11 +84,9 @@ __all__ = [
     "SftRunConfig",
     "StudyConfig",
     "TinyModelConfig",
-    "TrackioConfig",
     "TreeShape",
     "VLLMConfig",
     "VariantConfig",
-    "WandbConfig",
     "WarmupConfig",
     "apply_overrides",
     "cautions",

@@ -77,7 +77,7 @@ class SftConfig(Section):
         unused: dict[str, tuple[Section, tuple[str, ...]]] = {
             "model": (self.model, ("tiny",)),
             "parallel": (self.parallel, ("rollout_tensor",)),
-            "logging": (self.logging, ("rollouts", "evaluations", "samples")),
+            "logging": (self.logging, ("rollouts", "samples")),
         }
         for section, (settings, names) in unused.items():
             for name in names:

@@ -3,10 +3,9 @@
     rollouts/step_000012.jsonl.gz       a header line, then a line for each group that was trained on
     evaluations/step_000012.jsonl.gz    the same of the held-out problems
 
-Of every step the first `logging.rollouts.groups` groups are kept, in the order of their prompts, which says nothing
-about their lengths or rewards; with `logging.rollouts.per_token` their responses token by token as well. All files
-together hold at most `logging.rollouts.max_gb`; beyond it the oldest steps go, and that is told. Steps, groups and
-samples are numbered from 1. `logging.evaluations` says the same of evaluations.
+Of every step the first `logging.rollouts.groups` groups are kept, in the order of their prompts, which favours neither
+short nor correct responses; with `logging.rollouts.per_token` token by token as well. All files of a folder hold at
+most `logging.rollouts.max_gb`; beyond it the oldest steps are removed. Steps, groups and samples are numbered from 1.
 """
 
 from __future__ import annotations
@@ -14,10 +13,11 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -26,32 +26,39 @@ from torch import Tensor
 from dapo_kernels.objectives.surrogate import CLIPPED_DUAL, CLIPPED_HIGH, CLIPPED_LOW
 from dapo_runner.algorithms.token_values import TokenValues
 from dapo_runner.config import RolloutLogConfig
+from dapo_runner.files import atomic_write, to_jsonl
 from dapo_runner.logging.metrics import jsonable
 from dapo_runner.logging.token_text import TokenText
-from dapo_runner.types import Group, Sample, Sequence
+from dapo_runner.types import Group, Prompt, Sample, Sequence
 
-ROLLOUTS, EVALUATIONS = "rollouts", "evaluations"  # folders, and sections of `logging`
+ROLLOUTS, EVALUATIONS = "rollouts", "evaluations"  # folders
 GB = 10**9
 CLIPS = {0: None, CLIPPED_LOW: "low", CLIPPED_HIGH: "high", CLIPPED_DUAL: "dual"}
 _NAME = re.compile(r"step_(\d{6,})\.jsonl\.gz")
-_UNFINISHED = ".unfinished"
 
 
 class RolloutLog:
-    """Writes them. A file of that name is whole or absent."""
+    """Write them. A file of that name is whole or absent."""
 
-    def __init__(self, folder: Path, config: RolloutLogConfig, *, keep_through: int, tokenizer: Any = None) -> None:
-        """Go on after step ``keep_through``; what was written of later steps is removed. ``tokenizer`` spells
-        tokens; without one they are not kept.
+    def __init__(
+        self,
+        folder: Path,
+        config: RolloutLogConfig,
+        keep_through: int = -1,
+        note: Callable[[str], None] = print,
+        tokenizer: Any = None,
+    ) -> None:
+        """Remove what was written of steps after ``keep_through``. ``tokenizer`` spells tokens; without one they are
+        not kept.
         """
         self.folder = folder
         self.config = config
+        self._note = note
+        self._is_full = False
+        self._text = None if tokenizer is None else TokenText(tokenizer)
         for step, path in saved_steps(folder).items():
             if step > keep_through:
                 path.unlink()
-        self._sizes = {path: path.stat().st_size for path in saved_steps(folder).values()}
-        self._told = False
-        self._text = None if tokenizer is None else TokenText(tokenizer)
 
     def write(
         self,
@@ -59,50 +66,50 @@ class RolloutLog:
         groups: SequenceOf[Group],
         sequences: SequenceOf[Sequence] | None = None,
         values: Mapping[int, TokenValues] | None = None,
-    ) -> str | None:
-        """Keep the responses of a step. ``sequences`` are the training records of the groups' samples, in order: the
-        advantages come from there; None where nothing trains on them. ``values`` of their tokens go by the place in it.
-        Returns what a person should know: that older steps have begun to go.
+    ) -> None:
+        """Keep the responses of a step. ``sequences`` are the training records of all samples, in order, or None where
+        nothing trains on them; ``values`` are those of their tokens, by index.
         """
         kept = groups[: self.config.groups]
         if not kept:
-            return None
-        self.folder.mkdir(exist_ok=True)
-        records, place = [_header(step, groups, len(kept))], 0
+            return
+        records, n = [_header(step, groups, len(kept))], 0
         for number, group in enumerate(kept, start=1):
-            own = None if sequences is None else sequences[place : place + len(group.samples)]
-            record = _group_record(number, group, own)
-            if self._text is not None and own is not None:
-                for index, (sample, of_sample) in enumerate(zip(group.samples, record["samples"], strict=True)):
-                    found = (values or {}).get(place + index)
-                    of_sample["per_token"] = _token_record(sample, own[index], found, self._text)
-            place += len(group.samples)
-            records.append(record)
-        lines = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
-        path = self.folder / f"step_{step:06d}.jsonl.gz"
-        unfinished = path.with_name(path.name + _UNFINISHED)
+            samples = [_sample_record(index, sample) for index, sample in enumerate(group.samples, start=1)]
+            if sequences is not None:
+                for index, (sample, record) in enumerate(zip(group.samples, samples, strict=True), start=n):
+                    record |= self._trained(sample, sequences[index], (values or {}).get(index))
+            records.append({"group": number, "prompt": _prompt_record(group.prompt), "samples": samples})
+            n += len(group.samples)
+        self.folder.mkdir(exist_ok=True)
         # No time stamp: the same run leaves the same bytes.
-        # A lone surrogate, which UTF-8 has no bytes for, becomes JSON's escape of it.
-        data = lines.encode("utf-8", "backslashreplace")
-        unfinished.write_bytes(gzip.compress(data, compresslevel=1, mtime=0))
-        unfinished.replace(path)
-        self._sizes[path] = path.stat().st_size
-        return self._make_room()
+        data = gzip.compress(to_jsonl(records), compresslevel=1, mtime=0)
+        atomic_write(self.folder / f"step_{step:06d}.jsonl.gz", data)
+        self._make_room()
 
-    def _make_room(self) -> str | None:
-        removed = False
-        while sum(self._sizes.values()) > self.config.max_gb * GB and len(self._sizes) > 1:
-            oldest = min(self._sizes, key=_step_of)
-            oldest.unlink(missing_ok=True)
-            del self._sizes[oldest]
-            removed = True
-        if not removed or self._told:
-            return None
-        self._told = True
-        return (
-            f"{self.folder} has reached {self.config.max_gb:g} GB: from now on the {self.folder.name} of the oldest "
-            f"steps are removed (logging.{self.folder.name}.max_gb, logging.{self.folder.name}.groups)"
-        )
+    def _trained(self, sample: Sample, sequence: Sequence, values: TokenValues | None) -> dict[str, Any]:
+        """Return the advantage, or the values of the segments, and the tokens if they are kept."""
+        record: dict[str, Any] = {"advantage": jsonable(float(sequence.advantages[-1]))}
+        if sample.segments:
+            record = {"segments": [_jsonable_items(asdict(segment)) for segment in sample.segments]}
+        if self._text is not None:
+            record["per_token"] = _token_record(sample, sequence, values, self._text)
+        return record
+
+    def _make_room(self) -> None:
+        sizes = {path: path.stat().st_size for path in saved_steps(self.folder).values()}
+        *older, _ = sizes
+        for path in older:
+            if sum(sizes.values()) <= self.config.max_gb * GB:
+                return
+            path.unlink()
+            del sizes[path]
+            if not self._is_full:
+                self._is_full = True
+                self._note(
+                    f"logging.rollouts.max_gb: {self.folder} has reached {self.config.max_gb:g} GB. From now on its "
+                    "oldest steps are removed."
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +122,9 @@ class SavedStep:
 
 
 def saved_steps(folder: Path) -> dict[int, Path]:
-    """The files of a rollout folder by step, in order."""
+    """Return the files of a folder by step, in order; empty where there is no folder."""
     names = ((path, _NAME.fullmatch(path.name)) for path in (folder.iterdir() if folder.is_dir() else ()))
-    return dict(sorted((int(name[1]), path) for path, name in names if name))
+    return dict(sorted((int(match[1]), path) for path, match in names if match))
 
 
 def read_header(path: Path) -> dict[str, Any]:
@@ -132,43 +139,25 @@ def read_step(path: Path) -> SavedStep:
     return SavedStep(header["step"], header["groups"], groups)
 
 
-def _step_of(path: Path) -> int:
-    name = _NAME.fullmatch(path.name)
-    assert name is not None
-    return int(name[1])
-
-
 def _header(step: int, groups: SequenceOf[Group], n_kept: int) -> dict[str, Any]:
-    """Means over the samples of all groups, kept or not."""
+    """Return means over the samples of all groups."""
     samples = [sample for group in groups for sample in group.samples]
     return {
         "step": step,
         "groups": len(groups),
         "kept": n_kept,
-        "reward": jsonable(sum(sample.reward for sample in samples) / len(samples)),
-        "accuracy": sum(sample.correct for sample in samples) / len(samples),
-        "length": sum(sample.completion.length for sample in samples) / len(samples),
+        "reward": jsonable(fmean(sample.reward for sample in samples)),
+        "accuracy": fmean(sample.correct for sample in samples),
+        "length": fmean(sample.completion.length for sample in samples),
     }
 
 
-def _group_record(number: int, group: Group, sequences: SequenceOf[Sequence] | None) -> dict[str, Any]:
-    prompt = group.prompt
-    trained: SequenceOf[Sequence | None] = [None] * len(group.samples) if sequences is None else sequences
-    pairs = zip(group.samples, trained, strict=True)
-    return {
-        "group": number,
-        "prompt": {
-            "id": prompt.id,
-            "source": prompt.source,
-            "text": prompt.text,
-            "answer": prompt.answer,
-            **({"eval_set": prompt.eval_set} if prompt.eval_set else {}),
-        },
-        "samples": [_sample_record(place, sample, record) for place, (sample, record) in enumerate(pairs, start=1)],
-    }
+def _prompt_record(prompt: Prompt) -> dict[str, Any]:
+    record = {"id": prompt.id, "source": prompt.source, "text": prompt.text, "answer": prompt.answer}
+    return record | {"eval_set": prompt.eval_set} if prompt.eval_set else record
 
 
-def _sample_record(number: int, sample: Sample, sequence: Sequence | None) -> dict[str, Any]:
+def _sample_record(number: int, sample: Sample) -> dict[str, Any]:
     completion, verdict = sample.completion, sample.verdict
     return {
         "sample": number,
@@ -181,40 +170,30 @@ def _sample_record(number: int, sample: Sample, sequence: Sequence | None) -> di
         "base_reward": jsonable(sample.base_reward),
         "length_penalty": jsonable(sample.length_penalty),
         "reward": jsonable(sample.reward),
-        **({} if sequence is None else _advantage(sample, sequence)),
         "trains": sample.trains,
         "mean_logprob": jsonable(float(completion.logprobs.double().nanmean())),
-        **({"parts": {name: jsonable(value) for name, value in sample.parts.items()}} if sample.parts else {}),
+        **({"parts": _jsonable_items(sample.parts)} if sample.parts else {}),
     }
-
-
-def _advantage(sample: Sample, sequence: Sequence) -> dict[str, Any]:
-    """One for the whole response, or of each of its segments with the values at its ends."""
-    if not sample.segments:
-        return {"advantage": jsonable(float(sequence.advantages[-1]))}
-    return {"segments": [{key: jsonable(value) for key, value in asdict(part).items()} for part in sample.segments]}
 
 
 def _token_record(
     sample: Sample, sequence: Sequence, values: TokenValues | None, text: TokenText
 ) -> dict[str, list[Any]]:
-    """A column for each value of the response's tokens. What the learner knows is missing where it was not asked, as
-    of responses that do not train, and null on a token that does not.
+    """Return a column for each value of the response's tokens. The learner's are absent for responses that do not
+    train, and null on tokens that do not.
     """
-    completion = sample.completion
-    n = completion.length
+    n = sample.completion.length
     trains = sequence.mask[-n:]
     columns: dict[str, list[Any]] = {
-        "text": text.pieces(completion.token_ids.tolist()),
-        "engine_logprob": _rounded(completion.logprobs),
+        "text": text.pieces(sample.completion.token_ids.tolist()),
+        "engine_logprob": _rounded(sample.completion.logprobs),
         "advantage": _rounded(sequence.advantages[-n:]),
         "trains": trains.tolist(),
     }
     if values is None:
         return columns
-    nan = torch.full((n,), torch.nan)
-    of_learner = {"logprob": values.logprobs, "entropy": values.entropy, "ratio": values.ratio}
-    columns |= {name: _rounded(torch.where(trains, value[-n:], nan)) for name, value in of_learner.items()}
+    for name, value in {"logprob": values.logprobs, "entropy": values.entropy, "ratio": values.ratio}.items():
+        columns[name] = _rounded(torch.where(trains, value[-n:], torch.nan))
     columns["clip"] = [CLIPS[hit] for hit in values.clip_hit[-n:].tolist()]
     columns["high_entropy"] = values.high_entropy[-n:].tolist()
     if values.selected is not None:
@@ -223,5 +202,9 @@ def _token_record(
 
 
 def _rounded(column: Tensor) -> list[Any]:
-    """Four digits: more would fill the file and tell an eye nothing."""
+    """Return four digits: more would fill the file and tell an eye nothing."""
     return [jsonable(float(f"{value:.4g}")) for value in column.tolist()]
+
+
+def _jsonable_items(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: jsonable(value) for key, value in values.items()}

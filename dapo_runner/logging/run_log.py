@@ -1,9 +1,7 @@
-"""All that a run writes while it goes on, but for checkpoints: metrics, timings, rollouts, and what follows along."""
+"""All that a run writes while it goes on, but for checkpoints: metrics, timings, rollouts and trackers."""
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from dapo_runner.checkpoint import Checkpoint, writing
 from dapo_runner.config import LoggingConfig
 from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE, MetricsLog, prefixed
 from dapo_runner.logging.rollout_log import EVALUATIONS, ROLLOUTS, RolloutLog
-from dapo_runner.logging.trackers import Tracker, sample_table
+from dapo_runner.logging.trackers import Trackers, sample_table
 from dapo_runner.types import Group
 from dapo_runner.types import Sequence as TrainingSequence
 
@@ -25,34 +23,31 @@ Changes = Iterable[tuple[str, Any, Any]]
 
 
 class RunLog:
-    """Where nothing can be written, its methods raise CheckpointError."""
+    """Write the files of a run. Its methods raise CheckpointError where nothing can be written."""
 
     def __init__(
         self,
         folder: Path,
         config: LoggingConfig,
-        trackers: Sequence[Tracker],
+        trackers: Trackers,
         *,
         first_step: int,
         keep_through: int,
         tokenizer: Any = None,
         note: Callable[[str], None] = print,
     ) -> None:
-        """Go on after ``first_step``, with what was logged of steps up to ``keep_through``: one less where the run has
-        its beginning there, since what an attempt without a checkpoint logged does not count.
+        """Go on after ``first_step`` and keep what was logged of steps up to ``keep_through``: one less for a run that
+        begins there, since what an attempt without a checkpoint logged does not count.
         """
         self.folder = folder
         self.first_step = first_step
-        self.trackers = trackers
-        self.note = note
-        self._tracker_failures = Counter[str]()
-        self._quiet_until: dict[str, float] = {}  # trackers that failed, until they are tried again
         self.n_samples = config.samples
-        self.metrics = MetricsLog(folder / METRICS_FILE, keep_through=keep_through)
-        self.timings = MetricsLog(folder / TIMINGS_FILE, keep_through=keep_through)
-        tokens_of = tokenizer if config.rollouts.per_token else None
-        self.rollouts = RolloutLog(folder / ROLLOUTS, config.rollouts, keep_through=keep_through, tokenizer=tokens_of)
-        self.evaluations = RolloutLog(folder / EVALUATIONS, config.evaluations, keep_through=keep_through)
+        self.trackers = trackers
+        self._metrics = MetricsLog(folder / METRICS_FILE, keep_through=keep_through)
+        self._timings = MetricsLog(folder / TIMINGS_FILE, keep_through=keep_through)
+        token_speller = tokenizer if config.rollouts.per_token else None
+        self._rollouts = RolloutLog(folder / ROLLOUTS, config.rollouts, keep_through, note, token_speller)
+        self._evaluations = RolloutLog(folder / EVALUATIONS, config.rollouts, keep_through, note)
 
     def step(
         self,
@@ -61,82 +56,53 @@ class RunLog:
         groups: Sequence[Group],
         sequences: Sequence[TrainingSequence],
         values: Mapping[int, TokenValues],
-    ) -> str | None:
-        """A step's figures and rollouts. Returns what a person should know of the latter."""
+    ) -> None:
+        """Write a step's figures and rollouts."""
         with writing(self.folder / ROLLOUTS, self.folder / CHECKPOINTS):
-            news = self.rollouts.write(step, groups, sequences, values)
+            self._rollouts.write(step, groups, sequences, values)
         self.figures(step, "step", figures)
-        self._samples(step, "samples/trained", groups)
-        return news
+        self.trackers.samples(step, "samples/trained", sample_table(step, groups, self.n_samples))
 
-    def changes(self, changes: Changes) -> None:
-        """What is set otherwise from here on."""
-        _log_changes(self.folder, self.first_step, changes)
-
-    def evaluation(self, step: int, figures: Mapping[str, float], groups: Sequence[Group]) -> str | None:
-        """Figures and answers. Returns what a person should know of the latter."""
+    def evaluation(self, step: int, figures: Mapping[str, float], groups: Sequence[Group]) -> None:
+        """Write an evaluation's figures and answers."""
         with writing(self.folder / EVALUATIONS, self.folder / CHECKPOINTS):
-            news = self.evaluations.write(step, groups)
+            self._evaluations.write(step, groups)
         self.figures(step, "eval", figures)
-        self._samples(step, "samples/eval", groups)
-        return news
+        self.trackers.samples(step, "samples/eval", sample_table(step, groups, self.n_samples))
+
+    def figures(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
+        """Write a line of `metrics.jsonl`, and send it to the trackers."""
+        with writing(self.folder / METRICS_FILE, self.folder / CHECKPOINTS):
+            self._metrics.write(step, kind, figures)
+        self.trackers.write(step, kind, figures)
 
     def seconds(
         self, step: int, seconds: Mapping[str, float], speed: Mapping[str, float], calls: Mapping[str, int]
     ) -> None:
-        """Where a step's wall time went, or that of what comes before the first, and what it amounts to; what became of
-        calls of reward functions.
-        """
+        """Write where the wall time of a step went, or that before the first, its speed, and counts of reward calls."""
         figures = prefixed("seconds", seconds) | prefixed("speed", speed) | prefixed("reward", calls)
-        figures |= prefixed("tracker", {f"{name}_failed": n for name, n in self._tracker_failures.items()})
         with writing(self.folder / TIMINGS_FILE, self.folder / CHECKPOINTS):
-            self.timings.write(step, "step" if step > self.first_step else "start", figures)
-        self._track(lambda tracker: tracker.write(step, figures))
+            self._timings.write(step, "step" if step > self.first_step else "start", figures)
+        self.trackers.write(step, "seconds", figures)
+
+    def changes(self, changes: Changes) -> None:
+        """Write what is set otherwise from here on."""
+        _log_changes(self.folder, self.first_step, changes)
 
     def close(self) -> None:
-        self._track(lambda tracker: tracker.close())
-        for name, n in self._tracker_failures.items():
-            self.note(f"logging.{name}: {n} writes failed; {self.folder / METRICS_FILE} has all figures")
-
-    def figures(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
-        """A line of `metrics.jsonl`, and the same to the trackers."""
-        with writing(self.folder / METRICS_FILE, self.folder / CHECKPOINTS):
-            self.metrics.write(step, kind, figures)
-        self._track(lambda tracker: tracker.write(step, figures))
-
-    def _track(self, write: Callable[[Tracker], None]) -> None:
-        """Call each tracker. None ends a run, or slows it by more than a tenth: failures are noted once and counted."""
-        for tracker in self.trackers:
-            name, began = type(tracker).__name__.removesuffix("Tracker").lower(), time.monotonic()
-            try:
-                if began < self._quiet_until.get(name, began):
-                    self._tracker_failures[name] += 1
-                    continue
-                write(tracker)
-            except Exception as error:
-                if not self._tracker_failures[name]:
-                    self.note(f"logging.{name}: a write failed, the run goes on: {type(error).__name__}: {error}")
-                self._tracker_failures[name] += 1
-                now = time.monotonic()
-                self._quiet_until[name] = now + 10 * (now - began)
-
-    def _samples(self, step: int, name: str, groups: Sequence[Group]) -> None:
-        if not self.trackers or not (table := sample_table(step, groups, self.n_samples)):
-            return
-        self._track(lambda tracker: tracker.samples(step, name, table))
+        self.trackers.close()
 
 
 def log_fork(folder: Path, origin: Checkpoint, changes: Changes) -> None:
-    """The first line of a run that goes on from another one's checkpoint, and what is set otherwise than there."""
+    """Write where a fork comes from, and what is set otherwise than there."""
     MetricsLog(folder / CHANGES_FILE).write(origin.step, "fork", {"from": str(origin.path.resolve())})
     _log_changes(folder, origin.step, changes)
 
 
 def _log_changes(folder: Path, step: int, changes: Changes) -> None:
-    """No file where there is nothing to say."""
     changes = list(changes)
     if not changes:
-        return
+        return  # and no empty file
     with writing(folder / CHANGES_FILE, folder / CHECKPOINTS):
         log = MetricsLog(folder / CHANGES_FILE, keep_through=step)
         for key, before, after in changes:

@@ -1,6 +1,7 @@
-"""TensorBoard, Weights & Biases, MLflow and trackio, each by a switch in `logging`. They are given the figures of the
-JSONL logs, tables of samples, the configuration and the environment. The logs stay the truth, and a run goes the same
-way with or without them.
+"""TensorBoard, Weights & Biases, MLflow and trackio through accelerate: `logging.trackers`.
+
+They get the figures of the JSONL logs, tables of samples, the configuration and the environment. A run goes the same
+way with and without them. Accounts, servers and modes are set by each library's own environment variables.
 """
 
 from __future__ import annotations
@@ -9,41 +10,30 @@ import importlib.util
 import json
 import math
 import re
-import time
+import textwrap
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from dapo_runner.config import Config, ConfigError, LoggingConfig, SftConfig, flatten
+import torch
+
+from dapo_runner.config import Config, LoggingConfig, SftConfig, flatten
+from dapo_runner.errors import ConfigError
+from dapo_runner.files import atomic_write
 from dapo_runner.logging.environment import environment
 from dapo_runner.logging.metrics import jsonable
 from dapo_runner.types import Group
 
-TENSORBOARD = "tensorboard"
-WANDB = "wandb"
-# A run that is resumed goes on under the same id.
-ID_FILES = {WANDB: "wandb-id.txt", "mlflow": "mlflow-id.txt", "trackio": "trackio-id.txt"}
-PARAMS_AT_ONCE, PARAM_LENGTH = 100, 6000  # MLflow's limits
-
+MAX_FAILURES = 3  # of a tracker, which gets nothing more after them
 
 Table = list[dict[str, Any]]
-"""A row for each sample, all with the same columns."""
-
-
-class Tracker(Protocol):
-    def write(self, step: int, figures: Mapping[str, float]) -> None: ...
-
-    def samples(self, step: int, name: str, table: Table) -> None:
-        """``name`` tells those trained on from the answers of an evaluation."""
-        ...
-
-    def close(self) -> None: ...
+"""A row per sample, all with the same columns."""
 
 
 def sample_table(step: int, groups: Sequence[Group], n: int) -> Table:
-    """The first sample of each of the first ``n`` groups, which says nothing about length or reward."""
+    """Return the first sample of each of the first ``n`` groups: a choice that depends on neither length nor reward."""
     return [
         {
             "step": step,
@@ -61,217 +51,162 @@ def sample_table(step: int, groups: Sequence[Group], n: int) -> Table:
     ]
 
 
-class TensorBoardTracker:
-    """Event files under the run's folder: `tensorboard --logdir runs`."""
+class Tracker:
+    """One tracker of a run. A resumed run goes on under the same id and sends no step twice."""
 
-    def __init__(self, folder: Path, config: Config | SftConfig, first_step: int) -> None:
-        """What an interrupted run had written of ``first_step`` and later no longer shows."""
-        from torch.utils.tensorboard import SummaryWriter
+    def __init__(self, name: str, config: Config | SftConfig, folder: Path, first_step: int) -> None:
+        """Raises what the library raises where it cannot start, for instance without a login."""
+        self.name = name
+        self._path = folder / f"tracker-{name}.json"
+        is_new = not self._path.is_file()
+        self._state: dict[str, Any] = {"id": None, "logged": {}} if is_new else json.loads(self._path.read_text())
+        self._tracker = _make(name, config, folder, first_step, self._state)
+        self._tracker.start()
+        if name == "mlflow":
+            self._state["id"] = self._tracker.tracker.info.run_id
+        if is_new:
+            self._store_configuration(config)
+        self._save()
 
-        self.writer = SummaryWriter(str(folder), purge_step=first_step if first_step > 1 else None)
-        for name, values in (("config", flatten(_plain(config))), ("environment", environment())):
-            rows = [{"": key, name: str(value)} for key, value in values.items()]
-            self.writer.add_text(name, _markdown(rows), first_step)
+    def write(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
+        """Send figures. ``kind`` tells those of one step apart."""
+        values = {_name(key): float(value) for key, value in figures.items() if math.isfinite(value)}
+        if self._is_new(step, kind):
+            self._tracker.log(values, step=step)
+            self._save()
 
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
-        for key, value in _finite(figures).items():
-            self.writer.add_scalar(key.replace("@", "_at_"), value, step)  # TensorBoard's names know no @
-        self.writer.flush()
+    def table(self, step: int, name: str, rows: Table) -> None:
+        if not self._is_new(step, name):
+            return
+        columns, data = list(rows[0]), [list(row.values()) for row in rows]
+        if self.name == "wandb":
+            self._tracker.log_table(name, columns=columns, data=data, step=step)
+        elif self.name == "mlflow":
+            import mlflow
 
-    def samples(self, step: int, name: str, table: Table) -> None:
-        self.writer.add_text(name, _markdown(table), step)
+            mlflow.log_dict({"columns": columns, "data": data}, f"{name}/step_{step:06d}.json")
+        elif self.name == "trackio":
+            import trackio
 
-    def close(self) -> None:
-        self.writer.close()
-
-
-class WandbTracker:
-    """One W&B run for the run's whole life, resumed with it. Steps done again after a resume are logged again."""
-
-    def __init__(self, folder: Path, config: Config | SftConfig) -> None:
-        """Raises ConfigError where W&B cannot start, for instance without a login."""
-        import wandb
-
-        settings = config.logging.wandb
-        assert settings is not None
-        try:
-            self.run: Any = wandb.init(
-                project=settings.project,
-                entity=settings.entity,
-                name=config.run.name,
-                id=_kept_id(folder, WANDB),
-                resume="allow",
-                dir=str(folder),
-                mode=settings.mode,
-                config={**_plain(config), "environment": environment()},
-                settings=wandb.Settings(silent=True, console="off"),  # its lines would tear the live display
-            )
-        except wandb.errors.Error as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ConfigError(f"logging.wandb: {reason} (`wandb login`, or logging.wandb.mode=offline)") from error
-        # W&B's own step must never go back, which is what a resume does.
-        self.run.define_metric("step")
-        self.run.define_metric("*", step_metric="step")
-
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
-        self.run.log({**_finite(figures), "step": step})
-
-    def samples(self, step: int, name: str, table: Table) -> None:
-        import wandb
-
-        rows = [list(row.values()) for row in table]
-        self.run.log({name: wandb.Table(columns=list(table[0]), data=rows), "step": step})
+            self._tracker.log({name: trackio.Table(data=rows)}, step=step)
+        else:
+            self._tracker.log({name: _as_text(rows)}, step=step)
+        self._save()
 
     def close(self) -> None:
-        self.run.finish()
+        self._tracker.finish()
+
+    def _is_new(self, step: int, kind: str) -> bool:
+        """Note that a step was sent. TensorBoard, which replaces what a resumed run writes again, gets every step."""
+        logged = self._state["logged"]
+        if step <= logged.get(kind, -1) and self.name != "tensorboard":
+            return False
+        logged[kind] = step
+        return True
+
+    def _store_configuration(self, config: Config | SftConfig) -> None:
+        values = {key: str(value) for key, value in flatten(config.model_dump(mode="json", by_alias=True)).items()}
+        values |= {f"environment.{key}": value for key, value in environment().items()}
+        if self.name == "tensorboard":
+            self._tracker.log({"config": _as_text(values)}, step=0)
+        else:
+            self._tracker.store_init_configuration(values)
+
+    def _save(self) -> None:
+        atomic_write(self._path, json.dumps(self._state))
 
 
-class MLflowTracker:
-    """One MLflow run for the run's whole life. Steps done again after a resume are logged again."""
+class Trackers:
+    """All trackers of a run. None ends it: the first failure of each is noted, and so is that it gets no more."""
 
-    def __init__(self, folder: Path, config: Config | SftConfig) -> None:
-        """Raises ConfigError where the tracking server cannot be used."""
-        import mlflow
+    def __init__(self, trackers: Sequence[Tracker], note: Callable[[str], None]) -> None:
+        self._trackers = list(trackers)
+        self._note = note
+        self._failures = Counter[str]()
 
-        settings = config.logging.mlflow
-        assert settings is not None
-        path = folder / ID_FILES["mlflow"]
-        try:
-            self.client: Any = mlflow.MlflowClient(tracking_uri=settings.tracking_uri)
-            if path.is_file():
-                self.id = path.read_text(encoding="utf-8").strip()
-                self.client.update_run(self.id, status="RUNNING")
-            else:
-                name = settings.experiment
-                found = self.client.get_experiment_by_name(name)
-                experiment = self.client.create_experiment(name) if found is None else found.experiment_id
-                self.id = self.client.create_run(experiment, run_name=config.run.name).info.run_id
-                path.write_text(self.id + "\n", encoding="utf-8")
-                params = [
-                    mlflow.entities.Param(key, str(value)[:PARAM_LENGTH])
-                    for key, value in flatten(_plain(config)).items()
-                ]
-                for start in range(0, len(params), PARAMS_AT_ONCE):
-                    self.client.log_batch(self.id, params=params[start : start + PARAMS_AT_ONCE])
-            # What may have changed since the first time, which parameters must not.
-            self.client.log_dict(self.id, _plain(config), "config.json")
-            self.client.log_dict(self.id, environment(), "environment.json")
-        except mlflow.exceptions.MlflowException as error:
-            raise ConfigError(f"logging.mlflow: {str(error).strip().splitlines()[0]}") from error
-
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
-        from mlflow.entities import Metric
-
-        now = int(1000 * time.time())
-        metrics = [
-            Metric(re.sub(r"[^\w\-./ ]", "_", key.replace("@", "_at_")), value, now, step)
-            for key, value in _finite(figures).items()
-        ]
-        self.client.log_batch(self.id, metrics=metrics)
+    def write(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
+        self._call(lambda tracker: tracker.write(step, kind, figures))
 
     def samples(self, step: int, name: str, table: Table) -> None:
-        columns = list(table[0])
-        content = {"columns": columns, "data": [list(row.values()) for row in table]}  # as MLflow stores its tables
-        self.client.log_dict(self.id, content, f"{name}/step_{step:06d}.json")
+        """Send a table. ``name`` tells samples that were trained on from answers of an evaluation."""
+        if table:
+            self._call(lambda tracker: tracker.table(step, name, table))
 
     def close(self) -> None:
-        self.client.set_terminated(self.id)
+        self._call(lambda tracker: tracker.close())
 
+    def _call(self, send: Callable[[Tracker], None]) -> None:
+        for tracker in list(self._trackers):
+            try:
+                send(tracker)
+            except Exception as error:
+                self._count_failure(tracker, error)
 
-class TrackioTracker:
-    """One trackio run for the run's whole life. Steps done again after a resume are logged again."""
-
-    def __init__(self, folder: Path, config: Config | SftConfig) -> None:
-        import trackio
-
-        settings = config.logging.trackio
-        assert settings is not None
-        self.run: Any = trackio.init(
-            project=settings.project,
-            name=f"{config.run.name}-{_kept_id(folder, 'trackio')}",  # trackio knows a run by its name
-            space_id=settings.space,
-            resume="allow",
-            config={**_plain(config), "environment": environment()},
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
-
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
-        self.run.log(_finite(figures), step=step)
-
-    def samples(self, step: int, name: str, table: Table) -> None:
-        import trackio
-
-        self.run.log({name: trackio.Table(data=list(table))}, step=step)
-
-    def close(self) -> None:
-        self.run.finish()
+    def _count_failure(self, tracker: Tracker, error: Exception) -> None:
+        self._failures[tracker.name] += 1
+        if self._failures[tracker.name] == 1:
+            self._note(f"logging.trackers: {tracker.name} failed, the run goes on: {type(error).__name__}: {error}")
+        if self._failures[tracker.name] == MAX_FAILURES:
+            self._trackers.remove(tracker)
+            self._note(f"logging.trackers: {tracker.name} failed {MAX_FAILURES} times and gets no more figures")
 
 
 def check_trackers(config: LoggingConfig) -> None:
-    """Raises ConfigError when a package that `logging` asks for is missing."""
-    wanted = {
-        TENSORBOARD: config.tensorboard,
-        **{name: getattr(config, name) is not None for name in ID_FILES},
-    }
-    for name, enabled in wanted.items():
-        if enabled and importlib.util.find_spec(name) is None:
-            raise ConfigError(f"logging.{name}: needs the package {name}; pip install 'dapo-kernels[{name}]'")
+    """Raise ConfigError when a package that `logging.trackers` asks for is missing."""
+    for name in config.trackers:
+        for package in (name, "accelerate"):
+            if importlib.util.find_spec(package) is None:
+                raise ConfigError(
+                    f"logging.trackers: {name} requires the package {package}. pip install 'dapo-kernels[{name}]'"
+                )
 
 
 def open_trackers(
-    config: Config | SftConfig, folder: Path, first_step: int, leave_out: Callable[[str], None] | None = None
-) -> list[Tracker]:
-    """Open those that the configuration asks for. ``first_step`` is the first that will be written.
+    config: Config | SftConfig, folder: Path, first_step: int, note: Callable[[str], None], is_resumed: bool
+) -> Trackers:
+    """Open the trackers of a run. ``first_step`` is the first that will be written.
 
-    Raises ConfigError where a package is missing, or a tracker cannot be opened: with ``leave_out``, as for a run that
-    is resumed, that is called with the reason instead.
+    Raises ConfigError where a package is missing or a tracker cannot be opened. A resumed run goes on without it.
     """
     check_trackers(config.logging)
-    settings, trackers = config.logging, list[Tracker]()
-    wanted: dict[str, Callable[[], Tracker] | None] = {
-        TENSORBOARD: partial(TensorBoardTracker, folder / TENSORBOARD, config, first_step)
-        if settings.tensorboard
-        else None,
-        WANDB: partial(WandbTracker, folder, config) if settings.wandb is not None else None,
-        "mlflow": partial(MLflowTracker, folder, config) if settings.mlflow is not None else None,
-        "trackio": partial(TrackioTracker, folder, config) if settings.trackio is not None else None,
-    }
-    for name, make in wanted.items():
+    opened = []
+    for name in dict.fromkeys(config.logging.trackers):
         try:
-            if make is not None:
-                trackers.append(make())
+            opened.append(Tracker(name, config, folder, first_step))
         except Exception as error:
-            reason = str(error) if isinstance(error, ConfigError) else f"logging.{name}: {error}"
-            if leave_out is None:
+            reason = f"logging.trackers: {name}: {str(error).strip() or type(error).__name__}".splitlines()[0]
+            if not is_resumed:
                 raise ConfigError(reason) from error
-            leave_out(f"{reason}. The run goes on without it")
-    return trackers
+            note(f"{reason}. The run goes on without it.")
+    return Trackers(opened, note)
 
 
-def _finite(figures: Mapping[str, float]) -> dict[str, float]:
-    """None draws what is not finite; the JSONL log has it as null."""
-    return {key: float(value) for key, value in figures.items() if math.isfinite(value)}
+def _make(name: str, config: Config | SftConfig, folder: Path, first_step: int, state: dict[str, Any]) -> Any:
+    """Return accelerate's tracker, not started. ``state`` has the id of the run, once there is one."""
+    from accelerate import PartialState
+    from accelerate.tracking import MLflowTracker, TensorBoardTracker, TrackioTracker, WandBTracker
+
+    threads = torch.get_num_threads()
+    PartialState(cpu=True)  # accelerate logs nothing without it, and it may change the number of threads
+    torch.set_num_threads(threads)
+    project, run = config.logging.project, config.run.name
+    if name == "tensorboard":
+        return TensorBoardTracker(name, folder, purge_step=first_step if first_step > 1 else None)
+    if name == "mlflow":
+        return MLflowTracker(project, run_name=run, run_id=state["id"])
+    state["id"] = state["id"] or uuid.uuid4().hex[:12]
+    if name == "trackio":  # knows a run by its name
+        settings = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        return TrackioTracker(project, name=f"{run}-{state['id']}", resume="allow", **settings)
+    quiet = {"silent": True, "console": "off"}  # its lines would tear the live display
+    return WandBTracker(project, name=run, id=state["id"], resume="allow", dir=str(folder), settings=quiet)
 
 
-def _plain(config: Config | SftConfig) -> dict[str, Any]:
-    return config.model_dump(mode="json", by_alias=True)
+def _name(key: str) -> str:
+    """Return a metric's name in the characters that all trackers take."""
+    return re.sub(r"[^\w\-./ ]", "_", key.replace("@", "_at_"))
 
 
-def _markdown(table: Table) -> str:
-    def line(cells: Sequence[Any]) -> str:
-        # What a response holds must end neither its cell nor its row, nor become HTML.
-        texts = [json.dumps(cell, ensure_ascii=False) if not isinstance(cell, str) else cell for cell in cells]
-        escaped = (text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;") for text in texts)
-        return f"| {' | '.join(text.replace(chr(10), '<br>') for text in escaped)} |"
-
-    head = list(table[0])
-    return "\n".join([line(head), line(["---"] * len(head)), *(line(list(row.values())) for row in table)])
-
-
-def _kept_id(folder: Path, tracker: str) -> str:
-    path = folder / ID_FILES[tracker]
-    if not path.is_file():
-        path.write_text(uuid.uuid4().hex[:12] + "\n", encoding="utf-8")
-    return path.read_text(encoding="utf-8").strip()
+def _as_text(value: Any) -> str:
+    """Return a block of code in Markdown, which nothing in ``value`` can end."""
+    return textwrap.indent(json.dumps(value, indent=2, ensure_ascii=False), "    ")

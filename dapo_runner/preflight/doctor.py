@@ -32,12 +32,12 @@ OPTIONAL = (
     ("rapidfuzz", "reward.kind: fuzzy"),
     ("jsonschema", "reward.kind: json"),
     ("plotly", "dapo report --html and dapo watch"),
-    ("tensorboard", "logging.tensorboard"),
-    ("wandb", "logging.wandb"),
-    ("mlflow-skinny", "logging.mlflow"),
-    ("trackio", "logging.trackio"),
+    ("tensorboard", "logging.trackers: [tensorboard]"),
+    ("wandb", "logging.trackers: [wandb]"),
+    ("mlflow-skinny", "logging.trackers: [mlflow]"),
+    ("trackio", "logging.trackers: [trackio]"),
+    ("accelerate", "logging.trackers, and unpacking a model from a GGUF file"),
     ("gguf", "unpacking a model from a GGUF file"),
-    ("accelerate", "the same"),
 )
 # What only some versions of will do, first the package itself; the distributions that bring it; what it is used for.
 ADAPTED = (

@@ -116,8 +116,8 @@ def _open_run(config: Config, place: Place) -> Run:
         cursor, config.sampler, progress.round, fetch, filter_on=config.filter_on, max_age=config.max_age
     )
     engine = world.run_or_raise_everywhere(lambda: open_engine(config, source, device, world, progress.note))
-    leave_out = progress.note if checkpoint and not is_new else None
-    trackers = world.run_on_rank0(lambda: open_trackers(config, folder, keep_through + 1, leave_out)) or []
+    is_resumed = checkpoint is not None and not is_new
+    trackers = world.run_on_rank0(lambda: open_trackers(config, folder, keep_through + 1, progress.note, is_resumed))
     # Nothing that draws a random number comes after this: a resumed run must see the numbers the first one saw.
     seed_generators(config.run.seed)
     if checkpoint:
@@ -136,6 +136,7 @@ def _open_run(config: Config, place: Place) -> Run:
         score.judge.known.keep(folder, world.rank, world.size)
 
     def open_log() -> RunLog:
+        assert trackers is not None  # on rank 0
         log = RunLog(
             folder,
             config.logging,

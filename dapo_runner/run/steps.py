@@ -260,9 +260,9 @@ class Run:
         )
         if isinstance(self.sampler, AheadSampler):
             figures |= prefixed("async", self.sampler.figures(sampled.groups))
-        news = self.log.step(step, figures, sampled.groups, sequences, self.learner.token_values)
+        self.log.step(step, figures, sampled.groups, sequences, self.learner.token_values)
         self.progress.step(step, figures, self.clock.so_far(), self.speed)
-        for note in (news, sampled.shortfall, sampled.caution):
+        for note in (sampled.shortfall, sampled.caution):
             if note is not None:
                 self.progress.note(note)
 
@@ -300,9 +300,9 @@ class Run:
         assert self.log is not None
         self.log.seconds(step, seconds, self.speed, calls)
 
-    def _log_evaluation(self, step: int, metrics: dict[str, float], groups: list[Group]) -> str | None:
+    def _log_evaluation(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
         assert self.log is not None
-        return self.log.evaluation(step, metrics, groups)
+        self.log.evaluation(step, metrics, groups)
 
     def evaluate(self, step: int) -> None:
         if not self.dataset.heldout:
@@ -316,13 +316,9 @@ class Run:
             result = evaluate(answer_all, self.dataset.heldout, self.config)
             # Rank 0 decides what the answers amount to: a comparison of two may run into its deadline.
             metrics = self.world.broadcast_from_rank0(lambda: result.metrics)
-            news = self.world.broadcast_from_rank0(
-                lambda: self._log_evaluation(step, prefixed("eval", metrics), result.groups)
-            )
+            self.world.run_on_rank0(lambda: self._log_evaluation(step, prefixed("eval", metrics), result.groups))
         self.early_stop.observe(step, prefixed("eval", metrics))
         self.progress.evaluation(step, metrics)
-        if news is not None:
-            self.progress.note(news)
 
 
 def speed_of(learner: Learner, clock: StepClock, sequences: list[Sequence]) -> dict[str, float]:

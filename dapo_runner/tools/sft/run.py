@@ -171,14 +171,15 @@ def _open_sft(recipe: SftConfig, place: Place) -> SftRun:
     progress.note(f"{config.run.steps} updates of {config.mini_batch_size} examples, {recipe.run.epochs:g} epochs")
     learner = open_learner(config, folder, checkpoint, place.device, progress, place.clock, world)
     cursor = PromptCursor(examples.train, config.run.seed, examples.heldout)
-    leave_out = progress.note if checkpoint else None
-    trackers = world.run_on_rank0(lambda: open_trackers(recipe, folder, done + 1, leave_out)) or []
+    is_resumed = checkpoint is not None
+    trackers = world.run_on_rank0(lambda: open_trackers(recipe, folder, done + 1, progress.note, is_resumed))
     seed_generators(config.run.seed)
     if checkpoint:
         changes += take_up(checkpoint, learner, cursor, progress)
         progress.note(f"resuming after step {done} from {checkpoint.path}")
 
     def open_log() -> RunLog:
+        assert trackers is not None  # on rank 0
         keep_through = done if checkpoint else -1
         log = RunLog(folder, config.logging, trackers, first_step=done, keep_through=keep_through, note=progress.note)
         if checkpoint:

@@ -77,7 +77,7 @@ def test_override_values_are_yaml_and_leave_the_input_alone() -> None:
     ("override", "expected"),
     [
         ("logging.progress=off", "off"),
-        ("logging.wandb.project=on", "on"),
+        ("logging.project=on", "on"),
         ("run.name=no", "no"),
         ("run.name=2026-11-21", "2026-11-21"),
         ("run.name=12:30", "12:30"),
