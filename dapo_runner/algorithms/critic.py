@@ -64,8 +64,7 @@ class Critic:
     def parts(self) -> list[Part]:
         if self.shared:
             return []
-        tensors = self.master.tensors
-        return [Part("critic.", tensors, tensors, self.master.publish, self.optimizer)]
+        return [Part("critic.", self.master.tensors, self.master.publish, self.optimizer)]
 
     @torch.no_grad()
     def values(self, batch: PackedBatch) -> Tensor:

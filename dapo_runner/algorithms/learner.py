@@ -34,7 +34,6 @@ from dapo_runner.parallel.ulysses import gather_positions, own_positions
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.policy.lora import adapters_off, has_adapters
 from dapo_runner.policy.model import Policy
-from dapo_runner.policy.value_head import is_of_value_head
 from dapo_runner.timing import StepClock
 from dapo_runner.types import PackedBatch
 from dapo_runner.types import Sequence as TrainingSequence
@@ -127,11 +126,9 @@ class Learner:
     def parts(self) -> list[Part]:
         """All that a checkpoint holds beside model, adapters and the sampler."""
         master = self.master
-        alone = {*master.copied, *filter(is_of_value_head, master.tensors)}
-        parts = [Part("", master.tensors, alone, master.publish, self.optimizer)]
+        parts = [Part("", master.tensors, master.publish, self.optimizer)]
         if self.moving is not None:
-            tensors = self.moving.tensors
-            parts.append(Part("reference.", tensors, tensors, self.moving.publish))
+            parts.append(Part("reference.", self.moving.tensors, self.moving.publish))
         return parts
 
     def logprobs(self, batch: PackedBatch) -> Tensor:

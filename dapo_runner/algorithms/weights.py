@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +68,6 @@ class Part(NamedTuple):
 
     prefix: str  # of the names in a checkpoint
     tensors: dict[str, Tensor]
-    alone: Collection[str]  # the names of those that are nowhere else in a checkpoint, as the rest are in model/
     publish: Callable[[], None]  # after new values
     optimizer: torch.optim.Optimizer | None = None
 

@@ -1,19 +1,16 @@
-"""Checkpoints: all a run needs to go on as if it had never stopped, or nothing at all.
+"""Checkpoints: everything that a run needs to resume with the same bits.
 
     checkpoints/step_000040/
-        model/                 transformers' format, adapters merged in: `dapo eval`, vLLM and anything else can load it
-        adapter/               with model.lora: the adapters alone, in peft's format
-        optimizer.safetensors  per parameter: exp_avg, exp_avg_sq, step; float32 master of half precision
-                               and under names of their own all weights of a critic and of a reference that moves
-        optimizer/             in its place where ranks share the weights: the same and all masters, as
-                               torch.distributed.checkpoint lays them out in safetensors, the shards of each rank apart
-        state.pt               step, sampler (cursor, groups carried over), every random generator, of every rank
-        manifest.json          size and SHA-256 of every other file, written last
+        model/         a transformers model with adapters merged in: `dapo eval`, vLLM and others can load it
+        adapter/       with model.lora: the adapters in peft's format
+        optimizer/     of every trained weight the float32 master, exp_avg, exp_avg_sq and step, also of a critic and
+                       of a moving reference; written by torch.distributed.checkpoint as safetensors
+        state.pt       step, sampler (cursor, groups carried over) and the random generators of every rank
+        manifest.json  size and SHA-256 of every other file, written last
 
-A checkpoint is written beside its place, forced to the disk and renamed: whatever moment the power goes, the
-folder of that name is whole or absent. One that was damaged since is refused, not passed over. Loading runs no
-code: safetensors, JSON, and torch's weights-only unpickler. Any number of ranks goes on from what any other number
-wrote, with the same weights, optimizer and groups.
+A checkpoint is written to a temporary folder, synced to the disk and renamed, so it is complete or absent. A damaged
+one is refused. Loading runs no code: safetensors, JSON and torch's weights-only unpickler. Any number of ranks can
+resume from a checkpoint of any other number.
 """
 
 from dapo_runner.checkpoint.files import (
@@ -28,7 +25,7 @@ from dapo_runner.checkpoint.files import (
     writing,
 )
 from dapo_runner.checkpoint.saving import BackgroundSaves, load_checkpoint, save_checkpoint
-from dapo_runner.checkpoint.state import Resumable, take_snapshot
+from dapo_runner.checkpoint.snapshot import Resumable, take_snapshot
 
 __all__ = [
     "BackgroundSaves",

@@ -1,4 +1,4 @@
-"""A checkpoint as files: found, compared with its manifest, put in its place whole or not at all."""
+"""The files of a checkpoint: find them, compare them with the manifest, and move a complete folder into place."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from safetensors import SafetensorError
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step_(\d{6,})")
 _UNFINISHED = ".unfinished"
-_BLOCK = 2**22  # bytes hashed at a time
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written, or that is not what was written."""
+    """A checkpoint cannot be written, or is not what was written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint on the disk, after ``step`` rollout steps."""
+    """A complete checkpoint on the disk, after ``step`` rollout steps."""
 
     path: Path
     step: int
@@ -39,11 +38,11 @@ class Checkpoint:
 
 
 def find_checkpoints(folder: Path) -> list[Checkpoint]:
-    """Whole checkpoints, oldest first. What a kill or a broken copy left half-written is passed over."""
-    return [checkpoint for checkpoint in _named(folder) if is_whole(checkpoint.path)]
+    """Return the complete checkpoints, oldest first."""
+    return [checkpoint for checkpoint in _all_checkpoints(folder) if is_whole(checkpoint.path)]
 
 
-def _named(folder: Path) -> list[Checkpoint]:
+def _all_checkpoints(folder: Path) -> list[Checkpoint]:
     names = ((path, _NAME.fullmatch(path.name)) for path in (folder.iterdir() if folder.is_dir() else ()))
     return sorted((Checkpoint(path, int(name[1])) for path, name in names if name), key=lambda found: found.step)
 
@@ -54,51 +53,48 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def checkpoint_to_resume(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint, its content compared with what was written; None where there is none.
+    """Return the newest checkpoint after comparing its content with the manifest; None without checkpoints.
 
-    Raises CheckpointError for a damaged one: to go on from an older one is for a person to decide.
+    Raises CheckpointError for a damaged one: a person decides whether to resume from an older one.
     """
-    newest = _named(folder)[-1:]
-    for checkpoint in newest:
-        damage = damage_of(checkpoint.path)
-        if damage is not None:
-            before = [other.step for other in find_checkpoints(folder) if other.step < checkpoint.step]
-            rest = f"go on from the one after step {before[-1]}" if before else "start again"
-            raise CheckpointError(f"{checkpoint.path} is damaged: {damage}; remove that folder to {rest}")
-    return newest[0] if newest else None
+    checkpoints = _all_checkpoints(folder)
+    if not checkpoints:
+        return None
+    newest = checkpoints[-1]
+    if (damage := damage_of(newest.path)) is not None:
+        older = [other.step for other in find_checkpoints(folder) if other.step < newest.step]
+        rest = f"resume from step {older[-1]}" if older else "start again"
+        raise CheckpointError(f"{newest.path} is damaged: {damage}. Remove that folder to {rest}.")
+    return newest
 
 
 def is_whole(path: Path) -> bool:
-    """Every file of the manifest is there in its full size."""
+    """Return whether every file of the manifest is there in its full size."""
     return damage_of(path, contents=False) is None
 
 
 def damage_of(path: Path, *, contents: bool = True) -> str | None:
-    """What is wrong with a checkpoint's files, for a person; None when they are what was written."""
+    """Return what is wrong with the files of a checkpoint, None for nothing. ``contents``: compare their hashes too."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest.items()}
+        expected = {path / name: (entry["bytes"], entry["sha256"]) for name, entry in manifest.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return "manifest.json is missing or unreadable"
-    for name, (size, _) in expected.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size} bytes instead of {size}"
-    if not contents:
-        return None
-    with ThreadPoolExecutor() as pool:
-        found = pool.map(_digest, (path / name for name in expected))
-        changed = [name for name, digest in zip(expected, found, strict=True) if digest != expected[name][1]]
-    return f"{changed[0]} does not hold what was written" if changed else None
+        return f"{MANIFEST} is missing or unreadable"
+    for file, (size, _) in expected.items():
+        found = file.stat().st_size if file.is_file() else None
+        if found != size:
+            return f"{file.relative_to(path)}: expected {size} bytes, got {'no file' if found is None else found}"
+    if contents:
+        with ThreadPoolExecutor() as pool:
+            for file, digest in zip(expected, pool.map(_digest, expected), strict=True):
+                if digest != expected[file][1]:
+                    return f"{file.relative_to(path)} has other content than was written"
+    return None
 
 
 @contextmanager
 def writing(path: Path, checkpoints: Path) -> Iterator[None]:
-    """What a full disk, or a place that may not be written to, raises, as one clear CheckpointError that names
-    ``path`` and the newest of ``checkpoints``.
-    """
+    """Raise an OSError of the body as a CheckpointError that names ``path`` and the newest checkpoint."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -106,53 +102,54 @@ def writing(path: Path, checkpoints: Path) -> Iterator[None]:
 
 
 def not_written(path: Path, checkpoints: Path, error: Exception) -> CheckpointError:
-    """That error, once what would keep a full disk full is gone."""
+    """Remove unfinished checkpoints, which may fill the disk, and return the error to raise."""
     for leftover in checkpoints.glob(f"*{_UNFINISHED}"):
         shutil.rmtree(leftover, ignore_errors=True)
-    kept = find_checkpoints(checkpoints)
-    last = f"the last good checkpoint is {kept[-1].path}" if kept else "there is no checkpoint yet"
+    latest = latest_checkpoint(checkpoints)
+    last = f"the last good checkpoint is {latest.path}" if latest else "there is no checkpoint yet"
     return CheckpointError(f"cannot write {path}: {error}; {last}")
 
 
 def begin(folder: Path, step: int) -> Path:
-    """An empty folder for the checkpoint after ``step`` steps, beside its place. ``finish`` puts it there."""
+    """Make a temporary folder for the checkpoint after ``step`` steps, which ``finish`` moves into place."""
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob(f"*{_UNFINISHED}"):
         shutil.rmtree(leftover)
-    final = place_of(folder, step)
-    if final.exists():  # a broken one: a whole one of this step would have been resumed from
+    final = folder_of(folder, step)
+    if final.exists():  # a damaged one: a complete one of this step would have been resumed from
         shutil.rmtree(final)
     unfinished = final.with_name(final.name + _UNFINISHED)
     unfinished.mkdir()
     return unfinished
 
 
-def place_of(folder: Path, step: int) -> Path:
+def folder_of(folder: Path, step: int) -> Path:
     return folder / f"step_{step:06d}"
 
 
 def finish(unfinished: Path, entries: Mapping[str, Mapping[str, Any]], keep: int) -> None:
-    """Write the manifest, of ``entries`` where they tell of a file, and give the folder its name; remove all but the
-    newest ``keep``.
+    """Write the manifest, move the folder into place and remove all checkpoints but the newest ``keep``.
+
+    Args:
+        entries: the manifest's lines that are known, also of files that a shared disk does not list here yet.
     """
-    written = {path for path in unfinished.rglob("*") if path.is_file()}
-    written |= {unfinished / name for name in entries}  # of other machines, if a shared disk does not list them yet
-    names = {str(path.relative_to(unfinished)): path for path in sorted(written)}
-    manifest = {name: entries[name] if name in entries else entry_of(path) for name, path in names.items()}
-    (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    _put_in_place(unfinished, unfinished.with_name(unfinished.name.removesuffix(_UNFINISHED)))
+    written = (path for path in sorted(unfinished.rglob("*")) if path.is_file())
+    names = {str(path.relative_to(unfinished)): path for path in written}
+    manifest = dict(entries) | {name: entry_of(path) for name, path in names.items() if name not in entries}
+    (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
+    _move_into_place(unfinished, unfinished.with_name(unfinished.name.removesuffix(_UNFINISHED)))
     for old in find_checkpoints(unfinished.parent)[:-keep]:
-        # Renamed first: what a kill leaves of it is swept up by the next save.
+        # Renamed first: the next save removes what a kill leaves of it.
         shutil.rmtree(old.path.rename(old.path.with_name(old.path.name + _UNFINISHED)))
 
 
 def entry_of(path: Path) -> dict[str, Any]:
-    """A file's line in the manifest."""
+    """Return a file's entry in the manifest."""
     return {"bytes": path.stat().st_size, "sha256": _digest(path)}
 
 
 def copy_checkpoint(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
-    """The same in another folder of checkpoints. Raises CheckpointError where it cannot be written or is damaged."""
+    """Copy a checkpoint to another folder of checkpoints. Raises CheckpointError: not writable, or damaged."""
     final = folder / checkpoint.path.name
     unfinished = final.with_name(final.name + _UNFINISHED)
     with writing(final, folder):
@@ -161,11 +158,11 @@ def copy_checkpoint(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
         if (damage := damage_of(unfinished)) is not None:
             shutil.rmtree(unfinished)
             raise CheckpointError(f"{checkpoint.path} is damaged: {damage}")
-        _put_in_place(unfinished, final)
+        _move_into_place(unfinished, final)
     return Checkpoint(final, checkpoint.step)
 
 
-def _put_in_place(unfinished: Path, final: Path) -> None:
+def _move_into_place(unfinished: Path, final: Path) -> None:
     for path in (*unfinished.rglob("*"), unfinished):
         force_to_disk(path)
     unfinished.rename(final)
@@ -173,11 +170,8 @@ def _put_in_place(unfinished: Path, final: Path) -> None:
 
 
 def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def force_to_disk(path: Path) -> None:

@@ -1,10 +1,8 @@
-"""A checkpoint written and put back, on one process or on many; at once, or while training goes on."""
+"""Save and load checkpoints, on one process or many, at once or while training continues."""
 
 from __future__ import annotations
 
 import threading
-import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -12,20 +10,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
-from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from dapo_runner.algorithms.learner import Learner
-from dapo_runner.checkpoint import files, plain, sharded
-from dapo_runner.checkpoint.files import Checkpoint, CheckpointError
-from dapo_runner.checkpoint.state import FILE, Resumable, load_snapshot, packed, take_snapshot
+from dapo_runner.checkpoint import files, model_files
+from dapo_runner.checkpoint.files import Checkpoint
+from dapo_runner.checkpoint.model_files import StagedModel
+from dapo_runner.checkpoint.optimizer import load_optimizer, optimizer_tensors, save_optimizer, stage
+from dapo_runner.checkpoint.snapshot import STATE_FILE, Resumable, encode_snapshot, restore_snapshot, take_snapshot
 from dapo_runner.parallel.world import World
-from dapo_runner.policy.lora import has_adapters, load_adapters
+from dapo_runner.policy.lora import adapter_tensors, has_adapters, save_adapters
+from dapo_runner.policy.model import Policy
 
 
 def save_checkpoint(
@@ -36,23 +31,25 @@ def save_checkpoint(
     keep: int,
     snapshot: dict[str, Any] | None = None,
 ) -> Checkpoint:
-    """Write a checkpoint after ``step`` steps and remove all but the newest ``keep``. ``snapshot`` is the state to
-    resume from, where that is an earlier one than now. Collective.
+    """Write a checkpoint after ``step`` steps and remove all but the newest ``keep``. Collective.
 
-    Raises CheckpointError, on all ranks, where one cannot write; the checkpoints before stay as they are.
+    Args:
+        snapshot: the state to resume from; None for that of now.
+
+    Raises:
+        CheckpointError: a rank cannot write. It is raised on all ranks, and earlier checkpoints stay.
     """
-    return _hold(folder, step, learner, sampler, keep, snapshot, copied=False)(learner.world)
+    snapshot = snapshot or take_snapshot(sampler)
+    return _stage(folder, step, learner, snapshot, keep, copied=False)(learner.world)
 
 
 class BackgroundSaves:
-    """Writes one checkpoint at a time while training goes on: a thread of each rank, which talk through a group of
-    their own. The content is copied before it begins.
-    """
+    """Writes one checkpoint at a time in a thread of each rank while training continues on a copy of the content."""
 
     def __init__(self, world: World, timeout: float) -> None:
-        """``timeout``: seconds that a rank waits for another. Collective."""
-        self._world = world.new_group(timeout)
-        self._under_way: Future[Checkpoint] | None = None
+        """Make a process group for the threads, which wait ``timeout`` seconds for each other. Collective."""
+        self._world = world if world.is_single_process else world.new_group(timeout)
+        self._pending: Future[Checkpoint] | None = None
 
     def start(
         self,
@@ -63,64 +60,79 @@ class BackgroundSaves:
         keep: int,
         snapshot: dict[str, Any] | None = None,
     ) -> None:
-        """As ``save_checkpoint``, of which ``finish`` has the end. Nothing else may be under way."""
-        assert self._under_way is None
-        write, future = _hold(folder, step, learner, sampler, keep, snapshot, copied=True), Future[Checkpoint]()
+        """Do what ``save_checkpoint`` does; ``finish`` returns its result. The save before must be finished."""
+        assert self._pending is None
+        snapshot = snapshot or take_snapshot(sampler)
+        write = _stage(folder, step, learner, snapshot, keep, copied=True)
+        pending = Future[Checkpoint]()
 
-        def work() -> None:
+        def run() -> None:
             try:
-                future.set_result(write(self._world))
+                pending.set_result(write(self._world))
             except BaseException as error:  # raised again by `finish`
-                future.set_exception(error)
+                pending.set_exception(error)
 
-        self._under_way = future
-        threading.Thread(target=work, name="checkpoint", daemon=True).start()
+        self._pending = pending
+        threading.Thread(target=run, name="checkpoint", daemon=True).start()
 
     def finish(self) -> Checkpoint | None:
-        """Wait for what is under way; None where nothing is. Raises CheckpointError where it could not be written."""
-        future, self._under_way = self._under_way, None
-        return None if future is None else future.result()
+        """Wait for the save in progress; None without one. Raises CheckpointError where it could not be written."""
+        pending, self._pending = self._pending, None
+        return None if pending is None else pending.result()
 
 
-def _hold(
-    folder: Path,
-    step: int,
-    learner: Learner,
-    sampler: Resumable,
-    keep: int,
-    snapshot: dict[str, Any] | None,
-    *,
-    copied: bool,
+def _stage(
+    folder: Path, step: int, learner: Learner, snapshot: dict[str, Any], keep: int, *, copied: bool
 ) -> Callable[[World], Checkpoint]:
-    """What will be in a checkpoint; what is returned writes it."""
-    path = files.place_of(folder, step)
-    state = packed(step, snapshot or take_snapshot(sampler), learner.world)
-    with _failing_together(path, learner.world):
-        unfinished = learner.world.broadcast_from_rank0(lambda: files.begin(folder, step))
-        held = None if learner.world.is_single_process else sharded.hold(learner, unfinished, copied=copied)
+    """Collect the content of a checkpoint, and return the function that writes it. Collective."""
+    path, world = files.folder_of(folder, step), learner.world
+    state = encode_snapshot(step, snapshot, world)
+    with _raising_checkpoint_error(path, world):
+        unfinished = world.broadcast_from_rank0(lambda: files.begin(folder, step))
+        _write_settings(learner.policy, unfinished)
+        model = StagedModel(learner.policy, copied=copied)
+    tensors = stage(optimizer_tensors(learner)) if copied else optimizer_tensors(learner)
 
     def write(world: World) -> Checkpoint:
-        with _failing_together(path, world):
-            mine = plain.write_learner(learner, unfinished) if held is None else held.write(unfinished, world)
-
-            def entries_of_mine() -> dict[str, Any]:
-                return {name: files.entry_of(unfinished / name) for name in mine}
-
-            parts = world.run_and_gather(lambda: sharded.named(world, entries_of_mine))
+        with _raising_checkpoint_error(path, world):
+            optimizer_files = save_optimizer(tensors, unfinished, world)
+            own = world.run_and_gather(lambda: _write_own(model, optimizer_files, unfinished, world))
 
             def complete() -> None:
-                (unfinished / FILE).write_bytes(state)
-                files.finish(unfinished, {name: entry for part in parts for name, entry in part.items()}, keep)
+                model.write_index(unfinished, [names for _, names in own])
+                (unfinished / STATE_FILE).write_bytes(state)
+                files.finish(unfinished, {name: entry for part, _ in own for name, entry in part.items()}, keep)
 
-            world.broadcast_from_rank0(lambda: sharded.named(world, complete))
+            world.broadcast_from_rank0(complete)
         return Checkpoint(path, step)
 
     return write
 
 
+def _write_own(model: StagedModel, others: list[Path], unfinished: Path, world: World) -> tuple[dict[str, Any], Any]:
+    """Write this rank's weights. Return the manifest entries of its files and the sizes of its weights by name."""
+    try:
+        paths = [*others, *model.write(unfinished, world)]
+        return {str(path.relative_to(unfinished)): files.entry_of(path) for path in paths}, model.sizes
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"{world.name}{error}") from error
+
+
+def _write_settings(policy: Policy, unfinished: Path) -> None:
+    """Write the model's configuration, the tokenizer and, where there are any, the adapters. Collective."""
+    adapters = adapter_tensors(policy.model) if has_adapters(policy.model) else {}
+
+    def write() -> None:
+        policy.save_settings(unfinished / model_files.FOLDER)
+        if adapters:
+            save_adapters(policy.model, adapters, unfinished / "adapter")
+
+    policy.world.broadcast_from_rank0(write)
+
+
 @contextmanager
-def _failing_together(path: Path, world: World) -> Iterator[None]:
-    """What all ranks have raised because one cannot write, as one CheckpointError."""
+def _raising_checkpoint_error(path: Path, world: World) -> Iterator[None]:
+    """Raise the OSError that all ranks have as a CheckpointError. Rank 0 removes what was written."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -128,51 +140,13 @@ def _failing_together(path: Path, world: World) -> Iterator[None]:
 
 
 def load_checkpoint(checkpoint: Checkpoint, learner: Learner, sampler: Resumable) -> int:
-    """Put everything back; returns how many ranks wrote it. The learner's policy must have been loaded from
-    ``checkpoint.model``; one with adapters from the model that training started from. Collective.
+    """Restore learner, sampler and generators, and return how many ranks wrote the checkpoint. Collective.
+
+    The policy must have been loaded from ``checkpoint.model``; one with adapters from the model that it was trained
+    from, because ``checkpoint.model`` has them merged in.
+
+    Raises:
+        CheckpointError: the checkpoint is of another version, or of other weights.
     """
-    model, world = learner.policy.model, learner.world
-    if has_adapters(model):
-        world.run_or_raise_everywhere(lambda: load_adapters(model, checkpoint.path / "adapter"))
-    _load_optimizer(learner, checkpoint.path)
-    return load_snapshot(checkpoint.path, sampler, world)
-
-
-def _load_optimizer(learner: Learner, path: Path) -> None:
-    """Each rank reads what it holds, from the shards of however many ranks, or from the file of one process."""
-    shards = path / sharded.OPTIMIZER
-    reader = HuggingFaceStorageReader(str(shards if shards.is_dir() else path))
-    stored = learner.world.run_or_raise_everywhere(reader.read_metadata).state_dict_metadata
-    kinds: dict[str, list[str]] = defaultdict(list)
-    for key in stored:
-        name, _, kind = key.rpartition("/")
-        kinds[name].append(kind)
-    parts = learner.parts()
-    wanted: dict[str, Tensor] = {}
-    for part in parts:
-        for name, master in part.tensors.items():
-            for kind in kinds[key := f"{part.prefix}{name}"]:
-                wanted[f"{key}/{kind}"] = _room_for(kind, stored[f"{key}/{kind}"], master)
-    try:
-        with warnings.catch_warnings():  # of one process, which is meant
-            warnings.simplefilter("ignore")
-            load(wanted, storage_reader=reader, no_dist=learner.world.is_single_process)
-    except CheckpointException as error:  # a BaseException, raised on all ranks
-        raise CheckpointError(f"cannot load {path}: {sharded.told(error)}") from error
-    for part in parts:
-        for name, master in part.tensors.items():
-            key = f"{part.prefix}{name}"
-            state = {kind: wanted[f"{key}/{kind}"] for kind in kinds[key] if kind != "master"}
-            if state and part.optimizer is not None:
-                part.optimizer.state[master] = state
-        part.publish()
-
-
-def _room_for(kind: str, stored: Any, master: Tensor) -> Tensor:
-    """What a stored tensor is read into: the master itself, or zeros, sharded as it is."""
-    assert isinstance(stored, TensorStorageMetadata)
-    if kind == "master":
-        return master.detach()
-    if not stored.size:
-        return torch.zeros((), dtype=stored.properties.dtype, device=master.device)
-    return torch.zeros_like(master.detach(), dtype=stored.properties.dtype)
+    load_optimizer(learner, checkpoint.path)
+    return restore_snapshot(checkpoint.path, sampler, learner.world)

@@ -71,6 +71,11 @@ class World:
         return self.rank == 0
 
     @property
+    def name(self) -> str:
+        """The beginning of a message about this rank; nothing in a single process."""
+        return "" if self.is_single_process else f"rank {self.rank} on {socket.gethostname()}: "
+
+    @property
     def data_size(self) -> int:
         """How many micro-batches are computed at a time."""
         return self.size // self.layout.sequence

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dapo_runner.config import ConfigError, LoraConfig
-from dapo_runner.parallel.sharding import assign, whole
+from dapo_runner.parallel.sharding import whole
 from dapo_runner.policy.weights import stored_tensors
 
 ADAPTER = "default"  # peft's own name for the only one
@@ -104,7 +104,10 @@ def adapters_off(model: Any) -> Iterator[None]:
 
 def adapter_tensors(model: Any) -> dict[str, Tensor]:
     """The adapters alone, whole, by peft's own names. Collective where they are sharded."""
-    return {_stored(name): whole(tensor.detach()).contiguous() for name, tensor in _adapters(model).items()}
+    adapters = (pair for pair in model.named_parameters() if ".lora_" in pair[0])
+    return {
+        PREFIX + name.replace(f".{ADAPTER}.", "."): whole(tensor.detach()).contiguous() for name, tensor in adapters
+    }
 
 
 def save_adapters(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
@@ -114,31 +117,11 @@ def save_adapters(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
     model.peft_config[ADAPTER].save_pretrained(folder)
 
 
-def load_adapters(model: Any, folder: Path) -> None:
-    """Put saved adapters back. Raises ConfigError when they are not those of this model."""
-    stored = load_file(folder / WEIGHTS_FILE)
-    own = {_stored(name): tensor for name, tensor in _adapters(model).items()}
-    shapes = ({name: list(tensor.shape) for name, tensor in tensors.items()} for tensors in (stored, own))
-    saved_shapes, own_shapes = shapes
-    if saved_shapes != own_shapes:
-        raise ConfigError(f"{folder}: expected adapters of the same layers and rank as model.lora asks for")
-    for name, tensor in own.items():
-        assign(tensor, stored[name])
-
-
-def _adapters(model: Any) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in model.named_parameters() if ".lora_" in name}
-
-
 def _product(layer: Any, dtype: torch.dtype) -> Tensor:
     """scaling·BA, float32, laid out as the weight it is added to; peft's own comes rounded to the adapters' dtype."""
     a, b = (whole(part[ADAPTER].weight.to(dtype)).float() for part in (layer.lora_A, layer.lora_B))
     product = layer.scaling[ADAPTER] * (b @ a)
     return product.T if layer.fan_in_fan_out else product
-
-
-def _stored(name: str) -> str:
-    return PREFIX + name.replace(f".{ADAPTER}.", ".")
 
 
 def _is_adapted(module: Any) -> bool:

@@ -30,10 +30,10 @@ from dapo_runner.policy.attention import (
     plan_packing,
     register_packed_attention,
 )
-from dapo_runner.policy.lora import add_adapters, has_adapters, merged_weights
+from dapo_runner.policy.lora import add_adapters, merged_weights
 from dapo_runner.policy.prefixes import find_shared
 from dapo_runner.policy.routing import Routing
-from dapo_runner.policy.value_head import add_value_head, has_value_head, is_of_value_head
+from dapo_runner.policy.value_head import add_value_head, is_of_value_head
 from dapo_runner.types import PackedBatch
 
 T = TypeVar("T")
@@ -109,18 +109,8 @@ class Policy:
         """
         return (pair for pair in merged_weights(self.model, self.compute) if not is_of_value_head(pair[0]))
 
-    def save(self, folder: Path) -> None:
-        """Write model and tokenizer in transformers' format, as an engine would serve them: adapters merged in."""
-        weights = None  # the model's own
-        if has_adapters(self.model):
-            weights = dict(self.named_weights())
-        elif has_value_head(self.model):
-            weights = {name: x for name, x in self.model.state_dict().items() if not is_of_value_head(name)}
-        self.model.save_pretrained(folder, state_dict=weights)
-        self.tokenizer.save_pretrained(folder)
-
     def save_settings(self, folder: Path) -> None:
-        """Write what ``save`` writes but for the weights."""
+        """Write configuration and tokenizer in transformers' format, without weights."""
         self.model.save_pretrained(folder, state_dict={})
         self.model.config.dtype = self.compute  # transformers has put that of the shards
         self.model.config.save_pretrained(folder)

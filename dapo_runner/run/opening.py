@@ -157,7 +157,7 @@ def _open_run(config: Config, place: Place) -> Run:
         early_stop.replay(event)
         if "sync/gap" in event:
             sync_probe.remember(event["sync/gap"])
-    in_background = _saves_in_background(config, world, progress)
+    in_background = BackgroundSaves(world, config.parallel.timeout) if config.run.async_save else None
     progress.start(done, config.run.steps)
     clock.lap()  # what a run is made of was loaded before its first step
     ended = early_stop.reason is not None
@@ -197,17 +197,6 @@ def _drop_left_over(sampler: DynamicSampler, folder: Path, progress: Progress) -
         n_left_over = len(sampler.buffer) + len(sampler.waiting)
         progress.note(f"{n_left_over} groups left over are dropped: {', '.join(changed)} is another now")
         sampler.buffer, sampler.waiting = [], []
-
-
-def _saves_in_background(config: Config, world: World, progress: Progress) -> BackgroundSaves | None:
-    if not config.run.async_save:
-        return None
-    if world.is_single_process:
-        progress.note(
-            "run.async_save: one process that torchrun did not start writes its checkpoints before it goes on"
-        )
-        return None
-    return BackgroundSaves(world, config.parallel.timeout)
 
 
 def seed_generators(seed: int) -> None:

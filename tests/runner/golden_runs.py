@@ -148,38 +148,22 @@ def result_of(folder: Path) -> dict[str, Any]:
     weights = sorted((newest / "model").glob("**/*.safetensors"))
     state = [path for path in sorted(newest.rglob("*")) if path.is_file() and path not in weights]
     lines = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
+    model = {name: tensor for path in weights for name, tensor in load_file(path).items()}
+    # The recorded checkpoints of one process had no masters that are the weights themselves.
+    known = model if len(list((newest / "optimizer").iterdir())) == 1 else {}
     return {
-        "weights": digest(tensor for path in weights for tensor in load_file(path).values()),
-        "optimizer": digest(tensor for path in state for tensor in optimizer_tensors(path)),
+        "weights": digest(iter(model.values())),
+        "optimizer": digest(tensor for path in state for tensor in optimizer_tensors(path, known)),
         "metrics": {f"{line['kind']} {line['step']}": stable(line) for line in lines},
     }
 
 
-def optimizer_tensors(path: Path) -> Iterator[torch.Tensor]:
+def optimizer_tensors(path: Path, known: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
     if path.suffix == ".safetensors":
-        yield from load_file(path).values()
-    elif path.name == ".metadata":
-        yield from distributed_tensors(path.parent)
-
-
-def distributed_tensors(folder: Path) -> Iterator[torch.Tensor]:
-    """The whole tensors of a sharded checkpoint, put together from all ranks' shards."""
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    with tempfile.TemporaryDirectory() as scratch:
-        dcp_to_torch_save(folder, Path(scratch) / "whole.pt")
-        yield from leaves(torch.load(Path(scratch) / "whole.pt", weights_only=False))
-
-
-def leaves(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from leaves(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from leaves(item)
+        for name, tensor in load_file(path).items():
+            weight = known.get(name.removesuffix("/master"))
+            if weight is None or weight.dtype != tensor.dtype or not torch.equal(weight, tensor):
+                yield tensor
 
 
 def digest(tensors: Iterator[torch.Tensor]) -> str:

@@ -26,9 +26,10 @@ from dapo_runner.checkpoint import (
     find_checkpoints,
     latest_checkpoint,
     load_checkpoint,
-    plain,
+    model_files,
+    optimizer,
     save_checkpoint,
-    state,
+    snapshot,
 )
 from dapo_runner.config import ConfigError, ModelConfig
 from dapo_runner.data.dataset import PromptCursor
@@ -36,6 +37,7 @@ from dapo_runner.policy.model import load_policy
 from dapo_runner.rollout.group_buffer import DynamicSampler
 
 CPU = torch.device("cpu")
+OPTIMIZER = "optimizer/shard-00001-model-00001-of-00001.safetensors"
 CONFIG = make_config(optimizer={"lr": 1e-3, "warmup_steps": 0, "token_budget": 95})
 
 
@@ -116,7 +118,9 @@ def test_dying_while_saving_leaves_the_checkpoint_before_it(
 ) -> None:
     learner, sampler = make_parts(model_folder)
     save_checkpoint(tmp_path, 1, learner, sampler, keep=1)
-    for module, dies_in in ((plain, "save_file"), (state, "_rng_state"), (files, "force_to_disk")):
+    writer = optimizer.HuggingFaceStorageWriter
+    places = (model_files, "save_file"), (writer, "write_data"), (snapshot, "_rng_state"), (files, "force_to_disk")
+    for module, dies_in in places:
         with monkeypatch.context() as patch:
             patch.setattr(module, dies_in, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
@@ -166,7 +170,7 @@ def test_a_folder_that_cannot_be_written_to_is_told(model_folder: Path, tmp_path
         save_checkpoint(tmp_path / "file" / "checkpoints", 1, learner, sampler, keep=1)
 
 
-@pytest.mark.parametrize("file", ["model/model.safetensors", "optimizer.safetensors", "state.pt", "manifest.json"])
+@pytest.mark.parametrize("file", ["model/model.safetensors", OPTIMIZER, "state.pt", "manifest.json"])
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
 def test_a_damaged_checkpoint_is_refused_by_name(model_folder: Path, tmp_path: Path, file: str, damage: str) -> None:
     learner, sampler = make_parts(model_folder)
@@ -182,7 +186,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(model_folder: Path, tmp_path: P
     with pytest.raises(CheckpointError) as caught:
         checkpoint_to_resume(tmp_path)
     assert f"step_000002 is damaged: {file}" in str(caught.value)
-    assert "remove that folder to go on from the one after step 1" in str(caught.value)
+    assert "step 1." in str(caught.value)
     shutil.rmtree(tmp_path / "step_000002")
     found = checkpoint_to_resume(tmp_path)
     assert found is not None
@@ -242,3 +246,11 @@ def test_the_manifest_names_every_file(model_folder: Path, tmp_path: Path) -> No
     manifest = json.loads((saved.path / "manifest.json").read_text())
     files = {str(p.relative_to(saved.path)) for p in saved.path.rglob("*") if p.is_file()}
     assert set(manifest) == files - {"manifest.json"}
+
+
+def test_a_checkpoint_of_an_older_version_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    learner, sampler = make_parts(model_folder)
+    saved = save_checkpoint(tmp_path, 1, learner, sampler, keep=1)
+    shutil.rmtree(saved.path / "optimizer")
+    with pytest.raises(CheckpointError, match="older version"):
+        load_checkpoint(saved, learner, sampler)

@@ -203,7 +203,7 @@ def test_a_separate_reference_stays_what_training_started_from(tmp_path: Path) -
 def test_a_damaged_checkpoint_stops_the_resume(tmp_path: Path) -> None:
     folder = train(config_in(tmp_path, run={**small_recipe(steps=2)["run"], "output_dir": str(tmp_path)}),
                    Progress())  # fmt: skip
-    spoiled = folder / CHECKPOINTS / "step_000002" / "optimizer.safetensors"
+    spoiled = folder / CHECKPOINTS / "step_000002" / "optimizer" / "shard-00001-model-00001-of-00001.safetensors"
     content = bytearray(spoiled.read_bytes())
     content[-1] ^= 1
     spoiled.write_bytes(content)

@@ -24,8 +24,9 @@ from dapo_runner.checkpoint import (
     CheckpointError,
     files,
     load_checkpoint,
+    model_files,
+    optimizer,
     save_checkpoint,
-    sharded,
 )
 from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.parallel.sharding import whole
@@ -90,14 +91,14 @@ class Parts:
 
 
 def save_case(models: Path, case: str, folder: Path, parallel: dict[str, int]) -> dict[str, Any]:
-    """On several ranks all but one are written while training goes on."""
+    """All cases but one are written while training continues."""
     parts = Parts(model_of(models, case), case, parallel)
     parts.train(range(STEP))
     parts.sampler.cursor.take(7)
     parts.sampler.buffer = [make_group("RW", "carried")]
     random.seed(parts.world.rank)
     torch.manual_seed(parts.world.rank)
-    if case == "float32" or parts.world.is_single_process:
+    if case == "float32":
         save_checkpoint(folder / case, STEP, parts.learner, parts.sampler, keep=1)
         return parts.content() | parts.what_follows()
     saves = BackgroundSaves(parts.world, timeout=60.0)
@@ -149,7 +150,7 @@ def fail_case(models: Path, case: str, folder: Path, parallel: dict[str, int]) -
     return found
 
 
-WRITERS = ((sharded, "save_file"), (sharded.HuggingFaceStorageWriter, "write_data"), (files, "entry_of"))
+WRITERS = ((model_files, "save_file"), (optimizer.HuggingFaceStorageWriter, "write_data"), (files, "entry_of"))
 
 
 def full_disk(*_: object, **__: object) -> None:

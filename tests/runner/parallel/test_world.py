@@ -110,7 +110,7 @@ import os, signal, sys, time
 from builders import make_config
 from dapo_runner.parallel.world import open_world
 world = open_world(make_config(parallel={"timeout": 3.0}))
-world.watch.at("rollout")
+world.watch.set_phase("rollout")
 if world.rank != 1:  # as a run, which torchrun's signal does not end at once
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 try:
@@ -122,7 +122,7 @@ try:
         if sys.argv[1] == "exits":
             os._exit(7)
         os.kill(os.getpid(), 9)
-    world.watch.at("wait")
+    world.watch.set_phase("wait")
     world.all_gather_object(1)
 except Exception as error:
     told = world.watch.explain(error)

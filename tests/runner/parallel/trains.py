@@ -15,7 +15,7 @@ from typing import Any
 from launch import leave
 from small import SEGMENTS
 
-from dapo_runner.checkpoint import sharded
+from dapo_runner.checkpoint import optimizer
 from dapo_runner.cli import main
 from dapo_runner.parallel import watch
 from dapo_runner.rollout.client import RolloutError
@@ -27,14 +27,14 @@ FAILS_AFTER = 3  # this step
 
 
 def die_in_a_write() -> None:
-    write, calls = sharded.HuggingFaceStorageWriter.write_data, iter(range(1, 100))
+    write, calls = optimizer.HuggingFaceStorageWriter.write_data, iter(range(1, 100))
 
     def deadly(self: Any, *arguments: Any) -> Any:
         if next(calls) == KILLED_IN and os.environ["RANK"] != "0":
             os.kill(os.getpid(), signal.SIGKILL)
         return write(self, *arguments)
 
-    sharded.HuggingFaceStorageWriter.write_data = deadly  # type: ignore[method-assign]
+    optimizer.HuggingFaceStorageWriter.write_data = deadly  # type: ignore[method-assign]
 
 
 def fail_in_a_probe() -> None:
@@ -53,7 +53,7 @@ def fail_in_a_probe() -> None:
 
 def stop_beside_a_save() -> None:
     """The save takes longer than ranks wait for each other to stop."""
-    write, records, calls = sharded.HuggingFaceStorageWriter.write_data, Run.training_records, iter(range(100))
+    write, records, calls = optimizer.HuggingFaceStorageWriter.write_data, Run.training_records, iter(range(100))
 
     def slow(self: Any, *arguments: Any) -> Any:
         time.sleep(3)
@@ -65,7 +65,7 @@ def stop_beside_a_save() -> None:
         return records(self, *arguments)
 
     watch.MEETING = 0.1
-    sharded.HuggingFaceStorageWriter.write_data = slow  # type: ignore[method-assign]
+    optimizer.HuggingFaceStorageWriter.write_data = slow  # type: ignore[method-assign]
     Run.training_records = failing  # type: ignore[method-assign]
 
 

@@ -1,10 +1,10 @@
-"""What a checkpoint holds beside weights and optimizer: the sampler and every random generator."""
+"""The state of a run beside weights and optimizer: the sampler and every random generator."""
 
 from __future__ import annotations
 
 import io
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,11 +13,11 @@ import torch
 
 from dapo_runner.parallel.world import World
 
-FILE = "state.pt"
+STATE_FILE = "state.pt"
 
 
 class Resumable(Protocol):
-    """What walks over the data of a run: a sampler, or the cursor of a supervised one."""
+    """Walks over the data of a run: a sampler, or the cursor of supervised training."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -25,34 +25,35 @@ class Resumable(Protocol):
 
 
 def take_snapshot(sampler: Resumable) -> dict[str, Any]:
-    """What a checkpoint of now would hold beside the learner: the sampler and every random generator."""
+    """Return the state of the sampler and of every random generator of this rank."""
     return {"sampler": sampler.state_dict(), "rng": _rng_state()}
 
 
-def packed(step: int, snapshot: dict[str, Any], world: World) -> bytes:
-    """The content of ``FILE`` for a moment; of several ranks with the generators of each. Collective.
+def encode_snapshot(step: int, snapshot: dict[str, Any], world: World) -> bytes:
+    """Return the content of ``STATE_FILE``, with the generators of every rank. Collective.
 
-    By way of memory: on a full disk torch.save reports an enforced assertion, a plain write what is wrong.
+    On a full disk torch.save fails with an assertion, a plain write of these bytes with an OSError.
     """
-    generators = snapshot["rng"] if world.is_single_process else world.all_gather_object(snapshot["rng"])
+    generators = world.all_gather_object(snapshot["rng"])
     buffer = io.BytesIO()
-    torch.save({"step": step, **snapshot, "rng": generators}, buffer)
+    torch.save({"step": step, "sampler": snapshot["sampler"], "rng": generators}, buffer)
     return buffer.getvalue()
 
 
-def load_snapshot(path: Path, sampler: Resumable, world: World) -> int:
-    """Put sampler and generators back; where another number of ranks wrote them, every rank takes the generators of
-    rank 0. Returns that number.
+def restore_snapshot(folder: Path, sampler: Resumable, world: World) -> int:
+    """Restore the sampler and the generators, and return how many ranks wrote them.
+
+    On another number of ranks, every rank takes the generators of rank 0.
     """
-    state = world.run_or_raise_everywhere(lambda: torch.load(path / FILE, weights_only=True))
-    sampler.load_state_dict({"steps": state["step"], **state["sampler"]})  # older samplers did not count
-    generators: Sequence[Any] = state["rng"] if isinstance(state["rng"], list) else [state["rng"]]
+    state = world.run_or_raise_everywhere(lambda: torch.load(folder / STATE_FILE, weights_only=True))
+    sampler.load_state_dict(state["sampler"])
+    generators = state["rng"]
     _set_rng_state(generators[world.rank if len(generators) == world.size else 0])
     return len(generators)
 
 
 def _rng_state() -> dict[str, Any]:
-    """Every generator that the loop, a model or a reward function may draw from."""
+    """Return every generator that the loop, a model or a reward function may draw from."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),

@@ -1,0 +1,135 @@
+"""The folder ``optimizer/``: float32 masters and optimizer state, in safetensors files of torch.distributed.checkpoint.
+
+Each rank writes and reads the shards that it holds. The only metadata are the headers of the files.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from dapo_runner.algorithms.learner import Learner
+from dapo_runner.checkpoint.files import CheckpointError
+from dapo_runner.parallel.sharding import local
+from dapo_runner.parallel.world import World
+
+FOLDER = "optimizer"
+_MASTER = "master"
+_FILE_BYTES = 2**30  # a file is put together in memory
+
+
+def optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
+    """Return all masters and their optimizer state by name; shards where the weights are sharded."""
+    tensors = {}
+    for part in learner.parts():
+        for name, master in part.tensors.items():
+            tensors[f"{part.prefix}{name}/{_MASTER}"] = master.detach()
+            for kind, value in part.state_of(master).items():
+                tensors[f"{part.prefix}{name}/{kind}"] = value
+    return tensors
+
+
+def stage(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors to the CPU."""
+    stager = DefaultStager(StagingOptions(*[False] * 4))
+    try:
+        return cast("dict[str, Tensor]", stager.stage(tensors))
+    finally:
+        stager.close()
+
+
+def save_optimizer(tensors: dict[str, Tensor], checkpoint: Path, world: World) -> list[Path]:
+    """Write the tensors and return the files of this rank. Collective. Raises OSError, the same on all ranks."""
+    folder = checkpoint / FOLDER
+    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=_file_of_each(tensors), save_distributed=True)
+    with _raising_cause(world):
+        save(tensors, storage_writer=writer, process_group=world.group, no_dist=world.is_single_process)
+    return list(folder.glob(f"shard-{world.rank + 1:05d}-*"))
+
+
+def load_optimizer(learner: Learner, checkpoint: Path) -> None:
+    """Restore masters and optimizer state. A part that the checkpoint lacks, as a fork may, keeps what it has.
+
+    Collective. Raises CheckpointError for a checkpoint of another version or of other weights.
+    """
+    folder, world, parts = checkpoint / FOLDER, learner.world, learner.parts()
+    if not folder.is_dir():
+        raise CheckpointError(f"{checkpoint}: expected a folder {FOLDER}/, got a checkpoint of an older version")
+    reader = HuggingFaceStorageReader(str(folder))
+    stored = world.run_or_raise_everywhere(reader.read_metadata).state_dict_metadata
+    masters = {f"{part.prefix}{name}": master for part in parts for name, master in part.tensors.items()}
+    kinds = _kinds_by_name(stored)
+    wanted = {
+        f"{name}/{kind}": _target(stored, name, kind, master)
+        for name, master in masters.items()
+        for kind in kinds.get(name, [])
+    }
+    try:
+        with _raising_cause(world):
+            load(wanted, storage_reader=reader, no_dist=world.is_single_process)
+    except OSError as error:
+        raise CheckpointError(f"cannot load {checkpoint}: {error}") from error
+    for part in parts:
+        for name, master in part.tensors.items():
+            key = f"{part.prefix}{name}"
+            state = {kind: wanted[f"{key}/{kind}"] for kind in kinds.get(key, []) if kind != _MASTER}
+            if state and part.optimizer is not None:
+                part.optimizer.state[master] = state
+        part.publish()
+
+
+def _kinds_by_name(stored: dict[str, Any]) -> dict[str, list[str]]:
+    kinds: dict[str, list[str]] = {}
+    for key in stored:
+        name, _, kind = key.rpartition("/")
+        kinds.setdefault(name, []).append(kind)
+    return kinds
+
+
+def _target(stored: dict[str, Any], name: str, kind: str, master: Tensor) -> Tensor:
+    """Return the tensor to read into: the master itself, or zeros that are sharded like it."""
+    entry = stored[f"{name}/{kind}"]
+    assert isinstance(entry, TensorStorageMetadata)
+    if not entry.size:
+        return torch.zeros((), dtype=entry.properties.dtype, device=master.device)
+    if entry.size != master.shape:
+        raise CheckpointError(f"{name}: expected shape {list(master.shape)}, got {list(entry.size)} in the checkpoint")
+    return master.detach() if kind == _MASTER else torch.zeros_like(master.detach(), dtype=entry.properties.dtype)
+
+
+def _file_of_each(tensors: dict[str, Tensor]) -> dict[str, int]:
+    """Return the number of the file that each tensor goes to, from 1."""
+    numbers, number, filled = dict[str, int](), 1, 0
+    for name, tensor in tensors.items():
+        size = local(tensor).nbytes
+        if filled and filled + size > _FILE_BYTES:
+            number, filled = number + 1, 0
+        filled += size
+        numbers[name] = number
+    return numbers
+
+
+@contextmanager
+def _raising_cause(world: World) -> Iterator[None]:
+    """Raise what the first of the failed ranks raised, in place of a CheckpointException, which is a BaseException."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process is meant
+            yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        if isinstance(cause, OSError) and not world.is_single_process:
+            raise OSError(f"rank {rank}: {cause}") from error
+        raise cause from error
