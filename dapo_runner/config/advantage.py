@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from itertools import combinations_with_replacement
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from dapo_runner.config.section import Int, PositiveInt, Section, Share
 
 
 class SegmentsConfig(Section):
     """Segment Policy Optimization (arXiv 2505.23564): advantages of the parts of a response. docs/spo.md."""
+
+    requires = {"kind=chain": "interval samples", "kind=tree": "branching tokens per_step"}
 
     kind: Literal["chain", "tree"]
     threshold: Annotated[float, Field(gt=0, lt=1)] = 0.9  # ρ: a token less likely than that is a cut point
@@ -24,20 +26,6 @@ class SegmentsConfig(Section):
     # tree: of a segment, but on the last level, where it ends the response; None: as many as every level can have.
     tokens: PositiveInt | None = None
     per_step: PositiveInt | None = None  # tree: its responses that a step trains on, the rest later; None: all at once
-
-    @model_validator(mode="after")
-    def _of_its_kind(self) -> SegmentsConfig:
-        others = {"chain": ("branching", "tokens", "per_step"), "tree": ("interval", "samples")}
-        unused = [name for name in others[self.kind] if getattr(self, name) != _default(type(self), name)]
-        if self.kind == "tree" and not self.mask and self.threshold != _default(type(self), "threshold"):
-            unused.append("threshold")
-        if unused:
-            raise ValueError(f"{unused[0]}: expected none with kind={self.kind}, which has no use for it")
-        return self
-
-
-def _default(section: type[Section], name: str) -> Any:
-    return section.model_fields[name].default
 
 
 class TreeShape(NamedTuple):
@@ -82,6 +70,12 @@ COMPARING = ("group_std", "group_mean", "batch_std", "leave_one_out", "group_ret
 
 
 class AdvantageConfig(Section):
+    requires = {
+        "kind=gae|returns|group_returns": "gamma whiten",
+        "kind=gae": "lam",
+        "kind=group_std !rollout.stop !rollout.max_staleness !reward.calls.max_failed": "segments",
+    }
+
     # Formulas and papers: dapo_runner.algorithms.advantage.
     kind: Literal[
         "group_std",
@@ -99,12 +93,6 @@ class AdvantageConfig(Section):
     lam: Annotated[float, Field(ge=0, le=1)] = 0.95  # gae
     whiten: bool = True  # over the tokens of the step
     segments: SegmentsConfig | None = None  # in the place of kind
-
-    @model_validator(mode="after")
-    def _one_or_the_other(self) -> AdvantageConfig:
-        if self.segments is not None and self.kind != _default(type(self), "kind"):
-            raise ValueError(f"kind: expected none beside segments, which take its place, got {self.kind}")
-        return self
 
     @property
     def by_token(self) -> bool:

@@ -14,6 +14,8 @@ from dapo_runner.config.section import NonNegativeFloat, NonNegativeInt, Positiv
 class ConvertConfig(AskedModel):
     """Which model rewrites problems, and what they are read from. docs/convert-answers.md."""
 
+    requires = {"engine=hf": "batch", "engine=endpoint": "concurrency retries timeout"}
+
     # Of IN, as in `data`.
     format: Literal["auto", "dapo", "gsm8k"] = "auto"
     columns: ColumnsConfig | None = None
@@ -35,6 +37,4 @@ class ConvertConfig(AskedModel):
     def _used(self) -> ConvertConfig:
         if self.columns is not None and self.columns.answer is None:
             raise ValueError("columns.answer: expected the column of the answers, got null")
-        self._refuse_unused(("batch",), "engine=hf", self.engine == "hf")
-        self._refuse_unused(("concurrency", "retries", "timeout"), "engine=endpoint", self.engine == "endpoint")
         return self

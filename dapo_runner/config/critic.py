@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from pydantic import model_validator
-
 from dapo_runner.config.section import NonNegativeInt, PositiveFloat, Section
 
 
 class CriticConfig(Section):
     """Predicts what the rest of a response will earn: advantage.kind=gae."""
+
+    requires = {
+        "!share_trunk": "path lr warmup_steps",
+        "share_trunk": "coef",
+        "parallel.sequence=1": "share_trunk",
+    }
 
     path: str | None = None  # the model that gets a value head; None: the one that the policy starts from
     share_trunk: bool = False  # the head sits on the policy, whose update takes coef × value loss along
@@ -16,15 +20,3 @@ class CriticConfig(Section):
     lr: PositiveFloat = 9e-6  # a model of its own: at the peak of the optimizer's schedule, which it follows
     warmup_steps: NonNegativeInt = 0  # a model of its own: rollout steps of a run in which it alone trains
     clip: PositiveFloat | None = 0.2  # how far a value may move in a step before its gradient stops; None: any
-
-    @model_validator(mode="after")
-    def _of_its_own(self) -> CriticConfig:
-        own = ("path", "lr", "warmup_steps")
-        unused = own if self.share_trunk else ("coef",)
-        for name in unused:
-            value, default = getattr(self, name), type(self).model_fields[name].default
-            if value != default:
-                raise ValueError(
-                    f"{name}: expected {default}, as with share_trunk={self.share_trunk} it has no effect, got {value}"
-                )
-        return self

@@ -58,6 +58,8 @@ class JudgePrompt(Section):
 class AskedModel(Section):
     """A model that is asked, in this process or behind an API, and is not the policy."""
 
+    requires = {"engine=hf": "dtype device", "engine=endpoint": "url key_env options"}
+
     engine: Literal["hf", "endpoint"] = "hf"
     model: str  # hf: a folder in transformers' format or a hub name; endpoint: what the server calls it
     chat_template_kwargs: dict[str, Any] = {}  # {enable_thinking: false} for a model that would think first
@@ -74,18 +76,13 @@ class AskedModel(Section):
         at = self.url or ""
         if self.engine == "endpoint" and not at.startswith(("http://", "https://")):
             raise ValueError(f"url: expected http://… or https://… with engine=endpoint, got {self.url}")
-        self._refuse_unused(("dtype", "device"), "engine=hf", self.engine == "hf")
-        self._refuse_unused(("url", "key_env", "options"), "engine=endpoint", self.engine == "endpoint")
         return self
-
-    def _refuse_unused(self, names: tuple[str, ...], user: str, there: bool) -> None:
-        for name in names:
-            if not there and (value := getattr(self, name)) != type(self).model_fields[name].default:
-                raise ValueError(f"{name}: expected {user} beside it, without which it has no effect, got {value!r}")
 
 
 class JudgeConfig(JudgePrompt, AskedModel):
     """Kind judge: a model says whether a response gives the reference answer (arXiv 2503.23829). docs/judge.md."""
+
+    requires = {"engine=hf": "batch_tokens", "engine=endpoint": "votes", "votes": "temperature max_tokens"}
 
     reward: Literal["soft", "binary"] = "soft"  # the confidence, from 0 to 1; or reward.correct and reward.incorrect
     votes: NonNegativeInt = 0  # 0: p(yes) / (p(yes) + p(no)) of the answer's first token; k: the share of k samples
@@ -98,14 +95,8 @@ class JudgeConfig(JudgePrompt, AskedModel):
 
     @model_validator(mode="after")
     def _of_its_votes(self) -> JudgeConfig:
-        if self.engine == "hf" and self.votes:
-            raise ValueError(
-                f"votes: expected 0 with engine=hf, whose forward pass gives the probability itself, got {self.votes}"
-            )
         if not self.votes and not self.options.get("logprobs", True):
             raise ValueError(
                 f"options: expected logprobs with votes=0, which reads them, got {self.options}; votes: k does without"
             )
-        self._refuse_unused(("batch_tokens",), "engine=hf", self.engine == "hf")
-        self._refuse_unused(("temperature", "max_tokens"), "votes", self.votes > 0)
         return self

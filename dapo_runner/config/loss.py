@@ -10,6 +10,11 @@ from dapo_runner.config.section import Section
 
 
 class LossConfig(Section):
+    requires = {
+        "!model.lora": "reference_ema",
+        "!model.tiny !model.compile loss.old_logprobs=learner": "routing_replay",
+    }
+
     objective: str = "dapo"  # a name in dapo_kernels.OBJECTIVES
     overrides: dict[str, Any] = {}  # fields of dapo_kernels.Objective, passed through
     reference: str | None = None  # kl_coef ≠ 0: the model the penalty refers to; None: the one training starts from

@@ -10,6 +10,8 @@ from dapo_runner.config.section import NonNegativeFloat, NonNegativeInt, Positiv
 
 
 class OptimizerConfig(Section):
+    requires = {"schedule=linear|cosine": "min_lr_ratio"}
+
     lr: PositiveFloat = 1e-6
     warmup_steps: NonNegativeInt = 20  # linear, in rollout steps
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up: dapo_runner.algorithms.schedule

@@ -10,6 +10,8 @@ from dapo_runner.config.section import PositiveFloat, PositiveInt, Section
 class ParallelConfig(Section):
     """How the processes that torchrun starts, one for each GPU, share a run."""
 
+    requires = {"rollout.engine=hf|vllm": "rollout_tensor"}
+
     gpus: PositiveInt = 1  # what --dry-run and --simulate plan with; more than 1: so many processes have to be there
     replicate: PositiveInt = 1  # copies of the weights, each sharded over gpus / replicate (HSDP)
     shard: PositiveInt | None = None  # GPUs that hold one copy together; None: gpus / replicate

@@ -16,12 +16,13 @@ from pydantic.fields import FieldInfo
 from dapo_kernels.objectives import FIELDS
 from dapo_runner.config.checks import mismatches
 from dapo_runner.config.loss import LossConfig
+from dapo_runner.config.section import Section, unmet_requirements
 from dapo_runner.config.settings import Config
 from dapo_runner.config.sft import SftConfig
 from dapo_runner.config.study import StudyConfig
 from dapo_runner.errors import ConfigError
 
-C = TypeVar("C", bound=BaseModel)
+C = TypeVar("C", bound=Section)
 
 
 class _Loader(yaml.SafeLoader):
@@ -104,9 +105,12 @@ def parse_config(raw: dict[str, Any]) -> Config:
 def parse(raw: dict[str, Any], kind: type[C]) -> C:
     """Each section by itself. Raises ConfigError."""
     try:
-        return kind.model_validate(raw)
+        section = kind.model_validate(raw)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(item, kind) for item in error.errors())) from error
+    if problems := list(unmet_requirements(section)):
+        raise ConfigError("\n".join(problems))
+    return section
 
 
 def check_config(config: Config) -> None:

@@ -68,6 +68,8 @@ class RewardKLConfig(Section):
 
 
 class RewardConfig(Section):
+    requires = {"advantage.kind=gae|returns|group_returns loss.old_logprobs=learner": "kl"}
+
     # dapo | gsm8k | integer | math | choice | exact | fuzzy | json | code | judge | module:function
     kind: RewardName = "dapo"
     parts: list[RewardPart] = []  # several of them in its place; the first says what is right

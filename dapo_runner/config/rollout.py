@@ -14,6 +14,8 @@ from dapo_runner.config.section import NonNegativeInt, PositiveFloat, PositiveIn
 class CorrectionConfig(Section):
     """What is done about engine and learner disagreeing. Formulas: dapo_runner.algorithms.correction."""
 
+    requires = {"weights": "cap", "mask": "bound"}
+
     weights: Literal["token", "sequence"] | None = None  # truncated importance weights
     cap: PositiveFloat = 2.0
     mask: Literal["token", "sequence"] | None = None
@@ -47,6 +49,12 @@ StopStrings = list[Annotated[str, Field(min_length=1)]]
 
 
 class RolloutConfig(SamplingConfig):
+    requires = {
+        "loss.old_logprobs=learner": "correction",
+        "engine=server rollout.correction.weights": "max_staleness",
+        "engine=hf|vllm": "sampling_mask",
+    }
+
     engine: Literal["hf", "vllm", "server"] = "hf"
     vllm: VLLMConfig = VLLMConfig()
     server: ServerConfig = ServerConfig()

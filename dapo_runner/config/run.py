@@ -28,6 +28,8 @@ class EarlyStopConfig(Section):
 
 
 class RunConfig(Section):
+    requires = {"run.eval_every": "early_stop"}
+
     model_config = ConfigDict(populate_by_name=True)
 
     name: str = "dapo"

@@ -12,6 +12,8 @@ from dapo_runner.config.section import NonNegativeInt, PositiveInt, Section, Sha
 class CurriculumConfig(Section):
     """Which training prompts are asked when: dapo_runner.data.curriculum."""
 
+    requires = {"by=column": "column larger_is start steps", "by=pass_rate": "low high rest"}
+
     by: Literal["column", "pass_rate"]
     column: str = "difficulty"  # by column: holds a number in every row
     larger_is: Literal["harder", "easier"] = "harder"
@@ -31,6 +33,8 @@ class CurriculumConfig(Section):
 
 
 class SamplerConfig(Section):
+    requires = {"rollout.engine=server !advantage.segments": "oversample", "filter_groups": "filter_on"}
+
     prompts_per_step: PositiveInt = 512
     filter_groups: bool = True  # dynamic sampling; False trains on every group
     # What accepts a group: correct and incorrect samples, or rewards that vary (without the length term).

@@ -28,6 +28,13 @@ from dapo_runner.config.section import Section
 class Config(Section):
     """Everything a run depends on, and the sizes that follow from it. `checks.py` knows which sections fit."""
 
+    requires = {
+        "advantage.kind=gae": "critic",
+        "loss.objective=dapo !loss.overrides loss.old_logprobs=learner !loss.routing_replay": "preference",
+        "advantage.kind=group_std !advantage.segments !rollout.correction.enabled": "preference",
+        "!rollout.sampling_mask !logging.rollouts.per_token": "preference",
+    }
+
     algorithm: str | None = None  # a row of dapo_runner.config.algorithms: what it sets is the default of every section
     run: RunConfig = RunConfig()
     model: ModelConfig

@@ -51,9 +51,9 @@ def test_when_it_ends(values: list[float | None], settings: dict[str, Any], n: i
 def test_what_cannot_end_a_run_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"run\.early_stop: expected patience, target or both, got neither"):
         make_config(run={"early_stop": {"patience": None}})
-    with pytest.raises(ConfigError, match=r"^run\.eval_every: expected more than 0 beside run\.early_stop"):
+    with pytest.raises(ConfigError, match=r"^run\.early_stop: .*run\.eval_every"):
         make_config(run={"early_stop": {}, "eval_every": 0})
-    with pytest.raises(ConfigError, match=r"^data\.eval_size: expected more than 0 beside run\.early_stop"):
+    with pytest.raises(ConfigError, match=r"^data\.eval_size: "):
         make_config(run={"early_stop": {}}, data={"format": "auto", "path": "x.jsonl", "eval_size": 0})
     rule = EarlyStop(make_config(run={"early_stop": {"metric": "avg@3"}}))
     with pytest.raises(ConfigError, match=r"run\.early_stop\.metric: expected .*, avg@2, reward, got avg@3"):

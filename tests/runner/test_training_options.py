@@ -135,7 +135,7 @@ def test_python_with_a_recipe_and_reading_what_it_left(folder: Path) -> None:
 def test_python_refuses_what_the_command_refuses() -> None:
     optimizer = OptimizerConfig(schedule="linear")
     wrong = laid_over("early stop").model_copy(update={"run": RunConfig(steps=9), "optimizer": optimizer})
-    with pytest.raises(ConfigError, match=r"^optimizer\.warmup_steps: expected fewer than the 9 steps"):
+    with pytest.raises(ConfigError, match=r"^optimizer\.warmup_steps: .* 9 "):
         train(wrong, Notes())
 
 

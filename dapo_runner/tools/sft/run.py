@@ -14,7 +14,7 @@ from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.packing import count_training_tokens, pack
 from dapo_runner.checkpoint import save_checkpoint
 from dapo_runner.config import Config, ConfigError, SftConfig
-from dapo_runner.config.checks import schedule_mismatches
+from dapo_runner.config.checks import check_schedule, failures
 from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.interrupt import StopRequest
 from dapo_runner.logging.metrics import prefixed
@@ -153,7 +153,7 @@ def plan_updates(recipe: SftConfig, examples: Examples) -> Config:
     check_length("model.path", recipe.model.path, recipe.model, longest, "data.max_tokens: an example")
     updates = math.ceil(recipe.run.epochs * len(examples.train) / recipe.optimizer.mini_batch_size)
     config = recipe.training(updates)
-    if problems := list(schedule_mismatches(config)):
+    if problems := list(failures(config, check_schedule)):
         raise ConfigError("\n".join(problems))
     return config
 

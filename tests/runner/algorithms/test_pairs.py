@@ -189,22 +189,25 @@ def test_one_line_of_a_recipe() -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"rollout": {"group_size": 3}}, "rollout.group_size: expected at least 4 with preference.pairs_per_group=2"),
-        ({"optimizer": {"token_budget": 29}}, "optimizer.token_budget: expected at least 30 with preference"),
+        ({"rollout": {"group_size": 3}}, "rollout.group_size: expected at least 4"),
+        ({"optimizer": {"token_budget": 29}}, "optimizer.token_budget: expected at least 30"),
         ({"optimizer": {"mini_batch_size": 1}}, "optimizer.mini_batch_size: expected an even number with preference"),
         (
             {"optimizer": {"mini_batch_size": 6}},
-            r"expected a divisor of the 16 responses .* 2 × preference",
+            r"optimizer.mini_batch_size: ",
         ),
-        ({"loss": {"objective": "gspo"}}, "loss.objective: expected none beside preference"),
-        ({"advantage": {"kind": "leave_one_out"}}, "advantage.kind: expected none beside preference"),
-        ({"rollout": {"correction": {"weights": "token"}}}, "rollout.correction: expected none beside preference"),
+        ({"loss": {"objective": "gspo"}}, "preference: requires loss.objective"),
+        ({"advantage": {"kind": "leave_one_out"}}, "preference: requires advantage.kind"),
+        ({"rollout": {"correction": {"weights": "token"}}}, "preference: requires rollout.correction"),
         (
             {"logging": {"rollouts": {"per_token": True}}},
-            "logging.rollouts.per_token: expected false",
+            "preference: requires logging.rollouts.per_token",
         ),
-        ({"loss": {"reference": "x"}, "preference": {"reference": "step"}}, "loss.reference: expected null beside"),
-        ({"preference": {"label_smoothing": 0.1, "loss_type": "ipo"}}, "label_smoothing: expected loss_type=sigmoid"),
+        (
+            {"loss": {"reference": "x"}, "preference": {"reference": "step"}},
+            "preference.reference: .*loss.reference",
+        ),
+        ({"preference": {"label_smoothing": 0.1, "loss_type": "ipo"}}, "label_smoothing: .*loss_type=sigmoid"),
     ],
 )
 def test_what_does_not_go_together_is_refused(sections: dict[str, Any], message: str) -> None:

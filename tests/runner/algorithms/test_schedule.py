@@ -51,8 +51,8 @@ def test_the_dry_run_states_the_schedule() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        ({"min_lr_ratio": 0.1}, r"^optimizer\.min_lr_ratio: requires"),
-        ({"schedule": "linear"}, r"^optimizer\.warmup_steps: expected fewer than the 10 steps"),
+        ({"min_lr_ratio": 0.1}, r"^optimizer\.min_lr_ratio: requires optimizer\.schedule"),
+        ({"schedule": "linear"}, r"^optimizer\.warmup_steps: .* 10 .*got 20"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(optimizer: dict[str, object], message: str) -> None:

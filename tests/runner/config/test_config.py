@@ -149,7 +149,7 @@ def test_a_file_is_read_as_the_command_line_is(tmp_path: Path) -> None:
         ("run.steps=off", ["run.steps", "integer", "'off'"]),
         ("run.steps=1e999", ["run.steps", "integer", "'1e999'"]),
         ("logging.progress=no", ["logging.progress", "'off'", "got 'no'"]),
-        ("rollout.group_size=1", ["rollout.group_size", "greater than or equal to 2", "got 1"]),
+        ("rollout.group_size=1", ["rollout.group_size", "got 1"]),
         ("model.path=x", ["model", "exactly one of 'path' and 'tiny'", "both"]),
         ("data.path=x.jsonl", ["data", "arithmetic", "must be null"]),
         ("data.format=csv", ["data.format", "'gsm8k'", "'csv'"]),
@@ -210,7 +210,7 @@ def test_unreadable_files(tmp_path: Path, content: bytes | None, part: str) -> N
 
 
 def test_vllm_is_on_the_first_gpu_or_on_none() -> None:
-    with pytest.raises(ConfigError, match=r"run\.device: expected auto, cpu, .*got 'cuda:1'.*CUDA_VISIBLE"):
+    with pytest.raises(ConfigError, match=r"run\.device: .*got cuda:1"):
         make_config(rollout={"engine": "vllm"}, run={"device": "cuda:1"})
     assert make_config(rollout={"engine": "hf"}, run={"device": "cuda:1"}).run.device == "cuda:1"
 
@@ -220,7 +220,7 @@ def test_vllm_is_on_the_first_gpu_or_on_none() -> None:
 def test_temperatures_that_vllm_would_change_or_refuse(section: str, temperature: float) -> None:
     sections = {"rollout": {"engine": "vllm"}}
     sections[section] = {**sections.get(section, {}), "temperature": temperature}
-    with pytest.raises(ConfigError, match=rf"^{section}\.temperature: expected 0\.01 to 2 .*got {temperature:g}; .*hf"):
+    with pytest.raises(ConfigError, match=rf"^{section}\.temperature: .*got {temperature:g}"):
         make_config(**sections)
     sections["rollout"]["engine"] = "hf"
     assert getattr(make_config(**sections), section).temperature == temperature
@@ -240,7 +240,7 @@ def test_a_truncated_distribution_in_rollouts_gets_a_word() -> None:
     assert word.startswith("rollout.top_p=0.9: ")
     assert word in make_plan(config)["sampling"]
     (word,) = cautions(make_config(rollout={"top_p": 0.9, "top_k": 20, "min_p": 0.05, "stop": ["."]}))
-    assert word.startswith("rollout.top_p=0.9, rollout.top_k=20, rollout.min_p=0.05: responses come from a part of")
+    assert word.startswith("rollout.top_p=0.9, rollout.top_k=20, rollout.min_p=0.05: ")
 
 
 def test_a_reward_of_ones_own_gets_a_word_until_the_filter_is_chosen() -> None:
@@ -257,7 +257,7 @@ def test_a_reward_of_ones_own_gets_a_word_until_the_filter_is_chosen() -> None:
 
 
 def test_what_the_filter_goes_by_is_nothing_without_a_filter() -> None:
-    with pytest.raises(ConfigError, match=r"sampler\.filter_on: expected sampler\.filter_groups=true beside it"):
+    with pytest.raises(ConfigError, match=r"sampler\.filter_on: .*sampler\.filter_groups"):
         make_config(sampler={"filter_on": "reward", "filter_groups": False})
 
 
@@ -265,34 +265,33 @@ def test_what_the_filter_goes_by_is_nothing_without_a_filter() -> None:
     ("segments", "others", "parts"),
     [
         ({"kind": "chains"}, {}, ["advantage.segments.kind", "'chain' or 'tree'", "got 'chains'"]),
-        ({"kind": "chain", "tokens": 30}, {}, ["tokens: expected none with kind=chain"]),
-        ({"kind": "chain", "per_step": 3}, {}, ["per_step: expected none with kind=chain"]),
-        ({"kind": "tree", "samples": 4}, {}, ["samples: expected none with kind=tree"]),
-        ({"kind": "tree", "threshold": 0.8, "mask": False}, {}, ["threshold: expected none with kind=tree"]),
+        ({"kind": "chain", "tokens": 30}, {}, ["advantage.segments.tokens: ", "kind=tree"]),
+        ({"kind": "chain", "per_step": 3}, {}, ["advantage.segments.per_step: ", "kind=tree"]),
+        ({"kind": "tree", "samples": 4}, {}, ["advantage.segments.samples: ", "kind=chain"]),
         ({"kind": "tree", "branching": [6]}, {}, ["advantage.segments.branching", "at least 2"]),
         ({"kind": "tree", "branching": [6, 1]}, {}, ["advantage.segments.branching.1", "greater than or equal to 2"]),
         ({"kind": "tree", "branching": [2, 3], "tokens": 4}, {}, ["rollout.group_size: expected 6,", "[2, 3], got 4"]),
         (
             {"kind": "tree", "branching": [2, 2], "tokens": 64},
             {},
-            [
-                "advantage.segments.tokens: expected",
-                "less than rollout.max_response_tokens=64 in the 1 levels",
-                "got 64",
-            ],
+            ["advantage.segments.tokens: ", "got 64"],
         ),
         (
             {"kind": "tree", "per_step": 1},
             {"sampler": {"max_age": 2}},
-            ["sampler.max_age: expected at least 3 with advantage.segments.per_step=1", "over 4 steps, got 2"],
+            ["sampler.max_age: expected at least 3", "got 2"],
         ),
         ({"kind": "tree"}, {"rollout": {"group_size": 7}}, ["rollout.group_size: expected a product", "got 7"]),
-        ({"kind": "chain"}, {"rollout": {"stop": ["."]}}, ["rollout.stop: expected none beside advantage.segments"]),
-        ({"kind": "chain"}, {"reward": {"calls": {"max_failed": 0.1}}}, ["reward.calls.max_failed: expected 0", "0.1"]),
+        ({"kind": "chain"}, {"rollout": {"stop": ["."]}}, ["advantage.segments: ", "rollout.stop"]),
+        (
+            {"kind": "chain"},
+            {"reward": {"calls": {"max_failed": 0.1}}},
+            ["advantage.segments: ", "reward.calls.max_failed", "0.1"],
+        ),
         (
             {"kind": "chain"},
             {"advantage": {"kind": "group_mean"}},
-            ["kind: expected none beside segments", "group_mean"],
+            ["advantage.segments: ", "advantage.kind", "group_mean"],
         ),
     ],
 )

@@ -192,11 +192,11 @@ def test_an_adapted_model_is_its_own_reference_with_its_own_routing(folder: Path
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"loss": {"old_logprobs": "rollout"}}, "expected loss.old_logprobs=learner beside it"),
-        ({"optimizer": {"mini_batch_size": None}}, "expected several updates a step"),
-        ({"model": {"compile": True}}, "expected model.compile=false beside it"),
-        ({"model": {"path": None, "tiny": {}}}, "expected a mixture of experts as model.path, got model.tiny"),
-        ({"preference": {}}, "expected none beside preference"),
+        ({"loss": {"old_logprobs": "rollout"}}, "loss.routing_replay: .*loss.old_logprobs"),
+        ({"optimizer": {"mini_batch_size": None}}, "loss.routing_replay: .*mini_batch_size"),
+        ({"model": {"compile": True}}, "loss.routing_replay: .*model.compile"),
+        ({"model": {"path": None, "tiny": {}}}, "loss.routing_replay: .*model.tiny"),
+        ({"preference": {}}, "preference: .*loss.routing_replay"),
     ],
 )
 def test_what_it_does_not_go_with_is_refused(folder: Path, sections: dict[str, Any], said: str) -> None:

@@ -237,7 +237,7 @@ def test_a_model_in_this_process(tmp_path: Path, model_folder: Path, capsys: pyt
     ("options", "message"),
     [
         (["model=x", "engine=endpoint"], "url: expected http://"),
-        (["model=x", "retries=1"], "retries: expected engine=endpoint beside it"),
+        (["model=x", "retries=1"], "retries: requires engine=endpoint"),
         (["model=/nowhere"], "model: expected a folder or a model of the hub"),
         ([], "model: expected a value, got nothing"),
         (["model=x", "modle=y"], "modle: unknown key"),
