@@ -203,7 +203,7 @@ def _known_keys(section: tuple[str, ...], node: type[BaseModel]) -> list[str]:
     for name in section:
         if name not in node.model_fields:  # the key of a mapping of sections, the place in a list of them
             continue
-        nested = _section_of(node.model_fields[name])
+        nested = section_of(node.model_fields[name])
         assert nested is not None
         node = nested
     return [field.alias or name for name, field in node.model_fields.items()]
@@ -212,7 +212,7 @@ def _known_keys(section: tuple[str, ...], node: type[BaseModel]) -> list[str]:
 def every_key(node: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every key of every section, from the top, and the fields of an objective."""
     for name, field in node.model_fields.items():
-        nested, place = _section_of(field), f"{prefix}{field.alias or name}"
+        nested, place = section_of(field), f"{prefix}{field.alias or name}"
         yield place
         if nested is not None and get_origin(field.annotation) not in (dict, list):
             yield from every_key(nested, f"{place}.")
@@ -220,6 +220,6 @@ def every_key(node: type[BaseModel], prefix: str = "") -> Iterator[str]:
         yield from (f"{prefix}overrides.{name}" for name in FIELDS)
 
 
-def _section_of(field: FieldInfo) -> type[BaseModel] | None:
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
     options = (field.annotation, *get_args(field.annotation))
     return next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), None)

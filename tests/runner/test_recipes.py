@@ -54,9 +54,7 @@ def test_its_plan_counts_steps_tokens_and_memory() -> None:
     assert plan["updates"] == "16 per step of 512 responses, 5120 in all"
     assert "1536 prompts and 115 as a margin" in plan["sampling"]
     more = config.model_copy(update={"sampler": config.sampler.model_copy(update={"oversample": 1.5})})
-    assert (
-        "10 rounds, 1.5 times as many asked; sampler.oversample=1.5: " in make_plan(more)["sampling"]
-    )
+    assert "10 rounds, 1.5 times as many asked; sampler.oversample=1.5: " in make_plan(more)["sampling"]
     assert f"{8192 * 20480:,} trained on in a step" in plan["tokens"]
     shape = model_shape(config.model)
     assert shape is not None

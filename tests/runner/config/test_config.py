@@ -13,12 +13,17 @@ from dapo_runner.algorithms.objective import resolve_objective
 from dapo_runner.config import (
     Config,
     ConfigError,
+    ConvertConfig,
+    SftConfig,
+    StudyConfig,
     TreeShape,
     apply_overrides,
     cautions,
     dump_config,
     load_config,
 )
+from dapo_runner.config.reading import every_key, section_of
+from dapo_runner.config.section import Section, conditions_of
 from dapo_runner.preflight.algorithm import algorithm
 from dapo_runner.preflight.plan import ModelShape, make_plan, memory_estimate, model_shape
 
@@ -453,3 +458,25 @@ def test_plan_counts_and_knows_a_real_models_size(tmp_path: Path) -> None:
     assert isinstance(shape, ModelShape)
     assert shape.parameters == 134_515_008
     assert memory_estimate(local, shape)["weights"] == 2 * 134_515_008
+
+
+def every_section(root: type[Section]) -> dict[str, type[Section]]:
+    """The sections under a configuration, by dotted key."""
+    found = {"": root}
+    for name, field in root.model_fields.items():
+        nested = section_of(field)
+        if nested is not None:
+            found |= {f"{name}.{key}".rstrip("."): section for key, section in every_section(nested).items()}
+    return found
+
+
+@pytest.mark.parametrize("root", [Config, SftConfig, ConvertConfig, StudyConfig])
+def test_what_a_setting_requires_exists(root: type[Section]) -> None:
+    keys = {*every_key(Config), "rollout.correction.enabled"}
+    for key, section in every_section(root).items():
+        for name in section.model_fields:
+            for condition in conditions_of(section, name):
+                other = condition.removeprefix("!").partition("=")[0]
+                assert other in (keys if "." in other else section.model_fields), f"{key}.{name}"
+        named = " ".join(names for base in section.__mro__ for names in vars(base).get("requires", {}).values())
+        assert set(named.split()) <= section.model_fields.keys(), key

@@ -451,7 +451,7 @@ def test_a_judge_is_in_use_or_refused() -> None:
     with pytest.raises(ConfigError, match="judge: expected kind=judge or a part that uses it"):
         make_config(reward={"judge": {"model": "m"}})
     part = make_config(reward={"parts": [{"use": "dapo"}, {"use": "judge"}], "judge": {"model": "m"}})
-    assert part.sampler.filter_on == "reward"
+    assert part.filter_on == "reward"
     assert any("sampler.filter_on=reward keeps them" in word for word in cautions(config_of({})))
     assert not list(cautions(config_of({"reward": "binary"})))
     columns = {"format": "auto", "path": "x.jsonl", "columns": {"prompt": "q"}}
