@@ -151,7 +151,7 @@ def cautions(config: Config) -> Iterator[str]:
     if rollout.max_staleness and rollout.partial:
         yield (
             f"rollout.max_staleness={rollout.max_staleness}: one response may come from several policies, "
-            "each token weighted by its own. Set rollout.partial=false to finish responses before new weights are loaded."
+            "each token weighted by its own. Set rollout.partial=false to finish responses before new weights come."
         )
     if sampler.oversample > 1:
         yield f"sampler.oversample={sampler.oversample:g}: long responses are rarer in training than they are sampled."

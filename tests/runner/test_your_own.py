@@ -98,7 +98,7 @@ def test_a_whole_recipe(folder: Path, model_folder: Path) -> None:
 
 def test_parts() -> None:
     config = config_of("reward: parts")
-    assert config.sampler.filter_on == "reward"
+    assert config.filter_on == "reward"
     group = score(config, "7", "7, please", "no")
     assert [dict(sample.parts) for sample in group.samples] == [
         {"exact": 1.0, "brief": 1.0, "manners": -1.0},
