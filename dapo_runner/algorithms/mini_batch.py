@@ -11,6 +11,7 @@ from dapo_kernels import Objective, SamplingMask
 from dapo_runner.algorithms.correction import Mismatch, correct, measure
 from dapo_runner.algorithms.packing import ALL, Share, count_training_tokens, pack
 from dapo_runner.config import CorrectionConfig
+from dapo_runner.errors import RunError
 from dapo_runner.parallel.ulysses import own_positions
 from dapo_runner.policy.model import Policy
 from dapo_runner.types import PackedBatch
@@ -86,7 +87,7 @@ class MiniBatch:
         ]
 
 
-class NonFiniteUpdateError(RuntimeError):
+class NonFiniteUpdateError(RunError):
     """A loss or gradient that is not a number. Raised before the weights are touched; ``mini`` is what did it."""
 
     def __init__(self, message: str, mini: MiniBatch) -> None:

@@ -15,13 +15,15 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from dapo_runner.errors import RunError
+
 DYING = 1.0  # seconds that a process may take to go
 PRINTED_WITHIN = 1.0  # seconds that the rank whose message is printed may take for it
 MEETING = 10.0  # seconds between ranks that stop with the same error
 MARKS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")  # of a collective that failed
 
 
-class RankLostError(RuntimeError):
+class RankLostError(RunError):
     """A rank is gone, stuck, or stopped with an error of its own; the message names it and its host."""
 
 

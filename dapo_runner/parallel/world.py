@@ -23,12 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from dapo_runner.config import Config, ConfigError
+from dapo_runner.errors import RunError
 from dapo_runner.parallel.watch import Watch, launched
 
 T = TypeVar("T")
 
 
-class RankError(RuntimeError):
+class RankError(RunError):
     """What one rank raised, told on the others, where its own exception cannot be."""
 
 

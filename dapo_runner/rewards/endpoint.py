@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dapo_runner import http
+from dapo_runner.errors import RunError
 
 MAX_BYTES = 2**24  # of an answer
 
 
-class EndpointError(RuntimeError):
+class EndpointError(RunError):
     """A request that was not answered, or not with what was asked for. ``status``: of an HTTP error."""
 
     def __init__(self, message: str, status: int | None = None) -> None:

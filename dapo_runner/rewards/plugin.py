@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_runner.config import ConfigError, RewardConfig
+from dapo_runner.errors import RunError
 from dapo_runner.rewards.alarm import LateError, call_within
 from dapo_runner.types import Completion, Prompt, Verdict
 
@@ -36,7 +37,7 @@ them where they could not be judged.
 BatchReward = Callable[[Sequence[Prompt], Sequence[Sequence[Completion]]], Verdicts]
 
 
-class RewardError(RuntimeError):
+class RewardError(RunError):
     """A reward function that failed; ``prompt`` and ``completion`` are what it was given, the first of a batch."""
 
     def __init__(self, message: str, prompt: Prompt, completion: Completion) -> None:

@@ -8,13 +8,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from dapo_runner.errors import RunError
 from dapo_runner.rollout.group_buffer import DynamicSampler, GenerateGroups, SampledStep, SamplingStats, group_state
 from dapo_runner.types import Group, Prompt
 
 ENDS_WITHIN = 60.0  # seconds that a run which is over waits for what its threads are at
 
 
-class SamplingStalledError(RuntimeError):
+class SamplingStalledError(RunError):
     """A step waits for groups, and no round of them has ended in time."""
 
 

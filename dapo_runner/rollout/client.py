@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from dapo_runner.config.rollout_server import ServerConfig
+from dapo_runner.errors import RunError
 from dapo_runner.http import shorten
 from dapo_runner.rollout.guard import CLAIM, RUN
 from dapo_runner.rollout.key import authorize, key_file
@@ -40,7 +41,7 @@ class RefusedError(ServerError):
     """A server that will not serve this run: the key is wrong, it belongs to another run, or has another model."""
 
 
-class RolloutError(RuntimeError):
+class RolloutError(RunError):
     """What no server will answer, or none has in time."""
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from dapo_runner.config import SamplerConfig
 from dapo_runner.data.dataset import PromptCursor
+from dapo_runner.errors import RunError
 from dapo_runner.types import Branch, Completion, Group, Prompt, Sample, Segment, TruncatedSupport, Verdict, VersionSpan
 
 GenerateGroups = Callable[[list[Prompt], int], list[Group]]
@@ -33,7 +34,7 @@ MARGIN = 2.0
 LEAST_SHARE = 0.5
 
 
-class SamplingExhaustedError(RuntimeError):
+class SamplingExhaustedError(RunError):
     """The rounds of a step ran out before its batch was full, and the configuration calls that an error."""
 
 

@@ -17,6 +17,7 @@ from dapo_runner.algorithms.correction import Mismatch, measure
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.packing import Share, pack, padding_batch
 from dapo_runner.config import AdvantageConfig, Config
+from dapo_runner.errors import RunError
 from dapo_runner.parallel.world import World
 from dapo_runner.rollout.engine import RolloutEngine
 from dapo_runner.rollout.server import ServerEngine
@@ -31,7 +32,7 @@ BOUNDS = {"float32": 1e-3, "bfloat16": 0.2}
 N_USUAL, MAX_TIMES, MIN_SHARE = 3, 10, 0.1
 
 
-class OutOfSyncError(RuntimeError):
+class OutOfSyncError(RunError):
     """Engine and learner disagree beyond `rollout.probe.bound`."""
 
 
