@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
-
 from dapo_runner.preflight.doctor import examine
 
 
-def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def run(*_: object) -> int:
     for finding in examine():
         print(f"{finding.what:<14} {finding.state}")
         if finding.advice:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dapo_runner.checkpoint import Checkpoint, damage_of, find_checkpoints, latest_checkpoint
+from dapo_runner.checkpoint import damage_of, find_checkpoints
 from dapo_runner.commands.complain import complain
 from dapo_runner.commands.output import print_evaluations, quiet_libraries
 from dapo_runner.commands.recipes import find_recipe
@@ -22,9 +22,7 @@ from dapo_runner.logging.show import printable
 from dapo_runner.policy.lengths import check_length
 from dapo_runner.policy.model import load_tokenizer, resolve_device
 from dapo_runner.preflight.needs import check_model
-from dapo_runner.rewards.plugin import RewardError
 from dapo_runner.rewards.scoring import Scorer
-from dapo_runner.rollout.client import RolloutError
 from dapo_runner.run.parts import open_engine
 from dapo_runner.types import Group
 
@@ -40,12 +38,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     dataset = load_data(config, load_tokenizer(source, config.model))
     if not dataset.heldout:
         raise ConfigError("data.eval_size: expected at least one held-out problem, got none")
-    try:
-        engine = open_engine(config, source, device, note=complain)
-        result = evaluate(scored(engine.generate, Scorer(config, shaped=False)), dataset.heldout, config)
-    except (RewardError, RolloutError) as error:
-        complain(str(error))
-        return 1
+    engine = open_engine(config, source, device, note=complain)
+    result = evaluate(scored(engine.generate, Scorer(config, shaped=False)), dataset.heldout, config)
     _print_responses(result.groups[: options.show])
     print_evaluations(Console(), str(source), {"held-out": {f"eval/{k}": v for k, v in result.metrics.items()}})
     if options.json is not None:
@@ -54,7 +48,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _target(target: str, overrides: Sequence[str]) -> tuple[Config, str | Path]:
-    """The configuration and the model to evaluate."""
+    """Return the configuration and the model to evaluate."""
     folder = Path(target)
     if folder.is_dir():
         return _of_run(folder, overrides)
@@ -69,35 +63,31 @@ def _target(target: str, overrides: Sequence[str]) -> tuple[Config, str | Path]:
 
 
 def _of_run(folder: Path, overrides: Sequence[str]) -> tuple[Config, Path]:
-    """Of a run's newest checkpoint, or of the one that ``folder`` is."""
-    place = folder.absolute().parent
-    run = place.parent if place.name == CHECKPOINTS else folder
+    """Return the configuration of a run and its newest checkpoint's model, or that of the checkpoint ``folder``."""
+    parent, name = folder.absolute().parent, folder.absolute().name
+    is_checkpoint = parent.name == CHECKPOINTS
+    run = parent.parent if is_checkpoint else folder
     if not (run / CONFIG_FILE).is_file():
         raise ConfigError(
             f"{folder}: expected a run's folder or one of its checkpoints, found no {CONFIG_FILE} in {run}"
         )
-    config = read_config(run, overrides)
-    if run is not folder:
-        return config, _checkpoint(folder).model
-    newest = latest_checkpoint(run / CHECKPOINTS)
-    for path in sorted((run / CHECKPOINTS).glob("step_*[0-9]")):
-        if newest is None or path.name > newest.path.name:
-            complain(f"{path} is damaged and not evaluated: {damage_of(path, contents=False)}")
-    if newest is None:
+    config, whole = read_config(run, overrides), find_checkpoints(run / CHECKPOINTS)
+    if is_checkpoint:
+        whole = [found for found in whole if found.path.name == name]
+        if not whole:
+            raise ConfigError(f"{folder}: expected a whole checkpoint: {damage_of(folder, contents=False)}")
+    elif not whole:
         raise ConfigError(f"{run / CHECKPOINTS}: expected a whole checkpoint, found none")
-    return config, newest.model
-
-
-def _checkpoint(folder: Path) -> Checkpoint:
-    whole = {found.path.name: found for found in find_checkpoints(folder.absolute().parent)}
-    if folder.absolute().name not in whole:
-        raise ConfigError(f"{folder}: expected a whole checkpoint: {damage_of(folder, contents=False)}")
-    return whole[folder.absolute().name]
+    else:
+        for path in sorted((run / CHECKPOINTS).glob("step_*[0-9]")):
+            if path.name > whole[-1].path.name:
+                complain(f"{path} is damaged and not evaluated: {damage_of(path, contents=False)}")
+    return config, whole[-1].model
 
 
 def _print_responses(groups: Sequence[Group]) -> None:
     for group in groups:
         sample = group.samples[0]
-        verdict = "right" if sample.correct else "wrong"
+        verdict = "correct" if sample.correct else "incorrect"
         print(printable(f"--- {verdict}, expected {group.prompt.answer}, read {sample.verdict.extracted}"))
         print(printable(f"{group.prompt.text}{sample.completion.text}"))

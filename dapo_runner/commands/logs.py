@@ -1,0 +1,95 @@
+"""`dapo report`, `dapo watch`, `dapo show`: the curves of runs and their rollouts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from dapo_runner.errors import ConfigError
+from dapo_runner.logging.metrics import TIMINGS_FILE, read_log
+from dapo_runner.logging.report import write_report
+from dapo_runner.logging.rollout_log import EVALUATIONS, ROLLOUTS
+from dapo_runner.logging.show import choose_group, load_step, page, render_group, steps_table
+from dapo_runner.timing import PHASES, time_split
+from dapo_runner.tools.page.html import write_page
+from dapo_runner.tools.page.serve import open_server
+
+
+def report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Draw a picture of one run and print where the time of its steps went; or a page of several runs."""
+    if len(options.run) > 1 and not options.html:
+        raise ConfigError(f"--html: expected for several runs, which a picture has no room for, got {len(options.run)}")
+    try:
+        if options.html:
+            print(f"page: {write_page(options.run, options.out, options.max_mb)}")
+            return 0
+        (folder,) = options.run
+        picture = write_report(folder, options.out)
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    _print_time_split(folder)
+    print(f"picture: {picture}")
+    return 0
+
+
+def _print_time_split(run: Path) -> None:
+    split = time_split(read_log(run / TIMINGS_FILE)) if (run / TIMINGS_FILE).is_file() else []
+    if not split:
+        return
+    table = Table(title=f"a step took {sum(item.seconds for item in split):.2f} s", title_justify="left")
+    table.add_column("phase")
+    table.add_column("seconds", justify="right")
+    table.add_column("share", justify="right")
+    table.add_column("")
+    for item in split:
+        table.add_row(item.phase, f"{item.seconds:.3f}", f"{item.share:.1%}", PHASES.get(item.phase, ""))
+    Console().print(table)
+
+
+def watch(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Serve the page of runs under way, on localhost."""
+    for folder in options.run:
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"{folder}: expected the folder of a run, got a file")
+    try:
+        server = open_server(options.run, options.port)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--port: expected one that is free, got {options.port}: {error}") from error
+    print("http://{}:{}  (Ctrl-C ends it; the run goes on)".format(*server.server_address), flush=True)
+    for folder in options.run:
+        if not folder.is_dir():
+            print(f"{folder}: no run there yet; the page shows it once it has begun", flush=True)
+    with server:
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return 0
+    return 0
+
+
+def show(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Print the rollouts of a step, or its answers to held-out problems, group by group."""
+    console, what = Console(), EVALUATIONS if options.eval else ROLLOUTS
+    if options.step is None and (options.group is not None or options.json):
+        raise ConfigError("--step: expected beside --group and --json, got none")
+    try:
+        if options.step is None:
+            console.print(steps_table(options.run, what))
+            return 0
+        saved = load_step(options.run, options.step, what)
+        chosen = saved.groups if options.group is None else [choose_group(saved, options.group)]
+    except (FileNotFoundError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    if options.json:
+        for group in chosen:
+            print(json.dumps(group, ensure_ascii=False))
+    elif options.group is not None:
+        console.print(render_group(chosen[0], saved), soft_wrap=not console.is_terminal)
+    else:
+        page(saved, console)
+    return 0
