@@ -5,22 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from dapo_runner.commands.complain import complain
 from dapo_runner.commands.output import quiet_libraries
 from dapo_runner.config import ConvertConfig, apply_overrides, parse
-from dapo_runner.rewards.endpoint import EndpointError
-from dapo_runner.tools.convert.journal import beside
-from dapo_runner.tools.convert.run import convert_answers
+from dapo_runner.tools.convert.run import beside, convert_answers
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = parse(apply_overrides({}, overrides), ConvertConfig)
     quiet_libraries()
-    try:
-        counts = convert_answers(options.source, options.out, config, lambda text: print(text, flush=True))
-    except EndpointError as error:
-        complain(f"{error}; what is settled is kept, and the same command goes on")
-        return 1
+    counts = convert_answers(options.source, options.out, config, lambda text: print(text, flush=True))
     print(f"{counts.pop('kept', 0)} kept: {options.out}")
     print(f"{counts.total()} rejected: {beside(options.out, 'rejected')}")
     for reason, count in counts.most_common():

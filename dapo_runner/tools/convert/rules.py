@@ -1,92 +1,160 @@
-"""What a reply has to stand up to, whatever the model says of it.
+"""What a model is asked in the four steps of DAPO's Appendix A, what is read from its reply, and what is checked.
 
-form      with the values in it is the original answer     by sympy, where it can evaluate both
-quantity  with the values in it is the integer             the same
-values    in lowest terms, square-free under a root: otherwise the form has several, and the integer is not the only one
-question  another than the original, which names every letter of the quantity
+form      with the values in it equals the original answer (math-verify, where it can evaluate both)
+quantity  with the values in it equals the integer         (the same)
+values    are in lowest terms and square-free under a root: otherwise several fit the form
+question  differs from the original and names every letter of the quantity
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import gcd, isqrt
 
-from dapo_runner.tools.convert.reply import Reply
+HEADINGS = ("Answer Format", "Transformed Problem", "Answer Calculation", "Final Answer")
+REQUEST = r"""Rewrite a mathematics problem so that its answer becomes one integer. The given answer is right: do not
+solve the problem anew, do not change what it states, and do not let the new text give the answer away.
 
-Same = Callable[[str, str], bool | None]
-"""Whether a LaTeX expression is the answer; None where that cannot be evaluated."""
+Think first, then write these four sections under exactly these headings.
 
+## Answer Format
+The form of the given answer in LaTeX, each of its numbers replaced by a letter that the problem does not use:
+$11-2\sqrt{6}$ has the form $k-m\sqrt{n}$, $\frac{3}{4}$ the form $\frac{p}{q}$. Signs, roots, fractions and constants
+such as $\pi$ stay.
+
+## Transformed Problem
+The whole problem, and after it: which form the original answer is in, what the letters are (integers; in lowest terms;
+square-free under a root: whatever makes them the only ones), and which sum of them is asked for.
+
+## Answer Calculation
+The new problem solved from the given answer: match the form, then work out what is asked for. Two lines of it read
+Values: k=11, m=2, n=6
+Quantity: k+m+n
+
+## Final Answer
+The integer, and nothing else. Where no form with integers fits (a proof, a word, a set of unknown size): none.
+
+Problem:
+{problem}
+
+Given answer:
+{answer}"""
+
+IsSame = Callable[[str, str], bool | None]
+"""Whether a LaTeX expression equals the answer; None where that cannot be evaluated."""
+
+_HEADING = re.compile(rf"^[#*\s]*({'|'.join(HEADINGS)})\b[^\n]*$", re.MULTILINE | re.IGNORECASE)
+_VALUE = re.compile(r"([A-Za-z])\s*=\s*\$?\s*(-?\d+)(?![\d./^])")
+_MATH = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _LETTER = re.compile(r"\\[A-Za-z]+|([A-Za-z])")
 _ROOT = re.compile(r"\\sqrt\s*\{?\s*([A-Za-z])\s*\}?")
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{?\s*([A-Za-z])\s*\}?\s*\{?\s*([A-Za-z])\s*\}?|\b([A-Za-z])\s*/\s*([A-Za-z])\b")
+_ARGUMENTS = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]+)\}|(\w))\s*(?:\{([^{}]+)\}|(\w))")
 _FACTOR_BEFORE = re.compile(r"(?:[\d)}]|\\pi|(?<![A-Za-z\\])[A-Za-z]+)$")
 _FACTOR_AFTER = re.compile(r"\d|\(|\\left|\\[dt]?frac|\\sqrt|\\pi")
 
 
-class RejectedError(Exception):
+class RejectedError(ValueError):
     """Why a conversion is not kept."""
 
 
-def check(reply: Reply, problem: str, answer: str, same: Same) -> dict[str, bool | None]:
-    """What was evaluated: True, or None where that cannot be done. Raises RejectedError."""
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """``form`` in the letters of ``values`` is the original answer; ``quantity`` in them is the ``integer``."""
+
+    form: str
+    question: str
+    values: dict[str, int]
+    quantity: str
+    integer: int
+
+
+def request(problem: str, answer: str) -> list[dict[str, str]]:
+    """Return the conversation whose next message is a reply."""
+    before, _, rest = REQUEST.partition("{problem}")
+    between, _, after = rest.partition("{answer}")
+    return [{"role": "user", "content": f"{before}{problem}{between}{answer}{after}"}]
+
+
+def read_reply(text: str) -> Reply:
+    """Read the sections as they were written last, after any thinking. Raises RejectedError."""
+    parts = _HEADING.split(text.rpartition("</think>")[2])
+    sections = {name.title(): content.strip() for name, content in zip(parts[1::2], parts[2::2], strict=True)}
+    if missing := [heading for heading in HEADINGS if not sections.get(heading)]:
+        raise RejectedError(f"no section {missing[0]}")
+    form, question, calculation, final = (sections[heading] for heading in HEADINGS)
+    integer = as_integer(final)
+    if integer is None:
+        raise RejectedError("the final answer is no integer")
+    values = {letter: int(number) for letter, number in _VALUE.findall(_line(calculation, "Values"))}
+    return Reply(_formula(form), question, values, _formula(_line(calculation, "Quantity")), integer)
+
+
+def as_integer(text: str) -> int | None:
+    """Return what `$1{,}234$`, `\\boxed{19}` or `**-3**` says; None for anything but one integer."""
+    bare = re.sub(r"\\boxed|\{,\}|,(?=\d{3}(?!\d))|\\[!,;]|[${}*\s]", "", text.strip()).rstrip(".")
+    return int(bare) if re.fullmatch(r"-?\d+", bare, re.ASCII) else None
+
+
+def _line(calculation: str, name: str) -> str:
+    found = re.findall(rf"^\W*{name}\W*:\W*?(?=[$\w\\(-])(.+)$", calculation, re.MULTILINE | re.IGNORECASE)
+    if not found:
+        raise RejectedError(f"no line {name}: in the calculation")
+    return str(found[-1])
+
+
+def _formula(text: str) -> str:
+    """The first formula of a text, or all of it, without delimiters."""
+    found = _MATH.search(text)
+    return (next(filter(None, found.groups())) if found else text).strip().strip("*`").rstrip(".").strip()
+
+
+def check(reply: Reply, problem: str, answer: str, is_same: IsSame) -> dict[str, bool | None]:
+    """Return what was evaluated: True, or None where that cannot be done. Raises RejectedError."""
+    letters = _letters(reply.quantity)
     if reply.question.split() == problem.split():
         raise RejectedError("the problem is not rewritten")
-    letters = letters_of(reply.quantity)
-    if not letters or not letters <= reply.values.keys() or not letters_of(reply.form) & letters:
+    if not letters or not letters <= reply.values.keys() or not _letters(reply.form) & letters:
         raise RejectedError("the letters of form, values and quantity are not the same")
     if not all(re.search(rf"(?<![A-Za-z\\]){letter}(?![A-Za-z])", reply.question) for letter in letters):
         raise RejectedError("the rewritten problem does not name the letters that it asks for")
-    if several(reply.form, reply.values):
+    if _has_other_values(reply.form, reply.values):
         raise RejectedError("the values are not in lowest terms")
-    asked = {
-        "quantity": same(substituted(reply.quantity, reply.values), str(reply.integer)),
-        "form": same(substituted(reply.form, reply.values), answer),
+    checked = {
+        "quantity": is_same(_substitute(reply.quantity, reply.values), str(reply.integer)),
+        "form": is_same(_substitute(reply.form, reply.values), answer),
     }
-    if asked["quantity"] is False:
+    if checked["quantity"] is False:
         raise RejectedError("the quantity is not the integer")
-    if asked["form"] is False:
+    if checked["form"] is False:
         raise RejectedError("the form is not the original answer")
-    return asked
+    return checked
 
 
-def letters_of(latex: str) -> set[str]:
-    """Of a formula, less those of commands."""
+def _letters(latex: str) -> set[str]:
     return set(filter(None, _LETTER.findall(latex)))
 
 
-def substituted(latex: str, values: Mapping[str, int]) -> str:
-    """With the values in the place of their letters. Products are written out: the parser takes `2(3)` for 2 + 3."""
+def _substitute(latex: str, values: Mapping[str, int]) -> str:
+    """Put the values in place of their letters. Products are written out: the parser takes `2(3)` for 2 + 3."""
 
     def put(found: re.Match[str]) -> str:
         if found[1] not in values:
             return found[0]
-        before, after = found.string[: found.start()].rstrip(), found.string[found.end() :].lstrip()
-        times_before = "\\cdot " if _FACTOR_BEFORE.search(before) else ""
-        times_after = "\\cdot " if _FACTOR_AFTER.match(after) else ""
+        times_before = "\\cdot " if _FACTOR_BEFORE.search(found.string[: found.start()].rstrip()) else ""
+        times_after = "\\cdot " if _FACTOR_AFTER.match(found.string[found.end() :].lstrip()) else ""
         return f"{times_before}({values[found[1]]}){times_after}"
 
-    return _LETTER.sub(put, _in_braces(latex))
+    latex = _ARGUMENTS.sub(lambda found: f"\\frac{{{found[1] or found[2]}}}{{{found[3] or found[4]}}}", latex)
+    return _LETTER.sub(put, re.sub(r"(\\sqrt|\^)\s*([A-Za-z])(?![A-Za-z])", r"\1{\2}", latex))
 
 
-def _in_braces(latex: str) -> str:
-    """The arguments of `\\frac pq`, `\\sqrt n` and `k^m`."""
-    latex = re.sub(r"\\[dt]?frac\s*(\{[^{}]*\}|\w)\s*(\{[^{}]*\}|\w)", _frac, latex)
-    return re.sub(r"(\\sqrt|\^)\s*([A-Za-z])(?![A-Za-z])", r"\1{\2}", latex)
-
-
-def _frac(found: re.Match[str]) -> str:
-    above, below = (part.strip("{}") for part in found.groups())
-    return f"\\frac{{{above}}}{{{below}}}"
-
-
-def several(form: str, values: Mapping[str, int]) -> bool:
-    """Whether other integers would fit the form as well, as far as roots and fractions of single letters tell."""
-    roots = (values.get(letter, 1) for letter in _ROOT.findall(form))
+def _has_other_values(form: str, values: Mapping[str, int]) -> bool:
+    """Whether other integers fit the form as well, as far as roots and fractions of single letters tell."""
     fractions = ((p or a, q or b) for p, q, a, b in _FRACTION.findall(form))
-    reducible = (gcd(values[p], values[q]) > 1 for p, q in fractions if p in values and q in values)
-    return any(map(_has_square, roots)) or any(reducible)
-
-
-def _has_square(number: int) -> bool:
-    return any(number % (root * root) == 0 for root in range(2, min(isqrt(abs(number)), 10**4) + 1))
+    if any(gcd(values[p], values[q]) > 1 for p, q in fractions if p in values and q in values):
+        return True
+    numbers = [abs(values.get(letter, 1)) for letter in _ROOT.findall(form)]
+    return any(n % (root * root) == 0 for n in numbers for root in range(2, min(isqrt(n), 10**4) + 1))

@@ -6,16 +6,17 @@ import hashlib
 import importlib.util
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from dapo_runner.config import ConfigError, ConvertConfig, ModelConfig
 from dapo_runner.data.dataset import RECIPE_TEMPLATE, render
 from dapo_runner.data.reading import Problem, read_problems
+from dapo_runner.files import append_jsonl, atomic_write, drop_incomplete_line, lock_file, read_jsonl, to_jsonl
 from dapo_runner.policy.model import load_model, load_tokenizer, resolve_device
 from dapo_runner.preflight.needs import check_model
 from dapo_runner.rewards.alarm import in_thread
@@ -24,9 +25,7 @@ from dapo_runner.rewards.endpoint import EndpointError
 from dapo_runner.rewards.judge import endpoint_of
 from dapo_runner.rewards.math_rule import math_judge
 from dapo_runner.rollout.hf import HFEngine
-from dapo_runner.tools.convert.journal import Journal
-from dapo_runner.tools.convert.reply import as_integer, read_reply, request
-from dapo_runner.tools.convert.rules import RejectedError, Same, check
+from dapo_runner.tools.convert.rules import IsSame, RejectedError, as_integer, check, read_reply, request
 from dapo_runner.types import Prompt, SamplingParams
 
 WORKERS, DEADLINE = 2, 5.0  # processes that evaluate, and the seconds that each has for one comparison
@@ -35,11 +34,17 @@ TOLD_EVERY = 10.0  # seconds
 MAY_CHANGE = ("limit", "device", "url", "key_env", "batch", "concurrency", "retries", "timeout")
 
 Answers = Iterator[tuple[str, str]]
+Settled = tuple[str, dict[str, Any], str | None]
+
+
+def beside(out: Path, what: str) -> Path:
+    """`sums.jsonl` → `sums.rejected.jsonl`."""
+    return out.with_name(f"{out.stem}.{what}{out.suffix}")
 
 
 def convert_answers(source: Path, out: Path, config: ConvertConfig, report: Callable[[str], None]) -> Counter[str]:
-    """Write ``out`` and, beside it, what was rejected; a journal beside them holds what is settled, and the same call
-    goes on from it. ``report`` gets a line now and then. Returns how many were kept, and rejected for what.
+    """Write ``out`` and, beside it, what was rejected. A journal holds what is settled, and the same call resumes
+    from it. ``report`` gets a line now and then. Returns how many were kept, and rejected for what.
 
     Raises ConfigError, and EndpointError when the model does not answer.
     """
@@ -51,36 +56,76 @@ def convert_answers(source: Path, out: Path, config: ConvertConfig, report: Call
         check_model("model", config.model)
     rows = read_problems(source, config.format, columns=config.columns, subset=config.subset, split=config.split)
     problems = {_key_of(problem): problem for problem in islice(rows, config.limit)}
-    same = partial(_same, math_judge(WORKERS, DEADLINE))
-    begun_with = config.model_dump(mode="json", exclude=set(MAY_CHANGE))
-    with Journal(out, begun_with) as journal:
-        open_ones = {key: problem for key, problem in problems.items() if key not in journal.settled}
-        asked, told = {}, time.monotonic()
-        for key, problem in open_ones.items():
-            if as_integer(problem.answer) is None:
-                asked[key] = request(bare_question(problem), problem.answer)
-            else:
-                journal.add(key, _row(problem, problem.question, problem.answer, {"rule": "integer"}), None)
-        for key, said in _answers(config, asked):
-            journal.add(key, *settle(problems[key], said, config, same))
+    journal = beside(out, "journal")
+    with _locked(out, journal):
+        settled = _read_journal(journal, config.model_dump(mode="json", exclude=set(MAY_CHANGE)))
+        told = time.monotonic()
+        for key, row, rejected in _settle_all(problems, settled, config):
+            settled[key] = {"key": key, "rejected": rejected, "row": row}
+            append_jsonl(journal, [settled[key]])
             if time.monotonic() - told > TOLD_EVERY:
-                report(f"{sum(name in journal.settled for name in problems)} of {len(problems)} problems")
+                report(f"{sum(name in settled for name in problems)} of {len(problems)} problems")
                 told = time.monotonic()
-        counts = Counter(journal.settled[key]["rejected"] or "kept" for key in problems)
-        journal.finish(problems)
-    return counts
+        lines = [settled[key] for key in problems]
+        for path, is_kept in ((beside(out, "rejected"), False), (out, True)):
+            content = to_jsonl(line["row"] for line in lines if (line["rejected"] is None) == is_kept)
+            if path.exists() and path.read_bytes() != content:
+                raise ConfigError(f"{path}: expected nothing there, it is not written over")
+            atomic_write(path, content, sync=True)
+        journal.unlink()
+    return Counter(line["rejected"] or "kept" for line in lines)
 
 
-def settle(problem: Problem, said: str, config: ConvertConfig, same: Same) -> tuple[dict[str, Any], str | None]:
-    """A row and None, or the row of what is not kept and why."""
+def _locked(out: Path, journal: Path) -> BinaryIO:
+    """Lock the journal. Raises ConfigError where another process has it, or ``out`` exists without one."""
+    for path in (out, beside(out, "rejected")):
+        if path.exists() and not journal.exists():
+            raise ConfigError(f"{path}: expected nothing there, it is not written over")
+    try:
+        return lock_file(journal)
+    except BlockingIOError as error:
+        raise ConfigError(f"{journal}: another process works on it") from error
+    except OSError as error:
+        raise ConfigError(f"{out}: expected a folder that can be written to: {error}") from error
+
+
+def _read_journal(journal: Path, begun_with: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what is settled, by key. The first line has the settings that it was begun with. Raises ConfigError."""
+    drop_incomplete_line(journal)
+    lines = read_jsonl(journal)
+    if not lines:
+        append_jsonl(journal, [begun_with])
+        return {}
+    first, *rest = lines
+    if changed := sorted(key for key in first.keys() | begun_with.keys() if first.get(key) != begun_with.get(key)):
+        raise ConfigError(
+            f"{journal} was begun with other settings ({', '.join(changed)}). Use those, or another OUT."
+        )
+    return {line["key"]: line for line in rest}
+
+
+def _settle_all(problems: Mapping[str, Problem], settled: Collection[str], config: ConvertConfig) -> Iterator[Settled]:
+    """Yield key, row and reason of rejection of each problem that is not settled: integers first."""
+    asked, is_same = {}, partial(_same, math_judge(WORKERS, DEADLINE))
+    for key, problem in [(key, problem) for key, problem in problems.items() if key not in settled]:
+        if as_integer(problem.answer) is None:
+            asked[key] = request(bare_question(problem), problem.answer)
+        else:
+            yield key, _row(problem, problem.question, problem.answer, {"rule": "integer"}), None
+    for key, said in _answers(config, asked):
+        yield key, *settle(problems[key], said, config, is_same)
+
+
+def settle(problem: Problem, said: str, config: ConvertConfig, is_same: IsSame) -> tuple[dict[str, Any], str | None]:
+    """Return a row and None, or the row of what is not kept and why."""
     question = bare_question(problem)
     evidence: dict[str, Any] = {"problem": question, "answer": problem.answer, "model": config.model, "said": said}
     try:
         reply = read_reply(said)
-        checked = check(reply, question, problem.answer, same)
+        checked = check(reply, question, problem.answer, is_same)
         if config.unchecked == "reject" and None in checked.values():
             raise RejectedError("the rules cannot evaluate it")
-    except (RejectedError, ValueError) as error:
+    except RejectedError as error:
         return _row(problem, problem.question, problem.answer, {**evidence, "rejected": str(error)}), str(error)
     evidence |= {"form": reply.form, "values": reply.values, "quantity": reply.quantity, "agrees": checked}
     return _row(problem, reply.question, str(reply.integer), {"rule": "rewritten", **evidence}), None

@@ -17,8 +17,7 @@ from dapo_runner.cli import main
 from dapo_runner.data.dataset import apply_template
 from dapo_runner.data.reading import read_problems
 from dapo_runner.rewards.math_rule import math_judge
-from dapo_runner.tools.convert.reply import Reply, as_integer, read_reply, request
-from dapo_runner.tools.convert.rules import RejectedError, check
+from dapo_runner.tools.convert.rules import RejectedError, Reply, as_integer, check, read_reply, request
 from dapo_runner.tools.convert.run import DEADLINE, WORKERS, _same
 
 CIRCLE = "Let x and y be real numbers such that x^2+y^2-22x-16y+113=0. Determine the smallest possible value of x."
