@@ -98,9 +98,7 @@ def _read_journal(journal: Path, begun_with: Mapping[str, Any]) -> dict[str, dic
         return {}
     first, *rest = lines
     if changed := sorted(key for key in first.keys() | begun_with.keys() if first.get(key) != begun_with.get(key)):
-        raise ConfigError(
-            f"{journal} was begun with other settings ({', '.join(changed)}). Use those, or another OUT."
-        )
+        raise ConfigError(f"{journal} was begun with other settings ({', '.join(changed)}). Use those, or another OUT.")
     return {line["key"]: line for line in rest}
 
 
