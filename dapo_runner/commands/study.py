@@ -90,7 +90,7 @@ def _carry_out(study: StudyConfig, runs: Sequence[StudyRun], waiting: Sequence[S
         n_done += 1
         if failure is not None:
             failures.append(failure)
-        said = failure.reason if failure is not None else f"{read_result(ended, study.tail).after:.1%}"
+        said = failure.reason if failure is not None else f"{read_result(ended, study.tail).accuracy[1][-1]:.1%}"
         left = (len(runs) - n_done) * (time.monotonic() - started) / max(1, n_done - len(runs) + len(waiting))
         print(
             f"[{n_done}/{len(runs)}] {ended.variant}, seed {ended.seed}: {said}, {seconds:.0f} s; "

@@ -1,8 +1,9 @@
-"""The pictures of a study: the mean of several seeds as a line, its standard error as a band."""
+"""The pictures of a study: curves as the mean of the seeds with its standard error, and accuracy against entropy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
@@ -13,58 +14,63 @@ from matplotlib.figure import Figure
 
 from dapo_runner.config import FigureConfig, StudyConfig, VariantConfig
 from dapo_runner.logging.metric_table import BLUE, GREEN, GREY, ORANGE, RED
-from dapo_runner.tools.study.results import Result, Series
+from dapo_runner.tools.study.results import MEANS, Result, Series
 
 Line = np.ndarray[tuple[int], np.dtype[np.float64]]
+Found = Mapping[str, Sequence[Result]]
+"""The results of each variant, by its name."""
 
 COLORS = (BLUE, ORANGE, GREEN, RED, GREY, "#CC79A7", "#56B4E9", "#000000")
 AXES = {"step": "rollout step", "tokens": "tokens generated", "updates": "updates", "seconds": "seconds"}
 POINTS = 200  # of a line, where the seeds have places of their own on the axis
-
-
-def draw_figure(
-    figure: FigureConfig, study: StudyConfig, found: Mapping[str, Sequence[Result]], folder: Path
-) -> Path | None:
-    """Into ``folder``; None where no run of its variants is done."""
-    if not any(found.get(name) for name in figure.variants):
-        return None
-    labels = {variant.name: label_of(variant) for variant in study.variants}
-    canvas = Figure(figsize=(4.6 * len(figure.curves), 3.4), dpi=130, layout="constrained")
-    FigureCanvasAgg(canvas)
-    canvas.suptitle(figure.title, fontsize=12, fontweight="bold")
-    for ax, key in zip(canvas.subplots(1, len(figure.curves), squeeze=False).flat, figure.curves, strict=True):
-        ax.set_title(key, fontsize=10, loc="left")
-        ax.set_xlabel(AXES[figure.x], fontsize=8)
-        ax.tick_params(labelsize=8)
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.grid(alpha=0.25, linewidth=0.6)
-        for name, color in zip(figure.variants, cycle(COLORS)):
-            _draw(ax, found.get(name, []), key, figure.x, color, labels[name])
-        if not ax.lines:
-            ax.text(0.5, 0.5, "not logged", ha="center", color=GREY, transform=ax.transAxes)
-    lines = {str(line.get_label()): line for ax in canvas.axes for line in ax.lines}
-    canvas.legend(lines.values(), lines, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    path = folder / f"{figure.name}.png"
-    canvas.savefig(path)
-    return path
+ENTROPY_FIT = "entropy_fit.png"
+FIT_HEAD = "| | a | b | b − a, accuracy without entropy | R² | evaluations |\n|---|---:|---:|---:|---:|---:|"
 
 
 def label_of(variant: VariantConfig) -> str:
     return variant.label or variant.name
 
 
-def _draw(ax: Axes, results: Sequence[Result], key: str, x: str, color: str, label: str) -> None:
-    band = mean_and_error([result.series(key, x) for result in results])
-    if band is None:
-        return
-    places, mean, error = band
-    ax.plot(places, mean, color=color, label=label, linewidth=1.4)
-    ax.fill_between(places, mean - error, mean + error, color=color, alpha=0.2, linewidth=0)
+def draw_figure(figure: FigureConfig, study: StudyConfig, found: Found, folder: Path) -> Path | None:
+    """Draw a panel for each curve into ``folder``; None where no run of its variants is done."""
+    if not any(found.get(name) for name in figure.variants):
+        return None
+    labels = {variant.name: label_of(variant) for variant in study.variants}
+    canvas = _canvas(4.6 * len(figure.curves), 3.4)
+    canvas.suptitle(figure.title, fontsize=12, fontweight="bold")
+    for ax, key in zip(canvas.subplots(1, len(figure.curves), squeeze=False).flat, figure.curves, strict=True):
+        _style(ax, AXES[figure.x])
+        ax.set_title(key, fontsize=10, loc="left")
+        for name, color in zip(figure.variants, cycle(COLORS)):
+            band = mean_and_error([result.series(key, figure.x) for result in found.get(name, [])])
+            if band is not None:
+                places, mean, error = band
+                ax.plot(places, mean, color=color, label=labels[name], linewidth=1.4)
+                ax.fill_between(places, mean - error, mean + error, color=color, alpha=0.2, linewidth=0)
+        if not ax.lines:
+            ax.text(0.5, 0.5, "not logged", ha="center", color=GREY, transform=ax.transAxes)
+    lines = {str(line.get_label()): line for ax in canvas.axes for line in ax.lines}
+    canvas.legend(lines.values(), lines, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    canvas.savefig(folder / f"{figure.name}.png")
+    return folder / f"{figure.name}.png"
+
+
+def _canvas(width: float, height: float) -> Figure:
+    canvas = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    FigureCanvasAgg(canvas)
+    return canvas
+
+
+def _style(ax: Axes, x_label: str) -> None:
+    ax.set_xlabel(x_label, fontsize=8)
+    ax.tick_params(labelsize=8)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(alpha=0.25, linewidth=0.6)
 
 
 def mean_and_error(series: Sequence[Series]) -> tuple[Line, Line, Line] | None:
-    """Over the stretch of the axis that every seed has: at their own places where those are the same, else at places
-    between which each is interpolated. The standard error of one seed is 0.
+    """Return places, mean and standard error over the part of the axis that every seed has: at their own places where
+    those are the same, else interpolated. The standard error of one seed is 0.
     """
     lines = [(np.asarray(places), np.asarray(values)) for places, values in series if places]
     if not lines:
@@ -76,3 +82,59 @@ def mean_and_error(series: Sequence[Series]) -> tuple[Line, Line, Line] | None:
     values = np.stack([np.interp(grid, *line) for line in lines])
     error = values.std(0, ddof=1) / np.sqrt(len(lines)) if len(lines) > 1 else np.zeros(len(grid))
     return grid, values.mean(0), error
+
+
+@dataclass(frozen=True, slots=True)
+class EntropyFit:
+    """R = −a·exp(H) + b of accuracy R and entropy H (Cui et al. 2025, arXiv 2505.22617, eq. 1), by least squares.
+
+    ``explained`` is R², the share of the accuracies' variance that the curve explains.
+    """
+
+    a: float
+    b: float
+    explained: float
+    n: int
+
+
+def fit_entropy(entropy: Line, accuracy: Line) -> EntropyFit | None:
+    """Fit; None with fewer than three evaluations, or where none differs from the others in entropy or accuracy."""
+    if len(entropy) < 3 or not np.ptp(entropy) or not np.ptp(accuracy):
+        return None
+    slope, b = np.polyfit(np.exp(entropy), accuracy, 1)
+    left = accuracy - (slope * np.exp(entropy) + b)
+    return EntropyFit(float(-slope), float(b), float(1 - left.var() / accuracy.var()), len(entropy))
+
+
+def entropy_points(results: Sequence[Result]) -> tuple[Line, Line]:
+    """Return entropy and accuracy at each evaluation after a step, of all seeds."""
+    found = []
+    for result in results:
+        entropy = dict(zip(*result.series(MEANS["entropy"], "step"), strict=True))
+        accuracy = zip(*result.series(result.metric, "step"), strict=True)
+        found += [(entropy[step], value) for step, value in accuracy if step in entropy]
+    entropies, accuracies = np.array(found).reshape(-1, 2).T
+    return entropies, accuracies
+
+
+def draw_entropy_fit(study: StudyConfig, found: Found, folder: Path) -> str:
+    """Draw the fits into ``folder``. Returns their table, empty where no variant's run is done."""
+    canvas, rows = _canvas(6.4, 4.2), []
+    ax = canvas.subplots()
+    _style(ax, "entropy, nats per token")
+    ax.set_ylabel("accuracy", fontsize=8)
+    variants = [variant for variant in study.variants if variant.name in study.entropy_fit]
+    for variant, color in zip(variants, cycle(COLORS)):
+        entropy, accuracy = entropy_points(found.get(variant.name, []))
+        fit = fit_entropy(entropy, accuracy)
+        if fit is not None:
+            line = np.linspace(entropy.min(), entropy.max(), 100)
+            ax.plot(entropy, accuracy, ".", color=color, alpha=0.4, markersize=4)
+            ax.plot(line, fit.b - fit.a * np.exp(line), color=color, linewidth=1.6, label=label_of(variant))
+            numbers = (f"{x:.3f}" for x in (fit.a, fit.b, fit.b - fit.a, fit.explained))
+            rows.append(f"| {label_of(variant)} | {' | '.join(numbers)} | {fit.n} |")
+    if not rows:
+        return ""
+    ax.legend(fontsize=8, frameon=False)
+    canvas.savefig(folder / ENTROPY_FIT)
+    return "\n".join([f"![Accuracy and entropy]({ENTROPY_FIT})", "", FIT_HEAD, *rows])

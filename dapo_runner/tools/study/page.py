@@ -1,43 +1,44 @@
-"""The page of a study: its table, its pictures, and what they were made with."""
+"""The page of a study: its table, its comparisons, its pictures, and what they were made with."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from dapo_runner.config import StudyConfig, VariantConfig, flatten
 from dapo_runner.early_stop import early_stop_metric
-from dapo_runner.tools.study.entropy_fit import write_entropy_fit
-from dapo_runner.tools.study.figures import draw_figure, label_of
+from dapo_runner.files import atomic_write
+from dapo_runner.tools.study.figures import draw_entropy_fit, draw_figure, label_of
 from dapo_runner.tools.study.plan import StudyRun, overrides_of
-from dapo_runner.tools.study.results import Result, by_variant
+from dapo_runner.tools.study.results import MEANS, Result, Values, by_variant
 from dapo_runner.tools.study.runs import Failure
 from dapo_runner.tools.study.statistics import Estimate, PairedTest, estimate, holm, paired_test
 
-PAGE, FIGURES = "study.md", "study.json"
-Columns = Mapping[str, Callable[[Result], float | None]]
-COLUMNS: Columns = {
-    "before": lambda result: result.before,
-    "half": lambda result: result.half,
-    "after": lambda result: result.after,
-    "entropy_first": lambda result: result.first("train/entropy"),
-    "entropy_last": lambda result: result.last("train/entropy"),
-    "length_first": lambda result: result.first("sampling/length"),
-    "length_last": lambda result: result.last("sampling/length"),
-    "cut_first": lambda result: result.first("sampling/truncated"),
-    "cut_last": lambda result: result.last("sampling/truncated"),
-    "steps": lambda result: result.total("step"),
-    "updates": lambda result: result.total("updates"),
-    "tokens": lambda result: result.total("tokens"),
-    "seconds": lambda result: result.total("seconds"),
-}
-HEADS = (
-    *("", "before", "half", "after", "at equal tokens"),
-    *("entropy", "length", "cut", "steps", "updates", "tokens", "seconds"),
-)
-BUDGETS = {"after": "equal updates", "at_equal_tokens": "equal tokens"}  # the accuracies that variants are compared by
+PAGE, VALUES = "study.md", "study.json"
 NONE = "–"
+BUDGETS = {"after": "equal updates", "at_equal_tokens": "equal tokens"}  # the accuracies that variants are compared by
+
+
+class Column(NamedTuple):
+    head: str
+    names: tuple[str, ...]  # of the values: an accuracy, a first and a last mean, or a total
+    form: str = ""  # of a mean; "": an accuracy in percent with its standard error
+
+
+COLUMNS = (
+    Column("before", ("before",)),
+    Column("half", ("half",)),
+    Column("after", ("after",)),
+    Column("at equal tokens", ("at_equal_tokens",)),
+    Column("entropy", ("entropy_first", "entropy_last"), "{:.3f}"),
+    Column("length", ("length_first", "length_last"), "{:.1f}"),
+    Column("truncated", ("truncated_first", "truncated_last"), "{:.1%}"),
+    *(Column(name, (name,), "{:,.0f}") for name in ("steps", "updates", "tokens", "seconds")),
+)
+Table = Mapping[str, Mapping[int, Values]]
+"""The values of the runs, by variant and seed."""
 
 
 def write_page(
@@ -47,94 +48,76 @@ def write_page(
     tables and pictures can be computed again. Returns where the page lies.
     """
     found = by_variant(results)
-    equal = min((result.total("tokens") for result in results), default=0.0)
-    columns: Columns = {**COLUMNS, "at_equal_tokens": lambda result: result.accuracy_at(equal)}
+    equal_tokens = min((result.total("tokens") for result in results), default=0.0)
+    table = {name: {result.run.seed: result.values(equal_tokens) for result in of} for name, of in found.items()}
     pictures = [(figure, draw_figure(figure, study, found, study.folder)) for figure in study.figures]
     parts = [
         f"# {study.title}",
         study.about.strip(),
-        _table(study, found, columns),
-        _comparisons(study, found, columns),
-        _legend(study, runs, equal),
+        _markdown(["", *(column.head for column in COLUMNS)], [_row(study, v, table) for v in study.variants]),
+        _comparisons(study, table),
+        _legend(study, runs, equal_tokens),
         *(f"Failed: {failure.run.variant}, seed {failure.run.seed}: {failure.reason}" for failure in failures),
         *(f"![{figure.title}]({path.name})" for figure, path in pictures if path is not None),
-        write_entropy_fit(study, found, study.folder),
+        draw_entropy_fit(study, found, study.folder),
         _variants(study),
         _machine(study, results),
     ]
-    page = study.folder / PAGE
-    page.write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
-    drawn = sorted({key for figure in study.figures for key in figure.curves} | {"train/entropy"})
+    atomic_write(study.folder / PAGE, "\n\n".join(part for part in parts if part) + "\n")
+    drawn = sorted({key for figure in study.figures for key in figure.curves} | {MEANS["entropy"]})
     lines = (
         json.dumps(
             {"variant": result.run.variant, "seed": result.run.seed}
-            | {name: of(result) for name, of in columns.items()}
-            | {"axes": result.axes_by_step(), "curves": result.curves([result.metric, *drawn])}
+            | result.values(equal_tokens)
+            | result.as_json(drawn)
         )
         for result in results
     )
-    (study.folder / FIGURES).write_text("[" + ",\n ".join(lines) + "]\n", encoding="utf-8")
-    return page
+    atomic_write(study.folder / VALUES, "[" + ",\n ".join(lines) + "]\n")
+    return study.folder / PAGE
 
 
-def _table(study: StudyConfig, found: Mapping[str, Sequence[Result]], columns: Columns) -> str:
-    rows = [_row(study, variant, found.get(variant.name, []), columns) for variant in study.variants]
-    return _markdown(HEADS, rows)
+def _row(study: StudyConfig, variant: VariantConfig, table: Table) -> list[str]:
+    runs, label = list(table.get(variant.name, {}).values()), label_of(variant)
+    if len(runs) < len(study.seeds):
+        label += f" ({len(runs)} of {len(study.seeds)} seeds)"
+    cells = []
+    for column in COLUMNS:
+        means = [estimate([x for run in runs if (x := run[name]) is not None]) for name in column.names]
+        known = [mean for mean in means if mean is not None]
+        shown = (column.form.format(mean.mean) if column.form else _percent(mean) for mean in known)
+        cells.append(" → ".join(shown) if len(known) == len(means) else NONE)
+    return [label, *cells]
 
 
-def _row(study: StudyConfig, variant: VariantConfig, results: Sequence[Result], columns: Columns) -> list[str]:
-    label = label_of(variant)
-    if len(results) < len(study.seeds):
-        label += f" ({len(results)} of {len(study.seeds)} seeds)"
-    if not results:
-        return [label, *[NONE] * (len(HEADS) - 1)]
-    values = {
-        name: estimate([value for result in results if (value := of(result)) is not None])
-        for name, of in columns.items()
+def _comparisons(study: StudyConfig, table: Table) -> str:
+    """Compare each variant with the one above it or the one it names, by both budgets. p is corrected for all."""
+    against = {
+        variant.name: variant.against or above.name
+        for above, variant in zip([None, *study.variants], study.variants, strict=False)
+        if variant.against or above
     }
-    return [
-        label,
-        *(_percent(values[name]) for name in ("before", "half", "after", "at_equal_tokens")),
-        _change(values, "entropy", "{:.3f}"),
-        _change(values, "length", "{:.1f}"),
-        _change(values, "cut", "{:.1%}"),
-        *(_whole(values[name]) for name in ("steps", "updates", "tokens", "seconds")),
-    ]
-
-
-def _comparisons(study: StudyConfig, found: Mapping[str, Sequence[Result]], columns: Columns) -> str:
-    """Every variant against the row above it or the one it names, by both budgets, p corrected for all of them."""
-    tests: dict[tuple[str, str], PairedTest] = {}
-    against: dict[str, VariantConfig] = {}
-    for above, variant in zip([None, *study.variants], study.variants, strict=False):
-        named = next((other for other in study.variants if other.name == variant.against), above)
-        if named is None:
-            continue
-        against[variant.name] = named
-        for budget in BUDGETS:
-            test = compare(found.get(variant.name, []), found.get(named.name, []), columns[budget])
-            if test is not None:
-                tests[variant.name, budget] = test
-    tested = [key for key, test in tests.items() if test.p is not None]
-    corrected = dict(zip(tested, holm([tests[key].p or 0.0 for key in tested]), strict=True))
+    tests = {
+        (name, budget): test
+        for name, other in against.items()
+        for budget in BUDGETS
+        if (test := compare(table.get(name, {}), table.get(other, {}), budget)) is not None
+    }
+    tested = {key: test.p for key, test in tests.items() if test.p is not None}
+    corrected = dict(zip(tested, holm(list(tested.values())), strict=True))
     heads = ["", "compared with", *(f"{head}{budget}" for budget in BUDGETS.values() for head in ("", "p, ", "Holm, "))]
-    labels = {variant.name: label_of(variant) for variant in study.variants}
-    rows = []
+    labels, rows = {variant.name: label_of(variant) for variant in study.variants}, []
     for name, other in against.items():
-        cells = [labels[name], label_of(other)]
-        for budget in BUDGETS:
-            test = tests.get((name, budget))
-            cells += [_difference(test), _p(test.p if test else None), _p(corrected.get((name, budget)))]
+        cells = [labels[name], labels[other]]
+        for key in ((name, budget) for budget in BUDGETS):
+            cells += [_difference(tests.get(key)), _p(tested.get(key)), _p(corrected.get(key))]
         rows.append(cells)
     return _markdown(heads, rows) if tests else ""
 
 
-def compare(
-    results: Sequence[Result], others: Sequence[Result], accuracy: Callable[[Result], float | None]
-) -> PairedTest | None:
-    """Compare two variants by an accuracy, over the seeds that both have."""
-    of = {result.run.seed: accuracy(result) for result in others}
-    pairs = [(accuracy(result), of[result.run.seed]) for result in results if result.run.seed in of]
+def compare(runs: Mapping[int, Values], others: Mapping[int, Values], name: str) -> PairedTest | None:
+    """Compare two variants by a value, over the seeds that both have."""
+    pairs = [(runs[seed][name], others[seed][name]) for seed in runs if seed in others]
     known = [(mine, theirs) for mine, theirs in pairs if mine is not None and theirs is not None]
     return paired_test([mine for mine, _ in known], [theirs for _, theirs in known])
 
@@ -157,37 +140,25 @@ def _p(p: float | None) -> str:
     return NONE if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def _percent(value: Estimate | None, sign: str = "") -> str:
-    if value is None:
-        return NONE
+def _percent(value: Estimate, sign: str = "") -> str:
     error = "" if value.error is None else f" ± {100 * value.error:.1f}"
     return f"{100 * value.mean:{sign}.1f}{error}"
 
 
-def _change(values: Mapping[str, Estimate | None], name: str, form: str) -> str:
-    first, last = values[f"{name}_first"], values[f"{name}_last"]
-    return NONE if first is None or last is None else f"{form.format(first.mean)} → {form.format(last.mean)}"
-
-
-def _whole(value: Estimate | None) -> str:
-    return NONE if value is None else f"{value.mean:,.0f}"
-
-
-def _legend(study: StudyConfig, runs: Sequence[StudyRun], equal: float) -> str:
-    seeds = ", ".join(map(str, study.seeds))
+def _legend(study: StudyConfig, runs: Sequence[StudyRun], equal_tokens: float) -> str:
     metrics = " or ".join(sorted({f"`{early_stop_metric(run.config).removeprefix('eval/')}`" for run in runs}))
     budgets = sorted({run.config.run.max_tokens for run in runs if run.config.run.max_tokens is not None})
     tokens = f", or with {' or '.join(f'{budget:,}' for budget in budgets)} generated tokens" if budgets else ""
     steps = " or ".join(f"{steps:,}" for steps in sorted({run.config.run.steps for run in runs}))
     return (
-        f"Accuracy is {metrics} on held-out problems in percent, mean ± standard error over the seeds {seeds}. "
-        "Differences are over the same seeds, with the 95 % confidence interval in brackets and the p of a two-sided "
-        "paired t-test, as it is and corrected for all comparisons of this page (Holm). Equal updates compares the "
-        "accuracy after training, equal tokens the one at equal tokens. Half is the evaluation nearest to half of the "
-        f"tokens; at equal tokens is interpolated at {equal:,.0f}, the fewest of any run. Entropy (nats per token), "
-        f"length (tokens) and cut (share of responses) are means over the first and the last {study.tail} steps. A run "
-        f"ends after {steps} steps{tokens}; tokens are all that the engine generated, those of dropped groups and of "
-        "continuations included."
+        f"Accuracy is {metrics} on held-out problems in percent, mean ± standard error over the seeds "
+        f"{', '.join(map(str, study.seeds))}. Differences are over the same seeds, with the 95 % confidence interval "
+        "in brackets and the p of a two-sided paired t-test, as it is and corrected for all comparisons of this page "
+        "(Holm). Equal updates compares the accuracy after training, equal tokens the one at equal tokens. Half is the "
+        f"evaluation nearest to half of the tokens; at equal tokens is interpolated at {equal_tokens:,.0f}, the fewest "
+        "of any run. Entropy (nats per token), length (tokens) and truncated (share of responses) are means over the "
+        f"first and the last {study.tail} steps. A run ends after {steps} steps{tokens}; tokens are all that the "
+        "engine generated, those of dropped groups and of continuations included."
     )
 
 
@@ -206,7 +177,7 @@ def _settings(overrides: Mapping[str, object]) -> str:
 
 
 def _machine(study: StudyConfig, results: Sequence[Result]) -> str:
-    """What the runs were made with, each kind once: a study may have gone on elsewhere, or with another commit."""
+    """What the runs were made with, each kind once: a study may have resumed elsewhere, or with another commit."""
     made_with = dict.fromkeys(result.run.made_with for result in results)
     threads = "one thread" if study.threads == 1 else f"{study.threads} threads"
     shared = f"Each run has {threads}; seconds are those of its steps and evaluations, on a machine it may have shared."

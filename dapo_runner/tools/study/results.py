@@ -1,8 +1,9 @@
-"""What the runs of a study came to: the figures of each, read from its logs alone."""
+"""The runs of a study, read from their logs alone: curves, what was spent by each step, and the values of the table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean
@@ -11,12 +12,19 @@ from typing import Any
 import numpy as np
 
 from dapo_runner.early_stop import early_stop_metric
+from dapo_runner.logging.curves import Points, collect
 from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE, read_log
 from dapo_runner.timing import seconds_by_phase
 from dapo_runner.tools.study.plan import StudyRun
 
 Series = tuple[list[float], list[float]]
 """Places on an axis and the values there."""
+Values = Mapping[str, float | None]
+"""The values of a run: what the table has of it."""
+
+MEANS = {"entropy": "train/entropy", "length": "sampling/length", "truncated": "sampling/truncated"}
+SPENT = {"tokens": "sampling/tokens", "updates": "train/updates"}
+TOTALS = {"steps": "step", "updates": "updates", "tokens": "tokens", "seconds": "seconds"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +32,7 @@ class Result:
     """A finished run."""
 
     run: StudyRun
-    events: list[dict[str, Any]]  # of metrics.jsonl
+    points: Points  # of metrics.jsonl
     axes: dict[str, dict[int, float]]  # by axis and step: what had been spent by the end of the step
     tail: int
 
@@ -38,84 +46,61 @@ class Result:
         """Of the evaluations, over the tokens generated before each."""
         return self.series(self.metric, "tokens")
 
-    @property
-    def before(self) -> float:
-        return self.accuracy[1][0]
+    def series(self, key: str, axis: str) -> Series:
+        """Return a metric over an axis, where it was logged and is finite."""
+        found = [
+            (step, value) for step, value in zip(*self.points.get(key, ([], [])), strict=True) if math.isfinite(value)
+        ]
+        return [self.axes[axis][step] for step, _ in found], [value for _, value in found]
 
-    @property
-    def half(self) -> float:
-        """The evaluation nearest to half of the tokens."""
-        places, values = self.accuracy
-        return min(zip(places, values, strict=True), key=lambda point: abs(point[0] - places[-1] / 2))[1]
+    def total(self, axis: str) -> float:
+        return max(self.axes[axis].values())
 
-    def accuracy_at(self, tokens: float) -> float:
-        """Interpolated between the evaluations before and after so many tokens were generated."""
-        return float(np.interp(tokens, *self.accuracy))
+    def values(self, equal_tokens: float) -> dict[str, float | None]:
+        """Return the values of the table, with the accuracy interpolated at ``equal_tokens``."""
+        tokens, accuracy = self.accuracy
+        half = min(zip(tokens, accuracy, strict=True), key=lambda point: abs(point[0] - tokens[-1] / 2))[1]
+        values: dict[str, float | None] = {"before": accuracy[0], "half": half, "after": accuracy[-1]}
+        for name, key in MEANS.items():
+            _, logged = self.series(key, "step")
+            values[f"{name}_first"] = fmean(logged[: self.tail]) if logged else None
+            values[f"{name}_last"] = fmean(logged[-self.tail :]) if logged else None
+        values |= {name: self.total(axis) for name, axis in TOTALS.items()}
+        return values | {"at_equal_tokens": float(np.interp(equal_tokens, tokens, accuracy))}
 
-    @property
-    def after(self) -> float:
-        return self.accuracy[1][-1]
-
-    def series(self, key: str, x: str) -> Series:
-        """A figure of metrics.jsonl over an axis, where it was logged and is finite."""
-        points = [(event["step"], event[key]) for event in self.events if event.get(key) is not None]
-        return [self.axes[x][step] for step, _ in points], [value for _, value in points]
-
-    def axes_by_step(self) -> dict[str, list[float]]:
-        """The step, and what had been spent by the end of it."""
+    def as_json(self, curves: Iterable[str]) -> dict[str, Any]:
+        """Return axes and curves to six digits, from which pictures can be drawn again."""
         steps = sorted(self.axes["step"])
-        return {name: [_shorten(places[step]) for step in steps] for name, places in self.axes.items()}
-
-    def curves(self, keys: Sequence[str]) -> dict[str, Series]:
-        """Steps and values of the metrics that were logged, to six digits."""
-        found = {key: self.series(key, "step") for key in dict.fromkeys(keys)}
+        found = {key: self.series(key, "step") for key in dict.fromkeys((self.metric, *curves))}
         return {
-            key: ([_shorten(step) for step in steps], [_shorten(value) for value in values])
-            for key, (steps, values) in found.items()
-            if steps
+            "axes": {name: _shorten(places[step] for step in steps) for name, places in self.axes.items()},
+            "curves": {key: [_shorten(part) for part in series] for key, series in found.items() if series[0]},
         }
-
-    def first(self, key: str) -> float | None:
-        """Mean over the first steps that logged it."""
-        values = self.series(key, "step")[1]
-        return fmean(values[: self.tail]) if values else None
-
-    def last(self, key: str) -> float | None:
-        values = self.series(key, "step")[1]
-        return fmean(values[-self.tail :]) if values else None
-
-    def total(self, x: str) -> float:
-        """What was spent by the end of the run."""
-        return max(self.axes[x].values())
 
 
 def read_result(run: StudyRun, tail: int) -> Result:
     events = read_log(run.folder / METRICS_FILE)
+    points = collect(events)
     seconds: dict[int, float] = {}
     for event in read_log(run.folder / TIMINGS_FILE):
         seconds[event["step"]] = seconds.get(event["step"], 0.0) + sum(seconds_by_phase(event).values())
-    steps: dict[int, dict[str, Any]] = {0: {}} | {event["step"]: event for event in events if event["kind"] == "step"}
-    axes = {
-        "step": {step: float(step) for step in steps},
-        "tokens": _running(steps, lambda step: steps[step].get("sampling/tokens", 0)),
-        "updates": _running(steps, lambda step: steps[step].get("train/updates", 0)),
-        "seconds": _running(steps, lambda step: seconds.get(step, 0.0)),
-    }
-    return Result(run, events, axes, tail)
+    steps = [0, *(event["step"] for event in events if event["kind"] == "step")]
+    spent = {name: dict(zip(*points.get(key, ([], [])), strict=True)) for name, key in SPENT.items()}
+    spent |= {"step": dict.fromkeys(steps[1:], 1.0), "seconds": seconds}
+    return Result(run, points, {name: _running(steps, of_step) for name, of_step in spent.items()}, tail)
 
 
 def by_variant(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """In the order of their seeds."""
+    """Group results, in the order of their seeds."""
     found: dict[str, list[Result]] = {}
     for result in sorted(results, key=lambda result: result.run.seed):
         found.setdefault(result.run.variant, []).append(result)
     return found
 
 
-def _running(steps: dict[int, Any], spent: Callable[[int], float]) -> dict[int, float]:
-    ordered = sorted(steps)
-    return dict(zip(ordered, accumulate(map(spent, ordered)), strict=True))
+def _running(steps: Sequence[int], spent: Mapping[int, float]) -> dict[int, float]:
+    return dict(zip(steps, accumulate(spent.get(step, 0.0) for step in steps), strict=True))
 
 
-def _shorten(value: float) -> float:
-    return int(value) if float(value).is_integer() else float(f"{value:.6g}")
+def _shorten(values: Iterable[float]) -> list[float]:
+    return [int(value) if value == int(value) else float(f"{value:.6g}") for value in values]

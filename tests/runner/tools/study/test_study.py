@@ -29,7 +29,7 @@ from dapo_runner.tools.study.plan import StudyRun, is_finished, overrides_of, pl
 from dapo_runner.tools.study.results import by_variant, read_result
 from dapo_runner.tools.study.runs import Failure, carry_out
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 VARIANTS = [
     {"name": "plain", "overrides": {"algorithm": "grpo"}},
     {"name": "higher", "label": "+ clip-higher", "over": "plain", "overrides": {"loss.overrides.clip_high": 0.28}},
