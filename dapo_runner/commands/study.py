@@ -10,22 +10,19 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
-import torch
-
 from dapo_runner.commands.complain import complain
 from dapo_runner.commands.output import quiet_libraries
 from dapo_runner.commands.recipes import find_recipe, studies
-from dapo_runner.config import Config, StudyConfig, dump_config, load_study
+from dapo_runner.config import Config, StudyConfig, load_study
 from dapo_runner.errors import ConfigError
 from dapo_runner.folder import lock_folder
 from dapo_runner.interrupt import end_with_parent
 from dapo_runner.parallel.world import make_layout
 from dapo_runner.preflight.needs import check_needs
-from dapo_runner.run.tiny_model import ensure_tiny_model
 from dapo_runner.tools.study.page import write_page
-from dapo_runner.tools.study.plan import StudyRun, is_finished, jobs_of, plan_runs, plan_starts, recipe_of_start
+from dapo_runner.tools.study.plan import StudyRun, is_finished, jobs_of, plan_runs, plan_starts
 from dapo_runner.tools.study.results import read_result
-from dapo_runner.tools.study.runs import Failure, carry_out
+from dapo_runner.tools.study.runs import Failure, carry_out, make_start
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -55,7 +52,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _before_start(config: Config, starts: Mapping[Path, Config]) -> Config:
-    """With the model and the data by which what it starts from is made, where that is not there yet."""
+    """Return the configuration with the model and data that its start is made by, where that does not exist yet."""
     start = starts.get(Path(config.model.path or ""))
     if start is None:
         return config
@@ -67,43 +64,30 @@ def _make_starts(starts: Mapping[Path, Config], jobs: int) -> None:
     if not starts:
         return
     with ProcessPoolExecutor(min(jobs, len(starts)), multiprocessing.get_context("spawn"), end_with_parent) as pool:
-        for folder, said in zip(starts, pool.map(_make_start, starts, starts.values()), strict=True):
-            print(f"{folder}: {said}", flush=True)
-
-
-def _make_start(folder: Path, config: Config) -> str:
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
-    told: list[str] = []
-    recipe_of_start(folder).parent.mkdir(parents=True, exist_ok=True)
-    recipe_of_start(folder).write_text(dump_config(config), encoding="utf-8")
-    ensure_tiny_model(config, folder, told.append)
-    return told[-1]
+        for note in pool.map(make_start, starts, starts.values()):
+            print(note, flush=True)
 
 
 def _carry_out(study: StudyConfig, runs: Sequence[StudyRun], waiting: Sequence[StudyRun]) -> int:
     failures: list[Failure] = []
-    started, n_done = time.monotonic(), len(runs) - len(waiting)
-
-    def done(ended: StudyRun, seconds: float, failure: Failure | None) -> None:
-        nonlocal n_done
-        n_done += 1
-        if failure is not None:
-            failures.append(failure)
-        said = failure.reason if failure is not None else f"{read_result(ended, study.tail).accuracy[1][-1]:.1%}"
-        left = (len(runs) - n_done) * (time.monotonic() - started) / max(1, n_done - len(runs) + len(waiting))
-        print(
-            f"[{n_done}/{len(runs)}] {ended.variant}, seed {ended.seed}: {said}, {seconds:.0f} s; "
-            f"about {left / 60:.0f} min to go",
-            flush=True,
-        )
-
+    started, n_before = time.monotonic(), len(runs) - len(waiting)
     try:
-        carry_out(waiting, jobs_of(study), done)
+        with closing(carry_out(waiting, jobs_of(study))) as ended:
+            for n, (run, seconds, failure) in enumerate(ended, start=1):
+                if failure is not None:
+                    failures.append(failure)
+                result = (
+                    failure.reason if failure is not None else f"{read_result(run, study.tail).accuracy[1][-1]:.1%}"
+                )
+                left = (len(waiting) - n) * (time.monotonic() - started) / n
+                print(
+                    f"[{n_before + n}/{len(runs)}] {run.variant}, seed {run.seed}: {result}, {seconds:.0f} s; "
+                    f"about {left / 60:.0f} min to go",
+                    flush=True,
+                )
     finally:
         results = [read_result(planned, study.tail) for planned in runs if is_finished(planned)]
-        page = write_page(study, runs, results, failures)
-        print(f"page: {page}")
+        print(f"page: {write_page(study, runs, results, failures)}")
     for failure in failures:
         complain(f"{failure.run.variant}, seed {failure.run.seed}: {failure.reason}; all of it is in {failure.run.log}")
     return 1 if failures else 0

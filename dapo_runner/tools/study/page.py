@@ -92,11 +92,8 @@ def _row(study: StudyConfig, variant: VariantConfig, table: Table) -> list[str]:
 
 def _comparisons(study: StudyConfig, table: Table) -> str:
     """Compare each variant with the one above it or the one it names, by both budgets. p is corrected for all."""
-    against = {
-        variant.name: variant.against or above.name
-        for above, variant in zip([None, *study.variants], study.variants, strict=False)
-        if variant.against or above
-    }
+    first, *others = study.variants
+    against = {v.name: v.against or above.name for above, v in zip(study.variants, others, strict=False)}
     tests = {
         (name, budget): test
         for name, other in against.items()

@@ -8,14 +8,17 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dapo_runner.config import dump_config
+import torch
+
+from dapo_runner.config import Config, dump_config
 from dapo_runner.interrupt import end_with_parent
 from dapo_runner.logging.environment import environment, source_commit
-from dapo_runner.tools.study.plan import StudyRun, is_finished
+from dapo_runner.run.tiny_model import ensure_tiny_model
+from dapo_runner.tools.study.plan import StudyRun, is_finished, recipe_of_start
 
 POLL = 0.2  # seconds
 GRACE = 60.0  # seconds that runs have to save their step when the study is interrupted
@@ -27,10 +30,21 @@ class Failure:
     reason: str  # with the last line it printed
 
 
-def carry_out(runs: Iterable[StudyRun], jobs: int, done: Callable[[StudyRun, float, Failure | None], None]) -> None:
-    """Start ``runs`` in their order, ``jobs`` at a time; ``done(run, seconds, failure)`` hears of each that ended.
+def make_start(folder: Path, config: Config) -> str:
+    """Make a model that runs share, and its recipe beside it. Returns a note."""
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    notes: list[str] = []
+    recipe_of_start(folder).parent.mkdir(parents=True, exist_ok=True)
+    recipe_of_start(folder).write_text(dump_config(config), encoding="utf-8")
+    ensure_tiny_model(config, folder, notes.append)
+    return f"{folder}: {notes[-1]}"
 
-    An interrupt, or any other error, stops the runs under way, which save their step first, and is raised.
+
+def carry_out(runs: Iterable[StudyRun], jobs: int) -> Generator[tuple[StudyRun, float, Failure | None], None, None]:
+    """Start ``runs`` in their order, ``jobs`` at a time. Yields each that ended, its seconds, and why it failed.
+
+    Closing the generator, or an error, stops the runs under way, which save their step first.
     """
     made_with = f"# {describe_machine()}. Runs side by side: {jobs}.\n"
     waiting, under_way = deque(runs), dict[subprocess.Popen[bytes], tuple[StudyRun, float]]()
@@ -41,7 +55,7 @@ def carry_out(runs: Iterable[StudyRun], jobs: int, done: Callable[[StudyRun, flo
                 under_way[_start(run, made_with)] = run, time.monotonic()
             for process in [process for process in under_way if process.poll() is not None]:
                 run, since = under_way.pop(process)
-                done(run, time.monotonic() - since, _failure(run, process.returncode))
+                yield run, time.monotonic() - since, _failure(run, process.returncode)
             time.sleep(POLL)
     finally:
         _stop(under_way)

@@ -45,8 +45,10 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 def paired_test(values: Sequence[float], others: Sequence[float]) -> PairedTest | None:
     """Test whether ``values`` − ``others``, pair by pair, is zero on average. None without a pair."""
     difference = estimate([value - other for value, other in zip(values, others, strict=True)])
-    if difference is None or difference.error is None or difference.error < ROUNDING:
-        return difference and PairedTest(difference)
+    if difference is None:
+        return None
+    if difference.error is None or difference.error < ROUNDING:
+        return PairedTest(difference)
     test = ttest_rel(values, others)
     low, high = test.confidence_interval(LEVEL)
     return PairedTest(difference, float(test.pvalue), (float(low), float(high)))

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -267,7 +268,7 @@ def test_what_ends_one_run_does_not_touch_the_others(tmp_path: Path) -> None:
     for run in runs:
         if run.seed == 3:
             finish(run, [0.2, 0.3, 0.5])
-    carry_out(runs, 2, lambda run, _, failure: told.append((run.variant, run.seed, failure and failure.reason)))
+    told += [(run.variant, run.seed, failure and failure.reason) for run, _, failure in carry_out(runs, 2)]
     bad = "exit code 1: no luck"
     assert sorted(told, key=str) == [("higher", 3, None), ("higher", 5, bad), ("plain", 3, None), ("plain", 5, bad)]
     assert runs[0].log.read_text().startswith("hello from")
@@ -276,15 +277,13 @@ def test_what_ends_one_run_does_not_touch_the_others(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("scripts")
 def test_an_interrupt_reaches_the_runs_under_way(tmp_path: Path) -> None:
     _, runs = planned(tmp_path)
-
-    def interrupt(run: StudyRun, seconds: float, failure: Failure | None) -> None:
-        raise KeyboardInterrupt
-
     waits, ends = runs[2], runs[0]
     finish(ends, [0.2, 0.3, 0.5])
     began = waits.folder.with_suffix(".began")
-    with pytest.raises(KeyboardInterrupt):
-        carry_out([waits, *[ends] * 20], 2, lambda run, *_: interrupt(run, 0, None) if began.exists() else None)
+    with pytest.raises(KeyboardInterrupt), closing(carry_out([waits, *[ends] * 20], 2)) as ended:
+        for _ in ended:
+            if began.exists():
+                raise KeyboardInterrupt
     assert waits.folder.with_suffix(".stopped").exists()
 
 
