@@ -16,12 +16,14 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from dapo_runner.errors import RunError
+
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step_(\d{6,})")
 _UNFINISHED = ".unfinished"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(RunError):
     """A checkpoint cannot be written, or is not what was written."""
 
 

@@ -92,8 +92,8 @@ def _row(study: StudyConfig, variant: VariantConfig, table: Table) -> list[str]:
 
 def _comparisons(study: StudyConfig, table: Table) -> str:
     """Compare each variant with the one above it or the one it names, by both budgets. p is corrected for all."""
-    first, *others = study.variants
-    against = {v.name: v.against or above.name for above, v in zip(study.variants, others, strict=False)}
+    pairs = zip(study.variants, study.variants[1:], strict=False)
+    against = {variant.name: variant.against or above.name for above, variant in pairs}
     tests = {
         (name, budget): test
         for name, other in against.items()

@@ -275,15 +275,13 @@ def test_what_ends_one_run_does_not_touch_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("scripts")
-def test_an_interrupt_reaches_the_runs_under_way(tmp_path: Path) -> None:
+def test_closing_stops_the_runs_under_way(tmp_path: Path) -> None:
     _, runs = planned(tmp_path)
     waits, ends = runs[2], runs[0]
     finish(ends, [0.2, 0.3, 0.5])
     began = waits.folder.with_suffix(".began")
-    with pytest.raises(KeyboardInterrupt), closing(carry_out([waits, *[ends] * 20], 2)) as ended:
-        for _ in ended:
-            if began.exists():
-                raise KeyboardInterrupt
+    with closing(carry_out([waits, *[ends] * 20], 2)) as ended:
+        assert any(began.exists() for _ in ended)
     assert waits.folder.with_suffix(".stopped").exists()
 
 
