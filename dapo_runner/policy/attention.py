@@ -1,7 +1,7 @@
-"""Attention over packed sequences: no token sees another sequence, and no [T, T] mask is ever made.
+"""Attention over packed sequences: no token sees another sequence, and no [T, T] mask is made.
 
-Registered with transformers under ``PACKED_ATTENTION``; every attention layer of a model then calls
-``packed_attention`` with the ``Packing`` that was given to the model's forward.
+Registered with transformers as ``PACKED_ATTENTION``: every attention layer of a model then calls ``packed_attention``
+with the ``Packing`` that the model's forward was given.
 
 Legend: T packed positions, S sequences, n sequences of a bucket, L the longest of them, D head size.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,22 +28,20 @@ from dapo_runner.policy.prefixes import Distinct
 PACKED_ATTENTION = "dapo_packed"
 Kernel = Literal["sdpa", "flash", "varlen"]
 
-# Up to this length plain products beat torch's CPU kernel, above all in the backward pass: at 85 positions in
-# bfloat16 12 ms against 89 for both passes. They keep [L, L] probabilities, and round them and the scores to bfloat16:
-# SmolLM2's gradient on text was 6.4 % off the float32 one, with torch's kernel 5.7 %.
+# Up to this length plain products are faster than torch's CPU kernel: at 85 positions in bfloat16 12 ms against 89 for
+# both passes. They round the probabilities to bfloat16: SmolLM2's gradient on text was 6.4 % off the float32 one, with
+# torch's kernel 5.7 %.
 SHORT = 128
 
-# Padding inside a bucket, as a share of its positions. Short sequences pay for a call of their own more than
-# for padding.
+# Share of a bucket's positions that may be padding. Short sequences pay more for a call of their own.
 MAX_PADDING = 0.25
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """Sequences of similar length as rows of one SDPA call. Padding comes last in a row, where causality
-    hides it.
+    """Sequences of similar length as rows of one SDPA call. Padding comes last in a row, where causality hides it.
 
-    rows int64 [n·L]: the computed position in every slot; a slot of padding repeats its row's last position.
+    rows int64 [n·L]: the computed position of every slot; padding repeats the last position of its row.
     """
 
     n: int
@@ -53,11 +51,10 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packing:
-    """Where the sequences of a packed batch lie.
+    """Where the sequences of a packed batch lie: cu_seqlens int32 [S+1].
 
-    cu_seqlens int32 [S+1]. For the SDPA kernel alone: ``buckets``, and restore int64, the slot of every computed
-    position among all the slots of all buckets. Computed are all T packed positions, or the fewer of
-    ``prefixes.Distinct``. ``group``: ranks that share the positions; query, key and value are of this rank's then.
+    For the SDPA kernel also ``buckets``, and restore int64, the slot of every computed position among all slots.
+    Computed are all T positions, or the fewer of ``prefixes.Distinct``. ``group``: ranks that share the positions.
     """
 
     kernel: Kernel
@@ -68,6 +65,14 @@ class Packing:
     group: dist.ProcessGroup | None = None
 
 
+class _Scoring(NamedTuple):
+    """The scale of query · key, the positions that a token sees, itself included, and the cap of its scores."""
+
+    scale: float | None
+    window: int | None
+    softcap: float | None
+
+
 def plan_packing(
     lengths: SequenceOf[int],
     device: torch.device,
@@ -75,9 +80,12 @@ def plan_packing(
     distinct: Distinct | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Packing:
-    """Made once per forward pass and shared by all layers. ``lengths``: positions of each sequence, in their
-    order. ``distinct``: the positions that are computed, where that is not all of them; for the SDPA kernel.
-    ``group``: the ranks that share them.
+    """Plan the attention of one forward pass for all layers.
+
+    Args:
+        lengths: positions of each sequence, in their order.
+        distinct: the positions to compute where that is not all of them, for the SDPA kernel.
+        group: the ranks that share the positions.
     """
     starts = list(accumulate(lengths, initial=0))
     cu_seqlens = torch.tensor(starts, dtype=torch.int32).to(device)
@@ -88,21 +96,21 @@ def plan_packing(
     restore = torch.empty(starts[-1], dtype=torch.int64)
     for members in _group_by_length(lengths):
         width = lengths[members[0]]
-        places = torch.arange(width)
+        columns = torch.arange(width)
         rows = []
         for start, length in ((starts[member], lengths[member]) for member in members):
-            rows.append(start + places.clamp(max=length - 1))  # padding repeats the last position
-            restore[start : start + length] = n_slots + places[:length]
+            rows.append(start + columns.clamp(max=length - 1))  # padding repeats the last position
+            restore[start : start + length] = n_slots + columns[:length]
             n_slots += width
         packed = torch.cat(rows)
-        buckets.append(Bucket(len(members), width, (packed if distinct is None else distinct.place[packed]).to(device)))
+        buckets.append(Bucket(len(members), width, (packed if distinct is None else distinct.index[packed]).to(device)))
     if distinct is not None:
         restore = restore[distinct.source]
     return Packing(kernel, cu_seqlens, longest, tuple(buckets), restore.to(device), group)
 
 
 def _group_by_length(lengths: SequenceOf[int]) -> list[list[int]]:
-    """Indices of sequences, longest first in every bucket, with at most MAX_PADDING of a bucket padded."""
+    """Return buckets of indices, longest first in each, with at most MAX_PADDING of a bucket padded."""
     buckets: list[list[int]] = []
     filled = 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -125,77 +133,81 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     packing: Packing,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface. query [1, Hq, T, D], key and value [1, Hk, T, D] → ([1, T, Hq, D],
-    None).
+    """Attend causally within each sequence. This is transformers' attention interface.
 
-    Causal within each sequence, in the window of ``attention_mask``, see ``window_mask``. Dropout is not applied: the
-    ratio of two passes over one policy has to be 1. Raises ConfigError for what the kernel at hand cannot do.
+    Dropout is not applied, because two passes over one policy must agree.
+
+    Args:
+        query: [1, Hq, T, D]; key and value [1, Hk, T, D].
+        attention_mask: of ``window_mask``, whose width is the window.
+
+    Returns:
+        [1, T, Hq, D], and None for the weights.
+
+    Raises:
+        ConfigError: the model needs what the kernel does not support.
     """
-    if attention_mask is not None:
-        if attention_mask.numel():
-            raise ConfigError(f"model: {type(module).__name__} makes a mask of its own, which packed attention ignores")
-        sliding_window = attention_mask.shape[-1]
-    if s_aux is not None:
-        raise ConfigError(f"model: attention sinks are not supported by packed attention ({type(module).__name__})")
-    if softcap is not None and packing.kernel != "flash":
-        raise ConfigError(
-            f"model: {type(module).__name__} caps its scores, which the kernel {packing.kernel!r} cannot do: "
-            "install flash-attn and set model.attention=flash"
-        )
+    scoring = _scoring(type(module).__name__, attention_mask, packing.kernel, options)
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, D]
     if packing.group is not None:
         query, key, value = heads_from_positions(query, key, value, packing.group)
-    if packing.kernel == "sdpa":
-        out = _sdpa(query, key, value, packing, scaling, sliding_window)
-    elif packing.kernel == "flash":
-        out = _flash(query, key, value, packing, scaling, sliding_window, softcap)
-    else:
-        out = _varlen(query, key, value, packing, scaling, sliding_window)
+    attend = {"sdpa": _sdpa, "flash": _flash, "varlen": _varlen}[packing.kernel]
+    out = attend(query, key, value, packing, scoring)
     if packing.group is not None:
         out = positions_from_heads(out, packing.group)
     return out[None], None
 
 
-def _sdpa(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None, window: int | None
-) -> Tensor:
+def _scoring(name: str, mask: Tensor | None, kernel: Kernel, options: dict[str, Any]) -> _Scoring:
+    window, softcap = options.get("sliding_window"), options.get("softcap")
+    if mask is not None:
+        if mask.numel():
+            raise ConfigError(f"model: the attention mask of {name} is not supported by packed attention")
+        window = mask.shape[-1]
+    if options.get("s_aux") is not None:
+        raise ConfigError(f"model: attention sinks are not supported by packed attention ({name})")
+    if softcap is not None and kernel != "flash":
+        raise ConfigError(
+            f"model: {name} caps its scores, which the kernel {kernel!r} does not support. Install flash-attn and set "
+            "model.attention=flash"
+        )
+    return _Scoring(options.get("scaling"), window, softcap)
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scoring: _Scoring) -> Tensor:
     assert packing.restore is not None
     gqa = key.shape[1] != query.shape[1]
     outs = []
     for bucket in packing.buckets:
-        rows = [
+        q, k, v = (
             tensor.index_select(0, bucket.rows).unflatten(0, (bucket.n, bucket.length)).transpose(1, 2)
             for tensor in (query, key, value)
-        ]
-        mask = None if window is None or bucket.length <= window else _seen(bucket.length, window, query.device)
+        )
+        mask = None
+        if scoring.window is not None and bucket.length > scoring.window:
+            mask = _visible(bucket.length, scoring.window, query.device)
         if bucket.length <= SHORT and query.device.type == "cpu":
-            out = _plain(rows[0], rows[1], rows[2], mask, scale)
+            out = _plain(q, k, v, mask, scoring.scale)
         else:
             out = F.scaled_dot_product_attention(
-                rows[0], rows[1], rows[2], attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scoring.scale, enable_gqa=gqa
             )
         outs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outs).index_select(0, packing.restore)
 
 
-def _seen(length: int, window: int, device: torch.device) -> Tensor:
-    """bool [L, L]: the keys that a query sees, itself and those before it in its window."""
+def _visible(length: int, window: int, device: torch.device) -> Tensor:
+    """Return bool [L, L]: the keys that a query sees, itself and those before it in its window."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scale: float | None) -> Tensor:
-    """query [n, Hq, L, D], key [n, Hk, L, D], value [n, Hk, L, E] → [n, Hq, L, E]. ``seen`` None is causal without a
-    window.
-    """
+def _plain(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
+    """query [n, Hq, L, D], key [n, Hk, L, D], value [n, Hk, L, E] → [n, Hq, L, E]. Without ``visible``, causal."""
     n, heads, length, size = query.shape
-    seen = _seen(length, length, query.device) if seen is None else seen
-    hidden = torch.zeros(length, length, dtype=query.dtype, device=query.device).masked_fill_(~seen, -math.inf)
+    visible = _visible(length, length, query.device) if visible is None else visible
+    hidden = torch.zeros(length, length, dtype=query.dtype, device=query.device).masked_fill_(~visible, -math.inf)
     groups, sharing = n * key.shape[1], heads // key.shape[1]  # the query heads that share a key make one product
     stacked = query.reshape(groups, sharing * length, size)
     scores = torch.baddbmm(
@@ -204,44 +216,33 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scale
     return (torch.softmax(scores, -1) @ value.flatten(0, 1)).view(n, heads, length, value.shape[-1])
 
 
-def _window_size(window: int | None) -> tuple[int, int]:
-    """A token sees ``window`` positions, itself included; −1 is no limit."""
-    return (-1 if window is None else window - 1, 0)
+def _window_size(scoring: _Scoring) -> tuple[int, int]:
+    """Return the positions before and after a token that it sees; −1 is no limit."""
+    return (-1 if scoring.window is None else scoring.window - 1, 0)
 
 
-def _flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def _flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scoring: _Scoring) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
-    bounds = (packing.cu_seqlens, packing.cu_seqlens, packing.longest, packing.longest)
     out: Tensor = flash_attn_varlen_func(
         query,
         key,
         value,
-        *bounds,
-        softmax_scale=scale,
+        *(packing.cu_seqlens, packing.cu_seqlens, packing.longest, packing.longest),
+        softmax_scale=scoring.scale,
         causal=True,
-        window_size=_window_size(window),
-        softcap=softcap or 0.0,
+        window_size=_window_size(scoring),
+        softcap=scoring.softcap or 0.0,
     )
     return out
 
 
-def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None, window: int | None
-) -> Tensor:
+def _varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scoring: _Scoring) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     bounds = (packing.cu_seqlens, packing.cu_seqlens, packing.longest, packing.longest)
-    gqa = key.shape[1] != query.shape[1]
-    out = varlen_attn(query, key, value, *bounds, scale=scale, window_size=_window_size(window), enable_gqa=gqa)
+    gqa, window = key.shape[1] != query.shape[1], _window_size(scoring)
+    out = varlen_attn(query, key, value, *bounds, scale=scoring.scale, window_size=window, enable_gqa=gqa)
     assert isinstance(out, Tensor)
     return out
 
@@ -249,10 +250,10 @@ def _varlen(
 def choose_kernel(
     wanted: Literal["auto", "sdpa", "flash", "varlen"], device: torch.device, dtype: torch.dtype
 ) -> Kernel:
-    """The kernel that will run. ``auto``: flash where it is installed, else varlen, on CUDA in half
-    precision; else sdpa.
+    """Return the kernel to run.
 
-    Raises ConfigError when the one asked for cannot run, saying why.
+    ``auto`` is flash where it is installed, else varlen, on CUDA in half precision, and sdpa elsewhere. Raises
+    ConfigError where the one asked for cannot run.
     """
     half_on_cuda = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     has_flash = importlib.util.find_spec("flash_attn") is not None
@@ -261,19 +262,17 @@ def choose_kernel(
     if wanted != "sdpa" and not half_on_cuda:
         raise ConfigError(
             f"model.attention: {wanted!r} needs CUDA and bfloat16 or float16, got {device.type} and "
-            f"{str(dtype).removeprefix('torch.')}; use sdpa or auto"
+            f"{str(dtype).removeprefix('torch.')}. Use sdpa or auto"
         )
     if wanted == "flash" and not has_flash:
-        raise ConfigError(
-            "model.attention: 'flash' needs the package flash-attn; pip install flash-attn, or use varlen"
-        )
+        raise ConfigError("model.attention: 'flash' requires the package flash-attn. Install it, or use varlen")
     return wanted
 
 
 def window_mask(*, config: Any, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> Tensor | None:
-    """transformers' mask interface. Return an empty [1, 1, 0, window] for layers with a sliding window, else None.
+    """Return an empty [1, 1, 0, window] for layers with a sliding window, else None. This is transformers' interface.
 
-    Some models (Qwen2-MoE, PhiMoE) have their window in the mask alone and do not name it to the attention function.
+    Some models (Qwen2-MoE, PhiMoE) have their window in the mask only and do not pass it to the attention function.
     Raises ConfigError for masks that are more than causal with a window.
     """
     is_read_by_model = local_size is not None and config.model_type == "doge"
@@ -283,7 +282,7 @@ def window_mask(*, config: Any, local_size: int | None = None, use_vmap: bool = 
 
 
 def register_packed_attention(function: Callable[..., Any] = packed_attention) -> None:
-    """Make ``PACKED_ATTENTION`` known to transformers. Called where a model is loaded, not on import."""
+    """Register ``PACKED_ATTENTION`` with transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(PACKED_ATTENTION, function)

@@ -1,4 +1,4 @@
-"""How long the sequences may be that a model is trained on."""
+"""Check the length of sequences against what a model supports."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ def check_lengths(config: Config, source: str | Path, *, download: bool) -> None
 
     Args:
         source: the policy, a folder or a name on the hub.
-        download: whether a configuration that is not on this machine may be fetched; else its model is passed over.
+        download: whether a configuration may be downloaded; without it, only local models are checked.
 
     Raises:
-        ConfigError: they are longer than a model takes, or than sliding windows of it that the engine ignores, or its
-            configuration cannot be read.
+        ConfigError: they are longer than a model or the engine supports, or a configuration cannot be read.
     """
     critic = None if config.critic is None else config.critic.path
     models = {"model.path": source, "loss.reference": config.loss.reference, "critic.path": critic}
@@ -31,23 +30,18 @@ def check_lengths(config: Config, source: str | Path, *, download: bool) -> None
 
 
 def check_length(key: str, path: str | Path, model: ModelConfig, longest: int, setting: str) -> None:
-    """Check sequences of ``longest`` tokens against the model that ``key`` names. ``setting`` begins the message.
-
-    Raises:
-        ConfigError: they are longer than the model takes, or its configuration cannot be read.
-    """
+    """Raise ConfigError where ``longest`` tokens are more than the model of ``key`` takes, or it cannot be read."""
     config = _load_config(key, path, model)
     fixed, covered = fixed_frequencies(config), _covered(config)
     if fixed is not None and longest > fixed.longest:
         raise ConfigError(
-            f"{setting} must be at most {fixed.longest} tokens, got {longest}: beyond, the RoPE frequencies of "
-            f"{key}={path} ({fixed.rope_type}) follow the longest sequence of a batch, which would change the "
-            "log-probs of the others"
+            f"{setting} must be at most {fixed.longest} tokens, got {longest}: beyond that the RoPE frequencies of "
+            f"{key}={path} ({fixed.rope_type}) depend on the longest sequence of a batch"
         )
     if covered is not None and longest > covered:
         raise ConfigError(
-            f"{setting} must be at most {covered} tokens, got {longest}: {key}={path} takes no more positions "
-            "(max_position_embeddings); RoPE scaling in its config.json extends them"
+            f"{setting} must be at most {covered} tokens, got {longest}: the max_position_embeddings of {key}={path}. "
+            "RoPE scaling in its config.json extends them"
         )
 
 
@@ -66,14 +60,13 @@ def _check_windows(config: Config, model: Any) -> None:
     mixed = model.model_type == "qwen2_moe" and len(set(model.layer_types)) > 1
     if mixed and config.longest_sequence > model.sliding_window:
         raise ConfigError(
-            f"rollout.engine: {config.rollout.engine} is not supported with {config.model.path}: vLLM ignores its "
-            f"sliding window of {model.sliding_window} tokens, and prompt and response take up to "
-            f"{config.longest_sequence}. Set rollout.engine=hf"
+            f"rollout.engine: {config.rollout.engine} is not supported with {config.model.path} beyond its sliding "
+            f"window of {model.sliding_window} tokens, which vLLM ignores. Set rollout.engine=hf"
         )
 
 
 def _covered(config: Any) -> int | None:
-    """The positions that a model of transformers takes, with what linear and YaRN scaling add; None for no limit."""
+    """Return how many positions a model takes, with linear and YaRN scaling; None without a limit."""
     text = config.get_text_config(decoder=True)
     positions: int | None = getattr(text, "max_position_embeddings", None)
     if positions is None:

@@ -1,23 +1,23 @@
-"""The policy: a transformers causal language model, run over packed sequences down to its hidden states.
+"""The policy: a transformers causal language model that runs over packed sequences and returns hidden states.
 
-The logits are never made here. ``Policy.head`` is what `dapo_kernels` needs to do its part from the hidden
-states.
+It never computes logits: `dapo_kernels` takes the hidden states and ``Policy.head``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from dapo_kernels import LoraFactors
-from dapo_kernels.integrations.heads import lora_of
+from dapo_kernels.integrations.heads import LogitRule, lora_of
+from dapo_kernels.integrations.probe import check_logits, is_causal, is_packable
 from dapo_runner.config import ConfigError, ModelConfig
 from dapo_runner.parallel.sharding import Root, fill, shard
 from dapo_runner.parallel.ulysses import own_positions
@@ -37,7 +37,7 @@ from dapo_runner.policy.value_head import add_value_head, is_of_value_head
 from dapo_runner.types import PackedBatch
 
 T = TypeVar("T")
-Heads = Literal["tokens", "both", "values"]  # which of a model train: of a policy, one with a critic in it, a critic
+Role = Literal["policy", "shared", "critic", "reference"]  # shared: a policy with the critic's value head on it
 ALIGNED = 64  # bytes, as torch aligns what it allocates
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -53,10 +53,10 @@ class Head(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Policy:
-    """A model with packed attention, and the tokenizer it belongs to. ``compute`` is the dtype that it runs in.
+    """A model with packed attention and its tokenizer.
 
-    Where its weights are sharded, it has a ``root``, and runs inside of ``run`` only. With ``routing`` it goes to the
-    experts that a batch names.
+    ``compute`` is the dtype that it runs in. Where its weights are sharded it has a ``root`` and runs inside of ``run``
+    only. With ``routing`` it replays the experts that a batch names.
     """
 
     model: Any  # transformers.PreTrainedModel
@@ -68,7 +68,7 @@ class Policy:
     routing: Routing | None = None
 
     def run(self, work: Callable[[], T]) -> T:
-        """What ``work`` gives where the weights are whole. Collective: every rank runs equally often."""
+        """Run ``work`` where the weights are whole. Collective: every rank calls it equally often."""
         return work() if self.root is None else self.root(work)
 
     @property
@@ -92,21 +92,36 @@ class Policy:
         return self.model.get_output_embeddings()
 
     def hidden_states(self, batch: PackedBatch) -> Tensor:
-        """What the head is applied to: [T, H] in the model's dtype, or [T/W, H] where W ranks share the positions.
-        ``batch`` may lie on any device.
-        """
+        """Return the last hidden states [T, H], or [T/W, H] where W ranks share the positions, in the model's dtype."""
         if self.routing is not None:
             self.routing.follow(None if batch.experts is None else batch.experts.to(self.device))
-        return self._body(batch.input_ids, batch.position_ids, batch.lengths, self.world.sequence_group)
+        return self.run_body(batch.input_ids, batch.position_ids, batch.lengths, self.world.sequence_group)
+
+    def run_body(
+        self, input_ids: Tensor, position_ids: Tensor, lengths: list[int], group: dist.ProcessGroup | None = None
+    ) -> Tensor:
+        """Run the model without its head. input_ids, position_ids int64 [T] on any device."""
+        # flash-attn's and torch's varlen kernels, and ranks that share positions, need every sequence in full.
+        distinct = find_shared(input_ids.cpu(), lengths) if self.kernel == "sdpa" and group is None else None
+        if distinct is not None:
+            source = distinct.source.to(input_ids.device)
+            input_ids, position_ids = input_ids[source], position_ids[source]
+        # use_cache=False is needed: with a cache, transformers lets packed sequences see each other.
+        output = self.model.base_model(
+            input_ids=own_positions(input_ids, group).to(self.device)[None],
+            position_ids=own_positions(position_ids, group).to(self.device)[None],
+            use_cache=False,
+            packing=plan_packing(lengths, self.device, self.kernel, distinct, group),
+        )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden if distinct is None else hidden.index_select(0, distinct.index.to(self.device))
 
     def chosen_experts(self) -> Tensor | None:
-        """Of the last pass, as ``PackedBatch.experts``; None without routing replay."""
+        """Return the experts of the last pass, as ``PackedBatch.experts``; None without routing replay."""
         return None if self.routing is None else self.routing.chosen()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the model once, whole and with adapters merged in, for an engine's ``update_weights``.
-        Collective, and one parameter at a time.
-        """
+        """Yield every tensor of the model, whole and with adapters merged in, without the value head. Collective."""
         return (pair for pair in merged_weights(self.model, self.compute) if not is_of_value_head(pair[0]))
 
     def save_settings(self, folder: Path) -> None:
@@ -116,27 +131,9 @@ class Policy:
         self.model.config.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
-    def _body(
-        self, input_ids: Tensor, position_ids: Tensor, lengths: list[int], group: dist.ProcessGroup | None = None
-    ) -> Tensor:
-        # The kernels of flash-attn and torch's varlen want every sequence laid out in full, as do ranks that share it.
-        distinct = find_shared(input_ids.cpu(), lengths) if self.kernel == "sdpa" and group is None else None
-        if distinct is not None:
-            source = distinct.source.to(input_ids.device)
-            input_ids, position_ids = input_ids[source], position_ids[source]
-        # use_cache=False is not only thrift: with a cache, transformers lets packed sequences see each other.
-        output = self.model.base_model(
-            input_ids=own_positions(input_ids, group).to(self.device)[None],
-            position_ids=own_positions(position_ids, group).to(self.device)[None],
-            use_cache=False,
-            packing=plan_packing(lengths, self.device, self.kernel, distinct, group),
-        )
-        hidden: Tensor = output.last_hidden_state[0]
-        return hidden if distinct is None else hidden.index_select(0, distinct.place.to(self.device))
-
 
 def resolve_device(name: str, key: str = "run.device") -> torch.device:
-    """``auto``: CUDA where there is one, else the CPU. Raises ConfigError when the device of ``key`` is not there."""
+    """Return a device by name; ``auto`` is CUDA where there is one, else the CPU. Raises ConfigError."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -154,15 +151,21 @@ def resolve_device(name: str, key: str = "run.device") -> torch.device:
 def load_model(
     path: str | Path, config: ModelConfig, device: torch.device, attention: str, dtype: torch.dtype | None = None
 ) -> Any:
-    """A transformers causal language model in eval mode, from safetensors, running no code from the model's
-    folder unless `model.trust_remote_code` says so. ``dtype``: None for `model.dtype`. On the meta device its shapes
-    alone are made. Raises ConfigError when there is no such model.
+    """Load a transformers causal language model in eval mode from safetensors.
+
+    Code of the model's folder runs with `model.trust_remote_code` only. On the meta device no weights are read.
+
+    Args:
+        dtype: None for `model.dtype`.
+
+    Raises:
+        ConfigError: there is no such model.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     loading = {"dtype": dtype or DTYPES[config.dtype], "attn_implementation": attention}
     trust = {"trust_remote_code": config.trust_remote_code}
-    try:
+    with _loading("a model", path):
         if device.type == "meta":
             with device:
                 model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, **trust), **loading, **trust)
@@ -170,18 +173,26 @@ def load_model(
                 model.generation_config = GenerationConfig.from_pretrained(path)
         else:
             model = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, **loading, **trust)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: cannot load a model from {str(path)!r}: {_first_line(error)}") from error
     for module in model.modules():
         if isinstance(module, nn.Dropout):
-            module.p = 0.0  # two passes over one policy must give one answer, in train mode (checkpointing) too
+            module.p = 0.0  # two passes over one policy must agree, in train mode (checkpointing) too
     return _in_own_memory(model.to(device)).eval()
+
+
+@contextmanager
+def _loading(what: str, path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"model.path: cannot load {what} from {str(path)!r}: {reason}") from error
 
 
 @torch.no_grad()
 def _in_own_memory(model: Any) -> Any:
-    """Where a file's memory holds the weights, copy them: how they lie there depends on the length of its header, and
-    by that a matrix product on a CPU chooses how it rounds. A resumed run reads another file than the first one.
+    """Copy weights that lie in a file's memory, where their alignment depends on the length of the file's header.
+
+    A matrix product on a CPU rounds by it, and a resumed run reads another file than the first one.
     """
     for parameter in model.parameters():
         if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNED:
@@ -190,13 +201,11 @@ def _in_own_memory(model: Any) -> Any:
 
 
 def load_tokenizer(path: str | Path, config: ModelConfig) -> Any:
-    """The tokenizer of a model folder. Raises ConfigError when there is none."""
+    """Load the tokenizer of a model folder. Raises ConfigError when there is none."""
     from transformers import AutoTokenizer
 
-    try:
+    with _loading("a tokenizer", path):
         return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: cannot load a tokenizer from {str(path)!r}: {_first_line(error)}") from error
 
 
 def load_policy(
@@ -206,182 +215,134 @@ def load_policy(
     seed: int = 0,
     world: World = SINGLE_PROCESS,
     routing_replay: bool = False,
-    heads: Heads = "tokens",
+    role: Role = "policy",
 ) -> Policy:
-    """The model to train, checked by ``check_policy``. ``seed`` draws the adapters, where there are any. Sharded over
-    the ``world``, where that has several ranks: rank 0 reads the files. A value head is a new one.
+    """Load a model with packed attention and check its architecture with ``check_policy``.
 
-    Raises ConfigError for a model that cannot be trained packed, or whose routing cannot be replayed.
+    On several ranks, rank 0 reads the files and the weights are sharded. ``seed`` draws adapters. A value head is new.
+
+    Raises:
+        ConfigError: the model cannot be loaded or trained packed, or its routing cannot be replayed.
     """
-    return _load_policy(path, config, device, seed, world, routing_replay, trained=True, heads=heads)
+    compute = DTYPES[config.dtype]
+    kernel = choose_kernel(config.attention, device, compute)
+    if world.is_single_process:
+        model, root = _build(path, config, device, seed, compute, role), None
+        _prepare(model, config, _blocks(model))
+    else:
+        model, root = load_shards(path, config, seed, world, role)
+        cpu, dtype = torch.device("cpu"), _shard_dtype(config, role)
+        fill(model, world.run_on_rank0(lambda: _build(path, config, cpu, seed, dtype, role)), device)
+    routing = Routing(model) if routing_replay else None
+    policy = Policy(model, load_tokenizer(path, config), kernel, compute, world, root, routing)
+    policy.run(lambda: check_policy(policy))
+    return policy
 
 
 def load_reference(
     path: str | Path, config: ModelConfig, device: torch.device, world: World = SINGLE_PROCESS
 ) -> Policy:
-    """A model that is only asked for log-probs: what a KL penalty refers to. Raises ConfigError."""
+    """Load the model that a KL penalty or a preference loss refers to. It does not train. Raises ConfigError."""
     config = config.model_copy(update={"lora": None, "gradient_checkpointing": False})
-    return _load_policy(path, config, device, 0, world, False, trained=False)
+    return load_policy(path, config, device, world=world, role="reference")
 
 
 def load_critic(path: str | Path, config: ModelConfig, device: torch.device, world: World = SINGLE_PROCESS) -> Policy:
-    """A model with a new value head. All of it trains, but not its head for tokens. Raises ConfigError."""
-    return load_policy(path, config.model_copy(update={"lora": None}), device, world=world, heads="values")
-
-
-def _load_policy(
-    path: str | Path,
-    config: ModelConfig,
-    device: torch.device,
-    seed: int,
-    world: World,
-    routing_replay: bool,
-    *,
-    trained: bool,
-    heads: Heads = "tokens",
-) -> Policy:
-    compute = DTYPES[config.dtype]
-    kernel = choose_kernel(config.attention, device, compute)
-    if world.is_single_process:
-        model = _load(path, config, device, seed, compute, trained, heads)
-        _prepare(model, config, _blocks(model))
-        policy = Policy(model, load_tokenizer(path, config), kernel, compute)
-    else:
-        model, root = load_shards(path, config, seed, world, trained=trained, heads=heads)
-        cpu, dtype = torch.device("cpu"), _shard_dtype(config, trained)
-        fill(model, world.run_on_rank0(lambda: _load(path, config, cpu, seed, dtype, trained, heads)), device)
-        policy = Policy(model, load_tokenizer(path, config), kernel, compute, world, root)
-    if routing_replay:
-        policy = replace(policy, routing=Routing(model))
-    policy.run(lambda: check_policy(policy))
-    return policy
+    """Load a model with a new value head; its output head does not train. Raises ConfigError."""
+    return load_policy(path, config.model_copy(update={"lora": None}), device, world=world, role="critic")
 
 
 def load_shards(
-    path: str | Path, config: ModelConfig, seed: int, world: World, *, trained: bool = True, heads: Heads = "tokens"
+    path: str | Path, config: ModelConfig, seed: int, world: World, role: Role = "policy"
 ) -> tuple[Any, Root]:
-    """The model of a sharded policy and its root, ready for ``fill``: on the meta device, no weights are read. Raises
-    ConfigError.
-    """
-    model = _load(path, config, torch.device("meta"), seed, _shard_dtype(config, trained), trained, heads)
+    """Build a sharded model on the meta device, for ``fill``. No weights are read. Raises ConfigError."""
+    model = _build(path, config, torch.device("meta"), seed, _shard_dtype(config, role), role)
     blocks = _blocks(model)
     check_sequence_parallel(model, world)
     _prepare(model, config, blocks)
     return model, shard(model, blocks, world, DTYPES[config.dtype])
 
 
-def _shard_dtype(config: ModelConfig, trained: bool) -> torch.dtype:
-    """Of the model's own weights: what trains is float32."""
-    return torch.float32 if trained and config.lora is None else DTYPES[config.dtype]
+def _shard_dtype(config: ModelConfig, role: Role) -> torch.dtype:
+    """Return the dtype of the model's own weights: float32 where they train."""
+    return torch.float32 if role != "reference" and config.lora is None else DTYPES[config.dtype]
 
 
-def _load(
-    path: str | Path,
-    config: ModelConfig,
-    place: torch.device,
-    seed: int,
-    dtype: torch.dtype,
-    trained: bool,
-    heads: Heads,
+def _build(
+    path: str | Path, config: ModelConfig, device: torch.device, seed: int, dtype: torch.dtype, role: Role
 ) -> Any:
+    """Load a model, add adapters and a value head, and set which weights train."""
     register_packed_attention()
-    model = load_model(path, config, place, PACKED_ATTENTION, dtype)
+    model = load_model(path, config, device, PACKED_ATTENTION, dtype)
     if config.lora is not None:
         add_adapters(model, config.lora, seed)
-    if heads != "tokens":
-        add_value_head(model, place, dtype)
-    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    if heads == "values" and not tied:
+    if role in ("critic", "shared"):
+        add_value_head(model, device, dtype)
+    if role == "critic" and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         model.get_output_embeddings().requires_grad_(False)
-    if not trained:
+    if role == "reference":
         model.requires_grad_(False)
     return model
 
 
 def _blocks(model: Any) -> list[nn.Module]:
-    """The layers of a model, as transformers names them."""
+    """Return the layers of a model, as transformers names them."""
     return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
 
 
 def _prepare(model: Any, config: ModelConfig, blocks: list[nn.Module]) -> None:
+    """Turn on gradient checkpointing and compile the layers, where the configuration says so."""
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # transformers recomputes in train mode only
     if config.compile:
-        _compile_layers(model, blocks)
-
-
-def _compile_layers(model: Any, blocks: list[nn.Module]) -> None:
-    """Norms, rotations, activations and residual sums of a layer become few passes over memory, with fewer roundings
-    between them. All layers share one compilation, for any number of positions; attention stays as it is.
-    """
-    if not blocks:
-        raise ConfigError(f"model.compile: transformers names no layers of {type(model).__name__}; leave it off")
-    register_packed_attention(torch.compiler.disable(packed_attention))
-    for block in blocks:
-        block.compile(dynamic=True)
+        if not blocks:
+            raise ConfigError(f"model.compile: transformers names no layers of {type(model).__name__}; leave it off")
+        # All layers share one compilation, for any number of positions; attention stays as it is.
+        register_packed_attention(torch.compiler.disable(packed_attention))
+        for block in blocks:
+            block.compile(dynamic=True)
 
 
 def check_sequence_parallel(model: Any, world: World) -> None:
-    """Raises ConfigError where a model's heads cannot be divided among the ranks that share positions."""
+    """Raise ConfigError where attention heads cannot be divided among the ranks that share positions."""
     heads = model.config.get_text_config(decoder=True).num_attention_heads
     if heads % world.layout.sequence:
         raise ConfigError(
-            f"parallel.sequence: expected a divisor of the {heads} attention heads of {type(model).__name__}, which "
-            f"are divided among the ranks that share a sequence, got {world.layout.sequence}"
+            f"parallel.sequence: expected a divisor of the {heads} attention heads of {type(model).__name__}, "
+            f"got {world.layout.sequence}"
         )
 
 
 @torch.no_grad()
 def check_policy(policy: Policy) -> None:
-    """See that this architecture means what we take it to mean, on two short sequences.
+    """Run a few tokens and check what packing, shared prefixes and the loss assume of an architecture.
 
-    Packed sequences must not see each other (state-space layers do), and the model's logits must be our head
-    over our hidden states (some models scale them). Raises ConfigError naming what differs.
+    Raises ConfigError: packed sequences see each other, as in state-space layers, tokens see later ones, or the logits
+    are not the output head over the last hidden states, as where a model scales them.
     """
-    vocab_size = policy.model.config.get_text_config(decoder=True).vocab_size
-    generator = torch.Generator().manual_seed(0)
-    first, other, second = (torch.randint(vocab_size, (n,), generator=generator) for n in (5, 5, 9))
-    positions = torch.cat([torch.arange(5), torch.arange(9)])
-    packed = policy._body(torch.cat([first, second]), positions, [5, 9])
-    beside_other = policy._body(torch.cat([other, second]), positions, [5, 9])
-    alone = policy._body(second, positions[5:], [9])
-    twice = torch.cat([first, second, first, other])  # as the responses of a group begin
-    group = policy._body(twice, torch.cat([torch.arange(14), torch.arange(10)]), [14, 10])
-    name = type(policy.model).__name__
-    # The first comparison is the sharp one: in bfloat16 a leak can be smaller than the rounding between two
-    # shapes, but here the shapes are equal, and only expert layers, whose matmuls depend on the routing,
-    # round differently at all.
-    sharp = max(torch.finfo(packed.dtype).eps / 8, 2e-6)
-    if not _close(packed[5:], beside_other[5:], sharp) or not _close(packed[5:], alone):
+    name, config = type(policy.model).__name__, policy.model.config
+    vocab_size = config.get_text_config(decoder=True).vocab_size
+
+    def hidden_of(ids: Tensor, lengths: list[int]) -> Tensor:
+        return policy.run_body(ids, torch.cat([torch.arange(n) for n in lengths]), lengths)
+
+    if not is_packable(hidden_of, vocab_size):
         raise ConfigError(f"model: {name} cannot be trained on packed sequences, because they see each other")
-    apart = [policy._body(twice[:14], torch.arange(14), [14]), policy._body(twice[14:], torch.arange(10), [10])]
-    if not _close(group, torch.cat(apart)):
-        raise ConfigError(f"model: {name} cannot be trained on packed sequences, because equal beginnings differ")
-    head = policy.head
-    ours = nn.functional.linear(alone, head.weight, head.bias)
-    if head.softcap is not None:
-        ours = head.softcap * torch.tanh(ours / head.softcap)
-    theirs = policy.model(
-        input_ids=second.to(policy.device)[None],
-        use_cache=False,
-        packing=plan_packing([9], policy.device, policy.kernel),
-    ).logits[0]
-    if not _close(ours, theirs):
-        raise ConfigError(
-            f"model: the logits of {name} are not its output head over its last hidden states "
-            f"(they differ by {float((ours - theirs).abs().max()):.2g}); models that scale their logits "
-            "are not supported"
-        )
+    if not is_causal(hidden_of, vocab_size):
+        raise ConfigError(f"model: {name} cannot be trained on shared prefixes, because tokens see later ones")
+    ids = torch.arange(9) % vocab_size
+
+    def logits() -> Tensor:
+        packing = plan_packing([len(ids)], policy.device, policy.kernel)
+        out = policy.model(input_ids=ids.to(policy.device)[None], use_cache=False, packing=packing)
+        return cast(Tensor, out.logits[0])
+
+    try:
+        if LogitRule.of(config, 1.0) != LogitRule(policy.head.softcap, 1.0):
+            raise ValueError(f"{name} scales its logits")
+        check_logits(policy.model, hidden_of(ids, [len(ids)]), logits)
+    except ValueError as error:
+        raise ConfigError(f"model: {error}, which is not supported") from error
     if policy.routing is not None:
-        policy.routing.check(lambda: policy._body(second, positions[5:], [9]), n_positions=9)
-
-
-def _close(one: Tensor, other: Tensor, tolerance: float | None = None) -> bool:
-    """Equal up to ``tolerance``, by default rounding, as a share of the largest entry."""
-    share = 64 * torch.finfo(one.dtype).eps if tolerance is None else tolerance
-    return bool((one - other).abs().max() <= share * other.abs().max())
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+        policy.routing.check(lambda: hidden_of(ids, [len(ids)]), n_positions=len(ids))

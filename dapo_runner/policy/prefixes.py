@@ -1,6 +1,6 @@
-"""Prefixes that several sequences of a batch begin with: the responses of a group share their prompt.
+"""Find prefixes that sequences of a batch share, as the responses of a group share their prompt.
 
-A causal model has the same hidden states for them all, so they are computed once and handed to every sequence.
+A causal model has the same hidden states for all of them, so they are computed once.
 
 Legend: T packed positions, U distinct ones.
 """
@@ -14,28 +14,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Taking positions apart and together again is not worth it for less than this share of them.
+# Below this share of shared positions, gathering them costs more than computing them twice.
 LEAST_SHARED = 0.03
 
 
 class Distinct(NamedTuple):
-    """source int64 [U]: the packed position that each distinct one is read from. place int64 [T]: the distinct
-    position that stands for each packed one.
+    """Which positions to compute: ``source`` int64 [U], the packed position of each distinct one, and ``index`` int64
+    [T], the distinct position of each packed one.
     """
 
     source: Tensor
-    place: Tensor
+    index: Tensor
 
 
 def find_shared(input_ids: Tensor, lengths: SequenceOf[int]) -> Distinct | None:
-    """The distinct positions of packed sequences, None where too few are shared. input_ids int64 [T] on the CPU.
+    """Return the distinct positions of packed sequences, None where too few are shared. input_ids int64 [T], CPU.
 
-    Two positions are one when everything up to them is equal, token for token.
+    Two positions are one where all tokens up to them are equal.
     """
     tokens = input_ids.tolist()
     bounds = list(pairwise(accumulate(lengths, initial=0)))
     source: list[int] = []
-    place = [0] * len(tokens)
+    index = [0] * len(tokens)
     before: list[int] = []
     before_start = 0
     # In the order of their tokens, no earlier sequence shares more of a sequence's beginning than the one before it.
@@ -43,16 +43,16 @@ def find_shared(input_ids: Tensor, lengths: SequenceOf[int]) -> Distinct | None:
         row = tokens[start:end]
         n_shared = _common(before, row)
         own = start + n_shared
-        place[start:own] = place[before_start : before_start + n_shared]
-        place[own:end] = range(len(source), len(source) + end - own)
+        index[start:own] = index[before_start : before_start + n_shared]
+        index[own:end] = range(len(source), len(source) + end - own)
         source += range(own, end)
         before, before_start = row, start
     if len(tokens) - len(source) <= LEAST_SHARED * len(tokens):
         return None
-    return Distinct(torch.tensor(source), torch.tensor(place))
+    return Distinct(torch.tensor(source), torch.tensor(index))
 
 
 def _common(one: SequenceOf[int], other: SequenceOf[int]) -> int:
-    """Length of the common prefix."""
+    """Return the length of the common prefix."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

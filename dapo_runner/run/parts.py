@@ -44,7 +44,7 @@ def open_learner(
     source = start if checkpoint is None or config.model.lora is not None else checkpoint.model
     shared = config.critic is not None and config.critic.share_trunk
     replay, seed = config.loss.routing_replay, config.run.seed
-    policy = load_policy(source, config.model, device, seed, world, replay, "both" if shared else "tokens")
+    policy = load_policy(source, config.model, device, seed, world, replay, "shared" if shared else "policy")
     own_reference = config.model.lora is not None and config.loss.reference is None
     reference, critic = None, policy if shared else None
     if uses_reference(config) and not own_reference:

@@ -36,7 +36,7 @@ def earning(sequences: list[Sequence]) -> list[Sequence]:
 def make_learner(folder: Path, **sections: Any) -> TokenLearner:
     config = make_config(**{"optimizer": OPTIMIZER} | sections)
     shared = config.critic is not None and config.critic.share_trunk
-    policy = load_policy(folder, FLOAT32, CPU, heads="both" if shared else "tokens")
+    policy = load_policy(folder, FLOAT32, CPU, role="shared" if shared else "policy")
     critic = policy if shared else None
     if config.critic is not None and not shared:
         critic = load_critic(folder, FLOAT32, CPU)

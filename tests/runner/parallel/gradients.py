@@ -40,7 +40,9 @@ def open_case(config: Config) -> World:
 def make_learner(path: str, config: Config, world: World) -> Learner:
     """With a reference and a critic where the configuration wants them; the reference is not where the policy is."""
     cpu, shared = torch.device("cpu"), config.critic is not None and config.critic.share_trunk
-    policy = load_policy(path, config.model, cpu, 5, world, config.loss.routing_replay, "both" if shared else "tokens")
+    policy = load_policy(
+        path, config.model, cpu, 5, world, config.loss.routing_replay, "shared" if shared else "policy"
+    )
     reference = critic = None
     if uses_reference(config) and config.model.lora is None:
         reference = load_reference(path, config.model, cpu, world)

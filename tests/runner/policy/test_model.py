@@ -180,7 +180,7 @@ def test_dropout_of_a_model_is_off_even_in_train_mode(tmp_path: Path, monkeypatc
             MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, bos_token_id=1, eos_token_id=2),
             "see each other",
         ),
-        (CohereConfig(**SIZES), "not its output head"),
+        (CohereConfig(**SIZES), "scales its logits"),
         (Gemma2Config(**SIZES, head_dim=8), "caps its scores"),
         (Llama4TextConfig(**SIZES, attention_chunk_size=4), "llama4_text"),
         (DogeConfig(**SIZES), "DogeAttention"),
