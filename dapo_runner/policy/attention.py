@@ -103,7 +103,9 @@ def plan_packing(
             restore[start : start + length] = n_slots + columns[:length]
             n_slots += width
         packed = torch.cat(rows)
-        buckets.append(Bucket(len(members), width, (packed if distinct is None else distinct.index[packed]).to(device)))
+        buckets.append(
+            Bucket(len(members), width, (packed if distinct is None else distinct.inverse[packed]).to(device))
+        )
     if distinct is not None:
         restore = restore[distinct.source]
     return Packing(kernel, cu_seqlens, longest, tuple(buckets), restore.to(device), group)

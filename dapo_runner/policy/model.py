@@ -114,7 +114,7 @@ class Policy:
             packing=plan_packing(lengths, self.device, self.kernel, distinct, group),
         )
         hidden: Tensor = output.last_hidden_state[0]
-        return hidden if distinct is None else hidden.index_select(0, distinct.index.to(self.device))
+        return hidden if distinct is None else hidden.index_select(0, distinct.inverse.to(self.device))
 
     def chosen_experts(self) -> Tensor | None:
         """Return the experts of the last pass, as ``PackedBatch.experts``; None without routing replay."""

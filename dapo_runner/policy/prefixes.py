@@ -19,12 +19,12 @@ LEAST_SHARED = 0.03
 
 
 class Distinct(NamedTuple):
-    """Which positions to compute: ``source`` int64 [U], the packed position of each distinct one, and ``index`` int64
+    """Which positions to compute: ``source`` int64 [U], the packed position of each distinct one, and ``inverse`` int64
     [T], the distinct position of each packed one.
     """
 
     source: Tensor
-    index: Tensor
+    inverse: Tensor
 
 
 def find_shared(input_ids: Tensor, lengths: SequenceOf[int]) -> Distinct | None:

@@ -23,7 +23,7 @@ def test_one_position_for_each_distinct_prefix(rows: list[list[int]]) -> None:
         assert len(heads) - len(set(heads)) <= prefixes.LEAST_SHARED * len(heads)
         return
     assert len(found.source) == len(set(heads))
-    assert [heads[found.source[index]] for index in found.index] == heads
+    assert [heads[found.source[index]] for index in found.inverse] == heads
 
 
 @pytest.mark.parametrize(("n_shared", "worth_it"), [(1, False), (40, True)])
