@@ -39,8 +39,8 @@ class StudyConfig(Section):
     runs: Name | None = None  # another study, whose runs these are too: none is made again
     seeds: list[NonNegativeInt] = Field(min_length=1)
     overrides: dict[str, Any] = {}  # of the base, for every variant
-    # A tiny model is made by each run for itself, once for all variants of a seed (as the base makes it), or once.
-    start: Literal["each", "per_seed", "one"] = "each"
+    # A tiny model is made by each run for itself, or once for all variants of a seed (as the base makes it).
+    start: Literal["each", "per_seed"] = "each"
     variants: list[VariantConfig] = Field(min_length=1)
     figures: list[FigureConfig] = []
     entropy_fit: list[Name] = []  # variants that accuracy is fitted to entropy of: arXiv 2505.22617, eq. 1

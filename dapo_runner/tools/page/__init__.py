@@ -1,3 +1,1 @@
-"""A run in the browser: its curves and its rollouts, token by token, in one file (`dapo report --html`) or served as it
-grows (`dapo watch`).
-"""
+"""Runs in the browser: one file (`dapo report --html`), or served as it grows (`dapo watch`)."""

@@ -1,4 +1,4 @@
-"""The page in one file: what it shows lies in it, and it asks no network for anything.
+"""The page of runs in one file: curves, and rollouts token by token. It asks no network for anything.
 
 Model output may be hostile. It enters the file as base64 of the compressed rollouts and the text of the page only as
 text of elements; a policy in the file's head lets no script run but the two that are its own.
@@ -9,15 +9,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from dapo_runner.errors import ConfigError
+from dapo_runner.files import atomic_write
+from dapo_runner.logging.curves import read_curves
+from dapo_runner.logging.metric_table import panels_of
 from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.logging.rollout_log import ROLLOUTS, saved_steps
-from dapo_runner.tools.page.contents import contents
 
 HTML_FILE = "report.html"
 HTML_EXTRA = "pip install 'dapo-kernels[html]'"
@@ -25,8 +29,8 @@ MB = 10**6
 
 
 def write_page(runs: Sequence[Path], out: Path | None = None, max_mb: float = 50.0) -> Path:
-    """The page of ``runs`` in ``out`` (default: `report.html` in the first one's folder), with rollouts of at most
-    ``max_mb``. Returns where it lies. Raises FileNotFoundError without a log, ConfigError without plotly.
+    """Write the page of ``runs`` to ``out`` (default: `report.html` in the first one's folder), with rollouts of at
+    most ``max_mb``. Returns its path. Raises FileNotFoundError without a log, ConfigError without plotly.
     """
     for run in runs:
         if not (run / METRICS_FILE).is_file():
@@ -38,16 +42,40 @@ def write_page(runs: Sequence[Path], out: Path | None = None, max_mb: float = 50
         shown["rollouts"] = {step: base64.b64encode(steps[step].read_bytes()).decode() for step in chosen}
         shown |= {"steps": chosen, "kept": len(steps)}
     out = out or runs[0] / HTML_FILE
-    unfinished = out.with_name(out.name + ".unfinished")
-    unfinished.write_text(render(data), encoding="utf-8")
-    unfinished.replace(out)
+    atomic_write(out, render(data))
     return out
 
 
+def contents(runs: Sequence[Path]) -> dict[str, Any]:
+    """Return, as JSON has it, the panels and of each run its name, its curves and the steps whose rollouts are kept."""
+    curves = [_curves(run) for run in runs]
+    panels = dict.fromkeys(panel for keys in curves for panel in panels_of(keys))
+    return {
+        "panels": [asdict(panel) for panel in panels],
+        "runs": [
+            {"name": name, "curves": found, "steps": list(saved_steps(run / ROLLOUTS))}
+            for name, run, found in zip(_names(runs), runs, curves, strict=True)
+        ],
+    }
+
+
+def _names(runs: Sequence[Path]) -> list[str]:
+    """Return as much of each path's end as tells the runs apart."""
+    parts = [run.resolve().parts for run in runs]
+    depths = (n for n in range(1, max(map(len, parts)) + 1) if len({part[-n:] for part in parts}) == len(parts))
+    depth = next(depths, 1)
+    return ["/".join(part[-depth:]) for part in parts]
+
+
+def _curves(run: Path) -> dict[str, tuple[list[int], list[float | None]]]:
+    return {
+        key: (steps, [value if math.isfinite(value) else None for value in values])
+        for key, (steps, values) in read_curves(run).items()
+    }
+
+
 def spread_steps(sizes: dict[int, int], room: float) -> list[int]:
-    """The last step and every n-th before it, for the smallest n whose steps fit; none where the last one does not.
-    ``sizes`` by step, ascending.
-    """
+    """Return the last step and every n-th before it, for the smallest n whose ``sizes`` (ascending by step) fit."""
     steps = list(sizes)[::-1]
     for n in range(1, len(steps) + 1):
         if sum(sizes[step] for step in steps[::n]) <= room:
@@ -56,7 +84,7 @@ def spread_steps(sizes: dict[int, int], room: float) -> list[int]:
 
 
 def render(data: dict[str, Any], live: bool = False) -> str:
-    """The page that shows ``data``; ``live``: it asks the server that it came from for rollouts and for what is new."""
+    """Return the page that shows ``data``; ``live``: it asks its server for rollouts and for what is new."""
     plotly, script = plotly_source(), _part("page.js")
     hashes = " ".join(f"'sha256-{_digest(text)}'" for text in (plotly, script))
     network = "'self'" if live else "'none'"
@@ -71,11 +99,11 @@ def render(data: dict[str, Any], live: bool = False) -> str:
         "script": script,
     }
     pieces = _part("page.html").split("@@")
-    return "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
+    return "".join(parts[piece] if index % 2 else piece for index, piece in enumerate(pieces))
 
 
 def plotly_source() -> str:
-    """The charts' library. Raises ConfigError where it is not installed."""
+    """Return the charts' library. Raises ConfigError where it is not installed."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:

@@ -15,17 +15,14 @@ from typing import Any
 
 from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE
 from dapo_runner.logging.rollout_log import ROLLOUTS, saved_steps
-from dapo_runner.tools.page.contents import contents
-from dapo_runner.tools.page.html import plotly_source, render
+from dapo_runner.tools.page.html import contents, plotly_source, render
 
 HOST = "127.0.0.1"
 ROLLOUTS_PATH = re.compile(r"/rollouts/(?P<run>\d{1,9})/(?P<step>\d{1,9})", re.ASCII)
 
 
 def open_server(runs: Sequence[Path], port: int) -> ThreadingHTTPServer:
-    """Listens on 127.0.0.1; port 0: any that is free. Raises OSError where the port is taken, ConfigError without
-    plotly.
-    """
+    """Listen on 127.0.0.1; port 0: any that is free. Raises OSError where the port is taken, ConfigError."""
     plotly_source()  # fails here and not in the browser
     return ThreadingHTTPServer((HOST, port), partial(_Handler, runs))
 
@@ -44,9 +41,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(HTTPStatus.FORBIDDEN)
             return
         if self.path == "/":
-            self._answer(
-                render(contents(self.runs) | {"version": _version(self.runs)}, live=True).encode(), "text/html"
-            )
+            data = contents(self.runs) | {"version": _version(self.runs)}
+            self._answer(render(data, live=True).encode(), "text/html")
         elif self.path == "/data":
             self._data()
         elif (path := self._rollouts()) is not None:
@@ -64,7 +60,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(data.encode(), "application/json")
 
     def _rollouts(self) -> Path | None:
-        """The file that is asked for, by the place of its run and its step."""
+        """Return the file that is asked for by the index of its run and its step."""
         asked = ROLLOUTS_PATH.fullmatch(self.path)
         if asked is None or int(asked["run"]) >= len(self.runs):
             return None

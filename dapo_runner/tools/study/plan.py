@@ -59,21 +59,16 @@ class StudyRun:
 
 
 def plan_runs(study: StudyConfig, base: Path) -> list[StudyRun]:
-    """Of every variant with every seed, a whole round of variants before the next seed. Raises ConfigError that names
-    the variant.
+    """Return the runs of every variant with every seed, all variants before the next seed.
+
+    Raises ConfigError that names the variant.
     """
-    raw = _base(study, base)
-    runs = []
+    raw, runs = _base(study, base), []
     for seed in study.seeds:
         for variant in study.variants:
-            overrides = overrides_of(study, variant)
-            settings = lay_settings(raw, overrides)
+            settings = lay_settings(raw, overrides_of(study, variant))
             if study.start != "each":
-                if own_model := [key for key in flatten(overrides) if is_among(key, OF_START)]:
-                    raise ConfigError(
-                        f"{variant.name}: {own_model[0]}: expected it among the study's overrides, as all variants "
-                        f"start from one model (start: {study.start})"
-                    )
+                _check_start(study, variant)
                 settings = lay_settings(settings, {"model": {"tiny": None, "path": str(_start_of(study, seed))}})
             own = {"seed": seed, "name": f"seed_{seed}", "output_dir": str(study.folder_of_runs / RUNS / variant.name)}
             settings = lay_settings(settings, {"run": own | {"threads": study.threads}})
@@ -84,27 +79,35 @@ def plan_runs(study: StudyConfig, base: Path) -> list[StudyRun]:
     return runs
 
 
+def _check_start(study: StudyConfig, variant: VariantConfig) -> None:
+    for key in flatten(overrides_of(study, variant)):
+        if is_among(key, OF_START):
+            raise ConfigError(
+                f"{variant.name}: {key}: expected it among the study's overrides, as all variants start from one model "
+                f"(start: {study.start})"
+            )
+
+
 def plan_starts(study: StudyConfig, base: Path) -> dict[Path, Config]:
-    """The models that runs share and are not there yet: the folder of each and what it is made by. Raises
-    ConfigError, also where one is there that was made otherwise.
+    """Return the models that runs share and that do not exist yet: the folder of each and what it is made by.
+
+    Raises ConfigError, also where one exists that was made with other settings.
     """
-    raw, starts = _base(study, base), dict[Path, Config]()
-    if study.start == "each":
-        return starts
-    for seed in study.seeds:
+    starts = dict[Path, Config]()
+    for seed in study.seeds if study.start != "each" else ():
         folder = _start_of(study, seed)
-        if folder in starts:
-            continue
-        config = parse_config(lay_settings(raw, {"run": {"seed": seed, "threads": study.threads}}))
+        config = parse_config(lay_settings(_base(study, base), {"run": {"seed": seed, "threads": study.threads}}))
         if config.model.tiny is None:
             raise ConfigError(f"start: expected 'each' where the base has no model.tiny, got {study.start!r}")
         if not folder.exists():
             starts[folder] = config
-        elif other := _made_otherwise(folder, config):
-            raise ConfigError(
-                f"{folder} holds a model that was made otherwise ({'; '.join(other)}); choose another name for the "
-                "study, or remove the folder"
-            )
+        elif recipe_of_start(folder).is_file():
+            changes = changes_between(settings_of(load_config(recipe_of_start(folder))), settings_of(config))
+            if other := [str(change) for change in changes if is_among(change.key, MAKE_START)]:
+                raise ConfigError(
+                    f"{folder} holds a model that was made otherwise ({'; '.join(other)}); choose another name for the "
+                    "study, or remove the folder"
+                )
     return starts
 
 
@@ -112,24 +115,16 @@ def recipe_of_start(folder: Path) -> Path:
     return folder.with_suffix(".yaml")
 
 
-def _made_otherwise(folder: Path, config: Config) -> list[str]:
-    recipe = recipe_of_start(folder)
-    if not recipe.is_file():
-        return []
-    changes = changes_between(settings_of(load_config(recipe)), settings_of(config))
-    return [str(change) for change in changes if is_among(change.key, MAKE_START)]
-
-
 def _base(study: StudyConfig, base: Path) -> dict[str, Any]:
     return lay_settings(read_recipe(base), study.overrides)
 
 
 def _start_of(study: StudyConfig, seed: int) -> Path:
-    return study.folder_of_runs / START / f"seed_{study.seeds[0] if study.start == 'one' else seed}"
+    return study.folder_of_runs / START / f"seed_{seed}"
 
 
 def overrides_of(study: StudyConfig, variant: VariantConfig) -> dict[str, Any]:
-    """Those of the variants it is over, and its own on top."""
+    """Return the overrides of the variants it is over, and its own on top."""
     below: Mapping[str, Any] = {}
     if variant.over is not None:
         below = overrides_of(study, next(other for other in study.variants if other.name == variant.over))

@@ -17,8 +17,7 @@ from hostile import IMAGE, SCRIPT, STEPS, log_metrics, write_run
 from dapo_runner.cli import main
 from dapo_runner.logging.metric_table import PANELS
 from dapo_runner.logging.rollout_log import ROLLOUTS, saved_steps
-from dapo_runner.tools.page.contents import contents
-from dapo_runner.tools.page.html import spread_steps, write_page
+from dapo_runner.tools.page.html import contents, spread_steps, write_page
 
 pytest.importorskip("plotly")
 HOSTILE_NAME = "<img src=x>"

@@ -89,11 +89,11 @@ def test_every_variant_with_every_seed_over_what_it_is_over(tmp_path: Path) -> N
         ({"figures": [{"name": "f", "title": "F", "variants": ["x"], "curves": ["y"]}]}, "figures: f: expected"),
         ({"variants": [{"name": "a", "overrides": {"loss.clip": 1}}]}, "a: loss.clip: unknown key"),
         (
-            {"start": "one", "variants": [{"name": "a", "overrides": {"model.tiny.layers": 1}}]},
+            {"start": "per_seed", "variants": [{"name": "a", "overrides": {"model.tiny.layers": 1}}]},
             "a: model.tiny.layers: expected it among the study's overrides",
         ),
         ({"entropy_fit": ["x"]}, "entropy_fit: expected variants of this study, got 'x'"),
-        ({"start": "one", "overrides": {"model": {"tiny": None, "path": "m"}}}, "start: expected 'each'"),
+        ({"start": "per_seed", "overrides": {"model": {"tiny": None, "path": "m"}}}, "start: expected 'each'"),
     ],
 )  # fmt: skip
 def test_a_study_that_makes_no_sense_is_refused(
