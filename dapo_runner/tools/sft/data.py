@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -33,29 +34,23 @@ class Pair(NamedTuple):
     completion: str
 
 
-@dataclass(slots=True)
-class ExampleReport:
-    """Where the rows went: ``rows`` = the sum of everything below it."""
-
-    rows: int = 0
-    without_verdict: int = 0
-    in_heldout: int = 0  # training rows with a prompt that is held out
-    too_long: int = 0
-    beyond_size: int = 0
-    train: int = 0
-    heldout: int = 0
+class ExampleReport(Counter[str]):
+    """Where the rows went: ``rows`` = the sum of everything else."""
 
     def describe(self) -> str:
-        dropped = {
-            "without a verdict": self.without_verdict,
-            "with a held-out prompt": self.in_heldout,
-            "longer than data.max_tokens": self.too_long,
-            "held-out rows past data.eval_size": self.beyond_size,
-        }
-        parts = [f"{count} {what}" for what, count in dropped.items() if count]
-        return f"{self.rows} rows → {self.train} training and {self.heldout} held-out examples" + (
-            f"; dropped {', '.join(parts)}" if parts else ""
+        dropped = [f"{count} {what}" for what, count in self.items() if count and what not in ("rows", TRAIN, HELDOUT)]
+        return f"{self['rows']} rows → {self[TRAIN]} training and {self[HELDOUT]} held-out examples" + (
+            f"; dropped {', '.join(dropped)}" if dropped else ""
         )
+
+
+TRAIN, HELDOUT = "train", "heldout"
+NO_VERDICT, IN_HELDOUT, TOO_LONG, BEYOND_SIZE = (
+    "without a verdict",
+    "with a held-out prompt",
+    "longer than data.max_tokens",
+    "held-out rows past data.eval_size",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,30 +64,31 @@ class Examples:
 
 
 def load_examples(config: SftConfig, tokenizer: Any) -> Examples:
-    """Raises ConfigError naming the file, the row and what was expected."""
-    data, report = config.data, ExampleReport()
+    """Read and tokenize the examples. Raises ConfigError naming the file, the row and what was expected."""
+    data, report = config.data, ExampleReport(dict.fromkeys(("rows", NO_VERDICT, IN_HELDOUT, TOO_LONG, BEYOND_SIZE), 0))
     shield = Shield(data.judge.template, tokens_kept_whole(tokenizer))
     train = list(_read(data.path, data, shield, report, data.limit))
-    if data.eval_path is not None:
-        heldout = list(_read(data.eval_path, data, shield, report))
-        report.beyond_size = max(0, len(heldout) - data.eval_size)
-        heldout = heldout[: data.eval_size]
-    else:
+    if data.eval_path is None:
         heldout = _cut_heldout(train, data.eval_size)
+        report[IN_HELDOUT] -= len(heldout)
+    else:
+        heldout = list(_read(data.eval_path, data, shield, report))
+        report[BEYOND_SIZE] = max(0, len(heldout) - data.eval_size)
+        heldout = heldout[: data.eval_size]
     held = {pair.prompt for pair in heldout}
     kept = [pair for pair in train if pair.prompt not in held]
-    report.in_heldout = len(train) - len(kept) - (0 if data.eval_path is not None else len(heldout))
+    report[IN_HELDOUT] += len(train) - len(kept)
     examples = Examples([], [], {}, report)
     for pairs, prompts in ((kept, examples.train), (heldout, examples.heldout)):
         _tokenize(pairs, prompts, examples, tokenizer, data)
-    report.train, report.heldout = len(examples.train), len(examples.heldout)
+    report[TRAIN], report[HELDOUT] = len(examples.train), len(examples.heldout)
     if not examples.train:
         raise ConfigError(f"data: no training example is left: {report.describe()}")
     return examples
 
 
 def _cut_heldout(pairs: list[Pair], size: int) -> list[Pair]:
-    """The same choice for every seed."""
+    """Choose held-out pairs, the same for every seed."""
     if size >= len(pairs) > 0:
         raise ConfigError(
             f"data.eval_size: expected fewer than the {len(pairs)} examples of the training file, got {size}; lower "
@@ -105,7 +101,7 @@ def _read(
     path: Path, data: SftDataConfig, shield: Shield, report: ExampleReport, limit: int | None = None
 ) -> Iterator[Pair]:
     for number, row in enumerate(islice(read_rows(path, data.subset, data.split), limit), start=1):
-        report.rows += 1
+        report["rows"] += 1
         try:
             pair = _pair(row, data, shield)
         except (KeyError, TypeError, ValueError) as error:
@@ -114,13 +110,13 @@ def _read(
                 f"{shorten(row)}"
             ) from error
         if pair is None:
-            report.without_verdict += 1
+            report[NO_VERDICT] += 1
         else:
             yield pair
 
 
 def _pair(row: Mapping[str, Any], data: SftDataConfig, shield: Shield) -> Pair | None:
-    """None where a judge gave no verdict. Raises KeyError, TypeError, ValueError."""
+    """Return a row's pair, None where a judge gave no verdict. Raises KeyError, TypeError, ValueError."""
     columns = data.columns or _columns_of(row)
     if columns is None:
         if row["verdict"] is None:
@@ -131,7 +127,8 @@ def _pair(row: Mapping[str, Any], data: SftDataConfig, shield: Shield) -> Pair |
     else:
         turns = as_messages(get_column(row, columns.messages or columns.prompt))
         if columns.messages is None:
-            turns += _as_completion(get_column(row, columns.completion))
+            completion = get_column(row, columns.completion)
+            turns += [("assistant", completion)] if isinstance(completion, str) else as_messages(completion)
         (role, said) = turns.pop()
         if role != "assistant" or not turns:
             raise ValueError(f"the last message must be the assistant's, after others, it is of {role}")
@@ -141,7 +138,7 @@ def _pair(row: Mapping[str, Any], data: SftDataConfig, shield: Shield) -> Pair |
 
 
 def _columns_of(row: Mapping[str, Any]) -> SftColumnsConfig | None:
-    """Those that go without saying; None for what a judge said. Raises ValueError."""
+    """Return the columns of a row with common names, None for a judge's verdicts. Raises ValueError."""
     if "messages" in row:
         return SftColumnsConfig(messages="messages")
     if {"prompt", "completion"} <= row.keys():
@@ -151,10 +148,6 @@ def _columns_of(row: Mapping[str, Any]) -> SftColumnsConfig | None:
     raise ValueError(
         "the columns prompt and completion, messages, or those of verdicts.jsonl; data.columns names others"
     )
-
-
-def _as_completion(completion: Any) -> list[tuple[str, str]]:
-    return [("assistant", completion)] if isinstance(completion, str) else as_messages(completion)
 
 
 def _tokenize(
@@ -170,7 +163,7 @@ def _tokenize(
     for pair, text, before, after in zip(pairs, texts, asked, said, strict=True):
         length = len(before) + len(after) + 1
         if length > data.max_tokens:
-            examples.report.too_long += 1
+            examples.report[TOO_LONG] += 1
             continue
         name = hashlib.sha256(f"{text}\0{pair.completion}".encode("utf-8", "backslashreplace")).hexdigest()[:16]
         mask = torch.arange(length) >= len(before)
