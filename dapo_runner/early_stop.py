@@ -58,8 +58,7 @@ class EarlyStop:
         value, sign = figures[self.metric], 1 if self.settings.mode == "max" else -1
         if value is not None and not math.isfinite(value):
             value = None
-        least = None if self._best is None else sign * self._best[1] + self.settings.min_delta
-        if value is not None and (least is None or sign * value > least):
+        if value is not None and (self._best is None or sign * value > sign * self._best[1]):
             self._best, self._waited = (step, value), 0
         else:
             self._waited += 1

@@ -11,6 +11,6 @@ def complain(text: str) -> None:
     if "RANK" in os.environ:
         from dapo_runner.parallel.watch import Watch
 
-        if not Watch().says_first(text):
+        if not Watch().is_first_to_print(text):
             return
     print(f"dapo: {text}", file=sys.stderr, flush=True)

@@ -18,7 +18,6 @@ class WarmupConfig(Section):
     lr: PositiveFloat = 1e-3
     repeat: Annotated[float, Field(ge=0, lt=1)] = 0.0  # probability that a line of an example comes again, each time
     stop_at: Share | None = None  # end early, once this share of training problems it has not seen is solved
-    stop_below_cut: Share | None = None  # or once no more than this share of its answers to them is cut
 
 
 class TinyModelConfig(Section):

@@ -14,7 +14,6 @@ class ParallelConfig(Section):
 
     gpus: PositiveInt = 1  # what --dry-run and --simulate plan with; more than 1: so many processes have to be there
     replicate: PositiveInt = 1  # copies of the weights, each sharded over gpus / replicate (HSDP)
-    shard: PositiveInt | None = None  # GPUs that hold one copy together; None: gpus / replicate
     reshard_after_forward: bool = True  # False: layers are gathered once an update pass, and whole until its backward
     sequence: PositiveInt = 1  # GPUs that share the positions of one micro-batch
     rollout_tensor: PositiveInt = 1  # GPUs that share one copy of the rollout engine's weights

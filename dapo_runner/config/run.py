@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from dapo_runner.config.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from dapo_runner.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class EarlyStopConfig(Section):
@@ -17,7 +17,6 @@ class EarlyStopConfig(Section):
     metric: str | None = None  # as logged, less its eval/; None: avg@k
     mode: Literal["max", "min"] = "max"
     patience: PositiveInt | None = 5  # evaluations in a row without a better one; None: any number
-    min_delta: NonNegativeFloat = 0.0  # what counts as better
     target: float | None = None  # good enough
 
     @model_validator(mode="after")

@@ -1,8 +1,8 @@
-"""Weights over many ranks: FSDP2, a group of parameters per block and one for the rest.
+"""FSDP2: shard weights over the ranks, a group of parameters per block and one for the rest.
 
-Shards are float32 where they train, computing happens in the model's dtype and gradients are added up in float32: an
-AdamW step is that of float32 masters. Two things to know of FSDP2: parameters are whole only inside the forward of the
-module that owns them, and forwards are collective, so every rank makes equally many.
+Shards that train are float32, computation runs in the model's dtype and gradients are reduced in float32, so an AdamW
+step is that of float32 masters. Parameters are whole only inside the forward of the module that owns them. Forwards are
+collective: every rank makes equally many.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 
 class Root(nn.Module):
-    """Holds a model whose head and loss are computed outside of its own forward: ``root(work)`` runs ``work`` where the
-    parameters that belong to no block are whole.
+    """Runs ``root(work)`` where the parameters that belong to no block are whole: head and loss need them outside of
+    the model's own forward.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -36,9 +36,7 @@ class Root(nn.Module):
 
 
 def shard(model: nn.Module, blocks: Iterable[nn.Module], world: World, compute: torch.dtype) -> Root:
-    """Shard the model in place over the world's mesh. ``blocks`` are gathered one at a time, what is in none of them
-    (embeddings, head, last norm) for as long as ``Root.forward`` runs.
-    """
+    """Shard a model in place. ``blocks`` are gathered one at a time, other parameters while ``Root.forward`` runs."""
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in blocks:
         fully_shard(block, mesh=world.mesh, mp_policy=precision)
@@ -51,8 +49,9 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], world: World, compute: 
 
 @torch.no_grad()
 def fill(model: nn.Module, source: nn.Module | None, device: torch.device) -> None:
-    """Give a sharded model of the meta device memory and the values of ``source``, which rank 0 alone holds: a
-    parameter at a time, so that no other rank ever has more than one whole.
+    """Move a sharded model from the meta device to ``device`` with the values of ``source``, which only rank 0 holds.
+
+    They are sent one at a time, so that no other rank holds more than one whole.
     """
     model.to_empty(device=device)
     values = {} if source is None else {**dict(source.named_parameters()), **dict(source.named_buffers())}
@@ -73,37 +72,24 @@ def _sent(values: dict[str, Tensor], name: str, like: Tensor, device: torch.devi
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be sharded; where it is, every rank has to ask."""
+    """Gather a tensor that may be sharded. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-@torch.no_grad()
-def assign(tensor: Tensor, value: Tensor) -> None:
-    """Give a tensor that may be sharded the values of a whole one, which every rank has."""
-    if isinstance(tensor, DTensor):
-        value = value.to(tensor.device, tensor.dtype)
-        value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
-    tensor.copy_(value)
-
-
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of it."""
+    """Return this rank's shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def add_up_over_replicas(root: Root | None, now: bool) -> None:
-    """Whether the next backward pass sends the shards' gradients to the other copies of the weights: the last of a
-    mini-batch does.
-    """
+    """Set whether the next backward pass reduces gradients over replicas, as the last of a mini-batch does."""
     if isinstance(root, FSDPModule):
         root.set_requires_all_reduce(now)
 
 
 @contextmanager
 def whole_until_backward(root: Root | None, wanted: bool) -> Iterator[None]:
-    """Inside, where ``wanted``, layers that a forward pass gathered stay whole until the backward pass, which every
-    forward pass here has to have: one gather less for each, and at the end of the forward all of them in memory.
-    """
+    """Keep layers whole from a forward pass to its backward pass, if ``wanted``. Each forward needs a backward."""
     if not (wanted and isinstance(root, FSDPModule)):
         yield
         return

@@ -1,10 +1,10 @@
-"""The processes of a run, as torchrun started them, and what they tell each other.
+"""The processes of a run, as torchrun started them, and what they send each other.
 
-Every rank walks through the same loop and takes the same decisions; work is what is divided. A rank's place in it:
+Every rank runs the same loop and takes the same decisions; the work is divided. The index of a rank is
 
-    rank = (replica · shard + place in the shard)          weights: replicas of groups that hold one copy together
-    rank = (data rank · sequence + sequence rank)          positions: neighbours share those of a micro-batch
-    rank = (engine · rollout_tensor + place in the engine) rollouts: neighbours share an engine
+    rank = replica · shard + rank within the replica        weights: each replica is sharded over its ranks
+    rank = data rank · sequence + sequence rank             positions: neighbours share those of a micro-batch
+    rank = engine · rollout_tensor + rank within the engine rollouts: neighbours share an engine
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ T = TypeVar("T")
 
 
 class RankError(RunError):
-    """What one rank raised, told on the others, where its own exception cannot be."""
+    """Another rank raised an exception that cannot be pickled; the message has its text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How many ranks share what; see the head of this file."""
+    """How many ranks share weights, positions and an engine."""
 
     size: int = 1
     shard: int = 1
@@ -49,14 +49,14 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class World:
-    """This process among all of them. One that no launcher started has no process group."""
+    """This process among all of a run. A process without a launcher has no process group."""
 
     rank: int = 0
     layout: Layout = Layout()
-    mesh: DeviceMesh | None = None  # what weights are sharded over: (shard) or (replicate, shard)
+    mesh: DeviceMesh | None = None  # of the shards of the weights: (shard) or (replicate, shard)
     sequence_group: dist.ProcessGroup | None = None  # ranks that share a micro-batch's positions, where more than one
     watch: Watch | None = None
-    group: dist.ProcessGroup | None = None  # what the ranks talk through, where not the default one
+    group: dist.ProcessGroup | None = None  # None for the default one
 
     @property
     def size(self) -> int:
@@ -68,7 +68,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """The one that writes."""
+        """Whether this rank writes the files of the run."""
         return self.rank == 0
 
     @property
@@ -99,12 +99,12 @@ class World:
 
     @property
     def is_engine_leader(self) -> bool:
-        """Whether it is this rank's word that counts for what its engine answered."""
+        """Whether this rank reports the responses of its engine."""
         return self.rank % self.layout.rollout_tensor == 0
 
     @property
     def device(self) -> torch.device | None:
-        """The GPU of a rank; None where the run's own setting decides."""
+        """The GPU of this rank; None where `run.device` decides."""
         if self.mesh is None or self.mesh.device_type == "cpu":
             return None
         return torch.device("cuda", torch.cuda.current_device())
@@ -122,7 +122,7 @@ class World:
         if self.size == 1:
             return [work()]
         own = _Outcome.of(work)
-        outcomes = self.all_gather_object(own.portable(self.rank))
+        outcomes = self.all_gather_object(own.portable(self))
         outcomes[self.rank] = own  # keeps its traceback
         return [outcome.value() for outcome in outcomes]
 
@@ -137,7 +137,7 @@ class World:
         if self.size == 1:
             return work()
         own = _Outcome.of(work) if self.is_main else None
-        received: list[Any] = [own and own.portable(0)]
+        received: list[Any] = [own and own.portable(self)]
         dist.broadcast_object_list(received, group=self.group)
         value: T = (own or received[0]).value()
         return value
@@ -179,7 +179,7 @@ SINGLE_PROCESS = World()
 
 
 class _Outcome(NamedTuple):
-    """A result, or the exception in its place."""
+    """A result, or the exception that was raised in its place."""
 
     result: Any
     error: Exception | None
@@ -188,11 +188,17 @@ class _Outcome(NamedTuple):
     def of(work: Callable[[], Any]) -> _Outcome:
         try:
             return _Outcome(work(), None)
-        except Exception as error:  # raised again by `value`, on this rank as on the others
+        except Exception as error:  # raised again by `value`
             return _Outcome(None, error)
 
-    def portable(self, rank: int) -> _Outcome:
-        return self if self.error is None else _Outcome(None, _portable(self.error, rank))
+    def portable(self, world: World) -> _Outcome:
+        """Return the same with an exception that can be pickled."""
+        try:
+            if self.error is None or str(pickle.loads(pickle.dumps(self.error))) == str(self.error):
+                return self
+        except Exception:
+            pass
+        return _Outcome(None, RankError(f"{world.name}{type(self.error).__name__}: {self.error}"))
 
     def value(self) -> Any:
         if self.error is not None:
@@ -200,21 +206,10 @@ class _Outcome(NamedTuple):
         return self.result
 
 
-def _portable(error: Exception, rank: int) -> Exception:
-    """The exception itself where it can be sent, its text where it cannot."""
-    try:
-        again = pickle.loads(pickle.dumps(error))
-        if str(again) == str(error):
-            return error
-    except Exception:
-        pass
-    return RankError(f"rank {rank} on {socket.gethostname()}: {type(error).__name__}: {error}")
-
-
 def open_world(config: Config) -> World:
-    """Meet the other ranks. Raises ConfigError where their number does not suit `parallel`."""
+    """Join the process group of the ranks. Raises ConfigError where their number does not suit `parallel`."""
     if not launched():
-        _check_not_launched_otherwise(config)
+        _check_single_process(config)
         return SINGLE_PROCESS
     size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     layout = make_layout(config, size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
@@ -234,14 +229,14 @@ def open_world(config: Config) -> World:
 def _own_gpu(local_rank: int) -> torch.device:
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
-            f"expected a GPU for each process of this machine, found {torch.cuda.device_count()} for process "
-            f"{local_rank + 1}; run.device=cpu trains without"
+            """Return the world of ``rank`` in an existing process group. ``timeout`` is that of the smaller groups."""
+            "processes, or set run.device=cpu"
         )
     return torch.device("cuda", local_rank)
 
 
 def make_world(layout: Layout, rank: int, device_type: str, timeout: timedelta | None = None) -> World:
-    """``rank``'s place in a process group that is there. ``timeout``: of the smaller groups; None for torch's own."""
+    """Return ``rank``'s world in an existing process group. ``timeout`` is that of the smaller groups."""
     dims = {"replicate": layout.replicate, "shard": layout.shard}
     if layout.replicate == 1:
         del dims["replicate"]
@@ -254,7 +249,7 @@ def make_world(layout: Layout, rank: int, device_type: str, timeout: timedelta |
 
 
 def _group_of(rank: int, size: int, width: int) -> dist.ProcessGroup | None:
-    """The group of ``width`` neighbours that ``rank`` is in; every rank makes all groups, as it must."""
+    """Return the group of ``width`` neighbours with ``rank``. Every rank must make all groups."""
     if width == 1:
         return None
     groups = [dist.new_group(list(range(start, start + width))) for start in range(0, size, width)]
@@ -264,48 +259,36 @@ def _group_of(rank: int, size: int, width: int) -> dist.ProcessGroup | None:
 
 
 def make_layout(config: Config, size: int, per_node: int) -> Layout:
-    """How ``size`` ranks, ``per_node`` of them on a machine, divide the work. Raises ConfigError."""
-    settings, problems = config.parallel, []
+    """Divide the work over ``size`` ranks, ``per_node`` of them on a machine. Raises ConfigError."""
+    settings, engine = config.parallel, config.rollout.engine
     if settings.gpus not in (1, size):
-        problems.append(f"parallel.gpus: expected {settings.gpus} processes, a launcher started {size}")
-    if size % settings.replicate:
-        problems.append(f"parallel.replicate: expected a divisor of {size} processes, got {settings.replicate}")
-    shard = settings.shard or max(1, size // settings.replicate)
-    if shard * settings.replicate != size:
-        problems.append(
-            f"parallel.shard: expected parallel.shard × parallel.replicate = {size} processes, got "
-            f"{shard} × {settings.replicate}"
-        )
-    if shard % settings.sequence:
-        problems.append(
-            f"parallel.sequence: expected a divisor of the {shard} ranks that share weights, got {settings.sequence}"
-        )
-    if per_node % settings.rollout_tensor:
-        problems.append(
-            f"parallel.rollout_tensor: expected a divisor of the {per_node} processes of a machine, got "
-            f"{settings.rollout_tensor}"
-        )
-    if settings.rollout_tensor > 1 and config.rollout.engine != "vllm":
-        problems.append(
-            f"parallel.rollout_tensor: expected 1 with rollout.engine={config.rollout.engine}, which has a copy of the "
-            f"weights on every rank, got {settings.rollout_tensor}"
-        )
-    if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError(f"parallel.gpus: expected {settings.gpus} processes, got {size}")
+    shard = max(1, size // settings.replicate)
+    divisors = {
+        "replicate": (size, "processes"),
+        "sequence": (shard, "ranks that share weights"),
+        "rollout_tensor": (per_node, "processes of a machine"),
+    }
+    for name, (number, what) in divisors.items():
+        if number % getattr(settings, name):
+            raise ConfigError(
+                f"parallel.{name}: expected a divisor of the {number} {what}, got {getattr(settings, name)}"
+            )
+    if settings.rollout_tensor > 1 and engine != "vllm":
+        raise ConfigError(f"parallel.rollout_tensor: requires rollout.engine=vllm, got {engine}")
     return Layout(size, shard, settings.sequence, settings.rollout_tensor)
 
 
-def _check_not_launched_otherwise(config: Config) -> None:
-    """Raises ConfigError for a plan for several ranks that are not there, or a launcher that torch does not know."""
-    world = os.environ.get("WORLD_SIZE", "")
-    if world.isdigit() and int(world) > 1:
+def _check_single_process(config: Config) -> None:
+    """Raise ConfigError where other processes were planned, or were started by a launcher that torch does not know."""
+    size = os.environ.get("WORLD_SIZE", "")
+    if size.isdigit() and int(size) > 1:
         raise ConfigError(
-            f"WORLD_SIZE={world}: expected torchrun's other variables beside it (RANK, MASTER_ADDR, MASTER_PORT), "
-            "which are not set; start with `torchrun … -m dapo_runner train RECIPE`, or unset WORLD_SIZE"
+            f"WORLD_SIZE={size}: expected RANK, MASTER_ADDR and MASTER_PORT beside it. Start with torchrun, or unset "
+            "WORLD_SIZE"
         )
     if config.parallel.gpus > 1:
         raise ConfigError(
-            f"parallel.gpus: expected {config.parallel.gpus} processes, found one; start with `dapo launch RECIPE "
-            f"--gpus {config.parallel.gpus}` (docs/cluster.md for several machines); --dry-run and --simulate make "
-            "a plan for any number here"
+            f"parallel.gpus: expected {config.parallel.gpus} processes, got one. Start with `dapo launch RECIPE --gpus "
+            f"{config.parallel.gpus}`, or use --dry-run or --simulate"
         )

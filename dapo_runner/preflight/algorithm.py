@@ -270,10 +270,9 @@ def _early_stop(config: Config) -> str:
     settings, metric = config.run.early_stop, early_stop_metric(config)
     assert settings is not None
     better = f"without a {'higher' if settings.mode == 'max' else 'lower'} {metric}"
-    by = f" by {settings.min_delta:g}" if settings.min_delta else ""
     ends = []
     if settings.patience is not None:
-        ends.append(f"after {settings.patience} evaluations {better}{by}")
+        ends.append(f"after {settings.patience} evaluations {better}")
     if settings.target is not None:
         ends.append(f"once {metric} is {settings.target:g} or {'more' if settings.mode == 'max' else 'less'}")
     return ", or ".join(ends)

@@ -161,7 +161,7 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
     gpus, lora, size = config.parallel.gpus, config.model.lora, BYTES[config.model.dtype]
     trained = shape.parameters if lora is None else shape.adapter_parameters(lora)
     frozen, elsewhere = 0 if lora is None else shape.parameters, config.rollout.engine == "server"
-    shards = config.parallel.shard or gpus // config.parallel.replicate
+    shards = gpus // config.parallel.replicate
     positions = math.ceil(config.optimizer.token_budget / config.parallel.sequence)
     terms = {
         # Shards are float32 and rounded when they are gathered; one GPU keeps the rounded weights beside the float32.

@@ -117,10 +117,9 @@ def check_tiny(config: Config) -> None:
     assert config.model.tiny is not None
     examples, size = config.model.tiny.warmup.examples, config.data.arithmetic.train_size
     warmup = config.model.tiny.warmup
-    if (warmup.stop_at or warmup.stop_below_cut) is not None and examples >= size:
-        key = "stop_below_cut" if warmup.stop_at is None else "stop_at"
+    if warmup.stop_at is not None and examples >= size:
         raise ConfigError(
-            f"model.tiny.warmup.{key}: expected fewer examples than data.arithmetic.train_size={size}, to judge on "
+            f"model.tiny.warmup.stop_at: expected fewer examples than data.arithmetic.train_size={size}, to judge on "
             f"the others, got {examples}"
         )
 
@@ -174,8 +173,6 @@ def warm_up(model: Any, tokenizer: Any, config: Config, report: Callable[[str], 
         solved, cut = solved_and_cut(model, tokenizer, unseen, config)
         report(f"{told}, {solved:.0%} of unseen problems solved, {cut:.0%} of the answers cut")
         if settings.stop_at is not None and solved >= settings.stop_at:
-            break
-        if settings.stop_below_cut is not None and cut <= settings.stop_below_cut:
             break
     model.eval()
 

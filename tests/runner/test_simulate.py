@@ -159,7 +159,7 @@ def test_a_recipe_that_does_not_fit() -> None:
     [
         (["parallel.gpus=1"], "parallel.gpus: expected more than 1 for --simulate"),
         (["parallel.sequence=8"], "parallel.sequence: expected a divisor of the model's 28 attention heads, got 8"),
-        (["parallel.shard=3"], "parallel.shard: expected"),
+        (["parallel.replicate=3"], "parallel.replicate: expected"),
         (["preference.beta=0.1", "optimizer.token_budget=99999"], "preference: expected null with --simulate"),
         (["model.path=Qwen/Qwen2.5-72B"], "model.path: expected a folder with a config.json or one of Qwen/"),
     ],

@@ -33,10 +33,8 @@ def warmed_up(folder: Path, **warmup: Any) -> list[str]:
     return told
 
 
-def test_it_ends_once_few_enough_answers_are_cut(tmp_path: Path) -> None:
-    told = warmed_up(tmp_path / "a", stop_below_cut=0.5)
-    cut = [int(line.split("% of the answers")[0].split(", ")[-1]) for line in told]
+def test_it_ends_once_enough_problems_are_solved(tmp_path: Path) -> None:
+    told = warmed_up(tmp_path / "a", stop_at=0.05)
     assert len(told) < 9
-    assert cut[-1] <= 50 < min(cut[:-1], default=100)
-    with pytest.raises(ConfigError, match=r"warmup\.stop_below_cut: expected fewer examples than .*=60"):
-        warmed_up(tmp_path / "b", stop_below_cut=0.5, examples=60)
+    with pytest.raises(ConfigError, match=r"warmup\.stop_at: expected fewer examples than .*=60"):
+        warmed_up(tmp_path / "b", stop_at=0.5, examples=60)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from builders import make_config, paired, random_sequences, with_lists
 from launch import leave
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dapo_runner.algorithms import learners
 from dapo_runner.algorithms.learner import Learner, step_figures
@@ -22,7 +23,7 @@ from dapo_runner.algorithms.mini_batch import NonFiniteUpdateError
 from dapo_runner.algorithms.objective import uses_reference
 from dapo_runner.algorithms.weights import Part
 from dapo_runner.config import Config
-from dapo_runner.parallel.sharding import assign, whole
+from dapo_runner.parallel.sharding import whole
 from dapo_runner.parallel.watch import launched
 from dapo_runner.parallel.world import SINGLE_PROCESS, World, make_layout, make_world
 from dapo_runner.policy.model import load_critic, load_policy, load_reference
@@ -93,7 +94,10 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         with torch.no_grad():  # B = 0 would leave A without a gradient, rows alike that of the head
             for name, parameter in policy.model.named_parameters():
                 if ".lora_B." in name:
-                    assign(parameter, torch.linspace(0.0, 0.02, parameter.numel()).view(parameter.shape))
+                    value = torch.linspace(0.0, 0.02, parameter.numel()).view(parameter.shape)
+                    if isinstance(parameter, DTensor):
+                        value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+                    parameter.copy_(value)
     sequences = sequences_for(config, n_sequences)
     if poisoned:
         sequences[0].advantages[-1] = float("inf")  # one rank's alone

@@ -82,15 +82,14 @@ def test_layouts() -> None:
     assert make_layout(config(), 4, 4) == Layout(4, shard=4)
     assert make_layout(config(replicate=2, sequence=2), 8, 4) == Layout(8, shard=4, sequence=2)
     assert make_layout(config(replicate=2), 8, 4).replicate == 2
-    assert make_layout(config(gpus=8, shard=4, replicate=2, rollout_tensor=4), 8, 4).rollout_tensor == 4
+    assert make_layout(config(gpus=8, replicate=2, rollout_tensor=4), 8, 4).rollout_tensor == 4
 
 
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
-        ({"gpus": 8}, "parallel.gpus: expected 8 processes, a launcher started 4"),
-        ({"replicate": 3}, "parallel.replicate: expected a divisor of 4 processes, got 3"),
-        ({"shard": 3}, "parallel.shard × parallel.replicate = 4 processes, got 3 × 1"),
+        ({"gpus": 8}, "parallel.gpus: expected 8 processes, got 4"),
+        ({"replicate": 3}, "parallel.replicate: expected a divisor of the 4 processes, got 3"),
         ({"sequence": 3}, "parallel.sequence: expected a divisor of the 4 ranks that share weights, got 3"),
         ({"rollout_tensor": 4}, "parallel.rollout_tensor: expected a divisor of the 2 processes of a machine, got 4"),
     ],
@@ -101,7 +100,7 @@ def test_a_layout_that_does_not_fit_is_refused(parallel: dict[str, int], message
 
 
 def test_an_engine_that_shares_nothing_is_not_shared() -> None:
-    with pytest.raises(ConfigError, match=r"rollout_tensor: expected 1 with rollout\.engine=hf"):
+    with pytest.raises(ConfigError, match=r"rollout_tensor: requires rollout\.engine=vllm"):
         make_layout(make_config(parallel={"rollout_tensor": 2}), 2, 2)
 
 
@@ -126,7 +125,7 @@ try:
     world.all_gather_object(1)
 except Exception as error:
     told = world.watch.explain(error)
-    if world.watch.says_first(str(told)):
+    if world.watch.is_first_to_print(str(told)):
         print(f"TOLD {told}", flush=True)
     os._exit(1)
 """
