@@ -227,10 +227,11 @@ def open_world(config: Config) -> World:
 
 
 def _own_gpu(local_rank: int) -> torch.device:
-    if local_rank >= torch.cuda.device_count():
+    count = torch.cuda.device_count()
+    if local_rank >= count:
         raise ConfigError(
-            """Return the world of ``rank`` in an existing process group. ``timeout`` is that of the smaller groups."""
-            "processes, or set run.device=cpu"
+            f"run.device: expected a GPU for each process of this machine, got {count}. Start fewer processes, or set "
+            "run.device=cpu"
         )
     return torch.device("cuda", local_rank)
 
