@@ -110,9 +110,7 @@ def evaluate(answer: AnswerFunction, prompts: Sequence[Prompt], config: Config) 
     The seed is the same in every evaluation. Raises ValueError without prompts.
     """
     if not prompts:
-        raise ValueError(
-            "evaluation: expected at least one held-out problem, got none (data.eval_size, data.eval_path)"
-        )
+        raise ValueError("evaluation: expected at least one held-out problem, got none (data.eval_size, data.eval)")
     settings = config.evaluation
     sampling = settings.params(
         n=settings.k,

@@ -6,29 +6,23 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from dapo_runner.config.data import ColumnsConfig
+from dapo_runner.config.data import ColumnsConfig, SourceConfig
 from dapo_runner.config.judge import AskedModel
 from dapo_runner.config.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 
-class ConvertConfig(AskedModel):
+class ConvertConfig(AskedModel, SourceConfig):
     """Which model rewrites problems, and what they are read from. docs/convert-answers.md."""
 
     requires = {"engine=hf": "batch", "engine=endpoint": "concurrency retries timeout"}
 
-    # Of IN, as in `data`.
-    format: Literal["auto", "dapo", "gsm8k"] = "auto"
-    columns: ColumnsConfig | None = None
-    subset: str | None = None
-    split: str = "train"
+    format: Literal["auto", "dapo", "gsm8k"] = "auto"  # as data.format
+    columns: ColumnsConfig | None = None  # as data.columns
     limit: PositiveInt | None = None  # only the first so many problems
-    # Of a reply.
-    temperature: NonNegativeFloat = 0.0
-    max_tokens: PositiveInt = 8192
+    temperature: NonNegativeFloat = 0.0  # of a reply; 0: greedy
+    max_tokens: PositiveInt = 8192  # of a reply
     unchecked: Literal["keep", "reject"] = "keep"  # what the rules cannot evaluate
-    # Engine hf.
     batch: PositiveInt = 32  # problems that are decoded side by side
-    # Engine endpoint.
     concurrency: PositiveInt = 16  # requests at a time
     retries: NonNegativeInt = 2  # of a failed request, before all is given up
     timeout: PositiveFloat = 600.0  # seconds without a sign of the server

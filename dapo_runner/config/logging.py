@@ -16,6 +16,8 @@ class RolloutLogConfig(Section):
 
 
 class LoggingConfig(Section):
+    requires = {"rollout.group_size": "rollouts samples"}  # not in dapo sft, which has no rollouts
+
     progress: Literal["auto", "live", "plain", "off"] = "auto"  # auto: live on a terminal, else plain lines
     rollouts: RolloutLogConfig = RolloutLogConfig()
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []

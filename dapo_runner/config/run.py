@@ -26,27 +26,31 @@ class EarlyStopConfig(Section):
         return self
 
 
-class RunConfig(Section):
+class JobConfig(Section):
+    """What any training job is told, of `dapo train` and of `dapo sft`."""
+
+    name: str = "dapo"  # of the run's folder
+    output_dir: Path = Path("runs")  # the run lives in output_dir/name
+    seed: NonNegativeInt = 0  # of everything that is drawn
+    eval_every: NonNegativeInt = 5  # steps; 0: only before the first and after the last one
+    save_every: NonNegativeInt = 5  # steps; 0: only after the last one
+    keep: PositiveInt = 2  # checkpoints kept; older ones are removed
+    device: str = "auto"  # auto: cuda where there is one, else cpu
+    grace: PositiveFloat = 20.0  # seconds from SIGTERM to the kill: a step that takes longer is given up
+    threads: PositiveInt | None = None  # CPU threads; null: torch's choice
+
+
+class RunConfig(JobConfig):
     requires = {"run.eval_every": "early_stop"}
 
     model_config = ConfigDict(populate_by_name=True)
 
-    name: str = "dapo"
-    output_dir: Path = Path("runs")  # the run lives in output_dir/name
-    seed: NonNegativeInt = 0
     steps: PositiveInt = 320  # rollout steps
-    max_tokens: PositiveInt | None = None  # end with the step by which as many were generated; None: no such end
-    eval_every: NonNegativeInt = 5  # 0: only before the first and after the last step
-    save_every: NonNegativeInt = 5  # 0: only after the last step
-    keep: PositiveInt = 2  # checkpoints kept; older ones are removed
+    max_tokens: PositiveInt | None = None  # end with the step by which as many were generated; null: no such end
     async_save: bool = False  # train on while a checkpoint is written, where ranks share the weights; copies them first
     early_stop: EarlyStopConfig | None = None
-    device: str = "auto"  # auto: cuda where there is one, else cpu
-    grace: PositiveFloat = 20.0  # seconds from SIGTERM to the kill: a step that takes longer is given up
-    threads: PositiveInt | None = None  # CPU threads; None leaves torch's choice
-    from_: str | None = Field(
-        default=None, alias="from"
-    )  # RUN@STEP: start from that checkpoint of another run's folder
+    # RUN@STEP: start from that checkpoint of another run's folder
+    from_: str | None = Field(default=None, alias="from")
 
     @property
     def forked_at(self) -> int:

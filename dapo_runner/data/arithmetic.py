@@ -9,6 +9,7 @@ from functools import reduce
 
 from dapo_runner.config import ArithmeticConfig, ConfigError
 
+SEED = 0  # of the problems and their split: all runs share one task
 _APPLY = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 
 
@@ -38,7 +39,7 @@ class ArithmeticProblem:
         return self.operator, self.operands if self.operator == "-" else tuple(sorted(self.operands))
 
 
-def split_problems(config: ArithmeticConfig) -> tuple[list[ArithmeticProblem], list[ArithmeticProblem]]:
+def split_problems(config: ArithmeticConfig, n_heldout: int) -> tuple[list[ArithmeticProblem], list[ArithmeticProblem]]:
     """Training and held-out problems, all distinct; `b+a` never trains where `a+b` is held out.
 
     Raises ConfigError when there are not that many problems of the kind asked for.
@@ -46,8 +47,8 @@ def split_problems(config: ArithmeticConfig) -> tuple[list[ArithmeticProblem], l
     heldout: list[ArithmeticProblem] = []
     train: list[ArithmeticProblem] = []
     heldout_keys = set()
-    for problem in _shuffled_problems(config):
-        if len(heldout) < config.eval_size:
+    for problem in _shuffled_problems(config, config.train_size + n_heldout):
+        if len(heldout) < n_heldout:
             heldout.append(problem)
             heldout_keys.add(problem.key)
         elif problem.key not in heldout_keys:
@@ -55,14 +56,14 @@ def split_problems(config: ArithmeticConfig) -> tuple[list[ArithmeticProblem], l
             if len(train) == config.train_size:
                 return train, heldout
     raise ConfigError(
-        f"data.arithmetic: expected {config.eval_size} held-out and {config.train_size} training problems, "
+        f"data.arithmetic: expected {n_heldout} held-out and {config.train_size} training problems, "
         f"got {len(heldout)} and {len(train)}, which is all there are with {config.operands} operands of "
         f"{config.min_digits} to {config.max_digits} digits; ask for fewer or for more digits"
     )
 
 
-def _shuffled_problems(config: ArithmeticConfig) -> Iterator[ArithmeticProblem]:
-    """Every problem once, in an order the seed fixes, without listing the space, which may be huge."""
+def _shuffled_problems(config: ArithmeticConfig, n_problems: int) -> Iterator[ArithmeticProblem]:
+    """Every problem once, without listing the space, which may be huge."""
     if config.even_digits:
         yield from _even_problems(config)
         return
@@ -70,8 +71,8 @@ def _shuffled_problems(config: ArithmeticConfig) -> Iterator[ArithmeticProblem]:
     values = 10**config.max_digits - low
     space = len(config.operators) * values**config.operands
     # Twice the problems wanted, and more, leaves room for those that the split skips.
-    wanted = min(space, 4 * (config.train_size + config.eval_size))
-    for index in random.Random(config.seed).sample(range(space), wanted):
+    wanted = min(space, 4 * n_problems)
+    for index in random.Random(SEED).sample(range(space), wanted):
         rest, operands = index // len(config.operators), []
         for _ in range(config.operands):
             rest, value = divmod(rest, values)
@@ -81,7 +82,7 @@ def _shuffled_problems(config: ArithmeticConfig) -> Iterator[ArithmeticProblem]:
 
 def _even_problems(config: ArithmeticConfig) -> Iterator[ArithmeticProblem]:
     """The same, each operand of a length drawn first. Ends where nothing new has come up for long."""
-    rng, seen, misses = random.Random(config.seed), set[ArithmeticProblem](), 0
+    rng, seen, misses = random.Random(SEED), set[ArithmeticProblem](), 0
     while misses < 10_000:
         lengths = [rng.randint(config.min_digits, config.max_digits) for _ in range(config.operands)]
         operands = tuple(rng.randrange(0 if n == 1 else 10 ** (n - 1), 10**n) for n in lengths)

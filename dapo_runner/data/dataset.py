@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import random
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -73,55 +74,52 @@ class Dataset:
 
 
 def load_data(config: Config, tokenizer: Tokenizer) -> Dataset:
-    """Training and held-out prompts as the configuration asks for them. Raises ConfigError."""
+    """Return training and held-out prompts. Raises ConfigError."""
     data, report = config.data, DataReport()
-    if data.format == "arithmetic":
-        split = split_problems(data.arithmetic)
-        train, heldout = (
-            [Problem(p.question, p.answer, "arithmetic", row={"difficulty": p.digits}) for p in part] for part in split
-        )
-        sets = {"": heldout}
-        report.rows = len(train) + len(heldout)
-    else:
-        assert data.path is not None  # the configuration saw to it
-        rows = read_problems(
-            data.path, data.format, columns=data.columns, subset=data.subset, split=data.split, system=data.system
-        )
-        train = clean(rows, data, report, data.limit)
-        named = _evaluation_sets(data)
-        sets = {name: _read_set(chosen, data, report) for name, chosen in named.items()}
-        if not named:
-            sets[""] = _cut_heldout(train, data.eval_size)
-            cut = set(map(id, sets[""]))
-            train = [problem for problem in train if id(problem) not in cut]
-    limit = config.rollout.max_prompt_tokens
-    prompts = build_prompts(train, tokenizer, data, limit, report)
-    evaluated = [
-        prompt
-        for name, problems in sets.items()
-        for prompt in build_prompts(problems, tokenizer, data, limit, report, name)
-    ]
-    # What the policy sees counts: rows that differ may render to the same prompt.
-    asked = {" ".join(prompt.text.split()) for prompt in evaluated}
-    kept = [prompt for prompt in prompts if " ".join(prompt.text.split()) not in asked]
-    report.in_heldout = len(prompts) - len(kept)
-    dataset = Dataset(kept, evaluated, report)
-    report.train, report.heldout = len(dataset.train), len(dataset.heldout)
-    if not dataset.train:
+    train, sets = _generate(data, report) if data.format == "arithmetic" else _read(data, report)
+
+    def build(problems: list[Problem], eval_set: str = "") -> list[Prompt]:
+        return build_prompts(problems, tokenizer, data, config.rollout.max_prompt_tokens, report, eval_set)
+
+    prompts = build(train)
+    heldout = [prompt for name, problems in sets.items() for prompt in build(problems, name)]
+    # Texts are compared: rows that differ may render to the same prompt.
+    texts = {" ".join(prompt.text.split()) for prompt in heldout}
+    kept = [prompt for prompt in prompts if " ".join(prompt.text.split()) not in texts]
+    report.in_heldout, report.train, report.heldout = len(prompts) - len(kept), len(kept), len(heldout)
+    if not kept:
         raise ConfigError(f"data: no training prompt is left: {report.describe()}")
-    if "choice" in config.reward.uses and not any(_LETTER.match(prompt.answer) for prompt in dataset.train):
+    if "choice" in config.reward.uses and not any(_LETTER.match(prompt.answer) for prompt in kept):
         raise ConfigError(
-            "reward: expected answers that are letters (A, B, …) for the reward choice, got "
-            f"{shorten(dataset.train[0].answer)}: data.columns.choices names the column of what there is to choose from"
+            f"reward.kind: choice expects answers that are letters, got {shorten(kept[0].answer)}. Set "
+            "data.columns.choices to the column of the choices."
         )
-    return dataset
+    return Dataset(kept, heldout, report)
 
 
-def _evaluation_sets(data: DataConfig) -> dict[str, EvalSetConfig]:
-    """Those that the recipe names; one alone goes by no name."""
-    if data.eval_path is None:
-        return dict(data.eval)
-    return {"": EvalSetConfig(path=data.eval_path, split=data.split, subset=data.subset, format=data.eval_format)}
+Problems = tuple[list[Problem], dict[str, list[Problem]]]  # training problems, and evaluation sets by name
+
+
+def _generate(data: DataConfig, report: DataReport) -> Problems:
+    train, heldout = (
+        [Problem(p.question, p.answer, "arithmetic", row={"difficulty": p.digits}) for p in part]
+        for part in split_problems(data.arithmetic, data.eval_size)
+    )
+    report.rows = len(train) + len(heldout)
+    return train, {"": heldout}
+
+
+def _read(data: DataConfig, report: DataReport) -> Problems:
+    assert data.path is not None, "the configuration has checked it"
+    rows = read_problems(
+        data.path, data.format, columns=data.columns, subset=data.subset, split=data.split, system=data.system
+    )
+    train = clean(rows, data.dedupe, report, data.limit)
+    if data.eval:
+        return train, {name: _read_set(chosen, data, report) for name, chosen in data.eval.items()}
+    heldout = _cut_heldout(train, data.eval_size)
+    cut = set(map(id, heldout))
+    return [problem for problem in train if id(problem) not in cut], {"": heldout}
 
 
 def _read_set(chosen: EvalSetConfig, data: DataConfig, report: DataReport) -> list[Problem]:
@@ -133,58 +131,46 @@ def _read_set(chosen: EvalSetConfig, data: DataConfig, report: DataReport) -> li
         split=chosen.split,
         system=data.system,
     )
-    problems = clean(rows, data, report)
-    size = data.eval_size if data.eval_path is not None else chosen.size
-    kept = problems[:size]
+    problems = clean(rows, data.dedupe, report)
+    kept = problems[: chosen.size]
     report.beyond_limit += len(problems) - len(kept)
     return kept
 
 
 def _cut_heldout(problems: list[Problem], size: int) -> list[Problem]:
-    """The same choice for every seed, so that runs over one file are compared on the same problems."""
+    """Sample held-out problems: the same for every seed, so that runs over one file are compared on the same ones."""
     if size >= len(problems) > 0:
         raise ConfigError(
-            f"data.eval_size: expected fewer than the {len(problems)} problems of the training file, "
-            f"got {size}; lower it, or name an eval_path"
+            f"data.eval_size: expected fewer than the {len(problems)} problems of the training file, got {size}. "
+            "Lower it, or name evaluation sets in data.eval."
         )
     return random.Random("held-out").sample(problems, size if problems else 0)
 
 
-def clean(problems: Iterable[Problem], data: DataConfig, report: DataReport, limit: int | None = None) -> list[Problem]:
-    """Drop repeated rows and settle conflicting ones, counting both.
+def clean(problems: Iterable[Problem], dedupe: bool, report: DataReport, limit: int | None = None) -> list[Problem]:
+    """Drop repeated rows, and all rows of a prompt that comes with several answers; count both.
 
-    A prompt that occurs with several answers is dropped altogether (`on_conflict: drop`: nobody knows which
-    is right), keeps its first answer (`first`), or stops the run (`error`). No more is read once there are ``limit``
-    problems and a row holds another one: a conflict that only shows behind it stays unseen.
+    Reading ends once there are ``limit`` problems and a row holds another one.
     """
-    if not data.dedupe:
+    if not dedupe:
         kept = list(islice(problems, limit))
         report.rows += len(kept)
         return kept
     first: dict[str, Problem] = {}
-    rows: dict[str, int] = {}
-    conflicts: set[str] = set()
+    rows: Counter[str] = Counter()
+    conflicting: set[str] = set()
     for problem in problems:
         key = problem.key
-        if limit is not None and key not in first:
-            dropped_so_far = len(conflicts) if data.on_conflict == "drop" else 0
-            if len(first) - dropped_so_far == limit:
-                break
-        known = first.setdefault(key, problem)
-        rows[key] = rows.get(key, 0) + 1
-        if known.answer != problem.answer:
-            conflicts.add(key)
-            if data.on_conflict == "error":
-                raise ConfigError(
-                    f"data: one prompt has the answers {known.answer!r} and {problem.answer!r}: "
-                    f"{shorten(problem.question)} (data.on_conflict: drop or first settles it)"
-                )
-    dropped = conflicts if data.on_conflict == "drop" else set()
-    report.rows += sum(rows.values())
-    report.conflicting_prompts += len(conflicts)
-    report.conflicting += sum(rows[key] - (key not in dropped) for key in conflicts)
-    report.duplicates += sum(count - 1 for key, count in rows.items() if key not in conflicts)
-    return [problem for key, problem in first.items() if key not in dropped]
+        if key not in first and len(first) - len(conflicting) == limit:
+            break
+        rows[key] += 1
+        if first.setdefault(key, problem).answer != problem.answer:
+            conflicting.add(key)
+    report.rows += rows.total()
+    report.conflicting_prompts += len(conflicting)
+    report.conflicting += sum(rows[key] for key in conflicting)
+    report.duplicates += sum(count - 1 for key, count in rows.items() if key not in conflicting)
+    return [problem for key, problem in first.items() if key not in conflicting]
 
 
 def build_prompts(
@@ -299,7 +285,7 @@ class PromptCursor:
             if state[what] != now:
                 raise ConfigError(
                     f"cannot resume: the run was saved with {what} {state[what]!r}, this one has {now!r}; resume with "
-                    "the seed and the data it was started with (data.path, data.eval_path), or start a new run"
+                    "the seed and the data it was started with (data.path, data.eval), or start a new run"
                 )
         self.epoch, self.position = state["epoch"], state["position"]
         self._order = self._shuffled()

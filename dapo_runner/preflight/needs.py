@@ -101,7 +101,7 @@ def _missing(config: Config) -> Iterator[str]:
         except ConfigError as error:
             yield str(error)
     named = {f"data.eval.{name}.path": chosen.path for name, chosen in config.data.eval.items()}
-    for key, path in {"data.path": config.data.path, "data.eval_path": config.data.eval_path, **named}.items():
+    for key, path in {"data.path": config.data.path, **named}.items():
         if path is not None and (problem := missing_data(path)) is not None:
             yield f"{key}: {problem}"
 

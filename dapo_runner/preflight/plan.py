@@ -305,7 +305,7 @@ def _tiny_shape(tiny: TinyModelConfig) -> ModelShape:
 def _eval_size(config: Config) -> str:
     if config.data.eval:
         return ", ".join(f"{name} ({chosen.size or 'all'})" for name, chosen in config.data.eval.items())
-    size = config.data.arithmetic.eval_size if config.data.format == "arithmetic" else config.data.eval_size
+    size = config.data.eval_size
     return f"{size} problems"
 
 

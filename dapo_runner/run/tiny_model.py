@@ -150,7 +150,7 @@ def warm_up(model: Any, tokenizer: Any, config: Config, report: Callable[[str], 
     """
     assert config.model.tiny is not None
     settings, rng = config.model.tiny.warmup, random.Random(config.run.seed)
-    problems, _ = split_problems(config.data.arithmetic)
+    problems, _ = split_problems(config.data.arithmetic, config.data.eval_size)
     shown = random.Random(f"{config.run.seed}:repeats") if settings.repeat else None
     examples = [_encode(problem, tokenizer, config, shown) for problem in problems[: settings.examples]]
     unseen = problems[settings.examples :][:CHECK_PROBLEMS]

@@ -31,7 +31,8 @@ def small_recipe(**run: Any) -> dict[str, Any]:
         "data": {
             "format": "arithmetic",
             "template": "{question}=",
-            "arithmetic": {"max_digits": 1, "train_size": 60, "eval_size": 10},
+            "arithmetic": {"max_digits": 1, "train_size": 60},
+            "eval_size": 10,
         },
         "rollout": {"group_size": 4, "max_prompt_tokens": 8, "max_response_tokens": 16},
         "sampler": {"prompts_per_step": 4, "max_rounds": 3, "on_exhausted": "train_partial"},

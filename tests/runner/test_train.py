@@ -167,7 +167,7 @@ def test_an_attempt_that_failed_before_it_began_does_not_bind_the_next(tmp_path:
 def test_a_run_without_held_out_problems_is_not_evaluated(tmp_path: Path) -> None:
     data = small_recipe()["data"]
     raw = small_recipe(output_dir=str(tmp_path), steps=1)
-    raw["data"] = {**data, "arithmetic": {**data["arithmetic"], "eval_size": 1}}
+    raw["data"] = {**data, "eval_size": 1}
     config = parse_config(raw)
     progress = Progress()
     run = open_run(config, progress)
@@ -246,7 +246,7 @@ def test_changed_data_do_not_continue_a_run(tmp_path: Path) -> None:
 
 
 def test_exhaustion_stops_the_run_or_is_told(tmp_path: Path) -> None:
-    hopeless = {"arithmetic": {"min_digits": 9, "max_digits": 9, "train_size": 60, "eval_size": 4}}
+    hopeless = {"arithmetic": {"min_digits": 9, "max_digits": 9, "train_size": 60}, "eval_size": 4}
     stubborn = config_in(tmp_path, data={**small_recipe()["data"], **hopeless}, rollout={
         **small_recipe()["rollout"], "max_prompt_tokens": 32}, sampler={"prompts_per_step": 4, "max_rounds": 2,
         "on_exhausted": "error"})  # fmt: skip

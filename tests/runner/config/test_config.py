@@ -156,7 +156,7 @@ def test_a_file_is_read_as_the_command_line_is(tmp_path: Path) -> None:
         ("logging.progress=no", ["logging.progress", "'off'", "got 'no'"]),
         ("rollout.group_size=1", ["rollout.group_size", "got 1"]),
         ("model.path=x", ["model", "exactly one of 'path' and 'tiny'", "both"]),
-        ("data.path=x.jsonl", ["data", "arithmetic", "must be null"]),
+        ("data.path=x.jsonl", ["data.path", "data.format"]),
         ("data.format=csv", ["data.format", "'gsm8k'", "'csv'"]),
         ("data.format=auto", ["data", ".jsonl", "null"]),
         ("data.template=solve", ["template", "{question}", "'solve'"]),

@@ -76,28 +76,18 @@ def test_a_limit_counts_problems_not_rows(tmp_path: Path, order: str) -> None:
     assert len(load_data(data_config(path, limit=31), CharTokenizer()).train) == 30
 
 
-@pytest.mark.parametrize(("rule", "kept"), [("drop", ["b", "c"]), ("first", ["a", "b"])])
-def test_a_problem_that_conflicts_takes_no_place_within_the_limit(tmp_path: Path, rule: str, kept: list[str]) -> None:
+def test_a_problem_that_conflicts_does_not_count_within_the_limit(tmp_path: Path) -> None:
     rows = [dapo_row("a", "1"), dapo_row("a", "2"), *(dapo_row(name, "1") for name in "bbccdd")]
-    config = data_config(write_rows(tmp_path / "d.jsonl", rows), on_conflict=rule, limit=2)
-    assert [p.text for p in load_data(config, CharTokenizer()).train] == kept
+    config = data_config(write_rows(tmp_path / "d.jsonl", rows), limit=2)
+    assert [p.text for p in load_data(config, CharTokenizer()).train] == ["b", "c"]
 
 
-@pytest.mark.parametrize(("rule", "kept", "dropped"), [("drop", ["c"], 3), ("first", ["a", "c"], 2)])
-def test_conflicting_answers(tmp_path: Path, rule: str, kept: list[str], dropped: int) -> None:
+def test_conflicting_answers(tmp_path: Path) -> None:
     rows = [dapo_row("a", "1"), dapo_row("a", "2"), dapo_row("c", "2"), dapo_row("a", "1")]
-    config = data_config(write_rows(tmp_path / "d.jsonl", rows), on_conflict=rule)
-    dataset = load_data(config, CharTokenizer())
-    assert [p.text for p in dataset.train] == kept
-    assert dataset.train[0].answer == ("2" if rule == "drop" else "1")
-    assert (dataset.report.conflicting, dataset.report.conflicting_prompts) == (dropped, 1)
-    assert f"{dropped} rows of 1 prompts with conflicting answers" in dataset.report.describe()
-
-
-def test_conflict_can_stop_the_run(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "d.jsonl", [dapo_row("a", "1"), dapo_row("a", "2")])
-    with pytest.raises(ConfigError, match=r"'1' and '2'.*on_conflict"):
-        load_data(data_config(path, on_conflict="error"), CharTokenizer())
+    dataset = load_data(data_config(write_rows(tmp_path / "d.jsonl", rows)), CharTokenizer())
+    assert [(p.text, p.answer) for p in dataset.train] == [("c", "2")]
+    assert (dataset.report.conflicting, dataset.report.conflicting_prompts) == (3, 1)
+    assert "3 rows of 1 prompts with conflicting answers" in dataset.report.describe()
 
 
 def test_long_prompts_are_counted(tmp_path: Path) -> None:
@@ -111,7 +101,7 @@ def test_long_prompts_are_counted(tmp_path: Path) -> None:
 def test_evaluation_file_never_trains(tmp_path: Path) -> None:
     train = write_rows(tmp_path / "t.jsonl", [dapo_row(name, "1") for name in "abcd"])
     heldout = write_rows(tmp_path / "e.parquet", [gsm8k_row(name, "1") for name in "dcxyz"])
-    dataset = load_data(data_config(train, eval_path=heldout, eval_size=3), CharTokenizer())
+    dataset = load_data(data_config(train, eval={"own": {"path": heldout, "size": 3}}), CharTokenizer())
     assert [p.text for p in dataset.heldout] == ["d", "c", "x"]
     assert [p.text for p in dataset.train] == ["a", "b"]
     report = dataset.report
@@ -124,7 +114,7 @@ def test_a_row_that_renders_to_a_heldout_prompt_is_not_trained_on(tmp_path: Path
     wrapped = [dapo_row(apply_template("dapo", f"{i} + {i}?"), str(2 * i)) for i in range(8)]
     train = write_rows(tmp_path / "t.jsonl", wrapped)
     heldout = write_rows(tmp_path / "e.jsonl", [gsm8k_row(f"{i}  + {i}?", str(2 * i)) for i in range(5)])
-    data = {"format": "auto", "path": train, "eval_path": heldout, "eval_size": 5, "template": "dapo"}
+    data = {"format": "auto", "path": train, "eval": {"own": {"path": heldout}}, "template": "dapo"}
     config = make_config(data=data, rollout={"max_prompt_tokens": 1000}, optimizer={"token_budget": 2048})
     dataset = load_data(config, CharTokenizer())
     assert [p.answer for p in dataset.heldout] == ["0", "2", "4", "6", "8"]
@@ -235,40 +225,38 @@ def test_arithmetic_answers(operator: str, operands: tuple[int, ...], question: 
 
 @pytest.mark.parametrize("operators", [["+"], ["+", "-", "*"]])
 def test_arithmetic_split_cannot_overlap(operators: list[str]) -> None:
-    config = ArithmeticConfig.model_validate({"operators": operators, "train_size": 3000, "eval_size": 500})
-    train, heldout = split_problems(config)
+    config = ArithmeticConfig.model_validate({"operators": operators, "train_size": 3000})
+    train, heldout = split_problems(config, 500)
     assert (len(train), len(heldout)) == (3000, 500)
     assert len({p.question for p in train + heldout}) == 3500
     assert not {p.key for p in heldout} & {p.key for p in train}
     assert {p.operator for p in heldout} == set(operators)
-    assert split_problems(config) == (train, heldout)
-    assert split_problems(config.model_copy(update={"seed": 1}))[1] != heldout
+    assert split_problems(config, 500) == (train, heldout)
 
 
 def test_arithmetic_knows_its_limits() -> None:
-    config = ArithmeticConfig(max_digits=1, train_size=90, eval_size=10)
+    config = ArithmeticConfig(max_digits=1, train_size=90)
     with pytest.raises(ConfigError, match="ask for fewer or for more digits"):
-        split_problems(config)
-    low = ArithmeticConfig(min_digits=2, max_digits=2, train_size=200, eval_size=10)
-    assert min(min(p.operands) for p in split_problems(low)[0]) >= 10
-    wide = ArithmeticConfig(operands=2, max_digits=9, train_size=20, eval_size=10)
-    assert len(split_problems(wide)[0]) == 20
+        split_problems(config, 10)
+    low = ArithmeticConfig(min_digits=2, max_digits=2, train_size=200)
+    assert min(min(p.operands) for p in split_problems(low, 10)[0]) >= 10
+    wide = ArithmeticConfig(operands=2, max_digits=9, train_size=20)
+    assert len(split_problems(wide, 10)[0]) == 20
 
 
 def test_even_digits_are_even() -> None:
-    config = ArithmeticConfig(operands=3, max_digits=3, even_digits=True, train_size=3000, eval_size=100)
-    train, heldout = split_problems(config)
+    config = ArithmeticConfig(operands=3, max_digits=3, even_digits=True, train_size=3000)
+    train, heldout = split_problems(config, 100)
     lengths = Counter(len(str(operand)) for problem in train for operand in problem.operands)
     assert all(0.3 < lengths[n] / lengths.total() < 0.36 for n in (1, 2, 3))  # 3 in 1000 have one digit otherwise
     assert len(set(train)) == 3000
     assert not {problem.key for problem in train} & {problem.key for problem in heldout}
     with pytest.raises(ConfigError, match=r"which is all there are with 2 operands of 1 to 1 digits"):
-        split_problems(ArithmeticConfig(max_digits=1, even_digits=True, train_size=101))
+        split_problems(ArithmeticConfig(max_digits=1, even_digits=True, train_size=101), 256)
 
 
 def test_arithmetic_becomes_prompts() -> None:
-    arithmetic = {"train_size": 20, "eval_size": 5}
-    config = make_config(data={"template": "{question}=", "arithmetic": arithmetic})
+    config = make_config(data={"template": "{question}=", "arithmetic": {"train_size": 20}, "eval_size": 5})
     dataset = load_data(config, CharTokenizer())
     assert (len(dataset.train), len(dataset.heldout)) == (20, 5)
     first = dataset.train[0]

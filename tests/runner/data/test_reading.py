@@ -44,7 +44,7 @@ def test_columns_are_named_in_the_recipe(tmp_path: Path, suffix: str) -> None:
 
 def test_no_answer_is_needed_where_the_reward_wants_none(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "d.jsonl", ROWS)
-    with pytest.raises(ConfigError, match=r"data\.columns\.answer: expected the column that reward dapo holds"):
+    with pytest.raises(ConfigError, match=r"data\.columns\.answer: "):
         config_of(path)
     own = make_config(data={"format": "auto", "path": path, "columns": {"prompt": "q"}}, reward={"kind": "a:f"})
     assert own.data.columns is not None
@@ -98,7 +98,7 @@ def test_a_choice_is_of_letters(tmp_path: Path) -> None:
         config = make_config(data=data, reward={"kind": "choice"})
         return [prompt.answer for prompt in load_data(config, CharTokenizer()).train]
 
-    with pytest.raises(ConfigError, match=r"for the reward choice, got '1': data\.columns\.choices names"):
+    with pytest.raises(ConfigError, match=r"reward\.kind: .*got '1'.*data\.columns\.choices"):
         load(**named)
     assert load(**named, choices="o") == ["B"]
     write_rows(path, [{"q": "Which?", "a": "(B) y"}])
@@ -221,11 +221,10 @@ def test_several_evaluation_sets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"eval": {"a": {"path": "x.jsonl"}}, "eval_path": "y.jsonl"}, "eval_path: expected null beside eval"),
         ({"eval": {"a/b": {"path": "x.jsonl"}}}, r"data\.eval\.a/b"),
         ({"eval": {"a": {"pth": "x.jsonl"}}}, r"data\.eval\.a\.pth: unknown key; did you mean 'path'"),
-        ({"format": "dapo"}, "format: expected auto beside columns"),
-        ({"format": "arithmetic", "path": None}, "columns, eval_path and eval must be null"),
+        ({"format": "dapo"}, r"data\.columns: requires data\.format=auto"),
+        ({"format": "arithmetic"}, r"data\.path: requires data\.format"),
         ({"columns": {"answer": "a"}}, r"data\.columns\.prompt: expected a value"),
     ],
 )
