@@ -1,0 +1,116 @@
+"""Print the reference of all settings as Markdown: ``python -m dapo_runner.config.reference > docs/settings.md``.
+
+The meaning of a setting is the comment behind it in the code, or right above it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from dapo_runner.config.convert import ConvertConfig
+from dapo_runner.config.reading import section_of
+from dapo_runner.config.section import Section, conditions_of, spell
+from dapo_runner.config.settings import Config
+from dapo_runner.config.sft import SftConfig
+from dapo_runner.config.study import StudyConfig
+
+HEADER = """\
+# All settings
+
+Look up any setting: its key, type and default, what it means and what it requires. Every command takes a YAML file
+with these keys and `key=value` overrides (`dapo train tiny optimizer.lr=1e-4`). A setting that is not its default is
+refused where what it requires is not there. `null` means that it is not set.
+
+This page is generated: `python -m dapo_runner.config.reference > docs/settings.md`.
+"""
+COMMANDS: dict[str, type[Section]] = {
+    "dapo train": Config,
+    "dapo sft": SftConfig,
+    "dapo study": StudyConfig,
+    "dapo convert-answers": ConvertConfig,
+}
+_FIELD = re.compile(r"^    (\w+): .*?(?:  # (.*))?$")
+
+
+def page() -> str:
+    """Return the text of docs/settings.md."""
+    seen: dict[type[Section], str] = {}
+    parts = [HEADER]
+    for command, root in COMMANDS.items():
+        parts += [f"## `{command}`\n", *_tables(root, "", command, seen)]
+    return "\n".join(parts)
+
+
+def _tables(section: type[Section], key: str, command: str, seen: dict[type[Section], str]) -> Iterator[str]:
+    """Yield the table of a section, then those below it; a section that was shown already is named only."""
+    title = f"### `{key}`\n\n" if key else ""
+    if section in seen:
+        yield f"{title}As {seen[section]}.\n"
+        return
+    seen[section] = f"`{key}` of `{command}`"
+    rows = [_row(key, name, section) for name in section.model_fields if _is_value(section, name)]
+    if rows:
+        yield "\n".join([f"{title}| key | type | default | meaning | requires |", "|---|---|---|---|---|", *rows, ""])
+    for name, field in section.model_fields.items():
+        nested = section_of(field)
+        if nested is not None:
+            inside = {dict: ".NAME", list: "[]"}.get(get_origin(field.annotation) or object, "")
+            yield from _tables(nested, f"{key}.{name}{inside}".lstrip("."), command, seen)
+
+
+def _is_value(section: type[Section], name: str) -> bool:
+    """Whether a setting has a row of its own: a value, or a section that may be null."""
+    field = section.model_fields[name]
+    return section_of(field) is None or type(None) in get_args(field.annotation)
+
+
+def _row(key: str, name: str, section: type[Section]) -> str:
+    field = section.model_fields[name]
+    default = "required" if field.is_required() else _shorten(spell(field.get_default(call_default_factory=True)))
+    requires = [f"`{text[1:]}` unset" if text.startswith("!") else f"`{text}`" for text in conditions_of(section, name)]
+    dotted = f"{key}.{field.alias or name}".lstrip(".")
+    kind = "section" if section_of(field) else _name_of(field.annotation)
+    cells = (f"`{dotted}`", kind, default, meanings(section)[name], ", ".join(requires))
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _shorten(text: str) -> str:
+    return f"`{text}`" if len(text) < 60 else "a longer text"
+
+
+def _name_of(annotation: Any) -> str:
+    """Return what to call a type."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _name_of(arguments[0])
+    if origin is Literal:
+        return ", ".join(map(str, arguments))
+    if origin in (Union, UnionType):
+        return " or ".join(map(_name_of, arguments))
+    if origin in (list, tuple):
+        return f"list of {_name_of(arguments[0])}"
+    return "null" if annotation is type(None) else (origin or annotation).__name__
+
+
+def meanings(section: type[Section]) -> dict[str, str]:
+    """Return the comments of a section's settings, by name."""
+    found = dict.fromkeys(section.model_fields, "")
+    for base in reversed(section.__mro__):
+        if not issubclass(base, Section):
+            continue
+        above: list[str] = []
+        for line in inspect.getsource(base).splitlines():
+            match = _FIELD.match(line)
+            if match:
+                text = " ".join([*above, match[2] or ""]).strip()
+                found[match[1]] = text or found.get(match[1], "")
+            above = [*above, line.strip().removeprefix("# ")] if line.startswith("    # ") else []
+    return found
+
+
+if __name__ == "__main__":
+    print(page(), end="")
