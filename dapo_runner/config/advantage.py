@@ -16,16 +16,16 @@ class SegmentsConfig(Section):
 
     requires = {"kind=chain": "interval samples", "kind=tree": "branching tokens per_step"}
 
-    kind: Literal["chain", "tree"]
+    kind: Literal["chain", "tree"]  # chain: values from continuations; tree: from the responses below a node
     threshold: Annotated[float, Field(gt=0, lt=1)] = 0.9  # ρ: a token less likely than that is a cut point
     mask: bool = True  # only cut points train
     interval: PositiveInt = 5  # chain: cut points in a segment
     samples: PositiveInt = 9  # chain: continuations that the value of a segment's beginning is the mean of
-    # tree: children of a node, by level; None: rollout.group_size in three factors that differ least, or in two.
+    # tree: children of a node, by level; null: rollout.group_size in three factors that differ least, or in two.
     branching: Annotated[list[Annotated[Int, Field(ge=2)]], Field(min_length=2)] | None = None
-    # tree: of a segment, but on the last level, where it ends the response; None: as many as every level can have.
+    # tree: of a segment, but on the last level, where it ends the response; null: as many as every level can have.
     tokens: PositiveInt | None = None
-    per_step: PositiveInt | None = None  # tree: its responses that a step trains on, the rest later; None: all at once
+    per_step: PositiveInt | None = None  # tree: its responses that a step trains on, the rest later; null: all at once
 
 
 class TreeShape(NamedTuple):

@@ -14,9 +14,9 @@ class CriticConfig(Section):
         "parallel.sequence=1": "share_trunk",
     }
 
-    path: str | None = None  # the model that gets a value head; None: the one that the policy starts from
+    path: str | None = None  # the model that gets a value head; null: the one that the policy starts from
     share_trunk: bool = False  # the head sits on the policy, whose update takes coef × value loss along
     coef: PositiveFloat = 0.1  # share_trunk
     lr: PositiveFloat = 9e-6  # a model of its own: at the peak of the optimizer's schedule, which it follows
     warmup_steps: NonNegativeInt = 0  # a model of its own: rollout steps of a run in which it alone trains
-    clip: PositiveFloat | None = 0.2  # how far a value may move in a step before its gradient stops; None: any
+    clip: PositiveFloat | None = 0.2  # how far a value may move in a step before its gradient stops; null: any

@@ -34,9 +34,9 @@ Does the response agree with the reference answer? Reply {yes} or {no} and nothi
 class JudgePrompt(Section):
     """What a judge is asked, and what it may answer."""
 
-    template: str = JUDGE_TEMPLATE
+    template: str = JUDGE_TEMPLATE  # what the judge is asked, with {problem}, {response}, {reference}
     system: str | None = None  # a system message before it
-    answers: tuple[str, str] = ("YES", "NO")
+    answers: tuple[str, str] = ("YES", "NO")  # the words for correct and incorrect
 
     @field_validator("template")
     @classmethod
@@ -60,7 +60,7 @@ class AskedModel(Section):
 
     requires = {"engine=hf": "dtype device", "engine=endpoint": "url key_env options"}
 
-    engine: Literal["hf", "endpoint"] = "hf"
+    engine: Literal["hf", "endpoint"] = "hf"  # hf: in this process; endpoint: an OpenAI-compatible API
     model: str  # hf: a folder in transformers' format or a hub name; endpoint: what the server calls it
     chat_template_kwargs: dict[str, Any] = {}  # {enable_thinking: false} for a model that would think first
     # Engine hf.

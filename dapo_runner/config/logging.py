@@ -10,7 +10,7 @@ from dapo_runner.config.section import NonNegativeInt, PositiveFloat, Section
 class RolloutLogConfig(Section):
     """Which responses are kept for `dapo show`: of each step, and of each evaluation."""
 
-    groups: NonNegativeInt | None = 32  # the first in the order of their prompts; None: all, 0: none
+    groups: NonNegativeInt | None = 32  # the first in the order of their prompts; null: all, 0: none
     max_gb: PositiveFloat = 1.0  # all steps together, compressed; beyond it the oldest steps are removed
     per_token: bool = False  # also the tokens trained on, each with its log-probs, entropy, ratio and clip
 
@@ -20,6 +20,7 @@ class LoggingConfig(Section):
 
     progress: Literal["auto", "live", "plain", "off"] = "auto"  # auto: live on a terminal, else plain lines
     rollouts: RolloutLogConfig = RolloutLogConfig()
+    # where metrics are sent besides the run's folder
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
     project: str = "dapo"  # of the trackers, for MLflow the experiment
     samples: NonNegativeInt = 8  # of each step and evaluation, in the trackers' tables; 0: no tables

@@ -17,7 +17,7 @@ class LossConfig(Section):
 
     objective: str = "dapo"  # a name in dapo_kernels.OBJECTIVES
     overrides: dict[str, Any] = {}  # fields of dapo_kernels.Objective, passed through
-    reference: str | None = None  # kl_coef ≠ 0: the model the penalty refers to; None: the one training starts from
+    reference: str | None = None  # kl_coef ≠ 0: the model the penalty refers to; null: the one training starts from
     # The reference follows the policy: after each step it is this share of itself and the rest of the policy.
     reference_ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     old_logprobs: Literal["learner", "rollout"] = "learner"  # whose log-probs are the ratio's denominator

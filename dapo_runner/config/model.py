@@ -12,10 +12,10 @@ from dapo_runner.config.section import NonNegativeInt, PositiveFloat, PositiveIn
 class WarmupConfig(Section):
     """The short supervised warm-up that gives the tiny model something to explore with."""
 
-    steps: NonNegativeInt = 300
-    batch_size: PositiveInt = 64
-    examples: PositiveInt = 2000
-    lr: PositiveFloat = 1e-3
+    steps: NonNegativeInt = 300  # supervised steps; 0: none
+    batch_size: PositiveInt = 64  # worked examples in a step
+    examples: PositiveInt = 2000  # worked examples in all
+    lr: PositiveFloat = 1e-3  # of the warm-up
     repeat: Annotated[float, Field(ge=0, lt=1)] = 0.0  # probability that a line of an example comes again, each time
     stop_at: Share | None = None  # end early, once this share of training problems it has not seen is solved
 
@@ -23,10 +23,10 @@ class WarmupConfig(Section):
 class TinyModelConfig(Section):
     """A small transformer with a tokenizer of its own, made on the spot: no download."""
 
-    layers: PositiveInt = 2
-    hidden_size: PositiveInt = 128
-    heads: PositiveInt = 4
-    intermediate_size: PositiveInt = 512
+    layers: PositiveInt = 2  # of the transformer
+    hidden_size: PositiveInt = 128  # of the layers
+    heads: PositiveInt = 4  # of attention
+    intermediate_size: PositiveInt = 512  # of the MLPs
     warmup: WarmupConfig = WarmupConfig()
 
     @model_validator(mode="after")
@@ -43,20 +43,21 @@ class LoraConfig(Section):
     rounded to `model.dtype`: in bfloat16 it lags behind by what that rounding hides (docs/vllm.md).
     """
 
-    rank: PositiveInt = 32
-    alpha: PositiveInt = 64
+    rank: PositiveInt = 32  # of the adapters
+    alpha: PositiveInt = 64  # adapters are scaled by alpha / rank
     targets: str | list[str] = "all-linear"  # names of modules; all-linear is every linear layer but the head
 
 
 class ModelConfig(Section):
     path: str | None = None  # a folder in transformers' format or a hub name
-    tiny: TinyModelConfig | None = None
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    tiny: TinyModelConfig | None = None  # a small model made on the spot
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of weights and activations; the optimizer keeps float32
+    # auto: flash or varlen where they are there, else sdpa
     attention: Literal["auto", "sdpa", "flash", "varlen"] = "auto"
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = False  # compute activations again in the backward pass: less memory
     compile: bool = False  # torch.compile for what lies between the matrix products of a layer; costs some 10 s once
-    lora: LoraConfig | None = None
-    trust_remote_code: bool = False
+    lora: LoraConfig | None = None  # train low-rank adapters only
+    trust_remote_code: bool = False  # run the code that comes with a model
 
     @model_validator(mode="after")
     def _one_origin(self) -> ModelConfig:

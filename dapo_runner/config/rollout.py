@@ -17,8 +17,8 @@ class CorrectionConfig(Section):
     requires = {"weights": "cap", "mask": "bound"}
 
     weights: Literal["token", "sequence"] | None = None  # truncated importance weights
-    cap: PositiveFloat = 2.0
-    mask: Literal["token", "sequence"] | None = None
+    cap: PositiveFloat = 2.0  # of the weights
+    mask: Literal["token", "sequence"] | None = None  # leave tokens or sequences out of the loss
     bound: Annotated[float, Field(gt=1)] = 2.0  # masked beyond this ratio, or below its inverse
 
     @property
@@ -31,17 +31,17 @@ class ProbeConfig(Section):
 
     prompts: NonNegativeInt = 8  # 0: no probe
     tokens: PositiveInt = 4  # of each answer
-    # Of the mean |Δ log-prob|. None: 0.001 in float32, 0.2 in bfloat16, and ten times the run's first gaps.
+    # Of the mean |Δ log-prob|. null: 0.001 in float32, 0.2 in bfloat16, and ten times the run's first gaps.
     bound: PositiveFloat | None = None
 
 
 class VLLMConfig(Section):
     """vLLM, in this process or as `dapo serve` starts it. The first two are for the CPU, the rest for GPUs."""
 
-    kv_cache_gib: PositiveFloat = 2.0
+    kv_cache_gib: PositiveFloat = 2.0  # of the KV cache, on a CPU
     compile: bool = False  # costs about a minute at the start
     gpu_memory: Share = 0.5  # share of the GPU's memory that weights and cache may take
-    cuda_graphs: bool = True
+    cuda_graphs: bool = True  # capture them at the start
     sleep: bool = True  # weights and cache leave the GPU while the policy trains; not those of a server
 
 
@@ -55,12 +55,11 @@ class RolloutConfig(SamplingConfig):
         "engine=hf|vllm": "sampling_mask",
     }
 
-    engine: Literal["hf", "vllm", "server"] = "hf"
+    engine: Literal["hf", "vllm", "server"] = "hf"  # transformers or vLLM in this process, or servers
     vllm: VLLMConfig = VLLMConfig()
     server: ServerConfig = ServerConfig()
-    max_staleness: NonNegativeInt = (
-        0  # server: steps that are sampled while an earlier one trains; 0: one after the other
-    )
+    # server: how many steps ahead of training responses are sampled; 0: one after the other
+    max_staleness: NonNegativeInt = 0
     partial: bool = True  # asynchronous: responses under way go on under new weights; False: they end before these come
     probe: ProbeConfig = ProbeConfig()
     correction: CorrectionConfig = CorrectionConfig()
@@ -69,6 +68,6 @@ class RolloutConfig(SamplingConfig):
     # top_p, top_k, min_p: compute the learner's log-probs over the tokens that were left; otherwise the ratio is biased
     sampling_mask: bool = False
     stop: StopStrings = []  # a response ends where one of them is complete
-    max_prompt_tokens: PositiveInt = 2048
-    max_response_tokens: PositiveInt = 20480
+    max_prompt_tokens: PositiveInt = 2048  # longer prompts are left out
+    max_response_tokens: PositiveInt = 20480  # longer responses are cut
     max_batch_sequences: PositiveInt = 256  # responses that the engine decodes side by side

@@ -15,10 +15,10 @@ from dapo_runner.config.section import PositiveFloat, PositiveInt, Section
 class ServerConfig(Section):
     """The server engine: `vllm serve` processes that `dapo serve` has started. docs/server.md."""
 
-    urls: Annotated[list[str], Field(min_length=1)] = ["http://localhost:8000"]
-    key_env: str | None = None  # the environment variable that holds their key; None: the file `dapo serve` makes
+    urls: Annotated[list[str], Field(min_length=1)] = ["http://localhost:8000"]  # of the servers
+    key_env: str | None = None  # the environment variable that holds their key; null: the file `dapo serve` makes
     transfer: Literal["file", "nccl"] = "file"  # how weights pass; nccl: from GPU to GPU
-    folder: Path | None = None  # where weights pass, seen from trainer and servers; None: this machine's shared memory
+    folder: Path | None = None  # where weights pass, seen from trainer and servers; null: this machine's shared memory
     tensor: PositiveInt = 1  # GPUs that share the weights of one server
     attempts: PositiveInt = 5  # times that a prompt is asked of each server before the run ends
     # Seconds until a wait is over, and has failed.

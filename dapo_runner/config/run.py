@@ -14,9 +14,9 @@ from dapo_runner.config.section import NonNegativeInt, PositiveFloat, PositiveIn
 class EarlyStopConfig(Section):
     """Ends a run by a figure of its evaluations. It goes by `metrics.jsonl` alone."""
 
-    metric: str | None = None  # as logged, less its eval/; None: avg@k
-    mode: Literal["max", "min"] = "max"
-    patience: PositiveInt | None = 5  # evaluations in a row without a better one; None: any number
+    metric: str | None = None  # as logged, less its eval/; null: avg@k
+    mode: Literal["max", "min"] = "max"  # whether larger or smaller is better
+    patience: PositiveInt | None = 5  # evaluations in a row without a better one; null: any number
     target: float | None = None  # good enough
 
     @model_validator(mode="after")
@@ -48,7 +48,7 @@ class RunConfig(JobConfig):
     steps: PositiveInt = 320  # rollout steps
     max_tokens: PositiveInt | None = None  # end with the step by which as many were generated; null: no such end
     async_save: bool = False  # train on while a checkpoint is written, where ranks share the weights; copies them first
-    early_stop: EarlyStopConfig | None = None
+    early_stop: EarlyStopConfig | None = None  # end the run by its evaluations; null: after run.steps
     # RUN@STEP: start from that checkpoint of another run's folder
     from_: str | None = Field(default=None, alias="from")
 

@@ -14,16 +14,16 @@ class CurriculumConfig(Section):
 
     requires = {"by=column": "column larger_is start steps", "by=pass_rate": "low high rest"}
 
-    by: Literal["column", "pass_rate"]
+    by: Literal["column", "pass_rate"]  # a column of the data, or the pass rate so far
     column: str = "difficulty"  # by column: holds a number in every row
-    larger_is: Literal["harder", "easier"] = "harder"
+    larger_is: Literal["harder", "easier"] = "harder"  # what a larger number in the column means
     start: Share = 0.25  # by column: the easiest share of the prompts that a run begins with
     steps: PositiveInt = 100  # by column: rollout steps after which all prompts are in play
     # By pass_rate: a prompt rests for so many epochs where a share of `low` of its samples or less was right, or of
     # `high` or more.
     low: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    high: Share = 1.0
-    rest: PositiveInt = 2
+    high: Share = 1.0  # a prompt rests from this share correct
+    rest: PositiveInt = 2  # epochs
 
     @model_validator(mode="after")
     def _low_below_high(self) -> CurriculumConfig:
@@ -35,7 +35,7 @@ class CurriculumConfig(Section):
 class SamplerConfig(Section):
     requires = {"rollout.engine=server !advantage.segments": "oversample", "filter_groups": "filter_on"}
 
-    prompts_per_step: PositiveInt = 512
+    prompts_per_step: PositiveInt = 512  # accepted groups in a step
     filter_groups: bool = True  # dynamic sampling; False trains on every group
     # What accepts a group: correct and incorrect samples, or rewards that vary (without the length term).
     filter_on: Literal["correctness", "reward"] | None = None  # null: reward with reward.parts, else correctness
@@ -45,5 +45,6 @@ class SamplerConfig(Section):
     oversample: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
     # Steps old that a group may be when it trains; older ones are dropped and counted. null: rollout.max_staleness + 1
     max_age: NonNegativeInt | None = None
+    # after max_rounds: stop, or train on the groups there are
     on_exhausted: Literal["train_partial", "error"] = "error"
-    curriculum: CurriculumConfig | None = None  # None: all prompts, in a new order every epoch
+    curriculum: CurriculumConfig | None = None  # null: all prompts, in a new order every epoch

@@ -43,9 +43,9 @@ class Config(Section):
     sampler: SamplerConfig = SamplerConfig()
     reward: RewardConfig = RewardConfig()
     advantage: AdvantageConfig = AdvantageConfig()
-    critic: CriticConfig | None = None
+    critic: CriticConfig | None = None  # a model that predicts returns
     loss: LossConfig = LossConfig()
-    preference: PreferenceConfig | None = None
+    preference: PreferenceConfig | None = None  # train on pairs in place of advantages
     optimizer: OptimizerConfig = OptimizerConfig()
     parallel: ParallelConfig = ParallelConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -13,38 +13,38 @@ from dapo_runner.config.section import Name, NonNegativeInt, PositiveInt, Sectio
 class VariantConfig(Section):
     """A row of the table."""
 
-    name: Name
-    label: str | None = None  # None: the name
+    name: Name  # of its runs' folder
+    label: str | None = None  # null: the name
     over: Name | None = None  # a variant further up, whose overrides this one adds to
     overrides: dict[str, Any] = {}  # sections, or dotted keys
-    against: Name | None = None  # the variant it is tested against; None: the row above
+    against: Name | None = None  # the variant it is tested against; null: the row above
 
 
 class FigureConfig(Section):
     """A picture: a panel for each curve, a line with its band for each variant."""
 
-    name: Name
-    title: str
-    variants: list[Name] = Field(min_length=1)
+    name: Name  # of its file
+    title: str  # above the picture
+    variants: list[Name] = Field(min_length=1)  # a line for each
     curves: list[str] = Field(min_length=1)  # as in metrics.jsonl
-    x: Literal["step", "tokens", "updates", "seconds"] = "step"
+    x: Literal["step", "tokens", "updates", "seconds"] = "step"  # the horizontal axis
 
 
 class StudyConfig(Section):
-    name: Name = "study"
-    title: str = "Study"
+    name: Name = "study"  # of the study's folder
+    title: str = "Study"  # of its page
     about: str = ""  # a paragraph under the title
     base: str  # a YAML file, beside the study's own, or the name of a recipe
     output_dir: Path = Path("studies")  # the study lives in output_dir/name
     runs: Name | None = None  # another study, whose runs these are too: none is made again
-    seeds: list[NonNegativeInt] = Field(min_length=1)
+    seeds: list[NonNegativeInt] = Field(min_length=1)  # a run of each variant with each seed
     overrides: dict[str, Any] = {}  # of the base, for every variant
     # A tiny model is made by each run for itself, or once for all variants of a seed (as the base makes it).
     start: Literal["each", "per_seed"] = "each"
     variants: list[VariantConfig] = Field(min_length=1)
     figures: list[FigureConfig] = []
     entropy_fit: list[Name] = []  # variants that accuracy is fitted to entropy of: arXiv 2505.22617, eq. 1
-    jobs: PositiveInt | None = None  # runs side by side; None: as many as there are cores for
+    jobs: PositiveInt | None = None  # runs side by side; null: as many as there are cores for
     threads: PositiveInt = 1  # CPU threads of a run
     tail: Annotated[PositiveInt, Field(le=1000)] = 10  # steps that "first" and "last" figures are means over
 

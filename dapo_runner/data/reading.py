@@ -13,7 +13,7 @@ import csv
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import ascii_uppercase
@@ -21,7 +21,6 @@ from typing import Any
 
 from dapo_runner.config import ColumnsConfig, ConfigError
 
-FILES = (".jsonl", ".json", ".csv", ".parquet")
 _HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 
 
@@ -69,7 +68,7 @@ def read_problems(
 
 def missing_data(path: Path) -> str | None:
     """Why nothing can be read from ``path``, as far as this machine alone can tell."""
-    if path.suffix in FILES:
+    if path.suffix in _READERS:
         return None if path.is_file() else f"expected a file, found nothing at {path}"
     if path.is_dir() or _HUB_NAME.fullmatch(str(path)):
         return None
@@ -77,26 +76,11 @@ def missing_data(path: Path) -> str | None:
 
 
 def read_rows(path: Path, subset: str | None, split: str) -> Iterator[dict[str, Any]]:
-    if path.suffix in (".jsonl", ".json") and path.is_file():
-        with path.open(encoding="utf-8") as lines:
-            if path.suffix == ".json" and lines.read(1000).lstrip().startswith("["):
-                yield from _parse_list(path)
-                return
-            lines.seek(0)
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _parse_json(path, number, line)
-    elif path.suffix == ".csv" and path.is_file():
-        yield from _parse_csv(path)
-    elif path.suffix == ".parquet" and path.is_file():
-        from pyarrow import parquet  # comes with datasets; slow to import, and only this branch wants it
-
-        for batch in parquet.ParquetFile(path).iter_batches(batch_size=1024):
-            yield from batch.to_pylist()
-    elif path.is_file():
-        raise ConfigError(f"data: expected a file ({', '.join(FILES)}), got {path}")
-    elif missing_data(path) is not None:
-        raise ConfigError(f"data: expected a file or a folder at {path}, found nothing there")
+    """Yield the rows of a file or of a Hugging Face data set. Raises ConfigError."""
+    if path.is_file() and path.suffix in _READERS:
+        yield from _READERS[path.suffix](path)
+    elif path.is_file() or missing_data(path) is not None:
+        raise ConfigError(f"data.path: expected a file ({', '.join(FILES)}) or a folder, got {path}")
     else:
         yield from _load_dataset(path, subset, split)
 
@@ -124,19 +108,34 @@ def _load_dataset(path: Path, subset: str | None, split: str) -> Iterator[dict[s
     yield from rows
 
 
-def _parse_list(path: Path) -> Iterator[dict[str, Any]]:
+def _read_json(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a list, or one of each line."""
+    with path.open(encoding="utf-8") as lines:
+        is_list = lines.read(1000).lstrip().startswith("[")
+        lines.seek(0)
+        if is_list:
+            rows: Iterable[tuple[int, Any]] = enumerate(_parse_json(path, lines.read()), start=1)
+        else:
+            rows = (
+                (number, _parse_json(f"{path}, line {number}", line))
+                for number, line in enumerate(lines, start=1)
+                if line.strip()
+            )
+        for number, row in rows:
+            if not isinstance(row, dict):
+                raise ConfigError(f"{path}, row {number}: expected a JSON object, got {shorten(row)}")
+            yield row
+
+
+def _parse_json(where: object, text: str) -> Any:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}: not valid JSON: {error}") from error
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise ConfigError(f"{path}, row {number}: expected a JSON object, got {shorten(row)}")
-        yield row
+        raise ConfigError(f"{where}: not valid JSON: {error}") from error
 
 
-def _parse_csv(path: Path) -> Iterator[dict[str, Any]]:
-    """Every value is a text; the first line names the columns."""
+def _read_csv(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield texts by the columns that the first line names."""
     with path.open(encoding="utf-8-sig", newline="") as lines:
         rows = csv.DictReader(lines, strict=True)
         try:
@@ -148,14 +147,15 @@ def _parse_csv(path: Path) -> Iterator[dict[str, Any]]:
             raise ConfigError(f"{path}, line {rows.line_num}: not valid CSV: {error}") from error
 
 
-def _parse_json(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}, line {number}: not valid JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise ConfigError(f"{path}, line {number}: expected a JSON object, got {shorten(row)}")
-    return row
+def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
+    from pyarrow import parquet  # comes with datasets; slow to import
+
+    for batch in parquet.ParquetFile(path).iter_batches(batch_size=1024):
+        yield from batch.to_pylist()
+
+
+_READERS = {".jsonl": _read_json, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
+FILES = tuple(_READERS)
 
 
 def _detect_format(path: Path, row: Mapping[str, Any]) -> str:

@@ -1,0 +1,65 @@
+"""The budget of the runner: lines by room, settings, sizes of functions. What does not fit pays with what goes."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dapo_runner.config import reference
+from dapo_runner.config.section import Section
+
+ROOT = Path(reference.__file__).parents[1]
+LINES = {
+    "top": 3000,
+    "config": 2200,
+    "data": 750,
+    "rollout": 4000,
+    "rewards": 2600,
+    "algorithms": 2400,
+    "training": 3000,
+    "logging": 1800,
+    "preflight": 1400,
+    "tools": 3000,
+}
+ROOMS = {"policy": "training", "parallel": "training", "checkpoint": "training", "commands": "top", "run": "top"}
+SETTINGS = 290
+LONGEST_FUNCTION, MOST_PARAMETERS = 45, 8
+
+
+def files() -> Iterator[tuple[str, Path]]:
+    for path in ROOT.rglob("*.py"):
+        first, *rest = path.relative_to(ROOT).parts
+        yield ROOMS.get(first, first) if rest else "top", path
+
+
+def settings(section: type[Section] = Section) -> set[tuple[type[Section], str]]:
+    """Every field, in the class that declares it first; another default in a subclass is no setting more."""
+    found = set()
+    for child in section.__subclasses__():
+        bases = {name for base in child.__bases__ for name in getattr(base, "model_fields", {})}
+        found |= {(child, name) for name in child.model_fields.keys() - bases} | settings(child)
+    return found
+
+
+@pytest.mark.parametrize("room", LINES)
+def test_lines_of_a_room(room: str) -> None:
+    assert sum(len(path.read_text().splitlines()) for name, path in files() if name == room) <= LINES[room]
+
+
+def test_number_of_settings() -> None:
+    assert len(settings()) <= SETTINGS
+
+
+def test_functions_are_short() -> None:
+    long = []
+    for _, path in files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                if lines > LONGEST_FUNCTION or len(parameters) > MOST_PARAMETERS:
+                    long.append(f"{path.relative_to(ROOT)}: {node.name} ({lines} lines, {len(parameters)} parameters)")
+    assert long == []

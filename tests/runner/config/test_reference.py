@@ -1,0 +1,24 @@
+"""The reference of all settings: up to date, and complete."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dapo_runner.config import Config
+from dapo_runner.config.reading import every_key
+from dapo_runner.config.reference import page
+
+FILE = Path(__file__).resolve().parents[3] / "docs" / "settings.md"
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert FILE.read_text(encoding="utf-8") == page(), "run python -m dapo_runner.config.reference > docs/settings.md"
+
+
+def test_every_setting_has_a_row_and_a_meaning() -> None:
+    rows = [[cell.strip() for cell in line.split(" | ")] for line in page().splitlines() if line.startswith("| `")]
+    assert [row[0] for row in rows if not row[3]] == []
+    documented = {row[0].strip("|` ") for row in rows}
+    assert {"run.from", "optimizer.lr", "data.eval.NAME.path", "reward.parts[].use"} <= documented
+    sections = {key.rpartition(".")[0] for key in documented} | {"loss.overrides"}
+    assert [key for key in every_key(Config) if not {key, key.rpartition(".")[0]} & (documented | sections)] == []
