@@ -70,7 +70,7 @@ def missing_data(path: Path) -> str | None:
     """Why nothing can be read from ``path``, as far as this machine alone can tell."""
     if path.suffix in _READERS:
         return None if path.is_file() else f"expected a file, found nothing at {path}"
-    if path.is_dir() or _HUB_NAME.fullmatch(str(path)):
+    if path.is_dir() or (_HUB_NAME.fullmatch(str(path)) and not path.is_file()):
         return None
     return f"expected a file ({', '.join(FILES)}), a folder or the name of a data set on the hub, got {path}"
 
@@ -79,8 +79,8 @@ def read_rows(path: Path, subset: str | None, split: str) -> Iterator[dict[str, 
     """Yield the rows of a file or of a Hugging Face data set. Raises ConfigError."""
     if path.is_file() and path.suffix in _READERS:
         yield from _READERS[path.suffix](path)
-    elif path.is_file() or missing_data(path) is not None:
-        raise ConfigError(f"data.path: expected a file ({', '.join(FILES)}) or a folder, got {path}")
+    elif (problem := missing_data(path)) is not None:
+        raise ConfigError(f"data.path: {problem}")
     else:
         yield from _load_dataset(path, subset, split)
 
@@ -111,7 +111,7 @@ def _load_dataset(path: Path, subset: str | None, split: str) -> Iterator[dict[s
 def _read_json(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a list, or one of each line."""
     with path.open(encoding="utf-8") as lines:
-        is_list = lines.read(1000).lstrip().startswith("[")
+        is_list = path.suffix == ".json" and lines.read(1000).lstrip().startswith("[")
         lines.seek(0)
         if is_list:
             rows: Iterable[tuple[int, Any]] = enumerate(_parse_json(path, lines.read()), start=1)

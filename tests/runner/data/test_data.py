@@ -165,7 +165,7 @@ def test_templates() -> None:
         ("d.jsonl", json.dumps(dapo_row("a", "")), ["row 1", "ground_truth"]),
         ("d.csv", "a,b\n1,2", ["d.csv", "question"]),
         ("d.jsonl", "", ["no training prompt is left"]),
-        ("missing.jsonl", None, ["nothing there"]),
+        ("missing.jsonl", None, ["nothing at"]),
     ],
 )
 def test_bad_files_are_explained(tmp_path: Path, name: str, content: str | None, parts: list[str]) -> None:
