@@ -114,17 +114,22 @@ def _read_json(path: Path) -> Iterator[dict[str, Any]]:
         is_list = path.suffix == ".json" and lines.read(1000).lstrip().startswith("[")
         lines.seek(0)
         if is_list:
-            rows: Iterable[tuple[int, Any]] = enumerate(_parse_json(path, lines.read()), start=1)
+            rows: Iterable[tuple[str, Any]] = [
+                (f"{path}, row {i}", row) for i, row in enumerate(_parse_json(path, lines.read()), start=1)
+            ]
         else:
-            rows = (
-                (number, _parse_json(f"{path}, line {number}", line))
-                for number, line in enumerate(lines, start=1)
-                if line.strip()
-            )
-        for number, row in rows:
+            rows = _parse_lines(path, lines)
+        for where, row in rows:
             if not isinstance(row, dict):
-                raise ConfigError(f"{path}, row {number}: expected a JSON object, got {shorten(row)}")
+                raise ConfigError(f"{where}: expected a JSON object, got {shorten(row)}")
             yield row
+
+
+def _parse_lines(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            yield where, _parse_json(where, line)
 
 
 def _parse_json(where: object, text: str) -> Any:
