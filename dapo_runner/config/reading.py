@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from dapo_kernels.objectives import FIELDS
@@ -119,7 +119,7 @@ def check_config(config: Config) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def dump_config(config: BaseModel) -> str:
+def dump_config(config: Section) -> str:
     """The whole configuration, defaults included, as YAML that ``load_config`` reads back to an equal one."""
     return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
 
@@ -180,7 +180,7 @@ def _set_nested(raw: dict[str, Any], dotted: str, value: Any) -> None:
     node[last] = value
 
 
-def _explain(item: Any, kind: type[BaseModel]) -> str:
+def _explain(item: Any, kind: type[Section]) -> str:
     """One pydantic error as `key: expected …, got …`."""
     location = tuple(str(part) for part in item["loc"])
     key = ".".join(location)
@@ -199,7 +199,7 @@ def _explain(item: Any, kind: type[BaseModel]) -> str:
     return f"{key}: expected {expected}, got {item['input']!r}"
 
 
-def _known_keys(section: tuple[str, ...], node: type[BaseModel]) -> list[str]:
+def _known_keys(section: tuple[str, ...], node: type[Section]) -> list[str]:
     for name in section:
         if name not in node.model_fields:  # the key of a mapping of sections, the place in a list of them
             continue
@@ -209,7 +209,7 @@ def _known_keys(section: tuple[str, ...], node: type[BaseModel]) -> list[str]:
     return [field.alias or name for name, field in node.model_fields.items()]
 
 
-def every_key(node: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def every_key(node: type[Section], prefix: str = "") -> Iterator[str]:
     """Every key of every section, from the top, and the fields of an objective."""
     for name, field in node.model_fields.items():
         nested, place = section_of(field), f"{prefix}{field.alias or name}"
@@ -220,6 +220,6 @@ def every_key(node: type[BaseModel], prefix: str = "") -> Iterator[str]:
         yield from (f"{prefix}overrides.{name}" for name in FIELDS)
 
 
-def section_of(field: FieldInfo) -> type[BaseModel] | None:
+def section_of(field: FieldInfo) -> type[Section] | None:
     options = (field.annotation, *get_args(field.annotation))
-    return next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), None)
+    return next((option for option in options if isinstance(option, type) and issubclass(option, Section)), None)

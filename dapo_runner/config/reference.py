@@ -58,7 +58,7 @@ def _tables(section: type[Section], key: str, command: str, seen: dict[type[Sect
     for name, field in section.model_fields.items():
         nested = section_of(field)
         if nested is not None:
-            inside = {dict: ".NAME", list: "[]"}.get(get_origin(field.annotation) or object, "")
+            inside = {"dict": ".NAME", "list": "[]"}.get(getattr(get_origin(field.annotation), "__name__", ""), "")
             yield from _tables(nested, f"{key}.{name}{inside}".lstrip("."), command, seen)
 
 
