@@ -1,4 +1,4 @@
-"""From a YAML file and `key=value` overrides to a configuration, and back."""
+"""Read a configuration from a YAML file and `key=value` overrides, and write it back."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ C = TypeVar("C", bound=Section)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without what version 1.1, PyYAML's, makes of words that people write for settings: there `off` is False,
-    12:30 the number 750, 007 is 7 and 2026-11-21 a date. Here they stay text, which a setting that wants a number or
-    a switch still takes for one. A key that stands twice in a section, where PyYAML takes the last, is an error.
+    """Read YAML and keep as text what YAML 1.1 converts: `off` to False, 12:30 to 750, 007 to 7, 2026-11-21 to a date.
+
+    A setting that is a number or a switch still accepts such a text. A key that stands twice in a section is an error.
     """
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -59,7 +59,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.01234
 
 
 def read_yaml(text: str) -> Any:
-    """The values of a YAML text. Raises yaml.YAMLError."""
+    """Return the values of a YAML text. Raises yaml.YAMLError."""
     return yaml.load(text, _Loader)  # a safe loader
 
 
@@ -72,17 +72,17 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 
 
 def load_sft_config(path: str | Path, overrides: Iterable[str] = ()) -> SftConfig:
-    """The same of a recipe for `dapo sft`."""
+    """Read a recipe for `dapo sft`, as ``load_config`` does."""
     return parse(apply_overrides(read_recipe(path), overrides), SftConfig)
 
 
 def load_study(path: str | Path) -> StudyConfig:
-    """The same of a study. Raises ConfigError."""
+    """Read a study. Raises ConfigError."""
     return parse(read_recipe(path), StudyConfig)
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
-    """The sections of a YAML file, as they stand there. Raises ConfigError."""
+    """Return the sections of a YAML file, not validated. Raises ConfigError."""
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"{path}: expected a YAML file, found {'a folder' if path.is_dir() else 'nothing there'}")
@@ -103,7 +103,7 @@ def parse_config(raw: dict[str, Any]) -> Config:
 
 
 def parse(raw: dict[str, Any], kind: type[C]) -> C:
-    """Each section by itself. Raises ConfigError."""
+    """Validate plain nested dicts as ``kind``, without the checks between sections. Raises ConfigError."""
     try:
         section = kind.model_validate(raw)
     except ValidationError as error:
@@ -114,18 +114,18 @@ def parse(raw: dict[str, Any], kind: type[C]) -> C:
 
 
 def check_config(config: Config) -> None:
-    """Raises ConfigError where sections do not go together."""
+    """Raise ConfigError where settings do not fit each other."""
     if problems := list(mismatches(config)):
         raise ConfigError("\n".join(problems))
 
 
 def dump_config(config: Section) -> str:
-    """The whole configuration, defaults included, as YAML that ``load_config`` reads back to an equal one."""
+    """Return the whole configuration as YAML, defaults included; ``load_config`` reads it back to an equal one."""
     return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
 
 
 def flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, by dotted keys; an empty one stays as it is."""
+    """Return nested mappings as one, by dotted keys; an empty mapping stays a value."""
     flat: dict[str, Any] = {}
     for key, value in section.items():
         if isinstance(value, Mapping) and value:
@@ -136,10 +136,9 @@ def flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Lay `section.key=value` (or `--section.key=value`, or `--section.key value`) over nested dicts.
+    """Return ``raw`` with `section.key=value` (`--section.key=value`, `--section.key value`) set.
 
-    Values are read as YAML: `true`, `null`, `[1, 2]` mean what they mean in the file. `off` and `no` are text, which
-    a switch takes as well; so is `3e-4`, which every number may be written as.
+    Values are read as YAML: `true`, `null`, `[1, 2]` mean what they mean in the file.
     """
     merged = copy.deepcopy(raw)
     items = iter(overrides)
@@ -161,7 +160,7 @@ def apply_overrides(raw: dict[str, Any], overrides: Iterable[str]) -> dict[str, 
 
 
 def lay_settings(raw: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """``settings``, sections or dotted keys, over nested dicts. Raises ConfigError."""
+    """Return ``raw`` with ``settings``, sections or dotted keys, set. Raises ConfigError."""
     merged = copy.deepcopy(dict(raw))
     for key, value in flatten(settings).items():
         _set_nested(merged, key, value)
@@ -181,7 +180,7 @@ def _set_nested(raw: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def _explain(item: Any, kind: type[Section]) -> str:
-    """One pydantic error as `key: expected …, got …`."""
+    """Return a pydantic error as `key: expected …, got …`."""
     location = tuple(str(part) for part in item["loc"])
     key = ".".join(location)
     if item["type"] == "extra_forbidden":
@@ -210,7 +209,7 @@ def _known_keys(section: tuple[str, ...], node: type[Section]) -> list[str]:
 
 
 def every_key(node: type[Section], prefix: str = "") -> Iterator[str]:
-    """Every key of every section, from the top, and the fields of an objective."""
+    """Yield every dotted key, and the fields of an objective."""
     for name, field in node.model_fields.items():
         nested, place = section_of(field), f"{prefix}{field.alias or name}"
         yield place

@@ -1,4 +1,4 @@
-"""Verifiable arithmetic made on the spot: the problems of the tiny recipe."""
+"""Generate arithmetic problems: the task of the tiny recipe."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class ArithmeticProblem:
 
 
 def split_problems(config: ArithmeticConfig, n_heldout: int) -> tuple[list[ArithmeticProblem], list[ArithmeticProblem]]:
-    """Training and held-out problems, all distinct; `b+a` never trains where `a+b` is held out.
+    """Return training and held-out problems, all distinct; `b+a` does not train where `a+b` is held out.
 
-    Raises ConfigError when there are not that many problems of the kind asked for.
+    Raises ConfigError when there are not that many problems.
     """
     heldout: list[ArithmeticProblem] = []
     train: list[ArithmeticProblem] = []
@@ -57,13 +57,13 @@ def split_problems(config: ArithmeticConfig, n_heldout: int) -> tuple[list[Arith
                 return train, heldout
     raise ConfigError(
         f"data.arithmetic: expected {n_heldout} held-out and {config.train_size} training problems, "
-        f"got {len(heldout)} and {len(train)}, which is all there are with {config.operands} operands of "
-        f"{config.min_digits} to {config.max_digits} digits; ask for fewer or for more digits"
+        f"got {len(heldout)} and {len(train)}, all there are with {config.operands} operands of "
+        f"{config.min_digits} to {config.max_digits} digits; Ask for fewer or for more digits."
     )
 
 
 def _shuffled_problems(config: ArithmeticConfig, n_problems: int) -> Iterator[ArithmeticProblem]:
-    """Every problem once, without listing the space, which may be huge."""
+    """Yield every problem once, without listing the space, which may be huge."""
     if config.even_digits:
         yield from _even_problems(config)
         return
@@ -81,7 +81,7 @@ def _shuffled_problems(config: ArithmeticConfig, n_problems: int) -> Iterator[Ar
 
 
 def _even_problems(config: ArithmeticConfig) -> Iterator[ArithmeticProblem]:
-    """The same, each operand of a length drawn first. Ends where nothing new has come up for long."""
+    """Yield problems whose operands have a length drawn first. End where nothing new has come up for long."""
     rng, seen, misses = random.Random(SEED), set[ArithmeticProblem](), 0
     while misses < 10_000:
         lengths = [rng.randint(config.min_digits, config.max_digits) for _ in range(config.operands)]

@@ -1,13 +1,11 @@
-"""Which training prompts are asked when. The walk stays what it is, every prompt once an epoch in the order of the
-seed; a curriculum passes over some of them.
+"""Choose which training prompts a step may use. The order stays that of the seed; a curriculum skips some prompts.
 
-`by: column` orders the prompts by a number that each row has. Step s asks the easiest share of them,
+`by: column` orders the prompts by a number that each row has. Step s uses the easiest share of them,
 start + (1 − start)·(s − 1)/steps, prompts as difficult as the last of these included; from step `steps` + 1 on, all.
 
-`by: pass_rate` lets prompts rest that teach little: after a group whose prompt has been answered right in `low` of its
-samples or fewer, or `high` or more, it is passed over for `rest` epochs after the one its round ended in. The rate is
-over all samples of the prompt so far, earlier groups counting half as much with each later one, since the policy that
-gave them is gone.
+`by: pass_rate` lets prompts rest that teach little: after a group whose prompt was answered correctly in a share `low`
+of its samples or less, or `high` or more, it is skipped for `rest` epochs. The rate is over all samples of the prompt
+so far; earlier groups count half as much with each later one, because the policy has changed.
 """
 
 from __future__ import annotations
@@ -25,24 +23,24 @@ MEMORY = 0.5
 
 class Curriculum(Protocol):
     def admits(self, prompt: Prompt, step: int, epoch: int) -> bool:
-        """Whether it is asked in a rollout step counted from 1, in an epoch counted from 0. Not for ever False."""
+        """Return whether a prompt is used in a rollout step (from 1) of an epoch (from 0). It must become True in the end."""
         ...
 
     def observe(self, groups: Iterable[Group], epoch: int) -> None:
-        """Scored groups of prompts that were admitted."""
+        """Record scored groups of prompts that were admitted."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Empty where the run had no curriculum before."""
+        """Load a state; it is empty where the run had no curriculum before."""
         ...
 
 
 def make_curriculum(config: CurriculumConfig | None, prompts: list[Prompt]) -> Curriculum | None:
-    """Raises ConfigError where a training row has no difficulty."""
+    """Return the curriculum, if any. Raises ConfigError where a training row has no difficulty."""
     if config is None:
         return None
     return ByColumn(config, prompts) if config.by == "column" else ByPassRate(config)
@@ -85,8 +83,8 @@ def _number(prompt: Prompt, column: str) -> float:
 class ByPassRate:
     def __init__(self, config: CurriculumConfig) -> None:
         self.config = config
-        self.seen: dict[str, tuple[float, float]] = {}  # samples right and samples in all, with fading memory
-        self.due: dict[str, int] = {}  # the epoch in which a prompt that rests is asked again
+        self.seen: dict[str, tuple[float, float]] = {}  # correct samples and all samples, with fading memory
+        self.due: dict[str, int] = {}  # the epoch in which a resting prompt is used again
 
     def admits(self, prompt: Prompt, step: int, epoch: int) -> bool:
         return epoch >= self.due.get(prompt.id, 0)
@@ -94,11 +92,11 @@ class ByPassRate:
     def observe(self, groups: Iterable[Group], epoch: int) -> None:
         for group in groups:
             name = group.prompt.id
-            right, samples = self.seen.get(name, (0.0, 0.0))
-            right, samples = MEMORY * right + group.n_correct, MEMORY * samples + len(group.samples)
-            self.seen[name] = right, samples
+            correct, samples = self.seen.get(name, (0.0, 0.0))
+            correct, samples = MEMORY * correct + group.n_correct, MEMORY * samples + len(group.samples)
+            self.seen[name] = correct, samples
             self.due.pop(name, None)
-            if not self.config.low < right / samples < self.config.high:
+            if not self.config.low < correct / samples < self.config.high:
                 self.due[name] = epoch + 1 + self.config.rest
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,6 +1,4 @@
-"""Problems, cleaned and counted, as tokenized prompts, and the cursor that walks over them. Whatever is left out on the
-way is counted in the ``DataReport``.
-"""
+"""Clean problems, tokenize them as prompts, and iterate over them. ``DataReport`` counts what is left out."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ _LETTER = re.compile(r"\W*[A-Z](?![^\W_])")  # what an answer that the reward `c
 
 
 class Tokenizer(Protocol):
-    """What is asked of a transformers tokenizer."""
+    """What this module uses of a transformers tokenizer."""
 
     chat_template: Any
 
@@ -202,7 +200,7 @@ def build_prompts(
 
 
 def render(turns: Iterable[tuple[str, str]], tokenizer: Tokenizer, chat: bool, **kwargs: Any) -> str:
-    """The text that an answer follows; ``kwargs`` are the chat template's own."""
+    """Return the text that a response follows; ``kwargs`` are those of the chat template."""
     if not chat:
         return "\n\n".join(content for _, content in turns)
     messages = [{"role": role, "content": content} for role, content in turns]
@@ -217,10 +215,9 @@ def apply_template(template: str, question: str) -> str:
 
 
 class PromptCursor:
-    """Walks over the prompts for ever, in a new order every epoch, and can be put down and taken up again.
+    """Iterate over the prompts without end, in a new order every epoch.
 
-    The order of epoch e is a function of (seed, e) alone, so the state is two integers, and what a curriculum
-    remembers.
+    The order of epoch e is a function of (seed, e) alone: the state is two integers, and that of a curriculum.
     """
 
     def __init__(
@@ -230,9 +227,7 @@ class PromptCursor:
         heldout: Iterable[Prompt] = (),
         curriculum: Curriculum | None = None,
     ) -> None:
-        """``heldout`` is not walked over; a state saved beside other held-out prompts is refused all the same. Prompts
-        that ``curriculum`` does not admit are passed over.
-        """
+        """Skip prompts that ``curriculum`` does not admit. ``heldout`` is only part of the check of a loaded state."""
         if not prompts:
             raise ValueError("PromptCursor: expected at least one prompt, got none")
         self.prompts = prompts
@@ -244,9 +239,7 @@ class PromptCursor:
         self._order = self._shuffled()
 
     def take(self, n: int, step: int = 1) -> list[Prompt]:
-        """The next ``n`` prompts, for a rollout step counted from 1; an epoch ends, and the next begins, wherever that
-        falls.
-        """
+        """Return the next ``n`` prompts, for a rollout step counted from 1; an epoch may end in between."""
         taken: list[Prompt] = []
         while len(taken) < n:
             if self.position == len(self._order):
@@ -266,7 +259,7 @@ class PromptCursor:
         return {"epoch": self.epoch, "position": self.position}
 
     def observe(self, groups: Iterable[Group]) -> None:
-        """What became of prompts that were taken."""
+        """Tell the curriculum of scored groups."""
         if self.curriculum is not None:
             self.curriculum.observe(groups, self.epoch)
 

@@ -1,7 +1,7 @@
-"""Data sets, whatever they are kept in, as problems.
+"""Read data sets as problems.
 
 Rows come from a .jsonl, .json, .csv or .parquet file, from a Hugging Face data set in a folder, or from one of the hub.
-What their columns are is said by the recipe (`data.columns`) or known, for two schemas:
+The recipe names their columns (`data.columns`), or they follow one of two schemas:
 
     DAPO    `prompt` [{role, content}], `reward_model` {ground_truth}, `data_source`
     GSM8K   `question`, `answer` ending in `#### n`
@@ -50,8 +50,11 @@ def read_problems(
     split: str = "train",
     system: str | None = None,
 ) -> Iterator[Problem]:
-    """The rows of a data set, in order. ``columns`` say what they are where ``format`` is auto; ``system`` is a message
-    for those that have none. Raises ConfigError naming the data set, the row and what was expected.
+    """Yield the rows of a data set, in order. Raises ConfigError with the data set, the row and what was expected.
+
+    Args:
+        columns: What the columns are, with format auto.
+        system: A system message for prompts that have none.
     """
     for number, row in enumerate(read_rows(path, subset, split), start=1):
         if format == "auto":
@@ -67,7 +70,7 @@ def read_problems(
 
 
 def missing_data(path: Path) -> str | None:
-    """Why nothing can be read from ``path``, as far as this machine alone can tell."""
+    """Return why nothing can be read from ``path``, as far as this machine can tell; None where it can."""
     if path.suffix in _READERS:
         return None if path.is_file() else f"expected a file, found nothing at {path}"
     if path.is_dir() or (_HUB_NAME.fullmatch(str(path)) and not path.is_file()):
@@ -86,7 +89,7 @@ def read_rows(path: Path, subset: str | None, split: str) -> Iterator[dict[str, 
 
 
 def _load_dataset(path: Path, subset: str | None, split: str) -> Iterator[dict[str, Any]]:
-    """A Hugging Face data set: what ``save_to_disk`` left in a folder, a folder of data files, or one of the hub."""
+    """Yield the rows of what ``save_to_disk`` wrote, of a folder of data files, or of a data set of the hub."""
     import datasets  # takes a second
 
     try:
@@ -199,7 +202,7 @@ _EXPECTED = {
 
 
 def _from_columns(row: Mapping[str, Any], columns: ColumnsConfig) -> Problem:
-    """Raises ValueError for a column that is not there, or holds something else."""
+    """Return a row as a problem. Raises ValueError for a column that is missing or holds something else."""
     *context, (role, question) = as_messages(get_column(row, columns.prompt))
     if role != "user":
         raise ValueError("the last message must be the user's")
@@ -217,7 +220,7 @@ def _from_columns(row: Mapping[str, Any], columns: ColumnsConfig) -> Problem:
 
 
 def get_column(row: Mapping[str, Any], name: str) -> Any:
-    """Raises ValueError."""
+    """Return the value of a column. Raises ValueError."""
     if name not in row:
         raise ValueError(f"no column {name!r}; columns are {', '.join(row)}")
     return row[name]
@@ -236,9 +239,7 @@ def as_messages(prompt: Any) -> list[tuple[str, str]]:
 
 
 def _choices(column: Any, name: str) -> list[tuple[str, str, Any]]:
-    """Letter, text and label of each. A label is what the data set calls it ({text, label}, as in ARC), else its place
-    from 0.
-    """
+    """Return letter, text and label of each. A label is the data set's own ({text, label}, as in ARC), or the index."""
     texts, labels = (column["text"], column["label"]) if isinstance(column, Mapping) else (column, None)
     if not isinstance(texts, list):
         raise ValueError(f"expected a list of texts in data.columns.choices={name}, got {shorten(texts, 40)}")
@@ -248,7 +249,7 @@ def _choices(column: Any, name: str) -> list[tuple[str, str, Any]]:
 
 
 def _letter(choices: list[tuple[str, str, Any]], answer: Any) -> str:
-    """That of the choice which ``answer`` names by its label, its letter or its text, in this order."""
+    """Return the letter of the choice that ``answer`` names by label, letter or text, in this order."""
     for named in (lambda choice: choice[2], lambda choice: choice[0], lambda choice: choice[1]):
         for choice in choices:
             if named(choice) == answer:
