@@ -30,7 +30,7 @@ from dapo_runner.config import (
 )
 from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.logging.run_log import CHECKPOINTS
-from dapo_runner.rewards.verdicts import forget
+from dapo_runner.rewards.verdicts import remove_verdicts
 
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = "lock"
@@ -46,8 +46,8 @@ MAY_CHANGE = (
     *("run.device", "run.threads", "parallel.", "optimizer.token_budget"),
     *("model.attention", "model.compile", "model.gradient_checkpointing"),
     *("rollout.max_batch_sequences", "rollout.vllm.", "rollout.server.", "rollout.probe."),
-    *("reward.workers", "reward.deadline", "reward.plugin_deadline", "reward.calls.", "reward.code.workers"),
-    *("reward.judge.url", "reward.judge.key_env", "reward.judge.device", "reward.judge.batch_tokens"),
+    *("reward.workers", "reward.deadline", "reward.plugin_deadline", "reward.calls."),
+    *("reward.judge.url", "reward.judge.key_env"),
     # What helps a run in trouble.
     "critic.lr",
     *("optimizer.lr", "optimizer.schedule", "optimizer.min_lr_ratio", "optimizer.grad_clip"),
@@ -183,7 +183,7 @@ def check_same_run(config: AnyConfig, folder: Path) -> list[Change]:
     log = folder / METRICS_FILE
     if refused and not (log.exists() and log.stat().st_size):
         shutil.rmtree(folder / TINY_MODEL, ignore_errors=True)
-        forget(folder)
+        remove_verdicts(folder)
         if isinstance(earlier, Config) and earlier.run.from_ is not None:
             shutil.rmtree(folder / CHECKPOINTS / f"step_{earlier.run.forked_at:06d}", ignore_errors=True)
     elif refused:

@@ -18,7 +18,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 
-from dapo_runner.errors import ConfigError
+from dapo_runner.errors import ConfigError, RunError
 
 T = TypeVar("T")
 CONNECT_WITHIN = 10.0  # seconds: a connection that is not made by then never will be
@@ -27,7 +27,7 @@ _STARTING = threading.Lock()
 HEADERS = {"User-Agent": "dapo-runner", "Accept-Encoding": "identity"}
 
 
-class HTTPError(RuntimeError):
+class HTTPError(RunError):
     """A request that failed.
 
     Attributes:

@@ -29,7 +29,7 @@ from dapo_runner.config.reading import (
     parse_config,
     read_recipe,
 )
-from dapo_runner.config.reward import CallsConfig, CodeConfig, OverlongConfig, RewardConfig, RewardKLConfig, RewardPart
+from dapo_runner.config.reward import CallsConfig, OverlongConfig, RewardConfig, RewardKLConfig, RewardPart
 from dapo_runner.config.rollout import CorrectionConfig, ProbeConfig, RolloutConfig, VLLMConfig
 from dapo_runner.config.run import EarlyStopConfig, RunConfig
 from dapo_runner.config.sampler import CurriculumConfig, SamplerConfig
@@ -44,7 +44,6 @@ __all__ = [
     "ArithmeticConfig",
     "AskedModel",
     "CallsConfig",
-    "CodeConfig",
     "ColumnsConfig",
     "Config",
     "ConfigError",

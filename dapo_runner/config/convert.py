@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import model_validator
 
@@ -14,11 +14,12 @@ from dapo_runner.config.section import NonNegativeFloat, NonNegativeInt, Positiv
 class ConvertConfig(AskedModel, SourceConfig):
     """Which model rewrites problems, and what they are read from. docs/convert-answers.md."""
 
-    requires = {"engine=hf": "batch", "engine=endpoint": "concurrency retries timeout"}
+    requires = {"!url": "batch", "url": "concurrency retries timeout"}
 
     format: Literal["auto", "dapo", "gsm8k"] = "auto"  # as data.format
     columns: ColumnsConfig | None = None  # as data.columns
     limit: PositiveInt | None = None  # only the first so many problems
+    chat_template_kwargs: dict[str, Any] = {}  # {enable_thinking: false} for a model that would think first
     temperature: NonNegativeFloat = 0.0  # of a reply; 0: greedy
     max_tokens: PositiveInt = 8192  # of a reply
     unchecked: Literal["keep", "reject"] = "keep"  # what the rules cannot evaluate

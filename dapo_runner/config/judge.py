@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import field_validator
 
-from dapo_runner.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from dapo_runner.config.section import NonNegativeInt, Section
 
 JUDGE_TEMPLATE = """\
 Decide whether the final answer of a response to a problem agrees with the reference answer.
@@ -56,47 +56,28 @@ class JudgePrompt(Section):
 
 
 class AskedModel(Section):
-    """A model that is asked, in this process or behind an API, and is not the policy."""
+    """A model other than the policy: in this process, or behind an API where ``url`` is set."""
 
-    requires = {"engine=hf": "dtype device", "engine=endpoint": "url key_env options"}
+    requires = {"url": "key_env options"}
 
-    engine: Literal["hf", "endpoint"] = "hf"  # hf: in this process; endpoint: an OpenAI-compatible API
-    model: str  # hf: a folder in transformers' format or a hub name; endpoint: what the server calls it
-    chat_template_kwargs: dict[str, Any] = {}  # {enable_thinking: false} for a model that would think first
-    # Engine hf.
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    device: str = "auto"  # auto: cuda where there is one, of several ranks each its own; else cpu
-    # Engine endpoint.
+    model: str  # a folder in transformers' format or a hub name; behind an API what the server calls it
     url: str | None = None  # of an OpenAI-compatible API: http://localhost:8000/v1
     key_env: str | None = None  # the environment variable that holds its key
-    options: dict[str, Any] = {}  # into every request; null takes a field out
+    options: dict[str, Any] = {}  # added to every request; null takes a field out
 
-    @model_validator(mode="after")
-    def _of_its_engine(self) -> AskedModel:
-        at = self.url or ""
-        if self.engine == "endpoint" and not at.startswith(("http://", "https://")):
-            raise ValueError(f"url: expected http://… or https://… with engine=endpoint, got {self.url}")
-        return self
+    @field_validator("url")
+    @classmethod
+    def _is_a_url(cls, url: str | None) -> str | None:
+        if url is not None and not url.startswith(("http://", "https://")):
+            raise ValueError(f"expected http://… or https://…, got {url}")
+        return url
 
 
 class JudgeConfig(JudgePrompt, AskedModel):
-    """Kind judge: a model says whether a response gives the reference answer (arXiv 2503.23829). docs/judge.md."""
+    """Kind judge: a model decides whether a response gives the reference answer (arXiv 2503.23829). docs/judge.md."""
 
-    requires = {"engine=hf": "batch_tokens", "engine=endpoint": "votes", "votes": "temperature max_tokens"}
+    requires = {"url": "votes"}
 
     reward: Literal["soft", "binary"] = "soft"  # the confidence, from 0 to 1; or reward.correct and reward.incorrect
     votes: NonNegativeInt = 0  # 0: p(yes) / (p(yes) + p(no)) of the answer's first token; k: the share of k samples
     shows: Literal["last_line", "response"] = "last_line"  # the last line that is not empty, or all of it
-    max_characters: PositiveInt = 4000  # of what is shown, counted from its end
-    batch_tokens: PositiveInt = 16384  # engine hf: of one forward pass, padding included
-    # Votes.
-    temperature: PositiveFloat = 1.0
-    max_tokens: PositiveInt = 8  # of an answer; more for a model that thinks first
-
-    @model_validator(mode="after")
-    def _of_its_votes(self) -> JudgeConfig:
-        if not self.votes and not self.options.get("logprobs", True):
-            raise ValueError(
-                f"options: expected logprobs with votes=0, which reads them, got {self.options}; votes: k does without"
-            )
-        return self

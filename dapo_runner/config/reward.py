@@ -1,4 +1,4 @@
-"""The settings of rewards: rules and functions, how they are called, the overlong punishment."""
+"""Settings of rewards: rules and functions, how they are called, the overlong punishment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from dapo_runner.config.judge import JudgeConfig
-from dapo_runner.config.section import Name, NonNegativeInt, PositiveFloat, PositiveInt, Section, Share
+from dapo_runner.config.section import Name, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class OverlongConfig(Section):
@@ -44,20 +44,11 @@ class RewardPart(Section):
 
 
 class CallsConfig(Section):
-    """How functions of a batch are called. A failed call is one that raises, is late, or returns no rewards."""
+    """Calls of functions and of a judge's API. A failed call raises, is late, or returns no rewards."""
 
-    prompts: PositiveInt = 1  # of one call, with all their responses
-    concurrency: PositiveInt | None = None  # calls at a time, a function's in threads; null: 1, of an async one 64
+    concurrency: PositiveInt | None = None  # calls at a time; null: 64 of an async function or an API, else 1
     retries: NonNegativeInt = 2  # of a failed call
-    max_failed: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of the calls that may fail for good, rounded up
-
-
-class CodeConfig(Section):
-    """Kind code. Each program runs in a process of its own."""
-
-    deadline: PositiveFloat = 10.0  # seconds for one program, after which it is killed
-    memory_mb: PositiveInt = 1024  # that one program may use
-    workers: PositiveInt = 2  # programs at a time
+    max_failed: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of the prompts that failed calls may cost, rounded up
 
 
 class RewardKLConfig(Section):
@@ -68,50 +59,37 @@ class RewardKLConfig(Section):
 
 
 class RewardConfig(Section):
-    requires = {"advantage.kind=gae|returns|group_returns loss.old_logprobs=learner": "kl"}
+    requires = {"advantage.kind=gae|returns|group_returns loss.old_logprobs=learner": "kl", "!parts": "kind"}
 
     # dapo | gsm8k | integer | math | choice | exact | fuzzy | json | code | judge | module:function
     kind: RewardName = "dapo"
-    parts: list[RewardPart] = []  # several of them in its place; the first says what is right
+    parts: list[RewardPart] = []  # several instead of one; the first decides what is correct
     correct: float = 1.0  # reward of a correct response
     incorrect: float = -1.0  # reward of an incorrect response
-    boxed_fallback: bool = False  # kind dapo: read the last \boxed{} when no answer line is found
-    fuzzy_threshold: Share = 0.9  # kind fuzzy: the similarity from which an answer is right
     json_schema: Path | None = None  # kind json: a file; null: the answer of each row is its schema
-    deadline: PositiveFloat = 5.0  # kinds math and json: seconds for one answer
-    workers: PositiveInt = 2  # kinds math and json: processes
-    code: CodeConfig = CodeConfig()
-    judge: JudgeConfig | None = None  # the model of kind judge
+    # Kinds math, json and code run in processes.
+    deadline: PositiveFloat = 10.0  # seconds for one response, after which its process is killed
+    workers: PositiveInt = 2  # processes at a time
+    memory_mb: PositiveInt = 1024  # kind code: of one program
+    # Kind module:function, and a judge behind an API.
+    plugin_deadline: PositiveFloat | None = 300.0  # seconds for one call; null: no deadline
     calls: CallsConfig = CallsConfig()
-    # Kind module:function: seconds for one call; judge at an endpoint: for one request. null: no deadline.
-    plugin_deadline: PositiveFloat | None = 300.0
+    judge: JudgeConfig | None = None  # the model of kind judge
     overlong: OverlongConfig = OverlongConfig()
     kl: RewardKLConfig | None = None  # advantages per token: taken off their rewards
 
     @property
     def uses(self) -> list[str]:
-        """The rules and functions in use; the first says what is right."""
+        """The rules and functions in use; the first decides what is correct."""
         return [part.use for part in self.parts] or [self.kind]
 
     @model_validator(mode="after")
-    def _right_beats_wrong(self) -> RewardConfig:
+    def _check(self) -> RewardConfig:
         if self.correct <= self.incorrect:
-            raise ValueError(f"correct must be > incorrect={self.incorrect:g}, got {self.correct:g}")
-        return self
-
-    @model_validator(mode="after")
-    def _judge_in_use(self) -> RewardConfig:
-        if "judge" in self.uses and self.judge is None:
-            raise ValueError("judge: expected a section that says which model judges (judge.model), got none")
-        if self.judge is not None and "judge" not in self.uses:
-            raise ValueError("judge: expected kind=judge or a part that uses it, without which it has no effect")
-        return self
-
-    @model_validator(mode="after")
-    def _parts_have_names_of_their_own(self) -> RewardConfig:
-        if self.parts and self.kind != type(self).model_fields["kind"].default:
-            raise ValueError(f"kind: expected none beside parts, got {self.kind!r}")
+            raise ValueError(f"correct: expected more than incorrect={self.incorrect:g}, got {self.correct:g}")
+        if ("judge" in self.uses) != (self.judge is not None):
+            raise ValueError("judge: expected this section beside kind=judge or a part that uses it, and only there")
         labels = [part.label for part in self.parts]
         if len(set(labels)) < len(labels):
-            raise ValueError(f"parts: expected a name of its own for each, got {', '.join(labels)}")
+            raise ValueError(f"parts: expected a different name for each, got {', '.join(labels)}")
         return self

@@ -77,7 +77,7 @@ class RunLog:
         self.trackers.write(step, kind, figures)
 
     def seconds(
-        self, step: int, seconds: Mapping[str, float], speed: Mapping[str, float], calls: Mapping[str, int]
+        self, step: int, seconds: Mapping[str, float], speed: Mapping[str, float], calls: Mapping[str, float]
     ) -> None:
         """Write where the wall time of a step went, or that before the first, its speed, and counts of reward calls."""
         figures = prefixed("seconds", seconds) | prefixed("speed", speed) | prefixed("reward", calls)

@@ -18,7 +18,7 @@ from dapo_runner.policy import lora
 from dapo_runner.policy.attention import choose_kernel
 from dapo_runner.policy.model import DTYPES, resolve_device
 from dapo_runner.preflight.plan import model_values
-from dapo_runner.rewards.judge import judge_of
+from dapo_runner.rewards.judge import Judge
 from dapo_runner.rewards.scoring import load_reward
 from dapo_runner.rollout import nccl, vllm
 from dapo_runner.rollout.key import authorize
@@ -94,7 +94,7 @@ def _missing(config: Config) -> Iterator[str]:
         checks.append(lambda: check_tiny(config))
     checks += [partial(check_model, key, name) for key, name in _models(config)]
     if config.reward.judge is not None:
-        checks.append(judge_of(config.reward).check)
+        checks.append(Judge(config.reward).check)
     for check in checks:
         try:
             check()
@@ -120,7 +120,7 @@ def _models(config: Config) -> Iterator[tuple[str, str]]:
     if reference is not None:
         yield "loss.reference", reference
     judge = config.reward.judge
-    if judge is not None and judge.engine == "hf":
+    if judge is not None and judge.url is None:
         yield "reward.judge.model", judge.model
 
 

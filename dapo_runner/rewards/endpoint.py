@@ -1,78 +1,52 @@
-"""A model behind an OpenAI-compatible API: a request, its answer, and what went wrong in one line.
-
-Nothing is sent anywhere but to the URL that was named, or to the proxy of the environment: a redirect, which would take
-the key along, is a failure. The key is read from the environment with every request and kept nowhere.
-"""
+"""A model behind an OpenAI-compatible API."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from dapo_runner import http
-from dapo_runner.errors import RunError
+from dapo_runner.config import AskedModel
 
 MAX_BYTES = 2**24  # of an answer
 
 
-class EndpointError(RunError):
-    """A request that was not answered, or not with what was asked for. ``status``: of an HTTP error."""
-
-    def __init__(self, message: str, status: int | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """``first`` holds the likeliest tokens in the first place of the text with their log-probs, the one that stands
-    there first; empty where they were not asked for, or the text is empty.
-    """
+class Answer(NamedTuple):
+    """``first``: the likeliest first tokens of the text with their log-probs, its own at the front."""
 
     text: str
     first: list[tuple[str, float]]
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """``options`` go into every request; None takes a field out. ``timeout``: seconds that a request has."""
+def chat(model: AskedModel, messages: list[dict[str, str]], timeout: float | None, **fields: Any) -> Answer:
+    """Return the model's next message.
 
-    url: str
-    model: str
-    key_env: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    timeout: float | None = None
+    Args:
+        timeout: Seconds for the request.
+        fields: Of the request; `options` of the model override them.
 
-    def chat(self, messages: list[dict[str, str]], **fields: Any) -> Answer:
-        """The model's next message. Raises EndpointError, and ConfigError without the key."""
-        body = {"model": self.model, "messages": messages, **fields, **self.options}
-        answer = self._post({name: value for name, value in body.items() if value is not None})
-        try:
-            choice = answer["choices"][0]
-            text = str(choice["message"].get("content") or "")
-            first = _first_tokens(choice["logprobs"]) if text and body.get("logprobs") else []
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            what = "choices with a message" + (" and logprobs" if body.get("logprobs") else "")
-            got = http.shorten(json.dumps(answer), http.read_key(self.url, self.key_env))
-            raise EndpointError(f"{self.url}: expected {what}, got {got}") from error
-        return Answer(text, first)
-
-    def _post(self, body: Mapping[str, Any]) -> Any:
-        key = http.read_key(self.url, self.key_env)
-        url = f"{self.url.rstrip('/')}/chat/completions"
-        options: dict[str, Any] = {"key": key, "within": self.timeout, "max_bytes": MAX_BYTES, "use_proxy": True}
-        try:
-            return http.run(http.request("POST", url, body, **options))
-        except http.HTTPError as error:
-            raise EndpointError(str(error), error.status) from None
+    Raises:
+        HTTPError: No answer, or not one with what was asked for.
+        ConfigError: The environment variable with the key is empty.
+    """
+    assert model.url is not None
+    key, url = http.read_key(model.url, model.key_env), f"{model.url.rstrip('/')}/chat/completions"
+    asked = {"model": model.model, "messages": messages, **fields, **model.options}
+    body = {name: value for name, value in asked.items() if value is not None}
+    answer = http.run(http.request("POST", url, body, key=key, within=timeout, max_bytes=MAX_BYTES, use_proxy=True))
+    try:
+        choice = answer["choices"][0]
+        text = str(choice["message"].get("content") or "")
+        return Answer(text, _first_tokens(choice["logprobs"]) if text and body.get("logprobs") else [])
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        expected = "choices with a message" + (" and logprobs" if body.get("logprobs") else "")
+        raise http.HTTPError(f"{url}: expected {expected}, got {http.shorten(json.dumps(answer), key)}") from error
 
 
 def _first_tokens(logprobs: Any) -> list[tuple[str, float]]:
     first = logprobs["content"][0]
-    others = [(item["token"], float(item["logprob"])) for item in first["top_logprobs"]]
     own = (first["token"], float(first["logprob"]))
+    others = [(item["token"], float(item["logprob"])) for item in first["top_logprobs"]]
     if not all(logprob < 1 for _, logprob in (own, *others)):  # rounded, one may lie a little above 0
-        raise ValueError("expected log-probs, got numbers that are none")
+        raise ValueError("expected log-probs")
     return [own, *(item for item in others if item[0] != own[0])]

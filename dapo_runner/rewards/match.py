@@ -1,21 +1,23 @@
 """Rules that compare texts: multiple choice, exact and fuzzy match.
 
-The response's answer is what follows its last `Answer:` on that line, and all of it where there is no such line. Like
-the other rules these look at the end of a response only and never evaluate it.
+The answer of a response is what follows its last `Answer:` on that line, or all of it without such a line. The rules
+read only the end of a response, and never evaluate it.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import unicodedata
+from collections.abc import Sequence
 
-from dapo_runner.config import ConfigError, RewardConfig
+from dapo_runner.rewards.reward import TextReward
 from dapo_runner.rewards.rule import BOXED_WINDOW, last_answer_line, last_boxed
+from dapo_runner.rewards.worker_rules import require_package
 from dapo_runner.types import Verdict
 
 WINDOW = 2000  # characters at the end of a response that are looked at
 SHOWN = 200  # characters of an extracted answer that are kept
+FUZZY_THRESHOLD = 0.9  # similarity from which an answer is correct
 _EDGES = " \t\n.,;:!?\"'`*()[]{}“”‘’"
 _SAID = re.compile(  # every repetition bounded: the text is a policy's
     r"(?i:answer)[ \t]{0,3}(?i:is)?[ \t]{0,3}:?[ \t]{0,3}[*$(\[]{0,3}(?:\\(?:text|boxed)\{)?([A-Z])(?![A-Za-z0-9])"
@@ -24,8 +26,8 @@ _ALONE = re.compile(r"[*(\[]{0,3}([A-Z])(?:[.):\]*]|$)")
 
 
 def choice_rule(text: str, answer: str) -> Verdict:
-    r"""The letter of the last `Answer: X` or "answer is X"; without one that of the last `\boxed{X}`; without that the
-    one the response begins with (`B`, `(B)`, `B. …`).
+    r"""Compare the letter of the last `Answer: X` or "answer is X", else of the last `\boxed{X}`, else the first letter
+    of the response where it stands alone (`B`, `(B)`, `B. …`).
     """
     tail = text[-WINDOW:]
     said = _SAID.findall(tail)
@@ -41,34 +43,35 @@ def choice_rule(text: str, answer: str) -> Verdict:
 
 
 def exact_rule(text: str, answer: str) -> Verdict:
-    """The same text, apart from case, white space and punctuation around it."""
+    """Compare texts without case, white space and punctuation around them."""
     found, rule = _answer_of(text)
     extracted = plain_text(found)
     return Verdict(bool(extracted) and extracted == plain_text(answer), extracted[:SHOWN] or None, rule)
 
 
-class FuzzyRule:
-    """Their similarity, from 0 to 1 (rapidfuzz's ratio), as a reward from `reward.incorrect` to `reward.correct`."""
+class FuzzyReward(TextReward):
+    """Rewards similarity (rapidfuzz's ratio), linearly from ``incorrect`` to ``correct``."""
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, correct: float, incorrect: float) -> None:
         """Raises ConfigError without rapidfuzz."""
-        if importlib.util.find_spec("rapidfuzz") is None:
-            raise ConfigError("reward.kind: 'fuzzy' needs the package rapidfuzz; pip install 'dapo-kernels[fuzzy]'")
+        require_package("rapidfuzz", "fuzzy")
+        self.correct, self.incorrect = correct, incorrect
+
+    def judge_texts(self, texts: Sequence[str], answers: Sequence[str]) -> list[Verdict]:
+        return list(map(self._judge_text, texts, answers))
+
+    def _judge_text(self, text: str, answer: str) -> Verdict:
         from rapidfuzz import fuzz
 
-        self._ratio = fuzz.ratio
-        self.config = config
-
-    def __call__(self, text: str, answer: str) -> Verdict:
         found, rule = _answer_of(text)
         extracted = plain_text(found)
-        similarity = self._ratio(extracted, plain_text(answer)) / 100 if extracted else 0.0
-        value = self.config.incorrect + similarity * (self.config.correct - self.config.incorrect)
-        return Verdict(similarity >= self.config.fuzzy_threshold, extracted[:SHOWN] or None, rule, value)
+        similarity = fuzz.ratio(extracted, plain_text(answer)) / 100 if extracted else 0.0
+        value = self.incorrect + similarity * (self.correct - self.incorrect)
+        return Verdict(similarity >= FUZZY_THRESHOLD, extracted[:SHOWN] or None, rule, value)
 
 
 def plain_text(text: str) -> str:
-    """The form in which two texts are compared."""
+    """Return the form in which two texts are compared."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).strip(_EDGES)
 
 

@@ -31,41 +31,15 @@ _REPLACEMENTS = (
     (r"\text{and}", ","),
     (r"\text{m}", r"\text{}"),
 )
-_UNITS = (
-    *(
-        "square",
-        "ways",
-        "integers",
-        "dollars",
-        "mph",
-        "inches",
-        "hours",
-        "km",
-        "units",
-        r"\ldots",
-        "sue",
-        "points",
-    ),
-    *(
-        "feet",
-        "minutes",
-        "digits",
-        "cents",
-        "degrees",
-        "cm",
-        "gm",
-        "pounds",
-        "meters",
-        "meals",
-        "edges",
-        "students",
-    ),
-    *("childrentickets", "multiples"),
+_UNIT_WORDS = (
+    r"square ways integers dollars mph inches hours km units \ldots sue points feet minutes digits cents degrees cm gm "
+    "pounds meters meals edges students childrentickets multiples"
 )
-_DECORATION = (
+_UNITS = _UNIT_WORDS.split()
+_DECORATION = [
     *(r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}", r"\text{}"),
     *(r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", r"\!", "{,}", '"', r"\dots"),
-)
+]
 _WRAPPERS = (
     (re.compile(r"\\text\{(.*?)\}"), r"\1"),
     (re.compile(r"\\textbf\{(.*?)\}"), r"\1"),
@@ -78,32 +52,23 @@ _SHORTHAND = (
 )
 
 
-def answer_rule(text: str, answer: str, *, boxed_fallback: bool = False) -> Verdict:
-    r"""Judge a response against the ground truth.
-
-    The verdict's rule is "answer-line", "boxed" (the last \boxed{} of the last 100 characters; only with
-    ``boxed_fallback`` and only where no answer line was found) or "none", which is never correct.
-    """
+def answer_rule(text: str, answer: str) -> Verdict:
+    """Compare the last answer line of the last ``ANSWER_WINDOW`` characters with the ground truth."""
     line = last_answer_line(text[-ANSWER_WINDOW:])
-    if line is not None:
-        found, rule = line, "answer-line"
-    else:
-        boxed = last_boxed(text[-BOXED_WINDOW:]) if boxed_fallback else None
-        if boxed is None:
-            return Verdict(correct=False, extracted=None, rule="none")
-        found, rule = boxed, "boxed"
-    extracted = normalise(found)
-    return Verdict(correct=extracted == _normalised_truth(answer), extracted=extracted, rule=rule)
+    if line is None:
+        return Verdict(correct=False, extracted=None, rule="none")
+    extracted = normalise(line)
+    return Verdict(correct=extracted == _normalised_truth(answer), extracted=extracted, rule="answer-line")
 
 
 def last_answer_line(text: str) -> str | None:
-    """What follows the last `Answer:` on its line."""
+    """Return what follows the last `Answer:` on its line."""
     lines = _ANSWER_LINE.findall(text)
     return lines[-1] if lines else None
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{…}`, braces balanced; None without one that is closed."""
+    r"""Return the content of the last `\boxed{…}`, braces balanced; None without one that is closed."""
     command = r"\boxed{"
     start = text.rfind(command)
     if start < 0:
@@ -118,7 +83,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def normalise(answer: str) -> str:
-    r"""The form in which two answers are compared as strings.
+    r"""Return the form in which two answers are compared as strings.
 
     Keeps what follows the last `=`; drops articles, units, spaces and LaTeX decoration; takes `$…$`,
     `\text{}`, `\textbf{}`, `\overline{}` and `\boxed{}` off; writes `\frac ab` and `\sqrt a` in full; drops

@@ -1,21 +1,19 @@
-"""One worker of the rules ``math`` and ``json``: a verdict for each request, both JSON, over the pipe whose descriptor
-``math_rule`` starts it with, after the rule's name.
+"""A worker of the rules ``math`` and ``json``: a verdict for each request, a line of JSON each.
 
-It is a process so that it can be killed, and it imports nothing of this package so that it starts quickly. What it
-judges was written by a model: it may ask for any amount of time or memory, and gets neither.
+``worker_rules`` starts it with the rule's name, and kills it. It imports nothing of this package so that it starts
+quickly. It judges what a model wrote, which may ask for any amount of time or memory, and gets neither.
 """
 
 import json
 import logging
 import math
+import os
 import re
 import resource
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from functools import lru_cache
-from multiprocessing.connection import Connection
 from typing import Any
 
 MEMORY = 4 * 2**30  # bytes of address space
@@ -24,9 +22,9 @@ FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
 def judge_math(text: str, answer: str | None = None, other: str | None = None) -> dict[str, Any]:
-    """{"correct", "extracted", "rule"}; rule "none" without an answer in the text, "error" when judging failed.
+    """Compare a text with the ground truth ``answer``, or with what another text, ``other``, answers.
 
-    The text is held against the ground truth ``answer``, or against what another text, ``other``, answers.
+    Returns "correct", "extracted" and "rule": "none" without an answer in the text, "error" where comparing failed.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
@@ -50,17 +48,18 @@ def judge_math(text: str, answer: str | None = None, other: str | None = None) -
 
 
 def judge_json(text: str, schema: str) -> dict[str, Any]:
-    """{"correct", "extracted", "rule"}; rule "none" without JSON in the text, "error" when validating failed.
+    """Validate the last fenced block of a text, or all of it, as JSON under a schema.
 
-    {"refused"} says what is wrong with the schema.
+    Returns "correct", "extracted" and "rule": "none" without JSON, "error" where validating failed. Returns "refused",
+    the reason, for a schema that is invalid or refers to what it does not hold.
     """
     from jsonschema import SchemaError
     from referencing.exceptions import Unresolvable
 
     try:
         validator = json_validator(schema)
-    except (ValueError, TypeError, SchemaError, Unresolvable) as error:
-        return {"refused": f"expected a JSON schema, got {schema[:80]!r}: {str(error).splitlines()[0]}"}
+    except (ValueError, TypeError, SchemaError) as error:
+        return refuse(schema, error)
     fenced = FENCED.findall(text)
     try:
         value = json.loads(fenced[-1] if fenced else text, parse_constant=finite, parse_float=finite)
@@ -70,10 +69,16 @@ def judge_json(text: str, schema: str) -> dict[str, Any]:
     extracted = shown.encode("utf-8", "backslashreplace").decode()  # a lone surrogate cannot be printed
     try:
         return {"correct": bool(validator.is_valid(value)), "extracted": extracted, "rule": "json-schema"}
+    except Unresolvable as error:
+        return refuse(schema, error)
     except MemoryError:
         raise
     except Exception:  # a number of 400 digits against a multipleOf, nesting against a schema that refers to itself
         return {"correct": False, "extracted": extracted, "rule": "error"}
+
+
+def refuse(schema: str, error: Exception) -> dict[str, Any]:
+    return {"refused": f"expected a JSON schema, got {schema[:80]!r}: {str(error).splitlines()[0]}"}
 
 
 def finite(text: str) -> float:
@@ -85,67 +90,36 @@ def finite(text: str) -> float:
 
 @lru_cache(maxsize=1024)
 def json_validator(schema: str) -> Any:
-    """Return the validator of a schema.
-
-    Raises:
-        ValueError, TypeError, SchemaError: also for a regular expression that is none.
-        Unresolvable: for a reference to a place that the schema does not have; nothing is fetched.
-    """
+    """Return the validator of a schema, which fetches nothing. Raises ValueError, TypeError, SchemaError."""
     from jsonschema.validators import validator_for
     from jsonschema_specifications import REGISTRY
-    from referencing.jsonschema import specification_with
 
     content = json.loads(schema)
     kind = validator_for(content)
     kind.check_schema(content, format_checker=kind.FORMAT_CHECKER)
-    specification = specification_with(kind.ID_OF(kind.META_SCHEMA))
-    resource = specification.create_resource(content)
-    check_references(resource, specification, REGISTRY.resolver_with_root(resource), set())
     return kind(content, registry=REGISTRY)
 
 
-def check_references(resource: Any, specification: Any, resolver: Any, seen: set[int]) -> None:
-    """Raise Unresolvable where a reference in the schema, or in what it refers to, leads nowhere."""
-    content = resource.contents
-    if id(content) in seen:
-        return
-    seen.add(id(content))
-    resolver = resolver.in_subresource(resource)
-    references = [content.get(name) for name in ("$ref", "$dynamicRef")] if isinstance(content, dict) else []
-    for reference in references:
-        if isinstance(reference, str):
-            found = resolver.lookup(reference)
-            check_references(specification.create_resource(found.contents), specification, found.resolver, seen)
-    for part in resource.subresources():
-        check_references(part, specification, resolver, seen)
-
-
 def main() -> None:
-    # Ctrl-C in a terminal, and what a job scheduler sends before it kills, reach every process, and the step under way
-    # is finished nevertheless; this one ends when the pipe does.
+    # Signals that ask a run to stop reach every process, and the step under way is finished nevertheless.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     logging.disable(logging.CRITICAL)
-    pipe = Connection(int(sys.argv[1]))
     judges: dict[str, Callable[..., dict[str, Any]]] = {"math": judge_math, "json": judge_json}
-    judge = judges[sys.argv[2]]
+    judge = judges[sys.argv[1]]
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints is no answer
     judge("1", "1" if judge is judge_math else "{}")  # imports count against nobody's deadline
-    pipe.send_bytes(b"ready")
-    with suppress(EOFError):
-        while True:
-            answer_one(pipe, judge)
-
-
-def answer_one(pipe: Connection, judge: Callable[..., dict[str, Any]]) -> None:
-    """Raises EOFError when the other end is gone."""
-    request = json.loads(pipe.recv_bytes())
-    # Nobody is left to kill this process when its parent was killed: the default action of the alarm does.
-    signal.setitimer(signal.ITIMER_REAL, 2 * request.pop("deadline") + 1)
-    verdict = judge(**request)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    pipe.send_bytes(json.dumps(verdict).encode())
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        # Nobody is left to kill this process when its parent was killed: the default action of the alarm does.
+        signal.setitimer(signal.ITIMER_REAL, 2 * request.pop("deadline") + 1)
+        verdict = judge(**request)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(json.dumps(verdict), file=answers, flush=True)
 
 
 if __name__ == "__main__":

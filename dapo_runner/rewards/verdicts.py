@@ -1,17 +1,17 @@
-"""What a judge has said, kept in the folder of the run: a data set of its own, and the memory of a resumed run."""
+"""The verdicts of a judge, kept in the run's folder: a data set, and what a resumed run need not ask again."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from dapo_runner.errors import ConfigError
+from dapo_runner.files import append_jsonl, drop_incomplete_line, read_jsonl
 
-VERDICTS = "verdicts"  # the file of a run; of other ranks than the first with their number
+VERDICTS = "verdicts"
 
 
 class Question(NamedTuple):
@@ -27,32 +27,33 @@ class Question(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """``verdict`` is the word of the two that the judge said; None where it said neither."""
+    """``verdict`` is the word of the two that the judge answered; None where it answered neither."""
 
     verdict: str | None
     confidence: float
 
 
 class VerdictLog:
-    """What a judge has said, by question: in memory, and from ``keep`` on in a file, a line for each. An empty line
-    ends what was written at once: of what a kill has cut, none counts.
-    """
+    """Verdicts by question: in memory, and after ``open`` in a file of JSON lines."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, Judgement] = {}
         self._path: Path | None = None
 
-    def keep(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
-        """In ``folder`` from now on, beginning with what this rank of ``ranks`` has kept there before, and with what
-        ranks that there are no more of have. Raises ConfigError.
+    def open(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
+        """Keep verdicts in ``folder``, and read those there of this rank and of ranks that are gone.
+
+        Raises:
+            ConfigError: A line cannot be read.
         """
         self._path = folder / (f"{VERDICTS}_rank_{rank}.jsonl" if rank else f"{VERDICTS}.jsonl")
-        others = (path for path in sorted(folder.glob(f"{VERDICTS}_rank_*.jsonl")) if _rank_of(path) >= ranks)
         self._known = {}
-        for path in (*others, self._path):
-            self._known |= dict(_whole_rows(path))
+        for path in sorted(folder.glob(f"{VERDICTS}*.jsonl")):
+            number = path.stem.removeprefix(f"{VERDICTS}_rank_")
+            if path == self._path or (number.isdecimal() and int(number) >= ranks):
+                self._read(path)
         if self._path.is_file():
-            os.truncate(self._path, len(_whole(self._path)))
+            drop_incomplete_line(self._path)
 
     def close(self) -> None:
         self._known, self._path = {}, None
@@ -65,53 +66,19 @@ class VerdictLog:
 
     def add(self, found: Mapping[Question, Judgement]) -> None:
         if self._path is not None and found:
-            rows = ({**question._asdict(), **judgement._asdict()} for question, judgement in found.items())
-            lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows) + "\n"
-            size = self._path.stat().st_size if self._path.exists() else 0
-            try:
-                with self._path.open("ab") as file:  # a lone surrogate becomes JSON's escape of it
-                    file.write(lines.encode("utf-8", "backslashreplace"))
-            except OSError:
-                if self._path.exists():  # what a full disk has cut would run into the next line
-                    os.truncate(self._path, size)
-                raise
+            append_jsonl(self._path, [{**question._asdict(), **found[question]._asdict()} for question in found])
         self._known |= {question.key: judgement for question, judgement in found.items()}
 
-
-def _rank_of(path: Path) -> int:
-    return int(path.stem.rpartition("_")[2])
-
-
-def _whole(path: Path) -> bytes:
-    """Without what a kill has cut."""
-    written = path.read_bytes() if path.is_file() else b""
-    return written[: written.rfind(b"\n\n") + 2] if b"\n\n" in written else b""
+    def _read(self, path: Path) -> None:
+        for number, row in enumerate(read_jsonl(path), start=1):
+            try:
+                question = Question(row["problem"], row["reference"], row["response"])
+                self._known[question.key] = Judgement(row["verdict"], row["confidence"])
+            except KeyError as error:
+                raise ConfigError(f"{path}:{number}: expected {error}. Remove the line to ask again.") from error
 
 
-def _whole_rows(path: Path) -> Iterator[tuple[bytes, Judgement]]:
-    for number, line in enumerate(_whole(path).split(b"\n"), start=1):
-        if line:
-            question, judgement = _read(line, f"{path}:{number}")
-            yield question.key, judgement
-
-
-def _read(line: bytes, where: str) -> tuple[Question, Judgement]:
-    try:
-        row = json.loads(line)
-        question = Question(row["problem"], row["reference"], row["response"])
-        found = Judgement(row["verdict"], row["confidence"])
-        if not 0 <= found.confidence <= 1:  # nor NaN
-            raise ValueError
-    except (ValueError, TypeError, KeyError) as error:
-        shown = line[:100].decode("utf-8", "replace")
-        raise ConfigError(
-            f"{where}: expected a question with a verdict and a confidence, got {shown!r}; without this line the "
-            "question is asked again"
-        ) from error
-    return question, found
-
-
-def forget(folder: Path) -> None:
-    """Remove what an earlier attempt has kept."""
+def remove_verdicts(folder: Path) -> None:
+    """Remove the verdicts of an earlier attempt."""
     for path in folder.glob(f"{VERDICTS}*.jsonl"):
         path.unlink()

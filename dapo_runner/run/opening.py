@@ -130,10 +130,9 @@ def _open_run(config: Config, place: Place) -> Run:
                 f"{len(sampler.buffer)} groups that were sampled and had not trained are there, {sampler.in_flight} "
                 "prompts that were in flight are asked again"
             )
-    # The clock is that of the thread that trains, beside which an `AheadSampler` has answers scored.
-    score = Scorer(config, timed=None if config.rollout.max_staleness else clock.phase, note=progress.note)
+    score = Scorer(config)
     if score.judge is not None:
-        score.judge.known.keep(folder, world.rank, world.size)
+        score.judge.known.open(folder, world.rank, world.size)
 
     def open_log() -> RunLog:
         assert trackers is not None  # on rank 0

@@ -291,12 +291,14 @@ class Run:
         """
         seconds = self.clock.lap()
         self.last_step_took = sum(seconds.values())
-        counts = self.world.all_gather_object(self.score.counts())
+        counts = self.world.all_gather_object(self.score.take_counts())
         calls = {name: sum(part[name] for part in counts) for name in counts[0]}
         self.world.broadcast_from_rank0(lambda: self._log_seconds(step, seconds, calls))
+        for warning in self.score.take_warnings():
+            self.progress.note(warning)
         self.speed = {}
 
-    def _log_seconds(self, step: int, seconds: dict[str, float], calls: dict[str, int]) -> None:
+    def _log_seconds(self, step: int, seconds: dict[str, float], calls: dict[str, float]) -> None:
         assert self.log is not None
         self.log.seconds(step, seconds, self.speed, calls)
 
@@ -308,7 +310,7 @@ class Run:
         if not self.dataset.heldout:
             return
         with self.timed("evaluate"):
-            unshaped = Scorer(self.config, shaped=False, turn=self.score.turn)
+            unshaped = self.score.unshaped()
 
             def answer_all(prompts: SequenceOf[Prompt], sampling: SamplingParams) -> list[Group]:
                 return complete(self.world, self.rollouts.answer(prompts, sampling, unshaped))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import pytest
 from builders import make_completion, make_config, make_group, make_prompt, make_sample
@@ -29,9 +28,9 @@ from dapo_runner.evaluate import (
 )
 from dapo_runner.folder import write_config
 from dapo_runner.logging.run_log import CHECKPOINTS
-from dapo_runner.rewards import math_rule
-from dapo_runner.rewards.math_rule import math_judge
 from dapo_runner.rewards.scoring import Scorer, reads_answers
+from dapo_runner.rewards.worker_rules import open_math
+from dapo_runner.rewards.workers import Worker
 from dapo_runner.types import Completion, Group, Prompt, SamplingParams
 
 
@@ -138,14 +137,14 @@ def test_comparisons_are_bounded_and_what_did_not_settle_is_counted() -> None:
 def test_a_comparison_past_its_deadline_is_in_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "unsettled_votes" not in evaluate_answers(["1", "2", "2"], "1", "dapo").metrics
     assert evaluate_answers(["1/2", "1/3", "2/6"], "0.5", "math").metrics["unsettled_votes"] == 0
-    ask = math_rule._Worker.ask
+    send = Worker.send
 
-    def hang(worker: math_rule._Worker, request: dict[str, Any]) -> None:
-        if "other" not in request:
-            ask(worker, request)
+    def hang(worker: Worker, request: bytes) -> None:
+        if b'"other"' not in request:
+            send(worker, request)
 
-    monkeypatch.setattr(math_rule._Worker, "ask", hang)
-    monkeypatch.setattr(math_judge(2, 60.0), "deadline", 3.0)
+    monkeypatch.setattr(Worker, "send", hang)
+    monkeypatch.setattr(open_math(2, 60.0), "deadline", 3.0)
     metrics = evaluate_answers(["1/2", "1/3", "50*(1/150)"], "0.5", "math").metrics
     assert metrics["unsettled_votes"] == 1
     assert metrics["cons@3"] == pytest.approx(1 / 3)

@@ -37,7 +37,7 @@ def test_the_papers_recipe_is_the_papers_table() -> None:
     assert objective == OBJECTIVES["dapo"]
     assert config.advantage.kind == "group_std"
     assert (config.reward.kind, config.reward.correct, config.reward.incorrect) == ("dapo", 1.0, -1.0)
-    assert (config.sampler.filter_groups, config.reward.boxed_fallback) == (True, False)
+    assert config.sampler.filter_groups
     assert (config.rollout.temperature, config.rollout.top_p) == (1.0, 1.0)
     evaluation = config.evaluation
     assert (evaluation.k, evaluation.temperature, evaluation.top_p) == (32, 1.0, 0.7)

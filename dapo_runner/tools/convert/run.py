@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from itertools import islice
@@ -17,13 +17,13 @@ from dapo_runner.config import ConfigError, ConvertConfig, ModelConfig
 from dapo_runner.data.dataset import RECIPE_TEMPLATE, render
 from dapo_runner.data.reading import Problem, read_problems
 from dapo_runner.files import append_jsonl, atomic_write, drop_incomplete_line, lock_file, read_jsonl, to_jsonl
+from dapo_runner.http import HTTPError
 from dapo_runner.policy.model import load_model, load_tokenizer, resolve_device
 from dapo_runner.preflight.needs import check_model
-from dapo_runner.rewards.alarm import in_thread
 from dapo_runner.rewards.calls import PAUSE
-from dapo_runner.rewards.endpoint import EndpointError
-from dapo_runner.rewards.judge import endpoint_of
-from dapo_runner.rewards.math_rule import math_judge
+from dapo_runner.rewards.deadline import in_thread
+from dapo_runner.rewards.endpoint import chat
+from dapo_runner.rewards.worker_rules import MathReward, open_math
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.tools.convert.rules import IsSame, RejectedError, as_integer, check, read_reply, request
 from dapo_runner.types import Prompt, SamplingParams
@@ -31,7 +31,7 @@ from dapo_runner.types import Prompt, SamplingParams
 WORKERS, DEADLINE = 2, 5.0  # processes that evaluate, and the seconds that each has for one comparison
 TOLD_EVERY = 10.0  # seconds
 # What may be otherwise when the same command goes on.
-MAY_CHANGE = ("limit", "device", "url", "key_env", "batch", "concurrency", "retries", "timeout")
+MAY_CHANGE = ("limit", "url", "key_env", "batch", "concurrency", "retries", "timeout")
 
 Answers = Iterator[tuple[str, str]]
 Settled = tuple[str, dict[str, Any], str | None]
@@ -46,13 +46,13 @@ def convert_answers(source: Path, out: Path, config: ConvertConfig, report: Call
     """Write ``out`` and, beside it, what was rejected. A journal holds what is settled, and the same call resumes
     from it. ``report`` gets a line now and then. Returns how many were kept, and rejected for what.
 
-    Raises ConfigError, and EndpointError when the model does not answer.
+    Raises ConfigError, and HTTPError when the model does not answer.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError("convert-answers: needs the package math-verify; pip install 'dapo-kernels[math]'")
     if out.suffix != ".jsonl":
         raise ConfigError(f"OUT: expected a .jsonl file, got {out}")
-    if config.engine == "hf":
+    if config.url is None:
         check_model("model", config.model)
     rows = read_problems(source, config.format, columns=config.columns, subset=config.subset, split=config.split)
     problems = {_key_of(problem): problem for problem in islice(rows, config.limit)}
@@ -104,7 +104,7 @@ def _read_journal(journal: Path, begun_with: Mapping[str, Any]) -> dict[str, dic
 
 def _settle_all(problems: Mapping[str, Problem], settled: Collection[str], config: ConvertConfig) -> Iterator[Settled]:
     """Yield key, row and reason of rejection of each problem that is not settled: integers first."""
-    asked, is_same = {}, partial(_same, math_judge(WORKERS, DEADLINE))
+    asked, is_same = {}, partial(_same, open_math(WORKERS, DEADLINE))
     for key, problem in [(key, problem) for key, problem in problems.items() if key not in settled]:
         if as_integer(problem.answer) is None:
             asked[key] = request(bare_question(problem), problem.answer)
@@ -150,30 +150,30 @@ def _key_of(problem: Problem) -> str:
     return hashlib.sha256(f"{problem.key}\0{problem.answer}".encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
-def _same(judge: Callable[[Sequence[str], str], Sequence[Any]], expression: str, answer: str) -> bool | None:
-    (verdict,) = judge([f"\\boxed{{{expression}}}"], answer.strip().strip("$"))
+def _same(reward: MathReward, expression: str, answer: str) -> bool | None:
+    (verdict,) = reward.judge_texts([f"\\boxed{{{expression}}}"], [answer.strip().strip("$")])
     return verdict.correct if verdict.rule == "math-verify" else None
 
 
 def _answers(config: ConvertConfig, asked: Mapping[str, list[dict[str, str]]]) -> Answers:
-    """Keys with what the model said, in the order in which it does. Raises EndpointError."""
+    """Keys with what the model said, in the order in which it does. Raises HTTPError."""
     if not asked:
         return iter(())
-    return _from_endpoint(config, asked) if config.engine == "endpoint" else _from_model(config, asked)
+    return _from_endpoint(config, asked) if config.url is not None else _from_model(config, asked)
 
 
 def _from_endpoint(config: ConvertConfig, asked: Mapping[str, list[dict[str, str]]]) -> Answers:
-    endpoint = endpoint_of(config, config.timeout)
+    fields: dict[str, Any] = {"max_tokens": config.max_tokens, "temperature": config.temperature, "seed": 0}
+    if config.chat_template_kwargs:
+        fields["chat_template_kwargs"] = config.chat_template_kwargs
 
     def ask(messages: list[dict[str, str]]) -> str:
         for attempt in range(config.retries + 1):
             if attempt:
                 time.sleep(PAUSE * 2 ** (attempt - 1))
             try:
-                return endpoint.chat(
-                    messages, max_tokens=config.max_tokens, temperature=config.temperature, seed=0
-                ).text
-            except EndpointError as error:
+                return chat(config, messages, config.timeout, **fields).text
+            except HTTPError as error:
                 failure = error
         raise failure
 
@@ -189,7 +189,8 @@ def _from_endpoint(config: ConvertConfig, asked: Mapping[str, list[dict[str, str
 
 
 def _from_model(config: ConvertConfig, asked: Mapping[str, list[dict[str, str]]]) -> Answers:
-    settings, device = ModelConfig(path=config.model, dtype=config.dtype), resolve_device(config.device, "device")
+    device = resolve_device("auto")
+    settings = ModelConfig(path=config.model, dtype="float32" if device.type == "cpu" else "bfloat16")
     tokenizer = load_tokenizer(config.model, settings)
     chat = bool(tokenizer.chat_template)
     engine = HFEngine(load_model(config.model, settings, device, "sdpa"), tokenizer, config.batch)

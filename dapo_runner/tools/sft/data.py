@@ -20,8 +20,8 @@ import torch
 from dapo_runner.config import ConfigError, SftColumnsConfig, SftConfig, SftDataConfig
 from dapo_runner.data.dataset import render
 from dapo_runner.data.reading import as_messages, get_column, read_rows, shorten
-from dapo_runner.rewards.judge import Shield, conversation_of
-from dapo_runner.rewards.judge_model import tokens_kept_whole
+from dapo_runner.rewards.judge_model import special_tokens
+from dapo_runner.rewards.shield import Shield, conversation_of
 from dapo_runner.rewards.verdicts import Judgement, Question
 from dapo_runner.types import Prompt, Sequence
 
@@ -66,7 +66,7 @@ class Examples:
 def load_examples(config: SftConfig, tokenizer: Any) -> Examples:
     """Read and tokenize the examples. Raises ConfigError naming the file, the row and what was expected."""
     data, report = config.data, ExampleReport(dict.fromkeys(("rows", NO_VERDICT, IN_HELDOUT, TOO_LONG, BEYOND_SIZE), 0))
-    shield = Shield(data.judge.template, tokens_kept_whole(tokenizer))
+    shield = Shield(data.judge.template, special_tokens(tokenizer))
     train = list(_read(data.path, data, shield, report, data.limit))
     if data.eval_path is None:
         heldout = _cut_heldout(train, data.eval_size)

@@ -161,7 +161,7 @@ def test_a_file_is_read_as_the_command_line_is(tmp_path: Path) -> None:
         ("data.format=auto", ["data", ".jsonl", "null"]),
         ("data.template=solve", ["template", "{question}", "'solve'"]),
         ("reward.kind=magic", ["kind", "module:function", "'magic'"]),
-        ("reward.correct=-1", ["correct must be > incorrect=-1"]),
+        ("reward.correct=-1", ["correct: expected more than incorrect=-1"]),
         (
             "reward.overlong.cache_length=64",
             ["reward.overlong.cache_length", "less than L_max=64", "got 64", "soft_punishment=false"],

@@ -18,7 +18,7 @@ from dapo_runner.logging.metrics import read_log
 
 
 def test_ranks_judge_and_imitate_as_one(tmp_path: Path, model_folder: Path) -> None:
-    judge = [f"reward.judge.model={model_folder}", "reward.judge.dtype=float32", "reward.judge.answers=['5','8']"]
+    judge = [f"reward.judge.model={model_folder}", "reward.judge.answers=['5','8']"]
     asked = ["reward.judge.template='{reference}={response}?'", "reward.kind=judge", "sampler.filter_on=reward"]
     model = ["model.tiny=null", f"model.path={model_folder}"]
     recipe = write_recipe(tmp_path, steps=1, eval_every=0)

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from builders import make_completion, make_config, make_prompt
 
-from dapo_runner.config import CodeConfig, ConfigError
+from dapo_runner.config import ConfigError
 from dapo_runner.rewards import code_rule
-from dapo_runner.rewards.code_rule import CodeJudge, code_judge
+from dapo_runner.rewards.code_rule import CodeReward, open_code
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.types import Verdict
 
@@ -26,9 +26,9 @@ RIGHT = "def f(x): return x + 1"
 
 
 @pytest.fixture(scope="module")
-def judge() -> CodeJudge:
+def judge() -> CodeReward:
     try:
-        return code_judge(CodeConfig(deadline=PATIENT, memory_mb=512))
+        return open_code(2, PATIENT, 512)
     except ConfigError as error:
         pytest.skip(str(error))
 
@@ -48,13 +48,16 @@ def judge() -> CodeJudge:
         ("print('x' * 10**6)\n" + RIGHT, True),
     ],
 )  # fmt: skip
-def test_programs_are_held_against_tests(judge: CodeJudge, program: str, correct: bool) -> None:
-    assert judge([program], [TESTS]) == [Verdict(correct, None, "code")]
+def test_programs_are_held_against_tests(judge: CodeReward, program: str, correct: bool) -> None:
+    assert judge.judge_texts([program], [TESTS]) == [Verdict(correct, None, "code")]
 
 
 @pytest.mark.parametrize("answer", [TESTS, "assert f(1) == 2\nassert f(5) == 6", "{x for x in [f(1)]} == {2}"])
-def test_tests_may_be_a_list_or_statements(judge: CodeJudge, answer: str) -> None:
-    assert judge([RIGHT, "import sys"], [answer] * 2) == [Verdict(True, None, "code"), Verdict(False, None, "code")]
+def test_tests_may_be_a_list_or_statements(judge: CodeReward, answer: str) -> None:
+    assert judge.judge_texts([RIGHT, "import sys"], [answer] * 2) == [
+        Verdict(True, None, "code"),
+        Verdict(False, None, "code"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -68,9 +71,9 @@ def test_tests_may_be_a_list_or_statements(judge: CodeJudge, answer: str) -> Non
         ("", False),
     ],
 )
-def test_programs_may_read_and_print(judge: CodeJudge, program: str, correct: bool) -> None:
+def test_programs_may_read_and_print(judge: CodeReward, program: str, correct: bool) -> None:
     tests = json.dumps({"inputs": ["1 2\n", ["3 4", ""]], "outputs": ["3\n", "7"]})
-    assert judge([program], [tests])[0].correct is correct
+    assert judge.judge_texts([program], [tests])[0].correct is correct
 
 
 HOSTILE = {
@@ -98,13 +101,13 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_programs_fail_and_leave_nothing(
-    judge: CodeJudge, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    judge: CodeReward, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET", "s")
     victim, file = tmp_path / "victim", tmp_path / "file"
     victim.write_text("v")
     program = HOSTILE[name].format(victim=str(victim), file=str(file)) + "\n" + RIGHT
-    (verdict,) = judge([program], [TESTS])
+    (verdict,) = judge.judge_texts([program], [TESTS])
     assert not verdict.correct
     assert verdict.rule in ("code", "crash")
     assert victim.read_text() == "v"
@@ -122,40 +125,40 @@ def test_hostile_programs_fail_and_leave_nothing(
          "    except (OSError, ValueError): pass\nwhile True: time.sleep(9)", "timeout"),
     ],
 )  # fmt: skip
-def test_what_does_not_end_is_killed(judge: CodeJudge, program: str, rule: str) -> None:
+def test_what_does_not_end_is_killed(judge: CodeReward, program: str, rule: str) -> None:
     start = time.monotonic()
-    assert CodeJudge(CodeConfig(deadline=1.0, memory_mb=512))([program], [TESTS]) == [Verdict(False, None, rule)]
+    assert CodeReward(2, 1.0, 512).judge_texts([program], [TESTS]) == [Verdict(False, None, rule)]
     assert time.monotonic() - start < 20
     assert subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "code_worker"], capture_output=True).returncode == 1
 
 
-def test_endless_output_is_cut(judge: CodeJudge) -> None:
+def test_endless_output_is_cut(judge: CodeReward) -> None:
     program = "import sys\nwhile True: sys.stdout.write('x' * 9999)"
-    assert judge([program], ['{"inputs": [""], "outputs": ["x"]}'])[0].rule == "output"
+    assert judge.judge_texts([program], ['{"inputs": [""], "outputs": ["x"]}'])[0].rule == "output"
 
 
-def test_verdicts_come_in_order_and_side_by_side(judge: CodeJudge) -> None:
-    quick = CodeJudge(CodeConfig(deadline=PATIENT, memory_mb=512, workers=8))
+def test_verdicts_come_in_order_and_side_by_side(judge: CodeReward) -> None:
+    quick = CodeReward(8, PATIENT, 512)
     programs = [f"import time\ntime.sleep(0.5)\ndef f(x): return x + {i % 2}" for i in range(8)]
-    assert [verdict.correct for verdict in quick(programs, [TESTS] * 8)] == [False, True] * 4
-    config = make_config(reward={"kind": "code", "code": {"deadline": PATIENT}, "overlong": {"soft_punishment": False}})
+    assert [verdict.correct for verdict in quick.judge_texts(programs, [TESTS] * 8)] == [False, True] * 4
+    config = make_config(reward={"kind": "code", "deadline": PATIENT, "overlong": {"soft_punishment": False}})
     prompts = [make_prompt("p", answer=TESTS), make_prompt("q", answer="assert f(0) == 0")]
     completions = [make_completion(text=RIGHT), make_completion(text="def f(x): return x")]
     groups = Scorer(config)(prompts, [completions, completions])
     assert [[sample.reward for sample in group.samples] for group in groups] == [[1.0, -1.0], [-1.0, 1.0]]
 
 
-def test_a_program_dies_with_its_parent(judge: CodeJudge, tmp_path: Path) -> None:
+def test_a_program_dies_with_its_parent(judge: CodeReward, tmp_path: Path) -> None:
     """`kill -9` of the run: nobody is left to kill what it had started."""
     code = (
         "import os, threading, time\n"
-        "from dapo_runner.config import CodeConfig\n"
-        "from dapo_runner.rewards.code_rule import CodeJudge\n"
-        "judge = CodeJudge(CodeConfig(deadline=600.0))\n"
-        "threading.Thread(target=judge, args=(['import time\\ntime.sleep(600)'], ['pass']), daemon=True).start()\n"
-        "while not judge._running: time.sleep(0.01)\n"
+        "from dapo_runner.rewards.code_rule import CodeReward\n"
+        "judge = CodeReward(2, 600.0, 1024)\n"
+        "arguments = ['import time\\ntime.sleep(600)'], ['pass']\n"
+        "threading.Thread(target=judge.judge_texts, args=arguments, daemon=True).start()\n"
+        "while not judge.running: time.sleep(0.01)\n"
         "time.sleep(2)\n"
-        "print(next(iter(judge._running)).pid, flush=True)\n"
+        "print(next(iter(judge.running)).process.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -166,26 +169,26 @@ def test_a_program_dies_with_its_parent(judge: CodeJudge, tmp_path: Path) -> Non
         time.sleep(0.05)
 
 
-def test_a_call_that_is_broken_off_kills_what_runs(judge: CodeJudge) -> None:
+def test_a_call_that_is_broken_off_kills_what_runs(judge: CodeReward) -> None:
     """A second Ctrl-C in the middle of it."""
-    slow = CodeJudge(CodeConfig(deadline=PATIENT, memory_mb=512))
+    slow = CodeReward(2, PATIENT, 512)
     main, before = threading.main_thread().ident, signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupt() -> None:
-        while len(slow._running) < 2:
+        while len(slow.running) < 2:
             time.sleep(0.01)
         signal.pthread_kill(main, signal.SIGINT)
 
     threading.Thread(target=interrupt).start()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        slow(["import time\ntime.sleep(600)"] * 4, [TESTS] * 4)
+        slow.judge_texts(["import time\ntime.sleep(600)"] * 4, [TESTS] * 4)
     signal.signal(signal.SIGINT, before)
     assert time.monotonic() - start < PATIENT / 2
-    assert not slow._running
+    assert not slow.running
 
 
 def test_a_machine_that_cannot_confine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_rule, "_COMMAND", ("false",))
-    with pytest.raises(ConfigError, match=r"reward\.kind: 'code' runs programs under Linux's seccomp"):
-        code_judge(CodeConfig(deadline=7.0))
+    with pytest.raises(ConfigError, match=r"reward\.kind.*seccomp"):
+        open_code(2, 7.0, 1024)

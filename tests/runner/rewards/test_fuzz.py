@@ -67,7 +67,7 @@ FAST = [rule for rule in RULES if rule not in ("judge", *SLOW)]
 
 @cache
 def scorer(rule: str) -> Scorer:
-    deadlines = {"deadline": PATIENT, "code": {"deadline": PATIENT, "memory_mb": 512}}
+    deadlines = {"deadline": PATIENT, "memory_mb": 512}
     overlong = {"soft_punishment": False}
     try:
         return Scorer(make_config(reward={"kind": rule, "overlong": overlong, **deadlines}))
@@ -117,7 +117,7 @@ def fussy(body: dict[str, Any]) -> Any:
 @given(text=TEXTS | JSON, votes=st.sampled_from([0, 2]))
 def test_no_answer_ends_a_run_of_a_judge(text: str, votes: int) -> None:
     with FakeAPI(fussy) as api:
-        section = {"engine": "endpoint", "url": api.url, "model": "m", "shows": "response", "votes": votes}
+        section = {"url": api.url, "model": "m", "shows": "response", "votes": votes}
         reward = {"kind": "judge", "judge": section, "calls": {"retries": 0}, "overlong": {"soft_punishment": False}}
         (group,) = Scorer(make_config(reward=reward))([make_prompt()], [[make_completion(text=text)]])
     assert group.samples[0].verdict.rule in ("judge", "unclear", "none")

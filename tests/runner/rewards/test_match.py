@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_runner.config import ConfigError
-from dapo_runner.rewards import json_rule, match
-from dapo_runner.rewards.match import FuzzyRule, choice_rule, exact_rule
+from dapo_runner.rewards import worker_rules
+from dapo_runner.rewards.match import FuzzyReward, choice_rule, exact_rule
+from dapo_runner.rewards.reward import RewardError
 from dapo_runner.rewards.scoring import load_reward, unmatchable_answers
 from dapo_runner.types import Verdict
 
@@ -67,8 +68,8 @@ def test_exact_match(text: str, correct: bool, extracted: str | None) -> None:
 
 def test_fuzzy_match_is_graded() -> None:
     pytest.importorskip("rapidfuzz", reason="rapidfuzz is not installed")
-    rule = FuzzyRule(make_config(reward={"kind": "fuzzy", "incorrect": 0.0, "fuzzy_threshold": 0.8}).reward)
-    values = [rule(f"Answer: {text}", "kitten") for text in ("kitten", "kittens", "sitting", "", "xyz")]
+    texts = [f"Answer: {text}" for text in ("kitten", "kittens", "sitting", "", "xyz")]
+    values = FuzzyReward(1.0, 0.0).judge_texts(texts, ["kitten"] * 5)
     assert [verdict.value for verdict in values] == pytest.approx([1.0, 12 / 13, 8 / 13, 0.0, 0.0])
     assert [verdict.correct for verdict in values] == [True, True, False, False, False]
 
@@ -126,11 +127,10 @@ def test_json_under_a_schema(text: str, correct: bool, rule: str, tmp_path: Path
 
 
 def json_verdicts(reward: dict[str, Any], text: str, schema: str) -> list[Verdict | None]:
-    judged = load_reward(make_config(reward=reward).reward)(
-        [make_prompt(answer=schema)], [[make_completion(text=text)]]
-    )
-    assert judged[0] is not None
-    return judged[0]
+    rewarded = load_reward(make_config(reward=reward).reward, "json")
+    (judged,) = rewarded.judge([make_prompt(answer=schema)], [[make_completion(text=text)]])
+    assert not isinstance(judged, RewardError)
+    return judged
 
 
 def test_a_pattern_that_backtracks_is_late_beside_the_training_too() -> None:
@@ -166,22 +166,21 @@ def test_a_schema_fetches_nothing_and_a_bad_one_is_told() -> None:
         "no schema",
         '{"$ref": "http://example.invalid/schema.json"}',
         '{"properties": {"a": {"$ref": "#/$defs/none"}}}',
-        '{"$ref": "#/x/y", "x": {"y": {"items": {"$ref": "#gone"}}}}',
+        '{"$ref": "#/x/y", "x": {"y": {"properties": {"a": {"$ref": "#gone"}}}}}',
         '{"not": {"$dynamicRef": "#gone"}}',
         '{"$ref": "http://["}',
     ):
-        with pytest.raises(ConfigError, match="reward json"):  # whatever the response, which may not reach that place
-            json_verdicts({"kind": "json"}, "no JSON", schema)
+        with pytest.raises(ConfigError, match="reward json"):
+            json_verdicts({"kind": "json"}, '{"a": 1}', schema)
     with pytest.raises(ConfigError, match=r"reward\.json_schema"):
-        load_reward(make_config(reward={"kind": "json", "json_schema": "nowhere.json"}).reward)
+        load_reward(make_config(reward={"kind": "json", "json_schema": "nowhere.json"}).reward, "json")
 
 
-@pytest.mark.parametrize(("kind", "module"), [("fuzzy", match), ("json", json_rule)])
-def test_a_missing_package_is_named(kind: str, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
-    json_rule.json_judge.cache_clear()
+@pytest.mark.parametrize("kind", ["fuzzy", "json", "math"])
+def test_a_missing_package_is_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_rules.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=rf"pip install 'dapo-kernels\[{kind}\]'"):
-        load_reward(make_config(reward={"kind": kind}).reward)
+        load_reward(make_config(reward={"kind": kind, "workers": 7}).reward, kind)
 
 
 def test_a_ground_truth_that_is_no_letter_is_told() -> None:

@@ -8,31 +8,33 @@ import subprocess
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from builders import make_completion, make_config, make_prompt
 
-from dapo_runner.config import ConfigError
 from dapo_runner.logging.metrics import batch_metrics
-from dapo_runner.rewards import math_rule as module
-from dapo_runner.rewards import rule_worker
-from dapo_runner.rewards.math_rule import MathJudge, math_judge
-from dapo_runner.rewards.scoring import Scorer, load_reward
+from dapo_runner.rewards import rule_worker, worker_rules
+from dapo_runner.rewards.scoring import Scorer
+from dapo_runner.rewards.worker_rules import MathReward, open_math
+from dapo_runner.rewards.workers import Worker
 from dapo_runner.types import Verdict
 
 DEADLINE = 1.0
 
 
 @pytest.fixture(scope="module")
-def judge() -> MathJudge:
-    return MathJudge(workers=2, deadline=DEADLINE)
+def judge() -> MathReward:
+    return MathReward(workers=2, deadline=DEADLINE)
 
 
 @pytest.fixture(scope="module")
-def patient() -> MathJudge:
+def patient() -> MathReward:
     """For answers that must be judged however busy the machine is."""
-    return MathJudge(workers=1, deadline=60.0)
+    return MathReward(workers=1, deadline=60.0)
+
+
+def judge_all(reward: MathReward, texts: list[str], answer: str) -> list[Verdict]:
+    return reward.judge_texts(texts, [answer] * len(texts))
 
 
 @pytest.mark.parametrize(
@@ -51,23 +53,23 @@ def patient() -> MathJudge:
         ("x" * 5000 + "Answer: 7", "7", True),
     ],
 )
-def test_answers_compare_as_mathematics(patient: MathJudge, text: str, answer: str, correct: bool) -> None:
-    (verdict,) = patient([text], answer)
+def test_answers_compare_as_mathematics(patient: MathReward, text: str, answer: str, correct: bool) -> None:
+    (verdict,) = judge_all(patient, [text], answer)
     assert (verdict.correct, verdict.rule) == (correct, "math-verify")
     assert verdict.extracted
 
 
-def test_no_answer_is_told_apart_from_a_wrong_one(patient: MathJudge) -> None:
-    verdicts = patient(["", "I do not know.", "Answer: 4"], "5")
+def test_no_answer_is_told_apart_from_a_wrong_one(patient: MathReward) -> None:
+    verdicts = judge_all(patient, ["", "I do not know.", "Answer: 4"], "5")
     assert [verdict.rule for verdict in verdicts] == ["none", "none", "math-verify"]
     assert [verdict.extracted for verdict in verdicts] == [None, None, "4"]
 
 
-def test_verdicts_come_in_the_order_of_the_texts(patient: MathJudge) -> None:
-    verdicts = patient([f"Answer: {i}" for i in range(20)], "7")
+def test_verdicts_come_in_the_order_of_the_texts(patient: MathReward) -> None:
+    verdicts = judge_all(patient, [f"Answer: {i}" for i in range(20)], "7")
     assert [verdict.extracted for verdict in verdicts] == [str(i) for i in range(20)]
     assert [i for i, verdict in enumerate(verdicts) if verdict.correct] == [7]
-    assert patient([], "7") == []
+    assert judge_all(patient, [], "7") == []
 
 
 HOSTILE = {
@@ -85,9 +87,9 @@ HOSTILE = {
 }
 
 
-def test_hostile_output_neither_hangs_nor_crashes_nor_scores(judge: MathJudge) -> None:
+def test_hostile_output_neither_hangs_nor_crashes_nor_scores(judge: MathReward) -> None:
     start = time.monotonic()
-    verdicts = judge([*HOSTILE.values(), "Answer: 5"], "5")
+    verdicts = judge_all(judge, [*HOSTILE.values(), "Answer: 5"], "5")
     assert len(verdicts) == len(HOSTILE) + 1
     assert not any(verdict.correct for verdict in verdicts[:-1])
     rules = dict(zip(HOSTILE, (verdict.rule for verdict in verdicts), strict=False))
@@ -106,68 +108,66 @@ def test_what_became_of_an_answer_is_counted(monkeypatch: pytest.MonkeyPatch) ->
     assert metrics["batch/rule_none"] == pytest.approx(1 / 3)
     assert metrics["batch/rule_timeout"] >= 1 / 3 - 1e-9
     assert group.samples[0].reward == -1.0
-    assert math_judge(2, DEADLINE) is math_judge(2, DEADLINE)  # evaluations do not start workers of their own
+    assert open_math(2, DEADLINE) is open_math(2, DEADLINE)  # evaluations do not start workers of their own
 
 
-def test_output_is_never_evaluated(patient: MathJudge, tmp_path: Path) -> None:
+def test_output_is_never_evaluated(patient: MathReward, tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     for bomb in (f"__import__('pathlib').Path({str(flag)!r}).touch()", f"$__import__('os').system('touch {flag}')$"):
-        patient([f"Answer: {bomb}", rf"\boxed{{{bomb}}}"], bomb)
+        judge_all(patient, [f"Answer: {bomb}", rf"\boxed{{{bomb}}}"], bomb)
     assert not flag.exists()
 
 
-def process_of(judge: MathJudge) -> subprocess.Popen[bytes]:
-    process = judge._workers[0].process
-    assert process is not None
-    return process
+def process_of(judge: MathReward) -> subprocess.Popen[bytes]:
+    (worker,) = judge.running
+    return worker.process
 
 
 def test_a_worker_that_dies_at_work_is_counted_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    judge = MathJudge(workers=1, deadline=60.0)
-    assert judge(["Answer: 1"], "1")[0].correct
+    judge = MathReward(workers=1, deadline=60.0)
+    assert judge_all(judge, ["Answer: 1"], "1")[0].correct
     with monkeypatch.context() as patch:
-        patch.setattr(module._Worker, "ask", lambda worker, request: worker.process.kill())
-        assert judge(["Answer: 1"], "1")[0].rule == "crash"
-    assert judge(["Answer: 1"], "1")[0].correct
+        patch.setattr(Worker, "send", lambda worker, request: worker.kill())
+        assert judge_all(judge, ["Answer: 1"], "1")[0].rule == "crash"
+    assert judge_all(judge, ["Answer: 1"], "1")[0].correct
 
 
 def test_a_worker_that_dies_idle_costs_no_sample_its_verdict() -> None:
-    judge = MathJudge(workers=1, deadline=60.0)
-    assert judge(["Answer: 1"], "1")[0].correct
+    judge = MathReward(workers=1, deadline=60.0)
+    assert judge_all(judge, ["Answer: 1"], "1")[0].correct
     process_of(judge).kill()
     process_of(judge).wait()
-    assert judge(["Answer: 1"], "1")[0].correct
+    assert judge_all(judge, ["Answer: 1"], "1")[0].correct
 
 
-def test_a_call_that_is_broken_off_leaves_no_verdict_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_call_that_is_broken_off_leaves_no_verdict_behind(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second Ctrl-C in the middle of it: the worker's answer is not that to the next question."""
-    judge = MathJudge(workers=1, deadline=60.0)
-    assert judge(["Answer: 1"], "1")[0].correct
-    ask, kill = module._Worker.ask, module._Worker.kill
+    judge = MathReward(workers=workers, deadline=60.0)
+    assert judge_all(judge, ["Answer: 1"], "1")[0].correct
+    send, before = Worker.send, signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def press(worker: module._Worker, request: dict[str, Any]) -> None:
-        ask(worker, request)
+    def press(worker: Worker, request: bytes) -> None:
+        send(worker, request)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        heard.wait(timeout=60)
+        time.sleep(0.5)
 
-    heard, before = threading.Event(), signal.signal(signal.SIGINT, signal.default_int_handler)
     with monkeypatch.context() as patch:
-        patch.setattr(module._Worker, "ask", press)
-        patch.setattr(module._Worker, "kill", lambda worker: (heard.set(), kill(worker)))
+        patch.setattr(Worker, "send", press)
         with pytest.raises(KeyboardInterrupt):
-            judge(["Answer: 1"], "1")
+            judge_all(judge, ["Answer: 1"], "1")
     signal.signal(signal.SIGINT, before)
-    assert judge(["Answer: 2"], "1")[0] == Verdict(correct=False, extracted="2", rule="math-verify")
+    assert judge_all(judge, ["Answer: 2"], "1")[0] == Verdict(correct=False, extracted="2", rule="math-verify")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_what_asks_a_run_to_stop_does_not_reach_the_workers(number: signal.Signals) -> None:
-    judge = MathJudge(workers=1, deadline=60.0)
-    assert judge(["Answer: 1"], "1")[0].correct
+    judge = MathReward(workers=1, deadline=60.0)
+    assert judge_all(judge, ["Answer: 1"], "1")[0].correct
     process = process_of(judge)
     os.kill(process.pid, number)
-    assert judge(["Answer: 1"], "1")[0].correct
-    assert judge._workers[0].process is process
+    assert judge_all(judge, ["Answer: 1"], "1")[0].correct
+    assert process_of(judge) is process
 
 
 def test_a_worker_out_of_memory_gives_way_to_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,34 +179,27 @@ def test_a_worker_out_of_memory_gives_way_to_a_new_one(monkeypatch: pytest.Monke
         rule_worker.judge_math("Answer: 1", "1")
 
 
-def test_a_ground_truth_that_cannot_be_read_is_no_plain_wrong(patient: MathJudge) -> None:
-    assert patient(["Answer: 4"], "}{")[0].rule == "error"
+def test_a_ground_truth_that_cannot_be_read_is_no_plain_wrong(patient: MathReward) -> None:
+    assert judge_all(patient, ["Answer: 4"], "}{")[0].rule == "error"
 
 
 def test_it_works_outside_the_main_thread_where_signals_do_not() -> None:
-    judge, found = MathJudge(workers=1, deadline=60.0), []
-    thread = threading.Thread(target=lambda: found.append(judge([r"\boxed{\frac12}"], "0.5")[0]))
+    judge, found = MathReward(workers=1, deadline=60.0), []
+    thread = threading.Thread(target=lambda: found.append(judge_all(judge, [r"\boxed{\frac12}"], "0.5")[0]))
     thread.start()
     thread.join(timeout=120)
     assert found[0].correct
 
 
-def test_a_worker_that_cannot_start_says_how_to_see_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_COMMAND", ("false",))
-    with pytest.raises(RuntimeError, match="did not start"):
-        MathJudge(workers=1, deadline=1.0)(["1"], "1")
+def test_a_worker_that_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_rules, "_COMMAND", ("false",))
+    with pytest.raises(RuntimeError, match="reward math"):
+        judge_all(MathReward(workers=1, deadline=1.0), ["1"], "1")
 
 
-def test_workers_go_when_the_judge_does() -> None:
-    judge = MathJudge(workers=1, deadline=60.0)
-    judge(["Answer: 1"], "1")
-    process = judge._workers[0].process
-    assert process is not None
+def test_workers_go_when_the_reward_does() -> None:
+    judge = MathReward(workers=1, deadline=60.0)
+    judge_all(judge, ["Answer: 1"], "1")
+    process = process_of(judge)
     del judge
     assert process.poll() is not None
-
-
-def test_without_math_verify_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'dapo-kernels\[math\]'"):
-        load_reward(make_config(reward={"kind": "math", "workers": 7}).reward)

@@ -88,15 +88,6 @@ def test_answer_line(text: str, answer: str, correct: bool, extracted: str | Non
     assert verdict.rule == ("none" if extracted is None else "answer-line")
 
 
-def test_boxed_fallback_is_a_switch_and_is_named() -> None:
-    text = r"so \boxed{3} and \boxed{\frac{1}{2}}, done"
-    assert answer_rule(text, r"\frac{1}{2}") == Verdict(False, None, "none")
-    assert answer_rule(text, r"\frac12", boxed_fallback=True) == Verdict(True, r"\frac{1}{2}", "boxed")
-    both = r"Answer: 4 \n".replace(r"\n", "\n") + r"\boxed{5}"
-    assert answer_rule(both, "4", boxed_fallback=True).rule == "answer-line"
-    assert answer_rule(r"\boxed{5}" + "x" * 100, "5", boxed_fallback=True).rule == "none"
-
-
 def test_last_boxed_balances_braces() -> None:
     assert last_boxed(r"\boxed{a{b}{c}} d}") == "a{b}{c}"
     assert last_boxed(r"\boxed{1} \boxed{2") is None
@@ -131,7 +122,7 @@ def test_hostile_output_takes_no_longer_than_other_output(name: str) -> None:
     text = HOSTILE[name]
     start = time.process_time()
     for _ in range(20):
-        answer_rule(text, "1", boxed_fallback=True)
+        answer_rule(text, "1")
         gsm8k_rule(text, "1")
         integer_rule(text, "1")
     assert time.process_time() - start < 0.5
@@ -273,10 +264,8 @@ def test_ground_truths_that_a_rule_cannot_find_right_are_counted() -> None:
     def said(kind: str, chosen: list[Prompt] = prompts) -> str | None:
         return unmatchable_answers(make_config(reward={"kind": kind}).reward, chosen)
 
-    assert said("integer") == (
-        "reward.kind=integer: 4 of 7 training problems can never be right: the rule cannot read their ground "
-        r"truth, e.g. '\\frac{1}{2}', 'x + 1', '3.5'"
-    )
+    assert "4 of 7" in (said("integer") or "")
+    assert r"e.g. '\\frac{1}{2}', 'x + 1', '3.5'" in (said("integer") or "")
     assert "3 of 7" in (said("gsm8k") or "")
     assert "1 of 7" in (said("dapo") or "")
     for kind in ("math", "json:loads"):  # not asked: a worker's time; another's code
@@ -332,4 +321,4 @@ def test_plugin_is_loaded_and_its_value_used(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("kind", ["no_such_module_here:f", "json:no_such_function"])
 def test_missing_plugins_are_named(kind: str) -> None:
     with pytest.raises(ConfigError, match=kind.split(":")[0]):
-        load_reward(make_config(reward={"kind": kind}).reward)
+        load_reward(make_config(reward={"kind": kind}).reward, kind)

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from dapo_runner.config import CodeConfig, ConfigError
-from dapo_runner.rewards import code_rule
-from dapo_runner.rewards.code_rule import CodeJudge, code_judge
+from dapo_runner.config import ConfigError
+from dapo_runner.rewards import code_rule, workers
+from dapo_runner.rewards.code_rule import CodeReward, open_code
 from dapo_runner.types import Verdict
 
-CONFIG = CodeConfig(deadline=60.0, memory_mb=512)
+CONFIG = (2, 60.0, 512)
 HONEST = "def f(x): return x + 1"
 TESTS = json.dumps(["assert f(1) == 2"])
 CALL = """
@@ -33,19 +33,19 @@ def call(*arguments):
 
 
 @pytest.fixture(scope="module", params=["bubblewrap", "alone"])
-def judge(request: pytest.FixtureRequest) -> Iterator[CodeJudge]:
+def judge(request: pytest.FixtureRequest) -> Iterator[CodeReward]:
     """With all that this machine has, and with Landlock and seccomp alone."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "alone":
             patch.setattr(code_rule, "_sandbox", lambda: ())
         elif not code_rule._sandbox():
             pytest.skip("no bubblewrap here, or no namespaces for it")
-        code_judge.cache_clear()
+        open_code.cache_clear()
         try:
-            yield code_judge(CONFIG)
+            yield open_code(*CONFIG)
         except ConfigError as error:
             pytest.skip(str(error))
-        code_judge.cache_clear()
+        open_code.cache_clear()
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ ATTACKS = SIGNALS | PROCESSES | FILES | KERNEL
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_fails_and_is_not_judged_correct(
-    judge: CodeJudge, victim: subprocess.Popen[bytes], tmp_path: Path, name: str
+    judge: CodeReward, victim: subprocess.Popen[bytes], tmp_path: Path, name: str
 ) -> None:
     if "call(" in ATTACKS[name] and os.uname().machine != "x86_64":
         pytest.skip("numbers of system calls of x86-64")
@@ -192,7 +192,7 @@ def test_an_attack_fails_and_is_not_judged_correct(
     before = key.stat()
     values = {"pid": victim.pid, "grader": os.getpid(), "file": str(key)}
     program = ATTACKS[name].format(**values)
-    attacked, honest = judge([f"{program}\n{HONEST}", HONEST], [TESTS] * 2)
+    attacked, honest = judge.judge_texts([f"{program}\n{HONEST}", HONEST], [TESTS] * 2)
     assert not attacked.correct
     assert attacked.rule in ("code", "crash")
     assert honest == Verdict(True, None, "code")
@@ -204,7 +204,7 @@ def test_an_attack_fails_and_is_not_judged_correct(
 
 
 @pytest.mark.parametrize("name", ["harmless fcntl", "files of Python", "standard input"])
-def test_what_is_harmless_still_works(judge: CodeJudge, name: str) -> None:
+def test_what_is_harmless_still_works(judge: CodeReward, name: str) -> None:
     program = {
         "harmless fcntl": "import fcntl, os\nr, w = os.pipe()\nfcntl.fcntl(r, fcntl.F_SETFL, os.O_NONBLOCK)\n"
         "fcntl.fcntl(r, fcntl.F_SETFD, 0)\n"
@@ -213,16 +213,16 @@ def test_what_is_harmless_still_works(judge: CodeJudge, name: str) -> None:
         "import numpy.linalg\nopen('/dev/urandom', 'rb').read(4)",
         "standard input": "assert open('/dev/stdin').read() == ''",
     }[name]
-    assert judge([f"{program}\n{HONEST}"], [TESTS]) == [Verdict(True, None, "code")]
+    assert judge.judge_texts([f"{program}\n{HONEST}"], [TESTS]) == [Verdict(True, None, "code")]
 
 
-def test_a_program_leaves_no_process_behind(judge: CodeJudge) -> None:
+def test_a_program_leaves_no_process_behind(judge: CodeReward) -> None:
     """What it runs in is gone too, when it is killed at its deadline."""
-    short, sessions = CodeJudge(CodeConfig(deadline=3.0, memory_mb=512)), set()
-    thread = threading.Thread(target=short, args=(["while True: pass"], ["pass"]))
+    short, sessions = CodeReward(2, 3.0, 512), set()
+    thread = threading.Thread(target=short.judge_texts, args=(["while True: pass"], ["pass"]))
     thread.start()
     while thread.is_alive():
-        sessions |= {process.pid for process in tuple(short._running)}
+        sessions |= {worker.process.pid for worker in tuple(short.running)}
         time.sleep(0.01)
     assert len(sessions) == 1
     until = time.monotonic() + 60
@@ -232,7 +232,7 @@ def test_a_program_leaves_no_process_behind(judge: CodeJudge) -> None:
 
 
 def test_a_program_that_is_killed_as_it_starts_leaves_no_process_behind(
-    judge: CodeJudge, monkeypatch: pytest.MonkeyPatch
+    judge: CodeReward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The deadline strikes, or the run ends, while bubblewrap prepares its namespaces."""
     start, started = subprocess.Popen, []
@@ -242,9 +242,9 @@ def test_a_program_that_is_killed_as_it_starts_leaves_no_process_behind(
         return started[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(code_rule.subprocess, "Popen", popen)
+        patch.setattr(workers.subprocess, "Popen", popen)
         for number in range(12):
-            CodeJudge(CodeConfig(deadline=0.002 * (number + 1), memory_mb=512))(["import time\ntime.sleep(600)"], [""])
+            CodeReward(2, 0.002 * (number + 1), 512).judge_texts(["import time\ntime.sleep(600)"], [""])
     assert len(started) == 12
     sessions, until = ",".join(str(process.pid) for process in started), time.monotonic() + 10
     while (found := subprocess.run(["pgrep", "-s", sessions], capture_output=True, check=False)).returncode == 0:
@@ -252,17 +252,17 @@ def test_a_program_that_is_killed_as_it_starts_leaves_no_process_behind(
         time.sleep(0.05)
 
 
-def test_many_threads_of_a_program_do_not_take_them_from_the_grader(judge: CodeJudge) -> None:
+def test_many_threads_of_a_program_do_not_take_them_from_the_grader(judge: CodeReward) -> None:
     bomb = "import threading, time\nthreading.stack_size(2**15)\n" + (
         "while True: threading.Thread(target=time.sleep, args=(600,)).start()"
     )
-    small = CodeJudge(CodeConfig(deadline=3.0, memory_mb=128))
-    assert not small([bomb], ["pass"])[0].correct
-    assert judge([HONEST], [TESTS])[0].correct
+    small = CodeReward(2, 3.0, 128)
+    assert not small.judge_texts([bomb], ["pass"])[0].correct
+    assert judge.judge_texts([HONEST], [TESTS])[0].correct
 
 
 def test_a_program_that_leaves_no_room_for_another_ends_no_run(
-    judge: CodeJudge, monkeypatch: pytest.MonkeyPatch
+    judge: CodeReward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its threads are as many as the container may have; then its deadline strikes."""
     start, refusals = subprocess.Popen, iter(range(9))
@@ -272,8 +272,8 @@ def test_a_program_that_leaves_no_room_for_another_ends_no_run(
             raise BlockingIOError(11, "Resource temporarily unavailable")
         return start(*arguments, **options)
 
-    monkeypatch.setattr(code_rule.subprocess, "Popen", popen)
-    assert judge([HONEST] * 2, [TESTS] * 2) == [Verdict(True, None, "code")] * 2
+    monkeypatch.setattr(workers.subprocess, "Popen", popen)
+    assert judge.judge_texts([HONEST] * 2, [TESTS] * 2) == [Verdict(True, None, "code")] * 2
 
 
 FORGED = {
@@ -293,23 +293,23 @@ FORGED = {
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_no_verdict_is_forged_by_what_a_program_writes_or_how_it_ends(judge: CodeJudge, name: str) -> None:
+def test_no_verdict_is_forged_by_what_a_program_writes_or_how_it_ends(judge: CodeReward, name: str) -> None:
     """Right it would be, were its tests or the expected output not beyond it."""
-    quick, printed = CodeJudge(CodeConfig(deadline=8.0, memory_mb=512)), {"inputs": ["1"], "outputs": ["secret"]}
+    quick, printed = CodeReward(2, 8.0, 512), {"inputs": ["1"], "outputs": ["secret"]}
     tests = ["assert f(1) == 3", json.dumps(printed)]
-    for verdict in quick([f"{HONEST}\n{FORGED[name]}"] * 2, tests):
+    for verdict in quick.judge_texts([f"{HONEST}\n{FORGED[name]}"] * 2, tests):
         assert not verdict.correct
-    assert judge([HONEST], [TESTS]) == [Verdict(True, None, "code")]
+    assert judge.judge_texts([HONEST], [TESTS]) == [Verdict(True, None, "code")]
 
 
-def test_a_program_holds_no_file_of_the_grader(judge: CodeJudge) -> None:
+def test_a_program_holds_no_file_of_the_grader(judge: CodeReward) -> None:
     program = (
         "import os, stat\nkinds = {}\nfor fd in range(64):\n    try: kinds[fd] = stat.S_IFMT(os.fstat(fd).st_mode)\n"
     )
     tests = "assert set(kinds.values()) <= {stat.S_IFIFO, stat.S_IFREG, stat.S_IFCHR}\n"
     tests += "own = [os.fstat(fd).st_size for fd in kinds if kinds[fd] == stat.S_IFREG]\nassert own == [0] * len(own)\n"
     tests += "assert len([fd for fd in kinds if kinds[fd] == stat.S_IFIFO]) == 1 and len(kinds) <= 6, kinds"
-    assert judge([f"{program}    except OSError: pass"], [tests]) == [Verdict(True, None, "code")]
+    assert judge.judge_texts([f"{program}    except OSError: pass"], [tests]) == [Verdict(True, None, "code")]
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def test_a_machine_that_hides_nothing_is_refused(line: str, fault: str, monkeypa
     blind = code_rule._SCRIPT.read_text().replace(line, fault)
     command = (sys.executable, "-s", "-c", blind)
     monkeypatch.setattr(code_rule, "_COMMAND", command)
-    code_judge.cache_clear()
+    open_code.cache_clear()
     with pytest.raises(ConfigError, match=r"reward\.kind.*bubblewrap"):
-        code_judge(CONFIG)
-    code_judge.cache_clear()
+        open_code(*CONFIG)
+    open_code.cache_clear()

@@ -16,7 +16,7 @@ from forks import CONTEXT
 from dapo_runner.cli import main
 from dapo_runner.data.dataset import apply_template
 from dapo_runner.data.reading import read_problems
-from dapo_runner.rewards.math_rule import math_judge
+from dapo_runner.rewards.worker_rules import open_math
 from dapo_runner.tools.convert.rules import RejectedError, Reply, as_integer, check, read_reply, request
 from dapo_runner.tools.convert.run import DEADLINE, WORKERS, _same
 
@@ -68,7 +68,7 @@ def test_integers() -> None:
 
 
 def same(expression: str, answer: str) -> bool | None:
-    return _same(math_judge(WORKERS, DEADLINE), expression, answer)
+    return _same(open_math(WORKERS, DEADLINE), expression, answer)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,6 @@ def arguments(folder: Path, api: FakeAPI, name: str = "out", *more: str) -> list
     if not data.exists():
         write_rows(data, ROWS)
     here = [
-        "engine=endpoint",
         "model=large",
         f"url={api.url}",
         "columns={prompt: question, answer: truth}",
@@ -226,7 +225,7 @@ def test_a_model_in_this_process(tmp_path: Path, model_folder: Path, capsys: pyt
     data = write_rows(
         tmp_path / "in.jsonl", [{"question": "1/2?", "answer": "#### 1/2"}, {"question": "1?", "answer": "#### 1"}]
     )
-    here = [f"model={model_folder}", "dtype=float32", "max_tokens=3"]
+    here = [f"model={model_folder}", "max_tokens=3"]
     assert main(["convert-answers", str(data), str(tmp_path / "out.jsonl"), *here]) == 0
     assert "1  no section Answer Format" in capsys.readouterr().out
     assert [row["reward_model"]["ground_truth"] for row in rows_of(tmp_path / "out.jsonl")] == ["1"]
@@ -235,8 +234,8 @@ def test_a_model_in_this_process(tmp_path: Path, model_folder: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["model=x", "engine=endpoint"], "url: expected http://"),
-        (["model=x", "retries=1"], "retries: requires engine=endpoint"),
+        (["model=x", "url=here"], "url: expected http://"),
+        (["model=x", "retries=1"], "retries: requires url"),
         (["model=/nowhere"], "model: expected a folder or a model of the hub"),
         ([], "model: expected a value, got nothing"),
         (["model=x", "modle=y"], "modle: unknown key"),

@@ -263,10 +263,10 @@ def test_a_small_judge_is_distilled_from_a_large_one(model_folder: Path, tmp_pat
     prompts = [make_prompt(str(number), answer=str(number)) for number in range(4)]
     answers = [[make_completion(text=str(number)) for number in range(4)] for _ in prompts]
     with FakeAPI(large) as api:
-        judge = {"engine": "endpoint", "url": api.url, "model": "large", **prompt}
+        judge = {"url": api.url, "model": "large", **prompt}
         scorer = Scorer(make_config(reward={"kind": "judge", "judge": judge}))
         assert scorer.judge is not None
-        scorer.judge.known.keep(tmp_path)
+        scorer.judge.known.open(tmp_path)
         scorer(prompts, answers)
     folder = run(
         model_folder,
@@ -277,7 +277,7 @@ def test_a_small_judge_is_distilled_from_a_large_one(model_folder: Path, tmp_pat
     )
     found = checkpoint_to_resume(folder / "checkpoints")
     assert found is not None
-    small = {"model": str(found.model), "dtype": "float32", **prompt}
+    small = {"model": str(found.model), **prompt}
     groups = Scorer(make_config(reward={"kind": "judge", "judge": small}))(prompts, answers)
     right = [s.correct == (s.completion.text == g.prompt.answer) for g in groups for s in g.samples]
     assert all(right)
