@@ -67,12 +67,10 @@ class RewardConfig(Section):
     correct: float = 1.0  # reward of a correct response
     incorrect: float = -1.0  # reward of an incorrect response
     json_schema: Path | None = None  # kind json: a file; null: the answer of each row is its schema
-    # Kinds math, json and code run in processes.
-    deadline: PositiveFloat = 10.0  # seconds for one response, after which its process is killed
-    workers: PositiveInt = 2  # processes at a time
-    memory_mb: PositiveInt = 1024  # kind code: of one program
-    # Kind module:function, and a judge behind an API.
-    plugin_deadline: PositiveFloat | None = 300.0  # seconds for one call; null: no deadline
+    deadline: PositiveFloat = 10.0  # kinds math, json, code: seconds for one response, whose process is then killed
+    workers: PositiveInt = 2  # kinds math, json, code: processes at a time
+    memory_mb: PositiveInt = 1024  # kind code: memory of one program
+    plugin_deadline: PositiveFloat | None = 300.0  # seconds for a call of a function or a judge's API; null: none
     calls: CallsConfig = CallsConfig()
     judge: JudgeConfig | None = None  # the model of kind judge
     overlong: OverlongConfig = OverlongConfig()
