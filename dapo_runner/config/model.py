@@ -1,4 +1,4 @@
-"""The settings of the policy: an existing model or a tiny one, its adapters."""
+"""Settings of the policy: an existing model or a tiny one, and its adapters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dapo_runner.config.section import NonNegativeInt, PositiveFloat, PositiveIn
 
 
 class WarmupConfig(Section):
-    """The short supervised warm-up that gives the tiny model something to explore with."""
+    """A short supervised warm-up of the tiny model."""
 
     steps: NonNegativeInt = 300  # supervised steps; 0: none
     batch_size: PositiveInt = 64  # worked examples in a step
@@ -21,7 +21,7 @@ class WarmupConfig(Section):
 
 
 class TinyModelConfig(Section):
-    """A small transformer with a tokenizer of its own, made on the spot: no download."""
+    """A small transformer and tokenizer, made without a download."""
 
     layers: PositiveInt = 2  # of the transformer
     hidden_size: PositiveInt = 128  # of the layers
@@ -37,10 +37,10 @@ class TinyModelConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (arXiv 2106.09685) through peft: they alone train, and switched off they leave the reference.
+    """Low-rank adapters (arXiv 2106.09685) through peft. Only they train; the model without them is the reference.
 
-    There is no dropout: two passes over one policy must give one answer. The rollout engine serves the merged weights,
-    rounded to `model.dtype`: in bfloat16 it lags behind by what that rounding hides (docs/vllm.md).
+    There is no dropout, because two passes over one policy must agree. The rollout engine serves the merged weights,
+    rounded to `model.dtype` (docs/vllm.md).
     """
 
     rank: PositiveInt = 32  # of the adapters

@@ -1,4 +1,4 @@
-"""The settings of several processes."""
+"""Settings of several processes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class ParallelConfig(Section):
 
     requires = {"rollout.engine=hf|vllm": "rollout_tensor"}
 
-    gpus: PositiveInt = 1  # what --dry-run and --simulate plan with; more than 1: so many processes have to be there
+    gpus: PositiveInt = 1  # processes; 1: as many as the launcher starts. --dry-run and --simulate plan with it
     replicate: PositiveInt = 1  # copies of the weights, each sharded over gpus / replicate (HSDP)
-    reshard_after_forward: bool = True  # False: layers are gathered once an update pass, and whole until its backward
+    reshard_after_forward: bool = True  # False: layers stay whole from forward to backward
     sequence: PositiveInt = 1  # GPUs that share the positions of one micro-batch
     rollout_tensor: PositiveInt = 1  # GPUs that share one copy of the rollout engine's weights
-    timeout: PositiveFloat = 1800.0  # seconds a rank waits for another: longer than the slowest rollout takes
+    timeout: PositiveFloat = 1800.0  # seconds that a rank waits for another, such as for its rollouts
 
     @model_validator(mode="after")
     def _groups_divide_gpus(self) -> ParallelConfig:

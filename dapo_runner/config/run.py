@@ -47,7 +47,7 @@ class RunConfig(JobConfig):
 
     steps: PositiveInt = 320  # rollout steps
     max_tokens: PositiveInt | None = None  # end with the step by which as many were generated; null: no such end
-    async_save: bool = False  # train on while a checkpoint is written, where ranks share the weights; copies them first
+    async_save: bool = False  # train while a checkpoint is written, on a copy of its content
     early_stop: EarlyStopConfig | None = None  # end the run by its evaluations; null: after run.steps
     # RUN@STEP: start from that checkpoint of another run's folder
     from_: str | None = Field(default=None, alias="from")

@@ -1,1 +1,1 @@
-"""Several processes as one run: who is there, who holds which weights and positions, who gets which work."""
+"""Several processes as one run: the ranks, sharded weights and positions, and how work is divided."""

@@ -1,5 +1,5 @@
-"""Sequence parallelism (DeepSpeed-Ulysses, arXiv 2309.14509): ranks share the positions of a packed batch everywhere
-but in attention, where each has all positions of a share of the heads.
+"""Sequence parallelism (DeepSpeed-Ulysses, arXiv 2309.14509): ranks share the positions of a packed batch, and in
+attention the heads.
 
 Legend: W ranks, T packed positions, a multiple of W, H heads, D head size.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all: ``scatter`` is cut among the ranks, ``gather`` is put together from them."""
+    """All-to-all: split dimension ``scatter`` over the ranks and concatenate dimension ``gather``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, scatter: int, gather: int) -> Tensor:
@@ -54,7 +54,7 @@ def positions_from_heads(out: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Every rank goes on with the whole, and its loss of the whole gives its own share its gradient."""
+    """All-gather whose backward keeps the gradient of this rank's share, as every rank computes the whole loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

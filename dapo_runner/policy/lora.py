@@ -1,7 +1,6 @@
-"""Low-rank adapters through peft (the ``lora`` extra): put in, switched off, merged for an engine, saved and loaded.
+"""Low-rank adapters through peft (the ``lora`` extra): add them, switch them off, merge them for an engine, save them.
 
-The model keeps its class and its own names; only linear layers are wrapped, so packing does not know that adapters are
-there. Those of the output head reach the loss as factors.
+Only linear layers are wrapped. Adapters of the output head reach the loss as factors.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ PREFIX = "base_model.model."
 
 
 def check_installed() -> None:
-    """Raises ConfigError where peft is not."""
+    """Raise ConfigError where peft is not installed."""
     if importlib.util.find_spec("peft") is None:
-        raise ConfigError("model.lora: needs the package peft; pip install 'dapo-kernels[lora]'")
+        raise ConfigError("model.lora: requires the package peft. Run pip install 'dapo-kernels[lora]'")
 
 
 def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
-    """Wrap the linear layers of a transformers model in place; the base stops training. The start, B = 0, changes
-    nothing. Raises ConfigError without peft, or when a target is not in the model, is no linear layer or an output head
-    that is the embedding too.
+    """Wrap the linear layers of a transformers model in place; then only adapters train. B = 0 at first.
+
+    Raises ConfigError without peft, or where a target is missing, is no linear layer, or is a tied output head.
     """
     check_installed()
     import peft
@@ -51,12 +50,11 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
     head = model.get_output_embeddings()
     if _is_adapted(head) and head.weight is model.get_input_embeddings().weight:
         raise ConfigError(
-            "model.lora.targets: the output head is the embedding too, which an engine would get with the adapter in "
-            "it; leave it out"
+            "model.lora.targets: the output head is the embedding too, and merging would change both. Leave it out"
         )
     for name, module in model.named_modules():
         if _is_adapted(module) and not isinstance(module, peft.tuners.lora.Linear):
-            raise ConfigError(f"model.lora.targets: expected linear layers, got {name}; leave it out")
+            raise ConfigError(f"model.lora.targets: expected linear layers, got {name}. Leave it out")
 
 
 def has_adapters(model: Any) -> bool:
@@ -64,13 +62,11 @@ def has_adapters(model: Any) -> bool:
 
 
 def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of the model as it was before the adapters, their product added in, and its persistent
-    buffers: what an engine serves. Parameters are whole, in the ``dtype`` that the model computes in; where they are
-    sharded, a shard is rounded before it is sent.
+    """Yield the parameters, with adapters merged in, and the persistent buffers: the model that an engine serves.
 
-    Product and sum are float32, rounded once to the dtype of the weights. Training itself does not round the sum, so
-    in bfloat16 an engine sees nothing of what adapters add to a weight while it is below half its last bit (2⁻⁹ to 2⁻⁸
-    of it).
+    Parameters are whole and in ``dtype``; shards are rounded before they are sent. The sum of weight and adapter is
+    float32 and rounded once. In bfloat16 an engine does not see an adapter's change of a weight that is below half its
+    last bit (2⁻⁹ to 2⁻⁸ of it), which training does.
     """
     adapted = {f"{name}.base_layer": module for name, module in model.named_modules() if _is_adapted(module)}
     with torch.no_grad():
@@ -91,7 +87,7 @@ def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor
 
 @contextmanager
 def adapters_off(model: Any) -> Iterator[None]:
-    """Inside, the model is its own reference: the weights that training started from."""
+    """Switch adapters off: the model is then its own reference."""
     layers = [module for module in model.modules() if _is_adapted(module)]
     for layer in layers:
         layer.enable_adapters(False)
@@ -103,7 +99,7 @@ def adapters_off(model: Any) -> Iterator[None]:
 
 
 def adapter_tensors(model: Any) -> dict[str, Tensor]:
-    """The adapters alone, whole, by peft's own names. Collective where they are sharded."""
+    """Return the adapters, whole, by peft's names. Collective where they are sharded."""
     adapters = (pair for pair in model.named_parameters() if ".lora_" in pair[0])
     return {
         PREFIX + name.replace(f".{ADAPTER}.", "."): whole(tensor.detach()).contiguous() for name, tensor in adapters
@@ -111,14 +107,14 @@ def adapter_tensors(model: Any) -> dict[str, Tensor]:
 
 
 def save_adapters(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
-    """Write ``adapter_tensors`` in peft's own layout."""
+    """Write ``adapter_tensors`` in peft's format."""
     folder.mkdir()
     save_file(tensors, folder / WEIGHTS_FILE)
     model.peft_config[ADAPTER].save_pretrained(folder)
 
 
 def _product(layer: Any, dtype: torch.dtype) -> Tensor:
-    """scaling·BA, float32, laid out as the weight it is added to; peft's own comes rounded to the adapters' dtype."""
+    """Return scaling·BA in float32, in the layout of the weight. peft's own is rounded to the adapters' dtype."""
     a, b = (whole(part[ADAPTER].weight.to(dtype)).float() for part in (layer.lora_A, layer.lora_B))
     product = layer.scaling[ADAPTER] * (b @ a)
     return product.T if layer.fan_in_fan_out else product

@@ -1,12 +1,11 @@
-"""Routing replay for mixtures of experts (Zheng et al. 2025, GSPO, arXiv 2507.18071, §5.3): in an update a token goes
-to the experts that it went to when its old log-prob was taken. After an update of the step a router would choose others
-for some tokens, and the ratio would compare two different networks.
+"""Routing replay for mixtures of experts (Zheng et al. 2025, GSPO, arXiv 2507.18071, §5.3).
 
-Only the choice is replayed. How much each expert counts comes from the router as it is now, with its gradient.
+In an update a token goes to the experts that it went to when its old log-prob was computed; otherwise the ratio would
+compare two networks. Only the choice is replayed: the weights of the experts come from the router as it is now.
 
 A layer with experts is in transformers a module with a child ``experts``. It chooses by top-k over scores [U, E] and
-hands the indices to that child. All its top-k calls are replayed: a model that chooses groups of experts first weighs
-nothing outside of them. ``Routing.check`` sees on the model at hand that its experts then get what they should.
+passes the indices to that child. All its top-k calls are replayed, also those over groups of experts.
+``Routing.check`` checks this on the model at hand.
 
 Legend: U positions that are computed, E experts of a layer, K experts (and groups) chosen for a position in all layers.
 """
@@ -26,34 +25,30 @@ _TOP_K = (torch.topk, torch.Tensor.topk)
 
 
 class Routing:
-    """The choices of a model's layers with experts."""
+    """Records and replays the choices of a model's layers with experts."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Raises ConfigError for a model without such layers."""
+        """Raise ConfigError for a model without such layers."""
         blocks = [module for module in model.modules() if "experts" in dict(module.named_children())]
         if not blocks:
             raise ConfigError(f"loss.routing_replay: expected a mixture of experts, got {type(model).__name__}")
         self.layers = [_Layer(block) for block in blocks]
 
     def follow(self, experts: Tensor | None) -> None:
-        """What the next pass is to choose, and what its backward pass computes again: [U, K], as ``chosen`` gives it.
-        None: what the routers say.
-        """
+        """Set the choice of the next pass and its recomputation: [U, K] as from ``chosen``, None for the routers'."""
         for layer in self.layers:
-            layer.told = []
+            layer.replayed = []
         if experts is not None:
             parts = iter(experts.split([width for layer in self.layers for width in layer.widths], dim=-1))
             for layer in self.layers:
-                layer.told = [next(parts) for _ in layer.widths]
+                layer.replayed = [next(parts) for _ in layer.widths]
 
     def chosen(self) -> Tensor:
-        """What the last pass chose: [U, K] on the CPU, uint8 where no layer has more than 256 experts, else int16."""
+        """Return the choice of the last pass: [U, K] on the CPU, uint8 for up to 256 experts, else int16."""
         return torch.cat([choice for layer in self.layers for choice in layer.choices], dim=-1).cpu()
 
     def check(self, run: Callable[[], object], n_positions: int) -> None:
-        """See, on two passes over the same ``n_positions``, that the experts get what their layer is told. Raises
-        ConfigError naming a layer whose do not.
-        """
+        """Run two passes and check that experts get the indices that are set. Raises ConfigError that names a layer."""
         self.follow(None)
         for layer in self.layers:
             layer.n_calls = 0
@@ -65,7 +60,7 @@ class Routing:
                 raise _unknown(layer, "makes no top-k over scores of [positions, experts]")
             layer.widths = [choice.shape[-1] for choice in layer.choices]
             others = zip(layer.choices, layer.n_experts, strict=True)
-            layer.told = [(choice.long() + 1) % n_experts for choice, n_experts in others]
+            layer.replayed = [(choice.long() + 1) % n_experts for choice, n_experts in others]
         taken: set[_Layer] = set()
         hooks = [layer.look_at_experts(taken) for layer in self.layers]
         try:
@@ -86,24 +81,24 @@ def _unknown(layer: _Layer, what: str) -> ConfigError:
 
 
 class _Layer(TorchFunctionMode):
-    """Is in force while a layer with experts runs, and there answers for top-k.
+    """Replaces top-k while a layer with experts runs.
 
-    ``choices``: the indices [U, k] of each top-k of the last run. ``told``: those that the next one is to give, none
-    for its own. ``widths`` and ``n_experts``: k and E of each.
+    ``choices``: the indices [U, k] of each top-k of the last run. ``replayed``: those of the next run; empty for the
+    router's own. ``widths`` and ``n_experts``: k and E of each.
     """
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
         self.choices: list[Tensor] = []
-        self.told: list[Tensor] = []
+        self.replayed: list[Tensor] = []
         self.widths: list[int] = []
         self.n_experts: list[int] = []
         self.n_calls = 0
         self._forward = block.forward
-        block.forward = self._in_force  # no pair of hooks: an interrupt would leave out the second
+        block.forward = self._run  # no pair of hooks: an interrupt would leave out the second
 
-    def _in_force(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         self.choices, self.n_experts = [], []
         self.n_calls += 1
         with self:
@@ -114,8 +109,8 @@ class _Layer(TorchFunctionMode):
         if func not in _TOP_K or not _over_scores(*args, **kwargs):
             return func(*args, **kwargs)
         scores: Tensor = args[0] if args else kwargs["input"]
-        if self.told:
-            indices = self.told[len(self.choices)].long()
+        if self.replayed:
+            indices = self.replayed[len(self.choices)].long()
             found = torch.return_types.topk((scores.gather(-1, indices), indices))
         else:
             found = func(*args, **kwargs)
@@ -125,17 +120,17 @@ class _Layer(TorchFunctionMode):
         return found
 
     def look_at_experts(self, taken: set[_Layer]) -> Any:
-        """A hook that adds this layer to ``taken`` when its experts are called with the indices that it was told."""
+        """Register a hook that adds this layer to ``taken`` when its experts get the replayed indices."""
 
         def look(module: nn.Module, args: Any, kwargs: Any) -> None:
-            told = self.told[-1]
-            given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.shape == told.shape]
-            if any(bool((x == told).all()) for x in given):
+            expected = self.replayed[-1]
+            given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.shape == expected.shape]
+            if any(bool((x == expected).all()) for x in given):
                 taken.add(self)
 
         return self.block.get_submodule("experts").register_forward_pre_hook(look, with_kwargs=True)
 
 
 def _over_scores(input: Tensor, k: int, dim: int = -1, *_: Any, **__: Any) -> bool:
-    """Whether a top-k chooses for each of many positions."""
+    """Return whether a top-k chooses for each of many positions."""
     return input.dim() == 2 and dim in (-1, 1)

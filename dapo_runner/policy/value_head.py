@@ -1,4 +1,4 @@
-"""A critic's head on a causal language model: for every position the value of what lies before its target."""
+"""A value head on a causal language model: for every position, the value of the tokens up to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NAME = "value_head"  # the attribute of the model that it is
 
 
 class ValueHead(nn.Module):
-    """hidden [T, H] → values float32 [T]. Zeros at first: a critic knows nothing before its first update."""
+    """hidden [T, H] → values float32 [T]. Its weights are zeros at first."""
 
     def __init__(self, hidden_size: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -22,14 +22,10 @@ class ValueHead(nn.Module):
 
 
 def add_value_head(model: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """It becomes a part of the model: sharded, trained and clipped with it, but not of what an engine is given."""
+    """Add a value head to a model. It is sharded, trained and clipped with it; engines do not get it."""
     setattr(model, NAME, ValueHead(model.config.get_text_config(decoder=True).hidden_size, device, dtype))
 
 
-def has_value_head(model: Any) -> bool:
-    return hasattr(model, NAME)
-
-
 def is_of_value_head(name: str) -> bool:
-    """Whether a parameter's name is one of the head's."""
+    """Return whether a parameter's name is one of the value head."""
     return name.startswith(f"{NAME}.")

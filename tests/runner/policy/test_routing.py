@@ -88,7 +88,7 @@ def test_a_pass_follows_what_another_chose(kind: str) -> None:
 )
 def test_an_unknown_layout_is_refused_by_name(kind: str, values: dict[str, Any], said: str) -> None:
     model = small_experts(kind, **values)
-    with pytest.raises(ConfigError, match=f"loss.routing_replay: {said}"), torch.no_grad():
+    with pytest.raises(ConfigError, match=said), torch.no_grad():
         Routing(model).check(lambda: model.base_model(input_ids=torch.arange(3, 9)[None], use_cache=False), 6)
 
 
@@ -204,7 +204,7 @@ def test_what_it_does_not_go_with_is_refused(folder: Path, sections: dict[str, A
     changed["loss"] = {"routing_replay": True} | changed.get("loss", {})
     changed["model"] = {"path": str(folder), "tiny": None} | changed.get("model", {})
     changed["optimizer"] = {"mini_batch_size": 8} | changed.get("optimizer", {})
-    with pytest.raises(ConfigError, match=f"loss.routing_replay: {said}"):
+    with pytest.raises(ConfigError, match=said):
         make_config(**changed)
 
 
