@@ -13,12 +13,12 @@ from dapo_runner.folder import AnyConfig, check_same_run
 from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.parallel.world import make_layout
+from dapo_runner.preflight.memory import GPUS_OF_A_MACHINE
 from dapo_runner.preflight.needs import check_needs, check_writable
-from dapo_runner.preflight.plan import GPUS_OF_A_MACHINE
 
 
-def print_plan(console: Console, rows: Mapping[str, str], title: str | None = "plan") -> None:
-    table = Table(box=None, show_header=False, title=title, title_justify="left")
+def print_rows(console: Console, rows: Mapping[str, str]) -> None:
+    table = Table(box=None, show_header=False)
     for label, text in rows.items():
         table.add_row(label, text)
     console.print(table)

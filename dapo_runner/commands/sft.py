@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from dapo_runner.checkpoint import latest_checkpoint
-from dapo_runner.commands.dry_run import check_start, print_plan
+from dapo_runner.commands.dry_run import check_start, print_rows
 from dapo_runner.commands.output import quiet_libraries
 from dapo_runner.config import SftConfig, load_sft_config
 from dapo_runner.logging.progress import make_progress
@@ -25,7 +25,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     quiet_libraries()
     if options.dry_run:
         check_start(recipe, recipe.training())
-        print_plan(console, _plan(recipe))
+        print_rows(console, _plan(recipe))
         return 0
     folder = sft(recipe, make_progress(recipe.logging.progress, console))
     if int(os.environ.get("RANK", 0)) == 0:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from dapo_runner.commands.dry_run import check_start, print_plan
+from dapo_runner.commands.dry_run import check_start, print_rows
 from dapo_runner.commands.output import print_evaluations, quiet_libraries
 from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import Config, load_config
@@ -22,7 +22,7 @@ from dapo_runner.logging.progress import make_progress
 from dapo_runner.logging.report import write_report
 from dapo_runner.policy.lengths import check_lengths
 from dapo_runner.policy.model import load_tokenizer
-from dapo_runner.preflight.plan import make_plan
+from dapo_runner.preflight.dry_run import resolved_yaml, summarize
 from dapo_runner.run.tiny_model import make_tokenizer
 from dapo_runner.train import train
 
@@ -42,7 +42,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _dry_run(config: Config, console: Console) -> int:
-    print_plan(console, make_plan(config))
+    print(resolved_yaml(config))
+    print_rows(console, summarize(config))
     check_start(config, config)
     if config.run.from_ is not None and not (config.run_dir / METRICS_FILE).exists():
         find_origin(config)
@@ -60,7 +61,7 @@ def _simulate(config: Config, console: Console) -> int:
     from dapo_runner.preflight.simulate import simulate
 
     found = simulate(config, print)
-    print_plan(console, describe(config, found), title=None)
+    print_rows(console, describe(config, found))
     return 0 if fits(config, found) else 1
 
 

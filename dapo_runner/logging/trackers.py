@@ -62,10 +62,12 @@ class Tracker:
         self._state: dict[str, Any] = {"id": None, "logged": {}} if is_new else json.loads(self._path.read_text())
         self._tracker = _make(name, config, folder, first_step, self._state)
         self._tracker.start()
+        if is_new and name == "tensorboard":
+            self._tracker.log({"config": _as_text(_described(config))}, step=0)
         if name == "mlflow":
             self._state["id"] = self._tracker.tracker.info.run_id
-        if is_new:
-            self._store_configuration(config)
+            if is_new:
+                self._tracker.store_init_configuration(_described(config))
         self._save()
 
     def write(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
@@ -103,14 +105,6 @@ class Tracker:
             return False
         logged[kind] = step
         return True
-
-    def _store_configuration(self, config: Config | SftConfig) -> None:
-        values = {key: str(value) for key, value in flatten(config.model_dump(mode="json", by_alias=True)).items()}
-        values |= {f"environment.{key}": value for key, value in environment().items()}
-        if self.name == "tensorboard":
-            self._tracker.log({"config": _as_text(values)}, step=0)
-        else:
-            self._tracker.store_init_configuration(values)
 
     def _save(self) -> None:
         atomic_write(self._path, json.dumps(self._state))
@@ -195,11 +189,18 @@ def _make(name: str, config: Config | SftConfig, folder: Path, first_step: int, 
     if name == "mlflow":
         return MLflowTracker(project, run_name=run, run_id=state["id"])
     state["id"] = state["id"] or uuid.uuid4().hex[:12]
+    settings: dict[str, Any] = {"resume": "allow", "config": _described(config)}
     if name == "trackio":  # knows a run by its name
-        settings = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        return TrackioTracker(project, name=f"{run}-{state['id']}", resume="allow", **settings)
-    quiet = {"silent": True, "console": "off"}  # its lines would tear the live display
-    return WandBTracker(project, name=run, id=state["id"], resume="allow", dir=str(folder), settings=quiet)
+        settings |= {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        return TrackioTracker(project, name=f"{run}-{state['id']}", **settings)
+    settings["settings"] = {"silent": True, "console": "off"}  # its lines would tear the live display
+    return WandBTracker(project, name=run, id=state["id"], dir=str(folder), **settings)
+
+
+def _described(config: Config | SftConfig) -> dict[str, str]:
+    """Return the configuration and the environment, by dotted keys."""
+    values = {key: str(value) for key, value in flatten(config.model_dump(mode="json", by_alias=True)).items()}
+    return values | {f"environment.{key}": value for key, value in environment().items()}
 
 
 def _name(key: str) -> str:

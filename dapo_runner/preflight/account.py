@@ -6,7 +6,7 @@ import math
 
 from dapo_runner.algorithms.objective import resolve_objective, uses_reference
 from dapo_runner.config import Config
-from dapo_runner.preflight.plan import BYTES, CRITIC, SENT, memory_estimate, model_shape
+from dapo_runner.preflight.memory import BYTES, CRITIC, SENT, memory_estimate, model_shape
 from dapo_runner.preflight.simulate import Simulation, Traffic
 
 GPU_MEMORY = int(79.1 * 2**30)  # what torch finds on an A100 or H100 of 80 GB

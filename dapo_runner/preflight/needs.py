@@ -17,7 +17,7 @@ from dapo_runner.parallel.world import Layout
 from dapo_runner.policy import lora
 from dapo_runner.policy.attention import choose_kernel
 from dapo_runner.policy.model import DTYPES, resolve_device
-from dapo_runner.preflight.plan import model_values
+from dapo_runner.preflight.memory import model_values
 from dapo_runner.rewards.judge import Judge
 from dapo_runner.rewards.scoring import load_reward
 from dapo_runner.rollout import nccl, vllm

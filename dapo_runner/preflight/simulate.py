@@ -37,8 +37,8 @@ from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.sharding import add_up_over_replicas, whole_until_backward
 from dapo_runner.parallel.world import World, make_layout, make_world
 from dapo_runner.policy.model import DTYPES, Policy, load_shards
+from dapo_runner.preflight.memory import GPUS_OF_A_MACHINE, PUBLISHED, model_values
 from dapo_runner.preflight.needs import heads_that_do_not_divide
-from dapo_runner.preflight.plan import GPUS_OF_A_MACHINE, PUBLISHED, model_values
 from dapo_runner.types import PackedBatch, Sequence
 
 # FSDPMemTracker's kinds of memory, as a reader knows them.

@@ -30,7 +30,7 @@ from dapo_runner.parallel.rollouts import complete
 from dapo_runner.parallel.world import World, open_world
 from dapo_runner.policy.lengths import check_lengths
 from dapo_runner.policy.model import load_tokenizer, resolve_device
-from dapo_runner.preflight.algorithm import algorithm
+from dapo_runner.preflight.dry_run import describe_algorithm
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.rewards.scoring import Scorer, unmatchable_answers
 from dapo_runner.rollout.group_buffer import DynamicSampler
@@ -89,7 +89,7 @@ def open_in_place(config: Config, progress: Progress, build: Callable[[Place], T
 def _open_run(config: Config, place: Place) -> Run:
     world, device, progress, clock = place.world, place.device, place.progress, place.clock
     folder = config.run_dir
-    for part, choice in algorithm(config).items():
+    for part, choice in describe_algorithm(config).items():
         progress.note(f"{part}: {choice}")
     checkpoint, changes = world.broadcast_from_rank0(lambda: find_beginning(config, folder))
     done = checkpoint.step if checkpoint else 0

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import scale
 from dapo_runner.config import ModelConfig
-from dapo_runner.preflight.plan import model_shape
+from dapo_runner.preflight.memory import model_shape
 
 SMALL, LARGE, EXPERTS = scale.MODELS
 

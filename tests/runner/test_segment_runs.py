@@ -15,8 +15,7 @@ from dapo_runner.config import load_config, parse_config
 from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE, read_log
 from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.rollout_log import read_step
-from dapo_runner.preflight.algorithm import departures
-from dapo_runner.preflight.plan import make_plan
+from dapo_runner.preflight.dry_run import departures
 from dapo_runner.train import train
 
 FEWER = ["sampler.prompts_per_step=2"]  # surplus groups are carried over
@@ -83,10 +82,9 @@ def test_the_settings_of_the_page_and_the_cost_it_states() -> None:
         recipe = {"model": {"path": "a/model"}, "data": {"path": "train.jsonl"}}
         config = parse_config(recipe | yaml.safe_load(snippet))
         assert not departures(parse_config(recipe | {"algorithm": f"spo_{kind}"} | sizes_of_the_paper[kind]))
-        said = make_plan(config)["advantage"]
-        assert f"SPO-{kind}" in said
         if kind == "tree":
-            alone = 216 * 2048
-            assert f"at most 208,368 tokens a tree, {alone:,} for" in said
+            assert config.tree is not None
+            alone, size = 216 * 2048, config.tree.tokens
+            assert (6 + 36) * size + 216 * (2048 - 2 * size) == 208368  # 6 · 6 · 6 children
             assert "= 208,368 tokens, 0.47 of what 216 responses alone take" in page
             assert round(208368 / alone, 2) == 0.47

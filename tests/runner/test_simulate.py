@@ -15,7 +15,7 @@ from launch import torchrun
 
 from dapo_runner.cli import main
 from dapo_runner.config import Config, ConfigError, load_config
-from dapo_runner.preflight import plan
+from dapo_runner.preflight import memory
 from dapo_runner.preflight.account import (
     GPU_MEMORY,
     describe,
@@ -25,7 +25,7 @@ from dapo_runner.preflight.account import (
     phase_peaks,
     step_traffic,
 )
-from dapo_runner.preflight.plan import ModelShape, memory_estimate, model_shape
+from dapo_runner.preflight.memory import ModelShape, memory_estimate, model_shape
 from dapo_runner.preflight.simulate import Simulation, Traffic, simulate
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -42,8 +42,8 @@ def simulated(recipe: Path) -> tuple[Config, ModelShape, Simulation]:
 @pytest.fixture
 def eight_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the 64 that the paper's model has: what grows with them does so linearly."""
-    values = {**plan.PUBLISHED["Qwen/Qwen2.5-32B"], "num_hidden_layers": 8}
-    monkeypatch.setitem(plan.PUBLISHED, "Qwen/Qwen2.5-32B", values)
+    values = {**memory.PUBLISHED["Qwen/Qwen2.5-32B"], "num_hidden_layers": 8}
+    monkeypatch.setitem(memory.PUBLISHED, "Qwen/Qwen2.5-32B", values)
 
 
 def check(config: Config, shape: ModelShape, found: Simulation) -> None:

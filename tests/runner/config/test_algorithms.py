@@ -32,8 +32,7 @@ from dapo_runner.config import (
 from dapo_runner.config.algorithms import ALGORITHMS
 from dapo_runner.folder import check_same_run, settings_of
 from dapo_runner.fork import find_origin
-from dapo_runner.preflight.algorithm import algorithm, departures
-from dapo_runner.preflight.plan import make_plan
+from dapo_runner.preflight.dry_run import departures, describe_algorithm
 from dapo_runner.train import train
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -145,8 +144,8 @@ def test_no_algorithm_is_dapo_and_old_keys_do_what_they_did() -> None:
     assert plain | {"algorithm": "dapo"} == named
     alone = config_of("loss.objective=grpo")
     assert settings_of(alone) == plain | {"loss.objective": "grpo"}
-    assert algorithm(alone)["algorithm"].startswith("none named; algorithm=grpo sets advantage, filter")
-    assert "algorithm" not in make_plan(config_of())
+    assert "algorithm=grpo" in describe_algorithm(alone)["algorithm"]
+    assert describe_algorithm(config_of()) == {}
 
 
 def test_what_a_recipe_says_wins_and_is_a_departure() -> None:
@@ -154,7 +153,7 @@ def test_what_a_recipe_says_wins_and_is_a_departure() -> None:
     config = config_of("algorithm=grpo", *own, "loss.overrides.kl_coef=0.04", "rollout.group_size=8", "run.seed=3")
     objective = resolve_objective(config)
     assert (objective.clip_high, objective.kl_coef, config.sampler.filter_groups) == (0.3, 0.04, True)
-    said = algorithm(config)
+    said = describe_algorithm(config)
     assert said["algorithm"] == f"grpo ({ALGORITHMS['grpo'].paper})"
     assert said["departures"].split(", ") == [
         "loss.overrides.clip_high=0.3 (grpo: 0.2)",

@@ -9,8 +9,7 @@ from builders import make_config
 
 from dapo_runner.algorithms.objective import resolve_objective, uses_reference
 from dapo_runner.config import ConfigError
-from dapo_runner.preflight.algorithm import algorithm
-from dapo_runner.preflight.plan import memory_estimate, model_shape
+from dapo_runner.preflight.memory import memory_estimate, model_shape
 
 GAE: dict[str, Any] = {"advantage": {"kind": "gae"}, "critic": {}}
 KL: dict[str, Any] = {"reward": {"kl": {"coef": 0.1}}}
@@ -67,19 +66,6 @@ def test_advantages_that_differ_within_a_response_want_an_objective_of_tokens(ad
     for name in ("gspo", "gmpo", "vespo"):
         with pytest.raises(ConfigError, match=f"loss.objective: expected .* beside {key}, .* got '{name}'"):
             resolve_objective(make_config(advantage=advantage, loss={"objective": name}))
-
-
-def test_a_plan_says_it() -> None:
-    config = make_config(**{**GAE, "critic": {"warmup_steps": 5}}, **KL, loss={"reference_ema": 0.9})
-    said = algorithm(config)
-    assert said["advantage"].startswith("gae: GAE with γ 1, λ 0.95 of R on the last token, whitened over the tokens")
-    assert "alone for the first 5 steps, its values clipped at ±0.2" in said["critic"]
-    assert said["KL in the reward"].startswith("0.1 × k1 off the reward of every token, to the model that training")
-    assert said["KL in the reward"].endswith("after each step 0.9 of itself and 0.1 of the policy")
-    shared = algorithm(make_config(**{**GAE, "critic": {"share_trunk": True, "coef": 0.5}}))
-    assert shared["critic"] == "a value head on the policy, its loss × 0.5, its values clipped at ±0.2"
-    centred = algorithm(make_config(advantage={"kind": "group_returns", "whiten": False}))
-    assert "returns with γ 1 of R − mean of its group on the last token (" in centred["advantage"]
 
 
 def test_memory_counts_it() -> None:

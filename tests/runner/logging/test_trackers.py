@@ -60,8 +60,6 @@ class FakeWandb(types.ModuleType):
         self.__spec__ = importlib.util.spec_from_loader("wandb", None)
         self.inits: list[dict[str, Any]] = []
         self.logged: list[Mapping[str, Any]] = []
-        self.stored: dict[str, Any] = {}
-        self.config = types.SimpleNamespace(update=lambda values, allow_val_change: self.stored.update(values))
         self.finished = 0
         self.refuse = False
 
@@ -102,8 +100,8 @@ def test_wandb_keeps_its_id_and_gets_finite_figures_once(wandb: FakeWandb, tmp_p
     one, two = wandb.inits
     assert one["id"] == two["id"]
     assert (one["project"], one["name"], one["resume"]) == ("p", "mine", "allow")
-    assert wandb.stored["optimizer.lr"] == str(config_with().optimizer.lr)
-    assert wandb.stored["environment.torch"] == importlib.metadata.version("torch")
+    assert one["config"]["optimizer.lr"] == str(config_with().optimizer.lr)
+    assert one["config"]["environment.torch"] == importlib.metadata.version("torch")
 
 
 def test_a_tracker_that_cannot_be_opened(wandb: FakeWandb, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

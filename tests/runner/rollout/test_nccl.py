@@ -20,8 +20,8 @@ from dapo_runner.commands.serve import server_arguments
 from dapo_runner.config import ConfigError
 from dapo_runner.parallel.world import Layout, World
 from dapo_runner.policy.model import Policy
+from dapo_runner.preflight.memory import SENT, ModelShape, memory_estimate, model_shape
 from dapo_runner.preflight.needs import check_needs
-from dapo_runner.preflight.plan import SENT, ModelShape, memory_estimate, model_shape
 from dapo_runner.rollout import nccl
 from dapo_runner.rollout.client import RolloutError, ServerError
 from dapo_runner.rollout.server import ServerEngine

@@ -1,4 +1,4 @@
-"""What a run will do and roughly need, worked out from the configuration alone: what `--dry-run` prints."""
+"""The memory of one GPU by formulas: what a dry run prints, and what `--simulate` is compared with."""
 
 from __future__ import annotations
 
@@ -12,17 +12,7 @@ import torch
 
 from dapo_kernels.engine.chunks import DEFAULT_CHUNK_BYTES, DEFAULT_DEVICE_CHUNK_BYTES
 from dapo_runner.algorithms.objective import uses_reference
-from dapo_runner.config import (
-    Config,
-    JudgeConfig,
-    LoraConfig,
-    ModelConfig,
-    RewardConfig,
-    TinyModelConfig,
-    cautions,
-)
-from dapo_runner.preflight.algorithm import algorithm
-from dapo_runner.rollout.group_buffer import prompts_for
+from dapo_runner.config import Config, LoraConfig, ModelConfig, TinyModelConfig
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TINY_VOCABULARY = 64  # more than the characters of arithmetic
@@ -80,45 +70,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-32B": dict(zip(_SIZES, ("qwen2", 64, 5120, 27648, 40, 8, 128, 152064), strict=True)),
     "Qwen/Qwen3-8B-Base": dict(zip(_SIZES, ("qwen3", 36, 4096, 12288, 32, 8, 128, 151936), strict=True)),
 }
-
-
-def make_plan(config: Config) -> dict[str, str]:
-    """Labels and figures, in the order in which they are read. Downloads nothing and loads no weights."""
-    prompts, rollout = config.sampler.prompts_per_step, config.rollout
-    steps, responses, trained = config.run.steps, config.responses_per_step, config.trained_per_step
-    return {
-        "run": f"{config.run_dir}, seed {config.run.seed}",
-        "model": f"{config.model.path or 'tiny, made on the spot'}, {config.model.dtype}",
-        "data": str(config.data.path or "arithmetic, made on the spot"),
-        "rollout steps": f"{steps}",
-        "per step": f"{prompts} prompts × {rollout.group_size} = {responses} responses",
-        "sampling": "; ".join([_sampling(config), *cautions(config)]),
-        "updates": f"{config.updates_per_step} per step of {config.mini_batch_size} responses, "
-        f"{steps * config.updates_per_step} in all",
-        "responses": f"{steps * trained:,} trained on, each up to {rollout.max_response_tokens} tokens",
-        "tokens": f"up to {trained * rollout.max_response_tokens:,} trained on in a step, "
-        f"{steps * trained * rollout.max_response_tokens:,} in all",
-        "micro-batch": f"{config.optimizer.token_budget} positions"
-        + (f" over {config.parallel.sequence} GPUs" if config.parallel.sequence > 1 else ""),
-        **algorithm(config),
-        "reward": _reward(config.reward),
-        "evaluation": f"avg@{config.evaluation.k} on {_eval_size(config)} {_how_often(config)}",
-        **_memory(config),
-    }
-
-
-def _reward(reward: RewardConfig) -> str:
-    parts = " + ".join(f"{part.weight:g} × {part.use}" for part in reward.parts)
-    return f"{parts or reward.kind}, {reward.correct:+g} / {reward.incorrect:+g}" + _judge(reward.judge)
-
-
-def _judge(judge: JudgeConfig | None) -> str:
-    if judge is None:
-        return ""
-    how = f"the share of {judge.votes} votes" if judge.votes else "the probability of its answer's first token"
-    what = "0 to 1" if judge.reward == "soft" else "binary"
-    shown = "the last line of a response" if judge.shows == "last_line" else "a response"
-    return f"; {shown} judged by {judge.model} {f'at {judge.url}' if judge.url else 'in this process'}: {how}, {what}"
 
 
 def model_shape(model: ModelConfig) -> ModelShape | None:
@@ -244,52 +195,6 @@ def _on_gpus(config: Config) -> bool:
     return config.parallel.gpus > 1 or device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
 
 
-def _memory(config: Config) -> dict[str, str]:
-    shape = model_shape(config.model)
-    if shape is None:
-        return {"memory": f"unknown: {config.model.path} is not on this machine, and a plan downloads nothing"}
-    estimate = memory_estimate(config, shape)
-    gpus, where = config.parallel.gpus, " per GPU" if _on_gpus(config) else ""
-    note = ""
-    if config.rollout.engine == "vllm" and _on_gpus(config):
-        share = config.rollout.vllm.gpu_memory
-        note = f"; vLLM fills {share:.0%} of the GPU with its weights and cache" + (
-            ", and leaves it while the policy trains" if config.rollout.vllm.sleep else ""
-        )
-    return {
-        "parameters": f"about {shape.parameters / 1e6:,.1f} million" + _trained(config, shape),
-        **({"GPUs": _gpus(config)} if gpus > 1 else {}),
-        "memory": f"about {_bytes(sum(estimate.values()))}{where}{note}",
-        **{f"  {what}": _bytes(size) for what, size in estimate.items()},
-    }
-
-
-def _trained(config: Config, shape: ModelShape) -> str:
-    lora = config.model.lora
-    if lora is None:
-        return ""
-    return f", of which adapters of rank {lora.rank} train {shape.adapter_parameters(lora):,}"
-
-
-def _gpus(config: Config) -> str:
-    parallel = config.parallel
-    copies = f"{parallel.replicate} copies of the weights, " if parallel.replicate > 1 else ""
-    return (
-        f"{parallel.gpus}: {copies}a micro-batch over {parallel.sequence}, "
-        f"{parallel.gpus // parallel.rollout_tensor} engines over {parallel.rollout_tensor} each"
-    )
-
-
-def _sampling(config: Config) -> str:
-    sampler = config.sampler
-    more = "" if sampler.oversample == 1 else f", {sampler.oversample:g} times as many asked"
-    if not sampler.filter_groups:
-        return f"one round{more}"
-    wanted, acceptance = sampler.prompts_per_step, sampler.initial_acceptance
-    asked, expected = prompts_for(wanted, acceptance), math.ceil(wanted / acceptance)
-    return f"at first from {expected} prompts and {asked - expected} as a margin, {sampler.max_rounds} rounds{more}"
-
-
 def _tiny_shape(tiny: TinyModelConfig) -> ModelShape:
     return ModelShape(
         layers=tiny.layers,
@@ -300,23 +205,3 @@ def _tiny_shape(tiny: TinyModelConfig) -> ModelShape:
         key_value=tiny.hidden_size,
         tied=True,
     )
-
-
-def _eval_size(config: Config) -> str:
-    if config.data.eval:
-        return ", ".join(f"{name} ({chosen.size or 'all'})" for name, chosen in config.data.eval.items())
-    size = config.data.eval_size
-    return f"{size} problems"
-
-
-def _how_often(config: Config) -> str:
-    every = config.run.eval_every
-    return f"every {every} steps" if every else "before the first and after the last step"
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}"
-        size /= 1024
-    return f"{size:,.1f} GiB"
