@@ -23,7 +23,7 @@ MEMORY = 0.5
 
 class Curriculum(Protocol):
     def admits(self, prompt: Prompt, step: int, epoch: int) -> bool:
-        """Return whether a prompt is used in a rollout step (from 1) of an epoch (from 0); it becomes True some time."""
+        """Return whether a prompt is used in a rollout step (from 1) of an epoch (from 0); at some time it is."""
         ...
 
     def observe(self, groups: Iterable[Group], epoch: int) -> None:
