@@ -12,20 +12,20 @@ from dapo_runner.config import reference
 from dapo_runner.config.section import Section
 
 ROOT = Path(reference.__file__).parents[1]
-LINES = {  # today's, not targets
-    "top": 3400,
-    "config": 2200,
-    "data": 780,
+LINES = {  # today's: lower a number when its room shrinks
+    "top": 3375,
     "rollout": 3350,
-    "rewards": 2400,
-    "algorithms": 1850,
-    "training": 2550,
+    "training": 2500,
+    "rewards": 2225,
+    "config": 2125,
+    "algorithms": 1825,
+    "tools": 1800,
     "logging": 1600,
-    "preflight": 1320,
-    "tools": 1820,
+    "preflight": 1025,
+    "data": 770,
 }
 ROOMS = {"policy": "training", "parallel": "training", "checkpoint": "training", "commands": "top", "run": "top"}
-SETTINGS = 300
+SETTINGS = 285
 LONGEST_FUNCTION, MOST_PARAMETERS = 45, 8
 TO_BE_SPLIT = {"http.py: request", "preflight/simulate.py: simulate", "run/opening.py: _open_run"}
 
