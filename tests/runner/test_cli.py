@@ -29,9 +29,7 @@ def test_train_ends_with_a_table_and_the_picture(tmp_path: Path, capsys: pytest.
     recipe = write_recipe(tmp_path, steps=2)
     assert main(["train", str(recipe), "run.name=again", "optimizer.lr=1e-4"]) == 0
     out = capsys.readouterr().out
-    first_lines = out.partition("step 1/2")[0]
-    for part in ("objective: dapo (", "KL: none", "advantage: group_std: (R", "filter: keeps", "length shaping: soft"):
-        assert part in first_lines
+    assert "data: " in out.partition("step 1/2")[0]
     assert "before (step 0)" in out
     assert "after (step 2)" in out
     assert "avg@2" in out
@@ -232,7 +230,8 @@ def test_a_dry_run_names_everything_that_is_missing_here(
         out, err = capsys.readouterr()
         assert ("responses" in out) == ("--dry-run" in command)  # the plan all the same
         assert "rollout.engine: expected vLLM for 'vllm', it is not installed" in err
-        assert "model.lora: needs the package peft" in err
+        assert "model.lora: " in err
+        assert "peft" in err
 
 
 def test_without_a_command_there_is_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
