@@ -48,7 +48,7 @@ def command(name: str, help: str, *arguments: Argument, takes: str = "", functio
 
 CONFIG = argument("config", help="a YAML file, or the name of a recipe: dapo recipes")
 RUNS = argument("run", type=Path, nargs="+", help="a run's folder; a page shows several side by side")
-DRY_RUN = argument("--dry-run", action="store_true", help="print the plan and what is missing here; no download")
+DRY_RUN = argument("--dry-run", action="store_true", help="print the settings and what is missing here; no download")
 SIMULATE = argument("--simulate", action="store_true", help="one rank of many, without memory: what fits")
 
 command("train", "run a recipe, or resume its run", CONFIG, DRY_RUN, SIMULATE, takes="CONFIG")
