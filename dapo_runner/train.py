@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dapo_runner.algorithms.learner import step_figures
+from dapo_runner.algorithms.learner import step_metrics
 from dapo_runner.config import Config, check_config
 from dapo_runner.logging.progress import Progress, make_progress
 from dapo_runner.run.opening import open_run
@@ -37,7 +37,7 @@ def train(config: Config, progress: Progress | None = None) -> Path:
             sequences = run.training_records(sampled.groups, step)
             minis = run.learner.prepare(sequences)
             updates = [run.update(mini, step) for mini in minis]
-            run.end_training(TrainedStep(step, sampled, sequences, step_figures(minis, updates, run.world)))
+            run.end_training(TrainedStep(step, sampled, sequences, step_metrics(minis, updates, run.world)))
             run.log_step(run.sync())
             last, stopping = run.is_last(step), run.asked_to_stop()
             if last or (is_due(config.run.eval_every, step) and not stopping):

@@ -24,7 +24,7 @@ LAYERS = (
     ("dapo_kernels",),
     ("dapo_kernels.integrations",),
     ("dapo_runner.errors",),
-    ("dapo_runner.files", "dapo_runner.http"),
+    ("dapo_runner.plugins", "dapo_runner.files", "dapo_runner.http"),
     ("dapo_runner.types", "dapo_runner.timing", "dapo_runner.interrupt"),
     ("dapo_runner.config",),
     ("dapo_runner.parallel",),

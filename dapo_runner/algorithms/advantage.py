@@ -1,6 +1,8 @@
-"""Advantages: each sample against a baseline, over a scale, the same for every token of a response; or those of its
-segments (`segments.py`); or of every token, which the learner makes of the sample's reward once it has the log-probs
-and values of the whole step.
+"""Advantages of responses, and the training sequences of a step.
+
+An advantage compares a sample's reward with a baseline and divides the difference by a scale. It is the same for every
+token of a response. Segments of a response have their own (`segments.py`), and the learner estimates those of single
+tokens once it has the log-probs and values of the whole step (`token_advantages.py`).
 
 With R the reward, G the samples of one prompt and N the samples of the whole step:
 
@@ -23,30 +25,33 @@ standard deviation. A step may have been split or packed in any way: the formula
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from dapo_runner.algorithms.returns import EPS
-from dapo_runner.algorithms.segments import of_tokens
-from dapo_runner.config import AdvantageConfig
-from dapo_runner.types import Group, Sample, Sequence, TruncatedSupport
+from dapo_runner.algorithms.segments import segment_advantages
+from dapo_runner.config import AdvantageConfig, ConfigError
+from dapo_runner.parallel.world import SINGLE_PROCESS, World
+from dapo_runner.plugins import import_function
+from dapo_runner.types import Group, Sample, TruncatedSupport
+from dapo_runner.types import Sequence as TrainingSequence
 
 
 @dataclass(frozen=True, slots=True)
 class Advantage:
-    """What is taken off a reward, and what the rest is divided by."""
+    """What is subtracted from a reward, and what the difference is divided by."""
 
+    formula: str  # for a dry run
+    paper: str
     baseline: Literal["group", "batch", "others"] | None
     scale: Literal["group", "batch"] | None = None
-    paper: str = ""
-    by_token: bool = False  # it gives the rewards that the tokens' advantages are made of
 
     def __call__(self, rewards: Tensor, batch: Tensor) -> Tensor:
-        """Advantages [G] of one group's ``rewards`` [G]; ``batch`` [N] holds those of every group. float64."""
+        """Return the advantages [G] of one group's ``rewards`` [G]; ``batch`` [N] holds those of all groups. float64"""
         n = rewards.numel()
         if self.baseline is None:
             return rewards
@@ -59,77 +64,113 @@ class Advantage:
         compared = rewards if self.scale == "group" else batch
         return centred / (compared.std(correction=min(1, compared.numel() - 1)) + EPS)  # of one sample 0
 
-    def formula(self) -> str:
-        """In words, for a plan."""
-        mean = {"group": "mean of its group", "batch": "mean of the step", "others": "mean of the others in its group"}
-        if self.baseline is None:
-            return "R"
-        if self.scale is None:
-            return f"R − {mean[self.baseline]}"
-        return (
-            f"(R − {mean[self.baseline]}) / (std of {'its group' if self.scale == 'group' else 'the step'} + {EPS:g})"
-        )
 
-
+GROUP, STEP = "R − mean of its group", "R − mean of the step"
 ADVANTAGES: dict[str, Advantage] = {
-    "group_std": Advantage("group", "group", paper="GRPO, DAPO eq. 9, arXiv 2503.14476"),
-    "group_mean": Advantage("group", paper="Dr.GRPO, arXiv 2503.20783"),
-    "batch_std": Advantage("group", "batch", paper="LitePPO, arXiv 2508.08221"),
-    "batch_mean": Advantage("batch", paper="REINFORCE with a baseline, Williams 1992"),
-    "batch_whitened": Advantage("batch", "batch", paper="REINFORCE++, arXiv 2501.03262"),
-    "leave_one_out": Advantage("others", paper="RLOO, arXiv 2402.14740"),
-    "gae": Advantage(None, paper="PPO, arXiv 1707.06347; GAE, arXiv 1506.02438", by_token=True),
-    "returns": Advantage(None, paper="REINFORCE++, arXiv 2501.03262", by_token=True),
-    "group_returns": Advantage("group", paper="REINFORCE++ with baseline, arXiv 2501.03262", by_token=True),
+    "group_std": Advantage(
+        f"({GROUP}) / (std of its group + {EPS:g})", "GRPO, DAPO eq. 9, arXiv 2503.14476", "group", "group"
+    ),
+    "group_mean": Advantage(GROUP, "Dr.GRPO, arXiv 2503.20783", "group"),
+    "batch_std": Advantage(f"({GROUP}) / (std of the step + {EPS:g})", "LitePPO, arXiv 2508.08221", "group", "batch"),
+    "batch_mean": Advantage(STEP, "REINFORCE with a baseline, Williams 1992", "batch"),
+    "batch_whitened": Advantage(
+        f"({STEP}) / (std of the step + {EPS:g})", "REINFORCE++, arXiv 2501.03262", "batch", "batch"
+    ),
+    "leave_one_out": Advantage("R − mean of the others in its group", "RLOO, arXiv 2402.14740", "others"),
+    "gae": Advantage("R", "PPO, arXiv 1707.06347; GAE, arXiv 1506.02438", None),
+    "returns": Advantage("R", "REINFORCE++, arXiv 2501.03262", None),
+    "group_returns": Advantage(GROUP, "REINFORCE++ with baseline, arXiv 2501.03262", "group"),
 }
 
 
-def make_sequences(groups: Iterable[Group], config: AdvantageConfig, step: int = 0) -> list[Sequence]:
-    """The training records of a step, group by group in order. ``step`` is the one that groups count their own by."""
-    groups, advantage = list(groups), ADVANTAGES[config.kind]
+def make_sequences(
+    groups: Iterable[Group], config: AdvantageConfig, step: int = 0, world: World = SINGLE_PROCESS
+) -> list[TrainingSequence]:
+    """Return the training sequences of a step, group by group in order. Collective.
+
+    ``step`` counts as the steps of the groups do. Raises ConfigError where a user's function returns something else
+    than an advantage for each sample.
+    """
+    groups = list(groups)
+    labels: list[list[tuple[Any, Tensor | None]]]
+    if config.segments is not None:
+        labels = [[segment_advantages(sample, config.segments) for sample in group.samples] for group in groups]
+    elif config.kind in ADVANTAGES:
+        labels = [[(value, None) for value in row] for row in _named_advantages(groups, ADVANTAGES[config.kind])]
+    else:  # on one rank: a user's function may draw random numbers
+        found = world.broadcast_from_rank0(lambda: _plugin_advantages(groups, config.kind))
+        labels = [[(value, None) for value in row] for row in found]
+    sequences = [
+        make_sequence(group, sample, advantage, group_id, step - group.step, trains)
+        for group_id, (group, row) in enumerate(zip(groups, labels, strict=True))
+        for sample, (advantage, trains) in zip(group.samples, row, strict=True)
+    ]
+    return [_with_reward(sequence) for sequence in sequences] if config.by_token else sequences
+
+
+def _named_advantages(groups: Sequence[Group], advantage: Advantage) -> list[list[float]]:
     # float64: in float32 the mean of equal rewards such as -1.3 can leave a residue larger than EPS.
     rewards = [torch.tensor([sample.reward for sample in group.samples], dtype=torch.float64) for group in groups]
     batch = torch.cat(rewards) if rewards else torch.empty(0, dtype=torch.float64)
-    sequences: list[Sequence] = []
-    for group_id, (group, own) in enumerate(zip(groups, rewards, strict=True)):
-        parts: list[tuple[float | Tensor, Tensor | None]]
-        if config.segments is not None:
-            parts = [of_tokens(sample, config.segments) for sample in group.samples]
-        else:
-            parts = [(value, None) for value in advantage(own, batch).tolist()]
-        made = [
-            sequence_of(group, sample, value, group_id, step - group.step, trains)
-            for sample, (value, trains) in zip(group.samples, parts, strict=True)
-        ]
-        sequences += [_earning(sequence) for sequence in made] if advantage.by_token else made
-    return sequences
+    return [advantage(row, batch).tolist() for row in rewards]
 
 
-def _earning(sequence: Sequence) -> Sequence:
-    """Its advantage as what its last token has earned."""
+def _plugin_advantages(groups: Sequence[Group], use: str) -> list[list[Tensor]]:
+    """Return what the user's function ``use`` gives: for each sample one advantage, or one for each of its tokens."""
+    found = list(import_function("advantage.kind", use)(groups))
+    sizes, wanted = [len(row) for row in found], [len(group.samples) for group in groups]
+    if sizes != wanted:
+        raise ConfigError(
+            f"advantage.kind: expected {use} to return a list for each group with an entry for each sample "
+            f"({wanted}), got lists of {sizes}"
+        )
+    return [
+        [_checked(use, value, sample) for sample, value in zip(group.samples, row, strict=True)]
+        for group, row in zip(groups, found, strict=True)
+    ]
+
+
+def _checked(use: str, value: Any, sample: Sample) -> Tensor:
+    advantages, length = torch.as_tensor(value, dtype=torch.float32), sample.completion.length
+    if advantages.shape not in ((), (length,)):
+        shape = tuple(advantages.shape)
+        raise ConfigError(
+            f"advantage.kind: expected {use} to return a number or {length} numbers for a response of {length} tokens, "
+            f"got shape {shape}"
+        )
+    if not advantages.isfinite().all():
+        raise ConfigError(f"advantage.kind: expected {use} to return finite advantages, got {advantages.tolist()}")
+    return advantages
+
+
+def _with_reward(sequence: TrainingSequence) -> TrainingSequence:
+    """Turn the advantage of a sequence into the reward of its last token."""
     reward = float(sequence.advantages[-1])
     return replace(sequence, advantages=torch.zeros_like(sequence.advantages), reward=reward)
 
 
-def sequence_of(
+def make_sequence(
     group: Group, sample: Sample, advantage: float | Tensor, group_id: int, age: int, trains: Tensor | None = None
-) -> Sequence:
-    """The training record of one sample with a response of N tokens. ``advantage``: one for all, or float32 [N].
-    ``trains``, bool [N]: which tokens do; None: all, of a sample that does.
+) -> TrainingSequence:
+    """Return the training sequence of one sample with a response of N tokens.
+
+    ``advantage``: one for all tokens, or float32 [N]. ``trains``, bool [N]: which tokens do; None: all, of a sample
+    that does.
     """
     prompt = torch.tensor(group.prompt.token_ids, dtype=torch.int64)
-    no_prompt, n = torch.zeros(prompt.numel()), sample.completion.length
-    advantages = torch.as_tensor(advantage, dtype=torch.float32).expand(n)
+    completion, no_prompt, n = sample.completion, torch.zeros(prompt.numel()), sample.completion.length
     mask = torch.as_tensor(sample.trains if trains is None else trains).expand(n)
-    if sample.completion.loss_mask is not None:
-        mask = mask & sample.completion.loss_mask
-    kept = sample.completion.support
-    return Sequence(
-        token_ids=torch.cat([prompt, sample.completion.token_ids.to(torch.int64)]),
-        advantages=torch.cat([no_prompt, advantages]),
+    if completion.loss_mask is not None:
+        mask = mask & completion.loss_mask
+    support = None
+    if completion.support is not None:
+        support = TruncatedSupport.concatenate([TruncatedSupport.full(prompt.numel()), completion.support])
+    return TrainingSequence(
+        token_ids=torch.cat([prompt, completion.token_ids.to(torch.int64)]),
+        advantages=torch.cat([no_prompt, torch.as_tensor(advantage, dtype=torch.float32).expand(n)]),
         mask=torch.cat([no_prompt.bool(), mask]),
-        rollout_logprobs=torch.cat([no_prompt, sample.completion.logprobs.to(torch.float32)]),
+        rollout_logprobs=torch.cat([no_prompt, completion.logprobs.to(torch.float32)]),
         group_id=group_id,
         age=age,
-        support=None if kept is None else TruncatedSupport.concatenate([TruncatedSupport.full(prompt.numel()), kept]),
+        support=support,
     )

@@ -35,7 +35,7 @@ from dapo_runner.config import CorrectionConfig
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Sums over tokens, which add up over micro- and mini-batches; ``figures`` makes means of them."""
+    """Sums over tokens, which add up over micro- and mini-batches; ``metrics`` makes means of them."""
 
     tokens: int = 0
     gap: float = 0.0
@@ -50,7 +50,7 @@ class Mismatch:
         sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
         return Mismatch(**sums | {"gap_max": max(self.gap_max, other.gap_max)})
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Nothing when there was no token with a log-prob of the engine's."""
         if not self.tokens:
             return {"rollout_unknown": 1.0} if self.unknown else {}

@@ -10,6 +10,8 @@ divided by the tokens of the whole mini-batch, as a token-mean policy loss is.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,9 +19,8 @@ from torch import Tensor
 
 from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
 from dapo_runner.algorithms.schedule import learning_rate
-from dapo_runner.algorithms.weights import MasterWeights, Part, make_optimizer
+from dapo_runner.algorithms.weights import Part, TrainedModel
 from dapo_runner.config import Config
-from dapo_runner.parallel.sharding import add_up_over_replicas, whole, whole_until_backward
 from dapo_runner.parallel.ulysses import gather_positions, own_positions
 from dapo_runner.policy.model import Policy
 from dapo_runner.policy.value_head import ValueHead
@@ -27,33 +28,31 @@ from dapo_runner.types import PackedBatch
 
 
 class ValueLoss(NamedTuple):
-    """Sums over the tokens that train, 0-d: the loss with its gradient, and how many the clip holds back."""
+    """Sums over the tokens that train, 0-d: the loss with its gradient, and how many tokens the clip stops."""
 
     loss: Tensor
     clipped: Tensor
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None) -> ValueLoss:
-    """Of float32 [T]; ``mask`` bool [T]. What is masked may hold anything."""
+    """Return the loss of float32 [T]; ``mask`` bool [T]. Masked positions may hold anything."""
     error = (values - returns).masked_fill(~mask, 0.0).square()
     if clip is None:
         return ValueLoss(0.5 * error.sum(), torch.zeros_like(error).sum())
-    held = (old_values + (values - old_values).clamp(-clip, clip) - returns).masked_fill(~mask, 0.0).square()
-    outside = (values - old_values).abs() > clip  # inside, held differs from error by a rounding
-    return ValueLoss(0.5 * torch.maximum(error, held).sum(), (outside & (held > error)).sum())
+    clipped = (old_values + (values - old_values).clamp(-clip, clip) - returns).masked_fill(~mask, 0.0).square()
+    outside = (values - old_values).abs() > clip  # inside, the two errors differ by a rounding
+    return ValueLoss(0.5 * torch.maximum(error, clipped).sum(), (outside & (clipped > error)).sum())
 
 
 class Critic:
-    """A model with a value head that trains on its own; ``shared``: the head on a policy, which trains with it."""
+    """A model with a value head that has an optimizer of its own; or, ``shared``, a value head on the policy."""
 
     def __init__(self, model: Policy, config: Config) -> None:
         assert config.critic is not None
         self.model, self.config, self.settings = model, config, config.critic
         self.world, self.shared = model.world, config.critic.share_trunk
-        self._seen: list[ValueLoss] = []  # of the mini-batch under way
-        if not self.shared:
-            self.master = MasterWeights(model.model)
-            self.optimizer = make_optimizer(self.master, config.optimizer)
+        self.trained = None if self.shared else TrainedModel(model, config)
+        self._losses: list[ValueLoss] = []  # of the micro-batches of the mini-batch under way, detached
 
     @property
     def head(self) -> ValueHead:
@@ -62,62 +61,66 @@ class Critic:
         return head
 
     def parts(self) -> list[Part]:
-        if self.shared:
+        """Return what a checkpoint holds of it."""
+        if self.trained is None:
             return []
-        return [Part("critic.", self.master.tensors, self.master.publish, self.optimizer)]
+        master = self.trained.master
+        return [Part("critic.", master.tensors, master.publish, self.trained.optimizer)]
+
+    def trains_alone(self, step: int) -> bool:
+        """Return whether the policy waits for the critic's warm-up. ``step`` counts from 0."""
+        return step - self.config.run.forked_at < self.settings.warmup_steps
+
+    def add_values(self, mini: MiniBatch) -> None:
+        """Give the micro-batches their values, float32 [T]. Collective."""
+        mini.micro_batches = [
+            replace(batch, values=self.values(batch).to(batch.mask.device)) for batch in mini.micro_batches
+        ]
 
     @torch.no_grad()
     def values(self, batch: PackedBatch) -> Tensor:
-        """Of every position, float32 [T]. Collective."""
-        own: Tensor = self.model.run(lambda: self.head(self.model.hidden_states(batch)))
-        return gather_positions(own, self.world.sequence_group)
+        """Return the value of every position, float32 [T]. Collective."""
+        local: Tensor = self.model.run(lambda: self.head(self.model.hidden_states(batch)))
+        return gather_positions(local, self.world.sequence_group)
 
-    def term(self, hidden: Tensor, batch: PackedBatch, mini: MiniBatch) -> Tensor:
-        """What the loss of a policy on the same trunk takes along for a micro-batch, given its hidden states."""
+    def shared_loss(self, hidden: Tensor, batch: PackedBatch, mini: MiniBatch) -> Tensor:
+        """Return what is added to the policy's loss of a micro-batch, from its hidden states."""
         return self.settings.coef * self._loss(hidden, batch, mini)
 
     def _loss(self, hidden: Tensor, batch: PackedBatch, mini: MiniBatch) -> Tensor:
-        """Of this rank's positions; FSDP2 takes the mean over ranks, which the denominator makes a sum."""
+        """Return the loss of this rank's positions. FSDP2 takes the mean over ranks; the denominator makes it a sum."""
         assert batch.values is not None
         assert batch.returns is not None
         group = self.world.sequence_group
         old_values, returns, mask = (
             own_positions(tensor, group).to(hidden.device) for tensor in (batch.values, batch.returns, batch.mask)
         )
-        found = value_loss(self.head(hidden), old_values, returns, mask, self.settings.clip)
-        self._seen.append(ValueLoss(found.loss.detach(), found.clipped))
-        return found.loss * (self.world.size / mini.n_tokens)
+        out = value_loss(self.head(hidden), old_values, returns, mask, self.settings.clip)
+        self._losses.append(ValueLoss(out.loss.detach(), out.clipped))
+        return out.loss * (self.world.size / mini.n_tokens)
 
     def update(self, mini: MiniBatch, step: int) -> dict[str, float]:
-        """Take one optimizer step of a critic of its own. Raises NonFiniteUpdateError."""
+        """Take one optimizer step and return its metrics. Raises NonFiniteUpdateError."""
+        assert self.trained is not None
         rate = learning_rate(self.config, step) * self.settings.lr / self.config.optimizer.lr
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        with whole_until_backward(self.model.root, not self.config.parallel.reshard_after_forward):
-            for index, batch in enumerate(mini.micro_batches):
-                add_up_over_replicas(self.model.root, index == len(mini.micro_batches) - 1)
-                self._backward(batch, mini)
-        clip = self.config.optimizer.grad_clip
-        total = torch.nn.utils.clip_grad_norm_(self.master.gradients(), math.inf if clip is None else clip)
-        norm = float(whole(total))
+        self.trained.accumulate_gradients(len(mini.micro_batches), partial(self._micro_batch_loss, mini))
+        norm = float(self.trained.clip_gradients())
         if not math.isfinite(norm):
             raise NonFiniteUpdateError(
-                f"step {step + 1}: expected a finite gradient of the critic, got norm {norm:g}; its weights are "
-                "those before this update. A lower critic.lr is the usual cure",
+                f"step {step + 1}: expected a finite gradient of the critic, got norm {norm:g}. Its weights are those "
+                "before this update. Try a lower critic.lr",
                 mini,
             )
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.master.publish()
-        return {**self.figures(mini), "value_grad_norm": norm, "value_lr": rate}
+        self.trained.step(rate)
+        return {**self.metrics(mini), "value_grad_norm": norm, "value_lr": rate}
 
-    def _backward(self, batch: PackedBatch, mini: MiniBatch) -> None:
-        loss: Tensor = self.model.run(lambda: self._loss(self.model.hidden_states(batch), batch, mini))
-        loss.backward()
+    def _micro_batch_loss(self, mini: MiniBatch, index: int) -> Tensor:
+        batch = mini.micro_batches[index]
+        return self.model.run(lambda: self._loss(self.model.hidden_states(batch), batch, mini))
 
-    def figures(self, mini: MiniBatch) -> dict[str, float]:
-        """Of the last pass over a mini-batch, over all ranks: means over its tokens. Collective."""
-        own = [float(sum(column)) for column in zip(*self._seen, strict=True)] or [0.0, 0.0]
-        self._seen = []
-        loss, clipped = (sum(column) for column in zip(*self.world.all_gather_object(own), strict=True))
+    def metrics(self, mini: MiniBatch) -> dict[str, float]:
+        """Return means over the tokens of the mini-batch just trained on, over all ranks. Collective."""
+        local = [float(sum(column)) for column in zip(*self._losses, strict=True)] or [0.0, 0.0]
+        self._losses = []
+        loss, clipped = (sum(column) for column in zip(*self.world.all_gather_object(local), strict=True))
         return {"value_loss": loss / mini.n_tokens, "value_clip": clipped / mini.n_tokens}

@@ -73,15 +73,15 @@ def tree_segments(group: Group) -> Group:
     return replace(group, samples=tuple(samples))
 
 
-def of_tokens(sample: Sample, config: SegmentsConfig) -> tuple[Tensor, Tensor]:
-    """Of a response of N tokens the advantages, float32 [N], and which of them train, bool [N]."""
+def segment_advantages(sample: Sample, config: SegmentsConfig) -> tuple[Tensor, Tensor]:
+    """Return for a response of N tokens the advantages, float32 [N], and which tokens train, bool [N]."""
     lengths = torch.tensor([segment.length for segment in sample.segments])
     advantages = torch.tensor([segment.advantage for segment in sample.segments]).repeat_interleave(lengths)
     trains = torch.tensor([segment.trains for segment in sample.segments]).repeat_interleave(lengths) & sample.trains
     return advantages, trains & _unsure(sample.completion, config) if config.mask else trains
 
 
-def segment_figures(groups: Sequence[Group]) -> dict[str, float]:
+def segment_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Of the groups of a step: segments of a response, and of all of them, with those that responses of a tree share
     counted once, the mean size of an advantage and the share that has none. Empty without a sample.
     """

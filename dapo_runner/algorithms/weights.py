@@ -1,4 +1,4 @@
-"""The weights that are trained: float32 masters, the optimizer over them, and how a checkpoint has both."""
+"""The weights that are trained: float32 masters, the optimizer over them, and how a checkpoint holds both."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dapo_runner.config import OptimizerConfig
+from dapo_runner.config import Config
+from dapo_runner.parallel.sharding import add_up_over_replicas, whole, whole_until_backward
+from dapo_runner.policy.model import Policy
 
 
 class MasterWeights:
@@ -29,7 +31,7 @@ class MasterWeights:
             parameter.register_post_accumulate_grad_hook(_Collect(self.tensors[name]))
 
     def gradients(self) -> list[Tensor]:
-        """The parameters whose gradients a mini-batch has filled."""
+        """Return the parameters whose gradients a mini-batch has filled."""
         return [tensor for tensor in self.tensors.values() if tensor.grad is not None]
 
     @torch.no_grad()
@@ -52,15 +54,42 @@ class _Collect:
         parameter.grad = None
 
 
-def make_optimizer(master: MasterWeights, settings: OptimizerConfig) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        master.tensors.values(),
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
+class TrainedModel:
+    """A model, its master weights and the optimizer that moves them."""
+
+    def __init__(self, model: Policy, config: Config) -> None:
+        self.model, self.config = model, config
+        self.master = MasterWeights(model.model)
+        settings = config.optimizer
+        self.optimizer = torch.optim.AdamW(
+            self.master.tensors.values(),
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+
+    def accumulate_gradients(self, n_micro_batches: int, compute_loss: Callable[[int], Tensor]) -> None:
+        """Add up the gradients of ``compute_loss(index)`` over the micro-batches."""
+        root = self.model.root
+        with whole_until_backward(root, not self.config.parallel.reshard_after_forward):
+            for index in range(n_micro_batches):
+                add_up_over_replicas(root, index == n_micro_batches - 1)
+                compute_loss(index).backward()
+
+    def clip_gradients(self) -> Tensor:
+        """Clip the gradients to `optimizer.grad_clip`, and return their norm from before."""
+        limit = self.config.optimizer.grad_clip
+        return whole(torch.nn.utils.clip_grad_norm_(self.master.gradients(), float("inf") if limit is None else limit))
+
+    def step(self, rate: float) -> None:
+        """Move the weights at a learning rate, and forget the gradients."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.master.publish()
 
 
 class Part(NamedTuple):

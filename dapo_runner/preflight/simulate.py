@@ -29,10 +29,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dapo_kernels.engine.chunks import device_chunk_rows, row_stride
-from dapo_runner.algorithms.learner import Learner
+from dapo_runner.algorithms.learner import Learner, make_learner
+from dapo_runner.algorithms.losses import PolicyLoss
 from dapo_runner.algorithms.mini_batch import MiniBatch
 from dapo_runner.algorithms.objective import resolve_objective
-from dapo_runner.algorithms.packing import Share
+from dapo_runner.algorithms.packing import Share, pack
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.sharding import add_up_over_replicas, whole_until_backward
 from dapo_runner.parallel.world import World, make_layout, make_world
@@ -107,7 +108,7 @@ def simulate(config: Config, report: Callable[[str], None] = lambda note: None) 
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             model.to_empty(device="cpu")
             policy = Policy(model, None, "varlen", DTYPES[config.model.dtype], world, root)
-            learner = Learner(policy, config, reference=policy)  # asked for nothing: a reference's log-probs are given
+            learner = make_learner(policy, config, reference=policy)
             batch = _Shapes(**{name: mode.from_tensor(x) for name, x in mini.micro_batches[0].tensors().items()})
             _give_gradients(learner)
             _step(learner)  # makes the moments
@@ -115,7 +116,7 @@ def simulate(config: Config, report: Callable[[str], None] = lambda note: None) 
             with FSDPMemTracker(root, learner.optimizer) as tracker, Observer() as observer:
                 add_up_over_replicas(root, True)
                 with whole_until_backward(root, not config.parallel.reshard_after_forward):
-                    out = learner.loss(batch, mini)
+                    out = learner.compute_loss(mini, batch)
                     forward, observer.seen = observer.seen, {}
                     note("forward pass")
                     out.loss.backward()
@@ -169,9 +170,10 @@ def full_mini_batch(config: Config, world: World) -> MiniBatch:
     ones = torch.ones(budget + 1)
     sequence = Sequence(ones.long(), ones, ones.bool(), -ones, group_id=0)
     objective = resolve_objective(config)
-    mini = MiniBatch([sequence], budget, objective, share=Share(multiple=world.layout.sequence))
+    batches = pack([sequence], budget, Share(multiple=world.layout.sequence))
+    mini = MiniBatch(batches, n_tokens=budget, denominator=PolicyLoss(objective).denominator([sequence]))
     if objective.needs_reference:
-        mini.take_ref_logprobs(lambda batch: batch.old_logprobs)
+        mini.set_ref_logprobs([batch.old_logprobs for batch in batches])
     return mini
 
 
@@ -191,10 +193,8 @@ def _give_gradients(learner: Learner) -> None:
 
 
 def _step(learner: Learner) -> None:
-    clip = learner.config.optimizer.grad_clip
-    torch.nn.utils.clip_grad_norm_(learner.master.gradients(), float("inf") if clip is None else clip)
-    learner.optimizer.step()
-    learner.optimizer.zero_grad(set_to_none=True)
+    learner.trained.clip_gradients()
+    learner.trained.step(learner.config.optimizer.lr)
 
 
 class Observer(TorchDispatchMode):

@@ -10,16 +10,14 @@ Anything else, an exception, a reward that is not finite and a missed deadline a
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from dapo_runner.config import ConfigError, RewardConfig
+from dapo_runner.plugins import import_function
 from dapo_runner.rewards.calls import ASYNC_CALLS, Call, Calls
 from dapo_runner.rewards.deadline import call_within, run_async
 from dapo_runner.rewards.reward import Reward, RewardError, Verdicts
@@ -70,15 +68,7 @@ def _join(results: list[list[Verdict | None] | RewardError]) -> list[Verdict | N
 
 
 def _find_function(name: str) -> Callable[..., Any]:
-    module_name, _, function_name = name.partition(":")
-    if str(Path.cwd()) not in sys.path:  # a console script does not see the folder it is started in
-        sys.path.append(str(Path.cwd()))
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise ConfigError(
-            f"reward.kind: expected module:function that can be imported, got {name!r} ({error})"
-        ) from error
+    function = import_function("reward.kind", name)
     kinds = {parameter.kind for parameter in _parameters(function)}
     if inspect.Parameter.VAR_KEYWORD in kinds and "completions" in {item.name for item in _parameters(function)}:
         raise ConfigError(

@@ -67,7 +67,7 @@ class SyncProbe:
         ]
         for name, mismatch in measured:
             self._check(name, mismatch)
-        figures = sum((mismatch for _, mismatch in measured), Mismatch()).figures()
+        figures = sum((mismatch for _, mismatch in measured), Mismatch()).metrics()
         self.remember(figures["rollout_gap"])
         return {"gap": figures["rollout_gap"], "gap_max": figures["rollout_gap_max"]}
 
@@ -77,7 +77,7 @@ class SyncProbe:
             self.first_gaps.append(gap)
 
     def _check(self, name: str, mismatch: Mismatch) -> None:
-        gap = mismatch.figures().get("rollout_gap", math.nan)  # the engine has no log-prob of any token
+        gap = mismatch.metrics().get("rollout_gap", math.nan)  # the engine has no log-prob of any token
         bound, reason = self.bound or self.highest, "rollout.probe.bound"
         if self.bound is None and len(self.first_gaps) == N_USUAL:
             usual = median(self.first_gaps)

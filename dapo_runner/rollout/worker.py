@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dapo_runner.algorithms.segments import segment_figures, tree_segments
+from dapo_runner.algorithms.segments import segment_metrics, tree_segments
 from dapo_runner.config import Config
 from dapo_runner.interrupt import StepGivenUpError, StopRequest
 from dapo_runner.parallel.rollouts import answer
@@ -93,7 +93,7 @@ class Rollouts:
         assert advantage.segments is not None
         if advantage.segments.kind == "tree":
             groups = [tree_segments(group) for group in groups]
-            counts = {"tokens": sampled.stats.generated, **segment_figures(groups)}
+            counts = {"tokens": sampled.stats.generated, **segment_metrics(groups)}
             if advantage.segments.per_step is not None:
                 groups, of_waiting = sampler.spread(groups, advantage.segments.per_step)
                 counts |= of_waiting
@@ -103,7 +103,7 @@ class Rollouts:
                 sampling = rollout_sampling(self.config, f"segments:{step}")
                 groups, counts = value_chains(groups, advantage.segments, sampling, self.answer_continued)
             continued = int(counts["tokens"])
-            counts |= segment_figures(groups)
+            counts |= segment_metrics(groups)
         return replace(sampled, groups=groups, segments=counts, continued=continued)
 
     def answer_continued(self, prefixes: SequenceOf[Prompt], each: list[SamplingParams]) -> list[Group]:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from dapo_runner.algorithms.learner import Learner
-from dapo_runner.algorithms.learners import make_learner
+from dapo_runner.algorithms.learner import Learner, make_learner
 from dapo_runner.algorithms.objective import uses_reference
 from dapo_runner.checkpoint import Checkpoint
 from dapo_runner.config import Config
@@ -51,7 +50,7 @@ def open_learner(
         reference = load_reference(config.loss.reference or start, config.model, device, world)
     if config.critic is not None and not shared:
         critic = load_critic(config.critic.path or start, config.model, device, world)
-    return make_learner(policy, config, reference, clock, critic)
+    return make_learner(policy, config, reference, critic, clock)
 
 
 def initial_model(config: Config, folder: Path, progress: Progress) -> str | Path:

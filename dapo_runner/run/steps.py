@@ -14,7 +14,7 @@ from typing import Any
 from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
-from dapo_runner.algorithms.pairs import pair_figures, pair_sequences
+from dapo_runner.algorithms.pairs import pair_metrics, pair_sequences
 from dapo_runner.checkpoint import BackgroundSaves, save_checkpoint, take_snapshot
 from dapo_runner.config import Config
 from dapo_runner.data.dataset import Dataset
@@ -196,7 +196,7 @@ class Run:
         with self.timed("pack"):
             if self.config.preference is not None:
                 return pair_sequences(groups, self.config.preference, step)
-            return make_sequences(groups, self.config.advantage, step)
+            return make_sequences(groups, self.config.advantage, step, self.world)
 
     def update(self, mini: MiniBatch, step: int) -> dict[str, float]:
         """One update; where its loss or gradient is not finite, the batch is kept."""
@@ -214,7 +214,7 @@ class Run:
     def end_training(self, trained: TrainedStep) -> None:
         """From here on a checkpoint may hold the step, whatever fails after it."""
         with self.timed("sync"):
-            self.learner.follow()
+            self.learner.move_reference()
         self.trained, self.unlogged = trained.step, trained
         if isinstance(self.sampler, AheadSampler):  # whose threads go on sampling
             self.resume_state = partial(take_snapshot, self.sampler)
@@ -255,7 +255,7 @@ class Run:
             | {"sampling/tokens": sampled.generated}
             | batch_metrics(sampled.groups, step)
             | prefixed("segments", sampled.segments)
-            | prefixed("train", trained.figures | pair_figures(sampled.groups, self.config.preference))
+            | prefixed("train", trained.figures | pair_metrics(sampled.groups, self.config.preference))
             | prefixed("sync", in_sync)
         )
         if isinstance(self.sampler, AheadSampler):

@@ -9,8 +9,12 @@ from typing import Any
 
 import torch
 
+from dapo_runner.algorithms.learner import Learner
+from dapo_runner.algorithms.losses import Output
+from dapo_runner.algorithms.mini_batch import MiniBatch
+from dapo_runner.algorithms.packing import count_training_tokens, pack
 from dapo_runner.config import Config, parse_config
-from dapo_runner.types import Completion, Group, Prompt, Sample, Sequence, TruncatedSupport, Verdict
+from dapo_runner.types import Completion, Group, PackedBatch, Prompt, Sample, Sequence, TruncatedSupport, Verdict
 
 
 def make_config(**sections: Any) -> Config:
@@ -174,3 +178,15 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def pack_mini_batch(learner: Learner, sequences: list[Sequence], budget: int) -> MiniBatch:
+    """One mini-batch in micro-batches of ``budget`` positions, without the log-probs that ``prepare`` adds."""
+    return MiniBatch(pack(sequences, budget), count_training_tokens(sequences), learner.loss.denominator(sequences))
+
+
+def backward(learner: Learner, mini: MiniBatch, batch: PackedBatch, selection: torch.Tensor | None = None) -> Output:
+    """Add the gradient of one micro-batch to the policy's."""
+    out = learner.compute_loss(mini, batch, selection)
+    out.loss.backward()
+    return out

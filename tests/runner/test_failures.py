@@ -117,8 +117,8 @@ def test_two_signals_during_an_update_save_nothing_and_say_so(tmp_path: Path, mo
     update, notes, numbers = Learner.update, Notes(), list[int]()
 
     def interrupted(learner: Learner, mini: Any, step: int) -> Any:
-        numbers.append(mini.number)
-        if step == 2 and mini.number == 1:
+        numbers.append(mini.index)
+        if step == 2 and mini.index == 1:
             interrupt_twice()
         return update(learner, mini, step)
 

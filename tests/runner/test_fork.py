@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from small import small_recipe, write_recipe
 
-from dapo_runner.algorithms import learner as learner_module
+from dapo_runner.algorithms import losses
 from dapo_runner.algorithms.mini_batch import NonFiniteUpdateError
 from dapo_runner.checkpoint import CheckpointError, checkpoint_to_resume, find_checkpoints
 from dapo_runner.cli import main
@@ -126,14 +126,14 @@ def test_the_cure_for_a_loss_that_is_not_finite_can_be_taken(
     """The error advises a lower optimizer.lr; the same folder used to refuse it."""
     run = copy_through(source, tmp_path, 3)
     (run / "config.yaml").write_text((run / "config.yaml").read_text().replace(str(source.parent), str(tmp_path)))
-    original = learner_module.linear_dapo_loss
+    original = losses.linear_dapo_loss
 
     def poisoned(*args: object, **kwargs: object) -> object:
         out = original(*args, **kwargs)  # type: ignore[arg-type]
         return out._replace(loss=out.loss * float("nan"))
 
     with monkeypatch.context() as patch:
-        patch.setattr(learner_module, "linear_dapo_loss", poisoned)
+        patch.setattr(losses, "linear_dapo_loss", poisoned)
         with pytest.raises(NonFiniteUpdateError, match=r"a lower optimizer\.lr is the usual cure"):
             train(config_in(tmp_path, run={"steps": 6, "keep": 9}), Progress())
     train(config_in(tmp_path, run={"steps": 6, "keep": 9}, optimizer={"lr": 1e-4}), Progress())

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from builders import CUTS, make_config, random_sequences, what_is_left, with_lists
+from builders import CUTS, backward, make_config, pack_mini_batch, random_sequences, what_is_left, with_lists
 from small import small_recipe
 from test_train import Notes
 from torch import Tensor
 
-from dapo_runner.algorithms.advantage import sequence_of
-from dapo_runner.algorithms.learner import Learner
-from dapo_runner.algorithms.mini_batch import MiniBatch, sampling_mask_of
+from dapo_runner.algorithms.advantage import make_sequence
+from dapo_runner.algorithms.forward import local_sampling_mask
+from dapo_runner.algorithms.learner import make_learner
 from dapo_runner.algorithms.packing import pack
 from dapo_runner.config import Config, ConfigError, ModelConfig, TreeShape, parse_config
 from dapo_runner.config.checks import cautions
@@ -117,12 +117,12 @@ def test_micro_batches_keep_every_tokens_list() -> None:
 
 def test_positions_are_shared_out_with_their_lists() -> None:
     (batch,) = pack(with_lists(random_sequences(6), 20), 1000)
-    whole = sampling_mask_of(batch, policy_on(None))
+    whole = local_sampling_mask(batch, policy_on(None))
     assert whole is not None
     offsets = whole.offsets.tolist()
     n = batch.n_positions // 2
     for rank in range(2):
-        part = sampling_mask_of(batch, policy_on(SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)))
+        part = local_sampling_mask(batch, policy_on(SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)))
         assert part is not None
         assert len(part.offsets) == n + 1
         assert part.offsets.diff().tolist() == whole.offsets.diff()[rank * n : (rank + 1) * n].tolist()
@@ -137,11 +137,11 @@ def test_the_update_is_that_of_what_was_kept(policy: Policy, engine: HFEngine) -
     """Loss and log-probs by hand, whatever the packing."""
     vocab = policy.head.weight.shape[0]
     sequences = [s for s in with_lists(random_sequences(10, seed=2), vocab) if s.mask[1:].any()]
-    learner = Learner(policy, make_config(loss={"old_logprobs": "rollout"}))
+    learner = make_learner(policy, make_config(loss={"old_logprobs": "rollout"}))
     found: list[tuple[float, dict[str, Tensor]]] = []
     for budget in (64, 1024):
-        mini = MiniBatch(sequences, budget, learner.objective)
-        outs = [(batch, learner._forward_backward(batch, mini)) for batch in mini.micro_batches]
+        mini = pack_mini_batch(learner, sequences, budget)
+        outs = [(batch, backward(learner, mini, batch)) for batch in mini.micro_batches]
         loss = sum(float(out.loss.detach()) for _, out in outs)
         found.append((loss, {name: p.grad.clone() for name, p in policy.model.named_parameters()}))
         policy.model.zero_grad()
@@ -182,7 +182,7 @@ def test_saved_groups_keep_their_lists(engine: HFEngine) -> None:
     (old,) = (item | {"samples": [{k: v for k, v in s.items() if k != "support"} for s in item["samples"]]}
               for item in [group_state(group)])  # fmt: skip
     assert _group_from_state(old, {}).samples[0].completion.support is None
-    sequence = sequence_of(group, group.samples[0], 1.0, 0, 0)
+    sequence = make_sequence(group, group.samples[0], 1.0, 0, 0)
     assert sequence.support is not None
     assert lists_of(sequence.support) == [[]] * len(asked.token_ids) + lists_of(completion.support)
 

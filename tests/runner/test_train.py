@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from small import small_recipe
 
-from dapo_runner.algorithms import learner as learner_module
+from dapo_runner.algorithms import losses
 from dapo_runner.algorithms.mini_batch import NonFiniteUpdateError
 from dapo_runner.checkpoint import CheckpointError, find_checkpoints
 from dapo_runner.config import Config, ConfigError, parse_config
@@ -320,14 +320,14 @@ def test_an_engine_without_the_new_weights_is_found_out(tmp_path: Path, monkeypa
 
 
 def test_a_broken_update_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = learner_module.linear_dapo_loss
+    original = losses.linear_dapo_loss
     calls = iter(range(100))
 
     def poisoned(*args: object, **kwargs: object) -> object:
         out = original(*args, **kwargs)  # type: ignore[arg-type]
         return out._replace(loss=out.loss * float("nan")) if next(calls) == 12 else out
 
-    monkeypatch.setattr(learner_module, "linear_dapo_loss", poisoned)
+    monkeypatch.setattr(losses, "linear_dapo_loss", poisoned)
     with pytest.raises(NonFiniteUpdateError, match=r"loss nan.*The batch is in ") as caught:
         train(config_in(tmp_path), Progress())
     (kept,) = (tmp_path / "small" / "nonfinite").iterdir()

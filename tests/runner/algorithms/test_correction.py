@@ -12,7 +12,7 @@ from builders import make_config, make_sequence
 from torch import Tensor
 
 from dapo_runner.algorithms.correction import Mismatch, correct, measure
-from dapo_runner.algorithms.learner import Learner, step_figures
+from dapo_runner.algorithms.learner import Learner, make_learner, step_metrics
 from dapo_runner.algorithms.mini_batch import MiniBatch
 from dapo_runner.algorithms.packing import pack
 from dapo_runner.config import ConfigError, CorrectionConfig
@@ -40,7 +40,7 @@ def expected(live: list[float]) -> list[float]:
 def test_the_figures_are_their_formulas() -> None:
     delta = [1.0, -0.25, 0.5, -1.5, 0.1]
     ratios = [math.exp(item) for item in delta]
-    figures = measure(LEARNER, ENGINE, MASK).figures()
+    figures = measure(LEARNER, ENGINE, MASK).metrics()
     assert figures["rollout_gap"] == pytest.approx(sum(map(abs, delta)) / 5, rel=1e-6)
     assert figures["rollout_gap_max"] == pytest.approx(1.5, rel=1e-6)
     assert figures["rollout_k3"] == pytest.approx(
@@ -52,12 +52,12 @@ def test_the_figures_are_their_formulas() -> None:
 
 def test_figures_do_not_depend_on_how_tokens_are_split() -> None:
     parts = [measure(LEARNER[part], ENGINE[part], MASK[part]) for part in (slice(0, 3), slice(3, 7), slice(7, 9))]
-    assert sum(parts, Mismatch()).figures() == pytest.approx(measure(LEARNER, ENGINE, MASK).figures())
-    assert Mismatch().figures() == {}
+    assert sum(parts, Mismatch()).metrics() == pytest.approx(measure(LEARNER, ENGINE, MASK).metrics())
+    assert Mismatch().metrics() == {}
 
 
 def test_agreement_is_a_gap_of_zero_and_every_token_effective() -> None:
-    figures = measure(ENGINE, ENGINE, MASK).figures()
+    figures = measure(ENGINE, ENGINE, MASK).metrics()
     assert figures.pop("rollout_ess") == 1
     assert set(figures.values()) == {0}
 
@@ -109,7 +109,7 @@ def test_a_limit_of_what_is_off_is_refused(limit: str, user: str) -> None:
 
 
 def learner_of(policy: Policy, **correction: object) -> Learner:
-    return Learner(policy, make_config(rollout={"correction": correction}))
+    return make_learner(policy, make_config(rollout={"correction": correction}))
 
 
 def sequences(engine_logprobs: list[Tensor]) -> list[Sequence]:
@@ -121,7 +121,7 @@ def gradients(learner: Learner, monkeypatch: pytest.MonkeyPatch, mini: MiniBatch
     """Of one update, which does not take place, and its figures."""
     monkeypatch.setattr(learner.optimizer, "step", lambda: None)
     monkeypatch.setattr(learner.optimizer, "zero_grad", lambda **_: None)
-    figures = step_figures([mini], [learner.update(mini, 0)])
+    figures = step_metrics([mini], [learner.update(mini, 0)])
     found = [tensor.grad.clone() for tensor in learner.master.tensors.values() if tensor.grad is not None]
     for tensor in learner.master.tensors.values():
         tensor.grad = None
@@ -157,7 +157,7 @@ def test_masked_sequences_leave_the_gradient_and_stay_in_its_denominator(
 def test_the_first_update_measures_what_it_trains_on(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     """On-policy there is no pass before the update: the figures come from the update's own log-probs."""
     learner = learner_of(policy)
-    monkeypatch.setattr(MiniBatch, "take_old_logprobs", lambda *_: pytest.fail("a pass too many"))
+    monkeypatch.setattr(MiniBatch, "set_old_logprobs", lambda *_: pytest.fail("a pass too many"))
     (mini,) = learner.prepare(sequences([item - 0.5 * (item != 0) for item in own_logprobs(learner)]))
     _, figures = gradients(learner, monkeypatch, mini)
     assert figures["rollout_gap"] == pytest.approx(0.5, rel=1e-3)
@@ -174,12 +174,12 @@ def test_a_steps_figures_do_not_depend_on_its_mini_batches(policy: Policy, monke
         config = make_config(
             rollout={"correction": correction, "group_size": 2}, sampler={"prompts_per_step": 1}, optimizer=settings
         )
-        learner = Learner(policy, config)
+        learner = make_learner(policy, config)
         monkeypatch.setattr(learner.optimizer, "step", lambda: None)
         minis = learner.prepare(unequal)
         updates = [learner.update(mini, 0) for mini in minis]
         assert len(updates) == 2 // (mini_batch_size or 2)
-        return step_figures(minis, updates)
+        return step_metrics(minis, updates)
 
     plain = learner_of(policy)
     unequal = []
@@ -189,7 +189,7 @@ def test_a_steps_figures_do_not_depend_on_its_mini_batches(policy: Policy, monke
         own = torch.cat([torch.zeros(1), plain.logprobs(batch)])
         unequal.append(replace(sequence, rollout_logprobs=own - gap * sequence.mask))
     split, whole = figures(1), figures(None)
-    assert {key for key in whole if key.startswith("rollout_")} == set(measure(LEARNER, ENGINE, MASK).figures())
+    assert {key for key in whole if key.startswith("rollout_")} == set(measure(LEARNER, ENGINE, MASK).metrics())
     for key in whole:
         if key.startswith("rollout_"):
             assert split[key] == pytest.approx(whole[key], rel=1e-4), key
@@ -213,7 +213,7 @@ def test_a_steps_figures_do_not_depend_on_its_mini_batches(policy: Policy, monke
 def test_a_token_without_a_log_prob_of_the_engines_has_a_neutral_ratio(
     policy: Policy, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], age: int
 ) -> None:
-    learner = Learner(policy, make_config(**settings))
+    learner = make_learner(policy, make_config(**settings))
     own = own_logprobs(learner)
     engine = [item - 0.25 * (item != 0) for item in own]
     known = [item.clone() for item in engine]
@@ -242,7 +242,7 @@ def test_a_group_carried_over_has_its_real_ratio(policy: Policy, monkeypatch: py
     """Its ratio used to be 1 whatever the policy had learnt since. What is fresh stays on-policy, at no extra pass."""
     learner = learner_of(policy)
     items = carried_over(learner)
-    monkeypatch.setattr(MiniBatch, "take_old_logprobs", lambda *_: pytest.fail("a pass too many"))
+    monkeypatch.setattr(MiniBatch, "set_old_logprobs", lambda *_: pytest.fail("a pass too many"))
     (mini,) = learner.prepare(items)
     assert [batch.stale for batch in mini.micro_batches] == [False, True]
     found, figures = gradients(learner, monkeypatch, mini)
@@ -264,14 +264,14 @@ def test_in_a_later_mini_batch_too(policy: Policy, monkeypatch: pytest.MonkeyPat
         sampler={"prompts_per_step": 1},
         optimizer={"mini_batch_size": 1, "token_budget": 256},
     )
-    learner = Learner(policy, config)
+    learner = make_learner(policy, config)
     monkeypatch.setattr(learner.optimizer, "step", lambda: None)
     old, fresh = carried_over(learner)
     for items, ratios in (([fresh, old], (1.0, math.exp(0.5))), ([old, fresh], (math.exp(0.5), 1.0))):
         minis = learner.prepare(items)
         updates = [learner.update(mini, 0) for mini in minis]
         assert [figures["ratio"] for figures in updates] == pytest.approx(ratios, rel=1e-3)
-        assert step_figures(minis, updates)["rollout_gap"] == pytest.approx((0.5 + 0.25) / 2, rel=1e-3)
+        assert step_metrics(minis, updates)["rollout_gap"] == pytest.approx((0.5 + 0.25) / 2, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_correction_of_a_group_carried_over(
 def test_against_the_engines_own_log_probs_age_makes_no_difference(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learner = Learner(policy, make_config(loss={"old_logprobs": "rollout"}))
+    learner = make_learner(policy, make_config(loss={"old_logprobs": "rollout"}))
     ratios = []
     for age in (0, 1):
         (mini,) = learner.prepare(carried_over(learner, age=age))

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from builders import make_completion, make_config, make_group, make_prompt
+from builders import backward, make_completion, make_config, make_group, make_prompt
 from small import small_recipe
 from test_learner import spelled_logprobs
 
+from dapo_runner.algorithms.learner import Learner, make_learner
 from dapo_runner.algorithms.mini_batch import MiniBatch
-from dapo_runner.algorithms.pairs import PairLearner, in_pairs, make_pairs, pair_figures, pair_sequences
+from dapo_runner.algorithms.pairs import make_pairs, order_by_pair, pair_metrics, pair_sequences
 from dapo_runner.config import ConfigError, ModelConfig, PreferenceConfig, apply_overrides, check_config, parse_config
 from dapo_runner.policy.model import Policy, load_reference
 from dapo_runner.preflight.dry_run import departures
@@ -51,9 +52,9 @@ def test_the_records_of_a_step() -> None:
     assert [sequence.pair for sequence in sequences] == [0, -1, 0, -1, -1, 1, 1]
     assert [float(sequence.advantages[-1]) for sequence in sequences] == [-1, 0, 1, 0, 0, 1, -1]
     assert [bool(sequence.mask.any()) for sequence in sequences] == [pair.pair >= 0 for pair in sequences]
-    assert [sequences.index(sequence) for sequence in in_pairs(sequences)] == [2, 0, 5, 6]
-    assert pair_figures(groups, config) == {"ties": 1}
-    assert pair_figures(groups, None) == {}
+    assert [sequences.index(sequence) for sequence in order_by_pair(sequences)] == [2, 0, 5, 6]
+    assert pair_metrics(groups, config) == {"ties": 1}
+    assert pair_metrics(groups, None) == {}
 
 
 def some_groups(n: int, seed: int = 0) -> list[Group]:
@@ -93,10 +94,10 @@ def reference(model_folder: Path) -> Policy:
     return policy
 
 
-def gradients(learner: PairLearner, minis: list[MiniBatch]) -> dict[str, torch.Tensor]:
+def gradients(learner: Learner, minis: list[MiniBatch]) -> dict[str, torch.Tensor]:
     for mini in minis:
         for batch in mini.micro_batches:
-            learner._forward_backward(batch, mini)
+            backward(learner, mini, batch)
     found = {name: p.grad.clone() for name, p in learner.policy.model.named_parameters()}
     learner.policy.model.zero_grad()
     return found
@@ -106,7 +107,7 @@ def gradients(learner: PairLearner, minis: list[MiniBatch]) -> dict[str, torch.T
 def test_the_gradient_is_that_of_the_paper_spelled_out(policy: Policy, reference: Policy, temperature: float) -> None:
     """DPO eq. 7 over each pair by itself, with transformers' own logits and attention; in several micro-batches."""
     config = pair_config({"beta": 0.4}, rollout={"temperature": temperature})
-    learner = PairLearner(policy, config, reference)
+    learner = make_learner(policy, config, reference)
     sequences = pair_sequences(some_groups(4), config.preference)
     (mini,) = learner.prepare(sequences)
     assert len(mini.micro_batches) > 1
@@ -116,7 +117,7 @@ def test_the_gradient_is_that_of_the_paper_spelled_out(policy: Policy, reference
     for model in (policy.model, reference.model):
         model.set_attn_implementation("eager")
     ratios = []
-    for sequence in in_pairs(sequences):
+    for sequence in order_by_pair(sequences):
         own, other = (spelled_logprobs(model, sequence, temperature) for model in (policy.model, reference.model))
         ratios.append((own - other.detach())[sequence.mask[1:]].sum())
     chosen, rejected = torch.stack(ratios).view(-1, 2).unbind(1)
@@ -129,7 +130,7 @@ def test_the_gradient_does_not_depend_on_the_packing(policy: Policy, reference: 
     groups, found = some_groups(6), []
     for budget in (30, 1024):
         config = pair_config(optimizer={"token_budget": budget})
-        learner = PairLearner(policy, config, reference)
+        learner = make_learner(policy, config, reference)
         found.append(gradients(learner, learner.prepare(pair_sequences(groups, config.preference))))
     for name, expected in found[1].items():
         assert (found[0][name] - expected).norm() <= 1e-6 * expected.norm(), name
@@ -137,7 +138,7 @@ def test_the_gradient_does_not_depend_on_the_packing(policy: Policy, reference: 
 
 def test_a_pair_is_not_taken_apart(policy: Policy, reference: Policy) -> None:
     config = pair_config(optimizer={"mini_batch_size": 8})
-    learner = PairLearner(policy, config, reference)
+    learner = make_learner(policy, config, reference)
     minis = learner.prepare(pair_sequences(some_groups(7), config.preference))
     assert [mini.denominator for mini in minis] == [4, 4, 4, 2]
     for mini in minis:
@@ -152,7 +153,7 @@ def test_the_policy_of_the_step_as_reference(policy: Policy) -> None:
     log-probs has. The second mini-batch is held against the policy as it was.
     """
     config = pair_config({"reference": "step"}, optimizer={"mini_batch_size": 8, "lr": 1e-2, "token_budget": 256})
-    learner = PairLearner(policy, config)
+    learner = make_learner(policy, config)
     first, second = learner.prepare(pair_sequences(some_groups(4), config.preference))
     (batch,) = second.micro_batches
     assert torch.equal(batch.ref_logprobs, learner.logprobs(batch))
@@ -165,7 +166,7 @@ def test_the_policy_of_the_step_as_reference(policy: Policy) -> None:
 
 def test_an_update_prefers_the_chosen(policy: Policy, reference: Policy) -> None:
     config = pair_config(optimizer={"lr": 1e-2, "token_budget": 1024, "warmup_steps": 0})
-    learner = PairLearner(policy, config, reference)
+    learner = make_learner(policy, config, reference)
     sequences = pair_sequences(some_groups(4), config.preference)
     before, *_, after = [learner.update(learner.prepare(sequences)[0], step=0) for _ in range(4)]
     assert after["loss"] < before["loss"]

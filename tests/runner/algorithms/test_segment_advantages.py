@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.algorithms.packing import count_training_tokens
-from dapo_runner.algorithms.segments import chain_segments, chain_starts, node_values, segment_figures, tree_segments
+from dapo_runner.algorithms.segments import chain_segments, chain_starts, node_values, segment_metrics, tree_segments
 from dapo_runner.config import AdvantageConfig, SegmentsConfig
 from dapo_runner.types import Branch, Completion, Group, Sample, Sequence
 
@@ -102,12 +102,12 @@ def test_a_segment_that_responses_share_is_counted_once() -> None:
     """Sizes ½, 1, 1 and ½ under the two children; of the second group none, of its three segments."""
     group = tree_of(leaf(True, (0, 3), (0, 2)), leaf(False, (0, 3), (1, 4)), leaf(True, (1, 2)))
     solved = tree_of(leaf(True, (0, 3), (0, 2)), leaf(True, (0, 3), (1, 4)))
-    figures = segment_figures([tree_segments(tree) for tree in (group, solved)])
+    figures = segment_metrics([tree_segments(tree) for tree in (group, solved)])
     assert figures == {"per_response": 9 / 5, "advantage": 3 / 7, "zero": 3 / 7}
     sample = make_sample(True, length=9)
     chains = tuple(replace(sample, segments=chain_segments(sample, [0, 4], values)) for values in ([0, 0.5], [0, 0]))
-    assert segment_figures([tree_of(*chains)]) == {"per_response": 2, "advantage": 0.5, "zero": 0.25}
-    assert segment_figures([]) == {}
+    assert segment_metrics([tree_of(*chains)]) == {"per_response": 2, "advantage": 0.5, "zero": 0.25}
+    assert segment_metrics([]) == {}
 
 
 def test_segments_without_an_advantage_do_not_train() -> None:

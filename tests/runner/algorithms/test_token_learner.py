@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from builders import make_config, random_sequences, save_model
+from builders import backward, make_config, random_sequences, save_model
 from torch import Tensor
 
 from dapo_runner.algorithms.critic import value_loss
-from dapo_runner.algorithms.learner import Learner
+from dapo_runner.algorithms.learner import Learner, make_learner
 from dapo_runner.algorithms.mini_batch import NonFiniteUpdateError
-from dapo_runner.algorithms.token_learner import TokenLearner
 from dapo_runner.config import Config, ConfigError, ModelConfig, TinyModelConfig
 from dapo_runner.policy.model import Policy, load_critic, load_policy, load_reference
 from dapo_runner.run.tiny_model import make_model
@@ -33,7 +32,7 @@ def earning(sequences: list[Sequence]) -> list[Sequence]:
     ]
 
 
-def make_learner(folder: Path, **sections: Any) -> TokenLearner:
+def open_learner(folder: Path, **sections: Any) -> Learner:
     config = make_config(**{"optimizer": OPTIMIZER} | sections)
     shared = config.critic is not None and config.critic.share_trunk
     policy = load_policy(folder, FLOAT32, CPU, role="shared" if shared else "policy")
@@ -44,10 +43,10 @@ def make_learner(folder: Path, **sections: Any) -> TokenLearner:
     with torch.no_grad():  # somewhere else than the policy
         for parameter in reference.model.parameters():
             parameter.mul_(1.1)
-    return TokenLearner(policy, config, reference, critic=critic)
+    return make_learner(policy, config, reference, critic)
 
 
-def by_sequence(learner: TokenLearner, sequences: list[Sequence], name: str) -> dict[int, Tensor]:
+def by_sequence(learner: Learner, sequences: list[Sequence], name: str) -> dict[int, Tensor]:
     """What the micro-batches of a step hold under a name, for each sequence that trains; its live tokens'."""
     found = {}
     for mini in learner.prepare(sequences):
@@ -57,7 +56,7 @@ def by_sequence(learner: TokenLearner, sequences: list[Sequence], name: str) -> 
                 batch.sequence_ids.tolist(), values.split(batch.lengths), batch.mask.split(batch.lengths), strict=True
             ):
                 assert name == "values" or not value[~mask].any()
-                found[mini.first + place] = value[mask]
+                found[mini.first_sequence + place] = value[mask]
     return found
 
 
@@ -77,7 +76,7 @@ def whitened(parts: dict[int, Tensor]) -> dict[int, Tensor]:
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_reinforce_pp_spelled_out(model_folder: Path, estimator: str) -> None:
     """arXiv 2501.03262: A_t = r − β Σ_{i ≥ t} KL(i), then whitened over the tokens of the step."""
-    learner = make_learner(
+    learner = open_learner(
         model_folder, advantage={"kind": "returns"}, reward={"kl": {"coef": 0.1, "estimator": estimator}}
     )
     assert learner.reference is not None
@@ -99,7 +98,7 @@ def test_reinforce_pp_spelled_out(model_folder: Path, estimator: str) -> None:
 
 def test_kl_in_the_reward_is_that_of_the_policy_before_the_step(model_folder: Path) -> None:
     """Also of groups carried over, whose ratios go back to the policy that sampled them."""
-    learner = make_learner(model_folder, advantage={"kind": "returns"}, reward={"kl": {"coef": 0.1}})
+    learner = open_learner(model_folder, advantage={"kind": "returns"}, reward={"kl": {"coef": 0.1}})
     fresh = earning(random_sequences(9))
     stale = [replace(sequence, age=1) for sequence in fresh]
     advantages = [by_sequence(learner, sequences, "advantages") for sequences in (fresh, stale)]
@@ -111,11 +110,10 @@ def test_kl_in_the_reward_is_that_of_the_policy_before_the_step(model_folder: Pa
 
 
 def test_the_first_update_has_ratio_1_though_its_log_probs_were_asked_before(model_folder: Path) -> None:
-    learner = make_learner(
+    learner = open_learner(
         model_folder, advantage={"kind": "returns"}, reward={"kl": {"coef": 0.1}}, loss={"objective": "ppo"}
     )
     (mini,) = learner.prepare(earning(random_sequences(9)))
-    assert all(batch.ref_logprobs is None for batch in mini.micro_batches)  # there is no penalty in the loss
     figures = learner.update(mini, 0)
     assert figures["ratio_max"] == pytest.approx(1.0, abs=1e-5)
     assert figures["reward_kl"] != 0
@@ -126,7 +124,7 @@ def test_advantages_do_not_depend_on_mini_batches_and_packing(model_folder: Path
     sequences, expected = earning(random_sequences(16)), None
     for size, budget in ((None, 1024), (4, 40)):
         optimizer = {**OPTIMIZER, "mini_batch_size": size, "token_budget": 1024}
-        learner = make_learner(model_folder, advantage={"kind": "gae"}, critic={}, optimizer=optimizer)
+        learner = open_learner(model_folder, advantage={"kind": "gae"}, critic={}, optimizer=optimizer)
         learner.config = learner.config.model_copy(
             update={"optimizer": learner.config.optimizer.model_copy(update={"token_budget": budget})}
         )
@@ -156,7 +154,7 @@ def test_the_value_loss_by_hand() -> None:
 @pytest.mark.parametrize("critic", [{"lr": 6e-3, "clip": None}, {"share_trunk": True, "coef": 2.0, "clip": None}])
 def test_a_critic_learns_what_a_response_will_earn(model_folder: Path, critic: dict[str, Any]) -> None:
     """The first token of the response decides: values before it cannot know, those behind it do."""
-    learner = make_learner(
+    learner = open_learner(
         model_folder,
         advantage={"kind": "gae", "lam": 1.0},
         critic=critic,
@@ -179,7 +177,7 @@ def test_a_critic_learns_what_a_response_will_earn(model_folder: Path, critic: d
 
 
 def test_while_it_warms_up_the_policy_waits(model_folder: Path) -> None:
-    learner = make_learner(
+    learner = open_learner(
         model_folder,
         advantage={"kind": "gae"},
         critic={"warmup_steps": 2, "lr": 1e-3},
@@ -202,13 +200,13 @@ def test_on_a_shared_trunk_the_gradient_is_that_of_both_losses(model_folder: Pat
     sequences = earning(random_sequences(8))
 
     def gradients(coef: float) -> dict[str, Tensor]:
-        learner = make_learner(model_folder, critic={"share_trunk": True, "coef": coef}, **sections)
+        learner = open_learner(model_folder, critic={"share_trunk": True, "coef": coef}, **sections)
         assert learner.critic is not None
         with torch.no_grad():
             learner.critic.head.weight.fill_(0.01)
         (mini,) = learner.prepare(sequences)
         for batch in mini.micro_batches:
-            learner._forward_backward(batch, mini)
+            backward(learner, mini, batch)
         return {name: p.grad.clone() for name, p in learner.policy.model.named_parameters()}
 
     none, once, twice = gradients(1e-12), gradients(1.0), gradients(2.0)
@@ -218,7 +216,7 @@ def test_on_a_shared_trunk_the_gradient_is_that_of_both_losses(model_folder: Pat
 
 
 def test_a_gradient_of_the_critic_that_is_not_finite_stops_before_it_is_taken(model_folder: Path) -> None:
-    learner = make_learner(model_folder, advantage={"kind": "gae"}, critic={})
+    learner = open_learner(model_folder, advantage={"kind": "gae"}, critic={})
     sequences = earning(random_sequences(8))
     sequences[0] = replace(sequences[0], reward=float("inf"))
     (mini,) = learner.prepare(sequences)
@@ -233,7 +231,7 @@ def test_a_critic_reads_the_policys_tokens(model_folder: Path, policy: Policy) -
     other = load_critic(model_folder, FLOAT32, CPU)
     other.tokenizer.add_tokens(["new"])
     with pytest.raises(ConfigError, match=r"critic\.path: expected a model with the policy's tokenizer"):
-        TokenLearner(policy, config, critic=other)
+        make_learner(policy, config, critic_model=other)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -241,14 +239,14 @@ def test_a_reference_that_moves(model_folder: Path, dtype: str) -> None:
     """θ_ref ← α θ_ref + (1 − α) θ. In bfloat16 the step is below its rounding, and the average keeps it."""
     model = ModelConfig.model_validate({"path": "x", "dtype": dtype})
     config: Config = make_config(loss={"overrides": {"kl_coef": 0.1}, "reference_ema": 0.9}, optimizer=OPTIMIZER)
-    learner = Learner(load_policy(model_folder, model, CPU), config, load_reference(model_folder, model, CPU))
+    learner = make_learner(load_policy(model_folder, model, CPU), config, load_reference(model_folder, model, CPU))
     assert learner.moving is not None
     name = "model.layers.0.mlp.up_proj.weight"
     expected = learner.master.tensors[name].detach().clone()
     for step in range(3):
         (mini,) = learner.prepare(random_sequences(8))
         learner.update(mini, step)
-        learner.follow()
+        learner.move_reference()
         expected = 0.9 * expected + 0.1 * learner.master.tensors[name].detach()
     torch.testing.assert_close(learner.moving.tensors[name], expected)
     assert learner.reference is not None
@@ -262,7 +260,7 @@ def test_a_reference_of_another_shape_cannot_follow(policy: Policy, tmp_path: Pa
     other = save_model(make_model(sizes, policy.tokenizer, max_positions=256), policy.tokenizer, tmp_path)
     config = make_config(loss={"overrides": {"kl_coef": 0.1}, "reference": "other", "reference_ema": 0.9})
     with pytest.raises(ConfigError, match=r"loss\.reference_ema: expected a reference with the same weights"):
-        Learner(policy, config, load_reference(other, FLOAT32, CPU))
+        make_learner(policy, config, load_reference(other, FLOAT32, CPU))
 
 
 def test_a_token_inside_the_clip_is_not_counted() -> None:

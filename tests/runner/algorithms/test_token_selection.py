@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from builders import make_config, random_sequences
+from builders import backward, make_config, pack_mini_batch, random_sequences
 
 from dapo_kernels import policy_loss
-from dapo_runner.algorithms.learner import Learner
-from dapo_runner.algorithms.mini_batch import MiniBatch
+from dapo_runner.algorithms.learner import make_learner
 from dapo_runner.algorithms.objective import resolve_objective
 from dapo_runner.algorithms.packing import pack
-from dapo_runner.algorithms.selection import Scores, select_tokens
+from dapo_runner.algorithms.selection import ScoredBatch, select_tokens
 from dapo_runner.policy.model import Policy
 from dapo_runner.types import PackedBatch, Sequence
 
@@ -28,13 +27,13 @@ def objective_of(name: str, **overrides: object) -> object:
     return resolve_objective(make_config(loss={"objective": name, "overrides": {**SELECTING[name], **overrides}}))
 
 
-def scores_of(batch: PackedBatch) -> Scores:
+def scores_of(batch: PackedBatch) -> ScoredBatch:
     """Log-probs and entropies that are a function of the token's place in its sequence alone."""
     logprobs = -torch.rand(1000, generator=torch.Generator().manual_seed(1)) * 3
     entropy = torch.rand(1000, generator=torch.Generator().manual_seed(2))
     ids = batch.sequence_ids.repeat_interleave(batch.cu_seqlens.diff().to(torch.int64))
     place = ids * 20 + batch.position_ids
-    return Scores(logprobs[place], entropy[place])
+    return ScoredBatch(batch, logprobs[place], entropy[place])
 
 
 def selected(name: str, sequences: list[Sequence], budget: int, **overrides: object) -> set[tuple[int, int]]:
@@ -42,7 +41,7 @@ def selected(name: str, sequences: list[Sequence], budget: int, **overrides: obj
     batches = pack(sequences, budget)
     generator = torch.Generator().manual_seed(3)
     objective = objective_of(name, **overrides)
-    choices = select_tokens(objective, batches, [scores_of(batch) for batch in batches], generator)  # type: ignore[arg-type]
+    choices = select_tokens(objective, [scores_of(batch) for batch in batches], generator)  # type: ignore[arg-type]
     found = set()
     for batch, chosen in zip(batches, choices, strict=True):
         assert chosen.dtype == torch.bool
@@ -78,7 +77,7 @@ def test_clip_cov_leaves_alone_what_the_clip_stopped_already() -> None:
     batches = pack(sequences, 64)
     scores = [scores_of(batch) for batch in batches]
     lots = torch.Generator().manual_seed(3)
-    choices = select_tokens(objective_of("clip_cov"), batches, scores, lots, on_policy=True)  # type: ignore[arg-type]
+    choices = select_tokens(objective_of("clip_cov"), scores, lots, on_policy=True)  # type: ignore[arg-type]
     assert any(bool(chosen.any()) for chosen in choices)
 
 
@@ -86,21 +85,21 @@ def test_an_objective_without_a_selection_is_refused() -> None:
     batches = pack(random_sequences(2), 64)
     objective = resolve_objective(make_config())
     with pytest.raises(ValueError, match="expected an objective with top_entropy"):
-        select_tokens(objective, batches, [scores_of(batch) for batch in batches], torch.Generator())
+        select_tokens(objective, [scores_of(batch) for batch in batches], torch.Generator())
 
 
 @pytest.mark.parametrize("name", SELECTING)
 def test_the_gradient_is_that_of_one_call_over_everything(policy: Policy, name: str) -> None:
     """Packed into one micro-batch and left to select by itself, the loss of dapo_kernels agrees."""
     config = make_config(loss={"objective": name, "overrides": SELECTING[name], "old_logprobs": "rollout"})
-    learner = Learner(policy, config)
+    learner = make_learner(policy, config)
     sequences = random_sequences(12)
 
     def gradients(budget: int) -> dict[str, torch.Tensor]:
         policy.model.zero_grad()
-        mini = MiniBatch(sequences, budget, learner.objective)
-        for batch, selection in zip(mini.micro_batches, learner._selections(mini, step=0), strict=True):
-            learner._forward_backward(batch, mini, selection)
+        mini = pack_mini_batch(learner, sequences, budget)
+        for batch, selection in zip(mini.micro_batches, learner.select_tokens(mini, step=0), strict=True):
+            backward(learner, mini, batch, selection)
         return {key: p.grad.clone() for key, p in policy.model.named_parameters()}
 
     split, whole = gradients(30), gradients(1024)
@@ -115,18 +114,18 @@ def test_the_gradient_is_that_of_one_call_over_everything(policy: Policy, name: 
     logprobs = stats.gather(1, batch.target_ids[:, None])[:, 0]
     entropy = -(stats.exp() * stats).sum(-1)
     arguments = (logprobs, batch.old_logprobs, batch.advantages)
-    policy_loss(*arguments, entropy=entropy, objective=learner.objective, mask=batch.mask).loss.backward()
+    policy_loss(*arguments, entropy=entropy, objective=learner.loss.objective, mask=batch.mask).loss.backward()
     for key, parameter in policy.model.named_parameters():
         assert (whole[key] - parameter.grad).norm() <= 1e-4 * parameter.grad.norm(), key
 
 
 def test_an_update_selects_alike_after_a_resume_and_anew_at_every_step(policy: Policy) -> None:
     config = make_config(loss={"objective": "clip_cov", "overrides": {"clip_cov": (0.2, -10.0, 10.0)}})
-    learner = Learner(policy, config)
-    mini = MiniBatch(random_sequences(12), 40, learner.objective)
+    learner = make_learner(policy, config)
+    mini = pack_mini_batch(learner, random_sequences(12), 40)
 
     def drawn(step: int) -> list[list[bool]]:
-        return [selection.tolist() for selection in learner._selections(mini, step) if selection is not None]
+        return [selection.tolist() for selection in learner.select_tokens(mini, step) if selection is not None]
 
     assert drawn(3) == drawn(3)
     assert drawn(3) != drawn(4)
@@ -143,7 +142,7 @@ def test_what_was_carried_over_keeps_its_own_ratios_where_the_rest_is_on_policy(
     batches = pack(mixed, 64)
     scores = [scores_of(batch) for batch in batches]
     generator = torch.Generator().manual_seed(3)
-    choices = select_tokens(objective_of("clip_cov"), batches, scores, generator, on_policy=True)  # type: ignore[arg-type]
+    choices = select_tokens(objective_of("clip_cov"), scores, generator, on_policy=True)  # type: ignore[arg-type]
     assert {batch.stale: bool(chosen.any()) for batch, chosen in zip(batches, choices, strict=True)} == {
         False: True,
         True: False,

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from builders import make_config, make_group, make_prompt
-from gradients import make_learner, open_case, sequences_for
+from gradients import open_case, open_learner, sequences_for
 from launch import leave
 
 from dapo_runner.checkpoint import (
@@ -60,7 +60,7 @@ class Parts:
     def __init__(self, path: Path, case: str, parallel: dict[str, int]) -> None:
         config = make_config(optimizer=TRAINING, model=CASES[case], parallel=parallel, **SECTIONS.get(case, {}))
         self.world: World = open_case(config)
-        self.learner = make_learner(str(path), config, self.world)
+        self.learner = open_learner(str(path), config, self.world)
         prompts = [make_prompt(f"p{i}") for i in range(10)]
         self.sampler = DynamicSampler(PromptCursor(prompts, seed=0), config.sampler)
 
@@ -69,7 +69,7 @@ class Parts:
         for step in steps:
             (mini,) = self.learner.prepare(sequences_for(self.learner.config, 8, seed=step))
             figures.append(self.learner.update(mini, step))
-            self.learner.follow()
+            self.learner.move_reference()
         return figures
 
     def content(self) -> dict[str, Any]:

@@ -17,8 +17,7 @@ from builders import make_config, paired, random_sequences, with_lists
 from launch import leave
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from dapo_runner.algorithms import learners
-from dapo_runner.algorithms.learner import Learner, step_figures
+from dapo_runner.algorithms.learner import Learner, make_learner, step_metrics
 from dapo_runner.algorithms.mini_batch import NonFiniteUpdateError
 from dapo_runner.algorithms.objective import uses_reference
 from dapo_runner.algorithms.weights import Part
@@ -27,7 +26,6 @@ from dapo_runner.parallel.sharding import whole
 from dapo_runner.parallel.watch import launched
 from dapo_runner.parallel.world import SINGLE_PROCESS, World, make_layout, make_world
 from dapo_runner.policy.model import load_critic, load_policy, load_reference
-from dapo_runner.timing import StepClock
 from dapo_runner.types import Sequence
 
 
@@ -38,7 +36,7 @@ def open_case(config: Config) -> World:
     return make_world(make_layout(config, size, size), rank, "cpu")
 
 
-def make_learner(path: str, config: Config, world: World) -> Learner:
+def open_learner(path: str, config: Config, world: World) -> Learner:
     """With a reference and a critic where the configuration wants them; the reference is not where the policy is."""
     cpu, shared = torch.device("cpu"), config.critic is not None and config.critic.share_trunk
     policy = load_policy(
@@ -55,7 +53,7 @@ def make_learner(path: str, config: Config, world: World) -> Learner:
         critic = policy if shared else load_critic(path, config.model, cpu, world)
         with torch.no_grad():  # zeros would leave the trunk without a gradient
             critic.model.value_head.weight.copy_(critic.model.value_head.weight * 0 + 0.01)
-    return learners.make_learner(policy, config, reference, StepClock(), critic)
+    return make_learner(policy, config, reference, critic)
 
 
 def sequences_for(config: Config, count: int, seed: int = 0) -> list[Sequence]:
@@ -88,7 +86,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     path, n_sequences, poisoned = case.pop("path"), case.pop("sequences", 14), case.pop("poisoned", False)
     config = make_config(**case)
     world = open_case(config)
-    learner = make_learner(path, config, world)
+    learner = open_learner(path, config, world)
     policy = learner.policy
     if config.model.lora is not None:
         with torch.no_grad():  # B = 0 would leave A without a gradient, rows alike that of the head
@@ -113,8 +111,8 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         told = world.all_gather_object(str(error))
         assert told == [told[0]] * world.size
         return {"stopped": told[0]}
-    figures |= step_figures([mini], [figures], world)
-    learner.follow()
+    figures |= step_metrics([mini], [figures], world)
+    learner.move_reference()
     weights = dict(policy.named_weights())
     for part in learner.parts():
         weights |= {f"{part.prefix}{name}": whole(x.detach()) for name, x in part.tensors.items() if part.prefix}

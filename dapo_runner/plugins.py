@@ -1,0 +1,28 @@
+"""Functions of the user's own, named as `module:function` in a recipe."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dapo_runner.errors import ConfigError
+
+
+def import_function(key: str, use: str) -> Callable[..., Any]:
+    """Return the function that ``use`` names. Raises ConfigError, which names the setting ``key``."""
+    module_name, _, function_name = use.partition(":")
+    if str(Path.cwd()) not in sys.path:  # a console script does not see the folder it is started in
+        sys.path.append(str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{key}: expected module:function that can be imported from here, got {use!r} ({error})"
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ConfigError(f"{key}: module {module_name!r} has no function {function_name!r}")
+    return function
