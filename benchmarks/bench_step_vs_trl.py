@@ -10,7 +10,7 @@ own, one after the other; the figure is the median over steps after the first, w
     TRL               GRPOTrainer, which on a CPU generates with transformers. Its torch_compile=True compiles anew for
                       every length it has not met, 70 to 90 s each time, and is no faster once it has
     runner            dapo_runner with vLLM
-    runner, compiled  the same with model.compile and rollout.vllm.compile; what compiling takes is printed apart
+    runner, compiled  the same with model.compile and rollout.vllm.enforce_eager=false; compiling is printed apart
     runner, hf        the same generating with transformers, as TRL does: what the trainer gains without vLLM
     TRL, our loss     the same with DapoGRPOTrainer in GRPOTrainer's place
     runner, by dapo   ``dapo train``, with no variable set: the command tells glibc by itself to keep what was freed
@@ -179,7 +179,7 @@ def run_ours(model: str, steps: int, threads: int, side: str) -> dict[str, Any]:
             "data": {"path": str(data), "template": "plain", "chat_template": "never", "eval_size": 0},
             "rollout": {
                 "engine": "hf" if side == WITHOUT_VLLM else "vllm",
-                "vllm": {"compile": compiled},
+                "vllm": {"enforce_eager": not compiled},
                 "group_size": GROUP,
                 "max_prompt_tokens": 64,
                 "max_response_tokens": TOKENS,

@@ -69,6 +69,13 @@ def lock_file(path: Path) -> BinaryIO:
     return file
 
 
+def check_writable(folder: Path, key: str = "run.output_dir") -> None:
+    """Raise ConfigError where a folder cannot be made. Makes nothing."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ConfigError(f"{key}: expected a folder that can be written to, got {folder}")
+
+
 def _encode(content: str | bytes) -> bytes:
     # UTF-8 has no bytes for a lone surrogate: JSON's escape of it takes its place.
     return content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace")

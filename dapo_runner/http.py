@@ -11,6 +11,7 @@ import json
 import os
 import threading
 from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
 from functools import lru_cache
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -41,14 +42,23 @@ class HTTPError(RunError):
         self.waited = waited
 
 
-def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on the shared event loop and wait for it. An exception in this thread (Ctrl-C) cancels it."""
-    future = asyncio.run_coroutine_threadsafe(work, shared_loop())
+def start(work: Coroutine[Any, Any, T]) -> Future[T]:
+    """Run a coroutine on the shared event loop."""
+    return asyncio.run_coroutine_threadsafe(work, shared_loop())
+
+
+def wait(future: Future[T]) -> T:
+    """Wait for the end of ``future``. An exception in this thread, as of Ctrl-C, cancels it."""
     try:
         return future.result()
     except BaseException:
         future.cancel()
         raise
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on the shared event loop and wait for it. An exception in this thread cancels it."""
+    return wait(start(work))
 
 
 def shared_loop() -> asyncio.AbstractEventLoop:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from rich.console import Console
@@ -23,7 +24,7 @@ from dapo_runner.policy.lengths import check_length
 from dapo_runner.policy.model import load_tokenizer, resolve_device
 from dapo_runner.preflight.needs import check_model
 from dapo_runner.rewards.scoring import Scorer
-from dapo_runner.run.parts import open_engine
+from dapo_runner.rollout.engine import open_engine
 from dapo_runner.types import Group
 
 
@@ -38,8 +39,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     dataset = load_data(config, load_tokenizer(source, config.model))
     if not dataset.heldout:
         raise ConfigError("data.eval_size: expected at least one held-out problem, got none")
-    engine = open_engine(config, source, device, note=complain)
-    result = evaluate(scored(engine.generate, Scorer(config, shaped=False)), dataset.heldout, config)
+    with closing(open_engine(config, source, device, note=complain)) as engine:
+        result = evaluate(scored(engine.generate, Scorer(config, shaped=False)), dataset.heldout, config)
     _print_responses(result.groups[: options.show])
     print_evaluations(Console(), str(source), {"held-out": {f"eval/{k}": v for k, v in result.metrics.items()}})
     if options.json is not None:

@@ -18,11 +18,12 @@ import torch
 from dapo_runner.commands.output import quiet_libraries
 from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import Config, ConfigError, load_config
+from dapo_runner.files import check_writable
 from dapo_runner.folder import TINY_MODEL
 from dapo_runner.policy.model import resolve_device
-from dapo_runner.preflight.needs import check_model, check_writable
-from dapo_runner.rollout import nccl
-from dapo_runner.rollout.key import authorize, key_file, make_key
+from dapo_runner.preflight.needs import check_model
+from dapo_runner.rollout.key import key_file, make_key, server_key
+from dapo_runner.rollout.nccl import NCCLTransfer
 from dapo_runner.rollout.transfer import BACKEND
 from dapo_runner.rollout.vllm import check_installed, engine_arguments
 from dapo_runner.run.tiny_model import make_model, make_tokenizer
@@ -42,7 +43,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         )
     check_installed()
     if config.rollout.server.transfer == "nccl":
-        nccl.check_there(config)
+        NCCLTransfer.check(config)
     quiet_libraries()
     url = config.rollout.server.urls[options.server]
     _check_free(url)
@@ -103,8 +104,7 @@ def server_environment(config: Config, url: str) -> dict[str, str]:
     key_env = config.rollout.server.key_env
     if key_env is None:
         make_key(url)
-    key = authorize(url, key_env)["Authorization"].removeprefix("Bearer ")
-    return {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": key}
+    return {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": server_key(url, key_env)}
 
 
 def _flags(arguments: Mapping[str, Any]) -> Iterator[str]:

@@ -9,10 +9,7 @@ from dapo_runner.config.reward import RULES
 from dapo_runner.config.section import read_key, spell, unmet_requirements
 from dapo_runner.config.settings import Config
 
-ONE_GPU = ("auto", "cpu", "cuda", "cuda:0")  # where a vLLM in this process can be
-# vLLM 0.32 samples at 0.01 whatever smaller temperature it is given (0, greedy, apart) and takes none above 2.
-VLLM_TEMPERATURES = (0.01, 2.0)
-
+ONE_GPU = ("auto", "cpu", "cuda", "cuda:0")  # where an engine can be that takes the first GPU it sees
 Check = tuple[str, bool, str]  # a key, whether its value fits, what is expected of it
 
 
@@ -71,30 +68,36 @@ def _tree(config: Config) -> Iterator[Check]:
         yield "sampler.max_age", config.max_age >= steps - 1, f"at least {steps - 1}: a tree trains for {steps} steps"
 
 
-def _vllm(config: Config) -> Iterator[Check]:
-    engine, fits = config.rollout.engine, config.run.device in ONE_GPU
-    yield "run.device", engine != "vllm" or fits, f"{', '.join(ONE_GPU)} with vllm (CUDA_VISIBLE_DEVICES chooses a GPU)"
-    low, high = VLLM_TEMPERATURES
-    for key, greedy in (("rollout.temperature", False), ("evaluation.temperature", True)):
-        temperature = read_key(config, key)
-        fits = engine == "hf" or low <= temperature <= high or (greedy and temperature == 0)
-        yield key, fits, f"{low:g} to {high:g} with rollout.engine={engine}"
+def _engine(config: Config) -> Iterator[Check]:
+    """Check the settings that not every engine supports."""
+    rollout, engine = config.rollout, config.rollout.engine_spec
+    name = f"with rollout.engine={rollout.engine}"
+    low, high = engine.temperatures
+    for key in ("rollout.temperature", "evaluation.temperature"):
+        yield key, read_key(config, key) == 0 or low <= read_key(config, key) <= high, f"{low:g} to {high:g} {name}"
+    on_first_gpu = not engine.reserves_memory or config.run.device in ONE_GPU
+    yield "run.device", on_first_gpu, f"{', '.join(ONE_GPU)} {name} (CUDA_VISIBLE_DEVICES chooses a GPU)"
+    n_samples = max(rollout.group_size, config.evaluation.k)
+    fits = not engine.takes_whole_groups or rollout.max_batch_sequences >= n_samples
+    yield "rollout.max_batch_sequences", fits, f"at least {n_samples} (rollout.group_size, evaluation.k)"
+    shared = config.parallel.rollout_tensor
+    yield "parallel.rollout_tensor", shared == 1 or engine.is_tensor_parallel, f"1 {name}"
+    yield "rollout.max_staleness", not rollout.max_staleness or engine.is_asynchronous, f"0 {name}"
+    yield "sampler.oversample", config.sampler.oversample == 1 or engine.drops_answers, f"1 {name}"
 
 
 def _sampling_mask(config: Config) -> Iterator[Check]:
-    rollout = config.rollout
+    rollout, kept = config.rollout, config.rollout.engine_spec.names_kept_tokens
     if rollout.sampling_mask:
-        yield "rollout.sampling_mask", bool(rollout.truncations), "false without rollout.top_p, top_k or min_p"
-        yield "rollout.top_k", rollout.engine != "vllm" or rollout.top_k is not None, "a number with sampling_mask"
+        key, name = "rollout.sampling_mask", f"rollout.engine={rollout.engine}"
+        yield key, bool(rollout.truncations), "false without rollout.top_p, top_k or min_p"
+        yield key, kept != "none", f"false with {name}"
+        yield "rollout.top_k", kept != "top_k" or rollout.top_k is not None, f"a number with {key} and {name}"
 
 
-def _servers(config: Config) -> Iterator[Check]:
-    """vLLM 0.32 takes no request for more samples than it decodes side by side."""
-    most = max(config.rollout.group_size, config.evaluation.k)
-    fits = config.rollout.engine != "server" or config.rollout.max_batch_sequences >= most
-    yield "rollout.max_batch_sequences", fits, f"at least {most} (rollout.group_size, evaluation.k)"
-    ahead = config.rollout.max_staleness
-    yield "sampler.max_age", config.max_age >= ahead, f"at least rollout.max_staleness={ahead}"
+def _max_age(config: Config) -> Iterator[Check]:
+    staleness = config.rollout.max_staleness
+    yield "sampler.max_age", config.max_age >= staleness, f"at least rollout.max_staleness={staleness}"
 
 
 def _routing_replay(config: Config) -> Iterator[Check]:
@@ -132,9 +135,9 @@ CHECKS = (
     _batches,
     _group_size,
     _tree,
-    _vllm,
+    _engine,
     _sampling_mask,
-    _servers,
+    _max_age,
     _routing_replay,
     check_schedule,
     _critic,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from dapo_runner.config.engines import ENGINES, EngineSpec
 from dapo_runner.config.rollout_server import ServerConfig
 from dapo_runner.config.sampling import SamplingConfig
 from dapo_runner.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section, Share
@@ -29,19 +30,17 @@ class CorrectionConfig(Section):
 class ProbeConfig(Section):
     """After each sync the engine answers a few training prompts, and the learner says how likely those answers are."""
 
-    prompts: NonNegativeInt = 8  # 0: no probe
-    tokens: PositiveInt = 4  # of each answer
+    enabled: bool = True  # the probe
     # Of the mean |Δ log-prob|. null: 0.001 in float32, 0.2 in bfloat16, and ten times the run's first gaps.
     bound: PositiveFloat | None = None
 
 
 class VLLMConfig(Section):
-    """vLLM, in this process or as `dapo serve` starts it. The first two are for the CPU, the rest for GPUs."""
+    """vLLM, in this process or as `dapo serve` starts it."""
 
+    enforce_eager: bool | None = None  # neither compilation nor CUDA graphs; null: on a CPU alone
     kv_cache_gib: PositiveFloat = 2.0  # of the KV cache, on a CPU
-    compile: bool = False  # costs about a minute at the start
     gpu_memory: Share = 0.5  # share of the GPU's memory that weights and cache may take
-    cuda_graphs: bool = True  # capture them at the start
     sleep: bool = True  # weights and cache leave the GPU while the policy trains; not those of a server
 
 
@@ -51,14 +50,13 @@ StopStrings = list[Annotated[str, Field(min_length=1)]]
 class RolloutConfig(SamplingConfig):
     requires = {
         "loss.old_logprobs=learner": "correction",
-        "engine=server rollout.correction.weights": "max_staleness",
-        "engine=hf|vllm": "sampling_mask",
+        "rollout.correction.weights": "max_staleness",
     }
 
-    engine: Literal["hf", "vllm", "server"] = "hf"  # transformers or vLLM in this process, or servers
+    engine: str = "hf"  # transformers (hf) or vLLM (vllm) in this process, or servers (server)
     vllm: VLLMConfig = VLLMConfig()
     server: ServerConfig = ServerConfig()
-    # server: how many steps ahead of training responses are sampled; 0: one after the other
+    # how many steps ahead of training responses are sampled; 0: one after the other
     max_staleness: NonNegativeInt = 0
     partial: bool = True  # asynchronous: responses under way go on under new weights; False: they end before these come
     probe: ProbeConfig = ProbeConfig()
@@ -71,3 +69,14 @@ class RolloutConfig(SamplingConfig):
     max_prompt_tokens: PositiveInt = 2048  # longer prompts are left out
     max_response_tokens: PositiveInt = 20480  # longer responses are cut
     max_batch_sequences: PositiveInt = 256  # responses that the engine decodes side by side
+
+    @field_validator("engine")
+    @classmethod
+    def _in_the_table(cls, engine: str) -> str:
+        if engine not in ENGINES:
+            raise ValueError(f"expected one of {', '.join(ENGINES)}, got {engine!r}")
+        return engine
+
+    @property
+    def engine_spec(self) -> EngineSpec:
+        return ENGINES[self.engine]

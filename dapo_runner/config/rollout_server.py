@@ -20,13 +20,13 @@ class ServerConfig(Section):
     transfer: Literal["file", "nccl"] = "file"  # how weights pass; nccl: from GPU to GPU
     folder: Path | None = None  # where weights pass, seen from trainer and servers; null: this machine's shared memory
     tensor: PositiveInt = 1  # GPUs that share the weights of one server
-    attempts: PositiveInt = 5  # times that a prompt is asked of each server before the run ends
-    # Seconds until a wait is over, and has failed.
-    answer_within: PositiveFloat = 1800.0  # the responses to one prompt
-    sync_within: PositiveFloat = 600.0  # a server that takes new weights
-    back_within: PositiveFloat = 600.0  # any server, where there is none
-    round_within: PositiveFloat = 14400.0  # a round of prompts, answered and scored, of a step that waits for it
-    health_within: PositiveFloat = 10.0  # a sign of life; as long between two of them
+    answer_within: PositiveFloat = 1800.0  # seconds for the responses to one prompt
+    sync_within: PositiveFloat = 600.0  # seconds for a server to take new weights, or to be there at all
+
+    @property
+    def round_within(self) -> float:
+        """Seconds for a round of prompts, answered and scored, of a step that waits for it."""
+        return 8 * self.answer_within
 
     @field_validator("urls")
     @classmethod

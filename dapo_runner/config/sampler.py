@@ -33,7 +33,7 @@ class CurriculumConfig(Section):
 
 
 class SamplerConfig(Section):
-    requires = {"rollout.engine=server !advantage.segments": "oversample", "filter_groups": "filter_on"}
+    requires = {"!advantage.segments": "oversample", "filter_groups": "filter_on"}
 
     prompts_per_step: PositiveInt = 512  # accepted groups in a step
     filter_groups: bool = True  # dynamic sampling; False trains on every group

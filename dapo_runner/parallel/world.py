@@ -261,7 +261,7 @@ def _group_of(rank: int, size: int, width: int) -> dist.ProcessGroup | None:
 
 def make_layout(config: Config, size: int, per_node: int) -> Layout:
     """Divide the work over ``size`` ranks, ``per_node`` of them on a machine. Raises ConfigError."""
-    settings, engine = config.parallel, config.rollout.engine
+    settings = config.parallel
     if settings.gpus not in (1, size):
         raise ConfigError(f"parallel.gpus: expected {settings.gpus} processes, got {size}")
     shard = max(1, size // settings.replicate)
@@ -275,8 +275,6 @@ def make_layout(config: Config, size: int, per_node: int) -> Layout:
             raise ConfigError(
                 f"parallel.{name}: expected a divisor of the {number} {what}, got {getattr(settings, name)}"
             )
-    if settings.rollout_tensor > 1 and engine != "vllm":
-        raise ConfigError(f"parallel.rollout_tensor: requires rollout.engine=vllm, got {engine}")
     return Layout(size, shard, settings.sequence, settings.rollout_tensor)
 
 

@@ -25,7 +25,7 @@ def check_lengths(config: Config, source: str | Path, *, download: bool) -> None
         if path is not None and (download or Path(path).is_dir()):
             setting = "rollout.max_response_tokens: prompt and response, of an evaluation too,"
             check_length(key, path, config.model, config.longest_sequence, setting)
-    if config.rollout.engine != "hf" and (download or Path(source).is_dir()):
+    if not config.rollout.engine_spec.has_sliding_windows and (download or Path(source).is_dir()):
         _check_windows(config, _load_config("model.path", source, config.model))
 
 

@@ -44,7 +44,7 @@ def phase_peaks(config: Config, found: Simulation) -> dict[str, int]:
     """
     estimate, vllm = _formulas(config), config.rollout.vllm
     beside, weights = sum(estimate.get(what, 0) for what in BESIDE), estimate.get(ENGINE, 0)
-    if config.rollout.engine == "vllm":
+    if config.rollout.engine_spec.reserves_memory:
         generating = int(vllm.gpu_memory * GPU_MEMORY)
         waiting = 0 if vllm.sleep else generating
     else:
@@ -86,7 +86,7 @@ def extra_forwards(config: Config) -> int:
 
 
 def _room(config: Config, engine: dict[str, int]) -> dict[str, str]:
-    if config.rollout.engine != "vllm":
+    if not config.rollout.engine_spec.reserves_memory:
         return {}
     *_, one = engine.values()
     cache = int(config.rollout.vllm.gpu_memory * GPU_MEMORY) - engine[ENGINE]

@@ -111,7 +111,7 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
     """
     gpus, lora, size = config.parallel.gpus, config.model.lora, BYTES[config.model.dtype]
     trained = shape.parameters if lora is None else shape.adapter_parameters(lora)
-    frozen, elsewhere = 0 if lora is None else shape.parameters, config.rollout.engine == "server"
+    frozen, elsewhere = 0 if lora is None else shape.parameters, config.rollout.engine_spec.is_remote
     shards = gpus // config.parallel.replicate
     positions = math.ceil(config.optimizer.token_budget / config.parallel.sequence)
     terms = {
@@ -183,7 +183,7 @@ def _cache(config: Config, shape: ModelShape) -> dict[str, int]:
     rollout, size = config.rollout, BYTES[config.model.dtype]
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     one = _shared(2 * longest * shape.layers * shape.key_value * size, config.parallel.rollout_tensor)
-    if rollout.engine == "hf":
+    if not rollout.engine_spec.reserves_memory:
         return {"KV cache, all responses at full length": rollout.max_batch_sequences * one}
     if _on_gpus(config):
         return {"KV cache, for one response at full length": one}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,19 +19,10 @@ from dapo_runner.policy.model import DTYPES, resolve_device
 from dapo_runner.preflight.memory import model_values
 from dapo_runner.rewards.judge import Judge
 from dapo_runner.rewards.scoring import load_reward
-from dapo_runner.rollout import nccl, vllm
-from dapo_runner.rollout.key import authorize
-from dapo_runner.rollout.transfer import place_of_weights
+from dapo_runner.rollout.engine import engine_class
 from dapo_runner.run.tiny_model import check_tiny
 
 HUB_SECONDS = 5  # that the model hub has to answer
-
-
-def check_writable(folder: Path, key: str = "run.output_dir") -> None:
-    """Raises ConfigError where a folder cannot be made. Makes nothing."""
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ConfigError(f"{key}: expected a folder that can be written to: {there} is none")
 
 
 def check_needs(config: Config, layout: Layout | None = None) -> None:
@@ -75,19 +65,11 @@ def _no_experts(config: Config) -> Iterator[str]:
 def _missing(config: Config) -> Iterator[str]:
     model = config.model
     checks: list[Callable[[], object]] = [
+        lambda: engine_class(config).check(config),
         lambda: choose_kernel(model.attention, resolve_device(config.run.device), DTYPES[model.dtype]),
         *(partial(load_reward, config.reward, use) for use in config.reward.uses),
         lambda: check_trackers(config.logging),
     ]
-    if config.rollout.engine == "vllm":
-        checks.append(vllm.check_installed)
-    if config.rollout.engine == "server":
-        settings = config.rollout.server
-        checks += [partial(authorize, url, settings.key_env) for url in settings.urls[:1]]
-        if settings.transfer == "nccl":
-            checks.append(lambda: nccl.check_there(config))
-        else:
-            checks.append(lambda: check_writable(place_of_weights(config), "rollout.server.folder"))
     if model.lora is not None:
         checks.append(lora.check_installed)
     if model.tiny is not None:

@@ -104,7 +104,7 @@ class AheadSampler:
             if left <= 0:
                 raise SamplingStalledError(
                     f"rollout: step {self.step} waits for its groups, {self.in_flight} prompts of it or of a later "
-                    f"one are in flight, and no round has ended for {self.within:g} s (rollout.server.round_within)"
+                    f"one are in flight, and none ended for {self.within:g} s (rollout.server.answer_within × 8)"
                 )
             self._changed.wait(left)
         return self._sampled.popleft()

@@ -1,42 +1,110 @@
-"""What the loop asks of a rollout engine."""
+"""What the training loop asks of a rollout engine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dapo_runner.config import Config
+from dapo_runner.parallel.world import SINGLE_PROCESS, World
+from dapo_runner.policy.model import load_tokenizer
 from dapo_runner.policy.weights import checkpoint_weights, stored_tensors
 from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Completion, Prompt, SamplingParams
 
+Groups = list[list[Completion]]
 
-class RolloutEngine(Protocol):
-    """Holds weights of its own, so that it can sample from the old policy while the new one trains."""
 
+class RolloutEngine(ABC):
+    """Samples responses, with weights of its own, so that it holds the old policy while the new one trains."""
+
+    @classmethod  # noqa: B027
+    def check(cls, config: Config) -> None:
+        """Raise ConfigError where this machine lacks what the engine needs. Loads nothing."""
+
+    @classmethod
+    @abstractmethod
+    def load(
+        cls,
+        source: str | Path,
+        tokenizer: Any,
+        config: Config,
+        device: torch.device,
+        world: World,
+        note: Callable[[str], None],
+    ) -> RolloutEngine:
+        """Return an engine with the weights of ``source``, a model in transformers' format.
+
+        Args:
+            note: Called with a line when a part of the engine fails or is back.
+
+        Raises:
+            ConfigError: See ``check``.
+        """
+
+    @abstractmethod
     def generate(
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams],
         options: CallOptions = DEFAULT_OPTIONS,
-    ) -> list[list[Completion]]:
-        """``n`` completions for each prompt, in the prompts' order.
+    ) -> Groups:
+        """Return ``n`` completions for each prompt, in the prompts' order.
 
         ``sampling`` is one for all, or one for each prompt: a prefix is continued by a prompt that ends in
         it, with the ``max_tokens`` that are left. The same call over the same weights gives the same tokens.
         """
-        ...
 
+    @abstractmethod
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take over the policy's weights, all of them, by name. Raises ValueError when names or shapes do not
         match.
         """
-        ...
 
-    def release(self) -> None:
-        """Give up what memory can be given up until ``update_weights``: the policy is about to train."""
-        ...
+    def release(self) -> None:  # noqa: B027
+        """Free what memory can be freed until ``update_weights``: the policy is about to train."""
+
+    def close(self) -> None:  # noqa: B027
+        """End what is under way in other threads."""
+
+    @property
+    def is_unprobed(self) -> bool:
+        """Whether a part of the engine is back that has not been probed since."""
+        return False
+
+    def answers_to_probe(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, world: World
+    ) -> list[tuple[str | None, Groups]]:
+        """Return the answers that this rank measures, each with the name of who gave them.
+
+        The list is as long on each rank, with (None, []) where there is nothing to measure. By default each engine is
+        asked the same, and its own ranks measure its answers. Collective.
+        """
+        answers = world.run_and_gather(lambda: self.generate(prompts, sampling))
+        name = "" if world.is_single_process else f" on rank {world.rank}"
+        return [(name, answers[world.data_rank * world.layout.sequence])]
+
+
+def engine_class(config: Config) -> type[RolloutEngine]:
+    """Return the class that `rollout.engine` names."""
+    found: type[RolloutEngine] = resolve_name(config.rollout.engine_spec.implementation)
+    return found
+
+
+def open_engine(
+    config: Config,
+    source: str | Path,
+    device: torch.device,
+    world: World = SINGLE_PROCESS,
+    note: Callable[[str], None] = lambda _: None,
+) -> RolloutEngine:
+    """Return the engine of `rollout.engine`, see ``RolloutEngine.load``."""
+    return engine_class(config).load(source, load_tokenizer(source, config.model), config, device, world, note)
 
 
 def sampling_of_each(

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import itertools
 import json
 import os
 import time
 from typing import Any
 
-CLAIM = "/dapo/claim"
+CLAIM, RELEASE = "/dapo/claim", "/dapo/release"
 RUN = "Dapo-Run"  # the header with a run's token
-GRACE = 2.0  # seconds that a claim waits for the end of another, as of a killed run that is started again
-SIGN = 30  # seconds between the signs of life to a run; after some of them, TCP knows that its machine is gone
-SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")
-# What changes weights, or the answers under way.
+LEASE = 15.0  # seconds that a claim holds
+RENEW = 4.0  # seconds after which a run renews its claims
+# The paths that change weights, or the answers under way.
 OWNED = frozenset(
     f"/{name}"
     for name in (
@@ -25,39 +23,47 @@ OWNED = frozenset(
 )
 
 
-def sizes(text_config: Any) -> dict[str, Any]:
-    """Return those numbers of a transformers configuration that two models with exchangeable weights share."""
-    return {name: getattr(text_config, name, None) for name in SIZES}
+def model_sizes(text_config: Any) -> dict[str, Any]:
+    """Return the numbers of a transformers configuration that two models with exchangeable weights share."""
+    return {name: getattr(text_config, name, None) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
 
 
 class Ownership:
-    """The run that a server belongs to: the one whose claim came first, until the last of its claims has ended.
+    """The run that a server belongs to, until it releases the server or has not renewed its claim for ``LEASE`` s.
 
-    A claim has the ``token`` of a run, which its ranks share, its ``owner`` in words, and the ``model``'s ``sizes``.
+    A claim has the ``token`` of a run, which its ranks share, its ``owner`` in words, and the ``model``'s sizes.
     """
 
     def __init__(self) -> None:
         self.token = self.owner = ""
-        self.claims = 0
+        self.until = 0.0
 
-    def take(self, claim: dict[str, Any], model: dict[str, Any]) -> str | None:
-        """Give a server of ``model`` to the run of ``claim``, or say why not."""
+    async def claim(self, claim: dict[str, Any], model: dict[str, Any]) -> str | None:
+        """Give a server of ``model`` to the run of ``claim``, or return why not. Waits for the end of a killed run."""
         if claim["model"] != model:
             return f"model.path: must be a model of the server's size, {model}, got {claim['model']}"
-        if self.claims and self.token != claim["token"]:
-            return f"in use by {self.owner}. A server belongs to one run: give each its own, or end the other."
-        self.token, self.owner, self.claims = claim["token"], claim["owner"], self.claims + 1
+        until = self.until
+        while self._belongs_to_another(claim["token"]):
+            if self.until != until:  # its run is alive
+                return f"in use by {self.owner}. A server belongs to one run: give each its own, or end the other."
+            await asyncio.sleep(0.05)
+        self.token, self.owner, self.until = claim["token"], claim["owner"], time.monotonic() + LEASE
         return None
 
-    def leave(self) -> None:
-        """End a claim."""
-        self.claims -= 1
-
     def refuse(self, path: str, token: str) -> str | None:
-        """Say why a request may not be made, if so."""
-        if path not in OWNED or (self.claims and token == self.token):
+        """Return why a request may not be made, if so. One to ``RELEASE`` ends the claim."""
+        if path not in OWNED | {RELEASE}:
             return None
-        return f"in use by {self.owner}" if self.claims else f"no run has claimed this server by POST {CLAIM}"
+        if self._belongs_to_another(token):
+            return f"in use by {self.owner}"
+        if token != self.token or time.monotonic() > self.until:
+            return f"no run has claimed this server by POST {CLAIM}"
+        if path == RELEASE:
+            self.until = 0.0
+        return None
+
+    def _belongs_to_another(self, token: str) -> bool:
+        return time.monotonic() < self.until and token != self.token
 
 
 class Guard:
@@ -78,52 +84,33 @@ class Guard:
         if scope["type"] == "lifespan" or scope["path"] == "/health":
             await self.app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
+        path, headers = scope["path"], dict(scope["headers"])
+        token = headers.get(RUN.lower().encode(), b"").decode("latin-1")
         if not hmac.compare_digest(headers.get(b"authorization", b""), self.wanted):
-            await _answer(scope, send, 401, {"error": "Unauthorized"})
-        elif scope["path"] == CLAIM:
-            await self._hold(scope["app"].state, receive, send)
-        elif why := self.ownership.refuse(scope["path"], headers.get(RUN.lower().encode(), b"").decode("latin-1")):
-            await _answer(scope, send, 409, {"error": why})
+            await _answer(scope, send, 401, "Unauthorized")
+        elif path == CLAIM:
+            why = await self._claim(scope["app"].state, receive)
+            await _answer(scope, send, 403 if why else 200, why)
+        elif (why := self.ownership.refuse(path, token)) or path == RELEASE:
+            await _answer(scope, send, 409 if why else 200, why)
         else:
             await self.app(scope, receive, send)
 
-    async def _hold(self, state: Any, receive: Any, send: Any) -> None:
-        """Answer a claim for as long as the other end is there: the kernel closes the connection of a killed process.
-        ``state`` is vLLM's of the application.
-        """
+    async def _claim(self, state: Any, receive: Any) -> str | None:
+        """``state``: vLLM's of the application."""
         body, message = b"", {"more_body": True}
         while message.get("more_body"):
             message = await receive()
             body += message.get("body", b"")
-        claim, model = json.loads(body), sizes(state.engine_client.model_config.hf_text_config)
-        until = time.monotonic() + GRACE
-        while why := self.ownership.take(claim, model):
-            if time.monotonic() > until:
-                await _answer({"type": "http"}, send, 403, {"error": why})
-                return
-            await asyncio.sleep(0.1)
-        try:
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            for second in itertools.count():
-                if second % SIGN == 0:
-                    await send({"type": "http.response.body", "body": b"\n", "more_body": True})
-                try:
-                    message = await asyncio.wait_for(receive(), 1.0)
-                except asyncio.TimeoutError:
-                    if not state.server.should_exit:  # or it would wait for this request to be answered
-                        continue
-                    await send({"type": "http.response.body"})
-                return
-        finally:
-            self.ownership.leave()
+        sizes = model_sizes(state.engine_client.model_config.hf_text_config)
+        return await self.ownership.claim(json.loads(body), sizes)
 
 
-async def _answer(scope: Any, send: Any, status: int, content: Any) -> None:
+async def _answer(scope: Any, send: Any, status: int, error: str | None) -> None:
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008})
         return
-    raw = json.dumps(content).encode()
+    raw = json.dumps({"error": error} if error else {}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": raw})

@@ -1,4 +1,4 @@
-"""The key of a server: from the environment, or from the file that `dapo serve` makes where none is named."""
+"""The key of a server: from the environment, or from the file that `dapo serve` makes where no variable is named."""
 
 from __future__ import annotations
 
@@ -17,35 +17,31 @@ def key_file(url: str) -> Path:
     return settings / "dapo" / "keys" / urlsplit(url).netloc.lower()
 
 
-def make_key(url: str) -> Path:
+def make_key(url: str) -> None:
     """Write a key for the server at ``url`` unless it has one. Raises ConfigError."""
     path = key_file(url)
-    if _read(path) is None:
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-            with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(secrets.token_urlsafe(32))
-            unfinished.replace(path)
-        except OSError as error:
-            raise ConfigError(
-                f"rollout.server.key_env: must name an environment variable with the key of {url} where its file "
-                f"cannot be written: {error}"
-            ) from error
-    return path
+    if _read(path):
+        return
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_urlsafe(32))
+        unfinished.replace(path)
+    except OSError as error:
+        raise ConfigError(f"rollout.server.key_env: required, because {path} cannot be written: {error}") from error
 
 
-def authorize(url: str, key_env: str | None) -> dict[str, str]:
-    """Return the header with the server's key; none where neither a variable is named nor a file is there.
+def server_key(url: str, key_env: str | None) -> str:
+    """Return the server's key, "" where neither a variable is named nor a file is there.
 
     Raises:
         ConfigError: The variable is empty, or others may read the file.
     """
-    key = read_key(url, key_env) or _read(key_file(url))
-    return {"Authorization": f"Bearer {key}"} if key else {}
+    return read_key(url, key_env) or _read(key_file(url))
 
 
-def _read(path: Path) -> str | None:
+def _read(path: Path) -> str:
     try:
         with path.open(encoding="ascii") as file:
             status = os.fstat(file.fileno())
@@ -53,7 +49,7 @@ def _read(path: Path) -> str | None:
                 raise ConfigError(f"rollout.server.key_env: {path} must be private. Run `chmod 600 {path}`.")
             key = file.read().strip()
     except FileNotFoundError:
-        return None
+        return ""
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"rollout.server.key_env: cannot read the key in {path}: {error}") from error
     if not (key and key.isprintable()):

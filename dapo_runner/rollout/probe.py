@@ -18,11 +18,10 @@ from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.packing import Share, pack, padding_batch
 from dapo_runner.config import AdvantageConfig, Config
 from dapo_runner.errors import RunError
-from dapo_runner.parallel.world import World
 from dapo_runner.rollout.engine import RolloutEngine
-from dapo_runner.rollout.server import ServerEngine
 from dapo_runner.types import Completion, Group, Prompt, Sample, SamplingParams, Verdict
 
+N_PROMPTS, N_TOKENS = 8, 4  # N_TOKENS of each answer
 # Mean |Δ log-prob| that is still rounding. SmolLM2-135M under vLLM on a CPU: 8e-6 and 0.045 in sync; 0.5 with nothing
 # but a stale output head.
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.2}
@@ -41,10 +40,10 @@ class SyncProbe:
 
     def __init__(self, prompts: Sequence[Prompt], config: Config) -> None:
         rollout, settings = config.rollout, config.rollout.probe
-        self.prompts = list(prompts[: settings.prompts])
+        self.prompts = list(prompts[:N_PROMPTS]) if settings.enabled else []
         self.sampling = SamplingParams(
             temperature=rollout.temperature,
-            max_tokens=min(settings.tokens, rollout.max_response_tokens),
+            max_tokens=min(N_TOKENS, rollout.max_response_tokens),
             seed=config.run.seed,
         )
         if rollout.sampling_mask:  # elsewhere the learner's log-probs are those of the whole vocabulary
@@ -56,23 +55,22 @@ class SyncProbe:
         self.token_budget = config.optimizer.token_budget
 
     def __call__(self, engine: RolloutEngine, learner: Learner) -> dict[str, float]:
-        """Mean and largest |Δ log-prob|; nothing when the probe is off. Raises OutOfSyncError."""
+        """Return the mean and largest |Δ log-prob|; nothing when the probe is off. Raises OutOfSyncError."""
         if not self.prompts:
             return {}
         world = learner.world
-        answers = self._answers(engine, world)
-        own = [(name, self._measure(of_one, learner)) for name, of_one in answers]
-        measured = [
-            (name, one) for of_rank in world.all_gather_object(own) for name, one in of_rank if name is not None
-        ]
+        answers = engine.answers_to_probe(self.prompts, self.sampling, world)
+        own = [(name, self._measure(completions, learner)) for name, completions in answers]
+        gathered = (item for of_rank in world.all_gather_object(own) for item in of_rank)
+        measured = [(name, mismatch) for name, mismatch in gathered if name is not None]
         for name, mismatch in measured:
             self._check(name, mismatch)
-        figures = sum((mismatch for _, mismatch in measured), Mismatch()).metrics()
-        self.remember(figures["rollout_gap"])
-        return {"gap": figures["rollout_gap"], "gap_max": figures["rollout_gap_max"]}
+        total = sum((mismatch for _, mismatch in measured), Mismatch()).metrics()
+        self.remember(total["rollout_gap"])
+        return {"gap": total["rollout_gap"], "gap_max": total["rollout_gap_max"]}
 
     def remember(self, gap: float) -> None:
-        """The mean gap of a probe of this run, in their order."""
+        """Add the mean gap of a probe of this run, in their order."""
         if len(self.first_gaps) < N_USUAL:
             self.first_gaps.append(gap)
 
@@ -85,25 +83,10 @@ class SyncProbe:
             reason += f"; {usual:.3g} in the first probes of the run"
         if not gap <= bound:  # NaN as well
             raise OutOfSyncError(
-                f"sync: expected engine and learner to agree on the log-probs of the engine's own tokens to "
-                f"{bound:.3g} on average ({reason}), got {gap:.3g} over {mismatch.tokens} tokens{name}: the engine "
-                "does not hold the learner's weights, or does not compute the same model"
+                f"sync: expected a mean difference of engine and learner in the log-probs of at most {bound:.3g} "
+                f"({reason}), got {gap:.3g} over {mismatch.tokens} tokens{name}. The engine does not hold the "
+                "learner's weights, or does not compute the same model."
             )
-
-    def _answers(self, engine: RolloutEngine, world: World) -> list[tuple[str | None, list[list[Completion]]]]:
-        """What this rank has to measure, and who answered it; as many on each rank, with None where there is nothing.
-        Servers are shared out; of other engines each is asked the same, and its own ranks measure its answers.
-        """
-        if isinstance(engine, ServerEngine):
-            found: list[tuple[str | None, list[list[Completion]]]] = [
-                (name and f" of {name}", answers)
-                for name, answers in engine.generate_on_each(self.prompts, self.sampling).items()
-            ]
-            found += [(None, [])] * (-len(found) % world.data_size)
-            return found[world.data_rank :: world.data_size]
-        answers = world.run_and_gather(lambda: engine.generate(self.prompts, self.sampling))
-        name = "" if world.is_single_process else f" on rank {world.rank}"
-        return [(name, answers[world.data_rank * world.layout.sequence])]
 
     def _measure(self, completions: list[list[Completion]], learner: Learner) -> Mismatch:
         groups = [

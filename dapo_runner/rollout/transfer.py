@@ -6,7 +6,7 @@ reset_prefix_cache, resume), and every answer that it gives names the version th
 
 from __future__ import annotations
 
-import fcntl
+import asyncio
 import hashlib
 import os
 import shutil
@@ -15,16 +15,16 @@ import tempfile
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import IO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from dapo_runner.config import Config, ConfigError, RolloutConfig
+from dapo_runner.files import check_writable, lock_file
 from dapo_runner.parallel.world import World
 from dapo_runner.rollout.client import RolloutError, Server, ServerError
 
@@ -35,7 +35,7 @@ LOCK = "lock"
 
 
 class Transfer(ABC):
-    """``version`` is that of the weights that were published last."""
+    """Publishes weights, and has servers load what was published last, which is called ``version``."""
 
     def __init__(self, config: Config, world: World) -> None:
         self.world = world
@@ -44,6 +44,12 @@ class Transfer(ABC):
         self.version = ""
         self.mode = _pause_mode(config.rollout)
         self.drains_within = config.rollout.server.answer_within
+        self._published: dict[str, Any] = {}  # by version, for ``_load``; there is one
+
+    @classmethod
+    @abstractmethod
+    def check(cls, config: Config) -> None:
+        """Raise ConfigError where weights cannot pass."""
 
     @abstractmethod
     def publish(self, version: str, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -51,150 +57,167 @@ class Transfer(ABC):
         RolloutError where one is not finite.
         """
 
-    def send(self, server: Server, caller: object = None) -> str:
-        """Have one server load what was published last, unless another rank has. Returns its version. Raises
-        ServerError; a server that fails half-way does not say that it has the version. ``caller`` may hang up.
+    def close(self) -> None:  # noqa: B027
+        """Remove what was published."""
 
-        Asynchronous: the responses under way go on with the new weights, what was computed for them before anew;
-        without `rollout.partial` they end first. With nothing ahead there are none but those of a trainer that
-        is gone.
+    async def send(self, server: Server) -> str:
+        """Have one server load what was published last, unless another rank has, and return its version.
+
+        With asynchronous rollouts the responses under way go on with the new weights, what was computed for them before
+        anew; without `rollout.partial` they end first. Otherwise there are none but those of a trainer that is gone.
+
+        Raises:
+            ServerError: The server failed, perhaps half-way: then it does not state that it has the version.
         """
-        post, get = partial(server.post, caller=caller), partial(server.get, caller=caller)
-        running = "?reset_running_requests=true" if self.mode == "keep" else ""
-        with self._alone_with(server):
+        async with self._alone_with(server):
             version = self.version  # another thread may publish the next, and what is sent is still what it is called
-            present, paused = get("/weight_info")["weight_version"], get("/is_paused")["is_paused"]
-            if present == version and not paused:
+            present, paused = (await server.get("/weight_info"))["weight_version"], await server.get("/is_paused")
+            if present == version and not paused["is_paused"]:
                 return version
             if not self.sends:
                 raise ServerError(f"{server}: waits for weights {version} from rank 0, and has {present}")
-            post(f"/pause?mode={self.mode}", within=self.drains_within if self.mode == "wait" else self.within)
-            self._connect(server, present, paused, caller)
-            try:
-                post("/start_weight_update")
-            except ServerError:  # one that was left half-way
-                post("/finish_weight_update")
-                post("/start_weight_update")
-            self._load(server, version, caller)
-            if not post(f"/reset_prefix_cache{running}")["success"]:
+            within = self.drains_within if self.mode == "wait" else self.within
+            await server.post(f"/pause?mode={self.mode}", within=within)
+            await self._connect(server, present, is_halfway=paused["is_paused"])
+            await self._start_update(server)
+            if version not in self._published:
+                raise ServerError(f"{server}: weights {version} gave way to newer ones")
+            await self._load(server, self._published[version])
+            running = "?reset_running_requests=true" if self.mode == "keep" else ""
+            if not (await server.post(f"/reset_prefix_cache{running}"))["success"]:
                 raise ServerError(f"{server}: kept prompt prefixes that it may have computed with earlier weights")
-            post("/finish_weight_update", {"weight_version": version})
-            post("/resume")
+            await server.post("/finish_weight_update", {"weight_version": version})
+            await server.post("/resume")
             return version
 
-    def _alone_with(self, server: Server) -> AbstractContextManager[None]:
+    async def _start_update(self, server: Server) -> None:
+        try:
+            await server.post("/start_weight_update")
+        except ServerError:  # one that was left half-way
+            await server.post("/finish_weight_update")
+            await server.post("/start_weight_update")
+
+    def _alone_with(self, server: Server) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
-    def _connect(self, server: Server, present: str, halfway: bool, caller: object) -> None:  # noqa: B027
-        """What a server with weights ``present`` has to be told before it can take others, if anything. ``halfway``: it
-        had paused already, for one that did not get to the end.
+    async def _connect(self, server: Server, present: str, *, is_halfway: bool) -> None:  # noqa: B027
+        """Do what a server with weights ``present`` needs before it can take others. ``is_halfway``: it had paused
+        already, for a trainer that did not get to the end.
         """
 
     @abstractmethod
-    def _load(self, server: Server, version: str, caller: object) -> None:
+    async def _load(self, server: Server, published: Any) -> None:
         """Have a server that is ready for them take the weights."""
+
+
+def _pause_mode(rollout: RolloutConfig) -> str:
+    """Return vLLM's name for what becomes of the responses under way."""
+    if not rollout.max_staleness:
+        return "abort"
+    return "keep" if rollout.partial else "wait"
 
 
 class FileTransfer(Transfer):
     """Weights pass as one safetensors file, in a folder that trainer and servers see: by default in this machine's
-    shared memory. There is one file, that of the newest version, and it goes with the object.
+    shared memory. There is one file, that of the newest version.
     """
 
     def __init__(self, config: Config, world: World) -> None:
         """Raises ConfigError where there can be no such folder, or a rank does not see it."""
         super().__init__(config, world)
 
-        def made() -> Path:
+        self._remove: weakref.finalize | None = None
+
+        def make() -> Path:
             folder, lock = _make_folder(config)
-            weakref.finalize(self, _remove, folder, lock)
+            self._remove = weakref.finalize(self, _remove, folder, lock)
             return folder
 
-        self._checksums: dict[str, int] = {}  # by version; there is one
-        self.folder = world.broadcast_from_rank0(made)
+        self.folder = world.broadcast_from_rank0(make)
         world.run_or_raise_everywhere(lambda: _check_seen(self.folder))
 
+    @classmethod
+    def check(cls, config: Config) -> None:
+        check_writable(weights_folder(config), "rollout.server.folder")
+
     def publish(self, version: str, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See ``Transfer``. Raises ConfigError where there is no room for them, RolloutError."""
         before, path = self._path(self.version), self._path(version)
         held = {name: tensor.detach().cpu().contiguous() for name, tensor in weights if self.world.is_main}
         self.world.run_on_rank0(lambda: check_finite(held))
-        self._checksums = {version: self.world.broadcast_from_rank0(lambda: _write(held, path))}
+        update = self.world.broadcast_from_rank0(lambda: {"path": str(path), "checksum": _write(held, path)})
+        self._published = {version: update}
         self.version = version
         self.world.run_on_rank0(lambda: before.unlink(missing_ok=True))
 
-    def _load(self, server: Server, version: str, caller: object) -> None:
-        if (expected := self._checksums.get(version)) is None:
-            raise ServerError(f"{server}: weights {version} gave way to newer ones")
-        update = {"path": str(self._path(version)), "checksum": expected}
-        server.post("/update_weights", {"update_info": update}, caller=caller)
+    def close(self) -> None:
+        if self._remove is not None:
+            self._remove()
+
+    async def _load(self, server: Server, published: Any) -> None:
+        await server.post("/update_weights", {"update_info": published})
 
     def _path(self, version: str) -> Path:
         return self.folder / f"{version.replace(':', '-')}.safetensors"
 
-    @contextmanager
-    def _alone_with(self, server: Server) -> Iterator[None]:
+    @asynccontextmanager
+    async def _alone_with(self, server: Server) -> AsyncIterator[None]:
         """Several ranks may find a server that is back, and it takes weights from one at a time."""
         if self.world.is_single_process:
             yield
             return
-        digest = hashlib.blake2b(server.url.encode(), digest_size=8).hexdigest()
-        with (self.folder / f"{digest}.lock").open("w") as lock:
-            until = time.monotonic() + self.within
-            while not _locked(lock.fileno()):
+        path = self.folder / f"{hashlib.blake2b(server.url.encode(), digest_size=8).hexdigest()}.lock"
+        until = time.monotonic() + self.within
+        while True:
+            try:
+                lock = lock_file(path)
+                break
+            except BlockingIOError:
                 if time.monotonic() > until:
-                    raise ServerError(f"{server}: another rank has sent weights to it for {self.within:g} s")
-                time.sleep(POLL)
+                    message = f"{server}: another rank has sent weights to it for {self.within:g} s"
+                    raise ServerError(message) from None
+                await asyncio.sleep(POLL)
+        with lock:
             yield
 
 
-def _pause_mode(rollout: RolloutConfig) -> str:
-    """vLLM's name for what becomes of the responses under way."""
-    if not rollout.max_staleness:
-        return "abort"
-    return "keep" if rollout.partial else "wait"
-
-
-def place_of_weights(config: Config) -> Path:
-    """Where the folder is made."""
+def weights_folder(config: Config) -> Path:
+    """Return where the folder is made."""
     return (config.rollout.server.folder or SHARED_MEMORY).absolute()
 
 
-def _make_folder(config: Config) -> tuple[Path, IO[str]]:
-    """Make it for this process alone, and lock it as long as that lives. What killed runs have left goes: in this
+def _make_folder(config: Config) -> tuple[Path, BinaryIO]:
+    """Make it for this process alone, and lock it as long as that lives. What killed runs have left is removed: in this
     machine's shared memory that of any run, elsewhere, where machines may not see each other's locks, of this one.
     """
-    above = place_of_weights(config)
+    above = weights_folder(config)
     run = hashlib.blake2b(str(config.run_dir.absolute()).encode(), digest_size=8).hexdigest()
     prefix = f"dapo-{os.getuid()}-{run}-"
     try:
         above.mkdir(parents=True, exist_ok=True)
-        for left in above.glob(f"dapo-{os.getuid()}-*" if above == SHARED_MEMORY else f"{prefix}*"):
-            _clear_away(left)
+        for leftover in above.glob(f"dapo-{os.getuid()}-*" if above == SHARED_MEMORY else f"{prefix}*"):
+            _clear_away(leftover)
         own = Path(tempfile.mkdtemp(prefix=prefix, dir=above))  # nobody else's to enter
-        lock = (own / f"{LOCK}.unfinished").open("x")
-        with suppress(OSError):  # a file system without locks, where nothing is cleared away
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        Path(lock.name).rename(own / LOCK)  # only now: one that can be locked is taken for left behind
+        lock = lock_file(own / f"{LOCK}.unfinished")
+        (own / f"{LOCK}.unfinished").rename(own / LOCK)  # only now: one that can be locked is taken for left behind
         folder = own / "weights"
         folder.mkdir()
     except OSError as error:
         raise ConfigError(f"rollout.server.folder: expected a folder that can be written to: {error}") from error
-    os.register_at_fork(after_in_child=lock.close)  # as that of a run's folder
+    os.register_at_fork(after_in_child=lock.close)  # a child that outlives this process does not keep it
     return folder, lock
 
 
-def _remove(folder: Path, lock: IO[str]) -> None:
+def _remove(folder: Path, lock: BinaryIO) -> None:
     shutil.rmtree(folder.parent, ignore_errors=True)
     lock.close()
 
 
-def _clear_away(left: Path) -> None:
-    """Unless it is in use, or another user's, whom a place for all does not keep from taking the name."""
+def _clear_away(leftover: Path) -> None:
+    """Remove it unless it is in use, or another user's, who may have taken the name in a folder for all."""
     with suppress(OSError):
-        if left.lstat().st_uid == os.getuid():
-            with (left / LOCK).open("r+") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left)
+        if leftover.lstat().st_uid == os.getuid() and (leftover / LOCK).exists():
+            with lock_file(leftover / LOCK):
+                shutil.rmtree(leftover)
 
 
 def _check_seen(folder: Path) -> None:
@@ -239,11 +262,3 @@ def _write(weights: dict[str, Tensor], path: Path) -> int:
         ) from error
     unfinished.replace(path)
     return checksum(path)
-
-
-def _locked(file: int) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

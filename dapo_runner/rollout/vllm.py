@@ -20,7 +20,7 @@ import hashlib
 import importlib.util
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,14 @@ from torch import Tensor, nn
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.policy.model import load_model
-from dapo_runner.rollout.engine import check_lengths, loadable_weights, sampling_of_each, stop_token_ids
+from dapo_runner.rollout.engine import (
+    Groups,
+    RolloutEngine,
+    check_lengths,
+    loadable_weights,
+    sampling_of_each,
+    stop_token_ids,
+)
 from dapo_runner.types import (
     DEFAULT_OPTIONS,
     CallOptions,
@@ -48,11 +55,27 @@ NO_LOGPROB = -9999.0  # what a server of vLLM sends in place of NaN or −∞
 TIES = 32
 
 
-class VLLMEngine:
+class VLLMEngine(RolloutEngine):
     """A rollout engine over ``vllm.LLM``. A process holds one: vLLM keeps its parallel state in globals.
 
     Of many ranks each has its own, or `parallel.rollout_tensor` neighbours share one and make the same calls.
     """
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        check_installed()
+
+    @classmethod
+    def load(
+        cls,
+        source: str | Path,
+        tokenizer: Any,
+        config: Config,
+        device: torch.device,
+        world: World,
+        note: Callable[[str], None],
+    ) -> RolloutEngine:
+        return cls(source, tokenizer, config, device, world)
 
     def __init__(
         self, path: str | Path, tokenizer: Any, config: Config, device: torch.device, world: World = SINGLE_PROCESS
@@ -78,7 +101,7 @@ class VLLMEngine:
                 arguments["enable_sleep_mode"] = config.rollout.vllm.sleep
             if not world.is_single_process:
                 arguments["distributed_executor_backend"] = "external_launcher"
-            self.llm = _import_vllm().LLM(**arguments)
+            self.llm = import_vllm().LLM(**arguments)
         fields = self.llm.llm_engine.model_config.try_get_generation_config()
         self.stop_ids = stop_token_ids(fields.get("eos_token_id"), tokenizer)
         self._model = load_model(path, config.model, torch.device("meta"), "sdpa")
@@ -90,7 +113,7 @@ class VLLMEngine:
         prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams],
         options: CallOptions = DEFAULT_OPTIONS,
-    ) -> list[list[Completion]]:
+    ) -> Groups:
         """See ``RolloutEngine.generate``. A completion depends on its batch only by the rounding of the model.
 
         Log-probs are those of the distribution that was sampled from: temperature included, and what top_p, top_k and
@@ -138,7 +161,7 @@ class VLLMEngine:
         fields = sampling_fields(sampling, place, self.stop_ids)
         if sampling.sampling_mask:
             fields["logprobs"] = self._n_named(sampling)  # beside the sampled token
-        return _import_vllm().SamplingParams(**fields, flat_logprobs=True)
+        return import_vllm().SamplingParams(**fields, flat_logprobs=True)
 
     def _n_named(self, sampling: SamplingParams) -> int:
         assert sampling.top_k is not None, "vLLM names what it kept up to a number"
@@ -212,11 +235,11 @@ def engine_arguments(path: str | Path, config: Config, device: torch.device) -> 
     if device.type == "cuda":
         return arguments | {
             "gpu_memory_utilization": rollout.vllm.gpu_memory,
-            "enforce_eager": not rollout.vllm.cuda_graphs,
+            "enforce_eager": bool(rollout.vllm.enforce_eager),
         }
     return arguments | {
         "kv_cache_memory_bytes": int(rollout.vllm.kv_cache_gib * GIB),
-        "enforce_eager": not rollout.vllm.compile,
+        "enforce_eager": rollout.vllm.enforce_eager is not False,
         "compilation_config": {"custom_ops": ["all"]},  # vLLM's own norms and activations, which it leaves to compilers
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(8192, config.longest_sequence),
@@ -227,12 +250,12 @@ def check_installed() -> None:
     """Raises ConfigError where vLLM is not."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
-            "rollout.engine: expected vLLM for 'vllm', it is not installed; docs/vllm.md says how; "
-            "rollout.engine=hf needs nothing"
+            "rollout.engine: vllm and `dapo serve` require vLLM, which is not installed. docs/vllm.md says how. "
+            "rollout.engine=hf requires nothing."
         )
 
 
-def _import_vllm() -> Any:
+def import_vllm() -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it would talk over the progress display
     import vllm

@@ -33,10 +33,11 @@ from dapo_runner.policy.model import load_tokenizer, resolve_device
 from dapo_runner.preflight.dry_run import describe_algorithm
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.rewards.scoring import Scorer, unmatchable_answers
+from dapo_runner.rollout.engine import open_engine
 from dapo_runner.rollout.group_buffer import DynamicSampler
 from dapo_runner.rollout.probe import SyncProbe
 from dapo_runner.rollout.worker import Rollouts
-from dapo_runner.run.parts import initial_model, open_engine, open_learner, sampled_ahead
+from dapo_runner.run.parts import initial_model, open_learner, sampled_ahead
 from dapo_runner.run.steps import Run, is_due
 from dapo_runner.timing import StepClock
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,14 +12,10 @@ from dapo_runner.checkpoint import Checkpoint
 from dapo_runner.config import Config
 from dapo_runner.folder import TINY_MODEL
 from dapo_runner.logging.progress import Progress
-from dapo_runner.parallel.world import SINGLE_PROCESS, World
-from dapo_runner.policy.model import load_critic, load_model, load_policy, load_reference, load_tokenizer
+from dapo_runner.parallel.world import World
+from dapo_runner.policy.model import load_critic, load_policy, load_reference
 from dapo_runner.rollout.asynchronous import AheadSampler
-from dapo_runner.rollout.engine import RolloutEngine
 from dapo_runner.rollout.group_buffer import DynamicSampler
-from dapo_runner.rollout.hf import HFEngine
-from dapo_runner.rollout.server import ServerEngine
-from dapo_runner.rollout.vllm import VLLMEngine
 from dapo_runner.run.tiny_model import ensure_tiny_model
 from dapo_runner.timing import StepClock
 
@@ -58,23 +53,6 @@ def initial_model(config: Config, folder: Path, progress: Progress) -> str | Pat
     if config.model.path is not None:
         return config.model.path
     return ensure_tiny_model(config, folder / TINY_MODEL, progress.note)
-
-
-def open_engine(
-    config: Config,
-    source: str | Path,
-    device: torch.device,
-    world: World = SINGLE_PROCESS,
-    note: Callable[[str], None] = lambda _: None,
-) -> RolloutEngine:
-    """A rollout engine with weights of its own, loaded from ``source``. ``note`` is told what befalls its servers."""
-    tokenizer = load_tokenizer(source, config.model)
-    if config.rollout.engine == "server":
-        return ServerEngine(source, tokenizer, config, world, note)
-    if config.rollout.engine == "vllm":
-        return VLLMEngine(source, tokenizer, config, device, world)
-    model = load_model(source, config.model, device, "sdpa")
-    return HFEngine(model, tokenizer, config.rollout.max_batch_sequences)
 
 
 def sampled_ahead(sampler: DynamicSampler, config: Config) -> AheadSampler:

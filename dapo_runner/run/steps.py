@@ -34,7 +34,6 @@ from dapo_runner.rollout.asynchronous import AheadSampler
 from dapo_runner.rollout.engine import RolloutEngine
 from dapo_runner.rollout.group_buffer import DynamicSampler, SampledStep
 from dapo_runner.rollout.probe import SyncProbe
-from dapo_runner.rollout.server import ServerEngine
 from dapo_runner.rollout.worker import Rollouts
 from dapo_runner.timing import StepClock
 from dapo_runner.types import Group, Prompt, SamplingParams, Sequence
@@ -109,8 +108,7 @@ class Run:
             self.close(error)
 
     def close(self, error: BaseException | None) -> None:
-        if isinstance(self.engine, ServerEngine):
-            self.engine.close()
+        self.engine.close()
         if isinstance(self.sampler, AheadSampler):
             self.sampler.close()
         self.progress.close()
@@ -235,7 +233,7 @@ class Run:
 
     def probe_returned(self) -> None:
         """Probe again where a server has come back since the last probe: before its responses train."""
-        if isinstance(self.engine, ServerEngine) and self.world.any(self.engine.is_unprobed):
+        if self.config.rollout.engine_spec.is_remote and self.world.any(self.engine.is_unprobed):
             self.probe()
 
     def log_step(self, in_sync: dict[str, float]) -> None:

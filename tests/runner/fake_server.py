@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -21,7 +22,7 @@ from safetensors.torch import load_file
 
 from dapo_runner.config import ModelConfig
 from dapo_runner.policy.model import load_model
-from dapo_runner.rollout.guard import CLAIM, GRACE, RUN, Ownership, sizes
+from dapo_runner.rollout.guard import CLAIM, RELEASE, RUN, Ownership, model_sizes
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.transfer import checksum
 from dapo_runner.run.tiny_model import make_tokenizer
@@ -156,26 +157,13 @@ class FakeServer:
         with self._turn:
             return self.engine.generate([Prompt("", tokens, "", "")], sampling)[0], self.version
 
-    def refuse(self, path: str, body: dict[str, Any], token: str) -> tuple[int, str] | None:
-        """The status and message of the guard's refusal."""
-        if path != CLAIM:
-            why = self.ownership.refuse(path, token)
-            return (409, why) if why else None
-        until = time.monotonic() + GRACE
-        while why := self.ownership.take(body, sizes(self.weights.config)):
-            if time.monotonic() > until:
-                return 403, why
-            time.sleep(0.05)
-        return None
-
-    def hold(self, claim: BaseHTTPRequestHandler) -> None:
-        """Until the other end of the connection is gone, or this one."""
-        ownership = self.ownership
-        claim.close_connection = True
-        with suppress(OSError):
-            claim.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n")
-            claim.connection.recv(1)
-        ownership.leave()
+    def refuse(self, path: str, body: dict[str, Any], token: str) -> tuple[int, dict[str, str]] | None:
+        """Return the status and body of the guard's answer, where that is not the server's."""
+        if path == CLAIM:
+            why = asyncio.run(self.ownership.claim(body, model_sizes(self.weights.config)))
+            return (403, {"error": why}) if why else (200, {})
+        why = self.ownership.refuse(path, token)
+        return (409, {"error": why}) if why else (200, {}) if path == RELEASE else None
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         server = self
@@ -198,13 +186,9 @@ class FakeServer:
                     with suppress(ValueError):  # killed
                         body |= json.loads(self.rfile.read(length))
                 server.asked.append((path, body, dict(self.headers)))
-                if refused := server.refuse(path, body, self.headers.get(RUN, "")):
-                    status, said = refused[0], {"error": refused[1]}
-                elif path == CLAIM:
-                    server.hold(self)
-                    return
-                else:
-                    status, said = server.answer(path, body)
+                hooked = path in (CLAIM, RELEASE) and path in server.hooks
+                refused = None if hooked else server.refuse(path, body, self.headers.get(RUN, ""))
+                status, said = refused or server.answer(path, body)
                 raw = b"" if path == "/health" else json.dumps(said).encode()
                 with suppress(OSError):  # nobody waits for it any more
                     self.send_response(status)

@@ -310,7 +310,7 @@ def test_an_engine_without_the_new_weights_is_found_out(tmp_path: Path, monkeypa
     fast = {**small_recipe()["optimizer"], "lr": 5e-3}
     with pytest.raises(OutOfSyncError, match=r"agree .* to 0.001 on average"):
         train(config_in(tmp_path / "probed", optimizer=fast), Progress())
-    unprobed = {**small_recipe()["rollout"], "probe": {"prompts": 0}}
+    unprobed = {**small_recipe()["rollout"], "probe": {"enabled": False}}
     folder = train(config_in(tmp_path / "unprobed", optimizer=fast, rollout=unprobed), Progress())
     steps = [event for event in read_log(folder / "metrics.jsonl") if event["kind"] == "step"]
     assert steps[0]["train/rollout_gap"] < 1e-4

@@ -17,6 +17,6 @@ if __name__ == "__main__":
     FileGroup.folder = Path(folder)
     nccl.Group = FileGroup  # type: ignore[assignment,misc]
     nccl.make_unique_id = lambda: secrets.token_hex(64).encode()
-    nccl.check_there = lambda config: None
+    nccl.NCCLTransfer.check = lambda config: None
     assert main(arguments) == 0
     leave()

@@ -12,6 +12,7 @@ from fake_server import FakeServer, Hook
 
 from dapo_runner.config import Config
 from dapo_runner.policy.model import Policy
+from dapo_runner.rollout.client import Server
 from dapo_runner.rollout.server import ServerEngine
 from dapo_runner.run.tiny_model import make_tokenizer
 from dapo_runner.types import Completion, Prompt, SamplingParams
@@ -23,7 +24,7 @@ PROMPTS = [Prompt(str(i), (3 + i % 9, 4, 5 + i % 7), "", "") for i in range(24)]
 def server_config(
     model: Path, servers: list[FakeServer], folder: Path, ahead: int = 0, partial: bool = True, **server: Any
 ) -> Config:
-    named = {"urls": [server.url for server in servers], "folder": str(folder), "health_within": 2.0, **server}
+    named = {"urls": [server.url for server in servers], "folder": str(folder), **server}
     return make_config(
         model={"tiny": None, "path": str(model), "dtype": "float32"},
         rollout={
@@ -43,6 +44,10 @@ def open_engine(model: Path, servers: list[FakeServer], folder: Path, **server: 
     engine = ServerEngine(model, make_tokenizer(), server_config(model, servers, folder, **server), note=notes.append)
     engine.notes = notes  # type: ignore[attr-defined]
     return engine
+
+
+def lost(engine: ServerEngine) -> list[Server]:
+    return [server for server in engine.pool.servers if server.error is not None]
 
 
 def hang(over: threading.Event) -> Hook:

@@ -15,6 +15,7 @@ from dapo_runner.cli import main
 from dapo_runner.commands import serve
 from dapo_runner.config import ConfigError
 from dapo_runner.config.rollout_server import ServerConfig
+from dapo_runner.http import run
 from dapo_runner.rollout.client import Server, ServerError
 
 
@@ -43,7 +44,7 @@ def test_a_server_and_its_trainer_have_a_key_without_being_told(
 ) -> None:
     with FakeServer(model_folder) as server:
         trainer = Server(server.url, ServerConfig())
-        trainer.get("/weight_info")  # of a server that nobody has started by `dapo serve`
+        run(trainer.get("/weight_info"))  # of a server that nobody has started by `dapo serve`
         server.kill()
         command, environment = started(server.url, tmp_path, monkeypatch)
         server.start()
@@ -54,7 +55,7 @@ def test_a_server_and_its_trainer_have_a_key_without_being_told(
         assert key not in said + str(command)
         (path,) = (Path(line.removeprefix("key: ")) for line in said.splitlines() if line.startswith("key: "))
         assert path.stat().st_mode & 0o777 == 0o600
-        trainer.get("/weight_info")
+        run(trainer.get("/weight_info"))
         keys = [headers.get("Authorization") for *_, headers in server.asked]
         assert keys == [None, f"Bearer {key}"]
         server.kill()
@@ -63,11 +64,11 @@ def test_a_server_and_its_trainer_have_a_key_without_being_told(
         server.start()
         server.hooks["/sleep"] = lambda body: (401, {"error": f"Bearer {key} is none"})
         with pytest.raises(ServerError, match=str(path)) as raised:
-            trainer.post("/sleep")
+            run(trainer.post("/sleep"))
         assert key not in str(raised.value)
         path.chmod(0o640)
         with pytest.raises(ConfigError, match=r"^rollout.server.key_env: "):
-            trainer.get("/weight_info")
+            run(trainer.get("/weight_info"))
 
 
 def said_by_guard(monkeypatch: pytest.MonkeyPatch, path: str, kind: str = "http", **headers: str) -> list[Any]:

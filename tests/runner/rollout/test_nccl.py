@@ -18,6 +18,7 @@ from served import PROMPTS, SAMPLING, hang, moved, open_engine, server_config, t
 
 from dapo_runner.commands.serve import server_arguments
 from dapo_runner.config import ConfigError
+from dapo_runner.http import run
 from dapo_runner.parallel.world import Layout, World
 from dapo_runner.policy.model import Policy
 from dapo_runner.preflight.memory import SENT, ModelShape, memory_estimate, model_shape
@@ -39,7 +40,7 @@ def groups(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
 def open_nccl(model: Path, servers: list[FakeServer], folder: Path, **settings: Any) -> ServerEngine:
     for server in servers:
         join(server, FileGroup.folder)
-    return open_engine(model, servers, folder, transfer="nccl", **{"health_within": 30.0, **settings})
+    return open_engine(model, servers, folder, transfer="nccl", **settings)
 
 
 def restart(server: FakeServer) -> None:
@@ -136,7 +137,7 @@ def test_what_fails_on_the_trainers_side_is_said_at_once(
         with monkeypatch.context() as broke:
             broke.setattr(FileGroup, broken, fail)
             with pytest.raises(RolloutError, match=r"NCCL on this side: RuntimeError: NCCL error: unhandled"):
-                open_nccl(model_folder, servers, tmp_path, back_within=0.1)
+                open_nccl(model_folder, servers, tmp_path, sync_within=3.0)
     assert time.monotonic() - began < 60
     send = FileGroup.send
 
@@ -144,10 +145,9 @@ def test_what_fails_on_the_trainers_side_is_said_at_once(
         send(group, tensors)
         over.wait(60)
 
-    engine = open_nccl(model_folder, servers, tmp_path, back_within=0.1)
+    engine = open_nccl(model_folder, servers, tmp_path, sync_within=3.0)
     monkeypatch.setattr(FileGroup, "send", never_end)
-    engine.transfer.within = 3.0
-    with pytest.raises(RolloutError, match="has done its part, and NCCL has not ended within 3 s"):
+    with pytest.raises(RolloutError, match="have not ended together within 3 s"):
         engine.update_weights(policy.named_weights())
     over.set()
 
@@ -160,16 +160,16 @@ def test_rank_0_sends_and_the_others_wait_for_it(
     engine.update_weights(policy.named_weights())
     other = nccl.NCCLTransfer(server_config(model_folder, servers, tmp_path), World(1, Layout(2)))
     other.version = engine.transfer.version
-    (address,) = engine.servers
-    assert other.send(address) == engine.transfer.version
+    (address,) = engine.pool.servers
+    assert run(other.send(address)) == engine.transfer.version
     restart(servers[0])
     paused = servers[0].seen("/pause")
     with pytest.raises(ServerError, match=r"waits for weights \w+:2 from rank 0, and has default"):
-        other.send(address)
+        run(other.send(address))
     assert servers[0].seen("/pause") == paused
-    address.claim(engine.pool._claim)
-    engine.transfer.send(address)
-    assert other.send(address) == engine.transfer.version
+    run(address.claim(engine.pool._claim))
+    run(engine.transfer.send(address))
+    assert run(other.send(address)) == engine.transfer.version
 
 
 def test_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def test_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = server_arguments(config, tmp_path, torch.device("cuda"), config.rollout.server.urls[0])
     assert '--weight-transfer-config={"backend": "nccl"}' in flags
     assert not any("worker-extension" in flag for flag in flags)
-    for there, message in ((None, "expected vLLM"), (True, "expected a CUDA GPU for 'nccl', got cpu")):
+    for there, message in ((None, "nccl requires vLLM"), (True, "nccl requires a CUDA GPU, got cpu")):
         monkeypatch.setattr(importlib.util, "find_spec", lambda *_, there=there: there)
         with pytest.raises(ConfigError, match=f"^rollout.server.transfer: {message}"):
             check_needs(config)

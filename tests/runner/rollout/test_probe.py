@@ -15,6 +15,7 @@ from served import PROMPTS
 from dapo_runner.algorithms.learner import Learner, make_learner
 from dapo_runner.config import ModelConfig
 from dapo_runner.policy.model import Policy, load_model
+from dapo_runner.rollout.engine import RolloutEngine
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.types import Completion, Prompt, SamplingParams
@@ -22,13 +23,20 @@ from dapo_runner.types import Completion, Prompt, SamplingParams
 ROUNDING = 0.0016
 
 
-class Drifting:
+class Drifting(RolloutEngine):
     """An engine whose log-probs are off by ``gap``."""
 
     def __init__(self, policy: Policy, path: Path) -> None:
         model = load_model(path, ModelConfig(path="x", dtype="float32"), torch.device("cpu"), "sdpa")
         self.engine = HFEngine(model, policy.tokenizer)
         self.gap = 0.0
+
+    @classmethod
+    def load(cls, *_: Any) -> RolloutEngine:
+        raise NotImplementedError
+
+    def update_weights(self, _: Any) -> None:
+        pass
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[list[Completion]]:
         found = self.engine.generate(prompts, sampling)

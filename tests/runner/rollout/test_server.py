@@ -23,6 +23,7 @@ from dapo_runner.config import ConfigError, parse_config
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.progress import Progress
 from dapo_runner.policy.model import Policy
+from dapo_runner.rollout import client, pool, prompt_queue
 from dapo_runner.rollout.client import RolloutError
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.rollout.server import ServerEngine
@@ -49,10 +50,11 @@ def test_which_server_answers_makes_no_difference(
 
 
 def test_servers_killed_and_restarted_at_ten_random_moments(
-    model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy
+    model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is lost, nothing comes twice, and nothing of the weights that a server came back with."""
-    engine = open_engine(model_folder, servers, tmp_path, attempts=20)
+    monkeypatch.setattr(prompt_queue, "ATTEMPTS", 20)
+    engine = open_engine(model_folder, servers, tmp_path)
     engine.update_weights(moved(policy).items())
     wanted = told(engine.generate(PROMPTS, SAMPLING))
     dice, over = random.Random(1), threading.Event()
@@ -109,11 +111,15 @@ def test_a_server_that_was_away_answers_with_the_weights_of_now(
 
 @pytest.mark.parametrize("path", [GENERATE, "/health"])
 def test_a_server_that_hangs_is_left_out(
-    path: str, model_folder: Path, servers: list[FakeServer], tmp_path: Path
+    path: str, model_folder: Path, servers: list[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By its deadline, or by its health, which does not wait for that."""
-    within = {GENERATE: {"answer_within": 1.0}, "/health": {"health_within": 0.5}}[path]
-    engine = open_engine(model_folder, servers, tmp_path, attempts=99, **within)
+    monkeypatch.setattr(prompt_queue, "ATTEMPTS", 99)
+    monkeypatch.setattr(pool, "RENEW", 0.3)
+    if path != GENERATE:
+        monkeypatch.setattr(client, "HEALTH_WITHIN", 0.5)
+    within = {"answer_within": 1.0} if path == GENERATE else {}
+    engine = open_engine(model_folder, servers, tmp_path, **within)
     wanted = told(engine.generate(PROMPTS, SAMPLING))
     hung = threading.Event()
 
@@ -133,12 +139,12 @@ def test_a_server_that_hangs_is_left_out(
 def test_a_wait_for_nobody_ends_and_says_for_whom(
     model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy
 ) -> None:
-    engine = open_engine(model_folder, servers, tmp_path, back_within=1.0, sync_within=1.0)
+    engine = open_engine(model_folder, servers, tmp_path, sync_within=1.0)
     hung = threading.Event()
     for server in servers:
         server.hooks[UPDATE] = hang(hung)
     with pytest.raises(
-        RolloutError, match=r"weights \w+:2 wait for a server, and none of 2 .* /update_weights: no answer"
+        RolloutError, match=r"weights \w+:2 wait for a server, and none of 2 .*/update_weights: no answer"
     ):
         engine.update_weights(policy.named_weights())
     hung.set()
@@ -149,17 +155,18 @@ def test_a_wait_for_nobody_ends_and_says_for_whom(
     ):
         engine.generate(PROMPTS, SAMPLING)
     with pytest.raises(RolloutError, match=r"weights \w+:1 wait"):
-        open_engine(model_folder, servers, tmp_path, back_within=0.1)
+        open_engine(model_folder, servers, tmp_path, sync_within=0.5)
 
 
 def test_a_prompt_that_breaks_every_server_ends_the_run(
-    model_folder: Path, servers: list[FakeServer], tmp_path: Path
+    model_folder: Path, servers: list[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = open_engine(model_folder, servers, tmp_path, attempts=3)
+    monkeypatch.setattr(prompt_queue, "ATTEMPTS", 3)
+    engine = open_engine(model_folder, servers, tmp_path)
     poison = list(PROMPTS[7].token_ids)
     for server in servers:
         server.hooks[GENERATE] = lambda body: (500, {"error": "dead"}) if body["token_ids"] == poison else None
-    with pytest.raises(RolloutError, match=r"rollout.server.attempts.*HTTP 500"):
+    with pytest.raises(RolloutError, match=r"3 times of every server.*HTTP 500"):
         engine.generate(PROMPTS, SAMPLING)
     for server in servers:
         assert sum(body.get("token_ids") == poison for _, body, _ in server.asked) == 3
@@ -170,7 +177,8 @@ def test_what_every_server_refuses_ends_the_run(
     status: int, model_folder: Path, servers: list[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_KEY", "s3cret")
-    engine = open_engine(model_folder, servers[:1], tmp_path, key_env="MY_KEY", attempts=2)
+    monkeypatch.setattr(prompt_queue, "ATTEMPTS", 2)
+    engine = open_engine(model_folder, servers[:1], tmp_path, key_env="MY_KEY")
     refused = list(PROMPTS[0].token_ids)
     servers[0].hooks[GENERATE] = lambda body: (
         (status, {"error": "no, Bearer s3cret"}) if body["token_ids"] == refused else None
@@ -260,7 +268,7 @@ def test_two_hundred_syncs_leave_nothing_behind(
     assert still_held <= [count + 2 for count in held]  # connections that the server is just closing
     assert [path.suffix for path in engine.transfer.folder.iterdir()] == [".safetensors"]
     folder = engine.transfer.folder
-    del engine
+    engine.close()
     assert not folder.exists()
 
 
@@ -283,7 +291,7 @@ def test_a_step_that_is_given_up_waits_for_no_server(
     finally:
         signal.signal(signal.SIGALRM, before)
     assert time.monotonic() - began < 5
-    assert not any(thread.name == "rollout" for thread in threading.enumerate())
+    assert not engine.calls
     hung.set()
 
 

@@ -24,6 +24,7 @@ from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.progress import Progress
 from dapo_runner.parallel.world import Layout, World
 from dapo_runner.policy.model import Policy
+from dapo_runner.rollout import prompt_queue
 from dapo_runner.rollout.asynchronous import AheadSampler
 from dapo_runner.rollout.group_buffer import DynamicSampler
 from dapo_runner.rollout.server import ServerEngine
@@ -243,9 +244,10 @@ def test_who_samples_ahead_asks_for_all_ranks(model_folder: Path, servers: list[
 
 
 def test_servers_that_die_with_two_rounds_in_flight(
-    model_folder: Path, servers: list[FakeServer], tmp_path: Path
+    model_folder: Path, servers: list[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = open_engine(model_folder, servers, tmp_path, ahead=1, attempts=20)
+    monkeypatch.setattr(prompt_queue, "ATTEMPTS", 20)
+    engine = open_engine(model_folder, servers, tmp_path, ahead=1)
     wanted, count, rounds = steps_ahead(engine, 1), iter(range(1000)), list[int]()
 
     def kill_now_and_then(body: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fake_server import GENERATE, UPDATE, FakeServer
 from safetensors.torch import load_file
-from served import PROMPTS, SAMPLING, hang, moved, open_engine, server_config, told
+from served import PROMPTS, SAMPLING, hang, lost, moved, open_engine, server_config, told
 from small import small_recipe
 
 from dapo_runner.algorithms.learner import make_learner
@@ -21,6 +21,7 @@ from dapo_runner.config import parse_config
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.progress import Progress
 from dapo_runner.policy.model import Policy
+from dapo_runner.rollout import prompt_queue
 from dapo_runner.rollout.client import RolloutError
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.train import train
@@ -43,10 +44,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_sick_server_does_not_use_up_the_attempts(
-    model_folder: Path, servers: list[FakeServer], tmp_path: Path
+    model_folder: Path, servers: list[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Well by its health and weights, and no prompt is answered: it is asked ever more rarely."""
-    engine = open_engine(model_folder, servers, tmp_path, attempts=2)
+    monkeypatch.setattr(prompt_queue, "ATTEMPTS", 2)
+    engine = open_engine(model_folder, servers, tmp_path)
     wanted = told(engine.generate(PROMPTS, SAMPLING))
     servers[0].hooks[GENERATE] = lambda body: (500, {"error": "dead"})
     servers[1].hooks[GENERATE] = lambda body: time.sleep(0.3)
@@ -57,7 +59,7 @@ def test_a_sick_server_does_not_use_up_the_attempts(
     time.sleep(1.0)
     assert servers[0].seen("/health") - before <= 3  # every 0.2 s it would be five
     servers[0].hooks.clear()
-    wait_until(lambda: not engine.pool.lost)
+    wait_until(lambda: not lost(engine))
     engine.close()
 
 
@@ -66,19 +68,19 @@ def test_servers_that_refuse_the_run_are_not_waited_for(
 ) -> None:
     """One has another model, and later the other another key."""
     monkeypatch.setattr(servers[0].weights.config, "num_hidden_layers", 99)
-    engine, began = open_engine(model_folder, servers, tmp_path, back_within=600), time.monotonic()
+    engine, began = open_engine(model_folder, servers, tmp_path), time.monotonic()
     wanted = told(engine.generate(PROMPTS, SAMPLING))
     answer_all(servers[1], 401, {})
     for call in (
         lambda: engine.generate(PROMPTS, SAMPLING),
         lambda: engine.update_weights(policy.named_weights()),
-        lambda: open_engine(model_folder, servers, tmp_path, back_within=600),
+        lambda: open_engine(model_folder, servers, tmp_path),
     ):
         with pytest.raises(RolloutError, match=r"model\.path"):
             call()
     assert time.monotonic() - began < 60
     servers[1].hooks.clear()
-    wait_until(lambda: len(engine.pool.lost) == 1)
+    wait_until(lambda: len(lost(engine)) == 1)
     assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
     engine.close()
 
@@ -102,8 +104,11 @@ def test_a_foreign_process_at_a_port_is_left_out(
         assert any(f"{servers[0].url} is left out" in note for note in one.notes)
 
 
-def test_any_failure_may_pass_within_back_within(model_folder: Path, servers: list[FakeServer], tmp_path: Path) -> None:
-    engine = open_engine(model_folder, servers[:1], tmp_path, attempts=2)
+def test_any_failure_may_pass_in_time(
+    model_folder: Path, servers: list[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_queue, "ATTEMPTS", 2)
+    engine = open_engine(model_folder, servers[:1], tmp_path)
     wanted = told(engine.generate(PROMPTS[:4], SAMPLING))
     for status in (404, 500):
         answer_all(servers[0], status, {})
@@ -116,10 +121,11 @@ def test_any_failure_may_pass_within_back_within(model_folder: Path, servers: li
 
 
 def test_attempts_are_those_of_one_prompt_at_one_server(
-    model_folder: Path, servers: list[FakeServer], tmp_path: Path
+    model_folder: Path, servers: list[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt that one server cannot answer is left to the other; where that is lost, it waits for `back_within`."""
-    engine = open_engine(model_folder, servers, tmp_path, attempts=2, back_within=2.0)
+    """A prompt that one server cannot answer is left to the other; where that is lost, it waits for `sync_within`."""
+    monkeypatch.setattr(prompt_queue, "ATTEMPTS", 2)
+    engine = open_engine(model_folder, servers, tmp_path, sync_within=3.0)
     wanted = told(engine.generate(PROMPTS, SAMPLING))
     poison, asked = list(PROMPTS[7].token_ids), list[float]()
 
@@ -134,7 +140,7 @@ def test_attempts_are_those_of_one_prompt_at_one_server(
     assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
     assert len(asked) <= 2
     servers[1].kill()
-    with pytest.raises(RolloutError, match=r"1 of 24 prompts wait .*back_within"):
+    with pytest.raises(RolloutError, match=r"1 of 24 prompts wait .*sync_within"):
         engine.generate(PROMPTS, SAMPLING)
     engine.close()
 
@@ -155,7 +161,7 @@ def test_a_hung_server_stalls_one_sync_and_comes_back_by_itself(
     servers[0].hooks.clear()
     hung.set()
     wait_until(lambda: servers[0].version == engine.transfer.version)  # though nobody asks it for anything
-    wait_until(lambda: not engine.pool.lost)
+    wait_until(lambda: not lost(engine))
     servers[1].kill()
     assert engine.generate(PROMPTS, SAMPLING)
     assert any("is back" in note for note in engine.notes)
@@ -176,7 +182,7 @@ def test_a_server_that_loads_more_slowly_than_steps_follow_gets_in(
     servers[0].hooks[UPDATE] = load_slowly
     servers[0].start()
     until = time.monotonic() + 60
-    while engine.pool.lost:
+    while lost(engine):
         engine.update_weights(policy.named_weights())
         time.sleep(0.3)
         assert time.monotonic() < until
@@ -226,10 +232,10 @@ def test_a_server_that_has_earlier_weights_is_not_probed(
     assert there.wait(60)
     engine.update_weights(policy.named_weights())
     go_on.set()
-    wait_until(lambda: not engine.pool.lost)
+    wait_until(lambda: not lost(engine))
     assert list(engine.generate_on_each(PROMPTS[:2], SAMPLING)) == [servers[1].url]
     assert not engine.is_unprobed
-    assert not engine.pool.lost
+    assert not lost(engine)
     engine.update_weights(policy.named_weights())
     assert engine.is_unprobed
     assert len(engine.generate_on_each(PROMPTS[:2], SAMPLING)) == 2
@@ -300,7 +306,7 @@ def recipe_over(servers: list[FakeServer], model: Path, folder: Path, ahead: int
         "max_staleness": ahead,
         "correction": {"weights": "token" if ahead else None},
         "server": {
-            "urls": [server.url for server in servers], "folder": str(folder), "back_within": 2.0, "health_within": 2.0,
+            "urls": [server.url for server in servers], "folder": str(folder), "sync_within": 3.0,
         },
     }  # fmt: skip
     return raw

@@ -54,7 +54,7 @@ def test_what_a_server_is_started_with(tmp_path: Path, monkeypatch: pytest.Monke
         ),
         (
             {"rollout": {"top_k": 5, "sampling_mask": True}},
-            "rollout.sampling_mask: requires rollout.engine",
+            "rollout.sampling_mask: expected false with rollout.engine=server",
         ),
         ({"rollout": {"temperature": 2.5}}, "expected 0.01 to 2 with rollout.engine=server"),
     ],

@@ -403,7 +403,7 @@ def test_two_ranks(whole: Path, tmp_path: Path, share: int) -> None:
 
 # The last one: when this engine goes, it takes vLLM's process groups with it.
 def test_a_compiled_engine_takes_new_weights(tiny: Path, learner: Learner) -> None:
-    config = tiny_config(tiny, rollout={"vllm": {"kv_cache_gib": 0.25, "compile": True}})
+    config = tiny_config(tiny, rollout={"vllm": {"kv_cache_gib": 0.25, "enforce_eager": False}})
     engine = VLLMEngine(tiny, make_tokenizer(), config, CPU)
     engine.generate([prompt("12+34=", engine)], SamplingParams(n=4, max_tokens=8, seed=1))
     change(learner)
