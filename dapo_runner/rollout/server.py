@@ -267,8 +267,11 @@ class ServerEngine(RolloutEngine):
         """Ask one server from the queue whenever it is in."""
         while True:
             await self.pool.changed.wait_until(lambda: server in self.pool.ready)
-            tasks = [asyncio.create_task(self._pull(server, queue)) for _ in range(n_requests)]
+            tasks: list[asyncio.Task[None]] = []
             try:
+                for _ in range(n_requests):
+                    tasks.append(asyncio.create_task(self._pull(server, queue)))
+                    await asyncio.sleep(0)  # the servers take turns
                 await self.pool.changed.wait_until(lambda: server.error is not None)
             finally:
                 await _cancel(tasks)

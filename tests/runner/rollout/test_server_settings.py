@@ -41,12 +41,18 @@ def test_what_a_server_is_started_with(tmp_path: Path, monkeypatch: pytest.Monke
             {"evaluation": {"k": 16}, "rollout": {"max_batch_sequences": 8}},
             "rollout.max_batch_sequences: expected at least 16",
         ),
-        ({"rollout": {"engine": "hf"}, "sampler": {"oversample": 1.5}}, "sampler.oversample: expected 1 with rollout.engine=hf"),
+        (
+            {"rollout": {"engine": "hf"}, "sampler": {"oversample": 1.5}},
+            "sampler.oversample: expected 1 with",
+        ),
         (
             {"advantage": {"segments": {"kind": "chain"}}, "sampler": {"oversample": 1.5}},
             "sampler.oversample: requires advantage.segments",
         ),
-        ({"rollout": {"engine": "hf", "max_staleness": 1}}, "rollout.max_staleness: expected 0 with rollout.engine=hf"),
+        (
+            {"rollout": {"engine": "hf", "max_staleness": 1, "correction": {"weights": "token"}}},
+            "rollout.max_staleness: expected 0 with rollout.engine=hf",
+        ),
         ({"rollout": {"max_staleness": 1}}, "rollout.max_staleness: requires rollout.correction.weights"),
         (
             {"rollout": {"max_staleness": 2, "correction": {"weights": "token"}}, "sampler": {"max_age": 1}},

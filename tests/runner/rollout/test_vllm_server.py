@@ -29,11 +29,13 @@ from transformers import AutoConfig
 from dapo_runner.algorithms.learner import Learner, make_learner
 from dapo_runner.commands.serve import PROGRAM, server_arguments, server_environment
 from dapo_runner.config import Config, ModelConfig, dump_config
+from dapo_runner.http import run
 from dapo_runner.policy.model import load_policy
-from dapo_runner.rollout import nccl
+from dapo_runner.rollout import nccl, pool, prompt_queue
 from dapo_runner.rollout.client import RolloutError, Server, ServerError
-from dapo_runner.rollout.guard import sizes
-from dapo_runner.rollout.key import authorize, key_file
+from dapo_runner.rollout.guard import model_sizes
+from dapo_runner.rollout.key import key_file, server_key
+from dapo_runner.rollout.pool import ServerPool
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.rollout.server import ServerEngine
 from dapo_runner.rollout.vllm import VLLMEngine
@@ -63,7 +65,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
-    server = {"urls": [free_address()], "back_within": 400.0}
+    server = {"urls": [free_address()], "sync_within": 600.0}
     return make_config(
         run={"output_dir": str(folder / "runs"), "device": "cpu"},
         model={"tiny": None, "path": str(save_model(model, tokenizer, folder)), "dtype": "float32"},
@@ -125,7 +127,7 @@ def assert_alike(found: list[list[Completion]], wanted: list[list[Completion]]) 
         torch.testing.assert_close(one.logprobs, other.logprobs, atol=1e-5, rtol=1e-5)
 
 
-def test_it_is_the_engine_of_this_process(config: Config, server: None) -> None:
+def test_it_is_the_engine_of_this_process(config: Config, server: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens, log-probs, stop strings and greedy responses, before and after new weights; the version is checked."""
     asked, path = prompts(config), config.model.path
     assert path is not None
@@ -156,10 +158,10 @@ def test_it_is_the_engine_of_this_process(config: Config, server: None) -> None:
     for one in after[-1]:  # longer than a block of the prefix cache
         torch.testing.assert_close(one.logprobs, policy_logprobs(learner, asked[-1], one), atol=1e-4, rtol=1e-4)
 
-    (address,) = engine.servers
-    assert address.get("/weight_info") == {"weight_version": engine.transfer.version}
+    (address,) = engine.pool.servers
+    assert run(address.get("/weight_info")) == {"weight_version": engine.transfer.version}
     engine.updates += 1  # as if it had taken them
-    engine.settings = engine.settings.model_copy(update={"attempts": 1})
+    monkeypatch.setattr(prompt_queue, "ATTEMPTS", 1)
     with pytest.raises(RolloutError, match=rf"answer of weights {engine.run}:3, got one of {engine.run}:2"):
         engine.generate(asked[:1], sampling)
 
@@ -167,12 +169,13 @@ def test_it_is_the_engine_of_this_process(config: Config, server: None) -> None:
 @pytest.fixture(autouse=True)
 def _engines_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the server go for the next test."""
-    opened: list[Server] = []
-    claim = Server.claim
-    monkeypatch.setattr(Server, "claim", lambda server, *claimed: (opened.append(server), claim(server, *claimed)))
+    opened: list[ServerPool] = []
+    deliver = ServerPool.deliver
+    monkeypatch.setattr(ServerPool, "deliver", lambda own: (opened.append(own), deliver(own))[1])
     yield
-    for server in opened:
-        server.release()
+    for own in opened:
+        own.close()
+        run(own.release())
 
 
 def in_turn(config: Config) -> dict[int, Learner]:
@@ -199,9 +202,10 @@ def answers_across(
     """Those of a call in the midst of which new weights come."""
     found: list[list[Completion]] = []
     thread = threading.Thread(target=lambda: found.extend(engine.generate(asked, sampling)))
+    answered, check = threading.Event(), engine._checked
+    engine._checked = lambda *answer: (answered.set(), check(*answer))[1]  # type: ignore[method-assign]
     thread.start()
-    while not any(queue.answers for queue in engine.calls):
-        time.sleep(0.01)
+    assert answered.wait(60)
     engine.update_weights(learner.policy.named_weights())
     thread.join(60)
     return [(one, answer) for one, group in zip(asked, found, strict=True) for answer in group]
@@ -255,7 +259,7 @@ def test_without_partial_responses_end_before_the_new_weights(config: Config, se
 def told_by(config: Config, metric: str) -> float:
     """A sum of the server's own metrics."""
     (url,) = config.rollout.server.urls
-    request = urllib.request.Request(f"{url}/metrics", headers=authorize(url, None))
+    request = urllib.request.Request(f"{url}/metrics", headers={"Authorization": f"Bearer {server_key(url, None)}"})
     with urllib.request.urlopen(request, timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{metric}{{"))
@@ -298,23 +302,24 @@ def test_what_is_not_needed_is_dropped(config: Config, server: None) -> None:
 def test_a_damaged_file_is_not_loaded(config: Config, server: None) -> None:
     assert config.model.path is not None
     engine = ServerEngine(config.model.path, make_tokenizer(), config)
-    (address,), (path,) = engine.servers, engine.transfer.folder.glob("*.safetensors")
-    address.post("/start_weight_update")
+    (address,), (path,) = engine.pool.servers, engine.transfer.folder.glob("*.safetensors")
+    published = engine.transfer._published[engine.transfer.version]
+    run(address.post("/start_weight_update"))
     whole = path.read_bytes()
     path.write_bytes(whole[:-4] + bytes([whole[-4] ^ 1]) + whole[-3:])
     with pytest.raises(ServerError, match="checksum"):
-        engine.transfer._load(address, engine.transfer.version, None)
+        run(engine.transfer._load(address, published))
     path.write_bytes(whole)
-    address.post("/start_weight_update")  # which vLLM has ended
-    engine.transfer._load(address, engine.transfer.version, None)
-    address.post("/finish_weight_update")
+    run(address.post("/start_weight_update"))  # which vLLM has ended
+    run(engine.transfer._load(address, published))
+    run(address.post("/finish_weight_update"))
 
 
 def wait_for(config: Config) -> Server:
     server = Server(config.rollout.server.urls[0], config.rollout.server)
     for _ in range(2000):
         try:
-            server.check_health()
+            run(server.check_health())
         except ServerError:
             time.sleep(0.2)
         else:
@@ -327,8 +332,9 @@ def test_it_belongs_to_one_run(config: Config, server: None) -> None:
     assert config.model.path is not None
     program = "import json, sys, time; from dapo_runner.rollout.client import Server; "
     program += "from dapo_runner.config.rollout_server import ServerConfig; one = Server(sys.argv[1], ServerConfig()); "
-    program += "one.claim(json.loads(sys.argv[2])); print('claimed', flush=True); time.sleep(600)"
-    model = sizes(AutoConfig.from_pretrained(config.model.path))
+    program += "from dapo_runner.http import run\n"
+    program += "while True: run(one.claim(json.loads(sys.argv[2]))); print('claimed', flush=True); time.sleep(1)"
+    model = model_sizes(AutoConfig.from_pretrained(config.model.path))
     claim = json.dumps({"token": "another", "owner": "the other", "model": model})
     (url,) = config.rollout.server.urls
     wait_for(config)
@@ -356,14 +362,14 @@ def test_every_path_requires_the_key(
 ) -> None:
     (url,) = config.rollout.server.urls
     own = wait_for(config)
-    assert own.post("/collective_rpc", {"method": "check_health"}) == {"results": [None]}
+    assert run(own.post("/collective_rpc", {"method": "check_health"})) == {"results": [None]}
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     stranger = Server(url, config.rollout.server)
-    stranger.check_health()
+    run(stranger.check_health())
     paths = ["/pause", "/update_weights", "/collective_rpc", "/inference/v1/generate", "/init_weight_transfer_engine"]
     for path in (*paths, "/metrics", "/openapi.json", "/nowhere"):
         with pytest.raises(ServerError, match="HTTP 401"):
-            stranger.post(path)
+            run(stranger.post(path))
     web_page = {"Content-Type": "text/plain", "Origin": "http://evil.example"}
     request = urllib.request.Request(f"{url}/collective_rpc", b'{"method": "sleep"}', web_page)
     with pytest.raises(urllib.error.HTTPError, match="401"):
@@ -372,6 +378,7 @@ def test_every_path_requires_the_key(
 
 def test_weights_by_nccl(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With gloo in NCCL's place: updates, another trainer between them, a server that is started anew."""
+    monkeypatch.setattr(pool, "RENEW", 60.0)
     monkeypatch.setattr(nccl, "make_unique_id", gloo_for_nccl.make_unique_id)
     gloo_for_nccl.replace(monkeypatch.setattr)
     gloo_for_nccl.replace_streams(monkeypatch.setattr)
@@ -387,7 +394,7 @@ def test_weights_by_nccl(config: Config, tmp_path: Path, monkeypatch: pytest.Mon
     probe = SyncProbe(prompts(config), config)
     with running(command, tmp_path / "log", **environment):
         engine = ServerEngine(path, make_tokenizer(), config)
-        (server,) = engine.servers
+        (server,) = engine.pool.servers
         groups = [engine.transfer._groups[server]]
         for _ in range(2):
             change(learner)
@@ -398,11 +405,11 @@ def test_weights_by_nccl(config: Config, tmp_path: Path, monkeypatch: pytest.Mon
             groups.append(engine.transfer._groups[server])
         assert len(set(groups)) == 1
         for request in ("/pause", "/start_weight_update"):  # as one that was killed has left it
-            server.post(request)
-        server.release()
+            run(server.post(request))
+        run(server.release())
         ServerEngine(path, make_tokenizer(), config).close()  # gives it the weights of the beginning
         assert probe(engine, learner)["gap"] < 1e-4
-        assert server.get("/weight_info") == {"weight_version": engine.transfer.version}
+        assert run(server.get("/weight_info")) == {"weight_version": engine.transfer.version}
     with running(command, tmp_path / "log", **environment):
         assert probe(engine, learner)["gap"] < 1e-4
     assert not (tmp_path / "none").exists()
