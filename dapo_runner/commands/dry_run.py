@@ -9,12 +9,13 @@ from rich.table import Table
 
 from dapo_runner.checkpoint import checkpoint_to_resume
 from dapo_runner.config import Config
+from dapo_runner.files import check_writable
 from dapo_runner.folder import AnyConfig, check_same_run
 from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.parallel.world import make_layout
 from dapo_runner.preflight.memory import GPUS_OF_A_MACHINE
-from dapo_runner.preflight.needs import check_needs, check_writable
+from dapo_runner.preflight.needs import check_needs
 
 
 def print_rows(console: Console, rows: Mapping[str, str]) -> None:
