@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,20 @@ from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Completion, Prompt, 
 Groups = list[list[Completion]]
 
 
+class EngineContext(NamedTuple):
+    """What an engine is made of: a model in transformers' format, its tokenizer, and where it runs.
+
+    ``note`` is called with a line when a part of the engine fails or is back.
+    """
+
+    source: str | Path
+    tokenizer: Any
+    config: Config
+    device: torch.device
+    world: World
+    note: Callable[[str], None]
+
+
 class RolloutEngine(ABC):
     """Samples responses, with weights of its own, so that it holds the old policy while the new one trains."""
 
@@ -29,23 +43,8 @@ class RolloutEngine(ABC):
 
     @classmethod
     @abstractmethod
-    def load(
-        cls,
-        source: str | Path,
-        tokenizer: Any,
-        config: Config,
-        device: torch.device,
-        world: World,
-        note: Callable[[str], None],
-    ) -> RolloutEngine:
-        """Return an engine with the weights of ``source``, a model in transformers' format.
-
-        Args:
-            note: Called with a line when a part of the engine fails or is back.
-
-        Raises:
-            ConfigError: See ``check``.
-        """
+    def load(cls, context: EngineContext) -> RolloutEngine:
+        """Return an engine with the weights of ``context.source``. Raises ConfigError, see ``check``."""
 
     @abstractmethod
     def generate(
@@ -104,7 +103,8 @@ def open_engine(
     note: Callable[[str], None] = lambda _: None,
 ) -> RolloutEngine:
     """Return the engine of `rollout.engine`, see ``RolloutEngine.load``."""
-    return engine_class(config).load(source, load_tokenizer(source, config.model), config, device, world, note)
+    tokenizer = load_tokenizer(source, config.model)
+    return engine_class(config).load(EngineContext(source, tokenizer, config, device, world, note))
 
 
 def sampling_of_each(

@@ -7,20 +7,24 @@ rows (one completion each), P prompt tokens, V vocabulary.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dapo_runner.config import Config
-from dapo_runner.parallel.world import World
 from dapo_runner.policy.model import load_model
 from dapo_runner.rollout.cache import growing_cache
-from dapo_runner.rollout.engine import Groups, RolloutEngine, copy_weights, sampling_of_each, stop_token_ids
+from dapo_runner.rollout.engine import (
+    EngineContext,
+    Groups,
+    RolloutEngine,
+    copy_weights,
+    sampling_of_each,
+    stop_token_ids,
+)
 from dapo_runner.rollout.stopping import StopStrings
 from dapo_runner.types import (
     DEFAULT_OPTIONS,
@@ -47,16 +51,10 @@ class HFEngine(RolloutEngine):
     """A rollout engine over any transformers causal language model, on any device."""
 
     @classmethod
-    def load(
-        cls,
-        source: str | Path,
-        tokenizer: Any,
-        config: Config,
-        device: torch.device,
-        world: World,
-        note: Callable[[str], None],
-    ) -> RolloutEngine:
-        return cls(load_model(source, config.model, device, "sdpa"), tokenizer, config.rollout.max_batch_sequences)
+    def load(cls, context: EngineContext) -> RolloutEngine:
+        config = context.config
+        model = load_model(context.source, config.model, context.device, "sdpa")
+        return cls(model, context.tokenizer, config.rollout.max_batch_sequences)
 
     def __init__(self, model: Any, tokenizer: Any, max_batch_sequences: int = 256) -> None:
         """``model`` becomes the engine's own: ``update_weights`` writes into it. Batches hold up to

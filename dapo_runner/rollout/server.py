@@ -33,6 +33,7 @@ from dapo_runner.policy.model import load_model
 from dapo_runner.policy.weights import stored_tensors
 from dapo_runner.rollout.client import RolloutError, Server, ServerError
 from dapo_runner.rollout.engine import (
+    EngineContext,
     Groups,
     RolloutEngine,
     check_lengths,
@@ -62,16 +63,8 @@ class ServerEngine(RolloutEngine):
     """
 
     @classmethod
-    def load(
-        cls,
-        source: str | Path,
-        tokenizer: Any,
-        config: Config,
-        device: torch.device,
-        world: World,
-        note: Callable[[str], None],
-    ) -> RolloutEngine:
-        return cls(source, tokenizer, config, world, note)
+    def load(cls, context: EngineContext) -> RolloutEngine:
+        return cls(context.source, context.tokenizer, context.config, context.world, context.note)
 
     @classmethod
     def check(cls, config: Config) -> None:

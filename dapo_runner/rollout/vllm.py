@@ -20,7 +20,7 @@ import hashlib
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.policy.model import load_model
 from dapo_runner.rollout.engine import (
+    EngineContext,
     Groups,
     RolloutEngine,
     check_lengths,
@@ -66,16 +67,8 @@ class VLLMEngine(RolloutEngine):
         check_installed()
 
     @classmethod
-    def load(
-        cls,
-        source: str | Path,
-        tokenizer: Any,
-        config: Config,
-        device: torch.device,
-        world: World,
-        note: Callable[[str], None],
-    ) -> RolloutEngine:
-        return cls(source, tokenizer, config, device, world)
+    def load(cls, context: EngineContext) -> RolloutEngine:
+        return cls(context.source, context.tokenizer, context.config, context.device, context.world)
 
     def __init__(
         self, path: str | Path, tokenizer: Any, config: Config, device: torch.device, world: World = SINGLE_PROCESS
