@@ -106,20 +106,25 @@ async def request(
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), timeout=timeout) as session,
             session.request(method, url, **options) as response,
         ):
-            if not 200 <= response.status < 300:
-                said = shorten(f"{response.reason}: {await _read_error(response, max_bytes)}", key)
-                raise HTTPError(f"{url}: HTTP {response.status} {said}", response.status)
-            raw = await _read(response, max_bytes)
+            return await _read_answer(response, key, max_bytes)
     except aiohttp.ConnectionTimeoutError:
         raise HTTPError(f"{url}: no connection within {timeout.sock_connect:g} s", None, CONNECT_WITHIN) from None
     except asyncio.TimeoutError:
         raise HTTPError(f"{url}: no answer within {within or 0:g} s", None, within or 0.0) from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise HTTPError(f"{url}: {shorten(f'{type(error).__name__}: {error}', key)}") from None
+
+
+async def _read_answer(response: aiohttp.ClientResponse, key: str, max_bytes: int) -> Any:
+    if not 200 <= response.status < 300:
+        said = shorten(f"{response.reason}: {await _read_error(response, max_bytes)}", key)
+        raise HTTPError(f"{response.url}: HTTP {response.status} {said}", response.status)
+    raw = await _read(response, max_bytes)
     try:
         return json.loads(raw) if raw else None
     except (ValueError, RecursionError):
-        raise HTTPError(f"{url}: expected JSON, got {shorten(raw.decode('utf-8', 'replace'), key)}") from None
+        got = shorten(raw.decode("utf-8", "replace"), key)
+        raise HTTPError(f"{response.url}: expected JSON, got {got}") from None
 
 
 async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
