@@ -10,7 +10,6 @@ from dapo_runner.config.section import PositiveFloat, PositiveInt, Section
 class ParallelConfig(Section):
     """How the processes that torchrun starts, one for each GPU, share a run."""
 
-
     gpus: PositiveInt = 1  # processes; 1: as many as the launcher starts. --dry-run and --simulate plan with it
     replicate: PositiveInt = 1  # copies of the weights, each sharded over gpus / replicate (HSDP)
     reshard_after_forward: bool = True  # False: layers stay whole from forward to backward
