@@ -48,7 +48,7 @@ def test_pure_torch_package_needs_no_compiler(tmp_path: Path) -> None:
         return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.yaml")}
 
     assert recipes(runner / "recipes") == recipes(ROOT / "recipes")
-    assert {path.suffix for path in (runner / "page").glob("page.*")} == {".html", ".css", ".js"}
+    assert {path.suffix for path in (runner / "tools" / "page").glob("page.*")} == {".html", ".css", ".js"}
 
 
 def test_the_source_distribution_is_the_repository(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import importlib.metadata
 
 # The extra `runner` of pyproject.toml: distribution, and what it is used for.
 RUNNER = (
+    ("aiohttp", "rollout servers, judges"),
     ("transformers", "models and tokenizers"),
     ("datasets", "parquet files, Hugging Face data sets"),
     ("pydantic", "configuration"),
