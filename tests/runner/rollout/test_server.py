@@ -151,7 +151,7 @@ def test_a_wait_for_nobody_ends_and_says_for_whom(
     for server in servers:
         server.kill()
     with pytest.raises(
-        RolloutError, match=r"24 of 24 prompts wait for a server, .*refused.*`dapo serve RECIPE` starts"
+        RolloutError, match=r"24 of 24 prompts wait for a server, .*Cannot connect.*`dapo serve RECIPE` starts"
     ):
         engine.generate(PROMPTS, SAMPLING)
     with pytest.raises(RolloutError, match=r"weights \w+:1 wait"):
