@@ -25,10 +25,10 @@ from math import comb
 from typing import NamedTuple
 
 from dapo_runner.config import Config
-from dapo_runner.rewards.scoring import SameAnswer, ScoreGroups, load_same_answer, reads_answers
-from dapo_runner.types import GenerateFunction, Group, Prompt, SamplingParams
+from dapo_runner.rewards.scoring import SameAnswer, load_same_answer, reads_answers
+from dapo_runner.types import Group, Prompt, RolloutRequest
 
-AnswerFunction = Callable[[Sequence[Prompt], SamplingParams], list[Group]]
+GenerateGroups = Callable[[Sequence[RolloutRequest]], list[Group]]
 SOURCE_FIGURES = ("reward", "problems")  # beside avg@k and cons@k
 SEED = 1234  # of every evaluation, whatever run.seed is
 MAX_COMPARISONS = 200  # of the answers to one problem; what they leave open counts as different answers
@@ -104,8 +104,8 @@ class Evaluation:
         }
 
 
-def evaluate(answer: AnswerFunction, prompts: Sequence[Prompt], config: Config) -> Evaluation:
-    """Sample every prompt k times with the evaluation settings. ``answer`` scores by correctness.
+def evaluate(generate: GenerateGroups, prompts: Sequence[Prompt], config: Config) -> Evaluation:
+    """Sample every prompt k times with the evaluation settings. ``generate`` scores by correctness.
 
     The seed is the same in every evaluation. Raises ValueError without prompts.
     """
@@ -118,13 +118,8 @@ def evaluate(answer: AnswerFunction, prompts: Sequence[Prompt], config: Config) 
         max_tokens=settings.max_response_tokens or config.rollout.max_response_tokens,
         seed=SEED,
     )
-    groups = answer(prompts, sampling)
+    groups = generate([RolloutRequest(index, prompt, sampling) for index, prompt in enumerate(prompts)])
     return Evaluation(groups, settings.k, load_same_answer(config.reward), reads_answers(config.reward))
-
-
-def scored(generate: GenerateFunction, score: ScoreGroups) -> AnswerFunction:
-    """What ``generate`` answers, scored."""
-    return lambda prompts, sampling: score(prompts, generate(prompts, sampling))
 
 
 def mean_correct(groups: Sequence[Group]) -> float:

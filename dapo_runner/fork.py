@@ -92,6 +92,6 @@ def start_fork(config: Config, folder: Path) -> Checkpoint:
     return copy_checkpoint(origin, folder / CHECKPOINTS)
 
 
-def rewarded_otherwise(folder: Path) -> list[str]:
+def changes_of_groups(folder: Path) -> list[str]:
     """Settings of a fork under which the groups that its origin left over would be other ones."""
     return [change["key"] for change in _changes(folder) if is_among(change["key"], OF_GROUPS)]

@@ -37,9 +37,9 @@ class StopRequest:
     Outside the main thread, where Python takes no signals, it stays False.
     """
 
-    def __init__(self, report: Callable[[str], None], grace: float = float("inf")) -> None:
+    def __init__(self, note: Callable[[str], None] = lambda text: None, grace: float = float("inf")) -> None:
         """``grace``: seconds from SIGTERM to the kill that follows it."""
-        self.report = report
+        self.note = note
         self.grace = grace
         self.requested = False
         self._before: dict[signal.Signals, Any] = {}
@@ -58,12 +58,12 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def step_takes(self, seconds: float) -> None:
+    def expect_step(self, seconds: float) -> None:
         """What the step that begins now is expected to take."""
         self._step_ends = time.monotonic() + seconds
 
     @property
-    def late(self) -> bool:
+    def is_late(self) -> bool:
         """Whether the step under way would end only after the kill."""
         return self.requested and self._step_ends > self._killed
 
@@ -78,7 +78,7 @@ class StopRequest:
             self._may_give_up = False
 
     def _give_up_if_late(self) -> None:
-        if self._may_give_up and self.late:
+        if self._may_give_up and self.is_late:
             raise StepGivenUpError("this step would not end before the process is killed")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -91,4 +91,4 @@ class StopRequest:
         if number == signal.SIGTERM:
             self._terminated, self._killed = now, now + self.grace
         self._give_up_if_late()
-        self.report("stopping after this step, which will be saved; once more stops at once")
+        self.note("stopping after this step, which will be saved; once more stops at once")

@@ -9,13 +9,13 @@ from rich.console import Console
 from dapo_runner.algorithms.learner import step_metrics
 from dapo_runner.config import Config, check_config
 from dapo_runner.logging.progress import Progress, make_progress
-from dapo_runner.run.opening import open_run
+from dapo_runner.run.start import open_run
 from dapo_runner.run.steps import TrainedStep, is_due
 
 
 def train(config: Config, progress: Progress | None = None) -> Path:
-    """Run, or take up again, the run that the configuration describes. Returns its folder. ``progress`` is by default
-    what `logging.progress` asks for, on the standard output.
+    """Start the run that the configuration describes, or resume it. Returns its folder. ``progress`` is by default what
+    `logging.progress` asks for, on the standard output.
 
     Ctrl-C finishes the step and saves it; then KeyboardInterrupt. Raises ConfigError, SamplingExhaustedError,
     SamplingStalledError, NonFiniteUpdateError, OutOfSyncError, RewardError, RolloutError, CheckpointError;
@@ -26,9 +26,9 @@ def train(config: Config, progress: Progress | None = None) -> Path:
     with open_run(config, progress) as run:
         run.probe()
         if run.owes_evaluation:
-            run.evaluate(run.first_step)
-            run.end_step(run.first_step)
-        for step in range(run.first_step + 1, config.run.steps + 1):
+            run.evaluate(run.last_completed_step)
+            run.end_step(run.last_completed_step)
+        for step in range(run.last_completed_step + 1, config.run.steps + 1):
             if run.early_stop.reason is not None:
                 run.progress.note(run.early_stop.reason)
                 break

@@ -73,6 +73,15 @@ class CallOptions:
 DEFAULT_OPTIONS = CallOptions()
 
 
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """A prompt to sample completions of. ``index`` tells the requests of one call apart and orders their groups."""
+
+    index: int
+    prompt: Prompt
+    sampling: SamplingParams
+
+
 class TruncatedSupport(NamedTuple):
     """The tokens of the vocabulary that each of N tokens was sampled from.
 
@@ -142,8 +151,8 @@ class Completion:
         return self.finish_reason == "length"
 
 
-GenerateFunction = Callable[[SequenceOf[Prompt], SamplingParams], list[list[Completion]]]
-"""What an engine's ``generate`` looks like: ``n`` completions for each prompt, in the prompts' order."""
+GenerateFunction = Callable[[SequenceOf[Prompt], SequenceOf[SamplingParams]], list[list[Completion]]]
+"""An engine's ``generate``: ``n`` completions for each prompt, in the prompts' order."""
 
 
 @dataclass(frozen=True, slots=True)

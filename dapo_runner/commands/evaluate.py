@@ -16,7 +16,7 @@ from dapo_runner.commands.output import print_evaluations, quiet_libraries
 from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import Config, ConfigError, load_config
 from dapo_runner.data.dataset import load_data
-from dapo_runner.evaluate import evaluate, scored
+from dapo_runner.evaluate import evaluate
 from dapo_runner.folder import CONFIG_FILE, read_config
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.logging.show import printable
@@ -25,6 +25,7 @@ from dapo_runner.policy.model import load_tokenizer, resolve_device
 from dapo_runner.preflight.needs import check_model
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.engine import open_engine
+from dapo_runner.rollout.worker import RolloutWorker
 from dapo_runner.types import Group
 
 
@@ -36,11 +37,13 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     setting = "evaluation.max_response_tokens: prompt and response, of the rollouts too,"
     check_length("model.path", source, config.model, config.longest_sequence, setting)
     device = resolve_device(config.run.device)
-    dataset = load_data(config, load_tokenizer(source, config.model))
+    tokenizer = load_tokenizer(source, config.model)
+    dataset = load_data(config, tokenizer)
     if not dataset.heldout:
         raise ConfigError("data.eval_size: expected at least one held-out problem, got none")
     with closing(open_engine(config, source, device, note=complain)) as engine:
-        result = evaluate(scored(engine.generate, Scorer(config, shaped=False)), dataset.heldout, config)
+        worker = RolloutWorker(engine, Scorer(config, shaped=False), tokenizer)
+        result = evaluate(worker.generate, dataset.heldout, config)
     _print_responses(result.groups[: options.show])
     print_evaluations(Console(), str(source), {"held-out": {f"eval/{k}": v for k, v in result.metrics.items()}})
     if options.json is not None:

@@ -87,7 +87,7 @@ def sampling_metrics(
         "carried_in": stats.carried_in,
         "carried_out": stats.carried_out,
         "too_old": stats.too_old,
-        **({"dropped": stats.asked - stats.groups} if oversampled else {}),
+        **({"dropped": stats.submitted - stats.groups} if oversampled else {}),
     }
     if not stats.groups:
         return prefixed("sampling", counts)
@@ -97,9 +97,9 @@ def sampling_metrics(
         "mixed": stats.mixed / stats.groups,
         **(
             {
-                "varying_reward_only": stats.graded / stats.groups,
-                "varying_reward": stats.varying / stats.groups,
-                "equal_reward": 1 - stats.varying / stats.groups,
+                "varying_reward_only": stats.varying_reward_only / stats.groups,
+                "varying_reward": stats.varying_reward / stats.groups,
+                "equal_reward": 1 - stats.varying_reward / stats.groups,
             }
             if filter_on == "reward"
             else {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -141,6 +141,31 @@ class World:
         dist.broadcast_object_list(received, group=self.group)
         value: T = (own or received[0]).value()
         return value
+
+    def scatter_from_rank0(self, items: Sequence[T]) -> T:
+        """Return on each rank its item of ``items``, which only rank 0 needs to have."""
+        if self.size == 1:
+            return items[0]
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, list(items) if self.is_main else None, group=self.group)
+        item: T = received[0]
+        return item
+
+    def run_and_gather_on_rank0(self, work: Callable[[], T]) -> list[T]:
+        """Run ``work`` on every rank. Rank 0 returns all results, or raises what one of them raised; others: []."""
+        if self.size == 1:
+            return [work()]
+        own = _Outcome.of(work)
+        outcomes: list[Any] | None = [None] * self.size if self.is_main else None
+        dist.gather_object(own.portable(self), outcomes, group=self.group)
+        if outcomes is None:
+            return []
+        outcomes[0] = own  # keeps its traceback
+        return [outcome.value() for outcome in outcomes]
+
+    def portable_error(self, error: Exception) -> Exception:
+        """Return ``error``, or a RankError with its text where it cannot be pickled."""
+        return _Outcome(None, error).portable(self).error or error
 
     def run_on_rank0(self, work: Callable[[], T]) -> T | None:
         """Run ``work`` on rank 0 and return its result there, None elsewhere. Where it raises, raise on all."""

@@ -129,15 +129,21 @@ class Scorer:
         return next((part.reward for part in self._shared.parts if isinstance(part.reward, Judge)), None)
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Iterable[Completion]]) -> list[Group]:
+        return [group for group in self.score_each(prompts, completions) if group is not None]
+
+    def score_each(self, prompts: Sequence[Prompt], completions: Sequence[Iterable[Completion]]) -> list[Group | None]:
+        """Return the group of each prompt, None where a reward failed and was allowed to."""
         samples = [list(of_prompt) for of_prompt in completions]
         with self._shared.lock:
             verdicts = [self._judge(part, prompts, samples) for part in self._shared.parts]
-        groups = []
+        groups: list[Group | None] = []
         for prompt, of_prompt, *found in zip(prompts, samples, *verdicts, strict=True):
             judged = [own for own in found if not isinstance(own, RewardError)]
             if len(judged) == len(found):
                 scored = zip(of_prompt, *judged, strict=True)
                 groups.append(Group(prompt, tuple(self._sample(prompt, *sample) for sample in scored)))
+            else:
+                groups.append(None)
         return groups
 
     def release(self) -> None:

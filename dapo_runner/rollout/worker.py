@@ -1,156 +1,152 @@
-"""How the prompts of a run are answered: by the engines of all ranks, which also score what they answered."""
+"""The one path from prompts to scored groups, for training, evaluation, segments and asynchronous rollouts.
+
+With several ranks, rank 0 decides what is sampled and has the groups. The other ranks follow: each engine answers and
+scores its share of the requests, and sends the groups to rank 0.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
-from dapo_runner.algorithms.segments import segment_metrics, tree_segments
-from dapo_runner.config import Config
+from dapo_runner.config import Config, TreeShape
 from dapo_runner.interrupt import StepGivenUpError, StopRequest
-from dapo_runner.parallel.rollouts import answer
+from dapo_runner.parallel.balance import spread
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
-from dapo_runner.rewards.scoring import ScoreGroups, Scorer
-from dapo_runner.rollout.asynchronous import AheadSampler
+from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.engine import RolloutEngine
-from dapo_runner.rollout.group_buffer import DynamicSampler, SampledStep
-from dapo_runner.rollout.segments import grow_trees, joined, value_chains
-from dapo_runner.timing import OTHER, StepClock
-from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Completion, Group, Prompt, SamplingParams
+from dapo_runner.rollout.segments import grow_trees, join_continuation
+from dapo_runner.timing import StepClock
+from dapo_runner.types import (
+    DEFAULT_OPTIONS,
+    CallOptions,
+    Completion,
+    Group,
+    Prompt,
+    RolloutRequest,
+    SamplingParams,
+)
+
+T = TypeVar("T")
 
 
-@dataclass
-class Rollouts:
-    """Turns prompts into scored groups. What it does in the loop's thread is timed, and given up where it is late."""
+@dataclass(frozen=True)
+class _Share:
+    """What rank 0 sends to another rank: requests, or the end of its ``lead`` and the error that ended it."""
 
-    world: World
-    config: Config
+    requests: list[RolloutRequest] = field(default_factory=list)
+    options: CallOptions = DEFAULT_OPTIONS
+    is_end: bool = False
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class RolloutWorker:
+    """Samples completions and scores them.
+
+    ``tree``: the shape of the trees that responses grow as. ``clock`` counts the time in the ``phases`` of sampling and
+    of scoring. ``stop`` may end a step that would not end before the process is killed.
+    """
+
     engine: RolloutEngine
     score: Scorer
     tokenizer: Any
-    clock: StepClock
-    stop: StopRequest
-    first_step: int  # the run's: the last one behind it
-    waiting: World  # the same ranks, who wait for what rank 0 samples ahead
+    tree: TreeShape | None = None
+    world: World = SINGLE_PROCESS
+    clock: StepClock = field(default_factory=StepClock)
+    stop: StopRequest = field(default_factory=StopRequest)
+    phases: tuple[str, str] = ("rollout", "score")
 
-    def generate_groups(self, prompts: list[Prompt], round_number: int) -> list[Group]:
-        """In the order of the prompts, less those that a reward failed on and was allowed to."""
-        with self.clock.phase(OTHER if self.world.is_single_process else "wait"):
-            self.give_up_if_late()
-            sampling = rollout_sampling(self.config, round_number)
-            options = self.call_options()
-            return self.answer(prompts, sampling, self.score, self.rollout_phase, self.respond, options=options)
+    def lead(self, work: Callable[[], T]) -> T | None:
+        """Run ``work`` on rank 0, which may call ``generate`` there; the other ranks follow and return None.
 
-    def next_ahead(self, sampler: AheadSampler) -> SampledStep:
-        """The next step, which rank 0 alone has its ``sampler`` sample, for all."""
-        self.give_up_if_late()
-        taken: list[SampledStep] = []
-
-        def take() -> SampledStep:
-            with self.stop.giving_up():
-                taken.append(sampler.next(self.generate_ahead))
-            return taken[0]
-
-        try:
-            return self.waiting.broadcast_from_rank0(take)
-        except BaseException:  # another rank is lost
-            if taken:
-                sampler.put_back(taken[0])
-            raise
-
-    def generate_ahead(self, prompts: list[Prompt], round_number: int) -> list[Group]:
-        """Groups beside the training, in threads of an ``AheadSampler``: clock and signals are the loop's, and no other
-        rank takes part. Of the rounds under way the earlier goes before.
+        Raises on every rank what ``work`` raises. Collective.
         """
-        sampling, options = rollout_sampling(self.config, round_number), self.call_options(round_number)
-        groups = self.answer(prompts, sampling, self.score, world=SINGLE_PROCESS, options=options)
-        return [replace(group, step=self.first_step + group.oldest_version) for group in groups]
+        if not self.world.is_main:
+            self._follow()
+            return None
+        try:
+            result = work()
+        except Exception as error:
+            self._send([_Share(is_end=True, error=self.world.portable_error(error))] * self.world.size)
+            raise
+        self._send([_Share(is_end=True)] * self.world.size)
+        return result
 
-    def call_options(self, priority: int | None = None) -> CallOptions:
-        return CallOptions(priority, 1 / self.config.sampler.oversample)
+    def generate(self, requests: Sequence[RolloutRequest], options: CallOptions = DEFAULT_OPTIONS) -> list[Group]:
+        """Return scored groups in the order of the requests.
 
-    def give_up_if_late(self) -> None:
-        """Before an engine is asked. Raises StepGivenUpError."""
-        if self.world.any(self.stop.late):
+        Requests whose responses were dropped, or whose reward failed and was allowed to, have none. With several ranks
+        only rank 0 calls this, inside ``lead``.
+        """
+        with self.clock.phase("wait") if self.world.size > 1 else nullcontext():
+            costs = {place: _cost(request) for place, request in enumerate(requests)}
+            shares = [[requests[place] for place in mine] for mine in spread(costs, self.world.n_engines)]
+            per_engine = self.world.layout.rollout_tensor
+            self._send([_Share(shares[rank // per_engine], options) for rank in range(self.world.size)])
+            return self._answer(_Share(shares[0], options))
+
+    def _send(self, shares: list[_Share]) -> None:
+        if self.world.size > 1:
+            self.world.scatter_from_rank0(shares)
+
+    def _follow(self) -> None:
+        with self.clock.phase("wait"):
+            while not (share := self.world.scatter_from_rank0(list[_Share]())).is_end:
+                self._answer(share)
+        if share.error is not None:
+            raise share.error
+
+    def _answer(self, share: _Share) -> list[Group]:
+        """Answer this rank's share; rank 0 returns the groups of all. Collective."""
+        is_late = self.world.any(self.stop.is_late)
+        found = self.world.run_and_gather_on_rank0(lambda: self._answer_share(share, is_late))
+        groups = {index: group for part in found for index, group in part.items()}
+        return [groups[index] for index in sorted(groups)]
+
+    def _answer_share(self, share: _Share, is_late: bool) -> dict[int, Group]:
+        if is_late:
             raise StepGivenUpError("this step would not end before the process is killed")
+        sampling, scoring = self.phases
+        with self._timed(sampling):
+            completions = self._sample(share)
+        if not self.world.is_engine_leader:
+            return {}
+        completed = [(one, found) for one, found in zip(share.requests, completions, strict=True) if found]
+        with self._timed(scoring):
+            prompts, completions = [one.prompt for one, _ in completed], [found for _, found in completed]
+            groups = self.score.score_each(prompts, completions)
+        scored = zip(completed, groups, strict=True)
+        return {request.index: group for (request, _), group in scored if group is not None}
 
-    def respond(
-        self, prompts: SequenceOf[Prompt], each: SequenceOf[SamplingParams], options: CallOptions
-    ) -> list[list[Completion]]:
-        """Responses to this rank's share of the prompts of a step."""
-        tree = self.config.tree
-        if tree is None:
-            return self.engine.generate(prompts, each, options)
-        return grow_trees(self.engine.generate, self.tokenizer, prompts, each, tree)
-
-    def value_segments(self, sampled: SampledStep, step: int, sampler: DynamicSampler) -> SampledStep:
-        """The groups of a step with the segments of their responses: `advantage.segments`."""
-        advantage, groups, continued = self.config.advantage, sampled.groups, 0
-        assert advantage.segments is not None
-        if advantage.segments.kind == "tree":
-            groups = [tree_segments(group) for group in groups]
-            counts = {"tokens": sampled.stats.generated, **segment_metrics(groups)}
-            if advantage.segments.per_step is not None:
-                groups, of_waiting = sampler.spread(groups, advantage.segments.per_step)
-                counts |= of_waiting
-        else:
-            with self.clock.phase("segments" if self.world.is_single_process else "wait"):
-                self.give_up_if_late()
-                sampling = rollout_sampling(self.config, f"segments:{step}")
-                groups, counts = value_chains(groups, advantage.segments, sampling, self.answer_continued)
-            continued = int(counts["tokens"])
-            counts |= segment_metrics(groups)
-        return replace(sampled, groups=groups, segments=counts, continued=continued)
-
-    def answer_continued(self, prefixes: SequenceOf[Prompt], each: list[SamplingParams]) -> list[Group]:
-        """Scored groups of whole responses that begin with the prefixes."""
-
-        def score(share: SequenceOf[Prompt], continuations: SequenceOf[SequenceOf[Completion]]) -> list[Group]:
-            pairs = zip(share, continuations, strict=True)
-            return self.score(share, [[joined(prefix, end, self.tokenizer) for end in ends] for prefix, ends in pairs])
-
-        return self.answer(prefixes, each, score, lambda _: self.rollout_phase("segments"))
+    def _sample(self, share: _Share) -> list[list[Completion]]:
+        prompts = [request.prompt for request in share.requests]
+        sampling = [replace(request.sampling, index=request.index) for request in share.requests]
+        if self.tree is not None:
+            return grow_trees(self.engine.generate, self.tokenizer, prompts, sampling, self.tree)
+        completions = self.engine.generate(prompts, sampling, share.options)
+        return [
+            [join_continuation(prompt, end, self.tokenizer) for end in found] if prompt.n_response_tokens else found
+            for prompt, found in zip(prompts, completions, strict=True)
+        ]
 
     @contextmanager
-    def rollout_phase(self, name: str) -> Iterator[None]:
-        """Given up in its midst only by an engine of one rank: in a larger one the others would wait for it."""
-        alone = self.world.layout.rollout_tensor == 1
-        with self.clock.phase(name), self.stop.giving_up() if alone else nullcontext():
+    def _timed(self, phase: str) -> Iterator[None]:
+        """Only an engine of one rank is given up while it samples: in a larger one the others would wait for it."""
+        may_give_up = self.world.layout.rollout_tensor == 1
+        with self.clock.phase(phase), self.stop.giving_up() if may_give_up else nullcontext():
             yield
 
-    def answer(
-        self,
-        prompts: SequenceOf[Prompt],
-        sampling: SamplingParams | list[SamplingParams],
-        score: ScoreGroups,
-        timed: Callable[[str], AbstractContextManager[Any]] = nullcontext,
-        respond: Any = None,
-        world: World | None = None,
-        options: CallOptions = DEFAULT_OPTIONS,
-    ) -> list[Group]:
-        """A scored group for each prompt that was answered; the engines of the ranks, of ``world`` by default this
-        one's, share them, and of the ranks of an engine one scores. ``respond`` is by default the engine's
-        ``generate``.
-        """
 
-        def work(share: list[Prompt], each: list[SamplingParams]) -> list[Group]:
-            with timed("rollout"):
-                completions = (respond or self.engine.generate)(share, each, options)
-            if not self.world.is_engine_leader:
-                return []
-            answered = [(prompt, found) for prompt, found in zip(share, completions, strict=True) if found]
-            with timed("score"):
-                return score([prompt for prompt, _ in answered], [found for _, found in answered])
-
-        return answer(world or self.world, prompts, sampling, work)
+def make_requests(prompts: Sequence[Prompt], sampling: SamplingParams) -> list[RolloutRequest]:
+    return [RolloutRequest(index, prompt, sampling) for index, prompt in enumerate(prompts)]
 
 
 def rollout_sampling(config: Config, round_name: int | str) -> SamplingParams:
-    """The sampling of one generation round, with a seed of its own."""
+    """Return the sampling of one round of training prompts, with a seed of its own."""
     rollout = config.rollout
     return rollout.params(
         n=rollout.group_size,
@@ -159,3 +155,7 @@ def rollout_sampling(config: Config, round_name: int | str) -> SamplingParams:
         seed=random.Random(f"{config.run.seed}:{round_name}").getrandbits(31),
         sampling_mask=rollout.sampling_mask,
     )
+
+
+def _cost(request: RolloutRequest) -> float:
+    return float(len(request.prompt.token_ids) + request.sampling.max_tokens)

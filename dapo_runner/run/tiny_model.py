@@ -24,6 +24,7 @@ from dapo_runner.data.arithmetic import ArithmeticProblem, split_problems
 from dapo_runner.data.dataset import apply_template
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.hf import HFEngine
+from dapo_runner.rollout.worker import RolloutWorker, make_requests
 from dapo_runner.types import Prompt, SamplingParams
 
 SPECIAL = ("<pad>", "<eos>", "<unk>")
@@ -192,7 +193,8 @@ def solved_and_cut(
         max_tokens=config.rollout.max_response_tokens,
         seed=config.run.seed,
     )
-    groups = Scorer(config, shaped=False)(prompts, engine.generate(prompts, sampling))
+    worker = RolloutWorker(engine, Scorer(config, shaped=False), tokenizer)
+    groups = worker.generate(make_requests(prompts, sampling))
     cut = sum(group.n_truncated for group in groups) / len(groups)
     return sum(group.n_correct for group in groups) / len(groups), cut
 

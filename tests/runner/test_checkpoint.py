@@ -34,7 +34,8 @@ from dapo_runner.checkpoint import (
 from dapo_runner.config import ConfigError, ModelConfig
 from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.policy.model import load_policy
-from dapo_runner.rollout.group_buffer import DynamicSampler
+from dapo_runner.rollout.group_buffer import GroupBuffer
+from dapo_runner.rollout.sampler import DynamicSampler
 
 CPU = torch.device("cpu")
 OPTIMIZER = "optimizer/shard-00001-model-00001-of-00001.safetensors"
@@ -44,7 +45,7 @@ CONFIG = make_config(optimizer={"lr": 1e-3, "warmup_steps": 0, "token_budget": 9
 def make_parts(model: Path, dtype: str = "float32") -> tuple[Learner, DynamicSampler]:
     policy = load_policy(model, ModelConfig.model_validate({"path": "x", "dtype": dtype}), CPU)
     prompts = [make_prompt(f"p{i}") for i in range(10)]
-    return make_learner(policy, CONFIG), DynamicSampler(PromptCursor(prompts, seed=0), CONFIG.sampler)
+    return make_learner(policy, CONFIG), DynamicSampler(PromptCursor(prompts, seed=0), GroupBuffer(CONFIG))
 
 
 def train(learner: Learner, steps: range) -> list[dict[str, float]]:
@@ -71,8 +72,8 @@ def test_training_goes_on_as_if_it_had_not_stopped(model_folder: Path, tmp_path:
 def test_sampler_and_every_generator_come_back(model_folder: Path, tmp_path: Path) -> None:
     learner, sampler = make_parts(model_folder)
     sampler.cursor.take(7)
-    sampler.rounds_so_far = 4
-    sampler.buffer = [make_group("RW", "carried")]
+    sampler.n_rounds = 4
+    sampler.buffer.groups = [make_group("RW", "carried")]
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)
@@ -87,10 +88,13 @@ def test_sampler_and_every_generator_come_back(model_folder: Path, tmp_path: Pat
     load_checkpoint(saved, resumed, resumed_sampler)
     assert draw() == expected
     assert [prompt.id for prompt in resumed_sampler.cursor.take(8)] == upcoming
-    assert resumed_sampler.rounds_so_far == 4
-    (group,) = resumed_sampler.buffer
-    assert group.prompt == sampler.buffer[0].prompt
-    assert group.samples[1].completion.logprobs.tolist() == sampler.buffer[0].samples[1].completion.logprobs.tolist()
+    assert resumed_sampler.n_rounds == 4
+    (group,) = resumed_sampler.buffer.groups
+    assert group.prompt == sampler.buffer.groups[0].prompt
+    assert (
+        group.samples[1].completion.logprobs.tolist()
+        == sampler.buffer.groups[0].samples[1].completion.logprobs.tolist()
+    )
 
 
 def test_old_checkpoints_go_and_unfinished_ones_are_passed_over(model_folder: Path, tmp_path: Path) -> None:
@@ -236,8 +240,8 @@ def test_other_data_are_refused(model_folder: Path, tmp_path: Path) -> None:
         PromptCursor(same, seed=0, heldout=[make_prompt("h")]),
     ):
         with pytest.raises(ConfigError, match=r"cannot resume: the run was saved with data.*data\.path"):
-            load_checkpoint(saved, learner, DynamicSampler(cursor, CONFIG.sampler))
-    load_checkpoint(saved, learner, DynamicSampler(PromptCursor(same, seed=0), CONFIG.sampler))
+            load_checkpoint(saved, learner, DynamicSampler(cursor, GroupBuffer(CONFIG)))
+    load_checkpoint(saved, learner, DynamicSampler(PromptCursor(same, seed=0), GroupBuffer(CONFIG)))
 
 
 def test_the_manifest_names_every_file(model_folder: Path, tmp_path: Path) -> None:

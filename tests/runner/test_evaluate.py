@@ -24,14 +24,13 @@ from dapo_runner.evaluate import (
     mean_correct,
     pass_at,
     pass_estimate,
-    scored,
 )
 from dapo_runner.folder import write_config
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.rewards.scoring import Scorer, reads_answers
 from dapo_runner.rewards.worker_rules import open_math
 from dapo_runner.rewards.workers import Worker
-from dapo_runner.types import Completion, Group, Prompt, SamplingParams
+from dapo_runner.types import Group, RolloutRequest, SamplingParams
 
 
 def group_of(answers: str, truth: str = "a") -> Group:
@@ -62,8 +61,8 @@ def evaluate_answers(answers: Sequence[str], truth: str, kind: str) -> Evaluatio
     """The samples of one problem, scored by one of the rules."""
     config = make_config(evaluation={"k": len(answers)}, reward={"kind": kind, "deadline": 60.0})
     completions = [make_completion(text=f"It is so.\nAnswer: {answer}") for answer in answers]
-    answer = scored(lambda prompts, sampling: [completions], Scorer(config, shaped=False))
-    return evaluate(answer, [make_prompt(answer=truth)], config)
+    score, prompts = Scorer(config, shaped=False), [make_prompt(answer=truth)]
+    return evaluate(lambda requests: score(prompts, [completions]), prompts, config)
 
 
 @pytest.mark.parametrize(
@@ -189,21 +188,23 @@ def test_odd_k_reports_its_own_pass() -> None:
 def test_evaluate_samples_with_its_own_settings_and_scores_unshaped() -> None:
     calls: list[SamplingParams] = []
 
-    def generate(prompts: Sequence[Prompt], sampling: SamplingParams) -> list[list[Completion]]:
-        calls.append(sampling)
+    def generate(requests: Sequence[RolloutRequest]) -> list[Group]:
+        calls.extend({request.sampling for request in requests})
+        prompts = [request.prompt for request in requests]
         right, cut = make_completion(64, "Answer: 7"), make_completion(64, "Answer: 8", truncated=True)
-        return [[right, cut] if prompt.id == "x" else [cut, make_completion(1, "what?")] for prompt in prompts]
+        answers = [[right, cut] if prompt.id == "x" else [cut, make_completion(1, "what?")] for prompt in prompts]
+        return Scorer(config, shaped=False)(prompts, answers)
 
     config = make_config(evaluation={"k": 2, "top_p": 0.5, "temperature": 0.0})
     prompts = [make_prompt("x"), make_prompt("y")]
-    result = evaluate(scored(generate, Scorer(config, shaped=False)), prompts, config)
+    result = evaluate(generate, prompts, config)
     assert calls == [SamplingParams(n=2, temperature=0.0, top_p=0.5, max_tokens=64, seed=1234)]
     assert result.average == 0.25
     assert result.metrics["truncated"] == 0.5
     assert result.metrics["no_answer"] == 0.25
     assert result.metrics["length"] == pytest.approx((64 * 3 + 1) / 4)
     with pytest.raises(ValueError, match="at least one held-out problem"):
-        evaluate(scored(generate, Scorer(config)), [], config)
+        evaluate(generate, [], config)
 
 
 def test_a_reward_that_names_no_answer_has_no_consensus() -> None:

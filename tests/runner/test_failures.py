@@ -18,7 +18,7 @@ from dapo_runner.config import Config
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.run_log import CHECKPOINTS, RunLog
-from dapo_runner.rollout.asynchronous import AheadSampler
+from dapo_runner.rollout.asynchronous import AsynchronousSampler
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.rollout.server import ServerEngine
@@ -138,7 +138,7 @@ def test_two_signals_during_an_update_save_nothing_and_say_so(tmp_path: Path, mo
         (ServerEngine, "update_weights", 4, 3),
         (ServerEngine, "generate_on_each", 4, 3),
         (Run, "training_records", 3, 2),
-        (AheadSampler, "_next", 3, 2),
+        (AsynchronousSampler, "_wait_for_step", 3, 2),
     ],
 )
 def test_a_failure_of_a_run_with_asynchronous_rollouts(
@@ -171,5 +171,5 @@ def test_a_failure_of_a_run_with_asynchronous_rollouts(
     steps = {event["step"]: event for event in events if event["kind"] == "step"}
     assert list(steps) == [1, 2, 3, 4]
     assert all(step["batch/groups"] == 4 for step in steps.values())
-    (told,) = (note for note in notes.lines if "had not trained are there" in note)
+    (told,) = (note for note in notes.lines if "groups are left over" in note)
     assert int(told.split()[0]) >= 4 * (saved == 2)

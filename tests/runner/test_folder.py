@@ -18,7 +18,7 @@ from dapo_runner.config import ConfigError, parse_config
 from dapo_runner.folder import CONFIG_FILE, LOCK_FILE, check_same_run, lock_folder, read_config, write_config
 from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.logging.progress import Progress
-from dapo_runner.run.opening import open_run
+from dapo_runner.run.start import open_run
 
 HOLDER = """
 import sys, time

@@ -25,8 +25,8 @@ from dapo_runner.fork import find_origin
 from dapo_runner.logging.metrics import before_and_after, read_log
 from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS
-from dapo_runner.run import opening
-from dapo_runner.run.opening import open_run
+from dapo_runner.run import start
+from dapo_runner.run.start import open_run
 from dapo_runner.run.steps import Run
 from dapo_runner.train import train
 
@@ -212,7 +212,7 @@ def test_a_fork_that_never_began_does_not_bind_the_next(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("dapo_runner.run.opening.open_engine", lambda *_: (_ for _ in ()).throw(ConfigError("no engine")))
+        patch.setattr("dapo_runner.run.start.open_engine", lambda *_: (_ for _ in ()).throw(ConfigError("no engine")))
         with pytest.raises(ConfigError, match="no engine"):
             train(fork_config(source, tmp_path, step=5), Progress())
     fork = train(fork_config(source, tmp_path, step=3), Progress())
@@ -317,19 +317,19 @@ def test_a_fork_with_another_reward_end_or_tree_takes_no_groups_along(
     """They were sampled and rewarded under the old one: a step would mix two."""
     config = fork_config(source, tmp_path, **change)
     with open_run(config_in(tmp_path / "other", run={"steps": 6}), Progress()) as run:
-        group = run.rollouts.generate_groups(run.sampler.cursor.take(1), 0)[0]
-    load = opening.load_checkpoint
+        group = run.generate_round(run.sampler.cursor.take(1), 0)[0]
+    load = start.load_checkpoint
 
     def with_a_group_left_over(checkpoint: Any, learner: Any, sampler: Any) -> Any:
         ranks = load(checkpoint, learner, sampler)
-        sampler.buffer, sampler.waiting = [group], [group]
+        sampler.buffer.groups, sampler.buffer.waiting = [group], [group]
         return ranks
 
-    monkeypatch.setattr(opening, "load_checkpoint", with_a_group_left_over)
+    monkeypatch.setattr(start, "load_checkpoint", with_a_group_left_over)
     for _ in range(2):  # again where the first attempt got no further
         progress = Notes()
         with open_run(config, progress) as run:
-            assert run.sampler.buffer == run.sampler.waiting == []
-        assert any(re.match(f"2 groups left over are dropped: {key}.* now", note) for note in progress.notes)
+            assert run.sampler.buffer.groups == run.sampler.buffer.waiting == []
+        assert any(re.match(f"2 groups left over are dropped because of {key}", note) for note in progress.notes)
     with open_run(fork_config(source, tmp_path / "same"), Progress()) as run:
-        assert run.sampler.buffer == run.sampler.waiting == [group]
+        assert run.sampler.buffer.groups == run.sampler.buffer.waiting == [group]

@@ -119,12 +119,12 @@ def test_a_step_that_would_end_too_late_is_given_up(tmp_path: Path, monkeypatch:
 
 def test_an_interrupt_gives_nothing_up(tmp_path: Path) -> None:
     with StopRequest(lambda text: None, grace=1e-9) as stop:
-        stop.step_takes(1000.0)
+        stop.expect_step(1000.0)
         with stop.giving_up():
             os.kill(os.getpid(), signal.SIGINT)
         assert stop.requested
     with StopRequest(lambda text: None, grace=100.0) as stop:
-        stop.step_takes(1.0)
+        stop.expect_step(1.0)
         with stop.giving_up():
             os.kill(os.getpid(), signal.SIGTERM)
         assert stop.requested

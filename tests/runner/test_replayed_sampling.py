@@ -22,9 +22,9 @@ from dapo_runner.config import Config, ConfigError, ModelConfig, TreeShape, pars
 from dapo_runner.config.checks import cautions
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.policy.model import Policy, load_model, load_tokenizer
-from dapo_runner.rollout.group_buffer import _group_from_state, group_state
+from dapo_runner.rollout.group_buffer import group_from_state, group_state
 from dapo_runner.rollout.hf import HFEngine
-from dapo_runner.rollout.segments import begin, grow_trees, joined
+from dapo_runner.rollout.segments import add_prefix, grow_trees, join_continuation
 from dapo_runner.rollout.vllm import _kept
 from dapo_runner.run.steps import Run
 from dapo_runner.train import train
@@ -89,9 +89,9 @@ def test_trees_and_continuations_carry_the_lists(engine: HFEngine) -> None:
     (leaves,) = grow_trees(engine.generate, engine.tokenizer, [asked], [sampling], shape)
     for leaf in leaves:
         check_completion(engine, asked, leaf, {"top_k": 4})
-    begun = begin(asked, torch.tensor([5, 6]))
+    begun = add_prefix(asked, torch.tensor([5, 6]))
     ((rest,),) = engine.generate([begun], sampling)
-    whole = joined(begun, rest, engine.tokenizer)
+    whole = join_continuation(begun, rest, engine.tokenizer)
     assert whole.support is not None
     assert lists_of(whole.support)[:2] == [[], []]
     assert rest.support is not None
@@ -174,14 +174,11 @@ def test_saved_groups_keep_their_lists(engine: HFEngine) -> None:
     ((completion, bare),) = engine.generate([asked], SamplingParams(n=2, max_tokens=4, top_k=3, sampling_mask=True))
     samples = [Sample(one, Verdict(True), 1.0) for one in (completion, replace(bare, support=None))]
     group = Group(asked, tuple(samples), 2)
-    read = _group_from_state(group_state(group), {})
+    read = group_from_state(group_state(group), {})
     assert completion.support is not None
     assert read.samples[0].completion.support is not None
     assert lists_of(read.samples[0].completion.support) == lists_of(completion.support)
     assert read.samples[1].completion.support is None
-    (old,) = (item | {"samples": [{k: v for k, v in s.items() if k != "support"} for s in item["samples"]]}
-              for item in [group_state(group)])  # fmt: skip
-    assert _group_from_state(old, {}).samples[0].completion.support is None
     sequence = make_sequence(group, group.samples[0], 1.0, 0, 0)
     assert sequence.support is not None
     assert lists_of(sequence.support) == [[]] * len(asked.token_ids) + lists_of(completion.support)

@@ -21,7 +21,7 @@ from dapo_runner.logging.rollout_log import read_step, saved_steps
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.rollout.group_buffer import SamplingExhaustedError
 from dapo_runner.rollout.worker import rollout_sampling
-from dapo_runner.run.opening import open_run
+from dapo_runner.run.start import open_run
 from dapo_runner.timing import PHASES
 from dapo_runner.train import train
 

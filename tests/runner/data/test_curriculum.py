@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from small import write_recipe
 
 from dapo_runner.cli import main
-from dapo_runner.config import ConfigError, CurriculumConfig, SamplerConfig
+from dapo_runner.config import ConfigError, CurriculumConfig
 from dapo_runner.data.curriculum import ByPassRate, Curriculum, make_curriculum
 from dapo_runner.data.dataset import PromptCursor
-from dapo_runner.rollout.group_buffer import DynamicSampler
+from dapo_runner.rollout.group_buffer import GroupBuffer
+from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.types import Group, Prompt
 
 PROMPTS = [replace(make_prompt(str(i)), row={"difficulty": 10 * i}) for i in range(8)]
@@ -93,8 +94,8 @@ def test_when_all_rest_the_walk_goes_on_to_when_they_do_not() -> None:
 @given(answers=st.lists(st.sampled_from(["RRRR", "RWRW", "WWWW"]), min_size=8, max_size=8), stop=st.integers(1, 4))
 def test_a_resume_is_exact(answers: list[str], stop: int) -> None:
     def sampler() -> DynamicSampler:
-        config = SamplerConfig(prompts_per_step=2, max_rounds=3, on_exhausted="train_partial")
-        return DynamicSampler(cursor(by="pass_rate", rest=1), config)
+        config = make_config(sampler={"prompts_per_step": 2, "max_rounds": 3, "on_exhausted": "train_partial"})
+        return DynamicSampler(cursor(by="pass_rate", rest=1), GroupBuffer(config))
 
     def answer(prompts: list[Prompt], _: int) -> list[Group]:
         return [make_group(answers[int(prompt.id)], prompt.id) for prompt in prompts]

@@ -31,7 +31,8 @@ from dapo_runner.checkpoint import (
 from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.parallel.sharding import whole
 from dapo_runner.parallel.world import World
-from dapo_runner.rollout.group_buffer import DynamicSampler
+from dapo_runner.rollout.group_buffer import GroupBuffer
+from dapo_runner.rollout.sampler import DynamicSampler
 
 CASES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
@@ -62,7 +63,7 @@ class Parts:
         self.world: World = open_case(config)
         self.learner = open_learner(str(path), config, self.world)
         prompts = [make_prompt(f"p{i}") for i in range(10)]
-        self.sampler = DynamicSampler(PromptCursor(prompts, seed=0), config.sampler)
+        self.sampler = DynamicSampler(PromptCursor(prompts, seed=0), GroupBuffer(config))
 
     def train(self, steps: range) -> list[dict[str, float]]:
         figures = []
@@ -81,7 +82,7 @@ class Parts:
                 state = {key: whole(value) for key, value in part.state_of(master).items()}
                 tensors |= {f"{part.prefix}{name}/{key}": value for key, value in state.items()}
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-        buffer = [group.samples[0].completion.token_ids.tolist() for group in self.sampler.buffer]
+        buffer = [group.samples[0].completion.token_ids.tolist() for group in self.sampler.buffer.groups]
         upcoming = [prompt.id for prompt in self.sampler.cursor.take(3)]
         return {"tensors": tensors, "sampler": (buffer, upcoming)}
 
@@ -95,7 +96,7 @@ def save_case(models: Path, case: str, folder: Path, parallel: dict[str, int]) -
     parts = Parts(model_of(models, case), case, parallel)
     parts.train(range(STEP))
     parts.sampler.cursor.take(7)
-    parts.sampler.buffer = [make_group("RW", "carried")]
+    parts.sampler.buffer.groups = [make_group("RW", "carried")]
     random.seed(parts.world.rank)
     torch.manual_seed(parts.world.rank)
     if case == "float32":

@@ -19,7 +19,8 @@ from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.policy.lora import adapters_off
 from dapo_runner.policy.model import Policy, load_policy
 from dapo_runner.rollout.engine import copy_weights
-from dapo_runner.rollout.group_buffer import DynamicSampler
+from dapo_runner.rollout.group_buffer import GroupBuffer
+from dapo_runner.rollout.sampler import DynamicSampler
 
 CPU = torch.device("cpu")
 CONFIG = make_config(
@@ -123,7 +124,7 @@ def test_merged_weights_are_rounded_once(model_folder: Path) -> None:
 def test_training_goes_on_as_if_it_had_not_stopped(model_folder: Path, tmp_path: Path, dtype: str) -> None:
     def parts(seed: int) -> tuple[Learner, DynamicSampler]:
         cursor = PromptCursor([make_prompt("p")], seed=0)
-        return make_learner(load(model_folder, dtype, seed), CONFIG), DynamicSampler(cursor, CONFIG.sampler)
+        return make_learner(load(model_folder, dtype, seed), CONFIG), DynamicSampler(cursor, GroupBuffer(CONFIG))
 
     learner, sampler = parts(seed=0)
     train(learner, range(3))
@@ -143,7 +144,7 @@ def test_the_adapters_of_a_checkpoint_are_pefts_own(model_folder: Path, tmp_path
     adapted = load(model_folder)
     learner = make_learner(adapted, CONFIG)
     train(learner, range(2))
-    sampler = DynamicSampler(PromptCursor([make_prompt("p")], seed=0), CONFIG.sampler)
+    sampler = DynamicSampler(PromptCursor([make_prompt("p")], seed=0), GroupBuffer(CONFIG))
     saved = save_checkpoint(tmp_path, 2, learner, sampler, keep=1)
     theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), saved.path / "adapter")
     sequence = random_sequences(1)[0]

@@ -11,10 +11,11 @@ from itertools import pairwise
 
 import pytest
 from builders import make_config
-from test_sampler import Engine, every_third, ids, make_sampler
+from test_group_buffer import Engine, every_third, ids, make_sampler
 
-from dapo_runner.rollout.asynchronous import AheadSampler, SamplingStalledError
-from dapo_runner.rollout.group_buffer import DynamicSampler, SamplingExhaustedError
+from dapo_runner.rollout.asynchronous import AsynchronousSampler, SamplingStalledError
+from dapo_runner.rollout.group_buffer import GroupBuffer, SamplingExhaustedError
+from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.types import Group, Prompt
 
 STEPS = 8
@@ -33,17 +34,17 @@ class SlowEngine(Engine):
         if len(self.rounds) == self.broken_after:
             raise RuntimeError("no engine any more")
         assert self.sampler is not None
-        self.begun.append(self.sampler.steps)
+        self.begun.append(self.sampler.buffer.step)
         time.sleep(self.dice.uniform(0, 0.01))
         return super().__call__(prompts, round_index)
 
 
-def make_ahead(engine: SlowEngine, lead: int = 2, within: float = 60.0, in_flight: int = 1) -> AheadSampler:
+def make_ahead(engine: SlowEngine, lead: int = 2, within: float = 60.0, in_flight: int = 1) -> AsynchronousSampler:
     engine.sampler = make_sampler(max_age=9, initial_acceptance=1 / 3 if engine.script is every_third else 0.9)
-    return AheadSampler(engine.sampler, lead, STEPS, within, in_flight)
+    return AsynchronousSampler(engine.sampler, lead, STEPS, within, in_flight)
 
 
-def take_all(ahead: AheadSampler, engine: SlowEngine, found: list[list[str]]) -> None:
+def take_all(ahead: AsynchronousSampler, engine: SlowEngine, found: list[list[str]]) -> None:
     """Until there are no more."""
     while True:
         found.append(ids(ahead.next(engine).groups))
@@ -75,7 +76,7 @@ def test_what_was_sampled_is_not_lost_and_comes_once(trained: int) -> None:
     engine = SlowEngine()
     ahead = make_ahead(engine)
     steps = [ahead.next(engine) for _ in range(trained)]
-    while not ahead.figures([])["ready_steps"]:
+    while not ahead.metrics([])["ready_steps"]:
         time.sleep(0.005)
     state = ahead.state_dict()
     ahead.close()
@@ -132,11 +133,12 @@ def test_by_default_what_a_step_leaves_over_fills_the_next(lead: int) -> None:
     def too_old(**settings: int) -> int:
         class Versions(Engine):
             def __call__(self, prompts: list[Prompt], round_index: int) -> list[Group]:
-                step = max(1, sampler.steps - lead)  # of the weights
+                step = max(1, sampler.buffer.step - lead)  # of the weights
                 return [replace(group, step=step) for group in super().__call__(prompts, round_index)]
 
         config = make_config(rollout=rollout, sampler={"prompts_per_step": 4, **settings})
-        engine, sampler = Versions(every_third), make_sampler(**config.sampler.model_dump(exclude={"prompts_per_step"}))
+        engine, cursor = Versions(every_third), make_sampler().cursor
+        sampler = DynamicSampler(cursor, GroupBuffer(config))
         return sum(sampler.next(engine).stats.too_old for _ in range(STEPS))
 
     assert 3 * too_old() < too_old(max_age=lead)
@@ -162,12 +164,12 @@ def test_a_group_that_waited_too_long_for_its_turn_is_not_accepted() -> None:
     class Late(Engine):
         def __call__(self, prompts: list[Prompt], round_index: int) -> list[Group]:
             groups = super().__call__(prompts, round_index)
-            return [replace(group, step=sampler.steps - place % 4) for place, group in enumerate(groups)]
+            return [replace(group, step=sampler.buffer.step - place % 4) for place, group in enumerate(groups)]
 
     engine, sampler = Late(lambda i: "RW"), make_sampler(max_age=2, initial_acceptance=1.0)
     steps = [sampler.next(engine) for _ in range(6)]
     assert {number - group.step for number, step in enumerate(steps, 1) for group in step.groups} == {0, 1, 2}
-    accepted = sum(len(step.groups) for step in steps) + len(sampler.buffer)
+    accepted = sum(len(step.groups) for step in steps) + len(sampler.buffer.groups)
     assert accepted + sum(step.stats.too_old for step in steps) == sum(map(len, engine.asked))
 
 
@@ -188,7 +190,7 @@ def test_with_two_rounds_in_flight_what_was_accepted_is_kept_and_the_rest_asked_
     ahead = make_ahead(engine, in_flight=2)
     steps = [ahead.next(engine)]
     while not (engine.answered[3].is_set() if hung == 2 else ahead.state_dict()["rounds_so_far"] == 3):
-        steps += [ahead.next(engine)] if ahead.figures([])["ready_steps"] else []
+        steps += [ahead.next(engine)] if ahead.metrics([])["ready_steps"] else []
         time.sleep(0.005)
     state = ahead.state_dict()
     killed.set()
@@ -204,7 +206,7 @@ def test_with_two_rounds_in_flight_what_was_accepted_is_kept_and_the_rest_asked_
     assert asked_again[hung][0] == asked[hung][0]
     assert [ids(step.groups) for step in steps] == one_after_the_other(six_of_seven)
     accepted = asked | asked_again
-    n_accepted = sum(len(accepted[number]) for number in range(again.sampler.rounds_so_far))
+    n_accepted = sum(len(accepted[number]) for number in range(again.sampler.n_rounds))
     assert sum(step.generated for step in steps) == n_accepted * steps[0].groups[0].n_generated
 
 
@@ -250,9 +252,7 @@ def test_a_round_that_does_not_end_is_named_and_one_that_exits_raised() -> None:
 
     engine, found = Hanging(), list[list[str]]()
     ahead = make_ahead(engine, within=0.3)
-    with pytest.raises(
-        SamplingStalledError, match=r"step \d waits .* \d+ prompts of it .* for 0.3 s \(rollout.server.rou"
-    ):
+    with pytest.raises(SamplingStalledError, match=r"rollout\.server\.round_within"):
         take_all(ahead, engine, found)
     assert found
     assert ahead.state_dict()["in_flight"] > 0
@@ -273,7 +273,7 @@ def test_how_long_a_step_may_take_when_every_round_ends_in_time() -> None:
     ahead, began = make_ahead(engine, within=2.0), time.monotonic()
     with pytest.raises(SamplingExhaustedError):
         ahead.next(engine)
-    assert ahead.within < time.monotonic() - began < ahead.longest_step
+    assert ahead.round_timeout < time.monotonic() - began < ahead.step_timeout
     ahead.close()
 
 
@@ -315,7 +315,7 @@ def test_tokens_of_a_step_that_is_half_sampled_are_told_after_it_is_taken_up() -
             generated.append(sum(group.n_generated for group in groups))
             return groups
 
-    ahead = AheadSampler(make_sampler(max_age=9), 1, 1, 60.0)
+    ahead = AsynchronousSampler(make_sampler(max_age=9), 1, 1, 60.0)
     waiting = threading.Thread(target=ahead.next, args=[Held(every_third)], daemon=True)
     waiting.start()
     while ahead.state_dict()["rounds_so_far"] != 1:

@@ -12,15 +12,23 @@ from typing import Any
 
 import pytest
 import torch
-from builders import make_group, make_prompt, make_sample
+from builders import make_config, make_group, make_prompt, make_sample
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_runner.config import SamplerConfig
+from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.config.advantage import steps_of_tree
 from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.logging.metrics import sampling_metrics
-from dapo_runner.rollout.group_buffer import DynamicSampler, SamplingExhaustedError, SamplingStats, prompts_for
+from dapo_runner.rollout.group_buffer import (
+    GroupBuffer,
+    SamplingExhaustedError,
+    SamplingStats,
+    group_from_state,
+    group_state,
+    prompts_for,
+)
+from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.types import Group, Prompt, Segment
 
 # What a prompt's samples are like: right or wrong, with lengths and length penalties that correctness knows nothing of.
@@ -75,12 +83,12 @@ def test_whatever_the_groups_are_like(
         )
         assert step.stats.rounds <= max_rounds
         assert len(step.groups) <= wanted
-        assert (step.shortfall is not None) == (len(step.groups) < wanted)
-        assert len(step.groups) == wanted or not sampler.buffer  # nothing is held back from a step that is short
-        assert step.stats.carried_out == len(sampler.buffer)
+        assert step.is_short == (len(step.groups) < wanted)
+        assert len(step.groups) == wanted or not sampler.buffer.groups  # nothing is held back from a step that is short
+        assert step.stats.carried_out == len(sampler.buffer.groups)
     right = [sum(sample.correct for sample in group.samples) for group in engine.given]
     kept = [group for group, n in zip(engine.given, right, strict=True) if 0 < n < 4]
-    assert [id(group.samples) for group in accepted + sampler.buffer] == [id(group.samples) for group in kept]
+    assert [id(group.samples) for group in accepted + sampler.buffer.groups] == [id(group.samples) for group in kept]
 
 
 @given(stop_after=st.integers(0, 4), **SETTINGS)
@@ -99,7 +107,7 @@ def test_a_resume_anywhere_is_exact(
 
     def run(sampler: DynamicSampler, n: int) -> list[tuple[list[str], SamplingStats, str | None]]:
         results = (sampler.next(ShapedEngine(shapes)) for _ in range(n))
-        return [(ids(step.groups), step.stats, step.shortfall) for step in results]
+        return [(ids(step.groups), step.stats, step.is_short) for step in results]
 
     expected = run(fresh(), stop_after + steps)
     first = fresh()
@@ -121,19 +129,19 @@ def test_one_success_or_one_failure_is_enough(pattern: str) -> None:
 
 def test_a_policy_that_always_fails_stops_at_the_limit_and_says_so() -> None:
     engine, sampler = Engine(lambda i: "WWWW"), make_sampler(max_rounds=5)
-    with pytest.raises(SamplingExhaustedError, match=r"0 of 4 groups after 5 rounds.*out of reach"):
+    with pytest.raises(SamplingExhaustedError, match=r"sampler\.on_exhausted"):
         sampler.next(engine)
     assert len(engine.asked) == 5
     assert sum(map(len, engine.asked)) <= 5 * prompts_for(4, 1 / 6)  # half of what is accepted at first
 
 
-def test_data_that_run_out_are_gone_through_again_and_named() -> None:
+def test_data_that_run_out_are_gone_through_again() -> None:
     """Two prompts, one of them useful: a step of 40 groups cannot be had from them in so few rounds."""
     engine = Engine(lambda i: "RW" if i == 0 else "RR")
     sampler = make_sampler(wanted=40, n_prompts=2, max_rounds=1, initial_acceptance=1.0, on_exhausted="train_partial")
     step = sampler.next(engine)
-    assert step.shortfall is not None
-    assert "The 2 prompts were gone through 20.0 times: more data." in step.shortfall
+    assert step.is_short
+    assert sampler.buffer.notes(step)
     assert len(step.groups) == 20
 
 
@@ -152,9 +160,8 @@ class Engine:
 
 
 def make_sampler(wanted: int = 4, n_prompts: int = 50, **values: Any) -> DynamicSampler:
-    chosen = {name: values.pop(name) for name in ("filter_on", "max_age") if name in values}
-    config = SamplerConfig.model_validate({"prompts_per_step": wanted, **values})
-    return DynamicSampler(PromptCursor([make_prompt(str(i)) for i in range(n_prompts)], seed=0), config, **chosen)
+    config = make_config(sampler={"prompts_per_step": wanted, **values})
+    return DynamicSampler(PromptCursor([make_prompt(str(i)) for i in range(n_prompts)], seed=0), GroupBuffer(config))
 
 
 def ids(groups: list[Group]) -> list[str]:
@@ -171,7 +178,7 @@ def test_only_mixed_groups_in_prompt_order_and_none_lost() -> None:
     assert len(accepted) == 24
     asked = [name for prompts in engine.asked for name in prompts]
     mixed = [name for name in asked if every_third(int(name)) == "RWRW"]
-    assert ids(accepted) + ids(sampler.buffer) == mixed
+    assert ids(accepted) + ids(sampler.buffer.groups) == mixed
 
 
 def test_filter_goes_by_correctness_not_by_reward() -> None:
@@ -211,37 +218,16 @@ def test_what_the_filter_goes_by(rewards: tuple[float, ...], by_correctness: int
         sampler = make_sampler(filter_on=filter_on, on_exhausted="train_partial", max_rounds=3)
         step = sampler.next(GradingEngine(*rewards))
         assert len(step.groups) == kept
-        assert (step.shortfall is None) == (kept > 0)
-        assert (sampler.acceptance > 0.5) == (kept > 0)
+        assert step.is_short == (kept == 0)
+        assert (sampler.buffer.acceptance > 0.5) == (kept > 0)
         graded = step.stats.groups if by_reward > by_correctness else 0
-        assert step.stats.graded == graded
+        assert step.stats.varying_reward_only == graded
         figures = sampling_metrics(step.stats, filter_on)
         if filter_on == "reward":
             assert figures["sampling/varying_reward"] == (kept > 0) == 1 - figures["sampling/equal_reward"]
         assert figures.get("sampling/varying_reward_only") == (
             None if filter_on == "correctness" else graded / step.stats.groups
         )
-
-
-def test_groups_that_were_turned_away_though_they_teach_something_are_named_once() -> None:
-    sampler = make_sampler(on_exhausted="train_partial", max_rounds=1)
-    first, second = (sampler.next(GradingEngine(0.55, 0.99)) for _ in range(2))
-    n = first.stats.groups
-    assert first.caution == (
-        f"dynamic sampling turned away {n} of {n} groups whose rewards vary, because all of their samples are right, "
-        "or all wrong: sampler.filter_on=reward keeps them"
-    )
-    assert second.caution is None
-    assert first.shortfall is not None
-    assert "sampler.filter_on=reward" in first.shortfall
-    for other in (make_sampler(filter_on="reward"), make_sampler(filter_groups=False)):
-        assert other.next(GradingEngine(0.55, 0.99)).caution is None
-    assert make_sampler(on_exhausted="train_partial").next(GradingEngine(0.9, 0.9)).caution is None
-
-
-def test_exhaustion_by_reward_says_that_rewards_do_not_vary() -> None:
-    with pytest.raises(SamplingExhaustedError, match=r"0 all wrong \(0 of these with rewards that vary\)"):
-        make_sampler(filter_on="reward", max_rounds=1).next(GradingEngine(0.9, 0.9))
 
 
 def test_without_filter_every_group_trains() -> None:
@@ -263,7 +249,7 @@ def test_surplus_opens_the_next_step_without_generating() -> None:
     first = sampler.next(engine)
     second = sampler.next(engine)
     assert len(engine.asked) == 1
-    assert ids(first.groups) + ids(second.groups) + ids(sampler.buffer) == engine.asked[0]
+    assert ids(first.groups) + ids(second.groups) + ids(sampler.buffer.groups) == engine.asked[0]
     left = len(engine.asked[0]) - 4
     assert (second.stats.rounds, second.stats.carried_in, second.stats.carried_out) == (0, left, left - 4)
 
@@ -289,51 +275,10 @@ def test_groups_that_have_grown_too_old_go_and_are_counted(max_age: int) -> None
     assert ages == set(range(min(max_age, 4) + 1))
     dropped = sum(step.stats.too_old for step in steps)
     assert (dropped > 0) == (max_age < 4)
-    assert sum(len(step.groups) for step in steps) + len(sampler.buffer) + dropped == sum(map(len, engine.asked))
+    assert sum(len(step.groups) for step in steps) + len(sampler.buffer.groups) + dropped == sum(map(len, engine.asked))
     for before, after in pairwise(steps):
         assert after.stats.carried_in + after.stats.too_old == before.stats.carried_out
     assert ids(steps[0].groups) == engine.asked[0][:4]
-
-
-def test_an_old_checkpoint_takes_its_groups_for_those_of_its_last_step() -> None:
-    """Groups used not to say when they were sampled; nor did the sampler count steps, but the checkpoint did."""
-    sampler = make_sampler(wanted=4, initial_acceptance=0.2)
-    sampler.next(Engine(lambda i: "RW"))
-    old = sampler.state_dict()
-    del old["steps"]
-    for group in old["buffer"]:
-        del group["step"]
-    resumed = make_sampler(wanted=4, initial_acceptance=0.2)
-    resumed.load_state_dict({"steps": 7, **old})
-    step = resumed.next(Engine(lambda i: "RW"))
-    assert (resumed.steps, {group.step for group in step.groups}, step.stats.too_old) == (8, {7}, 0)
-
-
-def test_groups_carried_over_a_checkpoint_have_their_rows_and_parts() -> None:
-    """Rows come from the data set, not from the checkpoint; older checkpoints have no parts."""
-    prompts = [replace(make_prompt(str(i)), row={"number": i}, messages=(("user", str(i)),)) for i in range(9)]
-    sample = replace(make_sample(True), parts={"a": 0.5})
-
-    def ask(asked: list[Prompt], round_number: int) -> list[Group]:
-        return [Group(prompt, (sample, make_sample(False))) for prompt in asked]
-
-    def sampler() -> DynamicSampler:
-        return DynamicSampler(PromptCursor(prompts, seed=0), SamplerConfig(prompts_per_step=2, initial_acceptance=0.2))
-
-    first, resumed, old = sampler(), sampler(), sampler()
-    first.next(ask)
-    file = io.BytesIO()
-    torch.save(first.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    resumed.load_state_dict(state)
-    kept = [(dict(g.prompt.row), g.prompt, [dict(s.parts) for s in g.samples]) for g in first.buffer]
-    assert [(dict(g.prompt.row), g.prompt, [dict(s.parts) for s in g.samples]) for g in resumed.buffer] == kept != []
-    for group in state["buffer"]:
-        for item in group["samples"]:
-            del item["parts"]
-    old.load_state_dict(state)
-    assert old.buffer[0].samples[0].parts == {}
 
 
 def test_a_tree_is_trained_on_over_several_steps() -> None:
@@ -344,13 +289,13 @@ def test_a_tree_is_trained_on_over_several_steps() -> None:
     too_old: list[float] = []
 
     def step(*groups: Group) -> list[tuple[str, list[int]]]:
-        sampler.steps += 1
+        sampler.buffer.step += 1
         state = io.BytesIO()
         torch.save(sampler.state_dict(), state)
         state.seek(0)
         sampler.load_state_dict(torch.load(state, weights_only=True))
-        spread, counts = sampler.spread([replace(group, step=sampler.steps) for group in groups], 2)
-        assert counts["waiting"] == sum(len(group.samples) for group in sampler.waiting)
+        spread, counts = sampler.buffer.spread([replace(group, step=sampler.buffer.step) for group in groups], 2)
+        assert counts["waiting"] == sum(len(group.samples) for group in sampler.buffer.waiting)
         too_old.append(counts["too_old"])
         return [(group.prompt.id, [s.completion.length for s in group.samples]) for group in spread]
 
@@ -358,9 +303,9 @@ def test_a_tree_is_trained_on_over_several_steps() -> None:
     assert step(first) == [("1", [1, 5])]
     assert step(second) == [("1", [2, 6]), ("2", [5, 6])]
     assert step() == [("1", [3])]
-    assert sampler.waiting == []
+    assert sampler.buffer.waiting == []
     assert step(Group(make_prompt("3"), samples)) == [("3", [1, 5])]
-    sampler.max_age = 0
+    sampler.buffer.max_age = 0
     assert step() == []
     assert step(Group(make_prompt("4"), samples[3:4])) == []  # nothing to train on
     assert too_old == [0, 0, 0, 0, 3, 0]
@@ -372,7 +317,7 @@ def test_a_tree_takes_the_steps_that_max_age_is_held_against(leaves: int, per_st
     sample = replace(make_sample(True), segments=(Segment(4, 0.0, 1.0, 1.0),))
     sampler, steps = make_sampler(), 0
     groups = [Group(make_prompt(), (sample,) * leaves)]
-    while sampler.spread(groups, per_step)[0]:
+    while sampler.buffer.spread(groups, per_step)[0]:
         groups, steps = [], steps + 1
     assert steps == steps_of_tree(leaves, per_step) >= steps_of_tree(leaves - 1, per_step)
 
@@ -381,16 +326,16 @@ def test_refill_is_sized_by_the_rate_so_far() -> None:
     """Everything is accepted, so the requests shrink to what is needed; then little is, and they grow."""
     sampler = make_sampler(wanted=20, n_prompts=1000, initial_acceptance=0.2)
     easy = Engine(lambda i: "RW")
-    while not easy.asked or len(sampler.buffer) >= 20:
+    while not easy.asked or len(sampler.buffer.groups) >= 20:
         sampler.next(easy)
     for _ in range(30):
         sampler.next(easy)
-    assert 0.9 < sampler.acceptance <= 1
+    assert 0.9 < sampler.buffer.acceptance <= 1
     assert len(easy.asked[-1]) <= 25
     hard = Engine(lambda i: "RW" if i % 10 == 0 else "WW")
     for _ in range(4):
         sampler.next(hard)
-    assert sampler.acceptance < 0.25
+    assert sampler.buffer.acceptance < 0.25
     assert max(map(len, hard.asked)) > 50
     assert max(map(len, hard.asked)) <= prompts_for(20, 0.1)  # never beyond half of the initial acceptance
 
@@ -407,7 +352,7 @@ def test_a_step_takes_one_round(share: float, before: float) -> None:
         return [Group(prompt, right if lots.random() < share else wrong) for prompt in prompts]
 
     cursor = PromptCursor([prompt], seed=0)
-    sampler = DynamicSampler(cursor, SamplerConfig(prompts_per_step=wanted))
+    sampler = DynamicSampler(cursor, GroupBuffer(make_config(sampler={"prompts_per_step": wanted})))
     stats = [sampler.next(generate).stats for _ in range(steps)]
     assert sum(item.rounds for item in stats) / steps <= 1.05 < before
     assert sum(item.groups for item in stats) * share / (wanted * steps) == pytest.approx(1, abs=0.02)
@@ -440,28 +385,13 @@ def test_statistics_count_everything_generated() -> None:
     assert len(seen) == stats.rounds
 
 
-def test_exhaustion_explains_itself() -> None:
-    engine, sampler = Engine(lambda i: "RRRR" if i % 5 else "WWWW"), make_sampler(max_rounds=3)
-    with pytest.raises(SamplingExhaustedError) as caught:
-        sampler.next(engine)
-    asked = [name for prompts in engine.asked for name in prompts]
-    all_correct = sum(int(name) % 5 != 0 for name in asked)
-    for part in (
-        "0 of 4 groups after 3 rounds",
-        f"{all_correct} were all right",
-        "mostly solved",
-        "train_partial",
-    ):
-        assert part in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("pattern", "part"),
     [
-        ("TTTT", "raise rollout.max_response_tokens"),
-        ("WWWW", "out of reach"),
-        ("RRRR", "mostly solved"),
-        ("CCCC", "mostly solved"),  # cut, and right
+        ("TTTT", "rollout.max_response_tokens"),
+        ("WWWW", "easier data"),
+        ("RRRR", "harder data"),
+        ("CCCC", "harder data"),  # cut, and right
     ],
 )
 def test_advice_follows_the_cause(pattern: str, part: str) -> None:
@@ -474,9 +404,24 @@ def test_partial_step_says_so() -> None:
     sampler = make_sampler(wanted=30, max_rounds=1, on_exhausted="train_partial", initial_acceptance=0.5)
     step = sampler.next(engine)
     assert ids(step.groups) == ["7"]
-    assert step.shortfall is not None
-    assert "1 of 30 groups" in step.shortfall
-    assert sampler.buffer == []
+    assert step.is_short
+    assert sampler.buffer.groups == []
+
+
+def test_saved_groups_have_their_rewards_masks_and_rows() -> None:
+    """Rows come from the data set, not from the state."""
+    prompt = replace(make_prompt(), row={"number": 1}, messages=(("user", "?"),))
+    sample = replace(make_sample(True), parts={"a": 0.5})
+    mask = torch.arange(sample.completion.length) > 1
+    sample = replace(sample, completion=replace(sample.completion, loss_mask=mask))
+    file = io.BytesIO()
+    torch.save(group_state(Group(prompt, (sample,), step=3)), file)
+    file.seek(0)
+    read = group_from_state(torch.load(file, weights_only=True), {prompt.id: prompt})
+    assert (read.prompt, read.prompt.row, read.step) == (prompt, {"number": 1}, 3)
+    assert read.samples[0].parts == {"a": 0.5}
+    (sequence,) = make_sequences([read], make_config().advantage)
+    assert sequence.mask.tolist() == [False] * len(prompt.token_ids) + mask.tolist()
 
 
 def test_rounds_are_numbered_over_the_whole_run() -> None:
@@ -499,13 +444,13 @@ def test_resume_is_exact_with_a_half_filled_buffer() -> None:
     expected = run(straight, 9)
     first = make_sampler(wanted=3, initial_acceptance=0.2)
     before = run(first, 4)
-    assert first.buffer, "the case is only interesting with groups carried over"
+    assert first.buffer.groups, "the case is only interesting with groups carried over"
     file = io.BytesIO()
     torch.save(first.state_dict(), file)
     file.seek(0)
     second = make_sampler(wanted=3, initial_acceptance=0.2)
     second.load_state_dict(torch.load(file, weights_only=True))
-    for one, two in zip(first.buffer, second.buffer, strict=True):
+    for one, two in zip(first.buffer.groups, second.buffer.groups, strict=True):
         assert one.prompt == two.prompt
         for a, b in zip(one.samples, two.samples, strict=True):
             assert (a.verdict, a.reward, a.trains) == (b.verdict, b.reward, b.trains)

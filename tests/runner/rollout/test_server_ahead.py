@@ -18,17 +18,18 @@ from fake_server import GENERATE, UPDATE, FakeServer, Hook
 from served import PROMPTS, SAMPLING, moved, open_engine, told
 from small import small_recipe
 
-from dapo_runner.config import SamplerConfig, parse_config
+from dapo_runner.config import parse_config
 from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.progress import Progress
 from dapo_runner.parallel.world import Layout, World
 from dapo_runner.policy.model import Policy
 from dapo_runner.rollout import prompt_queue
-from dapo_runner.rollout.asynchronous import AheadSampler
-from dapo_runner.rollout.group_buffer import DynamicSampler
+from dapo_runner.rollout.asynchronous import AsynchronousSampler
+from dapo_runner.rollout.group_buffer import GroupBuffer
+from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.rollout.server import ServerEngine
-from dapo_runner.run.parts import sampled_ahead
+from dapo_runner.run.builders import make_asynchronous
 from dapo_runner.train import train
 from dapo_runner.types import CallOptions, Completion, Group, Prompt, Sample, Verdict
 
@@ -150,8 +151,8 @@ def steps_ahead(engine: ServerEngine, in_flight: int, lead: int = 1) -> list[lis
             for prompt, answers in zip(prompts, found, strict=True)
         ]
 
-    sampler = DynamicSampler(PromptCursor(PROMPTS, seed=0), SamplerConfig(prompts_per_step=4, filter_groups=False))
-    ahead = AheadSampler(sampler, lead, 6, 60.0, in_flight)
+    sampler = DynamicSampler(PromptCursor(PROMPTS, seed=0), GroupBuffer(make_config(sampler={"filter_groups": False})))
+    ahead = AsynchronousSampler(sampler, lead, 6, 60.0, in_flight)
     taken = [ahead.next(scored).groups for _ in range(6)]
     ahead.close()
     return [
@@ -205,8 +206,8 @@ def test_how_many_rounds_are_in_flight() -> None:
             },
             sampler={"max_age": ahead},
         )
-        sampler = DynamicSampler(PromptCursor(PROMPTS, seed=0), config.sampler, max_age=config.max_age)
-        assert sampled_ahead(sampler, config).n_rounds == rounds
+        sampler = DynamicSampler(PromptCursor(PROMPTS, seed=0), GroupBuffer(config))
+        assert make_asynchronous(sampler, config).n_rounds == rounds
 
 
 def test_a_request_may_wait_behind_those_of_the_rounds_before(
@@ -323,8 +324,8 @@ def test_quick_answers_do_not_jump_the_queue(model_folder: Path, servers: list[F
         ]
 
     def steps() -> list[list[tuple[str, list[int]]]]:
-        config = SamplerConfig(prompts_per_step=4, max_rounds=9, on_exhausted="train_partial")
-        ahead = AheadSampler(DynamicSampler(PromptCursor(PROMPTS, seed=0), config), 1, 4, 60.0)
+        config = make_config(sampler={"max_rounds": 9, "on_exhausted": "train_partial"})
+        ahead = AsynchronousSampler(DynamicSampler(PromptCursor(PROMPTS, seed=0), GroupBuffer(config)), 1, 4, 60.0)
         taken = [ahead.next(scored).groups for _ in range(4)]
         ahead.close()
         return [[(one.prompt.id, [s.completion.length for s in one.samples]) for one in groups] for groups in taken]
@@ -366,15 +367,15 @@ def test_a_run_ahead(
             threading.Timer(0.02, servers[1].start).start()
 
     servers[0].hooks[GENERATE] = kill_now_and_then
-    state_dict = AheadSampler.state_dict
+    state_dict = AsynchronousSampler.state_dict
 
-    def once_one_step_waits(self: AheadSampler) -> dict[str, Any]:
+    def once_one_step_waits(self: AsynchronousSampler) -> dict[str, Any]:
         until = time.monotonic() + 20
-        while self.step == 2 and not self.figures([])["ready_steps"] and time.monotonic() < until:
+        while self.step == 2 and not self.metrics([])["ready_steps"] and time.monotonic() < until:
             time.sleep(0.01)
         return state_dict(self)
 
-    monkeypatch.setattr(AheadSampler, "state_dict", once_one_step_waits)
+    monkeypatch.setattr(AsynchronousSampler, "state_dict", once_one_step_waits)
 
     class Notes(Progress):
         def note(self, text: str) -> None:

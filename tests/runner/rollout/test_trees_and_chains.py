@@ -16,9 +16,9 @@ from builders import make_prompt
 from dapo_runner.config import ModelConfig, SegmentsConfig, TreeShape
 from dapo_runner.policy.model import load_model, load_tokenizer
 from dapo_runner.rollout.hf import HFEngine
-from dapo_runner.rollout.segments import begin, grow_trees, joined, value_chains
+from dapo_runner.rollout.segments import add_prefix, grow_trees, join_continuation, value_chains
 from dapo_runner.run.tiny_model import make_tokenizer
-from dapo_runner.types import Completion, Group, Prompt, Sample, SamplingParams, Verdict
+from dapo_runner.types import Completion, Group, Prompt, RolloutRequest, Sample, SamplingParams, Verdict
 
 P_ONE = 0.7  # of the toy policy, for every one of its tokens
 LENGTH = 4
@@ -31,13 +31,14 @@ class ToyPolicy:
     def __init__(self) -> None:
         self.asked: Counter[tuple[int, ...]] = Counter()
 
-    def answer(self, prefixes: Sequence[Prompt], each: list[SamplingParams]) -> list[Group]:
+    def generate(self, requests: Sequence[RolloutRequest]) -> list[Group]:
         groups = []
-        for place, (prefix, sampling) in enumerate(zip(prefixes, each, strict=True)):
+        for request in requests:
+            prefix, sampling = request.prompt, request.sampling
             begun = prefix.token_ids[len(prefix.token_ids) - prefix.n_response_tokens :]
             assert sampling.max_tokens == LENGTH - len(begun)
             self.asked[begun] += 1
-            dice = random.Random(f"{sampling.seed}:{place}")
+            dice = random.Random(f"{sampling.seed}:{request.index}")
             draws = [[int(dice.random() < P_ONE) for _ in range(sampling.max_tokens)] for _ in range(sampling.n)]
             groups.append(Group(prefix, tuple(scored([*begun, *drawn]) for drawn in draws)))
         return groups
@@ -54,7 +55,7 @@ def test_values_are_those_of_the_policy() -> None:
     """The first two tokens are segments, and the rest is one. A 0 ends all hope."""
     toy, sampling = ToyPolicy(), SamplingParams(max_tokens=LENGTH, seed=1)
     group = Group(make_prompt(), (scored([1, 1, 1, 1]), scored([1, 0, 1, 1])))
-    (valued,), counts = value_chains([group], CHAIN, sampling, toy.answer)
+    (valued,), counts = value_chains([group], CHAIN, sampling, toy.generate)
     values = [P_ONE**4, P_ONE**3, P_ONE**2]
     error = 3 * 0.5 / CHAIN.samples**0.5  # three standard deviations of a mean, at the most
     right, wrong = (sample.segments for sample in valued.samples)
@@ -149,11 +150,11 @@ def test_the_branches_of_a_tree_draw_apart(engine: HFEngine) -> None:
 def test_a_continued_response_is_whole(engine: HFEngine) -> None:
     prompt = replace(make_prompt(), token_ids=tuple(engine.tokenizer("1+1=")["input_ids"]))
     tokens = torch.tensor(engine.tokenizer("12")["input_ids"][-2:])
-    prefix = begin(prompt, tokens)
+    prefix = add_prefix(prompt, tokens)
     assert prefix.token_ids == (*prompt.token_ids, *tokens.tolist())
     assert (prefix.n_response_tokens, prefix.answer) == (2, prompt.answer)
     ((continuation,),) = engine.generate([prefix], SamplingParams(max_tokens=4))
-    whole = joined(prefix, continuation, engine.tokenizer)
+    whole = join_continuation(prefix, continuation, engine.tokenizer)
     assert whole.token_ids.tolist() == [*tokens.tolist(), *continuation.token_ids.tolist()]
     assert whole.text.startswith("12")
     assert whole.finish_reason == continuation.finish_reason

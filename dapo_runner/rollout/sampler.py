@@ -1,0 +1,59 @@
+"""Fill steps with groups, one round of prompts after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dapo_runner.data.dataset import PromptCursor
+from dapo_runner.rollout.group_buffer import GroupBuffer, SampledStep, SamplingStats
+from dapo_runner.types import Group, Prompt
+
+GenerateRound = Callable[[list[Prompt], int], list[Group]]
+"""Return scored groups for a round of prompts, in their order. The second argument counts the rounds of the whole run:
+a seed made from it differs from round to round and is the same again after a resume."""
+
+
+class DynamicSampler:
+    """Walks over the prompts and fills a buffer with their groups."""
+
+    def __init__(
+        self,
+        cursor: PromptCursor,
+        buffer: GroupBuffer,
+        on_round: Callable[[int, SamplingStats], None] = lambda n_groups, stats: None,
+    ) -> None:
+        """``on_round`` is called with the number of accepted groups after every round."""
+        self.cursor = cursor
+        self.buffer = buffer
+        self.on_round = on_round
+        self.n_rounds = 0  # accepted so far
+        self.in_flight = 0  # prompts that had no groups yet when the loaded state was saved; they are submitted again
+
+    def next(self, generate: GenerateRound) -> SampledStep:
+        """Return the groups of one step. Raises SamplingExhaustedError."""
+        self.buffer.begin_step()
+        while not self.buffer.is_done:
+            prompts = self.cursor.take(self.buffer.round_size(self.buffer.missing), self.buffer.step)
+            self.add_round(prompts, generate(prompts, self.n_rounds))
+        return self.buffer.take_step()
+
+    def add_round(self, prompts: list[Prompt], groups: list[Group]) -> None:
+        self.n_rounds += 1
+        self.cursor.observe(groups)
+        self.buffer.add(groups, len(prompts))
+        self.on_round(len(self.buffer.groups), self.buffer.stats)
+
+    def drop_groups(self) -> int:
+        """Drop the groups that are left over and return how many there were."""
+        n_groups = len(self.buffer.groups) + len(self.buffer.waiting)
+        self.buffer.groups, self.buffer.waiting = [], []
+        return n_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"cursor": self.cursor.state_dict(), "rounds_so_far": self.n_rounds} | self.buffer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.cursor.load_state_dict(state["cursor"])
+        self.n_rounds, self.in_flight = state["rounds_so_far"], state.get("in_flight", 0)
+        self.buffer.load_state_dict(state, {prompt.id: prompt for prompt in self.cursor.prompts})

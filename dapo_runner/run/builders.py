@@ -1,0 +1,75 @@
+"""Build the components of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dapo_runner.algorithms.learner import Learner, make_learner
+from dapo_runner.algorithms.objective import uses_reference
+from dapo_runner.checkpoint import Checkpoint
+from dapo_runner.config import Config, cautions
+from dapo_runner.data.curriculum import make_curriculum
+from dapo_runner.data.dataset import Dataset, PromptCursor, load_data
+from dapo_runner.folder import TINY_MODEL
+from dapo_runner.logging.progress import Progress
+from dapo_runner.policy.lengths import check_lengths
+from dapo_runner.policy.model import load_critic, load_policy, load_reference, load_tokenizer
+from dapo_runner.rewards.scoring import unmatchable_answers
+from dapo_runner.rollout.asynchronous import AsynchronousSampler
+from dapo_runner.rollout.group_buffer import GroupBuffer
+from dapo_runner.rollout.sampler import DynamicSampler
+from dapo_runner.run.context import RunContext
+from dapo_runner.run.tiny_model import ensure_tiny_model
+
+
+def initial_model(config: Config, progress: Progress) -> str | Path:
+    """Return where the policy of a new run comes from; make the tiny model if it is that."""
+    if config.model.path is not None:
+        return config.model.path
+    return ensure_tiny_model(config, config.run_dir / TINY_MODEL, progress.note)
+
+
+def build_dataset(config: Config, source: str | Path, context: RunContext) -> Dataset:
+    """Load the prompts for the model in ``source`` and note what is worth knowing of them. Raises ConfigError."""
+    world, note = context.world, context.progress.note
+    world.run_or_raise_everywhere(lambda: check_lengths(config, source, download=True))
+    dataset = world.run_or_raise_everywhere(lambda: load_data(config, load_tokenizer(source, config.model)))
+    note(f"data: {dataset.report.describe()}")
+    for caution in cautions(config):
+        note(caution)
+    if (unmatchable := unmatchable_answers(config.reward, dataset.train)) is not None:
+        note(unmatchable)
+    return dataset
+
+
+def build_learner(config: Config, checkpoint: Checkpoint | None, context: RunContext) -> Learner:
+    """Load the policy, the reference and the critic that the configuration needs, and make the optimizers.
+
+    Adapters are put on the model that training started from: the model of a checkpoint has them merged in.
+    """
+    world, device, progress = context.world, context.device, context.progress
+    start = world.broadcast_from_rank0(lambda: initial_model(config, progress))
+    source = start if checkpoint is None or config.model.lora is not None else checkpoint.model
+    shared = config.critic is not None and config.critic.share_trunk
+    replay, seed = config.loss.routing_replay, config.run.seed
+    policy = load_policy(source, config.model, device, seed, world, replay, "shared" if shared else "policy")
+    is_own_reference = config.model.lora is not None and config.loss.reference is None
+    reference, critic = None, policy if shared else None
+    if uses_reference(config) and not is_own_reference:
+        reference = load_reference(config.loss.reference or start, config.model, device, world)
+    if config.critic is not None and not shared:
+        critic = load_critic(config.critic.path or start, config.model, device, world)
+    return make_learner(policy, config, reference, critic, context.clock)
+
+
+def build_sampler(config: Config, dataset: Dataset, progress: Progress) -> DynamicSampler:
+    curriculum = make_curriculum(config.sampler.curriculum, dataset.train)
+    cursor = PromptCursor(dataset.train, config.run.seed, dataset.heldout, curriculum)
+    return DynamicSampler(cursor, GroupBuffer(config), progress.round)
+
+
+def make_asynchronous(sampler: DynamicSampler, config: Config) -> AsynchronousSampler:
+    """Return a sampler that fills the steps of ``sampler``, whose state is loaded, while earlier ones train."""
+    rollout = config.rollout
+    n_rounds = rollout.max_staleness + 1 if rollout.partial else 1
+    return AsynchronousSampler(sampler, rollout.max_staleness, config.run.steps, rollout.server.round_within, n_rounds)

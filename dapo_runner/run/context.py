@@ -1,0 +1,65 @@
+"""Where a run happens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from dapo_runner.config import Config
+from dapo_runner.folder import FolderLock, lock_folder
+from dapo_runner.logging.progress import Progress
+from dapo_runner.parallel.world import World, open_world
+from dapo_runner.policy.model import resolve_device
+from dapo_runner.preflight.needs import check_needs
+from dapo_runner.timing import StepClock
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What every rank of a run has. Rank 0 alone has the lock of the run's folder and shows progress."""
+
+    world: World
+    device: torch.device
+    progress: Progress
+    clock: StepClock
+    lock: FolderLock | None
+
+    def close(self, error: BaseException | None) -> None:
+        """Give everything back after ``error``, or None at the regular end. May raise RankLostError."""
+        self.progress.close()
+        if self.lock is not None:
+            self.lock.close()
+        self.world.close(error)
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.close(error)
+            raise
+
+
+def open_context(config: Config, progress: Progress) -> RunContext:
+    """Meet the other ranks, check what the run needs and lock its folder. Raises ConfigError."""
+    world = open_world(config)
+    try:
+        world.run_or_raise_everywhere(lambda: check_needs(config, world.layout))
+        device = world.device or resolve_device(config.run.device)
+        shown = progress if world.is_main else Progress()
+        lock = world.run_on_rank0(lambda: lock_folder(config.run_dir, shown.note))
+    except BaseException as error:
+        world.close(error)
+        raise
+
+    def on_phase(name: str) -> None:
+        shown.phase(name)
+        if world.watch is not None:
+            world.watch.set_phase(name)
+
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    return RunContext(world, device, shown, StepClock(device, on_phase), lock)

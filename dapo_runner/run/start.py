@@ -1,0 +1,213 @@
+"""Start a run, or resume it from its last checkpoint."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dapo_runner.algorithms.learner import Learner
+from dapo_runner.algorithms.objective import resolve_objective
+from dapo_runner.checkpoint import BackgroundSaves, Checkpoint, Resumable, checkpoint_to_resume, load_checkpoint
+from dapo_runner.config import Config
+from dapo_runner.early_stop import EarlyStop
+from dapo_runner.folder import AnyConfig, Change, check_same_run, write_config
+from dapo_runner.fork import changes_of_groups, start_fork
+from dapo_runner.interrupt import StopRequest
+from dapo_runner.logging.metrics import METRICS_FILE, read_log
+from dapo_runner.logging.progress import Progress
+from dapo_runner.logging.run_log import CHECKPOINTS, RunLog
+from dapo_runner.logging.trackers import Trackers, open_trackers
+from dapo_runner.preflight.dry_run import describe_algorithm
+from dapo_runner.rewards.scoring import Scorer
+from dapo_runner.rollout.engine import open_engine
+from dapo_runner.rollout.probe import SyncProbe
+from dapo_runner.rollout.sampler import DynamicSampler
+from dapo_runner.rollout.worker import RolloutWorker
+from dapo_runner.run.builders import (
+    build_dataset,
+    build_learner,
+    build_sampler,
+    initial_model,
+    make_asynchronous,
+)
+from dapo_runner.run.context import RunContext, open_context
+from dapo_runner.run.steps import Run, is_due
+
+
+@dataclass(frozen=True)
+class StartPoint:
+    """What a run starts from, and which settings are others than in its folder. ``is_new``: nothing was trained in the
+    folder yet; the checkpoint of a new run is that of a fork.
+    """
+
+    checkpoint: Checkpoint | None
+    changes: list[Change]
+    is_new: bool
+
+    @property
+    def last_completed_step(self) -> int:
+        return self.checkpoint.step if self.checkpoint else 0
+
+    @property
+    def keep_log_through(self) -> int:
+        """Later lines of the logs are removed. What an attempt without a checkpoint logged does not count."""
+        return self.last_completed_step - self.is_new
+
+
+def open_run(config: Config, progress: Progress) -> Run:
+    """Build everything a run needs and load its last checkpoint, if there is one. The folder is locked until the run is
+    left.
+    """
+    resolve_objective(config)
+    context = open_context(config, progress)
+    with context.closed_on_error():
+        return _open_run(config, context)
+
+
+def _open_run(config: Config, context: RunContext) -> Run:
+    world, note = context.world, context.progress.note
+    for part, choice in describe_algorithm(config).items():
+        note(f"{part}: {choice}")
+    start = world.broadcast_from_rank0(lambda: find_start(config, config.run_dir))
+    source = world.broadcast_from_rank0(lambda: _start_model(config, start, context.progress))
+    dataset = build_dataset(config, source, context)
+    learner = build_learner(config, start.checkpoint, context)
+    sampler = build_sampler(config, dataset, context.progress)
+    engine = world.run_or_raise_everywhere(lambda: open_engine(config, source, context.device, world, note))
+    trackers = open_trackers_on_rank0(config, start, context)
+    # Nothing that draws a random number comes after this: a resumed run must see the numbers the first one saw.
+    seed_generators(config.run.seed)
+    start = load_start(start, learner, sampler, context)
+    if start.is_new and start.checkpoint:
+        _drop_incompatible_groups(sampler, config.run_dir, context.progress)
+    score = _build_scorer(config, context)
+    stop = StopRequest(note, config.run.grace)
+    worker = RolloutWorker(engine, score, learner.policy.tokenizer, config.tree, world, context.clock, stop)
+    log = open_log(config, start, trackers, context, learner.policy.tokenizer)
+    early_stop, probe = _replay_log(config, SyncProbe(dataset.train, config), context)
+    done = start.last_completed_step
+    owes_evaluation = world.broadcast_from_rank0(lambda: start.is_new or _missed_evaluation(config, done, early_stop))
+    run = Run(
+        context=context,
+        config=config,
+        dataset=dataset,
+        learner=learner,
+        worker=worker,
+        sampler=make_asynchronous(sampler, config) if config.rollout.max_staleness else sampler,
+        sync_probe=probe,
+        log=log,
+        stop=stop,
+        early_stop=early_stop,
+        background_saves=BackgroundSaves(world, config.parallel.timeout) if config.run.async_save else None,
+        last_completed_step=done,
+        owes_evaluation=bool(dataset.heldout) and owes_evaluation,
+    )
+    context.progress.start(done, config.run.steps)
+    context.clock.lap()  # loading is not part of the first step
+    return run
+
+
+def _start_model(config: Config, start: StartPoint, progress: Progress) -> str | Path:
+    return start.checkpoint.model if start.checkpoint else initial_model(config, progress)
+
+
+def find_start(config: AnyConfig, folder: Path) -> StartPoint:
+    """Find the checkpoint that a folder's run resumes from. Raises ConfigError, CheckpointError."""
+    changes = check_same_run(config, folder)
+    checkpoint = checkpoint_to_resume(folder / CHECKPOINTS)
+    forked_at = config.run.forked_at if isinstance(config, Config) else 0
+    if checkpoint is None:
+        write_config(config, folder)
+        if isinstance(config, Config) and config.run.from_ is not None:
+            checkpoint, changes = start_fork(config, folder), []
+    return StartPoint(checkpoint, changes, checkpoint is None or checkpoint.step == forked_at)
+
+
+def load_start(start: StartPoint, learner: Learner, sampler: Resumable, context: RunContext) -> StartPoint:
+    """Load the checkpoint, if there is one, into ``learner`` and ``sampler``. Returns ``start`` with what else has
+    changed. Collective.
+    """
+    if start.checkpoint is None:
+        return start
+    note, size = context.progress.note, context.world.size
+    saved_size = load_checkpoint(start.checkpoint, learner, sampler)
+    note(f"resuming after step {start.checkpoint.step} from {start.checkpoint.path}")
+    if isinstance(sampler, DynamicSampler):
+        n_groups = len(sampler.buffer.groups)
+        note(f"{n_groups} groups are left over, {sampler.in_flight} prompts in flight are submitted again")
+    if saved_size == size:
+        return start
+    note(f"ranks: {saved_size} → {size}. Weights, optimizer and groups are the same, rounding differs from here on")
+    return replace(start, changes=[*start.changes, Change("ranks", saved_size, size)])
+
+
+def seed_generators(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def open_trackers_on_rank0(config: AnyConfig, start: StartPoint, context: RunContext) -> Trackers | None:
+    is_resumed, note = not start.is_new, context.progress.note
+    first_step = start.keep_log_through + 1
+    return context.world.run_on_rank0(lambda: open_trackers(config, config.run_dir, first_step, note, is_resumed))
+
+
+def open_log(
+    config: AnyConfig, start: StartPoint, trackers: Trackers | None, context: RunContext, tokenizer: object = None
+) -> RunLog | None:
+    """Open the log of a run on rank 0 and write down which settings have changed."""
+
+    def open_here() -> RunLog:
+        assert trackers is not None  # on rank 0
+        log = RunLog(
+            config.run_dir,
+            config.logging,
+            trackers,
+            first_step=start.last_completed_step,
+            keep_through=start.keep_log_through,
+            tokenizer=tokenizer,
+            note=context.progress.note,
+        )
+        if start.checkpoint is not None:
+            log.changes(start.changes)
+            write_config(config, config.run_dir)  # after the log: a kill between them repeats a change, loses none
+            for change in start.changes:
+                context.progress.note(f"from step {start.last_completed_step + 1} on {change}")
+        return log
+
+    return context.world.run_on_rank0(open_here)
+
+
+def _build_scorer(config: Config, context: RunContext) -> Scorer:
+    score = Scorer(config)
+    if score.judge is not None:
+        score.judge.known.open(config.run_dir, context.world.rank, context.world.size)
+    return score
+
+
+def _replay_log(config: Config, probe: SyncProbe, context: RunContext) -> tuple[EarlyStop, SyncProbe]:
+    """Let early stopping and the probe see what the run has logged so far."""
+    early_stop = EarlyStop(config)
+    for event in context.world.broadcast_from_rank0(lambda: read_log(config.run_dir / METRICS_FILE)):
+        early_stop.replay(event)
+        if "sync/gap" in event:
+            probe.remember(event["sync/gap"])
+    return early_stop, probe
+
+
+def _drop_incompatible_groups(sampler: DynamicSampler, folder: Path, progress: Progress) -> None:
+    """Drop the groups that the source of a fork left over, if they were sampled or rewarded with other settings."""
+    if changed := changes_of_groups(folder):
+        progress.note(f"{sampler.drop_groups()} groups left over are dropped because of {', '.join(changed)}")
+
+
+def _missed_evaluation(config: Config, step: int, early_stop: EarlyStop) -> bool:
+    """Return whether the evaluation after a saved step failed, so that it is not in the log."""
+    logged = {event["step"] for event in read_log(config.run_dir / METRICS_FILE) if event["kind"] == "eval"}
+    is_last = early_stop.reason is not None or step == config.run.steps
+    return (is_last or is_due(config.run.eval_every, step)) and step not in logged
