@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import make_group, make_prompt
+from builders import make_config, make_group, make_prompt
 from hypothesis import given
 from hypothesis import strategies as st
 from small import write_recipe
