@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 
 from dapo_runner.algorithms.learner import Learner, make_learner
 from dapo_runner.config import Config, ModelConfig, TinyModelConfig, apply_overrides, parse_config
-from dapo_runner.config.checks import VLLM_TEMPERATURES
+from dapo_runner.config.engines import VLLM_TEMPERATURES
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.progress import Progress
 from dapo_runner.policy.model import load_policy
