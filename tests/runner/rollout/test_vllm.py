@@ -281,7 +281,7 @@ def test_the_probe_passes_an_engine_in_sync(engine: VLLMEngine, learner: Learner
 
 def test_the_probe_finds_weights_that_never_came(engine: VLLMEngine, learner: Learner) -> None:
     change(learner, 0.01)
-    with pytest.raises(OutOfSyncError, match=r"to 0\.001 on average \(rollout\.probe\.bound\)"):
+    with pytest.raises(OutOfSyncError, match=r"at most 0\.001 \(rollout\.probe\.bound\)"):
         prober(engine, learner)(engine, learner)
 
 
