@@ -1,8 +1,7 @@
 """Advantages of responses, and the training sequences of a step.
 
-An advantage compares a sample's reward with a baseline and divides the difference by a scale. It is the same for every
-token of a response. Segments of a response have their own (`segments.py`), and the learner estimates those of single
-tokens once it has the log-probs and values of the whole step (`token_advantages.py`).
+Segments of a response have their own advantages (`segments.py`). The learner estimates those of single tokens once it
+has the log-probs and values of the whole step (`returns.py`).
 
 With R the reward, G the samples of one prompt and N the samples of the whole step:
 
@@ -45,8 +44,6 @@ from dapo_runner.types import Sequence as TrainingSequence
 class Advantage:
     """What is subtracted from a reward, and what the difference is divided by."""
 
-    formula: str  # for a dry run
-    paper: str
     baseline: Literal["group", "batch", "others"] | None
     scale: Literal["group", "batch"] | None = None
 
@@ -65,31 +62,24 @@ class Advantage:
         return centred / (compared.std(correction=min(1, compared.numel() - 1)) + EPS)  # of one sample 0
 
 
-GROUP, STEP = "R − mean of its group", "R − mean of the step"
 ADVANTAGES: dict[str, Advantage] = {
-    "group_std": Advantage(
-        f"({GROUP}) / (std of its group + {EPS:g})", "GRPO, DAPO eq. 9, arXiv 2503.14476", "group", "group"
-    ),
-    "group_mean": Advantage(GROUP, "Dr.GRPO, arXiv 2503.20783", "group"),
-    "batch_std": Advantage(f"({GROUP}) / (std of the step + {EPS:g})", "LitePPO, arXiv 2508.08221", "group", "batch"),
-    "batch_mean": Advantage(STEP, "REINFORCE with a baseline, Williams 1992", "batch"),
-    "batch_whitened": Advantage(
-        f"({STEP}) / (std of the step + {EPS:g})", "REINFORCE++, arXiv 2501.03262", "batch", "batch"
-    ),
-    "leave_one_out": Advantage("R − mean of the others in its group", "RLOO, arXiv 2402.14740", "others"),
-    "gae": Advantage("R", "PPO, arXiv 1707.06347; GAE, arXiv 1506.02438", None),
-    "returns": Advantage("R", "REINFORCE++, arXiv 2501.03262", None),
-    "group_returns": Advantage(GROUP, "REINFORCE++ with baseline, arXiv 2501.03262", "group"),
+    "group_std": Advantage("group", "group"),  # GRPO, DAPO eq. 9, arXiv 2503.14476
+    "group_mean": Advantage("group"),  # Dr.GRPO, arXiv 2503.20783
+    "batch_std": Advantage("group", "batch"),  # LitePPO, arXiv 2508.08221
+    "batch_mean": Advantage("batch"),  # REINFORCE with a baseline, Williams 1992
+    "batch_whitened": Advantage("batch", "batch"),  # REINFORCE++, arXiv 2501.03262
+    "leave_one_out": Advantage("others"),  # RLOO, arXiv 2402.14740
+    "gae": Advantage(None),  # PPO, arXiv 1707.06347; GAE, arXiv 1506.02438
+    "returns": Advantage(None),  # REINFORCE++, arXiv 2501.03262
+    "group_returns": Advantage("group"),  # REINFORCE++ with baseline, arXiv 2501.03262
 }
 
 
 def make_sequences(
     groups: Iterable[Group], config: AdvantageConfig, step: int = 0, world: World = SINGLE_PROCESS
 ) -> list[TrainingSequence]:
-    """Return the training sequences of a step, group by group in order. Collective.
-
-    ``step`` counts as the steps of the groups do. Raises ConfigError where a user's function returns something else
-    than an advantage for each sample.
+    """Return the training sequences of a step, group by group in order. ``step`` counts as the steps of the groups do.
+    Collective. Raises ConfigError where a user's function does not return an advantage for each sample.
     """
     groups = list(groups)
     labels: list[list[tuple[Any, Tensor | None]]]
@@ -105,7 +95,10 @@ def make_sequences(
         for group_id, (group, row) in enumerate(zip(groups, labels, strict=True))
         for sample, (advantage, trains) in zip(group.samples, row, strict=True)
     ]
-    return [_with_reward(sequence) for sequence in sequences] if config.by_token else sequences
+    if not config.by_token:
+        return sequences
+    # The learner turns the reward of the last token into advantages.
+    return [replace(x, advantages=torch.zeros_like(x.advantages), reward=float(x.advantages[-1])) for x in sequences]
 
 
 def _named_advantages(groups: Sequence[Group], advantage: Advantage) -> list[list[float]]:
@@ -125,12 +118,12 @@ def _plugin_advantages(groups: Sequence[Group], use: str) -> list[list[Tensor]]:
             f"({wanted}), got lists of {sizes}"
         )
     return [
-        [_checked(use, value, sample) for sample, value in zip(group.samples, row, strict=True)]
+        [_check(use, value, sample) for sample, value in zip(group.samples, row, strict=True)]
         for group, row in zip(groups, found, strict=True)
     ]
 
 
-def _checked(use: str, value: Any, sample: Sample) -> Tensor:
+def _check(use: str, value: Any, sample: Sample) -> Tensor:
     advantages, length = torch.as_tensor(value, dtype=torch.float32), sample.completion.length
     if advantages.shape not in ((), (length,)):
         shape = tuple(advantages.shape)
@@ -141,12 +134,6 @@ def _checked(use: str, value: Any, sample: Sample) -> Tensor:
     if not advantages.isfinite().all():
         raise ConfigError(f"advantage.kind: expected {use} to return finite advantages, got {advantages.tolist()}")
     return advantages
-
-
-def _with_reward(sequence: TrainingSequence) -> TrainingSequence:
-    """Turn the advantage of a sequence into the reward of its last token."""
-    reward = float(sequence.advantages[-1])
-    return replace(sequence, advantages=torch.zeros_like(sequence.advantages), reward=reward)
 
 
 def make_sequence(

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
-from dapo_runner.algorithms.schedule import learning_rate
-from dapo_runner.algorithms.weights import Part, TrainedModel
+from dapo_runner.algorithms.weights import Part, TrainedModel, learning_rate
 from dapo_runner.config import Config
 from dapo_runner.parallel.ulysses import gather_positions, own_positions
 from dapo_runner.policy.model import Policy
@@ -71,17 +70,16 @@ class Critic:
         """Return whether the policy waits for the critic's warm-up. ``step`` counts from 0."""
         return step - self.config.run.forked_at < self.settings.warmup_steps
 
+    @torch.no_grad()
     def add_values(self, mini: MiniBatch) -> None:
         """Give the micro-batches their values, float32 [T]. Collective."""
-        mini.micro_batches = [
-            replace(batch, values=self.values(batch).to(batch.mask.device)) for batch in mini.micro_batches
-        ]
+        for index, batch in enumerate(mini.micro_batches):
+            local = self.model.run(partial(self._local_values, batch))
+            values = gather_positions(local, self.world.sequence_group)
+            mini.micro_batches[index] = replace(batch, values=values.to(batch.mask.device))
 
-    @torch.no_grad()
-    def values(self, batch: PackedBatch) -> Tensor:
-        """Return the value of every position, float32 [T]. Collective."""
-        local: Tensor = self.model.run(lambda: self.head(self.model.hidden_states(batch)))
-        return gather_positions(local, self.world.sequence_group)
+    def _local_values(self, batch: PackedBatch) -> Tensor:
+        return self.head(self.model.hidden_states(batch))
 
     def shared_loss(self, hidden: Tensor, batch: PackedBatch, mini: MiniBatch) -> Tensor:
         """Return what is added to the policy's loss of a micro-batch, from its hidden states."""

@@ -19,17 +19,13 @@ from dapo_kernels.logprobs import TokenStats
 from dapo_kernels.metrics import COUNTS
 from dapo_runner.algorithms.correction import Mismatch, measure
 from dapo_runner.algorithms.critic import Critic
-from dapo_runner.algorithms.forward import global_token_stats
 from dapo_runner.algorithms.losses import Loss, Output, PolicyLoss, PreferenceLoss
-from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
+from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError, global_token_stats
 from dapo_runner.algorithms.objective import resolve_objective, uses_reference
-from dapo_runner.algorithms.packing import Share, count_training_tokens, pack, split_mini_batches
-from dapo_runner.algorithms.reference import MovingReference
-from dapo_runner.algorithms.schedule import learning_rate
-from dapo_runner.algorithms.selection import ScoredBatch, select_tokens
-from dapo_runner.algorithms.token_advantages import TokenAdvantages, show_advantages
-from dapo_runner.algorithms.token_values import TokenValues, token_values
-from dapo_runner.algorithms.weights import Part, TrainedModel
+from dapo_runner.algorithms.packing import Share, count_training_tokens, pack
+from dapo_runner.algorithms.returns import TokenAdvantages, show_advantages
+from dapo_runner.algorithms.selection import ScoredBatch, TokenValues, select_tokens, token_values
+from dapo_runner.algorithms.weights import MovingReference, Part, TrainedModel, learning_rate
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.policy.lora import adapters_off, has_adapters
@@ -44,15 +40,8 @@ T = TypeVar("T")
 class Learner:
     """Trains a policy with a loss. ``prepare`` packs the sequences of a step, ``update`` takes one optimizer step.
 
-    Args:
-        policy: The model that trains.
-        loss: What it minimizes.
-        estimator: Estimates advantages of tokens once a step's log-probs are known; None: sequences have theirs.
-        reference: What a KL penalty or a preference loss refers to. A policy with adapters is its own reference, with
-            the adapters switched off.
-        critic: Gives the estimator its values.
-        clock: Measures the phases of an update.
-
+    ``estimator`` gives tokens their advantages once a step's log-probs are known; without it sequences have theirs. A
+    KL penalty or a preference loss refers to ``reference``; a policy with adapters is its own, with them switched off.
     With `logging.rollouts.per_token`, ``token_values`` holds what the updates of the step computed of single tokens, by
     the index of their sequence in the step.
     """
@@ -115,16 +104,15 @@ class Learner:
     def _split(self, sequences: Sequence[TrainingSequence]) -> list[MiniBatch]:
         """Split a step into mini-batches of at most the configured size and as equal as they can be.
 
-        A step that dynamic sampling left short must not end in an update made from the few responses that were left
-        over. Without a configured size there is one mini-batch, also where trees of earlier steps make the step larger.
+        A step that dynamic sampling left short must not end in an update made from the few responses left over.
         """
         size = max(1, len(sequences))
         if self.config.optimizer.mini_batch_size is not None:
             n_parts = max(1, math.ceil(len(sequences) / self.config.mini_batch_size))
             size = max(1, math.ceil(len(sequences) / n_parts))
         size += -size % self.loss.sequences_per_unit
-        parts = split_mini_batches(sequences, size)
-        return [self.pack_mini_batch(part, index, index * size) for index, part in enumerate(parts)]
+        starts = range(0, len(sequences), size)
+        return [self.pack_mini_batch(sequences[n : n + size], index, n) for index, n in enumerate(starts)]
 
     def pack_mini_batch(
         self, sequences: Sequence[TrainingSequence], index: int = 0, first_sequence: int = 0

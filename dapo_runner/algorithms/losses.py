@@ -1,14 +1,26 @@
 """The losses that a learner can be given: of single responses, and of preference pairs.
 
-A loss is a value. It says how sequences are ordered and kept together, what a mini-batch is divided by, and what the
-loss of one micro-batch is. Everything else of an update is the same for all losses (`learner.py`).
+A loss is a value. Everything else of an update is the same for all losses (`learner.py`). It has
+
+    objective             whose ratios are taken against old log-probs; None for a loss without ratios
+    sequences_per_unit    how many neighbouring sequences stay in one micro-batch
+    is_local              whether ranks that share positions compute the loss of their own ones only
+    arrange(sequences)    those that train, in the order in which they are split into mini-batches
+    denominator(sequences)            what the loss of a whole mini-batch is divided by
+    loss(policy, mini, batch, selection)    of one micro-batch; ``selection``, bool [T]: the tokens that train
+
+Preference pairs are made by reward. The best sample of a group is chosen over the worst, the second best over the
+second worst, and so on (RLHF Workflow, arXiv 2405.07863, best of n against worst of n). Two samples with the same
+reward are no pair but a tie, which is counted. Of equal samples the earlier one counts as better.
+
+FSDP2 takes the mean over ranks, so the denominator is divided by their number: the mean becomes a sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,51 +28,17 @@ from torch import Tensor
 from dapo_kernels import Objective, linear_dapo_loss, policy_loss, preference_loss_from_logprobs
 from dapo_kernels.losses import LossOutput
 from dapo_kernels.preference import PreferenceOutput
+from dapo_runner.algorithms.advantage import make_sequence
 from dapo_runner.algorithms.critic import Critic
-from dapo_runner.algorithms.forward import (
-    global_tensors,
-    global_token_stats,
-    local_sampling_mask,
-    local_tensors,
-)
-from dapo_runner.algorithms.mini_batch import MiniBatch
+from dapo_runner.algorithms.mini_batch import MiniBatch, global_token_stats, local_sampling_mask, loss_tensors
 from dapo_runner.algorithms.packing import count_training_tokens
-from dapo_runner.algorithms.pairs import order_by_pair
 from dapo_runner.config import PreferenceConfig
 from dapo_runner.parallel.ulysses import gather_positions, own_positions
 from dapo_runner.policy.model import Policy
-from dapo_runner.types import PackedBatch
+from dapo_runner.types import Group, PackedBatch
 from dapo_runner.types import Sequence as TrainingSequence
 
 Output = LossOutput | PreferenceOutput
-
-
-class Loss(Protocol):
-    """What a learner minimizes."""
-
-    @property
-    def objective(self) -> Objective | None:
-        """The policy objective, whose ratios are taken against old log-probs; None for a loss without ratios."""
-
-    @property
-    def sequences_per_unit(self) -> int:
-        """How many neighbouring sequences stay in one micro-batch."""
-
-    @property
-    def is_local(self) -> bool:
-        """Whether ranks that share positions compute the loss of their own ones only."""
-
-    def arrange(self, sequences: Sequence[TrainingSequence]) -> Sequence[TrainingSequence]:
-        """Return the sequences that train, in the order in which they are split into mini-batches."""
-
-    def denominator(self, sequences: Sequence[TrainingSequence]) -> int:
-        """Return what the loss of a whole mini-batch is divided by."""
-
-    def __call__(self, policy: Policy, mini: MiniBatch, batch: PackedBatch, selection: Tensor | None) -> Output:
-        """Return the loss of one micro-batch of ``mini``. ``selection``, bool [T]: the tokens that train.
-
-        FSDP2 takes the mean over ranks, so the denominator is divided by their number: the mean becomes a sum.
-        """
 
 
 @dataclass(frozen=True)
@@ -92,7 +70,7 @@ class PolicyLoss:
     def _fused(self, policy: Policy, mini: MiniBatch, batch: PackedBatch, selection: Tensor | None) -> LossOutput:
         """Compute the loss from hidden states, of this rank's positions where ranks share them."""
         group, head, hidden = policy.world.sequence_group, policy.head, policy.hidden_states(batch)
-        tensors = local_tensors(batch, policy)
+        tensors = loss_tensors(batch, policy, group)
         out = linear_dapo_loss(
             hidden,
             head.weight,
@@ -120,7 +98,7 @@ class PolicyLoss:
     ) -> LossOutput:
         """Compute a loss that needs all positions of a sequence: ranks exchange log-probs, not hidden states."""
         stats = global_token_stats(policy, batch, self.temperature, entropy=True)
-        tensors = global_tensors(batch, policy)
+        tensors = loss_tensors(batch, policy, None)
         return policy_loss(
             stats.logprobs,
             _old_logprobs(mini, batch, tensors),
@@ -146,6 +124,47 @@ def _old_logprobs(mini: MiniBatch, batch: PackedBatch, tensors: dict[str, Tensor
     return None if mini.on_policy and not batch.stale else tensors["old_logprobs"]
 
 
+CHOSEN, REJECTED = 1.0, -1.0  # where other algorithms have an advantage
+
+
+def make_pairs(group: Group, most: int) -> tuple[list[tuple[int, int]], int]:
+    """Return at most ``most`` pairs (chosen, rejected) of samples that train, by their indices, and how many tied."""
+    samples = group.samples
+    best = sorted((i for i, sample in enumerate(samples) if sample.trains), key=lambda i: -samples[i].reward)
+    facing = list(zip(best, reversed(best), strict=True))[: min(most, len(best) // 2)]
+    pairs = [(chosen, rejected) for chosen, rejected in facing if samples[chosen].reward > samples[rejected].reward]
+    return pairs, len(facing) - len(pairs)
+
+
+def pair_sequences(groups: Sequence[Group], config: PreferenceConfig, step: int = 0) -> list[TrainingSequence]:
+    """Return the training sequences of a step, group by group in order. Those in no pair do not train. ``step`` counts
+    as the steps of the groups do.
+    """
+    sequences: list[TrainingSequence] = []
+    n_pairs = 0
+    for group_id, group in enumerate(groups):
+        labels, pair_ids = [0.0] * len(group.samples), [-1] * len(group.samples)
+        for chosen, rejected in make_pairs(group, config.pairs_per_group)[0]:
+            labels[chosen], labels[rejected] = CHOSEN, REJECTED
+            pair_ids[chosen] = pair_ids[rejected] = n_pairs
+            n_pairs += 1
+        for sample, label, pair in zip(group.samples, labels, pair_ids, strict=True):
+            sequence = make_sequence(group, sample, label, group_id, step - group.step)
+            sequences.append(replace(sequence, pair=pair, mask=sequence.mask & (pair >= 0)))
+    return sequences
+
+
+def order_by_pair(sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
+    """Return the sequences that are in a pair: chosen and rejected of the first pair, of the second, …"""
+    paired = [sequence for sequence in sequences if sequence.pair >= 0]
+    return sorted(paired, key=lambda sequence: (sequence.pair, -float(sequence.advantages[-1])))
+
+
+def pair_metrics(groups: Sequence[Group], config: PreferenceConfig | None) -> dict[str, float]:
+    """Return the number of ties, which are no pairs; nothing without preference training."""
+    return {} if config is None else {"ties": sum(make_pairs(group, config.pairs_per_group)[1] for group in groups)}
+
+
 @dataclass(frozen=True)
 class PreferenceLoss:
     """DPO and its relatives over pairs of responses. Both responses of a pair are in one micro-batch, on one rank."""
@@ -166,7 +185,7 @@ class PreferenceLoss:
         self, policy: Policy, mini: MiniBatch, batch: PackedBatch, selection: Tensor | None
     ) -> PreferenceOutput:
         stats = global_token_stats(policy, batch, self.temperature, entropy=True)
-        tensors = global_tensors(batch, policy)
+        tensors = loss_tensors(batch, policy, None)
         n_sequences = int((batch.group_ids >= 0).sum())  # padding comes after them
         return preference_loss_from_logprobs(
             stats.logprobs,
@@ -180,3 +199,6 @@ class PreferenceLoss:
             loss_type=self.settings.loss_type,
             label_smoothing=self.settings.label_smoothing,
         )
+
+
+Loss = PolicyLoss | PreferenceLoss

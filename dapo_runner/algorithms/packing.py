@@ -82,11 +82,6 @@ def count_training_tokens(sequences: Iterable[Sequence]) -> int:
     return sum(int(sequence.mask[1:].sum()) for sequence in sequences)
 
 
-def split_mini_batches(sequences: SequenceOf[Sequence], size: int) -> list[list[Sequence]]:
-    """Consecutive mini-batches of ``size`` sequences, the last one maybe smaller."""
-    return [list(sequences[start : start + size]) for start in range(0, len(sequences), size)]
-
-
 def assign_bins(lengths: dict[int, int], budget: int) -> list[list[int]]:
     """Best-fit decreasing: the keys of ``lengths`` in bins whose lengths add up to at most ``budget``."""
     bins: list[list[int]] = []

@@ -1,4 +1,7 @@
-"""What single tokens of a response are worth: returns, generalized advantages (GAE), whitening.
+"""Advantages of single tokens: PPO with a critic, REINFORCE++ (`advantage.kind` gae, returns, group_returns).
+
+They are estimated for a whole step at once, when the old log-probs, the reference's and the values are known and before
+the first update.
 
 With r_t the reward of a token, V_t the critic's value of what lies before it, γ and λ the settings:
 
@@ -12,21 +15,27 @@ a sequence side by side; S sequences.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
+from dapo_kernels.objectives.surrogate import kl_term
+from dapo_runner.algorithms.mini_batch import MiniBatch
+from dapo_runner.config import AdvantageConfig, RewardKLConfig
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
+from dapo_runner.types import PackedBatch
+from dapo_runner.types import Sequence as TrainingSequence
 
-EPS = 1e-6  # added to a standard deviation before it divides
 BLOCK = 64  # tokens that one row of a matrix product adds up
+EPS = 1e-6  # added to a standard deviation before it divides
 
 
 def discounted_sums(values: Tensor, lengths: Tensor, discount: float) -> Tensor:
     """y_t = x_t + discount·y_{t+1} within each sequence, [N] in the dtype of ``values`` [N]; ``lengths`` int64 [S].
 
-    Sequences are laid out in blocks. A product with powers of the discount adds up each block, and what follows a block
-    is the same sum over the blocks' own, a discount of discount^BLOCK apart: as many levels as the longest sequence has
-    digits to that base.
+    A product with powers of the discount adds up each block. What follows a block is the same sum over the blocks.
     """
     if not values.numel() or int(lengths.max()) == 1:
         return values
@@ -67,3 +76,95 @@ def moments(values: Tensor, world: World = SINGLE_PROCESS) -> tuple[float, float
 def _added_up(own: tuple[float, ...], world: World) -> list[float]:
     """Over the ranks, of those that share positions one."""
     return [sum(column) for column in zip(*world.all_gather_object(own)[:: world.layout.sequence], strict=True)]
+
+
+@dataclass(frozen=True)
+class TokenAdvantages:
+    """The estimator. N counts the training tokens of the step on this rank, those of a sequence side by side."""
+
+    settings: AdvantageConfig
+    kl: RewardKLConfig | None = None
+
+    def __call__(self, minis: Sequence[MiniBatch], world: World) -> dict[str, float]:
+        """Give the micro-batches of a step their advantages and returns, and return the step's metrics. Collective."""
+        batches = [batch for mini in minis for batch in mini.micro_batches]
+        counts = [_count_training_tokens(batch) for batch in batches]
+        lengths = torch.cat([count[count > 0] for count in counts])
+        rewards = torch.cat([_last_token_rewards(batch, count) for batch, count in zip(batches, counts, strict=True)])
+        metrics = {}
+        if self.kl is not None:
+            penalties = self._kl_penalties(minis, self.kl.estimator)
+            rewards = rewards - self.kl.coef * penalties
+            metrics["reward_kl"] = moments(penalties, world)[0]
+        if self.settings.kind == "gae":
+            values = torch.cat([_training_tokens(batch, batch.values) for batch in batches])
+            advantages, returns = gae(rewards, values, lengths, self.settings.gamma, self.settings.lam)
+            unexplained, spread = (moments(x, world)[1] for x in (returns - values, returns))
+            metrics["explained_variance"] = 1 - unexplained / spread if spread else 0.0
+        else:
+            advantages = returns = discounted_sums(rewards, lengths, self.settings.gamma)
+        metrics["return"] = moments(returns, world)[0]
+        if self.settings.whiten:
+            advantages = whiten(advantages, world)
+        sizes = [int(count.sum()) for count in counts]
+        estimates = iter(zip(batches, advantages.split(sizes), returns.split(sizes), strict=True))
+        for mini in minis:
+            mini.micro_batches = [_with_estimates(*next(estimates)) for _ in mini.micro_batches]
+        return metrics
+
+    def _kl_penalties(self, minis: Sequence[MiniBatch], estimator: str) -> Tensor:
+        """Return estimates of the KL divergence from the policy before the step to the reference, float64 [N]."""
+        penalties = [
+            kl_term(_training_tokens(batch, logprobs), _training_tokens(batch, batch.ref_logprobs), estimator)[0]
+            for mini in minis
+            for batch, logprobs in zip(mini.micro_batches, mini.policy_logprobs, strict=True)
+        ]
+        return torch.cat(penalties)
+
+
+def show_advantages(
+    minis: Sequence[MiniBatch], sequences: Sequence[TrainingSequence], groups: int | None, world: World
+) -> None:
+    """Copy the advantages of tokens into the sequences of the first ``groups`` groups (None: of all), which the log of
+    rollouts shows. Collective.
+    """
+    found = {
+        mini.first_sequence + index: advantages
+        for mini in minis
+        for batch in mini.micro_batches
+        for index, group, advantages in zip(
+            batch.sequence_ids.tolist(), batch.group_ids.tolist(), batch.advantages.split(batch.lengths), strict=True
+        )
+        if group >= 0 and (groups is None or group < groups)
+    }
+    for part in world.all_gather_object(found):
+        for index, advantages in part.items():
+            sequences[index].advantages[1:] = advantages
+
+
+def _count_training_tokens(batch: PackedBatch) -> Tensor:
+    """Return the training tokens of each sequence, int64 [S]."""
+    before = torch.cat([torch.zeros(1, dtype=torch.int64), batch.mask.cumsum(0)])
+    return before[batch.cu_seqlens.long()].diff()
+
+
+def _training_tokens(batch: PackedBatch, tensor: Tensor | None) -> Tensor:
+    """Return the entries of [T] that belong to training tokens, in float64."""
+    assert tensor is not None
+    return tensor[batch.mask].double()
+
+
+def _last_token_rewards(batch: PackedBatch, counts: Tensor) -> Tensor:
+    """Return the reward of each token: that of a response on its last one, 0 on the others."""
+    rewards = torch.zeros(int(counts.sum()), dtype=torch.float64)
+    if batch.rewards is not None:  # a rank may have nothing but padding
+        trains = counts > 0
+        rewards[counts[trains].cumsum(0) - 1] = batch.rewards[trains].double()
+    return rewards
+
+
+def _with_estimates(batch: PackedBatch, advantages: Tensor, returns: Tensor) -> PackedBatch:
+    def spread(values: Tensor) -> Tensor:
+        return torch.zeros(batch.n_positions).masked_scatter_(batch.mask, values.float())
+
+    return replace(batch, advantages=spread(advantages), returns=spread(returns))

@@ -1,4 +1,4 @@
-"""Objectives that choose tokens by looking at the whole batch, over a mini-batch that comes in micro-batches.
+"""Objectives that choose tokens by looking at the whole mini-batch; and what an update computed of single tokens.
 
 The choice is made once, over all training tokens of the mini-batch in the order of its sequences, and handed to every
 micro-batch. How the mini-batch was split and packed does not change it.
@@ -7,6 +7,7 @@ micro-batch. How the mini-batch was split and packed does not change it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 from dapo_kernels import Objective, select
 from dapo_kernels.objectives import ratio
 from dapo_runner.types import PackedBatch
+
+HIGH_ENTROPY = 0.2  # of the training tokens; the share of Wang et al. 2025, which the objective top_entropy trains on
 
 
 class ScoredBatch(NamedTuple):
@@ -73,6 +76,55 @@ def ratio_and_clip(objective: Objective, scored: ScoredBatch, *, on_policy: bool
     clipped = ratio.clipped_log_ratio(objective, logprobs, old, log_ratio)
     hits = select.clip_hits(objective, logprobs, clipped, advantages, mask)
     return torch.ones_like(logprobs) if log_ratio is None else log_ratio.exp(), hits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenValues:
+    """Of one sequence of L tokens, under the policy that its update began with; on the CPU. Where a position does not
+    train they mean nothing.
+
+    logprobs, entropy, ratio float32 [L−1], the ratio as the objective takes it: of the token or of the sequence.
+    clip_hit int8 [L−1]: which bound of the ratio it hits, as `dapo_kernels.objectives.surrogate` counts them.
+    high_entropy bool [L−1]: among the fifth of its mini-batch with the highest entropy, or the objective's own share.
+    selected bool [L−1]: by an objective that looks at the whole mini-batch; None for any other.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    ratio: Tensor
+    clip_hit: Tensor
+    high_entropy: Tensor
+    selected: Tensor | None
+
+
+def token_values(
+    objective: Objective,
+    scored: Sequence[ScoredBatch],
+    selections: Sequence[Tensor | None],
+    *,
+    on_policy: bool,
+    groups: int | None,
+) -> dict[int, TokenValues]:
+    """Return the values of the sequences in the first ``groups`` groups of a step (None: of all), by their indices in
+    the list that was packed. Scores and selections are those of the mini-batch's update.
+    """
+    found = {}
+    high = selections if objective.top_entropy is not None else _high_entropy(scored)
+    for one, chosen, high_entropy in zip(scored, selections, high, strict=True):
+        batch = one.batch
+        ratio, clip_hit = ratio_and_clip(objective, one, on_policy=on_policy)
+        columns = (one.logprobs, one.entropy, ratio, clip_hit, high_entropy, chosen)
+        parts = [[None] * batch.n_sequences if x is None else x.cpu().split(batch.lengths) for x in columns]
+        for index, group, *values in zip(batch.sequence_ids.tolist(), batch.group_ids.tolist(), *parts, strict=True):
+            if group >= 0 and (groups is None or group < groups):
+                found[index] = TokenValues(*values)
+    return found
+
+
+def _high_entropy(scored: Sequence[ScoredBatch]) -> Sequence[Tensor]:
+    mask = torch.cat([one.batch.mask for one in scored])
+    entropy = torch.cat([one.entropy.to(mask.device) for one in scored])
+    return select.top_entropy(entropy, mask, HIGH_ENTROPY).split([one.batch.n_positions for one in scored])
 
 
 def _sequence_order(batches: Sequence[PackedBatch]) -> Tensor:

@@ -1,14 +1,15 @@
-"""The weights that are trained: float32 masters, the optimizer over them, and how a checkpoint holds both."""
+"""The weights that are trained: float32 masters, optimizer and learning rate, and how a checkpoint holds them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dapo_runner.config import Config
+from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.sharding import add_up_over_replicas, whole, whole_until_backward
 from dapo_runner.policy.model import Policy
 
@@ -90,6 +91,57 @@ class TrainedModel:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.master.publish()
+
+
+class MovingReference:
+    """A reference that follows the policy: θ_ref ← α·θ_ref + (1 − α)·θ after each step (arXiv 2404.10719).
+
+    It keeps the average in float32: in half precision a step of 1 − α of the way would be rounded away.
+    """
+
+    def __init__(self, model: Any, policy: Mapping[str, Tensor], alpha: float) -> None:
+        """``policy``: its float32 weights by name, sharded as the model's. Raises ConfigError where they are others."""
+        self.policy, self.alpha = policy, alpha
+        self.parameters: dict[str, Tensor] = dict(model.named_parameters())
+        if any(name not in policy or policy[name].shape != tensor.shape for name, tensor in self.parameters.items()):
+            raise ConfigError(
+                "loss.reference_ema: expected a reference with the same weights as the policy, got others"
+            )
+        self.tensors = {
+            name: p if p.dtype == torch.float32 else p.detach().float() for name, p in self.parameters.items()
+        }
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for name, tensor in self.tensors.items():
+            tensor.mul_(self.alpha).add_(self.policy[name].detach(), alpha=1 - self.alpha)
+        self.publish()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the average into the model."""
+        for name, tensor in self.tensors.items():
+            if tensor is not self.parameters[name]:
+                self.parameters[name].copy_(tensor)
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """Return the rate of the updates of a rollout ``step``, counted from 0: a checkpoint need not hold it.
+
+    Over a warm-up of w steps (at least one) it rises linearly to `lr`. From there to the last step T = `run.steps` it
+    falls with x = (step + 1 − w) / (T − w + 1) and r = `min_lr_ratio`, which is reached one step after T:
+
+        linear   lr · (r + (1 − r) · (1 − x))
+        cosine   lr · (r + (1 − r) · (1 + cos πx) / 2)
+    """
+    settings, count = config.optimizer, step + 1
+    warmup = max(settings.warmup_steps, 1)
+    warmed = settings.lr * min(1.0, count / warmup)
+    if settings.schedule == "constant" or count <= warmup:
+        return warmed
+    x = min(1.0, (count - warmup) / (config.run.steps - warmup + 1))
+    shape = 1 - x if settings.schedule == "linear" else (1 + math.cos(math.pi * x)) / 2
+    return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * shape)
 
 
 class Part(NamedTuple):

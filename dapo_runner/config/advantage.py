@@ -6,7 +6,7 @@ import math
 from itertools import combinations_with_replacement
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from dapo_runner.config.section import Int, PositiveInt, Section, Share
 
@@ -64,9 +64,16 @@ def factors(number: int) -> tuple[int, ...]:
     return ()
 
 
+BY_RESPONSE = ("group_std", "group_mean", "batch_std", "batch_mean", "batch_whitened", "leave_one_out")
 BY_TOKEN = ("gae", "returns", "group_returns")  # advantages of single tokens, made once a step is sampled
 
 COMPARING = ("group_std", "group_mean", "batch_std", "leave_one_out", "group_returns")  # samples of one prompt
+
+
+def _check_kind(value: str) -> str:
+    if value not in BY_RESPONSE + BY_TOKEN and ":" not in value:
+        raise ValueError(f"expected one of {', '.join(BY_RESPONSE + BY_TOKEN)}, or module:function, got {value!r}")
+    return value
 
 
 class AdvantageConfig(Section):
@@ -76,20 +83,10 @@ class AdvantageConfig(Section):
         "kind=group_std !rollout.stop !rollout.max_staleness !reward.calls.max_failed": "segments",
     }
 
-    # Formulas and papers: dapo_runner.algorithms.advantage.
-    kind: Literal[
-        "group_std",
-        "group_mean",
-        "batch_std",
-        "batch_mean",
-        "batch_whitened",
-        "leave_one_out",
-        "gae",
-        "returns",
-        "group_returns",
-    ] = "group_std"
-    # Of the last three, which are per token: dapo_runner.algorithms.returns.
-    gamma: Share = 1.0
+    # group_std, group_mean, batch_std, batch_mean, batch_whitened, leave_one_out; per token gae, returns,
+    # group_returns; or module:function. Formulas and papers: dapo_runner.algorithms.advantage.
+    kind: Annotated[str, AfterValidator(_check_kind)] = "group_std"
+    gamma: Share = 1.0  # Formulas: dapo_runner.algorithms.returns
     lam: Annotated[float, Field(ge=0, le=1)] = 0.95  # gae
     whiten: bool = True  # over the tokens of the step
     segments: SegmentsConfig | None = None  # in the place of kind

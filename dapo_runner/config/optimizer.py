@@ -14,7 +14,7 @@ class OptimizerConfig(Section):
 
     lr: PositiveFloat = 1e-6  # peak learning rate
     warmup_steps: NonNegativeInt = 20  # linear, in rollout steps
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up: dapo_runner.algorithms.schedule
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up: dapo_runner.algorithms.weights
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0  # share of lr at which linear and cosine end, at run.steps
     weight_decay: NonNegativeFloat = 0.1  # of AdamW
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)  # of AdamW

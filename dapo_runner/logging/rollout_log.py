@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from dapo_kernels.objectives.surrogate import CLIPPED_DUAL, CLIPPED_HIGH, CLIPPED_LOW
-from dapo_runner.algorithms.token_values import TokenValues
+from dapo_runner.algorithms.selection import TokenValues
 from dapo_runner.config import RolloutLogConfig
 from dapo_runner.files import atomic_write, to_jsonl
 from dapo_runner.logging.metrics import jsonable

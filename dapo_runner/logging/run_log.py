@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dapo_runner.algorithms.token_values import TokenValues
+from dapo_runner.algorithms.selection import TokenValues
 from dapo_runner.checkpoint import Checkpoint, writing
 from dapo_runner.config import LoggingConfig
 from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE, MetricsLog, prefixed

@@ -9,8 +9,8 @@ from typing import Any
 
 from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.algorithms.learner import Learner
+from dapo_runner.algorithms.losses import pair_metrics, pair_sequences
 from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
-from dapo_runner.algorithms.pairs import pair_metrics, pair_sequences
 from dapo_runner.algorithms.segments import segment_metrics, tree_segments
 from dapo_runner.checkpoint import BackgroundSaves, save_checkpoint, take_snapshot
 from dapo_runner.config import Config

@@ -15,8 +15,8 @@ from test_train import Notes
 from torch import Tensor
 
 from dapo_runner.algorithms.advantage import make_sequence
-from dapo_runner.algorithms.forward import local_sampling_mask
 from dapo_runner.algorithms.learner import make_learner
+from dapo_runner.algorithms.mini_batch import local_sampling_mask
 from dapo_runner.algorithms.packing import pack
 from dapo_runner.config import Config, ConfigError, ModelConfig, TreeShape, parse_config
 from dapo_runner.config.checks import cautions

@@ -17,7 +17,7 @@ from small import small_recipe
 from test_train import Notes, config_in
 from torch import Tensor
 
-from dapo_runner.algorithms.schedule import learning_rate
+from dapo_runner.algorithms.weights import learning_rate
 from dapo_runner.cli import main
 from dapo_runner.config import Config, ConfigError, OptimizerConfig, RunConfig, load_config, parse_config
 from dapo_runner.logging.metrics import read_log

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import yaml
-from builders import CharTokenizer, make_completion, make_prompt, write_rows
+from builders import CharTokenizer, make_completion, make_group, make_prompt, write_rows
 
+from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.cli import main
-from dapo_runner.config import Config, parse_config
+from dapo_runner.config import AdvantageConfig, Config, ConfigError, parse_config
 from dapo_runner.data.dataset import load_data
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.rewards.scoring import Scorer
@@ -24,6 +25,17 @@ from dapo_runner.types import Group
 
 PAGE = (Path(__file__).parents[2] / "docs" / "your-own.md").read_text(encoding="utf-8")
 SNIPPETS = dict(re.findall(r"<!-- (.+?) -->\n```\w+\n(.+?)```", PAGE, re.DOTALL))
+WRONG = """
+
+def short(groups):
+    return [[0.0] for group in groups]
+
+def long(groups):
+    return [[[1.0] * (sample.completion.length + 1) for sample in group.samples] for group in groups]
+
+def infinite(groups):
+    return [[float("inf") for sample in group.samples] for group in groups]
+"""
 QUESTIONS = [{"question": f"What is {i} + {i}?", "solution": 2 * i, "limit": 10} for i in range(8)]
 
 
@@ -34,6 +46,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
     functions = [SNIPPETS[f"reward: {name}"] for name in ("function", "trl", "async")]
     (tmp_path / "my_rewards.py").write_text("\n".join(functions))
+    monkeypatch.delitem(sys.modules, "my_advantages", raising=False)
+    (tmp_path / "my_advantages.py").write_text(SNIPPETS["advantage: function"] + WRONG)
     importlib.invalidate_caches()
     write_rows(tmp_path / "questions.jsonl", QUESTIONS)
     write_rows(tmp_path / "easy.jsonl", [QUESTIONS[0], {"question": "What is 1?", "solution": "1", "limit": 1}])
@@ -56,7 +70,9 @@ def score(config: Config, *texts: str) -> Group:
 
 
 def test_every_snippet_is_tested() -> None:
-    tested = set(re.findall(r'"((?:data|reward): [\w ]+|recipe)"', Path(__file__).read_text(encoding="utf-8")))
+    tested = set(
+        re.findall(r'"((?:data|reward|advantage): [\w ]+|recipe)"', Path(__file__).read_text(encoding="utf-8"))
+    )
     assert tested | {f"reward: {name}" for name in ("function", "trl", "async")} == SNIPPETS.keys()
     assert PAGE.count("```") == 2 * len(SNIPPETS)
 
@@ -94,6 +110,32 @@ def test_a_whole_recipe(folder: Path, model_folder: Path) -> None:
     assert main(["train", "mine.yaml"]) == 0
     events = read_log(folder / "runs" / "mine" / "metrics.jsonl")
     assert [event["train/lr"] for event in events if event["kind"] == "step"] == [1e-6, 1e-6]
+
+
+@pytest.mark.parametrize("function", ["from_median", "early_tokens"])
+def test_an_advantage_of_ones_own(folder: Path, model_folder: Path, function: str) -> None:
+    shutil.copytree(model_folder, folder / "models" / "mine")
+    recipe = yaml.safe_load(SNIPPETS["recipe"]) | yaml.safe_load(SNIPPETS["advantage: kind"])
+    (folder / "mine.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["train", "mine.yaml", f"advantage.kind=my_advantages:{function}"]) == 0
+    events = read_log(folder / "runs" / "mine" / "metrics.jsonl")
+    assert [event["step"] for event in events if event["kind"] == "step"] == [1, 2]
+
+
+@pytest.mark.parametrize("function", ["short", "long", "infinite", "absent"])
+def test_wrong_advantages_are_refused(function: str) -> None:
+    config = AdvantageConfig(kind=f"my_advantages:{function}")
+    with pytest.raises(ConfigError, match=rf"advantage\.kind.*{function}"):
+        make_sequences([make_group("RRW")], config)
+
+
+def test_advantages_of_ones_own() -> None:
+    group = make_group("RRW")  # rewards 1, 1, −1
+    (first, _, last) = make_sequences([group], AdvantageConfig(kind="my_advantages:from_median"))
+    assert (first.advantages[-1], last.advantages[-1]) == (0.0, -2.0)
+    (first, _, _) = make_sequences([group], AdvantageConfig(kind="my_advantages:early_tokens"))
+    n = group.samples[0].completion.length
+    assert first.advantages[-n:].tolist() == pytest.approx([0.9**t for t in range(n)])
 
 
 def test_parts() -> None:

@@ -13,7 +13,7 @@ from builders import make_sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_runner.algorithms.packing import assign_bins, count_training_tokens, pack, split_mini_batches
+from dapo_runner.algorithms.packing import assign_bins, count_training_tokens, pack
 from dapo_runner.types import PackedBatch, Sequence
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 9)).filter(lambda pair: sum(pair) > 0), max_size=30)
@@ -126,15 +126,6 @@ def test_packing_is_the_same_every_time() -> None:
     sequences = sequences_of([(2, i % 7 + 1) for i in range(40)])
     one, two = pack(sequences, 30), pack(sequences, 30)
     assert [batch.sequence_ids.tolist() for batch in one] == [batch.sequence_ids.tolist() for batch in two]
-
-
-def test_mini_batches() -> None:
-    sequences = sequences_of([(1, 1)] * 7)
-    assert [[s.token_ids[0].item() // 1000 for s in mini] for mini in split_mini_batches(sequences, 3)] == [
-        [0, 1, 2],
-        [3, 4, 5],
-        [6],
-    ]
 
 
 def test_old_logprobs_can_be_replaced() -> None:

@@ -12,8 +12,8 @@ from small import small_recipe
 from test_learner import spelled_logprobs
 
 from dapo_runner.algorithms.learner import Learner, make_learner
+from dapo_runner.algorithms.losses import make_pairs, order_by_pair, pair_metrics, pair_sequences
 from dapo_runner.algorithms.mini_batch import MiniBatch
-from dapo_runner.algorithms.pairs import make_pairs, order_by_pair, pair_metrics, pair_sequences
 from dapo_runner.config import ConfigError, ModelConfig, PreferenceConfig, apply_overrides, check_config, parse_config
 from dapo_runner.policy.model import Policy, load_reference
 from dapo_runner.preflight.dry_run import departures

@@ -7,7 +7,7 @@ import math
 import pytest
 from builders import make_config
 
-from dapo_runner.algorithms.schedule import learning_rate
+from dapo_runner.algorithms.weights import learning_rate
 from dapo_runner.config import Config, ConfigError
 
 

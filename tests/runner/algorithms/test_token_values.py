@@ -11,7 +11,7 @@ from builders import make_config, random_sequences
 
 from dapo_runner.algorithms.learner import Learner, make_learner
 from dapo_runner.algorithms.packing import pack
-from dapo_runner.algorithms.token_values import TokenValues
+from dapo_runner.algorithms.selection import TokenValues
 from dapo_runner.policy.model import Policy
 from dapo_runner.types import Sequence
 

@@ -12,7 +12,7 @@ import torch
 from builders import make_group, make_prompt, make_sample
 
 from dapo_runner.algorithms.advantage import make_sequences
-from dapo_runner.algorithms.token_values import TokenValues
+from dapo_runner.algorithms.selection import TokenValues
 from dapo_runner.config import AdvantageConfig, RolloutLogConfig
 from dapo_runner.logging.rollout_log import RolloutLog, read_header, read_step, saved_steps
 from dapo_runner.run.tiny_model import make_tokenizer

@@ -10,7 +10,7 @@ import torch
 from builders import make_prompt, make_sample
 
 from dapo_runner.algorithms.advantage import make_sequences
-from dapo_runner.algorithms.token_values import TokenValues
+from dapo_runner.algorithms.selection import TokenValues
 from dapo_runner.config import AdvantageConfig, RolloutLogConfig
 from dapo_runner.logging.metrics import METRICS_FILE, MetricsLog
 from dapo_runner.logging.rollout_log import ROLLOUTS, RolloutLog
