@@ -10,7 +10,7 @@ from dapo_runner.algorithms.learner import step_metrics
 from dapo_runner.config import Config, check_config
 from dapo_runner.logging.progress import Progress, make_progress
 from dapo_runner.run.start import open_run
-from dapo_runner.run.steps import TrainedStep, is_due
+from dapo_runner.run.steps import TrainedStep
 
 
 def train(config: Config, progress: Progress | None = None) -> Path:
@@ -39,14 +39,5 @@ def train(config: Config, progress: Progress | None = None) -> Path:
             updates = [run.update(mini, step) for mini in minis]
             run.end_training(TrainedStep(step, sampled, sequences, step_metrics(minis, updates, run.world)))
             run.log_step(run.sync())
-            last, stopping = run.is_last(step), run.asked_to_stop()
-            if last or (is_due(config.run.eval_every, step) and not stopping):
-                run.evaluate(step)
-            ended = run.is_last(step)
-            if stopping or ended or is_due(config.run.save_every, step):
-                run.save(step)
-            run.end_step(step)
-            if stopping and not ended:
-                run.progress.note(f"stopped after step {step}, which is saved")
-                raise KeyboardInterrupt
+            run.finish_step(step)
     return run.folder

@@ -35,7 +35,8 @@ from dapo_runner.run.builders import (
     make_asynchronous,
 )
 from dapo_runner.run.context import RunContext, open_context
-from dapo_runner.run.steps import Run, is_due
+from dapo_runner.run.steps import Run
+from dapo_runner.run.training import is_due
 
 
 @dataclass(frozen=True)

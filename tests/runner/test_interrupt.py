@@ -19,7 +19,7 @@ from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.rollout.group_buffer import SampledStep
 from dapo_runner.rollout.hf import HFEngine
-from dapo_runner.run import steps
+from dapo_runner.run import training
 from dapo_runner.run.steps import Run
 from dapo_runner.train import train
 
@@ -60,7 +60,7 @@ def test_a_signal_finishes_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_twice_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     press(monkeypatch, at_update=0, times=2)
     saves: list[object] = []
-    monkeypatch.setattr(steps, "save_checkpoint", lambda *arguments: saves.append(arguments))
+    monkeypatch.setattr(training, "save_checkpoint", lambda *arguments: saves.append(arguments))
     with pytest.raises(KeyboardInterrupt):
         train(config_in(tmp_path), Progress())
     assert saves == []

@@ -1,30 +1,26 @@
-"""The loop of `dapo sft`, readable top to bottom, and what it is made of. An update is a step."""
+"""The loop of `dapo sft`: a training run whose batches are examples."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from rich.console import Console
 
-from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.packing import count_training_tokens, pack
-from dapo_runner.checkpoint import save_checkpoint
 from dapo_runner.config import Config, ConfigError, SftConfig
 from dapo_runner.config.checks import check_schedule, failures
 from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.interrupt import StopRequest
 from dapo_runner.logging.metrics import prefixed
 from dapo_runner.logging.progress import Progress, make_progress
-from dapo_runner.logging.run_log import CHECKPOINTS, RunLog
 from dapo_runner.policy.lengths import check_length
 from dapo_runner.policy.model import load_tokenizer
 from dapo_runner.run.builders import build_learner
 from dapo_runner.run.context import RunContext, open_context
 from dapo_runner.run.start import find_start, load_start, open_log, open_trackers_on_rank0, seed_generators
-from dapo_runner.run.steps import is_due, speed_of
+from dapo_runner.run.training import TrainingRun, speed_of
 from dapo_runner.tools.sft.data import Examples, load_examples
 from dapo_runner.types import Prompt, Sequence
 
@@ -32,7 +28,7 @@ FIGURES = ("loss", "grad_norm", "lr", "tokens", "entropy")  # of an update
 
 
 def sft(recipe: SftConfig, progress: Progress | None = None) -> Path:
-    """Run, or take up again, the supervised run that a recipe describes. Returns its folder.
+    """Start the supervised run that a recipe describes, or resume it. Returns its folder.
 
     Ctrl-C finishes the update and saves it; then KeyboardInterrupt. Raises ConfigError, NonFiniteUpdateError,
     CheckpointError, RankLostError.
@@ -45,93 +41,42 @@ def sft(recipe: SftConfig, progress: Progress | None = None) -> Path:
         if run.last_completed_step == 0:
             run.evaluate(0)
             run.end_step(0)
-        for step in range(run.last_completed_step + 1, run.updates + 1):
-            run.update(step)
-            last, stopping = step == run.updates, run.asked_to_stop()
-            if last or (is_due(run.config.run.eval_every, step) and not stopping):
-                run.evaluate(step)
-            if stopping or last or is_due(run.config.run.save_every, step):
-                run.save(step)
-            run.end_step(step)
-            if stopping and not last:
-                run.context.progress.note(f"stopped after step {step}, which is saved")
-                raise KeyboardInterrupt
+        for step in range(run.last_completed_step + 1, run.config.run.steps + 1):
+            run.train_step(step)
+            run.finish_step(step)
     return recipe.run_dir
 
 
-@dataclass
-class SftRun:
-    """A supervised run under way. Every rank has one; rank 0 writes."""
+@dataclass(kw_only=True)
+class SftRun(TrainingRun):
+    """A supervised run: examples are its batches, and an update is a step."""
 
-    context: RunContext
-    config: Config  # what it shares with a run of `dapo train`
     examples: Examples
-    cursor: PromptCursor
-    learner: Learner
-    log: RunLog | None  # on rank 0 alone
-    stop: StopRequest
-    last_completed_step: int
-    speed: dict[str, float] = field(default_factory=dict)  # of the update behind it
+    sampler: PromptCursor
 
-    def __enter__(self) -> SftRun:
-        self.stop.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop.__exit__(kind, error, trace)
-        if self.log is not None:
-            self.log.close()
-        self.context.close(error)
-
-    @property
-    def updates(self) -> int:
-        return self.config.run.steps
-
-    def update(self, step: int) -> None:
-        """Raises NonFiniteUpdateError."""
-        sequences = self._sequences(self.cursor.take(self.config.mini_batch_size))
+    def train_step(self, step: int) -> None:
+        """Make one update. Raises NonFiniteUpdateError."""
+        sequences = self._sequences(self.sampler.take(self.config.mini_batch_size))
         (mini,) = self.learner.prepare(sequences)
-        figures = self.learner.update(mini, step - 1)
+        figures = self.update(mini, step)
+        self.complete_step(step)
         shown = prefixed("train", {name: figures[name] for name in FIGURES})
         self._log(step, "step", shown)
-        self.speed = speed_of(self.learner, self.context.clock, sequences)
-        self.context.progress.step(step, shown | {"loss": figures["loss"]}, self.context.clock.so_far(), self.speed)
+        self.speed = speed_of(self, sequences)
+        self.progress.step(step, shown | {"loss": figures["loss"]}, self.clock.so_far(), self.speed)
 
     def evaluate(self, step: int) -> None:
-        """The mean cross-entropy of the held-out completions, in nats a token."""
+        """Log the mean cross-entropy of the held-out completions, in nats per token."""
         if not self.examples.heldout:
             return
-        world = self.context.world
-        with self.context.clock.phase("evaluate"):
+        with self.timed("evaluate"):
             sequences = self._sequences(self.examples.heldout)
             batches = pack(sequences, self.config.optimizer.token_budget, self.learner.share)
-            own = math.fsum(float(self.learner.logprobs(batch).double().sum()) for batch in batches)
-            total = math.fsum(world.all_gather_object(own)[:: world.layout.sequence])
+            local = math.fsum(float(self.learner.logprobs(batch).double().sum()) for batch in batches)
+            total = math.fsum(self.world.all_gather_object(local)[:: self.world.layout.sequence])
             loss = -total / count_training_tokens(sequences)
         self._log(step, "eval", {"eval/loss": loss, "eval/examples": len(sequences)})
-        self.context.progress.note(f"after step {step}: held-out loss {loss:.4f}")
-
-    def save(self, step: int) -> None:
-        with self.context.clock.phase("save"):
-            folder = self.config.run_dir / CHECKPOINTS
-            save_checkpoint(folder, step, self.learner, self.cursor, self.config.run.keep)
-
-    def end_step(self, step: int) -> None:
-        """Where its time went."""
-        seconds, speed = self.context.clock.lap(), self.speed
-
-        def write() -> None:
-            assert self.log is not None
-            self.log.seconds(step, seconds, speed, {})
-
-        self.context.world.broadcast_from_rank0(write)
-        self.speed = {}
-
-    def asked_to_stop(self) -> bool:
-        """Whether a signal has come, on any rank."""
-        return self.context.world.any(self.stop.requested)
+        self.progress.note(f"after step {step}: held-out loss {loss:.4f}")
 
     def _sequences(self, prompts: list[Prompt]) -> list[Sequence]:
         return [self.examples.sequences[prompt.id] for prompt in prompts]
@@ -141,7 +86,7 @@ class SftRun:
             assert self.log is not None
             self.log.figures(step, kind, figures)
 
-        self.context.world.broadcast_from_rank0(write)
+        self.world.broadcast_from_rank0(write)
 
 
 def plan_updates(recipe: SftConfig, examples: Examples) -> Config:
@@ -176,5 +121,13 @@ def _open_sft(recipe: SftConfig, context: RunContext) -> SftRun:
     log = open_log(recipe, start, trackers, context)
     progress.start(start.last_completed_step, config.run.steps)
     context.clock.lap()  # loading is not part of the first step
-    stop = StopRequest(progress.note, config.run.grace)
-    return SftRun(context, config, examples, cursor, learner, log, stop, start.last_completed_step)
+    return SftRun(
+        context=context,
+        config=config,
+        learner=learner,
+        sampler=cursor,
+        log=log,
+        stop=StopRequest(progress.note, config.run.grace),
+        last_completed_step=start.last_completed_step,
+        examples=examples,
+    )

@@ -1,0 +1,197 @@
+"""What every training run does: save, log where the time went, stop when asked to. `dapo train` and `dapo sft`."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from typing_extensions import Self
+
+from dapo_runner.algorithms.learner import Learner
+from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
+from dapo_runner.checkpoint import BackgroundSaves, Resumable, save_checkpoint, take_snapshot
+from dapo_runner.config import Config
+from dapo_runner.interrupt import StepGivenUpError, StopRequest
+from dapo_runner.logging.postmortem import save_batch
+from dapo_runner.logging.run_log import CHECKPOINTS, RunLog
+from dapo_runner.logging.speed import peak_flops, peak_memory, speed_figures, training_flops
+from dapo_runner.run.context import RunContext
+from dapo_runner.types import Sequence
+
+NONFINITE = "nonfinite"
+
+
+@dataclass(kw_only=True)
+class TrainingRun:
+    """The components of a training run and how far it is. Every rank has one; rank 0 writes.
+
+    ``sampler`` is what a checkpoint holds beside the learner. ``snapshot`` and the weights resume the step after
+    ``last_completed_step``, unless ``is_updating``: the optimizer has begun to change the weights.
+    """
+
+    context: RunContext
+    config: Config
+    learner: Learner
+    sampler: Resumable
+    log: RunLog | None  # on rank 0
+    stop: StopRequest
+    last_completed_step: int
+    background_saves: BackgroundSaves | None = None  # with run.async_save
+    stopping: bool = False  # after the step that is running
+    is_updating: bool = False
+    snapshot: dict[str, Any] | None = None
+    speed: dict[str, float] = field(default_factory=dict)  # of the step that is running, once it has trained
+    seconds_of_last_step: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.world, self.clock, self.progress = self.context.world, self.context.clock, self.context.progress
+        self.folder = self.config.run_dir
+        self.start_step = self.saved_step = self.last_completed_step
+
+        def set_updating(*_: object) -> None:
+            self.is_updating = True
+
+        for part in self.learner.parts():
+            if part.optimizer is not None:
+                part.optimizer.register_step_pre_hook(set_updating)
+
+    def __enter__(self) -> Self:
+        self.stop.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self.finish_saving()
+            else:
+                self.save_before_stopping(error)
+        finally:
+            self.stop.__exit__(kind, error, trace)
+            self.close(error)
+
+    def close(self, error: BaseException | None) -> None:
+        if self.log is not None:
+            self.log.close()
+        self.context.close(error)
+
+    def is_last(self, step: int) -> bool:
+        return step == self.config.run.steps
+
+    def timed(self, phase: str) -> AbstractContextManager[None]:
+        return self.clock.phase(phase)
+
+    def evaluate(self, step: int) -> None:
+        """Evaluate the policy on what is held out, and log it. Collective."""
+        raise NotImplementedError
+
+    def update(self, mini: MiniBatch, step: int) -> dict[str, float]:
+        """Make one update. Saves its batch where its loss or gradient is not finite."""
+        try:
+            return self.learner.update(mini, step - 1)
+        except NonFiniteUpdateError as error:
+            rank = "" if self.world.is_single_process else f"_rank_{self.world.rank}"
+            path = self.folder / NONFINITE / f"step_{step:06d}{rank}.safetensors"
+            save_batch(path, mini.micro_batches, str(error))
+            raise NonFiniteUpdateError(f"{error}. The batch of each rank is in {path.parent}", mini) from error
+
+    def complete_step(self, step: int) -> None:
+        """Let a checkpoint hold the step from here on, whatever fails after it."""
+        self.last_completed_step, self.snapshot, self.is_updating = step, take_snapshot(self.sampler), False
+
+    def finish_step(self, step: int) -> None:
+        """Evaluate and save where that is due. Raises KeyboardInterrupt after a step that a signal makes the last."""
+        last, self.stopping = self.is_last(step), self.world.any(self.stop.requested)
+        if last or (is_due(self.config.run.eval_every, step) and not self.stopping):
+            self.evaluate(step)
+        ended = self.is_last(step)  # an evaluation may stop the run early
+        if self.stopping or ended or is_due(self.config.run.save_every, step):
+            self.save(step)
+        self.end_step(step)
+        if self.stopping and not ended:
+            self.progress.note(f"stopped after step {step}, which is saved")
+            raise KeyboardInterrupt
+
+    def end_step(self, step: int) -> None:
+        """Log where the time of a step went, its evaluation and checkpoint included. A kill before this loses no more
+        than that line.
+        """
+        seconds, calls = self.clock.lap(), self.count_calls()
+        self.seconds_of_last_step = sum(seconds.values())
+
+        def write() -> None:
+            assert self.log is not None
+            self.log.seconds(step, seconds, self.speed, calls)
+
+        self.world.broadcast_from_rank0(write)
+        self.speed = {}
+
+    def count_calls(self) -> dict[str, float]:
+        """Return the calls of the step to models that are not the policy. Collective."""
+        return {}
+
+    def save(self, step: int, snapshot: dict[str, Any] | None = None) -> None:
+        """With run.async_save the checkpoint is still being written when this returns, unless it is the last."""
+        with self.timed("save"):
+            folder, keep = self.folder / CHECKPOINTS, self.config.run.keep
+            if self.background_saves is None:
+                save_checkpoint(folder, step, self.learner, self.sampler, keep, snapshot)
+                self.saved_step = step
+                return
+            self.finish_saving()
+            self.background_saves.start(folder, step, self.learner, self.sampler, keep, snapshot)
+            if self.stopping or step == self.config.run.steps:
+                self.finish_saving()
+
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint that is being written. Raises CheckpointError where it could not be."""
+        done = self.background_saves.finish() if self.background_saves is not None else None
+        if done is not None:
+            self.saved_step = done.step
+
+    def save_before_stopping(self, error: BaseException) -> None:
+        """Save the last completed step when ``error`` stops the run. A failure is noted, not raised.
+
+        Several ranks can save only together: where all of them stop with an error at the same time. A save that is in
+        progress needs no more than that none was killed.
+        """
+        step, note = self.last_completed_step, self.progress.note
+        if not (self.world.is_single_process or isinstance(error, Exception)):
+            return
+        if isinstance(error, StepGivenUpError):
+            note(f"step {step + 1} is given up: {error}")
+        try:
+            self.finish_saving()
+            if step == self.saved_step:
+                return
+            if self.is_updating:
+                note(f"stopped during an update: the last checkpoint is of step {self.saved_step}")
+            elif not self.world.all_stopped(error):
+                note(f"step {step} is not saved: not every rank stopped with an error of its own")
+            else:
+                self.save(step, self.prepare_snapshot())
+                self.finish_saving()
+                note(f"step {step} is saved before the run stops")
+        except Exception as failure:  # what stopped the run is what is raised
+            note(f"step {step} could not be saved: {failure}")
+
+    def prepare_snapshot(self) -> dict[str, Any] | None:
+        """Return the snapshot that the last completed step is saved with."""
+        return self.snapshot
+
+
+def speed_of(run: TrainingRun, sequences: list[Sequence]) -> dict[str, float]:
+    """Return the speed of the step that has trained on ``sequences``. Collective."""
+    policy = run.learner.policy
+    lengths = [sequence.length - 1 for sequence in sequences if sequence.mask[1:].any()]  # the rest is not packed
+    flops, peak = training_flops(policy.model, lengths), peak_flops(policy.device)
+    memory = max(run.world.all_gather_object(peak_memory(policy.device)))
+    return speed_figures(flops, sum(lengths), run.clock.so_far(), run.world.size, peak) | {"memory_gib": memory}
+
+
+def is_due(every: int, step: int) -> bool:
+    """Return whether something done ``every`` so many steps comes after this one."""
+    return every > 0 and step % every == 0
