@@ -80,12 +80,12 @@ def _of_run(folder: Path, overrides: Sequence[str]) -> tuple[Config, Path]:
         whole = [found for found in whole if found.path.name == name]
         if not whole:
             raise ConfigError(f"{folder}: expected a whole checkpoint: {damage_of(folder, contents=False)}")
-    elif not whole:
-        raise ConfigError(f"{run / CHECKPOINTS}: expected a whole checkpoint, found none")
     else:
         for path in sorted((run / CHECKPOINTS).glob("step_*[0-9]")):
-            if path.name > whole[-1].path.name:
+            if not whole or path.name > whole[-1].path.name:
                 complain(f"{path} is damaged and not evaluated: {damage_of(path, contents=False)}")
+        if not whole:
+            raise ConfigError(f"{run / CHECKPOINTS}: expected a whole checkpoint, found none")
     return config, whole[-1].model
 
 

@@ -115,8 +115,8 @@ def check_schedule(config: Config) -> Iterator[Check]:
 def _critic(config: Config) -> Iterator[Check]:
     critic, steps = config.critic, config.run.steps - config.run.forked_at
     yield "critic", critic is not None or config.advantage.kind != "gae", "a section ({}) with advantage.kind=gae"
-    warmup = critic.warmup_steps if critic else 0
-    yield "critic.warmup_steps", warmup < steps, f"fewer than the {steps} steps of the run"
+    if critic is not None:
+        yield "critic.warmup_steps", critic.warmup_steps < steps, f"fewer than the {steps} steps of the run"
 
 
 def _data(config: Config) -> Iterator[Check]:

@@ -193,7 +193,10 @@ def _explain(item: Any, kind: type[Section]) -> str:
         return f"{key}: expected a value, got nothing"
     if item["type"] == "value_error":
         message = str(item["ctx"]["error"])
-        return f"{key}: {message}" if key else message
+        if not key:
+            return message
+        names_a_field = message.partition(":")[0].isidentifier()
+        return f"{key}.{message}" if names_a_field else f"{key}: {message}"
     expected = item["msg"].removeprefix("Input should be ")
     return f"{key}: expected {expected}, got {item['input']!r}"
 

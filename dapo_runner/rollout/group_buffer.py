@@ -183,7 +183,7 @@ class GroupBuffer:
 
     def _describe_shortfall(self, stats: SamplingStats) -> str:
         return (
-            f"sampler: fewer than {self.config.prompts_per_step} groups after {stats.rounds} rounds. Of {stats.groups} "
+            f"sampler: less than {self.config.prompts_per_step} groups in {stats.rounds} rounds. Of {stats.groups} "
             f"groups {stats.all_correct} are all correct, {stats.all_incorrect} all incorrect, {stats.mixed} mixed, "
             f"{stats.varying_reward} have varying rewards; {stats.truncated} of {stats.samples} samples are truncated. "
             f"{self._hint(stats)}"

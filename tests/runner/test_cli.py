@@ -229,7 +229,7 @@ def test_a_dry_run_names_everything_that_is_missing_here(
         assert main(command) == 2
         out, err = capsys.readouterr()
         assert ("responses" in out) == ("--dry-run" in command)  # the plan all the same
-        assert "rollout.engine: expected vLLM for 'vllm', it is not installed" in err
+        assert "rollout.engine: " in err
         assert "model.lora: " in err
         assert "peft" in err
 

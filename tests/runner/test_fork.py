@@ -134,7 +134,7 @@ def test_the_cure_for_a_loss_that_is_not_finite_can_be_taken(
 
     with monkeypatch.context() as patch:
         patch.setattr(losses, "linear_dapo_loss", poisoned)
-        with pytest.raises(NonFiniteUpdateError, match=r"a lower optimizer\.lr is the usual cure"):
+        with pytest.raises(NonFiniteUpdateError, match=r"optimizer\.lr"):
             train(config_in(tmp_path, run={"steps": 6, "keep": 9}), Progress())
     train(config_in(tmp_path, run={"steps": 6, "keep": 9}, optimizer={"lr": 1e-4}), Progress())
     rates = [event["train/lr"] for event in read_log(run / "metrics.jsonl") if event["kind"] == "step"]

@@ -58,7 +58,7 @@ def test_several_machines(tmp_path: Path, launched: list[str]) -> None:
         (["--gpus", "2", "--nnodes", "2"], "--rdzv-endpoint: expected HOST:PORT beside --nnodes"),
         (["--gpus", "2", "--rdzv-endpoint", "first:29500"], "--rdzv-endpoint: expected HOST:PORT beside --nnodes"),
         (["--gpus", "2", "optimizer.lr=fast"], "optimizer.lr: "),
-        (["--gpus", "2", "parallel.gpus=4"], "parallel.gpus: expected 4 processes, a launcher started 2"),
+        (["--gpus", "2", "parallel.gpus=4"], "parallel.gpus: expected 4 processes"),
         (["--gpus", "2", "parallel.sequence=4"], "parallel.sequence: expected a divisor of the 2 ranks"),
         (["--gpus", "2", "--standalone"], "--standalone"),
     ],
@@ -76,8 +76,7 @@ def test_a_dry_run_makes_the_plan_of_all_ranks(
 ) -> None:
     assert main(["launch", str(write_recipe(tmp_path)), "--gpus", "2", "--dry-run"]) == 0
     assert not launched
-    (gpus,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["GPUs"]]
-    assert gpus[1] == "2:"
+    assert "gpus: 2" in capsys.readouterr().out
 
 
 def test_processes_without_a_gpu_are_told(

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from launch import leave, torchrun
+from sft_runs import run, steps_of, write_sft_recipe
 from small import write_recipe
-from test_sft import run, steps_of, write_sft_recipe
 
 from dapo_runner.cli import main
 from dapo_runner.logging.metrics import read_log

@@ -149,7 +149,7 @@ def test_before_an_update_every_ratio_is_one(tmp_path: Path, replay: bool) -> No
             if name.endswith("gate.weight"):
                 parameter.neg_()
     batch = mini.micro_batches[0]
-    drift = (learner.loss(batch, mini).logprobs - batch.old_logprobs)[batch.mask].abs()
+    drift = (learner.loss(learner.policy, mini, batch, None).logprobs - batch.old_logprobs)[batch.mask].abs()
     assert (float(drift.max()) == 0) == replay
 
 

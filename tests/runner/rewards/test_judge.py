@@ -359,7 +359,7 @@ def test_one_that_cannot_be_reached_is_refused_before_anything_loads(
     assert not (tmp_path / "runs").exists()
     with FakeAPI(lambda body: says("YES", YES=0.9)) as api:
         assert main(["train", recipe, *judge, f"reward.judge.url={api.url}", "--dry-run"]) == 0
-        assert f"judged by m at {api.url}" in " ".join(capsys.readouterr().out.split())
+        assert api.url in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

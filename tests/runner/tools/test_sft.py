@@ -13,57 +13,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
 from builders import make_completion, make_config, make_prompt, write_rows
 from fake_api import FakeAPI, says
 from forks import CONTEXT
 from safetensors.torch import load_file
-from test_train import Notes
+from sft_runs import recipe_of, run, steps_of, write_sft_recipe
 
 from dapo_runner.checkpoint import checkpoint_to_resume
 from dapo_runner.cli import main
 from dapo_runner.config import ConfigError, SftConfig, parse
 from dapo_runner.folder import check_same_run, write_config
-from dapo_runner.logging.metrics import read_log
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.run.tiny_model import make_tokenizer
 from dapo_runner.tools.sft.data import load_examples
-from dapo_runner.tools.sft.run import sft
 
 SUMS = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(10) for b in range(10)]
-
-
-def recipe_of(model: Path, path: Path, /, **sections: Any) -> dict[str, Any]:
-    raw: dict[str, Any] = {
-        "run": {
-            "name": "s",
-            "output_dir": str(path.parent / "runs"),
-            "epochs": 2,
-            "eval_every": 4,
-            "save_every": 3,
-            "threads": 1,
-        },
-        "model": {"path": str(model), "dtype": "float32"},
-        "data": {"path": str(path), "max_tokens": 32, "eval_size": 10},
-        "optimizer": {"lr": 5e-3, "warmup_steps": 2, "mini_batch_size": 16, "token_budget": 64},
-        "logging": {"progress": "plain"},
-    }
-    for name, values in sections.items():
-        raw[name] = {**raw.get(name, {}), **values}
-    return raw
-
-
-def write_sft_recipe(model: Path, path: Path, recipe: Path, /, **sections: Any) -> Path:
-    recipe.write_text(yaml.safe_dump(recipe_of(model, path, **sections)))
-    return recipe
-
-
-def run(model: Path, path: Path, /, **sections: Any) -> Path:
-    return sft(parse(recipe_of(model, path, **sections), SftConfig), Notes())
-
-
-def steps_of(folder: Path, key: str) -> list[float]:
-    return [event[key] for event in read_log(folder / "metrics.jsonl") if key in event]
 
 
 @pytest.fixture
