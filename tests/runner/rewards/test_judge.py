@@ -379,9 +379,9 @@ def test_mistakes_are_named(judge: dict[str, Any], message: str) -> None:
 
 
 def test_a_judge_is_in_use_or_refused() -> None:
-    with pytest.raises(ConfigError, match=r"reward: judge: "):
+    with pytest.raises(ConfigError, match=r"reward\.judge: "):
         make_config(reward={"kind": "judge"})
-    with pytest.raises(ConfigError, match="reward: judge: "):
+    with pytest.raises(ConfigError, match="reward\\.judge: "):
         make_config(reward={"judge": {"model": "m"}})
     part = make_config(reward={"parts": [{"use": "dapo"}, {"use": "judge"}], "judge": {"model": "m"}})
     assert part.filter_on == "reward"
