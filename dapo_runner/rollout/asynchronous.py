@@ -145,7 +145,7 @@ class AsynchronousSampler:
             left = max(start, self._last_change) + self.round_timeout - time.monotonic()
             if left <= 0:
                 raise SamplingStalledError(
-                    f"rollout.server.round_within: expected a round of prompts within {self.round_timeout:g} s, none "
+                    f"rollout.server.answer_within: expected a round of prompts within {self.round_timeout:g} s, none "
                     f"has ended. Step {self.step} waits, {self.in_flight} prompts are in flight."
                 )
             self._changed.wait(left)

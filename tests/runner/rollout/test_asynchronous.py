@@ -252,7 +252,7 @@ def test_a_round_that_does_not_end_is_named_and_one_that_exits_raised() -> None:
 
     engine, found = Hanging(), list[list[str]]()
     ahead = make_ahead(engine, within=0.3)
-    with pytest.raises(SamplingStalledError, match=r"rollout\.server\.round_within"):
+    with pytest.raises(SamplingStalledError, match=r"rollout\.server\.answer_within"):
         take_all(ahead, engine, found)
     assert found
     assert ahead.state_dict()["in_flight"] > 0
