@@ -7,14 +7,11 @@ from it.
 from dapo_runner.config.advantage import AdvantageConfig, SegmentsConfig, TreeShape
 from dapo_runner.config.checks import cautions
 from dapo_runner.config.convert import ConvertConfig
-from dapo_runner.config.critic import CriticConfig
 from dapo_runner.config.data import ArithmeticConfig, ColumnsConfig, DataConfig, EvalSetConfig
 from dapo_runner.config.judge import AskedModel, JudgeConfig, JudgePrompt
 from dapo_runner.config.logging import LoggingConfig, RolloutLogConfig
-from dapo_runner.config.loss import LossConfig
 from dapo_runner.config.model import LoraConfig, ModelConfig, TinyModelConfig, WarmupConfig
 from dapo_runner.config.optimizer import OptimizerConfig
-from dapo_runner.config.parallel import ParallelConfig
 from dapo_runner.config.preference import PreferenceConfig
 from dapo_runner.config.reading import (
     apply_overrides,
@@ -29,13 +26,13 @@ from dapo_runner.config.reading import (
     parse_config,
     read_recipe,
 )
-from dapo_runner.config.reward import CallsConfig, OverlongConfig, RewardConfig, RewardKLConfig, RewardPart
-from dapo_runner.config.rollout import CorrectionConfig, ProbeConfig, RolloutConfig, VLLMConfig
-from dapo_runner.config.run import EarlyStopConfig, RunConfig
+from dapo_runner.config.reward import OverlongConfig, RewardConfig, RewardKLConfig
+from dapo_runner.config.rollout import CorrectionConfig, RolloutConfig
+from dapo_runner.config.run import RunConfig
 from dapo_runner.config.sampler import CurriculumConfig, SamplerConfig
-from dapo_runner.config.sampling import EvaluationConfig, SamplingConfig
+from dapo_runner.config.sampling import EvaluationConfig
 from dapo_runner.config.settings import Config, resolved
-from dapo_runner.config.sft import SftColumnsConfig, SftConfig, SftDataConfig, SftOptimizerConfig, SftRunConfig
+from dapo_runner.config.sft import SftColumnsConfig, SftConfig, SftDataConfig
 from dapo_runner.config.study import FigureConfig, StudyConfig, VariantConfig
 from dapo_runner.errors import ConfigError
 
@@ -43,16 +40,13 @@ __all__ = [
     "AdvantageConfig",
     "ArithmeticConfig",
     "AskedModel",
-    "CallsConfig",
     "ColumnsConfig",
     "Config",
     "ConfigError",
     "ConvertConfig",
     "CorrectionConfig",
-    "CriticConfig",
     "CurriculumConfig",
     "DataConfig",
-    "EarlyStopConfig",
     "EvalSetConfig",
     "EvaluationConfig",
     "FigureConfig",
@@ -60,31 +54,23 @@ __all__ = [
     "JudgePrompt",
     "LoggingConfig",
     "LoraConfig",
-    "LossConfig",
     "ModelConfig",
     "OptimizerConfig",
     "OverlongConfig",
-    "ParallelConfig",
     "PreferenceConfig",
-    "ProbeConfig",
     "RewardConfig",
     "RewardKLConfig",
-    "RewardPart",
     "RolloutConfig",
     "RolloutLogConfig",
     "RunConfig",
     "SamplerConfig",
-    "SamplingConfig",
     "SegmentsConfig",
     "SftColumnsConfig",
     "SftConfig",
     "SftDataConfig",
-    "SftOptimizerConfig",
-    "SftRunConfig",
     "StudyConfig",
     "TinyModelConfig",
     "TreeShape",
-    "VLLMConfig",
     "VariantConfig",
     "WarmupConfig",
     "apply_overrides",

@@ -27,7 +27,7 @@ class EarlyStopConfig(Section):
 
 
 class JobConfig(Section):
-    """What any training job is told, of `dapo train` and of `dapo sft`."""
+    """The settings that `dapo train` and `dapo sft` share."""
 
     name: str = "dapo"  # of the run's folder
     output_dir: Path = Path("runs")  # the run lives in output_dir/name

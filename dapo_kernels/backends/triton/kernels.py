@@ -136,11 +136,6 @@ def row_grad_kernel(
     )  # fmt: skip
 
 
-@triton.jit
-def _optional(Values, row, default):
-    return default if Values is None else tl.load(Values + row)
-
-
 @triton.jit(**_PER_CALL)
 def row_loss_kernel(
     Logits, inner, stride_outer: tl.int64, stride_inner: tl.int64, V,
