@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*)
 
-.PHONY: demo test test-elsewhere test-ranks test-vllm lint format bench gpu wheel install clean
+.PHONY: demo test test-elsewhere test-ranks test-vllm mutants lint format bench gpu wheel install clean
 
 # Editable: Python files are used where they lie, the extension is rebuilt when csrc changes.
 INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -51,6 +51,12 @@ test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -c "import vllm"
 	$(VLLM_VENV)/bin/python -m pytest -p no:xdist -m vllm tests/runner/rollout/test_vllm.py tests/runner/rollout/test_vllm_experts.py
 	$(VLLM_VENV)/bin/python -m pytest -p no:xdist -m vllm tests/runner/rollout/test_vllm_server.py  # a vLLM of its own
+
+# What the tests are worth: a place of the code is changed, and a test has to fail. Hours; minutes with SAMPLE=20.
+SAMPLE ?= 300
+mutants: install
+	$(BIN)/python $(INSTALL) 'cosmic-ray>=8.7,<9'
+	$(BIN)/python tests/mutants.py --sample $(SAMPLE)
 
 lint: install
 	$(BIN)/ruff check .
