@@ -165,6 +165,34 @@ def test_without_a_mask_there_is_nothing_to_wait_for() -> None:
         host_sync(None, host_sync=1)
 
 
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+def test_tokens_without_advantage_are_idle_only_where_nothing_else_has_a_gradient(
+    kl_coef: float, entropy_coef: float
+) -> None:
+    live = torch.ones(4, dtype=torch.bool)
+    weights, advantages, importance = (torch.tensor(x) for x in ([0.0, 1, 1, 1], [1.0, 0, 1, 1], [1.0, 1, 0, 1]))
+    tokens = Tokens(live, weights, advantages, None, torch.zeros(4), importance)
+    scalars = ObjectiveScalars.of(OBJECTIVES["dapo"])._replace(kl_coef=kl_coef, entropy_coef=entropy_coef)
+    alone = kl_coef == entropy_coef == 0
+    assert chunks.idle_beforehand(tokens, scalars).tolist() == [True, alone, alone, False]
+
+
+def test_chunks_of_a_distillation_hold_the_logits_of_both_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    class Watched(Chunks):
+        def buffer(self, dtype: torch.dtype) -> Tensor:
+            found = super().buffer(dtype)
+            seen.append(found.shape[0])
+            return found
+
+    monkeypatch.setattr(distillation, "Chunks", Watched)
+    policy, reference = ((torch.randn(40, 8), torch.randn(50, 8)) for _ in range(2))
+    linear_distillation_loss(*policy, *reference, chunk_bytes=10 * 50 * (4 + 4))
+    assert set(seen) == {10}
+
+
 # --- nothing waits ----------------------------------------------------------------------------------------
 
 T, V, H = 300, 1000, 16
