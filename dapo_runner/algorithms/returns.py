@@ -104,8 +104,7 @@ class TokenAdvantages:
         else:
             advantages = returns = discounted_sums(rewards, lengths, self.settings.gamma)
         metrics["return"] = moments(returns, world)[0]
-        if self.settings.whiten:
-            advantages = whiten(advantages, world)
+        advantages = whiten(advantages, world)
         sizes = [int(count.sum()) for count in counts]
         estimates = iter(zip(batches, advantages.split(sizes), returns.split(sizes), strict=True))
         for mini in minis:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -20,7 +21,7 @@ from dapo_runner.interrupt import end_with_parent
 from dapo_runner.parallel.world import make_layout
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.tools.study.page import write_page
-from dapo_runner.tools.study.plan import StudyRun, is_finished, jobs_of, plan_runs, plan_starts
+from dapo_runner.tools.study.plan import StudyRun, is_finished, plan_runs, plan_starts
 from dapo_runner.tools.study.results import read_result
 from dapo_runner.tools.study.runs import Failure, carry_out, make_start
 
@@ -28,10 +29,9 @@ from dapo_runner.tools.study.runs import Failure, carry_out, make_start
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     path = find_recipe(options.config, known=studies())
     study = load_study(path)
-    if options.jobs is not None:
-        if options.jobs < 1:
-            raise ConfigError(f"--jobs: expected 1 or more, got {options.jobs}")
-        study = study.model_copy(update={"jobs": options.jobs})
+    jobs = (os.cpu_count() or 1) // study.threads or 1 if options.jobs is None else options.jobs
+    if jobs < 1:
+        raise ConfigError(f"--jobs: expected 1 or more, got {jobs}")
     beside = path.parent / study.base
     base = beside if beside.is_file() else find_recipe(study.base)
     runs, starts = plan_runs(study, base), plan_starts(study, base)
@@ -40,15 +40,15 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     waiting = [planned for planned in runs if not is_finished(planned)]
     print(
         f"{study.folder}: {len(study.variants)} variants × {len(study.seeds)} seeds, {len(runs) - len(waiting)} of "
-        f"{len(runs)} runs done, {jobs_of(study)} side by side"
+        f"{len(runs)} runs done, {jobs} side by side"
     )
     if options.dry_run:
         return 0
     quiet_libraries()
     study.folder.mkdir(parents=True, exist_ok=True)
     with closing(lock_folder(study.folder_of_runs, print)):
-        _make_starts(starts, jobs_of(study))
-        return _carry_out(study, runs, waiting)
+        _make_starts(starts, jobs)
+        return _carry_out(study, runs, waiting, jobs)
 
 
 def _before_start(config: Config, starts: Mapping[Path, Config]) -> Config:
@@ -68,17 +68,15 @@ def _make_starts(starts: Mapping[Path, Config], jobs: int) -> None:
             print(note, flush=True)
 
 
-def _carry_out(study: StudyConfig, runs: Sequence[StudyRun], waiting: Sequence[StudyRun]) -> int:
+def _carry_out(study: StudyConfig, runs: Sequence[StudyRun], waiting: Sequence[StudyRun], jobs: int) -> int:
     failures: list[Failure] = []
     started, n_before = time.monotonic(), len(runs) - len(waiting)
     try:
-        with closing(carry_out(waiting, jobs_of(study))) as ended:
+        with closing(carry_out(waiting, jobs)) as ended:
             for n, (run, seconds, failure) in enumerate(ended, start=1):
                 if failure is not None:
                     failures.append(failure)
-                result = (
-                    failure.reason if failure is not None else f"{read_result(run, study.tail).accuracy[1][-1]:.1%}"
-                )
+                result = failure.reason if failure is not None else f"{read_result(run).accuracy[1][-1]:.1%}"
                 left = (len(waiting) - n) * (time.monotonic() - started) / n
                 print(
                     f"[{n_before + n}/{len(runs)}] {run.variant}, seed {run.seed}: {result}, {seconds:.0f} s; "
@@ -86,7 +84,7 @@ def _carry_out(study: StudyConfig, runs: Sequence[StudyRun], waiting: Sequence[S
                     flush=True,
                 )
     finally:
-        results = [read_result(planned, study.tail) for planned in runs if is_finished(planned)]
+        results = [read_result(planned) for planned in runs if is_finished(planned)]
         print(f"page: {write_page(study, runs, results, failures)}")
     for failure in failures:
         complain(f"{failure.run.variant}, seed {failure.run.seed}: {failure.reason}; all of it is in {failure.run.log}")

@@ -78,7 +78,7 @@ def _check_kind(value: str) -> str:
 
 class AdvantageConfig(Section):
     requires = {
-        "kind=gae|returns|group_returns": "gamma whiten",
+        "kind=gae|returns|group_returns": "gamma",
         "kind=gae": "lam",
         "kind=group_std !rollout.stop !rollout.max_staleness !reward.calls.max_failed": "segments",
     }
@@ -88,7 +88,6 @@ class AdvantageConfig(Section):
     kind: Annotated[str, AfterValidator(_check_kind)] = "group_std"
     gamma: Share = 1.0  # Formulas: dapo_runner.algorithms.returns
     lam: Annotated[float, Field(ge=0, le=1)] = 0.95  # gae
-    whiten: bool = True  # over the tokens of the step
     segments: SegmentsConfig | None = None  # in the place of kind
 
     @property

@@ -8,25 +8,20 @@ from pydantic import model_validator
 
 from dapo_runner.config.data import ColumnsConfig, SourceConfig
 from dapo_runner.config.judge import AskedModel
-from dapo_runner.config.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from dapo_runner.config.section import PositiveInt
 
 
 class ConvertConfig(AskedModel, SourceConfig):
     """Which model rewrites problems, and what they are read from. docs/convert-answers.md."""
 
-    requires = {"!url": "batch", "url": "concurrency retries timeout"}
+    requires = {"url": "concurrency"}
 
     format: Literal["auto", "dapo", "gsm8k"] = "auto"  # as data.format
     columns: ColumnsConfig | None = None  # as data.columns
     limit: PositiveInt | None = None  # only the first so many problems
     chat_template_kwargs: dict[str, Any] = {}  # {enable_thinking: false} for a model that would think first
-    temperature: NonNegativeFloat = 0.0  # of a reply; 0: greedy
     max_tokens: PositiveInt = 8192  # of a reply
-    unchecked: Literal["keep", "reject"] = "keep"  # what the rules cannot evaluate
-    batch: PositiveInt = 32  # problems that are decoded side by side
     concurrency: PositiveInt = 16  # requests at a time
-    retries: NonNegativeInt = 2  # of a failed request, before all is given up
-    timeout: PositiveFloat = 600.0  # seconds without a sign of the server
 
     @model_validator(mode="after")
     def _used(self) -> ConvertConfig:

@@ -56,7 +56,7 @@ class EvalSetConfig(SourceConfig):
     split: str = "test"
     format: Literal["auto", "dapo", "gsm8k"] = "auto"  # as data.format
     columns: ColumnsConfig | None = None  # null: those of data.columns
-    size: PositiveInt | None = None  # the first so many problems; null: all
+    limit: PositiveInt | None = None  # only the first so many problems
 
 
 class DatasetConfig(SourceConfig):
@@ -74,7 +74,6 @@ class DataConfig(DatasetConfig):
     format: Literal["auto", "dapo", "gsm8k", "arithmetic"] = "auto"  # auto: by the columns; arithmetic: generated
     columns: ColumnsConfig | None = None  # null: those of the format
     template: str | None = None  # dapo, plain or a text with {question}; null: plain with columns, else dapo
-    dedupe: bool = True  # drop repeated rows, and prompts that come with several answers
     eval_size: NonNegativeInt = 256  # problems held out from the training set; without effect if eval is set
     eval: dict[Name, EvalSetConfig] = {}  # evaluation sets by name
     arithmetic: ArithmeticConfig = ArithmeticConfig()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from dapo_runner.config.section import NonNegativeInt, PositiveFloat, Section
+from dapo_runner.config.section import NonNegativeInt, Section
 
 
 class RolloutLogConfig(Section):
     """Which responses are kept for `dapo show`: of each step, and of each evaluation."""
 
     groups: NonNegativeInt | None = 32  # the first in the order of their prompts; null: all, 0: none
-    max_gb: PositiveFloat = 1.0  # all steps together, compressed; beyond it the oldest steps are removed
     per_token: bool = False  # also the tokens trained on, each with its log-probs, entropy, ratio and clip
 
 

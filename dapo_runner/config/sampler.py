@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from dapo_runner.config.section import NonNegativeInt, PositiveInt, Section, Share
 
@@ -12,24 +12,13 @@ from dapo_runner.config.section import NonNegativeInt, PositiveInt, Section, Sha
 class CurriculumConfig(Section):
     """Which training prompts are asked when: dapo_runner.data.curriculum."""
 
-    requires = {"by=column": "column larger_is start steps", "by=pass_rate": "low high rest"}
+    requires = {"by=column": "column start steps", "by=pass_rate": "rest"}
 
     by: Literal["column", "pass_rate"]  # a column of the data, or the pass rate so far
-    column: str = "difficulty"  # by column: holds a number in every row
-    larger_is: Literal["harder", "easier"] = "harder"  # what a larger number in the column means
+    column: str = "difficulty"  # by column: a number in every row, larger where it is harder
     start: Share = 0.25  # by column: the easiest share of the prompts that a run begins with
     steps: PositiveInt = 100  # by column: rollout steps after which all prompts are in play
-    # By pass_rate: a prompt rests for so many epochs where a share of `low` of its samples or less was right, or of
-    # `high` or more.
-    low: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    high: Share = 1.0  # a prompt rests from this share correct
-    rest: PositiveInt = 2  # epochs
-
-    @model_validator(mode="after")
-    def _low_below_high(self) -> CurriculumConfig:
-        if self.low >= self.high:
-            raise ValueError(f"low: expected less than high={self.high:g}, got {self.low:g}")
-        return self
+    rest: PositiveInt = 2  # by pass_rate: epochs that a prompt rests whose samples were all correct, or all incorrect
 
 
 class SamplerConfig(Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -44,9 +44,7 @@ class StudyConfig(Section):
     variants: list[VariantConfig] = Field(min_length=1)
     figures: list[FigureConfig] = []
     entropy_fit: list[Name] = []  # variants that accuracy is fitted to entropy of: arXiv 2505.22617, eq. 1
-    jobs: PositiveInt | None = None  # runs side by side; null: as many as there are cores for
     threads: PositiveInt = 1  # CPU threads of a run
-    tail: Annotated[PositiveInt, Field(le=1000)] = 10  # steps that "first" and "last" figures are means over
 
     @property
     def folder(self) -> Path:

@@ -3,8 +3,8 @@
 `by: column` orders the prompts by a number that each row has. Step s uses the easiest share of them,
 start + (1 − start)·(s − 1)/steps, prompts as difficult as the last of these included; from step `steps` + 1 on, all.
 
-`by: pass_rate` lets prompts rest that teach little: after a group whose prompt was answered correctly in a share `low`
-of its samples or less, or `high` or more, it is skipped for `rest` epochs. The rate is over all samples of the prompt
+`by: pass_rate` lets prompts rest that teach little: a prompt whose samples were all correct, or all incorrect, is
+skipped for `rest` epochs. The rate is over all samples of the prompt
 so far; earlier groups count half as much with each later one, because the policy has changed.
 """
 
@@ -49,8 +49,7 @@ def make_curriculum(config: CurriculumConfig | None, prompts: list[Prompt]) -> C
 class ByColumn:
     def __init__(self, config: CurriculumConfig, prompts: list[Prompt]) -> None:
         self.config = config
-        sign = 1 if config.larger_is == "harder" else -1
-        self.difficulty = {prompt.id: sign * _number(prompt, config.column) for prompt in prompts}
+        self.difficulty = {prompt.id: _number(prompt, config.column) for prompt in prompts}
         self.ordered = sorted(self.difficulty.values())
 
     def admits(self, prompt: Prompt, step: int, epoch: int) -> bool:
@@ -96,7 +95,7 @@ class ByPassRate:
             correct, samples = MEMORY * correct + group.n_correct, MEMORY * samples + len(group.samples)
             self.seen[name] = correct, samples
             self.due.pop(name, None)
-            if not self.config.low < correct / samples < self.config.high:
+            if correct in (0, samples):
                 self.due[name] = epoch + 1 + self.config.rest
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, Protocol
 
 from dapo_runner.config import Config, ConfigError, DataConfig, EvalSetConfig
@@ -112,7 +111,7 @@ def _read(data: DataConfig, report: DataReport) -> Problems:
     rows = read_problems(
         data.path, data.format, columns=data.columns, subset=data.subset, split=data.split, system=data.system
     )
-    train = clean(rows, data.dedupe, report, data.limit)
+    train = clean(rows, report, data.limit)
     if data.eval:
         return train, {name: _read_set(chosen, data, report) for name, chosen in data.eval.items()}
     heldout = _cut_heldout(train, data.eval_size)
@@ -129,8 +128,8 @@ def _read_set(chosen: EvalSetConfig, data: DataConfig, report: DataReport) -> li
         split=chosen.split,
         system=data.system,
     )
-    problems = clean(rows, data.dedupe, report)
-    kept = problems[: chosen.size]
+    problems = clean(rows, report)
+    kept = problems[: chosen.limit]
     report.beyond_limit += len(problems) - len(kept)
     return kept
 
@@ -145,15 +144,11 @@ def _cut_heldout(problems: list[Problem], size: int) -> list[Problem]:
     return random.Random("held-out").sample(problems, size if problems else 0)
 
 
-def clean(problems: Iterable[Problem], dedupe: bool, report: DataReport, limit: int | None = None) -> list[Problem]:
+def clean(problems: Iterable[Problem], report: DataReport, limit: int | None = None) -> list[Problem]:
     """Drop repeated rows, and all rows of a prompt that comes with several answers; count both.
 
     Reading ends once there are ``limit`` problems and a row holds another one.
     """
-    if not dedupe:
-        kept = list(islice(problems, limit))
-        report.rows += len(kept)
-        return kept
     first: dict[str, Problem] = {}
     rows: Counter[str] = Counter()
     conflicting: set[str] = set()

@@ -5,7 +5,7 @@
 
 Of every step the first `logging.rollouts.groups` groups are kept, in the order of their prompts, which favours neither
 short nor correct responses; with `logging.rollouts.per_token` token by token as well. All files of a folder hold at
-most `logging.rollouts.max_gb`; beyond it the oldest steps are removed. Steps, groups and samples are numbered from 1.
+most 1 GB; beyond it the oldest steps are removed. Steps, groups and samples are numbered from 1.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dapo_runner.logging.token_text import TokenText
 from dapo_runner.types import Group, Prompt, Sample, Sequence
 
 ROLLOUTS, EVALUATIONS = "rollouts", "evaluations"  # folders
-GB = 10**9
+MOST_BYTES = 10**9  # of all steps together, compressed
 CLIPS = {0: None, CLIPPED_LOW: "low", CLIPPED_HIGH: "high", CLIPPED_DUAL: "dual"}
 _NAME = re.compile(r"step_(\d{6,})\.jsonl\.gz")
 
@@ -100,16 +100,13 @@ class RolloutLog:
         sizes = {path: path.stat().st_size for path in saved_steps(self.folder).values()}
         *older, _ = sizes
         for path in older:
-            if sum(sizes.values()) <= self.config.max_gb * GB:
+            if sum(sizes.values()) <= MOST_BYTES:
                 return
             path.unlink()
             del sizes[path]
             if not self._is_full:
                 self._is_full = True
-                self._note(
-                    f"logging.rollouts.max_gb: {self.folder} has reached {self.config.max_gb:g} GB. From now on its "
-                    "oldest steps are removed."
-                )
+                self._note(f"{self.folder} has reached 1 GB. From now on its oldest steps are removed.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,7 +202,7 @@ def test_resuming_and_forking() -> None:
 
 CHOSEN: dict[str, dict[str, object]] = {
     "optimizer": {"schedule": "cosine", "warmup_steps": 1, "min_lr_ratio": 0.1},
-    "sampler": {"curriculum": {"by": "pass_rate", "high": 0.7, "rest": 1}},
+    "sampler": {"curriculum": {"by": "pass_rate", "rest": 1}},
     "rollout": {"stop": ["9"], "top_k": 20, "min_p": 0.01},
 }
 

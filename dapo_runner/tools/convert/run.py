@@ -31,7 +31,9 @@ from dapo_runner.types import Prompt, SamplingParams
 WORKERS, DEADLINE = 2, 5.0  # processes that evaluate, and the seconds that each has for one comparison
 TOLD_EVERY = 10.0  # seconds
 # What may be otherwise when the same command goes on.
-MAY_CHANGE = ("limit", "url", "key_env", "batch", "concurrency", "retries", "timeout")
+MAY_CHANGE = ("limit", "url", "key_env", "concurrency")
+RETRIES, TIMEOUT = 2, 600.0  # of a failed request; seconds without a sign of the server
+BATCH = 32  # problems that a model of this process decodes side by side
 
 Answers = Iterator[tuple[str, str]]
 Settled = tuple[str, dict[str, Any], str | None]
@@ -121,8 +123,6 @@ def settle(problem: Problem, said: str, config: ConvertConfig, is_same: IsSame) 
     try:
         reply = read_reply(said)
         checked = check(reply, question, problem.answer, is_same)
-        if config.unchecked == "reject" and None in checked.values():
-            raise RejectedError("the rules cannot evaluate it")
     except RejectedError as error:
         return _row(problem, problem.question, problem.answer, {**evidence, "rejected": str(error)}), str(error)
     evidence |= {"form": reply.form, "values": reply.values, "quantity": reply.quantity, "agrees": checked}
@@ -163,16 +163,16 @@ def _answers(config: ConvertConfig, asked: Mapping[str, list[dict[str, str]]]) -
 
 
 def _from_endpoint(config: ConvertConfig, asked: Mapping[str, list[dict[str, str]]]) -> Answers:
-    fields: dict[str, Any] = {"max_tokens": config.max_tokens, "temperature": config.temperature, "seed": 0}
+    fields: dict[str, Any] = {"max_tokens": config.max_tokens, "temperature": 0, "seed": 0}
     if config.chat_template_kwargs:
         fields["chat_template_kwargs"] = config.chat_template_kwargs
 
     def ask(messages: list[dict[str, str]]) -> str:
-        for attempt in range(config.retries + 1):
+        for attempt in range(RETRIES + 1):
             if attempt:
                 time.sleep(PAUSE * 2 ** (attempt - 1))
             try:
-                return chat(config, messages, config.timeout, **fields).text
+                return chat(config, messages, TIMEOUT, **fields).text
             except HTTPError as error:
                 failure = error
         raise failure
@@ -193,19 +193,17 @@ def _from_model(config: ConvertConfig, asked: Mapping[str, list[dict[str, str]]]
     settings = ModelConfig(path=config.model, dtype="float32" if device.type == "cpu" else "bfloat16")
     tokenizer = load_tokenizer(config.model, settings)
     chat = bool(tokenizer.chat_template)
-    engine = HFEngine(load_model(config.model, settings, device, "sdpa"), tokenizer, config.batch)
+    engine = HFEngine(load_model(config.model, settings, device, "sdpa"), tokenizer, BATCH)
     keys = list(asked)
-    for start in range(0, len(keys), config.batch):
+    for start in range(0, len(keys), BATCH):
         prompts, each = [], []
-        for key in keys[start : start + config.batch]:
+        for key in keys[start : start + BATCH]:
             turns = [(message["role"], message["content"]) for message in asked[key]]
             text = render(turns, tokenizer, chat, **config.chat_template_kwargs)
             ids = tokenizer([text], add_special_tokens=not chat)["input_ids"][0]
             prompts.append(Prompt(key, tuple(ids), text, answer=""))
             # A seed of its own: what is said of a problem does not depend on which were settled before.
             seed = int(key, 16) >> 1
-            each.append(
-                SamplingParams(temperature=config.temperature, max_tokens=config.max_tokens, seed=seed, index=0)
-            )
+            each.append(SamplingParams(temperature=0.0, max_tokens=config.max_tokens, seed=seed, index=0))
         for prompt, (completion,) in zip(prompts, engine.generate(prompts, each), strict=True):
             yield prompt.id, completion.text

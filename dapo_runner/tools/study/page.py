@@ -12,7 +12,7 @@ from dapo_runner.early_stop import early_stop_metric
 from dapo_runner.files import atomic_write
 from dapo_runner.tools.study.figures import draw_entropy_fit, draw_figure, label_of
 from dapo_runner.tools.study.plan import StudyRun, overrides_of
-from dapo_runner.tools.study.results import MEANS, Result, Values, by_variant
+from dapo_runner.tools.study.results import MEANS, TAIL, Result, Values, by_variant
 from dapo_runner.tools.study.runs import Failure
 from dapo_runner.tools.study.statistics import Estimate, PairedTest, estimate, holm, paired_test
 
@@ -154,7 +154,7 @@ def _legend(study: StudyConfig, runs: Sequence[StudyRun], equal_tokens: float) -
         "(Holm). Equal updates compares the accuracy after training, equal tokens the one at equal tokens. Half is the "
         f"evaluation nearest to half of the tokens; at equal tokens is interpolated at {equal_tokens:,.0f}, the fewest "
         "of any run. Entropy (nats per token), length (tokens) and truncated (share of responses) are means over the "
-        f"first and the last {study.tail} steps. A run ends after {steps} steps{tokens}; tokens are all that the "
+        f"first and the last {TAIL} steps. A run ends after {steps} steps{tokens}; tokens are all that the "
         "engine generated, those of dropped groups and of continuations included."
     )
 

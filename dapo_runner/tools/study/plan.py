@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,7 +148,3 @@ def is_finished(run: StudyRun) -> bool:
             "the variant or the study, or remove the folder"
         )
     return any(event["kind"] == "eval" and event["step"] == end for event in events)
-
-
-def jobs_of(study: StudyConfig) -> int:
-    return study.jobs or max(1, (os.cpu_count() or 1) // study.threads)

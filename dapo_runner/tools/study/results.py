@@ -23,6 +23,7 @@ Values = Mapping[str, float | None]
 """The values of a run: what the table has of it."""
 
 MEANS = {"entropy": "train/entropy", "length": "sampling/length", "truncated": "sampling/truncated"}
+TAIL = 10  # steps that "first" and "last" figures are means over
 SPENT = {"tokens": "sampling/tokens", "updates": "train/updates"}
 TOTALS = {"steps": "step", "updates": "updates", "tokens": "tokens", "seconds": "seconds"}
 
@@ -34,7 +35,6 @@ class Result:
     run: StudyRun
     points: Points  # of metrics.jsonl
     axes: dict[str, dict[int, float]]  # by axis and step: what had been spent by the end of the step
-    tail: int
 
     @property
     def metric(self) -> str:
@@ -63,8 +63,8 @@ class Result:
         values: dict[str, float | None] = {"before": accuracy[0], "half": half, "after": accuracy[-1]}
         for name, key in MEANS.items():
             _, logged = self.series(key, "step")
-            values[f"{name}_first"] = fmean(logged[: self.tail]) if logged else None
-            values[f"{name}_last"] = fmean(logged[-self.tail :]) if logged else None
+            values[f"{name}_first"] = fmean(logged[:TAIL]) if logged else None
+            values[f"{name}_last"] = fmean(logged[-TAIL:]) if logged else None
         values |= {name: self.total(axis) for name, axis in TOTALS.items()}
         return values | {"at_equal_tokens": float(np.interp(equal_tokens, tokens, accuracy))}
 
@@ -78,7 +78,7 @@ class Result:
         }
 
 
-def read_result(run: StudyRun, tail: int) -> Result:
+def read_result(run: StudyRun) -> Result:
     events = read_log(run.folder / METRICS_FILE)
     points = collect(events)
     seconds: dict[int, float] = {}
@@ -87,7 +87,7 @@ def read_result(run: StudyRun, tail: int) -> Result:
     steps = [0, *(event["step"] for event in events if event["kind"] == "step")]
     spent = {name: dict(zip(*points.get(key, ([], [])), strict=True)) for name, key in SPENT.items()}
     spent |= {"step": dict.fromkeys(steps[1:], 1.0), "seconds": seconds}
-    return Result(run, points, {name: _running(steps, of_step) for name, of_step in spent.items()}, tail)
+    return Result(run, points, {name: _running(steps, of_step) for name, of_step in spent.items()})
 
 
 def by_variant(results: Sequence[Result]) -> dict[str, list[Result]]:

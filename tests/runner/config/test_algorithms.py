@@ -103,7 +103,6 @@ def test_a_row_is_its_papers(name: str) -> None:
         assert kl is not None
         found = (config.advantage.gamma, config.advantage.lam, kl.coef, kl.estimator, critic and critic.clip)
         assert found == BY_TOKEN[name]
-        assert config.advantage.whiten
     assert config.loss.old_logprobs == ("rollout" if name.startswith("dppo") else "learner")
     assert objective.vespo == ((2.0, 3.0, 3.0, 2.0) if name == "vespo" else None)
     assert departures(config) == []
@@ -174,7 +173,6 @@ def test_what_a_recipe_says_wins_and_is_a_departure() -> None:
             ["algorithm=spo_chain", "advantage.segments={mask: false, interval: 1}"],
             ["advantage.segments.mask=false (spo_chain: true)", "advantage.segments.interval=1 (spo_chain: 5)"],
         ),
-        (["algorithm=reinforce_pp", "advantage.whiten=false"], ["advantage.whiten=false (reinforce_pp: true)"]),
         (["algorithm=grpo", "rollout.correction.weights=token"], ["rollout.correction.weights=token (grpo: null)"]),
     ],
 )

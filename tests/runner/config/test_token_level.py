@@ -24,7 +24,6 @@ KL: dict[str, Any] = {"reward": {"kl": {"coef": 0.1}}}
         (KL, "reward.kl: .*advantage.kind"),
         ({**GAE, **KL, "loss": {"old_logprobs": "rollout"}}, "reward.kl: .*loss.old_logprobs"),
         ({"advantage": {"gamma": 0.9}}, "advantage.gamma: .*advantage.kind"),
-        ({"advantage": {"whiten": False}}, "advantage.whiten: .*advantage.kind"),
         ({"advantage": {"kind": "returns", "lam": 0.9}}, "advantage.lam: .*advantage.kind=gae"),
         ({**GAE, "critic": {"coef": 0.5}}, "critic.coef: .*critic.share_trunk"),
         ({**GAE, "critic": {"share_trunk": True, "lr": 1e-3}}, "critic.lr: .*critic.share_trunk"),

@@ -58,8 +58,6 @@ def test_repeated_rows_are_dropped_and_counted(tmp_path: Path) -> None:
     dataset = load_data(data_config(write_rows(tmp_path / "d.jsonl", rows)), CharTokenizer())
     assert [p.text for p in dataset.train] == ["a b", "c"]
     assert (dataset.report.rows, dataset.report.duplicates) == (4, 2)
-    kept = load_data(data_config(tmp_path / "d.jsonl", dedupe=False), CharTokenizer())
-    assert len(kept.train) == 4
 
 
 @pytest.mark.parametrize("order", ["each at a time", "over and over"])
@@ -72,7 +70,6 @@ def test_a_limit_counts_problems_not_rows(tmp_path: Path, order: str) -> None:
     assert [p.text for p in dataset.train] == names[:10]
     report = dataset.report
     assert report.rows == report.duplicates + report.train  # what was read, which is not the whole file
-    assert len(load_data(data_config(path, limit=10, dedupe=False), CharTokenizer()).train) == 10
     assert len(load_data(data_config(path, limit=31), CharTokenizer()).train) == 30
 
 
@@ -101,7 +98,7 @@ def test_long_prompts_are_counted(tmp_path: Path) -> None:
 def test_evaluation_file_never_trains(tmp_path: Path) -> None:
     train = write_rows(tmp_path / "t.jsonl", [dapo_row(name, "1") for name in "abcd"])
     heldout = write_rows(tmp_path / "e.parquet", [gsm8k_row(name, "1") for name in "dcxyz"])
-    dataset = load_data(data_config(train, eval={"own": {"path": heldout, "size": 3}}), CharTokenizer())
+    dataset = load_data(data_config(train, eval={"own": {"path": heldout, "limit": 3}}), CharTokenizer())
     assert [p.text for p in dataset.heldout] == ["d", "c", "x"]
     assert [p.text for p in dataset.train] == ["a", "b"]
     report = dataset.report

@@ -203,7 +203,7 @@ def test_several_evaluation_sets(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "d.jsonl", ROWS)
     other = write_rows(tmp_path / "o.jsonl", [{"question": name, "answer": "#### 1"} for name in "xyz"])
     same = write_rows(tmp_path / "s.jsonl", [ROWS[1], ROWS[1], {"q": "new", "a": "n"}])
-    sets = {"gsm": {"path": other, "format": "gsm8k", "size": 2}, "own": {"path": same}}
+    sets = {"gsm": {"path": other, "format": "gsm8k", "limit": 2}, "own": {"path": same}}
     config = config_of(path, columns={"prompt": "q", "answer": "a"}, eval=sets)
     dataset = load_data(config, CharTokenizer())
     assert [(prompt.eval_set, prompt.text) for prompt in dataset.heldout] == [

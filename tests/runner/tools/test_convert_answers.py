@@ -137,12 +137,7 @@ def arguments(folder: Path, api: FakeAPI, name: str = "out", *more: str) -> list
     data = folder / "in.jsonl"
     if not data.exists():
         write_rows(data, ROWS)
-    here = [
-        "model=large",
-        f"url={api.url}",
-        "columns={prompt: question, answer: truth}",
-        "retries=0",
-    ]
+    here = ["model=large", f"url={api.url}", "columns={prompt: question, answer: truth}"]
     return ["convert-answers", str(data), str(folder / f"{name}.jsonl"), *here, *more]
 
 
@@ -235,7 +230,7 @@ def test_a_model_in_this_process(tmp_path: Path, model_folder: Path, capsys: pyt
     ("options", "message"),
     [
         (["model=x", "url=here"], "url: expected http://"),
-        (["model=x", "retries=1"], "retries: requires url"),
+        (["model=x", "concurrency=1"], "concurrency: requires url"),
         (["model=/nowhere"], "model: expected a folder or a model of the hub"),
         ([], "model: expected a value, got nothing"),
         (["model=x", "modle=y"], "modle: unknown key"),

@@ -43,7 +43,7 @@ def test_a_page_has_the_fit_of_every_evaluation_but_the_first(tmp_path: Path) ->
                 lines.append({"step": step, "kind": "eval", metric: B - A * math.exp(entropy)})
         first = {"step": 0, "kind": "eval", metric: 0.0}
         (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [first, *lines]))
-    results = [read_result(run, study.tail) for run in plain]
+    results = [read_result(run) for run in plain]
     entropy, accuracy = entropy_points(results)
     assert len(entropy) == len(accuracy) == 6
     page = write_page(study, runs, results, []).read_text()

@@ -128,7 +128,7 @@ def test_the_page_by_hand(tmp_path: Path) -> None:
         if (run.variant, run.seed) in after:
             tokens = 200 if (run.variant, run.seed) == ("higher", 5) else 100
             finish(run, [0.2, 0.3, after[run.variant, run.seed]], tokens)
-    results = [read_result(run, study.tail) for run in runs if is_finished(run)]
+    results = [read_result(run) for run in runs if is_finished(run)]
     page = write_page(study, runs, results, [Failure(runs[5], "exit code 1: no luck")]).read_text()
     table, comparisons = [
         {line.split(" | ")[0].lstrip("| "): [cell.strip(" |") for cell in line.split(" | ")[1:]] for line in part}
@@ -235,7 +235,7 @@ def test_a_picture_has_a_legend_and_colors_whatever_there_is(tmp_path: Path, mon
     study, runs = planned(tmp_path, figures=[figure])
     for run in (runs[0], runs[3]):  # plain
         finish(run, [0.2, 0.3, 0.5])
-    results = [read_result(run, study.tail) for run in (runs[0], runs[3])]
+    results = [read_result(run) for run in (runs[0], runs[3])]
     draw_figure(study.figures[0], study, by_variant(results), tmp_path)
     missing, entropy = drawn[0].axes
     assert [text.get_text() for text in missing.texts] == ["not logged"]
@@ -305,8 +305,8 @@ def test_every_study_that_comes_along_is_one(path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.ranks
 def test_a_study_that_is_killed_goes_on_and_makes_nothing_twice(tmp_path: Path) -> None:
-    path = write_study(tmp_path, variants=VARIANTS[:2], seeds=[3], start="per_seed", jobs=1)
-    command = [sys.executable, "-m", "dapo_runner", "study", str(path)]
+    path = write_study(tmp_path, variants=VARIANTS[:2], seeds=[3], start="per_seed")
+    command = [sys.executable, "-m", "dapo_runner", "study", str(path), "--jobs", "1"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as killed:
         second = tmp_path / "s/runs/higher/seed_3/metrics.jsonl"
         until = time.monotonic() + 180
