@@ -205,7 +205,11 @@ def test_killed_and_resumed_asks_no_question_twice(tmp_path: Path) -> None:
         assert (tmp_path / f"killed{name}.jsonl").read_bytes() == (tmp_path / f"whole{name}.jsonl").read_bytes()
 
 
-def test_a_server_that_fails_ends_it_and_costs_no_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_fails_ends_it_and_costs_no_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dapo_runner.tools.convert.run.RETRIES", 0)
+
     def failing(body: dict[str, Any]) -> Any:
         return (500, b"busy", {}) if len(api.bodies) == 3 else answering(body)
 
