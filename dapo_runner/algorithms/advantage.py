@@ -34,7 +34,6 @@ from torch import Tensor
 from dapo_runner.algorithms.returns import EPS
 from dapo_runner.algorithms.segments import segment_advantages
 from dapo_runner.config import AdvantageConfig, ConfigError
-from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.plugins import import_function
 from dapo_runner.types import Group, Sample, TruncatedSupport
 from dapo_runner.types import Sequence as TrainingSequence
@@ -75,11 +74,9 @@ ADVANTAGES: dict[str, Advantage] = {
 }
 
 
-def make_sequences(
-    groups: Iterable[Group], config: AdvantageConfig, step: int = 0, world: World = SINGLE_PROCESS
-) -> list[TrainingSequence]:
+def make_sequences(groups: Iterable[Group], config: AdvantageConfig, step: int = 0) -> list[TrainingSequence]:
     """Return the training sequences of a step, group by group in order. ``step`` counts as the steps of the groups do.
-    Collective. Raises ConfigError where a user's function does not return an advantage for each sample.
+    Raises ConfigError where a user's function does not return an advantage for each sample.
     """
     groups = list(groups)
     labels: list[list[tuple[Any, Tensor | None]]]
@@ -87,9 +84,8 @@ def make_sequences(
         labels = [[segment_advantages(sample, config.segments) for sample in group.samples] for group in groups]
     elif config.kind in ADVANTAGES:
         labels = [[(value, None) for value in row] for row in _named_advantages(groups, ADVANTAGES[config.kind])]
-    else:  # on one rank: a user's function may draw random numbers
-        found = world.broadcast_from_rank0(lambda: _plugin_advantages(groups, config.kind))
-        labels = [[(value, None) for value in row] for row in found]
+    else:
+        labels = [[(value, None) for value in row] for row in _plugin_advantages(groups, config.kind)]
     sequences = [
         make_sequence(group, sample, advantage, group_id, step - group.step, trains)
         for group_id, (group, row) in enumerate(zip(groups, labels, strict=True))

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dapo_kernels import reduce_metrics
+from dapo_kernels import Objective, reduce_metrics
 from dapo_kernels.logprobs import TokenStats
 from dapo_kernels.metrics import COUNTS
 from dapo_runner.algorithms.correction import Mismatch, measure
@@ -22,7 +22,7 @@ from dapo_runner.algorithms.critic import Critic
 from dapo_runner.algorithms.losses import Loss, Output, PolicyLoss, PreferenceLoss
 from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError, global_token_stats
 from dapo_runner.algorithms.objective import resolve_objective, uses_reference
-from dapo_runner.algorithms.packing import Share, count_training_tokens, pack
+from dapo_runner.algorithms.packing import count_training_tokens, pack_shares
 from dapo_runner.algorithms.returns import TokenAdvantages, show_advantages
 from dapo_runner.algorithms.selection import ScoredBatch, TokenValues, select_tokens, token_values
 from dapo_runner.algorithms.weights import MovingReference, Part, TrainedModel, learning_rate
@@ -43,7 +43,7 @@ class Learner:
     ``estimator`` gives tokens their advantages once a step's log-probs are known; without it sequences have theirs. A
     KL penalty or a preference loss refers to ``reference``; a policy with adapters is its own, with them switched off.
     With `logging.rollouts.per_token`, ``token_values`` holds what the updates of the step computed of single tokens, by
-    the index of their sequence in the step.
+    the index of their sequence in the step, on rank 0.
     """
 
     def __init__(
@@ -63,9 +63,7 @@ class Learner:
         self.clock = StepClock() if clock is None else clock
         self.token_values: dict[int, TokenValues] = {}
         self.estimates: dict[str, float] = {}  # metrics of the step
-        self.world = world = policy.world
-        hidden_size = policy.model.config.get_text_config(decoder=True).hidden_size
-        self.share = Share(world.data_rank, world.data_size, world.layout.sequence, hidden_size)
+        self.world = policy.world
         self.trained = TrainedModel(policy, config)
         self.master, self.optimizer = self.trained.master, self.trained.optimizer
         self.moving: MovingReference | None = None
@@ -80,17 +78,19 @@ class Learner:
         return parts + ([] if self.critic is None else self.critic.parts())
 
     def prepare(self, sequences: Sequence[TrainingSequence]) -> list[MiniBatch]:
-        """Return the mini-batches of a step with everything that their updates compare the policy with: the log-probs
-        of the policy before any update, those of the reference, values and advantages of tokens.
+        """Return this rank's share of the mini-batches of a step, with everything that their updates compare the policy
+        with: the log-probs of the policy before any update, those of the reference, values and advantages of tokens.
+
+        ``sequences`` are those of rank 0; what other ranks pass is ignored. Collective.
         """
         self.token_values, self.estimates = {}, {}
         with self.clock.phase("pack"):
-            minis = self._split(self.loss.arrange(sequences))
+            shares = self.world.run_on_rank0(lambda: self._split(self.loss.arrange(sequences)))
+            minis = self.world.scatter_from_rank0(shares or [])
         for mini in minis:
             if self.loss.objective is not None:
                 self._add_old_logprobs(mini)
             self._add_ref_logprobs(mini)
-        minis = [mini for mini in minis if mini.micro_batches]
         if self.critic is not None:
             with self.clock.phase("values"):
                 for mini in minis:
@@ -101,30 +101,33 @@ class Learner:
                 show_advantages(minis, sequences, self.config.logging.rollouts.groups, self.world)
         return minis
 
-    def _split(self, sequences: Sequence[TrainingSequence]) -> list[MiniBatch]:
-        """Split a step into mini-batches of at most the configured size and as equal as they can be.
-
-        A step that dynamic sampling left short must not end in an update made from the few responses left over.
+    def _split(self, sequences: Sequence[TrainingSequence]) -> list[list[MiniBatch]]:
+        """Split a step into mini-batches of at most the configured size, as equal as they can be, and each into the
+        shares of the ranks. A step that dynamic sampling left short must not end in an update of the few left over.
         """
         size = max(1, len(sequences))
         if self.config.optimizer.mini_batch_size is not None:
             n_parts = max(1, math.ceil(len(sequences) / self.config.mini_batch_size))
             size = max(1, math.ceil(len(sequences) / n_parts))
         size += -size % self.loss.sequences_per_unit
-        starts = range(0, len(sequences), size)
-        return [self.pack_mini_batch(sequences[n : n + size], index, n) for index, n in enumerate(starts)]
+        shares: list[list[MiniBatch]] = [[] for _ in range(self.world.data_size)]
+        for index, first in enumerate(range(0, len(sequences), size)):
+            part = sequences[first : first + size]
+            n_tokens, denominator = count_training_tokens(part), self.loss.denominator(part)
+            for share, batches in zip(shares, self.pack(part), strict=True):
+                if batches:
+                    share.append(MiniBatch(batches, n_tokens, denominator, index, first))
+        return [shares[rank // self.world.layout.sequence] for rank in range(self.world.size)]
 
-    def pack_mini_batch(
-        self, sequences: Sequence[TrainingSequence], index: int = 0, first_sequence: int = 0
-    ) -> MiniBatch:
-        """Return the sequences as this rank's share of a mini-batch."""
-        budget = self.config.optimizer.token_budget
-        return MiniBatch(
-            micro_batches=pack(sequences, budget, self.share, self.loss.sequences_per_unit),
-            n_tokens=count_training_tokens(sequences),
-            denominator=self.loss.denominator(sequences),
-            index=index,
-            first_sequence=first_sequence,
+    def pack(self, sequences: Sequence[TrainingSequence]) -> list[list[PackedBatch]]:
+        """Return the micro-batches of each data rank."""
+        return pack_shares(
+            sequences,
+            self.config.optimizer.token_budget,
+            ranks=self.world.data_size,
+            multiple=self.world.layout.sequence,
+            hidden_size=self.policy.model.config.get_text_config(decoder=True).hidden_size,
+            together=self.loss.sequences_per_unit,
         )
 
     def _add_old_logprobs(self, mini: MiniBatch) -> None:
@@ -228,14 +231,22 @@ class Learner:
             stats = self._token_stats(self.policy, batch, entropy=True)
             assert stats.entropy is not None
             scored.append(ScoredBatch(batch.without_experts(), stats.logprobs, stats.entropy))
+        everywhere = self._gather_on_rank0([one.to("cpu") for one in scored])
+        shares = self.world.run_on_rank0(lambda: self._choose_tokens(objective, everywhere, mini, step))
+        return [chosen.to(self.policy.device) for chosen in self.world.scatter_from_rank0(shares or [])]
+
+    def _choose_tokens(
+        self, objective: Objective, scored: Sequence[ScoredBatch], mini: MiniBatch, step: int
+    ) -> list[list[Tensor]]:
+        """Return for each rank the selection of each of its micro-batches. ``scored`` are those of all ranks."""
         device = self.policy.device
-        everywhere = [one.to(device) for one in self._gather_micro_batches([one.to("cpu") for one in scored])]
         # Every update draws lots of its own, and the same ones after a resume.
         seed = random.Random(f"{self.config.run.seed}:{step}:{mini.index}").getrandbits(63)
         generator = torch.Generator(device).manual_seed(seed)
-        chosen = select_tokens(objective, everywhere, generator, on_policy=mini.on_policy)
-        first = self.world.data_rank * len(batches)  # every rank has as many
-        return chosen[first : first + len(batches)]
+        found = select_tokens(objective, [one.to(device) for one in scored], generator, on_policy=mini.on_policy)
+        chosen, n = [one.cpu().clone() for one in found], len(mini.micro_batches)  # every rank has as many
+        starts = (rank // self.world.layout.sequence * n for rank in range(self.world.size))
+        return [chosen[start : start + n] for start in starts]
 
     def _keep_token_values(self, mini: MiniBatch, outs: Sequence[Output], selections: Sequence[Tensor | None]) -> None:
         assert self.loss.objective is not None
@@ -244,14 +255,18 @@ class Learner:
             assert out.entropy is not None
             scored = ScoredBatch(batch.without_experts(), out.logprobs, out.entropy).to("cpu")
             local.append((scored, None if selection is None else selection.cpu()))
-        everywhere, chosen = zip(*self._gather_micro_batches(local), strict=True)
+        everywhere = self._gather_on_rank0(local)
+        if not everywhere:  # on another rank
+            return
+        batches, chosen = zip(*everywhere, strict=True)
         groups = self.config.logging.rollouts.groups
-        values = token_values(self.loss.objective, everywhere, chosen, on_policy=mini.on_policy, groups=groups)
+        values = token_values(self.loss.objective, batches, chosen, on_policy=mini.on_policy, groups=groups)
         self.token_values |= {mini.first_sequence + index: found for index, found in values.items()}
 
-    def _gather_micro_batches(self, local: list[T]) -> list[T]:
-        """Return an entry for each micro-batch of all ranks; ranks that share positions have the same ones."""
-        return [one for part in self.world.all_gather_object(local)[:: self.world.layout.sequence] for one in part]
+    def _gather_on_rank0(self, local: list[T]) -> list[T]:
+        """Return on rank 0 an entry for each micro-batch of all ranks; ranks that share positions have the same."""
+        parts = self.world.run_and_gather_on_rank0(lambda: local)
+        return [one for part in parts[:: self.world.layout.sequence] for one in part]
 
     def _reduce_metrics(self, outs: Sequence[Output], norm: Tensor) -> dict[str, float]:
         """Return the metrics of an update over the micro-batches of all ranks."""

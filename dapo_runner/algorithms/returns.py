@@ -124,11 +124,11 @@ class TokenAdvantages:
 def show_advantages(
     minis: Sequence[MiniBatch], sequences: Sequence[TrainingSequence], groups: int | None, world: World
 ) -> None:
-    """Copy the advantages of tokens into the sequences of the first ``groups`` groups (None: of all), which the log of
-    rollouts shows. Collective.
+    """Copy the advantages of tokens into the sequences of rank 0, for the log of rollouts: those of the first
+    ``groups`` groups (None: of all). Collective.
     """
     found = {
-        mini.first_sequence + index: advantages
+        mini.first_sequence + index: advantages.clone()  # alone: of a view, all of the tensor would be sent
         for mini in minis
         for batch in mini.micro_batches
         for index, group, advantages in zip(
@@ -136,7 +136,7 @@ def show_advantages(
         )
         if group >= 0 and (groups is None or group < groups)
     }
-    for part in world.all_gather_object(found):
+    for part in world.run_and_gather_on_rank0(lambda: found):
         for index, advantages in part.items():
             sequences[index].advantages[1:] = advantages
 

@@ -33,7 +33,7 @@ from dapo_runner.algorithms.learner import Learner, make_learner
 from dapo_runner.algorithms.losses import PolicyLoss
 from dapo_runner.algorithms.mini_batch import MiniBatch
 from dapo_runner.algorithms.objective import resolve_objective
-from dapo_runner.algorithms.packing import Share, pack
+from dapo_runner.algorithms.packing import pack
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.sharding import add_up_over_replicas, whole_until_backward
 from dapo_runner.parallel.world import World, make_layout, make_world
@@ -170,7 +170,7 @@ def full_mini_batch(config: Config, world: World) -> MiniBatch:
     ones = torch.ones(budget + 1)
     sequence = Sequence(ones.long(), ones, ones.bool(), -ones, group_id=0)
     objective = resolve_objective(config)
-    batches = pack([sequence], budget, Share(multiple=world.layout.sequence))
+    batches = pack([sequence], budget, world.layout.sequence)
     mini = MiniBatch(batches, n_tokens=budget, denominator=PolicyLoss(objective).denominator([sequence]))
     if objective.needs_reference:
         mini.set_ref_logprobs([batch.old_logprobs for batch in batches])

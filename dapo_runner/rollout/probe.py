@@ -15,7 +15,7 @@ from statistics import median
 from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.algorithms.correction import Mismatch, measure
 from dapo_runner.algorithms.learner import Learner
-from dapo_runner.algorithms.packing import Share, pack, padding_batch
+from dapo_runner.algorithms.packing import pack, padding_batch
 from dapo_runner.config import AdvantageConfig, Config
 from dapo_runner.errors import RunError
 from dapo_runner.rollout.engine import RolloutEngine
@@ -93,9 +93,9 @@ class SyncProbe:
             Group(prompt, tuple(Sample(completion, Verdict(correct=False), 0.0) for completion in answers))
             for prompt, answers in zip(self.prompts[: len(completions)], completions, strict=True)
         ]
-        mismatch, multiple = Mismatch(), learner.share.multiple
+        mismatch, multiple = Mismatch(), learner.world.layout.sequence
         sequences = make_sequences(groups, AdvantageConfig(kind="group_mean"))
-        batches = pack(sequences, self.token_budget, Share(multiple=multiple))
+        batches = pack(sequences, self.token_budget, multiple)
         most = max(learner.world.all_gather_object(len(batches)))
         for batch in batches + [padding_batch(multiple)] * (most - len(batches)):
             own = learner.logprobs(batch).to(batch.mask.device)

@@ -32,7 +32,7 @@ class TrainedStep:
 
     step: int
     sampled: SampledStep
-    sequences: list[Sequence]
+    sequences: list[Sequence]  # on rank 0
     figures: dict[str, float]  # of its updates
 
 
@@ -151,9 +151,9 @@ class Run(TrainingRun):
     # Training
 
     def training_records(self, groups: list[Group], step: int) -> list[Sequence]:
-        """Return the sequences of a step, group by group in order."""
+        """Return the sequences of a step, group by group in order, on rank 0; an empty list elsewhere."""
         with self.timed("pack"):
-            return self.world.broadcast_from_rank0(lambda: self._make_sequences(groups, step))
+            return self.world.run_on_rank0(lambda: self._make_sequences(groups, step)) or []
 
     def _make_sequences(self, groups: list[Group], step: int) -> list[Sequence]:
         if self.config.preference is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dapo_runner.algorithms.packing import count_training_tokens, pack
+from dapo_runner.algorithms.packing import count_training_tokens
 from dapo_runner.config import Config, ConfigError, SftConfig
 from dapo_runner.config.checks import check_schedule, failures
 from dapo_runner.data.dataset import PromptCursor
@@ -71,7 +71,7 @@ class SftRun(TrainingRun):
             return
         with self.timed("evaluate"):
             sequences = self._sequences(self.examples.heldout)
-            batches = pack(sequences, self.config.optimizer.token_budget, self.learner.share)
+            batches = self.learner.pack(sequences)[self.world.data_rank]
             local = math.fsum(float(self.learner.logprobs(batch).double().sum()) for batch in batches)
             total = math.fsum(self.world.all_gather_object(local)[:: self.world.layout.sequence])
             loss = -total / count_training_tokens(sequences)

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from builders import make_config, paired, random_sequences, with_lists
@@ -18,7 +20,7 @@ from launch import leave
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dapo_runner.algorithms.learner import Learner, make_learner, step_metrics
-from dapo_runner.algorithms.mini_batch import NonFiniteUpdateError
+from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
 from dapo_runner.algorithms.objective import uses_reference
 from dapo_runner.algorithms.weights import Part
 from dapo_runner.config import Config
@@ -26,7 +28,7 @@ from dapo_runner.parallel.sharding import whole
 from dapo_runner.parallel.watch import launched
 from dapo_runner.parallel.world import SINGLE_PROCESS, World, make_layout, make_world
 from dapo_runner.policy.model import load_critic, load_policy, load_reference
-from dapo_runner.types import Sequence
+from dapo_runner.types import PackedBatch, Sequence
 
 
 def open_case(config: Config) -> World:
@@ -82,6 +84,32 @@ def keep_gradients(part: Part, found: dict[str, torch.Tensor]) -> None:
     part.optimizer.step = keep  # type: ignore[method-assign]
 
 
+def prepare_shares(learner: Learner, sequences: list[Sequence]) -> list[MiniBatch]:
+    """Prepare a step whose sequences rank 0 has. A rank receives what it trains on, and nothing larger than flags."""
+    world, gathered = learner.world, list[int]()
+    all_gather = dist.all_gather_object
+
+    def all_gather_object(items: list[Any], item: Any, **options: Any) -> None:
+        all_gather(items, item, **options)
+        gathered.append(len(pickle.dumps(items)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather_object", all_gather_object)
+        patch.delattr(dist, "broadcast_object_list")
+        minis = learner.prepare(sequences if world.is_main else [])
+    assert max(gathered, default=0) < 1000
+    own = [(mini.index, i) for mini in minis for batch in mini.micro_batches for i in trained_ids(batch)]
+    shares = world.all_gather_object(own)[:: world.layout.sequence]
+    trained = [item for share in shares for item in share]
+    assert len(trained) == len(set(trained)) == sum(bool(one.mask[1:].any()) for one in sequences)
+    return minis
+
+
+def trained_ids(batch: PackedBatch) -> list[int]:
+    ids, groups = batch.sequence_ids.tolist(), batch.group_ids.tolist()
+    return [index for index, group in zip(ids, groups, strict=True) if group >= 0]  # of padding −1
+
+
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
     path, n_sequences, poisoned = case.pop("path"), case.pop("sequences", 14), case.pop("poisoned", False)
     config = make_config(**case)
@@ -99,7 +127,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     sequences = sequences_for(config, n_sequences)
     if poisoned:
         sequences[0].advantages[-1] = float("inf")  # one rank's alone
-    *earlier, mini = learner.prepare(sequences)
+    *earlier, mini = prepare_shares(learner, sequences)
     for one in earlier:
         learner.update(one, 0)
     found: dict[str, torch.Tensor] = {}
