@@ -39,5 +39,9 @@ def train(config: Config, progress: Progress | None = None) -> Path:
             updates = [run.update(mini, step) for mini in minis]
             run.end_training(TrainedStep(step, sampled, sequences, step_metrics(minis, updates, run.world)))
             run.log_step(run.sync())
-            run.finish_step(step)
+            if run.must_evaluate(step):
+                run.evaluate(step)
+            if run.must_save(step):
+                run.save(step)
+            run.end_step(step)
     return run.folder

@@ -102,22 +102,18 @@ class TrainingRun:
         """Let a checkpoint hold the step from here on, whatever fails after it."""
         self.last_completed_step, self.snapshot, self.is_updating = step, take_snapshot(self.sampler), False
 
-    def finish_step(self, step: int) -> None:
-        """Evaluate and save where that is due. Raises KeyboardInterrupt after a step that a signal makes the last."""
-        last, self.stopping = self.is_last(step), self.world.any(self.stop.requested)
-        if last or (is_due(self.config.run.eval_every, step) and not self.stopping):
-            self.evaluate(step)
-        ended = self.is_last(step)  # an evaluation may stop the run early
-        if self.stopping or ended or is_due(self.config.run.save_every, step):
-            self.save(step)
-        self.end_step(step)
-        if self.stopping and not ended:
-            self.progress.note(f"stopped after step {step}, which is saved")
-            raise KeyboardInterrupt
+    def must_evaluate(self, step: int) -> bool:
+        """Return whether an evaluation comes after this step. Collective: the ranks agree here whether to stop."""
+        self.stopping = self.world.any(self.stop.requested)
+        return self.is_last(step) or (is_due(self.config.run.eval_every, step) and not self.stopping)
+
+    def must_save(self, step: int) -> bool:
+        """Return whether a checkpoint comes after this step. An evaluation may have made it the last."""
+        return self.stopping or self.is_last(step) or is_due(self.config.run.save_every, step)
 
     def end_step(self, step: int) -> None:
         """Log where the time of a step went, its evaluation and checkpoint included. A kill before this loses no more
-        than that line.
+        than that line. Raises KeyboardInterrupt after a step that a signal makes the last.
         """
         seconds, calls = self.clock.lap(), self.count_calls()
         self.seconds_of_last_step = sum(seconds.values())
@@ -128,6 +124,9 @@ class TrainingRun:
 
         self.world.broadcast_from_rank0(write)
         self.speed = {}
+        if self.stopping and not self.is_last(step):
+            self.progress.note(f"stopped after step {step}, which is saved")
+            raise KeyboardInterrupt
 
     def count_calls(self) -> dict[str, float]:
         """Return the calls of the step to models that are not the policy. Collective."""

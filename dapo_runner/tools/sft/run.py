@@ -43,7 +43,11 @@ def sft(recipe: SftConfig, progress: Progress | None = None) -> Path:
             run.end_step(0)
         for step in range(run.last_completed_step + 1, run.config.run.steps + 1):
             run.train_step(step)
-            run.finish_step(step)
+            if run.must_evaluate(step):
+                run.evaluate(step)
+            if run.must_save(step):
+                run.save(step)
+            run.end_step(step)
     return recipe.run_dir
 
 
