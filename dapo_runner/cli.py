@@ -46,94 +46,100 @@ def command(name: str, help: str, *arguments: Argument, takes: str = "", functio
     COMMANDS[name] = Command(help, arguments, takes, function or f"{name}:run")
 
 
-CONFIG = argument("config", help="a YAML file, or the name of a recipe: dapo recipes")
-RUNS = argument("run", type=Path, nargs="+", help="a run's folder; a page shows several side by side")
-DRY_RUN = argument("--dry-run", action="store_true", help="print the settings and what is missing here; no download")
-SIMULATE = argument("--simulate", action="store_true", help="one rank of many, without memory: what fits")
+CONFIG = argument("config", help="a YAML file, or the name of a recipe (dapo recipes lists them)")
+RUNS = argument("run", type=Path, nargs="+", help="the folder of a run; a page shows several runs")
+DRY_RUN = argument("--dry-run", action="store_true", help="print the resolved settings and the preflight checks")
+SIMULATE = argument("--simulate", action="store_true", help="estimate the memory of one rank with fake tensors")
 
 command("train", "run a recipe, or resume its run", CONFIG, DRY_RUN, SIMULATE, takes="CONFIG")
 command(
     "sft",
-    "supervised: imitate examples, or a judge's verdicts",
+    "supervised training on examples or on verdicts of a judge",
     argument("config", help="a YAML file: docs/sft.md"),
     DRY_RUN,
     takes="CONFIG",
 )
 command(
     "study",
-    "several variants of a recipe over several seeds, on one page",
-    argument("config", metavar="STUDY", help="a YAML file, or the name of a study: dapo recipes"),
-    argument("--jobs", type=int, metavar="N", help="runs side by side (default: the study's)"),
+    "compare variants of a recipe over several seeds",
+    argument("config", metavar="STUDY", help="a YAML file, or the name of a study (dapo recipes lists them)"),
+    argument("--jobs", type=int, metavar="N", help="runs at the same time (default: the study's)"),
     argument("--dry-run", action="store_true", help="check every variant and print how many runs are done"),
 )
 command(
     "launch",
-    "train on several GPUs: torchrun … dapo train",
+    "train on several GPUs with torchrun",
     CONFIG,
-    argument("--gpus", type=int, required=True, metavar="N", help="processes of this machine, one for a GPU"),
-    argument("--nnodes", type=int, default=1, metavar="M", help="machines; the same command on each"),
-    argument("--rdzv-endpoint", metavar="HOST:PORT", help="where they meet: on one of them, a free port"),
-    argument("--sft", action="store_true", help="a recipe for dapo sft"),
-    argument("--max-restarts", type=int, default=0, metavar="R", help="times to resume by itself"),
+    argument("--gpus", type=int, required=True, metavar="N", help="processes on this machine, one per GPU"),
+    argument("--nnodes", type=int, default=1, metavar="M", help="machines; run the same command on each (default: 1)"),
+    argument("--rdzv-endpoint", metavar="HOST:PORT", help="one of the machines and a free port on it"),
+    argument("--sft", action="store_true", help="run dapo sft instead of dapo train"),
+    argument("--max-restarts", type=int, default=0, metavar="R", help="restarts after a failure (default: 0)"),
     DRY_RUN,
     takes="CONFIG --gpus N",
 )
 command(
     "serve",
-    "a vLLM server for the rollouts of a recipe",
+    "start a vLLM server for the rollouts of a recipe",
     CONFIG,
     argument("--server", type=int, default=0, metavar="I", help="which of rollout.server.urls (default: 0)"),
     takes="CONFIG",
 )
 command(
     "eval",
-    "avg@k of a model on held-out problems",
-    argument("target", help="a run's folder (its newest checkpoint), a checkpoint, or a recipe"),
+    "evaluate a model on held-out problems",
+    argument("target", help="the folder of a run (evaluates its newest checkpoint), a checkpoint, or a recipe"),
     argument("--show", type=int, default=0, metavar="N", help="print N scored responses"),
-    argument("--json", type=Path, metavar="FILE", help="write the metrics to FILE as well"),
+    argument("--json", type=Path, metavar="FILE", help="also write the metrics to FILE"),
     takes="RUN|CHECKPOINT|CONFIG",
     function="evaluate:run",
 )
 command(
     "report",
-    "draw the curves of a run: a picture, or a page",
+    "draw the curves of a run as a picture or a web page",
     RUNS,
-    argument("--html", action="store_true", help="a page with zoomable curves and the rollouts, in one file"),
-    argument("--out", type=Path, help="where to (default: report.png or .html in the first run's folder)"),
-    argument("--max-mb", type=float, default=50.0, metavar="MB", help="rollouts in the page at most (default: 50)"),
+    argument("--html", action="store_true", help="write a web page with curves and rollouts, in one file"),
+    argument("--out", type=Path, help="output file (default: report.png or report.html in the first run's folder)"),
+    argument(
+        "--max-mb",
+        type=float,
+        default=50.0,
+        metavar="MB",
+        help="most rollouts in the page (default: 50)",
+    ),
     function="logs:report",
 )
 command(
     "watch",
-    "serve that page of runs under way, on localhost",
+    "serve that web page on localhost and update it while the runs train",
     RUNS,
-    argument("--port", type=int, default=8642, help="default: 8642; 0: any that is free"),
+    argument("--port", type=int, default=8642, help="port (default: 8642; 0: any free port)"),
     function="logs:watch",
 )
 command(
     "show",
-    "read the rollouts of a step, group by group",
-    argument("run", type=Path, help="a run's folder"),
-    argument("--eval", action="store_true", help="the answers to held-out problems instead"),
-    argument("--step", type=int, metavar="N", help="which step; without it: a list of those that are kept"),
-    argument("--group", type=int, metavar="G", help="only the G-th group of the step"),
-    argument("--json", action="store_true", help="a line of JSON for each group"),
+    "show the rollouts of a step, group by group",
+    argument("run", type=Path, help="the folder of a run"),
+    argument("--eval", action="store_true", help="show the answers to held-out problems instead"),
+    argument("--step", type=int, metavar="N", help="which step (default: list the steps that are kept)"),
+    argument("--group", type=int, metavar="G", help="show only group G"),
+    argument("--json", action="store_true", help="print one line of JSON per group"),
     function="logs:show",
 )
 command(
     "convert-answers",
     "rewrite problems so that their answers are integers",
-    argument("source", type=Path, metavar="IN", help="a data set: docs/convert-answers.md"),
-    argument("out", type=Path, metavar="OUT", help="a .jsonl file that is not there yet"),
+    argument("source", type=Path, metavar="IN", help="a data set file: docs/convert-answers.md"),
+    argument("out", type=Path, metavar="OUT", help="a .jsonl file that does not exist yet"),
     takes="IN OUT",
     function="convert_answers:run",
 )
 command(
     "recipes",
-    "the recipes that come with this package",
-    argument("name", nargs="?", help="print this one: dapo recipes tiny > mine.yaml"),
+    "list the recipes that come with this package",
+    argument("name", nargs="?", help="print this recipe: dapo recipes tiny > mine.yaml"),
 )
-command("doctor", "what is installed, what is missing and how to get it")
+command("doctor", "show what is installed, what is missing and how to install it")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

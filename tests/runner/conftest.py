@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,6 +12,8 @@ from builders import save_model
 from fake_server import FakeServer
 
 from dapo_runner.config import ModelConfig, TinyModelConfig
+from dapo_runner.logging.glossary import is_documented
+from dapo_runner.logging.run_log import RunLog
 from dapo_runner.policy.model import Policy, load_policy
 from dapo_runner.run.tiny_model import make_model, make_tokenizer
 
@@ -22,6 +24,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name == "parallel":
             item.add_marker(pytest.mark.ranks)
+
+
+@pytest.fixture(autouse=True)
+def _only_documented_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail a run that logs a metric without a row in docs/metrics.md."""
+    write = RunLog.figures
+
+    def check(self: RunLog, step: int, kind: str, figures: Mapping[str, float]) -> None:
+        assert [key for key in figures if not is_documented(key)] == []
+        write(self, step, kind, figures)
+
+    monkeypatch.setattr(RunLog, "figures", check)
 
 
 @pytest.fixture(scope="session")

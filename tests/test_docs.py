@@ -1,0 +1,42 @@
+"""The pages: generated ones are up to date, commands that they name exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from dapo_runner.cli import COMMANDS
+from docs.generate import PAGES
+
+ROOT = Path(__file__).parent.parent
+FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_generated_pages_are_up_to_date(name: str) -> None:
+    assert text_of(ROOT / "docs" / name) == PAGES[name](), "run python -m docs.generate"
+
+
+def test_every_command_and_option_has_a_row() -> None:
+    page = text_of(ROOT / "docs/cli.md")
+    sections = dict(re.findall(r"^## `dapo (\S+)`\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE))
+    assert sections.keys() == COMMANDS.keys()
+    for name, section in sections.items():
+        options = {option for names, _ in COMMANDS[name].arguments for option in names if option.startswith("-")}
+        assert set(re.findall(r"^\| `(--[\w-]+)", section, re.MULTILINE)) == options
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_commands_on_a_page_exist(path: Path) -> None:
+    for line in re.findall(r"(?:^|[`/ ])dapo ((?:\w|-)+ [^`\n]*|\w+)", text_of(path), re.MULTILINE):
+        command, *words = shlex.split(line.replace("'", "").replace('"', ""), comments=True) or [""]
+        if command in COMMANDS:
+            options = {option for names, _ in COMMANDS[command].arguments for option in names}
+            assert {word.rstrip(".,;:)") for word in words if word.startswith("--")} <= options, line
