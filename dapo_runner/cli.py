@@ -100,13 +100,7 @@ command(
     RUNS,
     argument("--html", action="store_true", help="write a web page with curves and rollouts, in one file"),
     argument("--out", type=Path, help="output file (default: report.png or report.html in the first run's folder)"),
-    argument(
-        "--max-mb",
-        type=float,
-        default=50.0,
-        metavar="MB",
-        help="most rollouts in the page (default: 50)",
-    ),
+    argument("--max-mb", type=float, default=50.0, metavar="MB", help="size of the rollouts at most (default: 50)"),
     function="logs:report",
 )
 command(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dapo_runner.cli import COMMANDS, Command
 from dapo_runner.config import reference
-from dapo_runner.logging import glossary
+from docs import glossary
 
 CLI_HEADER = """\
 # Commands

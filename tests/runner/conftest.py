@@ -12,10 +12,10 @@ from builders import save_model
 from fake_server import FakeServer
 
 from dapo_runner.config import ModelConfig, TinyModelConfig
-from dapo_runner.logging.glossary import is_documented
 from dapo_runner.logging.run_log import RunLog
 from dapo_runner.policy.model import Policy, load_policy
 from dapo_runner.run.tiny_model import make_model, make_tokenizer
+from docs.glossary import is_documented
 
 TINY = TinyModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64)
 
