@@ -265,7 +265,7 @@ def index_page() -> str:
         words, path = link[1], link[2].partition("#")[0]
         return words if words == path else f"{words} ({path})"
 
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"!\[.*?\]\(.*?\)\n", "", (ROOT / "README.md").read_text(encoding="utf-8"))  # no pictures there
     return re.sub(r"\[([^\]]+)\]\((?![a-z]+:|#)([^)]+)\)", path_for_link, text)
 
 
