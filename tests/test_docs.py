@@ -7,8 +7,10 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dapo_runner.cli import COMMANDS
+from dapo_runner.config.reading import flatten
 from docs.generate import PAGES
 
 ROOT = Path(__file__).parent.parent
@@ -40,3 +42,15 @@ def test_commands_on_a_page_exist(path: Path) -> None:
         if command in COMMANDS:
             options = {option for names, _ in COMMANDS[command].arguments for option in names}
             assert {word.rstrip(".,;:)") for word in words if word.startswith("--")} <= options, line
+
+
+def test_the_first_loss_runs_from_top_to_bottom() -> None:
+    names: dict[str, object] = {}
+    for snippet in re.findall(r"```python\n(.+?)```", text_of(ROOT / "docs/first-loss.md"), re.DOTALL):
+        exec(snippet, names)  # the page compares the numbers itself
+
+
+def test_the_recipe_of_the_readme_is_part_of_the_tiny_one() -> None:
+    (snippet,) = re.findall(r"```yaml\n(.+?)```", text_of(ROOT / "README.md"), re.DOTALL)
+    shown, whole = (flatten(yaml.safe_load(text)) for text in (snippet, text_of(ROOT / "recipes/tiny.yaml")))
+    assert shown.items() <= whole.items()
