@@ -100,7 +100,7 @@ def test_evaluation_sets() -> None:
 def test_choices() -> None:
     (prompt,) = load_data(config_of("data: choice"), CharTokenizer()).train
     assert prompt.text.endswith(
-        "?\nA. this\nB. that\nEnd with a line 'Answer: X', X being the letter of the right option."
+        "?\nA. this\nB. that\nEnd with a line 'Answer: X', X being the letter of the correct option."
     )
 
 
