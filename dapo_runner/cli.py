@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dapo_runner.commands.complain import complain
+from dapo_runner.commands.output import complain
 from dapo_runner.errors import ConfigError, RunError
 from dapo_runner.interrupt import StepGivenUpError, end_with_parent
 from dapo_runner.preflight.amx import disable_broken_amx

@@ -1,11 +1,11 @@
-"""Where the wall time of a step goes: a clock that is always in exactly one phase, so that the phases add up to it."""
+"""Measure where the wall time of a step goes. The clock is always in exactly one phase, so they add up to it."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class StepClock:
     """Seconds by phase since the last ``lap``. A phase inside another takes its time off the outer one's."""
 
     def __init__(self, device: torch.device | None = None, on_phase: Callable[[str], None] | None = None) -> None:
-        """On a CUDA ``device`` a phase ends when its work has, not when it is queued. ``on_phase`` hears of changes."""
+        """On a CUDA ``device`` a phase ends with its work. ``on_phase`` is called with each new phase."""
         self._cuda = device if device is not None and device.type == "cuda" else None
         self._on_phase = on_phase
         self._seconds: dict[str, float] = {}
@@ -53,12 +53,12 @@ class StepClock:
             self._turn_to(outer)
 
     def so_far(self) -> dict[str, float]:
-        """Seconds by phase since the last lap; their sum is the wall time since then."""
+        """Return the seconds by phase since the last lap."""
         self._turn_to(self._phase)
         return dict(self._seconds)
 
     def lap(self) -> dict[str, float]:
-        """The same, and start again."""
+        """Return the same, and start again."""
         seconds = self.so_far()
         self._seconds = {}
         return seconds
@@ -75,29 +75,15 @@ class StepClock:
                 self._on_phase(name)
 
 
-@dataclass(frozen=True, slots=True)
-class PhaseShare:
-    """``seconds`` are a mean over the steps, those included in which the phase did not occur."""
-
-    phase: str
-    seconds: float
-    share: float
-
-
 def seconds_by_phase(event: Mapping[str, Any]) -> dict[str, float]:
-    """The phases of one line of `timings.jsonl`."""
+    """Return the phases of one line of `timings.jsonl`."""
     return {key.removeprefix("seconds/"): value for key, value in event.items() if key.startswith("seconds/")}
 
 
-def time_split(timings: Iterable[Mapping[str, Any]]) -> list[PhaseShare]:
-    """How an average step divides up, the largest phase first; the shares add up to 1. Empty without a step."""
+def time_split(timings: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the mean seconds of each phase of a step, the longest first. Empty without a step."""
     steps = [seconds_by_phase(event) for event in timings if event["kind"] == "step"]
-    total = sum(sum(step.values()) for step in steps)
-    if not total:
-        return []
-    sums: dict[str, float] = {}
+    totals: Counter[str] = Counter()
     for step in steps:
-        for phase, seconds in step.items():
-            sums[phase] = sums.get(phase, 0.0) + seconds
-    shares = [PhaseShare(phase, seconds / len(steps), seconds / total) for phase, seconds in sums.items()]
-    return sorted(shares, key=lambda item: -item.seconds)
+        totals.update(step)
+    return {phase: seconds / len(steps) for phase, seconds in totals.most_common()}

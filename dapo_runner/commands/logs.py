@@ -32,22 +32,19 @@ def report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         picture = write_report(folder, options.out)
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
-    _print_time_split(folder)
+    _print_time_split(folder / TIMINGS_FILE)
     print(f"picture: {picture}")
     return 0
 
 
-def _print_time_split(run: Path) -> None:
-    split = time_split(read_log(run / TIMINGS_FILE)) if (run / TIMINGS_FILE).is_file() else []
-    if not split:
+def _print_time_split(path: Path) -> None:
+    split = time_split(read_log(path)) if path.is_file() else {}
+    total = sum(split.values())
+    if not total:
         return
-    table = Table(title=f"a step took {sum(item.seconds for item in split):.2f} s", title_justify="left")
-    table.add_column("phase")
-    table.add_column("seconds", justify="right")
-    table.add_column("share", justify="right")
-    table.add_column("")
-    for item in split:
-        table.add_row(item.phase, f"{item.seconds:.3f}", f"{item.share:.1%}", PHASES.get(item.phase, ""))
+    table = Table("phase", "seconds", "share", "", title=f"a step took {total:.2f} s", title_justify="left")
+    for phase, seconds in split.items():
+        table.add_row(phase, f"{seconds:.3f}", f"{seconds / total:.1%}", PHASES.get(phase, ""))
     Console().print(table)
 
 

@@ -1,42 +1,64 @@
-"""What a person sees of several commands."""
+"""Print what several commands share. Importing this needs no package of the runner."""
 
 from __future__ import annotations
 
 import os
-
-from rich.console import Console
-from rich.table import Table
-
-
-def print_evaluations(console: Console, title: str, columns: dict[str, dict[str, float]]) -> None:
-    """A column of figures for each evaluation; nothing where there is none."""
-    if not columns:
-        return
-    print(title)  # not the table's own title, which is cut to its width
-    table = Table()
-    table.add_column("")
-    for heading in columns:
-        table.add_column(heading, justify="right")
-    for key in next(iter(columns.values())):
-        if key.startswith("eval/"):
-            shown = [_figure(key, column[key]) if key in column else "" for column in columns.values()]
-            table.add_row(key.removeprefix("eval/"), *shown)
-    console.print(table)
+import sys
+from collections.abc import Mapping
 
 
-def _figure(key: str, value: float) -> str:
-    figure = key.rpartition("/")[2]
-    if "@" in figure or figure in ("truncated", "no_answer"):
-        return f"{value:.1%}"
-    if figure.startswith("reward"):
-        return f"{value:+.3f}"
-    return f"{value:.0f}" if value == int(value) else f"{value:.1f}"
+def complain(text: str) -> None:
+    """Print one line to standard error; once, where several ranks print the same."""
+    if "RANK" in os.environ:
+        from dapo_runner.parallel.watch import Watch
+
+        if not Watch().is_first_to_print(text):
+            return
+    print(f"dapo: {text}", file=sys.stderr, flush=True)
 
 
 def quiet_libraries() -> None:
-    """Loading bars and advice of the libraries would tear the progress display."""
+    """Turn off the loading bars and advice of libraries, which would tear the progress display."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+def print_rows(rows: Mapping[str, str]) -> None:
+    """Print labels and texts."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False)
+    for label, text in rows.items():
+        table.add_row(label, text)
+    Console().print(table)
+
+
+def print_evaluations(title: str, columns: Mapping[str, Mapping[str, float]]) -> None:
+    """Print a column of metrics for each evaluation; nothing where there is none."""
+    from rich.console import Console
+    from rich.table import Table
+
+    if not columns:
+        return
+    print(title)  # not the table's own title, which is cut to its width
+    table = Table("")
+    for heading in columns:
+        table.add_column(heading, justify="right")
+    for key in next(iter(columns.values())):
+        if key.startswith("eval/"):
+            shown = (_figure(key, column[key]) if key in column else "" for column in columns.values())
+            table.add_row(key.removeprefix("eval/"), *shown)
+    Console().print(table)
+
+
+def _figure(key: str, value: float) -> str:
+    name = key.rpartition("/")[2]
+    if "@" in name or name in ("truncated", "no_answer"):
+        return f"{value:.1%}"
+    if name.startswith("reward"):
+        return f"{value:+.3f}"
+    return f"{value:.0f}" if value == int(value) else f"{value:.1f}"

@@ -1,4 +1,4 @@
-"""`dapo recipes`: the recipes that come with the package, and one of them to start an own one from. Needs nothing."""
+"""`dapo recipes`: list the recipes that come with the package, or print one. Needs no other package."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dapo_runner.errors import ConfigError
-
-STUDIES = "studies"
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -22,19 +20,16 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def recipes() -> dict[str, Path]:
-    """Names and files of the recipes: inside an installed package, beside it in a checkout."""
+    """Return names and files of the recipes: inside an installed package, beside it in a checkout."""
     return {path.stem: path for path in sorted(_folder().glob("*.yaml"), key=lambda path: path.stem)}
 
 
 def studies() -> dict[str, Path]:
-    """The same of what `dapo study` takes."""
-    return {f"{STUDIES}/{path.stem}": path for path in sorted((_folder() / STUDIES).glob("*.yaml"))}
+    return {f"studies/{path.stem}": path for path in sorted((_folder() / "studies").glob("*.yaml"))}
 
 
 def find_recipe(name: str, instead: str = "a YAML file", known: Mapping[str, Path] | None = None) -> Path:
-    """The file that ``name`` is, or the recipe of that name. Raises ConfigError; ``instead`` is what else it may be,
-    ``known`` what there is, by default the recipes.
-    """
+    """Return the file ``name``, or the recipe of that name among ``known`` (by default all). Raises ConfigError."""
     if Path(name).is_file():
         return Path(name)
     known = recipes() if known is None else known

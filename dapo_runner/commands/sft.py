@@ -1,4 +1,4 @@
-"""`dapo sft`: a supervised run, or with `--dry-run` the plan for one and everything that would stop it here."""
+"""`dapo sft`: start or resume a supervised run; with `--dry-run` print what it would do and what would stop it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 
 from dapo_runner.checkpoint import latest_checkpoint
-from dapo_runner.commands.dry_run import check_start, print_rows
-from dapo_runner.commands.output import quiet_libraries
+from dapo_runner.commands.output import print_rows, quiet_libraries
+from dapo_runner.commands.train import check_start
 from dapo_runner.config import SftConfig, load_sft_config
 from dapo_runner.logging.progress import make_progress
 from dapo_runner.logging.run_log import CHECKPOINTS
@@ -21,21 +21,20 @@ from dapo_runner.tools.sft.run import plan_updates, sft
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    recipe, console = load_sft_config(options.config, overrides), Console()
+    recipe = load_sft_config(options.config, overrides)
     quiet_libraries()
     if options.dry_run:
         check_start(recipe, recipe.training())
-        print_rows(console, _plan(recipe))
+        print_rows(_summary(recipe))
         return 0
-    folder = sft(recipe, make_progress(recipe.logging.progress, console))
-    if int(os.environ.get("RANK", 0)) == 0:
-        newest = latest_checkpoint(folder / CHECKPOINTS)
-        assert newest is not None
+    folder = sft(recipe, make_progress(recipe.logging.progress, Console()))
+    newest = latest_checkpoint(folder / CHECKPOINTS)
+    if int(os.environ.get("RANK", 0)) == 0 and newest is not None:
         print(f"model: {newest.model}")
     return 0
 
 
-def _plan(recipe: SftConfig) -> dict[str, str]:
+def _summary(recipe: SftConfig) -> dict[str, str]:
     path, optimizer = str(recipe.model.path), recipe.optimizer
     rows = {
         "run": f"{recipe.run_dir}, seed {recipe.run.seed}",

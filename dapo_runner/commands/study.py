@@ -11,8 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
-from dapo_runner.commands.complain import complain
-from dapo_runner.commands.output import quiet_libraries
+from dapo_runner.commands.output import complain, quiet_libraries
 from dapo_runner.commands.recipes import find_recipe, studies
 from dapo_runner.config import Config, StudyConfig, load_study
 from dapo_runner.errors import ConfigError

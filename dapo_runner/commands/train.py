@@ -1,4 +1,4 @@
-"""`dapo train`: a run, or with `--dry-run` the plan for one and everything that would stop it here."""
+"""`dapo train`: start or resume a run; with `--dry-run` print its configuration and what would stop it here."""
 
 from __future__ import annotations
 
@@ -10,40 +10,64 @@ from typing import Any
 
 from rich.console import Console
 
-from dapo_runner.commands.dry_run import check_start, print_rows
-from dapo_runner.commands.output import print_evaluations, quiet_libraries
+from dapo_runner.checkpoint import checkpoint_to_resume
+from dapo_runner.commands.output import print_evaluations, print_rows, quiet_libraries
 from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import Config, load_config
 from dapo_runner.data.curriculum import make_curriculum
 from dapo_runner.data.dataset import Tokenizer, load_data
+from dapo_runner.files import check_writable
+from dapo_runner.folder import AnyConfig, check_same_run
 from dapo_runner.fork import find_origin
 from dapo_runner.logging.metrics import METRICS_FILE, before_and_after
 from dapo_runner.logging.progress import make_progress
 from dapo_runner.logging.report import write_report
+from dapo_runner.logging.run_log import CHECKPOINTS
+from dapo_runner.parallel.world import make_layout
 from dapo_runner.policy.lengths import check_lengths
 from dapo_runner.policy.model import load_tokenizer
 from dapo_runner.preflight.dry_run import resolved_yaml, summarize
+from dapo_runner.preflight.memory import GPUS_OF_A_MACHINE
+from dapo_runner.preflight.needs import check_needs
 from dapo_runner.run.tiny_model import make_tokenizer
 from dapo_runner.train import train
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    config, console = load_config(find_recipe(options.config), overrides), Console()
+    config = load_config(find_recipe(options.config), overrides)
     quiet_libraries()
     if options.dry_run:
-        return _dry_run(config, console)
+        return _dry_run(config)
     if options.simulate:
-        return _simulate(config, console)
-    folder = train(config, make_progress(config.logging.progress, console))
+        return _simulate(config)
+    folder = train(config, make_progress(config.logging.progress, Console()))
     if int(os.environ.get("RANK", 0)) == 0:
-        print_evaluations(console, f"{folder}: held-out problems", before_and_after(folder))
+        print_evaluations(f"{folder}: held-out problems", before_and_after(folder))
         print(f"picture: {write_report(folder)}")
     return 0
 
 
-def _dry_run(config: Config, console: Console) -> int:
+def check_start(recipe: AnyConfig, config: Config) -> None:
+    """Check what a run needs before it loads weights, but for the lock of its folder.
+
+    Args:
+        recipe: What the run's folder is compared with.
+        config: The configuration of its training.
+
+    Raises:
+        ConfigError, CheckpointError: The run could not start.
+    """
+    gpus = config.parallel.gpus
+    check_needs(config, make_layout(config, gpus, min(gpus, GPUS_OF_A_MACHINE)))
+    check_writable(recipe.run_dir)
+    if (recipe.run_dir / METRICS_FILE).exists():
+        check_same_run(recipe, recipe.run_dir)
+    checkpoint_to_resume(recipe.run_dir / CHECKPOINTS)
+
+
+def _dry_run(config: Config) -> int:
     print(resolved_yaml(config))
-    print_rows(console, summarize(config))
+    print_rows(summarize(config))
     check_start(config, config)
     if config.run.from_ is not None and not (config.run_dir / METRICS_FILE).exists():
         find_origin(config)
@@ -55,25 +79,24 @@ def _dry_run(config: Config, console: Console) -> int:
     return 0
 
 
-def _simulate(config: Config, console: Console) -> int:
+def _simulate(config: Config) -> int:
     # Tools of torch's own development, which no run should depend on.
     from dapo_runner.preflight.account import describe, fits
     from dapo_runner.preflight.simulate import simulate
 
     found = simulate(config, print)
-    print_rows(console, describe(config, found))
+    print_rows(describe(config, found))
     return 0 if fits(config, found) else 1
 
 
 def _tokenizer(config: Config) -> Tokenizer:
-    """That of a model on this machine."""
     path = config.model.path
     if path is None:
         return make_tokenizer()
-    return load_tokenizer(path, config.model) if Path(path).is_dir() else NotHere()
+    return load_tokenizer(path, config.model) if Path(path).is_dir() else NoTokenizer()
 
 
-class NotHere:
+class NoTokenizer:
     """Stand in for the tokenizer of a model that was not downloaded: no prompt is too long for it."""
 
     chat_template = "not here"

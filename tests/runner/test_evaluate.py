@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from small import small_recipe
 
 from dapo_runner.cli import main
-from dapo_runner.commands.evaluate import _print_responses
+from dapo_runner.commands.evaluate import _print_response
 from dapo_runner.config import parse_config
 from dapo_runner.evaluate import (
     MAX_COMPARISONS,
@@ -247,7 +247,7 @@ def test_figures_of_each_set_and_source() -> None:
 def test_what_a_model_wrote_controls_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     group = make_group("R")
     sample = replace(group.samples[0], completion=make_completion(text="\x1b[2J gone"))
-    _print_responses([replace(group, samples=(sample,))])
+    _print_response(replace(group, samples=(sample,)))
     assert "\x1b" not in (out := capsys.readouterr().out)
     assert "gone" in out
 
