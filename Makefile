@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*)
 
-.PHONY: demo test test-elsewhere test-ranks test-vllm mutants lint format bench gpu wheel install clean
+.PHONY: demo test test-elsewhere test-ranks test-vllm mutants lint format bench gpu wheel kernel-repository install clean
 
 # Editable: Python files are used where they lie, the extension is rebuilt when csrc changes.
 INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -88,3 +88,7 @@ wheel:
 
 clean:
 	rm -rf $(VENV)/.installed $(VENV)/.runner $(VLLM_VENV)/.installed .venv-wheel build dist *.egg-info dapo_kernels/*.so .pytest_cache .mypy_cache .ruff_cache
+
+# The losses for the `kernels` package, into dist/kernel: Python and Triton, nothing to compile.
+kernel-repository:
+	$(PYTHON) .ci/kernel_repository.py dist/kernel
