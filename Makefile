@@ -29,9 +29,9 @@ test: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal --require-cpp -m "not slow and not gpu and not ranks and not elsewhere"
 
 # Kernels that this processor does not choose: those of GPUs, interpreted, emulated, compiled and their machine code read;
-# those of its other instruction sets.
+# those of its other instruction sets. SMOKE=1 takes a tenth of them, as CI does.
 test-elsewhere: install
-	$(BIN)/python -m pytest -n 2 --require-cpp -m "elsewhere and not slow"
+	$(BIN)/python -m pytest -n 2 --require-cpp -m "elsewhere and not slow" $(if $(SMOKE),--smoke)
 
 # Runs on 2 and 4 processes, over gloo; what a file of tests makes for all of them is made once.
 test-ranks: install

@@ -39,6 +39,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="torch,cpp",
         help="run the tests of every backend with these (triton: with TRITON_INTERPRET=1) and leave the others out",
     )
+    parser.addoption(
+        "--smoke",
+        action="store_true",
+        help="of the tests marked elsewhere, take every tenth parameter and the shortest of the suites they start",
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -50,6 +55,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """A run for other backends than the CPU's repeats what depends on one, not the rest."""
     if config.getoption("--backends") != "torch,cpp":
         items[:] = [item for item in items if "backend" in getattr(item, "fixturenames", ())]
+    if config.getoption("--smoke"):
+        by_test: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            if item.get_closest_marker("elsewhere") is not None:
+                by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        left_out = {item for same in by_test.values() for item in same} - {
+            item for same in by_test.values() for item in same[2::10] or same[:1]
+        }
+        items[:] = [item for item in items if item not in left_out]
 
 
 def cpp_missing() -> str | None:

@@ -24,6 +24,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SUITE = ["cuda_suite.py", "test_logits.py", "test_logprobs.py", "test_edges.py", "test_golden.py", "test_objectives.py"]
 SUITE += ["test_row_parts.py"]
+SMOKE = ["test_golden.py", "test_row_parts.py"]
 # Averages over many rows, and vocabularies that take a host minutes thread by thread.
 TOO_LARGE = ("real_vocabulary", "eagers_on_average", "long_batch")
 
@@ -44,12 +45,13 @@ def emulation(folder: Path) -> Path:
     return out
 
 
-def test_the_suite_under_emulation(tmp_path: Path) -> None:
+def test_the_suite_under_emulation(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """One test: the module is built once."""
+    of_all_backends = SMOKE if pytestconfig.getoption("--smoke") else SUITE[1:]
     path = os.pathsep.join([str(HERE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     environment = {**inherited, "PYTHONPATH": path, "CUDA_EMULATION": str(emulation(tmp_path)), "OMP_NUM_THREADS": "1"}
-    for backend, modules in (("", SUITE[:1]), ("cuda", SUITE[1:])):
+    for backend, modules in (("", SUITE[:1]), ("cuda", of_all_backends)):
         options = ["--backends", backend, "-k", " and ".join(f"not {name}" for name in TOO_LARGE)] if backend else []
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "emulated_cuda"]
         command += ["-m", "not slow and not gpu", *options, *(str(HERE / module) for module in modules)]

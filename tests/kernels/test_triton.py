@@ -61,11 +61,12 @@ ASKED_ONCE = (
 
 @needs_triton
 @pytest.mark.parametrize("half", HALVES)
-def test_the_suite_under_the_interpreter(half: str) -> None:
+def test_the_suite_under_the_interpreter(half: str, pytestconfig: pytest.Config) -> None:
+    modules = HALVES[half][1:2] if pytestconfig.getoption("--smoke") else HALVES[half]
     chosen = ("-k", " and ".join(f"not {name}" for name in TOO_LARGE + ASKED_ONCE), "--backends", "triton")
     # The configuration's -q and another one would leave out the line with the counts.
     plain = ("-o", "addopts=--strict-markers", "-p", "no:cacheprovider", "-p", "no:xdist")
-    done = run("-m", "pytest", *plain, *chosen, *(str(HERE / module) for module in HALVES[half]), interpret="1")
+    done = run("-m", "pytest", *plain, *chosen, *(str(HERE / module) for module in modules), interpret="1")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     counts = done.stdout.splitlines()[-1]
     assert " passed" in counts, done.stdout[-2000:]
