@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import scale
 from dapo_runner.config import ModelConfig
 from dapo_runner.preflight.memory import model_shape
+from docs.models import scale
 
 SMALL, LARGE, EXPERTS = scale.MODELS
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.simulate_ahead import Setting, best, main, simulate
+from docs.models.simulate_ahead import Setting, best, main, simulate
 
 # Every response 100 tokens of 0.01 s, 4 at a time; a step trains on 8 of them, 800 tokens.
 EVEN = Setting(gpus=2, prompts=2, group=4, asked=1.0, median=100.0, sigma=0.0, slots=4, base=0.01, train=400.0)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from benchmarks import bench_step_vs_trl as step
-from benchmarks import trl_loss
 from benchmarks.allocators import ALLOCATORS, BOTH, OUT_OF_THE_BOX, RAISED
 from dapo_runner.timing import StepClock
 
@@ -72,11 +71,3 @@ def test_the_products_of_an_update_are_taken_down() -> None:
     assert products.seconds() > 0
     assert StepClock.phase.__name__ == "phase"
     assert StepClock.phase.__module__ == "dapo_runner.timing"
-
-
-def test_the_loss_part_is_quoted_where_trl_is_fastest() -> None:
-    def record(case: str, ms: float) -> dict[str, Any]:
-        return {"case": case, "rows": {"TRL": {"median_ms": ms}}}
-
-    records = [record("dapo", 30.0), record("dapo", 20.0), record("gspo", 10.0)]
-    assert [trl_loss.trl_is_best(one, records) for one in records] == [False, True, True]

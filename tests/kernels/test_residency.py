@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import roofline
-from benchmarks.roofline import A100, B200, H100, H200, Device
 from dapo_kernels.backends.residency import LATENCY_S, found_again, gpu_of, programs, rows_in_flight
+from docs.models import roofline
+from docs.models.roofline import A100, B200, H100, H200, Device
 
 BF16, FP32 = 151_936 * 2, 151_936 * 4
 

@@ -20,8 +20,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import triton_sass as sass
 
-from benchmarks import roofline
 from dapo_kernels.backends.triton import LAUNCHES, LOADS, MAX_REGISTERS, Launch, kernels
+from docs.models import roofline
 
 pytestmark = pytest.mark.elsewhere
 PAGE = Path(__file__).parents[2] / "docs" / "triton.md"

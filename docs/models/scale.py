@@ -1,4 +1,4 @@
-"""A step of the paper's workload on 8 to 1024 H100s, on paper: `python benchmarks/scale.py` prints the tables of
+"""A step of the paper's workload on 8 to 1024 H100s, on paper: `python docs/models/scale.py` prints the tables of
 docs/scale.md.
 
 Nothing here was measured on a GPU. Bytes and counts are those that `--simulate` counts; rates are the makers' figures
@@ -211,7 +211,7 @@ def against_published() -> str:
 
 
 def server_rates() -> str:
-    """BASE and SLOPE of `benchmarks/simulate_ahead.py` for Llama-3.1-8B on an H100."""
+    """BASE and SLOPE of `docs/models/simulate_ahead.py` for Llama-3.1-8B on an H100."""
     model = Model("Llama-3.1-8B", 8.03e9, 8.03e9, 32, 4096, 32 * 128, 8 * 128, 1, 1)
     lines = ["| tokens cached on average | seconds a token | and for each response |", "|---:|---:|---:|"]
     for context in (830, 3700):

@@ -1,6 +1,6 @@
 """A discrete-event model of `rollout.max_staleness`: seconds a step against steps ahead, group size, tail and GPUs.
 
-    python -m benchmarks.simulate_ahead --decode BASE SLOPE --train RATE --source "where these three come from"
+    python -m docs.models.simulate_ahead --decode BASE SLOPE --train RATE --source "where these three come from"
 
 Servers decode up to `slots` responses side by side; a token of each takes BASE + SLOPE·running seconds. Training takes
 RATE tokens a second and GPU. None has a default: a rate is measured, and the page names where. Lengths are lognormal,
@@ -191,7 +191,7 @@ def page(setting: Setting, aheads: list[int], ends: list[str], steps: int, sourc
     ]
     return f"""# Steps sampled ahead, simulated
 
-Nothing here was measured: `benchmarks/simulate_ahead.py` says what is in the model. Rates: a token takes
+Nothing here was measured: `docs/models/simulate_ahead.py` says what is in the model. Rates: a token takes
 {setting.base:g} + {setting.slope:g}·running s on a server of {setting.server_gpus} GPUs, training {setting.train:g} tokens/s a GPU. Source: {source}.
 {setting.prompts} groups of {setting.group} a step, {setting.asked:g} times as many asked; lengths lognormal, median {setting.median:g}, σ {setting.sigma:g}, cut at
 {setting.limit}; {setting.slots} responses side by side on a server. Seconds a step, of {steps - WARM_UP} steps.

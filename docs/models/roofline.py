@@ -1,4 +1,4 @@
-"""What the row kernels should reach on GPUs, by counting: ``python -m benchmarks.roofline`` prints the table of
+"""What the row kernels should reach on GPUs, by counting: ``python -m docs.models.roofline`` prints the table of
 docs/gpu.md; with the page's name as its argument it replaces the table there. Nothing in it was measured.
 
 Per logit of a row of V: bytes that cross memory (a read, a write, and the part of a second read that the L2 cache does
