@@ -67,12 +67,28 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+.PHONY: bench-smoke gpu-rehearsal gpu-bundle
+
 bench: install
 	$(BIN)/python benchmarks/run.py
 
-# Beside the torch of PYTHON, not in .venv; benchmarks/gpu.sh says what WHEELS, BUDGET_S and RESULTS are.
+# Small sizes, beside the last saved run of this machine.
+bench-smoke: install
+	$(BIN)/python -m pytest benchmarks/bench_loss.py --benchmark-autosave --benchmark-compare
+
+# Beside the torch of PYTHON, not in .venv. benchmarks/gpu.sh documents STAGE, WHEELS, BUDGET_S, RESULTS and PEERS.
 gpu:
 	PYTHON='$(PYTHON)' benchmarks/gpu.sh
+
+# The same stages on a CPU with tiny sizes; nothing that is measured means anything.
+gpu-rehearsal: install
+	BENCHMARK_REHEARSAL=1 TRITON_INTERPRET=1 RESULTS=$$(mktemp -d) PYTHON='$(CURDIR)/$(BIN)/python' benchmarks/gpu.sh
+
+# What a GPU machine without a network needs, and its size.
+BUNDLE ?= build/gpu-bundle
+
+gpu-bundle: install
+	$(BIN)/python -m benchmarks.gpu --bundle $(BUNDLE)
 
 # Into dist/: the source; from it a manylinux wheel for the Python of PYTHON and the glibc of this machine, with the
 # kernels of every instruction set; one without compiled code for everywhere else. libgomp stays outside: torch brings

@@ -1,9 +1,8 @@
-"""Benchmarks of dapo_kernels: one table of configurations, one harness, one report.
+"""Benchmarks of dapo_kernels and dapo_runner.
 
-configs → problem (inputs) → truth (float64) → contestants, peers → harness (memory, check, clock) → report (bars,
-cpu_report). ``run.py`` has them measured in processes of their own (``workers.py``, ``worker.py``), each under one of
-the settings of ``allocators.py``. A CUDA device adds ``gpu_configs.py``, ``gpu_peers.py``, ``cuda_clock.py``,
-``gpu_report.py``, and ``gpu.sh``, which its owner runs.
+``run.py`` measures a suite of ``configs.py``: problem (inputs) → truth (float64) → contestants and peers → harness
+(check, memory, time) → report. ``bench_*.py`` measure training steps and the smoke suite. ``gpu.py`` runs GPU suites
+in stages; ``decide.py`` and ``tuning.py`` turn them into defaults.
 """
 
 from dapo_runner.preflight.amx import disable_broken_amx

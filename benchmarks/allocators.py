@@ -1,18 +1,17 @@
-"""What a process takes its memory from, on a CPU: the settings, in force from its first moment.
+"""The memory allocator of a process on a CPU, as settings that must be in its environment from the start.
 
-Much of what PyTorch takes on a CPU with large tensors is the first touch of fresh pages: a fault for each 4 KiB.
-glibc gives every block above 32 MiB back to the system when it is freed and takes it anew: the next call faults again.
+PyTorch on a CPU with large tensors spends much of its time on the first touch of fresh pages, a page fault for each
+4 KiB. glibc returns every freed block above 32 MiB to the system, so that the next call faults again.
 
-out of the box      nothing is set.
-thresholds raised   glibc keeps what was freed, however large, and hands it out again.
-huge pages          torch asks for huge pages (``madvise``) for every tensor of 2 MiB or more: a fault for each 2 MiB,
-                    and fewer misses in the translation of addresses. Freed memory goes back to the system all the
-                    same. Where ``transparent_hugepage`` is ``never``, it changes nothing.
+out of the box      no variable is set.
+thresholds raised   glibc keeps freed blocks of any size and hands them out again.
+huge pages          torch asks for huge pages (``madvise``) for tensors of 2 MiB and more: a fault for each 2 MiB, and
+                    fewer TLB misses. Freed memory still goes back to the system. No effect where
+                    ``transparent_hugepage`` is ``never``.
 both                the two together.
 
-With raised thresholds, and glibc before 2.38, a tensor may not get the block of the same size that was just freed:
-torch asks for alignment, which that glibc serves from a block a little larger. Figures under it scatter with what was
-in the heap before.
+With raised thresholds, glibc before 2.38 may not reuse a block of the same size for a tensor, because torch asks for
+alignment, which that glibc serves from a slightly larger block. Figures then scatter with the heap's history.
 """
 
 from __future__ import annotations
@@ -20,16 +19,12 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
-OUT_OF_THE_BOX = "out of the box"
-RAISED = "thresholds raised"
-HUGE_PAGES = "huge pages"
-BOTH = "both"
+OUT_OF_THE_BOX, RAISED, HUGE_PAGES, BOTH = "out of the box", "thresholds raised", "huge pages", "both"
 # More than any tensor here. ``mallopt`` takes an int; the environment has no such limit.
 _ABOVE_ALL = str(2**40)
 ALLOCATORS: dict[str, dict[str, str]] = {
@@ -38,45 +33,39 @@ ALLOCATORS: dict[str, dict[str, str]] = {
     HUGE_PAGES: {"THP_MEM_ALLOC_ENABLE": "1"},
 }
 ALLOCATORS[BOTH] = ALLOCATORS[RAISED] | ALLOCATORS[HUGE_PAGES]
-# What else would change the allocator: another one, or glibc's own ways to say the same.
+# Other variables that change the allocator.
 _OTHERS = ("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_", "MALLOC_ARENA_MAX")
 _PROBE_MIB = 64
 
 
 def spelled(name: str) -> str:
-    """The setting as one would type it, for a page."""
+    """Return the setting as one would type it."""
     typed = " ".join(f"{key}={value}" for key, value in ALLOCATORS[name].items())
     return f"`{typed}`" if typed else "no variable set"
 
 
 def environment(name: str, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """``base`` with this setting and no other; for a process that is still to start."""
+    """Return ``base`` with this setting and no other, for a process that is still to start."""
     known = {key for setting in ALLOCATORS.values() for key in setting}
     return {key: value for key, value in base.items() if key not in known and key not in _OTHERS} | ALLOCATORS[name]
 
 
 def mismatch(name: str, env: Mapping[str, str] = os.environ) -> str | None:
-    """Why figures of this process would not be those of the setting; ``None`` when they are."""
+    """Return why figures of this process would not be those of the setting, or ``None``."""
     found = environment(name, env)
     different = sorted(key for key in {*found, *env} if found.get(key) != env.get(key))
     return f"this process does not run {name}: {', '.join(different)} differ" if different else None
 
 
-def restart_under(name: str) -> None:
-    """Start this program anew under the setting, unless it runs under it."""
-    if mismatch(name):
-        os.execve(sys.executable, sys.orig_argv, environment(name))
-
-
 class Faults(NamedTuple):
-    """Page faults for each MiB, the second time that much is taken, written and freed: shows what is in force."""
+    """Page faults per MiB the second time that much is taken, written and freed: they show what is in force."""
 
-    malloc: float  # of a block of glibc's: 256, or 0 with thresholds raised
-    fresh_tensor: float  # of a tensor that is kept, so that the next has fresh pages: 256, or half of one in huge pages
+    malloc: float  # of a block of glibc: 256, or 0 with thresholds raised
+    fresh_tensor: float  # of a tensor while the first is kept, so that its pages are fresh: 256, or 0.5 in huge pages
 
 
 def faults() -> Faults:
-    """What this process's allocator does."""
+    """Count the faults of this process's allocator."""
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
     size, held = _PROBE_MIB * 2**20, []

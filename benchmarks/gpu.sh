@@ -1,43 +1,44 @@
 #!/usr/bin/env bash
-# What the owner of a GPU runs (`make gpu`): build beside the torch that is installed there, then the gpu-marked tests,
-# then the benchmarks with what is left of the time. Nothing of the installed environment is changed.
+# The first hour on a GPU (`make gpu`): make an environment beside the torch that is installed there, build for the card,
+# and go on with the stages of benchmarks/gpu.py where the last call stopped. The installed environment is not changed.
 #
 #   PYTHON     the interpreter whose torch sees the GPU (default: python3)
-#   WHEELS     a folder of wheels, for a machine without a network
-#   BUDGET_S   seconds for everything (default: 530); the report names what they did not suffice for
-#   RESULTS    where figures go (default: benchmarks/results)
-#   PEERS      1: install the other libraries' kernels that are wheels, without what they ask for (default: 0). Those
-#              whose imports then fail are named in the report; verl wants ray, tensordict and hydra-core beside it
+#   STAGE      run this stage only, 1 to 6
+#   WHEELS     a folder of wheels, for a machine without a network (make gpu-bundle makes it)
+#   BUDGET_S   seconds of this call (default: 540)
+#   RESULTS    folder of the results (default: benchmarks/results)
+#   PEERS      1: install the other libraries' kernels that are wheels, without their dependencies (default: 0). The
+#              report names those that are absent or whose imports fail
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
-BUDGET_S=${BUDGET_S:-530}
-RESULTS=${RESULTS:-benchmarks/results}
-PEERS=${PEERS:-0}
-PEER_WHEELS=(liger-kernel quack-kernels cut-cross-entropy verl trl)
-VENV=.venv-gpu
+BUDGET_S=${BUDGET_S:-540}
+REHEARSAL=${BENCHMARK_REHEARSAL:-0}
+VENV=$PWD/.venv-gpu
+[ "$REHEARSAL" = 0 ] || VENV=$(mktemp -d)/venv
 
 "$PYTHON" -c '
 import sys
 try:
     import torch
 except ImportError:
-    sys.exit(f"make gpu: {sys.executable} has no torch; PYTHON=... names the interpreter that has it")
-if not torch.cuda.is_available():
+    sys.exit(f"make gpu: {sys.executable} has no torch. Name the interpreter that has it: PYTHON=...")
+if not torch.cuda.is_available() and sys.argv[1] == "0":
     sys.exit(f"make gpu: torch {torch.__version__} of {sys.executable} finds no CUDA device")
-print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-'
+' "$REHEARSAL"
 
 # An environment of our own whose packages come before those installed beside torch, which stay visible. (A venv made
 # from a venv sees the packages of neither of its parents: hence the .pth.)
-"$PYTHON" -m venv --without-pip --clear "$VENV"
-"$PYTHON" -c '
+if [ ! -x "$VENV/bin/python" ]; then
+    "$PYTHON" -m venv --without-pip "$VENV"
+    "$PYTHON" -c '
 import sys
 for path in sys.path:
     if path.endswith(("site-packages", "dist-packages")):
         print(f"import site; site.addsitedir({path!r})")
 ' >"$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/beside.pth"
-PATH="$PWD/$VENV/bin:$("$PYTHON" -c 'import os, sys; print(os.path.dirname(sys.executable))'):$PATH"
+fi
+PATH="$VENV/bin:$("$PYTHON" -c 'import os, sys; print(os.path.dirname(sys.executable))'):$PATH"
 export PATH PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 missing() { # of the packages named, as NAME or NAME>=MAJOR, those that are absent or older
@@ -62,51 +63,16 @@ mapfile -t needed < <(missing "setuptools>=77" "pybind11>=2" "pytest>=8")
 command -v ninja >/dev/null || needed+=(ninja)
 if [ ${#needed[@]} -gt 0 ]; then
     install "${needed[@]}" || {
-        echo "make gpu: needs ${needed[*]} beside torch; without a network put their wheels, and those of what they" \
-            "need, into a folder: WHEELS=folder make gpu" >&2
+        echo "make gpu: requires ${needed[*]} beside torch. Without a network: WHEELS=folder make gpu" >&2
         exit 1
     }
 fi
-[ -z "$(missing matplotlib)" ] || install matplotlib || echo "no matplotlib: there will be no plot"
-if [ "$PEERS" = 1 ]; then
-    for peer in "${PEER_WHEELS[@]}"; do
-        [ -z "$(missing "$peer")" ] || install --no-deps "$peer" || echo "no $peer: the report names who is absent"
+if [ "${PEERS:-0}" = 1 ]; then
+    for peer in liger-kernel quack-kernels nvidia-cutlass-dsl apache-tvm-ffi cut-cross-entropy verl trl; do
+        [ -z "$(missing "$peer")" ] || install --no-deps "$peer" || echo "no $peer: the report names it as absent"
     done
 fi
-
-"$VENV/bin/python" setup.py -q build_ext --inplace
+[ "$REHEARSAL" = 1 ] || "$VENV/bin/python" setup.py -q build_ext --inplace
 echo "set up after $SECONDS s"
-
-status=0
-gpu_tests() { # of a folder: only files with gpu tests, since collecting the others would ask for more packages
-    mapfile -t files < <(grep -rlE 'mark\.gpu' "$1" --include='test_*.py')
-    # Half of the time at most, so that a test that hangs leaves some for figures; SIGINT lets pytest say what it had.
-    timeout --signal=INT --kill-after=20 $((BUDGET_S / 2)) \
-        "$VENV/bin/python" -m pytest -p no:cacheprovider -m gpu "${files[@]}" || status=1
-}
-gpu_tests tests/kernels
-absent=$(missing transformers datasets pydantic pyyaml rich safetensors matplotlib | tr '\n' ' ')
-if [ -z "$absent" ]; then gpu_tests tests/runner; else echo "tests/runner left out: $absent not installed"; fi
-echo "tests done after $SECONDS s"
-
-# The CUDA kernels under the toolkit's checkers, on rows of two and four slices that start anywhere: what stays silent in
-# a plain run.
-if command -v compute-sanitizer >/dev/null && "$VENV/bin/python" -c 'import dapo_kernels._cuda' 2>/dev/null; then
-    for tool in memcheck racecheck; do
-        timeout --kill-after=10 45 compute-sanitizer --tool "$tool" --error-exitcode 1 --print-limit 20 \
-            "$VENV/bin/python" -m pytest -q -p no:cacheprovider -m gpu tests/kernels/test_gpu_execution.py \
-            -k 'every_kernel_of_the_cuda_backend and 32003' || { echo "compute-sanitizer $tool: exit status $?"; status=1; }
-    done
-else
-    echo "compute-sanitizer left out: not on the PATH, or the CUDA module is not built"
-fi
-
-left=$((BUDGET_S - SECONDS))
-"$VENV/bin/python" benchmarks/run.py --suite gpu --seconds "$((left > 30 ? left : 30))" --out "$RESULTS" || status=1
-# Rows of CUDA_DEFAULTS (dapo_kernels/backends/registry.py) that these figures speak for, for a person to commit.
-newest=$(ls -t "$RESULTS"/gpu-*.json 2>/dev/null | head -1)
-if [ -n "$newest" ]; then
-    "$VENV/bin/python" -m benchmarks.decide "$newest" | tee "${newest%.json}-defaults.txt" || status=1
-fi
-echo "all done after $SECONDS s"
-exit $status
+exec "$VENV/bin/python" -m benchmarks.gpu --seconds $((BUDGET_S - SECONDS)) ${STAGE:+--stage "$STAGE"} \
+    ${RESULTS:+--results "$RESULTS"}

@@ -1,20 +1,21 @@
-"""Memory, check, clock: for one configuration, its contestants.
+"""Check, memory and time of the contestants of one configuration.
 
-On the CPU every contestant has a process of its own, forked from one that only holds the inputs (built on one thread,
-so that it may fork) and in which nobody computed. There:
+On the CPU every contestant has a process of its own. It is forked from one that only holds the inputs, which were made
+on one thread so that it may fork, and in which no contestant ran. In the forked process:
 
-1. It makes its own copy of logits that are worked on: pages of its own allocator, not copies of the parent's.
-2. A tiny call loads code. The first call at full size is compared with float64; who fails is reported and not timed.
+1. It makes its own copy of the logits, so that their pages come from its own allocator.
+2. A tiny call loads code. The first call at full size is compared with float64. A contestant that fails is reported and
+   not timed.
 3. Memory: freed memory goes back to the system (``malloc_trim``), the kernel's high-water mark is reset
-   (``/proc/self/clear_refs``), and a second call is made (the first is taken if it was long): the high-water mark
-   (``VmHWM``) minus what was resident before it, good to a quarter of a MiB, the batches in which the kernel counts
-   pages. Inputs, and the denominators' buffers, are resident already and do not count.
-4. Clock: rounds of the denominators and one call (M A M A …). Before each the inputs are restored, outside the clock.
+   (``/proc/self/clear_refs``), and a second call is made (the first counts if it was long). The figure is the
+   high-water mark (``VmHWM``) minus what was resident before, good to a quarter of a MiB, the batches in which the
+   kernel counts pages. Inputs and the denominators' buffers are resident already and do not count.
+4. Time: rounds of the denominators and one call (M A M A …). Before each the inputs are restored, outside the clock.
    The clock stops when the gradients exist; freeing them is outside. Every ratio to a denominator is one of medians
    from the same process. The denominator's own row is of all processes.
 
-On a CUDA device (``cuda_clock.py``) nothing forks: all run in one process, in rounds of one call each (A B C A B C …),
-and memory is the allocator's count, of the call after the checked one.
+On a CUDA device (``meters.py``) nothing forks: one process runs rounds of one call each (A B C A B C …), and memory is
+the allocator's count during the call after the checked one.
 """
 
 from __future__ import annotations
@@ -35,144 +36,119 @@ from typing import Any
 
 import torch
 
-from benchmarks import allocators, machine
+from benchmarks import allocators, configs, machine
 from benchmarks.configs import Config
 from benchmarks.contestants import CONTESTANTS, Contestant, Run
-from benchmarks.cuda_clock import CudaMeter
-from benchmarks.gpu_peers import GPU_PEERS
-from benchmarks.peers import PEERS as ANY_PEERS
+from benchmarks.meters import CudaMeter, RehearsalMeter
+from benchmarks.peers import PEERS
 from benchmarks.problem import Problem, build
 from benchmarks.truth import Result, Truth, exceeded, find_truth
+from benchmarks.tuning import TUNED
 from dapo_kernels.memory import release_workspace
 
-# A call this long is not repeated to see what its first run alone took; unless it compiles.
+# A call this long is not repeated to see what only its first run took; unless it compiles.
 _LONG_CALL_S = 2.0
 # Share of the available memory that inputs and a contestant together may take.
 _MEMORY_SHARE = 0.85
 
 Report = Callable[[str], None]
 Row = dict[str, Any]
-PEERS = (*ANY_PEERS, *GPU_PEERS)
+Field = list[tuple[Contestant, Row]]
 
 
-class HostMeter:
-    """On the CPU contestants are measured in children: see ``alone``."""
-
-    def free_bytes(self) -> int:
-        return machine.available_bytes()
-
-    def release(self) -> None:
-        """The children have ended."""
-
-
-Meter = HostMeter | CudaMeter
-METERS: dict[str, Callable[[], Meter]] = {"cpu": HostMeter, "cuda": CudaMeter}
-
-
-def field_of(config: Config) -> list[Contestant]:
-    """Who belongs to a configuration, installed or not."""
+def contestants_of(config: Config) -> list[Contestant]:
+    """Return those that a configuration names and that can do it, installed or not."""
     wanted = config.contestants
-    return [c for c in CONTESTANTS + PEERS if c.takes(config) and (wanted is None or c.name in wanted)]
+    everyone = (*CONTESTANTS, *TUNED, *PEERS) if wanted is not None else (*CONTESTANTS, *PEERS)
+    return [c for c in everyone if c.can_do(config) and (wanted is None or c.name in wanted)]
 
 
 def measure(config: Config, threads: int, report: Report) -> dict[str, Any]:
-    """All there is to know about one configuration: a JSON-able record. In a process in which nobody computed yet."""
+    """Measure one configuration and return a JSON-able record. Call it in a process in which nothing ran yet."""
     started = time.time()
     torch.set_num_threads(1)
-    meter = METERS[config.device]()
-    alone_each = isinstance(meter, HostMeter)
-    if alone_each and (why := allocators.mismatch(config.allocator)):
+    on_cpu = config.device == "cpu"
+    if on_cpu and (why := allocators.mismatch(config.allocator)):
         raise RuntimeError(why)
     report("building inputs")
-    field = field_of(config)
-    rows: list[Row] = [_row(contestant) for contestant in field]
-    runnable = []
-    for contestant, row in zip(field, rows, strict=True):
-        row["reason"] = contestant.missing() or _too_large(contestant, config, meter)
-        if row["reason"] is None:
-            runnable.append((contestant, row))
-        else:
-            row["status"] = "absent" if contestant.missing() else "skipped"
-    denominators = [row["name"] for row in rows if row["kind"] == "denominator"]
+    meter = None if on_cpu else RehearsalMeter() if configs.REHEARSAL else CudaMeter()
+    everyone = contestants_of(config)
+    rows = [_row(contestant, config, meter) for contestant in everyone]
+    field = [(contestant, row) for contestant, row in zip(everyone, rows, strict=True) if row["status"] == "ok"]
     record = {
         "config": config.name,
         "workload": config.workload,
-        "allocator": config.allocator if alone_each else None,
+        "allocator": config.allocator if on_cpu else None,
         "fields": vars(config),
         "threads": threads,
-        "denominators": denominators,
+        "denominators": [row["name"] for row in rows if row["kind"] == "denominator"],
         "rows": rows,
     }
-    if all(contestant.kind == "denominator" for contestant, _ in runnable):
-        return {**record, "wall_s": round(time.time() - started, 1)}
-    problem = build(config, logits=not alone_each)
-    if isinstance(meter, HostMeter):
-        record["page_faults_per_mib"] = in_child(lambda: allocators.faults()._asdict())
-        _each_alone(runnable, problem, threads, report)
-    else:
-        torch.set_num_threads(threads)
-        report("float64 truth")
-        truth = find_truth(problem)
-        runs = _checked(runnable, problem, truth, meter, report)
-        _time(runs, problem, truth, meter, report)
-        _over_denominators(rows)
-        del truth, runs
-    _over_ours(rows)
-    del problem
-    meter.release()
+    if any(contestant.kind != "denominator" for contestant, _ in field):
+        problem = build(config, logits=not on_cpu)
+        if meter is None:
+            record["page_faults_per_mib"] = in_child(lambda: allocators.faults()._asdict())
+            _measure_each_alone(field, problem, threads, report)
+        else:
+            _measure_side_by_side(field, problem, threads, meter, report)
+        divide_by_ours(rows)
+        del problem
+        if meter is not None:
+            meter.release()
     return {**record, "wall_s": round(time.time() - started, 1)}
 
 
-def _row(contestant: Contestant) -> Row:
+def _row(contestant: Contestant, config: Config, meter: CudaMeter | None) -> Row:
+    missing = contestant.missing()
+    reason = missing or _why_too_large(contestant, config, meter)
     return {
         "name": contestant.name,
         "kind": contestant.kind,
         "setting": contestant.setting,
         "for_gpus": contestant.for_gpus,
         "destroys_logits": contestant.destroys_logits,
-        "status": "ok",
+        "status": "absent" if missing else "skipped" if reason else "ok",
+        "reason": reason,
     }
 
 
-def _too_large(contestant: Contestant, config: Config, meter: Meter) -> str | None:
+def _why_too_large(contestant: Contestant, config: Config, meter: CudaMeter | None) -> str | None:
     inputs = 2 * config.logits_bytes if config.level == "logits" else 0
-    passes = (c.extra_bytes(config) for c in field_of(config) if c.kind == "denominator")
-    needed = (
-        inputs + contestant.extra_bytes(config) + (max(passes, default=0) if contestant.kind != "denominator" else 0)
-    )
-    available = meter.free_bytes()
+    passes = [c.extra_bytes(config) for c in contestants_of(config) if c.kind == "denominator"]
+    needed = inputs + contestant.extra_bytes(config)
+    needed += max(passes, default=0) if contestant.kind != "denominator" else 0
+    available = machine.available_bytes() if meter is None else meter.free_bytes()
     if needed <= _MEMORY_SHARE * available:
         return None
     return f"needs about {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free"
 
 
-# --- alone -----------------------------------------------------------------------------------------------------------
+# --- each in a process of its own -------------------------------------------------------------------------------------
 
 
-def _each_alone(runnable: list[tuple[Contestant, Row]], problem: Problem, threads: int, report: Report) -> None:
+def _measure_each_alone(field: Field, problem: Problem, threads: int, report: Report) -> None:
     """Fill the rows from a child each; those of the denominators from all children."""
     # Before the forks: or every child would import it all again.
-    for module in sorted({module for contestant, _ in runnable for module in contestant.modules}):
+    for module in sorted({module for contestant, _ in field for module in contestant.modules}):
         importlib.import_module(module)
     report("float64 truth")
     truth = _truth_of_a_child(problem, threads)
-    denominators = [contestant for contestant, _ in runnable if contestant.kind == "denominator"]
+    denominators = [contestant for contestant, _ in field if contestant.kind == "denominator"]
     pooled: dict[str, list[float]] = {contestant.name: [] for contestant in denominators}
-    for contestant, row in runnable:
-        if contestant.kind == "denominator":
-            continue
-        report(contestant.name)
-        row |= in_child(functools.partial(alone, contestant, denominators, problem, truth, threads))
-        for name, ms in row.pop("beside_ms", {}).items():
-            pooled[name] += ms
-    for contestant, row in runnable:
-        if contestant.kind == "denominator" and pooled[contestant.name]:
+    for contestant, row in field:
+        if contestant.kind != "denominator":
+            report(contestant.name)
+            row |= in_child(functools.partial(alone, contestant, denominators, problem, truth, threads))
+            for name, ms in row.pop("beside_ms", {}).items():
+                pooled[name] += ms
+    for contestant, row in field:
+        if pooled.get(contestant.name):
             row |= summary([ms / 1e3 for ms in pooled[contestant.name]])
     _malloc_trim()
 
 
 def in_child(work: Callable[[], Row]) -> Row:
-    """``work()`` in a forked child, whose memory is its own. A child that dies reports how."""
+    """Return ``work()`` of a forked child, whose memory is its own, or how the child died."""
     receive, send = os.pipe()
     child = os.fork()
     if child == 0:
@@ -197,7 +173,7 @@ def in_child(work: Callable[[], Row]) -> Row:
 
 
 def _truth_of_a_child(problem: Problem, threads: int) -> Truth:
-    """The truth, computed on all threads elsewhere: this process has to stay fit for forking."""
+    """Compute the truth on all threads of a child: this process has to stay fit for forking."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "truth.pt")
 
@@ -217,19 +193,17 @@ def _truth_of_a_child(problem: Problem, threads: int) -> Truth:
 
 
 def alone(contestant: Contestant, denominators: list[Contestant], problem: Problem, truth: Truth, threads: int) -> Row:
-    """Check, memory and times of one contestant; those of the denominators beside it under "beside_ms"."""
+    """Return check, memory and times of one contestant; those of the denominators beside it under "beside_ms"."""
     torch.set_num_threads(threads)
     problem.take_logits()
     config = problem.config
     try:
         passes = {denominator.name: denominator.make(problem) for denominator in denominators}
-        row, run, first = _checked_alone(contestant, problem, truth)
+        row, run, own = _checked_alone(contestant, problem, truth)
     except Exception as error:  # another library's version may not suit this machine
-        traceback.print_exc()
-        return {"status": "failed", "reason": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
-    if "reason" in row:
+        return _failure(error)
+    if row.get("reason"):
         return row
-    own = list(first)
     beside: dict[str, list[float]] = {name: [] for name in passes}
     seconds = config.seconds * (2 if contestant.kind == "ours" else 1)
     began = time.perf_counter()
@@ -253,7 +227,7 @@ def alone(contestant: Contestant, denominators: list[Contestant], problem: Probl
 
 
 def _checked_alone(contestant: Contestant, problem: Problem, truth: Truth) -> tuple[Row, Run, list[float]]:
-    """Errors and memory, the call, and its time where the checked call is the only one."""
+    """Return errors and memory, the call, and its time where the checked call is the only one."""
     config = problem.config
     compiles = "torch._dynamo" in contestant.modules
     if not compiles:
@@ -270,7 +244,7 @@ def _checked_alone(contestant: Contestant, problem: Problem, truth: Truth) -> tu
 
 
 def watched(run: Run, problem: Problem) -> tuple[Result, float, Row]:
-    """A call, its seconds, and its peak bytes beyond what was resident, of which it returned some as gradients."""
+    """Make a call; return its seconds, its peak bytes beyond what was resident, and the bytes of its gradients."""
     problem.restore()
     release_workspace()  # what a library keeps for its next call counts too
     gc.collect()
@@ -293,54 +267,24 @@ def _malloc_trim() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
-# --- side by side ---------------------------------------------------------------------------------------------------
+# --- side by side in one process --------------------------------------------------------------------------------------
 
 
-def check(contestant: Contestant, result: Result, truth: Truth) -> Row:
-    """Errors of a result, and the reason why they disqualify it, if they do."""
-    errors = truth.errors(result)
-    reason = exceeded(errors, contestant.rounding(truth.problem.config.dtype))
-    row: Row = {"errors": errors}
-    return row if reason is None else {**row, "status": "wrong", "reason": reason}
-
-
-def _checked(
-    runnable: list[tuple[Contestant, Row]], problem: Problem, truth: Truth, meter: CudaMeter, report: Report
-) -> list[tuple[Contestant, Row, Run]]:
-    """Make every contestant's call and, unless a call is too dear to repeat, check and warm it.
-
-    Another library's version may not suit this machine: one that raises has its reason in its row, and the others run.
-    """
+def _measure_side_by_side(field: Field, problem: Problem, threads: int, meter: CudaMeter, report: Report) -> None:
+    """Check every contestant, then time interleaved rounds. One that raises has the reason in its row."""
+    torch.set_num_threads(threads)
+    report("float64 truth")
+    truth = find_truth(problem)
     runs = []
-    for contestant, row in runnable:
+    for contestant, row in field:
         report(f"check: {contestant.name}")
         try:
-            run = _ready(contestant, row, problem, truth, meter)
+            run = _checked_beside(contestant, row, problem, truth, meter)
         except Exception as error:
-            traceback.print_exc()
-            row |= {"status": "failed", "reason": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+            row |= _failure(error)
         meter.probe()
         if row["status"] == "ok":
             runs.append((contestant, row, run))
-    return runs
-
-
-def _ready(contestant: Contestant, row: Row, problem: Problem, truth: Truth, meter: CudaMeter) -> Run:
-    run = contestant.make(problem)
-    if problem.config.rounds > 1:
-        problem.restore()
-        result = run()
-        if contestant.kind != "denominator":
-            row |= check(contestant, result, truth)
-            del result
-            row |= meter.peak(run, problem)
-    return run
-
-
-def _time(
-    runs: list[tuple[Contestant, Row, Run]], problem: Problem, truth: Truth, meter: CudaMeter, report: Report
-) -> None:
-    """Interleaved rounds within the budget; writes the times into the rows."""
     config = problem.config
     times: list[list[float]] = [[] for _ in runs]
     deadline = time.perf_counter() + config.seconds
@@ -358,6 +302,34 @@ def _time(
     for (_, row, _), seconds in zip(runs, times, strict=True):
         if row["status"] == "ok":
             row |= summary(seconds)
+    divide_by_denominators([row for _, row, _ in runs])
+
+
+def _checked_beside(contestant: Contestant, row: Row, problem: Problem, truth: Truth, meter: CudaMeter) -> Run:
+    run = contestant.make(problem)
+    if problem.config.rounds > 1:
+        problem.restore()
+        result = run()
+        if contestant.kind != "denominator":
+            row |= check(contestant, result, truth)
+            del result
+            row |= meter.peak(run, problem)
+    return run
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def _failure(error: Exception) -> Row:
+    traceback.print_exc()
+    return {"status": "failed", "reason": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+
+
+def check(contestant: Contestant, result: Result, truth: Truth) -> Row:
+    """Return the errors of a result and, if they are too large, the reason."""
+    errors = truth.errors(result)
+    reason = exceeded(errors, contestant.rounding(truth.problem.config.dtype))
+    return {"errors": errors} | ({} if reason is None else {"status": "wrong", "reason": reason})
 
 
 def summary(seconds: list[float]) -> Row:
@@ -365,8 +337,8 @@ def summary(seconds: list[float]) -> Row:
     return {"median_ms": statistics.median(ms), "min_ms": min(ms), "max_ms": max(ms), "times_ms": ms}
 
 
-def _over_denominators(rows: list[Row]) -> None:
-    """Every median over those of the denominators, of which the first is the one that figures are divided by."""
+def divide_by_denominators(rows: list[Row]) -> None:
+    """Divide every median by those of the denominators; the first one is the one that figures are quoted against."""
     bases = {row["name"]: row["median_ms"] for row in rows if row["kind"] == "denominator" and "median_ms" in row}
     for row in rows:
         if bases and "median_ms" in row:
@@ -374,8 +346,8 @@ def _over_denominators(rows: list[Row]) -> None:
             row["over_denominator"] = next(iter(row["over"].values()))
 
 
-def _over_ours(rows: list[Row]) -> None:
-    """Every median over that of our call that treats the logits alike: overwrites them, or leaves them as they are."""
+def divide_by_ours(rows: list[Row]) -> None:
+    """Divide every median by that of our call that treats the logits alike: overwrites them, or leaves them alone."""
     ours = [row for row in rows if row["kind"] == "ours" and "median_ms" in row]
     if not ours:
         return

@@ -1,8 +1,9 @@
-"""Where and with what a figure was measured."""
+"""The machine, versions and commit of a figure; memory of this process."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -19,104 +20,79 @@ from dapo_kernels.backends import available_backends
 from dapo_runner.preflight.amx import VARIABLE
 
 _PACKAGES = ("torch", "triton", "transformers", "trl", "liger_kernel", "numpy")
-_GPU_PACKAGES = (
-    "quack-kernels",
-    "nvidia-cutlass-dsl",
-    "flash-attn",
-    "cut-cross-entropy",
-    "verl",
-    "megatron-core",
-)
+_GPU_PACKAGES = ("quack-kernels", "nvidia-cutlass-dsl", "flash-attn", "cut-cross-entropy", "verl", "megatron-core")
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 def describe(gpu: bool = False) -> dict[str, Any]:
-    """Processor, memory, instruction set, versions and the commit, as one record; with a GPU, that under "gpu"."""
+    """Return processor, memory, instruction sets, versions and commit; with ``gpu`` also the CUDA device."""
     from dapo_kernels import _C
 
+    packages = _PACKAGES + (_GPU_PACKAGES if gpu else ())
     here = {
         "cpu": _field("/proc/cpuinfo", "model name") or platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(_kib("/proc/meminfo", "MemTotal") / 2**20, 1),
+        "memory_gib": round(_bytes("/proc/meminfo", "MemTotal") / 2**30, 1),
         "isa": _C.isa(),
         "torch_isa": torch.backends.cpu.get_cpu_capability(),
         "onednn_isa": os.environ.get(VARIABLE),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in _PACKAGES},
+        "versions": {name: version(name) for name in packages},
         "commit": commit(),
         "load_average": [round(x, 2) for x in os.getloadavg()],
     }
-    if gpu:
-        here["versions"] |= {name: version(name) for name in _GPU_PACKAGES}
-        here["gpu"] = describe_gpu()
-    return here
+    return here | ({"gpu": describe_gpu()} if gpu else {})
 
 
 def describe_gpu() -> dict[str, Any]:
-    """The CUDA device that is measured."""
     properties = torch.cuda.get_device_properties(0)
     return {
         "name": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
         "multiprocessors": properties.multi_processor_count,
         "memory_gib": round(properties.total_memory / 2**30, 1),
-        "driver": driver_version(_driver_text()),
+        "driver": driver_version(_DRIVER_FILE.read_text() if _DRIVER_FILE.exists() else ""),
         "cuda": torch.version.cuda,
         "backends": {name: why or "runs" for name, why in available_backends().items()},
     }
 
 
-def _driver_text() -> str:
-    if _DRIVER_FILE.exists():
-        return _DRIVER_FILE.read_text()
-    if shutil.which("nvidia-smi") is None:
-        return ""
-    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.run(asked, capture_output=True, text=True).stdout
-
-
 def driver_version(text: str) -> str:
-    """The version in what the driver says of itself: "NVRM version: NVIDIA UNIX Open Kernel Module  580.159.03 …"."""
+    """Return the version in a line such as "NVRM version: NVIDIA UNIX Open Kernel Module  580.159.03 …"."""
     found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
     return found.group() if found else "unknown"
 
 
 def headline(machine: dict[str, Any]) -> str:
-    """Where, in a few words."""
+    """Return the machine in a few words."""
     if "gpu" in machine:
         return f"{machine['gpu']['name']}, driver {machine['gpu']['driver']}"
     return f"{machine['cpu']}, {machine['cores']} cores, {machine['isa']}"
 
 
 def slug(machine: dict[str, Any]) -> str:
-    """For file names: amd-epyc-2c-avx512bf16, nvidia-h200."""
-    if "gpu" in machine:
-        return _dashed(machine["gpu"]["name"])
-    return f"{_dashed(machine['cpu'])}-{machine['cores']}c-{machine['isa']}"
-
-
-def _dashed(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    """Return the machine for file names: amd-epyc-2c-avx512bf16, nvidia-h200."""
+    name = machine["gpu"]["name"] if "gpu" in machine else machine["cpu"]
+    dashed = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return dashed if "gpu" in machine else f"{dashed}-{machine['cores']}c-{machine['isa']}"
 
 
 def commit() -> str:
-    """The commit of the checkout, with "+changes" when the kernels or the benchmarks differ from it."""
-    root = Path(__file__).parent.parent
+    """Return the commit of the checkout, with "+changes" when the kernels or the benchmarks differ from it."""
     if shutil.which("git") is None:
         return "unknown: git is not installed"
 
     def git(*args: str) -> str:
-        done = subprocess.run(["git", "-c", "safe.directory=*", "-C", str(root), *args], capture_output=True, text=True)
-        return done.stdout.strip()
+        command = ["git", "-c", "safe.directory=*", "-C", str(Path(__file__).parent.parent), *args]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
-    head = git("rev-parse", "--short=12", "HEAD")
     changed = git("status", "--porcelain", "--", "csrc", "dapo_kernels", "benchmarks/*.py")
-    return (head or "not a git checkout") + ("+changes" if changed else "")
+    return (git("rev-parse", "--short=12", "HEAD") or "not a git checkout") + ("+changes" if changed else "")
 
 
 def command(*program: str) -> str:
-    """How this process was called, for its page of results: without ``--out``, a path of one machine."""
+    """Return the command line of this process for its page, without ``--out``, a path of one machine."""
     arguments = iter(sys.argv[1:])
     kept = []
     for argument in arguments:
@@ -128,21 +104,25 @@ def command(*program: str) -> str:
 
 
 def available_bytes() -> int:
-    """Memory that could be taken without swapping."""
-    return 1024 * _kib("/proc/meminfo", "MemAvailable")
+    """Return the memory that could be taken without swapping."""
+    return _bytes("/proc/meminfo", "MemAvailable")
 
 
 def resident_bytes() -> int:
-    return 1024 * _kib("/proc/self/status", "VmRSS")
+    return _bytes("/proc/self/status", "VmRSS")
 
 
 def peak_resident_bytes() -> int:
-    """The most this process held since ``reset_peak``."""
-    return 1024 * _kib("/proc/self/status", "VmHWM")
+    """Return the most that this process held since ``reset_peak``."""
+    return _bytes("/proc/self/status", "VmHWM")
 
 
 def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
+
+
+def is_importable(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def version(package: str) -> str:
@@ -153,12 +133,9 @@ def version(package: str) -> str:
 
 
 def _field(path: str, name: str) -> str:
-    for line in Path(path).read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == name:
-            return value.strip()
-    return ""
+    lines = (line.partition(":") for line in Path(path).read_text().splitlines())
+    return next((value.strip() for key, _, value in lines if key.strip() == name), "")
 
 
-def _kib(path: str, name: str) -> int:
-    return int(_field(path, name).split()[0])
+def _bytes(path: str, name: str) -> int:
+    return 1024 * int(_field(path, name).split()[0])

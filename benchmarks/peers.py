@@ -1,24 +1,25 @@
-"""Other libraries' ways to the same loss, each in the setting that served it best here. All optional."""
+"""Other libraries' ways to the same loss, each through its own function, in the setting that served it best.
+
+All of them are optional: the report names those that are not installed. None of the cross-entropy functions knows the
+clipped objective: the log-probs are theirs (a token's loss is −ℓ), and the objective on top is eager PyTorch, O(N).
+Functions that return only a mean run where the objective is that mean.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.configs import Config
-from benchmarks.contestants import (
-    Contestant,
-    Run,
-    from_logprobs,
-    hidden_level,
-    in_the_logits_dtype,
-    logits_level,
-    training,
-)
+from benchmarks.contestants import Contestant, Run, from_logprobs, softmax_rounding, training
 from benchmarks.problem import Problem
+from benchmarks.truth import Result
 
 # Chosen on 512 tokens × V 49152 × H 576 in bfloat16, one AVX-512 core: three bare GEMMs 0.32 s, eager 0.61 s.
 # torch's linear_cross_entropy: 17 s with default options (chunks of 8 tokens, float32 GEMMs), 2.4 s with its default
@@ -28,70 +29,119 @@ _CHUNK_TOKENS = 512
 # Liger: 1.4 s with its loss compiled or not; its default, compiled, stays.
 
 
+PEERS: list[Contestant] = []
+Make = Callable[[Problem], Run]
+
+
+def _peer(name: str, setting: str, level: str, *modules: str, **more: Any) -> Callable[[Make], Make]:
+    """Add a row whose make function is decorated."""
+
+    def add(make: Make) -> Make:
+        PEERS.append(Contestant(name, setting, "peer", make, level, modules=modules, **more))
+        return make
+
+    return add
+
+
+def _cross_entropy(name: str, setting: str, level: str, module: str, **more: Any) -> Callable[[Any], Any]:
+    """Add a row for a CUDA device. The decorated function takes the module and whether the logits may be overwritten,
+    and returns (logits, ids) or (hidden, weight, ids) → losses [N].
+    """
+
+    def add(find: Callable[[Any, bool], Callable[..., Tensor]]) -> Any:
+        def make(problem: Problem) -> Run:
+            losses = find(import_module(module), problem.config.mode == "train")
+            return from_logprobs(problem, lambda *leaves: (-losses(*leaves, problem.tokens.target_ids), None))
+
+        return _peer(name, setting, level, module, device="cuda", takes=_no_entropy, **more)(make)
+
+    return add
+
+
+def _no_entropy(config: Config) -> bool:
+    return not config.entropy
+
+
+def _takes_dapo(config: Config) -> bool:
+    return config.mode == "train" and config.objective == "dapo"
+
+
+def is_cross_entropy(config: Config) -> bool:
+    """Return whether the objective is the mean of −ℓ: REINFORCE, where all advantages are 1 and all tokens live."""
+    plain = config.objective == "reinforce" and config.n_sequences == 1 and config.live == 1.0
+    return plain and config.mode == "train" and not config.entropy
+
+
+# --- also on a CPU ----------------------------------------------------------------------------------------------------
+
+_TRL = "trl.trainer.utils"
+_TRL_TENSORS = {"rounding": softmax_rounding, "copies": (2.5, 0.0)}
+
+
+@_peer("TRL selective_log_softmax", "[B, L, V] as its trainers call it", "logits", _TRL, for_gpus=True, **_TRL_TENSORS)
 def _trl_selective(problem: Problem) -> Run:
     from trl.trainer.utils import selective_log_softmax, selective_log_softmax_and_entropy
 
-    ids = problem.tokens.target_ids
     by_sequence = (problem.tokens.n_sequences, -1)
+    index = problem.tokens.target_ids.view(by_sequence)
 
     def logprobs_of(logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        # It loops over the first dimension; its trainers hand it [B, L, V].
-        padded, index = logits.view(*by_sequence, logits.shape[-1]), ids.view(by_sequence)
-        if problem.config.entropy:
-            logprobs, entropy = selective_log_softmax_and_entropy(padded, index)
-            return logprobs.flatten(), entropy.flatten()
-        return selective_log_softmax(padded, index).flatten(), None
+        padded = logits.view(*by_sequence, logits.shape[-1])  # it loops over the first dimension
+        if not problem.config.entropy:
+            return selective_log_softmax(padded, index).flatten(), None
+        logprobs, entropy = selective_log_softmax_and_entropy(padded, index)
+        return logprobs.flatten(), entropy.flatten()
 
     return from_logprobs(problem, logprobs_of)
 
 
+@_peer("TRL chunked log-probs", "its default tile", "hidden", _TRL, "trl.kernels", for_gpus=True)
 def _trl_chunked(problem: Problem) -> Run:
     from trl.kernels import ChunkedLogProbFunction
-    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as TILE
 
-    config, ids = problem.config, problem.tokens.target_ids
-    outputs = ("entropy",) if config.entropy else ()
+    ids, outputs = problem.tokens.target_ids, ("entropy",) if problem.config.entropy else ()
 
     def logprobs_of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        logprobs, entropy, *_ = ChunkedLogProbFunction.apply(
-            hidden, weight, None, ids, 1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, outputs
-        )
-        return logprobs, entropy
+        found = ChunkedLogProbFunction.apply(hidden, weight, None, ids, 1.0, TILE, None, 1.0, outputs)
+        return found[0], found[1]
 
     return from_logprobs(problem, logprobs_of)
 
 
-def _liger(problem: Problem) -> Run:
+_LIGER = ("liger_kernel.chunked_loss", "torch._dynamo", "torch._inductor.compile_fx")
+
+
+@_peer("Liger GRPO", "all sequences in one chunk", "hidden", *_LIGER, takes=_takes_dapo, for_gpus=True)
+def _liger_hidden(problem: Problem) -> Run:
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
-    tokens = problem.tokens
-    batch = tokens.n_sequences
-    # chunk_size counts sequences: all at once, because fewer chunks are faster and its inner tiles bound the memory.
-    loss = LigerFusedLinearGRPOLoss(
-        beta=0.0,
-        use_ref_model=False,
-        chunk_size=batch,
-        epsilon_low=0.2,
-        epsilon_high=0.28,
-        loss_type="dapo",
-    )
+    tokens, batch = problem.tokens, problem.tokens.n_sequences
+    clip = {"epsilon_low": 0.2, "epsilon_high": 0.28}
+    # chunk_size counts sequences. All at once, because fewer chunks are faster and its inner tiles bound the memory.
+    loss = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, chunk_size=batch, loss_type="dapo", **clip)
     ids, mask, old = (x.view(batch, -1) for x in (tokens.target_ids, tokens.mask.float(), tokens.old_logprobs))
     advantages = tokens.advantages.view(batch, -1)[:, 0].contiguous()
 
     def loss_of(hidden: Tensor, weight: Tensor) -> Tensor:
-        value: Tensor = loss(
-            hidden.view(batch, -1, hidden.shape[-1]), weight, ids, mask, advantages, old_per_token_logps=old
-        )[0]
-        return value
+        states = hidden.view(batch, -1, hidden.shape[-1])
+        return loss(states, weight, ids, mask, advantages, old_per_token_logps=old)[0]
 
     return training(problem, loss_of)
 
 
-def _linear_cross_entropy(problem: Problem, chunked: bool) -> Run:
+def _torch_takes(config: Config) -> bool:
+    available = hasattr(F, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions")
+    return available and not config.entropy
+
+
+_TORCH = {"takes": _torch_takes, "rounding": softmax_rounding}
+_CHUNKED = f"torch's own, reduction none, balanced, chunks of {_CHUNK_TOKENS}"
+
+
+@_peer("linear_cross_entropy", "torch's own, reduction none, logits held", "hidden", copies=(4.0, 0.0), **_TORCH)
+def _torch_linear(problem: Problem, options: Any = None) -> Run:
     ids = problem.tokens.target_ids
-    options = None
-    if chunked:
-        options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=_CHUNK_TOKENS, acc_policy="balanced")
 
     def logprobs_of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, None]:
         return -F.linear_cross_entropy(hidden, weight, ids, reduction="none", options=options), None
@@ -99,60 +149,140 @@ def _linear_cross_entropy(problem: Problem, chunked: bool) -> Run:
     return from_logprobs(problem, logprobs_of)
 
 
-def _has_linear_cross_entropy(config: Config) -> bool:
-    available = hasattr(F, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions")
-    return hidden_level(config) and available and not config.entropy
+@_peer("linear_cross_entropy, chunked", _CHUNKED, "hidden", **_TORCH)
+def _torch_chunked(problem: Problem) -> Run:
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=_CHUNK_TOKENS, acc_policy="balanced")
+    return _torch_linear(problem, options)
 
 
-def _liger_takes(config: Config) -> bool:
-    return hidden_level(config) and config.mode == "train" and config.objective == "dapo"
+# --- on CUDA devices only ---------------------------------------------------------------------------------------------
 
 
-PEERS: tuple[Contestant, ...] = (
-    Contestant(
-        "TRL selective_log_softmax",
-        "[B, L, V] as its trainers call it",
-        "peer",
-        _trl_selective,
-        logits_level,
-        rounding=in_the_logits_dtype,
-        copies=(2.5, 0.0),
-        modules=("trl.trainer.utils",),
-        for_gpus=True,
-    ),
-    Contestant(
-        "TRL chunked log-probs",
-        "its default tile",
-        "peer",
-        _trl_chunked,
-        hidden_level,
-        modules=("trl.trainer.utils", "trl.kernels"),
-        for_gpus=True,
-    ),
-    Contestant(
-        "Liger GRPO",
-        "all sequences in one chunk",
-        "peer",
-        _liger,
-        _liger_takes,
-        modules=("liger_kernel.chunked_loss", "torch._dynamo", "torch._inductor.compile_fx"),
-        for_gpus=True,
-    ),
-    Contestant(
-        "linear_cross_entropy",
-        "torch's own, reduction none, logits held",
-        "peer",
-        functools.partial(_linear_cross_entropy, chunked=False),
-        _has_linear_cross_entropy,
-        rounding=in_the_logits_dtype,
-        copies=(4.0, 0.0),
-    ),
-    Contestant(
-        "linear_cross_entropy, chunked",
-        f"torch's own, reduction none, balanced, chunks of {_CHUNK_TOKENS}",
-        "peer",
-        functools.partial(_linear_cross_entropy, chunked=True),
-        _has_linear_cross_entropy,
-        rounding=in_the_logits_dtype,
-    ),
+@_peer(
+    "Liger GRPO, Triton",
+    "triton_grpo_loss, in place",
+    "logits",
+    "liger_kernel.transformers.grpo_loss",
+    device="cuda",
+    takes=lambda config: _takes_dapo(config) and config.n_sequences == 1,
+    destroys_logits=True,
 )
+def _liger_logits(problem: Problem) -> Run:
+    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+
+    tokens, padded = problem.tokens, problem.padded
+    assert padded is not None
+    ids, mask, old = (x[None] for x in (tokens.target_ids, tokens.mask.float(), tokens.old_logprobs))
+    keywords = {"completion_mask": mask, "temperature": 1.0, "beta": 0.0, "eps_low": 0.2, "eps_high": 0.28}
+
+    # [B, L + 1, V] for L tokens, as trainers call it: it leaves the last position's logits out.
+    def run() -> Result:
+        leaf = padded.detach().requires_grad_()
+        advantages = tokens.advantages[:1]
+        loss = triton_grpo_loss(leaf, old, None, ids, advantages, loss_type="dapo", reduce=True, **keywords)[0]
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        return Result(loss=loss, gradients=(gradient[0, :-1],))
+
+    return run
+
+
+@_cross_entropy(
+    "quack cross_entropy", "reduction none, in place", "logits", "quack.cross_entropy", destroys_logits=True
+)
+def _quack_logits(quack: Any, in_place: bool) -> Callable[..., Tensor]:
+    return functools.partial(quack.cross_entropy, reduction="none", inplace_backward=in_place)
+
+
+_FLASH = "flash_attn.ops.triton.cross_entropy"
+
+
+@_cross_entropy("flash-attn cross_entropy_loss", "its Triton kernel, in place", "logits", _FLASH, destroys_logits=True)
+def _flash_attn(flash_attn: Any, in_place: bool) -> Callable[..., Tensor]:
+    return lambda logits, ids: flash_attn.cross_entropy_loss(logits, ids, inplace_backward=in_place)[0]
+
+
+_QUACK, _HELD = "quack.linear_cross_entropy", "reduction none, in place, logits held"
+
+
+@_cross_entropy("quack linear_cross_entropy", _HELD, "hidden", _QUACK, copies=(1.0, 0.0))
+def _quack_linear(quack: Any, in_place: bool) -> Callable[..., Tensor]:
+    losses = functools.partial(quack.linear_cross_entropy_func, reduction="none", inplace_backward=in_place)
+    return lambda hidden, weight, ids: losses(hidden, weight, None, ids)
+
+
+_FILTERED = "apple's, reduction none, its default: small gradients left out"
+
+
+@_cross_entropy("cut-cross-entropy", _FILTERED, "hidden", "cut_cross_entropy")
+def _cut_filtered(apple: Any, in_place: bool) -> Callable[..., Tensor]:
+    return functools.partial(apple.linear_cross_entropy, reduction="none", filter_eps="high")
+
+
+_UNFILTERED = "apple's, reduction none, filter_eps=None"
+
+
+@_cross_entropy("cut-cross-entropy, unfiltered", _UNFILTERED, "hidden", "cut_cross_entropy")
+def _cut_unfiltered(apple: Any, in_place: bool) -> Callable[..., Tensor]:
+    return functools.partial(apple.linear_cross_entropy, reduction="none", filter_eps=None)
+
+
+_VERL = "verl.utils.kernel.linear_cross_entropy"
+_VERL_SETTING = "its fused kernel, reduction none, entropies included"
+
+
+@_peer("verl linear_cross_entropy", _VERL_SETTING, "hidden", _VERL, device="cuda", takes=lambda c: c.hidden % 128 == 0)
+def _verl(problem: Problem) -> Run:
+    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+
+    # It returns log-probs, not their negatives, and always entropies.
+    def logprobs_of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        logprobs, entropy = linear_cross_entropy(hidden, weight, problem.tokens.target_ids, 1.0, "none")
+        return logprobs, entropy if problem.config.entropy else None
+
+    return from_logprobs(problem, logprobs_of)
+
+
+_SCALED = "liger_kernel.ops.fused_linear_scaled_cross_entropy"
+
+
+@_peer("Liger scaled cross-entropy", "temperature 1; from 0.8.2 on", "hidden", _SCALED, device="cuda")
+def _liger_scaled(problem: Problem) -> Run:
+    from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction as Scaled
+
+    ids, entropy = problem.tokens.target_ids, problem.config.entropy
+
+    # On compute capability 9.0 its own kernels, elsewhere chunks of eager PyTorch.
+    def logprobs_of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        out = Scaled.apply(hidden, weight, ids, return_entropy=entropy)
+        return (-out[0], out[1]) if entropy else (-out, None)
+
+    return from_logprobs(problem, logprobs_of)
+
+
+_MEGATRON = "megatron.core.fusions.fused_linear_cross_entropy"
+_FROM_SOURCE = "reduction none; from its sources: the wheels (0.19.2) are without it"
+
+
+@_cross_entropy("Megatron linear_cross_entropy", _FROM_SOURCE, "hidden", _MEGATRON)
+def _megatron(megatron: Any, in_place: bool) -> Callable[..., Tensor]:
+    return functools.partial(megatron.linear_cross_entropy, reduction="none")
+
+
+_MEAN = {"device": "cuda", "takes": is_cross_entropy}
+
+
+@_peer("quack linear_cross_entropy, chunked", "its default chunks of 4096, tuned", "hidden", _QUACK, **_MEAN)
+def _quack_mean(problem: Problem) -> Run:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy as mean
+
+    return training(problem, lambda hidden, weight: mean(hidden, weight, problem.tokens.target_ids))
+
+
+_LIGER_FUNCTIONS = "liger_kernel.transformers.functional"
+
+
+@_peer("Liger fused linear cross-entropy", "its defaults", "hidden", _LIGER_FUNCTIONS, **_MEAN)
+def _liger_mean(problem: Problem) -> Run:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as mean
+
+    return training(problem, lambda hidden, weight: mean(hidden, weight, problem.tokens.target_ids))

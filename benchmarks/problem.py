@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ class Problem:
         padded: [1, N + 1, V], the memory of ``logits`` and a row after it, which some libraries want to see.
         hidden, weight: [N, H] and [V, H], at the hidden level.
         normalizer: [N] float32, log Σ exp of the logits, by blocks of eager PyTorch.
-        exact: the same in float64, and entropies, once ``truth`` has found them: problems of the same inputs share it.
+        exact: the same in float64, and entropies, once ``truth`` has found them. Problems of the same inputs share it.
     """
 
     config: Config
@@ -46,7 +46,7 @@ class Problem:
     exact: dict[str, Tensor] = field(default_factory=dict)
 
     def kept(self) -> Tensor | None:
-        """int64 [N, k]: of each token what it was sampled from, itself first; None where that is everything."""
+        """Return the ids int64 [N, k] that each token was sampled from, itself first; ``None``: from all."""
         vocab = self.config.vocab
         n = min(self.config.kept, vocab)  # a small problem comes first, to warm up
         if n == 0:
@@ -55,7 +55,7 @@ class Problem:
         return (self.tokens.target_ids[:, None] + steps) % vocab
 
     def take_logits(self) -> None:
-        """Make the logits to work on: in the process that will, so that their pages are of its own allocator."""
+        """Make the logits to work on, in the process that will, so that their pages come from its own allocator."""
         if self.pristine is not None and self.logits is None:
             n, vocab = self.pristine.shape
             self.padded = self.pristine.new_zeros(1, n + 1, vocab)
@@ -63,41 +63,41 @@ class Problem:
             self.restore()
 
     def restore(self) -> None:
-        """Put consumed inputs back, and the caches into the same state before every contestant."""
+        """Restore consumed inputs. The caches are then in the same state before every contestant."""
         if self.logits is not None and self.pristine is not None:
             self.logits.copy_(self.pristine)
 
     def head(self) -> tuple[Tensor, Tensor]:
-        """Hidden states [N, H] and head [V, H]."""
+        """Return hidden states [N, H] and head [V, H]."""
         if self.hidden is None or self.weight is None:
             raise ValueError(f"{self.config.name} starts from logits: it has no hidden states")
         return self.hidden, self.weight
 
     def inputs(self) -> tuple[Tensor, ...]:
-        """The differentiable inputs as fresh leaves."""
+        """Return the differentiable inputs as fresh leaves."""
         given = self.head() if self.logits is None else (self.logits,)
         return tuple(x.detach().requires_grad_(self.config.mode == "train") for x in given)
 
     def bytes_beyond_inputs(self, tensors: tuple[Tensor, ...]) -> int:
-        """Bytes of those tensors that were not written over an input."""
+        """Return the bytes of the tensors that are not inputs overwritten."""
         inputs = {x.data_ptr() for x in self.inputs()}
         return sum(x.nbytes for x in tensors if x.data_ptr() not in inputs)
 
     def live_rows(self) -> list[slice]:
-        """The rows that train: the first part of every sequence."""
+        """Return the rows that train: the first part of every sequence."""
         length = self.config.n_tokens // self.config.n_sequences
         live = _live_length(self.config)
         return [slice(start, start + live) for start in range(0, self.config.n_tokens, length)]
 
     def row_blocks(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-        """The logits by blocks of rows, in ``dtype``; at the hidden level computed in that dtype."""
+        """Yield the logits by blocks of rows, in ``dtype``; from hidden states they are computed in that dtype."""
         size = max(1, _BLOCK_BYTES // (self.config.vocab * dtype.itemsize))
         for start in range(0, self.config.n_tokens, size):
             rows = slice(start, min(start + size, self.config.n_tokens))
             yield rows, self.logits_of(rows, dtype)
 
     def logits_of(self, rows: slice | Tensor, dtype: torch.dtype, columns: Tensor | None = None) -> Tensor:
-        """Logits of some rows (and columns), in ``dtype``, from the inputs as they are."""
+        """Return the logits of some rows (and columns), in ``dtype``."""
         if self.pristine is not None:
             picked = self.pristine[rows]
             return (picked if columns is None else picked[:, columns]).to(dtype)
@@ -109,59 +109,32 @@ class Problem:
 
 
 def build(config: Config, seed: int = 0, logits: bool = True) -> Problem:
-    """Make the inputs; without the logits to work on, those are to be taken later. On one thread, if the process will
-    fork.
-    """
+    """Make the inputs, on one thread if the process will fork. ``logits=False``: ``take_logits`` comes later."""
     if config.n_tokens % config.n_sequences:
         raise ValueError(f"n_sequences must divide n_tokens={config.n_tokens}, got {config.n_sequences}")
-    base = _base(config.level, config.dtype, config.n_tokens, config.vocab, config.hidden, config.device, seed)
-    generator = seeded(torch.device(config.device), seed)
-    if base.state is not None:
-        generator.set_state(base.state)
-    tokens = Tokens(
-        target_ids=base.target_ids,
-        old_logprobs=base.logprobs,
-        advantages=_advantages(config),
-        mask=_responses(config),
-        n_sequences=config.n_sequences,
-    )
-    problem = Problem(
-        config,
-        tokens._replace(old_logprobs=(base.logprobs - _log_ratios(config, tokens, generator)).clamp(max=0.0)),
-        base.normalizer,
-        pristine=base.pristine,
-        hidden=base.hidden,
-        weight=base.weight,
-        exact=base.exact,
-    )
+    device = config.tensor_device
+    base, state = _base(config.level, config.dtype, config.n_tokens, config.vocab, config.hidden, device, seed)
+    generator = seeded(torch.device(device), seed)
+    if state is not None:
+        generator.set_state(state)
+    exact_logprobs = base.tokens.old_logprobs
+    tokens = Tokens(base.tokens.target_ids, exact_logprobs, _advantages(config), _responses(config), config.n_sequences)
+    ratios = _log_ratios(config, tokens, generator)
+    problem = replace(base, config=config, tokens=tokens)
     if (kept := problem.kept()) is not None:
-        among = [
-            problem.logits_of(slice(n, n + 1), torch.float32, kept[n])[0].log_softmax(0)[0] for n in range(len(kept))
-        ]
-        problem.tokens = problem.tokens._replace(
-            old_logprobs=(problem.tokens.old_logprobs - base.logprobs + torch.stack(among)).clamp(max=0.0)
-        )
+        among = (problem.logits_of(slice(n, n + 1), torch.float32, ids)[0] for n, ids in enumerate(kept))
+        exact_logprobs = torch.stack([logits.log_softmax(0)[0] for logits in among])
+    problem.tokens = tokens._replace(old_logprobs=(exact_logprobs - ratios).clamp(max=0.0))
     if logits:
         problem.take_logits()
     return problem
 
 
-@dataclass
-class _Base:
-    """What problems share that differ in what is asked of the same tokens; ``state``: of the generator, after it."""
-
-    target_ids: Tensor
-    logprobs: Tensor
-    normalizer: Tensor
-    state: Tensor | None
-    pristine: Tensor | None
-    hidden: Tensor | None
-    weight: Tensor | None
-    exact: dict[str, Tensor]
-
-
 @functools.lru_cache(maxsize=1)
-def _base(level: str, dtype: str, n: int, vocab: int, width: int, device_name: str, seed: int) -> _Base:
+def _base(
+    level: str, dtype: str, n: int, vocab: int, width: int, device_name: str, seed: int
+) -> tuple[Problem, Tensor | None]:
+    """Make what problems of these sizes share, with the policy's log-probs as old ones, and the generator's state."""
     config = Config(level, dtype, n, vocab, width, device=device_name)
     device = torch.device(device_name)
     generator = seeded(device, seed)
@@ -182,12 +155,9 @@ def _base(level: str, dtype: str, n: int, vocab: int, width: int, device_name: s
     logprobs = torch.empty(n, device=device)
     for rows, logits in problem.row_blocks(torch.float32):
         problem.normalizer[rows] = logits.logsumexp(1)
-        chosen = logits.gather(1, ids[rows, None]).squeeze(1)
-        logprobs[rows] = chosen - problem.normalizer[rows]
-    state = None if generator is None else generator.get_state()
-    return _Base(
-        ids, logprobs, problem.normalizer, state, problem.pristine, problem.hidden, problem.weight, problem.exact
-    )
+        logprobs[rows] = logits.gather(1, ids[rows, None]).squeeze(1) - problem.normalizer[rows]
+    problem.tokens = problem.tokens._replace(old_logprobs=logprobs)
+    return problem, None if generator is None else generator.get_state()
 
 
 def seeded(device: torch.device, seed: int) -> torch.Generator:
@@ -195,8 +165,8 @@ def seeded(device: torch.device, seed: int) -> torch.Generator:
 
 
 def _advantages(config: Config) -> Tensor:
-    """±1 by sequence, alternating, with a little spread; never zero."""
-    i = torch.arange(config.n_sequences, device=config.device)
+    """Return ±1 by sequence, alternating, with a little spread."""
+    i = torch.arange(config.n_sequences, device=config.tensor_device)
     per_sequence = (1.0 + 0.1 * i) * (1 - 2 * (i % 2))
     return per_sequence.repeat_interleave(config.n_tokens // config.n_sequences)
 
@@ -206,23 +176,19 @@ def _live_length(config: Config) -> int:
 
 
 def _responses(config: Config) -> Tensor:
-    """The first ``live`` of every sequence, at least one token: what is left of a row of a padded batch is padding."""
+    """Return which tokens are not padding: the first ``live`` of every sequence, at least one token."""
     length = config.n_tokens // config.n_sequences
-    return torch.arange(config.n_tokens, device=config.device) % length < _live_length(config)
-
-
-def _share(config: Config, share: float, generator: torch.Generator) -> Tensor:
-    """A random subset of exactly round(share·N) tokens, at least one, as booleans."""
-    n = config.n_tokens
-    chosen = torch.zeros(n, dtype=torch.bool, device=config.device)
-    chosen[torch.randperm(n, generator=generator, device=config.device)[: max(1, round(share * n))]] = True
-    return chosen
+    return torch.arange(config.n_tokens, device=config.tensor_device) % length < _live_length(config)
 
 
 def _log_ratios(config: Config, tokens: Tokens, generator: torch.Generator) -> Tensor:
-    """Inside the clip range, except a share far outside on the side where the advantage clips."""
-    inside = _INSIDE * (2 * torch.rand(config.n_tokens, generator=generator, device=config.device) - 1)
+    """Return ratios inside the clip range, except those of a random share, at least one token, which are far outside on
+    the side where the advantage clips.
+    """
+    n, device = config.n_tokens, config.tensor_device
+    inside = _INSIDE * (2 * torch.rand(n, generator=generator, device=device) - 1)
     if config.clipped == 0:
         return inside
-    outside = _share(config, config.clipped, generator)
+    outside = torch.zeros(n, dtype=torch.bool, device=device)
+    outside[torch.randperm(n, generator=generator, device=device)[: max(1, round(config.clipped * n))]] = True
     return torch.where(outside, _OUTSIDE * tokens.advantages.sign(), inside)

@@ -1,85 +1,307 @@
-"""What was measured, as JSON (everything), a Markdown page and one plot."""
+"""The results of a suite: everything as JSON, and a Markdown page."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cpu_report, gpu_report, machine
+from benchmarks.allocators import ALLOCATORS, spelled
+from benchmarks.configs import LORA_HEADS
 
 Record = dict[str, Any]
 
+METHOD = """\
+"train" calls compute the loss and `torch.autograd.grad` with respect to leaf logits, or leaf hidden states and head,
+without accumulation into `.grad`. "forward" calls run under `no_grad`. Inputs are restored before each call. That, and
+freeing the results, is outside the clock.
+
+Errors are those against float64 eager on the same rounded inputs, over sampled rows: of the loss absolute, of the
+gradient ‖error‖/‖truth‖ (the larger of hidden states and head), of forward log-probs and entropies the largest. A
+contestant whose errors exceed what its rounding explains has no figure. Every contestant that was faster is listed.
+"""
+CPU_METHOD = """\
+Every contestant runs in a process of its own, where its calls take turns with those of the denominators (M A M A …).
+Each ratio to a denominator is one of medians from that process; the denominator's own row is of all processes.
+"÷ dapo_kernels" compares two processes under the same allocator: contestants that overwrite the logits with our call in
+place, the others with our default call, which returns a new gradient. The same pass over memory takes up to twice as
+long in one process as in another, with nothing else running, because of the pages that a process was given. "÷ the
+fastest" divides by the fastest pass that any process of the workload saw.
+
+Peak extra is the resident high-water mark of one call minus what was resident before it: beyond the inputs, returned
+gradients included (their share is in the next column).
+
+Each heading names the allocator that every process under it had from its start:
+"""
+CUDA_METHOD = """\
+One process measures one configuration after another; the contestants take turns. Time is that between two CUDA events
+around the call, after the L2 cache was overwritten. The first launch is hidden behind that, later gaps count.
+Peak extra is the most that torch's allocator gave out during a call minus what it had before: to the byte, returned
+gradients included (their share is in the next column).
+"""
+REHEARSAL_WARNING = "**REHEARSAL on a CPU with tiny sizes: no figure on this page means anything.**"
 _COLUMNS = ("contestant", "setting", "median ms", "min–max")
 _MEMORY_COLUMNS = ("peak extra MiB", "of it gradients", "error: loss · gradient")
-_METHOD = """\
-Every call is one of a round in which it takes turns with others; inputs are restored before each, outside the clock.
-"train" calls are the loss and `torch.autograd.grad` with respect to leaf logits, or leaf hidden states and head: no
-accumulation into `.grad`. "forward" calls run under `no_grad`. Freeing the results is outside.
-
-Peak extra, on a CPU: resident high-water mark of one call, alone in a process, minus what was resident before it:
-beyond the inputs, returned gradients included (their share in the next column).
-
-Errors are against float64 eager on the same rounded inputs, over sampled rows: of the loss absolute, of the gradient
-‖error‖/‖truth‖ (of hidden states and head the larger), of forward log-probs and entropies the largest. A contestant
-whose errors exceed what its rounding explains has no figure. No table leaves out a contestant that was faster.
-"""
+_FOR_GPUS = "*written for GPUs:*"
+SPREAD = 1.25  # the page warns where medians of one denominator are further apart
 
 
 def write(results: dict[str, Any], base: Path) -> None:
-    """``base``.json, .md and, with matplotlib, .png; each replaced whole."""
+    """Write ``base``.json and .md; each replaces the old file at once."""
     base.parent.mkdir(parents=True, exist_ok=True)
-    _replace(Path(f"{base}.json"), json.dumps(results, indent=1, ensure_ascii=False))
-    _replace(Path(f"{base}.md"), markdown(results))
-    if importlib.util.find_spec("matplotlib") is not None:
-        _plot(results, Path(f"{base}.png"))
+    for suffix, text in ((".json", json.dumps(results, indent=1, ensure_ascii=False)), (".md", markdown(results))):
+        fresh = Path(f"{base}{suffix}.new")
+        fresh.write_text(text)
+        os.replace(fresh, f"{base}{suffix}")
 
 
 def is_failure(record: Record) -> bool:
-    """No figures where there should be some: the configuration died, or our own kernels failed or were wrong."""
+    """Return whether figures are missing: the configuration died, or our own kernels failed or were wrong."""
     bad = (row["status"] in ("failed", "wrong") for row in record["rows"] if row["kind"] == "ours")
     return "error" in record or any(bad)
 
 
 def markdown(results: dict[str, Any]) -> str:
+    records: list[Record] = results["records"]
+    on_gpu = any(record["rows"] and record["allocator"] is None for record in records)
+    parts = [f"# dapo_kernels benchmarks: {results['suite']}"]
+    parts += [REHEARSAL_WARNING] if results.get("rehearsal") else []
+    parts += [_facts(results), METHOD]
+    if on_gpu:
+        parts += [CUDA_METHOD, "## What this card reaches\n\n" + rates_of_card(records), _published(records)]
+    else:
+        parts += [CPU_METHOD + "\n" + "\n".join(f"- {name}: {spelled(name)}" for name in ALLOCATORS)]
+    parts += ["## Targets\n\n" + targets(records)]
+    parts += [] if on_gpu else [headline(group) for group in headlines(records)]
+    parts += [
+        "## Where another contestant is faster\n\n" + losses(records),
+        "## What did not run\n\n" + absent(records),
+    ]
+    parts += [f"## {record['config']}\n\n{table(record)}" for record in records]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _facts(results: dict[str, Any]) -> str:
     here = results["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
     load = f"{here['load_average'][0]:.2f} at the start, {results['load_average_at_end'][0]:.2f} at the end"
-    facts = [
-        *(gpu_report.facts(here["gpu"]) if "gpu" in here else []),
+    lines = []
+    if gpu := here.get("gpu"):
+        backends = ", ".join(f"{name}: {state}" for name, state in gpu["backends"].items())
+        lines += [
+            f"- device: {gpu['name']}, {gpu['memory_gib']} GiB, {gpu['multiprocessors']} multiprocessors, capability "
+            f"{gpu['capability']}, driver {gpu['driver']}, CUDA {gpu['cuda']}",
+            f"- backends: {backends}",
+        ]
+    lines += [
         f"- machine: {here['cpu']}, {here['cores']} cores, {here['memory_gib']} GiB",
         f"- instruction set: dapo_kernels {here['isa']}, torch {here['torch_isa']}, oneDNN "
         f"{here.get('onednn_isa') or 'as it chooses'}",
-        f"- threads: {results['threads']}; load average {load} (own work included)",
+        f"- threads: {results['threads']}; load average {load} (this benchmark included)",
         f"- versions: {versions}, Python {here['python']}",
         f"- commit: {here['commit']}",
         f"- command: `{results['command']}`, started {results['started']}, took {results['wall_s']:.0f} s",
     ]
-    parts = [f"# dapo_kernels benchmarks: {results['suite']}", "\n".join(facts), _METHOD]
-    if "gpu" in here:
-        parts += [gpu_report.METHOD, *gpu_report.sections(results["records"])]
-    else:
-        parts += [cpu_report.method(), *cpu_report.sections(results["records"])]
-    parts += [_losses(results["records"])]
-    parts += [f"## {record['config']}\n\n{table(record)}" for record in results["records"]]
-    return "\n\n".join(parts) + "\n"
+    return "\n".join(lines)
 
 
-def _losses(records: list[Record]) -> str:
-    """Where somebody else's median is below ours, said first."""
-    lines = []
+# --- sections ---------------------------------------------------------------------------------------------------------
+
+
+def losses(records: Sequence[Record]) -> str:
+    lines = [
+        f"- {record['config']}: {row['name']} takes {row['over_ours']:.2f} of our time"
+        for record in records
+        for row in record["rows"]
+        if row["kind"] in ("eager", "compile", "peer") and row.get("over_ours", 1.0) < 1.0
+    ]
+    return "\n".join(lines) or "Nowhere in this run."
+
+
+def absent(records: Sequence[Record]) -> str:
+    """List contestants without figures by reason, then configurations without any."""
+    reasons: dict[tuple[str, str], int] = {}
     for record in records:
         for row in record["rows"]:
-            if row["kind"] in ("eager", "compile", "peer") and row.get("over_ours", 1.0) < 1.0:
-                lines.append(f"- {record['config']}: {row['name']} takes {row['over_ours']:.2f} of our time")
-    found = "\n".join(lines) if lines else "Nowhere in this run."
-    return f"## Where another contestant is faster\n\n{found}"
+            if row["status"] != "ok":
+                key = (row["name"], f"{row['status']}: {row.get('reason')}")
+                reasons[key] = reasons.get(key, 0) + 1
+    lines = [f"- {name}, {count} configurations: {reason}" for (name, reason), count in reasons.items()]
+    lines += [f"- {record['config']}: {_why_empty(record)}" for record in records if not record["rows"]]
+    return "\n".join(lines) or "Every contestant has figures everywhere."
+
+
+def _why_empty(record: Record) -> str:
+    return record.get("error") or record["not_run"]
+
+
+def _published(records: Sequence[Record]) -> str:
+    """Return published figures beside those of this run."""
+    lines = []
+    for record in records:
+        best = sorted(
+            (row["median_ms"], row["name"]) for row in record["rows"] if row["kind"] == "ours" and _timed(row)
+        )
+        found = f"{best[0][1]} {_ms(best[0][0])} ms" if best else "no figure"
+        for what, figure, source in record.get("fields", {}).get("published", ()):
+            lines.append(_line([record["config"], found, f"{what}: {figure}", source]))
+    if not lines:
+        return ""
+    head = [_line(["configuration", "here, our fastest", "published, not ours", "source"]), _line(["---"] * 4)]
+    return "## Beside published figures\n\n" + "\n".join(head + lines)
+
+
+def rates_of_card(records: Sequence[Record]) -> str:
+    """Return what the denominators reached."""
+    lines = [f"- {record['config']}: {found}" for record in records if (found := _rates(record))]
+    return "\n".join(lines) or "No figures."
+
+
+def _rates(record: Record) -> str:
+    """Return GB/s of the passes over the logits and TFLOP/s of the matrix products."""
+    parts = []
+    for row in record["rows"]:
+        if row["kind"] == "denominator" and _timed(row) and "live" not in row["name"]:
+            fields, seconds = record["fields"], row["median_ms"] / 1e3
+            if row["name"].endswith(("GEMM", "GEMMs")):
+                count = 3 if row["name"] == "three GEMMs" else 1
+                flops = 2 * count * fields["n_tokens"] * fields["vocab"] * fields["hidden"]
+                parts.append(f"{row['name']} {flops / seconds / 1e12:.3g} TFLOP/s")
+            else:
+                rate = bandwidth(fields, row["median_ms"])
+                parts.append(f"{row['name']} {rate:.4g} GB/s (one read, one write)")
+    return "; ".join(parts)
+
+
+def bandwidth(fields: dict[str, Any], ms: float) -> float:
+    """Return GB/s if the logits are read once and written once in that time."""
+    return 2 * fields["n_tokens"] * fields["vocab"] * (4 if fields["dtype"] == "float32" else 2) / ms / 1e6
+
+
+# --- targets: figures that the project asked of itself before it measured ---------------------------------------------
+
+
+def _median(record: Record, name: str) -> float | None:
+    return next((row["median_ms"] for row in record["rows"] if row["name"] == name and _timed(row)), None)
+
+
+def _ratio(value: float | None, base: float | None) -> float | None:
+    return None if value is None or base is None else value / base
+
+
+def _beyond_gradients(ours: Record, record: Record) -> float | None:
+    return (ours["peak_extra_bytes"] - ours["gradient_bytes"]) / 2**30 if "peak_extra_bytes" in ours else None
+
+
+# What ``Config.targets`` names → the value of a record and its first row of kind "ours", ``None`` where there is none.
+METRICS: dict[str, Callable[[Record, Record], float | None]] = {
+    "÷ fastest pass": lambda ours, record: _ratio(ours.get("median_ms"), fastest_pass([record])),
+    "÷ denominator": lambda ours, record: ours.get("over_denominator"),
+    "÷ eager": lambda ours, record: _ratio(ours.get("median_ms"), _median(record, "eager")),
+    "ms": lambda ours, record: ours.get("median_ms"),
+    "LoRA on a frozen head ÷ the plain head": lambda ours, record: _ratio(
+        _median(record, LORA_HEADS[0]), ours.get("median_ms")
+    ),
+    "GiB beyond inputs and gradients": _beyond_gradients,
+    "error of the log-probs": lambda ours, record: ours.get("errors", {}).get("logprob"),
+}
+
+
+def targets(records: Sequence[Record]) -> str:
+    lines = []
+    for record in records:
+        ours = next((row for row in record["rows"] if row["kind"] == "ours"), {})
+        for name, limit in record.get("fields", {}).get("targets", ()):
+            value = METRICS[name](ours, record)
+            shown = ours.get("status", "no figure") if value is None else f"{value:.3g}"
+            verdict = "" if value is None else "met" if value <= limit else "not met"
+            lines.append(_line([f"{name} ≤ {limit:.3g}", record["config"], shown, verdict]))
+    head = [_line(["target", "configuration", "measured", ""]), _line(["---", "---", "---:", "---"])]
+    return "\n".join(head + lines) if lines else "No configuration of this run has one."
+
+
+def fastest_pass(records: Sequence[Record]) -> float | None:
+    """Return the smallest median, in ms, that the denominator had in any process of these records.
+
+    The same pass over the same memory takes up to twice as long in one process as in another, so that a ratio to the
+    pass of one's own process says less than one to the fastest pass of all.
+    """
+    return min((ms for record in records for ms in _passes(record)), default=None)
+
+
+def _passes(record: Record) -> list[float]:
+    """Return the denominator's medians in the contestants' own processes."""
+    own = [row for row in record["rows"] if row["kind"] != "denominator" and "over_denominator" in row]
+    return [row["median_ms"] / row["over_denominator"] for row in own]
+
+
+# --- the headline workloads of a CPU: each contestant under the allocator where it was fastest ------------------------
+
+
+def headlines(records: Sequence[Record]) -> list[list[Record]]:
+    """Return the records of each headline workload, one for each allocator."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        if record.get("fields", {}).get("headline") and record["rows"]:
+            groups.setdefault(record["workload"], []).append(record)
+    return list(groups.values())
+
+
+def headline(group: Sequence[Record]) -> str:
+    denominator = group[0]["denominators"][0]
+    columns = ["side", *(f"{record['allocator']}: ms (÷ {denominator})" for record in group), "its best"]
+    columns += ["there: its time ÷ ours", "there: our time ÷ its", "there: GB/s, one read and one write of the logits"]
+    columns += [f"there: ÷ the fastest {denominator}", "there: peak beyond inputs, MiB"]
+    lines = [_line(columns), _line(["---"] + ["---:"] * len(group) + ["---"] + ["---:"] * 5)]
+    rows = group[0]["rows"]
+    lines += [_side(group, row["name"]) for row in rows if not row["for_gpus"]]
+    if any(row["for_gpus"] for row in rows):
+        lines += [_line([_FOR_GPUS] + [""] * (len(columns) - 1))]
+        lines += [_side(group, row["name"]) for row in rows if row["for_gpus"]]
+    title = f"## {group[0]['workload']}: each side at its best\n\n"
+    return title + "\n".join(lines) + "\n\n" + "\n".join(map(_spread, group))
+
+
+def _side(group: Sequence[Record], name: str) -> str:
+    rows = [next((row for row in record["rows"] if row["name"] == name), {}) for record in group]
+    found = [(record, row) for record, row in zip(group, rows, strict=True) if _timed(row)]
+    if not found:
+        why = next((f"{row['status']}: {row.get('reason')}" for row in rows if row), "")
+        return _line([name, why, *[""] * (len(group) + 5)])
+    record, row = min(found, key=lambda pair: pair[1]["median_ms"])
+    fastest, ours = fastest_pass(group), row.get("over_ours")
+    rate = f"{bandwidth(record['fields'], row['median_ms']):.0f}" if record["fields"]["level"] == "logits" else ""
+    compared = [f"{ours:.2f}", f"{1 / ours:.2f}"] if ours else ["", ""]
+    memory = f"{row['peak_extra_bytes'] / 2**20:.0f}" if "peak_extra_bytes" in row else ""
+    over = f"{row['median_ms'] / fastest:.2f}" if fastest else ""
+    return _line([name, *map(_cell, rows), record["allocator"], *compared, rate, over, memory])
+
+
+def _cell(row: Record) -> str:
+    if not _timed(row):
+        return row.get("status", "")
+    over = f" ({row['over_denominator']:.2f})" if "over_denominator" in row else ""
+    return f"{row['median_ms']:.3g}{over}" if row["median_ms"] < 1000 else f"{row['median_ms']:.0f}{over}"
+
+
+def _spread(record: Record) -> str:
+    """Return how far the denominator's medians are apart: "÷ dapo_kernels" compares two processes."""
+    medians = _passes(record)
+    if not medians:
+        return ""
+    low, high = min(medians), max(medians)
+    verdict = "" if high <= SPREAD * low else "; far apart: compare times with the fastest"
+    name = record["denominators"][0]
+    return f"- {record['allocator']}: {name} took {low:.3g} to {high:.3g} ms, medians of the sides' processes{verdict}"
+
+
+# --- one configuration ------------------------------------------------------------------------------------------------
 
 
 def table(record: Record) -> str:
-    """One configuration as a Markdown table."""
+    """Return one configuration as a Markdown table."""
     if not record["rows"]:
         return f"No figures: {_why_empty(record)}"
     denominators = record["denominators"]
@@ -88,55 +310,46 @@ def table(record: Record) -> str:
     apart = [row for row in record["rows"] if row.get("for_gpus") and record["allocator"] is not None]
     lines += [_line(cells(row, denominators)) for row in record["rows"] if row not in apart]
     if apart:
-        lines += [_line(["*written for GPUs:*", *[""] * (len(columns) - 1)])]
+        lines += [_line([_FOR_GPUS, *[""] * (len(columns) - 1)])]
         lines += [_line(cells(row, denominators)) for row in apart]
-    return "\n".join(lines) + gpu_report.rates(record) + _faults(record)
-
-
-def _faults(record: Record) -> str:
-    """What the allocator was seen to do: the setting's name alone would be a claim."""
-    found = record.get("page_faults_per_mib")
-    if found is None:
-        return ""
-    return (
-        f"\n\nAllocator: {record['allocator']}. Page faults for each MiB: of a block that glibc had before "
-        f"{found['malloc']}, of a tensor in fresh pages {found['fresh_tensor']}."
-    )
-
-
-def _why_empty(record: Record) -> str:
-    return record.get("error") or record["not_run"]
+    reached, faults = _rates(record), record.get("page_faults_per_mib")
+    notes = [f"Reached: {reached}."] if reached else []
+    if faults is not None:
+        notes += [
+            f"Allocator: {record['allocator']}. Page faults for each MiB: of a block that glibc had before "
+            f"{faults['malloc']}, of a tensor in fresh pages {faults['fresh_tensor']}."
+        ]
+    return "\n\n".join(["\n".join(lines), *notes])
 
 
 def cells(row: Record, denominators: list[str]) -> list[str]:
-    """A row of the table; without figures, the reason."""
-    if "median_ms" not in row:
+    """Return a row of the table; without figures, with the reason."""
+    if not _timed(row):
         return [row["name"], row["setting"], row["status"], row.get("reason") or "", *[""] * (4 + len(denominators))]
     errors = row.get("errors", {})
     gradient = [errors[name] for name in ("gradient", "dweight") if name in errors]
     shown = [errors[name] for name in ("loss", "logprob", "entropy") if name in errors]
     shown += [max(gradient)] if gradient else []
-    ours = f"{row['over_ours']:.2f}" if "over_ours" in row else ""
     return [
         row["name"],
         row["setting"],
         _ms(row["median_ms"]),
         f"{_ms(row['min_ms'])}–{_ms(row['max_ms'])}",
         *(f"{row['over'][name]:.2f}" if name in row.get("over", {}) else "" for name in denominators),
-        ours,
-        _mib(row.get("peak_extra_bytes")) or row.get("memory_reason", ""),
+        f"{row['over_ours']:.2f}" if "over_ours" in row else "",
+        _mib(row.get("peak_extra_bytes")),
         _mib(row.get("gradient_bytes")),
         " · ".join(f"{error:.0e}" for error in shown),
     ]
 
 
 def console(record: Record) -> str:
-    """The table for a terminal: names and the figures that matter, aligned."""
+    """Return names and the figures that matter, aligned for a terminal."""
     if not record["rows"]:
         return f"\n{record['config']}\n  {_why_empty(record)}"
     lines = [f"\n{record['config']}   ({record['wall_s']:.0f} s, ÷ {', ÷ '.join(record['denominators'])}, ÷ ours)"]
     for row in record["rows"]:
-        if "median_ms" not in row:
+        if not _timed(row):
             lines.append(f"  {row['name']:34} {row['status']}: {row.get('reason')}")
             continue
         name, _, median, spread, *ratios, ours, memory, _, error = cells(row, record["denominators"])
@@ -145,7 +358,11 @@ def console(record: Record) -> str:
     return "\n".join(lines)
 
 
-def _line(values: list[str]) -> str:
+def _timed(row: Record) -> bool:
+    return "median_ms" in row
+
+
+def _line(values: Sequence[str]) -> str:
     return "| " + " | ".join(value.replace("|", "\\|") for value in values) + " |"
 
 
@@ -155,64 +372,3 @@ def _ms(value: float) -> str:
 
 def _mib(value: int | None) -> str:
     return "" if value is None else f"{value / 2**20:.1f}" if value < 10 * 2**20 else f"{value / 2**20:.0f}"
-
-
-def _replace(path: Path, text: str) -> None:
-    fresh = path.with_suffix(path.suffix + ".new")
-    fresh.write_text(text)
-    os.replace(fresh, path)
-
-
-def _panels(records: list[Record]) -> list[tuple[str, list[tuple[str, str, float, float]]]]:
-    """(title, (label, kind, value, ms) of each side, slowest first) of the headline workloads.
-
-    On a GPU the value is the time over the denominator's; on a CPU over ours under the allocator where that side was
-    fastest.
-    """
-    panels = []
-    for record in records:
-        if record.get("allocator") is None and record["rows"] and record["fields"]["headline"]:
-            rows = [row for row in record["rows"] if row["kind"] != "denominator" and "over_denominator" in row]
-            sides = [(row["name"], row["kind"], row["over_denominator"], row["median_ms"]) for row in rows]
-            panels.append((f"{record['config']}: time ÷ {record['denominators'][0]}", sides))
-    for group in cpu_report.headlines([record for record in records if record.get("allocator") is not None]):
-        sides = []
-        for name in dict.fromkeys(row["name"] for row in group[0]["rows"]):
-            best = cpu_report.best_of(group, name)
-            if best is not None and "over_ours" in best[1]:
-                label = f"{name} ({best[0]['allocator']})"
-                sides.append((label, best[1]["kind"], best[1]["over_ours"], best[1]["median_ms"]))
-        panels.append((f"{group[0]['workload']}: time ÷ dapo_kernels under the same allocator", sides))
-    return [(title, sorted(sides, key=lambda side: -side[2])) for title, sides in panels if sides]
-
-
-def _plot(results: dict[str, Any], path: Path) -> None:
-    """One panel for each headline workload, on a logarithmic axis."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    colours = {"denominator": "#bdc3c7", "ours": "#c0392b", "eager": "#7f8c8d", "compile": "#2c3e50", "peer": "#2980b9"}
-    panels = _panels(results["records"])
-    if not panels:
-        return
-    heights = [len(sides) + 1.0 for _, sides in panels]
-    figure, axes = pyplot.subplots(
-        len(panels), 1, figsize=(9, 1.2 + 0.32 * sum(heights)), height_ratios=heights, squeeze=False
-    )
-    for axis, (title, sides) in zip(axes[:, 0], panels, strict=True):
-        values = [value for _, _, value, _ in sides]
-        drawn = axis.barh([side[0] for side in sides], values, color=[colours[kind] for _, kind, _, _ in sides])
-        axis.bar_label(drawn, [f"{value:.2f}×  ({_ms(ms)} ms)" for _, _, value, ms in sides], padding=3, fontsize=8)
-        axis.set_xscale("log")
-        axis.set_xlim(0.8 * min(1.0, *values), max(values) * 4)
-        axis.axvline(1.0, color="black", linewidth=0.8)
-        axis.tick_params(axis="y", labelsize=8)
-        axis.set_title(title, fontsize=9, loc="left")
-        axis.spines[["top", "right"]].set_visible(False)
-    here = results["machine"]
-    figure.suptitle(f"{machine.headline(here)}, {here['commit']}", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)

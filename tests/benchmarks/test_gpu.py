@@ -1,0 +1,95 @@
+"""The stages of the first hour on a GPU: the rehearsal runs all of them, and a call resumes where the last stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpu
+from benchmarks.configs import TUNINGS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[bool | Exception]]:
+    """Three stages whose outcomes a test gives: finished, unfinished, or an exception."""
+    outcomes: dict[str, list[bool | Exception]] = {"one": [], "two": [], "three": []}
+
+    def stage(name: str) -> gpu.Stage:
+        def call(results: Path, seconds: float) -> bool:
+            outcome = outcomes[name].pop(0)
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+        return call
+
+    monkeypatch.setattr(gpu, "STAGES", {name: stage(name) for name in outcomes})
+    return outcomes
+
+
+def statuses(results: Path, only: int | None = None) -> list[str]:
+    return [stage["status"] for stage in gpu.run_stages(results, 100, only).values()]
+
+
+def test_a_call_resumes_what_is_not_finished(stages: dict[str, list[bool | Exception]], tmp_path: Path) -> None:
+    error = RuntimeError("no kernel image")
+    stages |= {"one": [True], "two": [error, error], "three": [False, True]}
+    assert statuses(tmp_path) == ["finished", "failed", "unfinished"]
+    saved = json.loads((tmp_path / "gpu-state.json").read_text())["stages"]
+    assert "no kernel image" in saved["two"]["reason"]
+    assert statuses(tmp_path) == ["finished", "failed", "finished"]
+    assert statuses(tmp_path) == ["finished", "failed", "finished"]  # a stage that failed twice is left out
+    stages["two"] = [True]
+    assert statuses(tmp_path, only=2) == ["finished", "finished", "finished"]
+
+
+def test_another_commit_starts_anew(
+    stages: dict[str, list[bool | Exception]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages |= {name: [True, True] for name in stages}
+    statuses(tmp_path)
+    monkeypatch.setattr(gpu.machine, "commit", lambda: "another")
+    statuses(tmp_path)
+    assert stages == {"one": [], "two": [], "three": []}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a CUDA device")
+def test_without_a_device_nothing_is_installed() -> None:
+    environment = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run([ROOT / "benchmarks" / "gpu.sh"], env=environment, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "CUDA" in done.stderr
+
+
+@pytest.mark.elsewhere
+def test_the_rehearsal_runs_every_stage(tmp_path: Path) -> None:
+    """Two minutes and more: Triton is interpreted."""
+    environment = {**os.environ, "BENCHMARK_REHEARSAL": "1", "TRITON_INTERPRET": "1", "RESULTS": str(tmp_path)}
+    environment |= {"PYTHON": sys.executable}
+    done = subprocess.run([ROOT / "benchmarks" / "gpu.sh"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    state = json.loads((tmp_path / "gpu-state.json").read_text())["stages"]
+    assert {stage["status"] for stage in state.values()} == {"finished"}
+    assert list(state) == list(gpu.STAGES)
+    for pattern in ("gpu-1-tests.txt", "gpu-card-*", "gpu-logits-*", "gpu-hidden-*", "gpu-tuning-*", "gpu-[456]-*"):
+        assert list(tmp_path.glob(pattern)), pattern
+    for page in tmp_path.glob("*.md"):
+        assert "REHEARSAL" in page.read_text(), page
+    rows = [
+        row
+        for path in tmp_path.glob("gpu-[clht]*.json")
+        for record in json.loads(path.read_text())["records"]
+        for row in record["rows"]
+    ]
+    assert not [row for row in rows if row["status"] in ("failed", "wrong")]
+    assert {"dapo_kernels, triton", *(tuning.name for tuning in TUNINGS)} <= {
+        row["name"] for row in rows if row["status"] == "ok"
+    }

@@ -1,0 +1,181 @@
+"""Contestants of other libraries and tuned launches, on stand-ins with the libraries' signatures."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import harness, tuning
+from benchmarks.configs import Config
+from benchmarks.contestants import CONTESTANTS, Contestant
+from benchmarks.peers import PEERS
+from benchmarks.problem import build
+from benchmarks.truth import find_truth
+
+LOGITS = Config("logits", "float32", 32, 512, rounds=3, min_rounds=3)
+HIDDEN = replace(LOGITS, level="hidden", hidden=128)
+GPU_PEERS = [peer for peer in PEERS if peer.device == "cuda"]
+
+
+def cross_entropy(x: Tensor, target: Tensor, reduction: str = "mean", inplace_backward: bool = False) -> Tensor:
+    return F.cross_entropy(x.float(), target, reduction=reduction)
+
+
+def flash_cross_entropy(logits: Tensor, labels: Tensor, inplace_backward: bool = False) -> tuple[Tensor, Tensor]:
+    losses = F.cross_entropy(logits.float(), labels, reduction="none")
+    return losses, torch.zeros_like(losses)
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, reduction: str = "mean", **_: bool
+) -> Tensor:
+    return F.cross_entropy(F.linear(x, weight, bias).float(), target, reduction=reduction)
+
+
+def mean_cross_entropy(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return linear_cross_entropy(x, weight, None, target)
+
+
+def grpo_loss(
+    logits: Tensor,
+    old_logp: Tensor,
+    ref_logp: None,
+    completion_ids: Tensor,
+    advantages: Tensor,
+    completion_mask: Tensor,
+    temperature: float,
+    beta: float,
+    eps_low: float,
+    eps_high: float,
+    loss_type: str,
+    reduce: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    assert logits.shape[1] == completion_ids.shape[1] + 1
+    assert (temperature, beta, loss_type, reduce) == (1.0, 0.0, "dapo", True)
+    logp = torch.log_softmax(logits[:, :-1].float(), -1).gather(-1, completion_ids[..., None])[..., 0]
+    ratio = torch.exp(logp - old_logp)
+    a = advantages[:, None]
+    losses = -torch.minimum(ratio * a, ratio.clamp(1 - eps_low, 1 + eps_high) * a)
+    return (losses * completion_mask).sum() / completion_mask.sum(), []
+
+
+def cut_cross_entropy(
+    e: Tensor, c: Tensor, targets: Tensor, reduction: str = "mean", filter_eps: str | None = "high"
+) -> Tensor:
+    assert filter_eps in ("high", None)
+    return linear_cross_entropy(e, c, None, targets, reduction)
+
+
+def verl_linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0, reduction: str = "none"
+) -> tuple[Tensor, Tensor]:
+    assert hidden.shape[1] % 128 == 0
+    assert (temperature, reduction) == (1.0, "none")
+    logp = torch.log_softmax((hidden @ weight.t()).float(), -1)
+    return logp.gather(-1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+def megatron_linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, tp_group: None = None, reduction: str = "mean"
+) -> Tensor:
+    return linear_cross_entropy(hidden, weight, None, labels, reduction)
+
+
+class LigerScaled:
+    @staticmethod
+    def apply(x: Tensor, weight: Tensor, target: Tensor, return_entropy: bool = False) -> Any:
+        logprobs, entropy = verl_linear_cross_entropy(x, weight, target)
+        return (-logprobs, entropy) if return_entropy else -logprobs
+
+
+STAND_INS: dict[str, dict[str, Callable[..., Any]]] = {
+    "quack.cross_entropy": {"cross_entropy": cross_entropy},
+    "quack.linear_cross_entropy": {
+        "linear_cross_entropy_func": linear_cross_entropy,
+        "chunked_linear_cross_entropy": mean_cross_entropy,
+    },
+    "cut_cross_entropy": {"linear_cross_entropy": cut_cross_entropy},
+    "verl.utils.kernel.linear_cross_entropy": {"linear_cross_entropy": verl_linear_cross_entropy},
+    "megatron.core.fusions.fused_linear_cross_entropy": {"linear_cross_entropy": megatron_linear_cross_entropy},
+    "flash_attn.ops.triton.cross_entropy": {"cross_entropy_loss": flash_cross_entropy},
+    "liger_kernel.transformers.grpo_loss": {"triton_grpo_loss": grpo_loss},
+    "liger_kernel.ops.fused_linear_scaled_cross_entropy": {"LigerFusedLinearScaledCrossEntropyFunction": LigerScaled},
+    "liger_kernel.transformers.functional": {"liger_fused_linear_cross_entropy": mean_cross_entropy},
+}
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    for path, functions in STAND_INS.items():
+        parts = path.split(".")
+        for k in range(1, len(parts)):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:k]), types.ModuleType(parts[k - 1]))
+        module = types.ModuleType(path)
+        vars(module).update(functions)
+        monkeypatch.setitem(sys.modules, path, module)
+
+
+@pytest.mark.parametrize("contestant", GPU_PEERS, ids=lambda c: c.name)
+def test_peers_do_the_same_work(stand_ins: None, contestant: Contestant) -> None:
+    """Fed with a stand-in that has the library's signature, each gives what the check wants."""
+    assert {m for c in GPU_PEERS for m in c.modules} == set(STAND_INS)
+    ran = 0
+    base = (LOGITS, HIDDEN, replace(HIDDEN, objective="reinforce"), replace(LOGITS, live=0.5, clipped=0.3))
+    for config in (*base, replace(HIDDEN, mode="forward"), replace(HIDDEN, mode="forward", entropy=True)):
+        if not contestant.can_do(replace(config, device="cuda")):
+            assert not contestant.can_do(config)
+            continue
+        problem = build(config)
+        row = harness.check(contestant, contestant.make(problem)(), find_truth(problem))
+        assert "reason" not in row, (config.name, row)
+        ran += 1
+    assert ran
+
+
+def test_only_plain_means_go_to_those_who_know_nothing_else() -> None:
+    takers = [c for c in GPU_PEERS if c.can_do(replace(HIDDEN, device="cuda", objective="reinforce"))]
+    only_there = [c.name for c in takers if not c.can_do(replace(HIDDEN, device="cuda"))]
+    assert only_there == ["quack linear_cross_entropy, chunked", "Liger fused linear cross-entropy"]
+
+
+def test_eviction_hints_are_in_every_access_of_a_row() -> None:
+    source = 'load(other=float("-inf"))\ndef _write_gradient(\n'
+    source += 'load(other=float("-inf"))\nstore(x.to(Out.dtype.element_ty), mask=offs_v < end)'
+    first, _, rest = tuning.source_with_hints(source).partition("def _write_gradient(")
+    assert (first.count("evict_last"), rest.count("evict_first")) == (1, 2)
+    with pytest.raises(ValueError, match="sweeps"):
+        tuning.source_with_hints("def _write_gradient(")
+    sweeps = (tuning.Path(harness.__file__).parents[1] / "dapo_kernels/backends/triton/sweeps.py").read_text()
+    assert tuning.source_with_hints(sweeps).count("eviction_policy") >= 3
+
+
+def test_a_missing_backend_is_an_absence() -> None:
+    ours = {c.name: c for c in CONTESTANTS}
+    assert ours["dapo_kernels"].missing() is None
+    if not torch.cuda.is_available():
+        assert ours["dapo_kernels, cuda"].missing()
+
+
+@pytest.mark.parametrize("base", [LOGITS, HIDDEN, replace(LOGITS, live=0.5, clipped=0.3)], ids=lambda c: c.name)
+def test_inputs_and_contestants_stay_on_the_device(base: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On "meta", a device that every machine has and whose tensors refuse to meet those of another."""
+    for module in ("problem", "truth"):
+        monkeypatch.setattr(f"benchmarks.{module}.seeded", lambda device, seed: None)  # nothing is drawn
+    problem = build(replace(base, device="meta"))
+    for tensor in (*problem.inputs(), *problem.tokens[:4], problem.normalizer):
+        assert tensor.device.type == "meta"
+    if base.level == "logits":
+        assert find_truth(problem).row_gradient.device.type == "meta"
+    ran = [c for c in harness.contestants_of(replace(base, device="cuda")) if c.kind in ("denominator", "eager")]
+    assert len(ran) == (3 if base.level == "logits" else 2) + (base.live < 1)
+    for contestant in ran:
+        result = contestant.make(problem)()
+        assert all(g.device.type == "meta" for g in result.gradients)

@@ -1,0 +1,264 @@
+"""Processes of a suite, its files, and what the page computes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import decide, harness, machine, report, run
+from benchmarks.allocators import HUGE_PAGES, OUT_OF_THE_BOX, RAISED
+from benchmarks.configs import GPU_CARD, GPU_HIDDEN, GPU_LOGITS, HEADLINE, Config
+from benchmarks.contestants import CONTESTANTS
+from benchmarks.peers import PEERS
+from dapo_kernels.backends.registry import Default
+
+# --- processes --------------------------------------------------------------------------------------------
+
+_WORKER = """
+import json, os, sys, time
+for name in sys.argv[1:]:
+    print(json.dumps({"progress": "at " + name}), flush=True)
+    if name == os.environ.get("DIES"):
+        sys.exit("killed by " + name)
+    if name == os.environ.get("HANGS"):
+        time.sleep(60)
+    row = {"name": "dapo_kernels", "kind": "ours", "setting": "", "status": "ok", "median_ms": 1.0, "min_ms": 1.0}
+    row |= {"max_ms": 1.0, "pid": os.getpid()}
+    record = {"config": name, "denominators": ["copy_"], "allocator": None, "wall_s": 0, "rows": [row]}
+    print(json.dumps({"record": record | {"fields": {"headline": True}}}), flush=True)
+"""
+SERVED = [replace(GPU_LOGITS[0], n_tokens=n) for n in (1, 2, 3, 4)]
+
+
+@pytest.fixture(autouse=True)
+def fake_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    def command(suite: str, chosen: Sequence[Config], threads: int) -> list[str]:
+        return [sys.executable, "-S", "-c", _WORKER, *(config.name for config in chosen)]
+
+    monkeypatch.setattr(run, "_command", command)
+
+
+def served(chosen: Sequence[Config] = SERVED, seconds: float | None = None) -> list[dict[str, Any]]:
+    records = list(run.measured("gpu-logits", chosen, 1, seconds, lambda config, text: None))
+    assert [record["config"] for record in records] == [config.name for config in chosen]
+    return records
+
+
+def pids(records: list[dict[str, Any]]) -> list[int]:
+    return [record["rows"][0]["pid"] for record in records if record["rows"]]
+
+
+def test_configurations_share_a_process_only_where_they_need_the_same_environment() -> None:
+    assert len(set(pids(served()))) == 1
+    on_cpu = [replace(c, device="cpu") for c in SERVED]
+    assert len(set(pids(served(on_cpu)))) == 1
+    environments = [{}, {"allocator": HUGE_PAGES}, {"allocator": HUGE_PAGES, "isa": "avx2"}, {"isa": "avx2"}]
+    apart = [replace(config, **fields) for config, fields in zip(on_cpu, environments, strict=True)]
+    assert len(set(pids(served(apart)))) == len(SERVED)
+
+
+def test_a_worker_that_dies_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIES", SERVED[1].name)
+    records = served()
+    assert "killed by" in records[1]["error"]
+    assert len(set(pids(records))) == 2
+    assert len(pids(records)) == 3
+
+
+def fake_gpu() -> dict[str, Any]:
+    facts = {"name": "NVIDIA H200", "capability": "9.0", "multiprocessors": 132, "memory_gib": 140.4}
+    return {**facts, "driver": "580.159.03", "cuda": "13.0", "backends": {"triton": "runs", "cuda": "not built"}}
+
+
+def test_a_suite_that_was_stopped_is_resumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "describe_gpu", fake_gpu)
+    monkeypatch.setenv("HANGS", SERVED[1].name)
+    base = tmp_path / "gpu-logits"
+
+    def call(seconds: float) -> list[str]:
+        results = run.run_suite("gpu-logits", SERVED, base, seconds, threads=1)
+        assert results == json.loads(base.with_suffix(".json").read_text())
+        return [record["config"] for record in results["records"] if record["rows"]]
+
+    names = [config.name for config in SERVED]
+    assert call(2.0) == names[:1]
+    page = base.with_suffix(".md").read_text()
+    assert all(text in page for text in ("NVIDIA H200", "580.159.03", *names))
+    assert not run.is_finished(base, SERVED)
+    assert call(2.0) == [names[0], names[2], names[3]]  # what hung comes last
+    assert run.is_finished(base, SERVED)  # and is not tried a third time
+    monkeypatch.delenv("HANGS")
+    assert call(2.0) == [names[0], names[2], names[3]]
+
+
+def test_a_gpu_suite_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--suite", "gpu-logits"])
+    assert run.main() == 2
+
+
+@pytest.mark.parametrize("out", [["--out", "/somewhere"], ["--out=/somewhere"], []])
+def test_a_page_names_its_command_but_no_folder_of_ours(monkeypatch: pytest.MonkeyPatch, out: list[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["run.py", "--suite", "quick", *out, "--only", "N=1 V"])
+    assert machine.command("python", "run.py") == "python run.py --suite quick --only 'N=1 V'"
+
+
+@pytest.mark.parametrize("text", ["NVRM version: NVIDIA UNIX x86_64  580.159.03  Release\nGCC 12.2.0", "580.159.03\n"])
+def test_the_version_of_the_driver(text: str) -> None:
+    assert machine.driver_version(text) == "580.159.03"
+    assert machine.driver_version("") == "unknown"
+
+
+# --- the page ---------------------------------------------------------------------------------------------
+
+
+def row(name: str, kind: str, ms: float, **more: Any) -> dict[str, Any]:
+    base = {"name": name, "kind": kind, "setting": "", "status": "ok", "for_gpus": name == "Liger"}
+    return {**base, **harness.summary([ms / 1e3]), **more}
+
+
+def record_of(config: Config, *rows: dict[str, Any]) -> dict[str, Any]:
+    names = [row["name"] for row in rows if row["kind"] == "denominator"]
+    harness.divide_by_denominators(list(rows))
+    harness.divide_by_ours(list(rows))
+    allocator = config.allocator if config.device == "cpu" else None
+    record = {"config": config.name, "workload": config.workload, "allocator": allocator, "fields": vars(config)}
+    return {**record, "denominators": names, "rows": list(rows), "wall_s": 1.0}
+
+
+def cells(page: str, first: str) -> list[str]:
+    line = next(line for line in page.splitlines() if line.startswith(f"| {first} |"))
+    return [cell.strip() for cell in line.split("|")[1:-1]]
+
+
+MS = {  # under each allocator
+    ("mul_", "denominator"): (12.0, 12.0, 8.0),
+    ("dapo_kernels", "ours"): (16.0, 18.0, 10.0),
+    ("eager", "eager"): (300.0, 72.0, 80.0),
+    ("Liger", "peer"): (400.0, 500.0, 600.0),
+}
+GROUP = [
+    record_of(
+        replace(HEADLINE[0], allocator=allocator),
+        *(row(*who, ms[i], peak_extra_bytes=7 * 2**20, gradient_bytes=0) for who, ms in MS.items()),
+    )
+    for i, allocator in enumerate((OUT_OF_THE_BOX, RAISED, HUGE_PAGES))
+]
+
+
+def test_a_peer_is_quoted_at_its_best_and_ours_under_the_same() -> None:
+    page = report.headline(GROUP)
+    eager = dict(zip(cells(page, "side"), cells(page, "eager"), strict=True))
+    assert eager["its best"] == RAISED
+    assert eager["there: its time ÷ ours"] == "4.00"  # 72 ÷ 18, not 72 ÷ 10 nor 300 ÷ 16
+    assert eager["there: our time ÷ its"] == "0.25"
+    assert eager["there: ÷ the fastest mul_"] == "9.00"  # 72 ÷ 8
+    assert eager["there: GB/s, one read and one write of the logits"] == "11"  # 2 · 2048 · 49152 · 4 bytes in 72 ms
+    assert eager["there: peak beyond inputs, MiB"] == "7"
+    assert [eager[f"{name}: ms (÷ mul_)"] for name in (OUT_OF_THE_BOX, RAISED)] == ["300 (25.00)", "72 (6.00)"]
+
+
+def test_contestants_are_compared_with_our_call_that_treats_the_logits_alike() -> None:
+    rows = [
+        {"kind": kind, "destroys_logits": destroys, "median_ms": ms}
+        for kind, destroys, ms in (
+            *(("denominator", False, 8.0), ("ours", True, 10.0), ("ours", False, 20.0)),
+            *(("eager", False, 80.0), ("peer", True, 30.0)),
+        )
+    ]
+    harness.divide_by_ours(rows)
+    assert [row["over_ours"] for row in rows] == [0.8, 1.0, 2.0, 4.0, 3.0]
+    assert {c.name for c in (*CONTESTANTS, *PEERS) if c.destroys_logits} == {
+        *("dapo_kernels", "Liger GRPO, Triton", "quack cross_entropy", "flash-attn cross_entropy_loss"),
+    }
+
+
+def test_passes_that_are_far_apart_are_pointed_out() -> None:
+    noisy = record_of(HEADLINE[0], row("mul_", "denominator", 8.0), row("dapo_kernels", "ours", 15.0))
+    noisy["rows"][1]["over_denominator"] = 1.25  # in a process whose pass took 12 ms
+    noisy["rows"].append({**row("eager", "eager", 80.0), "over_denominator": 10.0})  # 8 ms
+    assert "8 to 12 ms" in report.headline([noisy])
+    assert cells(report.targets([noisy]), "÷ fastest pass ≤ 1.35")[2:] == ["1.88", "not met"]
+    assert cells(report.targets(GROUP[2:]), "÷ fastest pass ≤ 1.35")[2:] == ["1.25", "met"]
+
+
+def test_losses_absences_and_published_figures_are_on_the_page() -> None:
+    published = next(config for config in GPU_HIDDEN if config.published)
+    gone = {"name": "gone", "kind": "peer", "setting": "", "status": "absent", "reason": "x is not installed"}
+    fast = record_of(published, row("copy_", "denominator", 10.0), row("dapo_kernels", "ours", 20.0))
+    fast["rows"] += [row("fast", "peer", 15.0, over_ours=0.75), gone]
+    assert f"{published.name}: fast takes 0.75" in report.losses([fast])
+    assert report.absent([fast, fast]).startswith("- gone, 2 ")
+    page = report._published([fast])
+    what, figure, source = published.published[0]
+    assert cells(page, published.name)[1:] == ["dapo_kernels 20.00 ms", f"{what}: {figure}", source]
+    assert "15.00" not in report.console(record_of(published, gone))
+
+
+def test_rates_of_the_card() -> None:
+    logits = record_of(GPU_LOGITS[0], row("copy_", "denominator", 1.0))
+    assert f"copy_ {2 * 2 * 8192 * 151936 / 1e-3 / 1e9:.4g} GB/s" in report.rates_of_card([logits])
+    hidden = record_of(GPU_HIDDEN[0], row("three GEMMs", "denominator", 40.0))
+    assert f"{6 * 8192 * 151936 * 4096 / 0.04 / 1e12:.3g} TFLOP/s" in report.rates_of_card([hidden])
+
+
+def test_every_target_can_be_computed() -> None:
+    memory = {"peak_extra_bytes": 5 * 2**30, "gradient_bytes": 2**30, "errors": {"logprob": 1e-6}}
+    rows = [row("mul_", "denominator", 1.0), row("dapo_kernels", "ours", 2.0, **memory), row("eager", "eager", 4.0)]
+    record = record_of(HEADLINE[0], *rows, row("dapo_kernels, LoRA", "ours", 3.0))
+    found = {name: metric(record["rows"][1], record) for name, metric in report.METRICS.items()}
+    assert found["GiB beyond inputs and gradients"] == 4.0
+    assert found["÷ eager"] == 0.5
+    assert found["LoRA on a frozen head ÷ the plain head"] == 1.5
+    assert None not in found.values()
+    used = {name for rows in run.SUITES.values() for config in rows for name, _ in config.targets}
+    assert used == set(report.METRICS)
+
+
+# --- the decision between the backends ----------------------------------------------------------------------
+
+
+def times(vocab: int, cuda: float | None, dtype: str = "bfloat16", level: str = "logits", mode: str = "train") -> Any:
+    medians = {decide.TRITON: 1.0, decide.CUDA: cuda}
+    rows = [{"name": n, "status": "ok" if t else "failed", "median_ms": t} for n, t in medians.items()]
+    return {"fields": {"mode": mode, "level": level, "dtype": dtype, "vocab": vocab}, "rows": rows}
+
+
+def test_cuda_takes_the_rows_in_which_it_is_faster() -> None:
+    big, small = times(151_936, 0.8), times(32_000, 0.9)
+    assert decide.decide([big, small]) == [decide.Row(32_000, ("bfloat16",), (0.8, 0.9))]
+    assert decide.decide([big, times(32_000, 0.99)]) == [decide.Row(151_936, ("bfloat16",), (0.8,))]
+    assert decide.decide([times(151_936, 1.0), small]) == []  # not faster above
+    assert decide.decide([big, times(151_936, 1.2)]) == []  # the worst of two sizes
+    assert decide.decide([big, times(151_936, 1.1, level="hidden")]) == []
+    assert decide.decide([big, times(151_936, 1.2, mode="forward")]) != []
+    assert decide.decide([times(151_936, None)]) == decide.decide([]) == []
+
+
+def test_the_decision_is_source_for_the_registry() -> None:
+    import torch
+
+    gpu = {"name": "NVIDIA H100", "capability": "9.0"}
+    results = {"machine": {"gpu": gpu}, "records": [times(151_936, 0.8), times(151_936, 0.9, "float32")]}
+    tuned = times(32_000, None)
+    tuned["rows"].append({"name": decide.TUNINGS[0].name, "status": "ok", "median_ms": 0.5})
+    text = decide.text([results, {"records": [tuned]}], ["gpu-h100.json"])
+    scope: dict[str, Any] = {"Default": Default, "torch": torch}
+    exec(text, scope)
+    both = Default("cuda", (9, 0), 151_936, (torch.bfloat16, torch.float32))
+    assert scope["CUDA_DEFAULTS"] == (both, Default("triton"))
+    assert f"0.50 of the built-in launch's time: {decide.TUNINGS[0].name}" in text
+
+
+def test_the_gpu_suites_measure_what_is_decided() -> None:
+    both = {decide.TRITON, decide.CUDA}
+    suites = (*GPU_CARD, *GPU_LOGITS, *GPU_HIDDEN)
+    kinds = {(c.level, c.dtype, c.vocab % 2) for c in suites if c.mode == "train" and both <= set(c.contestants or ())}
+    assert kinds >= {("logits", dtype, odd) for dtype in ("bfloat16", "float32") for odd in (0, 1)}
+    assert ("hidden", "bfloat16", 0) in kinds
