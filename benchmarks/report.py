@@ -85,20 +85,17 @@ def markdown(results: dict[str, Any]) -> str:
 
 def _facts(results: dict[str, Any]) -> str:
     here = results["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
-    load = f"{here['load_average'][0]:.2f} at the start, {results['load_average_at_end'][0]:.2f} at the end"
     lines = []
     if gpu := here.get("gpu"):
-        backends = ", ".join(f"{name}: {state}" for name, state in gpu["backends"].items())
-        lines += [
-            f"- device: {gpu['name']}, {gpu['memory_gib']} GiB, {gpu['multiprocessors']} multiprocessors, capability "
-            f"{gpu['capability']}, driver {gpu['driver']}, CUDA {gpu['cuda']}",
-            f"- backends: {backends}",
-        ]
+        size = f"{gpu['memory_gib']} GiB, {gpu['multiprocessors']} multiprocessors, capability {gpu['capability']}"
+        lines.append(f"- device: {gpu['name']}, {size}, driver {gpu['driver']}, CUDA {gpu['cuda']}")
+        lines.append(f"- backends: {', '.join(f'{name}: {state}' for name, state in gpu['backends'].items())}")
+    isa = f"dapo_kernels {here['isa']}, torch {here['torch_isa']}, oneDNN {here['onednn_isa'] or 'as it chooses'}"
+    load = f"{here['load_average'][0]:.2f} at the start, {results['load_average_at_end'][0]:.2f} at the end"
+    versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
     lines += [
         f"- machine: {here['cpu']}, {here['cores']} cores, {here['memory_gib']} GiB",
-        f"- instruction set: dapo_kernels {here['isa']}, torch {here['torch_isa']}, oneDNN "
-        f"{here.get('onednn_isa') or 'as it chooses'}",
+        f"- instruction set: {isa}",
         f"- threads: {results['threads']}; load average {load} (this benchmark included)",
         f"- versions: {versions}, Python {here['python']}",
         f"- commit: {here['commit']}",
@@ -344,17 +341,14 @@ def cells(row: Record, denominators: list[str]) -> list[str]:
 
 
 def console(record: Record) -> str:
-    """Return names and the figures that matter, aligned for a terminal."""
+    """Return the medians and ratios for a terminal."""
     if not record["rows"]:
         return f"\n{record['config']}\n  {_why_empty(record)}"
     lines = [f"\n{record['config']}   ({record['wall_s']:.0f} s, ÷ {', ÷ '.join(record['denominators'])}, ÷ ours)"]
     for row in record["rows"]:
-        if not _timed(row):
-            lines.append(f"  {row['name']:34} {row['status']}: {row.get('reason')}")
-            continue
-        name, _, median, spread, *ratios, ours, memory, _, error = cells(row, record["denominators"])
-        shown = "  ".join(f"{ratio:>7}" for ratio in ratios)
-        lines.append(f"  {name:34} {median:>9} ms  {spread:>17}  {shown}  {ours:>7}  {memory:>7}  {error}")
+        shown = cells(row, record["denominators"])
+        figures = [shown[2], "ms", *shown[4:-3]] if _timed(row) else shown[2:4]
+        lines.append(f"  {row['name']:34} " + "  ".join(f"{figure:>7}" for figure in figures))
     return "\n".join(lines)
 
 

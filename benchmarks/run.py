@@ -14,7 +14,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
@@ -92,10 +91,8 @@ def run_suite(
         "machine": here,
         "rehearsal": configs.REHEARSAL,
     }
-    print(
-        f"{machine.headline(here)}, load {here['load_average'][0]}; {len(left)} configurations → {base}.*", flush=True
-    )
-    for record in measured(suite, left, threads, seconds, _Progress(left)):
+    print(f"{machine.headline(here)}; {len(left)} configurations → {base}.*", flush=True)
+    for record in measured(suite, left, threads, seconds, _log_progress([c.name for c in left])):
         record["tries"] = tries.get(record["config"], 0) + record.get("tries", 1)
         records[record["config"]] = record
         results["records"] = [records[c.name] for c in chosen if c.name in records]
@@ -152,26 +149,12 @@ def _in_worker(
 
     A worker whose time is over is stopped, and the configuration under way has no record.
     """
-    done = 0
-    overdue = threading.Event()
+    done, command = 0, _command(suite, chosen, threads)
+    if seconds is not None:
+        command = ["timeout", "--signal=KILL", f"{seconds:.1f}", *command]
+    environment = _environment(chosen[0], threads)
     with tempfile.TemporaryFile("w+") as log:
-        worker = subprocess.Popen(
-            _command(suite, chosen, threads),
-            cwd=ROOT,
-            env=_environment(chosen[0], threads),
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=log,
-        )
-
-        def stop() -> None:
-            overdue.set()
-            worker.kill()
-
-        timer = threading.Timer(seconds or 0.0, stop)
-        timer.daemon = True
-        if seconds is not None:
-            timer.start()
+        worker = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=log)
         assert worker.stdout is not None
         for line in worker.stdout:
             message: dict[str, Any] = json.loads(line) if line.startswith("{") else {"progress": line.strip()}
@@ -181,10 +164,10 @@ def _in_worker(
             else:
                 progress(chosen[min(done, len(chosen) - 1)], message["progress"])
         code = worker.wait()
-        timer.cancel()
         log.seek(0)
         last_words = " | ".join(log.read().splitlines()[-_LAST_LINES:])
-    if done < len(chosen) and not overdue.is_set():
+    is_overdue = seconds is not None and code in (137, -9)  # of ``timeout``, which may have killed itself too
+    if done < len(chosen) and not is_overdue:
         yield {"config": chosen[done].name, "rows": [], "error": f"worker ended with {code}: {last_words}"}
 
 
@@ -227,24 +210,17 @@ def _now() -> datetime:
     return datetime.now(timezone.utc)
 
 
-class _Progress:
-    """Print what a worker does: one line, rewritten, on a terminal; in a log one line every few seconds."""
+def _log_progress(names: Sequence[str]) -> Progress:
+    """Return a function that prints what a worker does, a line every few seconds."""
+    shown = 0.0
 
-    def __init__(self, chosen: Sequence[Config]) -> None:
-        self._names = [config.name for config in chosen]
-        self._began: dict[str, float] = {}
-        self._shown = 0.0
+    def log(config: Config, text: str) -> None:
+        nonlocal shown
+        if time.monotonic() - shown > _LOG_EVERY_S:
+            shown = time.monotonic()
+            print(f"[{names.index(config.name) + 1}/{len(names)}] {config.name}  {text}", flush=True)
 
-    def __call__(self, config: Config, text: str) -> None:
-        now = time.time()
-        began = self._began.setdefault(config.name, now)
-        number = self._names.index(config.name) + 1
-        line = f"[{number}/{len(self._names)}] {config.name}  {now - began:4.0f} s  {text}"
-        if sys.stdout.isatty():
-            print(f"\r\033[K{line}", end="", flush=True)
-        elif now - self._shown > _LOG_EVERY_S:
-            self._shown = now
-            print(line, flush=True)
+    return log
 
 
 if __name__ == "__main__":
