@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,16 +39,11 @@ RESPONSES, TOKENS = 16, 128
 PHASES_SHOWN = 6
 
 
-class Side(NamedTuple):
-    name: str
-    ranks: int  # 0: no launcher
-    threads: int
-
-
+# Name, ranks (0: no launcher), threads.
 SIDES = (
-    Side("one process, 2 threads", 0, 2),
-    Side("torchrun, 1 rank, 2 threads", 1, 2),
-    Side("torchrun, 2 ranks, 1 thread each", 2, 1),
+    ("one process, 2 threads", 0, 2),
+    ("torchrun, 1 rank, 2 threads", 1, 2),
+    ("torchrun, 2 ranks, 1 thread each", 2, 1),
 )
 
 
@@ -101,32 +96,30 @@ def phases_of(event: dict[str, Any]) -> dict[str, float]:
 
 def measure_steps(options: argparse.Namespace) -> str:
     here = machine.describe()
-    sides: dict[Side, list[dict[str, float]]] = {SIDES[number]: [] for number in options.sides}
+    found: dict[str, list[dict[str, float]]] = {SIDES[number][0]: [] for number in options.sides}
     for _ in range(options.rounds):
-        for side, steps in sides.items():
-            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(side.ranks)]
-            environment = {**os.environ, "OMP_NUM_THREADS": str(side.threads)}
+        for name, ranks, threads in (SIDES[number] for number in options.sides):
+            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
             with tempfile.TemporaryDirectory() as folder:
                 raw = recipe(str(Path(options.model).resolve()), folder, options.prompts, options.steps)
-                raw["run"]["threads"] = side.threads
-                steps += train(raw, launcher if side.ranks else [], environment)
-    return step_page(sides, here, options)
+                raw["run"]["threads"] = threads
+                found[name] += train(raw, launcher, {**os.environ, "OMP_NUM_THREADS": str(threads)})
+    return step_page(found, here, options)
 
 
-def step_page(sides: dict[Side, list[dict[str, float]]], here: dict[str, Any], options: argparse.Namespace) -> str:
-    medians = {side: statistics.median(sum(step.values()) for step in steps) for side, steps in sides.items()}
-    base = medians[next(iter(sides))]
-
-    def seconds(side: Side, phase: str) -> float:
-        return statistics.median(step.get(phase, 0.0) for step in sides[side])
-
-    phases = {phase for steps in sides.values() for step in steps for phase in step}
-    shown = sorted(phases, key=lambda phase: -max(seconds(side, phase) for side in sides))[:PHASES_SHOWN]
+def step_page(found: dict[str, list[dict[str, float]]], here: dict[str, Any], options: argparse.Namespace) -> str:
+    totals = {name: statistics.median(sum(step.values()) for step in steps) for name, steps in found.items()}
+    base = next(iter(totals.values()))
+    names = {phase for steps in found.values() for step in steps for phase in step}
+    phases = {
+        phase: {name: statistics.median(step.get(phase, 0.0) for step in steps) for name, steps in found.items()}
+        for phase in names
+    }
+    shown = sorted(names, key=lambda phase: -max(phases[phase].values()))[:PHASES_SHOWN]
     rows = []
-    for side in sides:
-        cells = [side.name, f"{medians[side]:.2f}", f"{medians[side] / base:.2f}"]
-        rows.append(f"| {' | '.join([*cells, *(f'{seconds(side, phase):.2f}' for phase in shown)])} |")
-    heads = " | ".join(phase.replace("_", " ") for phase in shown)
+    for name, total in totals.items():
+        cells = [name, f"{total:.2f}", f"{total / base:.2f}", *(f"{phases[phase][name]:.2f}" for phase in shown)]
+        rows.append(f"| {' | '.join(cells)} |")
     return f"""# A step of SmolLM2-135M on one process and on ranks
 
 {options.prompts} prompts × {RESPONSES} responses of up to {TOKENS} tokens, bfloat16, engine `hf`, one update of
@@ -134,7 +127,7 @@ micro-batches of at most 16384 tokens, `parallel.reshard_after_forward=false`. S
 {options.steps} steps: the sides take turns, and the first {WARM_UP} of each process and saving are left out.
 {_machine(here)}
 
-| how | a step | ÷ one process | {heads} |
+| how | a step | ÷ one process | {" | ".join(phase.replace("_", " ") for phase in shown)} |
 |---|---:|---:|{"---:|" * len(shown)}
 {chr(10).join(rows)}
 """

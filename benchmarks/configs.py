@@ -220,7 +220,7 @@ BACKENDS = ("dapo_kernels, triton", "dapo_kernels, cuda")
 _CUDA_PEERS = (
     *(_NEW_GRADIENT, *BACKENDS, *_EAGER, "TRL selective_log_softmax", "TRL chunked log-probs", "Liger GRPO, Triton"),
     *("quack cross_entropy", "quack linear_cross_entropy", "cut-cross-entropy", "cut-cross-entropy, unfiltered"),
-    *("verl linear_cross_entropy", "Liger scaled cross-entropy", "Megatron linear_cross_entropy"),
+    *("verl linear_cross_entropy", "Liger scaled cross-entropy"),
     *("flash-attn cross_entropy_loss", "linear_cross_entropy, chunked"),
 )
 # Plain cross-entropy is REINFORCE with advantages of 1: what libraries without a policy loss are tuned for.
@@ -352,7 +352,11 @@ def _small(configs: Iterable[Config]) -> tuple[Config, ...]:
     rows: dict[str, Config] = {}
     for config in configs:
         names = tuple(name for name in config.contestants or () if name not in (*_COMPILED, "Liger GRPO"))
-        sizes = {"n_tokens": 8, "vocab": 160 + config.vocab % 2, "hidden": min(config.hidden, 128)}
+        sizes = {
+            "n_tokens": 64 if config.hidden else 8,
+            "vocab": 160 + config.vocab % 2,
+            "hidden": min(config.hidden, 128),
+        }
         row = replace(config, **sizes, contestants=names, rounds=2, min_rounds=1, seconds=0.1)
         rows.setdefault(row.name, row)
     return tuple(rows.values())

@@ -20,7 +20,7 @@ from dapo_kernels.backends import available_backends
 from dapo_runner.preflight.amx import VARIABLE
 
 _PACKAGES = ("torch", "triton", "transformers", "trl", "liger_kernel", "numpy")
-_GPU_PACKAGES = ("quack-kernels", "nvidia-cutlass-dsl", "flash-attn", "cut-cross-entropy", "verl", "megatron-core")
+_GPU_PACKAGES = ("quack-kernels", "nvidia-cutlass-dsl", "flash-attn", "cut-cross-entropy", "verl")
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
@@ -92,15 +92,9 @@ def commit() -> str:
 
 
 def command(*program: str) -> str:
-    """Return the command line of this process for its page, without ``--out``, a path of one machine."""
-    arguments = iter(sys.argv[1:])
-    kept = []
-    for argument in arguments:
-        if argument == "--out":
-            next(arguments, None)
-        elif not argument.startswith("--out="):
-            kept.append(argument)
-    return shlex.join([*program, *kept])
+    """Return the command line of this process for its page, without folders of results: they are of one machine."""
+    arguments = " ".join(map(shlex.quote, sys.argv[1:]))
+    return " ".join([*program, re.sub(r" ?--(out|results)[ =]\S+", "", arguments).strip()]).strip()
 
 
 def available_bytes() -> int:

@@ -259,15 +259,6 @@ def _liger_scaled(problem: Problem) -> Run:
     return from_logprobs(problem, logprobs_of)
 
 
-_MEGATRON = "megatron.core.fusions.fused_linear_cross_entropy"
-_FROM_SOURCE = "reduction none; from its sources: the wheels (0.19.2) are without it"
-
-
-@_cross_entropy("Megatron linear_cross_entropy", _FROM_SOURCE, "hidden", _MEGATRON)
-def _megatron(megatron: Any, in_place: bool) -> Callable[..., Tensor]:
-    return functools.partial(megatron.linear_cross_entropy, reduction="none")
-
-
 _MEAN = {"device": "cuda", "takes": is_cross_entropy}
 
 

@@ -85,7 +85,7 @@ def run_suite(
     left.sort(key=lambda config: tries.get(config.name, 0))
     results: dict[str, Any] = {
         "suite": suite,
-        "command": machine.command("python", "benchmarks/run.py"),
+        "command": machine.command("python", f"benchmarks/{Path(sys.argv[0]).name}"),
         "started": started.isoformat(timespec="seconds"),
         "threads": threads,
         "machine": here,

@@ -83,12 +83,6 @@ def verl_linear_cross_entropy(
     return logp.gather(-1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
-def megatron_linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, tp_group: None = None, reduction: str = "mean"
-) -> Tensor:
-    return linear_cross_entropy(hidden, weight, None, labels, reduction)
-
-
 class LigerScaled:
     @staticmethod
     def apply(x: Tensor, weight: Tensor, target: Tensor, return_entropy: bool = False) -> Any:
@@ -104,7 +98,6 @@ STAND_INS: dict[str, dict[str, Callable[..., Any]]] = {
     },
     "cut_cross_entropy": {"linear_cross_entropy": cut_cross_entropy},
     "verl.utils.kernel.linear_cross_entropy": {"linear_cross_entropy": verl_linear_cross_entropy},
-    "megatron.core.fusions.fused_linear_cross_entropy": {"linear_cross_entropy": megatron_linear_cross_entropy},
     "flash_attn.ops.triton.cross_entropy": {"cross_entropy_loss": flash_cross_entropy},
     "liger_kernel.transformers.grpo_loss": {"triton_grpo_loss": grpo_loss},
     "liger_kernel.ops.fused_linear_scaled_cross_entropy": {"LigerFusedLinearScaledCrossEntropyFunction": LigerScaled},
