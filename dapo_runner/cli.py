@@ -63,7 +63,7 @@ command(
     "study",
     "compare variants of a recipe over several seeds",
     argument("config", metavar="STUDY", help="a YAML file, or the name of a study (dapo recipes lists them)"),
-    argument("--jobs", type=int, metavar="N", help="runs at the same time (default: the study's)"),
+    argument("--jobs", type=int, metavar="N", help="runs at the same time (default: cores ÷ threads)"),
     argument("--dry-run", action="store_true", help="check every variant and print how many runs are done"),
 )
 command(
