@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*)
 
-.PHONY: demo test test-elsewhere test-ranks test-vllm mutants lint format bench gpu wheel kernel-repository install clean
+.PHONY: demo test test-elsewhere test-ranks test-vllm mutants lint format bench docs gpu wheel kernel-repository install clean
 
 # Editable: Python files are used where they lie, the extension is rebuilt when csrc changes.
 INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt

@@ -1,4 +1,4 @@
-"""The pages: generated ones are up to date, commands that they name exist."""
+"""The pages: generated ones are up to date, commands that they name exist, and so does what they link to."""
 
 from __future__ import annotations
 
@@ -15,10 +15,20 @@ from docs.generate import PAGES
 
 ROOT = Path(__file__).parent.parent
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GENERATED = ("settings.md", "metrics.md", "cli.md")
 
 
 def text_of(path: Path) -> str:
     return path.read_text(encoding="utf-8")
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(text: str) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", without_code(text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -42,6 +52,29 @@ def test_commands_on_a_page_exist(path: Path) -> None:
         if command in COMMANDS:
             options = {option for names, _ in COMMANDS[command].arguments for option in names}
             assert {word.rstrip(".,;:)") for word in words if word.startswith("--")} <= options, line
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(text_of(path))):
+        if link.startswith("http"):
+            continue
+        file, _, anchor = link.partition("#")
+        target = path.parent / file if file else path
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(text_of(target)), link
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_prose_has_short_lines(path: Path) -> None:
+    if path.name not in GENERATED:
+        lines = without_code(text_of(path)).splitlines()
+        assert [line for line in lines if len(line) > 100 and not line.startswith(("|", "![", "    "))] == []
+
+
+def test_the_index_lists_every_page() -> None:
+    listed = set(re.findall(r"\]\((\w[\w-]*\.md)\)", text_of(ROOT / "docs/index.md")))
+    assert listed == {path.name for path in FILES} - {"README.md", "index.md"}
 
 
 def test_the_first_loss_runs_from_top_to_bottom() -> None:
