@@ -76,6 +76,19 @@ bench: install
 bench-smoke: install
 	$(BIN)/python -m pytest benchmarks/bench_loss.py --benchmark-autosave --benchmark-compare
 
+# The site of docs/ in build/site, in a venv of its own. A dead link is an error.
+DOCS_VENV ?= .venv-docs
+DOCS_EXTRA := import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')
+
+docs: $(DOCS_VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+
+$(DOCS_VENV)/.installed: pyproject.toml
+	test -x $(DOCS_VENV)/bin/pip || $(PYTHON) -m venv --clear $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -c "$(DOCS_EXTRA)" > $(DOCS_VENV)/requirements.txt
+	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $(DOCS_VENV)/requirements.txt
+	touch $@
+
 # Beside the torch of PYTHON, not in .venv. benchmarks/gpu.sh documents STAGE, WHEELS, BUDGET_S, RESULTS and PEERS.
 gpu:
 	PYTHON='$(PYTHON)' benchmarks/gpu.sh
