@@ -240,7 +240,7 @@ def _with_peers(base: Config, **fields: Any) -> Config:
 def _with_compiled(base: Config) -> Config:
     """Return a row with torch.compile too, which takes ten seconds and more for every shape."""
     everyone = (*_CUDA_OURS, *_CUDA_PEERS, *_COMPILED, "Liger GRPO")
-    return replace(base, contestants=everyone, seconds=2 * base.seconds, headline=True)
+    return replace(base, contestants=everyone, seconds=2 * base.seconds)
 
 
 def _on_backends(base: Config, **fields: Any) -> Config:

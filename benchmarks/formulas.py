@@ -1,6 +1,6 @@
-"""The objectives spelled out as a user of plain PyTorch writes them: what eager contestants run and what checks use.
+"""The objectives as a user of plain PyTorch writes them, for eager contestants and for the check.
 
-Deliberately not the code of ``dapo_kernels``: a check against it would compare a thing with itself.
+This is deliberately not the code of ``dapo_kernels``, which it checks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Tokens(NamedTuple):
 
 
 def dapo(logprobs: Tensor, tokens: Tokens) -> Tensor:
-    """−Σ min(ρA, clip(ρ, 0.8, 1.28)·A) / live tokens (DAPO, eq. 8), from log-probs [N]."""
+    """Return −Σ min(ρA, clip(ρ, 0.8, 1.28)·A) / live tokens (DAPO, eq. 8), from log-probs [N]."""
     ratio = torch.exp(logprobs - tokens.old_logprobs)
     clipped = torch.clamp(ratio, 1 - 0.2, 1 + 0.28)
     loss = -torch.minimum(ratio * tokens.advantages, clipped * tokens.advantages)
@@ -32,12 +32,12 @@ def dapo(logprobs: Tensor, tokens: Tokens) -> Tensor:
 
 
 def reinforce(logprobs: Tensor, tokens: Tokens) -> Tensor:
-    """−Σ A ℓ / live tokens (Williams 1992), from log-probs [N]."""
+    """Return −Σ A ℓ / live tokens (Williams 1992), from log-probs [N]."""
     return -(tokens.advantages * logprobs * tokens.mask).sum() / tokens.mask.sum()
 
 
 def gspo(logprobs: Tensor, tokens: Tokens) -> Tensor:
-    """DAPO's clip on s = exp(mean of ℓ − ℓ_old over a sequence), mean over sequences (GSPO, eq. 5), from [N]."""
+    """Return DAPO's clip on s = exp(mean of ℓ − ℓ_old over a sequence), mean over sequences (GSPO, eq. 5), from [N]."""
     live = tokens.mask.view(tokens.n_sequences, -1)
     delta = (logprobs - tokens.old_logprobs).view(tokens.n_sequences, -1)
     ratio = torch.exp((delta * live).sum(1) / live.sum(1))
@@ -46,7 +46,7 @@ def gspo(logprobs: Tensor, tokens: Tokens) -> Tensor:
 
 
 def top_entropy(logprobs: Tensor, tokens: Tokens) -> Tensor:
-    """DAPO on the fifth of the live tokens with the highest entropy (Wang et al. 2025), divided by all live tokens."""
+    """Return DAPO on the fifth of the live tokens with the highest entropy (Wang et al. 2025) ÷ all live tokens."""
     assert tokens.entropy is not None
     count = int(0.2 * int(tokens.mask.sum()) + 1 - 1e-9)
     order = tokens.entropy.detach().masked_fill(~tokens.mask, -torch.inf).argsort(descending=True, stable=True)

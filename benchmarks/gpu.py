@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,10 @@ LEAST_S = 5 if REHEARSAL else 30  # a stage is not started with less time
 TRIES = 2  # a stage that failed so often is left out
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SANITIZED = ("tests/kernels/test_gpu_execution.py", "-k", "every_kernel_of_the_cuda_backend and 32003")
-RUNNER_PACKAGES = ("transformers", "datasets", "pydantic", "yaml", "rich", "safetensors", "matplotlib", "aiohttp")
-# For --bundle: pip names. Peers come without their dependencies, which would bring another torch.
-BUILD_WHEELS = ("setuptools>=77", "pybind11", "ninja", "pytest>=8", "matplotlib")
-PEER_WHEELS = (
-    *("liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cut-cross-entropy", "verl", "trl"),
-    "vllm",
-)
+BUILD_WHEELS = ("setuptools>=77", "pybind11", "ninja", "pytest>=8")
+RUNNER_WHEELS = ("transformers", "datasets", "pydantic", "pyyaml", "rich", "matplotlib", "aiohttp", "scipy")
+# Peers and vLLM come without their dependencies, which would bring another torch.
+LONE_WHEELS = (*(ROOT / "benchmarks" / "gpu-peers.txt").read_text().split(), "vllm")
 
 Finished = bool
 Stage = Callable[[Path, float], Finished]
@@ -56,11 +53,15 @@ Stage = Callable[[Path, float], Finished]
 def test_on_gpu(results: Path, seconds: float) -> int | None:
     """Run the tests of the GPU kernels, and those of the runner where its packages are installed."""
     folders = [ROOT / "tests" / "kernels"]
-    folders += [ROOT / "tests" / "runner"] if all(map(machine.is_importable, RUNNER_PACKAGES)) else []
+    folders += [ROOT / "tests" / "runner"] if not _absent(RUNNER_WHEELS) else []
     # Only files with such tests: collecting the others would need more packages.
     files = [f for folder in folders for f in sorted(folder.rglob("test_*.py")) if "mark.gpu" in f.read_text()]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", *map(str, files)]
     return _logged(command, results / "gpu-1-tests.txt", seconds)
+
+
+def _absent(packages: Sequence[str]) -> list[str]:
+    return [package for package in packages if machine.version(package) == "absent"]
 
 
 def _logged(command: list[str], path: Path, seconds: float) -> int | None:
@@ -83,8 +84,12 @@ def _is_done(path: Path) -> bool:
     return text.startswith(f"commit {machine.commit()}\n") and "\nstopped after" not in text
 
 
+def _slug() -> str:
+    return machine.slug(machine.describe(gpu=not REHEARSAL))
+
+
 def measure(suite: str, results: Path, seconds: float) -> Finished:
-    base = results / f"{suite}-{machine.slug(machine.describe(gpu=not REHEARSAL))}"
+    base = results / f"{suite}-{_slug()}"
     run_suite(suite, SUITES[suite], base, seconds)
     return is_finished(base, SUITES[suite])
 
@@ -98,7 +103,7 @@ def card(results: Path, seconds: float) -> Finished:
 
 def tuning(results: Path, seconds: float) -> Finished:
     finished = measure("gpu-tuning", results, seconds)
-    files = sorted(results.glob("gpu-[lht]*.json"))
+    files = sorted(results.glob(f"gpu-[lht]*-{_slug()}.json"))
     text = decide.text([json.loads(path.read_text()) for path in files], [path.name for path in files])
     _write(results / "gpu-4-defaults.txt", text)
     return finished
@@ -109,8 +114,10 @@ def runner(results: Path, seconds: float) -> Finished:
     sizes: dict[str, Any] = {"prompts": 64, "max_response_tokens": 512, "engine": "vllm"}
     if REHEARSAL:
         sizes = {"prompts": 2, "max_response_tokens": 8, "engine": "hf", "group_size": 2}
-    elif not machine.is_importable("vllm") or not MODEL.exists():
-        _write(results / "gpu-5-runner.md", f"# The runner\n\nLeft out: it requires vLLM and a model at {MODEL}.")
+    absent = [] if REHEARSAL else _absent((*RUNNER_WHEELS, "vllm"))
+    absent += [] if REHEARSAL or MODEL.exists() else [str(MODEL)]
+    if absent:
+        _write(results / "gpu-5-runner.md", f"# The runner\n\nLeft out, because these are absent: {', '.join(absent)}.")
         return True
     with tempfile.TemporaryDirectory() as folder:
         raw = recipe(str(MODEL), folder, sizes.pop("prompts"), 2 if REHEARSAL else 4, **sizes)
@@ -202,22 +209,23 @@ def bundle(folder: Path) -> str:
     wheels = folder / "wheels"
     wheels.mkdir(parents=True, exist_ok=True)
     lines = []
-    for name in (*BUILD_WHEELS, *PEER_WHEELS):
-        alone = ["--no-deps"] if name in PEER_WHEELS else []
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--dest"]
-        before = set(wheels.iterdir())
-        done = subprocess.run([*command, str(wheels), *alone, name], capture_output=True, text=True)
-        new = set(wheels.iterdir()) - before
+    for name in (*BUILD_WHEELS, *RUNNER_WHEELS, *LONE_WHEELS):
+        alone = ["--no-deps"] if name in LONE_WHEELS else []
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", *alone, name]
+        with tempfile.TemporaryDirectory() as fresh:
+            done = subprocess.run([*command, "--dest", fresh], capture_output=True, text=True)
+            size = _mib(_size(Path(fresh)))
+            shutil.copytree(fresh, wheels, dirs_exist_ok=True)
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        size = _mib(sum(path.stat().st_size for path in new))
-        lines.append(f"{size:>10}  {name}" if new else f"   skipped  {name}: {reason}")
+        lines.append(f"   skipped  {name}: {reason}" if done.returncode else f"{size:>10}  {name}")
     if MODEL.exists():
         shutil.copytree(MODEL, folder / "models" / MODEL.name, dirs_exist_ok=True)
         lines.append(f"{_mib(_size(folder / 'models')):>10}  the model {MODEL.name}")
     else:
         lines.append(f"   skipped  the model: {MODEL} does not exist (python -m dapo_runner.tools.smollm2 {MODEL})")
     lines.append(f"{'0 MiB':>10}  data: stage 5 makes its problems")
-    lines.append(f"{_mib(_size(folder)):>10}  all of {folder}: WHEELS={wheels} make gpu")
+    lines.append(f"{_mib(_size(folder)):>10}  all of {folder}. There: copy models/ into the checkout, and")
+    lines.append("            WHEELS=…/wheels PEERS=1 make gpu")
     return "\n".join(lines)
 
 

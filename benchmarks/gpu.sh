@@ -7,8 +7,8 @@
 #   WHEELS     a folder of wheels, for a machine without a network (make gpu-bundle makes it)
 #   BUDGET_S   seconds of this call (default: 540)
 #   RESULTS    folder of the results (default: benchmarks/results)
-#   PEERS      1: install the other libraries' kernels that are wheels, without their dependencies (default: 0). The
-#              report names those that are absent or whose imports fail
+#   PEERS      1: install the packages of gpu-peers.txt, without their dependencies, and those of the runner that are
+#              missing (default: 0). The report names peers that are absent or whose imports fail. vLLM must be there
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -29,8 +29,9 @@ if not torch.cuda.is_available() and sys.argv[1] == "0":
 
 # An environment of our own whose packages come before those installed beside torch, which stay visible. (A venv made
 # from a venv sees the packages of neither of its parents: hence the .pth.)
-if [ ! -x "$VENV/bin/python" ]; then
-    "$PYTHON" -m venv --without-pip "$VENV"
+if [ "$(cat "$VENV/made-by" 2>/dev/null)" != "$PYTHON" ]; then
+    "$PYTHON" -m venv --without-pip --clear "$VENV"
+    echo "$PYTHON" >"$VENV/made-by"
     "$PYTHON" -c '
 import sys
 for path in sys.path:
@@ -68,11 +69,19 @@ if [ ${#needed[@]} -gt 0 ]; then
     }
 fi
 if [ "${PEERS:-0}" = 1 ]; then
-    for peer in liger-kernel quack-kernels nvidia-cutlass-dsl apache-tvm-ffi cut-cross-entropy verl trl; do
+    while read -r peer; do
         [ -z "$(missing "$peer")" ] || install --no-deps "$peer" || echo "no $peer: the report names it as absent"
-    done
+    done <benchmarks/gpu-peers.txt
+    mapfile -t needed < <(missing transformers datasets pydantic pyyaml rich safetensors matplotlib aiohttp scipy)
+    [ ${#needed[@]} = 0 ] || install "${needed[@]}" || echo "stage 5 lacks ${needed[*]}"
 fi
-[ "$REHEARSAL" = 1 ] || "$VENV/bin/python" setup.py -q build_ext --inplace
+if [ "$REHEARSAL" = 0 ]; then # for this card only, which takes a quarter of the time
+    card=$("$VENV/bin/python" -c '
+import torch
+major, minor = torch.cuda.get_device_capability()
+print(f"{major}{minor}" + ("a" if major in (9, 10) else ""))')
+    DAPO_KERNELS_CUDA_ARCHS=${DAPO_KERNELS_CUDA_ARCHS:-$card} "$VENV/bin/python" setup.py -q build_ext --inplace
+fi
 echo "set up after $SECONDS s"
 exec "$VENV/bin/python" -m benchmarks.gpu --seconds $((BUDGET_S - SECONDS)) ${STAGE:+--stage "$STAGE"} \
     ${RESULTS:+--results "$RESULTS"}

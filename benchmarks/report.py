@@ -136,18 +136,16 @@ def _why_empty(record: Record) -> str:
 
 def _published(records: Sequence[Record]) -> str:
     """Return published figures beside those of this run."""
-    lines = []
+    rows = []
     for record in records:
         best = sorted(
             (row["median_ms"], row["name"]) for row in record["rows"] if row["kind"] == "ours" and _timed(row)
         )
         found = f"{best[0][1]} {_ms(best[0][0])} ms" if best else "no figure"
         for what, figure, source in record.get("fields", {}).get("published", ()):
-            lines.append(_line([record["config"], found, f"{what}: {figure}", source]))
-    if not lines:
-        return ""
-    head = [_line(["configuration", "here, our fastest", "published, not ours", "source"]), _line(["---"] * 4)]
-    return "## Beside published figures\n\n" + "\n".join(head + lines)
+            rows.append((record["config"], found, f"{what}: {figure}", source))
+    columns = ("configuration", "here, our fastest", "published, not ours", "source")
+    return "## Beside published figures\n\n" + markdown_table(columns, rows, texts=4) if rows else ""
 
 
 def rates_of_card(records: Sequence[Record]) -> str:
@@ -207,16 +205,16 @@ METRICS: dict[str, Callable[[Record, Record], float | None]] = {
 
 
 def targets(records: Sequence[Record]) -> str:
-    lines = []
+    rows = []
     for record in records:
         ours = next((row for row in record["rows"] if row["kind"] == "ours"), {})
         for name, limit in record.get("fields", {}).get("targets", ()):
             value = METRICS[name](ours, record)
             shown = ours.get("status", "no figure") if value is None else f"{value:.3g}"
             verdict = "" if value is None else "met" if value <= limit else "not met"
-            lines.append(_line([f"{name} ≤ {limit:.3g}", record["config"], shown, verdict]))
-    head = [_line(["target", "configuration", "measured", ""]), _line(["---", "---", "---:", "---"])]
-    return "\n".join(head + lines) if lines else "No configuration of this run has one."
+            rows.append((f"{name} ≤ {limit:.3g}", record["config"], verdict, shown))
+    columns = ("target", "configuration", "", "measured")
+    return markdown_table(columns, rows, texts=3) if rows else "No configuration of this run has one."
 
 
 def fastest_pass(records: Sequence[Record]) -> float | None:
@@ -251,29 +249,31 @@ def headline(group: Sequence[Record]) -> str:
     columns = ["side", *(f"{record['allocator']}: ms (÷ {denominator})" for record in group), "its best"]
     columns += ["there: its time ÷ ours", "there: our time ÷ its", "there: GB/s, one read and one write of the logits"]
     columns += [f"there: ÷ the fastest {denominator}", "there: peak beyond inputs, MiB"]
-    lines = [_line(columns), _line(["---"] + ["---:"] * len(group) + ["---"] + ["---:"] * 5)]
-    rows = group[0]["rows"]
-    lines += [_side(group, row["name"]) for row in rows if not row["for_gpus"]]
-    if any(row["for_gpus"] for row in rows):
-        lines += [_line([_FOR_GPUS] + [""] * (len(columns) - 1))]
-        lines += [_side(group, row["name"]) for row in rows if row["for_gpus"]]
-    title = f"## {group[0]['workload']}: each side at its best\n\n"
-    return title + "\n".join(lines) + "\n\n" + "\n".join(map(_spread, group))
+    rows = _apart([(row["for_gpus"], _side(group, row["name"])) for row in group[0]["rows"]])
+    title = f"## {group[0]['workload']}: each side at its best"
+    return "\n\n".join([title, markdown_table(columns, rows), "\n".join(map(_spread, group))])
 
 
-def _side(group: Sequence[Record], name: str) -> str:
+def _apart(rows: Sequence[tuple[bool, list[str]]]) -> list[list[str]]:
+    """Return the rows, with those of contestants that were written for GPUs last, under a line of their own."""
+    last = [cells for is_apart, cells in rows if is_apart]
+    mark = [[_FOR_GPUS, *[""] * (len(last[0]) - 1)]] if last else []
+    return [cells for is_apart, cells in rows if not is_apart] + mark + last
+
+
+def _side(group: Sequence[Record], name: str) -> list[str]:
     rows = [next((row for row in record["rows"] if row["name"] == name), {}) for record in group]
     found = [(record, row) for record, row in zip(group, rows, strict=True) if _timed(row)]
     if not found:
         why = next((f"{row['status']}: {row.get('reason')}" for row in rows if row), "")
-        return _line([name, why, *[""] * (len(group) + 5)])
+        return [name, why, *[""] * (len(group) + 5)]
     record, row = min(found, key=lambda pair: pair[1]["median_ms"])
     fastest, ours = fastest_pass(group), row.get("over_ours")
     rate = f"{bandwidth(record['fields'], row['median_ms']):.0f}" if record["fields"]["level"] == "logits" else ""
     compared = [f"{ours:.2f}", f"{1 / ours:.2f}"] if ours else ["", ""]
     memory = f"{row['peak_extra_bytes'] / 2**20:.0f}" if "peak_extra_bytes" in row else ""
     over = f"{row['median_ms'] / fastest:.2f}" if fastest else ""
-    return _line([name, *map(_cell, rows), record["allocator"], *compared, rate, over, memory])
+    return [name, *map(_cell, rows), record["allocator"], *compared, rate, over, memory]
 
 
 def _cell(row: Record) -> str:
@@ -303,12 +303,8 @@ def table(record: Record) -> str:
         return f"No figures: {_why_empty(record)}"
     denominators = record["denominators"]
     columns = [*_COLUMNS, *(f"÷ {name}" for name in denominators), "÷ dapo_kernels", *_MEMORY_COLUMNS]
-    lines = [_line(columns), _line(["---", "---"] + ["---:"] * (len(columns) - 2))]
-    apart = [row for row in record["rows"] if row.get("for_gpus") and record["allocator"] is not None]
-    lines += [_line(cells(row, denominators)) for row in record["rows"] if row not in apart]
-    if apart:
-        lines += [_line([_FOR_GPUS, *[""] * (len(columns) - 1)])]
-        lines += [_line(cells(row, denominators)) for row in apart]
+    on_cpu = record["allocator"] is not None
+    rows = _apart([(on_cpu and row.get("for_gpus", False), cells(row, denominators)) for row in record["rows"]])
     reached, faults = _rates(record), record.get("page_faults_per_mib")
     notes = [f"Reached: {reached}."] if reached else []
     if faults is not None:
@@ -316,7 +312,7 @@ def table(record: Record) -> str:
             f"Allocator: {record['allocator']}. Page faults for each MiB: of a block that glibc had before "
             f"{faults['malloc']}, of a tensor in fresh pages {faults['fresh_tensor']}."
         ]
-    return "\n\n".join(["\n".join(lines), *notes])
+    return "\n\n".join([markdown_table(columns, rows, texts=2), *notes])
 
 
 def cells(row: Record, denominators: list[str]) -> list[str]:
@@ -356,8 +352,10 @@ def _timed(row: Record) -> bool:
     return "median_ms" in row
 
 
-def _line(values: Sequence[str]) -> str:
-    return "| " + " | ".join(value.replace("|", "\\|") for value in values) + " |"
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> str:
+    """Return a table whose first columns are texts and the others figures."""
+    rules = ["---"] * texts + ["---:"] * (len(columns) - texts)
+    return "\n".join("| " + " | ".join(x.replace("|", "\\|") for x in row) + " |" for row in (columns, rules, *rows))
 
 
 def _ms(value: float) -> str:

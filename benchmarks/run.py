@@ -78,8 +78,10 @@ def run_suite(
     """
     threads = threads or len(os.sched_getaffinity(0))
     here, started, path = machine.describe(needs_gpu(chosen)), _now(), Path(f"{base}.json")
-    old = json.loads(path.read_text()) if path.exists() else {"records": [], "machine": here}
-    records = {r["config"]: r for r in old["records"] if old["machine"]["commit"] == here["commit"]}
+    old = json.loads(path.read_text()) if path.exists() else {"machine": {"commit": None}}
+    if old["machine"]["commit"] != here["commit"]:
+        old = {"records": [], "wall_s": 0.0}
+    records = {record["config"]: record for record in old["records"]}
     tries = {name: record.get("tries", 0) for name, record in records.items()}
     left = [c for c in chosen if not records.get(c.name, {}).get("rows") and tries.get(c.name, 0) < _TRIES]
     left.sort(key=lambda config: tries.get(config.name, 0))
@@ -97,7 +99,7 @@ def run_suite(
         records[record["config"]] = record
         results["records"] = [records[c.name] for c in chosen if c.name in records]
         results["load_average_at_end"] = [round(x, 2) for x in os.getloadavg()]
-        results["wall_s"] = round((_now() - started).total_seconds(), 1)
+        results["wall_s"] = round(old["wall_s"] + (_now() - started).total_seconds(), 1)
         report.write(results, base)
         print(report.console(record), flush=True)
     return results if "records" in results else json.loads(path.read_text())

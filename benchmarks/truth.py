@@ -1,8 +1,8 @@
-"""Is a contestant's result right? Against float64 eager, on sampled rows where the whole is too large.
+"""The check of a contestant's result against float64 eager, on sampled rows.
 
-Every row's normalizer is float64 up to ``FULL_LIMIT`` logits; beyond that, float64 on the sampled rows and float32
-eager on the others (they enter the loss, and the head's gradient, as one of N). Sampled: rows of the gradient of
-logits or hidden states, and rows of the gradient of the head (vocabulary entries, targets among them).
+The normalizers of all rows are float64 up to ``FULL_LIMIT`` logits. Beyond that they are float64 on the sampled rows
+and float32 eager on the others, which enter the loss and the head's gradient as one of N. Sampled are rows of the
+gradient of logits or hidden states, and rows of the gradient of the head (vocabulary entries, targets among them).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ROWS, _COLUMNS = 48, 64
 
 
 class Result(NamedTuple):
-    """What a contestant computed; in "forward" mode log-probs [N] (and entropies), in "train" loss and gradients."""
+    """What a contestant computed: in "forward" mode log-probs [N] (and entropies), in "train" loss and gradients."""
 
     loss: Tensor | None = None
     gradients: tuple[Tensor, ...] = ()
@@ -62,7 +62,7 @@ class Truth:
     swaps: float = 0.0  # what two tokens selected in place of two others may change of the loss
 
     def errors(self, result: Result) -> dict[str, float]:
-        """Errors by name, as in ``Tolerance``."""
+        """Return the errors by name, as in ``Tolerance``."""
         if result.logprobs is not None:
             found = {"logprob": _worst(result.logprobs.flatten()[self.rows], self.logprobs)}
             if result.entropy is not None and self.entropy is not None:
@@ -82,7 +82,7 @@ class Truth:
 
 
 def exceeded(errors: dict[str, float], rounding: str) -> str | None:
-    """Why these errors are too large for a contestant that rounds so; ``None`` when they are not."""
+    """Return why these errors are too large for a contestant with this rounding, or ``None``."""
     allowed = TOLERANCES[rounding]
     limits = {"loss": allowed.loss, "logprob": allowed.logprob, "entropy": allowed.logprob}
     for name, error in errors.items():
@@ -93,14 +93,14 @@ def exceeded(errors: dict[str, float], rounding: str) -> str | None:
 
 
 def find_truth(problem: Problem) -> Truth:
-    """Compute it, holding one block of logits at a time."""
+    """Compute the float64 results, one block of logits at a time."""
     config, tokens = problem.config, problem.tokens
     device = tokens.target_ids.device
     generator = seeded(device, 1)
     rows = torch.randperm(config.n_tokens, generator=generator, device=device)[:_ROWS].sort().values
     normalizer, entropies = problem.normalizer.double(), None
     if config.n_tokens * config.vocab <= FULL_LIMIT:
-        _exactly(problem)
+        _store_exact(problem)
         normalizer = problem.exact["normalizer"].clone()
         entropies = problem.exact["entropy"] if config.entropy else None
     sampled = problem.logits_of(rows, torch.float64)
@@ -144,8 +144,8 @@ def find_truth(problem: Problem) -> Truth:
     )
 
 
-def _exactly(problem: Problem) -> None:
-    """Normalizers, and entropies where they are asked for, of all rows in float64; kept in ``problem.exact``."""
+def _store_exact(problem: Problem) -> None:
+    """Store float64 normalizers, and entropies if the configuration needs them, of all rows in ``problem.exact``."""
     exact, wants_entropy = problem.exact, problem.config.entropy
     if "normalizer" in exact and ("entropy" in exact or not wants_entropy):
         return
@@ -160,7 +160,7 @@ def _exactly(problem: Problem) -> None:
 
 
 def _target_logits(problem: Problem) -> Tensor:
-    """Float64 logits [N] of the targets."""
+    """Return the float64 logits [N] of the targets."""
     ids = problem.tokens.target_ids
     if problem.pristine is not None:
         return problem.pristine.gather(1, ids[:, None]).squeeze(1).double()
