@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cpu_report, machine
+from benchmarks import machine, report
 
 OURS = "dapo_kernels, new gradient"  # the default call, where there is another one
 WORKLOADS = {
@@ -25,12 +25,12 @@ NAMES["linear_cross_entropy, chunked"] = "torch linear_cross_entropy, chunked"
 
 def sides(records: list[dict[str, Any]], workload: str) -> list[tuple[str, float, float]]:
     """Return (label, time ÷ ours, peak MiB) of each side, slowest first."""
-    (group,) = [group for group in cpu_report.headlines(records) if group[0]["workload"] == workload]
+    (group,) = [group for group in report.headlines(records) if group[0]["workload"] == workload]
     names = list(dict.fromkeys(row["name"] for row in group[0]["rows"] if row["kind"] != "denominator"))
     ours = OURS if OURS in names else "dapo_kernels"
     found = []
     for name in names:
-        best = cpu_report.best_of(group, name)
+        best = report.best_of(group, name)
         if best is None or (ours == OURS and name == "dapo_kernels"):
             continue
         record, row = best

@@ -261,13 +261,19 @@ def _apart(rows: Sequence[tuple[bool, list[str]]]) -> list[list[str]]:
     return [cells for is_apart, cells in rows if not is_apart] + mark + last
 
 
+def best_of(group: Sequence[Record], name: str) -> tuple[Record, Record] | None:
+    """Return the record and the row where that side was fastest."""
+    found = [(record, row) for record in group for row in record["rows"] if row["name"] == name and _timed(row)]
+    return min(found, key=lambda pair: pair[1]["median_ms"], default=None)
+
+
 def _side(group: Sequence[Record], name: str) -> list[str]:
     rows = [next((row for row in record["rows"] if row["name"] == name), {}) for record in group]
-    found = [(record, row) for record, row in zip(group, rows, strict=True) if _timed(row)]
-    if not found:
+    best = best_of(group, name)
+    if best is None:
         why = next((f"{row['status']}: {row.get('reason')}" for row in rows if row), "")
         return [name, why, *[""] * (len(group) + 5)]
-    record, row = min(found, key=lambda pair: pair[1]["median_ms"])
+    record, row = best
     fastest, ours = fastest_pass(group), row.get("over_ours")
     rate = f"{bandwidth(record['fields'], row['median_ms']):.0f}" if record["fields"]["level"] == "logits" else ""
     compared = [f"{ours:.2f}", f"{1 / ours:.2f}"] if ours else ["", ""]

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks import decide, harness, machine, report, run
+from benchmarks import decide, harness, machine, picture, report, run
 from benchmarks.allocators import HUGE_PAGES, OUT_OF_THE_BOX, RAISED
 from benchmarks.configs import GPU_CARD, GPU_HIDDEN, GPU_LOGITS, HEADLINE, Config
 from benchmarks.contestants import CONTESTANTS
 from benchmarks.peers import PEERS
 from dapo_kernels.backends.registry import Default
+
+ROOT = Path(__file__).parents[2]
 
 # --- processes --------------------------------------------------------------------------------------------
 
@@ -162,6 +164,17 @@ def test_a_peer_is_quoted_at_its_best_and_ours_under_the_same() -> None:
     assert eager["there: GB/s, one read and one write of the logits"] == "11"  # 2 · 2048 · 49152 · 4 bytes in 72 ms
     assert eager["there: peak beyond inputs, MiB"] == "7"
     assert [eager[f"{name}: ms (÷ mul_)"] for name in (OUT_OF_THE_BOX, RAISED)] == ["300 (25.00)", "72 (6.00)"]
+
+
+def test_the_picture_shows_each_side_at_its_best(tmp_path: Path) -> None:
+    newest = sorted((ROOT / "benchmarks" / "results").glob("full-*.json"))[-1]
+    results = json.loads(newest.read_text())
+    for workload in picture.WORKLOADS.values():
+        sides = picture.sides(results["records"], workload)
+        assert ("dapo_kernels", 1.0) in [side[:2] for side in sides]
+        assert len(sides) > 4
+    picture.draw(results, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").exists()
 
 
 def test_contestants_are_compared_with_our_call_that_treats_the_logits_alike() -> None:
