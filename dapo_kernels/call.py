@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from dapo_kernels.layout import Layout, SamplingMask
-from dapo_kernels.objectives.aggregate import token_weights
+from dapo_kernels.objectives.aggregate import PromptGroups, sequence_sums, token_weights
 from dapo_kernels.objectives.own import may_be_compiled_in, name_of
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
-from dapo_kernels.objectives.table import Objective, ObjectiveFields, is_number, resolve_objective
+from dapo_kernels.objectives.table import PROMPT_MEAN, Objective, ObjectiveFields, is_number, resolve_objective
 from dapo_kernels.records import Default, Terms, Tokens, readable
 
 
@@ -30,6 +30,8 @@ class LossOptions(ObjectiveFields, total=False):
     ref_logprobs: Tensor | None
     importance_weights: Tensor | None
     denominator: float | Tensor | None
+    group_ids: Tensor | None
+    group_tokens: Tensor | None
     selection: Tensor | float | None
     generator: torch.Generator | None
 
@@ -44,6 +46,7 @@ class RowOptions(LossOptions, total=False):
 
 
 _OPTIONS = ("mask", "ref_logprobs", "importance_weights", "denominator", "selection", "generator")
+_OF_GROUPS = ("group_ids", "group_tokens")
 _NAMES = tuple(RowOptions.__annotations__)  # for a hint at a misspelled one
 
 
@@ -102,6 +105,7 @@ class PolicyCall:
         mask, ref_logprobs, importance_weights, denominator, selection, generator = (
             given.pop(name, None) for name in _OPTIONS
         )
+        group_ids, group_tokens = (given.pop(name, None) for name in _OF_GROUPS)
         chosen = resolve_objective(layout.caller, objective, given, also=_NAMES)
         _check_combination(layout, chosen, old_logprobs, ref_logprobs)
         live = layout.live(mask)
@@ -109,7 +113,9 @@ class PolicyCall:
         count = checked_denominator(layout, denominator, live)
         if denominator is not None and chosen.aggregate != "token-mean":
             _warn_of_a_token_count(layout, chosen, denominator, live)
-        weights = token_weights(chosen, live, mask is None, sequence_ids, layout.n_sequences or 0, count, layout.dtype)
+        groups = _prompt_groups(layout, chosen, live, sequence_ids, group_ids, group_tokens, denominator)
+        counted = (sequence_ids, layout.n_sequences or 0, count, layout.dtype, groups)
+        weights = token_weights(chosen, live, mask is None, *counted)
         if chosen.kl_to == "old" and chosen.kl_coef != 0:
             ref_logprobs = old_logprobs
             if old_logprobs is None:  # on-policy: no distance, no slope
@@ -201,6 +207,62 @@ def _check_combination(
         raise ValueError(f"{layout.caller}: max_old_prob={objective.max_old_prob:g} needs old_logprobs")
 
 
+def _prompt_groups(
+    layout: Layout,
+    objective: Objective,
+    live: Tensor,
+    sequence_ids: Tensor | None,
+    group_ids: Any,
+    group_tokens: Any,
+    denominator: Any,
+) -> PromptGroups | None:
+    """Which sequences answer the same prompt, where the mean is over prompts."""
+    if objective.aggregate != PROMPT_MEAN:
+        for name, value in zip(_OF_GROUPS, (group_ids, group_tokens), strict=True):
+            if value is not None:
+                raise ValueError(
+                    f"{layout.caller}: {name} has no use with aggregate={objective.aggregate!r}: pass "
+                    f"aggregate={PROMPT_MEAN!r}, or leave it out"
+                )
+        return None
+    if group_ids is None and (group_tokens is None or denominator is None):
+        raise ValueError(
+            f"{layout.caller}: aggregate={PROMPT_MEAN!r} needs group_ids, integers {layout.describe_sequences()}, "
+            "equal where sequences answer the same prompt; or both group_tokens and denominator"
+        )
+    ids = None if group_ids is None else _group_ids(layout, group_ids)
+    return PromptGroups(ids, None if group_tokens is None else _group_tokens(layout, group_tokens, live, sequence_ids))
+
+
+def _group_ids(layout: Layout, value: Any) -> Tensor:
+    """int64 [S] in [0, S), equal where the given ids are; made without a host sync."""
+    ids = layout.per_sequence("group_ids", value)
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise TypeError(f"{layout.caller}: group_ids must be integers, got {ids.dtype}")
+    ids = ids.to(torch.int64)
+    return torch.searchsorted(ids.sort().values, ids)
+
+
+def _group_tokens(layout: Layout, value: Any, live: Tensor, sequence_ids: Tensor | None) -> Tensor:
+    """[S], the live tokens of each sequence's group; on a GPU an asynchronous assert that they may be: nobody waits."""
+    counts = layout.per_sequence("group_tokens", value)
+    if counts.dtype == torch.bool:
+        raise TypeError(f"{layout.caller}: group_tokens must be numbers, got {counts.dtype}")
+    counts = counts.to(layout.dtype)
+    if torch.compiler.is_compiling():
+        return counts
+    assert sequence_ids is not None
+    lengths = sequence_sums(live.to(layout.dtype), sequence_ids, counts.shape[0])
+    too_few = (lengths > 0) & ~(counts >= lengths)  # a NaN is too few
+    if not readable(too_few):
+        torch._assert_async(~too_few.any())
+    elif bool(too_few.any()):
+        found = float(counts[too_few][0])
+        expected = "the live tokens of each sequence's whole group, at least those of the sequence"
+        raise layout.fail("group_tokens", expected, f"{found:g} for sequence {int(too_few.nonzero()[0])}")
+    return counts
+
+
 def checked_denominator(layout: Layout, value: float | Tensor | None, live: Tensor) -> float | Tensor | None:
     if value is None:
         return None
@@ -233,17 +295,18 @@ def _check_positive(layout: Layout, value: Tensor, live: Tensor) -> None:
 
 
 def _warn_of_a_token_count(layout: Layout, objective: Objective, value: float | Tensor, live: Tensor) -> None:
-    """Dividing by tokens where the mean is over sequences: a small gradient, and nothing else to see it by.
+    """Dividing by tokens where the mean is over sequences or prompts: a small gradient, and nothing else shows it.
 
     On a GPU nobody waits to see it. The text holds no number, so that Python shows it once.
     """
     if not readable(live) or (isinstance(value, Tensor) and not readable(value)):
         return
     tokens = int(live.sum())
+    counted = "prompts" if objective.aggregate == PROMPT_MEAN else "sequences"
     if float(value) == tokens > (layout.n_sequences or 0):
         warnings.warn(
             f"{layout.caller}: denominator equals the number of live tokens in this call, but with aggregate="
-            f"{objective.aggregate!r} it has to be the number of sequences with a live token, over all micro-batches "
+            f"{objective.aggregate!r} it has to be the number of {counted} with a live token, over all micro-batches "
             "and ranks; nothing is wrong if the two agree by chance",
             stacklevel=2,
         )

@@ -85,6 +85,9 @@ class Layout:
     def describe(self) -> str:
         return f"[T]={list(self.shape)}" if len(self.shape) == 1 else f"[B, L]={list(self.shape)}"
 
+    def describe_sequences(self) -> str:
+        return f"{'[S]' if len(self.shape) == 1 else '[B]'}=[{self.n_sequences}]"
+
     def fail(self, name: str, expected: str, got: object) -> ValueError:
         return ValueError(f"{self.caller}: {name} must be {expected}, got {got}")
 
@@ -112,13 +115,20 @@ class Layout:
             return value.detach().to(self.dtype)[ids]
         expected = self.describe()
         if n is not None:
-            expected += f" or {'[S]' if len(self.shape) == 1 else '[B]'}=[{n}]"
+            expected += f" or {self.describe_sequences()}"
         elif value.dim() == 1:
             expected += ", or per sequence with cu_seqlens"
         raise self.fail(name, expected, list(value.shape))
 
-    def _tensor(self, name: str, value: Any) -> Tensor:
-        check_tensor(self.caller, name, value, f"a tensor {self.describe()}")
+    def per_sequence(self, name: str, value: Any) -> Tensor:
+        """A per-sequence tensor [S] or [B], a constant."""
+        value = self._tensor(name, value, self.describe_sequences())
+        if tuple(value.shape) != (self.n_sequences,):
+            raise self.fail(name, self.describe_sequences(), list(value.shape))
+        return value.detach()
+
+    def _tensor(self, name: str, value: Any, shape: str | None = None) -> Tensor:
+        check_tensor(self.caller, name, value, f"a tensor {shape or self.describe()}")
         if value.device != self.device:
             raise self.fail(name, f"on {self.device} like the rest", value.device)
         if value.is_complex():

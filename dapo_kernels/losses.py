@@ -71,6 +71,9 @@ def dapo_loss(
 
         loss = −1/N Σ_t min(ρ_t A_t, clip(ρ_t, 1 − clip_low, 1 + clip_high) A_t)
 
+    N counts the whole mini-batch, as in the code released with the paper. Eq. 8 as printed takes this mean within each
+    prompt's group of responses, and then the mean over prompts: ``aggregate="prompt-mean-token-mean"``.
+
     Args:
         logits: [T, V] packed or [B, L, V] padded; float32, bfloat16 or float16 (float64 on the torch backend), any
             strides. ``logits[t]`` predicts ``target_ids[t]``: shift before the call.
@@ -90,8 +93,12 @@ def dapo_loss(
         sampling_mask: a ``SamplingMask``, which tokens of the vocabulary each one was sampled from, where top-p, top-k
             or min-p had cut it down: log-probs, entropies and gradients are those of the softmax over them, and nothing
             else of a row is looked at (docs/guide.md).
-        denominator: replaces the local count of tokens (or of sequences) in the mean; a number or a 0-d tensor,
-            the count over all micro-batches and ranks.
+        denominator: replaces the local count of tokens (or of sequences, or of prompts) in the mean; a number or a
+            0-d tensor, the count over all micro-batches and ranks.
+        group_ids: integers [S] / [B], equal where sequences answer the same prompt; only with
+            ``aggregate="prompt-mean-token-mean"``, which needs them, or ``group_tokens`` and ``denominator``.
+        group_tokens: [S] / [B], for each sequence the live tokens of its whole group over all micro-batches and ranks,
+            where this call may not hold all of a group; counted by default. Only with that aggregate.
         inplace_backward: let the gradient overwrite the logits' storage (already in this call, where the objective
             allows one pass). The logits must not be used afterwards.
         entropy: also return the entropy of every live token.

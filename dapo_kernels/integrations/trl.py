@@ -27,7 +27,7 @@ from dapo_kernels.integrations.heads import LogitRule, check_head, head_of
 from dapo_kernels.integrations.versions import TRL, require
 from dapo_kernels.logprobs import linear_token_logprobs
 from dapo_kernels.losses import linear_dapo_loss
-from dapo_kernels.objectives.table import Objective
+from dapo_kernels.objectives.table import PROMPT_MEAN, Objective
 
 require("dapo_kernels.integrations.trl", *TRL)
 
@@ -46,10 +46,16 @@ _CLIP = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 _LOSS_TYPES = (*_CLIP, "cispo", "sapo", "vespo")
 _SEQUENCE_MEANS = ("grpo", "sapo")  # every completion weighs the same, whatever its length
 _WINDOW_MEANS = ("dapo", "cispo")  # every token of the accumulation window weighs the same
+_PROMPT_MEANS = ("dapo", "cispo", "sapo")  # the others name another normaliser of dapo's surrogate
 
 
 class DapoGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """``trl.GRPOTrainer``, same arguments, same configuration, same metrics; the logits are never held.
+
+    Args:
+        aggregate: ``"prompt-mean-token-mean"`` replaces the normaliser of ``loss_type``: the mean over prompts of the
+            token means of their groups (DAPO, eq. 8 as printed). A group's tokens are those of the whole generation
+            batch, however its completions are spread over ranks, micro-batches and updates. ``None`` is TRL's.
 
     Attributes:
         loss_route: ``"linear_dapo_loss"``, or ``"linear_token_logprobs"`` under TRL's own formula.
@@ -59,7 +65,8 @@ class DapoGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         ValueError: a setting that cannot be honoured, with the reason.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, aggregate: str | None = None, **kwargs: Any) -> None:
+        self.aggregate = aggregate
         with _head_without_adapter(args[0] if args else kwargs.get("model")):
             super().__init__(*args, **kwargs)
         _refuse(self)
@@ -77,6 +84,10 @@ class DapoGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         check_head(model)
         rule = LogitRule.of(model.config, self.temperature)
         attach_scoring(model, rule, entropy=entropy, float32_head=self.args.cast_lm_head_to_fp32)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        return output if self.aggregate is None else output | prompt_counts(self, output)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         if self._objective is None:
@@ -118,9 +129,10 @@ class LossCall:
     ref_logprobs: Tensor | None
     importance_weights: Tensor | None  # or [B]
     denominator: Tensor | float  # 0-d
+    group_tokens: Tensor | None = None  # [B]
 
     def tensors(self, device: torch.device) -> dict[str, Any]:
-        names = ("mask", "advantages", "old_logprobs", "ref_logprobs", "importance_weights")
+        names = ("mask", "advantages", "old_logprobs", "ref_logprobs", "importance_weights", "group_tokens")
         values = {name: getattr(self, name) for name in names}
         return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
 
@@ -141,7 +153,8 @@ class _LossScorer:
 def objective_of(trainer: GRPOTrainer) -> Objective:
     """The row of the family that TRL's settings describe; ``loss_call`` adds the normaliser."""
     args, loss_type = trainer.args, trainer.loss_type
-    fields: dict[str, Any] = {"aggregate": "seq-mean-token-mean" if loss_type in _SEQUENCE_MEANS else "token-mean"}
+    of_loss_type = "seq-mean-token-mean" if loss_type in _SEQUENCE_MEANS else "token-mean"
+    fields: dict[str, Any] = {"aggregate": getattr(trainer, "aggregate", None) or of_loss_type}
     if trainer.beta != 0:
         fields |= {"kl_coef": trainer.beta, "kl_estimator": "k3", "kl_through_ratio": args.use_bias_correction_kl}
     if loss_type == "sapo":
@@ -158,9 +171,7 @@ def objective_of(trainer: GRPOTrainer) -> Objective:
 
 def loss_call(trainer: GRPOTrainer, objective: Objective, inputs: dict[str, Any]) -> LossCall:
     """One micro-batch of TRL's as one call of the loss."""
-    mask = inputs["completion_mask"]
-    if "tool_mask" in inputs:
-        mask = mask * inputs["tool_mask"]
+    mask = _loss_mask(inputs)
     weights = None
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
         weights = inputs["importance_sampling_ratio"]
@@ -173,7 +184,24 @@ def loss_call(trainer: GRPOTrainer, objective: Objective, inputs: dict[str, Any]
         ref_logprobs=inputs["ref_per_token_logps"] if objective.kl_coef != 0 else None,
         importance_weights=weights,
         denominator=_denominator(trainer, mask, inputs),
+        group_tokens=inputs.get("group_tokens"),
     )
+
+
+def _loss_mask(inputs: dict[str, Any]) -> Tensor:
+    """The tokens that train, [B, C]: not those of a tool, and none of a truncated completion that TRL masks."""
+    mask: Tensor = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+
+def prompt_counts(trainer: GRPOTrainer, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """Of a generation batch, over all ranks: ``group_tokens`` [B], and ``num_prompts`` 0-d, those with a live token."""
+    lengths = _loss_mask(inputs).sum(1)
+    generations = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
+    of_groups = trainer.accelerator.gather(lengths).view(-1, generations).sum(1)
+    first = trainer.accelerator.process_index * len(lengths)
+    group_tokens = of_groups.repeat_interleave(generations)[first : first + len(lengths)]
+    return {"group_tokens": group_tokens, "num_prompts": (of_groups > 0).sum()}
 
 
 def _accumulation(trainer: GRPOTrainer) -> int:
@@ -185,10 +213,11 @@ def _accumulation(trainer: GRPOTrainer) -> int:
 def _denominator(trainer: GRPOTrainer, mask: Tensor, inputs: dict[str, Any]) -> Tensor | float:
     """TRL's normaliser for the loss type, accumulation included. Completions without a live token count, too."""
     steps, loss_type = _accumulation(trainer), trainer.loss_type
-    if loss_type in _WINDOW_MEANS:
-        tokens = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
+    if loss_type in _WINDOW_MEANS or "num_prompts" in inputs:
+        count = inputs["num_prompts" if "num_prompts" in inputs else "num_items_in_batch"]
+        count = count.clamp(min=1.0) / trainer.accelerator.num_processes
         # Counted over the generation batch: the share of it that one window holds.
-        return tokens * steps / trainer.args.steps_per_generation if trainer.model.training else tokens
+        return count * steps / trainer.args.steps_per_generation if trainer.model.training else count
     if loss_type == "bnpo":
         return mask.sum().clamp(min=1.0) * steps
     completions = float(mask.shape[0] * steps)
@@ -224,6 +253,16 @@ def _refuse(trainer: GRPOTrainer) -> None:
     name = type(trainer).__name__
     if trainer.loss_type not in _LOSS_TYPES:
         raise ValueError(f"{name}: unknown loss_type {trainer.loss_type!r}; known: {', '.join(_LOSS_TYPES)}")
+    aggregate = getattr(trainer, "aggregate", None)
+    if aggregate not in (None, PROMPT_MEAN):
+        raise ValueError(f"{name}: aggregate must be {PROMPT_MEAN!r} or None, got {aggregate!r}")
+    if aggregate is not None and trainer.loss_type not in _PROMPT_MEANS:
+        raise ValueError(
+            f"{name}: aggregate={aggregate!r} requires loss_type to be one of {', '.join(_PROMPT_MEANS)}, got "
+            f"{trainer.loss_type!r}, whose normaliser it would replace"
+        )
+    if aggregate is not None and (reason := _two_pass_reason(trainer)):
+        raise ValueError(f"{name}: aggregate={aggregate!r} is not supported with {reason}: TRL's own formula adds up")
     if trainer.args.use_liger_kernel:
         raise ValueError(
             f"{name}: use_liger_kernel=True patches the model when training starts, after its output head was taken "

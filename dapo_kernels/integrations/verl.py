@@ -22,6 +22,9 @@ A warning says so once where those numbers are not the objective's own (``dapo``
 of 0.2, say). verl adds the KL to the reference and the entropy bonus itself, so ``grpo`` here is its clip alone.
 Where the losses differ from verl's own on purpose: docs/verl.md.
 
+verl hands a policy loss no prompts, so that the mean over prompts (DAPO, eq. 8 as printed) is an advantage estimator,
+``dapo_kernels/grpo_prompt_mean``, beside ``loss_agg_mode=seq-mean-token-sum``; see ``prompt_mean_advantages``.
+
 ``install_fused_linear`` replaces the layer behind ``use_fused_kernels=True`` by ``linear_token_logprobs``.
 """
 
@@ -34,6 +37,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,11 +45,16 @@ from dapo_kernels.integrations.versions import VERL, require
 from dapo_kernels.logprobs import linear_token_logprobs
 from dapo_kernels.losses import LossOutput, policy_loss
 from dapo_kernels.objectives import select
+from dapo_kernels.objectives.aggregate import sequence_sums
 from dapo_kernels.objectives.table import OBJECTIVES, Objective
 
 require("dapo_kernels.integrations.verl", *VERL)
 
-from verl.trainer.ppo.core_algos import register_policy_loss  # noqa: E402
+from verl.trainer.ppo.core_algos import (  # noqa: E402
+    compute_grpo_outcome_advantage,
+    register_adv_est,
+    register_policy_loss,
+)
 
 PREFIX = "dapo_kernels/"
 _log = logging.getLogger(__name__)
@@ -212,6 +221,34 @@ def policy_loss_of(name: str) -> PolicyLoss:
 
     loss.__name__ = loss.__qualname__ = f"{name}_policy_loss"
     return loss
+
+
+@register_adv_est(PREFIX + "grpo_prompt_mean")
+def prompt_mean_advantages(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Any, config: Any = None, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """verl's GRPO advantages, weighted so that ``loss_agg_mode=seq-mean-token-sum`` is the mean over prompts.
+
+    With S sequences of P prompts and n_g live tokens in the group of sequence i, its advantage is multiplied by
+    S / (P·n_g): the sum over its tokens, divided by S, is then its part of DAPO's eq. 8 as printed. All groups have
+    equally many sequences, and a policy loss must be proportional to the advantage.
+
+    Args:
+        token_level_rewards, response_mask: [B, L].
+        index: [B], the prompt of each sequence, any hashable value.
+        config: verl's algorithm config, of which ``norm_adv_by_std_in_grpo`` is read.
+
+    Returns:
+        the weighted advantages and verl's own, [B, L] each.
+    """
+    by_std = True if config is None else config.get("norm_adv_by_std_in_grpo", True)
+    advantages, returns = compute_grpo_outcome_advantage(
+        token_level_rewards, response_mask, index, norm_adv_by_std_in_grpo=by_std
+    )
+    prompts, groups = np.unique(np.asarray(index), return_inverse=True)
+    ids = torch.from_numpy(groups).to(response_mask.device)
+    tokens = sequence_sums(response_mask.sum(-1), ids, len(prompts)).clamp(min=1)[ids]
+    return advantages * (len(index) / len(prompts) / tokens)[:, None], returns
 
 
 class FusedLinear(torch.nn.Module):

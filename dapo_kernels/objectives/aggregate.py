@@ -6,11 +6,24 @@ changes a gradient, and nothing is read back to the host.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from dapo_kernels.objectives.table import Objective
+from dapo_kernels.objectives.table import PROMPT_MEAN, Objective
 from dapo_kernels.records import on_host
+
+
+class PromptGroups(NamedTuple):
+    """The groups of responses, one group per prompt, that ``"prompt-mean-token-mean"`` adds up; [S] each.
+
+    One of the two may be missing: without ``ids`` the call states the number of prompts, without ``tokens`` the groups
+    are counted.
+    """
+
+    ids: Tensor | None  # int64 in [0, S), equal where two sequences answer the same prompt
+    tokens: Tensor | None  # live tokens of the sequence's group over the whole mini-batch
 
 
 def sequence_sums(values: Tensor, sequence_ids: Tensor, n_sequences: int) -> Tensor:
@@ -32,6 +45,7 @@ def token_weights(
     n_sequences: int,
     denominator: float | Tensor | None,
     dtype: torch.dtype,
+    groups: PromptGroups | None = None,
 ) -> Tensor:
     """Weight of every token in the scalar loss, [N] of ``dtype``; exactly 0 on dead tokens.
 
@@ -39,7 +53,9 @@ def token_weights(
         live: bool [N].
         all_live: whether it is known that every token is.
         sequence_ids: int64 [N], each token's sequence; needed unless the aggregate is ``"token-mean"``.
-        denominator: replaces the local count of tokens (``token-mean``) or of sequences with a live token.
+        denominator: replaces the local count of tokens (``token-mean``), of prompts (``prompt-mean-token-mean``) or of
+            sequences; of prompts and sequences those with a live token count.
+        groups: needed with ``prompt-mean-token-mean``.
     """
     if objective.aggregate == "token-mean" and all_live and not isinstance(denominator, Tensor):
         return torch.full(live.shape, 1.0 / (denominator or max(live.numel(), 1)), dtype=dtype, device=live.device)
@@ -49,6 +65,10 @@ def token_weights(
         return torch.where(live, weights / count, 0.0)
     assert sequence_ids is not None
     lengths = sequence_sums(weights, sequence_ids, n_sequences)
+    if objective.aggregate == PROMPT_MEAN:
+        assert groups is not None
+        of_groups, count = _of_groups(groups, lengths, denominator)
+        return torch.where(live, weights / (of_groups[sequence_ids] * count), 0.0)
     count = (lengths > 0).sum().clamp(min=1) if denominator is None else denominator
     if objective.aggregate == "seq-mean-token-mean":
         weights = weights / lengths.clamp(min=1.0)[sequence_ids]
@@ -56,3 +76,16 @@ def token_weights(
         assert objective.length_norm is not None
         count = count * objective.length_norm
     return torch.where(live, weights / count, 0.0)
+
+
+def _of_groups(
+    groups: PromptGroups, lengths: Tensor, denominator: float | Tensor | None
+) -> tuple[Tensor, Tensor | float]:
+    """The live tokens of every sequence's group [S], and the number of prompts. ``lengths`` [S]: live tokens."""
+    if groups.ids is None:
+        assert groups.tokens is not None
+        assert denominator is not None
+        return groups.tokens, denominator
+    counted = sequence_sums(lengths, groups.ids, lengths.shape[0])
+    prompts = (counted > 0).sum() if denominator is None else denominator
+    return (counted[groups.ids] if groups.tokens is None else groups.tokens), prompts

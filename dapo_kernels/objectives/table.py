@@ -24,7 +24,8 @@ _DPPO = ("dppo_tv", "dppo_kl")
 _LARGEST = 3.4e38
 # What a loss function of the caller's own leaves to decide.
 _READ_BESIDE_OWN = ("surrogate", "aggregate", "length_norm", "top_entropy", "max_old_prob", "paper")
-AGGREGATES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+PROMPT_MEAN = "prompt-mean-token-mean"
+AGGREGATES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", PROMPT_MEAN)
 
 
 def _one_of(name: str, value: str, known: Iterable[str]) -> None:
@@ -91,7 +92,8 @@ class Objective:
         entropy_coef: weight of the entropy bonus, exact over the vocabulary.
         aggregate: ``"token-mean"`` ΣL/tokens; ``"seq-mean-token-mean"`` the mean over sequences of their token means;
             ``"seq-mean-token-sum"`` the mean over sequences of their sums; ``"seq-mean-token-sum-norm"`` the same
-            divided by ``length_norm``. Only live tokens, and sequences with at least one, count.
+            divided by ``length_norm``; ``"prompt-mean-token-mean"`` the mean over prompts of the token means of their
+            groups of responses (DAPO, eq. 8 as printed). Only live tokens, and what has at least one, count.
         length_norm: the constant of ``"seq-mean-token-sum-norm"`` (Dr.GRPO: the longest response allowed).
         top_entropy: only this share of the live tokens, those of highest entropy, trains; the denominator stays.
         clip_cov: (share, low, high): of the tokens whose advantage–log-prob covariance is within (low, high), so many

@@ -6,8 +6,12 @@ Needs verl's core_algos, which imports on a CPU with the packages of ``requireme
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -335,3 +339,59 @@ def test_a_config_that_is_not_the_papers_is_said_once(caplog: pytest.LogCaptureF
             run("dapo_kernels/gspo", random_batch(0), "seq-mean-token-mean", actor_config(clip_ratio_low=3e-4))
     assert len(caplog.records) == 1
     assert "clip_high=0.28 (the objective's own: 0.0004)" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["dapo", "cispo", "reinforce"])
+@pytest.mark.parametrize("by_std", [True, False])
+def test_the_mean_over_prompts(name: str, by_std: bool) -> None:
+    """DAPO's eq. 8 as printed: weighted advantages and seq-mean-token-sum, over the whole batch and in two parts."""
+    batch = random_batch(11, rows=6)
+    mask = batch.response_mask
+    index = np.array(["b", "a", "b", "a", "c", "c"], dtype=object)  # row 3 has no token
+    rewards = torch.where(mask, torch.rand(mask.shape, generator=torch.Generator().manual_seed(4)), 0.0)
+    config: Any = {"norm_adv_by_std_in_grpo": by_std}
+    estimate = core_algos.get_adv_estimator_fn(f"{ours.PREFIX}grpo_prompt_mean")
+    advantages, returns = estimate(token_level_rewards=rewards, response_mask=mask, index=index, config=config)
+    plain, _ = core_algos.compute_grpo_outcome_advantage(rewards, mask, index, norm_adv_by_std_in_grpo=by_std)
+    assert torch.equal(returns, plain)
+
+    log_prob = batch.log_prob.clone().requires_grad_()
+    means = []
+    for prompt in ("a", "b", "c"):
+        rows = [i for i in range(6) if index[i] == prompt]
+        parts = [(i, t) for i in rows for t in range(mask.shape[1]) if mask[i, t]]
+        terms = []
+        for i, t in parts:
+            a, r = plain[i, t], torch.exp(log_prob[i, t] - batch.old_log_prob[i, t])
+            if name == "dapo":
+                terms.append(
+                    -torch.minimum(r * a, r.clamp(0.8, 1.28) * a)
+                    if a > 0
+                    else -torch.maximum(torch.minimum(r * a, r.clamp(0.8, 1.28) * a), 3.0 * a)
+                )
+            elif name == "cispo":
+                terms.append(-r.detach().clamp(0.8, 1.28) * a * log_prob[i, t])
+            else:
+                terms.append(-a * log_prob[i, t])
+        means.append(torch.stack(terms).sum() / len(terms))
+    expected = torch.stack(means).mean()
+    expected.backward()
+    assert log_prob.grad is not None
+
+    total, gradient = 0.0, torch.zeros_like(log_prob)
+    for rows in (slice(0, 2), slice(2, 6)):  # as two micro-batches, on two ranks
+        part = Batch(*(x[rows] for x in batch._replace(advantages=advantages)))
+        got = run(ours.PREFIX + name, part, "seq-mean-token-sum", actor_config({"dp_size": 2, "global_batch_size": 6}))
+        total += got.loss.item() / 2
+        gradient[rows] = got.gradient / 2
+    assert total == pytest.approx(expected.item(), rel=1e-5)
+    torch.testing.assert_close(gradient, log_prob.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_external_modules_of_the_driver() -> None:
+    """verl imports what this variable names in every process, the driver too, which estimates advantages."""
+    name = f"{ours.PREFIX}grpo_prompt_mean"
+    code = f"from verl.trainer.ppo import core_algos; core_algos.get_adv_estimator_fn({name!r})"
+    environment = os.environ | {"VERL_USE_EXTERNAL_MODULES": "dapo_kernels.integrations.verl"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

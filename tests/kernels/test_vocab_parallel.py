@@ -118,6 +118,9 @@ def every_option(group: Group, cut: tuple[int, ...], dtypes: tuple[torch.dtype, 
         head = linear_case(V, H, LENGTHS, bias=True, seed=6)
         head.target_ids = head.target_ids.clamp(max=valid - 1)
         from_hidden(group, head, cut, "dapo", f"{valid}", mask=head.mask, entropy_coef=0.1, valid_vocab=valid)
+    groups = {"aggregate": "prompt-mean-token-mean", "group_ids": torch.tensor([4, 9, 4, 1])}
+    case = linear_case(V, H, LENGTHS, seed=6)
+    from_hidden(group, case, cut, "dapo", "prompt means", mask=case.mask, cu_seqlens=case.cu_seqlens, **groups)
     for objective in ("dapo", "gspo"):
         case = linear_case(V, H, LENGTHS, bias=True, softcap=2.0, seed=6, rank=3)
         how = {"mask": case.mask, "cu_seqlens": case.cu_seqlens, "chunk_bytes": 5 * V * 8}

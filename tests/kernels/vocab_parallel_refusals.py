@@ -88,6 +88,8 @@ def refusals(group: Group, cut: tuple[int, ...]) -> None:
     hidden, bounds = case.leaves["hidden"], case.cu_seqlens
     with refusing(ValueError, "got other ones"):
         linear_preference_loss(hidden, weight, case.target_ids, None, pairs=pairs, cu_seqlens=bounds, group=group)
+    with refusing(ValueError, "got other ones"):
+        call(aggregate="prompt-mean-token-mean", group_ids=torch.tensor([0, rank, 0, 0]), cu_seqlens=bounds)
     refused_by_one(group, call, mesh, case.leaves["weight"])
     for placement in (Shard(0), Replicate()):
         head = distribute_tensor(case.leaves["weight"], mesh, [placement])
