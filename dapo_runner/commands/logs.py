@@ -14,7 +14,7 @@ from dapo_runner.errors import ConfigError
 from dapo_runner.logging.metrics import TIMINGS_FILE, read_log
 from dapo_runner.logging.report import write_report
 from dapo_runner.logging.rollout_log import EVALUATIONS, ROLLOUTS
-from dapo_runner.logging.show import choose_group, load_step, page, render_group, steps_table
+from dapo_runner.logging.show import choose_group, find_steps, load_step, page, render_group
 from dapo_runner.timing import PHASES, time_split
 from dapo_runner.tools.page.html import write_page
 from dapo_runner.tools.page.serve import open_server
@@ -76,7 +76,7 @@ def show(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError("--step: expected beside --group and --json, got none")
     try:
         if options.step is None:
-            console.print(steps_table(options.run, what))
+            console.print("steps:", *find_steps(options.run, what))
             return 0
         saved = load_step(options.run, options.step, what)
         chosen = saved.groups if options.group is None else [choose_group(saved, options.group)]

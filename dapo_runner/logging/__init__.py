@@ -1,3 +1,1 @@
-"""What a run leaves behind and shows: metrics, rollouts, progress, trackers, the failed batch, and the commands that
-read them.
-"""
+"""What a run writes and shows: metrics, rollouts, progress, trackers, and the commands that read them."""

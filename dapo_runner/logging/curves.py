@@ -1,8 +1,8 @@
-"""The logs of a run as curves: what picture, page and studies draw."""
+"""Read the logs of a run as curves, for the picture, the page and studies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +12,22 @@ from dapo_runner.timing import seconds_by_phase
 Points = dict[str, tuple[list[int], list[float]]]
 """Name of a metric → steps and values; NaN where null was logged."""
 
-# Phases that are drawn together; any other is part of the rest.
-TIME_GROUPS = {
-    "rollout": "rollout",
-    "forward_backward": "update",
-    "optimizer": "update",
-    "critic": "update",
-    "old_logprobs": "old_logprobs",
-    "ref_logprobs": "old_logprobs",
-    "values": "old_logprobs",
-    "evaluate": "evaluate",
+TIME_GROUPS = {  # phases that are drawn together; any other is part of the rest
+    "rollout": ("rollout",),
+    "update": ("forward_backward", "optimizer", "critic"),
+    "old_logprobs": ("old_logprobs", "ref_logprobs", "values"),
+    "evaluate": ("evaluate",),
 }
 BY_CORRECTNESS = ("sampling/all_incorrect", "sampling/mixed", "sampling/all_correct")
 
 
 def read_curves(run: Path) -> Points:
     """Return all metrics in the logs of a run, none where there are no logs."""
-    paths = (run / METRICS_FILE, run / TIMINGS_FILE)
-    metrics, timings = (read_log(path) if path.is_file() else [] for path in paths)
+    metrics, timings = (read_log(run / name) if (run / name).is_file() else [] for name in (METRICS_FILE, TIMINGS_FILE))
     return collect([*metrics, *time_events(timings)])
 
 
-def collect(events: list[dict[str, Any]]) -> Points:
+def collect(events: Iterable[Mapping[str, Any]]) -> Points:
     """Return log lines as curves."""
     points: Points = {}
     for event in events:
@@ -47,18 +41,15 @@ def collect(events: list[dict[str, Any]]) -> Points:
     return points
 
 
-def time_events(timings: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the seconds of each step by what is drawn together: every curve has a value at every step."""
-    for event in timings:
-        if event["kind"] == "step":
-            yield {"step": event["step"], "kind": "time", **_seconds_by_group(event)}
-
-
-def _seconds_by_group(event: Mapping[str, Any]) -> dict[str, float]:
-    seconds = dict.fromkeys([f"time/{group}" for group in (*TIME_GROUPS.values(), "rest")], 0.0)
-    for phase, spent in seconds_by_phase(event).items():
-        seconds[f"time/{TIME_GROUPS.get(phase, 'rest')}"] += spent
-    return seconds
+def time_events(timings: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the seconds of each step by ``TIME_GROUPS``."""
+    events = []
+    for timing in timings:
+        if timing["kind"] == "step":
+            seconds = seconds_by_phase(timing)
+            groups = {f"time/{name}": sum(seconds.pop(p, 0.0) for p in phases) for name, phases in TIME_GROUPS.items()}
+            events.append({"step": timing["step"], **groups, "time/rest": sum(seconds.values())})
+    return events
 
 
 def find_curve(points: Points, key: str) -> tuple[str, list[int], list[float]] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 # Okabe-Ito: told apart by colour-blind readers and in grey.
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#888888"
@@ -30,98 +31,66 @@ class Panel:
     stacked: bool = False
 
 
+HELDOUT = (Metric("eval/avg@*", "avg", BLUE), Metric("eval/cons@*", "cons", GREEN))
+REWARD = (
+    Metric("batch/reward", "trained on", BLUE, "reward", "{:+.2f}"),
+    Metric("sampling/reward", "generated", ORANGE),
+)
+ACCURACY = (
+    Metric("batch/accuracy", "trained on", BLUE),
+    Metric("sampling/accuracy", "generated", ORANGE, "accuracy", "{:.0%}"),
+)
+LENGTH = (
+    Metric("batch/length", "mean", BLUE, "length", "{:.0f}"),
+    Metric("batch/length_max", "longest", GREY),
+    Metric("eval/length", "held-out", ORANGE),
+)
+KL = (Metric("train/approx_kl", "old to new policy", BLUE), Metric("train/ref_kl", "to the reference", ORANGE))
+CLIPS = (
+    Metric("train/clip_low", "low", ORANGE),
+    Metric("train/clip_high", "high", BLUE),
+    Metric("train/clip_dual", "dual", GREY),
+)
+GROUPS = (
+    Metric("sampling/all_incorrect", "all incorrect", RED),
+    Metric("sampling/mixed", "mixed (accepted)", BLUE, "mixed", "{:.0%}"),
+    Metric("sampling/all_correct", "all correct", GREEN),
+    Metric("sampling/equal_reward", "equal rewards", RED),
+    Metric("sampling/varying_reward", "varying rewards (accepted)", BLUE, "varying", "{:.0%}"),
+)
+REFLECTION = (Metric("reflection/en", "English", BLUE), Metric("reflection/zh", "Chinese", ORANGE))
+GAPS = (Metric("train/rollout_gap", "rollouts", BLUE), Metric("sync/gap", "after sync", GREEN))
+SECONDS = (
+    Metric("time/rollout", "rollout", ORANGE),
+    Metric("time/update", "update", BLUE),
+    Metric("time/old_logprobs", "log-probs", GREEN),
+    Metric("time/evaluate", "held-out", RED),
+    Metric("time/rest", "rest", GREY),
+)
+SUPERVISED_LOSS = (Metric("train/loss", "update", BLUE, "loss", "{:.4f}"), Metric("eval/loss", "held-out", ORANGE))
+
 ENTROPY = Panel("Entropy", "nats per token", (Metric("train/entropy", "entropy", BLUE, "entropy", "{:.3f}"),))
 GRADIENT = Panel("Gradient norm", "before clipping", (Metric("train/grad_norm", "norm", BLUE, "grad", "{:.2f}"),))
-TIME = Panel(
-    "Time",
-    "seconds of a step",
-    (
-        Metric("time/rollout", "rollout", ORANGE),
-        Metric("time/update", "update", BLUE),
-        Metric("time/old_logprobs", "log-probs", GREEN),
-        Metric("time/evaluate", "held-out", RED),
-        Metric("time/rest", "rest", GREY),
-    ),
-    stacked=True,
-)
+LEARNING_RATE = Panel("Learning rate", "of an update", (Metric("train/lr", "learning rate"),))
+TIME = Panel("Time", "seconds of a step", SECONDS, stacked=True)
 PANELS = (
-    Panel(
-        "Held-out accuracy",
-        "share of problems",
-        (Metric("eval/avg@*", "avg", BLUE), Metric("eval/cons@*", "cons", GREEN)),
-        share=True,
-    ),
-    Panel(
-        "Reward",
-        "per response",
-        (
-            Metric("batch/reward", "trained on", BLUE, "reward", "{:+.2f}"),
-            Metric("sampling/reward", "generated", ORANGE),
-        ),
-    ),
-    Panel(
-        "Training accuracy",
-        "share of responses",
-        (
-            Metric("batch/accuracy", "trained on", BLUE),
-            Metric("sampling/accuracy", "generated", ORANGE, "accuracy", "{:.0%}"),
-        ),
-        share=True,
-    ),
-    Panel(
-        "Response length",
-        "tokens",
-        (
-            Metric("batch/length", "mean", BLUE, "length", "{:.0f}"),
-            Metric("batch/length_max", "longest", GREY),
-            Metric("eval/length", "held-out", ORANGE),
-        ),
-    ),
+    Panel("Held-out accuracy", "share of problems", HELDOUT, share=True),
+    Panel("Reward", "per response", REWARD),
+    Panel("Training accuracy", "share of responses", ACCURACY, share=True),
+    Panel("Response length", "tokens", LENGTH),
     ENTROPY,
     Panel("Mean generation probability", "of sampled tokens", (Metric("batch/generation_prob", "probability"),)),
-    Panel(
-        "Clipped tokens",
-        "share of tokens",
-        (
-            Metric("train/clip_low", "low", ORANGE),
-            Metric("train/clip_high", "high", BLUE),
-            Metric("train/clip_dual", "dual", GREY),
-        ),
-    ),
-    Panel(
-        "Dynamic sampling",
-        "share of groups generated",
-        (
-            Metric("sampling/all_incorrect", "all incorrect", RED),
-            Metric("sampling/mixed", "mixed (accepted)", BLUE, "mixed", "{:.0%}"),
-            Metric("sampling/all_correct", "all correct", GREEN),
-            Metric("sampling/equal_reward", "equal rewards", RED),
-            Metric("sampling/varying_reward", "varying rewards (accepted)", BLUE, "varying", "{:.0%}"),
-        ),
-        share=True,
-        stacked=True,
-    ),
+    Panel("Loss", "mean of the updates", (Metric("train/loss", "loss"),)),
+    Panel("KL divergence", "nats per token", KL),
+    Panel("Clipped tokens", "share of tokens", CLIPS),
+    Panel("Dynamic sampling", "share of groups generated", GROUPS, share=True, stacked=True),
     GRADIENT,
-    Panel(
-        "Reflection",
-        "phrases per response",
-        (Metric("reflection/en", "English", BLUE), Metric("reflection/zh", "Chinese", ORANGE)),
-        from_zero=True,
-    ),
-    Panel(
-        "Engine against learner",
-        "mean |Δ log-prob|",
-        (Metric("train/rollout_gap", "rollouts", BLUE), Metric("sync/gap", "after sync", GREEN)),
-        from_zero=True,
-    ),
+    LEARNING_RATE,
+    Panel("Reflection", "phrases per response", REFLECTION, from_zero=True),
+    Panel("Engine against learner", "mean |Δ log-prob|", GAPS, from_zero=True),
     TIME,
 )
-LOSS = Panel(
-    "Loss",
-    "nats per token",
-    (Metric("train/loss", "update", BLUE, "loss", "{:.4f}"), Metric("eval/loss", "held-out", ORANGE)),
-)
-SUPERVISED_PANELS = (LOSS, ENTROPY, GRADIENT, TIME)  # of `dapo sft`
+SUPERVISED_PANELS = (Panel("Loss", "nats per token", SUPERVISED_LOSS), ENTROPY, GRADIENT, LEARNING_RATE, TIME)
 
 
 def panels_of(keys: Collection[str]) -> tuple[Panel, ...]:
@@ -133,3 +102,11 @@ def panels_of(keys: Collection[str]) -> tuple[Panel, ...]:
 def console_metrics(keys: Collection[str]) -> list[Metric]:
     """Return those of a progress line, in order."""
     return [metric for panel in panels_of(keys) for metric in panel.curves if metric.console and metric.key in keys]
+
+
+def title_and_unit(key: str) -> tuple[str, str]:
+    """Return the title of a metric and its unit; the key itself where no panel draws it."""
+    found = [(panel, curve) for panel in PANELS for curve in panel.curves if fnmatchcase(key, curve.key)]
+    for panel, curve in found[:1]:
+        return f"{panel.title}: {key if curve.key.endswith('*') else curve.label}", panel.unit
+    return key, ""

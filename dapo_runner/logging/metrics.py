@@ -1,11 +1,7 @@
-"""What is logged: one JSON line per event, and the figures that go into it.
+"""What is logged: one JSON line per event, and the metrics of a step.
 
-Everything in `metrics.jsonl` is a function of the configuration and the seeds, so that a run that was killed
-and resumed leaves the same bytes as one that was not. Wall-clock times go to `timings.jsonl`.
-
-Names are `area/figure`: `train/` the update, `batch/` the groups trained on, `sampling/` all that was
-generated, `reward/` each of several rewards and `reflection/` the phrases of `records.reflection`, both in the
-groups trained on, `sync/` engine against learner, `eval/` held-out problems.
+`metrics.jsonl` is a function of the configuration and the seeds: a run that was killed and resumed leaves the same
+bytes as one that was not. Wall-clock times go to `timings.jsonl`. Names are `area/metric`.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from dapo_runner.errors import ConfigError
 from dapo_runner.files import append_jsonl, atomic_write, read_jsonl, to_jsonl
 from dapo_runner.logging.reflection import reflection_metrics
 from dapo_runner.rollout.group_buffer import SamplingStats
-from dapo_runner.types import Group, Sample
+from dapo_runner.types import Group
 
 METRICS_FILE = "metrics.jsonl"
 TIMINGS_FILE = "timings.jsonl"
@@ -41,8 +37,7 @@ class MetricsLog:
 
     def write(self, step: int, kind: str, values: Mapping[str, float | int | str | None]) -> None:
         """Append one event. NaN and infinities are written as null."""
-        record = {"step": step, "kind": kind, **{key: jsonable(value) for key, value in values.items()}}
-        append_jsonl(self.path, [record], sync=True)
+        append_jsonl(self.path, [{"step": step, "kind": kind, **jsonable(values)}], sync=True)
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
@@ -62,62 +57,43 @@ def before_and_after(folder: Path) -> dict[str, dict[str, Any]]:
     return {f"before (step {before['step']})": before, f"after (step {after['step']})": after}
 
 
-def jsonable(value: float | str | None) -> float | int | str | None:
-    """``value``, but None for a number that JSON does not know."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def jsonable(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``values`` with None for numbers that JSON does not know."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def prefixed(area: str, values: Mapping[str, float]) -> dict[str, float]:
-    """`area/figure` names, e.g. for what `dapo_kernels.summarize` returns."""
+    """Return `area/metric` names."""
     return {f"{area}/{key}": value for key, value in values.items()}
 
 
 def sampling_metrics(
     stats: SamplingStats, filter_on: str = "correctness", oversampled: bool = False
 ) -> dict[str, float]:
-    """All that a step generated, kept or not; shares in [0, 1]. Counts only when nothing was generated.
+    """Return the metrics of all that a step generated, accepted or not; only counts when nothing was generated.
 
-    Where groups are accepted by their rewards, also ``varying_reward`` and ``equal_reward``; ``varying_reward_only``
-    are those of the former that are all correct or all incorrect. ``dropped`` are prompts without a group, where more
-    are submitted than are needed.
+    Args:
+        filter_on: "reward" adds the shares of groups by varying rewards.
+        oversampled: Add the number of prompts without a group.
     """
-    counts = {
-        "rounds": stats.rounds,
-        "groups": stats.groups,
-        "carried_in": stats.carried_in,
-        "carried_out": stats.carried_out,
-        "too_old": stats.too_old,
-        **({"dropped": stats.submitted - stats.groups} if oversampled else {}),
-    }
-    if not stats.groups:
-        return prefixed("sampling", counts)
-    shares = {
-        "all_correct": stats.all_correct / stats.groups,
-        "all_incorrect": stats.all_incorrect / stats.groups,
-        "mixed": stats.mixed / stats.groups,
-        **(
-            {
-                "varying_reward_only": stats.varying_reward_only / stats.groups,
-                "varying_reward": stats.varying_reward / stats.groups,
-                "equal_reward": 1 - stats.varying_reward / stats.groups,
-            }
-            if filter_on == "reward"
-            else {}
-        ),
-        "accuracy": stats.correct / stats.samples,
-        "reward": stats.reward / stats.samples,
-        "length": stats.tokens / stats.samples,
-        "truncated": stats.truncated / stats.samples,
-    }
-    return prefixed("sampling", counts | shares)
+    values = {name: getattr(stats, name) for name in ("rounds", "groups", "carried_in", "carried_out", "too_old")}
+    if oversampled:
+        values["dropped"] = stats.submitted - stats.groups
+    if stats.groups:
+        by_reward = ("varying_reward_only", "varying_reward") if filter_on == "reward" else ()
+        for name in ("all_correct", "all_incorrect", "mixed", *by_reward):
+            values[name] = getattr(stats, name) / stats.groups
+        if by_reward:
+            values["equal_reward"] = 1 - values["varying_reward"]
+        totals = {"accuracy": stats.correct, "reward": stats.reward, "length": stats.tokens}
+        for name, total in (totals | {"truncated": stats.truncated}).items():
+            values[name] = total / stats.samples
+    return prefixed("sampling", values)
 
 
 def batch_metrics(groups: Iterable[Group], step: int = 0) -> dict[str, float]:
-    """The groups trained on: means over samples, except `generation_prob`, a mean over tokens, and `age`, one over
-    groups: how many steps before ``step`` each was sampled.
-
-    `batch/generation_prob` is the mean probability of the sampled tokens, Figure 7 of the DAPO paper.
-    `batch/rule_<name>` says what share of the samples each reward rule judged.
+    """Return the metrics of the groups that ``step`` trains on: means over samples, except `generation_prob` (Figure 7
+    of the DAPO paper), a mean over tokens, and `age`, a mean over groups.
     """
     groups = list(groups)
     samples = [sample for group in groups for sample in group.samples]
@@ -137,28 +113,23 @@ def batch_metrics(groups: Iterable[Group], step: int = 0) -> dict[str, float]:
         "truncated": _mean(sample.completion.truncated for sample in samples),
         "masked": _mean(not sample.trains for sample in samples),
         "generation_prob": float(probabilities.nanmean()),
-        **_rule_shares(samples),
     }
-    reflection = reflection_metrics(sample.completion.text for sample in samples)
-    return prefixed("batch", values) | prefixed("reward", _parts(groups)) | prefixed("reflection", reflection)
+    for rule in sorted({sample.verdict.rule for sample in samples} - {""}):
+        values[f"rule_{rule}"] = _mean(sample.verdict.rule == rule for sample in samples)
+    reflection = reflection_metrics([sample.completion.text for sample in samples])
+    return prefixed("batch", values) | prefixed("reward", _reward_parts(groups)) | prefixed("reflection", reflection)
 
 
-def _parts(groups: list[Group]) -> dict[str, float]:
-    """Of each of several rewards the mean over samples, and as its spread the mean over groups of the standard
-    deviation within a group: what an advantage is made from. Samples that it does not apply to do not count.
+def _reward_parts(groups: list[Group]) -> dict[str, float]:
+    """Return for each of several rewards the mean over the samples that have it, and the mean over groups of its
+    standard deviation within a group: what an advantage is made from.
     """
-    names = sorted({name for group in groups for sample in group.samples for name in sample.parts})
     figures = {}
-    for name in names:
+    for name in sorted({name for group in groups for sample in group.samples for name in sample.parts}):
         applied = [[sample.parts[name] for sample in group.samples if name in sample.parts] for group in groups]
         figures[name] = _mean(value for values in applied for value in values)
         figures[f"{name}_std"] = _mean(stdev(values) if len(values) > 1 else 0.0 for values in applied if values)
     return figures
-
-
-def _rule_shares(samples: list[Sample]) -> dict[str, float]:
-    rules = sorted({sample.verdict.rule for sample in samples if sample.verdict.rule})
-    return {f"rule_{rule}": _mean(sample.verdict.rule == rule for sample in samples) for rule in rules}
 
 
 def _mean(values: Iterable[float]) -> float:

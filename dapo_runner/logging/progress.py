@@ -1,163 +1,77 @@
-"""What a person sees while a run goes on: one live block on a terminal, plain lines elsewhere."""
+"""What a person sees while a run goes on: a line for every step and evaluation, on a terminal above a progress bar."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Literal
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as RichProgress
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 
-from dapo_runner.logging.metric_table import Metric, console_metrics
+from dapo_runner.logging.metric_table import console_metrics
 from dapo_runner.logging.speed import speed_line
 from dapo_runner.rollout.group_buffer import SamplingStats
 
-BLOCKS = "▁▂▃▄▅▆▇█"
-TREND_WIDTH = 32  # characters
-PHASES_SHOWN = 4
+PHASES_SHOWN = 3
 
 Figures = Mapping[str, float]
 
 
 class Progress:
-    """Show nothing."""
+    """Print lines to ``console``, by default nowhere; ``live``: with a bar below them."""
 
-    def start(self, done: int, total: int) -> None: ...
+    def __init__(self, console: Console | None = None, *, live: bool = False) -> None:
+        self.console = console or Console(quiet=True)
+        times = (TimeElapsedColumn(), "left", TimeRemainingColumn(elapsed_when_finished=False))
+        columns = ("step", MofNCompleteColumn(), BarColumn(bar_width=20), *times, "{task.fields[doing]}")
+        self.bar = Bar(*columns, console=self.console, disable=not live, speed_estimate_period=120)
+        self.task = self.bar.add_task("", total=None, doing="")
 
-    def note(self, text: str) -> None: ...
+    def start(self, done: int, total: int) -> None:
+        self.bar.update(self.task, total=total, completed=done)
+        self.bar.start()
+
+    def note(self, text: str) -> None:
+        self._print(text)
 
     def phase(self, name: str) -> None:
         """Show the phase that has begun, as `dapo_runner.timing` names it."""
-
-    def round(self, at_hand: int, stats: SamplingStats) -> None:
-        """Show how many groups there are after a generation round."""
-
-    def step(self, step: int, figures: Figures, seconds: Figures, speed: Figures) -> None: ...
-
-    def evaluation(self, step: int, figures: Figures) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class PlainProgress(Progress):
-    """Print a line for every step and evaluation."""
-
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        self.total = 0
-
-    def start(self, done: int, total: int) -> None:
-        self.total = total
-
-    def note(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def step(self, step: int, figures: Figures, seconds: Figures, speed: Figures) -> None:
-        times = ", ".join(filter(None, (f"{sum(seconds.values()):.1f} s", speed_line(speed))))
-        self.note(f"step {step}/{self.total}  {step_line(figures)}  {times}")
-
-    def evaluation(self, step: int, figures: Figures) -> None:
-        self.note(f"evaluation after step {step}: {evaluation_line(figures)}")
-
-
-class LiveProgress(PlainProgress):
-    """Keep a block in place: the bar, the latest figures with their trends, where the time goes. Notes and evaluations
-    scroll by above it.
-    """
-
-    def __init__(self, console: Console) -> None:
-        super().__init__(console)
-        columns = (
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=20),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(elapsed_when_finished=False),
-            TextColumn("{task.fields[doing]}", style="dim"),
-        )
-        self.bar = RichProgress(*columns, console=console, speed_estimate_period=120)
-        self.task = self.bar.add_task("", total=None, doing="")
-        self.history: dict[Metric, list[float]] = {}
-        self.lines: dict[str, str] = {}
-        self.live = Live(console=console, refresh_per_second=5, get_renderable=self.block)
-
-    def start(self, done: int, total: int) -> None:
-        super().start(done, total)
-        self.bar.update(self.task, total=total, completed=done)
-        self.live.start()
-
-    def phase(self, name: str) -> None:
         if name != "other":
             self.bar.update(self.task, doing=name.replace("_", " "))
 
     def round(self, at_hand: int, stats: SamplingStats) -> None:
+        """Show how many groups there are after a generation round."""
         if stats.rounds > 1:
             self.bar.update(self.task, doing=f"sampling, round {stats.rounds}: {at_hand} groups at hand")
 
     def step(self, step: int, figures: Figures, seconds: Figures, speed: Figures) -> None:
         self.bar.update(self.task, completed=step)
-        for metric in console_metrics(figures):
-            self.history.setdefault(metric, []).append(figures[metric.key])
-        self.lines |= {"time": time_line(seconds), "speed": speed_line(speed)}
+        shown = (f"{metric.console} {metric.form.format(figures[metric.key])}" for metric in console_metrics(figures))
+        times = ", ".join(filter(None, (time_line(seconds), speed_line(speed))))
+        self._print(f"step {step}/{self.bar.tasks[0].total}  {'  '.join(shown)}  {times}")
 
     def evaluation(self, step: int, figures: Figures) -> None:
-        super().evaluation(step, figures)
-        self.lines["held-out"] = f"step {step}: {evaluation_line(figures)}"
-
-    def block(self) -> Group:
-        table = Table.grid(padding=(0, 2))
-        for metric, values in self.history.items():
-            latest = Text(metric.form.format(values[-1]), justify="right")
-            table.add_row(metric.console, latest, Text(trend(values), style="cyan"))
-        lines = [Text(f"{label}  {text}") for label, text in self.lines.items() if text]
-        return Group(self.bar.get_renderable(), table, *lines)
+        """Print the metrics of all problems, and avg@k of each evaluation set and source."""
+        chosen = [key for key in figures if "@" in key and ("/" not in key or "/avg@" in key)]
+        shown = ", ".join(f"{key} {figures[key]:.1%}" for key in chosen)
+        self._print(f"evaluation after step {step}: {shown} on {figures['problems']:.0f} problems")
 
     def close(self) -> None:
-        self.live.stop()
+        self.bar.stop()
 
-
-def trend(values: list[float]) -> str:
-    """Draw ``values`` as blocks of different heights, averaged down to ``TREND_WIDTH`` characters."""
-    n = min(len(values), TREND_WIDTH)
-    edges = [round(i * len(values) / n) for i in range(n + 1)] if n else []
-    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
-    finite = [value for value in means if math.isfinite(value)]
-    low, high = min(finite, default=0.0), max(finite, default=0.0)
-    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BLOCKS[round((value - low) * scale)] if math.isfinite(value) else " " for value in means)
+    def _print(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def time_line(seconds: Figures) -> str:
     """Return the seconds of a step, and the phases that took most of them."""
     total = sum(seconds.values())
-    largest = sorted(seconds.items(), key=lambda item: -item[1])[:PHASES_SHOWN]
-    shares = ", ".join(f"{phase.replace('_', ' ')} {part / total:.0%}" for phase, part in largest if part > 0)
-    return f"{total:.1f} s a step: {shares}"
-
-
-def step_line(figures: Figures) -> str:
-    shown = console_metrics(figures)
-    return "  ".join(f"{metric.console} {metric.form.format(figures[metric.key])}" for metric in shown)
-
-
-def evaluation_line(figures: Figures) -> str:
-    """Return the figures of all problems, and avg@k of each evaluation set and source."""
-    chosen = [key for key in figures if "@" in key and ("/" not in key or "/avg@" in key)]
-    shown = ", ".join(f"{key} {figures[key]:.1%}" for key in chosen)
-    return f"{shown} on {figures['problems']:.0f} problems"
+    largest = sorted(seconds, key=lambda phase: -seconds[phase])[:PHASES_SHOWN]
+    shares = (f"{phase.replace('_', ' ')} {seconds[phase] / total:.0%}" for phase in largest if seconds[phase] > 0)
+    return f"{total:.1f} s ({', '.join(shares)})"
 
 
 def make_progress(mode: Literal["auto", "live", "plain", "off"], console: Console) -> Progress:
-    """Return what ``mode`` asks for; ``auto``: live on a terminal, plain lines elsewhere."""
-    if mode == "off":
-        return Progress()
-    if mode == "live" or (mode == "auto" and console.is_terminal):
-        return LiveProgress(console)
-    return PlainProgress(console)
+    """Return what `logging.progress` asks for; auto: a bar on a terminal."""
+    return Progress(None if mode == "off" else console, live=mode == "live" or (mode == "auto" and console.is_terminal))

@@ -1,18 +1,21 @@
-"""All that a run writes while it goes on, but for checkpoints: metrics, timings, rollouts and trackers."""
+"""All that a run writes while it goes on, but for checkpoints: metrics, timings, rollouts, trackers, failed batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+
+from safetensors.torch import save_file
 
 from dapo_runner.algorithms.selection import TokenValues
 from dapo_runner.checkpoint import Checkpoint, writing
 from dapo_runner.config import LoggingConfig
 from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE, MetricsLog, prefixed
 from dapo_runner.logging.rollout_log import EVALUATIONS, ROLLOUTS, RolloutLog
-from dapo_runner.logging.trackers import Trackers, sample_table
-from dapo_runner.types import Group
+from dapo_runner.logging.trackers import Trackers
+from dapo_runner.types import Group, PackedBatch
 from dapo_runner.types import Sequence as TrainingSequence
 
 CHECKPOINTS = "checkpoints"
@@ -39,14 +42,11 @@ class RunLog:
         """Go on after ``first_step`` and keep what was logged of steps up to ``keep_through``: one less for a run that
         begins there, since what an attempt without a checkpoint logged does not count.
         """
-        self.folder = folder
-        self.first_step = first_step
-        self.n_samples = config.samples
-        self.trackers = trackers
+        self.folder, self.first_step, self.n_samples, self.trackers = folder, first_step, config.samples, trackers
         self._metrics = MetricsLog(folder / METRICS_FILE, keep_through=keep_through)
         self._timings = MetricsLog(folder / TIMINGS_FILE, keep_through=keep_through)
-        token_speller = tokenizer if config.rollouts.per_token else None
-        self._rollouts = RolloutLog(folder / ROLLOUTS, config.rollouts, keep_through, note, token_speller)
+        speller = tokenizer if config.rollouts.per_token else None
+        self._rollouts = RolloutLog(folder / ROLLOUTS, config.rollouts, keep_through, note, speller)
         self._evaluations = RolloutLog(folder / EVALUATIONS, config.rollouts, keep_through, note)
 
     def step(
@@ -57,22 +57,22 @@ class RunLog:
         sequences: Sequence[TrainingSequence],
         values: Mapping[int, TokenValues],
     ) -> None:
-        """Write a step's figures and rollouts."""
-        with writing(self.folder / ROLLOUTS, self.folder / CHECKPOINTS):
+        """Write a step's metrics and rollouts."""
+        with _writing(self.folder, ROLLOUTS):
             self._rollouts.write(step, groups, sequences, values)
         self.figures(step, "step", figures)
-        self.trackers.samples(step, "samples/trained", sample_table(step, groups, self.n_samples))
+        self.trackers.samples(step, "samples/trained", groups[: self.n_samples])
 
     def evaluation(self, step: int, figures: Mapping[str, float], groups: Sequence[Group]) -> None:
-        """Write an evaluation's figures and answers."""
-        with writing(self.folder / EVALUATIONS, self.folder / CHECKPOINTS):
+        """Write an evaluation's metrics and answers."""
+        with _writing(self.folder, EVALUATIONS):
             self._evaluations.write(step, groups)
         self.figures(step, "eval", figures)
-        self.trackers.samples(step, "samples/eval", sample_table(step, groups, self.n_samples))
+        self.trackers.samples(step, "samples/eval", groups[: self.n_samples])
 
     def figures(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
         """Write a line of `metrics.jsonl`, and send it to the trackers."""
-        with writing(self.folder / METRICS_FILE, self.folder / CHECKPOINTS):
+        with _writing(self.folder, METRICS_FILE):
             self._metrics.write(step, kind, figures)
         self.trackers.write(step, kind, figures)
 
@@ -81,7 +81,7 @@ class RunLog:
     ) -> None:
         """Write where the wall time of a step went, or that before the first, its speed, and counts of reward calls."""
         figures = prefixed("seconds", seconds) | prefixed("speed", speed) | prefixed("reward", calls)
-        with writing(self.folder / TIMINGS_FILE, self.folder / CHECKPOINTS):
+        with _writing(self.folder, TIMINGS_FILE):
             self._timings.write(step, "step" if step > self.first_step else "start", figures)
         self.trackers.write(step, "seconds", figures)
 
@@ -99,11 +99,22 @@ def log_fork(folder: Path, origin: Checkpoint, changes: Changes) -> None:
     _log_changes(folder, origin.step, changes)
 
 
+def save_batch(path: Path, batches: Sequence[PackedBatch], error: str) -> None:
+    """Write the micro-batches of a failed update as safetensors named ``<number>.<field>``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    named = {f"{n}.{name}": tensor for n, batch in enumerate(batches) for name, tensor in batch.tensors().items()}
+    save_file({name: tensor.cpu().contiguous() for name, tensor in named.items()}, path, metadata={"error": error})
+
+
 def _log_changes(folder: Path, step: int, changes: Changes) -> None:
     changes = list(changes)
     if not changes:
         return  # and no empty file
-    with writing(folder / CHANGES_FILE, folder / CHECKPOINTS):
+    with _writing(folder, CHANGES_FILE):
         log = MetricsLog(folder / CHANGES_FILE, keep_through=step)
         for key, before, after in changes:
             log.write(step, "change", {"key": key, "before": before, "after": after})
+
+
+def _writing(folder: Path, name: str) -> AbstractContextManager[None]:
+    return writing(folder / name, folder / CHECKPOINTS)

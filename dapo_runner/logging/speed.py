@@ -8,14 +8,19 @@ from typing import Any
 
 import torch
 
-GIB = 2**30
-# bfloat16 flops a second without sparsity, from the makers' data sheets, by a part of the device's name.
+# bfloat16 FLOPS without sparsity, from the makers' data sheets, by a part of the device's name.
 PEAKS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "MI300X": 1307e12}
+SHOWN = {
+    "ranks": "{:.0f} ranks",
+    "tokens_per_second": "{:,.0f} trained tokens/s",
+    "mfu": "MFU {:.0%}",
+    "memory_gib": "{:.1f} GiB",
+}
 
 
 def training_flops(model: Any, lengths: Iterable[int]) -> float:
-    """Of forward and backward passes over sequences of so many positions: 6 for each parameter but the embeddings, and
-    6·L² for each unit of a layer's heads, of causal attention. What checkpointing computes again does not count.
+    """Return the FLOPs of forward and backward passes over sequences of these lengths: 6 for each parameter but the
+    embeddings, and 6·L² for each unit of a layer's heads, of causal attention. Recomputation does not count.
     """
     config = model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
@@ -27,23 +32,23 @@ def training_flops(model: Any, lengths: Iterable[int]) -> float:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Of one device; None where nobody has written it down."""
+    """Return the peak FLOPS of one device; None for one that ``PEAKS`` does not know."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
 def peak_memory(device: torch.device) -> float:
-    """GiB: on a GPU what torch has had allocated at most, on a CPU what the process has had resident."""
+    """Return GiB: of a GPU what torch has allocated at most, of a CPU what the process has had resident."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / GIB
+        return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def speed_figures(
     flops: float, positions: int, seconds: Mapping[str, float], ranks: int, peak: float | None
 ) -> dict[str, float]:
-    """tokens_per_second: positions trained on, of all ranks, over the whole step. mfu: the share of the devices' peak
-    while they made forward and backward passes; left out where the peak is not known.
+    """Return the positions that all ranks trained on per second of the step, and as mfu the share of the devices' peak
+    during forward and backward passes; without mfu where the peak is not known.
     """
     figures = {"ranks": float(ranks), "tokens_per_second": positions / sum(seconds.values())}
     busy = seconds.get("forward_backward", 0.0)
@@ -51,13 +56,6 @@ def speed_figures(
 
 
 def speed_line(figures: Mapping[str, float]) -> str:
-    """For a person; empty where nothing was measured."""
-    shown = (
-        ("ranks", "{:.0f} ranks"),
-        ("tokens_per_second", "{:,.0f} trained tokens/s"),
-        ("mfu", "MFU {:.0%}"),
-        ("memory_gib", "{:.1f} GiB"),
-    )
-    return ", ".join(
-        form.format(figures[key]) for key, form in shown if key in figures and (key, figures[key]) != ("ranks", 1.0)
-    )
+    """Return the figures for the console; a single rank is not mentioned."""
+    shown = {key: form for key, form in SHOWN.items() if key in figures and (key != "ranks" or figures[key] > 1)}
+    return ", ".join(form.format(figures[key]) for key, form in shown.items())

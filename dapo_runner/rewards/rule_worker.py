@@ -21,8 +21,11 @@ SHOWN = 200  # characters of an extracted answer that are passed on
 FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
-def judge_math(text: str, answer: str | None = None, other: str | None = None) -> dict[str, Any]:
+def judge_math(
+    text: str, answer: str | None = None, other: str | None = None, values: dict[str, int] | None = None
+) -> dict[str, Any]:
     """Compare a text with the ground truth ``answer``, or with what another text, ``other``, answers.
+    ``values`` take the place of letters in the text.
 
     Returns "correct", "extracted" and "rule": "none" without an answer in the text, "error" where comparing failed.
     """
@@ -39,6 +42,9 @@ def judge_math(text: str, answer: str | None = None, other: str | None = None) -
         found = read(text, latex, plain)
         if not found:
             return {"correct": False, "extracted": None, "rule": "none"}
+        if values:
+            letters = {letter: values[letter.name] for letter in found[0].free_symbols if letter.name in values}
+            found = [found[0].subs(letters)]
         correct = bool(verify(gold, found, timeout_seconds=None, raise_on_error=True))
         return {"correct": correct, "extracted": str(found[0])[:SHOWN], "rule": "math-verify"}
     except MemoryError:

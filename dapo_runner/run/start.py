@@ -20,7 +20,7 @@ from dapo_runner.interrupt import StopRequest
 from dapo_runner.logging.metrics import METRICS_FILE, read_log
 from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.run_log import CHECKPOINTS, RunLog
-from dapo_runner.logging.trackers import Trackers, open_trackers
+from dapo_runner.logging.trackers import Trackers
 from dapo_runner.preflight.dry_run import describe_algorithm
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.engine import open_engine
@@ -155,7 +155,7 @@ def seed_generators(seed: int) -> None:
 def open_trackers_on_rank0(config: AnyConfig, start: StartPoint, context: RunContext) -> Trackers | None:
     is_resumed, note = not start.is_new, context.progress.note
     first_step = start.keep_log_through + 1
-    return context.world.run_on_rank0(lambda: open_trackers(config, config.run_dir, first_step, note, is_resumed))
+    return context.world.run_on_rank0(lambda: Trackers(config, config.run_dir, first_step, note, is_resumed))
 
 
 def open_log(

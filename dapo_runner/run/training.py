@@ -14,8 +14,7 @@ from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
 from dapo_runner.checkpoint import BackgroundSaves, Resumable, save_checkpoint, take_snapshot
 from dapo_runner.config import Config
 from dapo_runner.interrupt import StepGivenUpError, StopRequest
-from dapo_runner.logging.postmortem import save_batch
-from dapo_runner.logging.run_log import CHECKPOINTS, RunLog
+from dapo_runner.logging.run_log import CHECKPOINTS, RunLog, save_batch
 from dapo_runner.logging.speed import peak_flops, peak_memory, speed_figures, training_flops
 from dapo_runner.run.context import RunContext
 from dapo_runner.types import Sequence

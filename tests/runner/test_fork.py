@@ -296,6 +296,7 @@ def test_from_the_command_line(source: Path, tmp_path: Path, capsys: pytest.Capt
 
 class Notes(Progress):
     def __init__(self) -> None:
+        super().__init__()
         self.notes: list[str] = []
 
     def note(self, text: str) -> None:

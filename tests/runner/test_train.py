@@ -28,6 +28,7 @@ from dapo_runner.train import train
 
 class Notes(Progress):
     def __init__(self) -> None:
+        super().__init__()
         self.lines: list[str] = []
 
     def note(self, text: str) -> None:

@@ -1,10 +1,4 @@
-"""What a model is asked in the four steps of DAPO's Appendix A, what is read from its reply, and what is checked.
-
-form      with the values in it equals the original answer (math-verify, where it can evaluate both)
-quantity  with the values in it equals the integer         (the same)
-values    are in lowest terms and square-free under a root: otherwise several fit the form
-question  differs from the original and names every letter of the quantity
-"""
+"""What a model is asked in the four steps of DAPO's Appendix A, how its reply is read, and how it is checked."""
 
 from __future__ import annotations
 
@@ -37,13 +31,10 @@ Quantity: k+m+n
 The integer, and nothing else. Where no form with integers fits (a proof, a word, a set of unknown size): none.
 
 Problem:
-{problem}
+"""
 
-Given answer:
-{answer}"""
-
-IsSame = Callable[[str, str], bool | None]
-"""Whether a LaTeX expression equals the answer; None where that cannot be evaluated."""
+IsSame = Callable[[str, Mapping[str, int], str], bool | None]
+"""Whether a LaTeX expression with values for its letters equals the answer; None where that cannot be evaluated."""
 
 _HEADING = re.compile(rf"^[#*\s]*({'|'.join(HEADINGS)})\b[^\n]*$", re.MULTILINE | re.IGNORECASE)
 _VALUE = re.compile(r"([A-Za-z])\s*=\s*\$?\s*(-?\d+)(?![\d./^])")
@@ -51,9 +42,6 @@ _MATH = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _LETTER = re.compile(r"\\[A-Za-z]+|([A-Za-z])")
 _ROOT = re.compile(r"\\sqrt\s*\{?\s*([A-Za-z])\s*\}?")
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{?\s*([A-Za-z])\s*\}?\s*\{?\s*([A-Za-z])\s*\}?|\b([A-Za-z])\s*/\s*([A-Za-z])\b")
-_ARGUMENTS = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]+)\}|(\w))\s*(?:\{([^{}]+)\}|(\w))")
-_FACTOR_BEFORE = re.compile(r"(?:[\d)}]|\\pi|(?<![A-Za-z\\])[A-Za-z]+)$")
-_FACTOR_AFTER = re.compile(r"\d|\(|\\left|\\[dt]?frac|\\sqrt|\\pi")
 
 
 class RejectedError(ValueError):
@@ -73,9 +61,7 @@ class Reply:
 
 def request(problem: str, answer: str) -> list[dict[str, str]]:
     """Return the conversation whose next message is a reply."""
-    before, _, rest = REQUEST.partition("{problem}")
-    between, _, after = rest.partition("{answer}")
-    return [{"role": "user", "content": f"{before}{problem}{between}{answer}{after}"}]
+    return [{"role": "user", "content": f"{REQUEST}{problem}\n\nGiven answer:\n{answer}"}]
 
 
 def read_reply(text: str) -> Reply:
@@ -106,7 +92,7 @@ def _line(calculation: str, name: str) -> str:
 
 
 def _formula(text: str) -> str:
-    """The first formula of a text, or all of it, without delimiters."""
+    """Return the first formula of a text, or all of it, without delimiters."""
     found = _MATH.search(text)
     return (next(filter(None, found.groups())) if found else text).strip().strip("*`").rstrip(".").strip()
 
@@ -122,10 +108,8 @@ def check(reply: Reply, problem: str, answer: str, is_same: IsSame) -> dict[str,
         raise RejectedError("the rewritten problem does not name the letters that it asks for")
     if _has_other_values(reply.form, reply.values):
         raise RejectedError("the values are not in lowest terms")
-    checked = {
-        "quantity": is_same(_substitute(reply.quantity, reply.values), str(reply.integer)),
-        "form": is_same(_substitute(reply.form, reply.values), answer),
-    }
+    checked = {"quantity": is_same(reply.quantity, reply.values, str(reply.integer))}
+    checked["form"] = is_same(reply.form, reply.values, answer)
     if checked["quantity"] is False:
         raise RejectedError("the quantity is not the integer")
     if checked["form"] is False:
@@ -137,22 +121,8 @@ def _letters(latex: str) -> set[str]:
     return set(filter(None, _LETTER.findall(latex)))
 
 
-def _substitute(latex: str, values: Mapping[str, int]) -> str:
-    """Put the values in place of their letters. Products are written out: the parser takes `2(3)` for 2 + 3."""
-
-    def put(found: re.Match[str]) -> str:
-        if found[1] not in values:
-            return found[0]
-        times_before = "\\cdot " if _FACTOR_BEFORE.search(found.string[: found.start()].rstrip()) else ""
-        times_after = "\\cdot " if _FACTOR_AFTER.match(found.string[found.end() :].lstrip()) else ""
-        return f"{times_before}({values[found[1]]}){times_after}"
-
-    latex = _ARGUMENTS.sub(lambda found: f"\\frac{{{found[1] or found[2]}}}{{{found[3] or found[4]}}}", latex)
-    return _LETTER.sub(put, re.sub(r"(\\sqrt|\^)\s*([A-Za-z])(?![A-Za-z])", r"\1{\2}", latex))
-
-
 def _has_other_values(form: str, values: Mapping[str, int]) -> bool:
-    """Whether other integers fit the form as well, as far as roots and fractions of single letters tell."""
+    """Return whether other integers fit the form as well, as far as roots and fractions of single letters tell."""
     fractions = ((p or a, q or b) for p, q, a, b in _FRACTION.findall(form))
     if any(gcd(values[p], values[q]) > 1 for p, q in fractions if p in values and q in values):
         return True

@@ -10,6 +10,7 @@ import base64
 import hashlib
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import resources
@@ -19,13 +20,11 @@ from typing import Any
 from dapo_runner.errors import ConfigError
 from dapo_runner.files import atomic_write
 from dapo_runner.logging.curves import read_curves
-from dapo_runner.logging.metric_table import panels_of
+from dapo_runner.logging.metric_table import Panel, panels_of
 from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.logging.rollout_log import ROLLOUTS, saved_steps
 
 HTML_FILE = "report.html"
-HTML_EXTRA = "pip install 'dapo-kernels[html]'"
-MB = 10**6
 
 
 def write_page(runs: Sequence[Path], out: Path | None = None, max_mb: float = 50.0) -> Path:
@@ -38,7 +37,7 @@ def write_page(runs: Sequence[Path], out: Path | None = None, max_mb: float = 50
     data = contents(runs)
     for run, shown in zip(runs, data["runs"], strict=True):
         steps = saved_steps(run / ROLLOUTS)
-        chosen = spread_steps({step: path.stat().st_size for step, path in steps.items()}, max_mb * MB / len(runs))
+        chosen = spread_steps({step: path.stat().st_size for step, path in steps.items()}, max_mb * 1e6 / len(runs))
         shown["rollouts"] = {step: base64.b64encode(steps[step].read_bytes()).decode() for step in chosen}
         shown |= {"steps": chosen, "kept": len(steps)}
     out = out or runs[0] / HTML_FILE
@@ -48,30 +47,19 @@ def write_page(runs: Sequence[Path], out: Path | None = None, max_mb: float = 50
 
 def contents(runs: Sequence[Path]) -> dict[str, Any]:
     """Return, as JSON has it, the panels and of each run its name, its curves and the steps whose rollouts are kept."""
-    curves = [_curves(run) for run in runs]
-    panels = dict.fromkeys(panel for keys in curves for panel in panels_of(keys))
-    return {
-        "panels": [asdict(panel) for panel in panels],
-        "runs": [
-            {"name": name, "curves": found, "steps": list(saved_steps(run / ROLLOUTS))}
-            for name, run, found in zip(_names(runs), runs, curves, strict=True)
-        ],
-    }
-
-
-def _names(runs: Sequence[Path]) -> list[str]:
-    """Return as much of each path's end as tells the runs apart."""
-    parts = [run.resolve().parts for run in runs]
-    depths = (n for n in range(1, max(map(len, parts)) + 1) if len({part[-n:] for part in parts}) == len(parts))
-    depth = next(depths, 1)
-    return ["/".join(part[-depth:]) for part in parts]
-
-
-def _curves(run: Path) -> dict[str, tuple[list[int], list[float | None]]]:
-    return {
-        key: (steps, [value if math.isfinite(value) else None for value in values])
-        for key, (steps, values) in read_curves(run).items()
-    }
+    parent = os.path.commonpath([run.resolve().parent for run in runs])
+    shown = []
+    panels: dict[Panel, None] = {}
+    for run in runs:
+        points = read_curves(run)
+        panels |= dict.fromkeys(panels_of(points))
+        finite = {
+            key: (steps, [value if math.isfinite(value) else None for value in values])
+            for key, (steps, values) in points.items()
+        }
+        name = str(run.resolve().relative_to(parent))
+        shown.append({"name": name, "curves": finite, "steps": list(saved_steps(run / ROLLOUTS))})
+    return {"panels": [asdict(panel) for panel in panels], "runs": shown}
 
 
 def spread_steps(sizes: dict[int, int], room: float) -> list[int]:
@@ -107,9 +95,8 @@ def plotly_source() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise ConfigError(f"expected plotly, which is not installed: {HTML_EXTRA}") from error
-    source: str = get_plotlyjs()
-    return source
+        raise ConfigError("--html: requires plotly. pip install 'dapo-kernels[html]'") from error
+    return str(get_plotlyjs())
 
 
 def _part(name: str) -> str:

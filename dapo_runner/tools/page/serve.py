@@ -1,6 +1,4 @@
-"""`dapo watch`: the page of runs under way, served to this machine alone. The page asks every two seconds for what is
-new; what has not changed since is not read again.
-"""
+"""`dapo watch`: the page of runs under way, served to this machine alone. It asks every two seconds for what is new."""
 
 from __future__ import annotations
 
@@ -37,27 +35,22 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         # Another site whose name has come to mean this machine could read along: its name is not ours.
         name, _, _ = self.headers.get("Host", "").partition(":")
+        version = _version(self.runs)
         if name not in (HOST, "localhost"):
             self.send_error(HTTPStatus.FORBIDDEN)
-            return
-        if self.path == "/":
-            data = contents(self.runs) | {"version": _version(self.runs)}
-            self._answer(render(data, live=True).encode(), "text/html")
+        elif self.path == "/":
+            page = render(contents(self.runs) | {"version": version}, live=True)
+            self._answer(page.encode(), "text/html; charset=utf-8")
+        elif self.path == "/data" and self.headers.get("If-None-Match") == version:
+            self.send_response(HTTPStatus.NOT_MODIFIED)
+            self.end_headers()
         elif self.path == "/data":
-            self._data()
+            data = json.dumps(contents(self.runs) | {"version": version}, allow_nan=False)
+            self._answer(data.encode(), "application/json")
         elif (path := self._rollouts()) is not None:
             self._answer(path.read_bytes(), "application/octet-stream")
         else:
             self.send_error(HTTPStatus.NOT_FOUND)
-
-    def _data(self) -> None:
-        version = _version(self.runs)
-        if self.headers.get("If-None-Match") == version:
-            self.send_response(HTTPStatus.NOT_MODIFIED)
-            self.end_headers()
-            return
-        data = json.dumps(contents(self.runs) | {"version": version}, allow_nan=False)
-        self._answer(data.encode(), "application/json")
 
     def _rollouts(self) -> Path | None:
         """Return the file that is asked for by the index of its run and its step."""
@@ -68,10 +61,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, body: bytes, kind: str) -> None:
         self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8" if kind.startswith("text/") else kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("X-Content-Type-Options", "nosniff")
+        headers = {"Content-Type": kind, "Content-Length": str(len(body)), "Cache-Control": "no-store"}
+        for name, value in (headers | {"X-Content-Type-Options": "nosniff"}).items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
 
@@ -80,7 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _version(runs: Sequence[Path]) -> str:
-    """Changes with whatever the page shows."""
+    """Return a text that changes with whatever the page shows."""
     paths = [run / name for run in runs for name in (METRICS_FILE, TIMINGS_FILE, ROLLOUTS)]
     stats = [path.stat() for path in paths if path.exists()]
     return '"' + "-".join(f"{stat.st_mtime_ns:x}.{stat.st_size:x}" for stat in stats) + '"'

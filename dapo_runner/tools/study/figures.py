@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from scipy.stats import linregress
 
 from dapo_runner.config import FigureConfig, StudyConfig, VariantConfig
-from dapo_runner.logging.metric_table import BLUE, GREEN, GREY, ORANGE, RED
+from dapo_runner.logging.metric_table import BLUE, GREEN, GREY, ORANGE, RED, title_and_unit
+from dapo_runner.logging.report import style
 from dapo_runner.tools.study.results import MEANS, Result, Series
 
 Line = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -36,11 +35,11 @@ def draw_figure(figure: FigureConfig, study: StudyConfig, found: Found, folder: 
     if not any(found.get(name) for name in figure.variants):
         return None
     labels = {variant.name: label_of(variant) for variant in study.variants}
-    canvas = _canvas(4.6 * len(figure.curves), 3.4)
+    canvas = Figure(figsize=(4.6 * len(figure.curves), 3.4), dpi=130, layout="constrained")
     canvas.suptitle(figure.title, fontsize=12, fontweight="bold")
     for ax, key in zip(canvas.subplots(1, len(figure.curves), squeeze=False).flat, figure.curves, strict=True):
-        _style(ax, AXES[figure.x])
-        ax.set_title(key, fontsize=10, loc="left")
+        title, unit = title_and_unit(key)
+        style(ax, title, AXES[figure.x], unit)
         for name, color in zip(figure.variants, cycle(COLORS)):
             band = mean_and_error([result.series(key, figure.x) for result in found.get(name, [])])
             if band is not None:
@@ -53,19 +52,6 @@ def draw_figure(figure: FigureConfig, study: StudyConfig, found: Found, folder: 
     canvas.legend(lines.values(), lines, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     canvas.savefig(folder / f"{figure.name}.png")
     return folder / f"{figure.name}.png"
-
-
-def _canvas(width: float, height: float) -> Figure:
-    canvas = Figure(figsize=(width, height), dpi=130, layout="constrained")
-    FigureCanvasAgg(canvas)
-    return canvas
-
-
-def _style(ax: Axes, x_label: str) -> None:
-    ax.set_xlabel(x_label, fontsize=8)
-    ax.tick_params(labelsize=8)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.grid(alpha=0.25, linewidth=0.6)
 
 
 def mean_and_error(series: Sequence[Series]) -> tuple[Line, Line, Line] | None:
@@ -84,28 +70,6 @@ def mean_and_error(series: Sequence[Series]) -> tuple[Line, Line, Line] | None:
     return grid, values.mean(0), error
 
 
-@dataclass(frozen=True, slots=True)
-class EntropyFit:
-    """R = −a·exp(H) + b of accuracy R and entropy H (Cui et al. 2025, arXiv 2505.22617, eq. 1), by least squares.
-
-    ``explained`` is R², the share of the accuracies' variance that the curve explains.
-    """
-
-    a: float
-    b: float
-    explained: float
-    n: int
-
-
-def fit_entropy(entropy: Line, accuracy: Line) -> EntropyFit | None:
-    """Fit; None with fewer than three evaluations, or where none differs from the others in entropy or accuracy."""
-    if len(entropy) < 3 or not np.ptp(entropy) or not np.ptp(accuracy):
-        return None
-    slope, b = np.polyfit(np.exp(entropy), accuracy, 1)
-    left = accuracy - (slope * np.exp(entropy) + b)
-    return EntropyFit(float(-slope), float(b), float(1 - left.var() / accuracy.var()), len(entropy))
-
-
 def entropy_points(results: Sequence[Result]) -> tuple[Line, Line]:
     """Return entropy and accuracy at each evaluation after a step, of all seeds."""
     found = []
@@ -118,21 +82,23 @@ def entropy_points(results: Sequence[Result]) -> tuple[Line, Line]:
 
 
 def draw_entropy_fit(study: StudyConfig, found: Found, folder: Path) -> str:
-    """Draw the fits into ``folder``. Returns their table, empty where no variant's run is done."""
-    canvas, rows = _canvas(6.4, 4.2), []
+    """Fit R = −a·exp(H) + b of accuracy R and entropy H (Cui et al. 2025, arXiv 2505.22617, eq. 1) and draw it into
+    ``folder``. Returns the table of the fits, empty without three evaluations that differ.
+    """
+    canvas, rows = Figure(figsize=(6.4, 4.2), dpi=130, layout="constrained"), []
     ax = canvas.subplots()
-    _style(ax, "entropy, nats per token")
-    ax.set_ylabel("accuracy", fontsize=8)
+    style(ax, "", "entropy, nats per token", "accuracy")
     variants = [variant for variant in study.variants if variant.name in study.entropy_fit]
     for variant, color in zip(variants, cycle(COLORS)):
         entropy, accuracy = entropy_points(found.get(variant.name, []))
-        fit = fit_entropy(entropy, accuracy)
-        if fit is not None:
-            line = np.linspace(entropy.min(), entropy.max(), 100)
-            ax.plot(entropy, accuracy, ".", color=color, alpha=0.4, markersize=4)
-            ax.plot(line, fit.b - fit.a * np.exp(line), color=color, linewidth=1.6, label=label_of(variant))
-            numbers = (f"{x:.3f}" for x in (fit.a, fit.b, fit.b - fit.a, fit.explained))
-            rows.append(f"| {label_of(variant)} | {' | '.join(numbers)} | {fit.n} |")
+        if len(entropy) < 3 or not np.ptp(entropy) or not np.ptp(accuracy):
+            continue
+        fit = linregress(np.exp(entropy), accuracy)
+        line = np.linspace(entropy.min(), entropy.max(), 100)
+        ax.plot(entropy, accuracy, ".", color=color, alpha=0.4, markersize=4)
+        ax.plot(line, fit.intercept + fit.slope * np.exp(line), color=color, linewidth=1.6, label=label_of(variant))
+        numbers = (-fit.slope, fit.intercept, fit.intercept + fit.slope, fit.rvalue**2)
+        rows.append(f"| {label_of(variant)} | {' | '.join(f'{x:.3f}' for x in numbers)} | {len(entropy)} |")
     if not rows:
         return ""
     ax.legend(fontsize=8, frameon=False)

@@ -5,38 +5,40 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from dapo_runner.config import StudyConfig, VariantConfig, flatten
 from dapo_runner.early_stop import early_stop_metric
 from dapo_runner.files import atomic_write
 from dapo_runner.tools.study.figures import draw_entropy_fit, draw_figure, label_of
 from dapo_runner.tools.study.plan import StudyRun, overrides_of
-from dapo_runner.tools.study.results import MEANS, TAIL, Result, Values, by_variant
+from dapo_runner.tools.study.results import (
+    MEANS,
+    TAIL,
+    Estimate,
+    PairedTest,
+    Result,
+    Values,
+    by_variant,
+    estimate,
+    holm,
+    paired_test,
+)
 from dapo_runner.tools.study.runs import Failure
-from dapo_runner.tools.study.statistics import Estimate, PairedTest, estimate, holm, paired_test
 
 PAGE, VALUES = "study.md", "study.json"
 NONE = "–"
 BUDGETS = {"after": "equal updates", "at_equal_tokens": "equal tokens"}  # the accuracies that variants are compared by
-
-
-class Column(NamedTuple):
-    head: str
-    names: tuple[str, ...]  # of the values: an accuracy, a first and a last mean, or a total
-    form: str = ""  # of a mean; "": an accuracy in percent with its standard error
-
-
-COLUMNS = (
-    Column("before", ("before",)),
-    Column("half", ("half",)),
-    Column("after", ("after",)),
-    Column("at equal tokens", ("at_equal_tokens",)),
-    Column("entropy", ("entropy_first", "entropy_last"), "{:.3f}"),
-    Column("length", ("length_first", "length_last"), "{:.1f}"),
-    Column("truncated", ("truncated_first", "truncated_last"), "{:.1%}"),
-    *(Column(name, (name,), "{:,.0f}") for name in ("steps", "updates", "tokens", "seconds")),
-)
+# Head of a column → format of its mean, "" for an accuracy, and names of the values: one, or a first and a last mean.
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "before": ("", "before"),
+    "half": ("", "half"),
+    "after": ("", "after"),
+    "at equal tokens": ("", "at_equal_tokens"),
+    "entropy": ("{:.3f}", "entropy_first", "entropy_last"),
+    "length": ("{:.1f}", "length_first", "length_last"),
+    "truncated": ("{:.1%}", "truncated_first", "truncated_last"),
+    **{name: ("{:,.0f}", name) for name in ("steps", "updates", "tokens", "seconds")},
+}
 Table = Mapping[str, Mapping[int, Values]]
 """The values of the runs, by variant and seed."""
 
@@ -50,29 +52,25 @@ def write_page(
     found = by_variant(results)
     equal_tokens = min((result.total("tokens") for result in results), default=0.0)
     table = {name: {result.run.seed: result.values(equal_tokens) for result in of} for name, of in found.items()}
-    pictures = [(figure, draw_figure(figure, study, found, study.folder)) for figure in study.figures]
+    pictures = [(figure.title, draw_figure(figure, study, found, study.folder)) for figure in study.figures]
     parts = [
         f"# {study.title}",
         study.about.strip(),
-        _markdown(["", *(column.head for column in COLUMNS)], [_row(study, v, table) for v in study.variants]),
+        _markdown(["", *COLUMNS], [_row(study, variant, table) for variant in study.variants]),
         _comparisons(study, table),
         _legend(study, runs, equal_tokens),
         *(f"Failed: {failure.run.variant}, seed {failure.run.seed}: {failure.reason}" for failure in failures),
-        *(f"![{figure.title}]({path.name})" for figure, path in pictures if path is not None),
+        *(f"![{title}]({path.name})" for title, path in pictures if path is not None),
         draw_entropy_fit(study, found, study.folder),
         _variants(study),
-        _machine(study, results),
+        *dict.fromkeys(result.run.made_with for result in results),  # a study may have resumed elsewhere
     ]
     atomic_write(study.folder / PAGE, "\n\n".join(part for part in parts if part) + "\n")
     drawn = sorted({key for figure in study.figures for key in figure.curves} | {MEANS["entropy"]})
-    lines = (
-        json.dumps(
-            {"variant": result.run.variant, "seed": result.run.seed}
-            | result.values(equal_tokens)
-            | result.as_json(drawn)
-        )
-        for result in results
-    )
+    lines = []
+    for result in results:
+        run = {"variant": result.run.variant, "seed": result.run.seed}
+        lines.append(json.dumps(run | result.values(equal_tokens) | result.as_json(drawn)))
     atomic_write(study.folder / VALUES, "[" + ",\n ".join(lines) + "]\n")
     return study.folder / PAGE
 
@@ -82,34 +80,34 @@ def _row(study: StudyConfig, variant: VariantConfig, table: Table) -> list[str]:
     if len(runs) < len(study.seeds):
         label += f" ({len(runs)} of {len(study.seeds)} seeds)"
     cells = []
-    for column in COLUMNS:
-        means = [estimate([x for run in runs if (x := run[name]) is not None]) for name in column.names]
-        known = [mean for mean in means if mean is not None]
-        shown = (column.form.format(mean.mean) if column.form else _percent(mean) for mean in known)
-        cells.append(" → ".join(shown) if len(known) == len(means) else NONE)
+    for form, *names in COLUMNS.values():
+        means = [estimate([x for run in runs if (x := run[name]) is not None]) for name in names]
+        shown = [form.format(mean.mean) if form else _percent(mean) for mean in means if mean is not None]
+        cells.append(" → ".join(shown) if len(shown) == len(means) else NONE)
     return [label, *cells]
 
 
 def _comparisons(study: StudyConfig, table: Table) -> str:
     """Compare each variant with the one above it or the one it names, by both budgets. p is corrected for all."""
+    labels = {variant.name: label_of(variant) for variant in study.variants}
     pairs = zip(study.variants, study.variants[1:], strict=False)
     against = {variant.name: variant.against or above.name for above, variant in pairs}
     tests = {
-        (name, budget): test
+        (name, budget): compare(table.get(name, {}), table.get(other, {}), budget)
         for name, other in against.items()
         for budget in BUDGETS
-        if (test := compare(table.get(name, {}), table.get(other, {}), budget)) is not None
     }
-    tested = {key: test.p for key, test in tests.items() if test.p is not None}
-    corrected = dict(zip(tested, holm(list(tested.values())), strict=True))
-    heads = ["", "compared with", *(f"{head}{budget}" for budget in BUDGETS.values() for head in ("", "p, ", "Holm, "))]
-    labels, rows = {variant.name: label_of(variant) for variant in study.variants}, []
+    if not any(tests.values()):
+        return ""
+    ps = {key: test.p for key, test in tests.items() if test is not None and test.p is not None}
+    corrected = dict(zip(ps, holm(list(ps.values())), strict=True))
+    rows = []
     for name, other in against.items():
-        cells = [labels[name], labels[other]]
+        rows.append([labels[name], labels[other]])
         for key in ((name, budget) for budget in BUDGETS):
-            cells += [_difference(tests.get(key)), _p(tested.get(key)), _p(corrected.get(key))]
-        rows.append(cells)
-    return _markdown(heads, rows) if tests else ""
+            rows[-1] += [_difference(tests[key]), _p(ps.get(key)), _p(corrected.get(key))]
+    heads = [f"{head}{budget}" for budget in BUDGETS.values() for head in ("", "p, ", "Holm, ")]
+    return _markdown(["", "compared with", *heads], rows)
 
 
 def compare(runs: Mapping[int, Values], others: Mapping[int, Values], name: str) -> PairedTest | None:
@@ -125,12 +123,10 @@ def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _difference(test: PairedTest | None) -> str:
-    if test is None:
-        return NONE
-    if test.interval is None:
-        return _percent(test.difference, "+")
-    low, high = (100 * bound for bound in test.interval)
-    return f"{_percent(test.difference, '+')} ({low:+.1f} to {high:+.1f})"
+    if test is None or test.interval is None:
+        return NONE if test is None else _percent(test.difference, "+")
+    low, high = test.interval
+    return f"{_percent(test.difference, '+')} ({100 * low:+.1f} to {100 * high:+.1f})"
 
 
 def _p(p: float | None) -> str:
@@ -144,18 +140,13 @@ def _percent(value: Estimate, sign: str = "") -> str:
 
 def _legend(study: StudyConfig, runs: Sequence[StudyRun], equal_tokens: float) -> str:
     metrics = " or ".join(sorted({f"`{early_stop_metric(run.config).removeprefix('eval/')}`" for run in runs}))
-    budgets = sorted({run.config.run.max_tokens for run in runs if run.config.run.max_tokens is not None})
-    tokens = f", or with {' or '.join(f'{budget:,}' for budget in budgets)} generated tokens" if budgets else ""
-    steps = " or ".join(f"{steps:,}" for steps in sorted({run.config.run.steps for run in runs}))
     return (
         f"Accuracy is {metrics} on held-out problems in percent, mean ± standard error over the seeds "
-        f"{', '.join(map(str, study.seeds))}. Differences are over the same seeds, with the 95 % confidence interval "
-        "in brackets and the p of a two-sided paired t-test, as it is and corrected for all comparisons of this page "
-        "(Holm). Equal updates compares the accuracy after training, equal tokens the one at equal tokens. Half is the "
-        f"evaluation nearest to half of the tokens; at equal tokens is interpolated at {equal_tokens:,.0f}, the fewest "
-        "of any run. Entropy (nats per token), length (tokens) and truncated (share of responses) are means over the "
-        f"first and the last {TAIL} steps. A run ends after {steps} steps{tokens}; tokens are all that the "
-        "engine generated, those of dropped groups and of continuations included."
+        f"{', '.join(map(str, study.seeds))}. Half is the evaluation nearest to half of the tokens; at equal tokens is "
+        f"interpolated at {equal_tokens:,.0f}, the fewest of any run. Entropy (nats per token), length (tokens) and "
+        f"truncated (share of responses) are means over the first and the last {TAIL} steps. Differences are "
+        "over the same seeds, with a 95 % confidence interval and the p of a paired t-test, as it is and corrected for "
+        f"all comparisons of this page (Holm). Each run had {study.threads} CPU threads."
     )
 
 
@@ -171,11 +162,3 @@ def _variants(study: StudyConfig) -> str:
 def _settings(overrides: Mapping[str, object]) -> str:
     found = flatten(overrides).items()
     return f"`{' '.join(f'{key}={json.dumps(value)}' for key, value in found)}`" if found else ""
-
-
-def _machine(study: StudyConfig, results: Sequence[Result]) -> str:
-    """What the runs were made with, each kind once: a study may have resumed elsewhere, or with another commit."""
-    made_with = dict.fromkeys(result.run.made_with for result in results)
-    threads = "one thread" if study.threads == 1 else f"{study.threads} threads"
-    shared = f"Each run has {threads}; seconds are those of its steps and evaluations, on a machine it may have shared."
-    return "\n\n".join([*filter(None, made_with), shared])

@@ -1,8 +1,7 @@
-"""Which runs a study is made of."""
+"""Which runs a study is made of, and which of them are done."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from dapo_runner.errors import ConfigError
 from dapo_runner.folder import changes_between, check_same_run, is_among, settings_of
 from dapo_runner.logging.metrics import METRICS_FILE, read_log
 
-RUNS, START = "runs", "start"
 OF_START = ("model.path", "model.tiny", "model.tiny.")
 MAKE_START = (*OF_START, "run.seed", "data.", "rollout.", "reward.")  # what its warm-up shows, and when it ends
 LONGER = ("run.steps", "run.max_tokens", "run.save_every", "run.keep", "run.threads", "logging.")  # may change
@@ -42,8 +40,13 @@ class StudyRun:
 
     @property
     def recipe(self) -> Path:
-        """What it is started from."""
+        """The file that it is started from."""
         return self.folder.with_suffix(".yaml")
+
+    @property
+    def log(self) -> Path:
+        """The file with what it printed."""
+        return self.folder.with_suffix(".log")
 
     @property
     def made_with(self) -> str:
@@ -51,40 +54,31 @@ class StudyRun:
         first, *_ = self.recipe.read_text(encoding="utf-8").split("\n") if self.recipe.is_file() else [""]
         return first.removeprefix("# ") if first.startswith("# ") else ""
 
-    @property
-    def log(self) -> Path:
-        """What it printed."""
-        return self.folder.with_suffix(".log")
-
 
 def plan_runs(study: StudyConfig, base: Path) -> list[StudyRun]:
     """Return the runs of every variant with every seed, all variants before the next seed.
 
     Raises ConfigError that names the variant.
     """
-    raw, runs = _base(study, base), []
+    raw, runs = lay_settings(read_recipe(base), study.overrides), []
     for seed in study.seeds:
         for variant in study.variants:
-            settings = lay_settings(raw, overrides_of(study, variant))
+            overrides = overrides_of(study, variant)
             if study.start != "each":
-                _check_start(study, variant)
-                settings = lay_settings(settings, {"model": {"tiny": None, "path": str(_start_of(study, seed))}})
-            own = {"seed": seed, "name": f"seed_{seed}", "output_dir": str(study.folder_of_runs / RUNS / variant.name)}
-            settings = lay_settings(settings, {"run": own | {"threads": study.threads}})
+                if own := [key for key in flatten(overrides) if is_among(key, OF_START)]:
+                    raise ConfigError(
+                        f"{variant.name}: {own[0]}: expected it among the study's overrides with start: {study.start}"
+                    )
+                start = str(_start_of(study, seed))
+                overrides = lay_settings(overrides, {"model": {"tiny": None, "path": start}})
+            folder = str(study.folder_of_runs / "runs" / variant.name)
+            own_run = {"seed": seed, "name": f"seed_{seed}", "output_dir": folder, "threads": study.threads}
             try:
-                runs.append(StudyRun(variant.name, seed, parse_config(settings)))
+                config = parse_config(lay_settings(lay_settings(raw, overrides), {"run": own_run}))
             except ConfigError as error:
                 raise ConfigError("\n".join(f"{variant.name}: {line}" for line in str(error).splitlines())) from error
+            runs.append(StudyRun(variant.name, seed, config))
     return runs
-
-
-def _check_start(study: StudyConfig, variant: VariantConfig) -> None:
-    for key in flatten(overrides_of(study, variant)):
-        if is_among(key, OF_START):
-            raise ConfigError(
-                f"{variant.name}: {key}: expected it among the study's overrides, as all variants start from one model "
-                f"(start: {study.start})"
-            )
 
 
 def plan_starts(study: StudyConfig, base: Path) -> dict[Path, Config]:
@@ -95,7 +89,8 @@ def plan_starts(study: StudyConfig, base: Path) -> dict[Path, Config]:
     starts = dict[Path, Config]()
     for seed in study.seeds if study.start != "each" else ():
         folder = _start_of(study, seed)
-        config = parse_config(lay_settings(_base(study, base), {"run": {"seed": seed, "threads": study.threads}}))
+        raw = lay_settings(read_recipe(base), study.overrides)
+        config = parse_config(lay_settings(raw, {"run": {"seed": seed, "threads": study.threads}}))
         if config.model.tiny is None:
             raise ConfigError(f"start: expected 'each' where the base has no model.tiny, got {study.start!r}")
         if not folder.exists():
@@ -103,10 +98,7 @@ def plan_starts(study: StudyConfig, base: Path) -> dict[Path, Config]:
         elif recipe_of_start(folder).is_file():
             changes = changes_between(settings_of(load_config(recipe_of_start(folder))), settings_of(config))
             if other := [str(change) for change in changes if is_among(change.key, MAKE_START)]:
-                raise ConfigError(
-                    f"{folder} holds a model that was made otherwise ({'; '.join(other)}); choose another name for the "
-                    "study, or remove the folder"
-                )
+                raise _holds(folder, f"a model that was made otherwise ({'; '.join(other)})")
     return starts
 
 
@@ -114,20 +106,16 @@ def recipe_of_start(folder: Path) -> Path:
     return folder.with_suffix(".yaml")
 
 
-def _base(study: StudyConfig, base: Path) -> dict[str, Any]:
-    return lay_settings(read_recipe(base), study.overrides)
-
-
 def _start_of(study: StudyConfig, seed: int) -> Path:
-    return study.folder_of_runs / START / f"seed_{seed}"
+    return study.folder_of_runs / "start" / f"seed_{seed}"
 
 
 def overrides_of(study: StudyConfig, variant: VariantConfig) -> dict[str, Any]:
     """Return the overrides of the variants it is over, and its own on top."""
-    below: Mapping[str, Any] = {}
-    if variant.over is not None:
-        below = overrides_of(study, next(other for other in study.variants if other.name == variant.over))
-    return lay_settings(below, variant.overrides)
+    if variant.over is None:
+        return lay_settings({}, variant.overrides)
+    below = next(other for other in study.variants if other.name == variant.over)
+    return lay_settings(overrides_of(study, below), variant.overrides)
 
 
 def is_finished(run: StudyRun) -> bool:
@@ -136,15 +124,13 @@ def is_finished(run: StudyRun) -> bool:
         return False
     other = [str(change) for change in check_same_run(run.config, run.folder) if not is_among(change.key, LONGER)]
     if other:  # which a run may go on with, but not one that is compared
-        raise ConfigError(
-            f"{run.folder} holds a run with another configuration ({'; '.join(other)}); choose another name for the "
-            "variant or the study, or remove the folder"
-        )
+        raise _holds(run.folder, f"a run with another configuration ({'; '.join(other)})")
     events = read_log(run.folder / METRICS_FILE)
     end = last_step(run.config, events)
     if end is not None and (further := events[-1]["step"]) > end:
-        raise ConfigError(
-            f"{run.folder} holds a run of {further} steps, which would end after {end} now; choose another name for "
-            "the variant or the study, or remove the folder"
-        )
+        raise _holds(run.folder, f"a run of {further} steps, which would end after {end} now")
     return any(event["kind"] == "eval" and event["step"] == end for event in events)
+
+
+def _holds(folder: Path, what: str) -> ConfigError:
+    return ConfigError(f"{folder} holds {what}. Choose another name for the study, or remove the folder.")

@@ -1,4 +1,4 @@
-"""The runs of a study, read from their logs alone: curves, what was spent by each step, and the values of the table."""
+"""The runs of a study, read from their logs alone, and statistics over their seeds."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from statistics import fmean
-from typing import Any
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.stats import ttest_rel
 
 from dapo_runner.early_stop import early_stop_metric
 from dapo_runner.logging.curves import Points, collect
@@ -25,16 +26,16 @@ Values = Mapping[str, float | None]
 MEANS = {"entropy": "train/entropy", "length": "sampling/length", "truncated": "sampling/truncated"}
 TAIL = 10  # steps that "first" and "last" figures are means over
 SPENT = {"tokens": "sampling/tokens", "updates": "train/updates"}
-TOTALS = {"steps": "step", "updates": "updates", "tokens": "tokens", "seconds": "seconds"}
+ROUNDING = 1e-12  # bound on the rounding error of a difference of two values, both at most 1
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished run."""
+    """A finished run. ``axes`` has by axis and step what had been spent by the end of the step."""
 
     run: StudyRun
     points: Points  # of metrics.jsonl
-    axes: dict[str, dict[int, float]]  # by axis and step: what had been spent by the end of the step
+    axes: dict[str, dict[int, float]]
 
     @property
     def metric(self) -> str:
@@ -48,9 +49,8 @@ class Result:
 
     def series(self, key: str, axis: str) -> Series:
         """Return a metric over an axis, where it was logged and is finite."""
-        found = [
-            (step, value) for step, value in zip(*self.points.get(key, ([], [])), strict=True) if math.isfinite(value)
-        ]
+        steps, values = self.points.get(key, ([], []))
+        found = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
         return [self.axes[axis][step] for step, _ in found], [value for _, value in found]
 
     def total(self, axis: str) -> float:
@@ -59,35 +59,38 @@ class Result:
     def values(self, equal_tokens: float) -> dict[str, float | None]:
         """Return the values of the table, with the accuracy interpolated at ``equal_tokens``."""
         tokens, accuracy = self.accuracy
-        half = min(zip(tokens, accuracy, strict=True), key=lambda point: abs(point[0] - tokens[-1] / 2))[1]
-        values: dict[str, float | None] = {"before": accuracy[0], "half": half, "after": accuracy[-1]}
+        nearest = min(range(len(tokens)), key=lambda index: abs(tokens[index] - tokens[-1] / 2))
+        values: dict[str, float | None] = {"before": accuracy[0], "half": accuracy[nearest], "after": accuracy[-1]}
         for name, key in MEANS.items():
             _, logged = self.series(key, "step")
             values[f"{name}_first"] = fmean(logged[:TAIL]) if logged else None
             values[f"{name}_last"] = fmean(logged[-TAIL:]) if logged else None
-        values |= {name: self.total(axis) for name, axis in TOTALS.items()}
-        return values | {"at_equal_tokens": float(np.interp(equal_tokens, tokens, accuracy))}
+        values |= {"steps": self.total("step"), "at_equal_tokens": float(np.interp(equal_tokens, tokens, accuracy))}
+        return values | {name: self.total(name) for name in ("updates", "tokens", "seconds")}
 
     def as_json(self, curves: Iterable[str]) -> dict[str, Any]:
-        """Return axes and curves to six digits, from which pictures can be drawn again."""
-        steps = sorted(self.axes["step"])
+        """Return axes and curves, from which pictures can be drawn again."""
         found = {key: self.series(key, "step") for key in dict.fromkeys((self.metric, *curves))}
         return {
-            "axes": {name: _shorten(places[step] for step in steps) for name, places in self.axes.items()},
-            "curves": {key: [_shorten(part) for part in series] for key, series in found.items() if series[0]},
+            "axes": {name: list(places.values()) for name, places in self.axes.items()},
+            "curves": {key: series for key, series in found.items() if series[0]},
         }
 
 
 def read_result(run: StudyRun) -> Result:
     events = read_log(run.folder / METRICS_FILE)
     points = collect(events)
-    seconds: dict[int, float] = {}
-    for event in read_log(run.folder / TIMINGS_FILE):
-        seconds[event["step"]] = seconds.get(event["step"], 0.0) + sum(seconds_by_phase(event).values())
     steps = [0, *(event["step"] for event in events if event["kind"] == "step")]
     spent = {name: dict(zip(*points.get(key, ([], [])), strict=True)) for name, key in SPENT.items()}
-    spent |= {"step": dict.fromkeys(steps[1:], 1.0), "seconds": seconds}
-    return Result(run, points, {name: _running(steps, of_step) for name, of_step in spent.items()})
+    spent |= {"step": dict.fromkeys(steps[1:], 1), "seconds": {}}
+    for event in read_log(run.folder / TIMINGS_FILE):
+        before = spent["seconds"].get(event["step"], 0.0)
+        spent["seconds"][event["step"]] = before + sum(seconds_by_phase(event).values())
+    axes = {
+        name: dict(zip(steps, accumulate(of_step.get(step, 0) for step in steps), strict=True))
+        for name, of_step in spent.items()
+    }
+    return Result(run, points, axes)
 
 
 def by_variant(results: Sequence[Result]) -> dict[str, list[Result]]:
@@ -98,9 +101,45 @@ def by_variant(results: Sequence[Result]) -> dict[str, list[Result]]:
     return found
 
 
-def _running(steps: Sequence[int], spent: Mapping[int, float]) -> dict[int, float]:
-    return dict(zip(steps, accumulate(spent.get(step, 0.0) for step in steps), strict=True))
+class Estimate(NamedTuple):
+    """A mean over seeds and its standard error s/√n, which is None for a single seed."""
+
+    mean: float
+    error: float | None
 
 
-def _shorten(values: Iterable[float]) -> list[float]:
-    return [int(value) if value == int(value) else float(f"{value:.6g}") for value in values]
+class PairedTest(NamedTuple):
+    """Student's paired t-test over the seeds that two variants share: two-sided p and the 95 % confidence interval.
+
+    Both are None with fewer than two seeds, or where all differences are equal.
+    """
+
+    difference: Estimate
+    p: float | None = None
+    interval: tuple[float, float] | None = None
+
+
+def estimate(values: Sequence[float]) -> Estimate | None:
+    """Return the mean and its standard error, None for no values."""
+    if not values:
+        return None
+    return Estimate(fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None)
+
+
+def paired_test(values: Sequence[float], others: Sequence[float]) -> PairedTest | None:
+    """Test whether ``values`` − ``others``, pair by pair, is zero on average. None without a pair."""
+    difference = estimate([value - other for value, other in zip(values, others, strict=True)])
+    if difference is None or difference.error is None or difference.error < ROUNDING:
+        return None if difference is None else PairedTest(difference)
+    test = ttest_rel(values, others)
+    interval = test.confidence_interval(0.95)
+    return PairedTest(difference, float(test.pvalue), (float(interval.low), float(interval.high)))
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """Correct p-values for their number: bounds the chance of any false positive (Holm 1979)."""
+    order = np.argsort(ps)
+    scaled = np.asarray(ps)[order] * np.arange(len(ps), 0, -1)
+    corrected = np.empty(len(ps))
+    corrected[order] = np.minimum(1.0, np.maximum.accumulate(scaled))
+    return [float(p) for p in corrected]

@@ -16,7 +16,7 @@ import torch
 
 from dapo_runner.config import Config, dump_config
 from dapo_runner.interrupt import end_with_parent
-from dapo_runner.logging.environment import environment, source_commit
+from dapo_runner.logging.environment import environment
 from dapo_runner.run.tiny_model import ensure_tiny_model
 from dapo_runner.tools.study.plan import StudyRun, is_finished, recipe_of_start
 
@@ -46,62 +46,51 @@ def carry_out(runs: Iterable[StudyRun], jobs: int) -> Generator[tuple[StudyRun, 
 
     Closing the generator, or an error, stops the runs under way, which save their step first.
     """
-    made_with = f"# {describe_machine()}. Runs side by side: {jobs}.\n"
+    here = ", ".join(f"{name} {value}" for name, value in environment().items())
     waiting, under_way = deque(runs), dict[subprocess.Popen[bytes], tuple[StudyRun, float]]()
     try:
         while waiting or under_way:
             while waiting and len(under_way) < jobs:
                 run = waiting.popleft()
-                under_way[_start(run, made_with)] = run, time.monotonic()
+                process = _start(run, f"# {here}. Runs side by side: {jobs}.\n")
+                under_way[process] = run, time.monotonic()
             for process in [process for process in under_way if process.poll() is not None]:
                 run, since = under_way.pop(process)
                 yield run, time.monotonic() - since, _failure(run, process.returncode)
             time.sleep(POLL)
     finally:
-        _stop(under_way)
+        _stop(list(under_way))
 
 
 def command(run: StudyRun) -> list[str]:
     return [sys.executable, "-m", "dapo_runner", "train", str(run.recipe)]
 
 
-def describe_machine() -> str:
-    here = ", ".join(f"{name} {value}" for name, value in environment().items() if name != "threads")
-    commit = source_commit()
-    return here if commit is None else f"{here}, commit {commit}"
-
-
 def _start(run: StudyRun, made_with: str) -> subprocess.Popen[bytes]:
     run.recipe.parent.mkdir(parents=True, exist_ok=True)
     run.recipe.write_text(made_with + dump_config(run.config), encoding="utf-8")
-    threads = str(run.config.run.threads)
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(run.config.run.threads))
     with run.log.open("ab") as log:
         return subprocess.Popen(
             command(run),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+            env={**os.environ, **threads},
             start_new_session=True,  # Ctrl-C comes to the study, which passes it on once
             preexec_fn=end_with_parent,
         )
 
 
 def _failure(run: StudyRun, code: int) -> Failure | None:
-    if code == 0 and is_finished(run):
-        return None
     if code == 0:
-        return Failure(run, "it came to its end without an evaluation there: has the recipe held-out problems?")
-    return Failure(run, f"exit code {code}: {last_line(run.log)}")
+        return None if is_finished(run) else Failure(run, "no evaluation after its last step: set data.eval_size")
+    lines = run.log.read_text(encoding="utf-8", errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing printed")
+    return Failure(run, f"exit code {code}: {last}")
 
 
-def last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return next((line.strip() for line in reversed(lines) if line.strip()), "nothing printed")
-
-
-def _stop(under_way: Iterable[subprocess.Popen[bytes]]) -> None:
-    processes = list(under_way)
+def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         process.send_signal(signal.SIGINT)
     until = time.monotonic() + GRACE

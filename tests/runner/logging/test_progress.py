@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import io
-import math
 
-import pytest
 from rich.console import Console
 
-from dapo_runner.logging.progress import TREND_WIDTH, LiveProgress, PlainProgress, Progress, make_progress, trend
+from dapo_runner.logging.progress import make_progress
 
 FIGURES = {"batch/reward": -0.25, "sampling/accuracy": 0.5, "batch/length": 20.0, "train/entropy": 0.1234}
 SECONDS = {"rollout": 6.0, "forward_backward": 3.0, "optimizer": 0.5, "sync": 0.25, "other": 0.25, "save": 0.0}
@@ -19,77 +17,32 @@ def make_console(terminal: bool) -> Console:
     return Console(file=io.StringIO(), force_terminal=terminal, width=100, color_system=None, legacy_windows=False)
 
 
-def text_of(console: Console, what: object) -> str:
-    with console.capture() as captured:
-        console.print(what)
-    return captured.get()
+def written(mode: str, terminal: bool) -> str:
+    console = make_console(terminal)
+    progress = make_progress(mode, console)  # type: ignore[arg-type]
+    progress.start(0, 10)
+    progress.phase("old_logprobs")
+    progress.step(1, FIGURES, SECONDS, SPEED)
+    progress.evaluation(1, {"avg@4": 0.875, "exam/avg@4": 0.5, "exam/cons@4": 0.5, "problems": 40.0, "length": 3.0})
+    progress.close()
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
-def test_the_live_block_shows_figures_trends_evaluation_and_time() -> None:
-    console = make_console(terminal=True)
-    live = LiveProgress(console)
-    live.start(0, 10)
-    try:
-        assert "0/10" in text_of(console, live.block())
-        for step in (1, 2, 3):
-            live.step(step, {**FIGURES, "batch/reward": step / 4}, SECONDS, SPEED)
-        live.phase("old_logprobs")
-        live.phase("other")
-        live.evaluation(3, {"avg@4": 0.875, "problems": 40.0, "length": 3.0})
-        block = text_of(console, live.block())
-    finally:
-        live.close()
-    assert "3/10" in block
-    assert "old logprobs" in block
-    assert "reward    +0.75  ▁▅█" in block or "reward    +0.75  ▁▄█" in block
-    assert "0.123" in block
-    assert "held-out  step 3: avg@4 87.5% on 40 problems" in block
-    assert "time  10.0 s a step: rollout 60%, forward backward 30%, optimizer 5%, sync 2%" in block
-    assert "speed  8 ranks, 12,346 trained tokens/s, MFU 41%, 61.5 GiB" in block
-    assert "grad" not in block  # a figure that never came
+def test_a_step_and_an_evaluation_are_a_line_each() -> None:
+    step, evaluation = written("auto", terminal=False).splitlines()
+    for number in ("1/10", "reward -0.25", "accuracy 50%", "length 20", "entropy 0.123", "10.0 s", "rollout 60%"):
+        assert number in step
+    for number in ("8 ranks", "12,346", "MFU 41%", "61.5 GiB"):
+        assert number in step
+    assert "grad" not in step  # it was not logged
+    assert "avg@4 87.5%, exam/avg@4 50.0% on 40 problems" in evaluation
+    assert "cons" not in evaluation
 
 
-def test_the_live_block_fits_a_narrow_terminal() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=40, color_system=None)
-    live = LiveProgress(console)
-    live.step(1, FIGURES, SECONDS, SPEED)
-    assert max(map(len, text_of(console, live.block()).splitlines())) <= 40
-
-
-def test_elsewhere_there_are_plain_lines() -> None:
-    console = make_console(terminal=False)
-    plain = make_progress("auto", console)
-    assert type(plain) is PlainProgress
-    plain.start(0, 10)
-    plain.phase("rollout")
-    plain.step(1, FIGURES, SECONDS, SPEED)
-    out = console.file.getvalue()  # type: ignore[attr-defined]
-    figures, speed = (
-        "reward -0.25  accuracy 50%  length 20  entropy 0.123",
-        "8 ranks, 12,346 trained tokens/s, MFU 41%, 61.5 GiB",
-    )
-    assert out == f"step 1/10  {figures}  10.0 s, {speed}\n"
-    assert type(make_progress("auto", make_console(terminal=True))) is LiveProgress
-    assert type(make_progress("off", console)) is Progress
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([], ""),
-        ([5.0], "▁"),
-        ([2.0, 2.0], "▁▁"),
-        ([0.0, 7.0, 3.0], "▁█▄"),
-        ([0.0, math.nan, 1.0, math.inf], "▁ █ "),
-    ],
-)
-def test_trends(values: list[float], expected: str) -> None:
-    assert trend(values) == expected
-
-
-@pytest.mark.parametrize("n", [TREND_WIDTH - 1, TREND_WIDTH, TREND_WIDTH + 1, 1000])
-def test_a_long_trend_is_averaged_down(n: int) -> None:
-    drawn = trend([float(value) for value in range(n)])
-    assert len(drawn) == min(n, TREND_WIDTH)
-    assert drawn == "".join(sorted(drawn))
-    assert (drawn[0], drawn[-1]) == ("▁", "█")
+def test_a_terminal_has_a_bar_below_them() -> None:
+    out = written("auto", terminal=True)
+    assert "step 1/10" in out
+    assert "old logprobs" in out
+    assert written("plain", terminal=True) == written("auto", terminal=False)
+    assert "old logprobs" in written("live", terminal=False)
+    assert written("off", terminal=True) == ""

@@ -43,7 +43,7 @@ def test_every_curve_is_drawn_with_its_values(tmp_path: Path) -> None:
             assert len(ax.containers) == sum(curve.key in collect(events) for curve in panel.curves)
         elif panel.title == "Held-out accuracy":
             assert [list(line.get_ydata()) for line in ax.lines] == [[0.25]]
-            assert ax.get_ylabel() == "avg@16"
+            assert [text.get_text() for text in ax.get_legend().get_texts()] == ["avg@16"]
         else:
             drawn = [list(line.get_ydata()) for line in ax.lines]
             expected = [c for c in panel.curves if not c.key.startswith("eval/")]

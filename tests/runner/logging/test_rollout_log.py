@@ -6,16 +6,19 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from builders import make_group, make_prompt, make_sample
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.algorithms.selection import TokenValues
 from dapo_runner.config import AdvantageConfig, RolloutLogConfig
 from dapo_runner.logging import rollout_log
-from dapo_runner.logging.rollout_log import RolloutLog, read_header, read_step, saved_steps
+from dapo_runner.logging.rollout_log import RolloutLog, read_step, saved_steps, token_texts
 from dapo_runner.run.tiny_model import make_tokenizer
 from dapo_runner.types import Group
 
@@ -38,7 +41,7 @@ def test_everything_about_a_sample_comes_back(tmp_path: Path) -> None:
     saved = read_step(saved_steps(tmp_path / "r")[12])
     assert (saved.step, saved.n_groups) == (12, 1)
     (group,) = saved.groups
-    assert group["prompt"] == {"id": "p", "source": "test", "text": "p", "answer": "7"}
+    assert group["prompt"] == {"id": "p", "source": "test", "eval_set": "", "text": "p", "answer": "7"}
     assert group["samples"][0] == {
         "sample": 1, "response": "一\n\x1b[31m2", "tokens": 4, "finish_reason": "stop", "correct": True,
         "extracted": "7", "rule": "answer-line", "base_reward": 1.0, "length_penalty": -0.25, "reward": 0.75,
@@ -56,11 +59,9 @@ def test_each_sample_has_its_own_advantage(tmp_path: Path) -> None:
 
 def test_only_so_many_groups_are_kept_and_the_header_counts_all(tmp_path: Path) -> None:
     write(open_log(tmp_path / "two", groups=2), 1)
-    path = saved_steps(tmp_path / "two")[1]
-    assert read_header(path) == {
-        "step": 1, "groups": 3, "kept": 2, "reward": pytest.approx(-1 / 9), "accuracy": 4 / 9, "length": 4.0
-    }  # fmt: skip
-    assert [group["prompt"]["id"] for group in read_step(path).groups] == ["a", "b"]
+    saved = read_step(saved_steps(tmp_path / "two")[1])
+    assert (saved.step, saved.n_groups) == (1, 3)
+    assert [group["prompt"]["id"] for group in saved.groups] == ["a", "b"]
     write(open_log(tmp_path / "all", groups=None), 1)
     assert len(read_step(saved_steps(tmp_path / "all")[1]).groups) == 3
     write(open_log(tmp_path / "none", groups=0), 1)
@@ -128,6 +129,40 @@ def test_tokens_are_kept_where_asked_for(tmp_path: Path) -> None:
         "high_entropy": [False, False, False, True],
     }  # fmt: skip
     assert second == {**of_engine, "advantage": [-1, -1, -1, -1], "trains": [False] * 4}
+
+
+def byte_level() -> Any:
+    """Every byte is a token, as a rare character is in the vocabularies of large models."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.mark.parametrize("text", ["plain", "é 等 😀!", "\x1b[31m\n", "😀"])
+def test_a_character_of_several_tokens_stands_with_its_last(text: str) -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode(text)
+    pieces = token_texts(tokenizer, ids)
+    assert len(pieces) == len(ids) == len(text.encode())
+    assert "".join(pieces) == text
+    assert all(len(piece) <= 1 for piece in pieces)
+
+
+def test_half_a_character_takes_nothing_with_it() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode("😀")
+    assert token_texts(tokenizer, [*ids[:2], *tokenizer.encode("abcd")])[-3:] == ["b", "c", "d"]
+    assert token_texts(tokenizer, ids[:3]) == [""] * 3  # a response that was cut
+
+
+def test_spaces_before_words_and_special_tokens_are_kept() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"▁to": 0, "▁be": 1, "ing": 2}, unk_token="ing"))
+    tokenizer.decoder = decoders.Metaspace()
+    assert token_texts(PreTrainedTokenizerFast(tokenizer_object=tokenizer), [0, 1, 2]) == ["to", " be", "ing"]
+    tiny = make_tokenizer()
+    assert token_texts(tiny, [*tiny.encode("Answer: 7"), 1]) == ["Answer: ", "7", "<eos>"]
 
 
 def test_half_a_surrogate_pair_is_kept(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from builders import make_config, make_group
 from small import write_recipe
 
@@ -22,7 +23,7 @@ from dapo_runner.cli import main
 from dapo_runner.config import Config
 from dapo_runner.errors import ConfigError
 from dapo_runner.logging.rollout_log import ROLLOUTS, read_step, saved_steps
-from dapo_runner.logging.trackers import Trackers, check_trackers, open_trackers, sample_table
+from dapo_runner.logging.trackers import Trackers, check_trackers
 
 WANDB = "logging.trackers=[wandb]"
 
@@ -32,7 +33,7 @@ def config_with(*trackers: str) -> Config:
 
 
 def open_one(name: str, folder: Path, first: int = 1, is_resumed: bool = False) -> Trackers:
-    return open_trackers(config_with(name), folder, first, print, is_resumed)
+    return Trackers(config_with(name), folder, first, print, is_resumed)
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "trackio"])
@@ -62,6 +63,7 @@ class FakeWandb(types.ModuleType):
         self.logged: list[Mapping[str, Any]] = []
         self.finished = 0
         self.refuse = False
+        self.config: dict[str, Any] = {}
 
     def Table(self, columns: list[str], data: list[list[Any]], dataframe: Any) -> list[dict[str, Any]]:  # noqa: N802
         return [dict(zip(columns, row, strict=True)) for row in data]
@@ -100,14 +102,14 @@ def test_wandb_keeps_its_id_and_gets_finite_figures_once(wandb: FakeWandb, tmp_p
     one, two = wandb.inits
     assert one["id"] == two["id"]
     assert (one["project"], one["name"], one["resume"]) == ("p", "mine", "allow")
-    assert one["config"]["optimizer.lr"] == str(config_with().optimizer.lr)
-    assert one["config"]["environment.torch"] == importlib.metadata.version("torch")
+    assert wandb.config["optimizer.lr"] == str(config_with().optimizer.lr)
+    assert wandb.config["environment.torch"] == importlib.metadata.version("torch")
 
 
 def test_a_tracker_that_cannot_be_opened(wandb: FakeWandb, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Refused for a new run, left out of a resumed one."""
     wandb.refuse = True
-    with pytest.raises(ConfigError, match=r"logging\.trackers: wandb: No API key configured\."):
+    with pytest.raises(ConfigError, match=r"logging\.trackers: wandb: .*No API key configured\."):
         open_one("wandb", tmp_path)
     open_one("wandb", tmp_path, is_resumed=True).write(1, "step", {})
     assert "logging.trackers: wandb" in capsys.readouterr().out
@@ -134,15 +136,20 @@ def test_a_run_tells_its_trackers_everything(wandb: FakeWandb, tmp_path: Path) -
     assert tracked.read_bytes() == alone.read_bytes()
 
 
-def test_a_table_is_what_the_groups_are() -> None:
-    first, second, _ = groups = [make_group("RW", "a"), make_group("TR", "b"), make_group("WW", "c")]
-    table = sample_table(3, groups, 2)
-    assert [(row["step"], row["prompt"], row["correct"], row["reward"]) for row in table] == [
+def test_a_table_is_what_the_groups_are(wandb: FakeWandb, tmp_path: Path) -> None:
+    groups = [make_group("RW", "a"), make_group("TR", "b")]
+    trackers = open_one("wandb", tmp_path)
+    trackers.samples(3, "samples/trained", groups)
+    trackers.samples(3, "samples/eval", [])
+    (sent,) = wandb.logged
+    rows = sent["samples/trained"]
+    assert [(row["step"], row["prompt"], row["correct"], row["reward"]) for row in rows] == [
         (3, "a", True, 1.0), (3, "b", False, -1.0)
     ]  # fmt: skip
-    assert [(row["answer"], row["finish_reason"]) for row in table] == [("7", "stop"), ("7", "length")]
-    assert [row["tokens"] for row in table] == [first.samples[0].completion.length, second.samples[0].completion.length]
-    assert sample_table(3, groups, 0) == []
+    assert [(row["answer"], row["finish_reason"], row["tokens"]) for row in rows] == [
+        ("7", "stop", 4),
+        ("7", "length", 4),
+    ]
 
 
 def test_a_tracker_that_fails_ends_no_run(
@@ -163,7 +170,11 @@ def test_a_tracker_that_fails_ends_no_run(
 
 # The real ones.
 
-TABLE = [{"step": 1, "prompt": "1 < 2 | 3\n4", "reward": 1.0}]
+GROUPS = [make_group("RW", "1 < 2 | 3\n4")]
+
+
+def rows_of(text: str) -> list[tuple[int, str, float]]:
+    return [(row["step"], row["prompt"], row["reward"]) for row in json.loads(text)]
 
 
 def write_and_resume(name: str, folder: Path) -> None:
@@ -172,9 +183,9 @@ def write_and_resume(name: str, folder: Path) -> None:
         trackers = open_one(name, folder, steps[0])
         for step in steps:
             trackers.write(step, "step", {"train/loss": loss, "eval/avg@2": 1.0, "bad": float("nan")})
-            trackers.samples(step, "samples/trained", TABLE)
+            trackers.samples(step, "samples/trained", GROUPS)
         trackers.close()
-        assert not trackers._failures
+        assert not trackers.failures
 
 
 def test_the_real_tensorboard(tmp_path: Path) -> None:
@@ -186,9 +197,10 @@ def test_the_real_tensorboard(tmp_path: Path) -> None:
     assert sorted(events.Tags()["scalars"]) == ["eval/avg_at_2", "train/loss"]
     expected = [(0, 0.5), (1, 0.5), (2, 0.25), (3, 0.25)]
     assert [(item.step, item.value) for item in events.Scalars("train/loss")] == expected
-    texts = {name: events.Tensors(name)[0].tensor_proto.string_val[0].decode() for name in events.Tags()["tensors"]}
-    assert json.loads(texts["samples/trained/text_summary"]) == TABLE
-    assert json.loads(texts["config/text_summary"])["optimizer.lr"] == "1e-06"
+    (text,) = events.Tensors("samples/trained/text_summary")[0].tensor_proto.string_val
+    assert rows_of(text.decode()) == [(0, "1 < 2 | 3\n4", 1.0)]
+    (settings,) = (tmp_path / "tensorboard").glob("*/hparams.yml")
+    assert yaml.safe_load(settings.read_text())["optimizer.lr"] == "1e-06"
 
 
 def test_the_real_wandb_writes_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,13 +218,13 @@ def test_the_real_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     write_and_resume("mlflow", tmp_path)
     client = mlflow.MlflowClient()
-    run = client.get_run(json.loads((tmp_path / "tracker-mlflow.json").read_text())["id"])
+    run = client.get_run(json.loads((tmp_path / "trackers.json").read_text())["mlflow"]["id"])
     assert (run.info.run_name, run.info.status) == ("mine", "FINISHED")
     assert run.data.params["optimizer.lr"] == "1e-06"
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert [(metric.step, metric.value) for metric in history] == [(0, 0.5), (1, 0.5), (2, 0.5), (3, 0.25)]
     path = client.download_artifacts(run.info.run_id, "samples/trained/step_000002.json")
-    assert json.loads(Path(path).read_text()) == {"columns": list(TABLE[0]), "data": [list(TABLE[0].values())]}
+    assert rows_of(json.dumps(json.loads(Path(path).read_text())["rows"])) == [(2, "1 < 2 | 3\n4", 1.0)]
 
 
 def test_the_real_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

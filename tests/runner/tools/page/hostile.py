@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from builders import make_prompt, make_sample
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.algorithms.selection import TokenValues
@@ -22,9 +24,10 @@ PIECES = [SCRIPT, IMAGE, "\x1b[2J\x00\u202e", "<b>bold</b>\n"]
 STEPS = (3, 5)
 
 
-class Tokenizer:
-    def decode(self, token_ids: list[int], **_: Any) -> str:
-        return "".join(PIECES[token_id - 10] for token_id in token_ids)
+def make_tokenizer() -> Any:
+    tokenizer = Tokenizer(models.WordLevel({piece: 10 + place for place, piece in enumerate(PIECES)}, unk_token=SCRIPT))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def saying(sample: Sample) -> Sample:
@@ -67,7 +70,7 @@ def log_metrics(run: Path, step: int, **figures: float) -> None:
 def write_rollouts(run: Path, step: int, per_token: bool = True) -> None:
     groups = make_groups()
     values = {place: make_values(3) for place in (0, 1, 3, 4)}
-    tokenizer = Tokenizer() if per_token else None
+    tokenizer = make_tokenizer() if per_token else None
     log = RolloutLog(run / ROLLOUTS, RolloutLogConfig(), keep_through=step - 1, tokenizer=tokenizer)
     log.write(step, groups, make_sequences(groups, AdvantageConfig(kind="group_mean")), values)
 

@@ -6,28 +6,13 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
-import pytest
 from test_study import finish, planned
 
-from dapo_runner.tools.study.figures import entropy_points, fit_entropy
+from dapo_runner.tools.study.figures import entropy_points
 from dapo_runner.tools.study.page import write_page
 from dapo_runner.tools.study.results import read_result
 
 A, B = 0.2, 0.9
-
-
-def test_least_squares_finds_the_curve_and_how_much_it_explains() -> None:
-    entropy = np.linspace(0.1, 1.2, 9)
-    exact = fit_entropy(entropy, B - A * np.exp(entropy))
-    assert exact is not None
-    assert (exact.a, exact.b, exact.explained, exact.n) == pytest.approx((A, B, 1.0, 9))
-    noise = np.array([0.3, -0.3] * 4 + [0.0])
-    noisy = fit_entropy(entropy, B - A * np.exp(entropy) + noise)
-    assert noisy is not None
-    assert noisy.explained < 0.5
-    assert fit_entropy(entropy[:2], entropy[:2]) is None
-    assert fit_entropy(np.full(4, 0.5), np.arange(4.0)) is None
 
 
 def test_a_page_has_the_fit_of_every_evaluation_but_the_first(tmp_path: Path) -> None:

@@ -239,6 +239,7 @@ def test_a_picture_has_a_legend_and_colors_whatever_there_is(tmp_path: Path, mon
     draw_figure(study.figures[0], study, by_variant(results), tmp_path)
     missing, entropy = drawn[0].axes
     assert [text.get_text() for text in missing.texts] == ["not logged"]
+    assert (missing.get_title(loc="left"), entropy.get_ylabel()) == ("misspelt", "nats per token")
     assert [line.get_color() for line in entropy.lines] == [COLORS[1]]  # whether or not `higher` is there
     assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["plain"]
 
@@ -324,5 +325,5 @@ def test_a_study_that_is_killed_goes_on_and_makes_nothing_twice(tmp_path: Path) 
     assert "| plain |" in page
     assert main(["study", str(path)]) == 0
     assert sorted(os.listdir(tmp_path / "s/start")) == ["seed_3", "seed_3.yaml"]
-    assert re.search(r"^python 3.+ torch .+ commit \w{12}\+?\. Runs side by side: 1\.$", page, re.MULTILINE)
+    assert re.search(r"^python 3.+ torch .+ commit \w{12}(-dirty)?\. Runs side by side: 1\.$", page, re.MULTILINE)
     assert parse(yaml.safe_load(path.read_text()), StudyConfig).folder == tmp_path / "s"
