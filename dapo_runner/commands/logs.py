@@ -14,7 +14,7 @@ from dapo_runner.errors import ConfigError
 from dapo_runner.logging.metrics import TIMINGS_FILE, read_log
 from dapo_runner.logging.report import write_report
 from dapo_runner.logging.rollout_log import EVALUATIONS, ROLLOUTS
-from dapo_runner.logging.show import choose_group, find_steps, load_step, page, render_group
+from dapo_runner.logging.show import find_steps, load_step, page, render_group
 from dapo_runner.timing import PHASES, time_split
 from dapo_runner.tools.page.html import write_page
 from dapo_runner.tools.page.serve import open_server
@@ -74,19 +74,15 @@ def show(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     console, what = Console(), EVALUATIONS if options.eval else ROLLOUTS
     if options.step is None and (options.group is not None or options.json):
         raise ConfigError("--step: expected beside --group and --json, got none")
-    try:
-        if options.step is None:
-            console.print("steps:", *find_steps(options.run, what))
-            return 0
-        saved = load_step(options.run, options.step, what)
-        chosen = saved.groups if options.group is None else [choose_group(saved, options.group)]
-    except (FileNotFoundError, ValueError) as error:
-        raise ConfigError(str(error)) from error
+    if options.step is None:
+        console.print("steps:", *find_steps(options.run, what))
+        return 0
+    saved = load_step(options.run, options.step, what, options.group)
     if options.json:
-        for group in chosen:
+        for group in saved.groups:
             print(json.dumps(group, ensure_ascii=False))
     elif options.group is not None:
-        console.print(render_group(chosen[0], saved), soft_wrap=not console.is_terminal)
+        console.print(render_group(saved.groups[0], saved), soft_wrap=not console.is_terminal)
     else:
         page(saved, console)
     return 0

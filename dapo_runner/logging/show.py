@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from rich.console import Console, Group
 from rich.rule import Rule
 from rich.text import Text
 
+from dapo_runner.errors import ConfigError
 from dapo_runner.logging.reflection import PATTERNS, count_reflections
 from dapo_runner.logging.rollout_log import ROLLOUTS, SavedStep, read_step, saved_steps
 
@@ -19,28 +21,24 @@ KEYS = "Enter: next   p: previous   a number: that group   q: quit"
 
 
 def find_steps(run: Path, what: str = ROLLOUTS) -> dict[int, Path]:
-    """Return the files of a run's rollouts or evaluations. Raises FileNotFoundError when there is none."""
+    """Return the files of a run's rollouts or evaluations. Raises ConfigError when there is none."""
     if steps := saved_steps(run / what):
         return steps
-    raise FileNotFoundError(f"{run / what}: expected the {what} of a run, found none. Set logging.rollouts.groups.")
+    raise ConfigError(f"{run / what}: expected the {what} of a run, found none. Set logging.rollouts.groups.")
 
 
-def load_step(run: Path, step: int, what: str = ROLLOUTS) -> SavedStep:
-    """Raises FileNotFoundError when the step was not kept."""
+def load_step(run: Path, step: int, what: str = ROLLOUTS, number: int | None = None) -> SavedStep:
+    """Return all groups of a step, or one of them. Raises ConfigError when it was not kept."""
     steps = find_steps(run, what)
     if step not in steps:
-        raise FileNotFoundError(
-            f"--step: expected one of {len(steps)} steps from {min(steps)} to {max(steps)}, got {step}. "
-            f"`dapo show {run}` lists them."
-        )
-    return read_step(steps[step])
-
-
-def choose_group(saved: SavedStep, number: int) -> dict[str, Any]:
-    """Raises ValueError when it was not kept."""
+        among = f"one of {len(steps)} steps from {min(steps)} to {max(steps)}"
+        raise ConfigError(f"--step: expected {among}, got {step}. `dapo show {run}` lists them.")
+    saved = read_step(steps[step])
+    if number is None:
+        return saved
     if not 1 <= number <= len(saved.groups):
-        raise ValueError(f"--group: expected 1 to {len(saved.groups)}, got {number}")
-    return saved.groups[number - 1]
+        raise ConfigError(f"--group: expected 1 to {len(saved.groups)}, got {number}")
+    return replace(saved, groups=[saved.groups[number - 1]])
 
 
 def page(saved: SavedStep, console: Console) -> None:

@@ -95,7 +95,7 @@ def plotly_source() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise ConfigError("--html: requires plotly. pip install 'dapo-kernels[html]'") from error
+        raise ConfigError("the page requires plotly. pip install 'dapo-kernels[html]'") from error
     return str(get_plotlyjs())
 
 

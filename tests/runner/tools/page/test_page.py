@@ -93,8 +93,8 @@ def test_mistakes_are_one_line(
     for arguments, message in (
         (["report", run, run], "--html: expected for several runs"),
         (["report", run, str(tmp_path), "--html"], f"{tmp_path / 'metrics.jsonl'}: expected the metrics of a run"),
-        (["report", run, "--html"], "expected plotly, which is not installed: pip install 'dapo-kernels[html]'"),
-        (["watch", run], "expected plotly, which is not installed: pip install 'dapo-kernels[html]'"),
+        (["report", run, "--html"], "requires plotly. pip install 'dapo-kernels[html]'"),
+        (["watch", run], "requires plotly. pip install 'dapo-kernels[html]'"),
         (["watch", __file__], "test_page.py: expected the folder of a run"),
     ):
         assert main(arguments) == 2
