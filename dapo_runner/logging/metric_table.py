@@ -106,7 +106,9 @@ def console_metrics(keys: Collection[str]) -> list[Metric]:
 
 def title_and_unit(key: str) -> tuple[str, str]:
     """Return the title of a metric and its unit; the key itself where no panel draws it."""
-    found = [(panel, curve) for panel in PANELS for curve in panel.curves if fnmatchcase(key, curve.key)]
-    for panel, curve in found[:1]:
-        return f"{panel.title}: {key if curve.key.endswith('*') else curve.label}", panel.unit
+    for panel in PANELS:
+        for curve in panel.curves:
+            if fnmatchcase(key, curve.key):
+                name = key if curve.key.endswith("*") else curve.label
+                return panel.title if len(panel.curves) == 1 else f"{panel.title}: {name}", panel.unit
     return key, ""
