@@ -10,12 +10,7 @@ import torch
 
 # bfloat16 FLOPS without sparsity, from the makers' data sheets, by a part of the device's name.
 PEAKS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "MI300X": 1307e12}
-SHOWN = {
-    "ranks": "{:.0f} ranks",
-    "tokens_per_second": "{:,.0f} trained tokens/s",
-    "mfu": "MFU {:.0%}",
-    "memory_gib": "{:.1f} GiB",
-}
+SHOWN = {"tokens_per_second": "{:,.0f} trained tokens/s", "mfu": "MFU {:.0%}", "memory_gib": "{:.1f} GiB"}
 
 
 def training_flops(model: Any, lengths: Iterable[int]) -> float:
@@ -56,6 +51,5 @@ def speed_figures(
 
 
 def speed_line(figures: Mapping[str, float]) -> str:
-    """Return the figures for the console; a single rank is not mentioned."""
-    shown = {key: form for key, form in SHOWN.items() if key in figures and (key != "ranks" or figures[key] > 1)}
-    return ", ".join(form.format(figures[key]) for key, form in shown.items())
+    """Return the figures for the console."""
+    return ", ".join(form.format(figures[key]) for key, form in SHOWN.items() if key in figures)

@@ -102,7 +102,7 @@ def _start(name: str, config: Config | SftConfig, folder: Path, first_step: int,
     PartialState(cpu=True)  # accelerate logs nothing without it, and it may change the number of threads
     torch.set_num_threads(threads)
     project, run, known = config.logging.project, config.run.name, state["id"]
-    state["id"] = known or uuid.uuid4().hex[:12]
+    run_id = known or uuid.uuid4().hex[:12]
     same: dict[str, Any] = {"resume": "allow"}
     if name == "tensorboard":
         tracker = accelerate.TensorBoardTracker(name, folder, purge_step=first_step if first_step > 1 else None)
@@ -110,13 +110,12 @@ def _start(name: str, config: Config | SftConfig, folder: Path, first_step: int,
         tracker = accelerate.MLflowTracker(project, run_name=run, run_id=known)
     elif name == "trackio":  # knows a run by its name
         same |= {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        tracker = accelerate.TrackioTracker(project, name=f"{run}-{state['id']}", **same)
+        tracker = accelerate.TrackioTracker(project, name=f"{run}-{run_id}", **same)
     else:  # the lines that wandb prints would tear the progress bar
-        same |= {"id": state["id"], "dir": str(folder), "settings": {"silent": True, "console": "off"}}
+        same |= {"id": run_id, "dir": str(folder), "settings": {"silent": True, "console": "off"}}
         tracker = accelerate.WandBTracker(project, name=run, **same)
     tracker.start()
-    if name == "mlflow":
-        state["id"] = tracker.tracker.info.run_id
+    state["id"] = tracker.tracker.info.run_id if name == "mlflow" else run_id
     if known is None:
         settings = flatten(config.model_dump(mode="json", by_alias=True))
         versions = {f"environment.{key}": value for key, value in environment().items()}

@@ -32,7 +32,7 @@ def test_a_step_and_an_evaluation_are_a_line_each() -> None:
     step, evaluation = written("auto", terminal=False).splitlines()
     for number in ("1/10", "reward -0.25", "accuracy 50%", "length 20", "entropy 0.123", "10.0 s", "rollout 60%"):
         assert number in step
-    for number in ("8 ranks", "12,346", "MFU 41%", "61.5 GiB"):
+    for number in ("12,346", "MFU 41%", "61.5 GiB"):
         assert number in step
     assert "grad" not in step  # it was not logged
     assert "avg@4 87.5%, exam/avg@4 50.0% on 40 problems" in evaluation

@@ -49,14 +49,6 @@ def test_everything_about_a_sample_comes_back(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_each_sample_has_its_own_advantage(tmp_path: Path) -> None:
-    write(open_log(tmp_path), 1)
-    saved = read_step(saved_steps(tmp_path)[1])
-    advantages = [[sample["advantage"] for sample in group["samples"]] for group in saved.groups]
-    assert advantages[0] == pytest.approx([4 / 3, -2 / 3, -2 / 3])
-    assert advantages[1:] == [[1, 1, -1, -1], [1, -1]]
-
-
 def test_only_so_many_groups_are_kept_and_the_header_counts_all(tmp_path: Path) -> None:
     write(open_log(tmp_path / "two", groups=2), 1)
     saved = read_step(saved_steps(tmp_path / "two")[1])

@@ -27,7 +27,7 @@ def test_speed_is_over_the_step_and_the_share_of_the_peak_over_its_passes() -> N
     seconds = {"rollout": 6.0, "forward_backward": 4.0}
     figures = speed_figures(flops=8e15, positions=1000, seconds=seconds, ranks=2, peak=2e15)
     assert figures == {"ranks": 2.0, "tokens_per_second": 100.0, "mfu": 0.5}
-    assert speed_line(figures) == "2 ranks, 100 trained tokens/s, MFU 50%"
+    assert speed_line(figures) == "100 trained tokens/s, MFU 50%"
     assert speed_line({}) == ""
     assert "mfu" not in speed_figures(8e15, 1000, seconds, 2, peak=None)
     assert peak_flops(torch.device("cpu")) is None
