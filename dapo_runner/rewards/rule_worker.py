@@ -21,11 +21,9 @@ SHOWN = 200  # characters of an extracted answer that are passed on
 FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
-def judge_math(
-    text: str, answer: str | None = None, other: str | None = None, values: dict[str, int] | None = None
-) -> dict[str, Any]:
-    """Compare a text with the ground truth ``answer``, or with what another text, ``other``, answers.
-    ``values`` take the place of letters in the text.
+def judge_math(text: str, answer: str | None = None, other: str | None = None, values: Any = None) -> dict[str, Any]:
+    """Compare a text with the ground truth ``answer``, or with what another text, ``other``, answers. ``values`` has
+    numbers for letters of the text.
 
     Returns "correct", "extracted" and "rule": "none" without an answer in the text, "error" where comparing failed.
     """
@@ -43,8 +41,7 @@ def judge_math(
         if not found:
             return {"correct": False, "extracted": None, "rule": "none"}
         if values:
-            letters = {letter: values[letter.name] for letter in found[0].free_symbols if letter.name in values}
-            found = [found[0].subs(letters)]
+            found = [found[0].subs({x: values[x.name] for x in found[0].free_symbols if x.name in values})]
         correct = bool(verify(gold, found, timeout_seconds=None, raise_on_error=True))
         return {"correct": correct, "extracted": str(found[0])[:SHOWN], "rule": "math-verify"}
     except MemoryError:
