@@ -20,7 +20,7 @@ LINES = {  # today's: lower a number when its room shrinks
     "config": 2145,
     "algorithms": 1824,
     "tools": 1532,
-    "logging": 1162,
+    "logging": 1155,
     "preflight": 989,
     "data": 759,
 }
