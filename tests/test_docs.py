@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks import picture
 from dapo_runner.cli import COMMANDS
 from dapo_runner.config.reading import flatten
 from docs.generate import PAGES
@@ -88,3 +90,26 @@ def test_the_recipe_of_the_readme_is_part_of_the_tiny_one() -> None:
     (snippet,) = re.findall(r"```yaml\n(.+?)```", text_of(ROOT / "README.md"), re.DOTALL)
     shown, whole = (flatten(yaml.safe_load(text)) for text in (snippet, text_of(ROOT / "recipes/tiny.yaml")))
     assert shown.items() <= whole.items()
+
+
+def test_the_table_of_the_readme_has_the_numbers_of_its_file() -> None:
+    text = text_of(ROOT / "README.md")
+    (path,) = re.findall(r"\]\((benchmarks/results/full-\S+)\.md\)", text)
+    records = json.loads(text_of(ROOT / f"{path}.json"))["records"]
+    measured = {
+        f"{time:.2f} | {mib:.0f} MiB" for _, time, mib in picture.sides(records, "hidden bfloat16 N=2048 V=49152 H=576")
+    }
+    shown = {f"{float(time):.2f} | {mib} MiB" for time, mib in re.findall(r"\| ([\d.]+) \| (\d+) MiB \|", text)}
+    assert len(shown) == 6
+    assert shown <= measured
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_files_and_modules_on_a_page_exist(path: Path) -> None:
+    text = text_of(path)
+    folders = "benchmarks|csrc|dapo_kernels|dapo_runner|docs|examples|recipes|tests"
+    files = re.findall(rf"(?<![\w/.])((?:{folders})/[\w./]+\.\w+)", text)
+    modules = [
+        module.replace(".", "/") + ".py" for module in re.findall(r"python -m ((?:benchmarks|docs)\.[\w.]+)", text)
+    ]
+    assert [name for name in (*files, *modules) if not (ROOT / name).exists()] == []
