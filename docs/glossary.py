@@ -68,7 +68,7 @@ reward/*_std | reward | Standard deviation of that reward within a group, averag
 reward/calls | count | Calls of reward functions or of the judge in the step (in `timings.jsonl`). |
 reward/retried | count | Calls that were repeated after an error. | near 0
 reward/failed | count | Calls that failed after all retries. | 0
-sampling/rounds | count | Rounds of generation that the step needed. | 1 or 2
+sampling/rounds | count | Rounds of generation that the step needed. 0 if the waiting groups were enough. | 0 to 2
 sampling/groups | count | Groups generated. |
 sampling/carried_in | count | Accepted groups left over from earlier steps. | small
 sampling/carried_out | count | Accepted groups left for the next step. | small
@@ -93,7 +93,7 @@ train/tokens | tokens | Tokens that train, summed over the updates. |
 train/entropy | nats per token | Mean entropy of the policy over the whole vocabulary. | falls slowly, then levels off; near 0 early means collapse
 train/ratio | ratio | Mean importance ratio of the new policy to the old policy. | 0.99 to 1.01
 train/ratio_max | ratio | Largest ratio of a token. | below 10
-train/approx_kl | nats per token | Mean of old log-prob − new log-prob, an estimate of KL(old‖new). | below 0.02
+train/approx_kl | nats per token | Mean of old log-prob − new log-prob, an estimate of KL(old‖new). | below 0.01
 train/clip_low | share | Tokens whose gradient the lower clip bound removes (A < 0, ratio < 1 − `clip_low`). | below 0.02 for token ratios
 train/clip_high | share | Tokens whose gradient the upper clip bound removes (A > 0, ratio > 1 + `clip_high`). | below 0.02 for token ratios
 train/clip_dual | share | Tokens that reach the dual clip bound. | near 0
@@ -101,7 +101,7 @@ train/clip_high_prob | probability | Mean probability of the tokens that the upp
 train/ref_kl | nats per token | KL estimate to the reference model. 0 without a reference. | rises slowly
 train/nonfinite | count | Tokens with a log-prob that is not finite. The run stops at the first one. | 0
 train/positive_logprobs | count | Tokens with a log-prob above 0 in any input. | 0
-train/rollout_gap | nats per token | Mean abs(trainer log-prob − rollout engine log-prob) of the sampled tokens. | float32 below 1e-4; bfloat16 below 0.1
+train/rollout_gap | nats per token | Mean abs(trainer log-prob − rollout engine log-prob) of the sampled tokens. | float32 below 1e-4, bfloat16 below 0.1; more if groups waited (`batch/age`)
 train/rollout_gap_max | nats | Largest such difference. | stable
 train/rollout_k3 | nats per token | k3 estimate of KL(engine‖trainer). | below 0.01
 train/rollout_ess | share | Effective sample size of the weights trainer/engine. | above 0.9
