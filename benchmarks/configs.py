@@ -264,7 +264,8 @@ VOCABULARIES = (151936, 32000, 50257, 128256, 262144, 262143)
 GPU_LOGITS = (
     replace(_with_compiled(_CUDA_LOGITS), targets=_BANDWIDTH),
     *(_with_peers(_CUDA_LOGITS, vocab=vocab, targets=_BANDWIDTH) for vocab in VOCABULARIES[1:]),
-    *(_on_backends(_CUDA_LOGITS, vocab=vocab, dtype="float32", targets=_BANDWIDTH) for vocab in VOCABULARIES),
+    _with_peers(_CUDA_LOGITS, dtype="float32", targets=_BANDWIDTH),
+    *(_on_backends(_CUDA_LOGITS, vocab=vocab, dtype="float32", targets=_BANDWIDTH) for vocab in VOCABULARIES[1:]),
     *(_with_peers(_CUDA_LOGITS, n_tokens=n) for n in (4096, 65536)),
     *(_on_backends(_CUDA_LOGITS, vocab=32000, n_tokens=n) for n in (4096, 65536)),
     *(_on_backends(_CUDA_LOGITS, dtype="float32", n_tokens=n) for n in (4096, 16384)),

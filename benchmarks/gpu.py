@@ -239,7 +239,7 @@ def _mib(n: int) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", type=int, choices=range(1, len(STAGES) + 1), help="run this one, finished or not")
+    parser.add_argument("--stage", type=int, choices=range(1, len(STAGES) + 1), help="only this one")
     parser.add_argument("--seconds", type=float, default=540, help="of this call")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--bundle", type=Path, metavar="FOLDER")
