@@ -33,7 +33,7 @@ from typing import Any
 from benchmarks import decide, machine
 from benchmarks.bench_ranks import events_of, recipe, train
 from benchmarks.configs import REHEARSAL, SUITES
-from benchmarks.report import REHEARSAL_WARNING
+from benchmarks.report import REHEARSAL_WARNING, is_failure
 from benchmarks.run import ROOT, is_finished, run_suite
 
 MODEL = ROOT / "models" / "smollm2-135m"
@@ -50,38 +50,47 @@ Finished = bool
 Stage = Callable[[Path, float], Finished]
 
 
-def test_on_gpu(results: Path, seconds: float) -> int | None:
+def run_gpu_tests(results: Path, seconds: float) -> None:
     """Run the tests of the GPU kernels, and those of the runner where its packages are installed."""
     folders = [ROOT / "tests" / "kernels"]
     folders += [ROOT / "tests" / "runner"] if not _absent(RUNNER_WHEELS) else []
     # Only files with such tests: collecting the others would need more packages.
     files = [f for folder in folders for f in sorted(folder.rglob("test_*.py")) if "mark.gpu" in f.read_text()]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", *map(str, files)]
-    return _logged(command, results / "gpu-1-tests.txt", seconds)
+    _log(command, results / "gpu-1-tests.txt", seconds)
 
 
 def _absent(packages: Sequence[str]) -> list[str]:
     return [package for package in packages if machine.version(package) == "absent"]
 
 
-def _logged(command: list[str], path: Path, seconds: float) -> int | None:
-    """Run a command with its output in a file; return its status, ``None`` if its time was over."""
+def _log(command: list[str], path: Path, seconds: float) -> None:
+    """Run a command with its output in a file, whose last line is the exit status, or that its time was over."""
     with path.open("w") as log:
         log.write(f"commit {machine.commit()}\n")
         log.flush()
         try:
-            status = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=seconds).returncode
+            done = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=seconds)
+            log.write(f"\nexit status {done.returncode}\n")
         except subprocess.TimeoutExpired:
-            status = None
             log.write(f"\nstopped after {seconds:.0f} s\n")
-    print(f"{path.name}: {path.read_text().strip().splitlines()[-1:]}", flush=True)
-    return status
+    print(f"{path.name}: {' | '.join(path.read_text().strip().splitlines()[-3:])}", flush=True)
 
 
 def _is_done(path: Path) -> bool:
     """Return whether a logged command of this commit ended by itself."""
     text = path.read_text() if path.exists() else ""
-    return text.startswith(f"commit {machine.commit()}\n") and "\nstopped after" not in text
+    return text.startswith(f"commit {machine.commit()}\n") and "\nexit status" in text
+
+
+def failures(results: Path) -> list[str]:
+    """Return the files that show failing tests, or kernels of ours that failed or were wrong."""
+    logs = [path for path in results.glob("gpu-*.txt") if "\nexit status " in path.read_text()]
+    failed = [path.name for path in logs if path.read_text().split()[-1] not in ("0", "5")]  # 5: pytest ran no test
+    for path in results.glob("gpu-*.json"):
+        if any(map(is_failure, json.loads(path.read_text()).get("records", ()))):
+            failed.append(path.name)
+    return sorted(failed)
 
 
 def _slug() -> str:
@@ -97,7 +106,7 @@ def measure(suite: str, results: Path, seconds: float) -> Finished:
 def card(results: Path, seconds: float) -> Finished:
     began = time.monotonic()
     if not _is_done(results / "gpu-1-tests.txt"):
-        test_on_gpu(results, seconds / 2)
+        run_gpu_tests(results, seconds / 2)
     return measure("gpu-card", results, seconds - (time.monotonic() - began))
 
 
@@ -156,7 +165,7 @@ def sanitizer(results: Path, seconds: float) -> Finished:
             continue
         left = (seconds - (time.monotonic() - began)) / (len(SANITIZER_TOOLS) - number)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *SANITIZED]
-        _logged(command if REHEARSAL else [*prefix, tool, *command], path, left)
+        _log(command if REHEARSAL else [*prefix, tool, *command], path, left)
     return all(_is_done(results / f"gpu-6-{tool}.txt") for tool in SANITIZER_TOOLS)
 
 
@@ -254,7 +263,9 @@ def main() -> int:
         print(f"stage {number} {name:10} {mine['status']:12} {mine['seconds']:6.0f} s  {mine.get('reason', '')}")
     left = [name for name, mine in state.items() if mine["status"] in ("unfinished", "not started")]
     print(f"files in {options.results}" + (f"; the same command goes on with: {', '.join(left)}" if left else ""))
-    return 1 if any(mine["status"] == "failed" for mine in state.values()) else 0
+    failed = failures(options.results)
+    print("".join(f"FAILED: see {name}\n" for name in failed), end="")
+    return 1 if failed or any(mine["status"] == "failed" for mine in state.values()) else 0
 
 
 if __name__ == "__main__":

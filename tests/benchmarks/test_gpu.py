@@ -63,6 +63,19 @@ def test_another_commit_starts_anew(
     assert stages == {"one": [], "two": [], "three": []}
 
 
+def test_failing_tests_and_kernels_are_named(tmp_path: Path) -> None:
+    rows = [{"kind": kind, "status": status} for kind, status in (("peer", "failed"), ("ours", "ok"))]
+    wrong = [*rows, {"kind": "ours", "status": "wrong"}]
+    for name, found in (("gpu-card", rows), ("gpu-logits", wrong)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"records": [{"rows": found}]}))
+    for name, code in (("one", 0), ("two", 1), ("three", 5)):
+        gpu._log([sys.executable, "-S", "-c", f"raise SystemExit({code})"], tmp_path / f"gpu-{name}.txt", 60)
+        assert gpu._is_done(tmp_path / f"gpu-{name}.txt")
+    gpu._log([sys.executable, "-S", "-c", "import time; time.sleep(60)"], tmp_path / "gpu-four.txt", 0.5)
+    assert not gpu._is_done(tmp_path / "gpu-four.txt")
+    assert gpu.failures(tmp_path) == ["gpu-logits.json", "gpu-two.txt"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a CUDA device")
 def test_without_a_device_nothing_is_installed() -> None:
     environment = {**os.environ, "PYTHON": sys.executable}
