@@ -18,7 +18,7 @@ from docs.generate import PAGES
 ROOT = Path(__file__).parent.parent
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 GENERATED = ("settings.md", "metrics.md", "cli.md")
-WIDE = (*GENERATED, "trl.md", "objectives.md")  # being extended
+WIDE = (*GENERATED, "trl.md")  # being extended
 
 
 def text_of(path: Path) -> str:
