@@ -1,7 +1,7 @@
 """The learner: old log-probs, a loss over packed micro-batches, one optimizer step for each mini-batch.
 
-Every sum is divided by the count of the whole mini-batch, never by a micro-batch's own: how a mini-batch is
-split and packed does not change its gradient.
+Every sum is divided by the count of the whole mini-batch, never by a micro-batch's own: how a mini-batch is split and
+packed does not change its gradient.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dapo_kernels.metrics import COUNTS
 from dapo_runner.algorithms.correction import Mismatch, measure
 from dapo_runner.algorithms.critic import Critic
 from dapo_runner.algorithms.losses import Loss, Output, PolicyLoss, PreferenceLoss
-from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError, global_token_stats
+from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError, token_stats
 from dapo_runner.algorithms.objective import resolve_objective, uses_reference
 from dapo_runner.algorithms.packing import count_training_tokens, pack_shares
-from dapo_runner.algorithms.returns import TokenAdvantages, show_advantages
+from dapo_runner.algorithms.returns import estimate_advantages, show_advantages
 from dapo_runner.algorithms.selection import ScoredBatch, TokenValues, select_tokens, token_values
 from dapo_runner.algorithms.weights import MovingReference, Part, TrainedModel, learning_rate
 from dapo_runner.config import Config, ConfigError
@@ -38,10 +38,8 @@ T = TypeVar("T")
 
 
 class Learner:
-    """Trains a policy with a loss. ``prepare`` packs the sequences of a step, ``update`` takes one optimizer step.
+    """Trains a policy. ``prepare`` packs the sequences of a step, ``update`` takes one optimizer step.
 
-    ``estimator`` gives tokens their advantages once a step's log-probs are known; without it sequences have theirs. A
-    KL penalty or a preference loss refers to ``reference``; a policy with adapters is its own, with them switched off.
     With `logging.rollouts.per_token`, ``token_values`` holds what the updates of the step computed of single tokens, by
     the index of their sequence in the step, on rank 0.
     """
@@ -50,20 +48,28 @@ class Learner:
         self,
         policy: Policy,
         config: Config,
-        loss: Loss,
-        estimator: TokenAdvantages | None = None,
         reference: Policy | None = None,
-        critic: Critic | None = None,
+        critic_model: Policy | None = None,
         clock: StepClock | None = None,
     ) -> None:
+        """A policy with adapters is its own reference, with them switched off. ``critic_model`` is the policy itself
+        where they share a trunk. Raises ConfigError.
+        """
         if uses_reference(config) and reference is None and not has_adapters(policy.model):
-            raise ValueError("Learner: a KL penalty, or a preference loss, requires a reference policy, got none")
-        self.policy, self.config, self.loss = policy, config, loss
-        self.estimator, self.reference, self.critic = estimator, reference, critic
+            raise ValueError("Learner: a KL penalty or preference loss requires a reference, got none")
+        if critic_model is not None and critic_model.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+            raise ConfigError("critic.path: requires a model with the policy's tokenizer, got another vocabulary")
+        self.policy, self.config, self.reference, self.world = policy, config, reference, policy.world
         self.clock = StepClock() if clock is None else clock
+        self.critic = critic = None if critic_model is None else Critic(critic_model, config)
+        temperature, shared = config.rollout.temperature, critic if critic is not None and critic.shared else None
+        self.loss: Loss
+        if config.preference is not None:
+            self.loss = PreferenceLoss(config.preference, temperature)
+        else:
+            self.loss = PolicyLoss(resolve_objective(config), temperature, shared)
         self.token_values: dict[int, TokenValues] = {}
         self.estimates: dict[str, float] = {}  # metrics of the step
-        self.world = policy.world
         self.trained = TrainedModel(policy, config)
         self.master, self.optimizer = self.trained.master, self.trained.optimizer
         self.moving: MovingReference | None = None
@@ -72,9 +78,9 @@ class Learner:
 
     def parts(self) -> list[Part]:
         """Return everything that a checkpoint holds besides model, adapters and the sampler."""
-        parts = [Part("", self.master.tensors, self.master.publish, self.optimizer)]
+        parts = [Part("", self.master, self.optimizer)]
         if self.moving is not None:
-            parts.append(Part("reference.", self.moving.tensors, self.moving.publish))
+            parts.append(Part("reference.", self.moving.master))
         return parts + ([] if self.critic is None else self.critic.parts())
 
     def prepare(self, sequences: Sequence[TrainingSequence]) -> list[MiniBatch]:
@@ -95,9 +101,9 @@ class Learner:
             with self.clock.phase("values"):
                 for mini in minis:
                     self.critic.add_values(mini)
-        if self.estimator is not None and minis:
+        if self.config.advantage.by_token and minis:
             with self.clock.phase("pack"):
-                self.estimates = self.estimator(minis, self.world)
+                self.estimates = estimate_advantages(minis, self.config, self.world)
                 show_advantages(minis, sequences, self.config.logging.rollouts.groups, self.world)
         return minis
 
@@ -175,7 +181,7 @@ class Learner:
     @torch.no_grad()
     def _token_stats(self, policy: Policy, batch: PackedBatch, *, entropy: bool = False) -> TokenStats:
         temperature = self.config.rollout.temperature
-        return policy.run(lambda: global_token_stats(policy, batch, temperature, entropy=entropy))
+        return policy.run(lambda: token_stats(policy, batch, temperature, entropy=entropy))
 
     def update(self, mini: MiniBatch, step: int) -> dict[str, float]:
         """Take one optimizer step, and return the means of its metrics. Raises NonFiniteUpdateError.
@@ -226,12 +232,8 @@ class Learner:
         batches, objective = mini.micro_batches, self.loss.objective
         if objective is None or objective.batch_selection is None:
             return [None] * len(batches)
-        scored = []
-        for batch in batches:
-            stats = self._token_stats(self.policy, batch, entropy=True)
-            assert stats.entropy is not None
-            scored.append(ScoredBatch(batch.without_experts(), stats.logprobs, stats.entropy))
-        everywhere = self._gather_on_rank0([one.to("cpu") for one in scored])
+        scored = [_score(batch, self._token_stats(self.policy, batch, entropy=True)) for batch in batches]
+        everywhere = self._gather_on_rank0(scored)
         shares = self.world.run_on_rank0(lambda: self._choose_tokens(objective, everywhere, mini, step))
         return [chosen.to(self.policy.device) for chosen in self.world.scatter_from_rank0(shares or [])]
 
@@ -250,17 +252,13 @@ class Learner:
 
     def _keep_token_values(self, mini: MiniBatch, outs: Sequence[Output], selections: Sequence[Tensor | None]) -> None:
         assert self.loss.objective is not None
-        local = []
-        for batch, out, selection in zip(mini.micro_batches, outs, selections, strict=True):
-            assert out.entropy is not None
-            scored = ScoredBatch(batch.without_experts(), out.logprobs, out.entropy).to("cpu")
-            local.append((scored, None if selection is None else selection.cpu()))
-        everywhere = self._gather_on_rank0(local)
+        chosen = [None if selection is None else selection.cpu() for selection in selections]
+        scored = [_score(batch, out) for batch, out in zip(mini.micro_batches, outs, strict=True)]
+        everywhere = self._gather_on_rank0(list(zip(scored, chosen, strict=True)))
         if not everywhere:  # on another rank
             return
-        batches, chosen = zip(*everywhere, strict=True)
         groups = self.config.logging.rollouts.groups
-        values = token_values(self.loss.objective, batches, chosen, on_policy=mini.on_policy, groups=groups)
+        values = token_values(self.loss.objective, everywhere, on_policy=mini.on_policy, groups=groups)
         self.token_values |= {mini.first_sequence + index: found for index, found in values.items()}
 
     def _gather_on_rank0(self, local: list[T]) -> list[T]:
@@ -282,29 +280,9 @@ class Learner:
             self.moving.follow()
 
 
-def make_learner(
-    policy: Policy,
-    config: Config,
-    reference: Policy | None = None,
-    critic_model: Policy | None = None,
-    clock: StepClock | None = None,
-) -> Learner:
-    """Compose the learner of a configuration. ``critic_model`` is the policy itself where they share a trunk.
-
-    Raises ConfigError.
-    """
-    critic = None if critic_model is None else Critic(critic_model, config)
-    if critic is not None and critic.model.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
-        raise ConfigError("critic.path: expected a model with the policy's tokenizer, got one with another vocabulary")
-    temperature = config.rollout.temperature
-    loss: Loss
-    if config.preference is not None:
-        loss = PreferenceLoss(config.preference, temperature)
-    else:
-        shared = critic if critic is not None and critic.shared else None
-        loss = PolicyLoss(resolve_objective(config), temperature, shared)
-    estimator = TokenAdvantages(config.advantage, config.reward.kl) if config.advantage.by_token else None
-    return Learner(policy, config, loss, estimator, reference, critic, clock)
+def _score(batch: PackedBatch, found: TokenStats | Output) -> ScoredBatch:
+    assert found.entropy is not None
+    return ScoredBatch(batch.without_experts(), found.logprobs, found.entropy).to("cpu")
 
 
 def _check_finite(metrics: dict[str, float], mini: MiniBatch, step: int) -> None:
@@ -313,8 +291,8 @@ def _check_finite(metrics: dict[str, float], mini: MiniBatch, step: int) -> None
         return
     raise NonFiniteUpdateError(
         f"step {step + 1}: expected a finite loss and gradient, got loss {loss:g}, gradient norm {norm:g}, "
-        f"{nonfinite:.0f} tokens with a log-prob that is not finite. The weights are those before this update. "
-        "Look at ratio and entropy of the steps before; a lower optimizer.lr usually helps",
+        f"{nonfinite:.0f} log-probs that are not finite. The weights are those before this update. Look at ratio and "
+        "entropy of the steps before, or try a lower optimizer.lr",
         mini,
     )
 
@@ -324,7 +302,7 @@ def step_metrics(
 ) -> dict[str, float]:
     """Return the means of the updates, their count, and policy against engine over all measured tokens of the step."""
     local = sum((mini.mismatch for mini in minis), Mismatch())
-    mismatch = sum(world.all_gather_object(local)[:: world.layout.sequence], Mismatch())
+    mismatch = sum(world.gather_shares(local), Mismatch())
     return mean_of(updates) | mismatch.metrics() | {"updates": len(updates)}
 
 

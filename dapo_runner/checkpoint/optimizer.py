@@ -34,9 +34,10 @@ def optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
     """Return all masters and their optimizer state by name; shards where the weights are sharded."""
     tensors = {}
     for part in learner.parts():
-        for name, master in part.tensors.items():
+        for name, master in part.master.tensors.items():
             tensors[f"{part.prefix}{name}/{_MASTER}"] = master.detach()
-            for kind, value in part.state_of(master).items():
+            state = {} if part.optimizer is None else part.optimizer.state.get(master, {})
+            for kind, value in state.items():
                 tensors[f"{part.prefix}{name}/{kind}"] = value
     return tensors
 
@@ -69,7 +70,7 @@ def load_optimizer(learner: Learner, checkpoint: Path) -> None:
         raise CheckpointError(f"{checkpoint}: expected a folder {FOLDER}/, got a checkpoint of an older version")
     reader = HuggingFaceStorageReader(str(folder))
     stored = world.run_or_raise_everywhere(reader.read_metadata).state_dict_metadata
-    masters = {f"{part.prefix}{name}": master for part in parts for name, master in part.tensors.items()}
+    masters = {f"{part.prefix}{name}": master for part in parts for name, master in part.master.tensors.items()}
     kinds = _kinds_by_name(stored)
     wanted = {
         f"{name}/{kind}": _target(stored, name, kind, master)
@@ -82,12 +83,12 @@ def load_optimizer(learner: Learner, checkpoint: Path) -> None:
     except OSError as error:
         raise CheckpointError(f"cannot load {checkpoint}: {error}") from error
     for part in parts:
-        for name, master in part.tensors.items():
+        for name, master in part.master.tensors.items():
             key = f"{part.prefix}{name}"
             state = {kind: wanted[f"{key}/{kind}"] for kind in kinds.get(key, []) if kind != _MASTER}
             if state and part.optimizer is not None:
                 part.optimizer.state[master] = state
-        part.publish()
+        part.master.publish()
 
 
 def _kinds_by_name(stored: dict[str, Any]) -> dict[str, list[str]]:

@@ -117,6 +117,10 @@ class World:
         dist.all_gather_object(items, item, group=self.group)
         return items
 
+    def gather_shares(self, item: T) -> list[T]:
+        """Return the item of one rank for each data rank, in their order."""
+        return self.all_gather_object(item)[:: self.layout.sequence]
+
     def run_and_gather(self, work: Callable[[], T]) -> list[T]:
         """Run ``work`` on every rank and return all results. Where it raises on one rank, raise the same on all."""
         if self.size == 1:

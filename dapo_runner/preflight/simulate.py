@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dapo_kernels.engine.chunks import device_chunk_rows, row_stride
-from dapo_runner.algorithms.learner import Learner, make_learner
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.losses import PolicyLoss
 from dapo_runner.algorithms.mini_batch import MiniBatch
 from dapo_runner.algorithms.objective import resolve_objective
@@ -108,7 +108,7 @@ def simulate(config: Config, report: Callable[[str], None] = lambda note: None) 
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             model.to_empty(device="cpu")
             policy = Policy(model, None, "varlen", DTYPES[config.model.dtype], world, root)
-            learner = make_learner(policy, config, reference=policy)
+            learner = Learner(policy, config, reference=policy)
             batch = _Shapes(**{name: mode.from_tensor(x) for name, x in mini.micro_batches[0].tensors().items()})
             _give_gradients(learner)
             _step(learner)  # makes the moments

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dapo_runner.algorithms.learner import Learner, make_learner
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.objective import uses_reference
 from dapo_runner.checkpoint import Checkpoint
 from dapo_runner.config import Config, cautions
@@ -59,7 +59,7 @@ def build_learner(config: Config, checkpoint: Checkpoint | None, context: RunCon
         reference = load_reference(config.loss.reference or start, config.model, device, world)
     if config.critic is not None and not shared:
         critic = load_critic(config.critic.path or start, config.model, device, world)
-    return make_learner(policy, config, reference, critic, context.clock)
+    return Learner(policy, config, reference, critic, context.clock)
 
 
 def build_sampler(config: Config, dataset: Dataset, progress: Progress) -> DynamicSampler:

@@ -18,7 +18,7 @@ import torch
 from builders import make_config, make_group, make_prompt, random_sequences
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dapo_runner.algorithms.learner import Learner, make_learner
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.checkpoint import (
     CheckpointError,
     checkpoint_to_resume,
@@ -45,7 +45,7 @@ CONFIG = make_config(optimizer={"lr": 1e-3, "warmup_steps": 0, "token_budget": 9
 def make_parts(model: Path, dtype: str = "float32") -> tuple[Learner, DynamicSampler]:
     policy = load_policy(model, ModelConfig.model_validate({"path": "x", "dtype": dtype}), CPU)
     prompts = [make_prompt(f"p{i}") for i in range(10)]
-    return make_learner(policy, CONFIG), DynamicSampler(PromptCursor(prompts, seed=0), GroupBuffer(CONFIG))
+    return Learner(policy, CONFIG), DynamicSampler(PromptCursor(prompts, seed=0), GroupBuffer(CONFIG))
 
 
 def train(learner: Learner, steps: range) -> list[dict[str, float]]:

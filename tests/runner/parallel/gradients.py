@@ -19,7 +19,7 @@ from builders import make_config, paired, random_sequences, with_lists
 from launch import leave
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from dapo_runner.algorithms.learner import Learner, make_learner, step_metrics
+from dapo_runner.algorithms.learner import Learner, step_metrics
 from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
 from dapo_runner.algorithms.objective import uses_reference
 from dapo_runner.algorithms.weights import Part
@@ -55,7 +55,7 @@ def open_learner(path: str, config: Config, world: World) -> Learner:
         critic = policy if shared else load_critic(path, config.model, cpu, world)
         with torch.no_grad():  # zeros would leave the trunk without a gradient
             critic.model.value_head.weight.copy_(critic.model.value_head.weight * 0 + 0.01)
-    return make_learner(policy, config, reference, critic)
+    return Learner(policy, config, reference, critic)
 
 
 def sequences_for(config: Config, count: int, seed: int = 0) -> list[Sequence]:
@@ -76,7 +76,7 @@ def keep_gradients(part: Part, found: dict[str, torch.Tensor]) -> None:
     step = part.optimizer.step
 
     def keep() -> None:
-        for name, tensor in part.tensors.items():
+        for name, tensor in part.master.tensors.items():
             if tensor.grad is not None:
                 found[f"{part.prefix}{name}"] = whole(tensor.grad).clone()
         step()
@@ -143,7 +143,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     learner.move_reference()
     weights = dict(policy.named_weights())
     for part in learner.parts():
-        weights |= {f"{part.prefix}{name}": whole(x.detach()) for name, x in part.tensors.items() if part.prefix}
+        weights |= {f"{part.prefix}{name}": whole(x.detach()) for name, x in part.master.tensors.items() if part.prefix}
     return {"gradients": found, "figures": figures, "weights": weights, "n_micro": len(mini.micro_batches)}
 
 

@@ -11,7 +11,7 @@ from builders import make_config, random_sequences, save_model
 from experts import small_experts
 from torch import Tensor
 
-from dapo_runner.algorithms.learner import Learner, make_learner
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.policy.model import load_policy
 from dapo_runner.policy.routing import Routing
@@ -133,7 +133,7 @@ def config_of(folder: Path, replay: bool = True, **model: Any) -> Config:
 def learner_of(folder: Path, replay: bool, **model: Any) -> Learner:
     config = config_of(folder, replay, **model)
     policy = load_policy(folder, config.model, CPU, routing_replay=replay)
-    return make_learner(policy, config)
+    return Learner(policy, config)
 
 
 @pytest.mark.parametrize("replay", [True, False])
