@@ -270,7 +270,7 @@ class Learner:
         """Return the metrics of an update over the micro-batches of all ranks."""
         loss_sum, grad_norm = torch.stack([torch.stack([out.loss.detach() for out in outs]).sum(), norm]).tolist()
         # Ranks that share positions have a part of the loss each, or all of them the same loss.
-        counts = self.loss.is_local or self.world.sequence_rank == 0
+        counts = self.loss.is_local or self.world.rank % self.world.layout.sequence == 0
         loss = math.fsum(self.world.all_gather_object(loss_sum if counts else 0.0)) / self.world.size
         return {"loss": loss, "grad_norm": grad_norm, **reduce_metrics([out.metrics for out in outs] if counts else [])}
 

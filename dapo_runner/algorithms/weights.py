@@ -134,3 +134,6 @@ class Part(NamedTuple):
     prefix: str  # of the names in a checkpoint
     master: MasterWeights
     optimizer: torch.optim.Optimizer | None = None
+
+    def state_of(self, tensor: Tensor) -> dict[str, Tensor]:
+        return {} if self.optimizer is None else self.optimizer.state.get(tensor, {})

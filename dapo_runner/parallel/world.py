@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -84,10 +84,6 @@ class World:
     @property
     def data_rank(self) -> int:
         return self.rank // self.layout.sequence
-
-    @property
-    def sequence_rank(self) -> int:
-        return self.rank % self.layout.sequence
 
     @property
     def n_engines(self) -> int:
@@ -245,24 +241,15 @@ def open_world(config: Config) -> World:
     on_gpus = config.run.device.startswith("cuda") or (config.run.device == "auto" and torch.cuda.is_available())
     watch, timeout = Watch(), timedelta(seconds=config.parallel.timeout)
     watch.set_phase("loading")
+    if on_gpus:
+        index, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if index >= count:
+            raise ConfigError(f"run.device: expected a GPU for each process, got {count}. Start fewer, or use the CPU")
+        torch.cuda.set_device(index)
     if not dist.is_initialized():
-        if on_gpus:
-            device = _own_gpu(int(os.environ.get("LOCAL_RANK", 0)))
-            torch.cuda.set_device(device)
-            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
-        else:
-            dist.init_process_group("gloo", timeout=timeout)
+        device = torch.device("cuda", index) if on_gpus else None
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo", timeout=timeout, device_id=device)
     return replace(make_world(layout, rank, "cuda" if on_gpus else "cpu", timeout), watch=watch)
-
-
-def _own_gpu(local_rank: int) -> torch.device:
-    count = torch.cuda.device_count()
-    if local_rank >= count:
-        raise ConfigError(
-            f"run.device: expected a GPU for each process of this machine, got {count}. Start fewer processes, or set "
-            "run.device=cpu"
-        )
-    return torch.device("cuda", local_rank)
 
 
 def make_world(layout: Layout, rank: int, device_type: str, timeout: timedelta | None = None) -> World:
@@ -271,21 +258,11 @@ def make_world(layout: Layout, rank: int, device_type: str, timeout: timedelta |
     if layout.replicate == 1:
         del dims["replicate"]
     mesh = init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
-    sequence = _group_of(rank, layout.size, layout.sequence)
     if timeout is not None:
-        for group in (*mesh.get_all_groups(), *([sequence] if sequence is not None else [])):
+        for group in mesh.get_all_groups():
             _set_pg_timeout(timeout, group)
-    return World(rank, layout, mesh, sequence)
-
-
-def _group_of(rank: int, size: int, width: int) -> dist.ProcessGroup | None:
-    """Return the group of ``width`` neighbours with ``rank``. Every rank must make all groups."""
-    if width == 1:
-        return None
-    groups = [dist.new_group(list(range(start, start + width))) for start in range(0, size, width)]
-    group = groups[rank // width]
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    sequence = None if layout.sequence == 1 else dist.new_subgroups(layout.sequence, timeout=timeout)[0]
+    return World(rank, layout, mesh, cast("dist.ProcessGroup | None", sequence))
 
 
 def make_layout(config: Config, size: int, per_node: int) -> Layout:
@@ -294,29 +271,20 @@ def make_layout(config: Config, size: int, per_node: int) -> Layout:
     if settings.gpus not in (1, size):
         raise ConfigError(f"parallel.gpus: expected {settings.gpus} processes, got {size}")
     shard = max(1, size // settings.replicate)
-    divisors = {
-        "replicate": (size, "processes"),
-        "sequence": (shard, "ranks that share weights"),
-        "rollout_tensor": (per_node, "processes of a machine"),
-    }
-    for name, (number, what) in divisors.items():
+    divided = {"replicate": size, "sequence": shard, "rollout_tensor": per_node}
+    for name, number in divided.items():
         if number % getattr(settings, name):
-            raise ConfigError(
-                f"parallel.{name}: expected a divisor of the {number} {what}, got {getattr(settings, name)}"
-            )
+            raise ConfigError(f"parallel.{name}: expected a divisor of {number}, got {getattr(settings, name)}")
     return Layout(size, shard, settings.sequence, settings.rollout_tensor)
 
 
 def _check_single_process(config: Config) -> None:
     """Raise ConfigError where other processes were planned, or were started by a launcher that torch does not know."""
-    size = os.environ.get("WORLD_SIZE", "")
+    size, gpus = os.environ.get("WORLD_SIZE", ""), config.parallel.gpus
     if size.isdigit() and int(size) > 1:
+        raise ConfigError(f"WORLD_SIZE={size}: requires RANK, MASTER_ADDR and MASTER_PORT. Start with torchrun")
+    if gpus > 1:
         raise ConfigError(
-            f"WORLD_SIZE={size}: expected RANK, MASTER_ADDR and MASTER_PORT beside it. Start with torchrun, or unset "
-            "WORLD_SIZE"
-        )
-    if config.parallel.gpus > 1:
-        raise ConfigError(
-            f"parallel.gpus: expected {config.parallel.gpus} processes, got one. Start with `dapo launch RECIPE --gpus "
-            f"{config.parallel.gpus}`, or use --dry-run or --simulate"
+            f"parallel.gpus: expected {gpus} processes, got one. Start with `dapo launch RECIPE --gpus {gpus}`, or use "
+            "--dry-run or --simulate"
         )

@@ -26,7 +26,6 @@ class Finding:
 
 # Distribution, and what it is used for.
 OPTIONAL = (
-    ("flash-attn", "packed attention on CUDA; torch's varlen attention serves without it"),
     ("peft", "model.lora"),
     ("math-verify", "reward.kind: math"),
     ("rapidfuzz", "reward.kind: fuzzy"),

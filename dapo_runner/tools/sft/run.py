@@ -99,7 +99,7 @@ def plan_updates(recipe: SftConfig, examples: Examples) -> Config:
     """
     assert recipe.model.path is not None
     longest = max(len(sequence.token_ids) for sequence in examples.sequences.values())
-    check_length("model.path", recipe.model.path, recipe.model, longest, "data.max_tokens: an example")
+    check_length("model.path", recipe.model.path, recipe.model, longest, "data.max_tokens")
     updates = math.ceil(recipe.run.epochs * len(examples.train) / recipe.optimizer.mini_batch_size)
     config = recipe.training(updates)
     if problems := list(failures(config, check_schedule)):

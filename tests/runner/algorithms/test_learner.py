@@ -19,7 +19,7 @@ from dapo_runner.algorithms.objective import resolve_objective
 from dapo_runner.algorithms.packing import pack
 from dapo_runner.algorithms.weights import MasterWeights
 from dapo_runner.config import Config, ConfigError, ModelConfig
-from dapo_runner.policy.model import Policy, load_policy, load_reference
+from dapo_runner.policy.model import Policy, load_policy
 from dapo_runner.rollout.worker import rollout_sampling
 from dapo_runner.types import PackedBatch, Sequence
 
@@ -109,7 +109,7 @@ def test_log_probs_are_those_at_the_temperature_of_the_rollout(
     """The policy's, the reference's and, in the metrics of an update, the entropy."""
     config = make_config(rollout={"temperature": temperature})
     assert rollout_sampling(config, 0).temperature == temperature
-    reference = load_reference(model_folder, ModelConfig(path="x", dtype="float32"), CPU)
+    reference = load_policy(model_folder, ModelConfig(path="x", dtype="float32"), CPU, role="reference")
     learner = Learner(policy, config, reference)
     sequences = [sequence for sequence in random_sequences(6) if sequence.mask.any()]
     (batch,) = pack(sequences, 1024)
@@ -144,7 +144,7 @@ def test_before_an_update_every_ratio_is_one(policy: Policy, temperature: float)
 
 def test_a_kl_penalty_refers_to_the_reference(policy: Policy, model_folder: Path) -> None:
     """GRPO's k3 with a reference that is not the policy, spelled out over each sequence with autograd."""
-    reference = load_reference(model_folder, ModelConfig(path="x", dtype="float32"), CPU)
+    reference = load_policy(model_folder, ModelConfig(path="x", dtype="float32"), CPU, role="reference")
     with torch.no_grad():
         for parameter in reference.model.parameters():
             parameter.mul_(0.9)

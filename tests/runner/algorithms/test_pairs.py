@@ -15,7 +15,7 @@ from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.losses import make_pairs, order_by_pair, pair_metrics, pair_sequences
 from dapo_runner.algorithms.mini_batch import MiniBatch
 from dapo_runner.config import ConfigError, ModelConfig, PreferenceConfig, apply_overrides, check_config, parse_config
-from dapo_runner.policy.model import Policy, load_reference
+from dapo_runner.policy.model import Policy, load_policy
 from dapo_runner.preflight.dry_run import departures
 from dapo_runner.types import Group, Sample, Verdict
 
@@ -87,7 +87,7 @@ def pair_config(preference: dict[str, Any] | None = None, **sections: Any) -> An
 @pytest.fixture
 def reference(model_folder: Path) -> Policy:
     """Not the policy."""
-    policy = load_reference(model_folder, ModelConfig(path="x", dtype="float32"), CPU)
+    policy = load_policy(model_folder, ModelConfig(path="x", dtype="float32"), CPU, role="reference")
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.mul_(0.9)

@@ -15,7 +15,7 @@ from dapo_runner.algorithms.critic import value_loss
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.mini_batch import NonFiniteUpdateError
 from dapo_runner.config import Config, ConfigError, ModelConfig, TinyModelConfig
-from dapo_runner.policy.model import Policy, load_critic, load_policy, load_reference
+from dapo_runner.policy.model import Policy, load_policy
 from dapo_runner.run.tiny_model import make_model
 from dapo_runner.types import Sequence
 
@@ -38,8 +38,8 @@ def open_learner(folder: Path, **sections: Any) -> Learner:
     policy = load_policy(folder, FLOAT32, CPU, role="shared" if shared else "policy")
     critic = policy if shared else None
     if config.critic is not None and not shared:
-        critic = load_critic(folder, FLOAT32, CPU)
-    reference = load_reference(folder, FLOAT32, CPU)
+        critic = load_policy(folder, FLOAT32, CPU, role="critic")
+    reference = load_policy(folder, FLOAT32, CPU, role="reference")
     with torch.no_grad():  # somewhere else than the policy
         for parameter in reference.model.parameters():
             parameter.mul_(1.1)
@@ -228,7 +228,7 @@ def test_a_gradient_of_the_critic_that_is_not_finite_stops_before_it_is_taken(mo
 
 def test_a_critic_reads_the_policys_tokens(model_folder: Path, policy: Policy) -> None:
     config = make_config(advantage={"kind": "gae"}, critic={"path": "another"})
-    other = load_critic(model_folder, FLOAT32, CPU)
+    other = load_policy(model_folder, FLOAT32, CPU, role="critic")
     other.tokenizer.add_tokens(["new"])
     with pytest.raises(ConfigError, match=r"critic\.path"):
         Learner(policy, config, critic_model=other)
@@ -239,7 +239,9 @@ def test_a_reference_that_moves(model_folder: Path, dtype: str) -> None:
     """θ_ref ← α θ_ref + (1 − α) θ. In bfloat16 the step is below its rounding, and the average keeps it."""
     model = ModelConfig.model_validate({"path": "x", "dtype": dtype})
     config: Config = make_config(loss={"overrides": {"kl_coef": 0.1}, "reference_ema": 0.9}, optimizer=OPTIMIZER)
-    learner = Learner(load_policy(model_folder, model, CPU), config, load_reference(model_folder, model, CPU))
+    learner = Learner(
+        load_policy(model_folder, model, CPU), config, load_policy(model_folder, model, CPU, role="reference")
+    )
     assert learner.moving is not None
     name = "model.layers.0.mlp.up_proj.weight"
     expected = learner.master.tensors[name].detach().clone()
@@ -260,7 +262,7 @@ def test_a_reference_of_another_shape_cannot_follow(policy: Policy, tmp_path: Pa
     other = save_model(make_model(sizes, policy.tokenizer, max_positions=256), policy.tokenizer, tmp_path)
     config = make_config(loss={"overrides": {"kl_coef": 0.1}, "reference": "other", "reference_ema": 0.9})
     with pytest.raises(ConfigError, match=r"loss\.reference_ema"):
-        Learner(policy, config, load_reference(other, FLOAT32, CPU))
+        Learner(policy, config, load_policy(other, FLOAT32, CPU, role="reference"))
 
 
 def test_a_token_inside_the_clip_is_not_counted() -> None:

@@ -27,7 +27,7 @@ from dapo_runner.config import Config
 from dapo_runner.parallel.sharding import whole
 from dapo_runner.parallel.watch import launched
 from dapo_runner.parallel.world import SINGLE_PROCESS, World, make_layout, make_world
-from dapo_runner.policy.model import load_critic, load_policy, load_reference
+from dapo_runner.policy.model import load_policy
 from dapo_runner.types import PackedBatch, Sequence
 
 
@@ -46,13 +46,13 @@ def open_learner(path: str, config: Config, world: World) -> Learner:
     )
     reference = critic = None
     if uses_reference(config) and config.model.lora is None:
-        reference = load_reference(path, config.model, cpu, world)
+        reference = load_policy(path, config.model, cpu, world=world, role="reference")
     if reference is not None and config.advantage.by_token:
         with torch.no_grad():
             for parameter in reference.model.parameters():
                 parameter.mul_(1.1)
     if config.critic is not None:
-        critic = policy if shared else load_critic(path, config.model, cpu, world)
+        critic = policy if shared else load_policy(path, config.model, cpu, world=world, role="critic")
         with torch.no_grad():  # zeros would leave the trunk without a gradient
             critic.model.value_head.weight.copy_(critic.model.value_head.weight * 0 + 0.01)
     return Learner(policy, config, reference, critic)

@@ -89,9 +89,9 @@ def test_layouts() -> None:
     ("parallel", "message"),
     [
         ({"gpus": 8}, "parallel.gpus: expected 8 processes, got 4"),
-        ({"replicate": 3}, "parallel.replicate: expected a divisor of the 4 processes, got 3"),
-        ({"sequence": 3}, "parallel.sequence: expected a divisor of the 4 ranks that share weights, got 3"),
-        ({"rollout_tensor": 4}, "parallel.rollout_tensor: expected a divisor of the 2 processes of a machine, got 4"),
+        ({"replicate": 3}, "parallel.replicate: expected a divisor of 4, got 3"),
+        ({"sequence": 3}, "parallel.sequence: expected a divisor of 4, got 3"),
+        ({"rollout_tensor": 4}, "parallel.rollout_tensor: expected a divisor of 2, got 4"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused(parallel: dict[str, int], message: str) -> None:
@@ -134,7 +134,7 @@ except Exception as error:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("stuck", "does not answer: it has been in 'rollout' for"),
+        ("stuck", "does not answer"),
         ("killed", "ended in 'rollout'"),
         ("exits", "ended in 'rollout'"),
         ("raises", "stopped: KeyError: 'no such thing'"),

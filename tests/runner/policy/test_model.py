@@ -180,8 +180,8 @@ def test_dropout_of_a_model_is_off_even_in_train_mode(tmp_path: Path, monkeypatc
             MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, bos_token_id=1, eos_token_id=2),
             "see each other",
         ),
-        (CohereConfig(**SIZES), "scales its logits"),
-        (Gemma2Config(**SIZES, head_dim=8), "caps its scores"),
+        (CohereConfig(**SIZES), "CohereForCausalLM"),
+        (Gemma2Config(**SIZES, head_dim=8), "Gemma2Attention"),
         (Llama4TextConfig(**SIZES, attention_chunk_size=4), "llama4_text"),
         (DogeConfig(**SIZES), "DogeAttention"),
         (DogeConfig(**SIZES, sliding_window=4), "doge"),
@@ -196,7 +196,7 @@ def test_a_model_that_cannot_be_trained_packed_is_refused(
 
 
 def test_a_missing_model_is_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.path: cannot load a model from .*nowhere") as caught:
+    with pytest.raises(ConfigError, match=r"model\.path: .*nowhere") as caught:
         load_policy(tmp_path / "nowhere", ModelConfig(path="x"), CPU)
     assert "\n" not in str(caught.value)
 
@@ -219,10 +219,9 @@ def test_buckets_hold_every_position_once_and_little_padding() -> None:
     assert packing.cu_seqlens.tolist()[-1] == sum(lengths)
 
 
-@pytest.mark.parametrize("kernel", ["flash", "varlen"])
-def test_a_kernel_that_cannot_run_says_why(kernel: Any) -> None:
-    with pytest.raises(ConfigError, match="needs CUDA"):
-        choose_kernel(kernel, CPU, torch.bfloat16)
+def test_a_kernel_that_cannot_run_says_why() -> None:
+    with pytest.raises(ConfigError, match=r"model\.attention: .*CUDA"):
+        choose_kernel("varlen", CPU, torch.bfloat16)
     assert choose_kernel("auto", CPU, torch.bfloat16) == "sdpa"
 
 
