@@ -21,8 +21,7 @@ from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
 from dapo_runner.algorithms.weights import Part, TrainedModel, learning_rate
 from dapo_runner.config import Config
 from dapo_runner.parallel.ulysses import gather_positions, own_positions
-from dapo_runner.policy.model import Policy
-from dapo_runner.policy.value_head import ValueHead
+from dapo_runner.policy.model import Policy, ValueHead
 from dapo_runner.types import PackedBatch
 
 

@@ -25,7 +25,7 @@ from dapo_runner.checkpoint.files import CheckpointError
 from dapo_runner.parallel.sharding import local
 from dapo_runner.parallel.world import World
 from dapo_runner.policy.lora import has_adapters
-from dapo_runner.policy.value_head import is_of_value_head
+from dapo_runner.policy.model import VALUE_HEAD
 
 FOLDER = "optimizer"
 _MASTER = "master"
@@ -40,7 +40,7 @@ def optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
     has_exact_model = policy.compute == torch.float32 and not has_adapters(policy.model)
     for part in learner.parts():
         for name, master in part.master.tensors.items():
-            if part.prefix or not has_exact_model or is_of_value_head(name):
+            if part.prefix or not has_exact_model or name.startswith(VALUE_HEAD):
                 tensors[f"{part.prefix}{name}/{_MASTER}"] = master.detach()
             for kind, value in part.state_of(master).items():
                 tensors[f"{part.prefix}{name}/{kind}"] = value

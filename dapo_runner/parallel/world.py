@@ -49,7 +49,11 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class World:
-    """This process among all of a run. A process without a launcher has no process group."""
+    """This process among all of a run. A process without a launcher has no process group.
+
+    What ranks send each other is pickled and goes through host memory. Methods that take ``work`` raise on all ranks
+    what it raises on one.
+    """
 
     rank: int = 0
     layout: Layout = Layout()
@@ -106,7 +110,7 @@ class World:
         return torch.device("cuda", torch.cuda.current_device())
 
     def all_gather_object(self, item: T) -> list[T]:
-        """Return the item of every rank, in the order of ranks. Items are pickled and go through host memory."""
+        """Return the item of every rank, in the order of ranks."""
         if self.size == 1:
             return [item]
         items: list[Any] = [None] * self.size
@@ -117,8 +121,11 @@ class World:
         """Return the item of one rank for each data rank, in their order."""
         return self.all_gather_object(item)[:: self.layout.sequence]
 
+    def any(self, flag: bool) -> bool:
+        return any(self.all_gather_object(flag))
+
     def run_and_gather(self, work: Callable[[], T]) -> list[T]:
-        """Run ``work`` on every rank and return all results. Where it raises on one rank, raise the same on all."""
+        """Run ``work`` on every rank and return all results."""
         if self.size == 1:
             return [work()]
         own = _Outcome.of(work)
@@ -127,13 +134,17 @@ class World:
         return [outcome.value() for outcome in outcomes]
 
     def run_or_raise_everywhere(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on every rank and return this rank's result. Where it raises on one rank, raise on all."""
+        """Run ``work`` on every rank and return this rank's result."""
         own: list[T] = []
         self.run_and_gather(lambda: own.append(work()))
         return own[0]
 
+    def run_on_rank0(self, work: Callable[[], T]) -> T | None:
+        """Run ``work`` on rank 0 and return its result there, None elsewhere."""
+        return self.run_or_raise_everywhere(lambda: work() if self.is_main else None)
+
     def broadcast_from_rank0(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on rank 0 and return its result on every rank. Where it raises, raise on all."""
+        """Run ``work`` on rank 0 and return its result on every rank."""
         if self.size == 1:
             return work()
         own = _Outcome.of(work) if self.is_main else None
@@ -152,7 +163,7 @@ class World:
         return item
 
     def run_and_gather_on_rank0(self, work: Callable[[], T]) -> list[T]:
-        """Run ``work`` on every rank. Rank 0 returns all results, or raises what one of them raised; others: []."""
+        """Run ``work`` on every rank. Rank 0 returns all results, or alone raises what one raised; others get []."""
         if self.size == 1:
             return [work()]
         own = _Outcome.of(work)
@@ -167,12 +178,6 @@ class World:
         """Return ``error``, or a RankError with its text where it cannot be pickled."""
         return _Outcome(None, error).portable(self).error or error
 
-    def run_on_rank0(self, work: Callable[[], T]) -> T | None:
-        """Run ``work`` on rank 0 and return its result there, None elsewhere. Where it raises, raise on all."""
-        own: list[T] = []
-        self.run_and_gather(lambda: own.append(work()) if self.is_main else None)
-        return own[0] if own else None
-
     def close(self, error: BaseException | None) -> None:
         """End the run on this rank. Another rank that is lost raises RankLostError in the place of ``error``."""
         if error is None and self.device is not None:
@@ -186,18 +191,12 @@ class World:
         """Return whether every rank has stopped with an error of its own, so that collectives still work."""
         return self.watch is None or self.watch.all_stopped(error)
 
-    def any(self, flag: bool) -> bool:
-        return any(self.all_gather_object(flag))
-
     def new_group(self, timeout: float) -> World:
-        """Return the same ranks with a gloo group of their own, for a thread of each rank. Collective.
-
-        Args:
-            timeout: seconds that a rank waits for another in it.
+        """Return the same ranks with a gloo group for a thread of each, whose waits end after ``timeout`` seconds.
+        Collective.
         """
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        assert isinstance(group, dist.ProcessGroup)
-        return replace(self, group=group)
+        return replace(self, group=cast("dist.ProcessGroup", group))
 
 
 SINGLE_PROCESS = World()

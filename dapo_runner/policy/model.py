@@ -33,13 +33,24 @@ from dapo_runner.policy.attention import (
 from dapo_runner.policy.lora import add_adapters, merged_weights
 from dapo_runner.policy.prefixes import find_shared
 from dapo_runner.policy.routing import Routing
-from dapo_runner.policy.value_head import add_value_head, is_of_value_head
 from dapo_runner.types import PackedBatch
 
 T = TypeVar("T")
 Role = Literal["policy", "shared", "critic", "reference"]  # shared: a policy with the critic's value head on it
+VALUE_HEAD = "value_head."  # begins the names of its parameters
 ALIGNED = 64  # bytes, as torch aligns what it allocates
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ValueHead(nn.Module):
+    """hidden [T, H] → values float32 [T]. Its weights are zeros at first. Engines do not get it."""
+
+    def __init__(self, hidden_size: int, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(hidden_size, device=device, dtype=dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden.float() @ self.weight.float()
 
 
 class Head(NamedTuple):
@@ -118,7 +129,7 @@ class Policy:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the model, whole and with adapters merged in, without the value head. Collective."""
-        return (pair for pair in merged_weights(self.model, self.compute) if not is_of_value_head(pair[0]))
+        return (pair for pair in merged_weights(self.model, self.compute) if not pair[0].startswith(VALUE_HEAD))
 
     def save_settings(self, folder: Path) -> None:
         """Write configuration and tokenizer in transformers' format, without weights."""
@@ -266,7 +277,7 @@ def _build(
     if config.lora is not None:
         add_adapters(model, config.lora, seed)
     if role in ("critic", "shared"):
-        add_value_head(model, device, dtype)
+        model.value_head = ValueHead(model.config.get_text_config(decoder=True).hidden_size, device, dtype)
     if role == "critic" and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         model.get_output_embeddings().requires_grad_(False)
     if role == "reference":
