@@ -33,14 +33,14 @@ _FILE_BYTES = 2**30  # a file is put together in memory
 
 
 def optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
-    """Return the optimizer state of all trained weights by name, and the masters that model/ does not have as they are;
-    shards where the weights are sharded.
+    """Return the optimizer state of all trained weights by name, and the masters that are not those of model/; shards
+    where the weights are sharded.
     """
     tensors, policy = {}, learner.policy
-    has_exact_model = policy.compute == torch.float32 and not has_adapters(policy.model)
+    is_exact = policy.world.is_single_process and policy.compute == torch.float32 and not has_adapters(policy.model)
     for part in learner.parts():
         for name, master in part.master.tensors.items():
-            if part.prefix or not has_exact_model or name.startswith(VALUE_HEAD):
+            if part.prefix or not is_exact or name.startswith(VALUE_HEAD):  # else model/ has it
                 tensors[f"{part.prefix}{name}/{_MASTER}"] = master.detach()
             for kind, value in part.state_of(master).items():
                 tensors[f"{part.prefix}{name}/{kind}"] = value

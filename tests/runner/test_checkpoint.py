@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from builders import make_config, make_group, make_prompt, random_sequences
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo_runner.algorithms.learner import Learner
@@ -61,6 +62,9 @@ def test_training_goes_on_as_if_it_had_not_stopped(model_folder: Path, tmp_path:
     learner, sampler = make_parts(model_folder, dtype)
     train(learner, range(3))
     saved = save_checkpoint(tmp_path, 3, learner, sampler, keep=2)
+    with safe_open(saved.path / OPTIMIZER, "pt") as stored:
+        kinds = {name.rpartition("/")[2] for name in stored.keys()}  # noqa: SIM118
+    assert ("master" in kinds) == (dtype == "bfloat16")  # of float32 they are the weights of model/
     expected = train(learner, range(3, 6))
     resumed, resumed_sampler = make_parts(saved.model, dtype)
     load_checkpoint(saved, resumed, resumed_sampler)
