@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -120,13 +121,13 @@ class Learner:
         for index, first in enumerate(range(0, len(sequences), size)):
             part = sequences[first : first + size]
             n_tokens, denominator = count_training_tokens(part), self.loss.denominator(part)
-            for share, batches in zip(shares, self.pack(part), strict=True):
+            for share, batches in zip(shares, self.pack(part, first), strict=True):
                 if batches:
-                    share.append(MiniBatch(batches, n_tokens, denominator, index, first))
+                    share.append(MiniBatch(batches, n_tokens, denominator, index))
         return [shares[rank // self.world.layout.sequence] for rank in range(self.world.size)]
 
-    def pack(self, sequences: Sequence[TrainingSequence]) -> list[list[PackedBatch]]:
-        """Return the micro-batches of each data rank."""
+    def pack(self, sequences: Sequence[TrainingSequence], first_id: int = 0) -> list[list[PackedBatch]]:
+        """Return the micro-batches of each data rank. Their ``sequence_ids`` count from ``first_id``."""
         return pack_shares(
             sequences,
             self.config.optimizer.token_budget,
@@ -134,6 +135,7 @@ class Learner:
             multiple=self.world.layout.sequence,
             hidden_size=self.policy.model.config.get_text_config(decoder=True).hidden_size,
             together=self.loss.sequences_per_unit,
+            first_id=first_id,
         )
 
     def _add_old_logprobs(self, mini: MiniBatch) -> None:
@@ -147,12 +149,10 @@ class Learner:
         if not unknown and (from_engine or mini.on_policy):
             return
         with self.clock.phase("old_logprobs"):
-            logprobs: list[Tensor] = []
-            experts: list[Tensor | None] = []
-            for batch in mini.micro_batches:
-                logprobs.append(self.logprobs(batch).to(batch.mask.device))
-                experts.append(None if from_engine else self.policy.chosen_experts())
-            mini.set_old_logprobs(logprobs, experts, correction, from_engine=from_engine)
+            for index, batch in enumerate(mini.micro_batches):
+                old = self.logprobs(batch).to(batch.mask.device)
+                experts = None if from_engine else self.policy.chosen_experts()
+                mini.set_old_logprobs(index, old, experts, correction, from_engine=from_engine)
 
     def _add_ref_logprobs(self, mini: MiniBatch) -> None:
         if uses_reference(self.config):
@@ -165,7 +165,8 @@ class Learner:
         else:
             compute = self.logprobs
         with self.clock.phase("ref_logprobs"):
-            mini.set_ref_logprobs([compute(batch).to(batch.mask.device) for batch in mini.micro_batches])
+            for index, batch in enumerate(mini.micro_batches):
+                mini.micro_batches[index] = replace(batch, ref_logprobs=compute(batch).to(batch.mask.device))
 
     def logprobs(self, batch: PackedBatch) -> Tensor:
         """Return log-probs of the targets under the policy, float32 [T] on its device; 0 where the mask is False."""
@@ -258,8 +259,7 @@ class Learner:
         if not everywhere:  # on another rank
             return
         groups = self.config.logging.rollouts.groups
-        values = token_values(self.loss.objective, everywhere, on_policy=mini.on_policy, groups=groups)
-        self.token_values |= {mini.first_sequence + index: found for index, found in values.items()}
+        self.token_values |= token_values(self.loss.objective, everywhere, on_policy=mini.on_policy, groups=groups)
 
     def _gather_on_rank0(self, local: list[T]) -> list[T]:
         """Return on rank 0 an entry for each micro-batch of all ranks; ranks that share positions have the same."""

@@ -5,8 +5,7 @@ Legend: T positions of a micro-batch, of which ranks that share sequences have T
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ class MiniBatch:
     n_tokens: int
     denominator: int  # of the loss of the whole mini-batch
     index: int = 0  # among the mini-batches of a step
-    first_sequence: int = 0  # how many sequences of the step come before this mini-batch's
     # Policy against engine before any update of the step; empty where the policy's log-probs were not computed then.
     mismatch: Mismatch = field(default_factory=Mismatch)
     # The update begins with the policy from before the step: its own log-probs are the old ones, but for stale
@@ -42,31 +40,21 @@ class MiniBatch:
     policy_logprobs: list[Tensor] = field(default_factory=list)  # [T] before any update, where they were computed
 
     def set_old_logprobs(
-        self,
-        logprobs: Sequence[Tensor],
-        experts: Sequence[Tensor | None],
-        correction: CorrectionConfig,
-        *,
-        from_engine: bool = False,
+        self, index: int, old: Tensor, experts: Tensor | None, correction: CorrectionConfig, *, from_engine: bool
     ) -> None:
-        """Set the log-probs that ratios are taken against, float32 [T] of each micro-batch, and the experts to replay.
+        """Set the log-probs that the ratios of a micro-batch are taken against, float32 [T], and the experts to replay.
 
         The engine's log-probs stay with ``from_engine``, and for a stale micro-batch unless an importance weight
-        already holds that ratio. A token that the engine gave no log-prob gets the policy's.
+        already holds that ratio. A token that the engine gave no log-prob gets ``old``.
         """
-        self.policy_logprobs = list(logprobs)
-        for index, (batch, old, chosen) in enumerate(zip(self.micro_batches, logprobs, experts, strict=True)):
-            engine = batch.old_logprobs
-            weights = correct(old, engine, batch.mask, batch.cu_seqlens, correction)
-            self.mismatch += measure(old, engine, batch.mask, weights)
-            if from_engine or (batch.stale and correction.weights is None):
-                old = torch.where(engine.isnan(), old, engine)
-            self.micro_batches[index] = batch.with_old_logprobs(old, weights, chosen)
-
-    def set_ref_logprobs(self, logprobs: Sequence[Tensor]) -> None:
-        """Set the log-probs of the reference policy, float32 [T] of each micro-batch."""
-        pairs = zip(self.micro_batches, logprobs, strict=True)
-        self.micro_batches = [batch.with_ref_logprobs(reference) for batch, reference in pairs]
+        batch = self.micro_batches[index]
+        engine = batch.old_logprobs
+        weights = correct(old, engine, batch.mask, batch.cu_seqlens, correction)
+        self.mismatch += measure(old, engine, batch.mask, weights)
+        self.policy_logprobs.append(old)
+        if from_engine or (batch.stale and correction.weights is None):
+            old = torch.where(engine.isnan(), old, engine)
+        self.micro_batches[index] = replace(batch, old_logprobs=old, importance_weights=weights, experts=experts)
 
 
 class NonFiniteUpdateError(RunError):

@@ -112,7 +112,7 @@ def show_advantages(
     ``groups`` groups (None: of all). Collective.
     """
     found = {
-        mini.first_sequence + index: advantages.clone()  # alone: of a view, all of the tensor would be sent
+        index: advantages.clone()  # alone: of a view, all of the tensor would be sent
         for mini in minis
         for batch in mini.micro_batches
         for index, group, advantages in zip(

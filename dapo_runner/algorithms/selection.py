@@ -101,8 +101,8 @@ class TokenValues:
 def token_values(
     objective: Objective, updated: Sequence[tuple[ScoredBatch, Tensor | None]], *, on_policy: bool, groups: int | None
 ) -> dict[int, TokenValues]:
-    """Return the values of the sequences in the first ``groups`` groups of a step (None: of all), by their indices in
-    the list that was packed. ``updated`` has the micro-batches of an update and what was selected of each.
+    """Return the values of the sequences in the first ``groups`` groups of a step (None: of all), by their
+    ``sequence_ids``. ``updated`` has the micro-batches of an update and what was selected of each.
     """
     found, scored, high = {}, [one for one, _ in updated], [chosen for _, chosen in updated]
     if objective.top_entropy is None:

@@ -17,6 +17,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from dapo_runner.errors import RunError
+from dapo_runner.parallel.world import SINGLE_PROCESS, World
 
 MANIFEST = "manifest.json"
 UNFINISHED = ".unfinished"
@@ -93,20 +94,22 @@ def damage_of(path: Path, *, contents: bool = True) -> str | None:
 
 
 @contextmanager
-def writing(path: Path, checkpoints: Path) -> Iterator[None]:
-    """Raise an OSError of the body as a CheckpointError that names ``path`` and the newest checkpoint."""
+def writing(path: Path, checkpoints: Path, world: World = SINGLE_PROCESS) -> Iterator[None]:
+    """Raise an OSError of the body, which all ranks of ``world`` have, as a CheckpointError that names ``path`` and the
+    newest checkpoint. Rank 0 removes unfinished checkpoints, which may fill the disk.
+    """
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise not_written(path, checkpoints, error) from error
+        message = f"cannot write {path}: {error}"
 
+        def describe() -> str:
+            _remove_unfinished(checkpoints, ignore_errors=True)
+            latest = latest_checkpoint(checkpoints)
+            last = f"the last good checkpoint is {latest.path}" if latest else "there is no checkpoint yet"
+            return f"{message}; {last}"
 
-def not_written(path: Path, checkpoints: Path, error: Exception) -> CheckpointError:
-    """Remove unfinished checkpoints, which may fill the disk, and return the error to raise."""
-    _remove_unfinished(checkpoints, ignore_errors=True)
-    latest = latest_checkpoint(checkpoints)
-    last = f"the last good checkpoint is {latest.path}" if latest else "there is no checkpoint yet"
-    return CheckpointError(f"cannot write {path}: {error}; {last}")
+        raise CheckpointError(world.broadcast_from_rank0(describe)) from error
 
 
 def begin(final: Path) -> Path:

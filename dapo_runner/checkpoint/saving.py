@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +13,22 @@ from safetensors import SafetensorError
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.checkpoint import files, model_files, optimizer
 from dapo_runner.checkpoint.files import Checkpoint
-from dapo_runner.checkpoint.snapshot import STATE_FILE, Resumable, encode_snapshot, restore_snapshot, take_snapshot
+from dapo_runner.checkpoint.snapshot import STATE_FILE, Resumable, encode_snapshot, restore_snapshot
 from dapo_runner.parallel.world import World
 from dapo_runner.policy.lora import adapter_tensors, has_adapters, save_adapters
 from dapo_runner.policy.model import Policy
 
 
-def save_checkpoint(
-    folder: Path,
-    step: int,
-    learner: Learner,
-    sampler: Resumable,
-    keep: int,
-    snapshot: dict[str, Any] | None = None,
-) -> Checkpoint:
+def save_checkpoint(folder: Path, step: int, learner: Learner, snapshot: dict[str, Any], keep: int) -> Checkpoint:
     """Write a checkpoint after ``step`` steps and remove all but the newest ``keep``. Collective.
 
     Args:
-        snapshot: the state to resume from; None for that of now.
+        snapshot: the state to resume from, of ``take_snapshot``.
 
     Raises:
         CheckpointError: a rank cannot write. It is raised on all ranks, and earlier checkpoints stay.
     """
-    write = _stage(folder, step, learner, snapshot or take_snapshot(sampler), keep, copied=False)
-    return write(learner.world)
+    return _stage(folder, step, learner, snapshot, keep, copied=False)(learner.world)
 
 
 class BackgroundSaves:
@@ -49,17 +39,9 @@ class BackgroundSaves:
         self._world = world if world.is_single_process else world.new_group(timeout)
         self._pending: Future[Checkpoint] | None = None
 
-    def start(
-        self,
-        folder: Path,
-        step: int,
-        learner: Learner,
-        sampler: Resumable,
-        keep: int,
-        snapshot: dict[str, Any] | None = None,
-    ) -> None:
+    def start(self, folder: Path, step: int, learner: Learner, snapshot: dict[str, Any], keep: int) -> None:
         """Do what ``save_checkpoint`` does; ``finish`` returns its result. The save before must be finished."""
-        write = _stage(folder, step, learner, snapshot or take_snapshot(sampler), keep, copied=True)
+        write = _stage(folder, step, learner, snapshot, keep, copied=True)
         self._pending = pending = Future[Checkpoint]()
 
         def run() -> None:
@@ -82,7 +64,7 @@ def _stage(
     """Collect the content of a checkpoint, and return the function that writes it. Collective."""
     path, world = folder / f"step_{step:06d}", learner.world
     state = encode_snapshot(step, snapshot, world)
-    with _raising_checkpoint_error(path, world):
+    with files.writing(path, folder, world):
         unfinished = world.broadcast_from_rank0(lambda: files.begin(path))
         _write_settings(learner.policy, unfinished)
         weights = model_files.stage_model(learner.policy, copied=copied)
@@ -100,7 +82,7 @@ def _stage(
         return entries, {name: weight.nbytes for name, weight in weights.items()}
 
     def write(world: World) -> Checkpoint:
-        with _raising_checkpoint_error(path, world):
+        with files.writing(path, folder, world):
             written = optimizer.save_optimizer(tensors, unfinished, world)
             own = world.run_and_gather(lambda: write_own(world, written))
 
@@ -126,15 +108,6 @@ def _write_settings(policy: Policy, unfinished: Path) -> None:
             save_adapters(policy.model, adapters, unfinished / "adapter")
 
     policy.world.broadcast_from_rank0(write)
-
-
-@contextmanager
-def _raising_checkpoint_error(path: Path, world: World) -> Iterator[None]:
-    """Raise the OSError that all ranks have as a CheckpointError. Rank 0 removes what was written."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise world.broadcast_from_rank0(partial(files.not_written, path, path.parent, error)) from error
 
 
 def load_checkpoint(checkpoint: Checkpoint, learner: Learner, sampler: Resumable) -> int:

@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -173,7 +173,7 @@ def full_mini_batch(config: Config, world: World) -> MiniBatch:
     batches = pack([sequence], budget, world.layout.sequence)
     mini = MiniBatch(batches, n_tokens=budget, denominator=PolicyLoss(objective).denominator([sequence]))
     if objective.needs_reference:
-        mini.set_ref_logprobs([batch.old_logprobs for batch in batches])
+        mini.micro_batches = [replace(batch, ref_logprobs=batch.old_logprobs) for batch in batches]
     return mini
 
 

@@ -56,7 +56,7 @@ def by_sequence(learner: Learner, sequences: list[Sequence], name: str) -> dict[
                 batch.sequence_ids.tolist(), values.split(batch.lengths), batch.mask.split(batch.lengths), strict=True
             ):
                 assert name == "values" or not value[~mask].any()
-                found[mini.first_sequence + place] = value[mask]
+                found[place] = value[mask]
     return found
 
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.packing import pack
-from dapo_runner.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from dapo_runner.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, take_snapshot
 from dapo_runner.config import ConfigError, ModelConfig
 from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.policy.lora import adapters_off
@@ -128,7 +128,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(model_folder: Path, tmp_path:
 
     learner, sampler = parts(seed=0)
     train(learner, range(3))
-    saved = save_checkpoint(tmp_path, 3, learner, sampler, keep=1)
+    saved = save_checkpoint(tmp_path, 3, learner, take_snapshot(sampler), keep=1)
     expected = train(learner, range(3, 5))
     resumed, resumed_sampler = parts(seed=9)
     load_checkpoint(saved, resumed, resumed_sampler)
@@ -145,7 +145,7 @@ def test_the_adapters_of_a_checkpoint_are_pefts_own(model_folder: Path, tmp_path
     learner = Learner(adapted, CONFIG)
     train(learner, range(2))
     sampler = DynamicSampler(PromptCursor([make_prompt("p")], seed=0), GroupBuffer(CONFIG))
-    saved = save_checkpoint(tmp_path, 2, learner, sampler, keep=1)
+    saved = save_checkpoint(tmp_path, 2, learner, take_snapshot(sampler), keep=1)
     theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), saved.path / "adapter")
     sequence = random_sequences(1)[0]
     (batch,) = pack([sequence], 64)
