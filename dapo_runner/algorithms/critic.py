@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
-from dapo_runner.algorithms.weights import Part, TrainedModel, learning_rate
+from dapo_runner.algorithms.weights import TrainedModel, learning_rate
 from dapo_runner.config import Config
 from dapo_runner.parallel.ulysses import gather_positions, own_positions
 from dapo_runner.policy.model import Policy, ValueHead
@@ -49,7 +49,7 @@ class Critic:
         assert config.critic is not None
         self.model, self.config, self.settings = model, config, config.critic
         self.world, self.shared = model.world, config.critic.share_trunk
-        self.trained = None if self.shared else TrainedModel(model, config)
+        self.trained = None if self.shared else TrainedModel(model, config, "critic.")
         self._losses: list[ValueLoss] = []  # of the micro-batches since ``metrics``, detached
 
     @property
@@ -57,10 +57,6 @@ class Critic:
         head = self.model.model.value_head
         assert isinstance(head, ValueHead)
         return head
-
-    def parts(self) -> list[Part]:
-        """Return what a checkpoint holds of it."""
-        return [] if self.trained is None else [Part("critic.", self.trained.master, self.trained.optimizer)]
 
     def trains_alone(self, step: int) -> bool:
         """Return whether the policy waits for the critic's warm-up. ``step`` counts from 0."""

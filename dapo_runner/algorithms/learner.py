@@ -26,7 +26,7 @@ from dapo_runner.algorithms.objective import resolve_objective, uses_reference
 from dapo_runner.algorithms.packing import count_training_tokens, pack_shares
 from dapo_runner.algorithms.returns import estimate_advantages, show_advantages
 from dapo_runner.algorithms.selection import ScoredBatch, TokenValues, select_tokens, token_values
-from dapo_runner.algorithms.weights import MovingReference, Part, TrainedModel, learning_rate
+from dapo_runner.algorithms.weights import MasterWeights, MovingReference, TrainedModel, learning_rate
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.policy.lora import adapters_off, has_adapters
@@ -77,12 +77,10 @@ class Learner:
         if config.loss.reference_ema is not None and reference is not None:
             self.moving = MovingReference(reference.model, self.master.tensors, config.loss.reference_ema)
 
-    def parts(self) -> list[Part]:
-        """Return everything that a checkpoint holds besides model, adapters and the sampler."""
-        parts = [Part("", self.master, self.optimizer)]
-        if self.moving is not None:
-            parts.append(Part("reference.", self.moving.master))
-        return parts + ([] if self.critic is None else self.critic.parts())
+    def parts(self) -> list[MasterWeights]:
+        """Return the weights that a checkpoint holds, with their optimizer state."""
+        critic = None if self.critic is None or self.critic.trained is None else self.critic.trained.master
+        return [weights for weights in (self.master, self.moving, critic) if weights is not None]
 
     def prepare(self, sequences: Sequence[TrainingSequence]) -> list[MiniBatch]:
         """Return this rank's share of the mini-batches of a step, with everything that their updates compare the policy

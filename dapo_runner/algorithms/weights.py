@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,17 +19,22 @@ class MasterWeights:
     """Float32 copies of a model's parameters. A parameter that is float32 is its own.
 
     AdamW at the learning rates of RL moves a bfloat16 weight by less than its rounding. The gradients of micro-batches
-    add up in float32 too, where their order does not matter.
+    add up in float32 too, where their order does not matter. ``prefix`` begins their names in a checkpoint.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        self.parameters, self.tensors = parameters, dict[str, Tensor]()
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], prefix: str = "") -> None:
+        self.parameters, self.prefix, self.tensors = parameters, prefix, dict[str, Tensor]()
+        self.optimizer: torch.optim.Optimizer | None = None
         for name, parameter in parameters.items():
             self.tensors[name] = parameter
             if parameter.dtype != torch.float32:
                 self.tensors[name] = master = parameter.detach().float().requires_grad_(parameter.requires_grad)
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(partial(_collect, master))
+
+    def state_of(self, tensor: Tensor) -> dict[str, Tensor]:
+        """Return what the optimizer keeps of a master."""
+        return {} if self.optimizer is None else self.optimizer.state.get(tensor, {})
 
     def gradients(self) -> list[Tensor]:
         """Return the masters whose gradients a mini-batch has filled."""
@@ -54,11 +59,11 @@ def _collect(master: Tensor, parameter: Tensor) -> None:
 class TrainedModel:
     """A model, its master weights and the optimizer that moves them."""
 
-    def __init__(self, model: Policy, config: Config) -> None:
+    def __init__(self, model: Policy, config: Config, prefix: str = "") -> None:
         self.model, self.config = model, config
-        self.master = MasterWeights({name: p for name, p in model.model.named_parameters() if p.requires_grad})
+        self.master = MasterWeights({name: p for name, p in model.model.named_parameters() if p.requires_grad}, prefix)
         settings = config.optimizer
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer = self.master.optimizer = torch.optim.AdamW(
             self.master.tensors.values(),
             lr=settings.lr,
             betas=settings.betas,
@@ -89,7 +94,7 @@ class TrainedModel:
         self.master.publish()
 
 
-class MovingReference:
+class MovingReference(MasterWeights):
     """A reference that follows the policy: θ_ref ← α·θ_ref + (1 − α)·θ after each step (arXiv 2404.10719).
 
     It keeps the average in float32: in half precision a step of 1 − α of the way would be rounded away.
@@ -97,8 +102,8 @@ class MovingReference:
 
     def __init__(self, model: Any, policy: Mapping[str, Tensor], alpha: float) -> None:
         """``policy``: its float32 weights by name, sharded as the model's. Raises ConfigError where they differ."""
-        self.policy, self.alpha, self.master = policy, alpha, MasterWeights(dict(model.named_parameters()))
-        self.tensors = self.master.tensors
+        super().__init__(dict(model.named_parameters()), "reference.")
+        self.policy, self.alpha = policy, alpha
         if any(name not in policy or policy[name].shape != tensor.shape for name, tensor in self.tensors.items()):
             raise ConfigError("loss.reference_ema: requires a reference with the same weights as the policy")
 
@@ -106,7 +111,7 @@ class MovingReference:
     def follow(self) -> None:
         for name, tensor in self.tensors.items():
             tensor.mul_(self.alpha).add_(self.policy[name].detach(), alpha=1 - self.alpha)
-        self.master.publish()
+        self.publish()
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -126,14 +131,3 @@ def learning_rate(config: Config, step: int) -> float:
     x = min(1.0, (count - warmup) / (config.run.steps - warmup + 1))
     shape = 1 - x if settings.schedule == "linear" else (1 + math.cos(math.pi * x)) / 2
     return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * shape)
-
-
-class Part(NamedTuple):
-    """Weights as a checkpoint has them, and what the optimizer keeps of each."""
-
-    prefix: str  # of the names in a checkpoint
-    master: MasterWeights
-    optimizer: torch.optim.Optimizer | None = None
-
-    def state_of(self, tensor: Tensor) -> dict[str, Tensor]:
-        return {} if self.optimizer is None else self.optimizer.state.get(tensor, {})

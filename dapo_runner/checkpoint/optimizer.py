@@ -39,7 +39,7 @@ def optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
     tensors, policy = {}, learner.policy
     is_exact = policy.world.is_single_process and policy.compute == torch.float32 and not has_adapters(policy.model)
     for part in learner.parts():
-        for name, master in part.master.tensors.items():
+        for name, master in part.tensors.items():
             if part.prefix or not is_exact or name.startswith(VALUE_HEAD):  # else model/ has it
                 tensors[f"{part.prefix}{name}/{_MASTER}"] = master.detach()
             for kind, value in part.state_of(master).items():
@@ -75,7 +75,7 @@ def load_optimizer(learner: Learner, checkpoint: Path) -> None:
         raise CheckpointError(f"{checkpoint}: expected a folder {FOLDER}/, got a checkpoint of an older version")
     reader = HuggingFaceStorageReader(str(folder))
     stored: dict[str, Any] = world.run_or_raise_everywhere(reader.read_metadata).state_dict_metadata
-    masters = {f"{part.prefix}{name}": x for part in parts for name, x in part.master.tensors.items()}
+    masters = {f"{part.prefix}{name}": x for part in parts for name, x in part.tensors.items()}
     found: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for key, entry in stored.items():
         name, _, kind = key.rpartition("/")
@@ -88,11 +88,11 @@ def load_optimizer(learner: Learner, checkpoint: Path) -> None:
     except OSError as error:
         raise CheckpointError(f"cannot load {checkpoint}: {error}") from error
     for part in parts:
-        for name, master in part.master.tensors.items():
+        for name, master in part.tensors.items():
             state = {kind: x for kind, x in found[f"{part.prefix}{name}"].items() if kind != _MASTER}
             if state and part.optimizer is not None:
                 part.optimizer.state[master] = state
-        part.master.publish()
+        part.publish()
 
 
 def _target(name: str, kind: str, entry: Any, master: Tensor) -> Tensor:

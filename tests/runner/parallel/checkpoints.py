@@ -78,7 +78,7 @@ class Parts:
         """All of it, whole."""
         tensors = {f"engine/{name}": weight for name, weight in self.learner.policy.named_weights()}
         for part in self.learner.parts():
-            for name, master in part.master.tensors.items():
+            for name, master in part.tensors.items():
                 tensors[f"{part.prefix}{name}/master"] = whole(master.detach())
                 state = {key: whole(value) for key, value in part.state_of(master).items()}
                 tensors |= {f"{part.prefix}{name}/{key}": value for key, value in state.items()}

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from dapo_runner.algorithms.learner import Learner, step_metrics
 from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
 from dapo_runner.algorithms.objective import uses_reference
-from dapo_runner.algorithms.weights import Part
+from dapo_runner.algorithms.weights import MasterWeights
 from dapo_runner.config import Config
 from dapo_runner.parallel.sharding import whole
 from dapo_runner.parallel.watch import launched
@@ -69,14 +69,14 @@ def sequences_for(config: Config, count: int, seed: int = 0) -> list[Sequence]:
     return [replace(sequence, reward=n % 3 - 0.7) for n, sequence in enumerate(sequences)]
 
 
-def keep_gradients(part: Part, found: dict[str, torch.Tensor]) -> None:
+def keep_gradients(part: MasterWeights, found: dict[str, torch.Tensor]) -> None:
     """As they are when the optimizer takes them."""
     if part.optimizer is None:
         return
     step = part.optimizer.step
 
     def keep() -> None:
-        for name, tensor in part.master.tensors.items():
+        for name, tensor in part.tensors.items():
             if tensor.grad is not None:
                 found[f"{part.prefix}{name}"] = whole(tensor.grad).clone()
         step()
@@ -143,7 +143,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     learner.move_reference()
     weights = dict(policy.named_weights())
     for part in learner.parts():
-        weights |= {f"{part.prefix}{name}": whole(x.detach()) for name, x in part.master.tensors.items() if part.prefix}
+        weights |= {f"{part.prefix}{name}": whole(x.detach()) for name, x in part.tensors.items() if part.prefix}
     return {"gradients": found, "figures": figures, "weights": weights, "n_micro": len(mini.micro_batches)}
 
 
