@@ -52,7 +52,7 @@ class ModelConfig(Section):
     path: str | None = None  # a folder in transformers' format or a hub name
     tiny: TinyModelConfig | None = None  # a small model made on the spot
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of weights and activations; the optimizer keeps float32
-    attention: Literal["auto", "sdpa", "varlen"] = "auto"  # auto: varlen on CUDA in half precision, else sdpa
+    attention: Literal["auto", "sdpa"] = "auto"  # auto: varlen on CUDA in half precision, else sdpa
     gradient_checkpointing: bool = False  # compute activations again in the backward pass: less memory
     compile: bool = False  # torch.compile for what lies between the matrix products of a layer; costs some 10 s once
     lora: LoraConfig | None = None  # train low-rank adapters only

@@ -211,17 +211,10 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, sc
     return (torch.softmax(scores, -1) @ value.flatten(0, 1)).view(n, heads, length, value.shape[-1])
 
 
-def choose_kernel(wanted: Literal["auto", "sdpa", "varlen"], device: torch.device, dtype: torch.dtype) -> Kernel:
-    """Return the kernel to run: ``auto`` is varlen on CUDA in half precision, and sdpa elsewhere.
-
-    Raises ConfigError where the one asked for cannot run.
-    """
+def choose_kernel(wanted: Literal["auto", "sdpa"], device: torch.device, dtype: torch.dtype) -> Kernel:
+    """Return the kernel to run: ``auto`` is varlen on CUDA in half precision, and sdpa elsewhere."""
     half_on_cuda = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-    if wanted == "auto":
-        return "varlen" if half_on_cuda else "sdpa"
-    if wanted != "sdpa" and not half_on_cuda:
-        raise ConfigError(f"model.attention: {wanted} requires CUDA and a half-precision dtype. Use sdpa or auto")
-    return wanted
+    return "varlen" if wanted == "auto" and half_on_cuda else "sdpa"
 
 
 def window_mask(*, config: Any, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> Tensor | None:

@@ -14,8 +14,7 @@ from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.logging.trackers import check_trackers
 from dapo_runner.parallel.world import Layout
 from dapo_runner.policy import lora
-from dapo_runner.policy.attention import choose_kernel
-from dapo_runner.policy.model import DTYPES, resolve_device
+from dapo_runner.policy.model import resolve_device
 from dapo_runner.preflight.memory import model_values
 from dapo_runner.rewards.judge import Judge
 from dapo_runner.rewards.scoring import load_reward
@@ -66,7 +65,7 @@ def _missing(config: Config) -> Iterator[str]:
     model = config.model
     checks: list[Callable[[], object]] = [
         lambda: engine_class(config).check(config),
-        lambda: choose_kernel(model.attention, resolve_device(config.run.device), DTYPES[model.dtype]),
+        lambda: resolve_device(config.run.device),
         *(partial(load_reward, config.reward, use) for use in config.reward.uses),
         lambda: check_trackers(config.logging),
     ]

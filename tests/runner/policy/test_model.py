@@ -219,10 +219,11 @@ def test_buckets_hold_every_position_once_and_little_padding() -> None:
     assert packing.cu_seqlens.tolist()[-1] == sum(lengths)
 
 
-def test_a_kernel_that_cannot_run_says_why() -> None:
-    with pytest.raises(ConfigError, match=r"model\.attention: .*CUDA"):
-        choose_kernel("varlen", CPU, torch.bfloat16)
+def test_the_kernel() -> None:
     assert choose_kernel("auto", CPU, torch.bfloat16) == "sdpa"
+    on_cuda = [choose_kernel(wanted, torch.device("cuda"), torch.bfloat16) for wanted in ("auto", "sdpa")]
+    assert on_cuda == ["varlen", "sdpa"]
+    assert choose_kernel("auto", torch.device("cuda"), torch.float32) == "sdpa"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
@@ -234,7 +235,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("kernel", ["sdpa", "varlen"])
+@pytest.mark.parametrize("kernel", ["sdpa", "auto"])
 def test_cuda_kernels_agree_with_the_cpu(model_folder: Path, kernel: Any) -> None:
     sequences = [make_sequence(2, n, first_token=3) for n in (3, 17, 4)]
     (batch,) = pack(sequences, token_budget=64)
