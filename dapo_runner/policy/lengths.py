@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +36,8 @@ def check_length(key: str, path: str | Path, model: ModelConfig, longest: int, s
     """
     from transformers import AutoConfig
 
-    try:
+    with loading(key, "a configuration", path):
         config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"{key}: cannot load a configuration from {str(path)!r}: {reason}") from error
     fixed = fixed_frequencies(config)
     limit, reason = _max_positions(config), "the max_position_embeddings"
     if fixed is not None and longest > fixed.longest:  # beyond that they depend on the longest sequence of a batch
@@ -48,6 +47,16 @@ def check_length(key: str, path: str | Path, model: ModelConfig, longest: int, s
             f"{setting}: expected sequences of at most {limit} tokens, {reason} of {key}={path}, got {longest}"
         )
     return config
+
+
+@contextmanager
+def loading(key: str, what: str, path: str | Path) -> Iterator[None]:
+    """Raise an error of transformers as a ConfigError of one line."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"{key}: cannot load {what} from {str(path)!r}: {reason}") from error
 
 
 def _check_windows(config: Config, model: Any) -> None:

@@ -6,7 +6,7 @@ It never computes logits: `dapo_kernels` takes the hidden states and ``Policy.he
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, cast
@@ -30,6 +30,7 @@ from dapo_runner.policy.attention import (
     plan_packing,
     register_packed_attention,
 )
+from dapo_runner.policy.lengths import loading
 from dapo_runner.policy.lora import add_adapters, merged_weights
 from dapo_runner.policy.prefixes import find_shared
 from dapo_runner.policy.routing import Routing
@@ -80,23 +81,15 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        return self._output_layer.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._output_layer.weight.dtype
+        return self.model.get_output_embeddings().weight.device
 
     @property
     def head(self) -> Head:
         """The output head; with tied embeddings its weight is the embedding itself."""
-        layer, config = self._output_layer, self.model.config.get_text_config(decoder=True)
+        layer, config = self.model.get_output_embeddings(), self.model.config.get_text_config(decoder=True)
         softcap, lora = getattr(config, "final_logit_softcapping", None), lora_of(layer)
         lora = None if lora is None else lora.to(layer.weight.dtype)
         return Head(layer.weight, getattr(layer, "bias", None), softcap, lora)
-
-    @property
-    def _output_layer(self) -> Any:
-        return self.model.get_output_embeddings()
 
     def hidden_states(self, batch: PackedBatch) -> Tensor:
         """Return the last hidden states [T, H], or [T/W, H] where W ranks share the positions, in the model's dtype."""
@@ -169,29 +162,20 @@ def load_model(
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    loading = {"dtype": dtype or DTYPES[config.dtype], "attn_implementation": attention}
+    options = {"dtype": dtype or DTYPES[config.dtype], "attn_implementation": attention}
     trust = {"trust_remote_code": config.trust_remote_code}
-    with _loading("a model", path):
+    with loading("model.path", "a model", path):
         if device.type == "meta":
             with device:
-                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, **trust), **loading, **trust)
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, **trust), **options, **trust)
             with suppress(OSError):  # there may be none; a checkpoint's model has it too
                 model.generation_config = GenerationConfig.from_pretrained(path)
         else:
-            model = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, **loading, **trust)
+            model = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, **options, **trust)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # two passes over one policy must agree, in train mode (checkpointing) too
     return _in_own_memory(model.to(device)).eval()
-
-
-@contextmanager
-def _loading(what: str, path: str | Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"model.path: cannot load {what} from {str(path)!r}: {reason}") from error
 
 
 @torch.no_grad()
@@ -210,7 +194,7 @@ def load_tokenizer(path: str | Path, config: ModelConfig) -> Any:
     """Load the tokenizer of a model folder. Raises ConfigError when there is none."""
     from transformers import AutoTokenizer
 
-    with _loading("a tokenizer", path):
+    with loading("model.path", "a tokenizer", path):
         return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
 
 

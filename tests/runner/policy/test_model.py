@@ -67,7 +67,7 @@ def saved(config: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def plain_hidden(policy: Policy, token_ids: torch.Tensor) -> torch.Tensor:
     """What transformers itself makes of one sequence, with its own attention."""
     reference = AutoModelForCausalLM.from_pretrained(
-        policy.model.name_or_path, attn_implementation="eager", dtype=policy.dtype
+        policy.model.name_or_path, attn_implementation="eager", dtype=policy.compute
     ).eval()
     return reference.base_model(input_ids=token_ids[None]).last_hidden_state[0]
 
