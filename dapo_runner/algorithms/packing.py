@@ -52,7 +52,7 @@ def pack_shares(
     indexed = list(enumerate(sequences, first_id))
     units = [indexed[start : start + together] for start in range(0, len(indexed), together)]
     alive = [unit for unit in units if any(sequence.mask[1:].any() for _, sequence in unit)]
-    costs = {i: sum(sequence_cost(x.length - 1, hidden_size) for _, x in unit) for i, unit in enumerate(alive)}
+    costs = [sum(sequence_cost(x.length - 1, hidden_size) for _, x in unit) for unit in alive]
     shares = [_fill_bins([alive[i] for i in share], token_budget) for share in spread(costs, ranks)]
     most = max(map(len, shares))
     for share in shares:
