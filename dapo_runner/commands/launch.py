@@ -15,7 +15,7 @@ from torch.distributed.run import main as torchrun
 
 from dapo_runner.commands.output import complain
 from dapo_runner.commands.recipes import find_recipe
-from dapo_runner.config import load_config, load_sft_config
+from dapo_runner.config import SftConfig, apply_overrides, load_config, parse, read_recipe
 from dapo_runner.errors import ConfigError
 from dapo_runner.parallel.world import make_layout
 
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError("--rdzv-endpoint: expected HOST:PORT beside --nnodes, and only there")
     command = "sft" if options.sft else "train"
     if options.sft:
-        config = load_sft_config(options.config, overrides).training()
+        config = parse(apply_overrides(read_recipe(options.config), overrides), SftConfig).training()
     else:
         config = load_config(find_recipe(options.config), overrides)
     gpus = options.gpus * options.nnodes

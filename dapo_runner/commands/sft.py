@@ -12,7 +12,7 @@ from rich.console import Console
 from dapo_runner.checkpoint import latest_checkpoint
 from dapo_runner.commands.output import print_rows, quiet_libraries
 from dapo_runner.commands.train import check_start
-from dapo_runner.config import SftConfig, load_sft_config
+from dapo_runner.config import SftConfig, apply_overrides, parse, read_recipe
 from dapo_runner.logging.progress import make_progress
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.policy.model import load_tokenizer
@@ -21,7 +21,7 @@ from dapo_runner.tools.sft.run import plan_updates, sft
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    recipe = load_sft_config(options.config, overrides)
+    recipe = parse(apply_overrides(read_recipe(options.config), overrides), SftConfig)
     quiet_libraries()
     if options.dry_run:
         check_start(recipe, recipe.training())

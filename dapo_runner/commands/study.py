@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dapo_runner.commands.output import complain, quiet_libraries
 from dapo_runner.commands.recipes import find_recipe, studies
-from dapo_runner.config import Config, StudyConfig, load_study
+from dapo_runner.config import Config, StudyConfig, parse, read_recipe
 from dapo_runner.errors import ConfigError
 from dapo_runner.folder import lock_folder
 from dapo_runner.interrupt import end_with_parent
@@ -27,7 +27,7 @@ from dapo_runner.tools.study.runs import Failure, carry_out, make_start
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     path = find_recipe(options.config, known=studies())
-    study = load_study(path)
+    study = parse(read_recipe(path), StudyConfig)
     jobs = (os.cpu_count() or 1) // study.threads or 1 if options.jobs is None else options.jobs
     if jobs < 1:
         raise ConfigError(f"--jobs: expected 1 or more, got {jobs}")

@@ -84,7 +84,7 @@ def _simulate(config: Config) -> int:
     from dapo_runner.preflight.account import describe, fits
     from dapo_runner.preflight.simulate import simulate
 
-    found = simulate(config, print)
+    found = simulate(config)
     print_rows(describe(config, found))
     return 0 if fits(config, found) else 1
 

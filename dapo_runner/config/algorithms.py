@@ -2,178 +2,92 @@
 
 A row decides the objective (clip values, KL and aggregation are those of its row in dapo_kernels.OBJECTIVES), the
 advantage, the filter and the length term, and where the paper fixes them the rewards and the updates of a step. Sizes,
-lengths and learning rates are a run's own. What a recipe says itself is laid over the row; docs/algorithms.md says the
+lengths and learning rates are a run's own. What a recipe sets itself is laid over the row; docs/algorithms.md has the
 rows in words.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel
+from dapo_runner.config.section import lay_over, lay_settings
 
 
-@dataclass(frozen=True, slots=True)
-class Algorithm:
+class Algorithm(NamedTuple):
     """``settings`` are by section, as in a recipe; ``paper`` names the equations and sections they are taken from."""
 
     paper: str
     settings: Mapping[str, Any]
 
 
-def lay_over(under: Any, over: Any) -> Any:
-    """``over`` where it says something, else ``under``: mappings, or sections of a configuration, key by key."""
-    if isinstance(over, BaseModel):
-        over = over.model_dump(exclude_unset=True, by_alias=True)
-    if not (isinstance(under, Mapping) and isinstance(over, Mapping)):
-        return over
-    return {**under, **{key: lay_over(under[key], value) if key in under else value for key, value in over.items()}}
-
-
-def _row(
-    paper: str, objective: str, advantage: str, /, *, dynamic_sampling: bool, soft_punishment: bool, **sections: Any
-) -> Algorithm:
-    """The parts that every algorithm has, and ``sections`` for what is its own."""
-    settings = {
-        "loss": {"objective": objective},
-        "advantage": {"kind": advantage},
-        "sampler": {"filter_groups": dynamic_sampling},
-        "reward": {"overlong": {"soft_punishment": soft_punishment, "filter": False}},
-    }
-    return Algorithm(paper, lay_over(settings, sections))
-
-
-# What a paper takes over of DAPO beside the loss.
-_BOTH: dict[str, Any] = {"dynamic_sampling": True, "soft_punishment": True}
-_FILTER: dict[str, Any] = {"dynamic_sampling": True, "soft_punishment": False}
-_NEITHER: dict[str, Any] = {"dynamic_sampling": False, "soft_punishment": False}
+FILTER = {"sampler.filter_groups": True}
+PUNISH = {"reward.overlong.soft_punishment": True}
+ONE_UPDATE = {"optimizer.mini_batch_size": None}
+RIGHT_ONLY = {"reward.correct": 1.0, "reward.incorrect": 0.0}
+PPO = {"loss.objective": "ppo"}
+GAE = {"advantage": {"gamma": 1.0, "lam": 0.95}, "critic.clip": 0.2}
 # A response is one action: the gradient is that of its whole log-prob, under the policy that sampled it.
-_ACTION: dict[str, Any] = {
-    "loss": {"overrides": {"aggregate": "seq-mean-token-sum"}},
-    "optimizer": {"mini_batch_size": None},
-}
+ACTION = {"loss.objective": "reinforce", "loss.overrides.aggregate": "seq-mean-token-sum", **ONE_UPDATE}
 # The trust region is around the policy that sampled; the loss is a sum over tokens.
-_DPPO: dict[str, Any] = {
-    **_NEITHER,
-    "loss": {"old_logprobs": "rollout", "overrides": {"aggregate": "seq-mean-token-sum-norm"}},
-}
-
-
-def _segments(paper: str, segments: dict[str, Any], **sections: Any) -> Algorithm:
-    """Segment Policy Optimization: PPO's loss on the advantages of segments, which take the place of any other."""
-    settings = {
-        "loss": {"objective": "ppo", "overrides": {"kl_coef": 1e-4}},
-        "advantage": {"segments": segments},
-        "sampler": {"filter_groups": False},
-        "reward": {"correct": 1.0, "incorrect": 0.0, "overlong": {"soft_punishment": False, "filter": False}},
-    }
-    return Algorithm(paper, lay_over(settings, sections))
-
-
-ALGORITHMS: Mapping[str, Algorithm] = {
-    "dapo": _row("Yu et al. 2025, arXiv 2503.14476, eq. 8–13", "dapo", "group_std", **_BOTH),
-    "grpo": _row(
-        "Shao et al. 2024 (DeepSeekMath), arXiv 2402.03300, eq. 3–4, §4.1.2, §4.2",
-        "grpo",
-        "group_std",
-        **_NEITHER,
-        optimizer={"mini_batch_size": None},
-    ),
-    "dr_grpo": _row(
-        "Liu et al. 2025, arXiv 2503.20783, §3.1–3.2",
-        "dr_grpo",
-        "group_mean",
-        **_NEITHER,
-        reward={"correct": 1.0, "incorrect": 0.0},
-    ),
-    "lite_ppo": _row("Liu et al. 2025 (Tricks or Traps?), arXiv 2508.08221, §5", "lite_ppo", "batch_std", **_NEITHER),
-    "gspo": _row("Zheng et al. 2025, arXiv 2507.18071, eq. 5–7, §5.1", "gspo", "group_std", **_NEITHER),
-    "gspo_token": _row("Zheng et al. 2025, arXiv 2507.18071, eq. 13–14, §4.3", "gspo_token", "group_std", **_NEITHER),
-    "cispo": _row("Chen et al. 2025 (MiniMax-M1), arXiv 2506.13585, eq. 4–5, §3.1", "cispo", "group_std", **_BOTH),
-    "sapo": _row("Gao et al. 2025, arXiv 2511.20347, eq. 5–6", "sapo", "group_std", **_NEITHER),
-    "ppo": _row(
+DPPO = {"loss.old_logprobs": "rollout", "loss.overrides.aggregate": "seq-mean-token-sum-norm"}
+PAIRS = {"preference": {"loss_type": "sigmoid", "beta": 0.1, "pairs_per_group": 1, "reference": "start"}}
+SPO = {**PPO, **RIGHT_ONLY, "loss.overrides.kl_coef": 1e-4}
+CHAIN = {"advantage.segments.kind": "chain"}
+TREE = {"advantage.segments": {"kind": "tree", "per_step": 32}, "sampler.max_age": 7, "optimizer.mini_batch_size": 128}
+# By name: the paper, the advantage, and what departs from an objective of that name without filter and length term.
+_ROWS: dict[str, tuple[Any, ...]] = {
+    "dapo": ("Yu et al. 2025, arXiv 2503.14476, eq. 8–13", "group_std", FILTER, PUNISH),
+    "grpo": ("Shao et al. 2024 (DeepSeekMath), arXiv 2402.03300, eq. 3–4, §4.1.2, §4.2", "group_std", ONE_UPDATE),
+    "dr_grpo": ("Liu et al. 2025, arXiv 2503.20783, §3.1–3.2", "group_mean", RIGHT_ONLY),
+    "lite_ppo": ("Liu et al. 2025 (Tricks or Traps?), arXiv 2508.08221, §5", "batch_std"),
+    "gspo": ("Zheng et al. 2025, arXiv 2507.18071, eq. 5–7, §5.1", "group_std"),
+    "gspo_token": ("Zheng et al. 2025, arXiv 2507.18071, eq. 13–14, §4.3", "group_std"),
+    "cispo": ("Chen et al. 2025 (MiniMax-M1), arXiv 2506.13585, eq. 4–5, §3.1", "group_std", FILTER, PUNISH),
+    "sapo": ("Gao et al. 2025, arXiv 2511.20347, eq. 5–6", "group_std"),
+    "ppo": (
         "Schulman et al. 2017, arXiv 1707.06347, eq. 7, 11; Ouyang et al. 2022, arXiv 2203.02155, eq. 2, app. C.4",
-        "ppo",
-        "gae",
-        **_NEITHER,
-        advantage={"gamma": 1.0, "lam": 0.95},
-        critic={"clip": 0.2},
-        reward={"kl": {"coef": 0.02, "estimator": "k1"}},
+        *("gae", PPO, GAE, {"reward.kl": {"coef": 0.02, "estimator": "k1"}}),
     ),
-    "reinforce_pp": _row(
+    "reinforce_pp": (
         "Hu et al. 2025 (REINFORCE++), arXiv 2501.03262",
-        "ppo",
-        "returns",
-        **_NEITHER,
-        advantage={"gamma": 1.0},
-        reward={"kl": {"coef": 1e-3, "estimator": "k1"}},
+        *("returns", PPO, {"advantage.gamma": 1.0, "reward.kl": {"coef": 1e-3, "estimator": "k1"}}),
     ),
-    "reinforce_pp_baseline": _row(
+    "reinforce_pp_baseline": (
         "Hu et al. 2025 (REINFORCE++ with baseline), arXiv 2501.03262",
-        "ppo",
-        "group_returns",
-        **_NEITHER,
-        advantage={"gamma": 1.0},
-        loss={"overrides": {"kl_coef": 1e-3, "kl_estimator": "k2"}},
+        *("group_returns", PPO, {"advantage.gamma": 1.0, "loss.overrides": {"kl_coef": 1e-3, "kl_estimator": "k2"}}),
     ),
-    "reinforce": _row(
-        "Williams 1992; Ahmadian et al. 2024, arXiv 2402.14740, eq. 6–8",
-        "reinforce",
-        "batch_mean",
-        **_NEITHER,
-        **_ACTION,
-    ),
-    "rloo": _row("Ahmadian et al. 2024, arXiv 2402.14740, §2", "reinforce", "leave_one_out", **_NEITHER, **_ACTION),
-    "clip_cov": _row("Cui et al. 2025, arXiv 2505.22617, eq. 11, §4.3", "clip_cov", "group_std", **_FILTER),
-    "kl_cov": _row("Cui et al. 2025, arXiv 2505.22617, eq. 13, §4.3", "kl_cov", "group_std", **_FILTER),
-    "top_entropy": _row(
-        "Wang et al. 2025 (Beyond the 80/20 Rule), arXiv 2506.01939, §5", "top_entropy", "group_std", **_BOTH
-    ),
-    "gmpo": _row("Zhao et al. 2025, arXiv 2507.20673, §3–4", "gmpo", "group_std", **_NEITHER),
-    "luspo": _row(
-        "Liu et al. 2026, arXiv 2602.05261, eq. 7, §5.1",
-        "luspo",
-        "group_std",
-        dynamic_sampling=False,
-        soft_punishment=True,
-        reward={"correct": 1.0, "incorrect": 0.0},
-    ),
-    "vespo": _row("Shen et al. 2026, arXiv 2602.10693", "vespo", "group_std", **_NEITHER),
-    "dppo_tv": _row("Qi et al. 2026, arXiv 2602.04879, eq. 12–13, §5.2, App. C, E", "dppo_tv", "group_mean", **_DPPO),
-    "dppo_kl": _row(
-        "Qi et al. 2026, arXiv 2602.04879, eq. 12 and 14, §5.2, App. C, E", "dppo_kl", "group_mean", **_DPPO
-    ),
-    "dpo": _row(
+    "reinforce": ("Williams 1992; Ahmadian et al. 2024, arXiv 2402.14740, eq. 6–8", "batch_mean", ACTION),
+    "rloo": ("Ahmadian et al. 2024, arXiv 2402.14740, §2", "leave_one_out", ACTION),
+    "clip_cov": ("Cui et al. 2025, arXiv 2505.22617, eq. 11, §4.3", "group_std", FILTER),
+    "kl_cov": ("Cui et al. 2025, arXiv 2505.22617, eq. 13, §4.3", "group_std", FILTER),
+    "top_entropy": ("Wang et al. 2025 (Beyond the 80/20 Rule), arXiv 2506.01939, §5", "group_std", FILTER, PUNISH),
+    "gmpo": ("Zhao et al. 2025, arXiv 2507.20673, §3–4", "group_std"),
+    "luspo": ("Liu et al. 2026, arXiv 2602.05261, eq. 7, §5.1", "group_std", PUNISH, RIGHT_ONLY),
+    "vespo": ("Shen et al. 2026, arXiv 2602.10693", "group_std"),
+    "dppo_tv": ("Qi et al. 2026, arXiv 2602.04879, eq. 12–13, §5.2, App. C, E", "group_mean", DPPO),
+    "dppo_kl": ("Qi et al. 2026, arXiv 2602.04879, eq. 12 and 14, §5.2, App. C, E", "group_mean", DPPO),
+    "dpo": (
         "Rafailov et al. 2023, arXiv 2305.18290, eq. 7; Dong et al. 2024 (RLHF Workflow), arXiv 2405.07863, §3",
-        "dapo",
-        "group_std",
-        **_NEITHER,
-        preference={"loss_type": "sigmoid", "beta": 0.1, "pairs_per_group": 1, "reference": "start"},
-        optimizer={"mini_batch_size": None},
+        *("group_std", {"loss.objective": "dapo"}, PAIRS, ONE_UPDATE),
     ),
-    "spo_chain": _segments("Guo et al. 2025, arXiv 2505.23564, §4, App. H", {"kind": "chain"}),
-    "spo_tree": _segments(
-        "Guo et al. 2025, arXiv 2505.23564, §5, App. D, H",
-        {"kind": "tree", "per_step": 32},
-        sampler={"max_age": 7},
-        optimizer={"mini_batch_size": 128},
-    ),
+    "spo_chain": ("Guo et al. 2025, arXiv 2505.23564, §4, App. H", "group_std", SPO, CHAIN),
+    "spo_tree": ("Guo et al. 2025, arXiv 2505.23564, §5, App. D, H", "group_std", SPO, TREE),
 }
+
+
+def _make(name: str, paper: str, advantage: str, *own: Mapping[str, Any]) -> Algorithm:
+    settings = lay_settings({}, {"loss.objective": name, "advantage.kind": advantage, "sampler.filter_groups": False})
+    settings["reward"] = {"overlong": {"soft_punishment": False, "filter": False}}
+    for sections in own:
+        settings = lay_settings(settings, sections)
+    return Algorithm(paper, settings)
+
+
+ALGORITHMS: Mapping[str, Algorithm] = {name: _make(name, *row) for name, row in _ROWS.items()}
 
 
 def with_algorithm(raw: Any) -> Any:
-    """A recipe's sections over those of the algorithm it names; ``raw`` itself where it names none of the table."""
-    name = raw.get("algorithm") if isinstance(raw, Mapping) else None
-    return lay_over(ALGORITHMS[name].settings, raw) if isinstance(name, str) and name in ALGORITHMS else raw
-
-
-def check_name(name: str) -> None:
-    """Raises ValueError for a name that is not in the table."""
-    if name in ALGORITHMS:
-        return
-    near = difflib.get_close_matches(name.lower().replace("-", "_"), ALGORITHMS)
-    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-    raise ValueError(f"expected one of {', '.join(ALGORITHMS)}, got {name!r}{hint}")
+    """Lay a recipe's sections over those of the algorithm it names; one that is not in the table is left alone."""
+    row = ALGORITHMS.get(str(raw.get("algorithm"))) if isinstance(raw, Mapping) else None
+    return lay_over(row.settings, raw) if row else raw

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from dapo_runner.config.section import Int, Name, NonNegativeInt, PositiveInt, Section
+from dapo_runner.config.section import Check, Int, Name, NonNegativeInt, PositiveInt, Section
 
 
 class ArithmeticConfig(Section):
@@ -20,15 +21,9 @@ class ArithmeticConfig(Section):
     even_digits: bool = False  # numbers of each length are equally frequent; otherwise all numbers are
     train_size: PositiveInt = 4096  # training problems; data.eval_size more are held out
 
-    @model_validator(mode="after")
-    def _check_digits(self) -> ArithmeticConfig:
-        if self.min_digits > self.max_digits:
-            raise ValueError(f"min_digits: expected at most max_digits={self.max_digits}, got {self.min_digits}")
-        if self.operands * self.max_digits > 18:
-            raise ValueError(
-                f"max_digits: expected operands × max_digits ≤ 18, got {self.operands} × {self.max_digits}"
-            )
-        return self
+    def checks(self) -> Iterator[Check]:
+        yield "min_digits", self.min_digits <= self.max_digits, f"at most max_digits={self.max_digits}"
+        yield "max_digits", self.operands * self.max_digits <= 18, f"at most 18 / operands={self.operands}"
 
 
 class ColumnsConfig(Section):
@@ -41,40 +36,40 @@ class ColumnsConfig(Section):
 
 
 class SourceConfig(Section):
-    """Which part of a Hugging Face data set is read."""
-
     subset: str | None = None  # of a Hugging Face data set
     split: str = "train"  # of a Hugging Face data set
+    limit: PositiveInt | None = None  # only the first so many problems, repeated rows not counted
 
 
-class EvalSetConfig(SourceConfig):
-    """An evaluation set."""
+class ProblemsConfig(SourceConfig):
+    """What the rows of a data set are."""
 
     requires = {"format=auto": "columns"}
 
+    format: Literal["auto", "dapo", "gsm8k"] = "auto"  # auto: by the columns
+    columns: ColumnsConfig | None = None  # null: those of the format; of an evaluation set: data.columns
+
+
+class EvalSetConfig(ProblemsConfig):
     path: Path  # as data.path
     split: str = "test"
-    format: Literal["auto", "dapo", "gsm8k"] = "auto"  # as data.format
-    columns: ColumnsConfig | None = None  # null: those of data.columns
-    limit: PositiveInt | None = None  # only the first so many problems
 
 
-class DatasetConfig(SourceConfig):
+class PromptsConfig(SourceConfig):
     """What is made of the rows, in `dapo train` and in `dapo sft`."""
 
     system: str | None = None  # a system message for every prompt that has none
     chat_template: Literal["auto", "always", "never"] = "auto"  # auto: if the tokenizer has one
-    limit: PositiveInt | None = None  # only the first so many problems of path, repeated rows not counted
+    eval_size: NonNegativeInt = 256  # problems held out from the training set; without effect if eval is set
 
 
-class DataConfig(DatasetConfig):
-    requires = {"format=auto": "columns", "format=auto|dapo|gsm8k": "path eval"}
+class DataConfig(PromptsConfig, ProblemsConfig):
+    requires = {"format=auto|dapo|gsm8k": "path eval"}
 
     path: Path | None = None  # a .jsonl, .json, .csv or .parquet file, or a Hugging Face data set: folder or hub name
-    format: Literal["auto", "dapo", "gsm8k", "arithmetic"] = "auto"  # auto: by the columns; arithmetic: generated
-    columns: ColumnsConfig | None = None  # null: those of the format
+    # auto: by the columns; arithmetic: generated
+    format: Literal["auto", "dapo", "gsm8k", "arithmetic"] = "auto"  # type: ignore[assignment]
     template: str | None = None  # dapo, plain or a text with {question}; null: plain with columns, else dapo
-    eval_size: NonNegativeInt = 256  # problems held out from the training set; without effect if eval is set
     eval: dict[Name, EvalSetConfig] = {}  # evaluation sets by name
     arithmetic: ArithmeticConfig = ArithmeticConfig()
 
@@ -83,10 +78,8 @@ class DataConfig(DatasetConfig):
         """By default DAPO's instruction, which is for mathematics; columns of your own need not hold that."""
         return self.template or ("dapo" if self.columns is None else "plain")
 
-    @model_validator(mode="after")
-    def _check_source(self) -> DataConfig:
-        if self.path is None and self.format != "arithmetic":
-            raise ValueError("path: expected a .jsonl, .json, .csv or .parquet file or a data set, got null")
-        if self.prompt_template not in ("dapo", "plain") and "{question}" not in self.prompt_template:
-            raise ValueError(f"template: expected dapo, plain or a text with {{question}}, got {self.template!r}")
-        return self
+    def checks(self) -> Iterator[Check]:
+        has_data = self.path is not None or self.format == "arithmetic"
+        yield "path", has_data, "a .jsonl, .json, .csv or .parquet file or a data set"
+        fits = self.prompt_template in ("dapo", "plain") or "{question}" in self.prompt_template
+        yield "template", fits, "dapo, plain or a text with {question}"

@@ -11,12 +11,10 @@ from collections.abc import Iterator
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from dapo_runner.config.convert import ConvertConfig
+from dapo_runner.config.commands import ConvertConfig, SftConfig, StudyConfig
 from dapo_runner.config.reading import section_of
 from dapo_runner.config.section import Section, conditions_of, spell
 from dapo_runner.config.settings import Config
-from dapo_runner.config.sft import SftConfig
-from dapo_runner.config.study import StudyConfig
 
 HEADER = """\
 # All settings
@@ -33,7 +31,7 @@ COMMANDS: dict[str, type[Section]] = {
     "dapo study": StudyConfig,
     "dapo convert-answers": ConvertConfig,
 }
-_FIELD = re.compile(r"^    (\w+): .*?(?:  # (.*))?$")
+_FIELD = re.compile(r"^    (\w+): .*?(?:  # (?!type:)(.*)|  # type:.*)?$")
 
 
 def page() -> str:
@@ -52,7 +50,7 @@ def _tables(section: type[Section], key: str, command: str, seen: dict[type[Sect
         yield f"{title}As {seen[section]}.\n"
         return
     seen[section] = f"`{key}` of `{command}`"
-    rows = [_row(key, name, section) for name in section.model_fields if _is_value(section, name)]
+    rows = [row for name in section.model_fields if (row := _row(key, name, section))]
     if rows:
         yield "\n".join([f"{title}| key | type | default | meaning | requires |", "|---|---|---|---|---|", *rows, ""])
     for name, field in section.model_fields.items():
@@ -62,24 +60,19 @@ def _tables(section: type[Section], key: str, command: str, seen: dict[type[Sect
             yield from _tables(nested, f"{key}.{name}{inside}".lstrip("."), command, seen)
 
 
-def _is_value(section: type[Section], name: str) -> bool:
-    """Whether a setting has a row of its own: a value, or a section that may be null."""
-    field = section.model_fields[name]
-    return section_of(field) is None or type(None) in get_args(field.annotation)
-
-
 def _row(key: str, name: str, section: type[Section]) -> str:
+    """Return the row of a value, or of a section that may be null; of another section nothing."""
     field = section.model_fields[name]
-    default = "required" if field.is_required() else _shorten(spell(field.get_default(call_default_factory=True)))
+    is_section = section_of(field) is not None
+    if is_section and type(None) not in get_args(field.annotation):
+        return ""
+    default = spell(field.get_default(call_default_factory=True))
+    default = "required" if field.is_required() else f"`{default}`" if len(default) < 60 else "a longer text"
     requires = [f"`{text[1:]}` unset" if text.startswith("!") else f"`{text}`" for text in conditions_of(section, name)]
     dotted = f"{key}.{field.alias or name}".lstrip(".")
-    kind = "section" if section_of(field) else _name_of(field.annotation)
+    kind = "section" if is_section else _name_of(field.annotation)
     cells = (f"`{dotted}`", kind, default, meanings(section)[name], ", ".join(requires))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _shorten(text: str) -> str:
-    return f"`{text}`" if len(text) < 60 else "a longer text"
 
 
 def _name_of(annotation: Any) -> str:
@@ -99,9 +92,7 @@ def _name_of(annotation: Any) -> str:
 def meanings(section: type[Section]) -> dict[str, str]:
     """Return the comments of a section's settings, by name."""
     found = dict.fromkeys(section.model_fields, "")
-    for base in reversed(section.__mro__):
-        if not issubclass(base, Section):
-            continue
+    for base in reversed(section.__mro__[: section.__mro__.index(Section)]):
         above: list[str] = []
         for line in inspect.getsource(base).splitlines():
             match = _FIELD.match(line)

@@ -1,14 +1,15 @@
-"""The settings of a run: how long, where, what is saved of it, when it ends early."""
+"""The settings of a run: how long, where, what is saved and shown of it, when it ends early."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field
 
-from dapo_runner.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from dapo_runner.config.section import Check, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from dapo_runner.config.training import ModelConfig, OptimizerConfig, ParallelConfig
 
 
 class EarlyStopConfig(Section):
@@ -19,11 +20,8 @@ class EarlyStopConfig(Section):
     patience: PositiveInt | None = 5  # evaluations in a row without a better one; null: any number
     target: float | None = None  # good enough
 
-    @model_validator(mode="after")
-    def _ends_somehow(self) -> EarlyStopConfig:
-        if self.patience is None and self.target is None:
-            raise ValueError("expected patience, target or both, got neither")
-        return self
+    def checks(self) -> Iterator[Check]:
+        yield "patience", self.patience is not None or self.target is not None, "a number, or a target"
 
 
 class JobConfig(Section):
@@ -57,9 +55,38 @@ class RunConfig(JobConfig):
         """The step that the run starts after: that of its fork, or 0."""
         return 0 if self.from_ is None else int(self.from_.rpartition("@")[2])
 
-    @field_validator("from_")
-    @classmethod
-    def _run_and_step(cls, value: str | None) -> str | None:
-        if value is not None and re.fullmatch(r".+@\d+", value) is None:
-            raise ValueError(f"expected RUN@STEP, a run's folder and a step it has a checkpoint of, got {value!r}")
-        return value
+    def checks(self) -> Iterator[Check]:
+        run, _, step = (self.from_ or "run@0").rpartition("@")
+        yield "from_", bool(run and step.isdecimal()), "RUN@STEP, a run's folder and a step it has a checkpoint of"
+
+
+class RolloutLogConfig(Section):
+    """Which responses are kept for `dapo show`: of each step, and of each evaluation."""
+
+    groups: NonNegativeInt | None = 32  # the first in the order of their prompts; null: all, 0: none
+    per_token: bool = False  # also the tokens trained on, each with its log-probs, entropy, ratio and clip
+
+
+class LoggingConfig(Section):
+    requires = {"rollout.group_size": "rollouts samples"}  # not in dapo sft, which has no rollouts
+
+    progress: Literal["auto", "live", "plain", "off"] = "auto"  # auto: live on a terminal, else plain lines
+    rollouts: RolloutLogConfig = RolloutLogConfig()
+    # where metrics are sent besides the run's folder
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
+    project: str = "dapo"  # of the trackers, for MLflow the experiment
+    samples: NonNegativeInt = 8  # of each step and evaluation, in the trackers' tables; 0: no tables
+
+
+class TrainingConfig(Section):
+    """The sections that `dapo train` and `dapo sft` share."""
+
+    run: JobConfig = JobConfig()
+    model: ModelConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        return self.run.output_dir / self.run.name

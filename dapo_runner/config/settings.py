@@ -1,33 +1,34 @@
-"""A recipe as a whole: its sections, each in the file of its name, and the sizes that follow from them."""
+"""A recipe as a whole: its sections, the sizes that follow from them, and which settings fit each other."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import difflib
+import math
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import model_validator
 
-from dapo_runner.config.advantage import AdvantageConfig, TreeShape, factors
-from dapo_runner.config.algorithms import check_name, with_algorithm
-from dapo_runner.config.critic import CriticConfig
+from dapo_runner.config.algorithms import ALGORITHMS, with_algorithm
 from dapo_runner.config.data import DataConfig
-from dapo_runner.config.logging import LoggingConfig
-from dapo_runner.config.loss import LossConfig
-from dapo_runner.config.model import ModelConfig
-from dapo_runner.config.optimizer import OptimizerConfig
-from dapo_runner.config.parallel import ParallelConfig
-from dapo_runner.config.preference import PreferenceConfig
-from dapo_runner.config.reward import RewardConfig
-from dapo_runner.config.rollout import RolloutConfig
-from dapo_runner.config.run import RunConfig
-from dapo_runner.config.sampler import SamplerConfig
-from dapo_runner.config.sampling import EvaluationConfig
-from dapo_runner.config.section import Section
+from dapo_runner.config.reward import RULES, RewardConfig
+from dapo_runner.config.rollout import VLLM_TEMPERATURES, EvaluationConfig, RolloutConfig, SamplerConfig
+from dapo_runner.config.run import RunConfig, TrainingConfig
+from dapo_runner.config.section import Check, read_key
+from dapo_runner.config.training import (
+    COMPARING,
+    AdvantageConfig,
+    CriticConfig,
+    LossConfig,
+    PreferenceConfig,
+    TreeShape,
+    factors,
+)
+
+ONE_GPU = ("auto", "cpu", "cuda", "cuda:0")  # where an engine can be that takes the first GPU it sees
 
 
-class Config(Section):
-    """Everything a run depends on, and the sizes that follow from it. `checks.py` knows which sections fit."""
-
+class Config(TrainingConfig):
     requires = {
         "advantage.kind=gae": "critic",
         "loss.objective=dapo !loss.overrides loss.old_logprobs=learner !loss.routing_replay": "preference",
@@ -37,7 +38,6 @@ class Config(Section):
 
     algorithm: str | None = None  # a row of dapo_runner.config.algorithms: what it sets is the default of every section
     run: RunConfig = RunConfig()
-    model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     sampler: SamplerConfig = SamplerConfig()
@@ -46,26 +46,12 @@ class Config(Section):
     critic: CriticConfig | None = None  # a model that predicts returns
     loss: LossConfig = LossConfig()
     preference: PreferenceConfig | None = None  # train on pairs in place of advantages
-    optimizer: OptimizerConfig = OptimizerConfig()
-    parallel: ParallelConfig = ParallelConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    logging: LoggingConfig = LoggingConfig()
 
     @model_validator(mode="before")
     @classmethod
-    def _algorithm_below_the_recipe(cls, raw: Any) -> Any:
+    def _lay_over_algorithm(cls, raw: Any) -> Any:
         return with_algorithm(raw)
-
-    @field_validator("algorithm")
-    @classmethod
-    def _in_the_table(cls, value: str | None) -> str | None:
-        if value is not None:
-            check_name(value)
-        return value
-
-    @property
-    def run_dir(self) -> Path:
-        return self.run.output_dir / self.run.name
 
     @property
     def responses_per_step(self) -> int:
@@ -99,10 +85,19 @@ class Config(Section):
         return self.rollout.max_staleness + 1 if self.sampler.max_age is None else self.sampler.max_age
 
     @property
+    def evaluation_tokens(self) -> int:
+        """Tokens that an answer of an evaluation may have."""
+        return self.evaluation.max_response_tokens or self.rollout.max_response_tokens
+
+    @property
     def longest_sequence(self) -> int:
         """Tokens of the longest prompt and response that an engine may be asked for."""
-        responses = (self.rollout.max_response_tokens, self.evaluation.max_response_tokens or 0)
-        return self.rollout.max_prompt_tokens + max(responses)
+        return self.rollout.max_prompt_tokens + max(self.rollout.max_response_tokens, self.evaluation_tokens)
+
+    @property
+    def overlong_max_length(self) -> int:
+        """L_max of Eq. 13."""
+        return self.reward.overlong.max_length or self.rollout.max_response_tokens
 
     @property
     def tree(self) -> TreeShape | None:
@@ -114,21 +109,122 @@ class Config(Section):
         tokens = segments.tokens or self.rollout.max_response_tokens // max(1, len(branching))
         return TreeShape(branching, tokens)
 
-    @property
-    def overlong_max_length(self) -> int:
-        """L_max of Eq. 13."""
-        return self.reward.overlong.max_length or self.rollout.max_response_tokens
+    def checks(self) -> Iterator[Check]:
+        near = difflib.get_close_matches(str(self.algorithm).lower().replace("-", "_"), ALGORITHMS)
+        hint = f" (did you mean {' or '.join(near)}?)" if near else ""
+        yield "algorithm", self.algorithm in (None, *ALGORITHMS), f"one of {', '.join(ALGORITHMS)}{hint}"
+        for checks in (_sizes, _tree, _engine, _training):
+            yield from checks(self)
 
 
 def resolved(config: Config) -> dict[str, Any]:
     """Return the settings that are null in ``config`` and what they resolve to, by dotted key."""
-    answers = config.evaluation.max_response_tokens or config.rollout.max_response_tokens
     values = {
-        "data.template": (config.data.template, config.data.prompt_template),
-        "sampler.filter_on": (config.sampler.filter_on, config.filter_on),
-        "sampler.max_age": (config.sampler.max_age, config.max_age),
-        "reward.overlong.max_length": (config.reward.overlong.max_length, config.overlong_max_length),
-        "optimizer.mini_batch_size": (config.optimizer.mini_batch_size, config.mini_batch_size),
-        "evaluation.max_response_tokens": (config.evaluation.max_response_tokens, answers),
+        "data.template": config.data.prompt_template,
+        "sampler.filter_on": config.filter_on,
+        "sampler.max_age": config.max_age,
+        "reward.overlong.max_length": config.overlong_max_length,
+        "optimizer.mini_batch_size": config.mini_batch_size,
+        "evaluation.max_response_tokens": config.evaluation_tokens,
     }
-    return {key: value for key, (given, value) in values.items() if given is None}
+    return {key: value for key, value in values.items() if read_key(config, key) is None}
+
+
+def _sizes(config: Config) -> Iterator[Check]:
+    overlong, rollout, preference = config.reward.overlong, config.rollout, config.preference
+    limit, l_max, size = rollout.max_response_tokens, config.overlong_max_length, config.mini_batch_size
+    if overlong.soft_punishment:
+        yield "reward.overlong.max_length", l_max <= limit, f"at most rollout.max_response_tokens={limit}"
+        fits = overlong.cache_length < l_max
+        yield "reward.overlong.cache_length", fits, f"less than L_max={l_max} (or soft_punishment=false)"
+    trained = config.trained_per_step
+    fits = trained % size == 0
+    yield "optimizer.mini_batch_size", fits, f"a divisor of the {trained} responses that a step trains on"
+    is_even = preference is None or size % 2 == 0
+    yield "optimizer.mini_batch_size", is_even, "an even number with preference"
+    least = (1 if preference is None else 2) * (rollout.max_prompt_tokens + limit - 1)
+    what = "sequence" if preference is None else "pair"
+    yield "optimizer.token_budget", config.optimizer.token_budget >= least, f"at least {least}, the longest {what}"
+    advantage, key = config.advantage, "rollout.group_size"
+    compares = (advantage.segments is None and advantage.kind in COMPARING) or config.sampler.filter_groups
+    fits = rollout.group_size > 1 or not compares
+    yield key, fits, f"at least 2 with advantage.kind={advantage.kind} or sampler.filter_groups"
+    pairs = preference.pairs_per_group if preference else 0
+    yield key, rollout.group_size >= 2 * pairs, f"at least {2 * pairs} with preference.pairs_per_group={pairs}"
+    staleness = rollout.max_staleness
+    yield "sampler.max_age", config.max_age >= staleness, f"at least rollout.max_staleness={staleness}"
+
+
+def _tree(config: Config) -> Iterator[Check]:
+    tree, segments, limit = config.tree, config.advantage.segments, config.rollout.max_response_tokens
+    if tree is None or segments is None:
+        return
+    size, key = config.rollout.group_size, "rollout.group_size"
+    yield key, bool(tree.branching), "a product of two numbers (or advantage.segments.branching)"
+    if tree.branching:
+        shape = f"advantage.segments.branching={list(tree.branching)}"
+        yield key, size == tree.leaves, f"{tree.leaves}, the responses of {shape}"
+        fits = tree.tokens > 0 and tree.before_last < limit
+        yield "advantage.segments.tokens", fits, f"less than {limit} tokens (rollout) in all levels but the last"
+    steps = math.ceil(size / (segments.per_step or size))
+    yield "sampler.max_age", config.max_age >= steps - 1, f"at least {steps - 1}: a tree trains for {steps} steps"
+
+
+def _engine(config: Config) -> Iterator[Check]:
+    """Check the settings that not every engine supports."""
+    rollout, name = config.rollout, f"with rollout.engine={config.rollout.engine}"
+    low, high = (0.0, math.inf) if rollout.engine == "hf" else VLLM_TEMPERATURES
+    for key in ("rollout.temperature", "evaluation.temperature"):
+        yield key, read_key(config, key) == 0 or low <= read_key(config, key) <= high, f"{low:g} to {high:g} {name}"
+    fits = not rollout.reserves_memory or config.run.device in ONE_GPU
+    yield "run.device", fits, f"{', '.join(ONE_GPU)} {name} (CUDA_VISIBLE_DEVICES chooses a GPU)"
+    n_samples = max(rollout.group_size, config.evaluation.k)
+    fits = not rollout.is_remote or rollout.max_batch_sequences >= n_samples
+    yield "rollout.max_batch_sequences", fits, f"at least {n_samples} (rollout.group_size, evaluation.k)"
+    if rollout.sampling_mask:
+        yield "rollout.sampling_mask", bool(rollout.truncations), "false without rollout.top_p, top_k or min_p"
+        fits = rollout.engine == "hf" or rollout.top_k is not None
+        yield "rollout.top_k", fits, f"a number with rollout.sampling_mask {name}"
+
+
+def _training(config: Config) -> Iterator[Check]:
+    critic, data, steps = config.critic, config.data, config.run.steps - config.run.forked_at
+    fits = config.updates_per_step > 1 or config.rollout.correction.enabled or not config.loss.routing_replay
+    yield "loss.routing_replay", fits, "false with one update per step (optimizer.mini_batch_size)"
+    yield from check_schedule(config)
+    yield "critic", critic is not None or config.advantage.kind != "gae", "a section ({}) with advantage.kind=gae"
+    fits = critic is None or critic.warmup_steps < steps
+    yield "critic.warmup_steps", fits, f"fewer than the {steps} steps of the run"
+    has_problems = bool(data.format == "arithmetic" or data.eval_size or data.eval)
+    yield "data.eval_size", config.run.early_stop is None or has_problems, "more than 0 with run.early_stop"
+    if data.columns is not None and data.columns.answer is None:
+        rules = set(config.reward.uses) & set(RULES) - ({"json"} if config.reward.json_schema else set())
+        yield "data.columns.answer", not rules, f"a column, which reward {', '.join(sorted(rules))} reads"
+
+
+def check_schedule(config: Config) -> Iterator[Check]:
+    """Check that the warm-up ends before the schedule does."""
+    optimizer, steps = config.optimizer, config.run.steps
+    fits = optimizer.schedule == "constant" or optimizer.warmup_steps < steps
+    yield "optimizer.warmup_steps", fits, f"fewer than the {steps} steps"
+
+
+def cautions(config: Config) -> Iterator[str]:
+    """Yield what works and may not be meant, each as `key: what follows from it`."""
+    rollout, sampler, reward = config.rollout, config.sampler, config.reward
+    truncated = ", ".join(f"rollout.{name}={value:g}" for name, value in rollout.truncations.items())
+    if truncated and not rollout.sampling_mask:
+        yield f"{truncated}: the importance ratio is biased. Set rollout.sampling_mask=true to correct it."
+    if rollout.max_staleness and rollout.partial:
+        yield (
+            f"rollout.max_staleness={rollout.max_staleness}: one response may come from several policies, "
+            "each token weighted by its own. Set rollout.partial=false to finish responses before new weights come."
+        )
+    if sampler.oversample > 1:
+        yield f"sampler.oversample={sampler.oversample:g}: long responses are rarer in training than they are sampled."
+    is_soft = reward.kind == "judge" and reward.judge is not None and reward.judge.reward == "soft"
+    if (":" in reward.kind or is_soft) and sampler.filter_groups and sampler.filter_on is None:
+        yield (
+            f"reward.kind={reward.kind}: groups are accepted by correctness, so graded rewards are lost where all "
+            "samples are correct or all incorrect. Set sampler.filter_on=reward to keep them (or =correctness)."
+        )

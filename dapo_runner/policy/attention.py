@@ -8,12 +8,13 @@ Legend: T packed positions, S sequences, n sequences of a bucket, L the longest 
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from dapo_runner.parallel.ulysses import heads_from_positions, positions_from_he
 from dapo_runner.policy.prefixes import Distinct
 
 PACKED_ATTENTION = "dapo_packed"
-Kernel = Literal["sdpa", "varlen"]
+Kernel = Literal["sdpa", "flash", "varlen"]
 
 # Up to this length plain products are faster than torch's CPU kernel: at 85 positions in bfloat16 12 ms against 89 for
 # both passes. They round the probabilities to bfloat16: SmolLM2's gradient on text was 6.4 % off the float32 one, with
@@ -50,14 +51,26 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packing:
-    """Where the sequences of a packed batch lie. Computed are all T positions, or those of ``prefixes.Distinct``."""
+    """Where the sequences of a packed batch lie: cu_seqlens int32 [S+1].
+
+    For the SDPA kernel also ``buckets``, and restore int64, the slot of every computed position among all slots.
+    Computed are all T positions, or the fewer of ``prefixes.Distinct``. ``group``: ranks that share the positions.
+    """
 
     kernel: Kernel
-    cu_seqlens: Tensor  # int32 [S+1]
+    cu_seqlens: Tensor
     longest: int
-    buckets: tuple[Bucket, ...] = ()  # for the SDPA kernel
-    restore: Tensor | None = None  # the slot of every computed position among those of all buckets, int64
-    group: dist.ProcessGroup | None = None  # ranks that share the positions
+    buckets: tuple[Bucket, ...] = ()
+    restore: Tensor | None = None
+    group: dist.ProcessGroup | None = None
+
+
+class _Scoring(NamedTuple):
+    """The scale of query · key, the positions that a token sees, itself included, and the cap of its scores."""
+
+    scale: float | None
+    window: int | None
+    softcap: float | None
 
 
 def plan_packing(
@@ -76,23 +89,26 @@ def plan_packing(
     """
     starts = list(accumulate(lengths, initial=0))
     cu_seqlens = torch.tensor(starts, dtype=torch.int32).to(device)
-    packing = Packing(kernel, cu_seqlens, max(lengths, default=0), group=group)
+    longest = max(lengths, default=0)
     if kernel != "sdpa":
-        return packing
+        return Packing(kernel, cu_seqlens, longest, group=group)
     buckets, n_slots = [], 0
     restore = torch.empty(starts[-1], dtype=torch.int64)
     for members in _group_by_length(lengths):
         width = lengths[members[0]]
-        columns, rows = torch.arange(width), []
+        columns = torch.arange(width)
+        rows = []
         for start, length in ((starts[member], lengths[member]) for member in members):
             rows.append(start + columns.clamp(max=length - 1))  # padding repeats the last position
             restore[start : start + length] = n_slots + columns[:length]
             n_slots += width
         packed = torch.cat(rows)
-        packed = packed if distinct is None else distinct.inverse[packed]
-        buckets.append(Bucket(len(members), width, packed.to(device)))
-    restore = restore if distinct is None else restore[distinct.source]
-    return replace(packing, buckets=tuple(buckets), restore=restore.to(device))
+        buckets.append(
+            Bucket(len(members), width, (packed if distinct is None else distinct.inverse[packed]).to(device))
+        )
+    if distinct is not None:
+        restore = restore[distinct.source]
+    return Packing(kernel, cu_seqlens, longest, tuple(buckets), restore.to(device), group)
 
 
 def _group_by_length(lengths: SequenceOf[int]) -> list[list[int]]:
@@ -121,7 +137,9 @@ def packed_attention(
     packing: Packing,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend causally within each sequence, without dropout. This is transformers' attention interface.
+    """Attend causally within each sequence. This is transformers' attention interface.
+
+    Dropout is not applied, because two passes over one policy must agree.
 
     Args:
         query: [1, Hq, T, D]; key and value [1, Hk, T, D].
@@ -131,35 +149,36 @@ def packed_attention(
         [1, T, Hq, D], and None for the weights.
 
     Raises:
-        ConfigError: the model needs what is not supported.
+        ConfigError: the model needs what the kernel does not support.
     """
-    window = _window(type(module).__name__, attention_mask, options)
+    scoring = _scoring(type(module).__name__, attention_mask, packing.kernel, options)
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, D]
     if packing.group is not None:
         query, key, value = heads_from_positions(query, key, value, packing.group)
-    attend = _sdpa if packing.kernel == "sdpa" else _varlen
-    out = attend(query, key, value, packing, options.get("scaling"), window)
+    attend = {"sdpa": _sdpa, "flash": _flash, "varlen": _varlen}[packing.kernel]
+    out = attend(query, key, value, packing, scoring)
     if packing.group is not None:
         out = positions_from_heads(out, packing.group)
     return out[None], None
 
 
-def _window(name: str, mask: Tensor | None, options: dict[str, Any]) -> int | None:
-    """Return how many positions a token sees, itself included; None for no limit."""
-    unsupported = {
-        "its attention mask": mask is not None and mask.numel(),
-        "attention sinks": options.get("s_aux") is not None,
-        "a cap of its scores": options.get("softcap") is not None,
-    }
-    for what, is_used in unsupported.items():
-        if is_used:
-            raise ConfigError(f"model: {name} is not supported by packed attention, because of {what}")
-    return options.get("sliding_window") if mask is None else mask.shape[-1]
+def _scoring(name: str, mask: Tensor | None, kernel: Kernel, options: dict[str, Any]) -> _Scoring:
+    window, softcap = options.get("sliding_window"), options.get("softcap")
+    if mask is not None:
+        if mask.numel():
+            raise ConfigError(f"model: the attention mask of {name} is not supported by packed attention")
+        window = mask.shape[-1]
+    if options.get("s_aux") is not None:
+        raise ConfigError(f"model: attention sinks are not supported by packed attention ({name})")
+    if softcap is not None and kernel != "flash":
+        raise ConfigError(
+            f"model: {name} caps its scores, which the kernel {kernel!r} does not support. Install flash-attn and set "
+            "model.attention=flash"
+        )
+    return _Scoring(options.get("scaling"), window, softcap)
 
 
-def _sdpa(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None, window: int | None
-) -> Tensor:
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scoring: _Scoring) -> Tensor:
     assert packing.restore is not None
     gqa = key.shape[1] != query.shape[1]
     outs = []
@@ -169,28 +188,16 @@ def _sdpa(
             for tensor in (query, key, value)
         )
         mask = None
-        if window is not None and bucket.length > window:
-            mask = _visible(bucket.length, window, query.device)
+        if scoring.window is not None and bucket.length > scoring.window:
+            mask = _visible(bucket.length, scoring.window, query.device)
         if bucket.length <= SHORT and query.device.type == "cpu":
-            out = _plain(q, k, v, mask, scale)
+            out = _plain(q, k, v, mask, scoring.scale)
         else:
             out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scoring.scale, enable_gqa=gqa
             )
         outs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outs).index_select(0, packing.restore)
-
-
-def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None, window: int | None
-) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    bounds = (packing.cu_seqlens, packing.cu_seqlens, packing.longest, packing.longest)
-    gqa, before = key.shape[1] != query.shape[1], -1 if window is None else window - 1  # −1 is no limit
-    out = varlen_attn(query, key, value, *bounds, scale=scale, window_size=(before, 0), enable_gqa=gqa)
-    assert isinstance(out, Tensor)
-    return out
 
 
 def _visible(length: int, window: int, device: torch.device) -> Tensor:
@@ -211,16 +218,64 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, sc
     return (torch.softmax(scores, -1) @ value.flatten(0, 1)).view(n, heads, length, value.shape[-1])
 
 
-def choose_kernel(wanted: Literal["auto", "sdpa"], device: torch.device, dtype: torch.dtype) -> Kernel:
-    """Return the kernel to run: ``auto`` is varlen on CUDA in half precision, and sdpa elsewhere."""
+def _window_size(scoring: _Scoring) -> tuple[int, int]:
+    """Return the positions before and after a token that it sees; −1 is no limit."""
+    return (-1 if scoring.window is None else scoring.window - 1, 0)
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scoring: _Scoring) -> Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    out: Tensor = flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        *(packing.cu_seqlens, packing.cu_seqlens, packing.longest, packing.longest),
+        softmax_scale=scoring.scale,
+        causal=True,
+        window_size=_window_size(scoring),
+        softcap=scoring.softcap or 0.0,
+    )
+    return out
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scoring: _Scoring) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    bounds = (packing.cu_seqlens, packing.cu_seqlens, packing.longest, packing.longest)
+    gqa, window = key.shape[1] != query.shape[1], _window_size(scoring)
+    out = varlen_attn(query, key, value, *bounds, scale=scoring.scale, window_size=window, enable_gqa=gqa)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def choose_kernel(
+    wanted: Literal["auto", "sdpa", "flash", "varlen"], device: torch.device, dtype: torch.dtype
+) -> Kernel:
+    """Return the kernel to run.
+
+    ``auto`` is flash where it is installed, else varlen, on CUDA in half precision, and sdpa elsewhere. Raises
+    ConfigError where the one asked for cannot run.
+    """
     half_on_cuda = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-    return "varlen" if wanted == "auto" and half_on_cuda else "sdpa"
+    has_flash = importlib.util.find_spec("flash_attn") is not None
+    if wanted == "auto":
+        return "sdpa" if not half_on_cuda else "flash" if has_flash else "varlen"
+    if wanted != "sdpa" and not half_on_cuda:
+        raise ConfigError(
+            f"model.attention: {wanted!r} needs CUDA and bfloat16 or float16, got {device.type} and "
+            f"{str(dtype).removeprefix('torch.')}. Use sdpa or auto"
+        )
+    if wanted == "flash" and not has_flash:
+        raise ConfigError("model.attention: 'flash' requires the package flash-attn. Install it, or use varlen")
+    return wanted
 
 
 def window_mask(*, config: Any, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> Tensor | None:
     """Return an empty [1, 1, 0, window] for layers with a sliding window, else None. This is transformers' interface.
 
-    Some models (Qwen2-MoE, PhiMoE) name their window in the mask only. Raises ConfigError for other masks.
+    Some models (Qwen2-MoE, PhiMoE) have their window in the mask only and do not pass it to the attention function.
+    Raises ConfigError for masks that are more than causal with a window.
     """
     is_read_by_model = local_size is not None and config.model_type == "doge"
     if is_read_by_model or use_vmap or "chunked_attention" in (getattr(config, "layer_types", None) or ()):

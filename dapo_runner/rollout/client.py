@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dapo_runner import http
-from dapo_runner.config.rollout_server import ServerConfig
+from dapo_runner.config.rollout import ServerConfig
 from dapo_runner.errors import RunError
 from dapo_runner.rollout.guard import CLAIM, RELEASE, RUN
 from dapo_runner.rollout.key import key_file, server_key

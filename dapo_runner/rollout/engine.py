@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dapo_runner.config import Config
+from dapo_runner.config import ENGINES, Config
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.policy.model import load_tokenizer
 from dapo_runner.policy.weights import checkpoint_weights, stored_tensors
@@ -91,7 +91,7 @@ class RolloutEngine(ABC):
 
 def engine_class(config: Config) -> type[RolloutEngine]:
     """Return the class that `rollout.engine` names."""
-    found: type[RolloutEngine] = resolve_name(config.rollout.engine_spec.implementation)
+    found: type[RolloutEngine] = resolve_name(ENGINES[config.rollout.engine])
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from dapo_runner import http
 from dapo_runner.config import ConfigError
-from dapo_runner.config.rollout_server import ServerConfig
+from dapo_runner.config.rollout import ServerConfig
 from dapo_runner.rollout.client import RefusedError, RolloutError, Server, ServerError
 from dapo_runner.rollout.guard import RENEW
 from dapo_runner.rollout.transfer import Transfer

@@ -83,7 +83,7 @@ class RolloutWorker:
         only rank 0 calls this, inside ``lead``.
         """
         with self.clock.phase("wait") if self.world.size > 1 else nullcontext():
-            costs = [_cost(request) for request in requests]
+            costs = {place: _cost(request) for place, request in enumerate(requests)}
             shares = [[requests[place] for place in mine] for mine in spread(costs, self.world.n_engines)]
             per_engine = self.world.layout.rollout_tensor
             self._send([_Share(shares[rank // per_engine], options) for rank in range(self.world.size)])

@@ -15,11 +15,11 @@ from test_train import Notes
 from torch import Tensor
 
 from dapo_runner.algorithms.advantage import make_sequence
-from dapo_runner.algorithms.learner import Learner
+from dapo_runner.algorithms.learner import make_learner
 from dapo_runner.algorithms.mini_batch import local_sampling_mask
 from dapo_runner.algorithms.packing import pack
 from dapo_runner.config import Config, ConfigError, ModelConfig, TreeShape, parse_config
-from dapo_runner.config.checks import cautions
+from dapo_runner.config.settings import cautions
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.policy.model import Policy, load_model, load_tokenizer
 from dapo_runner.rollout.group_buffer import group_from_state, group_state
@@ -137,7 +137,7 @@ def test_the_update_is_that_of_what_was_kept(policy: Policy, engine: HFEngine) -
     """Loss and log-probs by hand, whatever the packing."""
     vocab = policy.head.weight.shape[0]
     sequences = [s for s in with_lists(random_sequences(10, seed=2), vocab) if s.mask[1:].any()]
-    learner = Learner(policy, make_config(loss={"old_logprobs": "rollout"}))
+    learner = make_learner(policy, make_config(loss={"old_logprobs": "rollout"}))
     found: list[tuple[float, dict[str, Tensor]]] = []
     for budget in (64, 1024):
         mini = pack_mini_batch(learner, sequences, budget)

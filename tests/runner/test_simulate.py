@@ -19,11 +19,8 @@ from dapo_runner.preflight import memory
 from dapo_runner.preflight.account import (
     GPU_MEMORY,
     describe,
-    extra_forwards,
     fits,
-    micro_batches,
     phase_peaks,
-    step_traffic,
 )
 from dapo_runner.preflight.memory import ModelShape, memory_estimate, model_shape
 from dapo_runner.preflight.simulate import Simulation, Traffic, simulate
@@ -72,15 +69,14 @@ def check_page(recipe: Path, config: Config, found: Simulation) -> None:
     phases, told = phase_peaks(config, found), describe(config, found)
     formulas = float(told["update"].split()[-2])
     sizes = [phases["update"] / 2**30, formulas, phases["rollout"] / 2**30]
-    traffic = f"{step_traffic(config, found) / 2**40:.1f} TiB"
-    assert line.split(" | ")[2:] == [*(f"{size:.1f} GiB" for size in sizes), f"{traffic} |"]
+    assert line.removesuffix(" |").split(" | ")[2:] == [f"{size:.1f} GiB" for size in sizes]
 
 
 @pytest.mark.usefixtures("eight_layers")
 @pytest.mark.ranks
 def test_the_papers_recipe() -> None:
     config, shape, found = simulated(PAPER)
-    assert (found.positions, micro_batches(config), extra_forwards(config)) == (22528 // 8, 32, 15)
+    assert found.positions == 22528 // 8
     check(config, shape, found)
     assert phase_peaks(config, found)["update"] == pytest.approx(10.28 * 2**30, rel=0.01)
     assert "fits" in describe(config, found)
@@ -140,13 +136,12 @@ def test_what_else_a_loss_may_want(model_folder: Path) -> None:
         config = make_config(loss=loss, parallel=LAYOUTS[0], model={"path": str(model_folder), "tiny": None})
         told = describe(config, simulate(config))
         assert ("  reference weights" in told) == ("overrides" in loss)
-    assert extra_forwards(config) == 1  # clip_cov looks at the whole mini-batch first
 
 
 def test_a_recipe_that_does_not_fit() -> None:
     config = load_config(SEVEN, ["rollout.vllm.gpu_memory=0.9"])
     held, peak = 11 * 2**30, {"all of it": 22 * 2**30}
-    found = Simulation(10240, peak, held, 152064 * 3584, {}, {}, 0.0)
+    found = Simulation(10240, peak, held, 152064 * 3584, {}, {})
     assert phase_peaks(config, found)["rollout"] == held + int(0.9 * GPU_MEMORY) > GPU_MEMORY
     assert not fits(config, found)
     assert ": no" in describe(config, found)["fits"]

@@ -9,8 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from dapo_runner.algorithms.packing import count_training_tokens
-from dapo_runner.config import Config, ConfigError, SftConfig
-from dapo_runner.config.checks import check_schedule, failures
+from dapo_runner.config import Config, ConfigError, SftConfig, check_config, check_schedule, failures
 from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.interrupt import StopRequest
 from dapo_runner.logging.metrics import prefixed
@@ -33,6 +32,7 @@ def sft(recipe: SftConfig, progress: Progress | None = None) -> Path:
     Ctrl-C finishes the update and saves it; then KeyboardInterrupt. Raises ConfigError, NonFiniteUpdateError,
     CheckpointError, RankLostError.
     """
+    check_config(recipe)
     progress = make_progress(recipe.logging.progress, Console()) if progress is None else progress
     context = open_context(recipe.training(), progress)
     with context.closed_on_error():
@@ -77,7 +77,7 @@ class SftRun(TrainingRun):
             sequences = self._sequences(self.examples.heldout)
             batches = self.learner.pack(sequences)[self.world.data_rank]
             local = math.fsum(float(self.learner.logprobs(batch).double().sum()) for batch in batches)
-            total = math.fsum(self.world.gather_shares(local))
+            total = math.fsum(self.world.all_gather_object(local)[:: self.world.layout.sequence])
             loss = -total / count_training_tokens(sequences)
         self._log(step, "eval", {"eval/loss": loss, "eval/examples": len(sequences)})
         self.progress.note(f"after step {step}: held-out loss {loss:.4f}")
@@ -99,10 +99,10 @@ def plan_updates(recipe: SftConfig, examples: Examples) -> Config:
     """
     assert recipe.model.path is not None
     longest = max(len(sequence.token_ids) for sequence in examples.sequences.values())
-    check_length("model.path", recipe.model.path, recipe.model, longest, "data.max_tokens")
+    check_length("model.path", recipe.model.path, recipe.model, longest, "data.max_tokens: an example")
     updates = math.ceil(recipe.run.epochs * len(examples.train) / recipe.optimizer.mini_batch_size)
     config = recipe.training(updates)
-    if problems := list(failures(config, check_schedule)):
+    if problems := list(failures(check_schedule(config), config)):
         raise ConfigError("\n".join(problems))
     return config
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dapo_runner.algorithms.advantage import ADVANTAGES, make_sequences
 from dapo_runner.config import AdvantageConfig
-from dapo_runner.config.advantage import BY_RESPONSE, BY_TOKEN
+from dapo_runner.config.training import BY_RESPONSE, BY_TOKEN
 from dapo_runner.types import Group
 
 

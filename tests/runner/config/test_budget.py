@@ -13,21 +13,21 @@ from dapo_runner.config.section import Section
 
 ROOT = Path(reference.__file__).parents[1]
 LINES = {  # today's: lower a number when its room shrinks
-    "top": 3532,
+    "top": 3477,
     "rollout": 3286,
-    "training": 2182,
+    "training": 2440,
     "rewards": 2204,
-    "config": 2145,
-    "algorithms": 1684,
+    "config": 1639,
+    "algorithms": 1825,
     "tools": 1532,
     "logging": 1155,
-    "preflight": 989,
+    "preflight": 834,
     "data": 759,
 }
 ROOMS = {"policy": "training", "parallel": "training", "checkpoint": "training", "commands": "top", "run": "top"}
-SETTINGS = 264
+SETTINGS = 252
 LONGEST_FUNCTION, MOST_PARAMETERS = 45, 8
-TO_BE_SPLIT = {"preflight/simulate.py: simulate"}
+TO_BE_SPLIT: set[str] = set()
 
 
 def files() -> Iterator[tuple[str, Path]]:

@@ -18,7 +18,7 @@ from fake_server import GENERATE, UPDATE, FakeServer
 from served import PROMPTS, SAMPLING, hang, moved, open_engine, server_config, told
 from small import small_recipe
 
-from dapo_runner.algorithms.learner import Learner
+from dapo_runner.algorithms.learner import make_learner
 from dapo_runner.config import ConfigError, parse_config
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.progress import Progress
@@ -238,7 +238,7 @@ def test_the_probe_works_as_with_any_engine(
     model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy
 ) -> None:
     engine = open_engine(model_folder, servers, tmp_path)
-    learner = Learner(policy, server_config(model_folder, servers, tmp_path))
+    learner = make_learner(policy, server_config(model_folder, servers, tmp_path))
     probe = SyncProbe(PROMPTS[:4], learner.config)
     assert probe(engine, learner)["gap"] < 1e-5
     engine.update_weights(moved(policy).items())

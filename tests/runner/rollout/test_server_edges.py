@@ -26,7 +26,7 @@ from small import write_recipe
 from dapo_runner.cli import main
 from dapo_runner.commands import serve
 from dapo_runner.config import ConfigError
-from dapo_runner.config.rollout_server import ServerConfig
+from dapo_runner.config.rollout import ServerConfig
 from dapo_runner.folder import lock_folder
 from dapo_runner.http import run
 from dapo_runner.parallel.world import SINGLE_PROCESS

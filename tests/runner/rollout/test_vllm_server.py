@@ -26,7 +26,7 @@ from builders import make_config, save_model
 from test_vllm import CPU, SHAPE, change, policy_logprobs
 from transformers import AutoConfig
 
-from dapo_runner.algorithms.learner import Learner
+from dapo_runner.algorithms.learner import Learner, make_learner
 from dapo_runner.commands.serve import PROGRAM, server_arguments, server_environment
 from dapo_runner.config import Config, ModelConfig, dump_config
 from dapo_runner.http import run
@@ -133,7 +133,7 @@ def test_it_is_the_engine_of_this_process(config: Config, server: None, monkeypa
     assert path is not None
     inside = VLLMEngine(path, make_tokenizer(), config, CPU)
     engine = ServerEngine(path, make_tokenizer(), config)
-    learner = Learner(load_policy(path, ModelConfig(path="x", dtype="float32"), CPU), config)
+    learner = make_learner(load_policy(path, ModelConfig(path="x", dtype="float32"), CPU), config)
     probe = SyncProbe(asked, config)
     sampling = SamplingParams(n=4, max_tokens=12, seed=3)
     each = [
@@ -182,7 +182,9 @@ def in_turn(config: Config) -> dict[int, Learner]:
     """The weights of the first updates: those of the model's folder and others."""
     path = config.model.path
     assert path is not None
-    first, second = (Learner(load_policy(path, ModelConfig(path="x", dtype="float32"), CPU), config) for _ in range(2))
+    first, second = (
+        make_learner(load_policy(path, ModelConfig(path="x", dtype="float32"), CPU), config) for _ in range(2)
+    )
     change(second)
     return {1: first, 2: second, 3: first, 4: second, 5: first}
 
@@ -329,7 +331,7 @@ def test_it_belongs_to_one_run(config: Config, server: None) -> None:
     """And to the next at once when the one that has it is killed."""
     assert config.model.path is not None
     program = "import json, sys, time; from dapo_runner.rollout.client import Server; "
-    program += "from dapo_runner.config.rollout_server import ServerConfig; one = Server(sys.argv[1], ServerConfig()); "
+    program += "from dapo_runner.config.rollout import ServerConfig; one = Server(sys.argv[1], ServerConfig()); "
     program += "from dapo_runner.http import run\n"
     program += "while True: run(one.claim(json.loads(sys.argv[2]))); print('claimed', flush=True); time.sleep(1)"
     model = model_sizes(AutoConfig.from_pretrained(config.model.path))
@@ -388,7 +390,7 @@ def test_weights_by_nccl(config: Config, tmp_path: Path, monkeypatch: pytest.Mon
     command.append("--worker-extension-cls=gloo_for_nccl.Extension")
     places = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**server_environment(config, url), gloo_for_nccl.SWITCH: "1", "PYTHONPATH": places}
-    learner = Learner(load_policy(path, ModelConfig(path="x", dtype="float32"), CPU), config)
+    learner = make_learner(load_policy(path, ModelConfig(path="x", dtype="float32"), CPU), config)
     probe = SyncProbe(prompts(config), config)
     with running(command, tmp_path / "log", **environment):
         engine = ServerEngine(path, make_tokenizer(), config)

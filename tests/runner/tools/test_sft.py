@@ -121,7 +121,7 @@ def test_what_is_held_out_does_not_train(model_folder: Path, tmp_path: Path) -> 
         ({"model": {"path": None, "tiny": {}}}, r"model\.path: "),
         ({"optimizer": {"warmup_steps": 12}}, r"optimizer\.warmup_steps: .* 12 "),
         ({"optimizer": {"token_budget": 30}}, r"optimizer\.token_budget: expected at least 31"),
-        ({"rollout": {"top_p": 1.0}}, r"rollout: unknown key; known keys here: run, model, data"),
+        ({"rollout": {"top_p": 1.0}}, r"rollout: unknown key; known keys here: run, model"),
         ({"data": {"colums": {}}}, r"data\.colums: unknown key; did you mean 'columns'"),
     ],
 )

@@ -20,8 +20,8 @@ from small import small_recipe
 
 from dapo_runner.cli import main
 from dapo_runner.commands import study as study_command
-from dapo_runner.config import ConfigError, dump_config, lay_settings, load_study, parse, parse_config
-from dapo_runner.config.study import StudyConfig
+from dapo_runner.config import ConfigError, dump_config, lay_settings, parse, parse_config, read_recipe
+from dapo_runner.config.commands import StudyConfig
 from dapo_runner.folder import write_config
 from dapo_runner.tools.study import runs as runs_module
 from dapo_runner.tools.study.figures import COLORS, draw_figure
@@ -47,7 +47,7 @@ def write_study(folder: Path, **settings: Any) -> Path:
 
 
 def planned(folder: Path, **settings: Any) -> tuple[StudyConfig, list[StudyRun]]:
-    study = load_study(write_study(folder, **settings))
+    study = parse(read_recipe(write_study(folder, **settings)), StudyConfig)
     return study, plan_runs(study, folder / "base.yaml")
 
 
@@ -55,7 +55,10 @@ def test_studies_that_share_runs_do_not_clash() -> None:
     """The figures are of Table 1's own runs; the tricks begin with its models, and have runs of other names."""
     recipes = ROOT / "recipes"
     runs = {
-        name: {(run.variant, run.seed): run.config for run in plan_runs(load_study(path), recipes / "tiny.yaml")}
+        name: {
+            (run.variant, run.seed): run.config
+            for run in plan_runs(parse(read_recipe(path), StudyConfig), recipes / "tiny.yaml")
+        }
         for name in ("table1", "figures", "tricks")
         for path in [recipes / f"studies/{name}.yaml"]
     }
@@ -84,15 +87,15 @@ def test_every_variant_with_every_seed_over_what_it_is_over(tmp_path: Path) -> N
     [
         ({"seeds": [1, 1]}, "seeds: expected each once, got [1, 1]"),
         ({"seeds": []}, "seeds: expected List should have at least 1 item"),
-        ({"variants": [{"name": "a"}, {"name": "a"}]}, "variants: expected names that differ, got 'a' twice"),
-        ({"variants": [{"name": "a", "over": "b"}]}, "variants: a: expected a variant further up, got 'b'"),
-        ({"figures": [{"name": "f", "title": "F", "variants": ["x"], "curves": ["y"]}]}, "figures: f: expected"),
+        ({"variants": [{"name": "a"}, {"name": "a"}]}, "variants: expected names that differ"),
+        ({"variants": [{"name": "a", "over": "b"}]}, "variants: expected a's over"),
+        ({"figures": [{"name": "f", "title": "F", "variants": ["x"], "curves": ["y"]}]}, "figures: expected"),
         ({"variants": [{"name": "a", "overrides": {"loss.clip": 1}}]}, "a: loss.clip: unknown key"),
         (
             {"start": "per_seed", "variants": [{"name": "a", "overrides": {"model.tiny.layers": 1}}]},
             "a: model.tiny.layers: expected it among the study's overrides",
         ),
-        ({"entropy_fit": ["x"]}, "entropy_fit: expected variants of this study, got 'x'"),
+        ({"entropy_fit": ["x"]}, "entropy_fit: expected variants of this study"),
         ({"start": "per_seed", "overrides": {"model": {"tiny": None, "path": "m"}}}, "start: expected 'each'"),
     ],
 )  # fmt: skip
@@ -204,7 +207,7 @@ def test_a_run_is_done_at_its_last_evaluation_and_another_is_refused(tmp_path: P
 
 
 def test_a_start_that_was_made_otherwise_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    study = load_study(path := write_study(tmp_path, start="per_seed"))
+    study = parse(read_recipe(path := write_study(tmp_path, start="per_seed")), StudyConfig)
     (folder, config), _ = plan_starts(study, tmp_path / "base.yaml").items()
     folder.mkdir(parents=True)
     recipe_of_start(folder).write_text(dump_config(config))

@@ -1,0 +1,143 @@
+"""The settings of the other commands: `dapo sft`, `dapo study`, `dapo convert-answers`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from dapo_runner.config.data import DataConfig, EvalSetConfig, ProblemsConfig, PromptsConfig
+from dapo_runner.config.reward import AskedModel, JudgePrompt
+from dapo_runner.config.run import JobConfig, RunConfig, TrainingConfig
+from dapo_runner.config.section import Check, Name, NonNegativeInt, Plain, PositiveFloat, PositiveInt, Section
+from dapo_runner.config.settings import Config
+from dapo_runner.config.training import LossConfig, OptimizerConfig
+
+
+class SftRunConfig(JobConfig):
+    name: str = "sft"
+    epochs: PositiveFloat = 1.0  # passes over the training examples
+    eval_every: NonNegativeInt = 50
+    save_every: NonNegativeInt = 200
+
+
+class SftColumnsConfig(Section):
+    """Which columns are what. Where ``messages`` is named, it alone is read."""
+
+    prompt: str = "prompt"  # a text, or a list of chat messages
+    completion: str = "completion"  # a text, or the assistant's message in a list
+    messages: str | None = None  # a conversation that ends with the assistant's message
+
+
+class SftDataConfig(PromptsConfig):
+    path: Path  # as data.path of a run
+    columns: SftColumnsConfig | None = None  # null: prompt and completion, messages, or those of a judge's verdicts
+    judge: JudgePrompt = JudgePrompt()  # what verdicts are made prompts with, as in reward.judge
+    chat_template_kwargs: dict[str, Plain] = {}  # as in reward.judge
+    max_tokens: PositiveInt = 4096  # of a prompt and its completion; longer ones are left out and counted
+    eval_path: Path | None = None  # held-out rows
+    eval_size: NonNegativeInt = 64  # the first rows of eval_path, or rows cut from the training set
+
+
+class SftOptimizerConfig(OptimizerConfig):
+    lr: PositiveFloat = 1e-5
+    warmup_steps: NonNegativeInt = 20  # updates
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    mini_batch_size: PositiveInt = 64  # examples of an update
+
+
+class SftConfig(TrainingConfig):
+    run: SftRunConfig = SftRunConfig()
+    data: SftDataConfig
+    optimizer: SftOptimizerConfig = SftOptimizerConfig()
+
+    def checks(self) -> Iterator[Check]:
+        yield "model.path", self.model.path is not None, "a model to train further"
+        longest = self.data.max_tokens - 1
+        fits = self.optimizer.token_budget >= longest
+        yield "optimizer.token_budget", fits, f"at least {longest}, the longest example (data.max_tokens)"
+
+    def training(self, updates: int = 1) -> Config:
+        """Return the configuration of the same training in `dapo train`, where an update is a step of its own:
+        cross-entropy is the policy gradient of the completions with an advantage of 1.
+        """
+        heldout = {} if self.data.eval_path is None else {"heldout": EvalSetConfig(path=self.data.eval_path)}
+        return Config(
+            run=RunConfig(**self.run.model_dump(exclude={"epochs"}), steps=updates),
+            model=self.model,
+            data=DataConfig(path=self.data.path, eval=heldout),
+            loss=LossConfig(objective="reinforce"),
+            optimizer=OptimizerConfig(**self.optimizer.model_dump()),
+            parallel=self.parallel,
+            logging=self.logging,
+        )
+
+
+class VariantConfig(Section):
+    name: Name  # of its runs' folder
+    label: str | None = None  # null: the name
+    over: Name | None = None  # a variant further up, whose overrides this one adds to
+    overrides: dict[str, Plain] = {}  # sections, or dotted keys
+    against: Name | None = None  # the variant it is tested against; null: the row above
+
+
+class FigureConfig(Section):
+    """A picture: a panel for each curve, a line with its band for each variant."""
+
+    name: Name  # of its file
+    title: str  # above the picture
+    variants: list[Name] = Field(min_length=1)  # a line for each
+    curves: list[str] = Field(min_length=1)  # as in metrics.jsonl
+    x: Literal["step", "tokens", "updates", "seconds"] = "step"  # the horizontal axis
+
+
+class StudyConfig(Section):
+    name: Name = "study"  # of the study's folder
+    title: str = "Study"  # of its page
+    about: str = ""  # a paragraph under the title
+    base: str  # a YAML file, beside the study's own, or the name of a recipe
+    output_dir: Path = Path("studies")  # the study lives in output_dir/name
+    runs: Name | None = None  # another study, whose runs these are too: none is made again
+    seeds: list[NonNegativeInt] = Field(min_length=1)  # a run of each variant with each seed
+    overrides: dict[str, Plain] = {}  # of the base, for every variant
+    # A tiny model is made by each run for itself, or once for all variants of a seed (as the base makes it).
+    start: Literal["each", "per_seed"] = "each"
+    variants: list[VariantConfig] = Field(min_length=1)
+    figures: list[FigureConfig] = []
+    entropy_fit: list[Name] = []  # variants that accuracy is fitted to entropy of: arXiv 2505.22617, eq. 1
+    threads: PositiveInt = 1  # CPU threads of a run
+
+    @property
+    def folder(self) -> Path:
+        return self.output_dir / self.name
+
+    @property
+    def folder_of_runs(self) -> Path:
+        return self.output_dir / (self.runs or self.name)
+
+    def checks(self) -> Iterator[Check]:
+        names = [variant.name for variant in self.variants]
+        yield "seeds", len(set(self.seeds)) == len(self.seeds), "each once"
+        yield "variants", len(set(names)) == len(names), f"names that differ (not {', '.join(names)})"
+        for n, variant in enumerate(self.variants):
+            is_above = {variant.over, variant.against} <= {None, *names[:n]}
+            yield "variants", is_above, f"{variant.name}'s over and against to be variants further up"
+        for figure in self.figures:
+            yield "figures", set(figure.variants) <= set(names), f"variants of this study in {figure.name}"
+        yield "entropy_fit", set(self.entropy_fit) <= set(names), "variants of this study"
+
+
+class ConvertConfig(AskedModel, ProblemsConfig):
+    """Which model rewrites problems, and what they are read from. docs/convert-answers.md."""
+
+    requires = {"url": "concurrency"}
+
+    chat_template_kwargs: dict[str, Plain] = {}  # {enable_thinking: false} for a model that would think first
+    max_tokens: PositiveInt = 8192  # of a reply
+    concurrency: PositiveInt = 16  # requests at a time
+
+    def checks(self) -> Iterator[Check]:
+        yield from super().checks()
+        yield "columns.answer", self.columns is None or self.columns.answer is not None, "the column of the answers"
