@@ -134,14 +134,14 @@ async function read(run, step) {
 }
 
 const SAMPLE_FILTERS = {
-  right: (sample) => sample.correct,
-  wrong: (sample) => !sample.correct,
-  cut: (sample) => sample.finish_reason === "length",
+  correct: (sample) => sample.correct,
+  incorrect: (sample) => !sample.correct,
+  truncated: (sample) => sample.finish_reason === "length",
 };
 const GROUP_FILTERS = {
-  "all-wrong": (right, n) => right === 0,
-  "all-right": (right, n) => right === n,
-  mixed: (right, n) => 0 < right && right < n,
+  "all-incorrect": (correct, n) => correct === 0,
+  "all-correct": (correct, n) => correct === n,
+  mixed: (correct, n) => 0 < correct && correct < n,
 };
 
 function count(samples, keep) {
@@ -152,8 +152,8 @@ function wanted(group) {
   const keepSample = SAMPLE_FILTERS[document.getElementById("responses").value];
   const keepGroup = GROUP_FILTERS[document.getElementById("groups").value];
   const samples = keepSample ? group.samples.filter(keepSample) : group.samples;
-  const right = count(group.samples, SAMPLE_FILTERS.right);
-  return samples.length && (!keepGroup || keepGroup(right, group.samples.length)) ? samples : null;
+  const correct = count(group.samples, SAMPLE_FILTERS.correct);
+  return samples.length && (!keepGroup || keepGroup(correct, group.samples.length)) ? samples : null;
 }
 
 function chooser(values, label, chosen, onChoice) {
@@ -210,7 +210,7 @@ async function fill(column, run) {
   const group = found.find((group) => group.group === place.group) ?? found[0];
   const title = (number) => {
     const { samples } = groups[number - 1];
-    return `group ${number}: ${count(samples, SAMPLE_FILTERS.right)} of ${samples.length} right`;
+    return `group ${number}: ${count(samples, SAMPLE_FILTERS.correct)} of ${samples.length} correct`;
   };
   const numbers = found.map((group) => group.group);
   where.append(chooser(numbers, title, group.group, (chosen) => go({ step, group: chosen })));
@@ -238,14 +238,14 @@ function drawSample(sample, open) {
   const parts = Object.entries(sample.parts ?? {}).map(([name, value]) => `${name} ${signed(value)}`);
   const answer = `answer ${signed(sample.base_reward)}${parts.length ? ` (${parts.join(", ")})` : ""}`;
   const facts = [
-    `sample ${sample.sample} ${sample.correct ? "right" : "wrong"}`,
+    `sample ${sample.sample} ${sample.correct ? "correct" : "incorrect"}`,
     `reward ${signed(sample.reward)} = ${answer} + length ${signed(sample.length_penalty)}`,
     sample.segments ? `segments ${sample.segments.map(ends).join(", ")}` : `advantage ${signed(sample.advantage)}`,
-    `${sample.tokens} tokens, ${sample.finish_reason === "length" ? "cut at the limit" : "ended itself"}`,
-    sample.extracted === null ? (sample.correct ? "no answer extracted" : "no answer found") : `read ${sample.extracted}`,
-    ...(sample.trains ? [] : ["left out of the loss"]),
+    `${sample.tokens} tokens${sample.finish_reason === "length" ? ", truncated" : ""}`,
+    `extracted ${sample.extracted ?? "None"}`,
+    ...(sample.trains ? [] : ["does not train"]),
   ];
-  details.append(make("summary", sample.correct ? "right" : "wrong", facts.join(" · ")));
+  details.append(make("summary", sample.correct ? "correct" : "incorrect", facts.join(" · ")));
   const response = details.appendChild(make("div", "response"));
   // Tens of thousands of tokens are laid out when somebody looks.
   details.addEventListener("toggle", () => details.open && !response.hasChildNodes() && response.append(...tokens(sample)));

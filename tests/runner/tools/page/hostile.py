@@ -37,7 +37,7 @@ def saying(sample: Sample) -> Sample:
 
 
 def make_groups() -> list[Group]:
-    """One of a right, a wrong and a cut answer, one all wrong."""
+    """One of a correct, an incorrect and a truncated answer, one all incorrect."""
     mixed = (make_sample(True), make_sample(False), make_sample(False, truncated=True, trains=False))
     prompts = (make_prompt(SCRIPT, answer=IMAGE), make_prompt("\u202e\ud800 & <i>", answer="\udfff"))
     return [

@@ -103,9 +103,9 @@ def test_hostile_text_is_text(report: Any) -> None:
     assert response == f"{SCRIPT}{IMAGE}\\u001b[2J\\u0000\\u202e<b>bold</b>↵\n"
     assert right.query_selector(".response").text_content() == response.replace("↵", "")  # not token by token
     summary = left.query_selector("summary").text_content()
-    assert f"answer +1 (<i>brief +0.5) + length +0 · advantage +1.33 · 4 tokens, ended itself · read {IMAGE}" in summary
+    assert f"answer +1 (<i>brief +0.5) + length +0 · advantage +1.33 · 4 tokens · extracted {IMAGE}" in summary
     assert report.query_selector("#rollouts img, #rollouts script, #rollouts b, #rollouts i") is None
-    report.select_option("#groups", "all-wrong")
+    report.select_option("#groups", "all-incorrect")
     prompt = columns(report)[0].query_selector(".prompt").text_content()
     assert prompt == "\\u202e\\ud800 & <i>"
 
@@ -149,15 +149,15 @@ def test_filters_leave_what_was_asked_for(report: Any) -> None:
         summaries = columns(report)[0].query_selector_all("summary")
         return [summary.inner_text().split(" · ")[0] for summary in summaries]
 
-    assert left() == ["sample 1 right", "sample 2 wrong", "sample 3 wrong"]
-    for name, samples in (("right", ["sample 1 right"]), ("wrong", ["sample 2 wrong", "sample 3 wrong"]),
-                          ("cut", ["sample 3 wrong"])):  # fmt: skip
+    assert left() == ["sample 1 correct", "sample 2 incorrect", "sample 3 incorrect"]
+    incorrect = ["sample 2 incorrect", "sample 3 incorrect"]
+    for name, samples in (("correct", ["sample 1 correct"]), ("incorrect", incorrect), ("truncated", incorrect[1:])):
         report.select_option("#responses", name)
         assert left() == samples
-    report.select_option("#groups", "all-wrong")
-    assert left() == []  # nothing in it was cut
+    report.select_option("#groups", "all-incorrect")
+    assert left() == []  # nothing in it was truncated
     report.select_option("#responses", "")
-    assert left() == ["sample 1 wrong", "sample 2 wrong"]
+    assert left() == ["sample 1 incorrect", "sample 2 incorrect"]
     report.click("#runs input >> nth=0")
     assert len(columns(report)) == 1
 
