@@ -12,7 +12,7 @@ import yaml
 
 from benchmarks import picture
 from dapo_runner.cli import COMMANDS
-from dapo_runner.config.reading import flatten
+from dapo_runner.config import flatten
 from docs.generate import PAGES
 
 ROOT = Path(__file__).parent.parent
