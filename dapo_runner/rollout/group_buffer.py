@@ -1,32 +1,33 @@
 """Dynamic sampling (DAPO, Section 3.2, Eq. 11): collect groups until a step is full of those that teach something.
 
-A group is accepted when some but not all of its samples are correct, whatever the shaped reward; with
-`sampler.filter_on: reward`, when the rewards of its samples vary before the length term is added. Groups are accepted
-in the order of their prompts, whatever order they were finished in: taking the quick ones first would favour short
-responses. Groups that are left over open the next step, unless they are older than `sampler.max_age`.
+A group is accepted when some but not all of its samples are correct, or with `sampler.filter_on: reward` when their
+rewards vary before the length term is added. Groups are accepted in the order of their prompts: taking the quick ones
+first would favour short responses. Groups that are left over open the next step.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from torch.serialization import add_safe_globals
 
 from dapo_runner.config import Config
 from dapo_runner.errors import RunError
 from dapo_runner.types import Branch, Completion, Group, Prompt, Sample, Segment, TruncatedSupport, Verdict, VersionSpan
 
-# The weight of `initial_acceptance`, in groups: steadies the first rounds, soon outweighed by what is seen.
-PRIOR_GROUPS = 4
-# What earlier rounds saw counts less with each round: a policy that learns changes its acceptance rate.
-MEMORY = 0.7
+PRIOR_GROUPS = 4  # the weight of `initial_acceptance`, in groups
+MEMORY = 0.7  # earlier rounds count less with each round: a policy that learns changes its acceptance rate
 # Standard deviations by which a round is to exceed what is missing: 2.3 % of the rounds do not. Asking for the bare
 # expectation takes 1.8 rounds a step, each with a tail as long as its longest response.
 MARGIN = 2.0
-# No round asks for more than a whole step takes at this share of `initial_acceptance`: a policy that has come to fail
-# (or to solve) everything must not ask for ever more.
+# No round asks for more than a step takes at this share of `initial_acceptance`, however rare accepted groups become.
 LEAST_SHARE = 0.5
+
+# A checkpoint holds groups, and torch's weights-only unpickler loads it.
+add_safe_globals([Group, Prompt, Sample, Completion, Verdict, Segment, Branch, VersionSpan, TruncatedSupport])
 
 
 class SamplingExhaustedError(RunError):
@@ -91,9 +92,9 @@ class SampledStep:
 
 
 class GroupBuffer:
-    """Accepted groups in the order of their prompts, from which steps are taken.
+    """Accepted groups in the order of their prompts.
 
-    Call ``begin_step``, then ``add`` until ``is_done``, then ``take_step``.
+    For each step call ``begin_step``, then ``add`` until ``is_done``, then ``take_step``.
     """
 
     def __init__(self, config: Config) -> None:
@@ -137,9 +138,7 @@ class GroupBuffer:
     def take_step(self) -> SampledStep:
         """Return the step that is done. Raises SamplingExhaustedError where it is short and that is an error."""
         if self.missing and self.config.on_exhausted == "error":
-            raise SamplingExhaustedError(
-                f"{self._describe_shortfall(self.stats)} sampler.on_exhausted=train_partial trains on a short step."
-            )
+            raise SamplingExhaustedError(f"{self._describe_shortfall(self.stats)} Or set sampler.on_exhausted.")
         wanted, stats, is_short = self.config.prompts_per_step, self.stats, bool(self.missing)
         groups, self.groups, self.stats = self.groups[:wanted], self.groups[wanted:], SamplingStats()
         stats.carried_out = len(self.groups)
@@ -149,7 +148,7 @@ class GroupBuffer:
         """Take at most ``n`` samples of each group in ``waiting``, then of each of the step's ``groups``.
 
         Samples without a segment that trains are left out. Those of a group are taken at equal distances, because
-        neighbours in a tree have most in common. Returns with them how many samples wait now and how many were dropped
+        neighbours in a tree have most in common. Returns with them how many samples wait now, and how many were dropped
         because they are past `max_age`.
         """
         recent = [group for group in self.waiting if self._is_recent(group)]
@@ -183,38 +182,35 @@ class GroupBuffer:
 
     def _describe_shortfall(self, stats: SamplingStats) -> str:
         return (
-            f"sampler: less than {self.config.prompts_per_step} groups in {stats.rounds} rounds. Of {stats.groups} "
-            f"groups {stats.all_correct} are all correct, {stats.all_incorrect} all incorrect, {stats.mixed} mixed, "
-            f"{stats.varying_reward} have varying rewards; {stats.truncated} of {stats.samples} samples are truncated. "
-            f"{self._hint(stats)}"
+            f"sampler.max_rounds: expected {self.config.prompts_per_step} groups in {stats.rounds} rounds, got fewer. "
+            f"Of {stats.groups} groups {stats.all_correct} are all correct, {stats.all_incorrect} all incorrect, "
+            f"{stats.varying_reward_only} of these have varying rewards (sampler.filter_on=reward accepts them); "
+            f"{stats.truncated} of {stats.samples} samples are truncated (rollout.max_response_tokens)."
         )
 
-    def _hint(self, stats: SamplingStats) -> str:
-        if stats.varying_reward_only and self.filter_on == "correctness":
-            return "sampler.filter_on=reward accepts groups with varying rewards."
-        if stats.all_correct >= stats.all_incorrect:
-            return "Use harder data."
-        if 2 * stats.truncated >= stats.samples:
-            return "Raise rollout.max_response_tokens."
-        return "Use easier data or larger groups, or check the answer format."
-
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values and tensors."""
         return {
             "steps": self.step,
             "accepted": self._accepted,
             "tried": self._tried,
             "generated": self.stats.generated,
-            "buffer": [group_state(group) for group in self.groups],
-            "waiting": [group_state(group) for group in self.waiting],
+            "buffer": without_rows(self.groups),
+            "waiting": without_rows(self.waiting),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], prompts: Mapping[str, Prompt]) -> None:
-        """``prompts`` by their ids: the rows of the data set are not in the state."""
+        """Load a state. ``prompts`` by their ids have the messages and the rows of the data set."""
+
+        def with_rows(groups: list[Group]) -> list[Group]:
+            known = [prompts.get(group.prompt.id, group.prompt) for group in groups]
+            return [
+                replace(group, prompt=replace(group.prompt, messages=one.messages, row=one.row))
+                for group, one in zip(groups, known, strict=True)
+            ]
+
         self.step, self._accepted, self._tried = state["steps"], state["accepted"], state["tried"]
         self.stats = SamplingStats(generated=state["generated"])
-        self.groups = [group_from_state(group, prompts) for group in state["buffer"]]
-        self.waiting = [group_from_state(group, prompts) for group in state["waiting"]]
+        self.groups, self.waiting = with_rows(state["buffer"]), with_rows(state["waiting"])
 
     def _recent(self, groups: Sequence[Group]) -> list[Group]:
         recent = [group for group in groups if self._is_recent(group)]
@@ -239,57 +235,10 @@ def prompts_for(groups: int, acceptance: float) -> int:
     return math.ceil(accepted / acceptance)
 
 
+def without_rows(groups: Sequence[Group]) -> list[Group]:
+    """Return groups that can be saved: a row of the data set may hold anything."""
+    return [replace(group, prompt=replace(group.prompt, messages=(), row={})) for group in groups]
+
+
 def _n_samples(groups: Sequence[Group]) -> int:
     return sum(len(group.samples) for group in groups)
-
-
-_PROMPT = ("id", "token_ids", "text", "answer", "source")
-_COMPLETION = ("token_ids", "logprobs", "finish_reason", "text", "loss_mask")
-_SAMPLE = ("base_reward", "length_penalty", "trains")
-
-
-def group_state(group: Group) -> dict[str, Any]:
-    """Return plain values and tensors, without the prompt's messages and row."""
-    return {
-        "step": group.step,
-        "prompt": {name: getattr(group.prompt, name) for name in _PROMPT},
-        "samples": [_sample_state(sample) for sample in group.samples],
-    }
-
-
-def _sample_state(sample: Sample) -> dict[str, Any]:
-    completion = sample.completion
-    return {
-        **{name: getattr(completion, name) for name in _COMPLETION},
-        "path": [tuple(branch) for branch in completion.path],
-        "support": completion.support and tuple(completion.support),
-        "versions": [tuple(span) for span in completion.versions],
-        **{name: getattr(sample, name) for name in _SAMPLE},
-        "verdict": asdict(sample.verdict),
-        "parts": dict(sample.parts),
-        "segments": [asdict(segment) for segment in sample.segments],
-    }
-
-
-def group_from_state(state: Mapping[str, Any], prompts: Mapping[str, Prompt]) -> Group:
-    """``prompts`` by their ids give messages and rows."""
-    prompt = Prompt(**{**state["prompt"], "token_ids": tuple(state["prompt"]["token_ids"])})
-    known = prompts.get(prompt.id, prompt)
-    samples = tuple(_sample_from_state(sample) for sample in state["samples"])
-    return Group(replace(prompt, messages=known.messages, row=known.row), samples, state["step"])
-
-
-def _sample_from_state(state: Mapping[str, Any]) -> Sample:
-    completion = Completion(
-        **{name: state[name] for name in _COMPLETION},
-        path=tuple(Branch(*branch) for branch in state["path"]),
-        support=state["support"] and TruncatedSupport(*state["support"]),
-        versions=tuple(VersionSpan(*span) for span in state["versions"]),
-    )
-    return Sample(
-        completion,
-        Verdict(**state["verdict"]),
-        **{name: state[name] for name in _SAMPLE},
-        parts=state["parts"],
-        segments=tuple(Segment(**segment) for segment in state["segments"]),
-    )

@@ -1,4 +1,4 @@
-"""The door of a server that `dapo serve` starts: nothing without the key, and weights from one run at a time."""
+"""What `dapo serve` puts in front of vLLM: nothing without the key, and weights from one run at a time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import hmac
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 CLAIM, RELEASE = "/dapo/claim", "/dapo/release"
@@ -14,13 +16,11 @@ RUN = "Dapo-Run"  # the header with a run's token
 LEASE = 15.0  # seconds that a claim holds
 RENEW = 4.0  # seconds after which a run renews its claims
 # The paths that change weights, or the answers under way.
-OWNED = frozenset(
-    f"/{name}"
-    for name in (
-        *("pause", "resume", "start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache"),
-        *("init_weight_transfer_engine", "shutdown_weight_transfer_engine"),
-    )
-)
+OWNED = {
+    *("/pause", "/resume", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache"),
+    *("/start_weight_update", "/update_weights", "/finish_weight_update"),
+    *("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"),
+}
 
 
 def model_sizes(text_config: Any) -> dict[str, Any]:
@@ -37,6 +37,7 @@ class Ownership:
     def __init__(self) -> None:
         self.token = self.owner = ""
         self.until = 0.0
+        self.n_requests = 0  # of its run, under way
 
     async def claim(self, claim: dict[str, Any], model: dict[str, Any]) -> str | None:
         """Give a server of ``model`` to the run of ``claim``, or return why not. Waits for the end of a killed run."""
@@ -62,15 +63,25 @@ class Ownership:
             self.until = 0.0
         return None
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep the claim for as long as a request takes."""
+        self.n_requests += 1
+        try:
+            yield
+        finally:
+            self.n_requests -= 1
+            if self.until:  # else released
+                self.until = time.monotonic() + LEASE
+
     def _belongs_to_another(self, token: str) -> bool:
-        return time.monotonic() < self.until and token != self.token
+        return (time.monotonic() < self.until or self.n_requests > 0) and token != self.token
 
 
 class Guard:
     """ASGI middleware. Every path but /health requires the key, also for websockets and for a browser's preflight.
 
-    vLLM's own key leaves open all that is not under /v1, /v2, /inference and /cohere, the paths that replace weights
-    and call workers' methods among them.
+    vLLM's own key leaves open the paths that replace weights and call workers' methods.
     """
 
     def __init__(self, app: Any) -> None:
@@ -89,21 +100,22 @@ class Guard:
         if not hmac.compare_digest(headers.get(b"authorization", b""), self.wanted):
             await _answer(scope, send, 401, "Unauthorized")
         elif path == CLAIM:
-            why = await self._claim(scope["app"].state, receive)
+            sizes = model_sizes(scope["app"].state.engine_client.model_config.hf_text_config)
+            why = await self.ownership.claim(await _read_json(receive), sizes)
             await _answer(scope, send, 403 if why else 200, why)
         elif (why := self.ownership.refuse(path, token)) or path == RELEASE:
             await _answer(scope, send, 409 if why else 200, why)
         else:
-            await self.app(scope, receive, send)
+            with self.ownership.kept() if path in OWNED else nullcontext():
+                await self.app(scope, receive, send)
 
-    async def _claim(self, state: Any, receive: Any) -> str | None:
-        """``state``: vLLM's of the application."""
-        body, message = b"", {"more_body": True}
-        while message.get("more_body"):
-            message = await receive()
-            body += message.get("body", b"")
-        sizes = model_sizes(state.engine_client.model_config.hf_text_config)
-        return await self.ownership.claim(json.loads(body), sizes)
+
+async def _read_json(receive: Any) -> Any:
+    body, message = b"", {"more_body": True}
+    while message.get("more_body"):
+        message = await receive()
+        body += message.get("body", b"")
+    return json.loads(body)
 
 
 async def _answer(scope: Any, send: Any, status: int, error: str | None) -> None:

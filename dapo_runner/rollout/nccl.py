@@ -1,9 +1,7 @@
 """New weights from the trainer's GPU to those of servers, through vLLM's own NCCL transfer.
 
-A server and rank 0 are a group of their own, made anew when either has forgotten it. They meet by an id of NCCL's that
+A server and rank 0 are a group of their own, made anew after the server was left out. They meet by an id of NCCL's that
 the server gets over HTTP, under its key: vLLM's other way, a store at an address, unpickles whatever comes from there.
-NCCL knows no deadline. It runs in a thread beside the request whose other end does its part, and what has not come to
-an end in `sync_within`, or whose request has failed, is given up with the group.
 """
 
 from __future__ import annotations
@@ -13,8 +11,9 @@ import base64
 import importlib.util
 import threading
 from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +22,8 @@ from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.world import World
 from dapo_runner.policy.model import resolve_device
 from dapo_runner.rollout.client import Server, ServerError
-from dapo_runner.rollout.transfer import Transfer, check_finite
+from dapo_runner.rollout.transfer import Transfer
 from dapo_runner.rollout.vllm import import_vllm
-
-T = TypeVar("T")
 
 
 def make_unique_id() -> bytes:
@@ -38,19 +35,26 @@ def make_unique_id() -> bytes:
 
 
 class Group:
-    """The trainer's end of an NCCL group with the workers of a server. Its methods wait for them, without an end."""
+    """The trainer's end of an NCCL group with the workers of a server. NCCL knows no deadline: ``join`` and ``send``
+    run in a thread, and ``abort`` ends them from another.
+    """
 
-    def __init__(self, unique_id: bytes, size: int, device: torch.device) -> None:
-        """The workers get the same ``unique_id``. Raises RuntimeError."""
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.nccl: Any = None
+        self.is_aborted = False
+
+    def join(self, unique_id: bytes, size: int) -> None:
+        """Meet the workers, which have the same ``unique_id``. Raises RuntimeError."""
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
-        self.device = device
-        with torch.cuda.device(device):  # a thread begins with the first GPU
-            self.nccl = uid_init_process_group(unique_id, 0, size, device)
+        with torch.cuda.device(self.device):  # a thread begins with the first GPU
+            self.nccl = uid_init_process_group(unique_id, 0, size, self.device)
             self.stream = torch.cuda.Stream()
-        if self.nccl.disabled:  # and would send nothing, without a word
+        if self.is_aborted:
+            self.abort()
+        elif self.nccl.disabled:  # and would send nothing, without a word
             raise RuntimeError("VLLM_DISABLE_PYNCCL is set")
-        self.is_aborted = False
 
     def send(self, tensors: Iterable[Tensor]) -> None:
         with torch.cuda.device(self.device):
@@ -62,17 +66,18 @@ class Group:
             self.stream.synchronize()
 
     def abort(self) -> None:
-        """End what is under way, in whichever thread."""
         self.is_aborted = True
-        self.nccl.destroy()
+        if self.nccl is not None:
+            self.nccl.destroy()
 
 
 class NCCLTransfer(Transfer):
     """Rank 0 keeps a copy of what was published last on its GPU: the policy changes while servers come back."""
 
+    copies = True
+
     def __init__(self, config: Config, world: World) -> None:
         super().__init__(config, world)
-        self.sends = world.is_main
         self.device = torch.empty(0, device=world.device or resolve_device(config.run.device)).device  # with its number
         self._groups: dict[Server, Group] = {}
 
@@ -84,93 +89,66 @@ class NCCLTransfer(Transfer):
         if (device := resolve_device(config.run.device)).type != "cuda":
             raise ConfigError(f"{key}: nccl requires a CUDA GPU, got {device.type}. Set {key}=file.")
 
-    def publish(self, version: str, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self._published.clear()  # makes room
-        held = {name: x.detach().to(self.device, copy=True).contiguous() for name, x in weights if self.world.is_main}
-        self.world.run_on_rank0(lambda: check_finite(held))
-        self._published[version] = held
-        self.version = version
-
-    async def _connect(self, server: Server, present: str, *, is_halfway: bool) -> None:
-        """Unless it has the weights that it was given last: a server that was away has no group, and one that another
-        process has had is in that one's.
-        """
-        if server in self._groups and present == server.version:
-            return
-        self._leave(server)
+    async def _load(self, server: Server, held: Any, *, is_halfway: bool) -> None:
         if is_halfway:  # layers that are half loaded would take the next weights for their other half
             with suppress(ServerError):  # of an update that is under way
                 await server.post("/start_weight_update")
             await server.post("/finish_weight_update")
+        if server.version is None:
+            self._leave(server)
+        if server not in self._groups:
+            await self._meet(server)
+        await server.post("/start_weight_update")
+        update = {
+            "names": list(held),
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in held.values()],
+            "shapes": [list(tensor.shape) for tensor in held.values()],
+        }
+        group, request = self._groups[server], server.post("/update_weights", {"update_info": update})
+        await self._beside(server, lambda: group.send(held.values()), request)
+        await server.post("/finish_weight_update")
+
+    async def _meet(self, server: Server) -> None:
         await server.post("/shutdown_weight_transfer_engine")
-        size = 1 + (await server.get("/get_world_size"))["world_size"]
+        size = 1 + await server.read("/get_world_size", "world_size")
         try:
             unique_id = make_unique_id()
         except (OSError, RuntimeError) as error:
-            raise _failure(server, error) from error
-        encoded = base64.b64encode(unique_id).decode()
-        meeting = {"nccl_unique_id_b64": encoded, "rank_offset": 1, "world_size": size}
+            raise ServerError(f"{server}: NCCL on this side: {error}") from error
+        meeting = {"nccl_unique_id_b64": base64.b64encode(unique_id).decode(), "rank_offset": 1, "world_size": size}
+        group = self._groups[server] = Group(self.device)
         request = server.post("/init_weight_transfer_engine", {"init_info": meeting})
-        self._groups[server] = await self._beside(server, lambda: Group(unique_id, size, self.device), request)
-
-    async def _load(self, server: Server, published: Any) -> None:
-        update = {
-            "names": list(published),
-            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in published.values()],
-            "shapes": [list(tensor.shape) for tensor in published.values()],
-        }
-        group = self._groups[server]
-        try:
-            request = server.post("/update_weights", {"update_info": update})
-            await self._beside(server, lambda: group.send(published.values()), request)
-        except BaseException:
-            self._leave(server)
-            raise
+        await self._beside(server, lambda: group.join(unique_id, size), request)
 
     def _leave(self, server: Server) -> None:
         if (group := self._groups.pop(server, None)) is not None:
             group.abort()
 
-    async def _beside(self, server: Server, work: Callable[[], T], request: Coroutine[Any, Any, Any]) -> T:
-        """Return what ``work`` gives, in a thread beside the ``request``: each ends when the other does its part.
-
-        Raises:
-            ServerError: Either failed, or took too long; a thread that never ends is left behind.
-        """
-        ours, theirs = _in_thread(server, work), asyncio.create_task(request)
+    async def _beside(self, server: Server, work: Callable[[], None], request: Coroutine[Any, Any, Any]) -> None:
+        """Run ``work`` in a thread beside the ``request`` whose other end takes part in it. Raises ServerError."""
+        theirs = asyncio.ensure_future(request)
         try:
-            await asyncio.wait_for(asyncio.gather(ours, theirs), self.within)
-        except asyncio.TimeoutError:
-            message = f"{server}: NCCL and the server have not ended together within {self.within:g} s"
-            raise ServerError(message, self.within) from None
-        finally:
+            await asyncio.wait_for(asyncio.gather(_in_thread(server, work), theirs), self.within)
+        except BaseException as error:
             theirs.cancel()
-            ours.cancel()
-        return ours.result()
+            self._leave(server)
+            if isinstance(error, asyncio.TimeoutError):
+                message = f"{server}: NCCL and the server have not ended together within {self.within:g} s"
+                raise ServerError(message, self.within) from None
+            raise
 
 
-def _in_thread(server: Server, work: Callable[[], T]) -> asyncio.Future[T]:
-    """Run in a thread that a process which ends does not wait for. A group that comes too late is aborted."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: Any, error: Exception | None) -> None:
-        if not done.done():
-            done.set_exception(_failure(server, error)) if error else done.set_result(result)
-        elif isinstance(result, Group):
-            result.abort()
+def _in_thread(server: Server, work: Callable[[], None]) -> asyncio.Future[None]:
+    """Run in a thread that a process which ends does not wait for."""
+    done = Future[None]()
+    done.set_running_or_notify_cancel()
 
     def run() -> None:
-        result, error = None, None
         try:
-            result = work()
-        except Exception as failure:
-            error = failure
-        loop.call_soon_threadsafe(settle, result, error)
+            work()
+            done.set_result(None)
+        except Exception as error:  # raised again where it is awaited
+            done.set_exception(ServerError(f"{server}: NCCL on this side: {type(error).__name__}: {error}"))
 
     threading.Thread(target=run, name="nccl", daemon=True).start()
-    return done
-
-
-def _failure(server: Server, error: Exception) -> ServerError:
-    return ServerError(f"{server}: NCCL on this side: {type(error).__name__}: {error}")
+    return asyncio.wrap_future(done)

@@ -1,15 +1,13 @@
 """After weights went to the engine: does it hold them, and does it compute the same model?
 
-The engine answers a few training prompts with a few tokens each, and the learner is asked for the log-probs of those
-very tokens. Weights that never arrived, a cache of the ones before, a head that was left behind or a temperature that
-only one side knows of all show in the difference.
+The engine answers a few training prompts with a few tokens each, and the learner computes the log-probs of those very
+tokens. Weights that never arrived, a stale cache or a temperature that only one side knows of show in the difference.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from statistics import median
 
 from dapo_runner.algorithms.advantage import make_sequences
@@ -18,8 +16,8 @@ from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.packing import pack, padding_batch
 from dapo_runner.config import AdvantageConfig, Config
 from dapo_runner.errors import RunError
-from dapo_runner.rollout.engine import RolloutEngine
-from dapo_runner.types import Completion, Group, Prompt, Sample, SamplingParams, Verdict
+from dapo_runner.rollout.engine import Groups, RolloutEngine
+from dapo_runner.types import Group, Prompt, Sample, SamplingParams, Verdict
 
 N_PROMPTS, N_TOKENS = 8, 4  # N_TOKENS of each answer
 # Mean |Δ log-prob| that is still rounding. SmolLM2-135M under vLLM on a CPU: 8e-6 and 0.045 in sync; 0.5 with nothing
@@ -39,20 +37,31 @@ class SyncProbe:
     """``probe(engine, learner)`` after every update of the engine's weights."""
 
     def __init__(self, prompts: Sequence[Prompt], config: Config) -> None:
-        rollout, settings = config.rollout, config.rollout.probe
-        self.prompts = list(prompts[:N_PROMPTS]) if settings.enabled else []
+        rollout = config.rollout
+        # Without a sampling mask the learner's log-probs are those of the whole vocabulary.
+        cut = rollout.sampling_mask
         self.sampling = SamplingParams(
             temperature=rollout.temperature,
+            top_p=rollout.top_p if cut else 1.0,
+            top_k=rollout.top_k if cut else None,
+            min_p=rollout.min_p if cut else 0.0,
             max_tokens=min(N_TOKENS, rollout.max_response_tokens),
             seed=config.run.seed,
+            sampling_mask=cut,
         )
-        if rollout.sampling_mask:  # elsewhere the learner's log-probs are those of the whole vocabulary
-            cut = replace(self.sampling, top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p)
-            self.sampling = replace(cut, sampling_mask=True)
-        self.bound = settings.bound
-        self.highest = BOUNDS[config.model.dtype]
+        self.prompts = list(prompts[:N_PROMPTS]) if rollout.probe.enabled else []
+        self.fixed_bound, self.highest = rollout.probe.bound, BOUNDS[config.model.dtype]
         self.first_gaps: list[float] = []  # of the first probes of the run
         self.token_budget = config.optimizer.token_budget
+
+    @property
+    def bound(self) -> float:
+        """The largest mean |Δ log-prob| that is no error."""
+        if self.fixed_bound is not None:
+            return self.fixed_bound
+        if len(self.first_gaps) < N_USUAL:
+            return self.highest
+        return min(self.highest, max(MAX_TIMES * median(self.first_gaps), MIN_SHARE * self.highest))
 
     def __call__(self, engine: RolloutEngine, learner: Learner) -> dict[str, float]:
         """Return the mean and largest |Δ log-prob|; nothing when the probe is off. Raises OutOfSyncError."""
@@ -61,11 +70,16 @@ class SyncProbe:
         world = learner.world
         answers = engine.answers_to_probe(self.prompts, self.sampling, world)
         own = [(name, self._measure(completions, learner)) for name, completions in answers]
-        gathered = (item for of_rank in world.all_gather_object(own) for item in of_rank)
-        measured = [(name, mismatch) for name, mismatch in gathered if name is not None]
-        for name, mismatch in measured:
-            self._check(name, mismatch)
-        total = sum((mismatch for _, mismatch in measured), Mismatch()).metrics()
+        gathered = [item for of_rank in world.all_gather_object(own) for item in of_rank if item[0] is not None]
+        for name, mismatch in gathered:
+            gap = mismatch.metrics().get("rollout_gap", math.nan)  # the engine has no log-prob of any token
+            if not gap <= self.bound:  # NaN as well
+                raise OutOfSyncError(
+                    f"rollout.probe.bound: expected log-probs of engine and learner to differ by at most "
+                    f"{self.bound:.3g}, got {gap:.3g} over {mismatch.tokens} tokens{name}. The engine does not hold "
+                    "the learner's weights, or does not compute the same model."
+                )
+        total = sum((mismatch for _, mismatch in gathered), Mismatch()).metrics()
         self.remember(total["rollout_gap"])
         return {"gap": total["rollout_gap"], "gap_max": total["rollout_gap_max"]}
 
@@ -74,21 +88,7 @@ class SyncProbe:
         if len(self.first_gaps) < N_USUAL:
             self.first_gaps.append(gap)
 
-    def _check(self, name: str, mismatch: Mismatch) -> None:
-        gap = mismatch.metrics().get("rollout_gap", math.nan)  # the engine has no log-prob of any token
-        bound, reason = self.bound or self.highest, "rollout.probe.bound"
-        if self.bound is None and len(self.first_gaps) == N_USUAL:
-            usual = median(self.first_gaps)
-            bound = min(bound, max(MAX_TIMES * usual, MIN_SHARE * bound))
-            reason += f"; {usual:.3g} in the first probes of the run"
-        if not gap <= bound:  # NaN as well
-            raise OutOfSyncError(
-                f"sync: expected a mean difference of engine and learner in the log-probs of at most {bound:.3g} "
-                f"({reason}), got {gap:.3g} over {mismatch.tokens} tokens{name}. The engine does not hold the "
-                "learner's weights, or does not compute the same model."
-            )
-
-    def _measure(self, completions: list[list[Completion]], learner: Learner) -> Mismatch:
+    def _measure(self, completions: Groups, learner: Learner) -> Mismatch:
         groups = [
             Group(prompt, tuple(Sample(completion, Verdict(correct=False), 0.0) for completion in answers))
             for prompt, answers in zip(self.prompts[: len(completions)], completions, strict=True)

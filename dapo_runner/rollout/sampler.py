@@ -10,8 +10,7 @@ from dapo_runner.rollout.group_buffer import GroupBuffer, SampledStep, SamplingS
 from dapo_runner.types import Group, Prompt
 
 GenerateRound = Callable[[list[Prompt], int], list[Group]]
-"""Return scored groups for a round of prompts, in their order. The second argument counts the rounds of the whole run:
-a seed made from it differs from round to round and is the same again after a resume."""
+"""Return scored groups for a round of prompts, in their order. The second argument counts the rounds of the run."""
 
 
 class DynamicSampler:

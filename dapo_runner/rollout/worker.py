@@ -10,34 +10,25 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from dapo_runner.config import Config, TreeShape
 from dapo_runner.interrupt import StepGivenUpError, StopRequest
 from dapo_runner.parallel.balance import spread
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.rewards.scoring import Scorer
-from dapo_runner.rollout.engine import RolloutEngine
+from dapo_runner.rollout.engine import Groups, RolloutEngine
 from dapo_runner.rollout.segments import grow_trees, join_continuation
 from dapo_runner.timing import StepClock
-from dapo_runner.types import (
-    DEFAULT_OPTIONS,
-    CallOptions,
-    Completion,
-    Group,
-    Prompt,
-    RolloutRequest,
-    SamplingParams,
-)
+from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Group, Prompt, RolloutRequest, SamplingParams
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _Share:
+class _Share(NamedTuple):
     """What rank 0 sends to another rank: requests, or the end of its ``lead`` and the error that ended it."""
 
-    requests: list[RolloutRequest] = field(default_factory=list)
+    requests: list[RolloutRequest]
     options: CallOptions = DEFAULT_OPTIONS
     is_end: bool = False
     error: Exception | None = None
@@ -71,9 +62,9 @@ class RolloutWorker:
         try:
             result = work()
         except Exception as error:
-            self._send([_Share(is_end=True, error=self.world.portable_error(error))] * self.world.size)
+            self._send([_Share([], is_end=True, error=self.world.portable_error(error))] * self.world.size)
             raise
-        self._send([_Share(is_end=True)] * self.world.size)
+        self._send([_Share([], is_end=True)] * self.world.size)
         return result
 
     def generate(self, requests: Sequence[RolloutRequest], options: CallOptions = DEFAULT_OPTIONS) -> list[Group]:
@@ -83,8 +74,11 @@ class RolloutWorker:
         only rank 0 calls this, inside ``lead``.
         """
         with self.clock.phase("wait") if self.world.size > 1 else nullcontext():
-            costs = {place: _cost(request) for place, request in enumerate(requests)}
-            shares = [[requests[place] for place in mine] for mine in spread(costs, self.world.n_engines)]
+            costs = {
+                index: float(len(request.prompt.token_ids) + request.sampling.max_tokens)
+                for index, request in enumerate(requests)
+            }
+            shares = [[requests[index] for index in own] for own in spread(costs, self.world.n_engines)]
             per_engine = self.world.layout.rollout_tensor
             self._send([_Share(shares[rank // per_engine], options) for rank in range(self.world.size)])
             return self._answer(_Share(shares[0], options))
@@ -117,12 +111,11 @@ class RolloutWorker:
             return {}
         completed = [(one, found) for one, found in zip(share.requests, completions, strict=True) if found]
         with self._timed(scoring):
-            prompts, completions = [one.prompt for one, _ in completed], [found for _, found in completed]
-            groups = self.score.score_each(prompts, completions)
+            groups = self.score.score_each([one.prompt for one, _ in completed], [found for _, found in completed])
         scored = zip(completed, groups, strict=True)
         return {request.index: group for (request, _), group in scored if group is not None}
 
-    def _sample(self, share: _Share) -> list[list[Completion]]:
+    def _sample(self, share: _Share) -> Groups:
         prompts = [request.prompt for request in share.requests]
         sampling = [replace(request.sampling, index=request.index) for request in share.requests]
         if self.tree is not None:
@@ -155,7 +148,3 @@ def rollout_sampling(config: Config, round_name: int | str) -> SamplingParams:
         seed=random.Random(f"{config.run.seed}:{round_name}").getrandbits(31),
         sampling_mask=rollout.sampling_mask,
     )
-
-
-def _cost(request: RolloutRequest) -> float:
-    return float(len(request.prompt.token_ids) + request.sampling.max_tokens)

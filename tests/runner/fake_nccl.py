@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from fake_server import UPDATE, FakeServer
+from fake_server import FakeServer
 
-MEET = "/init_weight_transfer_engine"
+MEET, UPDATE = "/init_weight_transfer_engine", "/update_weights"
 MET, ABORTED = "met", "aborted"
 
 
@@ -21,12 +21,16 @@ class FileGroup:
 
     folder: ClassVar[Path]
 
-    def __init__(self, unique_id: bytes, size: int, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.is_aborted, self.numbers, self.place = False, itertools.count(), self.folder / "nowhere"
+
+    def join(self, unique_id: bytes, size: int) -> None:
         assert size == 3
         self.place = self.folder / unique_id.decode()
         self.place.mkdir(parents=True)
-        self.numbers = itertools.count()
         assert appears(self.place / MET)
+        if self.is_aborted:
+            self.abort()
 
     def send(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor, number in zip(tensors, self.numbers, strict=False):
@@ -34,7 +38,9 @@ class FileGroup:
             half.rename(self.place / str(number))
 
     def abort(self) -> None:
-        (self.place / ABORTED).touch()
+        self.is_aborted = True
+        if (self.place / MET).exists():
+            (self.place / ABORTED).touch()
 
 
 def join(server: FakeServer, folder: Path) -> None:

@@ -28,7 +28,7 @@ from dapo_runner.rollout.transfer import checksum
 from dapo_runner.run.tiny_model import make_tokenizer
 from dapo_runner.types import Completion, Prompt, SamplingParams
 
-GENERATE, UPDATE = "/inference/v1/generate", "/update_weights"
+GENERATE, UPDATE = "/inference/v1/generate", "/collective_rpc"  # by file
 Hook = Callable[[dict[str, Any]], tuple[int, Any] | None]
 
 
@@ -101,14 +101,15 @@ class FakeServer:
                 return 500, {"error": "a weight update is already active"}
             self.updating = True
         elif path == UPDATE:
-            path, expected = Path(body["update_info"]["path"]), body["update_info"]["checksum"]
-            if checksum(path) != expected:
-                return 500, {"error": f"{path}: its checksum differs"}
+            file, expected = body["args"]
+            if str(checksum(Path(file))) != expected:
+                return 500, {"error": f"{file}: its checksum differs"}
             with self._turn:
-                self.engine.update_weights(load_file(path).items())
+                self.engine.update_weights(load_file(file).items())
         elif path == "/finish_weight_update":
             self.updating = False
-            self.version = body.get("weight_version", self.version)
+        elif path == "/update_weight_version":
+            self.version = body["new_version"]
         elif path in ("/pause", "/resume"):
             with self._turn:
                 self.paused, self._draining = path == "/pause", body.get("mode") == "wait"

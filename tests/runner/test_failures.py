@@ -136,7 +136,7 @@ def test_two_signals_during_an_update_save_nothing_and_say_so(tmp_path: Path, mo
     ("owner", "method", "call", "saved"),
     [
         (ServerEngine, "update_weights", 4, 3),
-        (ServerEngine, "generate_on_each", 4, 3),
+        (ServerEngine, "answers_to_probe", 4, 3),
         (Run, "training_records", 3, 2),
         (AsynchronousSampler, "_wait_for_step", 3, 2),
     ],

@@ -22,10 +22,9 @@ from dapo_runner.config import Config, ConfigError, ModelConfig, TreeShape, pars
 from dapo_runner.config.settings import cautions
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.policy.model import Policy, load_model, load_tokenizer
-from dapo_runner.rollout.group_buffer import group_from_state, group_state
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.segments import add_prefix, grow_trees, join_continuation
-from dapo_runner.rollout.vllm import _kept
+from dapo_runner.rollout.vllm import read_support
 from dapo_runner.run.steps import Run
 from dapo_runner.train import train
 from dapo_runner.types import Completion, Group, Prompt, Sample, SamplingParams, Sequence, TruncatedSupport, Verdict
@@ -76,8 +75,8 @@ def test_the_engine_says_what_it_kept(engine: HFEngine, cut: dict[str, Any]) -> 
 
 def test_rows_that_nothing_was_cut_off_have_no_lists(engine: HFEngine) -> None:
     cut = SamplingParams(n=2, max_tokens=4, top_k=3, sampling_mask=True)
-    each = [cut, replace(cut, top_k=None), replace(cut, sampling_mask=False)]
-    for answers, expected in zip(engine.generate([prompt("3+4=", engine)] * 3, each), (3, 0, 0), strict=True):
+    for sampling, expected in ((cut, 3), (replace(cut, top_k=None), 0)):
+        (answers,) = engine.generate([prompt("3+4=", engine)], sampling)
         for completion in answers:
             assert completion.support is not None
             assert set(completion.support.counts.tolist()) == {expected}
@@ -169,17 +168,12 @@ def by_hand(engine: HFEngine, sequence: Sequence) -> Tensor:
     return torch.where(sequence.mask[1:], logprobs, 0.0)
 
 
-def test_saved_groups_keep_their_lists(engine: HFEngine) -> None:
+def test_sequences_have_the_lists_of_their_responses(engine: HFEngine) -> None:
     asked = prompt("3+4=", engine)
-    ((completion, bare),) = engine.generate([asked], SamplingParams(n=2, max_tokens=4, top_k=3, sampling_mask=True))
-    samples = [Sample(one, Verdict(True), 1.0) for one in (completion, replace(bare, support=None))]
-    group = Group(asked, tuple(samples), 2)
-    read = group_from_state(group_state(group), {})
+    ((completion,),) = engine.generate([asked], SamplingParams(max_tokens=4, top_k=3, sampling_mask=True))
+    sample = Sample(completion, Verdict(True), 1.0)
+    sequence = make_sequence(Group(asked, (sample,), 2), sample, 1.0, 0, 0)
     assert completion.support is not None
-    assert read.samples[0].completion.support is not None
-    assert lists_of(read.samples[0].completion.support) == lists_of(completion.support)
-    assert read.samples[1].completion.support is None
-    sequence = make_sequence(group, group.samples[0], 1.0, 0, 0)
     assert sequence.support is not None
     assert lists_of(sequence.support) == [[]] * len(asked.token_ids) + lists_of(completion.support)
 
@@ -225,7 +219,7 @@ def test_vllms_words_for_it() -> None:
         logprobs=[-1.2, -0.4, -1.2, -torch.inf, 0.0, 0.0, -torch.inf, -torch.inf, -2.0, -0.5, -1.4, -2.0],
         start_indices=[0, 4, 8],
     )
-    assert [sorted(kept) for kept in lists_of(_kept(flat))] == [[3, 7], [3], [1, 2, 4, 5]]
+    assert [sorted(kept) for kept in lists_of(read_support(flat))] == [[3, 7], [3], [1, 2, 4, 5]]
 
 
 def test_configurations() -> None:

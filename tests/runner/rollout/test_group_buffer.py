@@ -23,8 +23,6 @@ from dapo_runner.rollout.group_buffer import (
     GroupBuffer,
     SamplingExhaustedError,
     SamplingStats,
-    group_from_state,
-    group_state,
     prompts_for,
 )
 from dapo_runner.rollout.sampler import DynamicSampler
@@ -119,13 +117,6 @@ def test_a_resume_anywhere_is_exact(
     assert before + run(second, steps) == expected
 
 
-@pytest.mark.parametrize("pattern", ["RWWWWWWW", "WWWWWWWR", "RRRRRRRW"])
-def test_one_success_or_one_failure_is_enough(pattern: str) -> None:
-    step = make_sampler().next(Engine(lambda i: pattern))
-    assert len(step.groups) == 4
-    assert step.stats.rounds == 1
-
-
 def test_a_policy_that_always_fails_stops_at_the_limit_and_says_so() -> None:
     engine, sampler = Engine(lambda i: "WWWW"), make_sampler(max_rounds=5)
     with pytest.raises(SamplingExhaustedError, match=r"sampler\.on_exhausted"):
@@ -178,17 +169,6 @@ def test_only_mixed_groups_in_prompt_order_and_none_lost() -> None:
     asked = [name for prompts in engine.asked for name in prompts]
     mixed = [name for name in asked if every_third(int(name)) == "RWRW"]
     assert ids(accepted) + ids(sampler.buffer.groups) == mixed
-
-
-def test_filter_goes_by_correctness_not_by_reward() -> None:
-    """All right, yet with different rewards (some were punished for length): nothing to tell the samples
-    apart by.
-    """
-    engine, sampler = (
-        Engine(lambda i: "RRRR" if i % 2 else "WWWW"),
-        make_sampler(on_exhausted="train_partial"),
-    )
-    assert sampler.next(engine).groups == []
 
 
 class GradingEngine(Engine):
@@ -384,76 +364,21 @@ def test_statistics_count_everything_generated() -> None:
     assert len(seen) == stats.rounds
 
 
-@pytest.mark.parametrize(
-    ("pattern", "part"),
-    [
-        ("TTTT", "rollout.max_response_tokens"),
-        ("WWWW", "easier data"),
-        ("RRRR", "harder data"),
-        ("CCCC", "harder data"),  # cut, and right
-    ],
-)
-def test_advice_follows_the_cause(pattern: str, part: str) -> None:
-    with pytest.raises(SamplingExhaustedError, match=part):
-        make_sampler(max_rounds=1).next(Engine(lambda i: pattern))
-
-
-def test_partial_step_says_so() -> None:
-    engine = Engine(lambda i: "RW" if i == 7 else "WW")
-    sampler = make_sampler(wanted=30, max_rounds=1, on_exhausted="train_partial", initial_acceptance=0.5)
-    step = sampler.next(engine)
-    assert ids(step.groups) == ["7"]
-    assert step.is_short
-    assert sampler.buffer.groups == []
-
-
 def test_saved_groups_have_their_rewards_masks_and_rows() -> None:
     """Rows come from the data set, not from the state."""
     prompt = replace(make_prompt(), row={"number": 1}, messages=(("user", "?"),))
     sample = replace(make_sample(True), parts={"a": 0.5})
     mask = torch.arange(sample.completion.length) > 1
     sample = replace(sample, completion=replace(sample.completion, loss_mask=mask))
-    file = io.BytesIO()
-    torch.save(group_state(Group(prompt, (sample,), step=3)), file)
+    sampler = make_sampler()
+    sampler.buffer.groups = [Group(prompt, (sample,), step=3)]
+    state, file = sampler.buffer.state_dict(), io.BytesIO()
+    torch.save(state, file)
     file.seek(0)
-    read = group_from_state(torch.load(file, weights_only=True), {prompt.id: prompt})
+    sampler.buffer.load_state_dict(torch.load(file, weights_only=True), {prompt.id: prompt})
+    (saved,), (read,) = state["buffer"], sampler.buffer.groups
+    assert (saved.prompt.row, saved.prompt.messages) == ({}, ())
     assert (read.prompt, read.prompt.row, read.step) == (prompt, {"number": 1}, 3)
     assert read.samples[0].parts == {"a": 0.5}
     (sequence,) = make_sequences([read], make_config().advantage)
     assert sequence.mask.tolist() == [False] * len(prompt.token_ids) + mask.tolist()
-
-
-def test_rounds_are_numbered_over_the_whole_run() -> None:
-    engine, sampler = Engine(every_third), make_sampler()
-    for _ in range(5):
-        sampler.next(engine)
-    assert engine.rounds == list(range(len(engine.rounds)))
-
-
-def test_resume_is_exact_with_a_half_filled_buffer() -> None:
-    def run(sampler: DynamicSampler, steps: int) -> list[tuple[list[str], SamplingStats, list[int]]]:
-        results = []
-        for _ in range(steps):
-            engine = Engine(every_third)
-            step = sampler.next(engine)
-            results.append((ids(step.groups), step.stats, engine.rounds))
-        return results
-
-    straight = make_sampler(wanted=3, initial_acceptance=0.2)
-    expected = run(straight, 9)
-    first = make_sampler(wanted=3, initial_acceptance=0.2)
-    before = run(first, 4)
-    assert first.buffer.groups, "the case is only interesting with groups carried over"
-    file = io.BytesIO()
-    torch.save(first.state_dict(), file)
-    file.seek(0)
-    second = make_sampler(wanted=3, initial_acceptance=0.2)
-    second.load_state_dict(torch.load(file, weights_only=True))
-    for one, two in zip(first.buffer.groups, second.buffer.groups, strict=True):
-        assert one.prompt == two.prompt
-        for a, b in zip(one.samples, two.samples, strict=True):
-            assert (a.verdict, a.reward, a.trains) == (b.verdict, b.reward, b.trains)
-            assert a.completion.finish_reason == b.completion.finish_reason
-            assert torch.equal(a.completion.token_ids, b.completion.token_ids)
-            assert torch.equal(a.completion.logprobs, b.completion.logprobs)
-    assert before + run(second, 5) == expected

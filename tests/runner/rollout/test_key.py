@@ -32,7 +32,7 @@ def started(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[li
         found.append((command, environment))
         raise SystemExit
 
-    monkeypatch.setattr(serve, "check_installed", lambda: None)
+    monkeypatch.setattr(serve.VLLMEngine, "check", lambda config: None)
     monkeypatch.setattr(os, "execve", execve)
     with pytest.raises(SystemExit):
         main(["serve", str(write_recipe(folder)), "rollout.engine=server", f"rollout.server.urls=[{url}]"])
@@ -97,7 +97,9 @@ def test_a_stranger_gets_nowhere(path: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert said_by_guard(monkeypatch, path, **headers)[0] == 401
     assert said_by_guard(monkeypatch, path, "websocket") == ["websocket.close"]
     with_key = said_by_guard(monkeypatch, path, authorization="Bearer s3cret")
-    assert with_key[0] == (409 if path == "/update_weights" else "in")  # nobody has claimed the server
+    assert with_key[0] == (
+        409 if path in ("/collective_rpc", "/update_weights") else "in"
+    )  # nobody has claimed the server
     assert said_by_guard(monkeypatch, "/health") == ["in"]
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from builders import make_config
-from fake_nccl import ABORTED, MEET, MET, FileGroup, appears, join
-from fake_server import UPDATE, FakeServer
+from fake_nccl import ABORTED, MEET, MET, UPDATE, FileGroup, appears, join
+from fake_server import FakeServer
 from served import PROMPTS, SAMPLING, hang, moved, open_engine, server_config, told
 
 from dapo_runner.commands.serve import server_arguments
@@ -25,6 +25,7 @@ from dapo_runner.preflight.memory import SENT, ModelShape, memory_estimate, mode
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.rollout import nccl
 from dapo_runner.rollout.client import RolloutError, ServerError
+from dapo_runner.rollout.guard import CLAIM
 from dapo_runner.rollout.server import ServerEngine
 
 
@@ -133,7 +134,7 @@ def test_what_fails_on_the_trainers_side_is_said_at_once(
         raise RuntimeError("NCCL error: unhandled cuda error")
 
     began = time.monotonic()
-    for broken in ("send", "__init__"):
+    for broken in ("send", "join"):
         with monkeypatch.context() as broke:
             broke.setattr(FileGroup, broken, fail)
             with pytest.raises(RolloutError, match=r"NCCL on this side: RuntimeError: NCCL error: unhandled"):
@@ -159,7 +160,7 @@ def test_rank_0_sends_and_the_others_wait_for_it(
     engine = open_nccl(model_folder, servers[:1], tmp_path)
     engine.update_weights(policy.named_weights())
     other = nccl.NCCLTransfer(server_config(model_folder, servers, tmp_path), World(1, Layout(2)))
-    other.version = engine.transfer.version
+    other._published = (engine.transfer.version, None)
     (address,) = engine.pool.servers
     assert run(other.send(address)) == engine.transfer.version
     restart(servers[0])
@@ -167,7 +168,7 @@ def test_rank_0_sends_and_the_others_wait_for_it(
     with pytest.raises(ServerError, match=r"waits for weights \w+:2 from rank 0, and has default"):
         run(other.send(address))
     assert servers[0].seen("/pause") == paused
-    run(address.claim(engine.pool._claim))
+    run(address.post(CLAIM, engine.pool._claim))
     run(engine.transfer.send(address))
     assert run(other.send(address)) == engine.transfer.version
 

@@ -24,7 +24,7 @@ from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.progress import Progress
 from dapo_runner.parallel.world import Layout, World
 from dapo_runner.policy.model import Policy
-from dapo_runner.rollout import prompt_queue
+from dapo_runner.rollout import server as server_module
 from dapo_runner.rollout.asynchronous import AsynchronousSampler
 from dapo_runner.rollout.group_buffer import GroupBuffer
 from dapo_runner.rollout.sampler import DynamicSampler
@@ -97,7 +97,7 @@ def test_weights_in_flight(model_folder: Path, servers: list[FakeServer], tmp_pa
     engine.update_weights(policy.named_weights())
     half, go_on = hold_halfway(servers)
     found: list[list[list[Completion]]] = []
-    thread = threading.Thread(target=lambda: found.append(engine.generate(PROMPTS, SAMPLING)))
+    thread = threading.Thread(target=lambda: found.append(engine.generate(PROMPTS, SAMPLING, CallOptions(0))))
     thread.start()
     half.wait(10)
     engine.update_weights(moved(policy).items())
@@ -247,7 +247,7 @@ def test_who_samples_ahead_asks_for_all_ranks(model_folder: Path, servers: list[
 def test_servers_that_die_with_two_rounds_in_flight(
     model_folder: Path, servers: list[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_queue, "ATTEMPTS", 20)
+    monkeypatch.setattr(server_module, "ATTEMPTS", 20)
     engine = open_engine(model_folder, servers, tmp_path, ahead=1)
     wanted, count, rounds = steps_ahead(engine, 1), iter(range(1000)), list[int]()
 

@@ -33,7 +33,8 @@ from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.model import Policy
 from dapo_runner.rollout import guard, pool, transfer
 from dapo_runner.rollout.client import RolloutError, Server, ServerError
-from dapo_runner.rollout.transfer import FileTransfer, _check_seen
+from dapo_runner.rollout.guard import RELEASE
+from dapo_runner.rollout.transfer import FileTransfer
 from dapo_runner.run.tiny_model import make_tokenizer
 
 
@@ -151,7 +152,7 @@ def test_weights_that_arrive_otherwise_than_they_left_are_not_taken(
     engine, once = open_engine(model_folder, [server], tmp_path), iter([True])
 
     def damage(body: dict[str, Any]) -> None:
-        path = Path(body["update_info"]["path"])
+        path = Path(body["args"][0])
         if next(once, False):
             whole = path.read_bytes()
             path.write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
@@ -244,16 +245,16 @@ def test_what_a_kill_has_left_is_cleared_away_and_nothing_else(
     model_folder: Path, server: FakeServer, tmp_path: Path
 ) -> None:
     alive = open_engine(model_folder, [server], tmp_path / "weights")
-    own = alive.transfer.folder.parent
+    own = alive.transfer.folder
     killed, theirs = own.with_name(f"{own.name}x"), tmp_path / "theirs"
     shutil.copytree(own, killed)
-    (killed / "weights" / "1.unfinished").write_text("half of it")
+    (killed / "1.unfinished").write_text("half of it")
     theirs.mkdir()
     (theirs / "model.safetensors").write_text("of years")
     for name in ("y", "lock"):  # by somebody who may write there too
         own.with_name(f"{own.name}{name}").symlink_to(theirs)
     own.with_name(own.name.rpartition("-")[0]).symlink_to(theirs)
-    run(alive.pool.servers[0].release())
+    run(alive.pool.servers[0].post(RELEASE))
     engine = open_engine(model_folder, [server], tmp_path / "weights")
     assert not killed.exists()
     assert (theirs / "model.safetensors").exists()
@@ -285,9 +286,7 @@ def test_no_room_for_the_weights_is_one_line(model_folder: Path, server: FakeSer
             open_engine(model_folder, [server], tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert not list(tmp_path.glob("dapo-*/weights/*"))
-    with pytest.raises(ConfigError, match="expected a folder that trainer processes on all machines see"):
-        _check_seen(tmp_path / "elsewhere")
+    assert not list(tmp_path.glob("dapo-*/*safetensors"))
 
 
 @pytest.mark.parametrize(
@@ -337,7 +336,7 @@ def test_servers_of_a_tiny_model_need_not_wait_for_the_trainer_to_make_it(tmp_pa
 def test_a_port_in_use_is_refused_before_the_model_is_loaded(
     server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(serve, "check_installed", lambda: None)
+    monkeypatch.setattr(serve.VLLMEngine, "check", lambda config: None)
     monkeypatch.setattr(os, "execve", lambda *_: sys.exit())
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     recipe, settings = str(write_recipe(tmp_path)), ["rollout.engine=server", f"rollout.server.urls=[{server.url}]"]
@@ -357,7 +356,7 @@ def test_what_a_server_starts_as(
         started.append((command, environment))
         raise SystemExit
 
-    monkeypatch.setattr(serve, "check_installed", lambda: None)
+    monkeypatch.setattr(serve.VLLMEngine, "check", lambda config: None)
     monkeypatch.setattr(os, "execve", execve)
     monkeypatch.setenv("MY_KEY", "s3cret")
     recipe = str(write_recipe(tmp_path))

@@ -21,13 +21,13 @@ from dapo_runner.config import parse_config
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.progress import Progress
 from dapo_runner.policy.model import Policy
-from dapo_runner.rollout import prompt_queue
+from dapo_runner.rollout import server as server_module
 from dapo_runner.rollout.client import RolloutError
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.train import train
 
-PATHS = ["/health", "/weight_info", "/is_paused", "/pause", "/start_weight_update", "/finish_weight_update", UPDATE,
-         "/reset_prefix_cache", "/resume", GENERATE]  # fmt: skip
+PATHS = ["/health", "/weight_info", "/is_paused", "/pause", UPDATE, "/reset_prefix_cache", "/update_weight_version",
+         "/resume", GENERATE]  # fmt: skip
 
 
 def answer_all(server: FakeServer, status: int, body: Any) -> None:
@@ -47,7 +47,7 @@ def test_a_sick_server_does_not_use_up_the_attempts(
     model_folder: Path, servers: list[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Well by its health and weights, and no prompt is answered: it is asked ever more rarely."""
-    monkeypatch.setattr(prompt_queue, "ATTEMPTS", 2)
+    monkeypatch.setattr(server_module, "ATTEMPTS", 2)
     engine = open_engine(model_folder, servers, tmp_path)
     wanted = told(engine.generate(PROMPTS, SAMPLING))
     servers[0].hooks[GENERATE] = lambda body: (500, {"error": "dead"})
@@ -85,7 +85,7 @@ def test_servers_that_refuse_the_run_are_not_waited_for(
     engine.close()
 
 
-@pytest.mark.parametrize(("status", "body"), [(404, {}), (401, {}), (200, {}), (200, None), (200, [])], ids=str)
+@pytest.mark.parametrize(("status", "body"), [(404, {}), (200, {}), (200, None)], ids=str)
 def test_a_foreign_process_at_a_port_is_left_out(
     status: int, body: Any, model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy
 ) -> None:
@@ -107,7 +107,7 @@ def test_a_foreign_process_at_a_port_is_left_out(
 def test_any_failure_may_pass_in_time(
     model_folder: Path, servers: list[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_queue, "ATTEMPTS", 2)
+    monkeypatch.setattr(server_module, "ATTEMPTS", 2)
     engine = open_engine(model_folder, servers[:1], tmp_path)
     wanted = told(engine.generate(PROMPTS[:4], SAMPLING))
     for status in (404, 500):
@@ -124,7 +124,7 @@ def test_attempts_are_those_of_one_prompt_at_one_server(
     model_folder: Path, servers: list[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt that one server cannot answer is left to the other; where that is lost, it waits for `sync_within`."""
-    monkeypatch.setattr(prompt_queue, "ATTEMPTS", 2)
+    monkeypatch.setattr(server_module, "ATTEMPTS", 2)
     engine = open_engine(model_folder, servers, tmp_path, sync_within=3.0)
     wanted = told(engine.generate(PROMPTS, SAMPLING))
     poison, asked = list(PROMPTS[7].token_ids), list[float]()
@@ -140,7 +140,7 @@ def test_attempts_are_those_of_one_prompt_at_one_server(
     assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
     assert len(asked) <= 2
     servers[1].kill()
-    with pytest.raises(RolloutError, match=r"1 of 24 prompts wait .*sync_within"):
+    with pytest.raises(RolloutError, match=r"sync_within: 1 of 24 prompts wait"):
         engine.generate(PROMPTS, SAMPLING)
     engine.close()
 
@@ -172,7 +172,7 @@ def test_a_server_that_loads_more_slowly_than_steps_follow_gets_in(
     model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy
 ) -> None:
     def load_slowly(body: dict[str, Any]) -> tuple[int, Any]:
-        servers[0].engine.update_weights(load_file(body["update_info"]["path"]).items())
+        servers[0].engine.update_weights(load_file(body["args"][0]).items())
         time.sleep(1.5)
         return 200, {}
 
@@ -222,23 +222,19 @@ def test_weights_that_are_published_during_the_only_servers_trial(
     assert {span.version for group in found for one in group for span in one.versions} == {2}
 
 
-def test_a_server_that_has_earlier_weights_is_not_probed(
+def test_a_server_that_is_back_is_probed_with_the_present_weights(
     model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy
 ) -> None:
-    """It came back while newer ones were published: the probe would lose it again, step after step."""
+    """It came back while newer ones were published, and is sent those."""
     engine = open_engine(model_folder, servers, tmp_path)
     there, go_on = hold_trials(servers[0])
     engine.generate(PROMPTS, SAMPLING)
     assert there.wait(60)
     engine.update_weights(policy.named_weights())
     go_on.set()
-    wait_until(lambda: not lost(engine))
-    assert list(engine.generate_on_each(PROMPTS[:2], SAMPLING)) == [servers[1].url]
-    assert not engine.is_unprobed
-    assert not lost(engine)
-    engine.update_weights(policy.named_weights())
+    wait_until(lambda: len(engine.pool.ready) == 2)
     assert engine.is_unprobed
-    assert len(engine.generate_on_each(PROMPTS[:2], SAMPLING)) == 2
+    assert len(engine.answers_to_probe(PROMPTS[:2], SAMPLING, engine.world)) == 2
     assert not engine.is_unprobed
     engine.close()
 
@@ -257,7 +253,7 @@ def test_a_server_that_hangs_on_prompts_alone_delays_ever_fewer_calls(
     began = time.monotonic()
     while time.monotonic() < began + 11:
         assert engine.generate(PROMPTS[:4], SAMPLING)
-        assert engine.generate_on_each(PROMPTS[:1], replace(SAMPLING, max_tokens=1))  # answers no prompt for this
+        assert engine.answers_to_probe(PROMPTS[:1], replace(SAMPLING, max_tokens=1), engine.world)  # no prompt for this
     hangs = [b for a, b in pairwise(hung) if b > a + 1]
     assert 2 <= len(hangs) <= 3  # at 0, 4 and 12 s; every 2 s it would be five
     over.set()

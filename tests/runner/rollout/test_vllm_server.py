@@ -31,10 +31,10 @@ from dapo_runner.commands.serve import PROGRAM, server_arguments, server_environ
 from dapo_runner.config import Config, ModelConfig, dump_config
 from dapo_runner.http import run
 from dapo_runner.policy.model import load_policy
-from dapo_runner.rollout import nccl, pool, prompt_queue
-from dapo_runner.rollout.client import RolloutError, Server, ServerError
-from dapo_runner.rollout.guard import model_sizes
-from dapo_runner.rollout.key import key_file, server_key
+from dapo_runner.rollout import nccl, pool
+from dapo_runner.rollout import server as server_module
+from dapo_runner.rollout.client import RolloutError, Server, ServerError, key_file, server_key
+from dapo_runner.rollout.guard import RELEASE, model_sizes
 from dapo_runner.rollout.pool import ServerPool
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.rollout.server import ServerEngine
@@ -161,8 +161,8 @@ def test_it_is_the_engine_of_this_process(config: Config, server: None, monkeypa
     (address,) = engine.pool.servers
     assert run(address.get("/weight_info")) == {"weight_version": engine.transfer.version}
     engine.updates += 1  # as if it had taken them
-    monkeypatch.setattr(prompt_queue, "ATTEMPTS", 1)
-    with pytest.raises(RolloutError, match=rf"answer of weights {engine.run}:3, got one of {engine.run}:2"):
+    monkeypatch.setattr(server_module, "ATTEMPTS", 1)
+    with pytest.raises(RolloutError, match=rf"weights {engine.run}:2, expected {engine.run}:3"):
         engine.generate(asked[:1], sampling)
 
 
@@ -303,23 +303,20 @@ def test_a_damaged_file_is_not_loaded(config: Config, server: None) -> None:
     assert config.model.path is not None
     engine = ServerEngine(config.model.path, make_tokenizer(), config)
     (address,), (path,) = engine.pool.servers, engine.transfer.folder.glob("*.safetensors")
-    published = engine.transfer._published[engine.transfer.version]
-    run(address.post("/start_weight_update"))
+    _, published = engine.transfer._published
     whole = path.read_bytes()
     path.write_bytes(whole[:-4] + bytes([whole[-4] ^ 1]) + whole[-3:])
     with pytest.raises(ServerError, match="checksum"):
-        run(engine.transfer._load(address, published))
+        run(engine.transfer._load(address, published, is_halfway=False))
     path.write_bytes(whole)
-    run(address.post("/start_weight_update"))  # which vLLM has ended
-    run(engine.transfer._load(address, published))
-    run(address.post("/finish_weight_update"))
+    run(engine.transfer._load(address, published, is_halfway=True))
 
 
 def wait_for(config: Config) -> Server:
     server = Server(config.rollout.server.urls[0], config.rollout.server)
     for _ in range(2000):
         try:
-            run(server.check_health())
+            run(server.get("/health"))
         except ServerError:
             time.sleep(0.2)
         else:
@@ -331,9 +328,10 @@ def test_it_belongs_to_one_run(config: Config, server: None) -> None:
     """And to the next at once when the one that has it is killed."""
     assert config.model.path is not None
     program = "import json, sys, time; from dapo_runner.rollout.client import Server; "
+    program += "from dapo_runner.rollout.guard import CLAIM; "
     program += "from dapo_runner.config.rollout import ServerConfig; one = Server(sys.argv[1], ServerConfig()); "
     program += "from dapo_runner.http import run\n"
-    program += "while True: run(one.claim(json.loads(sys.argv[2]))); print('claimed', flush=True); time.sleep(1)"
+    program += "while True: run(one.post(CLAIM, json.loads(sys.argv[2]))); print('claimed', flush=True); time.sleep(1)"
     model = model_sizes(AutoConfig.from_pretrained(config.model.path))
     claim = json.dumps({"token": "another", "owner": "the other", "model": model})
     (url,) = config.rollout.server.urls
@@ -362,10 +360,11 @@ def test_every_path_requires_the_key(
 ) -> None:
     (url,) = config.rollout.server.urls
     own = wait_for(config)
-    assert run(own.post("/collective_rpc", {"method": "check_health"})) == {"results": [None]}
+    with pytest.raises(ServerError, match="no run has claimed"):
+        run(own.post("/collective_rpc", {"method": "check_health"}))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     stranger = Server(url, config.rollout.server)
-    run(stranger.check_health())
+    run(stranger.get("/health"))
     paths = ["/pause", "/update_weights", "/collective_rpc", "/inference/v1/generate", "/init_weight_transfer_engine"]
     for path in (*paths, "/metrics", "/openapi.json", "/nowhere"):
         with pytest.raises(ServerError, match="HTTP 401"):
@@ -406,7 +405,7 @@ def test_weights_by_nccl(config: Config, tmp_path: Path, monkeypatch: pytest.Mon
         assert len(set(groups)) == 1
         for request in ("/pause", "/start_weight_update"):  # as one that was killed has left it
             run(server.post(request))
-        run(server.release())
+        run(server.post(RELEASE))
         ServerEngine(path, make_tokenizer(), config).close()  # gives it the weights of the beginning
         assert probe(engine, learner)["gap"] < 1e-4
         assert run(server.get("/weight_info")) == {"weight_version": engine.transfer.version}
