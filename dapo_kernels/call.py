@@ -45,8 +45,8 @@ class RowOptions(LossOptions, total=False):
     sampling_mask: SamplingMask | None
 
 
-_OPTIONS = ("mask", "ref_logprobs", "importance_weights", "denominator", "selection", "generator")
 _OF_GROUPS = ("group_ids", "group_tokens")
+_OPTIONS = ("mask", "ref_logprobs", "importance_weights", "denominator", *_OF_GROUPS, "selection", "generator")
 _NAMES = tuple(RowOptions.__annotations__)  # for a hint at a misspelled one
 
 
@@ -102,10 +102,9 @@ class PolicyCall:
     ) -> PolicyCall:
         """Check a loss call and flatten it; every token gets its weight in the scalar."""
         given: dict[str, Any] = dict(options)
-        mask, ref_logprobs, importance_weights, denominator, selection, generator = (
+        mask, ref_logprobs, importance_weights, denominator, group_ids, group_tokens, selection, generator = (
             given.pop(name, None) for name in _OPTIONS
         )
-        group_ids, group_tokens = (given.pop(name, None) for name in _OF_GROUPS)
         chosen = resolve_objective(layout.caller, objective, given, also=_NAMES)
         _check_combination(layout, chosen, old_logprobs, ref_logprobs)
         live = layout.live(mask)
@@ -113,7 +112,9 @@ class PolicyCall:
         count = checked_denominator(layout, denominator, live)
         if denominator is not None and chosen.aggregate != "token-mean":
             _warn_of_a_token_count(layout, chosen, denominator, live)
-        groups = _prompt_groups(layout, chosen, live, sequence_ids, group_ids, group_tokens, denominator)
+        groups = None
+        if chosen.aggregate == PROMPT_MEAN or group_ids is not None or group_tokens is not None:
+            groups = _prompt_groups(layout, chosen, live, sequence_ids, group_ids, group_tokens, denominator)
         counted = (sequence_ids, layout.n_sequences or 0, count, layout.dtype, groups)
         weights = token_weights(chosen, live, mask is None, *counted)
         if chosen.kl_to == "old" and chosen.kl_coef != 0:
@@ -215,7 +216,7 @@ def _prompt_groups(
     group_ids: Any,
     group_tokens: Any,
     denominator: Any,
-) -> PromptGroups | None:
+) -> PromptGroups:
     """Which sequences answer the same prompt, where the mean is over prompts."""
     if objective.aggregate != PROMPT_MEAN:
         for name, value in zip(_OF_GROUPS, (group_ids, group_tokens), strict=True):
@@ -224,7 +225,6 @@ def _prompt_groups(
                     f"{layout.caller}: {name} has no use with aggregate={objective.aggregate!r}: pass "
                     f"aggregate={PROMPT_MEAN!r}, or leave it out"
                 )
-        return None
     if group_ids is None and (group_tokens is None or denominator is None):
         raise ValueError(
             f"{layout.caller}: aggregate={PROMPT_MEAN!r} needs group_ids, integers {layout.describe_sequences()}, "

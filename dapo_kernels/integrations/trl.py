@@ -18,6 +18,7 @@ import functools
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,9 +34,13 @@ require("dapo_kernels.integrations.trl", *TRL)
 
 from accelerate.utils import is_peft_model  # noqa: E402
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled  # noqa: E402
+from transformers.trainer_utils import get_last_checkpoint  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 from trl import GRPOTrainer  # noqa: E402
+from trl.rewards import get_soft_overlong_punishment  # noqa: E402
 from trl.trainer.utils import FusedCausalLMOutput  # noqa: E402
+
+from dapo_kernels.integrations.trl_sampling import DynamicSampler, SaveSampler  # noqa: E402
 
 logger = logging.get_logger(__name__)
 
@@ -53,6 +58,15 @@ class DapoGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """``trl.GRPOTrainer``, same arguments, same configuration, same metrics; the logits are never held.
 
     Args:
+        dynamic_sampling: collect every generation batch from groups whose rewards vary (DAPO, section 3.2). The others
+            are resampled with the next prompts; surplus groups train in the next batch. The soft overlong punishment
+            decides nothing.
+        max_sampling_rounds: generation rounds for one batch.
+        on_sampling_exhausted: what follows when they are used up: ``"error"``, or ``"train_partial"``: the batch is
+            filled with groups whose completions are masked.
+        overlong_cache_length: L_cache of the soft overlong punishment (DAPO, eq. 13), in tokens: a further reward, from
+            0 down to −1 over so many tokens. ``None``: no punishment.
+        overlong_max_length: L_max, the length from which the punishment is −1; ``max_completion_length`` by default.
         aggregate: ``"prompt-mean-token-mean"`` replaces the normaliser of ``loss_type``: the mean over prompts of the
             token means of their groups (DAPO, eq. 8 as printed). A group's tokens are those of the whole generation
             batch, however its completions are spread over ranks, micro-batches and updates. ``None`` is TRL's.
@@ -65,7 +79,17 @@ class DapoGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         ValueError: a setting that cannot be honoured, with the reason.
     """
 
-    def __init__(self, *args: Any, aggregate: str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        dynamic_sampling: bool = False,
+        max_sampling_rounds: int = 10,
+        on_sampling_exhausted: str = "error",
+        overlong_cache_length: int | None = None,
+        overlong_max_length: int | None = None,
+        aggregate: str | None = None,
+        **kwargs: Any,
+    ) -> None:
         self.aggregate = aggregate
         with _head_without_adapter(args[0] if args else kwargs.get("model")):
             super().__init__(*args, **kwargs)
@@ -79,6 +103,25 @@ class DapoGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._attach(policy, entropy=True)
         if self.ref_model is not None:
             self._attach(self.accelerator.unwrap_model(self.ref_model), entropy=False)
+        self._n_rewards = len(self.reward_funcs)
+        add_overlong_punishment(self, overlong_cache_length, overlong_max_length)
+        self._sampler: DynamicSampler | None = None
+        if dynamic_sampling:
+            self._sampler = DynamicSampler(self, max_sampling_rounds, on_sampling_exhausted, self._n_rewards)
+            self.add_callback(SaveSampler(self._sampler))
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        if self._sampler is not None and resume_from_checkpoint:
+            latest = resume_from_checkpoint is True
+            folder = get_last_checkpoint(self.args.output_dir) if latest else resume_from_checkpoint
+            if folder is not None:
+                self._sampler.load(Path(str(folder)))
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self._sampler is not None and self.model.training:
+            logs.update(self._sampler.metrics())
+        super().log(logs, start_time)
 
     def _attach(self, model: Any, *, entropy: bool) -> None:
         check_head(model)
@@ -86,8 +129,22 @@ class DapoGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         attach_scoring(model, rule, entropy=entropy, float32_head=self.args.cast_lm_head_to_fp32)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        generate = super()._generate_and_score_completions
+        output: dict[str, Any]
+        if self._sampler is not None and self.model.training:
+            output = self._sampler.collect(generate, list(inputs[0]))
+        else:
+            output = generate(inputs)
         return output if self.aggregate is None else output | prompt_counts(self, output)
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
+        rewards: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if rewards.shape[1] > self._n_rewards:  # a completion that nobody could score is not scored for its length
+            unscorable = rewards[:, : self._n_rewards].isnan().all(1)
+            rewards[unscorable, self._n_rewards] = torch.nan
+        if self._sampler is not None:
+            self._sampler.observe(rewards, completion_ids_list)
+        return rewards
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         if self._objective is None:
@@ -276,6 +333,35 @@ def _refuse(trainer: GRPOTrainer) -> None:
         )
     if trainer.loss_type == "dr_grpo" and trainer.max_completion_length is None:
         raise ValueError(f"{name}: loss_type='dr_grpo' divides by max_completion_length: set it to a number")
+
+
+def add_overlong_punishment(trainer: GRPOTrainer, cache_length: int | None, max_length: int | None) -> None:
+    """Add the soft overlong punishment (DAPO, eq. 13) to the reward functions, as TRL has it.
+
+    Raises:
+        ValueError: lengths that leave no room, or no weight that is the punishment's own.
+    """
+    name = type(trainer).__name__
+    if cache_length is None:
+        if max_length is not None:
+            raise ValueError(f"{name}: overlong_max_length={max_length} has no use without overlong_cache_length")
+        return
+    longest = trainer.max_completion_length if max_length is None else max_length
+    if longest is None or not 0 < cache_length <= longest:
+        raise ValueError(
+            f"{name}: overlong_cache_length must be at least 1 and at most overlong_max_length={longest}, got "
+            f"{cache_length}"
+        )
+    if trainer.multi_objective_aggregation != "sum_then_normalize":
+        raise ValueError(
+            f"{name}: overlong_cache_length requires multi_objective_aggregation='sum_then_normalize', got "
+            f"{trainer.multi_objective_aggregation!r}, which would scale the punishment by its spread"
+        )
+    punishment = get_soft_overlong_punishment(longest, cache_length)
+    trainer.reward_funcs = [*trainer.reward_funcs, punishment]  # the list is the caller's
+    trainer.reward_func_names = [*trainer.reward_func_names, punishment.__name__]
+    trainer.reward_processing_classes = [*trainer.reward_processing_classes, None]
+    trainer.reward_weights = torch.cat([trainer.reward_weights, torch.ones(1)])
 
 
 def attach_scoring(model: Any, rule: LogitRule, *, entropy: bool, float32_head: bool) -> None:

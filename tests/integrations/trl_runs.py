@@ -87,10 +87,12 @@ class Run:
     start: dict[str, Tensor] = field(repr=False)
 
 
-def train(trainer_class: type, model: str | Any, folder: Path, rollouts: Rollouts, **options: Any) -> Run:
-    """A few updates. ``options``: fields of ``GRPOConfig``, and ``trainer_options`` for the trainer."""
+def train(trainer_class: type, model: str | Any, folder: Path, rollouts: Any, **options: Any) -> Run:
+    """A few updates. ``options``: fields of ``GRPOConfig``, ``trainer_options`` for the trainer, a checkpoint to
+    ``resume``, and ``prepare``, called with the trainer.
+    """
     trainer_options = options.pop("trainer_options", {})
-    prepare = options.pop("prepare", None)
+    prepare, resume = options.pop("prepare", None), options.pop("resume", None)
     settings = {
         "bf16": False,
         "gradient_checkpointing": False,
@@ -107,19 +109,20 @@ def train(trainer_class: type, model: str | Any, folder: Path, rollouts: Rollout
         "seed": 3,
     }
     args = GRPOConfig(output_dir=str(folder), **(settings | options))
-    trainer = trainer_class(
-        model=str(model) if isinstance(model, Path) else model,
-        reward_funcs=reward,
-        args=args,
-        train_dataset=Dataset.from_dict({"prompt": [f"{a}+{b}=" for a in (3, 14, 25) for b in (7, 68, 9)]}),
-        eval_dataset=Dataset.from_dict({"prompt": ["1+2=", "33+4="]}),
-        processing_class=make_tokenizer(),
-        **({"rollout_func": rollouts} | trainer_options),
-    )
+    given = {
+        "model": str(model) if isinstance(model, Path) else model,
+        "reward_funcs": reward,
+        "args": args,
+        "train_dataset": Dataset.from_dict({"prompt": [f"{a}+{b}=" for a in (3, 14, 25) for b in (7, 68, 9)]}),
+        "eval_dataset": Dataset.from_dict({"prompt": ["1+2=", "33+4="]}),
+        "processing_class": make_tokenizer(),
+        "rollout_func": rollouts,
+    }
+    trainer = trainer_class(**(given | trainer_options))
     if prepare is not None:
         prepare(trainer)
     start = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     weights = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
     return Run(trainer, trainer.state.log_history, weights, start)
 

@@ -1,0 +1,355 @@
+"""Dynamic sampling (DAPO, section 3.2) for TRL's ``GRPOTrainer``: groups that cannot train are resampled.
+
+A group is the ``num_generations`` completions of one prompt; its advantages are all 0 where its rewards are all equal.
+One batch of TRL's is collected in rounds. Every round hands TRL fresh prompts, and TRL generates, scores and rewards
+them as ever; the groups whose rewards vary are accepted, in the order of their prompts. Surplus groups train in the
+next batch, with the log-probs of the policy that sampled them.
+
+Rewards are gathered by TRL, so that all ranks know of all groups and decide alike; the rows of accepted groups are
+then given to all ranks, and each takes its share of the batch. What a round returns per completion (C tokens) is kept
+without padding, on the host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+from transformers import TrainerCallback
+from transformers.utils import logging
+from trl.trainer.utils import pad
+
+logger = logging.get_logger(__name__)
+
+STATE_FILE = "dynamic_sampling.pt"
+ON_EXHAUSTED = ("error", "train_partial")
+
+Row = dict[str, Tensor]
+Generate = Callable[[list[dict[str, Any]]], dict[str, Tensor]]
+
+_PROMPT = ("prompt_ids", "prompt_mask")
+# What pads them: it is not looked at, but a tool's mask of 1 is TRL's own.
+_COMPLETION = {
+    "completion_ids": 0,
+    "completion_mask": 0,
+    "old_per_token_logps": 0,
+    "ref_per_token_logps": 0,
+    "sampling_per_token_logps": 0,
+    "importance_sampling_ratio": 1,
+    "advantages": 0,
+    "tool_mask": 1,
+}
+_OF_BATCH = ("num_items_in_batch",)  # counted again
+_OLD = "old_per_token_logps"
+
+
+class Group(NamedTuple):
+    """The completions of one prompt."""
+
+    prompt: int  # its index in the dataset
+    rows: list[Row]
+
+
+class PromptOrder:
+    """Indices of a dataset in the order of TRL's ``RepeatSampler``: shuffled anew in every epoch, from one seed.
+
+    Unlike there no prompt is left out where the batches do not divide the dataset.
+    """
+
+    def __init__(self, size: int, seed: int, shuffle: bool) -> None:
+        self.size, self.seed, self.shuffle = size, seed, shuffle
+        self.drawn = 0  # prompts of all epochs: the whole state
+        self._epoch, self._order = -1, list(range(size))
+
+    def take(self, n: int) -> list[int]:
+        taken = [self._at(self.drawn + i) for i in range(n)]
+        self.drawn += n
+        return taken
+
+    def _at(self, position: int) -> int:
+        epoch, place = divmod(position, self.size)
+        if self.shuffle and epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self.seed)
+            for _ in range(epoch + 1):
+                order = torch.randperm(self.size, generator=generator)
+            self._epoch, self._order = epoch, order.tolist()
+        return self._order[place]
+
+
+@dataclass
+class Counts:
+    """Since they were logged last."""
+
+    batches: int = 0
+    rounds: int = 0
+    generated: int = 0
+    accepted: int = 0
+    used: int = 0
+
+
+class DynamicSampler:
+    """Collects the generation batches of a trainer.
+
+    Args:
+        trainer: a ``GRPOTrainer`` whose constructor is done.
+        max_rounds: generation rounds per batch.
+        on_exhausted: what follows when they are used up: ``"error"``, or ``"train_partial"``: the batch is filled with
+            groups whose completions are masked and count in no token mean.
+        n_judged: reward functions that decide whether a group varies, the first; the others shape the reward.
+
+    Raises:
+        ValueError: a setting that cannot be honoured, with the reason.
+    """
+
+    def __init__(self, trainer: Any, max_rounds: int, on_exhausted: str, n_judged: int) -> None:
+        _check(trainer, max_rounds, on_exhausted)
+        args, accelerator = trainer.args, trainer.accelerator
+        self.trainer, self.max_rounds, self.on_exhausted, self.n_judged = trainer, max_rounds, on_exhausted, n_judged
+        self.generations: int = trainer.num_generations
+        self.rank, self.ranks = accelerator.process_index, accelerator.num_processes
+        self.needed: int = args.generation_batch_size // self.generations
+        # The rows of a round are dealt out evenly.
+        self.unit = self.ranks // math.gcd(self.generations, self.ranks)
+        self.order = PromptOrder(len(trainer.train_dataset), args.seed, trainer.shuffle_dataset)
+        self.surplus: list[Group] = []
+        self.share = 1.0  # of groups that were accepted lately
+        self.counts = Counts()
+        self._rewards: Tensor | None = None
+        self._lengths: list[int] = []
+
+    def observe(self, rewards: Tensor, completion_ids: Sequence[Sequence[int]]) -> None:
+        """Note the rewards of a round, [completions of all ranks, functions], and this rank's completions."""
+        self._rewards, self._lengths = rewards, [len(ids) for ids in completion_ids]
+
+    def collect(self, generate: Generate, columns: Sequence[str]) -> dict[str, Tensor]:
+        """Return a generation batch of groups with varying rewards, as TRL's ``_generate_and_score_completions``.
+
+        Args:
+            generate: that method of TRL's, for one round.
+            columns: of the dataset, those that TRL is given.
+
+        Raises:
+            RuntimeError: ``max_rounds`` rounds did not fill the batch.
+            ValueError: TRL returned something that cannot be put into another batch, such as images.
+        """
+        accepted, spare = list(self.surplus), list[Group]()
+        rounds = 0
+        while len(accepted) < self.needed and rounds < self.max_rounds:
+            missing = self.needed - len(accepted)
+            indices = self.order.take(self._round_size(missing))
+            output = generate(self._inputs(indices, columns))
+            if unknown := output.keys() - {*_PROMPT, *_COMPLETION, *_OF_BATCH}:
+                name = type(self.trainer).__name__
+                raise ValueError(f"{name}: dynamic_sampling is not supported with {', '.join(sorted(unknown))}")
+            rounds += 1
+            varies = self._vary()
+            self.share = (self.share + sum(varies) / len(varies)) / 2
+            self._count(rounds=1, generated=len(varies), accepted=sum(varies))
+            if not accepted and len(varies) == sum(varies) == self.needed:  # TRL's own batch
+                self._count(batches=1, used=self.needed)
+                return output
+            to_carry = sum(varies) > missing and _OLD not in output
+            if to_carry:  # their policy is gone when they train
+                output[_OLD] = self._old_logprobs(output)
+            partial = self.on_exhausted == "train_partial"
+            groups = self._groups(output, indices, [partial or chosen for chosen in varies])
+            chosen = [group for group, kept in zip(groups, varies, strict=True) if kept and group]
+            for group in chosen[:missing] if to_carry else []:  # sampled by the policy that they train
+                for row in group.rows:
+                    del row[_OLD]
+            accepted += chosen
+            spare = [group for group, kept in zip(groups, varies, strict=True) if not kept and group]
+        used = min(len(accepted), self.needed)
+        if used < self.needed:
+            accepted += self._fill(used, spare, rounds)
+        selected, self.surplus = accepted[: self.needed], accepted[self.needed :]
+        self._count(batches=1, used=used)
+        return self._batch(selected)
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is logged, and count anew."""
+        counts, self.counts = self.counts, Counts()
+        if counts.batches == 0:
+            return {}
+        values = {
+            "accepted_share": counts.accepted / counts.generated if counts.generated else math.nan,
+            "rounds": counts.rounds / counts.batches,
+            "groups_generated": counts.generated,
+            "groups_used": counts.used,
+            "groups_carried_over": len(self.surplus),
+        }
+        return {f"dynamic_sampling/{name}": float(value) for name, value in values.items()}
+
+    def save(self, folder: Path) -> None:
+        surplus = [group._asdict() for group in self.surplus]
+        state = {"drawn": self.order.drawn, "prompts": self.order.size, "share": self.share, "surplus": surplus}
+        torch.save(state, folder / STATE_FILE)
+
+    def load(self, folder: Path) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            ValueError: it was made with another number of prompts.
+        """
+        if not (folder / STATE_FILE).exists():
+            logger.warning(f"{folder} has no {STATE_FILE}: dynamic sampling begins with the first prompt")
+            return
+        state = torch.load(folder / STATE_FILE, weights_only=True)
+        if state["prompts"] != self.order.size:
+            raise ValueError(
+                f"resume_from_checkpoint: {folder} was made with {state['prompts']} prompts, train_dataset has "
+                f"{self.order.size}"
+            )
+        self.order.drawn, self.share = state["drawn"], state["share"]
+        self.surplus = [Group(**group) for group in state["surplus"]]
+
+    def _count(self, **more: int) -> None:
+        for name, value in more.items():
+            setattr(self.counts, name, getattr(self.counts, name) + value)
+
+    def _round_size(self, missing: int) -> int:
+        """Groups of a round: as many as fill the batch at the present rate of acceptance, at most a whole batch."""
+        wanted = math.ceil(missing / max(self.share, missing / self.needed))
+        return min(self.needed, math.ceil(wanted / self.unit) * self.unit)
+
+    def _inputs(self, indices: list[int], columns: Sequence[str]) -> list[dict[str, Any]]:
+        """This rank's rows of a round: each prompt ``num_generations`` times, cut into as many parts as ranks."""
+        here = len(indices) * self.generations // self.ranks
+        rows = range(self.rank * here, (self.rank + 1) * here)
+        dataset = self.trainer.train_dataset
+        examples = [dataset[indices[row // self.generations]] for row in rows]
+        return [{name: example[name] for name in columns} for example in examples]
+
+    def _vary(self) -> list[bool]:
+        """Of every group of the round, over all ranks: whether its rewards are not all equal."""
+        assert self._rewards is not None
+        weights = self.trainer.reward_weights[: self.n_judged].to(self._rewards.device)
+        judged = self._rewards[:, : self.n_judged]
+        rewards = (judged * weights).nansum(1).view(-1, self.generations)
+        unscorable = judged.isnan().all(1).view(-1, self.generations)  # by any function
+        lowest = rewards.masked_fill(unscorable, math.inf).amin(1)
+        varies: list[bool] = (rewards.masked_fill(unscorable, -math.inf).amax(1) > lowest).tolist()
+        return varies
+
+    def _old_logprobs(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Log-probs of the completions under the present policy, [B, C]; all ranks have to call."""
+        ids, mask = (
+            torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
+        )
+        trainer, width = self.trainer, inputs["completion_ids"].shape[1]
+        with torch.no_grad():
+            logprobs, _, _ = trainer._get_per_token_logps_and_entropies(
+                trainer.model, ids, mask, width, batch_size=trainer.args.per_device_train_batch_size
+            )
+        return logprobs
+
+    def _groups(self, output: dict[str, Tensor], indices: list[int], wanted: list[bool]) -> list[Group | None]:
+        """The groups of a round, whole, on every rank; ``None`` for those that are not wanted."""
+        host = {name: value.cpu() for name, value in output.items() if name not in _OF_BATCH and value is not None}
+        first = self.rank * len(self._lengths)
+        here = [
+            (first + i, self._row(host, i))
+            for i in range(len(self._lengths))
+            if wanted[(first + i) // self.generations]
+        ]
+        rows = dict(gather_object(here))
+        starts = range(0, len(indices) * self.generations, self.generations)
+        return [
+            Group(index, [rows[start + i] for i in range(self.generations)]) if chosen else None
+            for index, start, chosen in zip(indices, starts, wanted, strict=True)
+        ]
+
+    def _row(self, host: dict[str, Tensor], i: int) -> Row:
+        n_prompt, n = int(host["prompt_mask"][i].sum()), self._lengths[i]
+        row = {}
+        for name, value in host.items():
+            if name in _PROMPT:
+                row[name] = value[i, value.shape[1] - n_prompt :].clone()
+            else:
+                whole = value.dim() == 1 or self._is_per_sequence(name)
+                row[name] = (value[i] if whole else value[i, :n]).clone()
+        return row
+
+    def _is_per_sequence(self, name: str) -> bool:
+        return name == "importance_sampling_ratio" and "sequence" in self.trainer.vllm_importance_sampling_mode
+
+    def _fill(self, used: int, spare: list[Group], rounds: int) -> list[Group]:
+        """Groups without a token that trains, where the batch stayed short."""
+        if self.on_exhausted == "error" or used == 0:
+            raise RuntimeError(
+                f"{type(self.trainer).__name__}: max_sampling_rounds={self.max_rounds}: {used} of {self.needed} groups "
+                f"have varying rewards after {rounds} rounds; the share accepted of late is {self.share:.1%}. Raise "
+                "max_sampling_rounds, take prompts that are neither too easy nor too hard, or set "
+                "on_sampling_exhausted='train_partial', which needs one such group"
+            )
+        return [
+            Group(prompt, [row | {"completion_mask": torch.zeros_like(row["completion_mask"])} for row in rows])
+            for prompt, rows in spare[: self.needed - used]
+        ]
+
+    def _batch(self, groups: list[Group]) -> dict[str, Tensor]:
+        """This rank's rows of the batch, padded as TRL pads them."""
+        trainer = self.trainer
+        rows = [row for group in groups for row in group.rows]
+        here = len(rows) // self.ranks
+        own = rows[self.rank * here : (self.rank + 1) * here]
+        batch = {name: self._padded(name, [row[name] for row in own]) for name in own[0] if name != _OLD}
+        live = [row["completion_mask"] * row.get("tool_mask", 1) for row in rows]
+        batch["num_items_in_batch"] = torch.stack([mask.sum() for mask in live]).sum()
+        batch = {name: value.to(trainer.accelerator.device) for name, value in batch.items()}
+        known = [_OLD in row for row in rows]
+        if all(known):
+            batch[_OLD] = self._padded(_OLD, [row[_OLD] for row in own]).to(trainer.accelerator.device)
+        elif any(known):  # of groups that an earlier policy sampled: then all need theirs
+            batch[_OLD] = self._old_logprobs(batch)
+            for i, row in enumerate(own):
+                if _OLD in row:
+                    batch[_OLD][i, : len(row[_OLD])] = row[_OLD].to(batch[_OLD])
+        return batch
+
+    def _padded(self, name: str, values: list[Tensor]) -> Tensor:
+        if values[0].dim() == 0 or self._is_per_sequence(name):
+            return torch.stack(values)
+        filled = _COMPLETION.get(name, 0)
+        if name in ("prompt_ids", "completion_ids"):
+            tokenizer = getattr(self.trainer.processing_class, "tokenizer", self.trainer.processing_class)
+            filled = tokenizer.pad_token_id
+        return pad(values, filled, "left" if name in _PROMPT else "right", self.trainer.pad_to_multiple_of)
+
+
+class SaveSampler(TrainerCallback):  # type: ignore[misc]
+    """Writes the sampler beside TRL's own state when a checkpoint is saved."""
+
+    def __init__(self, sampler: DynamicSampler) -> None:
+        self.sampler = sampler
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if args.should_save:
+            self.sampler.save(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+
+
+def _check(trainer: Any, max_rounds: Any, on_exhausted: str) -> None:
+    name = type(trainer).__name__
+    if type(max_rounds) is not int or max_rounds < 1:
+        raise ValueError(f"{name}: max_sampling_rounds must be a positive integer, got {max_rounds!r}")
+    if on_exhausted not in ON_EXHAUSTED:
+        raise ValueError(
+            f"{name}: on_sampling_exhausted must be one of {', '.join(ON_EXHAUSTED)}, got {on_exhausted!r}"
+        )
+    if not hasattr(trainer.train_dataset, "__getitem__") or not hasattr(trainer.train_dataset, "__len__"):
+        raise ValueError(
+            f"{name}: dynamic_sampling requires a train_dataset with a length and an index, got "
+            f"{type(trainer.train_dataset).__name__}: a stream cannot be resumed where it was"
+        )
+    if trainer.scale_rewards == "batch" or trainer.multi_objective_aggregation != "sum_then_normalize":
+        raise ValueError(
+            f"{name}: dynamic_sampling requires scale_rewards='group' or 'none' and "
+            "multi_objective_aggregation='sum_then_normalize': the others normalise over a generated batch, of which "
+            "only a part trains"
+        )

@@ -1,0 +1,479 @@
+"""``DapoGRPOTrainer(dynamic_sampling=True)``: groups that train all vary; none is lost and none trains twice."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl", reason="TRL is not installed: pip install -c constraints.txt -e '.[trl]'")
+
+import torch
+import trl
+from datasets import Dataset, IterableDataset
+from ranks import on_ranks
+from torch import Tensor
+from trl import GRPOConfig, GRPOTrainer
+from trl_runs import OFF_POLICY, WIDTH, Run, load, save_tiny_model, train
+
+from dapo_kernels.integrations.trl import DapoGRPOTrainer
+from dapo_kernels.integrations.trl_sampling import STATE_FILE, PromptOrder
+from dapo_kernels.integrations.versions import TRL, Supported
+
+KINDS = ("easy", "mixed", "hard", "mixed", "mixed")
+ONE_UPDATE = {"num_generations": 4, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}  # 4 groups
+SAMPLING = {"dynamic_sampling": True}
+
+Completion = tuple[int, ...]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def prompts(kinds: tuple[str, ...] = KINDS, n: int = 25) -> Dataset:
+    return Dataset.from_dict(
+        {"prompt": [f"{i}+7=" for i in range(n)], "kind": [kinds[i % len(kinds)] for i in range(n)]}
+    )
+
+
+class Ledger:
+    """Rollouts that follow from prompt, update and row, so that a run may be repeated or cut; and what they earned.
+
+    ``kind`` of a prompt: its completions are all right, all wrong, right where their first token is even ("mixed"),
+    right or not scored ("gaps"), never scored, or each earns something else ("unique").
+    """
+
+    __name__ = "ledger"
+
+    def __init__(self) -> None:
+        self.rounds: list[list[tuple[str, Completion, float | None]]] = []
+        self.steps: dict[tuple[Completion, Completion], int] = {}
+        self.weights: dict[int, dict[str, Tensor]] = {}
+
+    def generate(self, texts: list[str], trainer: Any) -> dict[str, Any]:
+        tokenizer, step = trainer.processing_class, trainer.state.global_step
+        rank = trainer.accelerator.process_index
+        completions = []
+        for i, text in enumerate(texts):
+            lots = random.Random(f"{text} {step} {rank * len(texts) + i}")
+            ids = [lots.randrange(3, len(tokenizer)) for _ in range(lots.randint(2, WIDTH))]
+            completions.append(ids if len(ids) == WIDTH else [*ids[:-1], tokenizer.eos_token_id])
+            self.steps[tuple(tokenizer(text)["input_ids"]), tuple(completions[-1])] = step
+        if step not in self.weights:
+            self.weights[step] = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
+        prompt_ids = [tokenizer(text)["input_ids"] for text in texts]
+        return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": None}
+
+    def __call__(self, prompts: list[str], completion_ids: list[list[int]], kind: list[str], **_: Any) -> list[Any]:
+        earned: list[Any] = []
+        even = [ids[0] % 2 == 0 for ids in completion_ids]
+        for ids, of, right in zip(completion_ids, kind, even, strict=True):
+            unique = hash(tuple(ids)) % 997 / 997
+            kinds = {"easy": 1.0, "hard": 0.0, "none": None, "mixed": float(right), "gaps": 1.0 if right else None}
+            earned.append(kinds.get(of, unique))
+        self.rounds.append([(p, tuple(c), e) for p, c, e in zip(prompts, completion_ids, earned, strict=True)])
+        return earned
+
+
+class Kept(DapoGRPOTrainer):
+    """Keeps the generation batches."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.batches: list[dict[str, Any]] = []
+        self.rewards: list[Tensor] = []
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        self.batches.append(super()._generate_and_score_completions(inputs))
+        return self.batches[-1]
+
+    def _calculate_rewards(self, *args: Any) -> Tensor:
+        self.rewards.append(super()._calculate_rewards(*args))
+        return self.rewards[-1]
+
+
+def run(
+    model: Path,
+    folder: Path,
+    ledger: Ledger,
+    trainer_class: type = Kept,
+    kinds: tuple[str, ...] = KINDS,
+    **options: Any,
+) -> Run:
+    given = {"reward_funcs": ledger, "rollout_func": ledger.generate, "train_dataset": prompts(kinds)}
+    given |= options.pop("trainer_options", SAMPLING)
+    settings = {"loss_type": "dapo", "learning_rate": 2.0, "max_steps": 5, **ONE_UPDATE}
+    return train(trainer_class, model, folder, ledger, **(settings | options), trainer_options=given)
+
+
+def completions_of(batch: dict[str, Any]) -> list[Completion]:
+    ends = batch["completion_mask"].sum(1).tolist()
+    return [tuple(ids[:end].tolist()) for ids, end in zip(batch["completion_ids"], ends, strict=True)]
+
+
+def by_group(rows: list[Any], size: int) -> list[list[Any]]:
+    assert len(rows) % size == 0
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+
+def assert_ledger(
+    rounds: list[list[Any]], batches: list[list[Completion]], surplus: list[list[Completion]], size: int
+) -> None:
+    """Every group that varies trains once, in the order of its prompt, or is left over; no other group trains."""
+    assert all(len({prompt for prompt, _, _ in group}) == 1 for rows in rounds for group in by_group(rows, size))
+    varying = [
+        [completion for _, completion, _ in group]
+        for rows in rounds
+        for group in by_group(rows, size)
+        if len({earned for _, _, earned in group}) > 1
+    ]
+    trained = [group for batch in batches for group in by_group(batch, size)]
+    assert len(trained) > 4
+    assert trained + surplus == varying
+
+
+def expected_rounds(rounds: list[list[Any]], batches: int) -> list[int]:
+    """Groups of each round of 4 groups a batch: those missing over the share accepted of late, at most 4."""
+    sizes, share, surplus, left = [], 1.0, 0, iter(rounds)
+    for _ in range(batches):
+        while surplus < 4:
+            missing = 4 - surplus
+            sizes.append(min(4, math.ceil(missing / share)) if share > 0 else 4)
+            varying = [len({earned for _, _, earned in group}) > 1 for group in by_group(next(left), 4)]
+            share = (share + sum(varying) / len(varying)) / 2
+            surplus += sum(varying)
+        surplus -= 4
+    return sizes
+
+
+def surplus_of(trainer: Any) -> list[list[Completion]]:
+    return [[tuple(row["completion_ids"].tolist()) for row in group.rows] for group in trainer._sampler.surplus]
+
+
+def test_every_group_that_trains_varies(tmp_path: Path, model: Path) -> None:
+    ledger, aggregate = Ledger(), "prompt-mean-token-mean"
+    done = run(model, tmp_path, ledger, trainer_options=SAMPLING | {"aggregate": aggregate})
+    batches, sampler = done.trainer.batches, done.trainer._sampler
+    assert len(ledger.rounds) > len(batches) == 5
+    assert_ledger(ledger.rounds, [completions_of(batch) for batch in batches], surplus_of(done.trainer), 4)
+    assert [len(rows) // 4 for rows in ledger.rounds] == expected_rounds(ledger.rounds, len(batches))
+    asked = [group[0][0] for rows in ledger.rounds for group in by_group(rows, 4)]
+    order = PromptOrder(25, 3, True)
+    assert asked == [prompts()[i]["prompt"] for i in order.take(len(asked))]  # no prompt is passed over
+    for batch in batches:
+        assert batch["advantages"].view(-1, 4).abs().amax(1).min() > 0.1
+        assert batch["num_items_in_batch"] == batch["completion_mask"].sum()
+        tokens = batch["completion_mask"].sum(1).view(-1, 4).sum(1)
+        assert batch["group_tokens"].tolist() == tokens.repeat_interleave(4).tolist()
+        earned = [float(ids[0] % 2 == 0) for ids in completions_of(batch)]
+        grouped = torch.tensor(earned).view(-1, 4)
+        expected = (grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)
+        torch.testing.assert_close(batch["advantages"], expected.flatten())
+        ends = batch["completion_mask"].sum(1)
+        assert batch["completion_ids"].shape[1] == ends.max()
+        assert (batch["prompt_mask"][:, -1] == 1).all()
+        assert batch["prompt_mask"].any(0).all()
+    logged = [entry for entry in done.log if "dynamic_sampling/rounds" in entry]
+    total = {name: sum(entry[f"dynamic_sampling/{name}"] for entry in logged) for name in ("rounds", "groups_used")}
+    generated = sum(entry["dynamic_sampling/groups_generated"] for entry in logged)
+    assert (total["rounds"], total["groups_used"]) == (len(ledger.rounds), 20)
+    assert generated == sum(len(rows) // 4 for rows in ledger.rounds) == sampler.order.drawn
+    assert logged[-1]["dynamic_sampling/groups_carried_over"] == len(sampler.surplus)
+    accepted = sum(e["dynamic_sampling/accepted_share"] * e["dynamic_sampling/groups_generated"] for e in logged)
+    assert accepted == pytest.approx(20 + len(sampler.surplus))
+
+
+def logprobs(network: Any, batch: dict[str, Any], i: int) -> Tensor:
+    ids = torch.cat([batch["prompt_ids"][i], batch["completion_ids"][i]])[None]
+    mask = torch.cat([batch["prompt_mask"][i], batch["completion_mask"][i]])[None]
+    width = batch["completion_ids"].shape[1]
+    with torch.no_grad():
+        logits = network(input_ids=ids, attention_mask=mask).logits[0, -width - 1 : -1]
+    found = logits.log_softmax(-1).gather(-1, batch["completion_ids"][i][:, None])[:, 0]
+    return found[: int(batch["completion_mask"][i].sum())]
+
+
+def test_surplus_groups_keep_the_policy_that_sampled_them(tmp_path: Path, model: Path) -> None:
+    """Old log-probs are those of that policy; a batch without such groups has none, as in TRL."""
+    ledger = Ledger()
+    done = run(model, tmp_path, ledger, max_steps=8, beta=0.1)
+    network, carried = load(model), 0
+    for step, batch in enumerate(done.trainer.batches):
+        asked = zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)
+        texts = [tuple(ids[mask.bool()].tolist()) for ids, mask in asked]
+        steps = [ledger.steps[key] for key in zip(texts, completions_of(batch), strict=True)]
+        carried += min(steps) < step
+        assert ("old_per_token_logps" in batch) == (min(steps) < step)
+        for i in range(len(steps)) if min(steps) < step else []:
+            network.load_state_dict(ledger.weights[steps[i]], strict=False)
+            expected = logprobs(network, batch, i)
+            torch.testing.assert_close(batch["old_per_token_logps"][i, : len(expected)], expected, rtol=1e-4, atol=1e-4)
+        network.load_state_dict(done.start, strict=False)
+        for i in range(len(steps)):
+            expected = logprobs(network, batch, i)
+            torch.testing.assert_close(batch["ref_per_token_logps"][i, : len(expected)], expected, rtol=1e-4, atol=1e-4)
+    assert 0 < carried < len(done.trainer.batches)
+    moved = [float((ledger.weights[7][name] - x).abs().max()) for name, x in ledger.weights[0].items()]
+    assert max(moved) > 1e-3
+
+
+def on_a_rank(rank: int, folder: Path, size: int) -> None:
+    ledger = Ledger()
+    options = {"num_generations": size, "per_device_train_batch_size": 3}
+    done = run(folder / "model", folder / "run", ledger, **options)
+    found = (ledger.rounds, [completions_of(batch) for batch in done.trainer.batches], surplus_of(done.trainer))
+    counted = [int(batch["num_items_in_batch"]) for batch in done.trainer.batches]
+    torch.save((*found, counted, done.weights), folder / f"rank {rank}.pt")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [4, 3])
+def test_two_ranks(tmp_path: Path, size: int) -> None:
+    """Groups lie across ranks: of 6 completions of a rank, 4 and 2 of a prompt; rounds of 3 only come in pairs."""
+    save_tiny_model(tmp_path / "model")
+    on_ranks(2, on_a_rank, tmp_path, size)
+    first, second = (torch.load(tmp_path / f"rank {rank}.pt") for rank in range(2))
+    rounds, batches = ([a + b for a, b in zip(x, y, strict=True)] for x, y in zip(first[:2], second[:2], strict=True))
+    assert first[2] == second[2]
+    assert_ledger(rounds, batches, first[2], size)
+    assert len(rounds) > len(batches) == 5
+    assert first[3] == second[3] == [sum(map(len, batch)) for batch in batches]
+    assert all(torch.equal(first[4][name], weight) for name, weight in second[4].items())
+
+
+@pytest.mark.parametrize("options", [{}, OFF_POLICY])
+def test_the_same_bits_where_every_group_varies(tmp_path: Path, model: Path, options: dict[str, Any]) -> None:
+    """As TRL's order of prompts, batches and weights without the option."""
+    found = [
+        run(model, tmp_path, Ledger(), kinds=("unique",), trainer_options=how, **({"max_steps": 3} | options))
+        for how in (SAMPLING, {})
+    ]
+    assert found[0].trainer._sampler.order.drawn > 0
+    assert found[1].trainer._sampler is None
+    moved = 0.0
+    for name, weight in found[0].weights.items():
+        assert torch.equal(weight, found[1].weights[name])
+        moved = max(moved, float((weight - found[0].start[name]).abs().max()))
+    assert moved > 1e-3
+
+
+def test_resume(tmp_path: Path, model: Path) -> None:
+    """Prompt order, surplus and rate of acceptance are in the checkpoint: the run goes on as if it had not stopped."""
+    whole, rest = Ledger(), Ledger()
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6}
+    full = run(model, tmp_path / "run", whole, **options)
+    folders = {step: tmp_path / "run" / f"checkpoint-{step}" / STATE_FILE for step in range(1, 6)}
+    carried = {step: torch.load(path, weights_only=True)["surplus"] for step, path in folders.items()}
+    rows = [row for groups in carried.values() for group in groups for row in group["rows"]]
+    assert all(bool(row["prompt_mask"].all()) for row in rows)  # without padding
+    steps = [step for step, groups in carried.items() if groups]
+    assert steps  # one that carries groups over
+    resumed = run(model, tmp_path / "run", rest, **options, resume=str(tmp_path / "run" / f"checkpoint-{steps[0]}"))
+    assert whole.rounds[-len(rest.rounds) :] == rest.rounds
+    assert len(resumed.trainer.batches) == 6 - steps[0]
+    assert surplus_of(resumed.trainer) == surplus_of(full.trainer)
+    assert resumed.trainer._sampler.share == full.trainer._sampler.share
+    for name, weight in full.weights.items():
+        torch.testing.assert_close(resumed.weights[name], weight, rtol=1e-6, atol=1e-6)
+    other = Dataset.from_dict({"prompt": ["1+2="] * 7, "kind": ["mixed"] * 7})
+    with pytest.raises(ValueError, match="train_dataset"):
+        run(
+            model, tmp_path / "run", Ledger(), **options, resume=True,
+            trainer_options=SAMPLING | {"train_dataset": other},
+        )  # fmt: skip
+
+
+def test_the_rounds_are_bounded(tmp_path: Path, model: Path) -> None:
+    ledger = Ledger()
+    with pytest.raises(RuntimeError, match="max_sampling_rounds") as caught:
+        run(model, tmp_path, ledger, kinds=("easy", "hard"), trainer_options=SAMPLING | {"max_sampling_rounds": 3})
+    assert "0 of 4 groups" in str(caught.value)
+    assert len(ledger.rounds) == 3
+    partial = {**SAMPLING, "max_sampling_rounds": 2, "on_sampling_exhausted": "train_partial"}
+    with pytest.raises(RuntimeError, match="max_sampling_rounds"):
+        run(model, tmp_path, Ledger(), kinds=("easy",), trainer_options=partial)
+
+
+def test_a_partial_batch(tmp_path: Path, model: Path) -> None:
+    """The rest of the batch has no token that trains, and counts in no token mean."""
+    ledger = Ledger()
+    partial = {**SAMPLING, "max_sampling_rounds": 1, "on_sampling_exhausted": "train_partial"}
+    done = run(model, tmp_path, ledger, trainer_options=partial, kinds=("easy", "mixed"))
+    short = 0
+    for batch, rows in zip(done.trainer.batches, ledger.rounds, strict=True):
+        varying = [group for group in by_group(rows, 4) if len({earned for _, _, earned in group}) > 1]
+        lengths = batch["completion_mask"].sum(1)
+        assert len(lengths) == 16
+        live = [completion for completion in completions_of(batch) if completion]
+        assert live == [completion for group in varying for _, completion, _ in group]
+        assert batch["num_items_in_batch"] == sum(map(len, live))
+        short += len(varying) < 4
+    assert short
+    used = sum(entry.get("dynamic_sampling/groups_used", 0) for entry in done.log)
+    assert used == sum(len({e for _, _, e in group}) > 1 for rows in ledger.rounds for group in by_group(rows, 4))
+    assert any(bool((weight != done.start[name]).any()) for name, weight in done.weights.items())
+    assert all(bool(weight.isfinite().all()) for weight in done.weights.values())
+
+
+def eq_13(length: int, longest: int, cache: int) -> float:
+    if length <= longest - cache:
+        return 0.0
+    return ((longest - cache) - length) / cache if length <= longest else -1.0
+
+
+@pytest.mark.parametrize(("longest", "cache"), [(None, 6), (9, 4)])
+def test_soft_overlong_punishment(tmp_path: Path, model: Path, longest: int | None, cache: int) -> None:
+    """A reward of its own, by length; a completion that nobody scored stays without one."""
+    ledger, functions = Ledger(), list[Callable[..., Any]]()
+    functions.append(ledger)
+    options = {"overlong_cache_length": cache, "overlong_max_length": longest, "reward_funcs": functions}
+    done = run(model, tmp_path, ledger, trainer_options=options, kinds=("mixed", "none"), max_steps=2)
+    assert functions == [ledger]
+    assert "rewards/soft_overlong_punishment_reward/mean" in done.log[0]
+    punishments = set()
+    for rows, rewards in zip(ledger.rounds, done.trainer.rewards, strict=True):
+        for (_, completion, earned), (own, punishment) in zip(rows, rewards.tolist(), strict=True):
+            assert (own != own) == (earned is None)
+            expected = eq_13(len(completion), longest or WIDTH, cache)
+            assert punishment != punishment if earned is None else punishment == pytest.approx(expected)
+            punishments.add(expected)
+    first = done.trainer.rewards[0]
+    assert done.log[0]["reward"] == pytest.approx(float(first.sum(1).nanmean()))
+    assert len(punishments) > 3
+    assert min(punishments) == -1
+
+
+def test_lengths_make_no_group_vary(tmp_path: Path, model: Path) -> None:
+    options = {**SAMPLING, "overlong_cache_length": 8, "max_sampling_rounds": 2}
+    with pytest.raises(RuntimeError, match="0 of 4 groups"):
+        run(model, tmp_path, Ledger(), kinds=("easy",), trainer_options=options)
+    done = run(model, tmp_path, Ledger(), trainer_options=options | {"max_sampling_rounds": 10}, max_steps=2)
+    for batch in done.trainer.batches:
+        assert all(len({ids[0] % 2 for ids in group}) == 2 for group in by_group(completions_of(batch), 4))
+
+
+def test_weights_of_rewards_decide(tmp_path: Path, model: Path) -> None:
+    """A function of weight 0 makes no group vary, and neither does a completion that nobody could score."""
+
+    def unique(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [float(len(ids)) for ids in completion_ids]
+
+    ledger = Ledger()
+    options = SAMPLING | {"reward_funcs": [ledger, unique]}
+    done = run(model, tmp_path, ledger, trainer_options=options, reward_weights=[2.0, 0.0], max_steps=2)
+    assert_ledger(ledger.rounds, [completions_of(batch) for batch in done.trainer.batches], surplus_of(done.trainer), 4)
+
+
+def test_a_missing_reward_makes_no_group_vary(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(RuntimeError, match="0 of 4 groups"):
+        run(model, tmp_path, Ledger(), kinds=("gaps",), trainer_options=SAMPLING | {"max_sampling_rounds": 2})
+
+
+def test_evaluation_is_not_resampled(tmp_path: Path, model: Path) -> None:
+    evaluated = Dataset.from_dict({"prompt": ["1+2=", "33+4="], "kind": ["easy", "hard"]})
+    options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "max_steps": 1}
+    ledger = Ledger()
+    done = run(model, tmp_path, ledger, **options, trainer_options=SAMPLING | {"eval_dataset": evaluated})
+    assert {prompt for prompt, _, _ in ledger.rounds[-1]} <= {"1+2=", "33+4="}
+    assert any("eval_loss" in entry for entry in done.log)
+    assert not any(name.startswith("eval_dynamic_sampling") for entry in done.log for name in entry)
+
+
+@pytest.mark.parametrize(
+    ("trainer_options", "options", "word"),
+    [
+        ({"max_sampling_rounds": 0}, {}, "max_sampling_rounds"),
+        ({"on_sampling_exhausted": "stop"}, {}, "on_sampling_exhausted"),
+        ({}, {"scale_rewards": "batch"}, "scale_rewards"),
+        ({}, {"multi_objective_aggregation": "normalize_then_sum"}, "multi_objective_aggregation"),
+        ({"overlong_max_length": 5}, {}, "overlong_max_length"),
+        ({"overlong_cache_length": 0}, {}, "overlong_cache_length"),
+        ({"overlong_cache_length": 6, "overlong_max_length": 5}, {}, "overlong_cache_length"),
+        (
+            {"overlong_cache_length": 5, "dynamic_sampling": False},
+            {"multi_objective_aggregation": "normalize_then_sum"},
+            "overlong_cache_length",
+        ),
+        ({"train_dataset": IterableDataset.from_generator(lambda: iter([{"prompt": "1+2="}]))}, {}, "train_dataset"),
+    ],
+)
+def test_refused(
+    tmp_path: Path, model: Path, trainer_options: dict[str, Any], options: dict[str, Any], word: str
+) -> None:
+    with pytest.raises(ValueError, match=word):
+        run(model, tmp_path, Ledger(), trainer_options=SAMPLING | trainer_options, **options)
+
+
+def test_images_are_refused(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = GRPOTrainer._generate_and_score_completions
+    more = {"pixel_values": torch.zeros(16, 3), "num_images": [1] * 16}
+    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", lambda self, x: plain(self, x) | more)
+    with pytest.raises(ValueError, match="dynamic_sampling is not supported with num_images, pixel_values"):
+        run(model, tmp_path, Ledger(), kinds=("unique",))
+
+
+def test_the_order_of_prompts() -> None:
+    """That of TRL's sampler, epoch after epoch, and without its loss of the last incomplete batch."""
+    sampler = trl.trainer.utils.RepeatSampler(range(6), mini_repeat_count=1, batch_size=3, seed=7)
+    expected = [*sampler, *sampler, *sampler]
+    order = PromptOrder(6, 7, True)
+    assert order.take(5) + order.take(13) == expected
+    later = PromptOrder(6, 7, True)
+    later.drawn = 14
+    assert later.take(4) == expected[14:]
+    assert PromptOrder(3, 7, False).take(7) == [0, 1, 2, 0, 1, 2, 0]
+    assert sorted(PromptOrder(5, 7, True).take(5)) == list(range(5))
+
+
+def test_what_it_takes_of_trl() -> None:
+    """TRL 1.16's methods without a promise, as they are called; another TRL is refused at import."""
+    assert TRL[0] == Supported("trl", "1.16", "1.17")
+    taken = {
+        "_generate_and_score_completions": ["self", "inputs"],
+        "_calculate_rewards": ["self", "inputs", "prompts", "completions", "completion_ids_list"],
+        "_get_per_token_logps_and_entropies": [
+            "self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size",
+        ],
+    }  # fmt: skip
+    for name, parameters in taken.items():
+        assert list(inspect.signature(getattr(GRPOTrainer, name)).parameters)[: len(parameters)] == parameters
+
+
+def test_the_snippet_of_the_page(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/trl.md, as it stands there, with the settings of a tiny model beside its own."""
+    page = (Path(__file__).parents[2] / "docs" / "trl.md").read_text(encoding="utf-8")
+    snippet = re.search(r"<!-- dapo -->\n```python\n(.+?)```", page, re.DOTALL)
+    assert snippet is not None
+    tiny = {
+        "use_cpu": True,
+        "bf16": False,
+        "max_steps": 2,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+    }
+    sizes = {"max_completion_length": 8, "num_generations": 4, "per_device_train_batch_size": 16}
+
+    def config(*args: Any, **kwargs: Any) -> GRPOConfig:
+        return GRPOConfig(str(tmp_path), **(kwargs | tiny | sizes))
+
+    monkeypatch.setattr(trl, "GRPOConfig", config)
+    source = snippet.group(1)
+    cache = re.search(r'"overlong_cache_length": (\d+)', source)
+    assert cache is not None
+    source = source.replace(cache.group(), '"overlong_cache_length": 4')
+    names: dict[str, Any] = {"model": str(model), "dataset": prompts(), "correct": lambda completion_ids, **_: [
+        float(ids[0] % 2 == 0) for ids in completion_ids]}  # fmt: skip
+    exec(source, names)
+    log = names["trainer"].state.log_history
+    assert any(entry.get("dynamic_sampling/groups_used") == 4 for entry in log)
+    assert any("rewards/soft_overlong_punishment_reward/mean" in entry for entry in log)
+    assert names["trainer"].mask_truncated_completions
