@@ -343,18 +343,6 @@ class PackedBatch:
         fields = ((name, getattr(self, name)) for name in self.__dataclass_fields__)
         return {name: tensor for name, tensor in fields if tensor is not None}
 
-    def with_old_logprobs(
-        self, old_logprobs: Tensor, importance_weights: Tensor | None = None, experts: Tensor | None = None
-    ) -> PackedBatch:
-        """The same batch with the log-probs of the policy before the update, what correction makes of them, both
-        float32 [T], and the experts that they came from.
-        """
-        return replace(self, old_logprobs=old_logprobs, importance_weights=importance_weights, experts=experts)
-
-    def with_ref_logprobs(self, ref_logprobs: Tensor) -> PackedBatch:
-        """The same batch with the log-probs of the reference policy; float32 [T]."""
-        return replace(self, ref_logprobs=ref_logprobs)
-
     def without_experts(self) -> PackedBatch:
         """The same batch for a pass, or a reader, that has nothing to replay."""
         return replace(self, experts=None)

@@ -1,7 +1,4 @@
-"""Advantages of responses, and the training sequences of a step.
-
-Segments of a response have their own advantages (`segments.py`). The learner estimates those of single tokens once it
-has the log-probs and values of the whole step (`returns.py`).
+"""Compute advantages of responses and make the training sequences of a step.
 
 With R the reward, G the samples of one prompt and N the samples of the whole step:
 
@@ -12,14 +9,14 @@ With R the reward, G the samples of one prompt and N the samples of the whole st
     batch_whitened   (R − mean_N) / (std_N + 1e-6)     over samples, not tokens
     leave_one_out    R − mean of the others in G
 
-and per token, by the formulas of `dapo_runner.algorithms.returns`, whitened over the tokens of the step:
+and per token, by the formulas of `dapo_runner.algorithms.returns`:
 
     gae              of R on the last token, with a critic's values
     returns          of R on the last token
     group_returns    of R − mean_G on the last token
 
-Standard deviations are unbiased. Samples that overlong filtering took out of the loss still count in every mean and
-standard deviation. A step may have been split or packed in any way: the formulas see whole groups and the whole step.
+Standard deviations are unbiased. Samples that overlong filtering took out of the loss count in means and standard
+deviations. Segments of a response have their own advantages (`segments.py`).
 """
 
 from __future__ import annotations
@@ -78,17 +75,16 @@ def make_sequences(groups: Iterable[Group], config: AdvantageConfig, step: int =
     """Return the training sequences of a step, group by group in order. ``step`` counts as the steps of the groups do.
     Raises ConfigError where a user's function does not return an advantage for each sample.
     """
-    groups = list(groups)
-    labels: list[list[tuple[Any, Tensor | None]]]
-    if config.segments is not None:
-        labels = [[segment_advantages(sample, config.segments) for sample in group.samples] for group in groups]
+    groups, segments = list(groups), config.segments
+    if segments is not None:
+        rows: Iterable[Iterable[Any]] = [[segment_advantages(x, segments) for x in group.samples] for group in groups]
     elif config.kind in ADVANTAGES:
-        labels = [[(value, None) for value in row] for row in _named_advantages(groups, ADVANTAGES[config.kind])]
+        rows = [[(x, None) for x in row] for row in _named_advantages(groups, ADVANTAGES[config.kind])]
     else:
-        labels = [[(value, None) for value in row] for row in _plugin_advantages(groups, config.kind)]
+        rows = [[(x, None) for x in row] for row in _plugin_advantages(groups, config.kind)]
     sequences = [
         make_sequence(group, sample, advantage, group_id, step - group.step, trains)
-        for group_id, (group, row) in enumerate(zip(groups, labels, strict=True))
+        for group_id, (group, row) in enumerate(zip(groups, rows, strict=True))
         for sample, (advantage, trains) in zip(group.samples, row, strict=True)
     ]
     if not config.by_token:
@@ -104,31 +100,25 @@ def _named_advantages(groups: Sequence[Group], advantage: Advantage) -> list[lis
     return [advantage(row, batch).tolist() for row in rewards]
 
 
-def _plugin_advantages(groups: Sequence[Group], use: str) -> list[list[Tensor]]:
-    """Return what the user's function ``use`` gives: for each sample one advantage, or one for each of its tokens."""
-    found = list(import_function("advantage.kind", use)(groups))
+def _plugin_advantages(groups: Sequence[Group], name: str) -> list[list[Tensor]]:
+    """Return what the user's function returns: for each sample one advantage, or one for each of its tokens."""
+    found = list(import_function("advantage.kind", name)(groups))
     sizes, wanted = [len(row) for row in found], [len(group.samples) for group in groups]
     if sizes != wanted:
-        raise ConfigError(
-            f"advantage.kind: expected {use} to return a list for each group with an entry for each sample "
-            f"({wanted}), got lists of {sizes}"
-        )
+        raise ConfigError(f"advantage.kind: expected lists of {wanted} advantages from {name}, got lists of {sizes}")
     return [
-        [_check(use, value, sample) for sample, value in zip(group.samples, row, strict=True)]
+        [_check_advantages(name, value, sample) for sample, value in zip(group.samples, row, strict=True)]
         for group, row in zip(groups, found, strict=True)
     ]
 
 
-def _check(use: str, value: Any, sample: Sample) -> Tensor:
+def _check_advantages(name: str, value: Any, sample: Sample) -> Tensor:
     advantages, length = torch.as_tensor(value, dtype=torch.float32), sample.completion.length
-    if advantages.shape not in ((), (length,)):
-        shape = tuple(advantages.shape)
+    if advantages.shape not in ((), (length,)) or not advantages.isfinite().all():
         raise ConfigError(
-            f"advantage.kind: expected {use} to return a number or {length} numbers for a response of {length} tokens, "
-            f"got shape {shape}"
+            f"advantage.kind: expected a finite number from {name} for each response, or for each of its {length} "
+            f"tokens, got {advantages.tolist()}"
         )
-    if not advantages.isfinite().all():
-        raise ConfigError(f"advantage.kind: expected {use} to return finite advantages, got {advantages.tolist()}")
     return advantages
 
 
@@ -137,22 +127,23 @@ def make_sequence(
 ) -> TrainingSequence:
     """Return the training sequence of one sample with a response of N tokens.
 
-    ``advantage``: one for all tokens, or float32 [N]. ``trains``, bool [N]: which tokens do; None: all, of a sample
-    that does.
+    Args:
+        advantage: one for all tokens, or float32 [N].
+        trains: bool [N], which tokens train; None for all of a sample that trains.
     """
     prompt = torch.tensor(group.prompt.token_ids, dtype=torch.int64)
-    completion, no_prompt, n = sample.completion, torch.zeros(prompt.numel()), sample.completion.length
+    completion, zeros, n = sample.completion, torch.zeros(prompt.numel()), sample.completion.length
     mask = torch.as_tensor(sample.trains if trains is None else trains).expand(n)
     if completion.loss_mask is not None:
         mask = mask & completion.loss_mask
-    support = None
-    if completion.support is not None:
-        support = TruncatedSupport.concatenate([TruncatedSupport.full(prompt.numel()), completion.support])
+    support = completion.support
+    if support is not None:
+        support = TruncatedSupport.concatenate([TruncatedSupport.full(prompt.numel()), support])
     return TrainingSequence(
         token_ids=torch.cat([prompt, completion.token_ids.to(torch.int64)]),
-        advantages=torch.cat([no_prompt, torch.as_tensor(advantage, dtype=torch.float32).expand(n)]),
-        mask=torch.cat([no_prompt.bool(), mask]),
-        rollout_logprobs=torch.cat([no_prompt, completion.logprobs.to(torch.float32)]),
+        advantages=torch.cat([zeros, torch.as_tensor(advantage, dtype=torch.float32).expand(n)]),
+        mask=torch.cat([zeros.bool(), mask]),
+        rollout_logprobs=torch.cat([zeros, completion.logprobs.to(torch.float32)]),
         group_id=group_id,
         age=age,
         support=support,

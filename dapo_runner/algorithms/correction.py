@@ -1,25 +1,21 @@
-"""Engine and learner give the same tokens different log-probs: how different, and what to do about it.
+"""Measure how far engine and learner disagree on log-probs, and correct for it.
 
 With μ the engine's probability of a sampled token, π the learner's before any update of the step, Δ = log π − log μ
-and means over the tokens of a step that train, however many mini-batches they are split into:
+and means over the n tokens of a step that train:
 
     rollout_gap, rollout_gap_max    mean and largest |Δ|
-    rollout_k3                      mean of e^Δ − Δ − 1, which estimates KL(μ‖π)
-    rollout_ess                     (Σ e^Δ)² / (n Σ e^2Δ): the share of the n tokens that is left, as it were,
-                                    after weighing each by π/μ; 1 when the two agree
+    rollout_k3                      mean of e^Δ − Δ − 1, an estimate of KL(μ‖π)
+    rollout_ess                     (Σ e^Δ)² / (n Σ e^2Δ), the effective sample size; 1 where the two agree
 
-Correction multiplies the policy term of each token by a weight w:
+Correction multiplies the policy term of each token by a weight:
 
     weights: token      min(e^Δ, cap): truncated importance sampling
-    weights: sequence   min(e^{ΣΔ}, cap), the sum over the response: the ratio of whole responses
+    weights: sequence   min(e^{ΣΔ}, cap), the sum over the response
     mask: token         0 where e^Δ is outside [1/bound, bound]
     mask: sequence      0 for every token of a response with e^{mean Δ} outside [1/bound, bound]
 
-A token that the engine gave no log-prob (NaN) counts as one that both agree on: Δ = 0. The means leave it out.
-
-    rollout_unknown                 the share of such tokens
-
-A token of weight 0 still counts in the denominator: what is masked makes the step smaller, not the rest of it larger.
+A token that the engine gave no log-prob (NaN) counts as Δ = 0. The means leave it out; rollout_unknown is the share of
+such tokens. A token of weight 0 still counts in the denominator of the loss.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ from dapo_runner.config import CorrectionConfig
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Sums over tokens, which add up over micro- and mini-batches; ``metrics`` makes means of them."""
+    """Sums over tokens, which add up over micro- and mini-batches."""
 
     tokens: int = 0
     gap: float = 0.0
@@ -44,14 +40,13 @@ class Mismatch:
     ratio: float = 0.0
     ratio_squared: float = 0.0
     masked: int = 0  # tokens of weight 0
-    unknown: int = 0  # tokens without a log-prob of the engine's, beside ``tokens``
+    unknown: int = 0  # tokens without a log-prob of the engine's, which ``tokens`` does not count
 
     def __add__(self, other: Mismatch) -> Mismatch:
         sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
         return Mismatch(**sums | {"gap_max": max(self.gap_max, other.gap_max)})
 
     def metrics(self) -> dict[str, float]:
-        """Nothing when there was no token with a log-prob of the engine's."""
         if not self.tokens:
             return {"rollout_unknown": 1.0} if self.unknown else {}
         return {
@@ -65,7 +60,7 @@ class Mismatch:
 
 
 def measure(learner: Tensor, engine: Tensor, mask: Tensor, weights: Tensor | None = None) -> Mismatch:
-    """Of one micro-batch. Log-probs float32 [T], mask bool [T], the weights of ``correct`` or None."""
+    """Compare log-probs float32 [T]; ``mask`` bool [T], ``weights`` those of ``correct``."""
     known = mask & ~engine.isnan()
     delta, unknown = (learner - engine)[known].double(), int((mask & ~known).sum())
     if not delta.numel():
@@ -80,25 +75,25 @@ def measure(learner: Tensor, engine: Tensor, mask: Tensor, weights: Tensor | Non
 def correct(
     learner: Tensor, engine: Tensor, mask: Tensor, cu_seqlens: Tensor, config: CorrectionConfig
 ) -> Tensor | None:
-    """The weight of each token, float32 [T]; 1 where the mask is False. None when correction is off.
+    """Return the weight of each token, float32 [T], 1 where ``mask`` bool [T] is False; None where correction is off.
 
-    learner, engine float32 [T]; mask bool [T]; cu_seqlens int32 [S+1].
+    Log-probs are float32 [T], cu_seqlens int32 [S+1].
     """
     if not config.enabled:
         return None
     delta = torch.where(mask & ~engine.isnan(), learner - engine, 0.0)
     weights = torch.ones_like(delta)
     if config.weights is not None:
-        log_ratio = delta if config.weights == "token" else _over_sequences(delta, mask, cu_seqlens, mean=False)
+        log_ratio = delta if config.weights == "token" else _reduce_sequences(delta, mask, cu_seqlens, mean=False)
         weights = log_ratio.clamp(max=math.log(config.cap)).exp()
     if config.mask is not None:
-        log_ratio = delta if config.mask == "token" else _over_sequences(delta, mask, cu_seqlens, mean=True)
+        log_ratio = delta if config.mask == "token" else _reduce_sequences(delta, mask, cu_seqlens, mean=True)
         weights = weights.masked_fill(log_ratio.abs() > math.log(config.bound), 0.0)
     return torch.where(mask, weights, 1.0)
 
 
-def _over_sequences(values: Tensor, mask: Tensor, cu_seqlens: Tensor, *, mean: bool) -> Tensor:
-    """Each token's value is its sequence's: the sum, or the mean over the tokens of the mask; float32 [T]."""
+def _reduce_sequences(values: Tensor, mask: Tensor, cu_seqlens: Tensor, *, mean: bool) -> Tensor:
+    """Return for each token the sum over its sequence, or the mean over the sequence's tokens of the mask."""
     lengths = cu_seqlens.diff().long()
     sequence = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
     totals = values.new_zeros(len(lengths)).index_add(0, sequence, values)

@@ -1,10 +1,10 @@
 """The critic: values of positions, and the clipped loss that it learns by.
 
-With V a value, V_old that before the step's updates and R the return, a token's loss is
+With V a value, V_old that before the step's updates and R the return, the loss of a token is
 
     ½ max((V − R)², (clip(V, V_old − c, V_old + c) − R)²)        Schulman et al. 2017's code; Ouyang et al. 2022
 
-divided by the tokens of the whole mini-batch, as a token-mean policy loss is.
+divided by the tokens of the whole mini-batch.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
-from dapo_runner.algorithms.weights import Part, TrainedModel, learning_rate
+from dapo_runner.algorithms.weights import TrainedModel, learning_rate
 from dapo_runner.config import Config
 from dapo_runner.parallel.ulysses import gather_positions, own_positions
-from dapo_runner.policy.model import Policy
-from dapo_runner.policy.value_head import ValueHead
+from dapo_runner.policy.model import Policy, ValueHead
 from dapo_runner.types import PackedBatch
 
 
@@ -44,27 +43,20 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor
 
 
 class Critic:
-    """A model with a value head that has an optimizer of its own; or, ``shared``, a value head on the policy."""
+    """A model with a value head and an optimizer of its own; or, ``shared``, a value head on the policy."""
 
     def __init__(self, model: Policy, config: Config) -> None:
         assert config.critic is not None
         self.model, self.config, self.settings = model, config, config.critic
         self.world, self.shared = model.world, config.critic.share_trunk
-        self.trained = None if self.shared else TrainedModel(model, config)
-        self._losses: list[ValueLoss] = []  # of the micro-batches of the mini-batch under way, detached
+        self.trained = None if self.shared else TrainedModel(model, config, "critic.")
+        self._losses: list[ValueLoss] = []  # of the micro-batches since ``metrics``, detached
 
     @property
     def head(self) -> ValueHead:
         head = self.model.model.value_head
         assert isinstance(head, ValueHead)
         return head
-
-    def parts(self) -> list[Part]:
-        """Return what a checkpoint holds of it."""
-        if self.trained is None:
-            return []
-        master = self.trained.master
-        return [Part("critic.", master.tensors, master.publish, self.trained.optimizer)]
 
     def trains_alone(self, step: int) -> bool:
         """Return whether the policy waits for the critic's warm-up. ``step`` counts from 0."""
@@ -81,11 +73,7 @@ class Critic:
     def _local_values(self, batch: PackedBatch) -> Tensor:
         return self.head(self.model.hidden_states(batch))
 
-    def shared_loss(self, hidden: Tensor, batch: PackedBatch, mini: MiniBatch) -> Tensor:
-        """Return what is added to the policy's loss of a micro-batch, from its hidden states."""
-        return self.settings.coef * self._loss(hidden, batch, mini)
-
-    def _loss(self, hidden: Tensor, batch: PackedBatch, mini: MiniBatch) -> Tensor:
+    def loss(self, hidden: Tensor, batch: PackedBatch, mini: MiniBatch) -> Tensor:
         """Return the loss of this rank's positions. FSDP2 takes the mean over ranks; the denominator makes it a sum."""
         assert batch.values is not None
         assert batch.returns is not None
@@ -101,20 +89,20 @@ class Critic:
         """Take one optimizer step and return its metrics. Raises NonFiniteUpdateError."""
         assert self.trained is not None
         rate = learning_rate(self.config, step) * self.settings.lr / self.config.optimizer.lr
-        self.trained.accumulate_gradients(len(mini.micro_batches), partial(self._micro_batch_loss, mini))
+        self.trained.accumulate_gradients(len(mini.micro_batches), partial(self._compute_loss, mini))
         norm = float(self.trained.clip_gradients())
         if not math.isfinite(norm):
             raise NonFiniteUpdateError(
-                f"step {step + 1}: expected a finite gradient of the critic, got norm {norm:g}. Its weights are those "
+                f"step {step + 1}: expected a finite gradient of the critic, got norm {norm:g}. The weights are those "
                 "before this update. Try a lower critic.lr",
                 mini,
             )
         self.trained.step(rate)
         return {**self.metrics(mini), "value_grad_norm": norm, "value_lr": rate}
 
-    def _micro_batch_loss(self, mini: MiniBatch, index: int) -> Tensor:
+    def _compute_loss(self, mini: MiniBatch, index: int) -> Tensor:
         batch = mini.micro_batches[index]
-        return self.model.run(lambda: self._loss(self.model.hidden_states(batch), batch, mini))
+        return self.model.run(lambda: self.loss(self.model.hidden_states(batch), batch, mini))
 
     def metrics(self, mini: MiniBatch) -> dict[str, float]:
         """Return means over the tokens of the mini-batch just trained on, over all ranks. Collective."""

@@ -1,7 +1,7 @@
 """The learner: old log-probs, a loss over packed micro-batches, one optimizer step for each mini-batch.
 
-Every sum is divided by the count of the whole mini-batch, never by a micro-batch's own: how a mini-batch is
-split and packed does not change its gradient.
+Every sum is divided by the count of the whole mini-batch, never by a micro-batch's own: how a mini-batch is split and
+packed does not change its gradient.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -20,12 +21,12 @@ from dapo_kernels.metrics import COUNTS
 from dapo_runner.algorithms.correction import Mismatch, measure
 from dapo_runner.algorithms.critic import Critic
 from dapo_runner.algorithms.losses import Loss, Output, PolicyLoss, PreferenceLoss
-from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError, global_token_stats
+from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError, token_stats
 from dapo_runner.algorithms.objective import resolve_objective, uses_reference
 from dapo_runner.algorithms.packing import count_training_tokens, pack_shares
-from dapo_runner.algorithms.returns import TokenAdvantages, show_advantages
+from dapo_runner.algorithms.returns import estimate_advantages, show_advantages
 from dapo_runner.algorithms.selection import ScoredBatch, TokenValues, select_tokens, token_values
-from dapo_runner.algorithms.weights import MovingReference, Part, TrainedModel, learning_rate
+from dapo_runner.algorithms.weights import MasterWeights, MovingReference, TrainedModel, learning_rate
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.policy.lora import adapters_off, has_adapters
@@ -38,10 +39,8 @@ T = TypeVar("T")
 
 
 class Learner:
-    """Trains a policy with a loss. ``prepare`` packs the sequences of a step, ``update`` takes one optimizer step.
+    """Trains a policy. ``prepare`` packs the sequences of a step, ``update`` takes one optimizer step.
 
-    ``estimator`` gives tokens their advantages once a step's log-probs are known; without it sequences have theirs. A
-    KL penalty or a preference loss refers to ``reference``; a policy with adapters is its own, with them switched off.
     With `logging.rollouts.per_token`, ``token_values`` holds what the updates of the step computed of single tokens, by
     the index of their sequence in the step, on rank 0.
     """
@@ -50,32 +49,38 @@ class Learner:
         self,
         policy: Policy,
         config: Config,
-        loss: Loss,
-        estimator: TokenAdvantages | None = None,
         reference: Policy | None = None,
-        critic: Critic | None = None,
+        critic_model: Policy | None = None,
         clock: StepClock | None = None,
     ) -> None:
+        """A policy with adapters is its own reference, with them switched off. ``critic_model`` is the policy itself
+        where they share a trunk. Raises ConfigError.
+        """
         if uses_reference(config) and reference is None and not has_adapters(policy.model):
-            raise ValueError("Learner: a KL penalty, or a preference loss, requires a reference policy, got none")
-        self.policy, self.config, self.loss = policy, config, loss
-        self.estimator, self.reference, self.critic = estimator, reference, critic
+            raise ValueError("Learner: a KL penalty or preference loss requires a reference, got none")
+        if critic_model is not None and critic_model.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+            raise ConfigError("critic.path: requires a model with the policy's tokenizer, got another vocabulary")
+        self.policy, self.config, self.reference, self.world = policy, config, reference, policy.world
         self.clock = StepClock() if clock is None else clock
+        self.critic = critic = None if critic_model is None else Critic(critic_model, config)
+        temperature, shared = config.rollout.temperature, critic if critic is not None and critic.shared else None
+        self.loss: Loss
+        if config.preference is not None:
+            self.loss = PreferenceLoss(config.preference, temperature)
+        else:
+            self.loss = PolicyLoss(resolve_objective(config), temperature, shared)
         self.token_values: dict[int, TokenValues] = {}
         self.estimates: dict[str, float] = {}  # metrics of the step
-        self.world = policy.world
         self.trained = TrainedModel(policy, config)
         self.master, self.optimizer = self.trained.master, self.trained.optimizer
         self.moving: MovingReference | None = None
         if config.loss.reference_ema is not None and reference is not None:
             self.moving = MovingReference(reference.model, self.master.tensors, config.loss.reference_ema)
 
-    def parts(self) -> list[Part]:
-        """Return everything that a checkpoint holds besides model, adapters and the sampler."""
-        parts = [Part("", self.master.tensors, self.master.publish, self.optimizer)]
-        if self.moving is not None:
-            parts.append(Part("reference.", self.moving.tensors, self.moving.publish))
-        return parts + ([] if self.critic is None else self.critic.parts())
+    def parts(self) -> list[MasterWeights]:
+        """Return the weights that a checkpoint holds, with their optimizer state."""
+        critic = None if self.critic is None or self.critic.trained is None else self.critic.trained.master
+        return [weights for weights in (self.master, self.moving, critic) if weights is not None]
 
     def prepare(self, sequences: Sequence[TrainingSequence]) -> list[MiniBatch]:
         """Return this rank's share of the mini-batches of a step, with everything that their updates compare the policy
@@ -95,9 +100,9 @@ class Learner:
             with self.clock.phase("values"):
                 for mini in minis:
                     self.critic.add_values(mini)
-        if self.estimator is not None and minis:
+        if self.config.advantage.by_token and minis:
             with self.clock.phase("pack"):
-                self.estimates = self.estimator(minis, self.world)
+                self.estimates = estimate_advantages(minis, self.config, self.world)
                 show_advantages(minis, sequences, self.config.logging.rollouts.groups, self.world)
         return minis
 
@@ -114,13 +119,13 @@ class Learner:
         for index, first in enumerate(range(0, len(sequences), size)):
             part = sequences[first : first + size]
             n_tokens, denominator = count_training_tokens(part), self.loss.denominator(part)
-            for share, batches in zip(shares, self.pack(part), strict=True):
+            for share, batches in zip(shares, self.pack(part, first), strict=True):
                 if batches:
-                    share.append(MiniBatch(batches, n_tokens, denominator, index, first))
+                    share.append(MiniBatch(batches, n_tokens, denominator, index))
         return [shares[rank // self.world.layout.sequence] for rank in range(self.world.size)]
 
-    def pack(self, sequences: Sequence[TrainingSequence]) -> list[list[PackedBatch]]:
-        """Return the micro-batches of each data rank."""
+    def pack(self, sequences: Sequence[TrainingSequence], first_id: int = 0) -> list[list[PackedBatch]]:
+        """Return the micro-batches of each data rank. Their ``sequence_ids`` count from ``first_id``."""
         return pack_shares(
             sequences,
             self.config.optimizer.token_budget,
@@ -128,6 +133,7 @@ class Learner:
             multiple=self.world.layout.sequence,
             hidden_size=self.policy.model.config.get_text_config(decoder=True).hidden_size,
             together=self.loss.sequences_per_unit,
+            first_id=first_id,
         )
 
     def _add_old_logprobs(self, mini: MiniBatch) -> None:
@@ -141,12 +147,10 @@ class Learner:
         if not unknown and (from_engine or mini.on_policy):
             return
         with self.clock.phase("old_logprobs"):
-            logprobs: list[Tensor] = []
-            experts: list[Tensor | None] = []
-            for batch in mini.micro_batches:
-                logprobs.append(self.logprobs(batch).to(batch.mask.device))
-                experts.append(None if from_engine else self.policy.chosen_experts())
-            mini.set_old_logprobs(logprobs, experts, correction, from_engine=from_engine)
+            for index, batch in enumerate(mini.micro_batches):
+                old = self.logprobs(batch).to(batch.mask.device)
+                experts = None if from_engine else self.policy.chosen_experts()
+                mini.set_old_logprobs(index, old, experts, correction, from_engine=from_engine)
 
     def _add_ref_logprobs(self, mini: MiniBatch) -> None:
         if uses_reference(self.config):
@@ -159,7 +163,8 @@ class Learner:
         else:
             compute = self.logprobs
         with self.clock.phase("ref_logprobs"):
-            mini.set_ref_logprobs([compute(batch).to(batch.mask.device) for batch in mini.micro_batches])
+            for index, batch in enumerate(mini.micro_batches):
+                mini.micro_batches[index] = replace(batch, ref_logprobs=compute(batch).to(batch.mask.device))
 
     def logprobs(self, batch: PackedBatch) -> Tensor:
         """Return log-probs of the targets under the policy, float32 [T] on its device; 0 where the mask is False."""
@@ -175,7 +180,7 @@ class Learner:
     @torch.no_grad()
     def _token_stats(self, policy: Policy, batch: PackedBatch, *, entropy: bool = False) -> TokenStats:
         temperature = self.config.rollout.temperature
-        return policy.run(lambda: global_token_stats(policy, batch, temperature, entropy=entropy))
+        return policy.run(lambda: token_stats(policy, batch, temperature, entropy=entropy))
 
     def update(self, mini: MiniBatch, step: int) -> dict[str, float]:
         """Take one optimizer step, and return the means of its metrics. Raises NonFiniteUpdateError.
@@ -226,12 +231,8 @@ class Learner:
         batches, objective = mini.micro_batches, self.loss.objective
         if objective is None or objective.batch_selection is None:
             return [None] * len(batches)
-        scored = []
-        for batch in batches:
-            stats = self._token_stats(self.policy, batch, entropy=True)
-            assert stats.entropy is not None
-            scored.append(ScoredBatch(batch.without_experts(), stats.logprobs, stats.entropy))
-        everywhere = self._gather_on_rank0([one.to("cpu") for one in scored])
+        scored = [_score(batch, self._token_stats(self.policy, batch, entropy=True)) for batch in batches]
+        everywhere = self._gather_on_rank0(scored)
         shares = self.world.run_on_rank0(lambda: self._choose_tokens(objective, everywhere, mini, step))
         return [chosen.to(self.policy.device) for chosen in self.world.scatter_from_rank0(shares or [])]
 
@@ -250,18 +251,13 @@ class Learner:
 
     def _keep_token_values(self, mini: MiniBatch, outs: Sequence[Output], selections: Sequence[Tensor | None]) -> None:
         assert self.loss.objective is not None
-        local = []
-        for batch, out, selection in zip(mini.micro_batches, outs, selections, strict=True):
-            assert out.entropy is not None
-            scored = ScoredBatch(batch.without_experts(), out.logprobs, out.entropy).to("cpu")
-            local.append((scored, None if selection is None else selection.cpu()))
-        everywhere = self._gather_on_rank0(local)
+        chosen = [None if selection is None else selection.cpu() for selection in selections]
+        scored = [_score(batch, out) for batch, out in zip(mini.micro_batches, outs, strict=True)]
+        everywhere = self._gather_on_rank0(list(zip(scored, chosen, strict=True)))
         if not everywhere:  # on another rank
             return
-        batches, chosen = zip(*everywhere, strict=True)
         groups = self.config.logging.rollouts.groups
-        values = token_values(self.loss.objective, batches, chosen, on_policy=mini.on_policy, groups=groups)
-        self.token_values |= {mini.first_sequence + index: found for index, found in values.items()}
+        self.token_values |= token_values(self.loss.objective, everywhere, on_policy=mini.on_policy, groups=groups)
 
     def _gather_on_rank0(self, local: list[T]) -> list[T]:
         """Return on rank 0 an entry for each micro-batch of all ranks; ranks that share positions have the same."""
@@ -272,7 +268,7 @@ class Learner:
         """Return the metrics of an update over the micro-batches of all ranks."""
         loss_sum, grad_norm = torch.stack([torch.stack([out.loss.detach() for out in outs]).sum(), norm]).tolist()
         # Ranks that share positions have a part of the loss each, or all of them the same loss.
-        counts = self.loss.is_local or self.world.sequence_rank == 0
+        counts = self.loss.is_local or self.world.rank % self.world.layout.sequence == 0
         loss = math.fsum(self.world.all_gather_object(loss_sum if counts else 0.0)) / self.world.size
         return {"loss": loss, "grad_norm": grad_norm, **reduce_metrics([out.metrics for out in outs] if counts else [])}
 
@@ -282,29 +278,9 @@ class Learner:
             self.moving.follow()
 
 
-def make_learner(
-    policy: Policy,
-    config: Config,
-    reference: Policy | None = None,
-    critic_model: Policy | None = None,
-    clock: StepClock | None = None,
-) -> Learner:
-    """Compose the learner of a configuration. ``critic_model`` is the policy itself where they share a trunk.
-
-    Raises ConfigError.
-    """
-    critic = None if critic_model is None else Critic(critic_model, config)
-    if critic is not None and critic.model.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
-        raise ConfigError("critic.path: expected a model with the policy's tokenizer, got one with another vocabulary")
-    temperature = config.rollout.temperature
-    loss: Loss
-    if config.preference is not None:
-        loss = PreferenceLoss(config.preference, temperature)
-    else:
-        shared = critic if critic is not None and critic.shared else None
-        loss = PolicyLoss(resolve_objective(config), temperature, shared)
-    estimator = TokenAdvantages(config.advantage, config.reward.kl) if config.advantage.by_token else None
-    return Learner(policy, config, loss, estimator, reference, critic, clock)
+def _score(batch: PackedBatch, found: TokenStats | Output) -> ScoredBatch:
+    assert found.entropy is not None
+    return ScoredBatch(batch.without_experts(), found.logprobs, found.entropy).to("cpu")
 
 
 def _check_finite(metrics: dict[str, float], mini: MiniBatch, step: int) -> None:
@@ -313,8 +289,8 @@ def _check_finite(metrics: dict[str, float], mini: MiniBatch, step: int) -> None
         return
     raise NonFiniteUpdateError(
         f"step {step + 1}: expected a finite loss and gradient, got loss {loss:g}, gradient norm {norm:g}, "
-        f"{nonfinite:.0f} tokens with a log-prob that is not finite. The weights are those before this update. "
-        "Look at ratio and entropy of the steps before; a lower optimizer.lr usually helps",
+        f"{nonfinite:.0f} log-probs that are not finite. The weights are those before this update. Look at ratio and "
+        "entropy of the steps before, or try a lower optimizer.lr",
         mini,
     )
 
@@ -324,7 +300,7 @@ def step_metrics(
 ) -> dict[str, float]:
     """Return the means of the updates, their count, and policy against engine over all measured tokens of the step."""
     local = sum((mini.mismatch for mini in minis), Mismatch())
-    mismatch = sum(world.all_gather_object(local)[:: world.layout.sequence], Mismatch())
+    mismatch = sum(world.gather_shares(local), Mismatch())
     return mean_of(updates) | mismatch.metrics() | {"updates": len(updates)}
 
 

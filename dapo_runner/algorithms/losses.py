@@ -1,6 +1,6 @@
 """The losses that a learner can be given: of single responses, and of preference pairs.
 
-A loss is a value. Everything else of an update is the same for all losses (`learner.py`). It has
+Everything else of an update is the same for all losses (`learner.py`). Each has
 
     objective             whose ratios are taken against old log-probs; None for a loss without ratios
     sequences_per_unit    how many neighbouring sequences stay in one micro-batch
@@ -9,11 +9,11 @@ A loss is a value. Everything else of an update is the same for all losses (`lea
     denominator(sequences)            what the loss of a whole mini-batch is divided by
     loss(policy, mini, batch, selection)    of one micro-batch; ``selection``, bool [T]: the tokens that train
 
-Preference pairs are made by reward. The best sample of a group is chosen over the worst, the second best over the
-second worst, and so on (RLHF Workflow, arXiv 2405.07863, best of n against worst of n). Two samples with the same
-reward are no pair but a tie, which is counted. Of equal samples the earlier one counts as better.
-
 FSDP2 takes the mean over ranks, so the denominator is divided by their number: the mean becomes a sum.
+
+Preference pairs are made by reward: the best sample of a group is chosen over the worst, the second best over the
+second worst, and so on (RLHF Workflow, arXiv 2405.07863). Two samples with the same reward are a tie, not a pair. Of
+equal samples the earlier one counts as better.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from dapo_kernels.losses import LossOutput
 from dapo_kernels.preference import PreferenceOutput
 from dapo_runner.algorithms.advantage import make_sequence
 from dapo_runner.algorithms.critic import Critic
-from dapo_runner.algorithms.mini_batch import MiniBatch, global_token_stats, local_sampling_mask, loss_tensors
+from dapo_runner.algorithms.mini_batch import MiniBatch, head_arguments, loss_tensors, token_stats
+from dapo_runner.algorithms.objective import weighs_responses
 from dapo_runner.algorithms.packing import count_training_tokens
-from dapo_runner.config import PreferenceConfig
+from dapo_runner.config import ConfigError, PreferenceConfig
 from dapo_runner.parallel.ulysses import gather_positions, own_positions
 from dapo_runner.policy.model import Policy
 from dapo_runner.types import Group, PackedBatch
@@ -55,6 +56,15 @@ class PolicyLoss:
         return self.objective.per_sequence is None
 
     def arrange(self, sequences: Sequence[TrainingSequence]) -> Sequence[TrainingSequence]:
+        """Raise ConfigError where the advantages of a response differ and the objective weighs it as a whole."""
+        if weighs_responses(self.objective):
+            for sequence in sequences:
+                advantages = sequence.advantages[sequence.mask]
+                if bool((advantages != advantages[:1]).any()):
+                    raise ConfigError(
+                        "advantage.kind: expected one advantage for all tokens of a response with this loss.objective, "
+                        "got several. Use 'ppo' or 'gspo_token'"
+                    )
         return sequences
 
     def denominator(self, sequences: Sequence[TrainingSequence]) -> int:
@@ -63,32 +73,22 @@ class PolicyLoss:
         return sum(bool(sequence.mask[1:].any()) for sequence in sequences)
 
     def __call__(self, policy: Policy, mini: MiniBatch, batch: PackedBatch, selection: Tensor | None) -> LossOutput:
-        if policy.world.sequence_group is None or self.is_local:
-            return self._fused(policy, mini, batch, selection)
-        return self._from_logprobs(policy, mini, batch, selection)
-
-    def _fused(self, policy: Policy, mini: MiniBatch, batch: PackedBatch, selection: Tensor | None) -> LossOutput:
-        """Compute the loss from hidden states, of this rank's positions where ranks share them."""
-        group, head, hidden = policy.world.sequence_group, policy.head, policy.hidden_states(batch)
-        tensors = loss_tensors(batch, policy, group)
+        group = policy.world.sequence_group
+        if group is not None and not self.is_local:
+            return self._from_logprobs(policy, mini, batch, selection)
+        hidden, tensors = policy.hidden_states(batch), loss_tensors(batch, policy, group)
         out = linear_dapo_loss(
             hidden,
-            head.weight,
-            tensors["target_ids"],
-            _old_logprobs(mini, batch, tensors),
-            tensors["advantages"],
-            bias=head.bias,
-            lora=head.lora,
-            softcap=head.softcap,
+            **head_arguments(policy, batch, self.temperature),
+            **self._arguments(policy, mini, batch, tensors),
             cu_seqlens=batch.cu_seqlens.to(policy.device) if group is None else None,
             selection=None if selection is None else own_positions(selection, group),
-            temperature=self.temperature,
-            sampling_mask=local_sampling_mask(batch, policy),
             entropy=True,
-            **self._options(policy, mini, tensors),
         )
         assert out.entropy is not None
-        loss = out.loss if self.critic is None else out.loss + self.critic.shared_loss(hidden, batch, mini)
+        loss = out.loss
+        if self.critic is not None:
+            loss = loss + self.critic.settings.coef * self.critic.loss(hidden, batch, mini)
         return out._replace(
             loss=loss, logprobs=gather_positions(out.logprobs, group), entropy=gather_positions(out.entropy, group)
         )
@@ -97,31 +97,28 @@ class PolicyLoss:
         self, policy: Policy, mini: MiniBatch, batch: PackedBatch, selection: Tensor | None
     ) -> LossOutput:
         """Compute a loss that needs all positions of a sequence: ranks exchange log-probs, not hidden states."""
-        stats = global_token_stats(policy, batch, self.temperature, entropy=True)
-        tensors = loss_tensors(batch, policy, None)
+        stats = token_stats(policy, batch, self.temperature, entropy=True)
         return policy_loss(
             stats.logprobs,
-            _old_logprobs(mini, batch, tensors),
-            tensors["advantages"],
+            **self._arguments(policy, mini, batch, loss_tensors(batch, policy, None)),
             entropy=stats.entropy,
             cu_seqlens=batch.cu_seqlens.to(policy.device),
             selection=selection,
-            **self._options(policy, mini, tensors),
         )
 
-    def _options(self, policy: Policy, mini: MiniBatch, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    def _arguments(
+        self, policy: Policy, mini: MiniBatch, batch: PackedBatch, tensors: dict[str, Tensor]
+    ) -> dict[str, Any]:
+        on_policy = mini.on_policy and not batch.stale  # ratios are taken against the policy's own log-probs
         return {
             "objective": self.objective,
             "denominator": mini.denominator / policy.world.size,
+            "old_logprobs": None if on_policy else tensors["old_logprobs"],
+            "advantages": tensors["advantages"],
             "mask": tensors["mask"],
             "ref_logprobs": tensors.get("ref_logprobs") if self.objective.needs_reference else None,
             "importance_weights": tensors.get("importance_weights"),
         }
-
-
-def _old_logprobs(mini: MiniBatch, batch: PackedBatch, tensors: dict[str, Tensor]) -> Tensor | None:
-    """Return what ratios are taken against; None for the policy's own log-probs."""
-    return None if mini.on_policy and not batch.stale else tensors["old_logprobs"]
 
 
 CHOSEN, REJECTED = 1.0, -1.0  # where other algorithms have an advantage
@@ -161,7 +158,7 @@ def order_by_pair(sequences: Sequence[TrainingSequence]) -> list[TrainingSequenc
 
 
 def pair_metrics(groups: Sequence[Group], config: PreferenceConfig | None) -> dict[str, float]:
-    """Return the number of ties, which are no pairs; nothing without preference training."""
+    """Return the number of ties; nothing without preference training."""
     return {} if config is None else {"ties": sum(make_pairs(group, config.pairs_per_group)[1] for group in groups)}
 
 
@@ -184,7 +181,7 @@ class PreferenceLoss:
     def __call__(
         self, policy: Policy, mini: MiniBatch, batch: PackedBatch, selection: Tensor | None
     ) -> PreferenceOutput:
-        stats = global_token_stats(policy, batch, self.temperature, entropy=True)
+        stats = token_stats(policy, batch, self.temperature, entropy=True)
         tensors = loss_tensors(batch, policy, None)
         n_sequences = int((batch.group_ids >= 0).sum())  # padding comes after them
         return preference_loss_from_logprobs(

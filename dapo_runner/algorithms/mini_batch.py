@@ -1,12 +1,12 @@
-"""A mini-batch, the packed micro-batches that make one update, and forward passes over them.
+"""A mini-batch, the packed micro-batches that make one update, and what a loss computes over one of them.
 
 Legend: T positions of a micro-batch, of which ranks that share sequences have T/W each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,65 +21,44 @@ from dapo_runner.parallel.ulysses import gather_positions, own_positions
 from dapo_runner.policy.model import Policy
 from dapo_runner.types import PackedBatch
 
-LOSS_TENSORS = ("target_ids", "mask", "advantages", "old_logprobs", "ref_logprobs", "importance_weights")
+LOSS_TENSORS = ("mask", "advantages", "old_logprobs", "ref_logprobs", "importance_weights")
 
 
 @dataclass(eq=False)
 class MiniBatch:
-    """The micro-batches of one update, or this rank's share of them.
-
-    ``denominator`` is what the loss of the whole mini-batch is divided by. ``index`` counts the mini-batches of a step,
-    ``first_sequence`` the sequences of the step before this one's.
-
-    ``mismatch`` compares policy and engine on the training tokens before any update of the step. It is empty where the
-    policy's log-probs were not computed before an update.
-
-    ``on_policy``: the policy that this update begins with is the one before the step, so its own log-probs are the old
-    ones. Micro-batches that an earlier step sampled are an exception: their old log-probs are the engine's.
-
-    ``policy_logprobs``: for each micro-batch those of the policy before any update of the step, float32 [T]; empty
-    where they were not computed.
-    """
+    """This rank's micro-batches of one update. Counts are those of all ranks."""
 
     micro_batches: list[PackedBatch]
     n_tokens: int
-    denominator: int
-    index: int = 0
-    first_sequence: int = 0
+    denominator: int  # of the loss of the whole mini-batch
+    index: int = 0  # among the mini-batches of a step
+    # Policy against engine before any update of the step; empty where the policy's log-probs were not computed then.
     mismatch: Mismatch = field(default_factory=Mismatch)
+    # The update begins with the policy from before the step: its own log-probs are the old ones, but for stale
+    # micro-batches, whose old log-probs are the engine's.
     on_policy: bool = False
-    policy_logprobs: list[Tensor] = field(default_factory=list)
+    policy_logprobs: list[Tensor] = field(default_factory=list)  # [T] before any update, where they were computed
 
     def set_old_logprobs(
-        self,
-        logprobs: Sequence[Tensor],
-        experts: Sequence[Tensor | None],
-        correction: CorrectionConfig,
-        *,
-        from_engine: bool = False,
+        self, index: int, old: Tensor, experts: Tensor | None, correction: CorrectionConfig, *, from_engine: bool
     ) -> None:
-        """Let ratios be taken against ``logprobs``, float32 [T] of each micro-batch, and updates go to ``experts``.
+        """Set the log-probs that the ratios of a micro-batch are taken against, float32 [T], and the experts to replay.
 
-        The engine's log-probs are kept with ``from_engine``, and for a micro-batch of an earlier step unless an
-        importance weight already holds that ratio. A token that the engine gave no log-prob has the policy's.
+        The engine's log-probs stay with ``from_engine``, and for a stale micro-batch unless an importance weight
+        already holds that ratio. A token that the engine gave no log-prob gets ``old``.
         """
-        self.policy_logprobs = list(logprobs)
-        for index, (batch, old, chosen) in enumerate(zip(self.micro_batches, logprobs, experts, strict=True)):
-            engine = batch.old_logprobs
-            weights = correct(old, engine, batch.mask, batch.cu_seqlens, correction)
-            self.mismatch += measure(old, engine, batch.mask, weights)
-            if from_engine or (batch.stale and correction.weights is None):
-                old = torch.where(engine.isnan(), old, engine)
-            self.micro_batches[index] = batch.with_old_logprobs(old, weights, chosen)
-
-    def set_ref_logprobs(self, logprobs: Sequence[Tensor]) -> None:
-        """Let ``logprobs``, float32 [T] of each micro-batch, be those of the reference policy."""
-        pairs = zip(self.micro_batches, logprobs, strict=True)
-        self.micro_batches = [batch.with_ref_logprobs(reference) for batch, reference in pairs]
+        batch = self.micro_batches[index]
+        engine = batch.old_logprobs
+        weights = correct(old, engine, batch.mask, batch.cu_seqlens, correction)
+        self.mismatch += measure(old, engine, batch.mask, weights)
+        self.policy_logprobs.append(old)
+        if from_engine or (batch.stale and correction.weights is None):
+            old = torch.where(engine.isnan(), old, engine)
+        self.micro_batches[index] = replace(batch, old_logprobs=old, importance_weights=weights, experts=experts)
 
 
 class NonFiniteUpdateError(RunError):
-    """A loss or gradient that is not finite. The weights are those before the update, which ``mini`` was to make."""
+    """A loss or gradient is not finite. The weights are those before the update of ``mini``."""
 
     def __init__(self, message: str, mini: MiniBatch) -> None:
         super().__init__(message)
@@ -90,6 +69,20 @@ def loss_tensors(batch: PackedBatch, policy: Policy, group: ProcessGroup | None)
     """Return what a loss takes of positions, on the policy's device: [T/W] of this rank in ``group``; without [T]."""
     tensors = batch.tensors()
     return {name: own_positions(tensors[name], group).to(policy.device) for name in LOSS_TENSORS if name in tensors}
+
+
+def head_arguments(policy: Policy, batch: PackedBatch, temperature: float) -> dict[str, Any]:
+    """Return what the linear functions of `dapo_kernels` need to score this rank's targets."""
+    head = policy.head
+    return {
+        "weight": head.weight,
+        "target_ids": own_positions(batch.target_ids, policy.world.sequence_group).to(policy.device),
+        "bias": head.bias,
+        "lora": head.lora,
+        "softcap": head.softcap,
+        "temperature": temperature,
+        "sampling_mask": local_sampling_mask(batch, policy),
+    }
 
 
 def local_sampling_mask(batch: PackedBatch, policy: Policy) -> SamplingMask | None:
@@ -104,25 +97,11 @@ def local_sampling_mask(batch: PackedBatch, policy: Policy) -> SamplingMask | No
     return SamplingMask(ids.to(policy.device), (offsets - offsets[0]).to(policy.device))
 
 
-def local_token_stats(policy: Policy, batch: PackedBatch, temperature: float, *, entropy: bool = False) -> TokenStats:
-    """Return log-probs and entropies of this rank's positions, float32 [T/W], differentiable."""
-    tensors, head = loss_tensors(batch, policy, policy.world.sequence_group), policy.head
-    return linear_token_logprobs(
-        policy.hidden_states(batch),
-        head.weight,
-        tensors["target_ids"],
-        bias=head.bias,
-        lora=head.lora,
-        softcap=head.softcap,
-        temperature=temperature,
-        sampling_mask=local_sampling_mask(batch, policy),
-        mask=tensors["mask"],
-        entropy=entropy,
-    )
-
-
-def global_token_stats(policy: Policy, batch: PackedBatch, temperature: float, *, entropy: bool = False) -> TokenStats:
+def token_stats(policy: Policy, batch: PackedBatch, temperature: float, *, entropy: bool = False) -> TokenStats:
     """Return log-probs and entropies of all positions, float32 [T], differentiable. Collective."""
-    stats, group = local_token_stats(policy, batch, temperature, entropy=entropy), policy.world.sequence_group
+    group = policy.world.sequence_group
+    mask = own_positions(batch.mask, group).to(policy.device)
+    arguments = head_arguments(policy, batch, temperature)
+    stats = linear_token_logprobs(policy.hidden_states(batch), mask=mask, entropy=entropy, **arguments)
     entropies = None if stats.entropy is None else gather_positions(stats.entropy, group)
     return TokenStats(gather_positions(stats.logprobs, group), entropies)

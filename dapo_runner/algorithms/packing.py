@@ -16,7 +16,7 @@ import torch
 from dapo_runner.parallel.balance import sequence_cost, spread
 from dapo_runner.types import PackedBatch, Sequence, TruncatedSupport
 
-Unit = list[tuple[int, Sequence]]  # sequences that stay together, with their places in the list to pack
+Unit = list[tuple[int, Sequence]]  # sequences that stay together, with their ids
 
 
 def pack(sequences: SequenceOf[Sequence], token_budget: int, multiple: int = 1) -> list[PackedBatch]:
@@ -32,6 +32,7 @@ def pack_shares(
     multiple: int = 1,
     hidden_size: int = 1,
     together: int = 1,
+    first_id: int = 0,
 ) -> list[list[PackedBatch]]:
     """Return the micro-batches of each of ``ranks``: equally many, of about the same cost.
 
@@ -43,19 +44,20 @@ def pack_shares(
         multiple: pad each micro-batch to a multiple of so many positions.
         hidden_size: of the model, for the cost of attention.
         together: so many neighbours, of one age, stay in one micro-batch.
+        first_id: the ``PackedBatch.sequence_ids`` count from here.
 
     Raises:
         ValueError: a unit is longer than the budget.
     """
-    indexed = list(enumerate(sequences))
+    indexed = list(enumerate(sequences, first_id))
     units = [indexed[start : start + together] for start in range(0, len(indexed), together)]
     alive = [unit for unit in units if any(sequence.mask[1:].any() for _, sequence in unit)]
-    costs = {i: sum(sequence_cost(x.length - 1, hidden_size) for _, x in unit) for i, unit in enumerate(alive)}
+    costs = [sum(sequence_cost(x.length - 1, hidden_size) for _, x in unit) for unit in alive]
     shares = [_fill_bins([alive[i] for i in share], token_budget) for share in spread(costs, ranks)]
     most = max(map(len, shares))
     for share in shares:
         share += [[] for _ in range(most - len(share))]
-    return [[_lay_out(bin_, len(sequences), multiple) for bin_ in share] for share in shares]
+    return [[_lay_out(bin_, first_id + len(sequences), multiple) for bin_ in share] for share in shares]
 
 
 def padding_batch(multiple: int = 1) -> PackedBatch:

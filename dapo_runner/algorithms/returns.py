@@ -1,29 +1,27 @@
-"""Advantages of single tokens: PPO with a critic, REINFORCE++ (`advantage.kind` gae, returns, group_returns).
+"""Estimate advantages of single tokens: PPO with a critic, REINFORCE++ (`advantage.kind` gae, returns, group_returns).
 
-They are estimated for a whole step at once, when the old log-probs, the reference's and the values are known and before
-the first update.
-
-With r_t the reward of a token, V_t the critic's value of what lies before it, γ and λ the settings:
+They are estimated for a whole step before its first update. With r_t the reward of a token, V_t the critic's value of
+what lies before it, γ and λ the settings:
 
     returns     G_t = r_t + γ·G_{t+1}
     gae         δ_t = r_t + γ·V_{t+1} − V_t,  A_t = δ_t + γλ·A_{t+1},  returns A_t + V_t    (arXiv 1506.02438, eq. 16)
     whitened    (A − mean_N) / (std_N + 1e-6)    over the N tokens of a step that train, std unbiased
 
-G, A and V are 0 behind the last token: a response that was cut off is worth what it earned. Legend: N tokens, those of
-a sequence side by side; S sequences.
+G, A and V are 0 after the last token, also of a truncated response. Legend: N tokens, those of a sequence side by side;
+S sequences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from dapo_kernels.objectives.surrogate import kl_term
 from dapo_runner.algorithms.mini_batch import MiniBatch
-from dapo_runner.config import AdvantageConfig, RewardKLConfig
+from dapo_runner.config import Config
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.types import PackedBatch
 from dapo_runner.types import Sequence as TrainingSequence
@@ -33,7 +31,7 @@ EPS = 1e-6  # added to a standard deviation before it divides
 
 
 def discounted_sums(values: Tensor, lengths: Tensor, discount: float) -> Tensor:
-    """y_t = x_t + discount·y_{t+1} within each sequence, [N] in the dtype of ``values`` [N]; ``lengths`` int64 [S].
+    """Return y_t = x_t + discount·y_{t+1} within each sequence, [N] in the dtype of ``values`` [N]; ``lengths`` [S].
 
     A product with powers of the discount adds up each block. What follows a block is the same sum over the blocks.
     """
@@ -52,7 +50,7 @@ def discounted_sums(values: Tensor, lengths: Tensor, discount: float) -> Tensor:
 
 
 def gae(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Advantages and returns, [N] each; ``rewards`` and ``values`` float [N], ``lengths`` int64 [S], none of them 0."""
+    """Return advantages and returns, [N] each, from ``rewards`` and ``values`` [N]; ``lengths`` [S], none of them 0."""
     following = values.roll(-1)
     following[lengths.cumsum(0) - 1] = 0
     advantages = discounted_sums(rewards + gamma * following - values, lengths, gamma * lam)
@@ -60,65 +58,51 @@ def gae(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: flo
 
 
 def whiten(values: Tensor, world: World = SINGLE_PROCESS) -> Tensor:
-    """``values`` float64 [N], the share of this rank, by mean and standard deviation of all. Collective."""
+    """Return this rank's ``values`` float64 [N], whitened by mean and standard deviation of all ranks. Collective."""
     mean, variance = moments(values, world)
     return (values - mean) / (variance**0.5 + EPS)
 
 
 def moments(values: Tensor, world: World = SINGLE_PROCESS) -> tuple[float, float]:
-    """Mean and unbiased variance over the shares of all ranks; 0 where there are too few. Collective."""
-    count, total = _added_up((values.numel(), float(values.sum())), world)
-    mean = total / max(count, 1)
-    (squares,) = _added_up((float((values - mean).square().sum()),), world)
+    """Return mean and unbiased variance over the values of all ranks; 0 where there are too few. Collective."""
+    parts = world.gather_shares((values.numel(), float(values.sum())))
+    count = sum(n for n, _ in parts)
+    mean = sum(total for _, total in parts) / max(count, 1)
+    squares = sum(world.gather_shares(float((values - mean).square().sum())))
     return mean, squares / max(count - 1, 1)
 
 
-def _added_up(own: tuple[float, ...], world: World) -> list[float]:
-    """Over the ranks, of those that share positions one."""
-    return [sum(column) for column in zip(*world.all_gather_object(own)[:: world.layout.sequence], strict=True)]
-
-
-@dataclass(frozen=True)
-class TokenAdvantages:
-    """The estimator. N counts the training tokens of the step on this rank, those of a sequence side by side."""
-
-    settings: AdvantageConfig
-    kl: RewardKLConfig | None = None
-
-    def __call__(self, minis: Sequence[MiniBatch], world: World) -> dict[str, float]:
-        """Give the micro-batches of a step their advantages and returns, and return the step's metrics. Collective."""
-        batches = [batch for mini in minis for batch in mini.micro_batches]
-        counts = [_count_training_tokens(batch) for batch in batches]
-        lengths = torch.cat([count[count > 0] for count in counts])
-        rewards = torch.cat([_last_token_rewards(batch, count) for batch, count in zip(batches, counts, strict=True)])
-        metrics = {}
-        if self.kl is not None:
-            penalties = self._kl_penalties(minis, self.kl.estimator)
-            rewards = rewards - self.kl.coef * penalties
-            metrics["reward_kl"] = moments(penalties, world)[0]
-        if self.settings.kind == "gae":
-            values = torch.cat([_training_tokens(batch, batch.values) for batch in batches])
-            advantages, returns = gae(rewards, values, lengths, self.settings.gamma, self.settings.lam)
-            unexplained, spread = (moments(x, world)[1] for x in (returns - values, returns))
-            metrics["explained_variance"] = 1 - unexplained / spread if spread else 0.0
-        else:
-            advantages = returns = discounted_sums(rewards, lengths, self.settings.gamma)
-        metrics["return"] = moments(returns, world)[0]
-        advantages = whiten(advantages, world)
-        sizes = [int(count.sum()) for count in counts]
-        estimates = iter(zip(batches, advantages.split(sizes), returns.split(sizes), strict=True))
-        for mini in minis:
-            mini.micro_batches = [_with_estimates(*next(estimates)) for _ in mini.micro_batches]
-        return metrics
-
-    def _kl_penalties(self, minis: Sequence[MiniBatch], estimator: str) -> Tensor:
-        """Return estimates of the KL divergence from the policy before the step to the reference, float64 [N]."""
+def estimate_advantages(minis: Sequence[MiniBatch], config: Config, world: World) -> dict[str, float]:
+    """Give the micro-batches of a step their advantages and returns, and return the step's metrics. Collective."""
+    settings, kl = config.advantage, config.reward.kl
+    batches = [batch for mini in minis for batch in mini.micro_batches]
+    counts = [_count_training_tokens(batch) for batch in batches]
+    lengths = torch.cat([count[count > 0] for count in counts])
+    rewards = torch.cat([_last_token_rewards(batch, count) for batch, count in zip(batches, counts, strict=True)])
+    metrics = {}
+    if kl is not None:
+        policy = [logprobs for mini in minis for logprobs in mini.policy_logprobs]
         penalties = [
-            kl_term(_training_tokens(batch, logprobs), _training_tokens(batch, batch.ref_logprobs), estimator)[0]
-            for mini in minis
-            for batch, logprobs in zip(mini.micro_batches, mini.policy_logprobs, strict=True)
+            kl_term(_training_tokens(batch, own), _training_tokens(batch, batch.ref_logprobs), kl.estimator)[0]
+            for batch, own in zip(batches, policy, strict=True)
         ]
-        return torch.cat(penalties)
+        penalty = torch.cat(penalties)
+        rewards = rewards - kl.coef * penalty
+        metrics["reward_kl"] = moments(penalty, world)[0]
+    if settings.kind == "gae":
+        values = torch.cat([_training_tokens(batch, batch.values) for batch in batches])
+        advantages, returns = gae(rewards, values, lengths, settings.gamma, settings.lam)
+        unexplained, variance = (moments(x, world)[1] for x in (returns - values, returns))
+        metrics["explained_variance"] = 1 - unexplained / variance if variance else 0.0
+    else:
+        advantages = returns = discounted_sums(rewards, lengths, settings.gamma)
+    metrics["return"] = moments(returns, world)[0]
+    advantages = whiten(advantages, world)
+    sizes = [int(count.sum()) for count in counts]
+    estimates = iter(zip(batches, advantages.split(sizes), returns.split(sizes), strict=True))
+    for mini in minis:
+        mini.micro_batches = [_with_estimates(*next(estimates)) for _ in mini.micro_batches]
+    return metrics
 
 
 def show_advantages(
@@ -128,7 +112,7 @@ def show_advantages(
     ``groups`` groups (None: of all). Collective.
     """
     found = {
-        mini.first_sequence + index: advantages.clone()  # alone: of a view, all of the tensor would be sent
+        index: advantages.clone()  # alone: of a view, all of the tensor would be sent
         for mini in minis
         for batch in mini.micro_batches
         for index, group, advantages in zip(
@@ -163,7 +147,7 @@ def _last_token_rewards(batch: PackedBatch, counts: Tensor) -> Tensor:
 
 
 def _with_estimates(batch: PackedBatch, advantages: Tensor, returns: Tensor) -> PackedBatch:
-    def spread(values: Tensor) -> Tensor:
+    def scatter(values: Tensor) -> Tensor:
         return torch.zeros(batch.n_positions).masked_scatter_(batch.mask, values.float())
 
-    return replace(batch, advantages=spread(advantages), returns=spread(returns))
+    return replace(batch, advantages=scatter(advantages), returns=scatter(returns))

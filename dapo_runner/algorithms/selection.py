@@ -1,7 +1,7 @@
-"""Objectives that choose tokens by looking at the whole mini-batch; and what an update computed of single tokens.
+"""Select tokens by looking at the whole mini-batch, and keep what an update computed of single tokens.
 
-The choice is made once, over all training tokens of the mini-batch in the order of its sequences, and handed to every
-micro-batch. How the mini-batch was split and packed does not change it.
+A selection is made once, over all training tokens of the mini-batch in the order of its sequences. How the mini-batch
+was split and packed does not change it.
 """
 
 from __future__ import annotations
@@ -35,13 +35,18 @@ class ScoredBatch(NamedTuple):
 def select_tokens(
     objective: Objective, scored: Sequence[ScoredBatch], generator: torch.Generator, *, on_policy: bool = False
 ) -> list[Tensor]:
-    """Return for each micro-batch which of its positions ``objective`` selects: bool [T], on the device of the scores.
+    """Return for each micro-batch the positions that ``objective`` selects, bool [T], on the device of the scores.
 
-    ``on_policy``: every ratio is 1, whatever old log-probs the micro-batches carry, except for those that are stale.
-    ``generator``, of that device, draws the lots of clip_cov. Raises ValueError for an objective that selects nothing.
+    Args:
+        generator: draws the lots of clip_cov, on the same device.
+        on_policy: every ratio is 1, except for those of stale micro-batches.
+
+    Raises:
+        ValueError: the objective selects nothing.
     """
     device = scored[0].logprobs.device
-    order = _sequence_order([one.batch for one in scored]).to(device)
+    ids = [one.batch.sequence_ids.repeat_interleave(one.batch.cu_seqlens.diff().long()) for one in scored]
+    order = torch.cat(ids).argsort(stable=True).to(device)  # the positions of the mini-batch, sequence by sequence
 
     def gather(tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat([tensor.to(device) for tensor in tensors])[order]
@@ -64,7 +69,7 @@ def select_tokens(
 
 
 def ratio_and_clip(objective: Objective, scored: ScoredBatch, *, on_policy: bool) -> tuple[Tensor, Tensor]:
-    """Return for every position the ratio as the objective takes it, float32 [T], and which bound of the clip it hits,
+    """Return the ratio of each position as the objective takes it, float32 [T], and the bound of the clip that it hits,
     int8 [T], 0 for none.
     """
     batch, logprobs = scored.batch, scored.logprobs
@@ -80,54 +85,35 @@ def ratio_and_clip(objective: Objective, scored: ScoredBatch, *, on_policy: bool
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenValues:
-    """Of one sequence of L tokens, under the policy that its update began with; on the CPU. Where a position does not
-    train they mean nothing.
+    """What an update computed of one sequence, before it changed the policy; [L−1] on the CPU, by target.
 
-    logprobs, entropy, ratio float32 [L−1], the ratio as the objective takes it: of the token or of the sequence.
-    clip_hit int8 [L−1]: which bound of the ratio it hits, as `dapo_kernels.objectives.surrogate` counts them.
-    high_entropy bool [L−1]: among the fifth of its mini-batch with the highest entropy, or the objective's own share.
-    selected bool [L−1]: by an objective that looks at the whole mini-batch; None for any other.
+    They have no meaning at a position that does not train.
     """
 
-    logprobs: Tensor
-    entropy: Tensor
-    ratio: Tensor
-    clip_hit: Tensor
-    high_entropy: Tensor
-    selected: Tensor | None
+    logprobs: Tensor  # float32
+    entropy: Tensor  # float32
+    ratio: Tensor  # float32, of the token or of the sequence, as the objective takes it
+    clip_hit: Tensor  # int8, the bound that the ratio hits, as `dapo_kernels.objectives.surrogate` counts them
+    high_entropy: Tensor  # bool: among the fifth of the mini-batch with the highest entropy, or the objective's share
+    selected: Tensor | None  # bool: by an objective that looks at the whole mini-batch
 
 
 def token_values(
-    objective: Objective,
-    scored: Sequence[ScoredBatch],
-    selections: Sequence[Tensor | None],
-    *,
-    on_policy: bool,
-    groups: int | None,
+    objective: Objective, updated: Sequence[tuple[ScoredBatch, Tensor | None]], *, on_policy: bool, groups: int | None
 ) -> dict[int, TokenValues]:
-    """Return the values of the sequences in the first ``groups`` groups of a step (None: of all), by their indices in
-    the list that was packed. Scores and selections are those of the mini-batch's update.
+    """Return the values of the sequences in the first ``groups`` groups of a step (None: of all), by their
+    ``sequence_ids``. ``updated`` has the micro-batches of an update and what was selected of each.
     """
-    found = {}
-    high = selections if objective.top_entropy is not None else _high_entropy(scored)
-    for one, chosen, high_entropy in zip(scored, selections, high, strict=True):
+    found, scored, high = {}, [one for one, _ in updated], [chosen for _, chosen in updated]
+    if objective.top_entropy is None:
+        mask, entropy = torch.cat([x.batch.mask for x in scored]), torch.cat([x.entropy for x in scored])
+        high = list(select.top_entropy(entropy, mask, HIGH_ENTROPY).split([x.batch.n_positions for x in scored]))
+    for (one, chosen), high_entropy in zip(updated, high, strict=True):
         batch = one.batch
-        ratio, clip_hit = ratio_and_clip(objective, one, on_policy=on_policy)
-        columns = (one.logprobs, one.entropy, ratio, clip_hit, high_entropy, chosen)
-        parts = [[None] * batch.n_sequences if x is None else x.cpu().split(batch.lengths) for x in columns]
+        ratios, clip_hit = ratio_and_clip(objective, one, on_policy=on_policy)
+        columns = (one.logprobs, one.entropy, ratios, clip_hit, high_entropy, chosen)
+        parts = [[None] * batch.n_sequences if x is None else x.split(batch.lengths) for x in columns]
         for index, group, *values in zip(batch.sequence_ids.tolist(), batch.group_ids.tolist(), *parts, strict=True):
             if group >= 0 and (groups is None or group < groups):
                 found[index] = TokenValues(*values)
     return found
-
-
-def _high_entropy(scored: Sequence[ScoredBatch]) -> Sequence[Tensor]:
-    mask = torch.cat([one.batch.mask for one in scored])
-    entropy = torch.cat([one.entropy.to(mask.device) for one in scored])
-    return select.top_entropy(entropy, mask, HIGH_ENTROPY).split([one.batch.n_positions for one in scored])
-
-
-def _sequence_order(batches: Sequence[PackedBatch]) -> Tensor:
-    """Return where each position of the mini-batch, sequence by sequence, is among those of all micro-batches."""
-    ids = [batch.sequence_ids.repeat_interleave(batch.cu_seqlens.diff().long()) for batch in batches]
-    return torch.cat(ids).argsort(stable=True)

@@ -4,7 +4,8 @@
         model/         a transformers model with adapters merged in: `dapo eval`, vLLM and others can load it
         adapter/       with model.lora: the adapters in peft's format
         optimizer/     of every trained weight the float32 master, exp_avg, exp_avg_sq and step, also of a critic and
-                       of a moving reference; written by torch.distributed.checkpoint as safetensors
+                       of a moving reference; written by torch.distributed.checkpoint as safetensors. One process
+                       with model.dtype=float32 leaves out the masters, which are the weights of model/
         state.pt       step, sampler (cursor, groups carried over) and the random generators of every rank
         manifest.json  size and SHA-256 of every other file, written last
 

@@ -17,10 +17,10 @@ from typing import Any
 from safetensors import SafetensorError
 
 from dapo_runner.errors import RunError
+from dapo_runner.parallel.world import SINGLE_PROCESS, World
 
 MANIFEST = "manifest.json"
-_NAME = re.compile(r"step_(\d{6,})")
-_UNFINISHED = ".unfinished"
+UNFINISHED = ".unfinished"
 
 
 class CheckpointError(RunError):
@@ -29,7 +29,7 @@ class CheckpointError(RunError):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint on the disk, after ``step`` rollout steps."""
+    """A checkpoint on the disk, after ``step`` rollout steps."""
 
     path: Path
     step: int
@@ -39,14 +39,13 @@ class Checkpoint:
         return self.path / "model"
 
 
-def find_checkpoints(folder: Path) -> list[Checkpoint]:
-    """Return the complete checkpoints, oldest first."""
-    return [checkpoint for checkpoint in _all_checkpoints(folder) if is_whole(checkpoint.path)]
-
-
-def _all_checkpoints(folder: Path) -> list[Checkpoint]:
-    names = ((path, _NAME.fullmatch(path.name)) for path in (folder.iterdir() if folder.is_dir() else ()))
-    return sorted((Checkpoint(path, int(name[1])) for path, name in names if name), key=lambda found: found.step)
+def find_checkpoints(folder: Path, *, damaged: bool = False) -> list[Checkpoint]:
+    """Return the complete checkpoints, oldest first. ``damaged``: the others too."""
+    names = (
+        (path, re.fullmatch(r"step_(\d{6,})", path.name)) for path in (folder.iterdir() if folder.is_dir() else ())
+    )
+    found = [Checkpoint(path, int(name[1])) for path, name in names if name and (damaged or is_whole(path))]
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:
@@ -59,12 +58,12 @@ def checkpoint_to_resume(folder: Path) -> Checkpoint | None:
 
     Raises CheckpointError for a damaged one: a person decides whether to resume from an older one.
     """
-    checkpoints = _all_checkpoints(folder)
+    checkpoints = find_checkpoints(folder, damaged=True)
     if not checkpoints:
         return None
     newest = checkpoints[-1]
     if (damage := damage_of(newest.path)) is not None:
-        older = [other.step for other in find_checkpoints(folder) if other.step < newest.step]
+        older = [other.step for other in checkpoints[:-1] if is_whole(other.path)]
         rest = f"resume from step {older[-1]}" if older else "start again"
         raise CheckpointError(f"{newest.path} is damaged: {damage}. Remove that folder to {rest}.")
     return newest
@@ -95,38 +94,38 @@ def damage_of(path: Path, *, contents: bool = True) -> str | None:
 
 
 @contextmanager
-def writing(path: Path, checkpoints: Path) -> Iterator[None]:
-    """Raise an OSError of the body as a CheckpointError that names ``path`` and the newest checkpoint."""
+def writing(path: Path, checkpoints: Path, world: World = SINGLE_PROCESS) -> Iterator[None]:
+    """Raise an OSError of the body, which all ranks of ``world`` have, as a CheckpointError that names ``path`` and the
+    newest checkpoint. Rank 0 removes unfinished checkpoints, which may fill the disk.
+    """
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise not_written(path, checkpoints, error) from error
+        message = f"cannot write {path}: {error}"
+
+        def describe() -> str:
+            _remove_unfinished(checkpoints, ignore_errors=True)
+            latest = latest_checkpoint(checkpoints)
+            last = f"the last good checkpoint is {latest.path}" if latest else "there is no checkpoint yet"
+            return f"{message}; {last}"
+
+        raise CheckpointError(world.broadcast_from_rank0(describe)) from error
 
 
-def not_written(path: Path, checkpoints: Path, error: Exception) -> CheckpointError:
-    """Remove unfinished checkpoints, which may fill the disk, and return the error to raise."""
-    for leftover in checkpoints.glob(f"*{_UNFINISHED}"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    latest = latest_checkpoint(checkpoints)
-    last = f"the last good checkpoint is {latest.path}" if latest else "there is no checkpoint yet"
-    return CheckpointError(f"cannot write {path}: {error}; {last}")
-
-
-def begin(folder: Path, step: int) -> Path:
-    """Make a temporary folder for the checkpoint after ``step`` steps, which ``finish`` moves into place."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob(f"*{_UNFINISHED}"):
-        shutil.rmtree(leftover)
-    final = folder_of(folder, step)
+def begin(final: Path) -> Path:
+    """Make a temporary folder for a checkpoint, which ``finish`` moves to ``final``."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    _remove_unfinished(final.parent)
     if final.exists():  # a damaged one: a complete one of this step would have been resumed from
         shutil.rmtree(final)
-    unfinished = final.with_name(final.name + _UNFINISHED)
+    unfinished = final.with_name(final.name + UNFINISHED)
     unfinished.mkdir()
     return unfinished
 
 
-def folder_of(folder: Path, step: int) -> Path:
-    return folder / f"step_{step:06d}"
+def _remove_unfinished(checkpoints: Path, *, ignore_errors: bool = False) -> None:
+    for leftover in checkpoints.glob(f"*{UNFINISHED}"):
+        shutil.rmtree(leftover, ignore_errors=ignore_errors)
 
 
 def finish(unfinished: Path, entries: Mapping[str, Mapping[str, Any]], keep: int) -> None:
@@ -135,14 +134,13 @@ def finish(unfinished: Path, entries: Mapping[str, Mapping[str, Any]], keep: int
     Args:
         entries: the manifest's lines that are known, also of files that a shared disk does not list here yet.
     """
-    written = (path for path in sorted(unfinished.rglob("*")) if path.is_file())
-    names = {str(path.relative_to(unfinished)): path for path in written}
-    manifest = dict(entries) | {name: entry_of(path) for name, path in names.items() if name not in entries}
+    written = {str(path.relative_to(unfinished)): path for path in unfinished.rglob("*") if path.is_file()}
+    manifest = dict(entries) | {name: entry_of(path) for name, path in written.items() if name not in entries}
     (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
-    _move_into_place(unfinished, unfinished.with_name(unfinished.name.removesuffix(_UNFINISHED)))
+    _move_into_place(unfinished)
     for old in find_checkpoints(unfinished.parent)[:-keep]:
         # Renamed first: the next save removes what a kill leaves of it.
-        shutil.rmtree(old.path.rename(old.path.with_name(old.path.name + _UNFINISHED)))
+        shutil.rmtree(old.path.rename(old.path.with_name(old.path.name + UNFINISHED)))
 
 
 def entry_of(path: Path) -> dict[str, Any]:
@@ -153,22 +151,21 @@ def entry_of(path: Path) -> dict[str, Any]:
 def copy_checkpoint(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
     """Copy a checkpoint to another folder of checkpoints. Raises CheckpointError: not writable, or damaged."""
     final = folder / checkpoint.path.name
-    unfinished = final.with_name(final.name + _UNFINISHED)
     with writing(final, folder):
-        shutil.rmtree(unfinished, ignore_errors=True)
-        shutil.copytree(checkpoint.path, unfinished)
+        unfinished = begin(final)
+        shutil.copytree(checkpoint.path, unfinished, dirs_exist_ok=True)
         if (damage := damage_of(unfinished)) is not None:
             shutil.rmtree(unfinished)
             raise CheckpointError(f"{checkpoint.path} is damaged: {damage}")
-        _move_into_place(unfinished, final)
+        _move_into_place(unfinished)
     return Checkpoint(final, checkpoint.step)
 
 
-def _move_into_place(unfinished: Path, final: Path) -> None:
+def _move_into_place(unfinished: Path) -> None:
     for path in (*unfinished.rglob("*"), unfinished):
         force_to_disk(path)
-    unfinished.rename(final)
-    force_to_disk(final.parent)
+    unfinished.rename(unfinished.with_name(unfinished.name.removesuffix(UNFINISHED)))
+    force_to_disk(unfinished.parent)
 
 
 def _digest(path: Path) -> str:

@@ -14,42 +14,14 @@ from dapo_runner.policy.model import Policy
 from dapo_runner.policy.weights import checkpoint_weights, layer_of
 
 FOLDER = "model"
-_INDEX = "model.safetensors.index.json"
 
 
-class StagedModel:
-    """This rank's share of a model's weights on the CPU, by the names that transformers has for them on the disk."""
+def stage_model(policy: Policy, *, copied: bool) -> dict[str, Tensor]:
+    """Return this rank's share of the weights on the CPU, by the names that transformers has for them on the disk.
 
-    def __init__(self, policy: Policy, *, copied: bool) -> None:
-        """Gather the weights one at a time. Collective. ``copied``: they stay as they are while training continues."""
-        self.weights = dict(checkpoint_weights(policy.model, _own_weights(policy, copied=copied).items()))
-        self.sizes = {name: weight.nbytes for name, weight in self.weights.items()}
-
-    def write(self, checkpoint: Path, world: World) -> list[Path]:
-        """Write the file of this rank, if it has weights, and return its path."""
-        if not self.weights:
-            return []
-        path = checkpoint / FOLDER / _file_name(world.rank, world.size)
-        save_file(self.weights, path, metadata={"format": "pt"})
-        force_to_disk(path)
-        return [path]
-
-    def write_index(self, checkpoint: Path, sizes: list[dict[str, int]]) -> None:
-        """Write the index of the files of several ranks, which transformers loads the model by."""
-        if len(sizes) == 1:
-            return
-        weights = {name: _file_name(rank, len(sizes)) for rank, part in enumerate(sizes) for name in part}
-        total = sum(sum(part.values()) for part in sizes)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
-        (checkpoint / FOLDER / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
-
-
-def _file_name(rank: int, size: int) -> str:
-    return "model.safetensors" if size == 1 else f"model-{rank + 1:05d}-of-{size:05d}.safetensors"
-
-
-def _own_weights(policy: Policy, *, copied: bool) -> dict[str, Tensor]:
-    """Return this rank's share. On the disk several tensors of a layer may be one, so a layer goes to one rank."""
+    They are gathered one at a time, and a layer goes to one rank, because on the disk several of its tensors may be
+    one. Collective. ``copied``: they stay as they are while training continues.
+    """
     world, owner, own = policy.world, dict[str, int](), dict[str, Tensor]()
     filled = [0] * world.size
     for name, weight in policy.named_weights():
@@ -57,4 +29,28 @@ def _own_weights(policy: Policy, *, copied: bool) -> dict[str, Tensor]:
         filled[rank] += weight.nbytes
         if rank == world.rank:
             own[name] = weight.to("cpu", copy=copied or not world.is_single_process).contiguous()
-    return own
+    return dict(checkpoint_weights(policy.model, own.items()))
+
+
+def write_model(weights: dict[str, Tensor], checkpoint: Path, world: World) -> list[Path]:
+    """Write the file of this rank, if it has weights, and return its path."""
+    if not weights:
+        return []
+    path = checkpoint / FOLDER / _file_name(world.rank, world.size)
+    save_file(weights, path, metadata={"format": "pt"})
+    force_to_disk(path)
+    return [path]
+
+
+def write_index(checkpoint: Path, sizes: list[dict[str, int]]) -> None:
+    """Write the index of the files of several ranks, from the bytes of each rank's weights by name."""
+    if len(sizes) == 1:
+        return
+    weights = {name: _file_name(rank, len(sizes)) for rank, part in enumerate(sizes) for name in part}
+    total = sum(sum(part.values()) for part in sizes)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+    (checkpoint / FOLDER / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def _file_name(rank: int, size: int) -> str:
+    return "model.safetensors" if size == 1 else f"model-{rank + 1:05d}-of-{size:05d}.safetensors"

@@ -6,6 +6,7 @@ Each rank writes and reads the shards that it holds. The only metadata are the h
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -24,6 +24,8 @@ from dapo_runner.algorithms.learner import Learner
 from dapo_runner.checkpoint.files import CheckpointError
 from dapo_runner.parallel.sharding import local
 from dapo_runner.parallel.world import World
+from dapo_runner.policy.lora import has_adapters
+from dapo_runner.policy.model import VALUE_HEAD
 
 FOLDER = "optimizer"
 _MASTER = "master"
@@ -31,11 +33,15 @@ _FILE_BYTES = 2**30  # a file is put together in memory
 
 
 def optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
-    """Return all masters and their optimizer state by name; shards where the weights are sharded."""
-    tensors = {}
+    """Return the optimizer state of all trained weights by name, and the masters that are not those of model/; shards
+    where the weights are sharded.
+    """
+    tensors, policy = {}, learner.policy
+    is_exact = policy.world.is_single_process and policy.compute == torch.float32 and not has_adapters(policy.model)
     for part in learner.parts():
         for name, master in part.tensors.items():
-            tensors[f"{part.prefix}{name}/{_MASTER}"] = master.detach()
+            if part.prefix or not is_exact or name.startswith(VALUE_HEAD):  # else model/ has it
+                tensors[f"{part.prefix}{name}/{_MASTER}"] = master.detach()
             for kind, value in part.state_of(master).items():
                 tensors[f"{part.prefix}{name}/{kind}"] = value
     return tensors
@@ -60,7 +66,7 @@ def save_optimizer(tensors: dict[str, Tensor], checkpoint: Path, world: World) -
 
 
 def load_optimizer(learner: Learner, checkpoint: Path) -> None:
-    """Restore masters and optimizer state. A part that the checkpoint lacks, as a fork may, keeps what it has.
+    """Restore masters and optimizer state. What the checkpoint lacks, such as the critic of a fork, stays as it is.
 
     Collective. Raises CheckpointError for a checkpoint of another version or of other weights.
     """
@@ -68,14 +74,14 @@ def load_optimizer(learner: Learner, checkpoint: Path) -> None:
     if not folder.is_dir():
         raise CheckpointError(f"{checkpoint}: expected a folder {FOLDER}/, got a checkpoint of an older version")
     reader = HuggingFaceStorageReader(str(folder))
-    stored = world.run_or_raise_everywhere(reader.read_metadata).state_dict_metadata
-    masters = {f"{part.prefix}{name}": master for part in parts for name, master in part.tensors.items()}
-    kinds = _kinds_by_name(stored)
-    wanted = {
-        f"{name}/{kind}": _target(stored, name, kind, master)
-        for name, master in masters.items()
-        for kind in kinds.get(name, [])
-    }
+    stored: dict[str, Any] = world.run_or_raise_everywhere(reader.read_metadata).state_dict_metadata
+    masters = {f"{part.prefix}{name}": x for part in parts for name, x in part.tensors.items()}
+    found: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for key, entry in stored.items():
+        name, _, kind = key.rpartition("/")
+        if name in masters:
+            found[name][kind] = _target(name, kind, entry, masters[name])
+    wanted = {f"{name}/{kind}": tensor for name, tensors in found.items() for kind, tensor in tensors.items()}
     try:
         with _raising_cause(world):
             load(wanted, storage_reader=reader, no_dist=world.is_single_process)
@@ -83,25 +89,14 @@ def load_optimizer(learner: Learner, checkpoint: Path) -> None:
         raise CheckpointError(f"cannot load {checkpoint}: {error}") from error
     for part in parts:
         for name, master in part.tensors.items():
-            key = f"{part.prefix}{name}"
-            state = {kind: wanted[f"{key}/{kind}"] for kind in kinds.get(key, []) if kind != _MASTER}
+            state = {kind: x for kind, x in found[f"{part.prefix}{name}"].items() if kind != _MASTER}
             if state and part.optimizer is not None:
                 part.optimizer.state[master] = state
         part.publish()
 
 
-def _kinds_by_name(stored: dict[str, Any]) -> dict[str, list[str]]:
-    kinds: dict[str, list[str]] = {}
-    for key in stored:
-        name, _, kind = key.rpartition("/")
-        kinds.setdefault(name, []).append(kind)
-    return kinds
-
-
-def _target(stored: dict[str, Any], name: str, kind: str, master: Tensor) -> Tensor:
+def _target(name: str, kind: str, entry: Any, master: Tensor) -> Tensor:
     """Return the tensor to read into: the master itself, or zeros that are sharded like it."""
-    entry = stored[f"{name}/{kind}"]
-    assert isinstance(entry, TensorStorageMetadata)
     if not entry.size:
         return torch.zeros((), dtype=entry.properties.dtype, device=master.device)
     if entry.size != master.shape:

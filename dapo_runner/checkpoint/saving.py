@@ -3,43 +3,31 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
 from dapo_runner.algorithms.learner import Learner
-from dapo_runner.checkpoint import files, model_files
+from dapo_runner.checkpoint import files, model_files, optimizer
 from dapo_runner.checkpoint.files import Checkpoint
-from dapo_runner.checkpoint.model_files import StagedModel
-from dapo_runner.checkpoint.optimizer import load_optimizer, optimizer_tensors, save_optimizer, stage
-from dapo_runner.checkpoint.snapshot import STATE_FILE, Resumable, encode_snapshot, restore_snapshot, take_snapshot
+from dapo_runner.checkpoint.snapshot import STATE_FILE, Resumable, encode_snapshot, restore_snapshot
 from dapo_runner.parallel.world import World
 from dapo_runner.policy.lora import adapter_tensors, has_adapters, save_adapters
 from dapo_runner.policy.model import Policy
 
 
-def save_checkpoint(
-    folder: Path,
-    step: int,
-    learner: Learner,
-    sampler: Resumable,
-    keep: int,
-    snapshot: dict[str, Any] | None = None,
-) -> Checkpoint:
+def save_checkpoint(folder: Path, step: int, learner: Learner, snapshot: dict[str, Any], keep: int) -> Checkpoint:
     """Write a checkpoint after ``step`` steps and remove all but the newest ``keep``. Collective.
 
     Args:
-        snapshot: the state to resume from; None for that of now.
+        snapshot: the state to resume from, of ``take_snapshot``.
 
     Raises:
         CheckpointError: a rank cannot write. It is raised on all ranks, and earlier checkpoints stay.
     """
-    snapshot = snapshot or take_snapshot(sampler)
     return _stage(folder, step, learner, snapshot, keep, copied=False)(learner.world)
 
 
@@ -51,20 +39,10 @@ class BackgroundSaves:
         self._world = world if world.is_single_process else world.new_group(timeout)
         self._pending: Future[Checkpoint] | None = None
 
-    def start(
-        self,
-        folder: Path,
-        step: int,
-        learner: Learner,
-        sampler: Resumable,
-        keep: int,
-        snapshot: dict[str, Any] | None = None,
-    ) -> None:
+    def start(self, folder: Path, step: int, learner: Learner, snapshot: dict[str, Any], keep: int) -> None:
         """Do what ``save_checkpoint`` does; ``finish`` returns its result. The save before must be finished."""
-        assert self._pending is None
-        snapshot = snapshot or take_snapshot(sampler)
         write = _stage(folder, step, learner, snapshot, keep, copied=True)
-        pending = Future[Checkpoint]()
+        self._pending = pending = Future[Checkpoint]()
 
         def run() -> None:
             try:
@@ -72,7 +50,6 @@ class BackgroundSaves:
             except BaseException as error:  # raised again by `finish`
                 pending.set_exception(error)
 
-        self._pending = pending
         threading.Thread(target=run, name="checkpoint", daemon=True).start()
 
     def finish(self) -> Checkpoint | None:
@@ -85,21 +62,32 @@ def _stage(
     folder: Path, step: int, learner: Learner, snapshot: dict[str, Any], keep: int, *, copied: bool
 ) -> Callable[[World], Checkpoint]:
     """Collect the content of a checkpoint, and return the function that writes it. Collective."""
-    path, world = files.folder_of(folder, step), learner.world
+    path, world = folder / f"step_{step:06d}", learner.world
     state = encode_snapshot(step, snapshot, world)
-    with _raising_checkpoint_error(path, world):
-        unfinished = world.broadcast_from_rank0(lambda: files.begin(folder, step))
+    with files.writing(path, folder, world):
+        unfinished = world.broadcast_from_rank0(lambda: files.begin(path))
         _write_settings(learner.policy, unfinished)
-        model = StagedModel(learner.policy, copied=copied)
-    tensors = stage(optimizer_tensors(learner)) if copied else optimizer_tensors(learner)
+        weights = model_files.stage_model(learner.policy, copied=copied)
+    tensors = optimizer.optimizer_tensors(learner)
+    if copied:
+        tensors = optimizer.stage(tensors)
+
+    def write_own(world: World, written: list[Path]) -> tuple[dict[str, Any], dict[str, int]]:
+        """Write this rank's weights. Return the manifest entries of its files and the sizes of its weights."""
+        try:
+            paths = [*written, *model_files.write_model(weights, unfinished, world)]
+            entries = {str(path.relative_to(unfinished)): files.entry_of(path) for path in paths}
+        except (OSError, SafetensorError) as error:
+            raise OSError(f"{world.name}{error}") from error
+        return entries, {name: weight.nbytes for name, weight in weights.items()}
 
     def write(world: World) -> Checkpoint:
-        with _raising_checkpoint_error(path, world):
-            optimizer_files = save_optimizer(tensors, unfinished, world)
-            own = world.run_and_gather(lambda: _write_own(model, optimizer_files, unfinished, world))
+        with files.writing(path, folder, world):
+            written = optimizer.save_optimizer(tensors, unfinished, world)
+            own = world.run_and_gather(lambda: write_own(world, written))
 
             def complete() -> None:
-                model.write_index(unfinished, [names for _, names in own])
+                model_files.write_index(unfinished, [sizes for _, sizes in own])
                 (unfinished / STATE_FILE).write_bytes(state)
                 files.finish(unfinished, {name: entry for part, _ in own for name, entry in part.items()}, keep)
 
@@ -109,20 +97,12 @@ def _stage(
     return write
 
 
-def _write_own(model: StagedModel, others: list[Path], unfinished: Path, world: World) -> tuple[dict[str, Any], Any]:
-    """Write this rank's weights. Return the manifest entries of its files and the sizes of its weights by name."""
-    try:
-        paths = [*others, *model.write(unfinished, world)]
-        return {str(path.relative_to(unfinished)): files.entry_of(path) for path in paths}, model.sizes
-    except (OSError, SafetensorError) as error:
-        raise OSError(f"{world.name}{error}") from error
-
-
 def _write_settings(policy: Policy, unfinished: Path) -> None:
     """Write the model's configuration, the tokenizer and, where there are any, the adapters. Collective."""
     adapters = adapter_tensors(policy.model) if has_adapters(policy.model) else {}
 
     def write() -> None:
+        (unfinished / optimizer.FOLDER).mkdir()
         policy.save_settings(unfinished / model_files.FOLDER)
         if adapters:
             save_adapters(policy.model, adapters, unfinished / "adapter")
@@ -130,23 +110,12 @@ def _write_settings(policy: Policy, unfinished: Path) -> None:
     policy.world.broadcast_from_rank0(write)
 
 
-@contextmanager
-def _raising_checkpoint_error(path: Path, world: World) -> Iterator[None]:
-    """Raise the OSError that all ranks have as a CheckpointError. Rank 0 removes what was written."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise world.broadcast_from_rank0(partial(files.not_written, path, path.parent, error)) from error
-
-
 def load_checkpoint(checkpoint: Checkpoint, learner: Learner, sampler: Resumable) -> int:
     """Restore learner, sampler and generators, and return how many ranks wrote the checkpoint. Collective.
 
     The policy must have been loaded from ``checkpoint.model``; one with adapters from the model that it was trained
-    from, because ``checkpoint.model`` has them merged in.
-
-    Raises:
-        CheckpointError: the checkpoint is of another version, or of other weights.
+    from, because ``checkpoint.model`` has them merged in. Raises CheckpointError: the checkpoint is of another version,
+    or of other weights.
     """
-    load_optimizer(learner, checkpoint.path)
+    optimizer.load_optimizer(learner, checkpoint.path)
     return restore_snapshot(checkpoint.path, sampler, learner.world)

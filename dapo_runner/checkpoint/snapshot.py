@@ -45,10 +45,16 @@ def restore_snapshot(folder: Path, sampler: Resumable, world: World) -> int:
 
     On another number of ranks, every rank takes the generators of rank 0.
     """
-    state = world.run_or_raise_everywhere(lambda: torch.load(folder / STATE_FILE, weights_only=True))
-    sampler.load_state_dict(state["sampler"])
-    generators = state["rng"]
-    _set_rng_state(generators[world.rank if len(generators) == world.size else 0])
+    saved = world.run_or_raise_everywhere(lambda: torch.load(folder / STATE_FILE, weights_only=True))
+    sampler.load_state_dict(saved["sampler"])
+    generators = saved["rng"]
+    state = generators[world.rank if len(generators) == world.size else 0]
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
     return len(generators)
 
 
@@ -61,12 +67,3 @@ def _rng_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
-
-
-def _set_rng_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])

@@ -31,7 +31,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.json is not None and not options.json.parent.is_dir():
         raise ConfigError(f"--json: expected a file in a folder that is there, got {options.json}")
     config, source = _target(options.target, overrides)
-    setting = "evaluation.max_response_tokens: prompt and response, of the rollouts too,"
+    setting = "evaluation.max_response_tokens and rollout.max_response_tokens"
     check_length("model.path", source, config.model, config.longest_sequence, setting)
     tokenizer = load_tokenizer(source, config.model)
     dataset = load_data(config, tokenizer)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
@@ -19,13 +20,40 @@ from dapo_runner.config.section import (
 )
 from dapo_runner.types import SamplingParams
 
-ENGINES = {
-    "hf": "dapo_runner.rollout.hf:HFEngine",  # transformers, in this process
-    "vllm": "dapo_runner.rollout.vllm:VLLMEngine",  # vLLM, in this process
-    "server": "dapo_runner.rollout.server:ServerEngine",  # vLLM in processes of its own
-}
 # vLLM 0.32 samples at 0.01 whatever smaller temperature it is given and takes none above 2.
 VLLM_TEMPERATURES = (0.01, 2.0)
+
+
+class EngineSpec(NamedTuple):
+    """What an engine can do. A new engine is a class in a file of its own, and a row of ``ENGINES``.
+
+    Attributes:
+        implementation: Of ``RolloutEngine``, `module:name`. It is imported when a run starts.
+        is_remote: Other processes hold its weights, which take no memory of the trainer's.
+        reserves_memory: It takes all of vllm.gpu_memory, or kv_cache_gib, at the start.
+        has_sliding_windows: It computes the sliding windows of every model.
+        names_every_support: With `sampling_mask` it names the tokens left by any truncation, not only by top_k.
+        temperatures: The range that it samples at, apart from 0 (greedy).
+    """
+
+    implementation: str
+    is_remote: bool = False
+    reserves_memory: bool = False
+    has_sliding_windows: bool = False
+    names_every_support: bool = False
+    temperatures: tuple[float, float] = VLLM_TEMPERATURES
+
+
+ENGINES = {
+    "hf": EngineSpec(
+        "dapo_runner.rollout.hf:HFEngine",
+        has_sliding_windows=True,
+        names_every_support=True,
+        temperatures=(0.0, math.inf),
+    ),
+    "vllm": EngineSpec("dapo_runner.rollout.vllm:VLLMEngine", reserves_memory=True),
+    "server": EngineSpec("dapo_runner.rollout.server:ServerEngine", is_remote=True),
+}
 
 
 class SamplingConfig(Section):
@@ -148,14 +176,8 @@ class RolloutConfig(SamplingConfig):
     max_batch_sequences: PositiveInt = 256  # responses that the engine decodes side by side
 
     @property
-    def is_remote(self) -> bool:
-        """Whether other processes hold the engine's weights, which take no memory of the trainer's."""
-        return self.engine == "server"
-
-    @property
-    def reserves_memory(self) -> bool:
-        """Whether the engine takes all of vllm.gpu_memory, or kv_cache_gib, at the start."""
-        return self.engine == "vllm"
+    def engine_spec(self) -> EngineSpec:
+        return ENGINES[self.engine]
 
 
 class CurriculumConfig(Section):

@@ -12,7 +12,7 @@ from pydantic import model_validator
 from dapo_runner.config.algorithms import ALGORITHMS, with_algorithm
 from dapo_runner.config.data import DataConfig
 from dapo_runner.config.reward import RULES, RewardConfig
-from dapo_runner.config.rollout import VLLM_TEMPERATURES, EvaluationConfig, RolloutConfig, SamplerConfig
+from dapo_runner.config.rollout import EvaluationConfig, RolloutConfig, SamplerConfig
 from dapo_runner.config.run import RunConfig, TrainingConfig
 from dapo_runner.config.section import Check, read_key
 from dapo_runner.config.training import (
@@ -173,17 +173,17 @@ def _tree(config: Config) -> Iterator[Check]:
 def _engine(config: Config) -> Iterator[Check]:
     """Check the settings that not every engine supports."""
     rollout, name = config.rollout, f"with rollout.engine={config.rollout.engine}"
-    low, high = (0.0, math.inf) if rollout.engine == "hf" else VLLM_TEMPERATURES
+    spec, (low, high) = rollout.engine_spec, rollout.engine_spec.temperatures
     for key in ("rollout.temperature", "evaluation.temperature"):
         yield key, read_key(config, key) == 0 or low <= read_key(config, key) <= high, f"{low:g} to {high:g} {name}"
-    fits = not rollout.reserves_memory or config.run.device in ONE_GPU
+    fits = not spec.reserves_memory or config.run.device in ONE_GPU
     yield "run.device", fits, f"{', '.join(ONE_GPU)} {name} (CUDA_VISIBLE_DEVICES chooses a GPU)"
     n_samples = max(rollout.group_size, config.evaluation.k)
-    fits = not rollout.is_remote or rollout.max_batch_sequences >= n_samples
+    fits = not spec.is_remote or rollout.max_batch_sequences >= n_samples
     yield "rollout.max_batch_sequences", fits, f"at least {n_samples} (rollout.group_size, evaluation.k)"
     if rollout.sampling_mask:
         yield "rollout.sampling_mask", bool(rollout.truncations), "false without rollout.top_p, top_k or min_p"
-        fits = rollout.engine == "hf" or rollout.top_k is not None
+        fits = spec.names_every_support or rollout.top_k is not None
         yield "rollout.top_k", fits, f"a number with rollout.sampling_mask {name}"
 
 

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Mapping
-from typing import TypeVar
-
-K = TypeVar("K", bound=Hashable)
+from collections.abc import Sequence
 
 
-def spread(costs: Mapping[K, float], n: int) -> list[list[K]]:
-    """Divide the keys of ``costs`` over ``n`` workers: the largest first, each to the least loaded (at most 4/3 of the
-    best). Within a worker they keep the order of ``costs``. Every rank gets the same.
+def spread(costs: Sequence[float], n: int) -> list[list[int]]:
+    """Divide the indices of ``costs`` over ``n`` workers: the largest first, each to the least loaded (at most 4/3 of
+    the best). Those of a worker are in order.
     """
-    index = {key: i for i, key in enumerate(costs)}
     loads = [(0.0, worker) for worker in range(n)]
-    shares: list[list[K]] = [[] for _ in range(n)]
-    for key in sorted(costs, key=lambda key: (-costs[key], index[key])):
+    shares: list[list[int]] = [[] for _ in range(n)]
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
         load, worker = heapq.heappop(loads)
-        shares[worker].append(key)
-        heapq.heappush(loads, (load + costs[key], worker))
-    return [sorted(share, key=index.__getitem__) for share in shares]
+        shares[worker].append(index)
+        heapq.heappush(loads, (load + costs[index], worker))
+    return [sorted(share) for share in shares]
 
 
 def sequence_cost(length: int, hidden_size: int) -> float:

@@ -49,26 +49,21 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], world: World, compute: 
 
 @torch.no_grad()
 def fill(model: nn.Module, source: nn.Module | None, device: torch.device) -> None:
-    """Move a sharded model from the meta device to ``device`` with the values of ``source``, which only rank 0 holds.
+    """Move a sharded model from the meta device to ``device`` with the values of ``source``, which rank 0 alone has.
 
-    They are sent one at a time, so that no other rank holds more than one whole.
+    They are sent one at a time, so that no other rank holds more than one whole. Collective.
     """
     model.to_empty(device=device)
     values = {} if source is None else {**dict(source.named_parameters()), **dict(source.named_buffers())}
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor)
-        whole = _sent(values, name, parameter, device)
-        parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
-    for name, buffer in model.named_buffers():
-        whole = _sent(values, name, buffer, device)
-        dist.broadcast(whole, 0)
-        buffer.copy_(whole)
-
-
-def _sent(values: dict[str, Tensor], name: str, like: Tensor, device: torch.device) -> Tensor:
-    if dist.get_rank() == 0:
-        return values[name].detach().to(device, like.dtype).contiguous()
-    return torch.empty(like.shape, dtype=like.dtype, device=device)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        if name in values:
+            sent.copy_(values[name])
+        if isinstance(tensor, DTensor):
+            tensor.copy_(distribute_tensor(sent, tensor.device_mesh, tensor.placements))
+        else:
+            dist.broadcast(sent, 0)
+            tensor.copy_(sent)
 
 
 def whole(tensor: Tensor) -> Tensor:

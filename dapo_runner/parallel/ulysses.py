@@ -11,26 +11,14 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.nn.functional import all_to_all_single
 
 
-class _Exchange(torch.autograd.Function):
-    """All-to-all: split dimension ``scatter`` over the ranks and concatenate dimension ``gather``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, scatter: int, gather: int) -> Tensor:
-        ctx.group, ctx.dims = group, (gather, scatter)
-        return _exchanged(x, group, scatter, gather)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(grad, ctx.group, *ctx.dims), None, None, None
-
-
-def _exchanged(x: Tensor, group: dist.ProcessGroup, scatter: int, gather: int) -> Tensor:
-    sent = torch.stack(x.chunk(group.size(), scatter))
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return torch.cat(received.unbind(0), gather)
+def _exchange(x: Tensor, group: dist.ProcessGroup, split: int, concatenate: int) -> Tensor:
+    """Split a dimension over the ranks, exchange the parts and concatenate them in another dimension. Differentiable"""
+    sent = torch.stack(x.chunk(group.size(), split))
+    received = all_to_all_single(torch.empty_like(sent), sent, group=group)
+    return torch.cat(received.unbind(0), concatenate)
 
 
 def heads_from_positions(
@@ -44,13 +32,12 @@ def heads_from_positions(
     if n_key % width:
         times = width // n_key if width % n_key == 0 else n_query // n_key
         key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
-    exchanged = [cast(Tensor, _Exchange.apply(x, group, 1, 0)) for x in (query, key, value)]
-    return exchanged[0], exchanged[1], exchanged[2]
+    return _exchange(query, group, 1, 0), _exchange(key, group, 1, 0), _exchange(value, group, 1, 0)
 
 
 def positions_from_heads(out: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[T, Hq/W, D] → [T/W, Hq, D]."""
-    return cast(Tensor, _Exchange.apply(out, group, 0, 1))
+    return _exchange(out, group, 0, 1)
 
 
 class _Gather(torch.autograd.Function):
@@ -58,14 +45,14 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.own = slice(group.rank() * len(x), (group.rank() + 1) * len(x))
+        ctx.group = group
         whole = x.new_empty(group.size() * len(x), *x.shape[1:])
         dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
         return whole
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad[ctx.own], None
+        return own_positions(grad, ctx.group), None
 
 
 def gather_positions(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -75,7 +62,4 @@ def gather_positions(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 def own_positions(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """[T, …] → this rank's [T/W, …]."""
-    if group is None:
-        return x
-    share = len(x) // group.size()
-    return x[group.rank() * share : (group.rank() + 1) * share]
+    return x if group is None else x.chunk(group.size())[group.rank()]

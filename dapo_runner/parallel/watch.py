@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -11,6 +10,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -29,7 +29,7 @@ class RankLostError(RunError):
 
 @dataclass
 class _Status:
-    """The last that is known of a rank."""
+    """What a rank has published last."""
 
     phase: str
     error: str | None = None
@@ -43,8 +43,7 @@ class _Status:
         if self.host != socket.gethostname():
             return False
         try:
-            with open(f"/proc/{self.pid}/stat", encoding="utf-8") as file:
-                return file.read().rpartition(")")[2].split()[0] == "Z"
+            return Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "Z"
         except OSError:
             return True
 
@@ -53,7 +52,6 @@ class Watch:
     """Publishes the status of this rank and reads that of others. Does nothing in a process without a launcher."""
 
     def __init__(self) -> None:
-        self.rank = self.size = 0
         self._store: PrefixStore | None = None
         if launched():
             self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -99,10 +97,9 @@ class Watch:
         """Return whether no other rank has printed this message; numbers in it do not count."""
         if self._store is None:
             return True
-        kind = re.sub(r"\d+", "", text)
-        key, own = f"said/{hashlib.sha256(kind.encode()).hexdigest()}", str(self.rank)
+        kind, own = re.sub(r"\d+", "", text), str(self.rank)
         try:
-            is_first = bool(self._store.compare_set(key, "", own) == own.encode())
+            is_first = bool(self._store.compare_set(f"said/{kind}", "", own) == own.encode())
         except RuntimeError:
             return True
         if not is_first:
@@ -127,18 +124,16 @@ def _lost_rank(found: dict[int, _Status], own: int) -> str:
         if status.error is not None:
             return f"rank {rank} on {status.host} stopped: {status.error}"
     elsewhere = [rank for rank, status in found.items() if status.phase != found[own].phase]
-    if (dead := _dead_rank(found, elsewhere)) is not None:
-        status = found[dead]
-        return (
-            f"rank {dead} on {status.host} (process {status.pid}) ended in {status.phase!r} without an error. Signal 9 "
-            "in the launcher's output is often the kernel's out-of-memory killer. Run the same command again to resume"
-        )
-    rank = min(elsewhere or found.keys() - {own}, key=lambda rank: found[rank].since)
+    dead = _dead_rank(found, elsewhere)
+    rank = min(elsewhere or found.keys() - {own}, key=lambda rank: found[rank].since) if dead is None else dead
     status = found[rank]
-    return (
-        f"rank {rank} on {status.host} does not answer: it has been in {status.phase!r} for "
-        f"{time.time() - status.since:.0f} s (parallel.timeout)"
-    )
+    if dead is not None:
+        return (
+            f"rank {rank} on {status.host} (process {status.pid}) ended in {status.phase!r} without an error. Signal 9 "
+            "often means out of memory. Run the same command again to resume"
+        )
+    seconds = time.time() - status.since
+    return f"rank {rank} on {status.host} does not answer: {seconds:.0f} s in {status.phase!r} (parallel.timeout)"
 
 
 def _dead_rank(found: dict[int, _Status], elsewhere: list[int]) -> int | None:

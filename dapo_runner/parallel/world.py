@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,11 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class World:
-    """This process among all of a run. A process without a launcher has no process group."""
+    """This process among all of a run. A process without a launcher has no process group.
+
+    What ranks send each other is pickled and goes through host memory. Methods that take ``work`` raise on all ranks
+    what it raises on one.
+    """
 
     rank: int = 0
     layout: Layout = Layout()
@@ -86,10 +90,6 @@ class World:
         return self.rank // self.layout.sequence
 
     @property
-    def sequence_rank(self) -> int:
-        return self.rank % self.layout.sequence
-
-    @property
     def n_engines(self) -> int:
         return self.size // self.layout.rollout_tensor
 
@@ -110,15 +110,22 @@ class World:
         return torch.device("cuda", torch.cuda.current_device())
 
     def all_gather_object(self, item: T) -> list[T]:
-        """Return the item of every rank, in the order of ranks. Items are pickled and go through host memory."""
+        """Return the item of every rank, in the order of ranks."""
         if self.size == 1:
             return [item]
         items: list[Any] = [None] * self.size
         dist.all_gather_object(items, item, group=self.group)
         return items
 
+    def gather_shares(self, item: T) -> list[T]:
+        """Return the item of one rank for each data rank, in their order."""
+        return self.all_gather_object(item)[:: self.layout.sequence]
+
+    def any(self, flag: bool) -> bool:
+        return any(self.all_gather_object(flag))
+
     def run_and_gather(self, work: Callable[[], T]) -> list[T]:
-        """Run ``work`` on every rank and return all results. Where it raises on one rank, raise the same on all."""
+        """Run ``work`` on every rank and return all results."""
         if self.size == 1:
             return [work()]
         own = _Outcome.of(work)
@@ -127,13 +134,17 @@ class World:
         return [outcome.value() for outcome in outcomes]
 
     def run_or_raise_everywhere(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on every rank and return this rank's result. Where it raises on one rank, raise on all."""
+        """Run ``work`` on every rank and return this rank's result."""
         own: list[T] = []
         self.run_and_gather(lambda: own.append(work()))
         return own[0]
 
+    def run_on_rank0(self, work: Callable[[], T]) -> T | None:
+        """Run ``work`` on rank 0 and return its result there, None elsewhere."""
+        return self.run_or_raise_everywhere(lambda: work() if self.is_main else None)
+
     def broadcast_from_rank0(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on rank 0 and return its result on every rank. Where it raises, raise on all."""
+        """Run ``work`` on rank 0 and return its result on every rank."""
         if self.size == 1:
             return work()
         own = _Outcome.of(work) if self.is_main else None
@@ -152,7 +163,7 @@ class World:
         return item
 
     def run_and_gather_on_rank0(self, work: Callable[[], T]) -> list[T]:
-        """Run ``work`` on every rank. Rank 0 returns all results, or raises what one of them raised; others: []."""
+        """Run ``work`` on every rank. Rank 0 returns all results, or alone raises what one raised; others get []."""
         if self.size == 1:
             return [work()]
         own = _Outcome.of(work)
@@ -167,12 +178,6 @@ class World:
         """Return ``error``, or a RankError with its text where it cannot be pickled."""
         return _Outcome(None, error).portable(self).error or error
 
-    def run_on_rank0(self, work: Callable[[], T]) -> T | None:
-        """Run ``work`` on rank 0 and return its result there, None elsewhere. Where it raises, raise on all."""
-        own: list[T] = []
-        self.run_and_gather(lambda: own.append(work()) if self.is_main else None)
-        return own[0] if own else None
-
     def close(self, error: BaseException | None) -> None:
         """End the run on this rank. Another rank that is lost raises RankLostError in the place of ``error``."""
         if error is None and self.device is not None:
@@ -186,18 +191,12 @@ class World:
         """Return whether every rank has stopped with an error of its own, so that collectives still work."""
         return self.watch is None or self.watch.all_stopped(error)
 
-    def any(self, flag: bool) -> bool:
-        return any(self.all_gather_object(flag))
-
     def new_group(self, timeout: float) -> World:
-        """Return the same ranks with a gloo group of their own, for a thread of each rank. Collective.
-
-        Args:
-            timeout: seconds that a rank waits for another in it.
+        """Return the same ranks with a gloo group for a thread of each, whose waits end after ``timeout`` seconds.
+        Collective.
         """
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        assert isinstance(group, dist.ProcessGroup)
-        return replace(self, group=group)
+        return replace(self, group=cast("dist.ProcessGroup", group))
 
 
 SINGLE_PROCESS = World()
@@ -241,24 +240,15 @@ def open_world(config: Config) -> World:
     on_gpus = config.run.device.startswith("cuda") or (config.run.device == "auto" and torch.cuda.is_available())
     watch, timeout = Watch(), timedelta(seconds=config.parallel.timeout)
     watch.set_phase("loading")
+    if on_gpus:
+        index, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if index >= count:
+            raise ConfigError(f"run.device: expected a GPU for each process, got {count}. Start fewer, or use the CPU")
+        torch.cuda.set_device(index)
     if not dist.is_initialized():
-        if on_gpus:
-            device = _own_gpu(int(os.environ.get("LOCAL_RANK", 0)))
-            torch.cuda.set_device(device)
-            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
-        else:
-            dist.init_process_group("gloo", timeout=timeout)
+        device = torch.device("cuda", index) if on_gpus else None
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo", timeout=timeout, device_id=device)
     return replace(make_world(layout, rank, "cuda" if on_gpus else "cpu", timeout), watch=watch)
-
-
-def _own_gpu(local_rank: int) -> torch.device:
-    count = torch.cuda.device_count()
-    if local_rank >= count:
-        raise ConfigError(
-            f"run.device: expected a GPU for each process of this machine, got {count}. Start fewer processes, or set "
-            "run.device=cpu"
-        )
-    return torch.device("cuda", local_rank)
 
 
 def make_world(layout: Layout, rank: int, device_type: str, timeout: timedelta | None = None) -> World:
@@ -267,21 +257,11 @@ def make_world(layout: Layout, rank: int, device_type: str, timeout: timedelta |
     if layout.replicate == 1:
         del dims["replicate"]
     mesh = init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
-    sequence = _group_of(rank, layout.size, layout.sequence)
     if timeout is not None:
-        for group in (*mesh.get_all_groups(), *([sequence] if sequence is not None else [])):
+        for group in mesh.get_all_groups():
             _set_pg_timeout(timeout, group)
-    return World(rank, layout, mesh, sequence)
-
-
-def _group_of(rank: int, size: int, width: int) -> dist.ProcessGroup | None:
-    """Return the group of ``width`` neighbours with ``rank``. Every rank must make all groups."""
-    if width == 1:
-        return None
-    groups = [dist.new_group(list(range(start, start + width))) for start in range(0, size, width)]
-    group = groups[rank // width]
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    sequence = None if layout.sequence == 1 else dist.new_subgroups(layout.sequence, timeout=timeout)[0]
+    return World(rank, layout, mesh, cast("dist.ProcessGroup | None", sequence))
 
 
 def make_layout(config: Config, size: int, per_node: int) -> Layout:
@@ -290,29 +270,20 @@ def make_layout(config: Config, size: int, per_node: int) -> Layout:
     if settings.gpus not in (1, size):
         raise ConfigError(f"parallel.gpus: expected {settings.gpus} processes, got {size}")
     shard = max(1, size // settings.replicate)
-    divisors = {
-        "replicate": (size, "processes"),
-        "sequence": (shard, "ranks that share weights"),
-        "rollout_tensor": (per_node, "processes of a machine"),
-    }
-    for name, (number, what) in divisors.items():
+    divided = {"replicate": size, "sequence": shard, "rollout_tensor": per_node}
+    for name, number in divided.items():
         if number % getattr(settings, name):
-            raise ConfigError(
-                f"parallel.{name}: expected a divisor of the {number} {what}, got {getattr(settings, name)}"
-            )
+            raise ConfigError(f"parallel.{name}: expected a divisor of {number}, got {getattr(settings, name)}")
     return Layout(size, shard, settings.sequence, settings.rollout_tensor)
 
 
 def _check_single_process(config: Config) -> None:
     """Raise ConfigError where other processes were planned, or were started by a launcher that torch does not know."""
-    size = os.environ.get("WORLD_SIZE", "")
+    size, gpus = os.environ.get("WORLD_SIZE", ""), config.parallel.gpus
     if size.isdigit() and int(size) > 1:
+        raise ConfigError(f"WORLD_SIZE={size}: requires RANK, MASTER_ADDR and MASTER_PORT. Start with torchrun")
+    if gpus > 1:
         raise ConfigError(
-            f"WORLD_SIZE={size}: expected RANK, MASTER_ADDR and MASTER_PORT beside it. Start with torchrun, or unset "
-            "WORLD_SIZE"
-        )
-    if config.parallel.gpus > 1:
-        raise ConfigError(
-            f"parallel.gpus: expected {config.parallel.gpus} processes, got one. Start with `dapo launch RECIPE --gpus "
-            f"{config.parallel.gpus}`, or use --dry-run or --simulate"
+            f"parallel.gpus: expected {gpus} processes, got one. Start with `dapo launch RECIPE --gpus {gpus}`, or use "
+            "--dry-run or --simulate"
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,36 +25,38 @@ def check_lengths(config: Config, source: str | Path, *, download: bool) -> None
     models = {"model.path": source, "loss.reference": config.loss.reference, "critic.path": critic}
     for key, path in models.items():
         if path is not None and (download or Path(path).is_dir()):
-            setting = "rollout.max_response_tokens: prompt and response, of an evaluation too,"
-            check_length(key, path, config.model, config.longest_sequence, setting)
-    if config.rollout.engine != "hf" and (download or Path(source).is_dir()):
-        _check_windows(config, _load_config("model.path", source, config.model))
+            found = check_length(key, path, config.model, config.longest_sequence, "rollout.max_response_tokens")
+            if key == "model.path" and not config.rollout.engine_spec.has_sliding_windows:
+                _check_windows(config, found)
 
 
-def check_length(key: str, path: str | Path, model: ModelConfig, longest: int, setting: str) -> None:
-    """Raise ConfigError where ``longest`` tokens are more than the model of ``key`` takes, or it cannot be read."""
-    config = _load_config(key, path, model)
-    fixed, covered = fixed_frequencies(config), _covered(config)
-    if fixed is not None and longest > fixed.longest:
-        raise ConfigError(
-            f"{setting} must be at most {fixed.longest} tokens, got {longest}: beyond that the RoPE frequencies of "
-            f"{key}={path} ({fixed.rope_type}) depend on the longest sequence of a batch"
-        )
-    if covered is not None and longest > covered:
-        raise ConfigError(
-            f"{setting} must be at most {covered} tokens, got {longest}: the max_position_embeddings of {key}={path}. "
-            "RoPE scaling in its config.json extends them"
-        )
-
-
-def _load_config(key: str, path: str | Path, model: ModelConfig) -> Any:
+def check_length(key: str, path: str | Path, model: ModelConfig, longest: int, setting: str) -> Any:
+    """Return the configuration of the model of ``key``. Raises ConfigError where it cannot be read, or takes fewer than
+    the ``longest`` tokens that ``setting`` allows.
+    """
     from transformers import AutoConfig
 
+    with loading(key, "a configuration", path):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    fixed = fixed_frequencies(config)
+    limit, reason = _max_positions(config), "the max_position_embeddings"
+    if fixed is not None and longest > fixed.longest:  # beyond that they depend on the longest sequence of a batch
+        limit, reason = fixed.longest, f"the length with fixed {fixed.rope_type} RoPE frequencies"
+    if limit is not None and longest > limit:
+        raise ConfigError(
+            f"{setting}: expected sequences of at most {limit} tokens, {reason} of {key}={path}, got {longest}"
+        )
+    return config
+
+
+@contextmanager
+def loading(key: str, what: str, path: str | Path) -> Iterator[None]:
+    """Raise an error of transformers as a ConfigError of one line."""
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        yield
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"{key}: cannot load a configuration from {str(path)!r}: {reason}") from error
+        raise ConfigError(f"{key}: cannot load {what} from {str(path)!r}: {reason}") from error
 
 
 def _check_windows(config: Config, model: Any) -> None:
@@ -60,12 +64,12 @@ def _check_windows(config: Config, model: Any) -> None:
     mixed = model.model_type == "qwen2_moe" and len(set(model.layer_types)) > 1
     if mixed and config.longest_sequence > model.sliding_window:
         raise ConfigError(
-            f"rollout.engine: {config.rollout.engine} is not supported with {config.model.path} beyond its sliding "
-            f"window of {model.sliding_window} tokens, which vLLM ignores. Set rollout.engine=hf"
+            f"rollout.engine: {config.rollout.engine} ignores the sliding window of {config.model.path}, "
+            f"{model.sliding_window} tokens. Set rollout.engine=hf"
         )
 
 
-def _covered(config: Any) -> int | None:
+def _max_positions(config: Any) -> int | None:
     """Return how many positions a model takes, with linear and YaRN scaling; None without a limit."""
     text = config.get_text_config(decoder=True)
     positions: int | None = getattr(text, "max_position_embeddings", None)

@@ -6,7 +6,7 @@ It never computes logits: `dapo_kernels` takes the hidden states and ``Policy.he
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, cast
@@ -30,16 +30,28 @@ from dapo_runner.policy.attention import (
     plan_packing,
     register_packed_attention,
 )
+from dapo_runner.policy.lengths import loading
 from dapo_runner.policy.lora import add_adapters, merged_weights
 from dapo_runner.policy.prefixes import find_shared
 from dapo_runner.policy.routing import Routing
-from dapo_runner.policy.value_head import add_value_head, is_of_value_head
 from dapo_runner.types import PackedBatch
 
 T = TypeVar("T")
 Role = Literal["policy", "shared", "critic", "reference"]  # shared: a policy with the critic's value head on it
+VALUE_HEAD = "value_head."  # begins the names of its parameters
 ALIGNED = 64  # bytes, as torch aligns what it allocates
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ValueHead(nn.Module):
+    """hidden [T, H] → values float32 [T]. Its weights are zeros at first. Engines do not get it."""
+
+    def __init__(self, hidden_size: int, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(hidden_size, device=device, dtype=dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden.float() @ self.weight.float()
 
 
 class Head(NamedTuple):
@@ -53,19 +65,15 @@ class Head(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Policy:
-    """A model with packed attention and its tokenizer.
-
-    ``compute`` is the dtype that it runs in. Where its weights are sharded it has a ``root`` and runs inside of ``run``
-    only. With ``routing`` it replays the experts that a batch names.
-    """
+    """A model with packed attention and its tokenizer."""
 
     model: Any  # transformers.PreTrainedModel
     tokenizer: Any
     kernel: Kernel
-    compute: torch.dtype = torch.float32
+    compute: torch.dtype = torch.float32  # that the model runs in
     world: World = SINGLE_PROCESS
-    root: Root | None = None
-    routing: Routing | None = None
+    root: Root | None = None  # of sharded weights
+    routing: Routing | None = None  # replays the experts that a batch names
 
     def run(self, work: Callable[[], T]) -> T:
         """Run ``work`` where the weights are whole. Collective: every rank calls it equally often."""
@@ -73,23 +81,15 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        return self._output_layer.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._output_layer.weight.dtype
+        return self.model.get_output_embeddings().weight.device
 
     @property
     def head(self) -> Head:
         """The output head; with tied embeddings its weight is the embedding itself."""
-        layer, config = self._output_layer, self.model.config.get_text_config(decoder=True)
+        layer, config = self.model.get_output_embeddings(), self.model.config.get_text_config(decoder=True)
         softcap, lora = getattr(config, "final_logit_softcapping", None), lora_of(layer)
         lora = None if lora is None else lora.to(layer.weight.dtype)
         return Head(layer.weight, getattr(layer, "bias", None), softcap, lora)
-
-    @property
-    def _output_layer(self) -> Any:
-        return self.model.get_output_embeddings()
 
     def hidden_states(self, batch: PackedBatch) -> Tensor:
         """Return the last hidden states [T, H], or [T/W, H] where W ranks share the positions, in the model's dtype."""
@@ -101,7 +101,7 @@ class Policy:
         self, input_ids: Tensor, position_ids: Tensor, lengths: list[int], group: dist.ProcessGroup | None = None
     ) -> Tensor:
         """Run the model without its head. input_ids, position_ids int64 [T] on any device."""
-        # flash-attn's and torch's varlen kernels, and ranks that share positions, need every sequence in full.
+        # torch's varlen kernel, and ranks that share positions, need every sequence in full.
         distinct = find_shared(input_ids.cpu(), lengths) if self.kernel == "sdpa" and group is None else None
         if distinct is not None:
             source = distinct.source.to(input_ids.device)
@@ -122,7 +122,7 @@ class Policy:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the model, whole and with adapters merged in, without the value head. Collective."""
-        return (pair for pair in merged_weights(self.model, self.compute) if not is_of_value_head(pair[0]))
+        return (pair for pair in merged_weights(self.model, self.compute) if not pair[0].startswith(VALUE_HEAD))
 
     def save_settings(self, folder: Path) -> None:
         """Write configuration and tokenizer in transformers' format, without weights."""
@@ -143,8 +143,7 @@ def resolve_device(name: str, key: str = "run.device") -> torch.device:
     here = torch.accelerator.current_accelerator(check_available=True)
     count = torch.accelerator.device_count() if here is not None and here.type == device.type else 0
     if device.type != "cpu" and (device.index or 0) >= count:
-        found = f"torch finds {count or 'none'} of that kind here"
-        raise ConfigError(f"{key}: expected a device of this machine, got {name!r}, but {found}")
+        raise ConfigError(f"{key}: expected a device of this machine, got {name!r}: torch finds {count} of that kind")
     return device
 
 
@@ -163,29 +162,20 @@ def load_model(
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    loading = {"dtype": dtype or DTYPES[config.dtype], "attn_implementation": attention}
+    options = {"dtype": dtype or DTYPES[config.dtype], "attn_implementation": attention}
     trust = {"trust_remote_code": config.trust_remote_code}
-    with _loading("a model", path):
+    with loading("model.path", "a model", path):
         if device.type == "meta":
             with device:
-                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, **trust), **loading, **trust)
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, **trust), **options, **trust)
             with suppress(OSError):  # there may be none; a checkpoint's model has it too
                 model.generation_config = GenerationConfig.from_pretrained(path)
         else:
-            model = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, **loading, **trust)
+            model = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, **options, **trust)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # two passes over one policy must agree, in train mode (checkpointing) too
     return _in_own_memory(model.to(device)).eval()
-
-
-@contextmanager
-def _loading(what: str, path: str | Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"model.path: cannot load {what} from {str(path)!r}: {reason}") from error
 
 
 @torch.no_grad()
@@ -204,7 +194,7 @@ def load_tokenizer(path: str | Path, config: ModelConfig) -> Any:
     """Load the tokenizer of a model folder. Raises ConfigError when there is none."""
     from transformers import AutoTokenizer
 
-    with _loading("a tokenizer", path):
+    with loading("model.path", "a tokenizer", path):
         return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
 
 
@@ -219,16 +209,20 @@ def load_policy(
 ) -> Policy:
     """Load a model with packed attention and check its architecture with ``check_policy``.
 
-    On several ranks, rank 0 reads the files and the weights are sharded. ``seed`` draws adapters. A value head is new.
+    On several ranks, rank 0 reads the files and the weights are sharded. ``seed`` draws adapters, which a policy alone
+    has. A value head is new. The output head of a critic, and a reference, do not train.
 
     Raises:
         ConfigError: the model cannot be loaded or trained packed, or its routing cannot be replayed.
     """
-    compute = DTYPES[config.dtype]
+    if role in ("critic", "reference"):
+        checkpointing = config.gradient_checkpointing and role == "critic"
+        config = config.model_copy(update={"lora": None, "gradient_checkpointing": checkpointing})
+    compute, root = DTYPES[config.dtype], None
     kernel = choose_kernel(config.attention, device, compute)
     if world.is_single_process:
-        model, root = _build(path, config, device, seed, compute, role), None
-        _prepare(model, config, _blocks(model))
+        model = _build(path, config, device, seed, compute, role)
+        _prepare(model, config)
     else:
         model, root = load_shards(path, config, seed, world, role)
         cpu, dtype = torch.device("cpu"), _shard_dtype(config, role)
@@ -239,28 +233,18 @@ def load_policy(
     return policy
 
 
-def load_reference(
-    path: str | Path, config: ModelConfig, device: torch.device, world: World = SINGLE_PROCESS
-) -> Policy:
-    """Load the model that a KL penalty or a preference loss refers to. It does not train. Raises ConfigError."""
-    config = config.model_copy(update={"lora": None, "gradient_checkpointing": False})
-    return load_policy(path, config, device, world=world, role="reference")
-
-
-def load_critic(path: str | Path, config: ModelConfig, device: torch.device, world: World = SINGLE_PROCESS) -> Policy:
-    """Load a model with a new value head; its output head does not train. Raises ConfigError."""
-    return load_policy(path, config.model_copy(update={"lora": None}), device, world=world, role="critic")
-
-
 def load_shards(
     path: str | Path, config: ModelConfig, seed: int, world: World, role: Role = "policy"
 ) -> tuple[Any, Root]:
     """Build a sharded model on the meta device, for ``fill``. No weights are read. Raises ConfigError."""
     model = _build(path, config, torch.device("meta"), seed, _shard_dtype(config, role), role)
-    blocks = _blocks(model)
-    check_sequence_parallel(model, world)
-    _prepare(model, config, blocks)
-    return model, shard(model, blocks, world, DTYPES[config.dtype])
+    heads = model.config.get_text_config(decoder=True).num_attention_heads
+    if heads % world.layout.sequence:
+        raise ConfigError(
+            f"parallel.sequence: expected a divisor of the model's {heads} attention heads, got {world.layout.sequence}"
+        )
+    _prepare(model, config)
+    return model, shard(model, _blocks(model), world, DTYPES[config.dtype])
 
 
 def _shard_dtype(config: ModelConfig, role: Role) -> torch.dtype:
@@ -277,7 +261,7 @@ def _build(
     if config.lora is not None:
         add_adapters(model, config.lora, seed)
     if role in ("critic", "shared"):
-        add_value_head(model, device, dtype)
+        model.value_head = ValueHead(model.config.get_text_config(decoder=True).hidden_size, device, dtype)
     if role == "critic" and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         model.get_output_embeddings().requires_grad_(False)
     if role == "reference":
@@ -290,36 +274,25 @@ def _blocks(model: Any) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
 
 
-def _prepare(model: Any, config: ModelConfig, blocks: list[nn.Module]) -> None:
+def _prepare(model: Any, config: ModelConfig) -> None:
     """Turn on gradient checkpointing and compile the layers, where the configuration says so."""
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # transformers recomputes in train mode only
     if config.compile:
-        if not blocks:
-            raise ConfigError(f"model.compile: transformers names no layers of {type(model).__name__}; leave it off")
+        if not _blocks(model):
+            raise ConfigError(f"model.compile: requires layers that transformers names, got {type(model).__name__}")
         # All layers share one compilation, for any number of positions; attention stays as it is.
         register_packed_attention(torch.compiler.disable(packed_attention))
-        for block in blocks:
+        for block in _blocks(model):
             block.compile(dynamic=True)
-
-
-def check_sequence_parallel(model: Any, world: World) -> None:
-    """Raise ConfigError where attention heads cannot be divided among the ranks that share positions."""
-    heads = model.config.get_text_config(decoder=True).num_attention_heads
-    if heads % world.layout.sequence:
-        raise ConfigError(
-            f"parallel.sequence: expected a divisor of the {heads} attention heads of {type(model).__name__}, "
-            f"got {world.layout.sequence}"
-        )
 
 
 @torch.no_grad()
 def check_policy(policy: Policy) -> None:
-    """Run a few tokens and check what packing, shared prefixes and the loss assume of an architecture.
+    """Run a few tokens, and raise ConfigError where packing, shared prefixes or the loss do not suit the architecture.
 
-    Raises ConfigError: packed sequences see each other, as in state-space layers, tokens see later ones, or the logits
-    are not the output head over the last hidden states, as where a model scales them.
+    In state-space layers packed sequences see each other. Some models scale their logits.
     """
     name, config = type(policy.model).__name__, policy.model.config
     vocab_size = config.get_text_config(decoder=True).vocab_size
@@ -327,18 +300,17 @@ def check_policy(policy: Policy) -> None:
     def hidden_of(ids: Tensor, lengths: list[int]) -> Tensor:
         return policy.run_body(ids, torch.cat([torch.arange(n) for n in lengths]), lengths)
 
-    if not is_packable(hidden_of, vocab_size):
-        raise ConfigError(f"model: {name} cannot be trained on packed sequences, because they see each other")
-    if not is_causal(hidden_of, vocab_size):
-        raise ConfigError(f"model: {name} cannot be trained on shared prefixes, because tokens see later ones")
-    ids = torch.arange(9) % vocab_size
-
     def logits() -> Tensor:
         packing = plan_packing([len(ids)], policy.device, policy.kernel)
         out = policy.model(input_ids=ids.to(policy.device)[None], use_cache=False, packing=packing)
         return cast(Tensor, out.logits[0])
 
+    ids = torch.arange(9) % vocab_size
     try:
+        if not is_packable(hidden_of, vocab_size):
+            raise ValueError(f"the packed sequences of {name} see each other")
+        if not is_causal(hidden_of, vocab_size):
+            raise ValueError(f"tokens of {name} see later ones")
         if LogitRule.of(config, 1.0) != LogitRule(policy.head.softcap, 1.0):
             raise ValueError(f"{name} scales its logits")
         check_logits(policy.model, hidden_of(ids, [len(ids)]), logits)

@@ -1,8 +1,7 @@
 """Find prefixes that sequences of a batch share, as the responses of a group share their prompt.
 
-A causal model has the same hidden states for all of them, so they are computed once.
-
-Legend: T packed positions, U distinct ones.
+A causal model has the same hidden states for all of them, so they are computed once. Legend: T packed positions, U
+distinct ones.
 """
 
 from __future__ import annotations
@@ -19,12 +18,10 @@ LEAST_SHARED = 0.03
 
 
 class Distinct(NamedTuple):
-    """Which positions to compute: ``source`` int64 [U], the packed position of each distinct one, and ``inverse`` int64
-    [T], the distinct position of each packed one.
-    """
+    """Which positions to compute."""
 
-    source: Tensor
-    inverse: Tensor
+    source: Tensor  # int64 [U], the packed position of each distinct one
+    inverse: Tensor  # int64 [T], the distinct position of each packed one
 
 
 def find_shared(input_ids: Tensor, lengths: SequenceOf[int]) -> Distinct | None:
@@ -32,27 +29,17 @@ def find_shared(input_ids: Tensor, lengths: SequenceOf[int]) -> Distinct | None:
 
     Two positions are one where all tokens up to them are equal.
     """
-    tokens = input_ids.tolist()
-    bounds = list(pairwise(accumulate(lengths, initial=0)))
+    tokens, bounds = input_ids.tolist(), pairwise(accumulate(lengths, initial=0))
     source: list[int] = []
-    index = [0] * len(tokens)
-    before: list[int] = []
-    before_start = 0
-    # In the order of their tokens, no earlier sequence shares more of a sequence's beginning than the one before it.
+    inverse = [0] * len(tokens)
+    known: dict[tuple[int, int], int] = {}  # (distinct position before, token) → distinct position
     for start, end in sorted(bounds, key=lambda bound: tokens[slice(*bound)]):
-        row = tokens[start:end]
-        n_shared = _common(before, row)
-        own = start + n_shared
-        index[start:own] = index[before_start : before_start + n_shared]
-        index[own:end] = range(len(source), len(source) + end - own)
-        source += range(own, end)
-        before, before_start = row, start
+        position = -1
+        for i in range(start, end):
+            position = known.setdefault((position, tokens[i]), len(source))
+            if position == len(source):
+                source.append(i)
+            inverse[i] = position
     if len(tokens) - len(source) <= LEAST_SHARED * len(tokens):
         return None
-    return Distinct(torch.tensor(source), torch.tensor(index))
-
-
-def _common(one: SequenceOf[int], other: SequenceOf[int]) -> int:
-    """Return the length of the common prefix."""
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    return Distinct(torch.tensor(source), torch.tensor(inverse))

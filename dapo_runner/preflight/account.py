@@ -30,7 +30,7 @@ def describe(config: Config, found: Simulation) -> dict[str, str]:
         "collectives, forward": _spell_traffic(found.forward),
         "collectives, backward": _spell_traffic(found.backward),
     }
-    if config.rollout.reserves_memory:
+    if config.rollout.engine_spec.reserves_memory:
         cache = int(config.rollout.vllm.gpu_memory * GPU_MEMORY) - engine[ENGINE]
         n_responses = max(0, cache) // list(engine.values())[-1]
         rows["KV cache"] = f"{_gib(cache)} at most: {n_responses} responses at full length in an engine"
@@ -44,7 +44,7 @@ def phase_peaks(config: Config, found: Simulation) -> dict[str, int]:
     estimate, vllm = _formulas(config), config.rollout.vllm
     beside, weights = sum(estimate.get(what, 0) for what in BESIDE), estimate.get(ENGINE, 0)
     generating, waiting = weights + sum(size for what, size in estimate.items() if what.startswith(CACHE)), weights
-    if config.rollout.reserves_memory:
+    if config.rollout.engine_spec.reserves_memory:
         generating = int(vllm.gpu_memory * GPU_MEMORY)
         waiting = 0 if vllm.sleep else generating
     return {

@@ -111,7 +111,7 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
         "reference's float32 average": shape.parameters * FLOAT32 / shards if keeps_average else 0,
         CRITIC: _critic_parameters(config, shape) * (3 * FLOAT32 + (size if gpus == 1 and is_rounded else 0)) / shards,
     }
-    if config.rollout.is_remote:
+    if config.rollout.engine_spec.is_remote:
         terms[SENT] = whole if config.rollout.server.transfer == "nccl" else 0
     else:
         terms |= {"engine's weights": whole / config.parallel.rollout_tensor, **_cache(config, shape)}
@@ -148,9 +148,9 @@ def _cache(config: Config, shape: ModelShape) -> dict[str, float]:
     rollout = config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     one = 2 * longest * shape.layers * shape.key_value * BYTES[config.model.dtype] / config.parallel.rollout_tensor
-    if rollout.reserves_memory and not _on_gpus(config):
+    if rollout.engine_spec.reserves_memory and not _on_gpus(config):
         return {"KV cache": rollout.vllm.kv_cache_gib * 2**30}
-    if rollout.reserves_memory:
+    if rollout.engine_spec.reserves_memory:
         return {"KV cache, for one response at full length": one}
     return {"KV cache, all responses at full length": rollout.max_batch_sequences * one}
 

@@ -12,7 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dapo_kernels.engine.chunks import device_chunk_rows, row_stride
-from dapo_runner.algorithms.learner import Learner, make_learner
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.losses import PolicyLoss
 from dapo_runner.algorithms.mini_batch import MiniBatch
 from dapo_runner.algorithms.objective import resolve_objective
@@ -97,7 +97,7 @@ def _simulate_update(config: Config, policy: Policy, root: Any) -> Simulation:
     mini = full_mini_batch(config, policy.world)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         policy.model.to_empty(device="cpu")
-        learner = make_learner(policy, config, reference=policy)
+        learner = Learner(policy, config, reference=policy)
         batch = _Shapes(**{name: mode.from_tensor(x) for name, x in mini.micro_batches[0].tensors().items()})
         _give_gradients(learner)
         _step(learner)  # makes the moments
@@ -159,7 +159,7 @@ def full_mini_batch(config: Config, world: World) -> MiniBatch:
     batches = pack([sequence], budget, world.layout.sequence)
     mini = MiniBatch(batches, n_tokens=budget, denominator=PolicyLoss(objective).denominator([sequence]))
     if objective.needs_reference:
-        mini.set_ref_logprobs([batch.old_logprobs for batch in batches])
+        mini.micro_batches = [replace(batch, ref_logprobs=batch.old_logprobs) for batch in batches]
     return mini
 
 

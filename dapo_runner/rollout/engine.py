@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dapo_runner.config import ENGINES, Config
+from dapo_runner.config import Config
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.policy.weights import checkpoint_weights, stored_tensors
 from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Completion, Prompt, SamplingParams
@@ -79,7 +79,7 @@ class RolloutEngine(ABC):
 
 def engine_class(config: Config) -> type[RolloutEngine]:
     """Return the class that `rollout.engine` names."""
-    found: type[RolloutEngine] = resolve_name(ENGINES[config.rollout.engine])
+    found: type[RolloutEngine] = resolve_name(config.rollout.engine_spec.implementation)
     return found
 
 

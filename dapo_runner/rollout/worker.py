@@ -74,11 +74,8 @@ class RolloutWorker:
         only rank 0 calls this, inside ``lead``.
         """
         with self.clock.phase("wait") if self.world.size > 1 else nullcontext():
-            costs = {
-                index: float(len(request.prompt.token_ids) + request.sampling.max_tokens)
-                for index, request in enumerate(requests)
-            }
-            shares = [[requests[index] for index in own] for own in spread(costs, self.world.n_engines)]
+            costs = [float(len(request.prompt.token_ids) + request.sampling.max_tokens) for request in requests]
+            shares = [[requests[place] for place in mine] for mine in spread(costs, self.world.n_engines)]
             per_engine = self.world.layout.rollout_tensor
             self._send([_Share(shares[rank // per_engine], options) for rank in range(self.world.size)])
             return self._answer(_Share(shares[0], options))

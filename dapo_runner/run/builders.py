@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dapo_runner.algorithms.learner import Learner, make_learner
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.objective import uses_reference
 from dapo_runner.checkpoint import Checkpoint
 from dapo_runner.config import Config, cautions
@@ -13,7 +13,7 @@ from dapo_runner.data.dataset import Dataset, PromptCursor, load_data
 from dapo_runner.folder import TINY_MODEL
 from dapo_runner.logging.progress import Progress
 from dapo_runner.policy.lengths import check_lengths
-from dapo_runner.policy.model import load_critic, load_policy, load_reference, load_tokenizer
+from dapo_runner.policy.model import load_policy, load_tokenizer
 from dapo_runner.rewards.scoring import unmatchable_answers
 from dapo_runner.rollout.asynchronous import AsynchronousSampler
 from dapo_runner.rollout.group_buffer import GroupBuffer
@@ -56,10 +56,10 @@ def build_learner(config: Config, checkpoint: Checkpoint | None, context: RunCon
     is_own_reference = config.model.lora is not None and config.loss.reference is None
     reference, critic = None, policy if shared else None
     if uses_reference(config) and not is_own_reference:
-        reference = load_reference(config.loss.reference or start, config.model, device, world)
+        reference = load_policy(config.loss.reference or start, config.model, device, world=world, role="reference")
     if config.critic is not None and not shared:
-        critic = load_critic(config.critic.path or start, config.model, device, world)
-    return make_learner(policy, config, reference, critic, context.clock)
+        critic = load_policy(config.critic.path or start, config.model, device, world=world, role="critic")
+    return Learner(policy, config, reference, critic, context.clock)
 
 
 def build_sampler(config: Config, dataset: Dataset, progress: Progress) -> DynamicSampler:

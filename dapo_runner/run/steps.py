@@ -93,7 +93,7 @@ class Run(TrainingRun):
         else:
             sampler, self.snapshot = self.sampler, take_snapshot(self.sampler)
             sampled = self.worker.lead(lambda: self._sample(sampler, step)) or SampledStep()
-        if self.config.rollout.is_remote and self.world.any(self.engine.is_unprobed):
+        if self.config.rollout.engine_spec.is_remote and self.world.any(self.engine.is_unprobed):
             self.probe()  # a server is back: before its responses train
         return sampled
 

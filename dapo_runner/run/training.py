@@ -135,12 +135,13 @@ class TrainingRun:
         """With run.async_save the checkpoint is still being written when this returns, unless it is the last."""
         with self.timed("save"):
             folder, keep = self.folder / CHECKPOINTS, self.config.run.keep
+            snapshot = snapshot or take_snapshot(self.sampler)
             if self.background_saves is None:
-                save_checkpoint(folder, step, self.learner, self.sampler, keep, snapshot)
+                save_checkpoint(folder, step, self.learner, snapshot, keep)
                 self.saved_step = step
                 return
             self.finish_saving()
-            self.background_saves.start(folder, step, self.learner, self.sampler, keep, snapshot)
+            self.background_saves.start(folder, step, self.learner, snapshot, keep)
             if self.stopping or step == self.config.run.steps:
                 self.finish_saving()
 

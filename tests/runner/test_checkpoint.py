@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 import torch
 from builders import make_config, make_group, make_prompt, random_sequences
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dapo_runner.algorithms.learner import Learner, make_learner
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.checkpoint import (
     CheckpointError,
     checkpoint_to_resume,
@@ -30,6 +31,7 @@ from dapo_runner.checkpoint import (
     optimizer,
     save_checkpoint,
     snapshot,
+    take_snapshot,
 )
 from dapo_runner.config import ConfigError, ModelConfig
 from dapo_runner.data.dataset import PromptCursor
@@ -45,7 +47,7 @@ CONFIG = make_config(optimizer={"lr": 1e-3, "warmup_steps": 0, "token_budget": 9
 def make_parts(model: Path, dtype: str = "float32") -> tuple[Learner, DynamicSampler]:
     policy = load_policy(model, ModelConfig.model_validate({"path": "x", "dtype": dtype}), CPU)
     prompts = [make_prompt(f"p{i}") for i in range(10)]
-    return make_learner(policy, CONFIG), DynamicSampler(PromptCursor(prompts, seed=0), GroupBuffer(CONFIG))
+    return Learner(policy, CONFIG), DynamicSampler(PromptCursor(prompts, seed=0), GroupBuffer(CONFIG))
 
 
 def train(learner: Learner, steps: range) -> list[dict[str, float]]:
@@ -60,7 +62,10 @@ def train(learner: Learner, steps: range) -> list[dict[str, float]]:
 def test_training_goes_on_as_if_it_had_not_stopped(model_folder: Path, tmp_path: Path, dtype: str) -> None:
     learner, sampler = make_parts(model_folder, dtype)
     train(learner, range(3))
-    saved = save_checkpoint(tmp_path, 3, learner, sampler, keep=2)
+    saved = save_checkpoint(tmp_path, 3, learner, take_snapshot(sampler), keep=2)
+    with safe_open(saved.path / OPTIMIZER, "pt") as stored:
+        kinds = {name.rpartition("/")[2] for name in stored.keys()}  # noqa: SIM118
+    assert ("master" in kinds) == (dtype == "bfloat16")  # of float32 they are the weights of model/
     expected = train(learner, range(3, 6))
     resumed, resumed_sampler = make_parts(saved.model, dtype)
     load_checkpoint(saved, resumed, resumed_sampler)
@@ -77,7 +82,7 @@ def test_sampler_and_every_generator_come_back(model_folder: Path, tmp_path: Pat
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)
-    saved = save_checkpoint(tmp_path, 1, learner, sampler, keep=2)
+    saved = save_checkpoint(tmp_path, 1, learner, take_snapshot(sampler), keep=2)
 
     def draw() -> tuple[float, float, float]:
         return random.random(), float(np.random.rand()), float(torch.rand(()))
@@ -101,7 +106,7 @@ def test_old_checkpoints_go_and_unfinished_ones_are_passed_over(model_folder: Pa
     learner, sampler = make_parts(model_folder)
     assert latest_checkpoint(tmp_path / "none") is None
     for step in (1, 2, 3):
-        save_checkpoint(tmp_path, step, learner, sampler, keep=2)
+        save_checkpoint(tmp_path, step, learner, take_snapshot(sampler), keep=2)
     assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [2, 3]
     (tmp_path / "step_000009.unfinished").mkdir()
     (tmp_path / "step_000008").mkdir()  # no manifest
@@ -111,7 +116,7 @@ def test_old_checkpoints_go_and_unfinished_ones_are_passed_over(model_folder: Pa
     latest = latest_checkpoint(tmp_path)
     assert latest is not None
     assert latest.step == 2
-    save_checkpoint(tmp_path, 3, learner, sampler, keep=2)
+    save_checkpoint(tmp_path, 3, learner, take_snapshot(sampler), keep=2)
     assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [2, 3]
     assert not list(tmp_path.glob("*.unfinished"))
     assert (tmp_path / "notes.txt").exists()
@@ -121,18 +126,18 @@ def test_dying_while_saving_leaves_the_checkpoint_before_it(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner, sampler = make_parts(model_folder)
-    save_checkpoint(tmp_path, 1, learner, sampler, keep=1)
+    save_checkpoint(tmp_path, 1, learner, take_snapshot(sampler), keep=1)
     writer = optimizer.HuggingFaceStorageWriter
     places = (model_files, "save_file"), (writer, "write_data"), (snapshot, "_rng_state"), (files, "force_to_disk")
     for module, dies_in in places:
         with monkeypatch.context() as patch:
             patch.setattr(module, dies_in, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
-                save_checkpoint(tmp_path, 2, learner, sampler, keep=1)
+                save_checkpoint(tmp_path, 2, learner, take_snapshot(sampler), keep=1)
         latest = latest_checkpoint(tmp_path)
         assert latest is not None
         assert latest.step == 1
-    assert save_checkpoint(tmp_path, 2, learner, sampler, keep=1).step == 2
+    assert save_checkpoint(tmp_path, 2, learner, take_snapshot(sampler), keep=1).step == 2
     assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [2]
 
 
@@ -154,24 +159,24 @@ def test_a_full_disk_is_told_and_leaves_the_checkpoint_before_it(model_folder: P
     """The limit strikes the tokenizer, the weights, or the optimizer's moments, which are twice the weights."""
     learner, sampler = make_parts(model_folder)
     train(learner, range(1))
-    save_checkpoint(tmp_path, 1, learner, sampler, keep=1)
+    save_checkpoint(tmp_path, 1, learner, take_snapshot(sampler), keep=1)
     with (
         file_size_limit(room),
         pytest.raises(CheckpointError, match=r"cannot write .*step_000002: .*last good.*step_000001"),
     ):
-        save_checkpoint(tmp_path, 2, learner, sampler, keep=1)
+        save_checkpoint(tmp_path, 2, learner, take_snapshot(sampler), keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]  # no half of one keeps the disk full
     found = checkpoint_to_resume(tmp_path)
     assert found is not None
     assert found.step == 1
-    assert save_checkpoint(tmp_path, 2, learner, sampler, keep=1).step == 2
+    assert save_checkpoint(tmp_path, 2, learner, take_snapshot(sampler), keep=1).step == 2
 
 
 def test_a_folder_that_cannot_be_written_to_is_told(model_folder: Path, tmp_path: Path) -> None:
     learner, sampler = make_parts(model_folder)
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"cannot write .*there is no checkpoint yet"):
-        save_checkpoint(tmp_path / "file" / "checkpoints", 1, learner, sampler, keep=1)
+        save_checkpoint(tmp_path / "file" / "checkpoints", 1, learner, take_snapshot(sampler), keep=1)
 
 
 @pytest.mark.parametrize("file", ["model/model.safetensors", OPTIMIZER, "state.pt", "manifest.json"])
@@ -180,7 +185,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(model_folder: Path, tmp_path: P
     learner, sampler = make_parts(model_folder)
     train(learner, range(1))
     for step in (1, 2):
-        save_checkpoint(tmp_path, step, learner, sampler, keep=2)
+        save_checkpoint(tmp_path, step, learner, take_snapshot(sampler), keep=2)
     spoiled = tmp_path / "step_000002" / file
     content = bytearray(spoiled.read_bytes())
     content[len(content) // 2] ^= 0x80
@@ -205,7 +210,7 @@ def test_without_checkpoints_there_is_nothing_to_resume(tmp_path: Path) -> None:
 def test_the_model_of_a_checkpoint_is_an_ordinary_one(model_folder: Path, tmp_path: Path) -> None:
     learner, sampler = make_parts(model_folder)
     train(learner, range(2))
-    saved = save_checkpoint(tmp_path, 2, learner, sampler, keep=1)
+    saved = save_checkpoint(tmp_path, 2, learner, take_snapshot(sampler), keep=1)
     model = AutoModelForCausalLM.from_pretrained(saved.model, trust_remote_code=False)
     tokenizer = AutoTokenizer.from_pretrained(saved.model)
     ids = torch.tensor([tokenizer("12+34=")["input_ids"]])
@@ -216,7 +221,7 @@ def test_the_model_of_a_checkpoint_is_an_ordinary_one(model_folder: Path, tmp_pa
 
 def test_loading_runs_no_code(model_folder: Path, tmp_path: Path) -> None:
     learner, sampler = make_parts(model_folder)
-    saved = save_checkpoint(tmp_path, 1, learner, sampler, keep=1)
+    saved = save_checkpoint(tmp_path, 1, learner, take_snapshot(sampler), keep=1)
 
     class Evil:
         def __reduce__(self) -> tuple[object, tuple[object, ...]]:
@@ -232,7 +237,7 @@ def test_loading_runs_no_code(model_folder: Path, tmp_path: Path) -> None:
 
 def test_other_data_are_refused(model_folder: Path, tmp_path: Path) -> None:
     learner, sampler = make_parts(model_folder)
-    saved = save_checkpoint(tmp_path, 1, learner, sampler, keep=1)
+    saved = save_checkpoint(tmp_path, 1, learner, take_snapshot(sampler), keep=1)
     same = [make_prompt(f"p{i}") for i in range(10)]
     for cursor in (
         PromptCursor([make_prompt("q")], seed=0),
@@ -246,7 +251,7 @@ def test_other_data_are_refused(model_folder: Path, tmp_path: Path) -> None:
 
 def test_the_manifest_names_every_file(model_folder: Path, tmp_path: Path) -> None:
     learner, sampler = make_parts(model_folder)
-    saved = save_checkpoint(tmp_path, 1, learner, sampler, keep=1)
+    saved = save_checkpoint(tmp_path, 1, learner, take_snapshot(sampler), keep=1)
     manifest = json.loads((saved.path / "manifest.json").read_text())
     files = {str(p.relative_to(saved.path)) for p in saved.path.rglob("*") if p.is_file()}
     assert set(manifest) == files - {"manifest.json"}
@@ -254,7 +259,7 @@ def test_the_manifest_names_every_file(model_folder: Path, tmp_path: Path) -> No
 
 def test_a_checkpoint_of_an_older_version_is_refused(model_folder: Path, tmp_path: Path) -> None:
     learner, sampler = make_parts(model_folder)
-    saved = save_checkpoint(tmp_path, 1, learner, sampler, keep=1)
+    saved = save_checkpoint(tmp_path, 1, learner, take_snapshot(sampler), keep=1)
     shutil.rmtree(saved.path / "optimizer")
     with pytest.raises(CheckpointError, match="older version"):
         load_checkpoint(saved, learner, sampler)

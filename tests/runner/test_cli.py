@@ -180,7 +180,7 @@ def test_doctor_names_the_backends_and_what_is_missing(capsys: pytest.CaptureFix
     out = " ".join(capsys.readouterr().out.split())
     for expected in ("torch", "backend torch can run", "on cpu float32:", "transformers"):
         assert expected in out
-    assert ("pip install flash-attn" in out) == ("flash-attn not installed" in out)
+    assert ("pip install peft" in out) == ("peft not installed" in out)
 
 
 @pytest.mark.parametrize(

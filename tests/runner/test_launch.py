@@ -59,7 +59,7 @@ def test_several_machines(tmp_path: Path, launched: list[str]) -> None:
         (["--gpus", "2", "--rdzv-endpoint", "first:29500"], "--rdzv-endpoint: expected HOST:PORT beside --nnodes"),
         (["--gpus", "2", "optimizer.lr=fast"], "optimizer.lr: "),
         (["--gpus", "2", "parallel.gpus=4"], "parallel.gpus: expected 4 processes"),
-        (["--gpus", "2", "parallel.sequence=4"], "parallel.sequence: expected a divisor of the 2 ranks"),
+        (["--gpus", "2", "parallel.sequence=4"], "parallel.sequence: expected a divisor of 2"),
         (["--gpus", "2", "--standalone"], "--standalone"),
     ],
 )

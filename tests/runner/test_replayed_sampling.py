@@ -15,7 +15,7 @@ from test_train import Notes
 from torch import Tensor
 
 from dapo_runner.algorithms.advantage import make_sequence
-from dapo_runner.algorithms.learner import make_learner
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.mini_batch import local_sampling_mask
 from dapo_runner.algorithms.packing import pack
 from dapo_runner.config import Config, ConfigError, ModelConfig, TreeShape, parse_config
@@ -136,7 +136,7 @@ def test_the_update_is_that_of_what_was_kept(policy: Policy, engine: HFEngine) -
     """Loss and log-probs by hand, whatever the packing."""
     vocab = policy.head.weight.shape[0]
     sequences = [s for s in with_lists(random_sequences(10, seed=2), vocab) if s.mask[1:].any()]
-    learner = make_learner(policy, make_config(loss={"old_logprobs": "rollout"}))
+    learner = Learner(policy, make_config(loss={"old_logprobs": "rollout"}))
     found: list[tuple[float, dict[str, Tensor]]] = []
     for budget in (64, 1024):
         mini = pack_mini_batch(learner, sequences, budget)

@@ -77,7 +77,7 @@ class SftRun(TrainingRun):
             sequences = self._sequences(self.examples.heldout)
             batches = self.learner.pack(sequences)[self.world.data_rank]
             local = math.fsum(float(self.learner.logprobs(batch).double().sum()) for batch in batches)
-            total = math.fsum(self.world.all_gather_object(local)[:: self.world.layout.sequence])
+            total = math.fsum(self.world.gather_shares(local))
             loss = -total / count_training_tokens(sequences)
         self._log(step, "eval", {"eval/loss": loss, "eval/examples": len(sequences)})
         self.progress.note(f"after step {step}: held-out loss {loss:.4f}")
@@ -99,7 +99,7 @@ def plan_updates(recipe: SftConfig, examples: Examples) -> Config:
     """
     assert recipe.model.path is not None
     longest = max(len(sequence.token_ids) for sequence in examples.sequences.values())
-    check_length("model.path", recipe.model.path, recipe.model, longest, "data.max_tokens: an example")
+    check_length("model.path", recipe.model.path, recipe.model, longest, "data.max_tokens")
     updates = math.ceil(recipe.run.epochs * len(examples.train) / recipe.optimizer.mini_batch_size)
     config = recipe.training(updates)
     if problems := list(failures(check_schedule(config), config)):

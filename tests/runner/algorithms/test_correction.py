@@ -12,7 +12,7 @@ from builders import make_config, make_sequence
 from torch import Tensor
 
 from dapo_runner.algorithms.correction import Mismatch, correct, measure
-from dapo_runner.algorithms.learner import Learner, make_learner, step_metrics
+from dapo_runner.algorithms.learner import Learner, step_metrics
 from dapo_runner.algorithms.mini_batch import MiniBatch
 from dapo_runner.algorithms.packing import pack
 from dapo_runner.config import ConfigError, CorrectionConfig
@@ -109,7 +109,7 @@ def test_a_limit_of_what_is_off_is_refused(limit: str, user: str) -> None:
 
 
 def learner_of(policy: Policy, **correction: object) -> Learner:
-    return make_learner(policy, make_config(rollout={"correction": correction}))
+    return Learner(policy, make_config(rollout={"correction": correction}))
 
 
 def sequences(engine_logprobs: list[Tensor]) -> list[Sequence]:
@@ -174,7 +174,7 @@ def test_a_steps_figures_do_not_depend_on_its_mini_batches(policy: Policy, monke
         config = make_config(
             rollout={"correction": correction, "group_size": 2}, sampler={"prompts_per_step": 1}, optimizer=settings
         )
-        learner = make_learner(policy, config)
+        learner = Learner(policy, config)
         monkeypatch.setattr(learner.optimizer, "step", lambda: None)
         minis = learner.prepare(unequal)
         updates = [learner.update(mini, 0) for mini in minis]
@@ -213,7 +213,7 @@ def test_a_steps_figures_do_not_depend_on_its_mini_batches(policy: Policy, monke
 def test_a_token_without_a_log_prob_of_the_engines_has_a_neutral_ratio(
     policy: Policy, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], age: int
 ) -> None:
-    learner = make_learner(policy, make_config(**settings))
+    learner = Learner(policy, make_config(**settings))
     own = own_logprobs(learner)
     engine = [item - 0.25 * (item != 0) for item in own]
     known = [item.clone() for item in engine]
@@ -264,7 +264,7 @@ def test_in_a_later_mini_batch_too(policy: Policy, monkeypatch: pytest.MonkeyPat
         sampler={"prompts_per_step": 1},
         optimizer={"mini_batch_size": 1, "token_budget": 256},
     )
-    learner = make_learner(policy, config)
+    learner = Learner(policy, config)
     monkeypatch.setattr(learner.optimizer, "step", lambda: None)
     old, fresh = carried_over(learner)
     for items, ratios in (([fresh, old], (1.0, math.exp(0.5))), ([old, fresh], (math.exp(0.5), 1.0))):
@@ -301,7 +301,7 @@ def test_correction_of_a_group_carried_over(
 def test_against_the_engines_own_log_probs_age_makes_no_difference(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learner = make_learner(policy, make_config(loss={"old_logprobs": "rollout"}))
+    learner = Learner(policy, make_config(loss={"old_logprobs": "rollout"}))
     ratios = []
     for age in (0, 1):
         (mini,) = learner.prepare(carried_over(learner, age=age))

@@ -12,14 +12,14 @@ import torch
 from builders import backward, make_config, pack_mini_batch, random_sequences
 
 from dapo_kernels import OBJECTIVES
-from dapo_runner.algorithms.learner import make_learner, mean_of
+from dapo_runner.algorithms.learner import Learner, mean_of
 from dapo_runner.algorithms.losses import PolicyLoss
 from dapo_runner.algorithms.mini_batch import NonFiniteUpdateError
 from dapo_runner.algorithms.objective import resolve_objective
 from dapo_runner.algorithms.packing import pack
 from dapo_runner.algorithms.weights import MasterWeights
 from dapo_runner.config import Config, ConfigError, ModelConfig
-from dapo_runner.policy.model import Policy, load_policy, load_reference
+from dapo_runner.policy.model import Policy, load_policy
 from dapo_runner.rollout.worker import rollout_sampling
 from dapo_runner.types import PackedBatch, Sequence
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 def gradient(policy: Policy, config: Config, sequences: list[Sequence], budget: int) -> dict[str, torch.Tensor]:
     """The gradient of one mini-batch, packed into micro-batches of ``budget`` positions."""
-    learner = make_learner(policy, config)
+    learner = Learner(policy, config)
     mini = pack_mini_batch(learner, sequences, budget)
     for batch in mini.micro_batches:
         backward(learner, mini, batch)
@@ -51,7 +51,7 @@ def test_the_gradient_does_not_depend_on_split_or_order(policy: Policy, objectiv
 
 def test_packed_equals_unpacked(policy: Policy) -> None:
     """Loss, log-probs and gradient of packed sequences against each sequence in a forward pass of its own."""
-    learner = make_learner(policy, make_config(loss={"old_logprobs": "rollout"}))
+    learner = Learner(policy, make_config(loss={"old_logprobs": "rollout"}))
     sequences = [sequence for sequence in random_sequences(20, seed=4) if sequence.mask.any()]
 
     def run(batches: list[PackedBatch]) -> tuple[float, dict[int, torch.Tensor], dict[str, torch.Tensor]]:
@@ -109,8 +109,8 @@ def test_log_probs_are_those_at_the_temperature_of_the_rollout(
     """The policy's, the reference's and, in the metrics of an update, the entropy."""
     config = make_config(rollout={"temperature": temperature})
     assert rollout_sampling(config, 0).temperature == temperature
-    reference = load_reference(model_folder, ModelConfig(path="x", dtype="float32"), CPU)
-    learner = make_learner(policy, config, reference)
+    reference = load_policy(model_folder, ModelConfig(path="x", dtype="float32"), CPU, role="reference")
+    learner = Learner(policy, config, reference)
     sequences = [sequence for sequence in random_sequences(6) if sequence.mask.any()]
     (batch,) = pack(sequences, 1024)
     found = [learner.logprobs(batch), learner.ref_logprobs(batch)]
@@ -131,7 +131,7 @@ def test_log_probs_are_those_at_the_temperature_of_the_rollout(
 def test_before_an_update_every_ratio_is_one(policy: Policy, temperature: float) -> None:
     """The second mini-batch carries old log-probs, the first is on-policy by construction."""
     optimizer = {"token_budget": 95, "lr": 1e-3, "mini_batch_size": 16}
-    learner = make_learner(policy, make_config(optimizer=optimizer, rollout={"temperature": temperature}))
+    learner = Learner(policy, make_config(optimizer=optimizer, rollout={"temperature": temperature}))
     _, mini = learner.prepare(random_sequences(32))
     assert len(mini.micro_batches) > 1
     figures = learner.update(mini, step=0)
@@ -144,12 +144,12 @@ def test_before_an_update_every_ratio_is_one(policy: Policy, temperature: float)
 
 def test_a_kl_penalty_refers_to_the_reference(policy: Policy, model_folder: Path) -> None:
     """GRPO's k3 with a reference that is not the policy, spelled out over each sequence with autograd."""
-    reference = load_reference(model_folder, ModelConfig(path="x", dtype="float32"), CPU)
+    reference = load_policy(model_folder, ModelConfig(path="x", dtype="float32"), CPU, role="reference")
     with torch.no_grad():
         for parameter in reference.model.parameters():
             parameter.mul_(0.9)
     overrides = {"kl_coef": 0.3}
-    learner = make_learner(policy, make_config(loss={"objective": "dapo", "overrides": overrides}), reference)
+    learner = Learner(policy, make_config(loss={"objective": "dapo", "overrides": overrides}), reference)
     sequences = [sequence for sequence in random_sequences(6) if sequence.mask.any()]
     (mini,) = learner.prepare(sequences)
     assert all(batch.ref_logprobs is not None for batch in mini.micro_batches)
@@ -173,19 +173,26 @@ def test_a_kl_penalty_refers_to_the_reference(policy: Policy, model_folder: Path
 
 
 def test_a_kl_penalty_without_a_reference_is_refused(policy: Policy) -> None:
-    with pytest.raises(ValueError, match="a reference policy"):
-        make_learner(policy, make_config(loss={"objective": "grpo"}))
+    with pytest.raises(ValueError, match="reference"):
+        Learner(policy, make_config(loss={"objective": "grpo"}))
 
 
 @pytest.mark.parametrize("objective", sorted(OBJECTIVES.keys() - {"grpo", "two_sided"}))  # those want a reference
 def test_every_objective_of_the_table_updates(policy: Policy, objective: str) -> None:
-    learner = make_learner(
-        policy, make_config(loss={"objective": objective}, optimizer={"token_budget": 95, "lr": 1e-3})
-    )
+    learner = Learner(policy, make_config(loss={"objective": objective}, optimizer={"token_budget": 95, "lr": 1e-3}))
     (mini,) = learner.prepare(random_sequences(12))
     figures = learner.update(mini, step=0)
     assert figures["grad_norm"] > 0
     assert len(mini.micro_batches) > 1
+
+
+def test_advantages_of_tokens_want_a_ratio_of_tokens(policy: Policy) -> None:
+    """As a user's `advantage.kind` may return them."""
+    sequences = random_sequences(4)
+    sequences[1].advantages[-1] += 0.5
+    assert Learner(policy, make_config()).prepare(sequences)
+    with pytest.raises(ConfigError, match=r"advantage\.kind.*loss\.objective"):
+        Learner(policy, make_config(loss={"objective": "gspo"})).prepare(sequences)
 
 
 def test_gradient_checkpointing_changes_no_gradient(policy: Policy, model_folder: Path) -> None:
@@ -203,7 +210,7 @@ def test_gradient_checkpointing_changes_no_gradient(policy: Policy, model_folder
 
 
 def test_rollout_logprobs_can_be_the_old_ones(policy: Policy) -> None:
-    learner = make_learner(policy, make_config(loss={"old_logprobs": "rollout"}))
+    learner = Learner(policy, make_config(loss={"old_logprobs": "rollout"}))
     sequences = random_sequences(4)
     (mini,) = learner.prepare(sequences)
     old = torch.cat([batch.old_logprobs for batch in mini.micro_batches])
@@ -216,13 +223,13 @@ def test_mini_batches_are_consecutive_and_those_without_training_tokens_are_left
     sequences = random_sequences(8)
     for sequence in sequences[4:]:
         sequence.mask[:] = False
-    minis = make_learner(policy, config).prepare(sequences)
+    minis = Learner(policy, config).prepare(sequences)
     assert len(minis) == 1
     assert minis[0].denominator == sum(int(sequence.mask.sum()) for sequence in sequences[:4])
 
 
 def test_a_short_step_is_split_evenly(policy: Policy) -> None:
-    learner = make_learner(policy, make_config(optimizer={"mini_batch_size": 8}))
+    learner = Learner(policy, make_config(optimizer={"mini_batch_size": 8}))
     sequences = [sequence for sequence in random_sequences(25) if sequence.mask.any()][:18]
     sizes = [sum(batch.n_sequences for batch in mini.micro_batches) for mini in learner.prepare(sequences)]
     assert sizes == [6, 6, 6]  # not 8, 8, 2
@@ -231,7 +238,7 @@ def test_a_short_step_is_split_evenly(policy: Policy) -> None:
 
 def test_without_a_size_a_step_is_one_update_whatever_it_holds(policy: Policy) -> None:
     """Parts of trees that waited come on top of the 16 responses of a step's own."""
-    learner = make_learner(policy, make_config())
+    learner = Learner(policy, make_config())
     assert learner.config.responses_per_step == 16
     (mini,) = learner.prepare([sequence for sequence in random_sequences(25) if sequence.mask.any()])
     assert sum(batch.n_sequences for batch in mini.micro_batches) > 16
@@ -245,12 +252,12 @@ def test_sequence_means_are_divided_by_the_sequences_that_train() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "what"), [(lambda s: s.advantages.fill_(float("nan")), "loss nan"), (None, "is not finite")]
+    ("spoil", "what"), [(lambda s: s.advantages.fill_(float("nan")), "loss nan"), (None, "not finite")]
 )
 def test_a_loss_that_is_not_finite_stops_before_the_weights_change(
     policy: Policy, spoil: Callable[[Any], Any] | None, what: str
 ) -> None:
-    learner = make_learner(policy, make_config())
+    learner = Learner(policy, make_config())
     sequences = random_sequences(4)
     (mini,) = learner.prepare(sequences)
     if spoil is None:
@@ -269,7 +276,7 @@ def test_updates_have_the_learning_rate_of_their_step(policy: Policy) -> None:
     config = make_config(
         optimizer={"lr": 1e-3, "warmup_steps": 8, "mini_batch_size": 8, "token_budget": 95, "grad_clip": None}
     )
-    learner = make_learner(policy, config)
+    learner = Learner(policy, config)
     minis = learner.prepare(random_sequences(16))
     rates = [learner.update(mini, step=1)["lr"] for mini in minis]
     assert rates == pytest.approx([2e-3 / 8, 2e-3 / 8])
@@ -278,7 +285,7 @@ def test_updates_have_the_learning_rate_of_their_step(policy: Policy) -> None:
 
 def test_gradient_clipping_bounds_the_step(policy: Policy) -> None:
     """With plain momentum-free Adam the step does not show the clip, so the gradient itself is looked at."""
-    learner = make_learner(policy, make_config(optimizer={"grad_clip": 1e-3}))
+    learner = Learner(policy, make_config(optimizer={"grad_clip": 1e-3}))
     (mini,) = learner.prepare(random_sequences(8))
     seen: list[float] = []
     step = learner.optimizer.step
@@ -297,7 +304,7 @@ def test_gradient_clipping_bounds_the_step(policy: Policy) -> None:
 def test_steps_smaller_than_bfloat16_can_hold_add_up_in_the_masters(model_folder: Path) -> None:
     policy = load_policy(model_folder, ModelConfig(path="x", dtype="bfloat16"), CPU)
     config = make_config(optimizer={"lr": 1e-5, "warmup_steps": 0, "weight_decay": 0.0, "token_budget": 95})
-    learner = make_learner(policy, config)
+    learner = Learner(policy, config)
     start = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
     masters = {name: tensor.detach().clone() for name, tensor in learner.master.tensors.items()}
     (mini,) = learner.prepare(random_sequences(8))
@@ -313,7 +320,7 @@ def test_steps_smaller_than_bfloat16_can_hold_add_up_in_the_masters(model_folder
 
 def test_gradients_of_micro_batches_add_up_in_float32(model_folder: Path) -> None:
     policy = load_policy(model_folder, ModelConfig(path="x", dtype="bfloat16"), CPU)
-    master = MasterWeights(policy.model)
+    master = MasterWeights(dict(policy.model.named_parameters()))
     weight = policy.head.weight
     for scale in (1.0, 2.0**-12):
         (weight.float() * scale).sum().backward()
@@ -329,7 +336,7 @@ def test_gradients_of_micro_batches_add_up_in_float32(model_folder: Path) -> Non
         ({"objective": "dapo2"}, "unknown objective .*known: .*dapo"),
         ({"overrides": {"clip_hihg": 0.3}}, "clip_hihg.*did you mean .clip_high"),
         ({"overrides": {"clip_high": -1}}, "clip_high"),
-        ({"reference": "some/model"}, "no KL penalty"),
+        ({"reference": "some/model"}, "loss.reference"),
     ],
 )
 def test_an_objective_that_cannot_be_trained_is_a_configuration_error(loss: dict[str, Any], message: str) -> None:

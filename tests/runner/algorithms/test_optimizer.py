@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from builders import make_config, pack_mini_batch, random_sequences
 
-from dapo_runner.algorithms.learner import make_learner
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.policy.model import Policy
 
 LR, BETAS, EPS, DECAY = 1e-2, (0.8, 0.7), 1e-4, 0.3
@@ -13,7 +13,7 @@ LR, BETAS, EPS, DECAY = 1e-2, (0.8, 0.7), 1e-4, 0.3
 
 def test_two_updates_with_betas_and_weight_decay(policy: Policy) -> None:
     settings = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY, "warmup_steps": 0, "grad_clip": None}
-    learner = make_learner(policy, make_config(optimizer=settings))
+    learner = Learner(policy, make_config(optimizer=settings))
     weights = {name: p.detach().double() for name, p in policy.model.named_parameters()}
     gradients: list[dict[str, torch.Tensor]] = []
 

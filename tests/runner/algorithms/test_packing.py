@@ -126,11 +126,3 @@ def test_packing_is_the_same_every_time() -> None:
     sequences = sequences_of([(2, i % 7 + 1) for i in range(40)])
     one, two = pack(sequences, 30), pack(sequences, 30)
     assert [batch.sequence_ids.tolist() for batch in one] == [batch.sequence_ids.tolist() for batch in two]
-
-
-def test_old_logprobs_can_be_replaced() -> None:
-    (batch,) = pack([make_sequence(2, 2)], 10)
-    fresh = torch.full_like(batch.old_logprobs, -9.0)
-    assert torch.equal(batch.with_old_logprobs(fresh).old_logprobs, fresh)
-    assert batch.old_logprobs.tolist() == [0, -2, -3]
-    assert batch.to("cpu").input_ids.tolist() == batch.input_ids.tolist()

@@ -11,11 +11,11 @@ from builders import backward, make_completion, make_config, make_group, make_pr
 from small import small_recipe
 from test_learner import spelled_logprobs
 
-from dapo_runner.algorithms.learner import Learner, make_learner
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.losses import make_pairs, order_by_pair, pair_metrics, pair_sequences
 from dapo_runner.algorithms.mini_batch import MiniBatch
 from dapo_runner.config import ConfigError, ModelConfig, PreferenceConfig, apply_overrides, check_config, parse_config
-from dapo_runner.policy.model import Policy, load_reference
+from dapo_runner.policy.model import Policy, load_policy
 from dapo_runner.preflight.dry_run import departures
 from dapo_runner.types import Group, Sample, Verdict
 
@@ -87,7 +87,7 @@ def pair_config(preference: dict[str, Any] | None = None, **sections: Any) -> An
 @pytest.fixture
 def reference(model_folder: Path) -> Policy:
     """Not the policy."""
-    policy = load_reference(model_folder, ModelConfig(path="x", dtype="float32"), CPU)
+    policy = load_policy(model_folder, ModelConfig(path="x", dtype="float32"), CPU, role="reference")
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.mul_(0.9)
@@ -107,7 +107,7 @@ def gradients(learner: Learner, minis: list[MiniBatch]) -> dict[str, torch.Tenso
 def test_the_gradient_is_that_of_the_paper_spelled_out(policy: Policy, reference: Policy, temperature: float) -> None:
     """DPO eq. 7 over each pair by itself, with transformers' own logits and attention; in several micro-batches."""
     config = pair_config({"beta": 0.4}, rollout={"temperature": temperature})
-    learner = make_learner(policy, config, reference)
+    learner = Learner(policy, config, reference)
     sequences = pair_sequences(some_groups(4), config.preference)
     (mini,) = learner.prepare(sequences)
     assert len(mini.micro_batches) > 1
@@ -130,7 +130,7 @@ def test_the_gradient_does_not_depend_on_the_packing(policy: Policy, reference: 
     groups, found = some_groups(6), []
     for budget in (30, 1024):
         config = pair_config(optimizer={"token_budget": budget})
-        learner = make_learner(policy, config, reference)
+        learner = Learner(policy, config, reference)
         found.append(gradients(learner, learner.prepare(pair_sequences(groups, config.preference))))
     for name, expected in found[1].items():
         assert (found[0][name] - expected).norm() <= 1e-6 * expected.norm(), name
@@ -138,7 +138,7 @@ def test_the_gradient_does_not_depend_on_the_packing(policy: Policy, reference: 
 
 def test_a_pair_is_not_taken_apart(policy: Policy, reference: Policy) -> None:
     config = pair_config(optimizer={"mini_batch_size": 8})
-    learner = make_learner(policy, config, reference)
+    learner = Learner(policy, config, reference)
     minis = learner.prepare(pair_sequences(some_groups(7), config.preference))
     assert [mini.denominator for mini in minis] == [4, 4, 4, 2]
     for mini in minis:
@@ -153,7 +153,7 @@ def test_the_policy_of_the_step_as_reference(policy: Policy) -> None:
     log-probs has. The second mini-batch is held against the policy as it was.
     """
     config = pair_config({"reference": "step"}, optimizer={"mini_batch_size": 8, "lr": 1e-2, "token_budget": 256})
-    learner = make_learner(policy, config)
+    learner = Learner(policy, config)
     first, second = learner.prepare(pair_sequences(some_groups(4), config.preference))
     (batch,) = second.micro_batches
     assert torch.equal(batch.ref_logprobs, learner.logprobs(batch))
@@ -166,7 +166,7 @@ def test_the_policy_of_the_step_as_reference(policy: Policy) -> None:
 
 def test_an_update_prefers_the_chosen(policy: Policy, reference: Policy) -> None:
     config = pair_config(optimizer={"lr": 1e-2, "token_budget": 1024, "warmup_steps": 0})
-    learner = make_learner(policy, config, reference)
+    learner = Learner(policy, config, reference)
     sequences = pair_sequences(some_groups(4), config.preference)
     before, *_, after = [learner.update(learner.prepare(sequences)[0], step=0) for _ in range(4)]
     assert after["loss"] < before["loss"]

@@ -12,10 +12,10 @@ from builders import backward, make_config, random_sequences, save_model
 from torch import Tensor
 
 from dapo_runner.algorithms.critic import value_loss
-from dapo_runner.algorithms.learner import Learner, make_learner
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.mini_batch import NonFiniteUpdateError
 from dapo_runner.config import Config, ConfigError, ModelConfig, TinyModelConfig
-from dapo_runner.policy.model import Policy, load_critic, load_policy, load_reference
+from dapo_runner.policy.model import Policy, load_policy
 from dapo_runner.run.tiny_model import make_model
 from dapo_runner.types import Sequence
 
@@ -38,12 +38,12 @@ def open_learner(folder: Path, **sections: Any) -> Learner:
     policy = load_policy(folder, FLOAT32, CPU, role="shared" if shared else "policy")
     critic = policy if shared else None
     if config.critic is not None and not shared:
-        critic = load_critic(folder, FLOAT32, CPU)
-    reference = load_reference(folder, FLOAT32, CPU)
+        critic = load_policy(folder, FLOAT32, CPU, role="critic")
+    reference = load_policy(folder, FLOAT32, CPU, role="reference")
     with torch.no_grad():  # somewhere else than the policy
         for parameter in reference.model.parameters():
             parameter.mul_(1.1)
-    return make_learner(policy, config, reference, critic)
+    return Learner(policy, config, reference, critic)
 
 
 def by_sequence(learner: Learner, sequences: list[Sequence], name: str) -> dict[int, Tensor]:
@@ -56,7 +56,7 @@ def by_sequence(learner: Learner, sequences: list[Sequence], name: str) -> dict[
                 batch.sequence_ids.tolist(), values.split(batch.lengths), batch.mask.split(batch.lengths), strict=True
             ):
                 assert name == "values" or not value[~mask].any()
-                found[mini.first_sequence + place] = value[mask]
+                found[place] = value[mask]
     return found
 
 
@@ -228,10 +228,10 @@ def test_a_gradient_of_the_critic_that_is_not_finite_stops_before_it_is_taken(mo
 
 def test_a_critic_reads_the_policys_tokens(model_folder: Path, policy: Policy) -> None:
     config = make_config(advantage={"kind": "gae"}, critic={"path": "another"})
-    other = load_critic(model_folder, FLOAT32, CPU)
+    other = load_policy(model_folder, FLOAT32, CPU, role="critic")
     other.tokenizer.add_tokens(["new"])
-    with pytest.raises(ConfigError, match=r"critic\.path: expected a model with the policy's tokenizer"):
-        make_learner(policy, config, critic_model=other)
+    with pytest.raises(ConfigError, match=r"critic\.path"):
+        Learner(policy, config, critic_model=other)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -239,7 +239,9 @@ def test_a_reference_that_moves(model_folder: Path, dtype: str) -> None:
     """θ_ref ← α θ_ref + (1 − α) θ. In bfloat16 the step is below its rounding, and the average keeps it."""
     model = ModelConfig.model_validate({"path": "x", "dtype": dtype})
     config: Config = make_config(loss={"overrides": {"kl_coef": 0.1}, "reference_ema": 0.9}, optimizer=OPTIMIZER)
-    learner = make_learner(load_policy(model_folder, model, CPU), config, load_reference(model_folder, model, CPU))
+    learner = Learner(
+        load_policy(model_folder, model, CPU), config, load_policy(model_folder, model, CPU, role="reference")
+    )
     assert learner.moving is not None
     name = "model.layers.0.mlp.up_proj.weight"
     expected = learner.master.tensors[name].detach().clone()
@@ -259,8 +261,8 @@ def test_a_reference_of_another_shape_cannot_follow(policy: Policy, tmp_path: Pa
     sizes = TinyModelConfig(layers=3, hidden_size=32, heads=2, intermediate_size=64)
     other = save_model(make_model(sizes, policy.tokenizer, max_positions=256), policy.tokenizer, tmp_path)
     config = make_config(loss={"overrides": {"kl_coef": 0.1}, "reference": "other", "reference_ema": 0.9})
-    with pytest.raises(ConfigError, match=r"loss\.reference_ema: expected a reference with the same weights"):
-        make_learner(policy, config, load_reference(other, FLOAT32, CPU))
+    with pytest.raises(ConfigError, match=r"loss\.reference_ema"):
+        Learner(policy, config, load_policy(other, FLOAT32, CPU, role="reference"))
 
 
 def test_a_token_inside_the_clip_is_not_counted() -> None:

@@ -9,7 +9,7 @@ import torch
 from builders import backward, make_config, pack_mini_batch, random_sequences
 
 from dapo_kernels import policy_loss
-from dapo_runner.algorithms.learner import make_learner
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.objective import resolve_objective
 from dapo_runner.algorithms.packing import pack
 from dapo_runner.algorithms.selection import ScoredBatch, select_tokens
@@ -92,7 +92,7 @@ def test_an_objective_without_a_selection_is_refused() -> None:
 def test_the_gradient_is_that_of_one_call_over_everything(policy: Policy, name: str) -> None:
     """Packed into one micro-batch and left to select by itself, the loss of dapo_kernels agrees."""
     config = make_config(loss={"objective": name, "overrides": SELECTING[name], "old_logprobs": "rollout"})
-    learner = make_learner(policy, config)
+    learner = Learner(policy, config)
     sequences = random_sequences(12)
 
     def gradients(budget: int) -> dict[str, torch.Tensor]:
@@ -121,7 +121,7 @@ def test_the_gradient_is_that_of_one_call_over_everything(policy: Policy, name: 
 
 def test_an_update_selects_alike_after_a_resume_and_anew_at_every_step(policy: Policy) -> None:
     config = make_config(loss={"objective": "clip_cov", "overrides": {"clip_cov": (0.2, -10.0, 10.0)}})
-    learner = make_learner(policy, config)
+    learner = Learner(policy, config)
     mini = pack_mini_batch(learner, random_sequences(12), 40)
 
     def drawn(step: int) -> list[list[bool]]:

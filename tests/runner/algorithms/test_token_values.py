@@ -9,7 +9,7 @@ import pytest
 import torch
 from builders import make_config, random_sequences
 
-from dapo_runner.algorithms.learner import Learner, make_learner
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.packing import pack
 from dapo_runner.algorithms.selection import TokenValues
 from dapo_runner.policy.model import Policy
@@ -22,7 +22,7 @@ def train_step(
     """One update of a policy that is put back behind it."""
     logging = {"rollouts": {"per_token": True, "groups": groups}}
     lengths = {"max_prompt_tokens": 7, "max_response_tokens": 17}
-    learner = make_learner(policy, make_config(logging=logging, rollout=lengths, **sections))
+    learner = Learner(policy, make_config(logging=logging, rollout=lengths, **sections))
     before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
     (mini,) = learner.prepare(sequences)
     figures = learner.update(mini, 0)
@@ -76,7 +76,7 @@ def test_on_policy_every_ratio_is_one_but_of_what_waited(policy: Policy) -> None
 def test_only_the_first_groups_of_the_step_are_looked_at(policy: Policy) -> None:
     sequences = random_sequences(12)  # four of a group
     config = make_config(logging={"rollouts": {"per_token": True, "groups": 2}}, optimizer={"mini_batch_size": 8})
-    learner = make_learner(policy, config)
+    learner = Learner(policy, config)
     for _ in range(2):  # nothing is left over from the step before
         minis = learner.prepare(sequences)
         assert len(minis) == 2  # six sequences each
@@ -88,6 +88,6 @@ def test_only_the_first_groups_of_the_step_are_looked_at(policy: Policy) -> None
 
 
 def test_nobody_looks_unless_asked(policy: Policy) -> None:
-    learner = make_learner(policy, make_config())
+    learner = Learner(policy, make_config())
     learner.update(learner.prepare(random_sequences(8))[0], 0)
     assert learner.token_values == {}

@@ -52,7 +52,7 @@ def test_one_response_for_each_prompt() -> None:
 
 def test_a_reference_has_a_use() -> None:
     for loss in ({"reference": "some/model"}, {"reference_ema": 0.9}):
-        with pytest.raises(ConfigError, match=f"loss.{next(iter(loss))}: 'dapo' has no KL penalty"):
+        with pytest.raises(ConfigError, match=f"loss.{next(iter(loss))}: "):
             resolve_objective(make_config(loss=loss))
         assert uses_reference(make_config(**GAE, **KL, loss=loss))
 
@@ -63,7 +63,7 @@ def test_advantages_that_differ_within_a_response_want_an_objective_of_tokens(ad
         assert resolve_objective(make_config(advantage=advantage, loss={"objective": name}))
     key = "advantage.kind=returns" if "kind" in advantage else "advantage.segments"
     for name in ("gspo", "gmpo", "vespo"):
-        with pytest.raises(ConfigError, match=f"loss.objective: expected .* beside {key}, .* got '{name}'"):
+        with pytest.raises(ConfigError, match=f"loss.objective: .*{key}.*'{name}'"):
             resolve_objective(make_config(advantage=advantage, loss={"objective": name}))
 
 

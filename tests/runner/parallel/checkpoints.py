@@ -27,6 +27,7 @@ from dapo_runner.checkpoint import (
     model_files,
     optimizer,
     save_checkpoint,
+    take_snapshot,
 )
 from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.parallel.sharding import whole
@@ -100,10 +101,10 @@ def save_case(models: Path, case: str, folder: Path, parallel: dict[str, int]) -
     random.seed(parts.world.rank)
     torch.manual_seed(parts.world.rank)
     if case == "float32":
-        save_checkpoint(folder / case, STEP, parts.learner, parts.sampler, keep=1)
+        save_checkpoint(folder / case, STEP, parts.learner, take_snapshot(parts.sampler), keep=1)
         return parts.content() | parts.what_follows()
     saves = BackgroundSaves(parts.world, timeout=60.0)
-    saves.start(folder / case, STEP, parts.learner, parts.sampler, keep=1)
+    saves.start(folder / case, STEP, parts.learner, take_snapshot(parts.sampler), keep=1)
     outcome = parts.content() | parts.what_follows()
     assert saves.finish() == checkpoint_of(folder, case)
     assert saves.finish() is None
@@ -132,13 +133,13 @@ def fail_case(models: Path, case: str, folder: Path, parallel: dict[str, int]) -
     found = []
 
     def save() -> None:
-        save_checkpoint(folder, STEP, parts.learner, parts.sampler, keep=1)
+        save_checkpoint(folder, STEP, parts.learner, take_snapshot(parts.sampler), keep=1)
 
     def save_in_background() -> None:
-        saves.start(folder, STEP, parts.learner, parts.sampler, keep=1)
+        saves.start(folder, STEP, parts.learner, take_snapshot(parts.sampler), keep=1)
         saves.finish()
 
-    save_checkpoint(folder, 1, parts.learner, parts.sampler, keep=1)
+    save_checkpoint(folder, 1, parts.learner, take_snapshot(parts.sampler), keep=1)
     for module, function in WRITERS:
         for attempt in (save, save_in_background):
             with pytest.MonkeyPatch.context() as patch:

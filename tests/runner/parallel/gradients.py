@@ -19,15 +19,15 @@ from builders import make_config, paired, random_sequences, with_lists
 from launch import leave
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from dapo_runner.algorithms.learner import Learner, make_learner, step_metrics
+from dapo_runner.algorithms.learner import Learner, step_metrics
 from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
 from dapo_runner.algorithms.objective import uses_reference
-from dapo_runner.algorithms.weights import Part
+from dapo_runner.algorithms.weights import MasterWeights
 from dapo_runner.config import Config
 from dapo_runner.parallel.sharding import whole
 from dapo_runner.parallel.watch import launched
 from dapo_runner.parallel.world import SINGLE_PROCESS, World, make_layout, make_world
-from dapo_runner.policy.model import load_critic, load_policy, load_reference
+from dapo_runner.policy.model import load_policy
 from dapo_runner.types import PackedBatch, Sequence
 
 
@@ -46,16 +46,16 @@ def open_learner(path: str, config: Config, world: World) -> Learner:
     )
     reference = critic = None
     if uses_reference(config) and config.model.lora is None:
-        reference = load_reference(path, config.model, cpu, world)
+        reference = load_policy(path, config.model, cpu, world=world, role="reference")
     if reference is not None and config.advantage.by_token:
         with torch.no_grad():
             for parameter in reference.model.parameters():
                 parameter.mul_(1.1)
     if config.critic is not None:
-        critic = policy if shared else load_critic(path, config.model, cpu, world)
+        critic = policy if shared else load_policy(path, config.model, cpu, world=world, role="critic")
         with torch.no_grad():  # zeros would leave the trunk without a gradient
             critic.model.value_head.weight.copy_(critic.model.value_head.weight * 0 + 0.01)
-    return make_learner(policy, config, reference, critic)
+    return Learner(policy, config, reference, critic)
 
 
 def sequences_for(config: Config, count: int, seed: int = 0) -> list[Sequence]:
@@ -69,7 +69,7 @@ def sequences_for(config: Config, count: int, seed: int = 0) -> list[Sequence]:
     return [replace(sequence, reward=n % 3 - 0.7) for n, sequence in enumerate(sequences)]
 
 
-def keep_gradients(part: Part, found: dict[str, torch.Tensor]) -> None:
+def keep_gradients(part: MasterWeights, found: dict[str, torch.Tensor]) -> None:
     """As they are when the optimizer takes them."""
     if part.optimizer is None:
         return

@@ -66,12 +66,12 @@ def test_alone_nothing_is_asked_of_anybody() -> None:
 
 @given(st.lists(st.integers(1, 20_000), max_size=40), st.integers(1, 9))
 def test_work_is_spread_evenly(lengths: list[int], n: int) -> None:
-    costs = {place: sequence_cost(length, 64) for place, length in enumerate(lengths)}
+    costs = [sequence_cost(length, 64) for length in lengths]
     shares = spread(costs, n)
-    assert sorted(place for share in shares for place in share) == list(costs)
+    assert sorted(place for share in shares for place in share) == list(range(len(costs)))
     assert all(share == sorted(share) for share in shares)
     loads = [sum(costs[place] for place in share) for share in shares]
-    assert max(loads) <= sum(loads) / n + max(costs.values(), default=0.0)
+    assert max(loads) <= sum(loads) / n + max(costs, default=0.0)
 
 
 def config(**parallel: object) -> Config:
@@ -89,9 +89,9 @@ def test_layouts() -> None:
     ("parallel", "message"),
     [
         ({"gpus": 8}, "parallel.gpus: expected 8 processes, got 4"),
-        ({"replicate": 3}, "parallel.replicate: expected a divisor of the 4 processes, got 3"),
-        ({"sequence": 3}, "parallel.sequence: expected a divisor of the 4 ranks that share weights, got 3"),
-        ({"rollout_tensor": 4}, "parallel.rollout_tensor: expected a divisor of the 2 processes of a machine, got 4"),
+        ({"replicate": 3}, "parallel.replicate: expected a divisor of 4, got 3"),
+        ({"sequence": 3}, "parallel.sequence: expected a divisor of 4, got 3"),
+        ({"rollout_tensor": 4}, "parallel.rollout_tensor: expected a divisor of 2, got 4"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused(parallel: dict[str, int], message: str) -> None:
@@ -134,7 +134,7 @@ except Exception as error:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("stuck", "does not answer: it has been in 'rollout' for"),
+        ("stuck", "does not answer"),
         ("killed", "ended in 'rollout'"),
         ("exits", "ended in 'rollout'"),
         ("raises", "stopped: KeyError: 'no such thing'"),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from builders import make_config
 from gradients import open_case
 
-from dapo_runner.algorithms.learner import make_learner
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.parallel.sharding import add_up_over_replicas, local, whole_until_backward
 from dapo_runner.policy.model import load_policy
 from dapo_runner.preflight.simulate import Observer, full_mini_batch
@@ -23,7 +23,7 @@ from dapo_runner.preflight.simulate import Observer, full_mini_batch
 def run_case(path: str, case: dict[str, Any]) -> dict[str, Any]:
     config = make_config(**case)
     world = open_case(config)
-    learner = make_learner(load_policy(path, config.model, torch.device("cpu"), world=world), config)
+    learner = Learner(load_policy(path, config.model, torch.device("cpu"), world=world), config)
     mini = full_mini_batch(config, world)
     gathered_once = not config.parallel.reshard_after_forward
     with Observer() as observer, whole_until_backward(learner.policy.root, gathered_once):

@@ -37,10 +37,10 @@ def test_the_longest_sequence_that_a_model_takes(name: str, tmp_path: Path) -> N
     config, longest = LONGEST[name]
     config.save_pretrained(tmp_path)
     model = ModelConfig(path=str(tmp_path))
-    check_length("model.path", tmp_path, model, longest or 10**6, "rollout.max_response_tokens:")
+    check_length("model.path", tmp_path, model, longest or 10**6, "rollout.max_response_tokens")
     if longest is not None:
         with pytest.raises(ConfigError, match=rf"rollout\.max_response_tokens: .* {longest} tokens"):
-            check_length("model.path", tmp_path, model, longest + 1, "rollout.max_response_tokens:")
+            check_length("model.path", tmp_path, model, longest + 1, "rollout.max_response_tokens")
 
 
 def with_values(model: Path, folder: Path, **values: Any) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from builders import make_config
-from dapo_runner.algorithms.learner import make_learner
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.policy.model import PACKED_ATTENTION, Policy, register_packed_attention
 from dapo_runner.types import Sequence
 
@@ -29,7 +29,7 @@ model.set_attn_implementation(PACKED_ATTENTION)
 policy = Policy(model.to(torch.bfloat16).eval(), None, "sdpa")
 config = make_config(rollout={"max_prompt_tokens": 2048, "max_response_tokens": N}, reward={"overlong":
     {"cache_length": 4096}}, optimizer={"token_budget": 22528, "lr": 1e-3})
-learner = make_learner(policy, config)
+learner = Learner(policy, config)
 mask = torch.arange(N + 8) >= 8
 sequence = Sequence(torch.randint(V, (N + 8,)), torch.where(mask, 1.0, 0.0), mask, torch.zeros(N + 8), 0)
 warm = Sequence(*(x[:64] for x in (sequence.token_ids, sequence.advantages, mask, sequence.rollout_logprobs)), 0)

@@ -11,9 +11,9 @@ import torch
 from builders import make_config, make_prompt, random_sequences
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from dapo_runner.algorithms.learner import Learner, make_learner
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.packing import pack
-from dapo_runner.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from dapo_runner.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, take_snapshot
 from dapo_runner.config import ConfigError, ModelConfig
 from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.policy.lora import adapters_off
@@ -52,7 +52,7 @@ def test_only_adapters_train_and_at_first_they_change_nothing(model_folder: Path
     with torch.no_grad():
         assert torch.equal(adapted.hidden_states(batch), policy.hidden_states(batch))
     base = {name: p.clone() for name, p in adapted.model.named_parameters() if not p.requires_grad}
-    learner = make_learner(adapted, CONFIG)
+    learner = Learner(adapted, CONFIG)
     assert learner.master.tensors
     assert all(".lora_" in name for name in learner.master.tensors)
     train(learner, range(2))
@@ -66,7 +66,7 @@ def test_only_adapters_train_and_at_first_they_change_nothing(model_folder: Path
 
 def test_the_reference_is_the_policy_with_its_adapters_off(model_folder: Path, policy: Policy) -> None:
     adapted = load(model_folder)
-    learner, plain = make_learner(adapted, CONFIG), make_learner(policy, make_config())
+    learner, plain = Learner(adapted, CONFIG), Learner(policy, make_config())
     first = train(learner, range(1))[0]
     assert first["ref_kl"] == pytest.approx(0.0, abs=1e-6)
     (batch,) = pack(random_sequences(4), 256)
@@ -82,7 +82,7 @@ def test_the_reference_is_the_policy_with_its_adapters_off(model_folder: Path, p
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_engine_and_transformers_see_the_merged_model(model_folder: Path, tmp_path: Path, dtype: str) -> None:
     adapted = load(model_folder, dtype)
-    train(make_learner(adapted, CONFIG), range(2))
+    train(Learner(adapted, CONFIG), range(2))
     save_merged(adapted, tmp_path / "model")
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=getattr(torch, dtype))
     engine = AutoModelForCausalLM.from_pretrained(model_folder, dtype=getattr(torch, dtype))
@@ -124,16 +124,16 @@ def test_merged_weights_are_rounded_once(model_folder: Path) -> None:
 def test_training_goes_on_as_if_it_had_not_stopped(model_folder: Path, tmp_path: Path, dtype: str) -> None:
     def parts(seed: int) -> tuple[Learner, DynamicSampler]:
         cursor = PromptCursor([make_prompt("p")], seed=0)
-        return make_learner(load(model_folder, dtype, seed), CONFIG), DynamicSampler(cursor, GroupBuffer(CONFIG))
+        return Learner(load(model_folder, dtype, seed), CONFIG), DynamicSampler(cursor, GroupBuffer(CONFIG))
 
     learner, sampler = parts(seed=0)
     train(learner, range(3))
-    saved = save_checkpoint(tmp_path, 3, learner, sampler, keep=1)
+    saved = save_checkpoint(tmp_path, 3, learner, take_snapshot(sampler), keep=1)
     expected = train(learner, range(3, 5))
     resumed, resumed_sampler = parts(seed=9)
     load_checkpoint(saved, resumed, resumed_sampler)
     assert train(resumed, range(3, 5)) == expected
-    other = make_learner(load(model_folder, dtype, rank=2), CONFIG)
+    other = Learner(load(model_folder, dtype, rank=2), CONFIG)
     with pytest.raises(CheckpointError, match="lora_A"):
         load_checkpoint(saved, other, resumed_sampler)
 
@@ -142,10 +142,10 @@ def test_the_adapters_of_a_checkpoint_are_pefts_own(model_folder: Path, tmp_path
     import peft
 
     adapted = load(model_folder)
-    learner = make_learner(adapted, CONFIG)
+    learner = Learner(adapted, CONFIG)
     train(learner, range(2))
     sampler = DynamicSampler(PromptCursor([make_prompt("p")], seed=0), GroupBuffer(CONFIG))
-    saved = save_checkpoint(tmp_path, 2, learner, sampler, keep=1)
+    saved = save_checkpoint(tmp_path, 2, learner, take_snapshot(sampler), keep=1)
     theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), saved.path / "adapter")
     sequence = random_sequences(1)[0]
     (batch,) = pack([sequence], 64)
@@ -171,7 +171,7 @@ def test_the_seed_draws_the_adapters_and_nothing_else(model_folder: Path) -> Non
 def test_the_output_head_with_adapters(model_folder: Path, tmp_path: Path) -> None:
     """They train, the loss sees them, the reference and the start do not, and an engine gets them merged in."""
     adapted = load(model_folder, targets=["q_proj", "lm_head"])
-    learner, plain = make_learner(adapted, CONFIG), make_learner(load(model_folder), make_config())
+    learner, plain = Learner(adapted, CONFIG), Learner(load(model_folder), make_config())
     (batch,) = pack(random_sequences(4), 256)
     assert torch.equal(learner.logprobs(batch), plain.logprobs(batch))
     train(learner, range(2))

@@ -67,7 +67,7 @@ def saved(config: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def plain_hidden(policy: Policy, token_ids: torch.Tensor) -> torch.Tensor:
     """What transformers itself makes of one sequence, with its own attention."""
     reference = AutoModelForCausalLM.from_pretrained(
-        policy.model.name_or_path, attn_implementation="eager", dtype=policy.dtype
+        policy.model.name_or_path, attn_implementation="eager", dtype=policy.compute
     ).eval()
     return reference.base_model(input_ids=token_ids[None]).last_hidden_state[0]
 
@@ -180,8 +180,8 @@ def test_dropout_of_a_model_is_off_even_in_train_mode(tmp_path: Path, monkeypatc
             MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, bos_token_id=1, eos_token_id=2),
             "see each other",
         ),
-        (CohereConfig(**SIZES), "scales its logits"),
-        (Gemma2Config(**SIZES, head_dim=8), "caps its scores"),
+        (CohereConfig(**SIZES), "CohereForCausalLM"),
+        (Gemma2Config(**SIZES, head_dim=8), "Gemma2Attention"),
         (Llama4TextConfig(**SIZES, attention_chunk_size=4), "llama4_text"),
         (DogeConfig(**SIZES), "DogeAttention"),
         (DogeConfig(**SIZES, sliding_window=4), "doge"),
@@ -196,7 +196,7 @@ def test_a_model_that_cannot_be_trained_packed_is_refused(
 
 
 def test_a_missing_model_is_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.path: cannot load a model from .*nowhere") as caught:
+    with pytest.raises(ConfigError, match=r"model\.path: .*nowhere") as caught:
         load_policy(tmp_path / "nowhere", ModelConfig(path="x"), CPU)
     assert "\n" not in str(caught.value)
 
@@ -221,7 +221,7 @@ def test_buckets_hold_every_position_once_and_little_padding() -> None:
 
 @pytest.mark.parametrize("kernel", ["flash", "varlen"])
 def test_a_kernel_that_cannot_run_says_why(kernel: Any) -> None:
-    with pytest.raises(ConfigError, match="needs CUDA"):
+    with pytest.raises(ConfigError, match=r"model\.attention: .*CUDA"):
         choose_kernel(kernel, CPU, torch.bfloat16)
     assert choose_kernel("auto", CPU, torch.bfloat16) == "sdpa"
 

@@ -12,7 +12,7 @@ import torch
 from builders import make_config
 from served import PROMPTS
 
-from dapo_runner.algorithms.learner import Learner, make_learner
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import ModelConfig
 from dapo_runner.policy.model import Policy, load_model
 from dapo_runner.rollout.engine import RolloutEngine
@@ -45,7 +45,7 @@ class Drifting(RolloutEngine):
 
 def drifting(policy: Policy, model: Path, **probe: Any) -> tuple[SyncProbe, Drifting, Learner]:
     config = make_config(model={"tiny": None, "path": str(model), "dtype": "bfloat16"}, rollout={"probe": probe})
-    return SyncProbe(PROMPTS, config), Drifting(policy, model), make_learner(policy, config)
+    return SyncProbe(PROMPTS, config), Drifting(policy, model), Learner(policy, config)
 
 
 def fall_behind(probe: SyncProbe, engine: Drifting, learner: Learner) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from served import PROMPTS, SAMPLING, hang, lost, moved, open_engine, server_config, told
 from small import small_recipe
 
-from dapo_runner.algorithms.learner import make_learner
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import parse_config
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.progress import Progress
@@ -274,7 +274,7 @@ def test_the_probe_asks_every_server(
 ) -> None:
     """One that swallows weight updates, and is slower than the other."""
     engine = open_engine(model_folder, servers, tmp_path)
-    learner = make_learner(policy, server_config(model_folder, servers, tmp_path))
+    learner = Learner(policy, server_config(model_folder, servers, tmp_path))
     probe = SyncProbe(PROMPTS[:4], learner.config)
     asked = [server.seen(GENERATE) for server in servers]
     assert probe(engine, learner)["gap"] < 1e-5

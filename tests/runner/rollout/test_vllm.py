@@ -18,7 +18,7 @@ from launch import torchrun
 from small import SEGMENTS, small_recipe
 from transformers import LlamaForCausalLM
 
-from dapo_runner.algorithms.learner import Learner, make_learner
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import Config, ModelConfig, TinyModelConfig, apply_overrides, parse_config
 from dapo_runner.config.rollout import VLLM_TEMPERATURES
 from dapo_runner.logging.metrics import read_log
@@ -80,7 +80,7 @@ def shared(tiny: Path) -> VLLMEngine:
 
 @pytest.fixture
 def learner(tiny: Path) -> Learner:
-    return make_learner(load_policy(tiny, ModelConfig(path="x", dtype="float32"), CPU), tiny_config(tiny))
+    return Learner(load_policy(tiny, ModelConfig(path="x", dtype="float32"), CPU), tiny_config(tiny))
 
 
 @pytest.fixture

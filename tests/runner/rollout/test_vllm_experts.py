@@ -14,7 +14,7 @@ import torch
 from builders import make_config, save_model
 from experts import small_experts
 
-from dapo_runner.algorithms.learner import make_learner
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.policy.model import load_policy
 from dapo_runner.rollout.probe import SyncProbe
 from dapo_runner.rollout.vllm import VLLMEngine
@@ -44,7 +44,7 @@ def main(folder: Path) -> None:
     rollout = {"engine": "vllm", "max_prompt_tokens": 64, "max_response_tokens": 16, "vllm": {"kv_cache_gib": 0.25}}
     model = {"tiny": None, "path": str(folder), "dtype": "float32"}
     config = make_config(model=model, rollout=rollout, reward={"overlong": {"cache_length": 4}})
-    learner = make_learner(load_policy(folder, config.model, CPU), config)
+    learner = Learner(load_policy(folder, config.model, CPU), config)
     tokenizer = make_tokenizer()
     engine = VLLMEngine(folder, tokenizer, config, CPU)
     asked = [Prompt(text, tuple(tokenizer(text)["input_ids"]), text, "") for text in ("12+34=", "5*7=")]

@@ -26,7 +26,7 @@ from builders import make_config, save_model
 from test_vllm import CPU, SHAPE, change, policy_logprobs
 from transformers import AutoConfig
 
-from dapo_runner.algorithms.learner import Learner, make_learner
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.commands.serve import PROGRAM, server_arguments, server_environment
 from dapo_runner.config import Config, ModelConfig, dump_config
 from dapo_runner.http import run
@@ -133,7 +133,7 @@ def test_it_is_the_engine_of_this_process(config: Config, server: None, monkeypa
     assert path is not None
     inside = VLLMEngine(path, make_tokenizer(), config, CPU)
     engine = ServerEngine(path, make_tokenizer(), config)
-    learner = make_learner(load_policy(path, ModelConfig(path="x", dtype="float32"), CPU), config)
+    learner = Learner(load_policy(path, ModelConfig(path="x", dtype="float32"), CPU), config)
     probe = SyncProbe(asked, config)
     sampling = SamplingParams(n=4, max_tokens=12, seed=3)
     each = [
@@ -182,9 +182,7 @@ def in_turn(config: Config) -> dict[int, Learner]:
     """The weights of the first updates: those of the model's folder and others."""
     path = config.model.path
     assert path is not None
-    first, second = (
-        make_learner(load_policy(path, ModelConfig(path="x", dtype="float32"), CPU), config) for _ in range(2)
-    )
+    first, second = (Learner(load_policy(path, ModelConfig(path="x", dtype="float32"), CPU), config) for _ in range(2))
     change(second)
     return {1: first, 2: second, 3: first, 4: second, 5: first}
 
@@ -389,7 +387,7 @@ def test_weights_by_nccl(config: Config, tmp_path: Path, monkeypatch: pytest.Mon
     command.append("--worker-extension-cls=gloo_for_nccl.Extension")
     places = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**server_environment(config, url), gloo_for_nccl.SWITCH: "1", "PYTHONPATH": places}
-    learner = make_learner(load_policy(path, ModelConfig(path="x", dtype="float32"), CPU), config)
+    learner = Learner(load_policy(path, ModelConfig(path="x", dtype="float32"), CPU), config)
     probe = SyncProbe(prompts(config), config)
     with running(command, tmp_path / "log", **environment):
         engine = ServerEngine(path, make_tokenizer(), config)
