@@ -30,7 +30,6 @@ from dapo_runner.config import (
 )
 from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.logging.run_log import CHECKPOINTS
-from dapo_runner.rewards.verdicts import remove_verdicts
 
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = "lock"
@@ -183,7 +182,8 @@ def check_same_run(config: AnyConfig, folder: Path) -> list[Change]:
     log = folder / METRICS_FILE
     if refused and not (log.exists() and log.stat().st_size):
         shutil.rmtree(folder / TINY_MODEL, ignore_errors=True)
-        remove_verdicts(folder)
+        for verdicts in folder.glob("verdicts*.jsonl"):
+            verdicts.unlink()
         if isinstance(earlier, Config) and earlier.run.from_ is not None:
             shutil.rmtree(folder / CHECKPOINTS / f"step_{earlier.run.forked_at:06d}", ignore_errors=True)
     elif refused:

@@ -44,6 +44,6 @@ def _summary(recipe: SftConfig) -> dict[str, str]:
     }
     if Path(path).is_dir():
         examples = load_examples(recipe, load_tokenizer(path, recipe.model))
-        rows["data"] += f": {examples.report.describe()}"
+        rows["data"] += f": {examples.report.describe('examples')}"
         rows["updates"] = f"{plan_updates(recipe, examples).run.steps}, {recipe.run.epochs:g} epochs"
     return rows

@@ -15,7 +15,7 @@ from dapo_runner.commands.output import print_evaluations, print_rows, quiet_lib
 from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import Config, load_config
 from dapo_runner.data.curriculum import make_curriculum
-from dapo_runner.data.dataset import Tokenizer, load_data
+from dapo_runner.data.dataset import load_data
 from dapo_runner.files import check_writable
 from dapo_runner.folder import AnyConfig, check_same_run
 from dapo_runner.fork import find_origin
@@ -29,6 +29,7 @@ from dapo_runner.policy.model import load_tokenizer
 from dapo_runner.preflight.dry_run import resolved_yaml, summarize
 from dapo_runner.preflight.memory import GPUS_OF_A_MACHINE
 from dapo_runner.preflight.needs import check_needs
+from dapo_runner.rewards.scoring import unmatchable_answers
 from dapo_runner.run.tiny_model import make_tokenizer
 from dapo_runner.train import train
 
@@ -75,6 +76,7 @@ def _dry_run(config: Config) -> int:
         check_lengths(config, config.model.path, download=False)
     dataset = load_data(config, _tokenizer(config))
     make_curriculum(config.sampler.curriculum, dataset.train)
+    unmatchable_answers(config.reward, dataset.train)
     print(f"data: {dataset.report.describe()}")
     return 0
 
@@ -89,7 +91,7 @@ def _simulate(config: Config) -> int:
     return 0 if fits(config, found) else 1
 
 
-def _tokenizer(config: Config) -> Tokenizer:
+def _tokenizer(config: Config) -> Any:
     path = config.model.path
     if path is None:
         return make_tokenizer()

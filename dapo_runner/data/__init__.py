@@ -1,1 +1,0 @@
-"""Load and clean data sets, render prompts, and walk over them."""

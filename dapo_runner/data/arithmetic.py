@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
+from itertools import islice
 
 from dapo_runner.config import ArithmeticConfig, ConfigError
 
@@ -44,21 +45,15 @@ def split_problems(config: ArithmeticConfig, n_heldout: int) -> tuple[list[Arith
 
     Raises ConfigError when there are not that many problems.
     """
-    heldout: list[ArithmeticProblem] = []
-    train: list[ArithmeticProblem] = []
-    heldout_keys = set()
-    for problem in _shuffled_problems(config, config.train_size + n_heldout):
-        if len(heldout) < n_heldout:
-            heldout.append(problem)
-            heldout_keys.add(problem.key)
-        elif problem.key not in heldout_keys:
-            train.append(problem)
-            if len(train) == config.train_size:
-                return train, heldout
+    problems = _shuffled_problems(config, config.train_size + n_heldout)
+    heldout = list(islice(problems, n_heldout))
+    keys = {problem.key for problem in heldout}
+    train = list(islice((problem for problem in problems if problem.key not in keys), config.train_size))
+    if len(train) == config.train_size:
+        return train, heldout
     raise ConfigError(
-        f"data.arithmetic: expected {n_heldout} held-out and {config.train_size} training problems, "
-        f"got {len(heldout)} and {len(train)}, all there are with {config.operands} operands of "
-        f"{config.min_digits} to {config.max_digits} digits; Ask for fewer or for more digits."
+        f"data.arithmetic: expected {n_heldout} held-out and {config.train_size} training problems, got "
+        f"{len(heldout)} and {len(train)}, all there are. Ask for fewer or for more digits."
     )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any
 
 from dapo_runner.config import ConfigError, CurriculumConfig
 from dapo_runner.types import Group, Prompt
@@ -21,32 +21,32 @@ from dapo_runner.types import Group, Prompt
 MEMORY = 0.5
 
 
-class Curriculum(Protocol):
+class Curriculum:
+    """Admits every prompt."""
+
     def admits(self, prompt: Prompt, step: int, epoch: int) -> bool:
         """Return whether a prompt is used in a rollout step (from 1) of an epoch (from 0); at some time it is."""
-        ...
+        return True
 
     def observe(self, groups: Iterable[Group], epoch: int) -> None:
         """Record scored groups of prompts that were admitted."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values."""
-        ...
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state; it is empty where the run had no curriculum before."""
-        ...
 
 
-def make_curriculum(config: CurriculumConfig | None, prompts: list[Prompt]) -> Curriculum | None:
-    """Return the curriculum, if any. Raises ConfigError where a training row has no difficulty."""
+def make_curriculum(config: CurriculumConfig | None, prompts: list[Prompt]) -> Curriculum:
+    """Return the curriculum. Raises ConfigError where a training row has no difficulty."""
     if config is None:
-        return None
+        return Curriculum()
     return ByColumn(config, prompts) if config.by == "column" else ByPassRate(config)
 
 
-class ByColumn:
+class ByColumn(Curriculum):
     def __init__(self, config: CurriculumConfig, prompts: list[Prompt]) -> None:
         self.config = config
         self.difficulty = {prompt.id: _number(prompt, config.column) for prompt in prompts}
@@ -56,13 +56,6 @@ class ByColumn:
         start = Fraction(str(self.config.start))  # as it is written: in floats 0.55 of 100 are 55.000000000000007
         share = min(Fraction(1), start + (1 - start) * Fraction(step - 1, self.config.steps))
         return self.difficulty[prompt.id] <= self.ordered[math.ceil(share * len(self.ordered)) - 1]
-
-    def observe(self, groups: Iterable[Group], epoch: int) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 def _number(prompt: Prompt, column: str) -> float:
@@ -79,7 +72,7 @@ def _number(prompt: Prompt, column: str) -> float:
     return number
 
 
-class ByPassRate:
+class ByPassRate(Curriculum):
     def __init__(self, config: CurriculumConfig) -> None:
         self.config = config
         self.seen: dict[str, tuple[float, float]] = {}  # correct samples and all samples, with fading memory

@@ -13,14 +13,15 @@ import csv
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from string import ascii_uppercase
-from typing import Any
+from typing import Any, TypeVar
 
 from dapo_runner.config import ColumnsConfig, ConfigError
 
+T = TypeVar("T")
 _HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 
 
@@ -44,29 +45,39 @@ class Problem:
 def read_problems(
     path: Path,
     format: str = "auto",
-    *,
     columns: ColumnsConfig | None = None,
     subset: str | None = None,
     split: str = "train",
     system: str | None = None,
 ) -> Iterator[Problem]:
-    """Yield the rows of a data set, in order. Raises ConfigError with the data set, the row and what was expected.
+    """Yield the rows of a data set, in order, with a ``system`` message where they have none. Raises ConfigError."""
 
-    Args:
-        columns: What the columns are, with format auto.
-        system: A system message for prompts that have none.
-    """
+    def convert(row: dict[str, Any]) -> Problem:
+        if format == "auto" and columns is not None:
+            return _from_columns(row, columns, system)
+        if format == "dapo" or (format == "auto" and "reward_model" in row):
+            answer = _answer_text(row["reward_model"]["ground_truth"])
+            return _make_problem(row, row["prompt"], answer, row.get("data_source"), system)
+        _, mark, answer = get_column(row, "answer").rpartition("####")
+        if not mark:
+            raise ValueError("no '#### n' in the answer")
+        answer = _answer_text(answer).replace(",", "")
+        return _make_problem(row, get_column(row, "question"), answer, "gsm8k", system)
+
+    return convert_rows(path, subset, split, convert)
+
+
+def convert_rows(path: Path, subset: str | None, split: str, convert: Callable[[dict[str, Any]], T]) -> Iterator[T]:
+    """Yield what ``convert`` makes of each row. Raises ConfigError with the data set, the row and what was expected."""
     for number, row in enumerate(read_rows(path, subset, split), start=1):
-        if format == "auto":
-            format = "columns" if columns is not None else _detect_format(path, row)
         try:
-            problem = _FORMATS[format](row) if columns is None or format != "columns" else _from_columns(row, columns)
+            converted = convert(row)
         except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
-            expected = _EXPECTED.get(format) or f"data.columns to fit ({type(error).__name__}: {error})"
-            raise ConfigError(f"{path}, row {number}: expected {expected}, got {shorten(row)}") from error
-        if system is not None and "system" not in dict(problem.context):
-            problem = replace(problem, context=(("system", system), *problem.context))
-        yield problem
+            raise ConfigError(
+                f"{path}, row {number}: expected data.columns to fit ({type(error).__name__}: {error}), got "
+                f"{shorten(row)}"
+            ) from error
+        yield converted
 
 
 def missing_data(path: Path) -> str | None:
@@ -75,17 +86,14 @@ def missing_data(path: Path) -> str | None:
         return None if path.is_file() else f"expected a file, found nothing at {path}"
     if path.is_dir() or (_HUB_NAME.fullmatch(str(path)) and not path.is_file()):
         return None
-    return f"expected a file ({', '.join(FILES)}), a folder or the name of a data set on the hub, got {path}"
+    return f"expected a file ({', '.join(_READERS)}), a folder or the name of a data set on the hub, got {path}"
 
 
 def read_rows(path: Path, subset: str | None, split: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of a file or of a Hugging Face data set. Raises ConfigError."""
-    if path.is_file() and path.suffix in _READERS:
-        yield from _READERS[path.suffix](path)
-    elif (problem := missing_data(path)) is not None:
+    if (problem := missing_data(path)) is not None:
         raise ConfigError(f"data.path: {problem}")
-    else:
-        yield from _load_dataset(path, subset, split)
+    yield from _READERS[path.suffix](path) if path.suffix in _READERS else _load_dataset(path, subset, split)
 
 
 def _load_dataset(path: Path, subset: str | None, split: str) -> Iterator[dict[str, Any]]:
@@ -113,33 +121,20 @@ def _load_dataset(path: Path, subset: str | None, split: str) -> Iterator[dict[s
 
 def _read_json(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a list, or one of each line."""
-    with path.open(encoding="utf-8") as lines:
-        is_list = path.suffix == ".json" and lines.read(1000).lstrip().startswith("[")
-        lines.seek(0)
-        if is_list:
-            rows: Iterable[tuple[str, Any]] = [
-                (f"{path}, row {i}", row) for i, row in enumerate(_parse_json(path, lines.read()), start=1)
-            ]
-        else:
-            rows = _parse_lines(path, lines)
-        for where, row in rows:
-            if not isinstance(row, dict):
-                raise ConfigError(f"{where}: expected a JSON object, got {shorten(row)}")
-            yield row
-
-
-def _parse_lines(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            where = f"{path}, line {number}"
-            yield where, _parse_json(where, line)
-
-
-def _parse_json(where: object, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: not valid JSON: {error}") from error
+    with path.open(encoding="utf-8") as file:
+        is_list = path.suffix == ".json" and file.read(1000).lstrip().startswith("[")
+        file.seek(0)
+        for number, text in enumerate([file.read()] if is_list else file, start=1):
+            if not text.strip():
+                continue
+            try:
+                found = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{path}, line {number}: not valid JSON: {error}") from error
+            for row in found if is_list else [found]:
+                if not isinstance(row, dict):
+                    raise ConfigError(f"{path}, line {number}: expected a JSON object, got {shorten(row)}")
+                yield row
 
 
 def _read_csv(path: Path) -> Iterator[dict[str, Any]]:
@@ -163,60 +158,32 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
 
 
 _READERS = {".jsonl": _read_json, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
-FILES = tuple(_READERS)
 
 
-def _detect_format(path: Path, row: Mapping[str, Any]) -> str:
-    if {"prompt", "reward_model"} <= row.keys():
-        return "dapo"
-    if {"question", "answer"} <= row.keys():
-        return "gsm8k"
-    raise ConfigError(
-        f"{path}: expected the columns 'prompt' and 'reward_model' (DAPO) or 'question' and 'answer' "
-        f"(GSM8K), got {', '.join(row)}; data.columns names others"
-    )
+def _from_columns(row: Mapping[str, Any], columns: ColumnsConfig, system: str | None) -> Problem:
+    prompt, source, shown = get_column(row, columns.prompt), row.get(columns.source), ""
+    answer = None if columns.answer is None else get_column(row, columns.answer)
+    if columns.choices is not None:
+        choices = _choices(get_column(row, columns.choices), columns.choices)
+        shown = "".join(f"\n{letter}. {text}" for letter, text, _ in choices)
+        answer = None if columns.answer is None else _letter(choices, answer)
+    return _make_problem(row, prompt, "" if columns.answer is None else _answer_text(answer), source, system, shown)
 
 
-def _from_dapo(row: Mapping[str, Any]) -> Problem:
-    *context, question = [(message["role"], message["content"]) for message in row["prompt"]]
-    if question[0] != "user":
-        raise ValueError("the last message must be the user's")
-    answer = row["reward_model"]["ground_truth"]
-    if answer is None or not str(answer).strip():
-        raise ValueError("empty ground truth")
-    return Problem(question[1].strip(), str(answer).strip(), str(row.get("data_source") or ""), tuple(context), row)
-
-
-def _from_gsm8k(row: Mapping[str, Any]) -> Problem:
-    _, mark, answer = row["answer"].rpartition("####")
-    if not mark or not answer.strip():
-        raise ValueError("no '#### n'")
-    return Problem(row["question"].strip(), answer.strip().replace(",", ""), "gsm8k", row=row)
-
-
-_FORMATS = {"dapo": _from_dapo, "gsm8k": _from_gsm8k}
-_EXPECTED = {
-    "dapo": "prompt [{role, content}] and reward_model {ground_truth}",
-    "gsm8k": "question and an answer ending in '#### n'",
-}
-
-
-def _from_columns(row: Mapping[str, Any], columns: ColumnsConfig) -> Problem:
-    """Return a row as a problem. Raises ValueError for a column that is missing or holds something else."""
-    *context, (role, question) = as_messages(get_column(row, columns.prompt))
+def _make_problem(
+    row: Mapping[str, Any], prompt: Any, answer: str, source: Any, system: str | None, choices: str = ""
+) -> Problem:
+    *context, (role, question) = as_messages(prompt, system)
     if role != "user":
         raise ValueError("the last message must be the user's")
-    choices = None if columns.choices is None else _choices(get_column(row, columns.choices), columns.choices)
-    if choices is not None:
-        question = "\n".join([question.strip(), *(f"{letter}. {text}" for letter, text, _ in choices)])
-    answer = ""
-    if columns.answer is not None:
-        given = get_column(row, columns.answer)
-        given = given if choices is None else _letter(choices, given)
-        answer = given if isinstance(given, str) else "" if given is None else json.dumps(given, ensure_ascii=False)
-        if not answer.strip():
-            raise ValueError("no answer")
-    return Problem(question.strip(), answer.strip(), str(row.get(columns.source) or ""), tuple(context), row)
+    return Problem(question.strip() + choices, answer, str(source or ""), tuple(context), row)
+
+
+def _answer_text(answer: Any) -> str:
+    text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+    if answer is None or not text.strip():
+        raise ValueError("no answer")
+    return text.strip()
 
 
 def get_column(row: Mapping[str, Any], name: str) -> Any:
@@ -226,33 +193,32 @@ def get_column(row: Mapping[str, Any], name: str) -> Any:
     return row[name]
 
 
-def as_messages(prompt: Any) -> list[tuple[str, str]]:
+def as_messages(prompt: Any, system: str | None = None) -> list[tuple[str, str]]:
+    """Return role and content of each message, after ``system`` where there is no system message. Raises ValueError."""
     if isinstance(prompt, str):
-        return [("user", prompt)]
+        prompt = [{"role": "user", "content": prompt}]
     try:
         messages = [(message["role"], message["content"]) for message in prompt]
     except (TypeError, KeyError):
         messages = []
     if not messages or not all(isinstance(part, str) for message in messages for part in message):
         raise ValueError("expected a text or a list of messages {role, content} as prompt")
-    return messages
+    return messages if system is None or "system" in dict(messages) else [("system", system), *messages]
 
 
 def _choices(column: Any, name: str) -> list[tuple[str, str, Any]]:
     """Return letter, text and label of each. A label is the data set's own ({text, label}, as in ARC), or the index."""
     texts, labels = (column["text"], column["label"]) if isinstance(column, Mapping) else (column, None)
-    if not isinstance(texts, list):
-        raise ValueError(f"expected a list of texts in data.columns.choices={name}, got {shorten(texts, 40)}")
-    if not 2 <= len(texts) <= len(ascii_uppercase):
-        raise ValueError(f"expected 2 to {len(ascii_uppercase)} choices, found {len(texts)}")
+    if not isinstance(texts, list) or not 2 <= len(texts) <= len(ascii_uppercase):
+        raise ValueError(f"expected 2 to 26 texts in data.columns.choices={name}, got {shorten(texts, 40)}")
     return list(zip(ascii_uppercase[: len(texts)], texts, range(len(texts)) if labels is None else labels, strict=True))
 
 
 def _letter(choices: list[tuple[str, str, Any]], answer: Any) -> str:
     """Return the letter of the choice that ``answer`` names by label, letter or text, in this order."""
-    for named in (lambda choice: choice[2], lambda choice: choice[0], lambda choice: choice[1]):
+    for part in (2, 0, 1):
         for choice in choices:
-            if named(choice) == answer:
+            if choice[part] == answer:
                 return choice[0]
     raise ValueError(f"the answer {answer!r} is none of the choices")
 

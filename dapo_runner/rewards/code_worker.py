@@ -1,8 +1,7 @@
-"""Runs one program that a model wrote, in a process that ``code_rule`` starts for it and kills.
+"""Runs one program that a model wrote, in a process that ``workers`` starts for it and kills.
 
-The request comes as JSON on standard input. With "tests" the program and then the tests are executed, and what is
-written to standard output is the request's "token" where both came to their end, "failed" where one raised; what they
-print goes nowhere. Without, the program reads "stdin", and standard output is its own.
+The request comes as JSON on standard input. With "tests" they are executed after the program, and standard output gets
+the request's "token" where both came to their end, else "failed". Without, the program reads "stdin" and prints.
 
 Before any of it runs the process gives up, for good, what it could do harm with. Only system calls of the list below
 are left (seccomp, through libseccomp): no file is opened for writing, nothing is removed or renamed, no process is
@@ -23,21 +22,17 @@ from typing import Any
 
 ALLOW, REFUSE, UNKNOWN = 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 38  # seccomp.h; EPERM, ENOSYS
 AT_MOST, EQUAL, MASKED = 3, 4, 7
-ALLOWED = (
-    # Open files and their names.
-    *("read", "readv", "pread64", "write", "writev", "lseek", "close", "dup", "dup2", "dup3", "pipe", "pipe2"),
-    *("poll", "ppoll", "select", "pselect6", "epoll_create1", "epoll_ctl", "epoll_wait", "epoll_pwait", "eventfd2"),
-    *("stat", "fstat", "lstat", "newfstatat", "statx", "statfs", "fstatfs", "access", "faccessat", "faccessat2"),
-    *("getdents", "getdents64", "getcwd", "readlink", "readlinkat", "fadvise64"),
-    # Memory, threads, signals to itself.
-    *("brk", "mmap", "munmap", "mremap", "mprotect", "mincore", "futex", "set_robust_list"),
-    *("get_robust_list", "rseq", "set_tid_address", "sched_yield", "sched_getaffinity", "getcpu", "arch_prctl"),
-    *("rt_sigaction", "rt_sigprocmask", "rt_sigreturn", "sigaltstack", "restart_syscall", "exit", "exit_group"),
-    # Time, chance, and who and where it is.
-    *("clock_gettime", "clock_getres", "clock_nanosleep", "nanosleep", "gettimeofday", "time", "times", "getrandom"),
-    *("getpid", "getppid", "gettid", "getuid", "geteuid", "getgid", "getegid", "uname", "sysinfo", "getrusage"),
-    "getrlimit",
-)
+# Files that are open, and names of files; memory, threads and signals to itself; time, chance, who and where it is.
+ALLOWED = """
+    read readv pread64 write writev lseek close dup dup2 dup3 pipe pipe2 poll ppoll select pselect6 epoll_create1
+    epoll_ctl epoll_wait epoll_pwait eventfd2 stat fstat lstat newfstatat statx statfs fstatfs access faccessat
+    faccessat2 getdents getdents64 getcwd readlink readlinkat fadvise64
+    brk mmap munmap mremap mprotect mincore futex set_robust_list get_robust_list rseq set_tid_address sched_yield
+    sched_getaffinity getcpu arch_prctl rt_sigaction rt_sigprocmask rt_sigreturn sigaltstack restart_syscall exit
+    exit_group
+    clock_gettime clock_getres clock_nanosleep nanosleep gettimeofday time times getrandom getpid getppid gettid getuid
+    geteuid getgid getegid uname sysinfo getrusage getrlimit
+"""
 WRITES = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | os.O_ASYNC | (os.O_TMPFILE & ~os.O_DIRECTORY)
 # None of the commands that name an owner, which the kernel would signal, nor leases, locks and the sizes of pipes.
 FCNTL = (fcntl.F_DUPFD, fcntl.F_DUPFD_CLOEXEC, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL)
@@ -74,7 +69,7 @@ def hide_files(readable: list[str]) -> None:
 
 
 def confine(memory: int, seconds: float) -> None:
-    """Raises OSError where the system cannot."""
+    """Give up all system calls but those above. Raises OSError where the system cannot."""
     libc, seccomp = ctypes.CDLL(None, use_errno=True), ctypes.CDLL("libseccomp.so.2")
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
@@ -91,7 +86,7 @@ def confine(memory: int, seconds: float) -> None:
         compared = (_Comparison * count)(*(_Comparison(*comparison[4 * i : 4 * i + 4]) for i in range(count)))
         seccomp.seccomp_rule_add_array(rules, ctypes.c_uint32(action), number, count, compared)
 
-    for name in ALLOWED:
+    for name in ALLOWED.split():
         rule(ALLOW, name)
     rule(ALLOW, "open", 1, MASKED, WRITES, os.O_RDONLY)
     rule(ALLOW, "openat", 2, MASKED, WRITES, os.O_RDONLY)
@@ -116,6 +111,7 @@ def run(program: str, tests: str | None) -> None:
 
 
 def main() -> None:
+    sys.path.pop(0)  # the folder of this file
     request: dict[str, Any] = json.loads(sys.stdin.buffer.read())
     result = os.dup(1)
     source = os.memfd_create("stdin")

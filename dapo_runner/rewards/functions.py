@@ -12,82 +12,54 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from dapo_runner.config import ConfigError, RewardConfig
 from dapo_runner.plugins import import_function
-from dapo_runner.rewards.calls import ASYNC_CALLS, Call, Calls
-from dapo_runner.rewards.deadline import call_within, run_async
-from dapo_runner.rewards.reward import Reward, RewardError, Verdicts
+from dapo_runner.rewards.reward import ASYNC_CALLS, Call, CallingReward, Verdicts, call_within, first_error
 from dapo_runner.types import Completion, Prompt, Verdict
 
 
-class FunctionReward(Reward):
+class FunctionReward(CallingReward):
     """Calls a function of the user's with a deadline and retries."""
 
     def __init__(self, name: str, config: RewardConfig) -> None:
         """Find the function. Raises ConfigError."""
-        self.config = config
-        self.function = _find_function(name)
-        called = self.function if inspect.isroutine(self.function) else type(self.function).__call__
-        self.is_async = inspect.iscoroutinefunction(called)
-        self.takes_batch = len(_required(self.function)) == 3
-        self.calls = Calls(name, config, config.calls.concurrency or (ASYNC_CALLS if self.is_async else 1))
+        self.function = import_function("reward.kind", name)
+        parameters = inspect.signature(self.function).parameters
+        kinds = [item.kind for item in parameters.values() if item.default is item.empty]
+        if "completions" in parameters and inspect.Parameter.VAR_KEYWORD in kinds:
+            raise ConfigError(
+                f"reward.kind: expected a function of (prompts, completions, rows), got {name!r} with TRL's columns. "
+                "Convert it with dapo_runner.rewards.trl.from_trl."
+            )
+        self.takes_batch = sum(kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds) == 3
+        self.is_async = any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__)))
+        super().__init__(name, config, ASYNC_CALLS if self.is_async else 1)
 
     def judge(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> Verdicts:
-        groups = [Call(index, *group) for index, group in enumerate(zip(prompts, completions, strict=True))]
-        calls = groups if self.takes_batch else [call for group in groups for call in group.split()]
-        results: list[list[list[Verdict | None] | RewardError]] = [[] for _ in prompts]
-        for call, result in zip(calls, self.calls.run(self._call, calls), strict=True):
-            results[call.index].append(result)
-        return [_join(of_prompt) for of_prompt in results]
+        parts = [[samples] if self.takes_batch else [[one] for one in samples] for samples in completions]
+        calls = [
+            Call(index, prompt, part[0], partial(self._judge_part, prompt, part))
+            for index, prompt in enumerate(prompts)
+            for part in parts[index]
+        ]
+        results = iter(self.run_calls(calls))
+        found = [[next(results) for _ in of_prompt] for of_prompt in parts]
+        return [first_error(of_prompt) or list(chain.from_iterable(of_prompt)) for of_prompt in found]
 
-    def take_counts(self) -> dict[str, int]:
-        return self.calls.take_counts()
-
-    def _call(self, call: Call) -> list[Verdict | None]:
-        returned = self._answer(*call.arguments()) if self.takes_batch else [self._answer(*call.pair())]
-        return _read_verdicts(returned, len(call.completions), self.config)
-
-    def _answer(self, *arguments: Any) -> Any:
-        if self.is_async:
-            return run_async(self.function(*arguments), self.config.plugin_deadline)
-        return call_within(self.config.plugin_deadline, lambda: self.function(*arguments))
-
-
-def _join(results: list[list[Verdict | None] | RewardError]) -> list[Verdict | None] | RewardError:
-    """Return the verdicts of several calls, or the first error."""
-    verdicts: list[Verdict | None] = []
-    for result in results:
-        if isinstance(result, RewardError):
-            return result
-        verdicts += result
-    return verdicts
-
-
-def _find_function(name: str) -> Callable[..., Any]:
-    function = import_function("reward.kind", name)
-    kinds = {parameter.kind for parameter in _parameters(function)}
-    if inspect.Parameter.VAR_KEYWORD in kinds and "completions" in {item.name for item in _parameters(function)}:
-        raise ConfigError(
-            f"reward.kind: expected a function of (prompts, completions, rows), got {name!r} of completions and "
-            "columns, as TRL calls it. Convert it with dapo_runner.rewards.trl.from_trl."
-        )
-    return function
-
-
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # a function in C without a signature
-        return []
-
-
-def _required(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [item for item in _parameters(function) if item.kind in positional and item.default is item.empty]
+    def _judge_part(self, prompt: Prompt, part: Sequence[Completion]) -> list[Verdict | None]:
+        n, within = len(part), self.config.plugin_deadline
+        if not self.takes_batch:
+            returned = [call_within(within, partial(self.function, prompt, part[0]), self.is_async)]
+        else:
+            rows = [dict(prompt.row) for _ in part]
+            returned = call_within(within, partial(self.function, [prompt] * n, list(part), rows), self.is_async)
+        return _read_verdicts(returned, n, self.config)
 
 
 def _read_verdicts(returned: Any, n: int, config: RewardConfig) -> list[Verdict | None]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from dapo_runner.types import Completion, Prompt
@@ -13,31 +14,30 @@ _OWN = {"prompt", "prompts", "completion", "completions", "completion_ids"}
 
 
 def from_trl(function: Callable[..., Any], *, chat: bool = False) -> Callable[..., Any]:
-    """A reward of (prompts, completions, rows) from one of TRL's `(completions, **columns)`, plain or async.
+    """Return a reward of (prompts, completions, rows) for TRL's `(completions, **columns)`, plain or async.
 
     With ``chat`` prompts and completions are lists of messages, which is what TRL passes for chat data, else texts. A
     None in what it returns leaves that response to the other rewards, as in TRL.
     """
+    return partial(_call_async if inspect.iscoroutinefunction(function) else _call, function, chat)
 
-    def arguments(
-        prompts: Sequence[Prompt], completions: Sequence[Completion], rows: Sequence[dict[str, Any]]
-    ) -> dict[str, Any]:
-        names = dict.fromkeys(name for row in rows for name in row if name not in _OWN)
-        columns = {name: [row.get(name) for row in rows] for name in names}
-        ids = [completion.token_ids.tolist() for completion in completions]
-        if not chat:
-            texts = {"prompts": [p.text for p in prompts], "completions": [c.text for c in completions]}
-            return {**columns, **texts, "completion_ids": ids}
-        asked = [[{"role": role, "content": content} for role, content in prompt.messages] for prompt in prompts]
-        said = [[{"role": "assistant", "content": completion.text}] for completion in completions]
-        return {**columns, "prompts": asked, "completions": said, "completion_ids": ids}
 
-    def reward(prompts: Sequence[Prompt], completions: Sequence[Completion], rows: Sequence[dict[str, Any]]) -> Any:
-        return function(**arguments(prompts, completions, rows))
+def _call(function: Callable[..., Any], chat: bool, prompts: Any, completions: Any, rows: Any) -> Any:
+    return function(**_arguments(chat, prompts, completions, rows))
 
-    async def async_reward(
-        prompts: Sequence[Prompt], completions: Sequence[Completion], rows: Sequence[dict[str, Any]]
-    ) -> Any:
-        return await function(**arguments(prompts, completions, rows))
 
-    return async_reward if inspect.iscoroutinefunction(function) else reward
+async def _call_async(function: Callable[..., Any], chat: bool, prompts: Any, completions: Any, rows: Any) -> Any:
+    return await function(**_arguments(chat, prompts, completions, rows))
+
+
+def _arguments(
+    chat: bool, prompts: list[Prompt], completions: list[Completion], rows: list[dict[str, Any]]
+) -> dict[str, Any]:
+    names = dict.fromkeys(name for row in rows for name in row if name not in _OWN)
+    columns: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
+    columns["completion_ids"] = [completion.token_ids.tolist() for completion in completions]
+    if not chat:
+        return columns | {"prompts": [p.text for p in prompts], "completions": [c.text for c in completions]}
+    asked = [[{"role": role, "content": content} for role, content in prompt.messages] for prompt in prompts]
+    said = [[{"role": "assistant", "content": completion.text}] for completion in completions]
+    return columns | {"prompts": asked, "completions": said}

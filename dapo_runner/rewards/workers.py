@@ -1,57 +1,75 @@
-"""Processes that can be killed: rules and programs that may hang, or take all memory, run in them with a deadline."""
+"""Rules that may hang or take all memory, in processes that are killed: `math` and `json` (``rule_worker``), `code`.
+
+Each program of `code` runs in a process of its own (``code_worker``), inside bubblewrap where that is installed and may
+make namespaces; Landlock hides the files of the machine otherwise, and seccomp holds in either case.
+
+The rule of a verdict says what happened, and `batch/rule_<name>` counts it: `math-verify`, `json-schema` or `code`
+where the answer was compared, else `none` (no answer), `error` (of parsing), `timeout`, `output` (too much) or `crash`.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
+import json
 import os
+import re
+import secrets
 import select
+import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import weakref
-from abc import abstractmethod
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from dapo_runner.rewards.deadline import map_in_threads
-from dapo_runner.rewards.reward import TextReward
+from dapo_runner.config import ConfigError
+from dapo_runner.rewards.reward import map_in_threads
 from dapo_runner.types import Verdict
 
 MAX_OUTPUT = 2**20  # bytes that a process may write
-START_PATIENCE = 100.0  # seconds until there is room for another process
+ROOM_SECONDS = 100.0  # until the container has room for another process
+START_SECONDS = 120.0  # for a rule's process to import what it needs
+PACKAGES = {"math": "math_verify", "json": "jsonschema", "fuzzy": "rapidfuzz"}
+_RULES, _PROGRAM = (Path(__file__).with_name(name) for name in ("rule_worker.py", "code_worker.py"))
+_CODE_COMMAND = (sys.executable, "-s", str(_PROGRAM))
+# No variable of ours, which may hold keys; strings hash alike in every run.
+_ENVIRONMENT = {"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
 class WorkerError(Exception):
-    """A process failed; ``rule`` is how the verdict names it: timeout, output or crash."""
-
-    def __init__(self, rule: str) -> None:
-        super().__init__(rule)
-        self.rule = rule
+    """A process failed. The message is the rule of the verdict: timeout, output or crash."""
 
 
 class Worker:
-    """A process in a session of its own, so that no Ctrl-C of the terminal reaches it."""
+    """A process in a session of its own, so that no Ctrl-C of the terminal reaches it. It ends with this process."""
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str] | None) -> None:
-        """Start it. Raises BlockingIOError where the container has no room for another process."""
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            cwd="/",
-            start_new_session=True,
-        )
+    def __init__(self, command: Sequence[str], environment: dict[str, str] | None = None) -> None:
+        """Start it, as soon as running programs leave room for it in the container."""
+        end, pipe = time.monotonic() + ROOM_SECONDS, subprocess.PIPE
+        streams: dict[str, Any] = {"stdin": pipe, "stdout": pipe, "stderr": subprocess.DEVNULL}
+        while True:
+            try:
+                self.process = subprocess.Popen(command, **streams, env=environment, cwd="/", start_new_session=True)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.02)
+        self.kill = weakref.finalize(self, _kill, self.process)
 
-    def send(self, request: bytes, *, end: bool = False) -> None:
-        """Write to its standard input, and close it at the ``end``. Raises WorkerError."""
+    def send(self, request: dict[str, Any], *, end: bool = False) -> None:
+        """Write a line to its standard input, and close that at the ``end``. Raises WorkerError."""
         assert self.process.stdin is not None
         try:
-            self.process.stdin.write(request)
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
             self.process.stdin.flush()
             if end:
                 self.process.stdin.close()
@@ -72,80 +90,208 @@ class Worker:
                 return bytes(written)
         raise WorkerError("timeout")
 
-    def kill(self) -> int:
-        """Kill it with its whole group, which bubblewrap's child needs while it starts. Returns the exit code."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        return self.process.wait()
 
-    def close(self) -> int:
-        """Kill it and close its pipes. Returns the exit code."""
-        code = self.kill()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            with suppress(OSError):
-                pipe.close()
-        return code
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process with its whole group, which bubblewrap's child needs while it starts."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(BrokenPipeError), process:  # closes its pipes and waits for its end
+        pass
 
 
-def python_command(script: Path, *options: str) -> tuple[str, ...]:
-    """Return a command that runs a file with no folder of the caller's on sys.path, where numbers.py would be ours."""
-    start = f"import sys; sys.path.pop(0); import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
-    return (sys.executable, *options, "-c", start)
-
-
-class WorkerReward(TextReward):
+class WorkerRule(ABC):
     """Judges in processes, ``workers`` texts at a time, each within ``deadline`` seconds."""
 
     def __init__(self, workers: int, deadline: float) -> None:
         self.workers, self.deadline = workers, deadline
-        self.running: set[Worker] = set()
-        self._one_call = threading.Lock()  # a call that is interrupted kills all workers, which must all be its own
-        self._interrupted = threading.Event()
-        weakref.finalize(self, _kill_all, self.running)
 
     @abstractmethod
-    def run_one(self, request: dict[str, Any]) -> Verdict:
-        """Return the verdict on one request. Raises WorkerError."""
+    def judge_one(self, text: str, answer: str) -> Verdict:
+        """Return the verdict on a text. Raises WorkerError."""
+
+    def judge_texts(self, texts: Sequence[str], answers: Sequence[str]) -> list[Verdict]:
+        pairs = zip(texts, answers, strict=True)
+        return map_in_threads(lambda pair: _verdict_of(self.judge_one, *pair), pairs, self.workers)
+
+
+def _verdict_of(judge: Callable[..., Verdict], *arguments: Any) -> Verdict:
+    try:
+        return judge(*arguments)
+    except WorkerError as error:
+        return Verdict(False, rule=str(error))
+
+
+class TextRule(WorkerRule):
+    """Judges by `math` or `json`. A worker judges many texts; one that is late or dies is replaced.
+
+    ``truth`` takes the place of the ground truth of each prompt.
+    """
+
+    def __init__(self, rule: str, workers: int, deadline: float, truth: str | None = None) -> None:
+        """Raises ConfigError without the rule's package."""
+        super().__init__(workers, deadline)
+        require_package(rule)
+        self.rule, self.truth = rule, truth
+        self._idle: list[Worker] = []  # the one used last goes first: no more start than are needed
+
+    def judge_one(self, text: str, answer: str) -> Verdict:
+        return self._ask({"text": text, "answer": self.truth or answer})
+
+    def compare(self, text: str, others: Sequence[str]) -> list[bool | None]:
+        """Return which of the others give the answer of ``text``; None where that could not be found out."""
+        verdicts = self.run([{"text": other, "other": text} for other in others])
+        return [verdict.correct if verdict.rule == "math-verify" else None for verdict in verdicts]
 
     def run(self, requests: Sequence[dict[str, Any]]) -> list[Verdict]:
-        """Return the verdict on each request."""
-        with self._one_call:
-            self._interrupted.clear()
-            try:
-                return map_in_threads(self._run_one, requests, self.workers)
-            except BaseException:  # a second Ctrl-C does not wait for what runs
-                self._interrupted.set()
-                _kill_all(self.running)
-                raise
+        """Return the verdict on each request to ``rule_worker``."""
+        return map_in_threads(partial(_verdict_of, self._ask), requests, self.workers)
 
-    def start(self, command: Sequence[str], environment: dict[str, str] | None = None) -> Worker:
-        """Start a process; waits while running programs have taken all that the container may have."""
-        end = time.monotonic() + START_PATIENCE
-        while not self._interrupted.is_set():
-            try:
-                worker = Worker(command, environment)
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.02)
-            else:
-                self.running.add(worker)
-                return worker
-        raise WorkerError("crash")
-
-    def stop(self, worker: Worker) -> int:
-        """Kill a process. Returns its exit code."""
-        self.running.discard(worker)
-        return worker.close()
-
-    def _run_one(self, request: dict[str, Any]) -> Verdict:
+    def _ask(self, request: dict[str, Any]) -> Verdict:
+        """Return a worker's verdict. Raises WorkerError, and ConfigError where it refuses the ground truth."""
+        worker = self._take_worker()
         try:
-            return self.run_one(request)
-        except WorkerError as error:
-            return Verdict(False, rule=error.rule)
+            worker.send({**request, "deadline": self.deadline})
+            answer = worker.read(self.deadline, line=True)
+            if not answer:
+                raise WorkerError("crash")
+        except BaseException:
+            worker.kill()
+            raise
+        self._idle.append(worker)
+        found = json.loads(answer)
+        if "refused" in found:
+            raise ConfigError(f"reward {self.rule}: expected a JSON schema, got {found['refused']}")
+        return Verdict(**found)
+
+    def _take_worker(self) -> Worker:
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.process.poll() is None:  # else it died while idle, which says nothing about this text
+                return worker
+        worker = Worker((sys.executable, str(_RULES), self.rule))
+        with suppress(WorkerError):
+            if worker.read(START_SECONDS, line=True):
+                return worker
+        package = PACKAGES[self.rule]
+        raise RuntimeError(f"reward {self.rule}: no worker started. Try `{sys.executable} -c 'import {package}'`.")
 
 
-def _kill_all(workers: set[Worker]) -> None:
-    for worker in tuple(workers):
-        worker.kill()
+class CodeRule(WorkerRule):
+    """Runs programs, each with ``memory_mb`` of memory, against the tests that are the ground truth.
+
+    A program shares an interpreter with the statements that test it, and one that sets out to can make them pass, as
+    under any such tests; ending early does not count as passing.
+    """
+
+    def __init__(self, workers: int, deadline: float, memory_mb: int) -> None:
+        super().__init__(workers, deadline)
+        self.memory_mb = memory_mb
+
+    def judge_one(self, text: str, answer: str) -> Verdict:
+        program, tests = (_FENCED.findall(text) or [text])[-1], read_tests(answer)
+        if isinstance(tests, str):
+            token = secrets.token_hex(16)
+            written, _ = self._run(program=program, tests=tests, token=token)
+            if written not in ("failed", token):
+                raise WorkerError("crash")
+            return Verdict(written == token, rule="code")
+        for given, wanted in tests:
+            written, exit_code = self._run(program=program, stdin=given, token="")
+            if exit_code != 0:
+                raise WorkerError("crash")
+            if _lines(written) != _lines(wanted):
+                return Verdict(False, rule="code")
+        return Verdict(True, rule="code")
+
+    def _run(self, **request: str) -> tuple[str, int]:
+        """Return what a program wrote to standard output, and its exit code. Raises WorkerError."""
+        limits = {"memory": self.memory_mb * 10**6, "seconds": self.deadline, "readable": _readable()}
+        worker = Worker((*_sandbox(), *_CODE_COMMAND), _ENVIRONMENT)
+        try:
+            worker.send(request | limits, end=True)
+            written = worker.read(self.deadline)
+        finally:
+            worker.kill()
+        return written.decode(errors="replace"), worker.process.returncode
+
+
+@cache
+def open_code(workers: int, deadline: float, memory_mb: int) -> CodeRule:
+    """Return the one `code` rule of the process. Raises ConfigError where programs cannot be confined."""
+    rule, environment = CodeRule(workers, deadline, memory_mb), Path(f"/proc/{os.getpid()}/environ")
+    digest = hashlib.sha256(environment.read_bytes()).hexdigest()
+    test = (  # in a namespace of its own the same number is another process
+        f"import hashlib\ntry: seen = hashlib.sha256(open('{environment}', 'rb').read()).hexdigest()\n"
+        f"except OSError: seen = ''\nassert seen != '{digest}'"
+    )
+    (verdict,) = rule.judge_texts(["x = 1"], [test])
+    if not verdict.correct:
+        raise ConfigError(
+            "reward.kind: 'code' requires Linux's seccomp with libseccomp (apt-get install libseccomp2), bubblewrap "
+            "(apt-get install bubblewrap) or a kernel with Landlock, to hide your files and processes from programs, "
+            f"and enough reward.memory_mb, got {memory_mb}. A program of one line failed ({verdict.rule})."
+        )
+    return rule
+
+
+@cache
+def _readable() -> list[str]:
+    """Return what a program may read: Python, its packages and the system's libraries."""
+    python = Path(sys.executable).resolve().parents[1]
+    system = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+    paths = dict.fromkeys((*system, str(python), sys.base_prefix, sys.prefix))
+    return [path for path in paths if Path(path).exists()]
+
+
+@cache
+def _sandbox() -> tuple[str, ...]:
+    """Return the command of bubblewrap; empty where it is not installed or fails."""
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        return ()
+    shown = [word for path in (*_readable(), str(_PROGRAM)) for word in ("--ro-bind", path, path)]
+    alone = ("--unshare-all", "--die-with-parent", "--cap-drop", "ALL", "--chdir", "/")
+    command = (bwrap, *alone, *shown, "--proc", "/proc", "--dev", "/dev", "--")
+    tried = subprocess.run([*command, sys.executable, "-c", ""], capture_output=True, env=_ENVIRONMENT, check=False)
+    return command if tried.returncode == 0 else ()
+
+
+def read_tests(answer: str) -> str | list[tuple[str, str]]:
+    """Return statements (or a list of them, as of MBPP), or pairs of input and output (TACO, APPS)."""
+
+    def join(value: Any) -> str:
+        return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+    try:
+        tests = json.loads(answer)
+    except ValueError:
+        return answer
+    if isinstance(tests, dict) and {"inputs", "outputs"} <= tests.keys():
+        return list(zip(map(join, tests["inputs"]), map(join, tests["outputs"]), strict=True))
+    return join(tests) if isinstance(tests, list) else answer
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+@cache
+def open_rule(kind: str, workers: int, deadline: float, schema: Path | None = None) -> TextRule:
+    """Return the one rule of that kind in the process, with a ``schema`` in the place of the ground truths.
+
+    Raises ConfigError.
+    """
+    try:
+        truth = None if schema is None else schema.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"reward.json_schema: expected a file, got {error}") from error
+    rule = TextRule(kind, workers, deadline, truth)
+    if truth is not None:
+        rule.judge_one("{}", "")  # a schema that cannot be read is refused
+    return rule
+
+
+def require_package(kind: str) -> None:
+    """Raise ConfigError where the package that a rule needs is not installed."""
+    if importlib.util.find_spec(PACKAGES[kind]) is None:
+        raise ConfigError(f"reward.kind: {kind!r} requires {PACKAGES[kind]}. Run `pip install 'dapo-kernels[{kind}]'`.")

@@ -108,7 +108,7 @@ class RolloutWorker:
             return {}
         completed = [(one, found) for one, found in zip(share.requests, completions, strict=True) if found]
         with self._timed(scoring):
-            groups = self.score.score_each([one.prompt for one, _ in completed], [found for _, found in completed])
+            groups = self.score([one.prompt for one, _ in completed], [found for _, found in completed])
         scored = zip(completed, groups, strict=True)
         return {request.index: group for (request, _), group in scored if group is not None}
 

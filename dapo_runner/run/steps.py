@@ -61,7 +61,6 @@ class Run(TrainingRun):
         self.engine.close()
         if isinstance(self.sampler, AsynchronousSampler):
             self.sampler.close()
-        self.score.close()
         super().close(error)
 
     def is_last(self, step: int) -> bool:

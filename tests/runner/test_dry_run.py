@@ -33,13 +33,10 @@ MODEL = ["model.tiny=null", "model.path=MODEL", "data.format=gsm8k", "data.path=
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([*MODEL, "data.path=BAD"], "row 1: expected question and an answer ending in '#### n', got {'problem'"),
-        ([*MODEL, "data.format=auto", "data.path=BAD"], "expected the columns 'prompt' and 'reward_model' (DAPO) or"),
-        (
-            [*MODEL, "data.eval_size=4"],
-            "data.eval_size: expected fewer than the 3 problems of the training file, got 4",
-        ),
-        ([*MODEL, "rollout.max_prompt_tokens=1"], "prompts longer than rollout.max_prompt_tokens"),
+        ([*MODEL, "data.path=BAD"], "row 1: expected data.columns to fit"),
+        ([*MODEL, "data.format=auto", "data.path=BAD"], "row 1: expected data.columns to fit"),
+        ([*MODEL, "data.eval_size=4"], "data.eval_size: expected fewer than the 3 rows"),
+        ([*MODEL, "rollout.max_prompt_tokens=1"], "longer than rollout.max_prompt_tokens"),
         ([*MODEL, "data.chat_template=always"], "data.chat_template: expected a tokenizer with a chat template"),
         ([*MODEL, "model.path=EMPTY"], "model.path: expected a model in transformers' format, found no config.json in"),
         ([*MODEL, "model.path=no/such/model"], "no model of the hub can have that name"),

@@ -28,8 +28,7 @@ from dapo_runner.evaluate import (
 from dapo_runner.folder import write_config
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.rewards.scoring import Scorer, reads_answers
-from dapo_runner.rewards.worker_rules import open_math
-from dapo_runner.rewards.workers import Worker
+from dapo_runner.rewards.workers import Worker, open_rule
 from dapo_runner.types import Group, RolloutRequest, SamplingParams
 
 
@@ -138,12 +137,12 @@ def test_a_comparison_past_its_deadline_is_in_the_metrics(monkeypatch: pytest.Mo
     assert evaluate_answers(["1/2", "1/3", "2/6"], "0.5", "math").metrics["unsettled_votes"] == 0
     send = Worker.send
 
-    def hang(worker: Worker, request: bytes) -> None:
-        if b'"other"' not in request:
+    def hang(worker: Worker, request: dict[str, object]) -> None:
+        if "other" not in request:
             send(worker, request)
 
     monkeypatch.setattr(Worker, "send", hang)
-    monkeypatch.setattr(open_math(2, 60.0), "deadline", 3.0)
+    monkeypatch.setattr(open_rule("math", 2, 60.0), "deadline", 3.0)
     metrics = evaluate_answers(["1/2", "1/3", "50*(1/150)"], "0.5", "math").metrics
     assert metrics["unsettled_votes"] == 1
     assert metrics["cons@3"] == pytest.approx(1 / 3)

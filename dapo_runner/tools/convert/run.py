@@ -19,10 +19,9 @@ from dapo_runner.files import append_jsonl, atomic_write, drop_incomplete_line, 
 from dapo_runner.http import HTTPError
 from dapo_runner.policy.model import load_model, load_tokenizer, resolve_device
 from dapo_runner.preflight.needs import check_model
-from dapo_runner.rewards.calls import PAUSE
-from dapo_runner.rewards.deadline import map_in_threads
-from dapo_runner.rewards.endpoint import chat
-from dapo_runner.rewards.worker_rules import open_math
+from dapo_runner.rewards.judge import chat
+from dapo_runner.rewards.reward import PAUSE, map_in_threads
+from dapo_runner.rewards.workers import open_rule
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.tools.convert.rules import RejectedError, as_integer, check, read_reply, request
 from dapo_runner.types import Prompt, SamplingParams
@@ -121,7 +120,7 @@ def _settle(problem: Problem, said: str, config: ConvertConfig) -> dict[str, Any
 def is_same(expression: str, values: Mapping[str, int], answer: str) -> bool | None:
     """Compare by math-verify; None where it cannot evaluate one side."""
     asked = {"text": f"\\boxed{{{expression}}}", "answer": answer.strip().strip("$"), "values": dict(values)}
-    (verdict,) = open_math(WORKERS, DEADLINE).run([asked])
+    (verdict,) = open_rule("math", WORKERS, DEADLINE).run([asked])
     return verdict.correct if verdict.rule == "math-verify" else None
 
 
@@ -155,10 +154,10 @@ def _ask_endpoint(config: ConvertConfig, batch: Sequence[Asked]) -> list[str]:
     def ask(asked: Asked) -> str:
         for attempt in range(RETRIES):
             try:
-                return chat(config, asked[1], TIMEOUT, **fields).text
+                return chat(config, asked[1], TIMEOUT, **fields)[0]
             except HTTPError:
                 time.sleep(PAUSE * 2**attempt)
-        return chat(config, asked[1], TIMEOUT, **fields).text
+        return chat(config, asked[1], TIMEOUT, **fields)[0]
 
     return map_in_threads(ask, batch, config.concurrency)
 

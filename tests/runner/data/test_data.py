@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 
 from dapo_runner.config import ArithmeticConfig, Config, ConfigError
 from dapo_runner.data.arithmetic import ArithmeticProblem, split_problems
-from dapo_runner.data.dataset import RECIPE_OPENING, PromptCursor, apply_template, load_data
+from dapo_runner.data.dataset import (
+    CONFLICTING,
+    DUPLICATES,
+    IN_HELDOUT,
+    RECIPE_OPENING,
+    PromptCursor,
+    apply_template,
+    load_data,
+)
 from dapo_runner.data.reading import read_problems
 
 
@@ -57,7 +65,7 @@ def test_repeated_rows_are_dropped_and_counted(tmp_path: Path) -> None:
     rows = [dapo_row("a b", "1"), dapo_row("a  b\n", "1"), dapo_row("c", "2"), dapo_row("a b", 1)]
     dataset = load_data(data_config(write_rows(tmp_path / "d.jsonl", rows)), CharTokenizer())
     assert [p.text for p in dataset.train] == ["a b", "c"]
-    assert (dataset.report.rows, dataset.report.duplicates) == (4, 2)
+    assert (dataset.report["rows"], dataset.report[DUPLICATES]) == (4, 2)
 
 
 @pytest.mark.parametrize("order", ["each at a time", "over and over"])
@@ -69,7 +77,7 @@ def test_a_limit_counts_problems_not_rows(tmp_path: Path, order: str) -> None:
     dataset = load_data(data_config(path, limit=10), CharTokenizer())
     assert [p.text for p in dataset.train] == names[:10]
     report = dataset.report
-    assert report.rows == report.duplicates + report.train  # what was read, which is not the whole file
+    assert report["rows"] == report[DUPLICATES] + report["train"]  # what was read, which is not the whole file
     assert len(load_data(data_config(path, limit=31), CharTokenizer()).train) == 30
 
 
@@ -83,8 +91,8 @@ def test_conflicting_answers(tmp_path: Path) -> None:
     rows = [dapo_row("a", "1"), dapo_row("a", "2"), dapo_row("c", "2"), dapo_row("a", "1")]
     dataset = load_data(data_config(write_rows(tmp_path / "d.jsonl", rows)), CharTokenizer())
     assert [(p.text, p.answer) for p in dataset.train] == [("c", "2")]
-    assert (dataset.report.conflicting, dataset.report.conflicting_prompts) == (3, 1)
-    assert "3 rows of 1 prompts with conflicting answers" in dataset.report.describe()
+    assert dataset.report[CONFLICTING] == 3
+    assert f"3 {CONFLICTING}" in dataset.report.describe()
 
 
 def test_long_prompts_are_counted(tmp_path: Path) -> None:
@@ -92,7 +100,7 @@ def test_long_prompts_are_counted(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "d.jsonl", rows)
     dataset = load_data(data_config(path, max_prompt_tokens=20), CharTokenizer())
     assert [p.text for p in dataset.train] == ["x" * 19]
-    assert dataset.report.too_long == 1
+    assert dataset.report["longer than rollout.max_prompt_tokens"] == 1
 
 
 def test_evaluation_file_never_trains(tmp_path: Path) -> None:
@@ -102,8 +110,8 @@ def test_evaluation_file_never_trains(tmp_path: Path) -> None:
     assert [p.text for p in dataset.heldout] == ["d", "c", "x"]
     assert [p.text for p in dataset.train] == ["a", "b"]
     report = dataset.report
-    assert (report.rows, report.in_heldout, report.beyond_limit) == (9, 2, 2)
-    assert report.rows == report.in_heldout + report.beyond_limit + report.train + report.heldout
+    assert (report["rows"], report[IN_HELDOUT]) == (7, 2)
+    assert report.total() == 2 * report["rows"]
 
 
 def test_a_row_that_renders_to_a_heldout_prompt_is_not_trained_on(tmp_path: Path) -> None:
@@ -116,7 +124,7 @@ def test_a_row_that_renders_to_a_heldout_prompt_is_not_trained_on(tmp_path: Path
     dataset = load_data(config, CharTokenizer())
     assert [p.answer for p in dataset.heldout] == ["0", "2", "4", "6", "8"]
     assert [p.answer for p in dataset.train] == ["10", "12", "14"]
-    assert (dataset.report.in_heldout, dataset.report.rows) == (5, 13)
+    assert (dataset.report[IN_HELDOUT], dataset.report["rows"]) == (5, 13)
 
 
 def test_heldout_is_cut_from_the_training_file(tmp_path: Path) -> None:
@@ -127,7 +135,7 @@ def test_heldout_is_cut_from_the_training_file(tmp_path: Path) -> None:
     assert not {p.id for p in one.heldout} & {p.id for p in one.train}
     two = load_data(data_config(path, eval_size=10), CharTokenizer())
     assert two.heldout == one.heldout
-    with pytest.raises(ConfigError, match=r"data\.eval_size: expected fewer than the 50"):
+    with pytest.raises(ConfigError, match=r"data\.eval_size: .* 50 "):
         load_data(data_config(path, eval_size=50), CharTokenizer())
 
 
@@ -156,11 +164,11 @@ def test_templates() -> None:
     [
         ("d.jsonl", "{oops", ["d.jsonl, line 1", "not valid JSON"]),
         ("d.jsonl", "[1]", ["line 1", "expected a JSON object"]),
-        ("d.jsonl", '{"text": 1}', ["'prompt' and 'reward_model'", "'question' and 'answer'", "got text"]),
+        ("d.jsonl", '{"text": 1}', ["row 1", "data.columns", "got {'text'"]),
         ("d.jsonl", '{"question": "a", "answer": "12"}', ["row 1", "#### n"]),
-        ("d.jsonl", '{"prompt": "a", "reward_model": {}}', ["row 1", "prompt [{role, content}]"]),
+        ("d.jsonl", '{"prompt": "a", "reward_model": {}}', ["row 1", "ground_truth"]),
         ("d.jsonl", json.dumps(dapo_row("a", "")), ["row 1", "ground_truth"]),
-        ("d.csv", "a,b\n1,2", ["d.csv", "question"]),
+        ("d.csv", "a,b\n1,2", ["d.csv", "row 1"]),
         ("d.jsonl", "", ["no training prompt is left"]),
         ("missing.jsonl", None, ["nothing at"]),
     ],
@@ -248,7 +256,7 @@ def test_even_digits_are_even() -> None:
     assert all(0.3 < lengths[n] / lengths.total() < 0.36 for n in (1, 2, 3))  # 3 in 1000 have one digit otherwise
     assert len(set(train)) == 3000
     assert not {problem.key for problem in train} & {problem.key for problem in heldout}
-    with pytest.raises(ConfigError, match=r"all there are with 2 operands of 1 to 1 digits"):
+    with pytest.raises(ConfigError, match=r"data\.arithmetic"):
         split_problems(ArithmeticConfig(max_digits=1, even_digits=True, train_size=101), 256)
 
 

@@ -15,9 +15,9 @@ import pytest
 from builders import make_completion, make_config, make_prompt
 
 from dapo_runner.config import ConfigError
-from dapo_runner.rewards import code_rule
-from dapo_runner.rewards.code_rule import CodeReward, open_code
+from dapo_runner.rewards import workers
 from dapo_runner.rewards.scoring import Scorer
+from dapo_runner.rewards.workers import CodeRule, open_code
 from dapo_runner.types import Verdict
 
 PATIENT = 60.0
@@ -26,7 +26,7 @@ RIGHT = "def f(x): return x + 1"
 
 
 @pytest.fixture(scope="module")
-def judge() -> CodeReward:
+def judge() -> CodeRule:
     try:
         return open_code(2, PATIENT, 512)
     except ConfigError as error:
@@ -48,12 +48,12 @@ def judge() -> CodeReward:
         ("print('x' * 10**6)\n" + RIGHT, True),
     ],
 )  # fmt: skip
-def test_programs_are_held_against_tests(judge: CodeReward, program: str, correct: bool) -> None:
+def test_programs_are_held_against_tests(judge: CodeRule, program: str, correct: bool) -> None:
     assert judge.judge_texts([program], [TESTS]) == [Verdict(correct, None, "code")]
 
 
 @pytest.mark.parametrize("answer", [TESTS, "assert f(1) == 2\nassert f(5) == 6", "{x for x in [f(1)]} == {2}"])
-def test_tests_may_be_a_list_or_statements(judge: CodeReward, answer: str) -> None:
+def test_tests_may_be_a_list_or_statements(judge: CodeRule, answer: str) -> None:
     assert judge.judge_texts([RIGHT, "import sys"], [answer] * 2) == [
         Verdict(True, None, "code"),
         Verdict(False, None, "code"),
@@ -71,7 +71,7 @@ def test_tests_may_be_a_list_or_statements(judge: CodeReward, answer: str) -> No
         ("", False),
     ],
 )
-def test_programs_may_read_and_print(judge: CodeReward, program: str, correct: bool) -> None:
+def test_programs_may_read_and_print(judge: CodeRule, program: str, correct: bool) -> None:
     tests = json.dumps({"inputs": ["1 2\n", ["3 4", ""]], "outputs": ["3\n", "7"]})
     assert judge.judge_texts([program], [tests])[0].correct is correct
 
@@ -101,7 +101,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_programs_fail_and_leave_nothing(
-    judge: CodeReward, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    judge: CodeRule, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET", "s")
     victim, file = tmp_path / "victim", tmp_path / "file"
@@ -125,20 +125,20 @@ def test_hostile_programs_fail_and_leave_nothing(
          "    except (OSError, ValueError): pass\nwhile True: time.sleep(9)", "timeout"),
     ],
 )  # fmt: skip
-def test_what_does_not_end_is_killed(judge: CodeReward, program: str, rule: str) -> None:
+def test_what_does_not_end_is_killed(judge: CodeRule, program: str, rule: str) -> None:
     start = time.monotonic()
-    assert CodeReward(2, 1.0, 512).judge_texts([program], [TESTS]) == [Verdict(False, None, rule)]
+    assert CodeRule(2, 1.0, 512).judge_texts([program], [TESTS]) == [Verdict(False, None, rule)]
     assert time.monotonic() - start < 20
     assert subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "code_worker"], capture_output=True).returncode == 1
 
 
-def test_endless_output_is_cut(judge: CodeReward) -> None:
+def test_endless_output_is_cut(judge: CodeRule) -> None:
     program = "import sys\nwhile True: sys.stdout.write('x' * 9999)"
     assert judge.judge_texts([program], ['{"inputs": [""], "outputs": ["x"]}'])[0].rule == "output"
 
 
-def test_verdicts_come_in_order_and_side_by_side(judge: CodeReward) -> None:
-    quick = CodeReward(8, PATIENT, 512)
+def test_verdicts_come_in_order_and_side_by_side(judge: CodeRule) -> None:
+    quick = CodeRule(8, PATIENT, 512)
     programs = [f"import time\ntime.sleep(0.5)\ndef f(x): return x + {i % 2}" for i in range(8)]
     assert [verdict.correct for verdict in quick.judge_texts(programs, [TESTS] * 8)] == [False, True] * 4
     config = make_config(reward={"kind": "code", "deadline": PATIENT, "overlong": {"soft_punishment": False}})
@@ -148,17 +148,18 @@ def test_verdicts_come_in_order_and_side_by_side(judge: CodeReward) -> None:
     assert [[sample.reward for sample in group.samples] for group in groups] == [[1.0, -1.0], [-1.0, 1.0]]
 
 
-def test_a_program_dies_with_its_parent(judge: CodeReward, tmp_path: Path) -> None:
+def test_a_program_dies_with_its_parent(judge: CodeRule, tmp_path: Path) -> None:
     """`kill -9` of the run: nobody is left to kill what it had started."""
     code = (
-        "import os, threading, time\n"
-        "from dapo_runner.rewards.code_rule import CodeReward\n"
-        "judge = CodeReward(2, 600.0, 1024)\n"
+        "import os, subprocess, threading, time\n"
+        "from dapo_runner.rewards.workers import CodeRule\n"
+        "children = lambda: subprocess.run(['pgrep', '-fP', str(os.getpid()), 'code_worker'], stdout=-1, text=True)\n"
+        "judge = CodeRule(2, 600.0, 1024)\n"
         "arguments = ['import time\\ntime.sleep(600)'], ['pass']\n"
         "threading.Thread(target=judge.judge_texts, args=arguments, daemon=True).start()\n"
-        "while not judge.running: time.sleep(0.01)\n"
+        "while not children().stdout: time.sleep(0.01)\n"
         "time.sleep(2)\n"
-        "print(next(iter(judge.running)).process.pid, flush=True)\n"
+        "print(children().stdout.split()[0], flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -169,26 +170,18 @@ def test_a_program_dies_with_its_parent(judge: CodeReward, tmp_path: Path) -> No
         time.sleep(0.05)
 
 
-def test_a_call_that_is_broken_off_kills_what_runs(judge: CodeReward) -> None:
+def test_a_call_that_is_broken_off_does_not_wait(judge: CodeRule) -> None:
     """A second Ctrl-C in the middle of it."""
-    slow = CodeReward(2, PATIENT, 512)
     main, before = threading.main_thread().ident, signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def interrupt() -> None:
-        while len(slow.running) < 2:
-            time.sleep(0.01)
-        signal.pthread_kill(main, signal.SIGINT)
-
-    threading.Thread(target=interrupt).start()
+    threading.Timer(1.0, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        slow.judge_texts(["import time\ntime.sleep(600)"] * 4, [TESTS] * 4)
+        CodeRule(2, 10.0, 512).judge_texts(["import time\ntime.sleep(600)"] * 4, [TESTS] * 4)
     signal.signal(signal.SIGINT, before)
-    assert time.monotonic() - start < PATIENT / 2
-    assert not slow.running
+    assert time.monotonic() - start < 9
 
 
 def test_a_machine_that_cannot_confine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code_rule, "_COMMAND", ("false",))
+    monkeypatch.setattr(workers, "_CODE_COMMAND", ("false",))
     with pytest.raises(ConfigError, match=r"reward\.kind.*seccomp"):
         open_code(2, 7.0, 1024)

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_runner.config import ConfigError
-from dapo_runner.rewards import worker_rules
-from dapo_runner.rewards.match import FuzzyReward, choice_rule, exact_rule
+from dapo_runner.rewards import workers
 from dapo_runner.rewards.reward import RewardError
+from dapo_runner.rewards.rules import choice_rule, exact_rule, fuzzy_rule
 from dapo_runner.rewards.scoring import load_reward, unmatchable_answers
 from dapo_runner.types import Verdict
 
@@ -69,7 +69,7 @@ def test_exact_match(text: str, correct: bool, extracted: str | None) -> None:
 def test_fuzzy_match_is_graded() -> None:
     pytest.importorskip("rapidfuzz", reason="rapidfuzz is not installed")
     texts = [f"Answer: {text}" for text in ("kitten", "kittens", "sitting", "", "xyz")]
-    values = FuzzyReward(1.0, 0.0).judge_texts(texts, ["kitten"] * 5)
+    values = [fuzzy_rule(text, "kitten", 1.0, 0.0) for text in texts]
     assert [verdict.value for verdict in values] == pytest.approx([1.0, 12 / 13, 8 / 13, 0.0, 0.0])
     assert [verdict.correct for verdict in values] == [True, True, False, False, False]
 
@@ -178,8 +178,8 @@ def test_a_schema_fetches_nothing_and_a_bad_one_is_told() -> None:
 
 @pytest.mark.parametrize("kind", ["fuzzy", "json", "math"])
 def test_a_missing_package_is_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_rules.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=rf"pip install 'dapo-kernels\[{kind}\]'"):
+    monkeypatch.setattr(workers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=kind):
         load_reward(make_config(reward={"kind": kind, "workers": 7}).reward, kind)
 
 

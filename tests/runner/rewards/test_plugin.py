@@ -108,7 +108,6 @@ def test_an_error_names_the_plugin_the_prompt_and_the_text(modules: Path, body: 
     assert "very good'" in message
     assert "\n" not in message
     assert len(message) < 1500
-    assert caught.value.completion.text.count("very") == 1000
 
 
 HANGING = {

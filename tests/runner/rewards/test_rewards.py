@@ -11,11 +11,15 @@ from builders import make_completion, make_config, make_prompt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_runner.config import ConfigError
-from dapo_runner.rewards.numbers import canonical_number, gsm8k_rule, integer_rule
-from dapo_runner.rewards.overlong import length_penalty
-from dapo_runner.rewards.rule import answer_rule, last_boxed, normalise
-from dapo_runner.rewards.scoring import Scorer, load_reward, unmatchable_answers
+from dapo_runner.rewards.rules import (
+    answer_rule,
+    canonical_number,
+    gsm8k_rule,
+    integer_rule,
+    length_penalty,
+    normalise,
+)
+from dapo_runner.rewards.scoring import Scorer, unmatchable_answers
 from dapo_runner.types import Prompt, Verdict
 
 
@@ -86,12 +90,6 @@ def test_answer_line(text: str, answer: str, correct: bool, extracted: str | Non
     verdict = answer_rule(text, answer)
     assert (verdict.correct, verdict.extracted) == (correct, extracted)
     assert verdict.rule == ("none" if extracted is None else "answer-line")
-
-
-def test_last_boxed_balances_braces() -> None:
-    assert last_boxed(r"\boxed{a{b}{c}} d}") == "a{b}{c}"
-    assert last_boxed(r"\boxed{1} \boxed{2") is None
-    assert last_boxed("nothing") is None
 
 
 HOSTILE = {
@@ -304,21 +302,3 @@ def test_punishment_and_filtering_are_apart() -> None:
             config = make_config(reward={"overlong": overlong})
             ((sample,),) = (group.samples for group in Scorer(config)([make_prompt()], [[completion]]))
             assert (sample.length_penalty, sample.trains) == (-1.0 if soft else 0.0, not drop)
-
-
-def test_plugin_is_loaded_and_its_value_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_reward.py").write_text(
-        "from dapo_runner.types import Verdict\n"
-        "def shout(prompt, completion):\n"
-        "    return Verdict(completion.text.isupper(), value=0.25)\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    config = make_config(reward={"kind": "my_reward:shout", "overlong": {"soft_punishment": False}})
-    (group,) = Scorer(config)([make_prompt()], [[make_completion(text="YES"), make_completion(text="no")]])
-    assert [(sample.correct, sample.reward) for sample in group.samples] == [(True, 0.25), (False, 0.25)]
-
-
-@pytest.mark.parametrize("kind", ["no_such_module_here:f", "json:no_such_function"])
-def test_missing_plugins_are_named(kind: str) -> None:
-    with pytest.raises(ConfigError, match=kind.split(":")[0]):
-        load_reward(make_config(reward={"kind": kind}).reward, kind)

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +14,8 @@ from typing import Any
 import pytest
 
 from dapo_runner.config import ConfigError
-from dapo_runner.rewards import code_rule, workers
-from dapo_runner.rewards.code_rule import CodeReward, open_code
+from dapo_runner.rewards import workers
+from dapo_runner.rewards.workers import CodeRule, open_code
 from dapo_runner.types import Verdict
 
 CONFIG = (2, 60.0, 512)
@@ -33,12 +32,12 @@ def call(*arguments):
 
 
 @pytest.fixture(scope="module", params=["bubblewrap", "alone"])
-def judge(request: pytest.FixtureRequest) -> Iterator[CodeReward]:
+def judge(request: pytest.FixtureRequest) -> Iterator[CodeRule]:
     """With all that this machine has, and with Landlock and seccomp alone."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "alone":
-            patch.setattr(code_rule, "_sandbox", lambda: ())
-        elif not code_rule._sandbox():
+            patch.setattr(workers, "_sandbox", lambda: ())
+        elif not workers._sandbox():
             pytest.skip("no bubblewrap here, or no namespaces for it")
         open_code.cache_clear()
         try:
@@ -183,7 +182,7 @@ ATTACKS = SIGNALS | PROCESSES | FILES | KERNEL
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_fails_and_is_not_judged_correct(
-    judge: CodeReward, victim: subprocess.Popen[bytes], tmp_path: Path, name: str
+    judge: CodeRule, victim: subprocess.Popen[bytes], tmp_path: Path, name: str
 ) -> None:
     if "call(" in ATTACKS[name] and os.uname().machine != "x86_64":
         pytest.skip("numbers of system calls of x86-64")
@@ -204,7 +203,7 @@ def test_an_attack_fails_and_is_not_judged_correct(
 
 
 @pytest.mark.parametrize("name", ["harmless fcntl", "files of Python", "standard input"])
-def test_what_is_harmless_still_works(judge: CodeReward, name: str) -> None:
+def test_what_is_harmless_still_works(judge: CodeRule, name: str) -> None:
     program = {
         "harmless fcntl": "import fcntl, os\nr, w = os.pipe()\nfcntl.fcntl(r, fcntl.F_SETFL, os.O_NONBLOCK)\n"
         "fcntl.fcntl(r, fcntl.F_SETFD, 0)\n"
@@ -216,23 +215,25 @@ def test_what_is_harmless_still_works(judge: CodeReward, name: str) -> None:
     assert judge.judge_texts([f"{program}\n{HONEST}"], [TESTS]) == [Verdict(True, None, "code")]
 
 
-def test_a_program_leaves_no_process_behind(judge: CodeReward) -> None:
+def test_a_program_leaves_no_process_behind(judge: CodeRule, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it runs in is gone too, when it is killed at its deadline."""
-    short, sessions = CodeReward(2, 3.0, 512), set()
-    thread = threading.Thread(target=short.judge_texts, args=(["while True: pass"], ["pass"]))
-    thread.start()
-    while thread.is_alive():
-        sessions |= {worker.process.pid for worker in tuple(short.running)}
-        time.sleep(0.01)
-    assert len(sessions) == 1
-    until = time.monotonic() + 60
-    while subprocess.run(["pgrep", "-s", str(*sessions)], capture_output=True, check=False).returncode == 0:
+    start, started = subprocess.Popen, []
+
+    def popen(*arguments: Any, **options: Any) -> Any:
+        started.append(start(*arguments, **options))
+        return started[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(workers.subprocess, "Popen", popen)
+        CodeRule(2, 3.0, 512).judge_texts(["while True: pass"], ["pass"])
+    (process,), until = started, time.monotonic() + 60
+    while subprocess.run(["pgrep", "-s", str(process.pid)], capture_output=True, check=False).returncode == 0:
         assert time.monotonic() < until
         time.sleep(0.05)
 
 
 def test_a_program_that_is_killed_as_it_starts_leaves_no_process_behind(
-    judge: CodeReward, monkeypatch: pytest.MonkeyPatch
+    judge: CodeRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The deadline strikes, or the run ends, while bubblewrap prepares its namespaces."""
     start, started = subprocess.Popen, []
@@ -244,7 +245,7 @@ def test_a_program_that_is_killed_as_it_starts_leaves_no_process_behind(
     with monkeypatch.context() as patch:
         patch.setattr(workers.subprocess, "Popen", popen)
         for number in range(12):
-            CodeReward(2, 0.002 * (number + 1), 512).judge_texts(["import time\ntime.sleep(600)"], [""])
+            CodeRule(2, 0.002 * (number + 1), 512).judge_texts(["import time\ntime.sleep(600)"], [""])
     assert len(started) == 12
     sessions, until = ",".join(str(process.pid) for process in started), time.monotonic() + 10
     while (found := subprocess.run(["pgrep", "-s", sessions], capture_output=True, check=False)).returncode == 0:
@@ -252,17 +253,17 @@ def test_a_program_that_is_killed_as_it_starts_leaves_no_process_behind(
         time.sleep(0.05)
 
 
-def test_many_threads_of_a_program_do_not_take_them_from_the_grader(judge: CodeReward) -> None:
+def test_many_threads_of_a_program_do_not_take_them_from_the_grader(judge: CodeRule) -> None:
     bomb = "import threading, time\nthreading.stack_size(2**15)\n" + (
         "while True: threading.Thread(target=time.sleep, args=(600,)).start()"
     )
-    small = CodeReward(2, 3.0, 128)
+    small = CodeRule(2, 3.0, 128)
     assert not small.judge_texts([bomb], ["pass"])[0].correct
     assert judge.judge_texts([HONEST], [TESTS])[0].correct
 
 
 def test_a_program_that_leaves_no_room_for_another_ends_no_run(
-    judge: CodeReward, monkeypatch: pytest.MonkeyPatch
+    judge: CodeRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its threads are as many as the container may have; then its deadline strikes."""
     start, refusals = subprocess.Popen, iter(range(9))
@@ -293,16 +294,16 @@ FORGED = {
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_no_verdict_is_forged_by_what_a_program_writes_or_how_it_ends(judge: CodeReward, name: str) -> None:
+def test_no_verdict_is_forged_by_what_a_program_writes_or_how_it_ends(judge: CodeRule, name: str) -> None:
     """Right it would be, were its tests or the expected output not beyond it."""
-    quick, printed = CodeReward(2, 8.0, 512), {"inputs": ["1"], "outputs": ["secret"]}
+    quick, printed = CodeRule(2, 8.0, 512), {"inputs": ["1"], "outputs": ["secret"]}
     tests = ["assert f(1) == 3", json.dumps(printed)]
     for verdict in quick.judge_texts([f"{HONEST}\n{FORGED[name]}"] * 2, tests):
         assert not verdict.correct
     assert judge.judge_texts([HONEST], [TESTS]) == [Verdict(True, None, "code")]
 
 
-def test_a_program_holds_no_file_of_the_grader(judge: CodeReward) -> None:
+def test_a_program_holds_no_file_of_the_grader(judge: CodeRule) -> None:
     program = (
         "import os, stat\nkinds = {}\nfor fd in range(64):\n    try: kinds[fd] = stat.S_IFMT(os.fstat(fd).st_mode)\n"
     )
@@ -319,10 +320,10 @@ def test_a_program_holds_no_file_of_the_grader(judge: CodeReward) -> None:
 )
 def test_a_machine_that_hides_nothing_is_refused(line: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither bubblewrap nor Landlock: programs would read the environment of the trainer. Not knowing is no proof."""
-    monkeypatch.setattr(code_rule, "_sandbox", lambda: ())
-    blind = code_rule._SCRIPT.read_text().replace(line, fault)
+    monkeypatch.setattr(workers, "_sandbox", lambda: ())
+    blind = workers._PROGRAM.read_text().replace(line, fault)
     command = (sys.executable, "-s", "-c", blind)
-    monkeypatch.setattr(code_rule, "_COMMAND", command)
+    monkeypatch.setattr(workers, "_CODE_COMMAND", command)
     open_code.cache_clear()
     with pytest.raises(ConfigError, match=r"reward\.kind.*bubblewrap"):
         open_code(*CONFIG)

@@ -1,0 +1,208 @@
+r"""Rules that compare strings, and the length penalty.
+
+They read only the end of a response and never evaluate it, so that no response is slow. The ``rule`` of a verdict says
+where the answer was found; it is `none` where there is no answer.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+from dapo_runner.types import Verdict
+
+ANSWER_WINDOW = 300  # characters; the longest answer of MATH-500 has 159
+TEXT_WINDOW = 2000  # characters that the rules for texts and letters read
+BOXED_WINDOW = 100
+SHOWN = 200  # characters of an extracted text that are kept
+FUZZY_THRESHOLD = 0.9  # similarity from which an answer is correct
+NO_ANSWER = Verdict(correct=False, extracted=None, rule="none")
+
+_ANSWER_LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
+
+# Replaced in this order, which matters: articles go while their space still marks them.
+_REPLACEMENTS = (
+    *(("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text")),
+    *((r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}")),
+)
+_UNIT_WORDS = (
+    r"square ways integers dollars mph inches hours km units \ldots sue points feet minutes digits cents degrees cm gm "
+    "pounds meters meals edges students childrentickets multiples"
+)
+_DECORATION = [
+    *(r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}", r"\text{}"),
+    *(r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", r"\!", "{,}", '"', r"\dots"),
+]
+_REWRITES = (
+    (re.compile(r"\\text\{(.*?)\}"), r"\1"),
+    (re.compile(r"\\textbf\{(.*?)\}"), r"\1"),
+    (re.compile(r"\\overline\{(.*?)\}"), r"\1"),
+    (re.compile(r"\\boxed\{(.*)\}"), r"\1"),
+    (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),
+    (re.compile(r"sqrt([^{])"), r"sqrt{\1}"),
+)
+
+
+def answer_rule(text: str, answer: str) -> Verdict:
+    """Compare the last `Answer: …` line after ``normalise``, as the DAPO recipe does (arXiv 2503.14476, its script)."""
+    line = _last_answer_line(text[-ANSWER_WINDOW:])
+    if line is None:
+        return NO_ANSWER
+    extracted = normalise(line)
+    return Verdict(extracted == normalise(answer), extracted, "answer-line")
+
+
+def _last_answer_line(text: str) -> str | None:
+    lines = _ANSWER_LINE.findall(text)
+    return lines[-1] if lines else None
+
+
+def normalise(answer: str) -> str:
+    r"""Return the form in which two answers are compared, after Minerva (arXiv 2206.14858, Appendix D.1).
+
+    Keeps what follows the last `=`; drops articles, units, spaces and LaTeX decoration; removes `$…$`, `\text{}`,
+    `\textbf{}`, `\overline{}` and `\boxed{}`; writes `\frac ab` and `\sqrt a` in full; drops thousands commas.
+    """
+    text = answer.rpartition("=")[2]
+    for before, after in _REPLACEMENTS:
+        text = text.replace(before, after)
+    for expression in _UNIT_WORDS.split() + _DECORATION:
+        text = text.replace(expression, "")
+    if text.count("$") >= 2:
+        text = f"${text.split('$')[1]}$"
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    text = text.replace("$", "")
+    without_commas = text.replace(",", "")
+    return (without_commas if without_commas.isdigit() else text).strip()
+
+
+# Numbers
+
+_MINUS = "-−﹣－"  # hyphen-minus, minus sign, their small and full-width forms
+_DASH = "‐‑–"  # hyphens and the en dash: a sign where the number follows at once, else punctuation
+_SIGN = rf"(?:[{_MINUS}][ \t]*|[{_DASH}](?=\\?\$?[0-9]))"
+_DIGITS = r"[0-9](?:[0-9.,]*[0-9])?"
+# A number as far as it was written, which may be no number at all (1,2,3,4) or another one than its beginning (1/2).
+_WRITTEN = (
+    rf"(?:\\?\$)?{_SIGN}?(?:\\?\$[ \t]*)?{_DIGITS}(?:[eE][{_MINUS}+]?[0-9]+)?"
+    rf"(?:(?:[ \t]+[0-9]+)?[ \t]*/[ \t]*{_DIGITS})?"
+)
+_NUMBER_LINES = {
+    "hash-line": re.compile(rf"####\s*({_WRITTEN})"),
+    "answer-line": re.compile(rf"(?i)Answer\s*:[^\n0-9]*?({_WRITTEN})"),
+}
+# A digit or a comma on the left would start the match inside a longer number, a slash inside a fraction.
+_INTEGER = re.compile(r"(?<![0-9.,])(?<![0-9]/)(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?![0-9]|[.,/][0-9])")
+_SIGN_BEFORE = re.compile(rf"[{_MINUS}]([ \t]*)(?:\\?\$[ \t]*)?\Z|[{_DASH}](?:\\?\$)?\Z")
+_OPERAND_BEFORE = re.compile(r"[0-9][)\]}%$]*([ \t]*)\Z")
+_THOUSANDS = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
+
+
+def gsm8k_rule(text: str, answer: str) -> Verdict:
+    """Compare the last `#### n`, else the number of the last `Answer: …` line, with the ground truth.
+
+    Numbers compare by value, anything else (`1/2`, `1e3`, `1,2,3`) by how it is written.
+    """
+    for rule, pattern in _NUMBER_LINES.items():
+        if found := pattern.findall(text[-ANSWER_WINDOW:]):
+            return _compare_numbers(found[-1], answer, rule)
+    return NO_ANSWER
+
+
+def integer_rule(text: str, answer: str) -> Verdict:
+    """Compare the last integer of the response, wherever it stands. For base models that know no answer format."""
+    tail = text[-ANSWER_WINDOW:]
+    found = list(_INTEGER.finditer(tail))
+    if not found:
+        return NO_ANSWER
+    sign = "-" if _ends_in_sign(tail[: found[-1].start()]) else ""
+    return _compare_numbers(sign + found[-1].group(), answer, "last-integer")
+
+
+def _ends_in_sign(before: str) -> bool:
+    """Tell a sign from a subtraction: `10-3` and `10 - 3` hold a 3, `10 -3` a −3."""
+    sign = _SIGN_BEFORE.search(before)
+    if sign is None:
+        return False
+    operand = _OPERAND_BEFORE.search(before[: sign.start()])
+    return operand is None or (operand.group(1) != "" and not sign.group(1))
+
+
+def canonical_number(text: str) -> str:
+    """Return `1234.5` for `1,234.50`, `$1234.5` and `01234.5`, `-5` for `− 5`, and other texts stripped."""
+    compact = re.sub(rf"[{_MINUS}{_DASH}]", "-", re.sub(r"\\?\$", "", text)).strip()
+    compact = re.sub(r"\s*/\s*", "/", re.sub(r"^-\s+", "-", compact))
+    if _THOUSANDS.fullmatch(compact):
+        compact = compact.replace(",", "")
+    whole, _, fraction = compact.removeprefix("-").partition(".")
+    if not (whole + fraction).isdecimal():
+        return compact
+    value = f"{whole.lstrip('0') or '0'}.{fraction.rstrip('0')}".removesuffix(".")
+    return f"-{value}" if compact.startswith("-") and value != "0" else value
+
+
+def _compare_numbers(found: str, answer: str, rule: str) -> Verdict:
+    extracted = canonical_number(found)
+    return Verdict(extracted == canonical_number(answer), extracted, rule)
+
+
+# Letters and texts
+
+_EDGES = " \t\n.,;:!?\"'`*()[]{}“”‘’"
+# Every repetition is bounded, because the text is a policy's.
+_SAID = re.compile(
+    r"(?i:answer)[ \t]{0,3}(?i:is)?[ \t]{0,3}:?[ \t]{0,3}[*$(\[]{0,3}(?:\\(?:text|boxed)\{)?([A-Z])(?![A-Za-z0-9])"
+)
+_BOXED = re.compile(r"\\boxed\{[ \t]{0,3}[*(\[]{0,3}([A-Z])(?:[.):\]*][^{}]{0,90})?\}")
+_ALONE = re.compile(r"[*(\[]{0,3}([A-Z])(?:[.):\]*]|$)")
+
+
+def choice_rule(text: str, answer: str) -> Verdict:
+    r"""Compare the letter of the last `Answer: X` or "answer is X", else of the last `\boxed{X}`, else the first letter
+    of the response where it stands alone (`B`, `(B)`, `B. …`).
+    """
+    truth, alone = (_ALONE.match(each.strip()) for each in (answer, text[:TEXT_WINDOW]))
+    if found := _SAID.findall(text[-TEXT_WINDOW:]):
+        rule = "answer-line"
+    elif found := _BOXED.findall(text[-BOXED_WINDOW:]):
+        rule = "boxed"
+    elif alone is not None:
+        found, rule = [alone[1]], "letter"
+    else:
+        return NO_ANSWER
+    return Verdict(truth is not None and found[-1] == truth[1], found[-1], rule)
+
+
+def exact_rule(text: str, answer: str) -> Verdict:
+    """Compare the last `Answer: …` line, else all of the response, without case, white space and outer punctuation."""
+    extracted, rule = _plain_answer(text)
+    return Verdict(bool(extracted) and extracted == _plain(answer), extracted[:SHOWN] or None, rule)
+
+
+def fuzzy_rule(text: str, answer: str, correct: float, incorrect: float) -> Verdict:
+    """Compare as ``exact_rule`` does. The similarity (rapidfuzz's ratio) is the reward, from incorrect to correct."""
+    from rapidfuzz import fuzz
+
+    extracted, rule = _plain_answer(text)
+    similarity = fuzz.ratio(extracted, _plain(answer)) / 100 if extracted else 0.0
+    value = incorrect + similarity * (correct - incorrect)
+    return Verdict(similarity >= FUZZY_THRESHOLD, extracted[:SHOWN] or None, rule, value)
+
+
+def _plain_answer(text: str) -> tuple[str, str]:
+    tail = text[-TEXT_WINDOW:]
+    line = _last_answer_line(tail)
+    return (_plain(tail), "whole") if line is None else (_plain(line), "answer-line")
+
+
+def _plain(text: str) -> str:
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).strip(_EDGES)
+
+
+def length_penalty(length: int, max_length: int, cache_length: int) -> float:
+    """Return the soft overlong punishment of ``length`` tokens, in [−1, 0] (arXiv 2503.14476, Eq. 13).
+
+    It falls linearly from 0 at max_length − cache_length to −1 at max_length.
+    """
+    return min(0.0, max(-1.0, (max_length - cache_length - length) / cache_length))
