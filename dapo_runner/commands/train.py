@@ -17,8 +17,6 @@ from dapo_runner.config import Config, load_config
 from dapo_runner.data.curriculum import make_curriculum
 from dapo_runner.data.dataset import load_data
 from dapo_runner.files import check_writable
-from dapo_runner.folder import AnyConfig, check_same_run
-from dapo_runner.fork import find_origin
 from dapo_runner.logging.metrics import METRICS_FILE, before_and_after
 from dapo_runner.logging.progress import make_progress
 from dapo_runner.logging.report import write_report
@@ -30,6 +28,8 @@ from dapo_runner.preflight.dry_run import resolved_yaml, summarize
 from dapo_runner.preflight.memory import GPUS_OF_A_MACHINE
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.rewards.scoring import unmatchable_answers
+from dapo_runner.run.folder import AnyConfig, check_same_run
+from dapo_runner.run.fork import find_origin
 from dapo_runner.run.tiny_model import make_tokenizer
 from dapo_runner.train import train
 

@@ -10,7 +10,6 @@ from dapo_runner.checkpoint import Checkpoint
 from dapo_runner.config import Config, cautions
 from dapo_runner.data.curriculum import make_curriculum
 from dapo_runner.data.dataset import Dataset, PromptCursor, load_data
-from dapo_runner.folder import TINY_MODEL
 from dapo_runner.logging.progress import Progress
 from dapo_runner.policy.lengths import check_lengths
 from dapo_runner.policy.model import load_policy, load_tokenizer
@@ -19,6 +18,7 @@ from dapo_runner.rollout.asynchronous import AsynchronousSampler
 from dapo_runner.rollout.group_buffer import GroupBuffer
 from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.run.context import RunContext
+from dapo_runner.run.folder import TINY_MODEL
 from dapo_runner.run.tiny_model import ensure_tiny_model
 
 

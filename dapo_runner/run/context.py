@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from dapo_runner.config import Config
-from dapo_runner.folder import FolderLock, lock_folder
 from dapo_runner.logging.progress import Progress
 from dapo_runner.parallel.world import World, open_world
 from dapo_runner.policy.model import resolve_device
 from dapo_runner.preflight.needs import check_needs
+from dapo_runner.run.folder import FolderLock, lock_folder
 from dapo_runner.timing import StepClock
 
 

@@ -13,9 +13,6 @@ from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.objective import resolve_objective
 from dapo_runner.checkpoint import BackgroundSaves, Checkpoint, Resumable, checkpoint_to_resume, load_checkpoint
 from dapo_runner.config import Config
-from dapo_runner.early_stop import EarlyStop
-from dapo_runner.folder import AnyConfig, Change, check_same_run, write_config
-from dapo_runner.fork import changes_of_groups, start_fork
 from dapo_runner.interrupt import StopRequest
 from dapo_runner.logging.metrics import METRICS_FILE, read_log
 from dapo_runner.logging.progress import Progress
@@ -35,6 +32,9 @@ from dapo_runner.run.builders import (
     make_asynchronous,
 )
 from dapo_runner.run.context import RunContext, open_context
+from dapo_runner.run.early_stop import EarlyStop
+from dapo_runner.run.folder import AnyConfig, Change, check_same_run, write_config
+from dapo_runner.run.fork import changes_of_groups, start_fork
 from dapo_runner.run.steps import Run
 from dapo_runner.run.training import is_due
 

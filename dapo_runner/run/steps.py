@@ -10,7 +10,6 @@ from dapo_runner.algorithms.losses import pair_metrics, pair_sequences
 from dapo_runner.algorithms.segments import segment_metrics, tree_segments
 from dapo_runner.checkpoint import take_snapshot
 from dapo_runner.data.dataset import Dataset
-from dapo_runner.early_stop import EarlyStop
 from dapo_runner.evaluate import Evaluation, evaluate
 from dapo_runner.interrupt import StepGivenUpError, StopRequest
 from dapo_runner.logging.metrics import batch_metrics, prefixed, sampling_metrics
@@ -21,6 +20,7 @@ from dapo_runner.rollout.probe import SyncProbe
 from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.rollout.segments import value_chains
 from dapo_runner.rollout.worker import RolloutWorker, make_requests, rollout_sampling
+from dapo_runner.run.early_stop import EarlyStop
 from dapo_runner.run.training import TrainingRun, speed_of
 from dapo_runner.timing import StepClock
 from dapo_runner.types import CallOptions, Group, Prompt, Sequence

@@ -13,9 +13,9 @@ from test_train import Notes, config_in
 from dapo_runner import evaluate
 from dapo_runner.checkpoint import find_checkpoints
 from dapo_runner.config import Config, ConfigError
-from dapo_runner.early_stop import EarlyStop
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.run_log import CHECKPOINTS
+from dapo_runner.run.early_stop import EarlyStop
 from dapo_runner.run.steps import Run
 from dapo_runner.train import train
 

@@ -25,10 +25,10 @@ from dapo_runner.evaluate import (
     pass_at,
     pass_estimate,
 )
-from dapo_runner.folder import write_config
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.rewards.scoring import Scorer, reads_answers
 from dapo_runner.rewards.workers import Worker, open_rule
+from dapo_runner.run.folder import write_config
 from dapo_runner.types import Group, RolloutRequest, SamplingParams
 
 

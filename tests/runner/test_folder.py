@@ -15,15 +15,15 @@ from small import small_recipe, write_recipe
 
 from dapo_runner.cli import main
 from dapo_runner.config import ConfigError, parse_config
-from dapo_runner.folder import CONFIG_FILE, LOCK_FILE, check_same_run, lock_folder, read_config, write_config
 from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.logging.progress import Progress
+from dapo_runner.run.folder import CONFIG_FILE, LOCK_FILE, check_same_run, lock_folder, read_config, write_config
 from dapo_runner.run.start import open_run
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from dapo_runner.folder import lock_folder
+from dapo_runner.run.folder import lock_folder
 lock = lock_folder(Path(sys.argv[1]), print)
 print("locked", flush=True)
 time.sleep(600)
@@ -102,7 +102,7 @@ def test_a_child_that_outlives_a_killed_run_does_not_keep_its_lock(tmp_path: Pat
     program = f"""
 import os, signal, sys, time
 from pathlib import Path
-from dapo_runner.folder import lock_folder
+from dapo_runner.run.folder import lock_folder
 lock = lock_folder(Path({str(tmp_path)!r}), print)
 child = os.fork()
 if child == 0:

@@ -20,12 +20,12 @@ from dapo_runner.cli import main
 from dapo_runner.config import Config, ConfigError, SftConfig, dump_config, load_config, parse_config
 from dapo_runner.config.algorithms import lay_over
 from dapo_runner.config.reading import every_key
-from dapo_runner.folder import MAY_CHANGE, is_among
-from dapo_runner.fork import find_origin
 from dapo_runner.logging.metrics import before_and_after, read_log
 from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS
 from dapo_runner.run import start
+from dapo_runner.run.folder import MAY_CHANGE, is_among
+from dapo_runner.run.fork import find_origin
 from dapo_runner.run.start import open_run
 from dapo_runner.run.steps import Run
 from dapo_runner.train import train

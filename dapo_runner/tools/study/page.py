@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dapo_runner.config import StudyConfig, VariantConfig, flatten
-from dapo_runner.early_stop import early_stop_metric
 from dapo_runner.files import atomic_write
+from dapo_runner.run.early_stop import early_stop_metric
 from dapo_runner.tools.study.figures import draw_entropy_fit, draw_figure, label_of
 from dapo_runner.tools.study.plan import StudyRun, overrides_of
 from dapo_runner.tools.study.results import (

@@ -16,10 +16,10 @@ from dapo_runner.config import (
     parse_config,
     read_recipe,
 )
-from dapo_runner.early_stop import last_step
 from dapo_runner.errors import ConfigError
-from dapo_runner.folder import changes_between, check_same_run, is_among, settings_of
 from dapo_runner.logging.metrics import METRICS_FILE, read_log
+from dapo_runner.run.early_stop import last_step
+from dapo_runner.run.folder import changes_between, check_same_run, is_among, settings_of
 
 OF_START = ("model.path", "model.tiny", "model.tiny.")
 MAKE_START = (*OF_START, "run.seed", "data.", "rollout.", "reward.")  # what its warm-up shows, and when it ends

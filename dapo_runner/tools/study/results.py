@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.stats import ttest_rel
 
-from dapo_runner.early_stop import early_stop_metric
 from dapo_runner.logging.curves import Points, collect
 from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE, read_log
+from dapo_runner.run.early_stop import early_stop_metric
 from dapo_runner.timing import seconds_by_phase
 from dapo_runner.tools.study.plan import StudyRun
 

@@ -22,7 +22,6 @@ from test_train import Notes
 
 from dapo_runner.cli import main
 from dapo_runner.config import Config, ConfigError, JudgePrompt, cautions, parse_config
-from dapo_runner.folder import check_same_run, write_config
 from dapo_runner.http import HTTPError
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.rewards import judge_model
@@ -31,6 +30,7 @@ from dapo_runner.rewards.judge import MAX_CHARACTERS, Judge, Judgement, Question
 from dapo_runner.rewards.judge_model import JudgeModel
 from dapo_runner.rewards.reward import RewardError
 from dapo_runner.rewards.scoring import Scorer
+from dapo_runner.run.folder import check_same_run, write_config
 from dapo_runner.run.steps import Run
 from dapo_runner.train import train
 from dapo_runner.types import Completion, Group, Prompt, Verdict

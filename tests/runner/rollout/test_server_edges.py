@@ -27,7 +27,6 @@ from dapo_runner.cli import main
 from dapo_runner.commands import serve
 from dapo_runner.config import ConfigError
 from dapo_runner.config.rollout import ServerConfig
-from dapo_runner.folder import lock_folder
 from dapo_runner.http import run
 from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.model import Policy
@@ -35,6 +34,7 @@ from dapo_runner.rollout import guard, pool, transfer
 from dapo_runner.rollout.client import RolloutError, Server, ServerError
 from dapo_runner.rollout.guard import RELEASE
 from dapo_runner.rollout.transfer import FileTransfer
+from dapo_runner.run.folder import lock_folder
 from dapo_runner.run.tiny_model import make_tokenizer
 
 

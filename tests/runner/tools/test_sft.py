@@ -23,8 +23,8 @@ from dapo_runner.checkpoint import checkpoint_to_resume
 from dapo_runner.cli import main
 from dapo_runner.config import ConfigError, SftConfig, parse
 from dapo_runner.data.dataset import IN_HELDOUT
-from dapo_runner.folder import check_same_run, write_config
 from dapo_runner.rewards.scoring import Scorer
+from dapo_runner.run.folder import check_same_run, write_config
 from dapo_runner.run.tiny_model import make_tokenizer
 from dapo_runner.tools.sft.data import load_examples
 

@@ -22,7 +22,7 @@ from dapo_runner.cli import main
 from dapo_runner.commands import study as study_command
 from dapo_runner.config import ConfigError, dump_config, lay_settings, parse, parse_config, read_recipe
 from dapo_runner.config.commands import StudyConfig
-from dapo_runner.folder import write_config
+from dapo_runner.run.folder import write_config
 from dapo_runner.tools.study import runs as runs_module
 from dapo_runner.tools.study.figures import COLORS, draw_figure
 from dapo_runner.tools.study.page import write_page

@@ -13,9 +13,9 @@ from typing import Any
 
 from dapo_runner.checkpoint import Checkpoint, copy_checkpoint, find_checkpoints
 from dapo_runner.config import Config, ConfigError
-from dapo_runner.folder import CONFIG_FILE, TINY_MODEL, Change, changes_between, is_among, read_config, settings_of
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS, log_fork
+from dapo_runner.run.folder import CONFIG_FILE, TINY_MODEL, Change, changes_between, is_among, read_config, settings_of
 
 # What the checkpoint's weights, its optimizer and its walk over the prompts belong to.
 FIXED = ("model.", "data.", "run.seed", "rollout.max_prompt_tokens")
