@@ -4,13 +4,97 @@ The defaults are the DAPO paper's (arXiv 2503.14476, Section 4.1), so a recipe s
 from it.
 """
 
-from dapo_runner.config.commands import *
-from dapo_runner.config.data import *
-from dapo_runner.config.reading import *
-from dapo_runner.config.reward import *
-from dapo_runner.config.rollout import *
-from dapo_runner.config.run import *
-from dapo_runner.config.section import *
-from dapo_runner.config.settings import *
-from dapo_runner.config.training import *
-from dapo_runner.errors import ConfigError as ConfigError
+from dapo_runner.config.commands import (
+    ConvertConfig,
+    FigureConfig,
+    SftColumnsConfig,
+    SftConfig,
+    SftDataConfig,
+    StudyConfig,
+    VariantConfig,
+)
+from dapo_runner.config.data import ArithmeticConfig, ColumnsConfig, DataConfig, EvalSetConfig
+from dapo_runner.config.reading import (
+    apply_overrides,
+    check_config,
+    dump_config,
+    load_config,
+    parse,
+    parse_config,
+    read_recipe,
+)
+from dapo_runner.config.reward import AskedModel, JudgeConfig, JudgePrompt, OverlongConfig, RewardConfig
+from dapo_runner.config.rollout import (
+    CorrectionConfig,
+    CurriculumConfig,
+    EvaluationConfig,
+    RolloutConfig,
+    SamplerConfig,
+)
+from dapo_runner.config.run import LoggingConfig, RolloutLogConfig, RunConfig
+from dapo_runner.config.section import failures, flatten, lay_over, lay_settings
+from dapo_runner.config.settings import Config, cautions, check_schedule, resolved
+from dapo_runner.config.training import (
+    AdvantageConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PreferenceConfig,
+    SegmentsConfig,
+    TinyModelConfig,
+    TreeShape,
+    WarmupConfig,
+)
+from dapo_runner.errors import ConfigError
+
+__all__ = [
+    "AdvantageConfig",
+    "ArithmeticConfig",
+    "AskedModel",
+    "ColumnsConfig",
+    "Config",
+    "ConfigError",
+    "ConvertConfig",
+    "CorrectionConfig",
+    "CurriculumConfig",
+    "DataConfig",
+    "EvalSetConfig",
+    "EvaluationConfig",
+    "FigureConfig",
+    "JudgeConfig",
+    "JudgePrompt",
+    "LoggingConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "OverlongConfig",
+    "PreferenceConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RolloutLogConfig",
+    "RunConfig",
+    "SamplerConfig",
+    "SegmentsConfig",
+    "SftColumnsConfig",
+    "SftConfig",
+    "SftDataConfig",
+    "StudyConfig",
+    "TinyModelConfig",
+    "TreeShape",
+    "VariantConfig",
+    "WarmupConfig",
+    "apply_overrides",
+    "cautions",
+    "check_config",
+    "check_schedule",
+    "dump_config",
+    "failures",
+    "flatten",
+    "lay_over",
+    "lay_settings",
+    "load_config",
+    "parse",
+    "parse_config",
+    "read_recipe",
+    "resolved",
+]
