@@ -13,6 +13,7 @@ What it takes to keep vLLM 0.32 and a learner in one process and in agreement:
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import importlib.util
 import math
@@ -77,6 +78,10 @@ class VLLMEngine(RolloutEngine):
         self._may_sleep = device.type == "cuda" and config.rollout.vllm.sleep
         if device.type == "cuda":
             arguments["enable_sleep_mode"] = self._may_sleep
+        if world.is_engine_leader and world.layout.rollout_tensor > 1:
+            ranks = range(world.rank, world.rank + world.layout.rollout_tensor)
+            remove_shared_memory(ranks)
+            atexit.register(remove_shared_memory, ranks)
         if not world.is_single_process:
             arguments["distributed_executor_backend"] = "external_launcher"
         set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
@@ -215,6 +220,12 @@ def import_vllm() -> Any:
     import vllm
 
     return vllm
+
+
+def remove_shared_memory(ranks: range) -> None:
+    """Remove what the ranks of an engine talk through on a CPU: it has a fixed name, and the next run makes it anew."""
+    for leftover in Path("/dev/shm").glob(f"*-tp:*-[[]{'-'.join(map(str, ranks))}[]]-cpushm*"):
+        leftover.unlink(missing_ok=True)
 
 
 def pack_for_cpu(model: nn.Module) -> None:
