@@ -83,7 +83,7 @@ class CallingReward(Reward):
 
     def __init__(self, name: str, config: RewardConfig, concurrency: int) -> None:
         self.name, self.config, self.concurrency = name, config, config.calls.concurrency or concurrency
-        self.counts = Counter(calls=0, retried=0, failed=0)
+        self.counts = Counter({"calls": 0, "retried": 0, "failed": 0})
 
     def run_calls(self, calls: Sequence[Call]) -> list[Any]:
         """Return the result of each call, or its error after all retries.
