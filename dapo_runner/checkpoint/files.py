@@ -151,6 +151,8 @@ def entry_of(path: Path) -> dict[str, Any]:
 def copy_checkpoint(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
     """Copy a checkpoint to another folder of checkpoints. Raises CheckpointError: not writable, or damaged."""
     final = folder / checkpoint.path.name
+    if final.exists():
+        raise CheckpointError(f"{final}: expected no checkpoint there yet")
     with writing(final, folder):
         unfinished = begin(final)
         shutil.copytree(checkpoint.path, unfinished, dirs_exist_ok=True)

@@ -57,7 +57,7 @@ def fill(model: nn.Module, source: nn.Module | None, device: torch.device) -> No
     values = {} if source is None else {**dict(source.named_parameters()), **dict(source.named_buffers())}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        if name in values:
+        if source is not None:
             sent.copy_(values[name])
         if isinstance(tensor, DTensor):
             tensor.copy_(distribute_tensor(sent, tensor.device_mesh, tensor.placements))

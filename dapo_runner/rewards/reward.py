@@ -158,6 +158,8 @@ def call_within(seconds: float | None, function: Callable[[], Any], is_async: bo
         future = in_thread(function)
     if not wait([future], seconds).done:
         future.cancel()
+        if is_async and not wait([asyncio.run_coroutine_threadsafe(asyncio.sleep(0), _event_loop())], 1.0).done:
+            _event_loop.cache_clear()  # a function blocks it: other calls get a loop of their own
         raise DeadlineError(seconds or 0.0)
     return future.result()
 

@@ -287,7 +287,7 @@ def open_rule(kind: str, workers: int, deadline: float, schema: Path | None = No
         raise ConfigError(f"reward.json_schema: expected a file, got {error}") from error
     rule = TextRule(kind, workers, deadline, truth)
     if truth is not None:
-        rule.judge_one("{}", "")  # a schema that cannot be read is refused
+        rule.judge_texts(["{}"], [""])  # a schema that cannot be read is refused
     return rule
 
 

@@ -208,6 +208,8 @@ class GroupBuffer:
                 for group, one in zip(groups, known, strict=True)
             ]
 
+        if not all(isinstance(group, Group) for group in (*state["buffer"], *state["waiting"])):
+            raise RunError("checkpoint: its groups are of an older version. Choose another run.name.")
         self.step, self._accepted, self._tried = state["steps"], state["accepted"], state["tried"]
         self.stats = SamplingStats(generated=state["generated"])
         self.groups, self.waiting = with_rows(state["buffer"]), with_rows(state["waiting"])

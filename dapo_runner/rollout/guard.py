@@ -38,17 +38,19 @@ class Ownership:
         self.token = self.owner = ""
         self.until = 0.0
         self.n_requests = 0  # of its run, under way
+        self.n_claims = 0
 
     async def claim(self, claim: dict[str, Any], model: dict[str, Any]) -> str | None:
         """Give a server of ``model`` to the run of ``claim``, or return why not. Waits for the end of a killed run."""
         if claim["model"] != model:
             return f"model.path: must be a model of the server's size, {model}, got {claim['model']}"
-        until = self.until
+        n_claims = self.n_claims
         while self._belongs_to_another(claim["token"]):
-            if self.until != until:  # its run is alive
+            if self.n_claims != n_claims:  # its run is alive
                 return f"in use by {self.owner}. A server belongs to one run: give each its own, or end the other."
             await asyncio.sleep(0.05)
         self.token, self.owner, self.until = claim["token"], claim["owner"], time.monotonic() + LEASE
+        self.n_claims += 1
         return None
 
     def refuse(self, path: str, token: str) -> str | None:

@@ -149,6 +149,8 @@ class ServerPool:
                     server.error = None
             except (ServerError, ConfigError) as error:  # ConfigError: a key that cannot be read
                 self.lose(server, error)
+            except Exception as error:  # nobody reads the result of this task: without it calls would wait for ever
+                self.lose(server, ServerError(f"{server}: {type(error).__name__}: {error}"))
             self.changed.set()
             await self.changed.wait_until(lambda: server.error is not None or self._is_behind(server), RENEW)
 
@@ -162,7 +164,7 @@ class ServerPool:
         await server.post(CLAIM, self._claim, CLAIM_WITHIN)
         if self._is_behind(server):
             server.version = await self.transfer.send(server)
-        elif server.version is not None:
+        elif server.version is not None and self.transfer.world.is_main:  # others hear of new weights from ``follow``
             found = await server.read("/weight_info", "weight_version")
             if found != server.version:
                 raise ServerError(f"{server}: expected weights {server.version}, got {found}")

@@ -16,7 +16,7 @@ from dapo_runner.config import Config, ConfigError, parse_config
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.progress import Progress
 from dapo_runner.rewards import reward as rewards_module
-from dapo_runner.rewards.reward import RewardError
+from dapo_runner.rewards.reward import DeadlineError, RewardError, call_within
 from dapo_runner.rewards.scoring import Scorer, load_reward
 from dapo_runner.train import train
 from dapo_runner.types import Completion, Group, Prompt, Verdict
@@ -269,3 +269,15 @@ def test_a_verdict_survives_a_checkpoint(modules: Path) -> None:
     groups = Scorer(config_of(modules, "arrays", body))(*batch(1, 2))
     assert groups[0].samples[0].verdict == Verdict(True, value=0.25)
     assert type(groups[0].samples[0].base_reward) is float
+
+
+def test_calls_after_one_that_blocks_the_event_loop_are_answered() -> None:
+    async def blocks() -> None:
+        time.sleep(4.0)
+
+    async def answers() -> int:
+        return 7
+
+    with pytest.raises(DeadlineError):
+        call_within(0.2, blocks, is_async=True)
+    assert call_within(0.2, answers, is_async=True) == 7

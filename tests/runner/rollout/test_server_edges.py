@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import resource
@@ -20,7 +21,7 @@ import pytest
 import torch
 from builders import make_config
 from fake_server import GENERATE, UPDATE, FakeServer
-from served import PROMPTS, SAMPLING, hang, open_engine, told
+from served import PROMPTS, SAMPLING, hang, moved, open_engine, told
 from small import write_recipe
 
 from dapo_runner.cli import main
@@ -366,3 +367,33 @@ def test_what_a_server_starts_as(
     assert f"--model={tmp_path}/runs/small/served-0" in command
     assert environment["VLLM_NO_USAGE_STATS"] == "1"  # vLLM would tell its makers
     assert "s3cret" not in str(command) + capsys.readouterr().out
+
+
+def test_the_server_of_a_killed_run_is_free_once_its_last_request_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a request prolongs the claim. That is no sign of life: only claims are."""
+    monkeypatch.setattr(guard, "LEASE", 0.3)
+    ownership, model = guard.Ownership(), {"layers": 2}
+
+    async def claims() -> list[str | None]:
+        first = await ownership.claim({"token": "a", "owner": "a", "model": model}, model)
+        with ownership.kept():
+            second = asyncio.create_task(ownership.claim({"token": "b", "owner": "b", "model": model}, model))
+            await asyncio.sleep(0.4)
+        return [first, await second]
+
+    assert asyncio.run(claims()) == [None, None]
+    assert ownership.token == "b"
+
+
+def test_an_error_nobody_foresaw_loses_a_server_and_hangs_no_run(
+    model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(model_folder, servers, tmp_path, sync_within=1.0)
+
+    async def send(*_: object) -> str:
+        raise ValueError("unforeseen")
+
+    monkeypatch.setattr(engine.pool.transfer, "send", send)
+    with pytest.raises(RolloutError, match="unforeseen"):
+        engine.update_weights(moved(policy).items())
+    engine.close()
