@@ -81,4 +81,6 @@ def _draw_curves(ax: Axes, panel: Panel, points: Points) -> None:
         ax.text(0.5, 0.5, "nothing logged", transform=ax.transAxes, ha="center", va="center", color=GREY, fontsize=9)
     elif len(found) > 1 or found[0][1]:  # above the axes, where it hides no curve
         place = {"loc": "lower right", "bbox_to_anchor": (1.02, 0.98)}
-        ax.legend(fontsize=7, frameon=False, ncols=len(found), handlelength=1.2, columnspacing=1.0, **place)
+        ax.legend(
+            fontsize=6, frameon=False, ncols=len(found), handlelength=0.8, handletextpad=0.3, columnspacing=0.6, **place
+        )
