@@ -333,6 +333,8 @@ def floor(result: dict[str, Any]) -> str:
     decoding = statistics.median(result["decoding"][1:])
     rollout, update = (of_phase(result, name) for name in ("rollout", "forward_backward"))
     met = "met" if step / bottom <= FLOOR_TARGET else "not met"
+    if step < bottom:  # the products alone took longer than the step that contains them
+        met = "not valid, other work ran while the products were measured"
     lines = [
         f"A step takes {step / bottom:.2f} times its floor (target {FLOOR_TARGET}: {met}):",
         "",
@@ -373,7 +375,7 @@ def main() -> int:
     ratio = ours / rate(result_of(results, "TRL"))
     print(f"{ratio:.2f}× the tokens a second of TRL at its best allocator, ours under the same; target {TARGET:g}×")
     bottom = floor_seconds(result_of(results, "runner"))
-    within = statistics.median(result_of(results, "runner")["seconds"][1:]) / bottom <= FLOOR_TARGET
+    within = 1 <= statistics.median(result_of(results, "runner")["seconds"][1:]) / bottom <= FLOOR_TARGET
     return 0 if ratio >= TARGET and within else 1
 
 

@@ -177,7 +177,7 @@ def _head_without_adapter(model: Any) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LossCall:
-    """What ``linear_dapo_loss`` is told besides the head and the tokens; tensors [B, C] unless said otherwise."""
+    """The arguments of ``linear_dapo_loss`` beside the head and the tokens; tensors are [B, C] by default."""
 
     objective: Objective
     mask: Tensor

@@ -23,7 +23,7 @@ from dapo_kernels.records import Slopes, Tokens, on_host
 
 
 class OwnTokens(NamedTuple):
-    """What a function of the caller's is told of its tokens, each [n] and constant; zeros where none trains."""
+    """The inputs of a caller's own objective, each [n] and without gradient; zeros where no token trains."""
 
     old_logprobs: Tensor  # where the call has none (on-policy), the log-probs themselves, without a gradient
     advantages: Tensor

@@ -155,7 +155,7 @@ class ServerPool:
             await self.changed.wait_until(lambda: server.error is not None or self._is_behind(server), RENEW)
 
     def _is_behind(self, server: Server) -> bool:
-        """Return whether a server needs weights from this rank. Another rank than 0 is told by ``follow``."""
+        """Return whether a server needs weights from this rank. Only rank 0 sends; ``follow`` updates the others."""
         return server.version != self.transfer.version and (self.transfer.world.is_main or server.error is not None)
 
     async def _update(self, server: Server) -> None:

@@ -48,6 +48,9 @@ def test_trl_is_quoted_at_its_best_and_ours_under_the_same(results: list[dict[st
 def test_what_lies_between_a_step_and_its_floor(results: list[dict[str, Any]]) -> None:
     text = step.floor(step.result_of(results, "runner"))
     assert "1.43 times its floor (target 1.25: not met)" in text  # 10 ÷ (3 + 4)
+    runner = step.result_of(results, "runner")
+    assert "not valid" in step.floor(runner | {"products": 100.0})
+    assert "not valid" not in text
     for line in ("| 1.00 | rollout, around", "| 1.00 | forward and backward pass, between", "| 1.00 | every other"):
         assert line in text
 

@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Kept(DapoGRPOTrainer):
-    """Keeps the generation batches, and what the loss of every micro-batch is told."""
+    """Records the generation batches and the arguments of the loss of every micro-batch."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
