@@ -275,6 +275,7 @@ PYTHON_FILES = {
     "package_data": {
         "dapo_kernels": ["py.typed"],
         "dapo_runner": ["py.typed"],
+        "dapo_runner.logging": ["glossary.txt"],
         "dapo_runner.tools.page": ["page.*"],
         "dapo_runner.recipes": ["*.yaml", "studies/*.yaml"],
     },

@@ -1,10 +1,11 @@
-"""Fused loss kernels for reinforcement learning on language models: the DAPO loss and its relatives."""
+"""Fused loss kernels for reinforcement learning of language models: the DAPO loss and related losses."""
 
 from dapo_kernels.backends import use_backend
-from dapo_kernels.distillation import linear_distillation_loss
+from dapo_kernels.distillation import DistillationOutput, linear_distillation_loss
 from dapo_kernels.layout import SamplingMask
-from dapo_kernels.logprobs import linear_token_logprobs, token_logprobs
+from dapo_kernels.logprobs import TokenStats, linear_token_logprobs, token_logprobs
 from dapo_kernels.losses import (
+    LossOutput,
     dapo_loss,
     linear_dapo_loss,
     policy_loss,
@@ -14,16 +15,25 @@ from dapo_kernels.losses import (
 from dapo_kernels.metrics import reduce_metrics, summarize
 from dapo_kernels.objectives import OBJECTIVES, Objective
 from dapo_kernels.objectives import select as select
-from dapo_kernels.preference import linear_preference_loss, preference_loss, preference_loss_from_logprobs
+from dapo_kernels.preference import (
+    PreferenceOutput,
+    linear_preference_loss,
+    preference_loss,
+    preference_loss_from_logprobs,
+)
 from dapo_kernels.records import LoraFactors
 
 __version__ = "0.1.0"
 
 __all__ = [
     "OBJECTIVES",
+    "DistillationOutput",
     "LoraFactors",
+    "LossOutput",
     "Objective",
+    "PreferenceOutput",
     "SamplingMask",
+    "TokenStats",
     "__version__",
     "dapo_loss",
     "linear_dapo_loss",

@@ -1,4 +1,4 @@
-"""The boundary of a loss: its options are checked here, once, and become one record.
+"""Check the options of a policy loss once, and turn them into one record.
 
 T tokens packed, or B×L padded; S sequences; N = T or B·L rows. An option of every loss is a field of ``LossOptions``
 and a step of ``PolicyCall.of``.
@@ -24,7 +24,7 @@ from dapo_kernels.records import Default, Terms, Tokens, readable
 
 
 class LossOptions(ObjectiveFields, total=False):
-    """The keywords of every loss; ``dapo_loss`` says what each means."""
+    """The keywords of every loss. ``dapo_loss`` documents them."""
 
     mask: Tensor | None
     ref_logprobs: Tensor | None
@@ -37,7 +37,7 @@ class LossOptions(ObjectiveFields, total=False):
 
 
 class RowOptions(LossOptions, total=False):
-    """Those of the losses that start from logits or hidden states."""
+    """The keywords of losses from logits or hidden states."""
 
     cu_seqlens: Tensor | None
     temperature: Annotated[float | Tensor, Default(1.0)]
@@ -47,28 +47,28 @@ class RowOptions(LossOptions, total=False):
 
 _OF_GROUPS = ("group_ids", "group_tokens")
 _OPTIONS = ("mask", "ref_logprobs", "importance_weights", "denominator", *_OF_GROUPS, "selection", "generator")
-_NAMES = tuple(RowOptions.__annotations__)  # for a hint at a misspelled one
+_NAMES = tuple(RowOptions.__annotations__)  # to suggest one for a misspelled keyword
 
 
 @dataclass(frozen=True)
 class PolicyCall:
-    """One validated call of a loss: what is left to decide is done per token."""
+    """A validated call of a loss."""
 
     layout: Layout
-    objective: Objective  # without the selections that ``tokens`` already carries
+    objective: Objective  # without the selections that ``tokens`` already contain
     scalars: ObjectiveScalars
     tokens: Tokens
     sequence_ids: Tensor | None
     selection: Tensor | float | None  # bool [N], or the entropy threshold of top_entropy
     generator: torch.Generator | None
-    group: str | None = None  # of ranks that share the vocabulary, and have to draw the same lots
+    group: str | None = None  # of ranks that share the vocabulary; they must use the same random numbers
 
     def shared_by(self, group: str | None) -> PolicyCall:
         return self if group is None else replace(self, group=group)
 
     @property
     def terms(self) -> Terms:
-        """What the ranks of a group have to say alike."""
+        """The values that must be the same on all ranks of a group."""
         own, chosen = self.objective.own, self.selection
         fields = dict(vars(self.objective), surrogate=self.objective.surrogate if own is None else name_of(own))
         settings = f"objective {fields}, selection {chosen if isinstance(chosen, float) else None}"
@@ -81,12 +81,12 @@ class PolicyCall:
 
     @property
     def one_visit(self) -> bool:
-        """Whether a token's gradient depends on nothing but its own row: log-prob, then gradient, in one visit."""
+        """Whether a token's gradient depends only on its own row: log-prob and gradient are computed in one visit."""
         return self.objective.one_pass and self.objective.own is None
 
     @property
     def own_alone(self) -> bool:
-        """Whether that holds of a function of the caller's, which the kernels do not know but an operator can call."""
+        """Whether the same holds for a user-defined objective, which an operator can call between the kernels."""
         if not self.objective.one_pass or self.objective.own is None:
             return False
         return not torch.compiler.is_compiling() or may_be_compiled_in(self.objective.own)
@@ -100,7 +100,7 @@ class PolicyCall:
         advantages: Tensor,
         options: LossOptions,
     ) -> PolicyCall:
-        """Check a loss call and flatten it; every token gets its weight in the scalar."""
+        """Check a loss call and flatten it. Every token gets its weight in the scalar loss."""
         given: dict[str, Any] = dict(options)
         mask, ref_logprobs, importance_weights, denominator, group_ids, group_tokens, selection, generator = (
             given.pop(name, None) for name in _OPTIONS
@@ -119,7 +119,7 @@ class PolicyCall:
         weights = token_weights(chosen, live, mask is None, *counted)
         if chosen.kl_to == "old" and chosen.kl_coef != 0:
             ref_logprobs = old_logprobs
-            if old_logprobs is None:  # on-policy: no distance, no slope
+            if old_logprobs is None:  # on-policy: KL and its gradient are zero
                 chosen = replace(chosen, kl_coef=0.0)
         tokens = Tokens(
             live=live,
@@ -136,7 +136,7 @@ class PolicyCall:
                 layout.check_logprobs(name, values, live)
         if chosen.max_old_prob is not None:
             assert tokens.old_logprobs is not None
-            sure = tokens.old_logprobs > math.log(chosen.max_old_prob)  # a NaN is not sure: it stays, and shows
+            sure = tokens.old_logprobs > math.log(chosen.max_old_prob)  # a NaN stays, so that it shows in the loss
             tokens = tokens._replace(weights=torch.where(sure, 0.0, weights))
         picked = None if selection is None else _selection(layout, chosen, selection)
         if generator is not None and not isinstance(generator, torch.Generator):
@@ -146,7 +146,7 @@ class PolicyCall:
 
 
 def _selection(layout: Layout, objective: Objective, value: Tensor | float) -> Tensor | float:
-    """A precomputed selection: bool [N], or a threshold for ``top_entropy``."""
+    """Return a checked precomputed selection: bool [N], or a threshold for ``top_entropy``."""
     name = objective.batch_selection
     if name is None:
         raise ValueError(f"{layout.caller}: selection has no use: the objective selects no tokens of the batch")
@@ -161,7 +161,7 @@ def _selection(layout: Layout, objective: Objective, value: Tensor | float) -> T
 
 
 def _settle(objective: Objective, tokens: Tokens, selection: Tensor | float | None) -> tuple[Objective, Tokens]:
-    """A selection known beforehand needs no second pass: fold it into the tokens."""
+    """Fold a precomputed selection into the tokens, so that it needs no second pass."""
     if not isinstance(selection, Tensor) or selection.dim() == 0:
         return objective, tokens
     if objective.top_entropy is not None:
@@ -173,7 +173,7 @@ def _settle(objective: Objective, tokens: Tokens, selection: Tensor | float | No
 
 
 def times_policy_term(tokens: Tokens, weight: Tensor | None) -> Tokens:
-    """Every token's policy term times ``weight`` [N]; ``None`` is 1."""
+    """Multiply every token's policy term by ``weight`` [N]; ``None`` is 1."""
     if weight is None:
         return tokens
     given = tokens.importance_weights
@@ -181,7 +181,7 @@ def times_policy_term(tokens: Tokens, weight: Tensor | None) -> Tokens:
 
 
 def without_policy_term(tokens: Tokens, selection: Tensor) -> Tokens:
-    """The selected tokens keep their KL and entropy terms and lose their policy gradient."""
+    """Remove the policy gradient of the selected tokens. They keep their KL and entropy terms."""
     base = torch.ones_like(tokens.weights) if tokens.importance_weights is None else tokens.importance_weights
     return tokens._replace(importance_weights=torch.where(selection, 0.0, base))
 
@@ -217,7 +217,7 @@ def _prompt_groups(
     group_tokens: Any,
     denominator: Any,
 ) -> PromptGroups:
-    """Which sequences answer the same prompt, where the mean is over prompts."""
+    """Return the groups of sequences with the same prompt, for a mean over prompts."""
     if objective.aggregate != PROMPT_MEAN:
         for name, value in zip(_OF_GROUPS, (group_ids, group_tokens), strict=True):
             if value is not None:
@@ -235,7 +235,7 @@ def _prompt_groups(
 
 
 def _group_ids(layout: Layout, value: Any) -> Tensor:
-    """int64 [S] in [0, S), equal where the given ids are; made without a host sync."""
+    """Return int64 [S] in [0, S), equal where the given ids are equal. Needs no host sync."""
     ids = layout.per_sequence("group_ids", value)
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise TypeError(f"{layout.caller}: group_ids must be integers, got {ids.dtype}")
@@ -244,7 +244,7 @@ def _group_ids(layout: Layout, value: Any) -> Tensor:
 
 
 def _group_tokens(layout: Layout, value: Any, live: Tensor, sequence_ids: Tensor | None) -> Tensor:
-    """[S], the live tokens of each sequence's group; on a GPU an asynchronous assert that they may be: nobody waits."""
+    """Return [S], the live tokens of each sequence's group. Too small counts are an asynchronous assert on a GPU."""
     counts = layout.per_sequence("group_tokens", value)
     if counts.dtype == torch.bool:
         raise TypeError(f"{layout.caller}: group_tokens must be numbers, got {counts.dtype}")
@@ -253,7 +253,7 @@ def _group_tokens(layout: Layout, value: Any, live: Tensor, sequence_ids: Tensor
         return counts
     assert sequence_ids is not None
     lengths = sequence_sums(live.to(layout.dtype), sequence_ids, counts.shape[0])
-    too_few = (lengths > 0) & ~(counts >= lengths)  # a NaN is too few
+    too_few = (lengths > 0) & ~(counts >= lengths)  # also for NaN
     if not readable(too_few):
         torch._assert_async(~too_few.any())
     elif bool(too_few.any()):
@@ -279,7 +279,7 @@ def checked_denominator(layout: Layout, value: float | Tensor | None, live: Tens
 
 
 def _check_positive(layout: Layout, value: Tensor, live: Tensor) -> None:
-    """A count of 0 is right where no token of any rank is live. On a GPU an asynchronous assert: nobody waits."""
+    """Raise ValueError unless positive; 0 is valid if no rank has a live token. Asynchronous on a GPU."""
     if torch.compiler.is_compiling():
         return
     if not readable(value):
@@ -295,9 +295,9 @@ def _check_positive(layout: Layout, value: Tensor, live: Tensor) -> None:
 
 
 def _warn_of_a_token_count(layout: Layout, objective: Objective, value: float | Tensor, live: Tensor) -> None:
-    """Dividing by tokens where the mean is over sequences or prompts: a small gradient, and nothing else shows it.
+    """Warn if a token count divides a mean over sequences or prompts. The only symptom is a small gradient.
 
-    On a GPU nobody waits to see it. The text holds no number, so that Python shows it once.
+    Skipped on a GPU, where it would wait. The text has no number, so that Python shows it only once.
     """
     if not readable(live) or (isinstance(value, Tensor) and not readable(value)):
         return

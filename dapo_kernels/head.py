@@ -1,5 +1,5 @@
-"""The output head of a call from hidden states: its options, checked as ``HeadOptions`` and the fields of ``Head`` and
-``Plan`` in ``records.py`` say."""
+"""Check the output head of a call from hidden states. The rules are in ``HeadOptions`` and in the fields of ``Head``
+and ``Plan`` (``records.py``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SAID = {name: (name.replace("lora_", "lora."), f"[{', '.join(dims)}]") for name
 
 
 def head_of_call(layout: Layout, hidden: Tensor, weight: Any, mask: Tensor | None, options: Any) -> tuple[Head, Plan]:
-    """Takes its own out of ``options``."""
+    """Return the checked head and plan. Removes its options from ``options``."""
     given: dict[str, Any] = {name: options.pop(name) for name in _NAMES if name in options}
     for name, value in given.items():
         above, whole = _NUMBERS.get(name, (None, False))
@@ -42,25 +42,25 @@ def head_of_call(layout: Layout, hidden: Tensor, weight: Any, mask: Tensor | Non
         check_tensor(layout.caller, _SAID[name][0], x, f"a tensor {_SAID[name][1]}")
     if main_grad is not None:
         _check_main_grad(layout, main_grad, weight)
-    # As autocast treats the Linear layer that this stands for, which keeps float64.
-    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
+    # Autocast applies as to a Linear layer; it keeps float64.
+    if not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, tensors = hidden.to(dtype), {n: x.to(dtype) for n, x in tensors.items()}
     _check_tensors(layout, hidden, tensors)
     if host_sync is not None:
         check_flag(layout, "host_sync", host_sync)
-    elif mask is None:  # every token is live: nothing to wait for
+    elif mask is None:  # every token is live: there is nothing to wait for
         host_sync = False
     if hidden.dtype == torch.float64:
         given["float32_logits"] = False
-    of_head = {name: value for name, value in given.items() if name in Head._fields} | tensors
-    served_by = backend_for(layout.caller, hidden.device, hidden.dtype, weight.shape[0])
-    plan = Plan(given.get("chunk_bytes"), host_sync, main_grad, served_by, valid)
-    return Head(hidden.reshape(-1, hidden.shape[-1]), **of_head), plan
+    head_fields = {name: value for name, value in given.items() if name in Head._fields} | tensors
+    backend_name = backend_for(layout.caller, hidden.device, hidden.dtype, weight.shape[0])
+    plan = Plan(given.get("chunk_bytes"), host_sync, main_grad, backend_name, valid)
+    return Head(hidden.reshape(-1, hidden.shape[-1]), **head_fields), plan
 
 
 def _check_tensors(layout: Layout, hidden: Tensor, tensors: dict[str, Tensor]) -> None:
-    """Shapes, dtypes and devices that go with those of hidden and with each other."""
+    """Check that shapes, dtypes and devices match those of hidden and each other."""
     sizes: dict[str, int] = {"H": hidden.shape[-1]}
     for name, x in tensors.items():
         (said, text), dims, shape = _SAID[name], SHAPES[name], list(x.shape)
@@ -75,7 +75,7 @@ def _check_tensors(layout: Layout, hidden: Tensor, tensors: dict[str, Tensor]) -
 
 
 def _checked_factors(layout: Layout, lora: Any) -> dict[str, Any]:
-    """By their fields of ``Head``; the tensors are checked as such."""
+    """Return the factors by field of ``Head``. Their tensors are checked later."""
     if not isinstance(lora, LoraFactors):
         raise TypeError(f"{layout.caller}: lora must be LoraFactors(a, b, scale), got {type(lora).__name__}")
     if not (is_number(lora.scale) and math.isfinite(lora.scale)):

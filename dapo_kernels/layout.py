@@ -1,6 +1,6 @@
-"""How the tokens of a call lie, and the checks of everything that is given per token.
+"""The layout of the tokens of a call, and the checks of all per-token arguments.
 
-T tokens packed, or B×L padded; S sequences; N = T or B·L rows. Nothing after the boundary looks at shapes again.
+T tokens packed, or B×L padded; S sequences; N = T or B·L rows. Code behind this boundary does not check shapes again.
 """
 
 from __future__ import annotations
@@ -21,11 +21,19 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class SamplingMask(NamedTuple):
-    """The tokens that top-p, top-k or min-p left to sample from, for each of N tokens: a packed ragged list.
+    """The tokens that top-p, top-k or min-p left for sampling each of N tokens, as a packed ragged list.
 
-    Token n was sampled from ``ids[offsets[n] : offsets[n + 1]]``, each once, in any order; an empty list stands for the
-    whole vocabulary. N = T packed, or B·L padded, row after row. On a GPU and in a compiled graph, which do not look,
-    the offsets and that no id stands twice are the caller's to know.
+    Token n was sampled from ``ids[offsets[n] : offsets[n + 1]]``, each id once, in any order; an empty list is the
+    whole vocabulary. N = T packed, or B·L padded, row by row. On a GPU and in a compiled graph, offsets and uniqueness
+    of ids are not checked.
+
+    Example:
+        >>> import torch
+        >>> from dapo_kernels import SamplingMask, token_logprobs
+        >>> sampled_from = SamplingMask.of_lists([[1, 2], []])  # of the second token: the whole vocabulary
+        >>> logits, ids = torch.zeros(2, 4), torch.tensor([2, 3])
+        >>> token_logprobs(logits, ids, sampling_mask=sampled_from).logprobs.exp().tolist()
+        [0.5, 0.25]
     """
 
     ids: Tensor  # int32 or int64 [K]
@@ -33,15 +41,15 @@ class SamplingMask(NamedTuple):
 
     @classmethod
     def of_lists(cls, lists: Sequence[Sequence[int]], device: torch.device | str | None = None) -> SamplingMask:
-        """From one list per token."""
+        """Return the mask for one list of ids per token."""
         offsets = torch.tensor([0, *(len(kept) for kept in lists)]).cumsum(0)
         ids = torch.tensor([token for kept in lists for token in kept], dtype=torch.int32)
         return cls(ids.to(device), offsets.to(device))
 
     @classmethod
     def of_kept(cls, kept: Tensor) -> SamplingMask:
-        """From bool [T, V] or [B, L, V], True where a token could be sampled: ``logits > -inf`` of what a sampler has
-        cut. A row that is all True, or all False, gets no list. Waits for a GPU.
+        """Return the mask for bool [T, V] or [B, L, V], True where a token could be sampled, such as ``logits > -inf``
+        after truncation. A row that is all True, or all False, gets no list. Waits for a GPU.
         """
         if kept.dtype != torch.bool or kept.dim() not in (2, 3):
             raise TypeError(f"SamplingMask: kept must be bool [T, V] or [B, L, V], got {kept.dtype} {list(kept.shape)}")
@@ -54,12 +62,12 @@ class SamplingMask(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How the caller's tokens lie: packed [T] (with or without sequence bounds) or padded [B, L]."""
+    """The layout of the caller's tokens: packed [T] (with or without sequence boundaries) or padded [B, L]."""
 
     caller: str
     shape: tuple[int, ...]
     device: torch.device
-    dtype: torch.dtype  # of per-token arithmetic
+    dtype: torch.dtype  # for per-token arithmetic
     cu_seqlens: Tensor | None
 
     @property
@@ -73,7 +81,7 @@ class Layout:
         return None if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     def sequence_ids(self) -> Tensor | None:
-        """int64 [N]: the sequence of every token; ``None`` when the packed layout has no bounds."""
+        """Return int64 [N], the sequence of each token; ``None`` for a packed layout without boundaries."""
         if len(self.shape) == 1 and self.cu_seqlens is None:
             return None
         positions = torch.arange(self.n_rows, device=self.device)
@@ -92,7 +100,7 @@ class Layout:
         return ValueError(f"{self.caller}: {name} must be {expected}, got {got}")
 
     def per_token(self, name: str, value: Any, dtype: torch.dtype | None = None, keep_grad: bool = False) -> Tensor:
-        """A per-token tensor, flat [N]; a constant unless ``keep_grad``."""
+        """Return a checked per-token tensor, flat [N]; detached unless ``keep_grad``."""
         value = self._tensor(name, value)
         if value.shape != self.shape:
             raise self.fail(name, self.describe(), list(value.shape))
@@ -104,7 +112,7 @@ class Layout:
         return (value if value.dtype == dtype else value.to(dtype)).contiguous()
 
     def per_token_or_sequence(self, name: str, value: Any) -> Tensor:
-        """A per-token or per-sequence tensor, spread over tokens: flat [N], a constant."""
+        """Return a checked per-token or per-sequence tensor, expanded to tokens: flat [N], detached."""
         value = self._tensor(name, value)
         if value.shape == self.shape:
             return self.per_token(name, value)
@@ -121,7 +129,7 @@ class Layout:
         raise self.fail(name, expected, list(value.shape))
 
     def per_sequence(self, name: str, value: Any) -> Tensor:
-        """A per-sequence tensor [S] or [B], a constant."""
+        """Return a checked per-sequence tensor [S] or [B], detached."""
         value = self._tensor(name, value, self.describe_sequences())
         if tuple(value.shape) != (self.n_sequences,):
             raise self.fail(name, self.describe_sequences(), list(value.shape))
@@ -136,11 +144,11 @@ class Layout:
         return value
 
     def number(self, value: Tensor) -> Tensor:
-        """A 0-d tensor. One of the host stays there: arithmetic takes it as it is, a copy to a GPU would wait."""
+        """Return a detached 0-d tensor. A CPU tensor stays on the CPU: a copy to a GPU would wait."""
         return value.detach() if value.device.type == "cpu" else value.detach().to(self.device)
 
     def _temperature(self, value: float | Tensor) -> tuple[float, Tensor | None]:
-        """A scalar temperature, or one per token (then the scalar is unused)."""
+        """Return a scalar temperature, or one per token (then the scalar is unused)."""
         if isinstance(value, Tensor) and value.dim() > 0:
             return 1.0, self.per_token("temperature", value)
         if isinstance(value, Tensor):
@@ -162,7 +170,7 @@ class Layout:
         want_entropy: bool,
         sampling_mask: SamplingMask | None = None,
     ) -> Asked:
-        """What is asked of every row."""
+        """Return the checked request for every row."""
         if isinstance(target_ids, Tensor) and (target_ids.is_floating_point() or target_ids.dtype == torch.bool):
             raise TypeError(f"{self.caller}: target_ids must be integers, got {target_ids.dtype}")
         targets = self.per_token("target_ids", target_ids, torch.int64)
@@ -188,30 +196,30 @@ class Layout:
             )
         if readable(ids):
             _check_once(self, ids, offsets, asked.live)
-        if on_host(ids):  # a quarter of the time
+        if on_host(ids):  # takes a quarter of the time of searchsorted
             rows = torch.repeat_interleave(counts, output_size=ids.shape[0])
         else:
             rows = torch.searchsorted(offsets, torch.arange(ids.shape[0], device=self.device), right=True) - 1
         return asked._replace(listed=counts > 0, kept_ids=ids, kept_rows=rows)
 
     def check_logprobs(self, name: str, values: Tensor, live: Tensor) -> None:
-        """Refuse a live value above 0, such as a probability. On a GPU, where looking waits, the metrics count them.
+        """Raise ValueError for a live value above 0, such as a probability. Skipped on a GPU; metrics count them there.
 
         Args:
-            values: log-probs, or sums of them; same shape as ``live``, a constant.
-            live: bool, which of them matter.
+            values: log-probs, or sums of them; same shape as ``live``, detached.
+            live: bool, which of them to check.
         """
         if not readable(values) or values.numel() == 0:
             return
-        if values.amax().item() <= LARGEST_LOGPROB:  # of all tokens: two operations instead of five, mostly enough
+        if values.amax().item() <= LARGEST_LOGPROB:  # usually true: two operations instead of five
             return
-        positive = (values > LARGEST_LOGPROB) & live  # a NaN is not positive
+        positive = (values > LARGEST_LOGPROB) & live  # False for NaN
         if bool(positive.any()):
             largest = float(values[positive].amax())
             raise self.fail(name, "log-probs, which are at most 0 (pass probabilities as .log())", f"{largest:g}")
 
     def live(self, mask: Tensor | None) -> Tensor:
-        """bool [N]: which tokens train."""
+        """Return bool [N]: which tokens train."""
         if mask is None:
             return torch.ones(self.n_rows, dtype=torch.bool, device=self.device)
         flat = self.per_token("mask", mask, mask.dtype if isinstance(mask, Tensor) else None)
@@ -223,12 +231,12 @@ class Layout:
 
 
 def check_tensor(caller: str, name: str, value: Any, expected: str = "a tensor") -> None:
-    """A tensor that this rank has all of."""
+    """Raise TypeError unless ``value`` is a tensor that is whole on this rank."""
     if type(value) is Tensor or type(value) is torch.nn.Parameter:
         return
     if not isinstance(value, Tensor):
         raise TypeError(f"{caller}: {name} must be {expected}, got {type(value).__name__}")
-    if hasattr(value, "device_mesh"):  # DTensor has it; importing that class takes as long as the rest of the package
+    if hasattr(value, "device_mesh"):  # a DTensor; importing the class takes as long as the rest of the package
         raise TypeError(
             f"{caller}: {name} must be {expected} that this rank has all of, got a DTensor: call the loss inside the "
             "forward of the module that fully_shard wrapped (docs/guide.md, FSDP2), or pass its full_tensor()"
@@ -238,8 +246,8 @@ def check_tensor(caller: str, name: str, value: Any, expected: str = "a tensor")
 def layout_of(
     caller: str, name: str, rows: Any, cu_seqlens: Tensor | None = None, parts: int = 1, target_ids: Any = None
 ) -> Layout:
-    """The layout that ``rows``, [T, ·] or [B, L, ·] floating point, gives the call; of which this may be one of
-    ``parts`` of the sequence, all equally long. Refuses rows that ``target_ids`` show not to be shifted.
+    """Return the layout for ``rows``, [T, ·] or [B, L, ·] floating point, which may be one of ``parts`` equal parts of
+    the sequence. Raises ValueError if ``target_ids`` show that the rows are not shifted.
     """
     check_tensor(caller, name, rows)
     if rows.dim() not in (2, 3):
@@ -253,7 +261,7 @@ def layout_of(
 
 
 def _check_shifted(caller: str, name: str, shape: tuple[int, ...], target_ids: Tensor, cu_seqlens: Any) -> None:
-    """The commonest mistake: rows of all positions beside targets from the second one on."""
+    """Raise ValueError for the most common mistake: rows of all positions with targets from the second position on."""
     got = tuple(target_ids.shape)
     sequences = cu_seqlens.numel() - 1 if len(shape) == 1 and isinstance(cu_seqlens, Tensor) else 1
     if len(got) == len(shape) and got[:-1] == shape[:-1] and 0 < shape[-1] - got[-1] <= max(sequences, 1):
@@ -265,7 +273,7 @@ def _check_shifted(caller: str, name: str, shape: tuple[int, ...], target_ids: T
 
 
 def token_layout(caller: str, name: str, values: Any, cu_seqlens: Tensor | None) -> Layout:
-    """The layout that a per-token tensor, [T] or [B, L], gives the call."""
+    """Return the layout for a per-token tensor, [T] or [B, L]."""
     check_tensor(caller, name, values)
     if values.dim() not in (1, 2):
         raise ValueError(f"{caller}: {name} must be packed [T] or padded [B, L], got {list(values.shape)}")
@@ -307,7 +315,7 @@ def _short(values: list[int]) -> str:
 
 
 def _check_once(layout: Layout, ids: Tensor, offsets: Tensor, live: Tensor) -> None:
-    """Each id once per live token: the sum over a list would count it twice."""
+    """Raise ValueError if an id is twice in the list of a live token: sums over the list would count it twice."""
     at = cpu_backend().find_repeated(ids, offsets, live)
     if at is not None:
         row = int(torch.searchsorted(offsets, at, right=True)) - 1
@@ -321,7 +329,7 @@ def check_flag(layout: Layout, name: str, value: Any) -> bool:
 
 
 def check_valid_vocab(layout: Layout, value: Any, columns: int | None = None) -> None:
-    """``columns``: all there are, where this rank knows."""
+    """Check ``valid_vocab``. ``columns``: the size of the vocabulary, if this rank knows it."""
     if value is None:
         return
     if type(value) is not int or value < 1:
@@ -331,7 +339,7 @@ def check_valid_vocab(layout: Layout, value: Any, columns: int | None = None) ->
 
 
 def check_rows_apart(layout: Layout, logits: Tensor) -> None:
-    """A gradient written over the logits needs every logit to have memory of its own."""
+    """Raise ValueError if two logits share memory: a gradient written in place needs separate memory for each."""
     reach = 1
     for stride, size in sorted(zip(logits.stride(), logits.shape, strict=True)):
         if size > 1 and stride < reach:

@@ -1,4 +1,4 @@
-"""Differentiable log-probs and entropies, from logits or from hidden states."""
+"""Compute differentiable log-probs and entropies, from logits or from hidden states."""
 
 from __future__ import annotations
 
@@ -31,7 +31,15 @@ class LinearLogprobsOptions(HeadOptions, ShardOptions, total=False):
 
 
 class TokenStats(NamedTuple):
-    """``logprobs`` of the targets and, when asked for, ``entropy`` of the distribution; both differentiable."""
+    """``logprobs`` of the targets and, if requested, ``entropy`` of the distribution; both differentiable.
+
+    Example:
+        >>> import torch
+        >>> from dapo_kernels import TokenStats, token_logprobs
+        >>> stats = token_logprobs(torch.zeros(1, 4), torch.tensor([0]), entropy=True)
+        >>> isinstance(stats, TokenStats), round(stats.entropy.item(), 4)  # log 4
+        (True, 1.3863)
+    """
 
     logprobs: Tensor
     entropy: Tensor | None
@@ -48,7 +56,7 @@ def token_logprobs(
     sampling_mask: SamplingMask | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> TokenStats:
-    """Log-probs of the targets, log softmax(logits/τ)[target], and entropies of softmax(logits/τ).
+    """Return log-probs of the targets, log softmax(logits/τ)[target], and entropies of softmax(logits/τ).
 
     Args:
         logits: [T, V] or [B, L, V]; dtypes and strides as in ``dapo_loss``.
@@ -63,6 +71,13 @@ def token_logprobs(
 
     Raises:
         ValueError, TypeError, IndexError: as in ``dapo_loss``.
+
+    Example:
+        >>> import torch
+        >>> from dapo_kernels import token_logprobs
+        >>> logits = torch.tensor([[0.0, 0.0], [0.0, float("-inf")]])
+        >>> token_logprobs(logits, torch.tensor([1, 0])).logprobs.exp().tolist()
+        [0.5, 1.0]
     """
     logits, shard = logits_of_call("token_logprobs", logits, group)
     with Telling(shard, logits):
@@ -70,11 +85,11 @@ def token_logprobs(
         check_flag(layout, "entropy", entropy)
         check_flag(layout, "inplace_backward", inplace_backward)
         asked = layout.asked(target_ids, temperature, layout.live(None), entropy, sampling_mask)
-        served_by = backend_for("token_logprobs", logits.device, logits.dtype, logits.shape[-1])
+        backend_name = backend_for("token_logprobs", logits.device, logits.dtype, logits.shape[-1])
         in_place = inplace_backward and from_rows.may_work_in_place(logits)
         if in_place:
             check_rows_apart(layout, logits)
-    server = shared_server(layout, shard, logits, served_by, asked, valid_vocab)
+    server = shared_server(layout, shard, logits, backend_name, asked, valid_vocab)
     stats = from_rows.stats_of(logits, asked, server, in_place)
     return _shaped(layout, stats.logprobs, stats.entropy)
 
@@ -91,11 +106,18 @@ def linear_token_logprobs(
     sampling_mask: SamplingMask | None = None,
     **options: Unpack[LinearLogprobsOptions],
 ) -> TokenStats:
-    """``token_logprobs`` of ``softcap(hidden · weightᵀ + bias)``, a chunk of tokens at a time.
+    """Return ``token_logprobs`` of ``softcap(hidden · weightᵀ + bias)``, a chunk of tokens at a time.
 
-    Differentiable with respect to hidden, weight and bias; the backward pass computes the logits again (four GEMMs in
-    all). With ``mask`` only live tokens are computed; the others are 0. Arguments and errors as in
+    Differentiable with respect to hidden, weight and bias. The backward pass recomputes the logits (four GEMMs in
+    total). With ``mask`` only live tokens are computed; the others are 0. Arguments and errors are those of
     ``linear_dapo_loss``.
+
+    Example:
+        >>> import torch
+        >>> from dapo_kernels import linear_token_logprobs
+        >>> hidden, weight = torch.ones(2, 8), torch.zeros(4, 8)
+        >>> linear_token_logprobs(hidden, weight, torch.tensor([3, 0])).logprobs.exp().tolist()
+        [0.25, 0.25]
     """
     hidden, weight, shard = head_of_ranks("linear_token_logprobs", hidden, weight, options)
     with Telling(shard, weight):

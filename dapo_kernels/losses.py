@@ -1,4 +1,4 @@
-"""The losses, from logits, from hidden states, from log-probs: each checks its arguments and calls the engine."""
+"""The policy losses, from logits, hidden states or log-probs. Each checks its arguments and calls the engine."""
 
 from __future__ import annotations
 
@@ -36,9 +36,19 @@ Chosen = str | Objective | OwnLoss
 
 
 class LossOutput(NamedTuple):
-    """``loss`` 0-d, carrying the gradient; ``logprobs`` and ``entropy`` detached, in the layout of ``target_ids``,
-    0 on dead tokens (entropy ``None`` unless it was needed); ``metrics`` sums over live tokens, computed when they are
-    read, see ``summarize``."""
+    """The result of a policy loss.
+
+    ``loss`` is 0-d and carries the gradient. ``logprobs`` and ``entropy`` are detached, in the layout of
+    ``target_ids``, 0 on dead tokens; ``entropy`` is ``None`` if it was not computed. ``metrics`` are sums over live
+    tokens, computed when they are first read; see ``summarize``.
+
+    Example:
+        >>> import torch
+        >>> from dapo_kernels import LossOutput, policy_loss
+        >>> out = policy_loss(torch.tensor([-0.5]), None, torch.tensor([1.0]))
+        >>> isinstance(out, LossOutput), out.logprobs.tolist(), out.entropy
+        (True, [-0.5], None)
+    """
 
     loss: Tensor
     logprobs: Tensor
@@ -65,59 +75,68 @@ def dapo_loss(
     objective: Chosen = "dapo",
     **options: Unpack[LogitsOptions],
 ) -> LossOutput:
-    """The DAPO loss (or a relative) of a batch of responses, from their logits.
+    """Compute the DAPO loss, or a related loss, of a batch of responses from their logits.
 
     With ℓ = log softmax(logits/τ)[target], ρ = exp(ℓ − ℓ_old), A the advantage and N the live tokens (DAPO, eq. 8)::
 
         loss = −1/N Σ_t min(ρ_t A_t, clip(ρ_t, 1 − clip_low, 1 + clip_high) A_t)
 
-    N counts the whole mini-batch, as in the code released with the paper. Eq. 8 as printed takes this mean within each
-    prompt's group of responses, and then the mean over prompts: ``aggregate="prompt-mean-token-mean"``.
-
+    N counts the whole mini-batch, as in the code released with the paper. Eq. 8 as printed averages within each
+    prompt's group of responses first, and then over prompts: ``aggregate="prompt-mean-token-mean"``.
     Args:
         logits: [T, V] packed or [B, L, V] padded; float32, bfloat16 or float16 (float64 on the torch backend), any
             strides. ``logits[t]`` predicts ``target_ids[t]``: shift before the call.
         target_ids: [T] or [B, L], integers in [0, V).
         old_logprobs: same shape, log-probs under the policy that sampled; ``None`` means on-policy: ratio 1.
-            Log-probs above 0, probabilities passed by mistake, are refused on the CPU; elsewhere the metric
+            On the CPU, log-probs above 0 (such as probabilities passed by mistake) raise an error; elsewhere the metric
             ``positive_logprobs`` counts their tokens.
         advantages: per token, or per sequence [S] / [B].
         objective: a name in ``OBJECTIVES``, an ``Objective``, or a function ``fn(logprobs, entropy, tokens)`` that
             returns a loss per token, each [n] (docs/objectives.md, "A loss of your own").
-        mask: same shape as ``target_ids``, which tokens train. A masked token may hold anything, NaN included.
-        cu_seqlens: int32 [S+1], where packed sequences begin and end.
-        ref_logprobs: per token, under the reference policy; needed when ``kl_coef`` is not 0.
-        importance_weights: per token or sequence; multiply the policy term and KL-Cov's penalty, not
-            the KL to a reference or the entropy bonus (rollout correction).
+        mask: same shape as ``target_ids``: which tokens train. A masked token may hold anything, also NaN.
+        cu_seqlens: int32 [S+1], the boundaries of packed sequences.
+        ref_logprobs: per token, under the reference policy; required if ``kl_coef`` is not 0.
+        importance_weights: per token or sequence; they multiply the policy term and KL-Cov's penalty, but not the KL to
+            a reference or the entropy bonus (rollout correction).
         temperature: positive number, or one per token; 1 by default.
-        sampling_mask: a ``SamplingMask``, which tokens of the vocabulary each one was sampled from, where top-p, top-k
-            or min-p had cut it down: log-probs, entropies and gradients are those of the softmax over them, and nothing
-            else of a row is looked at (docs/guide.md).
+        sampling_mask: a ``SamplingMask``: the tokens that top-p, top-k or min-p left for sampling. Log-probs, entropies
+            and gradients are those of the softmax over them; other logits of the row are not read (docs/guide.md).
         denominator: replaces the local count of tokens (or of sequences, or of prompts) in the mean; a number or a
             0-d tensor, the count over all micro-batches and ranks.
-        group_ids: integers [S] / [B], equal where sequences answer the same prompt; only with
-            ``aggregate="prompt-mean-token-mean"``, which needs them, or ``group_tokens`` and ``denominator``.
+        group_ids: integers [S] / [B], equal for sequences that answer the same prompt. Only with
+            ``aggregate="prompt-mean-token-mean"``, which requires them, or ``group_tokens`` and ``denominator``.
         group_tokens: [S] / [B], for each sequence the live tokens of its whole group over all micro-batches and ranks,
-            where this call may not hold all of a group; counted by default. Only with that aggregate.
-        inplace_backward: let the gradient overwrite the logits' storage (already in this call, where the objective
-            allows one pass). The logits must not be used afterwards.
+            if this call may not hold the whole group; counted by default. Only with that aggregate.
+        inplace_backward: let the gradient overwrite the logits' storage (already in this call if the objective allows
+            one pass). The logits must not be used afterwards.
         entropy: also return the entropy of every live token.
-        selection: with ``top_entropy``, ``clip_cov`` or ``kl_cov``, which tokens were selected (bool, per token), made
-            beforehand over the whole batch (``dapo_kernels.select``) so that micro-batches agree with it;
+        selection: with ``top_entropy``, ``clip_cov`` or ``kl_cov``, the selected tokens (bool, per token), computed
+            beforehand over the whole batch (``dapo_kernels.select``), so that it does not depend on micro-batches;
             ``top_entropy`` also takes the entropy threshold as a number.
         generator: for the random choice of ``clip_cov``.
-        valid_vocab: how many columns, the first, can be sampled; those behind them, which pad the vocabulary, take no
-            part whatever they hold, and their gradient is zero. Targets are then in [0, valid_vocab).
+        valid_vocab: number of columns that can be sampled, from the first. The columns behind them pad the vocabulary:
+            they are ignored and get gradient zero. Targets are then in [0, valid_vocab).
         group: a ``torch.distributed`` process group whose ranks each hold some columns of the logits, in the order of
-            its ranks. Everything else is the same on all of them, with targets of the whole vocabulary, and so are
-            the results. Not needed for a ``DTensor`` of ``Shard(-1)`` (docs/vocabulary-parallel.md).
-        clip_high and every other field of ``Objective``: for this call.
+            its ranks. All other arguments and the results are the same on all ranks; targets index the whole
+            vocabulary. Not needed for a ``DTensor`` with ``Shard(-1)`` (docs/vocabulary-parallel.md).
+        clip_high and every other field of ``Objective``: override it for this call.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message names it, what was expected and what came. Ranks of a
-            ``group`` that were given other tokens or options than each other all raise.
-        IndexError: a live token's target, or an id that it keeps, is outside [0, V). As for a target that
-            ``sampling_mask`` does not keep (ValueError), on CUDA an asynchronous device assert.
+        ValueError, TypeError: an argument is wrong; the message names it, what was expected and what it got. If ranks
+            of a ``group`` pass different tokens or options, all of them raise.
+        IndexError: a live token's target, or an id in its ``sampling_mask``, is outside [0, V). On CUDA this is an
+            asynchronous device assert, as is a target that its ``sampling_mask`` lacks (otherwise ValueError).
+
+    Example:
+        >>> import torch
+        >>> from dapo_kernels import dapo_loss
+        >>> logits = torch.zeros(2, 3, 5, requires_grad=True)  # 2 responses of 3 tokens, a vocabulary of 5
+        >>> target_ids = torch.tensor([[1, 2, 3], [4, 0, 1]])
+        >>> old_logprobs = torch.full((2, 3), 0.2).log()
+        >>> out = dapo_loss(logits, target_ids, old_logprobs, advantages=torch.tensor([1.0, -0.5]))
+        >>> out.loss.backward()
+        >>> round(out.loss.item(), 4), logits.grad.shape
+        (-0.25, torch.Size([2, 3, 5]))
     """
     return _from_logits("dapo_loss", logits, target_ids, old_logprobs, advantages, objective, options)
 
@@ -132,7 +151,16 @@ def policy_loss_from_logits(
     objective: Chosen,
     **options: Unpack[LogitsOptions],
 ) -> LossOutput:
-    """``dapo_loss`` for code that names its objective."""
+    """Compute ``dapo_loss`` with an explicit objective.
+
+    Example:
+        >>> import torch
+        >>> from dapo_kernels import policy_loss_from_logits
+        >>> logits, ids = torch.zeros(4, 5), torch.tensor([0, 1, 2, 3])
+        >>> out = policy_loss_from_logits(logits, ids, None, torch.ones(4), objective="cispo")
+        >>> round(out.loss.item(), 4)  # −ℓ = log 5
+        1.6094
+    """
     return _from_logits("policy_loss_from_logits", logits, target_ids, old_logprobs, advantages, objective, options)
 
 
@@ -147,42 +175,53 @@ def linear_dapo_loss(
     objective: Chosen = "dapo",
     **options: Unpack[LinearOptions],
 ) -> LossOutput:
-    """``dapo_loss`` of ``softcap(hidden · weightᵀ + bias)``, a chunk of tokens at a time.
+    """Compute ``dapo_loss`` of ``softcap(hidden · weightᵀ + bias)``, a chunk of tokens at a time.
 
-    The gradient is formed together with the loss, three GEMMs in all, and scaled by ``grad_output`` in the backward
-    pass; it can be handed out once. Objectives that look at a whole sequence or batch first (``gspo``,
-    ``top_entropy``, …) compute the logits again in the backward pass: four GEMMs. Inputs that do not require a
-    gradient cost none, and under ``no_grad`` the call costs one GEMM. Cost follows live tokens.
+    The gradient is computed together with the loss, with three GEMMs in total, and scaled by ``grad_output`` in the
+    backward pass; ``backward`` can be called once. Objectives that need a whole sequence or batch first (``gspo``,
+    ``top_entropy``, …) recompute the logits in the backward pass: four GEMMs. Inputs that do not require a gradient
+    cost none; under ``no_grad`` the call costs one GEMM. The cost is proportional to the number of live tokens.
 
     Args:
         hidden: [T, H] packed or [B, L, H] padded.
         weight: [V, H], the output head (``lm_head.weight``), same dtype as ``hidden``.
         bias: [V], same dtype.
-        lora: an adapter of the head, ``LoraFactors(a [r, H], b [V, r], scale)`` of the same dtype: its weight is
-            weight + scale · b · a, of which nothing [V, H] is made. Gradients go to whichever of a, b and weight
-            require one. With ``group``, b is this rank's rows and a the same on all.
+        lora: an adapter of the head, ``LoraFactors(a [r, H], b [V, r], scale)`` with the same dtype. The weight is then
+            weight + scale · b · a, which is never materialized. Those of a, b and weight that require a gradient get
+            one. With ``group``, b has this rank's rows and a is the same on all ranks.
         softcap: c of c·tanh(logits/c), applied before the temperature.
         float32_logits: keep the logits of 16-bit inputs in float32. By default they are rounded to the inputs' dtype,
-            as the model's own head and most rollout engines do: match the engine, or the ratio carries the
-            difference. On the CPU this product runs at the float32 rate.
+            as in most models and rollout engines. Match the engine: otherwise the ratio contains the difference. On the
+            CPU this product runs at the float32 rate.
         chunk_bytes: size of the logits buffer, the only O(V) memory per token; by default 192 MiB, on a GPU 1 GiB
-            (more where a single chunk then saves the float32 running sum of the weight's gradient).
-        host_sync: on a GPU, whether the call may wait for the device once per pass, to learn how many tokens are live.
-            It then computes those only; without waiting all tokens go through the GEMMs, shapes follow from the
-            arguments alone and the call can be captured in a CUDA graph. By default it waits when a mask is given,
-            since a wait costs microseconds and a token's GEMMs 6·H·V flops; but neither while a graph is captured nor
-            under ``torch.cuda.set_sync_debug_mode``.
-        main_grad: float32 [V, H] that the backward pass adds the weight's gradient to, as Megatron's ``main_grad``;
-            ``weight.grad`` stays as it is and hooks on it do not run. Every backward pass adds, one that asks for
-            another tensor's gradient alone included. Over many micro-batches a 16-bit ``.grad`` loses
-            digits at every addition.
-        group: a process group whose ranks each hold some rows of the head: then ``weight`` [V/ranks, H], ``bias`` and
-            ``main_grad`` are this rank's, their gradients too, and ``hidden.grad`` is added up over the group. Not
-            needed for a ``weight`` (and ``bias``) that is a ``DTensor`` of ``Shard(0)`` (docs/vocabulary-parallel.md).
+            (more if a single chunk then avoids the float32 running sum of the weight's gradient).
+        host_sync: on a GPU, whether the call may wait for the device once per pass to learn the number of live tokens.
+            It then computes only those. Without waiting, all tokens go through the GEMMs, shapes depend only on the
+            arguments, and the call can be captured in a CUDA graph. By default it waits if a mask is given, because a
+            wait costs microseconds and a token's GEMMs 6·H·V flops; but not during graph capture or under
+            ``torch.cuda.set_sync_debug_mode``.
+        main_grad: float32 [V, H] to which the backward pass adds the weight's gradient, like Megatron's ``main_grad``.
+            ``weight.grad`` is not changed and hooks on it do not run. Every backward pass adds to it, also one that
+            only asks for another tensor's gradient. Summing many micro-batches in a 16-bit ``.grad`` would lose digits.
+        group: a process group whose ranks each hold some rows of the head. Then ``weight`` [V/ranks, H], ``bias``,
+            ``main_grad`` and their gradients are those of this rank, and ``hidden.grad`` is summed over the group. Not
+            needed for a ``weight`` (and ``bias``) that is a ``Shard(0)`` ``DTensor`` (docs/vocabulary-parallel.md).
         sequence_parallel: with a shared head, ``hidden`` is this rank's part of the tokens, [T/ranks, H] or
-            [B, L/ranks, H]: it is gathered, and its gradient reduce-scattered. Per-token tensors are of all tokens.
+            [B, L/ranks, H]. It is gathered, and its gradient reduce-scattered. Per-token tensors are for all tokens.
 
+    The other arguments, the result and the errors are those of ``dapo_loss``. Softmax arithmetic is in float32.
     The other arguments, the result and the errors are those of ``dapo_loss``. Softmax arithmetic is float32.
+
+    Example:
+        >>> import torch
+        >>> from dapo_kernels import linear_dapo_loss
+        >>> hidden = torch.ones(4, 8, requires_grad=True)  # 4 packed tokens
+        >>> weight = torch.zeros(5, 8, requires_grad=True)  # the head: a vocabulary of 5
+        >>> ids, mask = torch.tensor([0, 1, 2, 3]), torch.tensor([False, True, True, True])
+        >>> out = linear_dapo_loss(hidden, weight, ids, None, torch.ones(4), mask=mask, clip_high=0.3)
+        >>> out.loss.backward()
+        >>> round(out.loss.item(), 4), out.metrics["tokens"].item(), weight.grad.shape
+        (-1.0, 3, torch.Size([5, 8]))
     """
     return _from_hidden("linear_dapo_loss", hidden, weight, target_ids, old_logprobs, advantages, objective, options)
 
@@ -198,7 +237,16 @@ def policy_loss_from_hidden(
     objective: Chosen,
     **options: Unpack[LinearOptions],
 ) -> LossOutput:
-    """``linear_dapo_loss`` for code that names its objective."""
+    """Compute ``linear_dapo_loss`` with an explicit objective.
+
+    Example:
+        >>> import torch
+        >>> from dapo_kernels import policy_loss_from_hidden
+        >>> hidden, weight, ids = torch.ones(4, 8), torch.zeros(5, 8), torch.tensor([0, 1, 2, 3])
+        >>> out = policy_loss_from_hidden(hidden, weight, ids, None, torch.ones(4), objective="reinforce")
+        >>> round(out.loss.item(), 4)  # −ℓ = log 5
+        1.6094
+    """
     name = "policy_loss_from_hidden"
     return _from_hidden(name, hidden, weight, target_ids, old_logprobs, advantages, objective, options)
 
@@ -217,13 +265,25 @@ def policy_loss(
     objective: Chosen = "dapo",
     **options: Unpack[LogprobsOptions],
 ) -> LossOutput:
-    """``dapo_loss`` from log-probs that are already there: O(tokens).
+    """Compute ``dapo_loss`` from existing log-probs: O(tokens).
 
     Args:
-        logprobs: [T] packed or [B, L] padded, of the tokens under the policy being trained; differentiable.
-        entropy: same shape, differentiable; needed when ``entropy_coef`` is not 0.
+        logprobs: [T] packed or [B, L] padded, of the tokens under the trained policy; differentiable.
+        entropy: same shape, differentiable; required if ``entropy_coef`` is not 0.
 
     The other arguments and the errors are those of ``dapo_loss``.
+
+    Example:
+        >>> import torch
+        >>> from dapo_kernels import policy_loss
+        >>> old_logprobs = torch.tensor([-1.0, -2.0])
+        >>> logprobs = torch.tensor([-0.5, -2.0], requires_grad=True)
+        >>> out = policy_loss(logprobs, old_logprobs, torch.tensor([1.0, 1.0]))
+        >>> round(out.loss.item(), 4)  # the first ratio, e^0.5, is clipped to 1.28
+        -1.14
+        >>> out.loss.backward()
+        >>> logprobs.grad.tolist()
+        [0.0, -0.5]
     """
     entropy = options.pop("entropy", None)
     layout = token_layout("policy_loss", "logprobs", logprobs, options.pop("cu_seqlens", None))
@@ -232,10 +292,10 @@ def policy_loss(
         field = "entropy_coef" if call.objective.entropy_coef != 0 else "top_entropy"
         raise ValueError(f"policy_loss: {field}={getattr(call.objective, field):g} needs entropy, {layout.describe()}")
     entropies = None if entropy is None else layout.per_token("entropy", entropy, keep_grad=True)
-    served_by = backend_for("policy_loss", logprobs.device, layout.dtype)
+    backend_name = backend_for("policy_loss", logprobs.device, layout.dtype)
     flat = layout.per_token("logprobs", logprobs, keep_grad=True)
     layout.check_logprobs("logprobs", flat.detach(), call.tokens.live)
-    return _of_stats(call, flat, entropies, served_by)
+    return _of_stats(call, flat, entropies, backend_name)
 
 
 def _from_logits(
@@ -253,16 +313,16 @@ def _from_logits(
         layout = layout_of(caller, "logits", logits, options.pop("cu_seqlens", None), target_ids=target_ids)
         in_place = check_flag(layout, "inplace_backward", options.pop("inplace_backward", False))
         call, asked = _row_call(layout, target_ids, old_logprobs, advantages, objective, options)
-        served_by = backend_for(caller, logits.device, logits.dtype, logits.shape[-1])
-        # A compiled graph has no use for the in-place form: the compiler plans buffers itself.
+        backend_name = backend_for(caller, logits.device, logits.dtype, logits.shape[-1])
+        # The in-place form has no effect in a compiled graph: the compiler plans buffers itself.
         in_place = in_place and from_rows.may_work_in_place(logits)
         if in_place:
             check_rows_apart(layout, logits)
-    server = shared_server(layout, shard, logits, served_by, asked, valid, call)
+    server = shared_server(layout, shard, logits, backend_name, asked, valid, call)
     call = call.shared_by(None if shard is None else shard.group)
     if not call.one_visit:
         stats = from_rows.stats_of(logits, asked, server, in_place)
-        return _of_stats(call, stats.logprobs, stats.entropy, served_by)
+        return _of_stats(call, stats.logprobs, stats.entropy, backend_name)
     if in_place:
         weights, unit = gradient_unit(logits.dtype, call.tokens.weights)
         rest = (asked, call.tokens._replace(weights=weights), call.scalars, server)
@@ -315,9 +375,9 @@ def _row_call(
     return call, layout.asked(target_ids, temperature, call.tokens.live, want_entropy, sampling_mask)
 
 
-def _of_stats(call: PolicyCall, logprobs: Tensor, entropy: Tensor | None, served_by: str) -> LossOutput:
+def _of_stats(call: PolicyCall, logprobs: Tensor, entropy: Tensor | None, backend_name: str) -> LossOutput:
     live = call.tokens.live
-    loss, clip_hit, ref_kl, log_ratio = loss_of_stats(call, logprobs, entropy, served_by)
+    loss, clip_hit, ref_kl, log_ratio = loss_of_stats(call, logprobs, entropy, backend_name)
     logprobs = torch.where(live, logprobs.detach(), 0.0)
     entropy = None if entropy is None else torch.where(live, entropy.detach(), 0.0)
     return _output(call, loss, logprobs, entropy, clip_hit, ref_kl, log_ratio)
@@ -332,11 +392,11 @@ def _output(
     ref_kl: Tensor | None,
     log_ratio: Tensor | None = None,
 ) -> LossOutput:
-    """Per-token results [N], zeros on dead tokens, in the caller's layout."""
+    """Return the result. Per-token results [N], zero on dead tokens, get the caller's layout."""
     tokens, shape = call.tokens, call.layout.shape
     old, ref = tokens.old_logprobs, tokens.ref_logprobs
     reported = PerToken(tokens.live, logprobs, old, ref, log_ratio, clip_hit, ref_kl, entropy)
-    # What a compiled graph does not return it does not compute.
+    # A compiled graph does not compute what it does not return.
     metrics = token_sums(reported) if torch.compiler.is_compiling() else Metrics(reported)
     if len(shape) > 1:
         logprobs, entropy = logprobs.view(shape), None if entropy is None else entropy.view(shape)

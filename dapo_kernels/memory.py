@@ -1,11 +1,11 @@
-"""Large memory on the CPU, kept between calls, with one bound for the process.
+"""Keep large CPU memory between calls, with one limit for the process.
 
-The first touch of fresh memory faults once per 4 KiB page: a GEMM into 192 MiB of it took 220 ms in place of 144. In
-huge pages (Linux, where ``transparent_hugepage`` is ``madvise`` or ``always``) it took 150, as long as the system has
-free ones: in a fragmented memory it may stop to make some. Where a hypervisor lends memory it is dearest: new gradients
-of 400 MB took 188 ms, in used memory 18. So pages that nobody holds any more serve the next call, of whatever thread.
+The first access to new memory faults once per 4 KiB page: a GEMM into 192 MiB of it took 220 ms instead of 144. With
+huge pages (Linux, ``transparent_hugepage`` set to ``madvise`` or ``always``) it took 150, as long as the system has
+free ones; if memory is fragmented, it may stop to make some. Under a hypervisor new memory is slowest: writing new
+gradients of 400 MB took 188 ms, in used memory 18. So unused pages serve the next call, in any thread.
 
-Fresh pages are zeros of the system's, and those that nobody writes cost neither time nor memory.
+New pages contain zeros, and pages that are never written cost neither time nor memory.
 """
 
 from __future__ import annotations
@@ -22,54 +22,54 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 _LARGE_BYTES = 4 * 2**20
-# Of all that is kept, whoever keeps it. More than one call takes at a time is not worth keeping.
+# Limit of all kept pages, in bytes. More than one call uses at a time is not worth keeping.
 KEPT_BYTES = 2 * 2**30
-_MOST_UNUSED = 4  # kept pages serve a tensor of at least this part of them
+_MOST_UNUSED = 4  # pages are reused for a tensor of at least 1/4 of their size
 
 
 @functools.cache
 def _extension() -> Any:
     try:
         return importlib.import_module("dapo_kernels._C")
-    except ImportError:  # said once, by backends/registry.py
+    except ImportError:  # backends/registry.py reports it once
         return None
 
 
 class _Pages(NamedTuple):
-    """Memory, and the storage of the tensor that was last made of it."""
+    """Memory, and the storage of the last tensor made from it."""
 
     memory: mmap.mmap
     user: StorageWeakRef
     of: str
 
 
-_kept: list[_Pages] = []  # the longest unused first
+_kept: list[_Pages] = []  # longest unused first
 _lock = threading.Lock()
 
 
 def workspace(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Scratch memory for the duration of one call: kept on the CPU, elsewhere the allocator does that."""
+    """Return scratch memory for one call. It is kept on the CPU; on other devices torch's allocator keeps it."""
     made = large_tensor(torch.Size(shape), dtype, device, "workspace")
     return torch.empty(shape, dtype=dtype, device=device) if made is None else made[0]
 
 
 def release_workspace() -> None:
-    """Give back all that is kept for later calls, of every thread. What somebody holds goes when they let go."""
+    """Release all memory kept for later calls, of every thread. Memory in use is released when its tensor is freed."""
     with _lock:
         _kept.clear()
 
 
 def kept_bytes() -> int:
-    """How much is kept, in use or not."""
+    """Return the number of kept bytes, in use or not."""
     with _lock:
         return sum(len(pages.memory) for pages in _kept)
 
 
 def large_tensor(shape: torch.Size, dtype: torch.dtype, device: torch.device, of: str) -> tuple[Tensor, bool] | None:
-    """(A large tensor on the CPU for ``of``, whether it holds zeros), in huge pages where there are any; None for a
-    small one. Pages serve one purpose: what was all written last time will be again.
+    """Return a large tensor on the CPU and whether it contains zeros; None for a small one. Prefers huge pages.
 
-    Its storage is not torch's allocator's: ``untyped_storage().resize_`` refuses it.
+    ``of`` names a purpose: pages are only reused for the same one, because it writes the same parts of them. The
+    storage does not belong to torch's allocator: ``untyped_storage().resize_`` fails.
     """
     n_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or n_bytes < _LARGE_BYTES or _extension() is None:
@@ -80,7 +80,7 @@ def large_tensor(shape: torch.Size, dtype: torch.dtype, device: torch.device, of
         if memory is None:
             _make_room(n_bytes, of)
             memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Gives the pages back when it goes. Of the tensor's own size: torch.save and deepcopy take all of a storage.
+        # The storage owns the pages. It has the tensor's exact size: torch.save and deepcopy copy a whole storage.
         storage = torch.frombuffer(memory, dtype=torch.uint8, count=n_bytes).untyped_storage()
         if sum(len(pages.memory) for pages in _kept) + len(memory) <= KEPT_BYTES:
             _kept.append(_Pages(memory, StorageWeakRef(storage), of))
@@ -91,7 +91,7 @@ def large_tensor(shape: torch.Size, dtype: torch.dtype, device: torch.device, of
 
 
 def _reusable(n_bytes: int, of: str) -> mmap.mmap | None:
-    """Pages of that purpose that nobody holds, taken off the list."""
+    """Return unused pages of that purpose and remove them from the list."""
     for i, pages in enumerate(_kept):
         fits = n_bytes <= len(pages.memory) <= _MOST_UNUSED * n_bytes
         if pages.of == of and fits and pages.user.expired():
@@ -100,7 +100,7 @@ def _reusable(n_bytes: int, of: str) -> mmap.mmap | None:
 
 
 def _make_room(n_bytes: int, of: str) -> None:
-    """Let go of what nobody holds and, the longest unused first, what would pass the bound, before more is made."""
+    """Release unused pages: those of this purpose and, longest unused first, what would exceed the limit."""
     total = sum(len(pages.memory) for pages in _kept)
     for pages in list(_kept):
         if pages.user.expired() and (pages.of == of or total + n_bytes > KEPT_BYTES):

@@ -1,4 +1,4 @@
-"""What a loss call reports beside the loss: sums over live tokens, which add up across micro-batches and ranks."""
+"""The metrics of a loss call: sums over live tokens, which add up across micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from dapo_kernels.objectives.surrogate import CLIPPED_DUAL, CLIPPED_HIGH, CLIPPE
 from dapo_kernels.records import LARGEST_LOGPROB
 
 COUNTS = ("tokens", "nonfinite", "positive_logprobs", "pairs")
-# Of a preference loss, sums over pairs.
+# Metrics of a preference loss, as sums over pairs.
 PER_PAIR = ("accuracy", "margin", "reward_chosen", "reward_rejected", "logprob_chosen", "logprob_rejected")
 _CLIPPED = {"clip_low": CLIPPED_LOW, "clip_high": CLIPPED_HIGH, "clip_dual": CLIPPED_DUAL}
 
 
 class PerToken(NamedTuple):
-    """What the metrics are sums of, each [N] and detached; zeros on dead tokens but for ``old_logprobs`` and
+    """The inputs of the metrics, each [N] and detached; zero on dead tokens except in ``old_logprobs`` and
     ``ref_logprobs``.
     """
 
@@ -28,17 +28,17 @@ class PerToken(NamedTuple):
     logprobs: Tensor
     old_logprobs: Tensor | None
     ref_logprobs: Tensor | None
-    log_ratio: Tensor | None  # what the surrogate saw, where that is not the token's own
-    clip_hit: Tensor | None  # None: nobody knows
+    log_ratio: Tensor | None  # the input of the surrogate, if it is not the token's own log-ratio
+    clip_hit: Tensor | None  # None: unknown
     ref_kl: Tensor | None
     entropy: Tensor | None
 
 
 class Metrics(Mapping[str, Tensor]):
-    """Sums over live tokens (and maxima) as 0-d tensors, computed when the first is read. Never a host sync."""
+    """Sums over live tokens (and maxima) as 0-d tensors, computed when the first is read, without a host sync."""
 
     def __init__(self, tokens: PerToken | Mapping[str, Tensor]) -> None:
-        """Of a call; or of sums that are there, as libraries rebuild mappings."""
+        """``tokens`` are the inputs of a call, or computed sums: libraries rebuild mappings from their items."""
         if isinstance(tokens, Mapping):
             self._sums: dict[str, Tensor] = dict(tokens)
             self._tokens: PerToken | None = None
@@ -78,7 +78,7 @@ def _versions(tokens: PerToken) -> list[int]:
 
 @torch.no_grad()
 def token_sums(tokens: PerToken) -> dict[str, Tensor]:
-    """What is not known has no key: an entropy of 0 would read as a policy that has collapsed."""
+    """Return the sums. Unknown ones have no key: an entropy of 0 would look like a collapsed policy."""
     live, logprobs, old_logprobs, ref_logprobs, log_ratio, clip_hit, ref_kl, entropy = tokens
     delta = torch.zeros_like(logprobs) if old_logprobs is None else logprobs - old_logprobs
     delta = torch.where(live, delta, 0.0)
@@ -101,20 +101,29 @@ def token_sums(tokens: PerToken) -> dict[str, Tensor]:
 
 
 def count_positive(live: Tensor, *logprobs: Tensor | None) -> Tensor:
-    """Return how many live tokens have a log-prob above 0 in one of ``logprobs``, [N] each: int64, 0-d."""
+    """Return the number of live tokens with a log-prob above 0 in any of ``logprobs``, [N] each: int64, 0-d."""
     above = [x > LARGEST_LOGPROB for x in logprobs if x is not None]
     return (live & functools.reduce(torch.logical_or, above)).sum()
 
 
 def summarize(metrics: Mapping[str, Tensor] | Iterable[Mapping[str, Tensor]]) -> dict[str, float]:
-    """Metrics of one call, or of many (micro-batches, ranks), as plain numbers.
+    """Return the metrics of one call, or of several (micro-batches, ranks), as plain numbers.
 
-    Sums become means per live token, those of a preference loss (``accuracy``, ``margin``, …) means per pair,
-    ``clip_high_prob``, the probability of tokens clipped from above, a mean per such token, where there is one;
-    ``tokens``, ``pairs``, ``nonfinite`` and ``positive_logprobs`` stay counts and keys ending in ``_max`` maxima.
-    ``positive_logprobs`` counts tokens of which a log-prob that was given is above 0: a call on the CPU refuses them.
-    Without a live token every mean is 0. ``entropy`` is there when a call computed it (``entropy=True``, or an
-    objective that needs it), as the mean over the live tokens of those calls. Reads the values back to the host.
+    Sums become means per live token; those of a preference loss (``accuracy``, ``margin``, …) become means per pair;
+    ``clip_high_prob``, the probability of tokens clipped from above, becomes a mean per such token, if there is one.
+    ``tokens``, ``pairs``, ``nonfinite`` and ``positive_logprobs`` stay counts. Keys ending in ``_max`` are maxima.
+    ``positive_logprobs`` counts tokens with a log-prob above 0 in any input (on the CPU these raise an error). Without
+    a live token every mean is 0. ``entropy`` is included if a call computed it (``entropy=True``, or an objective that
+    needs it), as the mean over the live tokens of those calls. Copies the values to the host.
+
+    Example:
+        >>> import torch
+        >>> from dapo_kernels import policy_loss, summarize
+        >>> micro_batches = torch.tensor([[-0.5], [-1.0]]), torch.tensor([[-1.5], [-2.0]])
+        >>> metrics = [policy_loss(x, x + 0.1, torch.ones(2)).metrics for x in micro_batches]
+        >>> means = summarize(metrics)
+        >>> means["tokens"], round(means["approx_kl"], 4)
+        (4.0, 0.1)
     """
     return _summary("summarize", _tables("summarize", metrics))
 
@@ -122,26 +131,33 @@ def summarize(metrics: Mapping[str, Tensor] | Iterable[Mapping[str, Tensor]]) ->
 def reduce_metrics(
     metrics: Mapping[str, Tensor] | Iterable[Mapping[str, Tensor]], group: dist.ProcessGroup | None = None
 ) -> dict[str, float]:
-    """``summarize`` of the metrics of all ranks of a process group: the same numbers, to the bit, on every one of them.
+    """Return ``summarize`` of the metrics of all ranks of a process group, bit-identical on each rank.
 
-    A collective: every rank of the group calls it, with the metrics of its own call or micro-batches, however many,
-    none included (``[]``). Over NCCL a rank's current CUDA device must be its own. Without an initialised process group
-    it is ``summarize``.
+    Collective: every rank of the group calls it with the metrics of its own call or micro-batches, also with none
+    (``[]``). With NCCL, a rank's current CUDA device must be its own. Without an initialized process group the result
+    is that of ``summarize``.
 
     Raises:
         TypeError: as ``summarize``.
-        ValueError: no rank gave metrics.
+        ValueError: no rank passed metrics.
+
+    Example:
+        >>> import torch
+        >>> from dapo_kernels import policy_loss, reduce_metrics
+        >>> x = torch.tensor([[-0.5], [-1.0]])
+        >>> reduce_metrics([policy_loss(x, x, torch.ones(2)).metrics for _ in range(3)])["tokens"]
+        6.0
     """
-    own = _tables("reduce_metrics", metrics)
+    local = _tables("reduce_metrics", metrics)
     if not (dist.is_available() and dist.is_initialized()):
-        return _summary("reduce_metrics", own)
-    of_ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, own, group=group)
-    return _summary("reduce_metrics", [part for rank in of_ranks for part in rank])
+        return _summary("reduce_metrics", local)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, local, group=group)
+    return _summary("reduce_metrics", [part for rank in gathered for part in rank])
 
 
 def _tables(caller: str, metrics: Any) -> list[dict[str, float]]:
-    """The sums of every call, on the host."""
+    """Return the sums of every call, on the host."""
     several = isinstance(metrics, Iterable) and not (isinstance(metrics, Mapping) or hasattr(metrics, "metrics"))
     parts: list[Any] = list(metrics) if several else [metrics]
     for part in parts:
@@ -158,12 +174,12 @@ def _summary(caller: str, table: list[dict[str, float]]) -> dict[str, float]:
         raise ValueError(f"{caller}: no metrics were given")
     names = dict.fromkeys(name for part in table for name in part)
     if not any(part.get("clip_high") for part in table):
-        names.pop("clip_high_prob", None)  # of no token
+        names.pop("clip_high_prob", None)  # no token was clipped
     return {name: _combined(name, [part for part in table if name in part]) for name in names}
 
 
 def _on_host(part: Mapping[str, Tensor]) -> dict[str, float]:
-    """In one copy."""
+    """Copy the values to the host at once."""
     values = torch.stack([value.detach().double() for value in part.values()])
     return dict(zip(part, values.tolist(), strict=True))
 
@@ -171,7 +187,7 @@ def _on_host(part: Mapping[str, Tensor]) -> dict[str, float]:
 def _combined(name: str, table: list[dict[str, float]]) -> float:
     values = torch.tensor([part[name] for part in table], dtype=torch.float64, device="cpu")
     if name.endswith("_max"):
-        return float(values.amax())  # NaN where one is
+        return float(values.amax())  # NaN if any value is
     total = float(values.sum())
     counted = "pairs" if name in PER_PAIR else "clip_high" if name == "clip_high_prob" else "tokens"
     return total if name in COUNTS else total / max(sum(part[counted] for part in table), 1.0)

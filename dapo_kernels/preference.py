@@ -1,7 +1,7 @@
-"""Preference losses (DPO and its relatives) over pairs of responses, from logits, from hidden states, from log-probs.
+"""Preference losses (DPO and its variants) over pairs of responses, from logits, hidden states or log-probs.
 
-The loss of a pair needs all log-probs of both its responses before it knows a token's gradient: two passes over the
-vocabulary with an O(tokens) step between them, differentiated by autograd.
+The gradient of a token depends on all log-probs of both responses of its pair. So there are two passes over the
+vocabulary with an O(tokens) step between them, which autograd differentiates.
 """
 
 from __future__ import annotations
@@ -38,10 +38,20 @@ from dapo_kernels.signature import shows_options
 
 
 class PreferenceOutput(NamedTuple):
-    """``loss`` 0-d, carrying the gradient. The rest is detached: of each pair ``rewards`` [P, 2], β·Σ(ℓ − ℓ_ref) of the
-    chosen and of the rejected response, 0 where the pair does not count; ``logprobs`` and ``entropy`` in the layout of
-    ``target_ids``, 0 on dead tokens (entropy ``None`` unless asked for); ``metrics`` sums over pairs, see
-    ``summarize``."""
+    """The result of a preference loss.
+
+    ``loss`` is 0-d and carries the gradient. The rest is detached: ``rewards`` [P, 2] of each pair, β·Σ(ℓ − ℓ_ref) of
+    the chosen and of the rejected response, 0 if the pair does not count; ``logprobs`` and ``entropy`` in the layout of
+    ``target_ids``, 0 on dead tokens (``entropy`` is ``None`` unless requested); ``metrics``, sums over pairs, see
+    ``summarize``.
+
+    Example:
+        >>> import torch
+        >>> from dapo_kernels import PreferenceOutput, preference_loss_from_logprobs
+        >>> out = preference_loss_from_logprobs(torch.tensor([[-1.0], [-2.0]]), None)
+        >>> isinstance(out, PreferenceOutput), out.rewards.shape
+        (True, torch.Size([1, 2]))
+    """
 
     loss: Tensor
     rewards: Tensor
@@ -51,7 +61,7 @@ class PreferenceOutput(NamedTuple):
 
 
 class PairOptions(TypedDict, total=False):
-    """The keywords of every preference loss; ``preference_loss`` says what each means."""
+    """The keywords of every preference loss. ``preference_loss`` documents them."""
 
     beta: Annotated[float, Default(PairLoss.beta)]
     loss_type: Annotated[str, Default(PairLoss.loss_type)]
@@ -84,40 +94,50 @@ class PairLogprobsOptions(PairOptions, total=False):
 def preference_loss(
     logits: Tensor, target_ids: Tensor, ref_logprobs: Tensor | None, **options: Unpack[PairLogitsOptions]
 ) -> PreferenceOutput:
-    """The DPO loss (or a relative) of pairs of responses, from their logits.
+    """Compute the DPO loss, or a variant, of pairs of responses from their logits.
 
-    With ℓ = log softmax(logits/τ)[target], r = Σ(ℓ − ℓ_ref) over the live tokens of a response, w the chosen one of a
-    pair and l the rejected one (Rafailov et al. 2023, eq. 7)::
+    With ℓ = log softmax(logits/τ)[target], r = Σ(ℓ − ℓ_ref) over the live tokens of a response, w the chosen and l the
+    rejected response of a pair, P the number of pairs (Rafailov et al. 2023, eq. 7)::
 
         loss = −1/P Σ log σ(β(r_w − r_l))
 
-    A pair counts when both its responses have a live token; tokens of no pair that counts leave no trace.
+    A pair counts if both its responses have a live token. Tokens that are in no such pair have no effect.
 
     Args:
         logits: [T, V] packed with ``cu_seqlens`` or [B, L, V] padded; dtypes and strides as in ``dapo_loss``.
             ``logits[t]`` predicts ``target_ids[t]``: shift before the call.
         target_ids: [T] or [B, L], integers in [0, V).
         ref_logprobs: under the reference policy: per token, or summed over the live tokens of each sequence, [S] / [B];
-            constant. ``None``: no reference, which is a uniform one.
+            detached. ``None``: no reference, which is the same as a uniform one.
         beta: β, positive; 0.1 by default.
         loss_type: ``"sigmoid"`` (DPO), ``"hinge"`` or ``"ipo"``, whose formulas are in docs/objectives.md.
-        label_smoothing: with ``"sigmoid"``, the share of the pairs that may be labelled the wrong way round, in
+        label_smoothing: with ``"sigmoid"``, the share of pairs assumed to be labelled the wrong way round, in
             [0, 0.5).
-        pairs: int64 [P, 2], the sequences (rows of the padded layout) of each pair, the chosen one first; a sequence
+        pairs: int64 [P, 2], the sequences (rows of the padded layout) of each pair, the chosen one first. A sequence
             may be in several pairs, or in none. By default sequence 2i is chosen and 2i + 1 rejected.
-        mask: same shape as ``target_ids``, which tokens count: those of the responses. The others may hold anything,
-            NaN included.
-        cu_seqlens: int32 [S+1], where packed sequences begin and end.
+        mask: same shape as ``target_ids``: the tokens that count, those of the responses. The others may hold anything,
+            also NaN.
+        cu_seqlens: int32 [S+1], the boundaries of packed sequences.
         temperature: positive number, or one per token; 1 by default.
         denominator: replaces the local count of pairs in the mean; a number or a 0-d tensor, the count over all
-            micro-batches and ranks. Both responses of a pair belong to one micro-batch.
+            micro-batches and ranks. Both responses of a pair must be in one micro-batch.
         entropy: also return the entropy of every live token.
         inplace_backward: let the backward pass overwrite the logits with their gradient.
         valid_vocab, group: as in ``dapo_loss``.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message names it, what was expected and what came.
+        ValueError, TypeError: an argument is wrong; the message names it, what was expected and what it got.
         IndexError: a live token's target is outside [0, V) (on CUDA: an asynchronous device assert).
+
+    Example:
+        >>> import torch
+        >>> from dapo_kernels import preference_loss
+        >>> logits = torch.zeros(2, 3, 5, requires_grad=True)  # row 0 is the chosen response, row 1 the rejected one
+        >>> ids = torch.tensor([[1, 2, 3], [4, 0, 1]])
+        >>> out = preference_loss(logits, ids, ref_logprobs=torch.full((2, 3), 0.2).log(), beta=0.1)
+        >>> out.loss.backward()
+        >>> round(out.loss.item(), 4)  # the policy is the reference: log 2
+        0.6931
     """
     logits, shard = logits_of_call("preference_loss", logits, options.pop("group", None))
     valid = options.pop("valid_vocab", None)
@@ -128,11 +148,11 @@ def preference_loss(
         temperature = options.pop("temperature", 1.0)
         call = PairCall.of(layout, ref_logprobs, options)
         asked = layout.asked(target_ids, temperature, call.live, want_entropy)
-        served_by = backend_for(layout.caller, logits.device, logits.dtype, logits.shape[-1])
+        backend_name = backend_for(layout.caller, logits.device, logits.dtype, logits.shape[-1])
         in_place = in_place and from_rows.may_work_in_place(logits)
         if in_place:
             check_rows_apart(layout, logits)
-    server = shared_server(layout, shard, logits, served_by, asked, valid, call)
+    server = shared_server(layout, shard, logits, backend_name, asked, valid, call)
     stats = from_rows.stats_of(logits, asked, server, in_place)
     return call.output(stats.logprobs, stats.entropy)
 
@@ -145,9 +165,9 @@ def linear_preference_loss(
     ref_logprobs: Tensor | None,
     **options: Unpack[PairLinearOptions],
 ) -> PreferenceOutput:
-    """``preference_loss`` of ``softcap(hidden · weightᵀ + bias)``, a chunk of tokens at a time.
+    """Compute ``preference_loss`` of ``softcap(hidden · weightᵀ + bias)``, a chunk of tokens at a time.
 
-    The backward pass computes the logits again: four GEMMs in all, and no [tokens, vocab] tensor is kept.
+    The backward pass recomputes the logits: four GEMMs in total, and no [tokens, vocab] tensor is kept.
 
     Args:
         hidden: [T, H] packed with ``cu_seqlens`` or [B, L, H] padded.
@@ -155,6 +175,15 @@ def linear_preference_loss(
         bias, softcap and the other options of the head, group, sequence_parallel: as in ``linear_dapo_loss``.
 
     The other arguments, the result and the errors are those of ``preference_loss``.
+
+    Example:
+        >>> import torch
+        >>> from dapo_kernels import linear_preference_loss
+        >>> hidden, weight = torch.ones(2, 3, 8), torch.zeros(5, 8, requires_grad=True)
+        >>> ids = torch.tensor([[1, 2, 3], [4, 0, 1]])
+        >>> out = linear_preference_loss(hidden, weight, ids, ref_logprobs=None, loss_type="hinge")
+        >>> out.loss.item()
+        1.0
     """
     hidden, weight, shard = head_of_ranks("linear_preference_loss", hidden, weight, options)
     with Telling(shard, weight):
@@ -162,7 +191,7 @@ def linear_preference_loss(
         layout = layout_of("linear_preference_loss", "hidden", hidden, cu_seqlens, parts_of(shard), target_ids)
         want_entropy = check_flag(layout, "entropy", options.pop("entropy", False))
         temperature = options.pop("temperature", 1.0)
-        left_out = options.get("pairs") if options.get("mask") is None else options["mask"]  # either may leave some out
+        left_out = options.get("pairs") if options.get("mask") is None else options["mask"]  # either can exclude tokens
         head, plan = head_of_call(layout, hidden, weight, left_out, options)
         call = PairCall.of(layout, ref_logprobs, options)
         asked = layout.asked(target_ids, temperature, call.live, want_entropy)
@@ -175,13 +204,21 @@ def linear_preference_loss(
 def preference_loss_from_logprobs(
     logprobs: Tensor, ref_logprobs: Tensor | None, **options: Unpack[PairLogprobsOptions]
 ) -> PreferenceOutput:
-    """``preference_loss`` from log-probs that are already there: O(tokens).
+    """Compute ``preference_loss`` from existing log-probs: O(tokens).
 
     Args:
         logprobs: [T] packed with ``cu_seqlens`` or [B, L] padded; differentiable.
         entropy: same shape; reported in the metrics.
 
     The other arguments, the result and the errors are those of ``preference_loss``.
+
+    Example:
+        >>> import torch
+        >>> from dapo_kernels import preference_loss_from_logprobs
+        >>> logprobs = torch.tensor([[-1.0, -1.0], [-2.0, -2.0]], requires_grad=True)  # chosen, rejected
+        >>> out = preference_loss_from_logprobs(logprobs, ref_logprobs=None, beta=0.5)
+        >>> round(out.loss.item(), 4), out.rewards.tolist()  # log(1 + e^−1)
+        (0.3133, [[-1.0, -2.0]])
     """
     entropy = options.pop("entropy", None)
     layout = token_layout("preference_loss_from_logprobs", "logprobs", logprobs, options.pop("cu_seqlens", None))
@@ -194,7 +231,7 @@ def preference_loss_from_logprobs(
 
 @dataclass(frozen=True)
 class PairCall:
-    """One validated call: what is left is the arithmetic of tokens and pairs."""
+    """A validated call of a preference loss."""
 
     layout: Layout
     loss: PairLoss
@@ -203,8 +240,8 @@ class PairCall:
     live: Tensor  # bool [N]: in a pair that counts
     sequence_ids: Tensor  # int64 [N]
     lengths: Tensor  # float64 [S], live tokens
-    ref_sums: Tensor | None  # float64 [S], where the reference came per sequence
-    ref_logprobs: Tensor | None  # [N], where it came per token
+    ref_sums: Tensor | None  # float64 [S], if the reference is per sequence
+    ref_logprobs: Tensor | None  # [N], if it is per token
     denominator: float | Tensor | None
 
     @classmethod
@@ -243,19 +280,19 @@ class PairCall:
 
     @property
     def reference(self) -> Tensor | None:
-        """[N]: the log-prob of each token under the reference, or that of its whole sequence."""
+        """Return [N], the reference's log-prob of each token, or that of its whole sequence."""
         return self.ref_logprobs if self.ref_sums is None else self.ref_sums[self.sequence_ids]
 
     @property
     def terms(self) -> Terms:
-        """What the ranks of a group have to say alike."""
+        """The values that must be the same on all ranks of a group."""
         which = checksum(self.counts.repeat_interleave(2), [self.pairs.flatten()])
         count = self.denominator if isinstance(self.denominator, Tensor) else None
         settings = f"{vars(self.loss)}, denominator {self.denominator if count is None else None}"
         return Terms(settings, (self.sequence_ids, self.reference, which, count))
 
     def output(self, logprobs: Tensor, entropy: Tensor | None) -> PreferenceOutput:
-        """The loss from log-probs [N], differentiable, and entropies [N]."""
+        """Compute the loss from log-probs [N], differentiable, and entropies [N]."""
         counts, live = self.counts, self.live
         sums = self._over_sequences(logprobs if self.ref_logprobs is None else logprobs - self.ref_logprobs)
         if self.ref_sums is not None:
@@ -273,15 +310,15 @@ class PairCall:
         return PreferenceOutput(loss, rewards, logprobs.view(shape), entropy, metrics)
 
     def _over_sequences(self, values: Tensor) -> Tensor:
-        """Sums over live tokens, float64 [S]: the log-probs of a long response add up to some −10⁴, of which a reward
-        keeps the fourth digit.
+        """Return sums over live tokens, float64 [S]. The log-probs of a long response add up to about −10⁴, and a
+        reward needs the fourth decimal.
         """
         n = self.layout.n_sequences
         assert n is not None
         return sequence_sums(torch.where(self.live, values, 0.0).double(), self.sequence_ids, n)
 
     def _metrics(self, rewards: Tensor, logprobs: Tensor, entropy: Tensor | None) -> dict[str, Tensor]:
-        """Of detached tensors."""
+        """Return the metrics. All inputs are detached."""
         sums = torch.where(self.counts[:, None], self._over_sequences(logprobs)[self.pairs], 0.0).sum(0)
         metrics = {
             "pairs": self.counts.sum(),
@@ -299,7 +336,7 @@ class PairCall:
 
 
 def _pairs(layout: Layout, pairs: Any) -> Tensor:
-    """int64 [P, 2]: the given ones, or neighbours."""
+    """Return int64 [P, 2], the given pairs or neighbours."""
     n = layout.n_sequences
     if n is None:
         raise ValueError(f"{layout.caller}: pass cu_seqlens (int32 [S+1]) with the packed layout")

@@ -1,7 +1,7 @@
-"""What passes between the public functions, the engine and the backends: flat, validated, one entry per token.
+"""The records that pass between public functions, engine and backends: flat and validated, with one entry per token.
 
-N tokens (rows), V vocabulary, H hidden. A record is a flat ``NamedTuple`` of tensors and plain values, so that an
-operator of ``engine/operators.py`` can spell its fields as its schema. A new option of a call is a field here.
+N tokens (rows), V vocabulary, H hidden. A record is a flat ``NamedTuple`` of tensors and plain values, so that its
+fields can be the schema of an operator in ``engine/operators.py``. A new option of a call is a field here.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 class Asked(NamedTuple):
-    """What is asked of every row of logits: its target's log-prob, at its temperature, and its entropy."""
+    """The request for every row of logits: its target's log-prob at its temperature, and its entropy."""
 
     target_ids: Tensor  # int64 [N]
-    live: Tensor  # bool [N]: the others may hold anything and come out as zeros
+    live: Tensor  # bool [N]: other rows may hold anything, and their results are zero
     temperature: float
     temperatures: Tensor | None  # [N]; then ``temperature`` is unused
     want_entropy: bool
-    partial: bool = False  # the rows are part of longer ones, checked there: a target of −1 is in another part
-    # Of rows that were sampled from some tokens of the vocabulary only, the others of the row taking no part:
-    listed: Tensor | None = None  # bool [N]: those rows
-    kept_ids: Tensor | None = None  # int64 [K]: the tokens kept, of all of them
-    kept_rows: Tensor | None = None  # int64 [K]: the row of each, ascending on a CPU; −1: of no row here
-    softcap: float | None = None  # c: the rows are those of c·tanh(logits/c), the gradient is of the logits before it
+    partial: bool = False  # rows are parts of longer ones, and targets are checked there; −1: it is in another part
+    # For rows sampled from a truncated distribution, the other tokens of the row are ignored:
+    listed: Tensor | None = None  # bool [N]: which rows
+    kept_ids: Tensor | None = None  # int64 [K]: the kept tokens of all rows
+    kept_rows: Tensor | None = None  # int64 [K]: the row of each, ascending on a CPU; −1: it is not among these rows
+    softcap: float | None = None  # c: apply c·tanh(logits/c) first; the gradient is that of the logits before it
 
     @property
     def tau(self) -> float | Tensor:
@@ -39,7 +39,7 @@ class Asked(NamedTuple):
         if self.listed is None or self.kept_ids is None or self.kept_rows is None:
             return part
         part = part._replace(listed=self.listed[rows])
-        if on_host(self.live):  # elsewhere leaving out those of other rows would wait for the device
+        if on_host(self.live):  # on a GPU, leaving out those of other rows would wait for the device
             ids, of = _lists_at(self.kept_ids, self.kept_starts, rows)
             return part._replace(kept_ids=ids, kept_rows=of)
         to = torch.full_like(self.target_ids, -1)
@@ -48,13 +48,13 @@ class Asked(NamedTuple):
 
     @property
     def kept_starts(self) -> Tensor:
-        """int64 [N+1], on a CPU: where the kept tokens of each row begin, and their end."""
+        """Return int64 [N+1], on a CPU: where the kept tokens of each row begin, and where the last ones end."""
         assert self.kept_rows is not None
         return torch.searchsorted(self.kept_rows, torch.arange(self.live.shape[0] + 1, device=self.live.device))
 
     def kept_places(self) -> tuple[Tensor, Tensor]:
-        """int64 [K], the row of each kept token, and bool [K], whether it is of a row here. One of no row here gets
-        some row, in turn: it adds nothing there, and on a GPU additions to one address wait for each other.
+        """Return int64 [K], the row of each kept token, and bool [K], whether it is among these rows. A token of no row
+        here gets some row in turn: it adds nothing there, and on a GPU additions to one address wait for each other.
         """
         assert self.kept_rows is not None
         of, n = self.kept_rows, max(1, self.live.shape[0])
@@ -63,23 +63,23 @@ class Asked(NamedTuple):
         return torch.where(of >= 0, of, torch.arange(of.shape[0], device=of.device) % n), of >= 0
 
     def without_others(self) -> Asked:
-        """What is asked of the rows that have a list, the others dead."""
+        """Return the request for the rows with a list. All other rows are dead."""
         assert self.listed is not None
         return self._replace(live=self.live & self.listed, listed=None, kept_ids=None, kept_rows=None)
 
     def without_lists(self) -> Asked:
-        """What is asked of the rows that have no list, the others dead."""
+        """Return the request for the rows without a list. All other rows are dead."""
         if self.listed is None:
             return self
         return self._replace(live=self.live & ~self.listed, listed=None, kept_ids=None, kept_rows=None)
 
 
 def _lists_at(ids: Tensor, starts: Tensor, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-    """The kept tokens of ``rows``, ascending, and the place among these of the row of each."""
+    """Return the kept tokens of ``rows``, which are ascending, and for each token the index of its row in ``rows``."""
     at = torch.arange(starts.shape[0] - 1, device=starts.device)[rows]
     counts = starts.diff()[at]
     of = torch.repeat_interleave(counts)
-    if len(at) == 0 or int(at[-1]) - int(at[0]) + 1 == len(at):  # they stand together
+    if len(at) == 0 or int(at[-1]) - int(at[0]) + 1 == len(at):  # consecutive rows
         first, last = (int(starts[at[0]]), int(starts[at[-1] + 1])) if len(at) else (0, 0)
         return ids[first:last], of
     shift = starts[at] - (counts.cumsum(0) - counts)
@@ -87,7 +87,16 @@ def _lists_at(ids: Tensor, starts: Tensor, rows: Tensor | slice) -> tuple[Tensor
 
 
 class LoraFactors(NamedTuple):
-    """An adapter of the output head: its weight is weight + scale · b · a, which is never made."""
+    """An adapter of the output head: its weight is weight + scale · b · a, which is never materialized.
+
+    Example:
+        >>> import torch
+        >>> from dapo_kernels import LoraFactors, linear_token_logprobs
+        >>> hidden, weight, ids = torch.ones(2, 8), torch.zeros(4, 8), torch.tensor([3, 0])
+        >>> lora = LoraFactors(a=torch.ones(1, 8), b=torch.zeros(4, 1), scale=2.0)
+        >>> linear_token_logprobs(hidden, weight, ids, lora=lora).logprobs.exp().tolist()
+        [0.25, 0.25]
+    """
 
     a: Tensor  # [r, H]
     b: Tensor  # [V, r]
@@ -98,13 +107,13 @@ class LoraFactors(NamedTuple):
 
 
 class Default(NamedTuple):
-    """Of a keyword of a call: what it is where the call leaves it out, if not None."""
+    """The default of a keyword, if it is not None."""
 
     value: object
 
 
 class HeadOptions(TypedDict, total=False):
-    """``linear_dapo_loss`` says what each means. One that is a field of ``Head`` gets there as it is given."""
+    """``linear_dapo_loss`` documents these. A field of ``Head`` with the same name gets the value unchanged."""
 
     bias: Tensor | None
     lora: LoraFactors | None
@@ -117,12 +126,12 @@ class HeadOptions(TypedDict, total=False):
 
 
 class Note(NamedTuple):
-    """Of a field of ``Head`` or ``Plan``: what ``head.py`` checks, and what ranks that share a head must have alike."""
+    """Rules for a field of ``Head`` or ``Plan``: what ``head.py`` checks, and what must be the same on all ranks."""
 
-    dims: str = ""  # of a tensor; its rows are a rank's own where they are N tokens or V of the vocabulary
-    above: float | None = None  # of a number, or None
-    whole: bool = False  # of an integer
-    own: bool = False  # a rank need not have what the others have
+    dims: str = ""  # of a tensor; rows of N tokens or of V differ between ranks
+    above: float | None = None  # lower bound of a number; None is valid too
+    whole: bool = False  # for an integer
+    own: bool = False  # may differ between ranks
 
 
 class Head(NamedTuple):
@@ -132,7 +141,7 @@ class Head(NamedTuple):
     weight: Annotated[Tensor, Note("V H")]
     bias: Annotated[Tensor | None, Note("V")] = None
     softcap: Annotated[float | None, Note(above=0)] = None
-    float32_logits: bool = False  # keep 16-bit operands' logits in float32 in place of rounding them to that dtype
+    float32_logits: bool = False  # keep the logits of 16-bit operands in float32 instead of rounding them
     lora_a: Annotated[Tensor | None, Note("r H")] = None
     lora_b: Annotated[Tensor | None, Note("V r")] = None
     lora_scale: float = 1.0
@@ -148,14 +157,14 @@ class Head(NamedTuple):
         return LoraFactors(self.lora_a, self.lora_b, self.lora_scale)
 
     def first(self, n: int) -> Head:
-        """Without the rows behind the first ``n``, which pad the vocabulary."""
+        """Return the head without the rows behind the first ``n``, which pad the vocabulary."""
         if n == self.weight.shape[0]:
             return self
         return self._replace(**{name: x[:n] for name in BY_VOCAB if (x := getattr(self, name)) is not None})
 
 
 class Needs(NamedTuple):
-    """Which gradients somebody asked for."""
+    """Which gradients are required."""
 
     hidden: bool
     weight: bool
@@ -165,19 +174,19 @@ class Needs(NamedTuple):
 
     @classmethod
     def of(cls, flags: Sequence[bool]) -> Needs:
-        """``flags``: one for every field of ``Head``; further ones are left alone."""
+        """Select from ``flags``: one per field of ``Head``; further flags are ignored."""
         return cls(*[flags[i] for i in _OF_HEAD])
 
 
 class Plan(NamedTuple):
-    """How a call from hidden states is to run."""
+    """How to run a call from hidden states."""
 
     chunk_bytes: Annotated[int | None, Note(above=0, whole=True)]
-    host_sync: bool | None  # whether a GPU may be waited for; see ``engine/chunks.py``
-    main_grad: Annotated[Tensor | None, Note(own=True)]  # float32 [V, H] of the caller's: takes the weight's gradient
+    host_sync: bool | None  # whether the call may wait for a GPU; see ``engine/chunks.py``
+    main_grad: Annotated[Tensor | None, Note(own=True)]  # the caller's float32 [V, H] to add the weight's gradient to
     backend: str
     valid: int | None = None  # this and the next two as in ``Server``
-    group: Annotated[str | None, Note(own=True)] = None  # this and the next two follow once the ranks agree
+    group: Annotated[str | None, Note(own=True)] = None  # set, like the next two, once the ranks have agreed
     columns: Annotated[Tensor | None, Note(own=True)] = None
     partial_hidden: Annotated[bool, Note(own=True)] = False  # hidden's gradient stays this rank's part of the sum
 
@@ -191,23 +200,23 @@ BY_VOCAB = [name for name, dims in SHAPES.items() if dims[0] == "V"]
 
 
 class Server(NamedTuple):
-    """Who serves rows of logits: a backend, and the ranks of a group where each has some columns of every row."""
+    """Who computes rows of logits: a backend, and the ranks of a group if each has some columns of every row."""
 
     backend: str
-    valid: int | None = None  # columns that can be sampled, the first; those behind them pad the rows
+    valid: int | None = None  # number of columns that can be sampled, from the first; the rest is padding
     group: str | None = None  # its name in torch.distributed
-    columns: Tensor | None = None  # int64 [ranks], on the host: how many each has, without padding
+    columns: Tensor | None = None  # int64 [ranks], on the host: columns of each rank, without padding
 
 
 class Terms(NamedTuple):
-    """What a call says beside its rows, which all ranks have to say alike."""
+    """The options of a call, beside its rows, that must be the same on all ranks."""
 
     settings: str = ""
     per_token: tuple[Tensor | None, ...] = ()  # [N] each, or one number for all
 
 
 class Tokens(NamedTuple):
-    """What the loss of every token is made of: ``live`` bool, the rest float32 (float64 when the logits are)."""
+    """The inputs of the loss of every token: ``live`` bool, the rest float32 (float64 if the logits are)."""
 
     live: Tensor
     weights: Tensor  # of each token in the scalar loss, 0 on dead tokens
@@ -221,7 +230,7 @@ class Tokens(NamedTuple):
 
 
 class RowStats(NamedTuple):
-    """Of every row. ``norm`` [N, 2] is what the gradient wants to know again of its softmax."""
+    """Statistics of every row. ``norm`` [N, 2] is what the gradient needs of its softmax."""
 
     logprobs: Tensor
     norm: Tensor
@@ -229,7 +238,7 @@ class RowStats(NamedTuple):
 
     @classmethod
     def empty(cls, asked: Asked, dtype: torch.dtype = torch.float32) -> RowStats:
-        """Room for a kernel to fill."""
+        """Allocate the tensors for a kernel to fill."""
         logprobs = torch.empty(asked.target_ids.shape, dtype=dtype, device=asked.target_ids.device)
         entropy = torch.empty_like(logprobs) if asked.want_entropy else None
         return cls(logprobs, logprobs.new_empty(*logprobs.shape, 2), entropy)
@@ -240,7 +249,7 @@ class RowStats(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """∂loss/∂ℓ and ∂loss/∂H per token: every objective ends as these two."""
+    """∂loss/∂ℓ and ∂loss/∂H per token. Every objective is reduced to these two."""
 
     logprobs: Tensor
     entropy: Tensor | None
@@ -256,17 +265,17 @@ class Slopes(NamedTuple):
 
 
 class TokenLoss(NamedTuple):
-    """Policy and KL loss over all tokens, without entropy, and its derivatives."""
+    """Policy and KL loss over all tokens, without entropy bonus, and its derivatives."""
 
     loss: Tensor  # 0-d
     d_logprobs: Tensor
     d_log_ratio: Tensor
     clip_hit: Tensor  # int8: 0 none, 1 low, 2 high, 3 dual
-    ref_kl: Tensor | None  # when kl_coef is not 0
+    ref_kl: Tensor | None  # if kl_coef is not 0
 
     @classmethod
     def empty(cls, logprobs: Tensor, want_kl: bool) -> TokenLoss:
-        """Room for a kernel to fill, but for the loss."""
+        """Allocate the tensors for a kernel to fill, except the loss."""
         return cls(
             loss=logprobs,
             d_logprobs=torch.empty_like(logprobs),
@@ -277,7 +286,7 @@ class TokenLoss(NamedTuple):
 
 
 class RowsSlopes(NamedTuple):
-    """The loss of rows and their slopes: statistics, token losses and derivatives, before any gradient row is made."""
+    """Loss, statistics and derivatives of rows, before any gradient row is computed."""
 
     loss: Tensor  # 0-d
     logprobs: Tensor
@@ -308,18 +317,18 @@ class RowsSlopes(NamedTuple):
 
 
 class RowsLoss(NamedTuple):
-    """The whole loss of the rows whose gradient stands in their logits' place."""
+    """The loss of rows whose gradient has replaced their logits."""
 
     loss: Tensor  # 0-d
     logprobs: Tensor
     entropy: Tensor | None
-    clip_hit: Tensor | None  # None: a loss of the caller's own, which says nothing of clipping
+    clip_hit: Tensor | None  # None: a user-defined loss, whose clipping is unknown
     ref_kl: Tensor | None
     idle: Tensor  # bool: the gradient row is zero
 
     @classmethod
     def empty(cls, asked: Asked, want_kl: bool) -> RowsLoss:
-        """Room for a kernel to fill, but for the loss."""
+        """Allocate the tensors for a kernel to fill, except the loss."""
         logprobs = torch.empty(asked.target_ids.shape, dtype=torch.float32, device=asked.target_ids.device)
         return cls(
             loss=logprobs,
@@ -331,20 +340,20 @@ class RowsLoss(NamedTuple):
         )
 
 
-# Rounding may put a log-prob above 0, by far less than this. A larger one is no log-prob: a probability, most likely.
+# Rounding may make a log-prob slightly positive, by much less than this. A larger value is probably a probability.
 LARGEST_LOGPROB = 0.01
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of softmax arithmetic and of per-token results."""
+    """Return the dtype of softmax arithmetic and of per-token results."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def on_host(x: Tensor) -> bool:
-    """Whether looking at the values of ``x`` is free."""
+    """Return whether reading the values of ``x`` is free."""
     return x.device.type == "cpu"
 
 
 def readable(x: Tensor) -> bool:
-    """Whether the values of ``x`` may be looked at: no GPU is waited for, no tracer stopped; a fake tensor has none."""
+    """Return whether the values of ``x`` may be read: no wait for a GPU, no tracing, no fake tensor."""
     return on_host(x) and not torch.compiler.is_compiling() and type(x) is not FakeTensor

@@ -1,6 +1,6 @@
-"""A head, or logits, of which every rank of a group holds some columns: what a call says of it, checked.
+"""Check a head, or logits, whose columns are distributed over the ranks of a group.
 
-Given as this rank's tensor and ``group=``, or as a DTensor. R ranks, N tokens, V vocabulary.
+It is given as this rank's tensor and ``group=``, or as a DTensor. R ranks, N tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dapo_kernels.records import BY_VOCAB, OWN, SHAPES, Asked, Default, Head, Lo
 
 
 class GroupOption(TypedDict, total=False):
-    """``linear_dapo_loss`` says what each means."""
+    """``linear_dapo_loss`` documents these."""
 
     group: dist.ProcessGroup | None
 
@@ -32,22 +32,23 @@ class Sharded(NamedTuple):
 
     group: str
     ranks: int
-    vocab: int  # V, of a DTensor; 0: the ranks have to ask each other for their columns
-    whole: bool = False  # each has all columns: they only have to make the same call
+    vocab: int  # V, for a DTensor; 0: the ranks must exchange their numbers of columns
+    whole: bool = False  # each rank has all columns: they only have to make the same call
     sequence_parallel: bool = False
 
 
 class Call(Protocol):
-    """A call with a loss behind it."""
+    """A call with a loss."""
 
     @property
     def terms(self) -> Terms: ...
 
 
 class Telling:
-    """A boundary whose ranks agree behind it: a rank that refuses its arguments tells the others, which wait for it.
+    """A context in which a rank that raises an error tells the other ranks, which wait for it, so that they raise too.
 
-    Before it is known how they share ``rows`` (``shard`` is None), the ranks of a DTensor's mesh wait, or of ``group``.
+    If it is not known yet how ranks share ``rows`` (``shard`` is None), these are the ranks of a DTensor's mesh, or of
+    ``group``.
     """
 
     def __init__(self, shard: Sharded | None, rows: Any, group: Any = None) -> None:
@@ -66,14 +67,14 @@ class Telling:
 
 
 def logits_of_call(caller: str, logits: Any, group: Any) -> tuple[Any, Sharded | None]:
-    """This rank's columns [T, V/R] or [B, L, V/R], and with whom it shares the rest."""
+    """Return this rank's columns [T, V/R] or [B, L, V/R], and the ranks that share the rest."""
     with Telling(None, logits, group):
         return _columns_of(caller, "logits", logits, -1, group)
 
 
 def head_of_ranks(caller: str, hidden: Any, weight: Any, options: Any) -> tuple[Any, Any, Sharded | None]:
-    """Hidden states of all tokens, this rank's rows of the weight, and with whom it shares the rest. Takes its own out
-    of ``options`` and leaves this rank's rows of the others there.
+    """Return hidden states of all tokens, this rank's rows of the weight, and the ranks that share the rest. Removes
+    its options from ``options``, and replaces DTensors there by this rank's rows.
     """
     group, by_sequence = options.pop("group", None), options.pop("sequence_parallel", False)
     with Telling(None, weight, group):
@@ -102,14 +103,14 @@ def head_of_ranks(caller: str, hidden: Any, weight: Any, options: Any) -> tuple[
 
 
 def parts_of(shard: Sharded | None) -> int:
-    """In how many parts the sequence of a call lies on the ranks."""
+    """Return the number of parts into which the ranks split the sequence."""
     return shard.ranks if shard is not None and shard.sequence_parallel else 1
 
 
 def shared_plan(
     layout: Layout, shard: Sharded | None, head: Head, plan: Plan, asked: Asked, call: Call | None = None
 ) -> tuple[Head, Plan]:
-    """The head, with hidden states of all tokens, and the plan of a call whose ranks have agreed on it."""
+    """Return the head with hidden states of all tokens, and the plan, after the ranks have agreed on the call."""
     with Telling(shard, head.weight):
         _check_valid(layout, shard, plan.valid, head.weight.shape[0])
     if shard is None:
@@ -125,17 +126,17 @@ def shared_plan(
 
 
 def _told(record: Head | Plan) -> str:
-    """Return the fields that all ranks must have alike: values; of tensors the dtype, whether they get a gradient, and
-    the sizes except that of a rank's own rows."""
-    told = []
+    """Return the fields that must be the same on all ranks: values; of tensors the dtype, whether they need a gradient,
+    and the sizes except those that differ between ranks."""
+    fields = []
     for name in [name for name in record._fields if name not in OWN]:
         value = getattr(record, name)
         if isinstance(value, Tensor):
             alike = [f"{n}" for dim, n in zip(SHAPES[name], value.shape, strict=True) if dim not in ("N", "V")]
             wants_grad = torch.is_grad_enabled() and value.requires_grad
             value = f"{value.dtype} {' x '.join(alike)} requires_grad={wants_grad}"
-        told.append(f"{name} {value}")
-    return ", ".join(told)
+        fields.append(f"{name} {value}")
+    return ", ".join(fields)
 
 
 def shared_server(
@@ -166,8 +167,8 @@ def _columns(
     settings = f"{settings}, temperature {asked.temperature}, entropy {asked.want_entropy}, valid_vocab {valid}"
     settings = f"{settings}, {terms.settings}"
     sum_of_inputs = checksum(asked.live, (asked.target_ids, asked.temperatures, of_lists(asked), *terms.per_token))
-    said = (own, layout.n_rows, shard.vocab, shard.whole, valid or 0, settings, layout.caller, shard.group)
-    return shard_columns(sum_of_inputs, *said)
+    facts = (own, layout.n_rows, shard.vocab, shard.whole, valid or 0, settings, layout.caller, shard.group)
+    return shard_columns(sum_of_inputs, *facts)
 
 
 def _of_group(caller: str, group: Any, vocab: int = 0, whole: bool = False) -> Sharded | None:
@@ -187,7 +188,7 @@ def _is_dtensor(value: Any) -> bool:
 
 
 def _columns_of(caller: str, name: str, value: Any, dim: int, group: Any) -> tuple[Any, Sharded | None]:
-    """This rank's columns: ``value`` itself, or its part of a DTensor whose ``dim`` is the vocabulary."""
+    """Return this rank's columns: ``value`` itself, or its part of a DTensor whose ``dim`` is the vocabulary."""
     if not _is_dtensor(value):
         return value, _of_group(caller, group)
     dim %= value.dim()
@@ -206,11 +207,11 @@ def _columns_of(caller: str, name: str, value: Any, dim: int, group: Any) -> tup
 
 
 def _like_weight(caller: str, name: str, value: Any, group: Any, shard: Sharded | None) -> Any:
-    """This rank's rows of a DTensor that lies as the weight does."""
-    own, of_value = _columns_of(caller, name, value, 0, group)
-    if of_value != shard:
+    """Return this rank's rows of a DTensor that must be sharded like the weight."""
+    local, value_shard = _columns_of(caller, name, value, 0, group)
+    if value_shard != shard:
         raise ValueError(f"{caller}: {name} must be sharded like weight, over the same ranks")
-    return own
+    return local
 
 
 def _own_factors(caller: str, lora: LoraFactors, group: Any, shard: Sharded | None) -> LoraFactors:
@@ -225,7 +226,7 @@ def _own_factors(caller: str, lora: LoraFactors, group: Any, shard: Sharded | No
 
 
 def _hidden(caller: str, hidden: Any, shard: Sharded | None) -> tuple[Tensor, bool]:
-    """This rank's hidden states, and whether they are its part of the sequence only."""
+    """Return this rank's hidden states, and whether they are only its part of the sequence."""
     mesh, placement, dim = hidden.device_mesh, hidden.placements[0], hidden.dim() - 2
     same = mesh.ndim == 1 and (mesh.size() == 1 if shard is None else mesh.get_group().group_name == shard.group)
     if not same or not (placement.is_replicate() or placement.is_shard(dim)):

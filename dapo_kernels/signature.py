@@ -1,10 +1,10 @@
-"""What ``help`` and ``inspect.signature`` show of a function whose keywords are a TypedDict.
+"""Show the keywords of a TypedDict in ``help`` and ``inspect.signature`` of a function.
 
     @shows_options
     def loss(logits: Tensor, **options: Unpack[LossOptions]) -> Tensor: ...
 
-The TypedDict states names and types for the type checker, and ``Annotated[float, Default(1.0)]`` a default that is not
-None. A field of ``Objective`` has that of the objective of the call.
+The TypedDict has names and types for the type checker, and ``Annotated[float, Default(1.0)]`` sets a default other than
+None. A field of ``Objective`` has the default of the call's objective.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _OfObjective:
-    """Stands for the default of a field of ``Objective``."""
+    """The default shown for a field of ``Objective``."""
 
     def __repr__(self) -> str:
         return "<the objective's>"
@@ -32,7 +32,7 @@ OF_OBJECTIVE = _OfObjective()
 
 
 def shows_options(function: F, without: Collection[str] = ()) -> F:
-    """Show each keyword of ``**options: Unpack[…]`` with its default in the signature, but those ``without``."""
+    """Show each keyword of ``**options: Unpack[…]`` with its default in the signature, except those in ``without``."""
     signature = inspect.signature(function, eval_str=True)
     *named, options = signature.parameters.values()
     (keywords,) = typing.get_args(options.annotation)

@@ -1,4 +1,4 @@
-"""The backends: one protocol (``protocol.py``), four implementations, and which of them serves a call
+"""The backends: one protocol (``protocol.py``), four implementations, and the choice of a backend for a call
 (``registry.py``)."""
 
 from dapo_kernels.backends.protocol import Backend, KeptLogits, WeightSum

@@ -1,6 +1,6 @@
 """The "cpp" backend: launchers of the C++ kernels. Allocate, describe tensors as pointers and strides, call.
 
-float32, bfloat16 and float16 logits on the CPU; threads as torch's own. A softcap is torch's work, around the kernels.
+float32, bfloat16 and float16 logits on the CPU, with torch's number of threads. torch applies the softcap.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import dapo_kernels._C as _C
+from dapo_kernels.backends.divergence import row_divergence_ as row_divergence_
 from dapo_kernels.backends.norms import merge_cpp_norms
 from dapo_kernels.backends.reference import check_rows, raise_bad_target, raise_bad_temperature, unit_stride
 from dapo_kernels.backends.structs import address, lists_of, objective_of, outputs, row_inputs, rows_of, token_inputs
@@ -42,12 +43,12 @@ def _cap_(logits: Tensor, asked: Asked) -> Tensor:
     if asked.softcap is None:
         return logits
     if not bool(asked.live.all()):
-        logits.view(-1, logits.shape[-1])[~asked.live] = 0.0  # whatever stands there must not outlive ``_uncap_``
+        logits.view(-1, logits.shape[-1])[~asked.live] = 0.0  # dead rows may hold anything, and ``_uncap_`` reads them
     return logits.div_(asked.softcap).tanh_().mul_(asked.softcap)
 
 
 def _uncap_(gradient: Tensor, capped: Tensor | None, asked: Asked) -> None:
-    """∂/∂x from ∂/∂(c·tanh(x/c)): times 1 − (z/c)²."""
+    """Convert ∂/∂(c·tanh(x/c)) to ∂/∂x: multiply by 1 − (z/c)²."""
     if capped is not None and asked.softcap is not None:
         gradient.mul_(capped.div_(asked.softcap).square_().neg_().add_(1.0))
 
@@ -120,7 +121,7 @@ def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scala
 
 
 class KeptRows:
-    """Rows of the tokens that were kept, side by side, each as long as its list: to the kernels rows like any other."""
+    """Kept tokens as rows, one after another, each as long as its list. The kernels treat them like any other rows."""
 
     def __init__(self, logits: Tensor, asked: Asked) -> None:
         assert asked.kept_ids is not None
@@ -149,7 +150,7 @@ class KeptRows:
             self.rows = lists_of(_C, self.logits, self.starts)
             if asked.partial:
                 elsewhere = (self.ids < 0) | (self.ids >= logits.shape[-1])
-                self.logits.masked_fill_(elsewhere, -torch.inf)  # as it was before the cap
+                self.logits.masked_fill_(elsewhere, -torch.inf)  # its value before the softcap
             self.capped = self.logits.clone()
 
     def stats(self, asked: Asked) -> RowStats:
@@ -181,8 +182,8 @@ gather_kept = KeptRows
 
 
 def find_repeated(ids: Tensor, offsets: Tensor, live: Tensor) -> int | None:
-    """Where the first id stands that the list of a live row has had before. Lists are ids[offsets[r] : offsets[r + 1]],
-    int64; all contiguous.
+    """Return the index of the first id that occurs twice in the list of a live row; None if there is none. Lists are
+    ids[offsets[r] : offsets[r + 1]], int64; all contiguous.
     """
     addresses = ids.data_ptr(), offsets.data_ptr(), live.data_ptr()
     at = _C.find_repeated(*addresses, len(live), torch.get_num_threads())
@@ -194,7 +195,7 @@ def weight_sum(result: Tensor) -> SplitSum | None:
 
 
 class SplitSum:
-    """A float32 sum of bfloat16 tensors whose upper half is the result: 2 bytes per element beside it, not 4."""
+    """A float32 sum of bfloat16 tensors whose upper half is the result: it takes 2 more bytes per element, not 4."""
 
     def __init__(self, result: Tensor) -> None:
         self.result = result
@@ -204,7 +205,7 @@ class SplitSum:
             self.low.zero_()
 
     def add(self, rows: slice, part: Tensor) -> None:
-        """sum[rows] += part, contiguous bfloat16."""
+        """Add ``part``, contiguous bfloat16, to sum[rows]."""
         high, low = self.result[rows], self.low[rows]
         _C.add_split(high.data_ptr(), low.data_ptr(), part.data_ptr(), high.numel(), torch.get_num_threads())
 

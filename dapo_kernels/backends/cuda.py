@@ -1,8 +1,8 @@
 """The "cuda" backend: launchers of the CUDA C++ kernels. Allocate, describe tensors as pointers and strides, call.
 
-float32, bfloat16 and float16 logits on a CUDA device of compute
-capability 8.0 or later, on torch's current stream. Nothing here looks at values or allocates outside torch's allocator:
-calls may be captured in a CUDA graph. A row's results are the same bits whatever rows stand around it.
+float32, bfloat16 and float16 logits on a CUDA device with compute capability 8.0 or later, on torch's current stream.
+No function reads values or allocates outside torch's allocator, so calls can be captured in a CUDA graph. A row's
+results do not depend on the other rows, to the bit.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import dapo_kernels._cuda as _cuda
+from dapo_kernels.backends.divergence import row_divergence_ as row_divergence_
 from dapo_kernels.backends.norms import merge_cpp_norms
 from dapo_kernels.backends.reference import check_rows, slopes_of_stats, unit_stride
 from dapo_kernels.backends.residency import gpu_of, programs
@@ -24,11 +25,11 @@ from dapo_kernels.records import Asked, RowsLoss, RowsSlopes, RowStats, Slopes, 
 SOFTCAP_COPIES = False  # the kernels apply it
 gather_kept = None
 merge_norms = merge_cpp_norms
-# How the loss of a row is computed: by the device and the shape ("automatic"), or as a name of _cuda.Path. The results
-# are the same bits either way, which the tests check.
+# How the loss of a row is computed: chosen by device and shape ("automatic"), or a name of _cuda.Path. The results are
+# bit-identical, which the tests check.
 PATH = "automatic"
-# Of sweep_loss (csrc/cuda/sweep_loss.cu, tiles.h): 256 threads for each of up to three slices of 40 KiB, 768 to an SM,
-# each thread with four 16-byte loads on their way.
+# Of sweep_loss (csrc/cuda/sweep_loss.cu, tiles.h): 256 threads for each of up to three slices of 40 KiB, 768 per SM,
+# each thread with four 16-byte loads in flight.
 _THREADS, _GROUPS, _SLICE_BYTES, _LOADS = 256, 3, 40 * 2**10, 4 * 16
 
 
@@ -37,18 +38,18 @@ def _stream(device: torch.device) -> int:
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """CUDA launches on the current device, which need not be the tensors'."""
+    """Select the tensors' device: CUDA launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def sweep_room(row_bytes: int) -> tuple[int, int]:
-    """Rows that an SM has room for in ``sweep_loss``, and the bytes of each on their way at a time."""
+    """Return the number of rows that fit into an SM in ``sweep_loss``, and the bytes that each has in flight."""
     groups = max(1, min(_GROUPS, -(-row_bytes // _SLICE_BYTES)))
     return _GROUPS // groups, groups * _THREADS * _LOADS
 
 
 def _rows_swept(n_rows: int, logits: Tensor) -> int:
-    """Blocks that share the rows in ``sweep_loss``."""
+    """Return the number of blocks that share the rows in ``sweep_loss``."""
     row_bytes = logits.shape[-1] * logits.element_size()
     return programs(gpu_of(logits.device), n_rows, row_bytes, *sweep_room(row_bytes))
 

@@ -1,14 +1,14 @@
-"""How far rows of logits lie from a reference's rows, in eager torch on any device; value and gradient together.
+"""The divergence between rows of logits and a reference's rows, in eager torch on any device; value and gradient.
 
 N tokens (rows), V vocabulary. With p = softmax(x/τ) of the policy, q that of the reference and β in [0, 1], the
 generalized Jensen-Shannon divergence (Agarwal et al. 2023, arXiv 2306.13649, eq. 1), as TRL's GKD and Liger count β::
 
     m = (1 − β)·p + β·q
     D = β·KL(q‖m) + (1 − β)·KL(p‖m)              dD/dx_j = (1 − β)·p_j·(log(p_j/m_j) − KL(p‖m)) / τ
-    β = 0: D = KL(q‖p), the forward one          dD/dx_j = (p_j − q_j) / τ
-    β = 1: D = KL(p‖q), the reverse one          dD/dx_j = p_j·(log(p_j/q_j) − D) / τ
+    β = 0: D = KL(q‖p), forward                  dD/dx_j = (p_j − q_j) / τ
+    β = 1: D = KL(p‖q), reverse                  dD/dx_j = p_j·(log(p_j/q_j) − D) / τ
 
-The ends are not the limits of the first line, which goes to 0 there.
+β = 0 and β = 1 are not the limits of the general formula, which goes to 0 there.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch import Tensor
 
 from dapo_kernels.records import Asked, accumulate_dtype, on_host
 
-# Bytes of a block of rows in the dtype of the arithmetic. Some fifteen passes go over each, on a CPU within a core's
-# cache: blocks of 1 MiB took 1.4 to 2 times as long at V=49152. On a GPU a launch wants work, and six such tensors fit.
+# Bytes of a block of rows in the dtype of the arithmetic. About fifteen passes go over each block, on a CPU within a
+# core's cache: blocks of 1 MiB took 1.4 to 2 times as long at V=49152. A GPU needs larger launches: six tensors fit.
 _BLOCK_BYTES = 2**18
 _DEVICE_BLOCK_BYTES = 2**27
-# In the place of log 0, so that 0 · log 0 is 0. A log-ratio above the second comes from it alone: the token has a
-# probability in one distribution and none in the other.
+# Replaces log 0, so that 0 · log 0 is 0. A log-ratio above _IMPOSSIBLE can only come from it: the token is possible in
+# one distribution and impossible in the other.
 _LOG_OF_NOTHING = -1e38
 _IMPOSSIBLE = 1e20
 
 
 class Distance(NamedTuple):
-    """Which divergence, of logits behind which soft caps."""
+    """The divergence (``beta``), and the softcaps of the two models' logits."""
 
     beta: float
     softcap: float | None
@@ -39,7 +39,7 @@ class Distance(NamedTuple):
 
 
 def row_divergence_(logits: Tensor, ref_logits: Tensor, asked: Asked, weights: Tensor, distance: Distance) -> Tensor:
-    """The divergence of every row, [N]; ∂(Σ weights · divergence)/∂logits [N, V] in the place of the logits."""
+    """Return the divergence of every row, [N]. Replace the logits [N, V] by ∂(Σ weights · divergence)/∂logits."""
     dtype = accumulate_dtype(logits.dtype)
     divergence = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
     block_bytes = _BLOCK_BYTES if on_host(logits) else _DEVICE_BLOCK_BYTES
@@ -48,12 +48,12 @@ def row_divergence_(logits: Tensor, ref_logits: Tensor, asked: Asked, weights: T
         rows = slice(start, start + size)
         tau = asked.temperature if asked.temperatures is None else asked.temperatures[rows, None]
         x = _capped(logits[rows].to(dtype), distance.softcap)
-        of_ref = _capped(ref_logits[rows].to(dtype), distance.ref_softcap)
-        found, grad = _divergence(_log_softmax(x, tau), _log_softmax(of_ref, tau), distance.beta)
+        ref = _capped(ref_logits[rows].to(dtype), distance.ref_softcap)
+        found, grad = _divergence(_log_softmax(x, tau), _log_softmax(ref, tau), distance.beta)
         grad *= weights[rows, None] / tau
         if distance.softcap is not None:
             grad *= 1.0 - (x / distance.softcap).square()
-        if not on_host(logits):  # there, a row may be dead and hold anything
+        if not on_host(logits):  # there, rows may be dead and hold anything
             found = torch.where(asked.live[rows], found, 0.0)
             grad = torch.where(asked.live[rows, None], grad, 0.0)
         divergence[rows], logits[rows] = found, grad
@@ -70,7 +70,7 @@ def _log_softmax(x: Tensor, tau: float | Tensor) -> Tensor:
 
 
 def _divergence(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Return D [n] and dD/d(x/τ) [n, V] of rows. Both arguments are used up. Where D is infinite, the gradient of β = 1
+    """Return D [n] and dD/d(x/τ) [n, V] of rows. Overwrites both arguments. If D is infinite, the gradient with β = 1
     is not finite.
     """
     p = log_p.exp()
@@ -86,13 +86,13 @@ def _divergence(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tens
         q = log_q.exp()
         log_m = torch.lerp(p, q, beta).clamp_(min=torch.finfo(p.dtype).tiny).log_()
         excess = log_p.sub_(log_m)
-        of_p, of_q = (p * excess).sum(-1), (q * log_q.sub_(log_m)).sum(-1)
-        divergence = beta * of_q + (1 - beta) * of_p
-        gradient = excess.sub_(of_p[:, None]).mul_(p).mul_(1 - beta)
+        kl_p, kl_q = (p * excess).sum(-1), (q * log_q.sub_(log_m)).sum(-1)
+        divergence = beta * kl_q + (1 - beta) * kl_p
+        gradient = excess.sub_(kl_p[:, None]).mul_(p).mul_(1 - beta)
     return divergence, gradient
 
 
 def _mean_log_ratio(p: Tensor, log_ratio: Tensor) -> Tensor:
-    """Return Σ p · log_ratio of every row [n], +∞ where a ratio is infinite, also if that p has been rounded to 0."""
+    """Return Σ p · log_ratio of every row [n]; +∞ if a ratio is infinite, even if its p was rounded to 0."""
     divergence = (p * log_ratio).sum(-1)
     return torch.where(log_ratio.amax(-1) > _IMPOSSIBLE, torch.inf, divergence)

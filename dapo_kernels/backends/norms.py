@@ -1,8 +1,8 @@
-"""Rows of logits cut into parts, each with a norm of its own: the norm of the whole, and what falls to each part.
+"""Combine the norms of parts of a row of logits: the norm of the whole row, and the probability of each part.
 
-R parts, N rows. A kernel's norm is (max, sum) with sum = Σ 2^(x·c − top), c = log2(e)/τ; how each kernel rounds ``top``
-decides what lifts a part's sum to the maximum of the whole. In float64: the parts are merged once per row, and the
-log-probability of a part is added to that of a token.
+R parts, N rows. A kernel's norm is (max, sum) with sum = Σ 2^(x·c − top), c = log2(e)/τ. How a kernel rounds ``top``
+decides how a part's sum is rescaled to the maximum of the whole row. The arithmetic is in float64, because the
+log-probability of a part is added to the log-prob of a token.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _LOG2E = 1 / math.log(2)
 
 
 def merged(log_sums: Tensor, lifts: Tensor) -> tuple[Tensor, Tensor]:
-    """The log of the whole's sum [N], and of the probability that falls to each part [R, N]; all natural, float64.
+    """Return the log of the whole row's sum [N] and the log-probability of each part [R, N]; natural, float64.
 
     Args:
         log_sums: [R, N], of the parts' sums, each above its own maximum.
-        lifts: [R, N], each part's maximum above the whole's: not positive, −∞ where a part has no finite logit.
+        lifts: [R, N], each part's maximum minus the whole row's: not positive, −∞ for a part without a finite logit.
     """
     lifted = log_sums + lifts
     total = lifted.logsumexp(0)
@@ -30,18 +30,18 @@ def merged(log_sums: Tensor, lifts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def merge_cpp_norms(norms: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
-    """Norms [R, N, 2] of the C++ and CUDA kernels: (the whole's [N, 2], ``merged``'s log-probabilities)."""
+    """Combine norms [R, N, 2] of the C++ and CUDA kernels: the whole row's norm [N, 2], and log-probabilities."""
     c = (_LOG2E / _float32(asked.tau, norms).double()).float().double()
     highest = norms[..., 0].amax(0)
     top, whole_top = _cpp_top(norms[..., 0], c), _cpp_top(highest, c)
-    # As ``shift_of`` in csrc/online_softmax.h: what top was rounded to cancels where it is in range.
+    # As ``shift_of`` in csrc/online_softmax.h: within the range the rounding of top cancels.
     near = (top.abs() < 2.0**30) & (whole_top.abs() < 2.0**30)
     lifts = torch.where(near, top - whole_top, (norms[..., 0].double() - highest.double()) * c)
     return _whole(norms, highest, lifts)
 
 
 def merge_triton_norms(norms: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
-    """The same of the Triton kernels, which take the difference of two logits before they multiply it."""
+    """Combine norms of the Triton kernels, which subtract two logits before they multiply."""
     c = _float32(_LOG2E, norms) / _float32(asked.tau, norms)
     highest = norms[..., 0].amax(0)
     return _whole(norms, highest, (norms[..., 0].double() - highest.double()) * c.double())
@@ -53,7 +53,7 @@ def _whole(norms: Tensor, highest: Tensor, lifts: Tensor) -> tuple[Tensor, Tenso
 
 
 def _cpp_top(highest: Tensor, c: Tensor) -> Tensor:
-    """``top_of`` in csrc/online_softmax.h, float32 values in float64: the product is exact there."""
+    """Return ``top_of`` of csrc/online_softmax.h: float32 values computed in float64, where the product is exact."""
     product = highest.double() * c
     top = product.float()
     up = torch.nextafter(top, torch.full_like(top, math.inf)).double()

@@ -1,7 +1,7 @@
-"""What a backend is: a module with these functions. ``reference.py`` says in eager torch what each computes.
+"""The interface of a backend: a module with these functions. ``reference.py`` implements each in eager torch.
 
 N rows, V vocabulary. Logits are [N, V] or, padded, [B, L, V] with N = B·L, any strides. With ``asked.softcap``,
-``logits`` may be used as scratch.
+``logits`` may be overwritten.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from typing import Protocol
 
 from torch import Tensor
 
+from dapo_kernels.backends.divergence import Distance
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
 from dapo_kernels.records import Asked, RowsLoss, RowsSlopes, RowStats, Slopes, TokenLoss, Tokens
 
 
 class WeightSum(Protocol):
-    """A sum of 16-bit tensors kept in float32."""
+    """A sum of 16-bit tensors in float32."""
 
     def add(self, rows: slice, part: Tensor) -> None: ...
 
@@ -24,20 +25,20 @@ class WeightSum(Protocol):
 
 
 class KeptLogits(Protocol):
-    """The logits of the tokens that rows with a list kept."""
+    """The logits of the kept tokens of rows with a list."""
 
     def stats(self, asked: Asked) -> RowStats:
-        """Over the kept tokens; zeros on rows without a list."""
+        """Return statistics over the kept tokens; zeros on rows without a list."""
 
     def add_gradient_(self, out: Tensor, asked: Asked, stats: RowStats, slopes: Slopes) -> None:
-        """Write ∂loss/∂logits of them into ``out``, which holds zeros there. Their logits may then be gone."""
+        """Write their ∂loss/∂logits into ``out``, which contains zeros there. This may overwrite the kept logits."""
 
 
 class Backend(Protocol):
     SOFTCAP_COPIES: bool
-    """Whether a softcap takes a second buffer of the logits' size."""
+    """Whether a softcap needs a second buffer of the size of the logits."""
     gather_kept: Callable[[Tensor, Asked], KeptLogits] | None
-    """The kept logits of rows with a list, on a CPU, after the softcap and with every check of rows and lists; None:
+    """Return the kept logits of rows with a list, on a CPU, after the softcap, and check rows and lists. If None,
     engine/kept.py gathers them.
     """
 
@@ -46,25 +47,32 @@ class Backend(Protocol):
     def row_grad(
         self, out: Tensor, logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, zeroed: bool = False
     ) -> None:
-        """Write ∂loss/∂logits into ``out`` (may be ``logits`` itself). ``zeroed``: it holds zeros, which rows without a
-        gradient may keep.
+        """Write ∂loss/∂logits into ``out`` (may be ``logits`` itself). ``zeroed``: it contains zeros, so rows without a
+        gradient need not be written.
         """
 
     def row_slopes(self, logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsSlopes:
-        """``row_stats``, and the loss of token-level objectives with its slopes; the logits stay as they are."""
+        """Return ``row_stats``, and the loss of token-level objectives with its slopes. Does not change the logits."""
 
     def row_loss_(self, logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsLoss:
-        """The whole loss of token-level objectives; ∂loss/∂logits overwrites ``logits``."""
+        """Return the whole loss of token-level objectives, and overwrite ``logits`` with ∂loss/∂logits."""
 
     def merge_norms(self, norms: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
-        """Of rows cut into R parts: their norm [N, 2] from the parts' [R, N, 2], and the log of the probability that
-        falls to each part, float64 [R, N]. Dead rows: anything.
+        """Return, for rows split into R parts, their norm [N, 2] from the parts' norms [R, N, 2], and the log of the
+        probability of each part, float64 [R, N]. Dead rows may have any value.
         """
 
     def token_loss(
         self, logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scalars: ObjectiveScalars
     ) -> TokenLoss:
-        """The surrogate and the KL term over all tokens. ``log_ratio`` [N], or ``None`` on-policy."""
+        """Return the policy and KL loss over all tokens. ``log_ratio`` [N], or ``None`` on-policy."""
+
+    def row_divergence_(
+        self, logits: Tensor, ref_logits: Tensor, asked: Asked, weights: Tensor, distance: Distance
+    ) -> Tensor:
+        """Return the divergence of every row of [N, V] from the reference's, [N], and overwrite ``logits`` with
+        ∂(Σ weights · divergence)/∂logits.
+        """
 
     def weight_sum(self, result: Tensor) -> WeightSum | None:
-        """A running sum that is rounded into the 16-bit ``result`` in the end; None: a plain float32 tensor serves."""
+        """Return a running sum that is finally rounded into the 16-bit ``result``; None: use a float32 tensor."""

@@ -1,12 +1,12 @@
-"""Row operations in eager torch, in any floating dtype, float64 included: the readable truth, and the "torch" backend.
+"""Row operations in eager torch, in any float dtype: the readable reference, and the "torch" backend.
 
 N tokens (rows), V vocabulary. With z = x/τ (x a row of logits, τ its temperature), p = softmax(z), target y::
 
     ℓ = z_y − lse(z)         dℓ/dx_j = (1[j = y] − p_j) / τ
     H = lse(z) − Σ p_j z_j    dH/dx_j = −p_j (log p_j + H) / τ
 
-Softmax arithmetic is float32 (float64 for float64 logits). A dead row may hold anything: it is replaced before any
-arithmetic, its log-prob and entropy come out as 0 and its gradient as exact zeros.
+Softmax arithmetic is in float32 (float64 for float64 logits). A dead row may hold anything: it is replaced before any
+arithmetic. Its log-prob and entropy are 0 and its gradient is exactly zero.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dapo_kernels.backends.divergence import row_divergence_ as row_divergence_
 from dapo_kernels.backends.norms import merged
 from dapo_kernels.objectives.surrogate import ObjectiveScalars, token_objective
 from dapo_kernels.records import (
@@ -35,9 +36,8 @@ gather_kept = None
 
 
 def check_rows(asked: Asked, vocab: int) -> None:
-    """Refuse live tokens whose target is outside [0, V) or not on their list, or whose temperature is not positive.
-
-    On the CPU an IndexError or ValueError, elsewhere an asynchronous assert: looking would wait for the device.
+    """Raise an error for a live token whose target is outside [0, V) or not in its list, or whose temperature is not
+    positive: IndexError or ValueError on the CPU. On a GPU it is an asynchronous assert, which does not wait.
     """
     if asked.partial:
         return
@@ -76,11 +76,11 @@ def _check_lists(asked: Asked, vocab: int, listed: Tensor, ids: Tensor, rows: Te
 
 
 def find_repeated(ids: Tensor, offsets: Tensor, live: Tensor) -> int | None:
-    """Where an id stands, the first of such by row and number, that the list of a live row has had before. Lists are
+    """Return the index of the first id that occurs twice in the list of a live row; None if there is none. Lists are
     ids[offsets[r] : offsets[r + 1]], int64.
     """
     rows = torch.repeat_interleave(offsets.diff())
-    # Ids outside of 31 bits are outside of any vocabulary, and refused as such.
+    # Ids that need more than 31 bits are outside any vocabulary; another check reports them.
     at = (live.index_select(0, rows) & (ids >> 31 == 0)).nonzero().squeeze(1)
     keys, order = ((rows[at] << 32) + ids[at]).sort(stable=True)
     twice = (keys.diff() == 0).nonzero()
@@ -88,7 +88,7 @@ def find_repeated(ids: Tensor, offsets: Tensor, live: Tensor) -> int | None:
 
 
 def unit_stride(logits: Tensor) -> Tensor:
-    """``logits`` with neighbours side by side in memory, as row kernels take them: a copy where they are not."""
+    """Return ``logits`` with a last stride of 1, which row kernels require: a copy if necessary."""
     return logits if logits.stride(-1) == 1 or logits.shape[-1] == 1 else logits.contiguous()
 
 
@@ -104,7 +104,7 @@ def raise_bad_temperature(asked: Asked, row: int) -> None:
 
 
 def _capped(logits: Tensor, asked: Asked) -> Tensor:
-    """[N, V] in the dtype of the arithmetic, dead rows zeros, after the softcap and before the temperature."""
+    """Return [N, V] in the dtype of the arithmetic, zeros in dead rows, after the softcap, before the temperature."""
     rows = logits.reshape(-1, logits.shape[-1])
     rows = torch.where(asked.live[:, None], rows.to(accumulate_dtype(logits.dtype)), 0.0)
     return rows if asked.softcap is None else asked.softcap * torch.tanh(rows / asked.softcap)
@@ -117,14 +117,14 @@ def _scaled(rows: Tensor, asked: Asked) -> Tensor:
 
 
 def row_stats(logits: Tensor, asked: Asked) -> RowStats:
-    """Log-probs of the targets [N], (max, log-sum-exp above it) [N, 2], entropy [N]. ``logits`` [..., V]."""
+    """Return log-probs of the targets [N], (max, log-sum-exp above it) [N, 2], entropy [N]. ``logits`` [..., V]."""
     check_rows(asked, logits.shape[-1])
     live = asked.live
     z = _scaled(_capped(logits, asked), asked)
     target_ids = torch.where(live, asked.target_ids, 0).clamp(min=0)
-    # Kept apart: one rounded log-sum-exp of a row at 1e4 would cost three digits of every probability.
+    # Separate: at logits of 1e4, one rounded log-sum-exp would lose three digits of every probability.
     top = z.amax(dim=-1)
-    # A part of a row may be all −∞: then −∞ above it, not NaN.
+    # A part of a row may be all −∞. Its log-sum-exp is then −∞, not NaN.
     above = (z - torch.where(top == -torch.inf, 0.0, top)[:, None]).exp().sum(-1).log()
     logprobs = z.gather(-1, target_ids[:, None]).squeeze(-1) - top - above
     norm = torch.stack([top, above], dim=-1)
@@ -159,7 +159,7 @@ def row_grad(out: Tensor, logits: Tensor, asked: Asked, stats: RowStats, slopes:
 
 
 def merge_norms(norms: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
-    """Of rows cut into R parts: their norm [N, 2], and the log of the probability of each part, float64 [R, N]."""
+    """Return, for rows split into R parts, their norm [N, 2] and the log-probability of each part, float64 [R, N]."""
     tops, log_sums = norms.double().unbind(-1)
     top = tops.amax(0)
     above, log_shares = merged(log_sums, tops - top)
@@ -167,7 +167,7 @@ def merge_norms(norms: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
 
 
 def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scalars: ObjectiveScalars) -> TokenLoss:
-    """The surrogate and the KL term over all tokens. ``log_ratio`` [N], or ``None`` on-policy."""
+    """Return the policy and KL loss over all tokens. ``log_ratio`` [N], or ``None`` on-policy."""
     live = tokens.live
 
     def alive(x: Tensor | None) -> Tensor | None:
@@ -196,7 +196,7 @@ def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scala
 
 
 def row_slopes(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsSlopes:
-    """The whole loss of token-level objectives, with its slopes; the logits stay as they are."""
+    """Return the whole loss of token-level objectives, with its slopes. Does not change the logits."""
     return slopes_of_stats(row_stats(logits, asked), tokens, scalars, token_loss)
 
 
@@ -209,7 +209,7 @@ def slopes_of_stats(
 
 
 def row_loss_(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsLoss:
-    """The same, and ∂loss/∂logits overwrites ``logits`` [..., V]."""
+    """Return the whole loss of token-level objectives, and overwrite ``logits`` [..., V] with ∂loss/∂logits."""
     out = slopes_of_stats(row_stats(logits, asked), tokens, scalars, token_loss)
     row_grad(logits, logits, asked, out.stats, out.slopes)
     return RowsLoss(out.loss, out.logprobs, out.entropy, out.clip_hit, out.ref_kl, out.slopes.idle)

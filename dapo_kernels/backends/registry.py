@@ -1,4 +1,4 @@
-"""Which backend serves a call: by the device of the tensors, or as ``use_backend`` demands."""
+"""Choose the backend of a call: by the device of the tensors, or as set by ``use_backend``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _triton_missing() -> str | None:
 
 
 def cuda_build() -> tuple[list[str], str] | None:
-    """What the CUDA module was compiled for (``["80", "90a", "90+PTX"]``) and with which toolkit; None: not built."""
+    """Return the architectures of the CUDA module (``["80", "90a", "90+PTX"]``) and its toolkit; None if not built."""
     try:
         module: Any = importlib.import_module("dapo_kernels._cuda")
     except ImportError:
@@ -52,8 +52,8 @@ def cuda_build() -> tuple[list[str], str] | None:
 
 
 def covers(architecture: str, capability: tuple[int, int]) -> bool:
-    """Whether code for ``architecture`` runs on a device: PTX on later ones too, machine code within a major version,
-    and an "a" means that very one.
+    """Return whether code for ``architecture`` runs on a device: PTX also on later ones, machine code within a major
+    version, with an "a" only on exactly that one.
     """
     name, _, ptx = architecture.partition("+")
     major, minor = divmod(int(name.rstrip("af")), 10)
@@ -85,11 +85,11 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 class Entry(NamedTuple):
-    """A backend that may or may not run here."""
+    """A backend, which may not be able to run on this machine."""
 
     module: str  # an implementation of ``protocol.Backend``
-    missing: Callable[[], str | None]  # why it cannot run here, or None
-    devices: tuple[str, ...] | None  # the device types it serves; None: all
+    missing: Callable[[], str | None]  # returns why it cannot run here, or None
+    devices: tuple[str, ...] | None  # the supported device types; None: all
 
 
 BACKENDS = {
@@ -101,34 +101,34 @@ BACKENDS = {
 
 
 class Default(NamedTuple):
-    """A class of rows of logits on CUDA devices, and the backend that serves them unless another is asked for."""
+    """A class of rows of logits on CUDA devices, and its default backend."""
 
     backend: str
-    capability: tuple[int, int] = (0, 0)  # of the device, at least
-    vocab: int = 0  # at least
+    capability: tuple[int, int] = (0, 0)  # minimum of the device
+    vocab: int = 0  # minimum
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 
 
-# The first that holds. The cuda backend takes a class here once a file under benchmarks/results/ shows it ahead of
-# triton there; its row then names the file. No GPU has timed the two against each other yet.
+# The first match applies. A row for the cuda backend must name a file under benchmarks/results/ in which it is faster
+# than triton for that class. The two have not been compared on a GPU yet.
 CUDA_DEFAULTS = (Default("triton"),)
 
 _forced: ContextVar[str | None] = ContextVar("dapo_kernels.use_backend", default=None)
-# The same for torch.compile, which reads no context variables but guards a graph on a global.
+# The same for torch.compile, which does not read context variables, but guards a graph on a global.
 _forced_last: str | None = None
-_reasons: dict[str, str | None] = {}  # why a backend cannot run, as found once
+_reasons: dict[str, str | None] = {}  # why a backend cannot run here, determined once
 _loaded: dict[str, Backend] = {}
 
 
 def _why_not(name: str) -> str | None:
-    """Why a backend cannot run here, looked into once; None: it can."""
+    """Return why a backend cannot run here, determined once; None: it can."""
     if name not in _reasons:
         _reasons[name] = BACKENDS[name].missing()
     return _reasons[name]
 
 
-# torch.compile cannot see through imports and need not: it takes the answer as a constant, as
-# ``torch.compiler.assume_constant_result`` would have it, which imports all of torch._dynamo.
+# torch.compile cannot trace imports: it treats the result as a constant. This is
+# ``torch.compiler.assume_constant_result`` without importing all of torch._dynamo.
 _why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 if _why_not("cpp") is not None:
@@ -136,15 +136,15 @@ if _why_not("cpp") is not None:
 
 
 def available_backends() -> dict[str, str | None]:
-    """Every backend's name, and why it cannot run here (``None``: it can)."""
+    """Return each backend's name, and why it cannot run on this machine (``None``: it can)."""
     return {name: _why_not(name) for name in BACKENDS}
 
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Serve every call inside with one backend: those of this thread, or of this asynchronous task.
+    """Use one backend for all calls inside this context, in this thread or asynchronous task.
 
-    A backward pass runs on the backend of its forward pass.
+    A backward pass uses the backend of its forward pass.
 
     Args:
         name: ``"torch"`` (eager reference, any device and float dtype), ``"cpp"`` (CPU), ``"cuda"`` or
@@ -152,7 +152,15 @@ def use_backend(name: str) -> Iterator[None]:
 
     Raises:
         ValueError: unknown name.
-        RuntimeError: the backend cannot run on this machine; says why and what to do.
+        RuntimeError: the backend cannot run on this machine; the message says why and what to do.
+
+    Example:
+        >>> import torch
+        >>> from dapo_kernels import token_logprobs, use_backend
+        >>> with use_backend("torch"):
+        ...     stats = token_logprobs(torch.zeros(1, 4, dtype=torch.float64), torch.tensor([0]))
+        >>> stats.logprobs.dtype
+        torch.float64
     """
     if name not in BACKENDS:
         raise ValueError(f"use_backend: unknown backend {name!r}; known: {', '.join(BACKENDS)}")
@@ -168,11 +176,11 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def backend_for(caller: str, device: torch.device, dtype: torch.dtype, vocab: int = 0) -> str:
-    """The name of the backend that serves ``caller`` on this device, dtype and length of a row (0: no rows).
+    """Return the name of the backend for ``caller`` with this device, dtype and row length (0: no rows).
 
     Raises:
-        ValueError: a forced backend does not serve the device.
-        TypeError: the backend does not take the dtype.
+        ValueError: the backend set by ``use_backend`` does not support the device.
+        TypeError: the backend does not support the dtype.
     """
     forced = _forced_last if torch.compiler.is_compiling() else _forced.get()
     name = forced or _default(device, dtype, vocab)
@@ -180,7 +188,7 @@ def backend_for(caller: str, device: torch.device, dtype: torch.dtype, vocab: in
         raise RuntimeError(f"{caller}: CUDA tensors need the {name} backend: {why}; or use_backend('torch')")
     devices = BACKENDS[name].devices
     if devices is not None and device.type not in devices:
-        raise ValueError(f"{caller}: backend {name!r} serves {', '.join(devices)} tensors, got {device}")
+        raise ValueError(f"{caller}: backend {name!r} supports {', '.join(devices)} tensors, got {device}")
     if dtype == torch.float64 and name != "torch":
         raise TypeError(f"{caller}: float64 runs on the torch backend only; got use_backend({name!r})")
     return name
@@ -207,7 +215,7 @@ def _cuda_default(device: torch.device, dtype: torch.dtype, vocab: int) -> str:
 
 
 def backend(name: str) -> Backend:
-    """The backend itself, loaded once."""
+    """Return the backend itself, loaded once."""
     if name not in _loaded:
         module: Any = importlib.import_module(BACKENDS[name].module)
         _loaded[name] = module
@@ -215,5 +223,5 @@ def backend(name: str) -> Backend:
 
 
 def cpu_backend() -> Any:
-    """The backend of float32 tensors on a CPU, for what only those of a CPU have."""
+    """Return the backend for float32 tensors on a CPU, for functions that only CPU backends have."""
     return backend(_cpu_default())

@@ -1,16 +1,16 @@
-"""How many rows of logits a GPU works on at a time, where a kernel reads each twice: what is read again should still be
-in the L2 cache, and memory must not wait.
+"""How many rows of logits a GPU should process at a time if a kernel reads each row twice: the second read should hit
+the L2 cache, and memory must stay busy.
 
-R rows in flight, each of ``row_bytes``, at random places of their two sweeps. The second sweep goes backwards, so that
-what lies u of a row before its end is read again after 2u of a row; by then the other rows have brought in as much,
-less what they meet twice themselves. With q = l2_bytes / (R·row_bytes), and a cache that drops what was used longest
-ago:
+R rows in flight, each of ``row_bytes``, at random positions of their two sweeps. The second sweep goes backwards: what
+is at distance u from the end of a row is read again after 2u. By then the other rows have loaded as much, less what
+they themselves read again. With q = l2_bytes / (R·row_bytes) and a least-recently-used cache:
 
-    rows at random places    the share of the second read found in the cache is  2·(1 − √(1 − q/2)),  1 from q = 1.5
-    rows in step             min(1, q):  all turn round at once
+    rows at random positions    the share of the second read that hits the cache is  2·(1 − √(1 − q/2)),  1 from q = 1.5
+    rows in step                min(1, q):  all turn at the same time
 
-Rows that start together and take the same time stay nearly in step, so that the truth lies between. Fewer rows find
-more, but what is on its way from memory at a time is theirs: by Little's law bandwidth · latency bytes keep it busy.
+Rows that start together and take equally long stay nearly in step, so the real value is between the two. With fewer
+rows the hit rate is higher, but fewer bytes are in flight: by Little's law memory needs bandwidth · latency bytes in
+flight to be busy.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from typing import NamedTuple
 
 import torch
 
-# From a load to its data, with memory busy. 25 KiB for each SM of an H100.
+# Seconds from a load to its data with busy memory. 25 KiB per SM of an H100.
 LATENCY_S = 1e-6
-# The q from which rows at random places find all of their second read.
+# The q from which rows at random positions hit the cache in all of their second read.
 ALL_FOUND = 1.5
 
 
 class Gpu(NamedTuple):
-    """What of a device decides it."""
+    """The properties of a device that matter here."""
 
     multiprocessors: int
     l2_bytes: int
-    bytes_per_s: float  # of memory, as the data sheet has it
+    bytes_per_s: float  # memory bandwidth, as in the data sheet
 
 
 @functools.cache
 def gpu_of(device: torch.device) -> Gpu | None:
-    """None where it is no NVIDIA GPU, or torch does not say enough."""
+    """Return the properties; None if it is not an NVIDIA GPU, or torch does not report enough."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     found = torch.cuda.get_device_properties(device)
@@ -51,13 +51,13 @@ def gpu_of(device: torch.device) -> Gpu | None:
 
 
 def rows_in_flight(gpu: Gpu, row_bytes: int, held: int, row_loads: int) -> int:
-    """R: as many rows as are found again wherever they stand, q = 1.5, but no fewer than keep memory busy and no more
-    than there is room for. Fewer than SMs, if need be: memory's rate does not take all of them.
+    """Return R: as many rows as fit into the cache at q = 1.5, but enough to keep memory busy, and no more than the SMs
+    can hold. It may be less than the number of SMs, because fewer can saturate memory.
 
     Args:
         row_bytes: of a row's logits.
-        held: rows for which an SM has registers and threads.
-        row_loads: bytes that a row has on their way from memory at a time.
+        held: number of rows for which an SM has registers and threads.
+        row_loads: bytes that a row has in flight at a time.
     """
     cached = int(gpu.l2_bytes / (ALL_FOUND * row_bytes))
     busy = math.ceil(gpu.bytes_per_s * LATENCY_S / row_loads)
@@ -65,8 +65,8 @@ def rows_in_flight(gpu: Gpu, row_bytes: int, held: int, row_loads: int) -> int:
 
 
 def programs(gpu: Gpu | None, n_rows: int, row_bytes: int, held: int, row_loads: int) -> int:
-    """Programs that share ``n_rows``, each taking rows in turn; one for each row, and the GPU hands them out, where its
-    registers limit their number enough.
+    """Return the number of programs that share ``n_rows``, each taking rows in turn. If registers already limit the
+    number of rows enough, it is one program per row, and the GPU schedules them.
     """
     if gpu is None or row_bytes == 0:
         return n_rows
@@ -75,6 +75,6 @@ def programs(gpu: Gpu | None, n_rows: int, row_bytes: int, held: int, row_loads:
 
 
 def found_again(gpu: Gpu, row_bytes: int, rows: int) -> tuple[float, float]:
-    """The expected share of the second read that comes from the cache: rows at random places, rows in step."""
+    """Return the expected hit rate of the second read: for rows at random positions, and for rows in step."""
     q = gpu.l2_bytes / (rows * row_bytes)
     return (1.0 if q >= ALL_FOUND else 2 * (1 - math.sqrt(1 - q / 2))), min(1.0, q)

@@ -1,6 +1,6 @@
 """Tensors as the structs of csrc/params.h: addresses, sizes, strides. For the launchers of ``_C`` and of ``_cuda``.
 
-``module`` is the one whose structs are made: each binds its own.
+``module`` is the extension whose structs are created: each defines its own.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def address(x: Tensor | None) -> int:
-    """0 is no tensor."""
+    """Return the address of a tensor, 0 for None."""
     return 0 if x is None else x.data_ptr()
 
 
 def rows_of(module: Any, logits: Tensor) -> Any:
-    """Rows of [N, V] or [B, L, V], whose last stride is 1."""
+    """Describe rows of [N, V] or [B, L, V] with a last stride of 1."""
     *outer, inner, vocab = logits.shape
     *stride_outer, stride_inner, _ = logits.stride()
     batch, stride = (outer[0], stride_outer[0]) if outer else (1, 0)
@@ -33,21 +33,21 @@ def rows_of(module: Any, logits: Tensor) -> Any:
 
 
 def lists_of(module: Any, logits: Tensor, starts: Tensor) -> Any:
-    """Rows of lengths of their own, [K] contiguous: row r is logits[starts[r] : starts[r + 1]]."""
+    """Describe rows of different lengths, [K] contiguous: row r is logits[starts[r] : starts[r + 1]]."""
     n, longest = starts.shape[0] - 1, int(starts.diff().amax()) if starts.shape[0] > 1 else 0
     return module.Rows(logits.data_ptr(), n, longest, max(n, 1), 0, 0, _DTYPES[logits.dtype], starts=starts.data_ptr())
 
 
 def row_inputs(module: Any, asked: Asked, tokens: Tokens | None = None) -> Any:
-    """What a row is asked for; with ``tokens`` also what its objective looks at."""
-    said: dict[str, Any] = {"target_ids": asked.target_ids.data_ptr(), "live": asked.live.data_ptr()}
+    """Describe the request for rows; with ``tokens`` also the inputs of its objective."""
+    fields: dict[str, Any] = {"target_ids": asked.target_ids.data_ptr(), "live": asked.live.data_ptr()}
     if asked.temperatures is None:
-        said["temperature"] = asked.temperature
+        fields["temperature"] = asked.temperature
     else:
-        said["temperatures"] = asked.temperatures.data_ptr()
+        fields["temperatures"] = asked.temperatures.data_ptr()
     if tokens is not None:
-        said |= {"old_logprobs": address(tokens.old_logprobs), **_objective_fields(tokens)}
-    return module.TokenInputs(**said)
+        fields |= {"old_logprobs": address(tokens.old_logprobs), **_objective_fields(tokens)}
+    return module.TokenInputs(**fields)
 
 
 @functools.lru_cache(maxsize=128)
@@ -56,7 +56,7 @@ def objective_of(module: Any, scalars: ObjectiveScalars) -> Any:
 
 
 def token_inputs(module: Any, tokens: Tokens, log_ratio: Tensor | None) -> Any:
-    """The same where log-probs are there already."""
+    """Describe the inputs of an objective for existing log-probs."""
     return module.TokenInputs(live=tokens.live.data_ptr(), log_ratio=address(log_ratio), **_objective_fields(tokens))
 
 
@@ -69,10 +69,10 @@ def _objective_fields(tokens: Tokens) -> dict[str, int]:
     }
 
 
-_NOT_WRITTEN = ("loss", "d_entropy")  # a sum that each backend makes itself; a multiple of the weights
+_NOT_WRITTEN = ("loss", "d_entropy")  # each backend computes the first itself; the second is a multiple of the weights
 
 
 def outputs(module: Any, record: RowStats | RowsSlopes | RowsLoss | TokenLoss) -> Any:
-    """Where results go: the struct has fields of the record's names."""
+    """Describe where results go: the struct's fields have the record's names."""
     given = {name: x.data_ptr() for name, x in record._asdict().items() if x is not None and name not in _NOT_WRITTEN}
     return module.TokenOutputs(**given)

@@ -1,2 +1,2 @@
-"""From validated records to losses and gradients: rows of logits (``rows.py``), chunks from hidden states
-(``hidden.py``), the O(tokens) half (``tokens.py``); autograd and torch.compile in ``operators.py``."""
+"""Compute losses and gradients from validated records: rows of logits (``rows.py``), chunks from hidden states
+(``hidden.py``), the O(tokens) part (``tokens.py``); autograd and torch.compile in ``operators.py``."""

@@ -1,18 +1,18 @@
-"""Which tokens the path from hidden states works on, in what order, and how many at a time.
+"""Decide which tokens the path from hidden states computes, in which order, and in which chunks.
 
-N tokens, V vocabulary, C tokens of a chunk. On the CPU the host knows which tokens are live: dead ones are left out and
-idle ones (gradient zero) squeezed out of every chunk. On a GPU looking costs a wait for the device, so there are two
-ways, both with the same results up to the rounding of GEMMs of other shapes:
+N tokens, V vocabulary, C tokens of a chunk. On the CPU the host knows which tokens are live: dead tokens are left out,
+and idle ones (gradient zero) are removed from every chunk. On a GPU, reading that takes a wait for the device. So there
+are two ways, with the same results up to the rounding of GEMMs with other shapes:
 
-    waiting once      the tokens are sorted on the device (those that may have a gradient, live ones that have none,
-                      dead ones) and the first two counts read back in one copy: the first GEMM runs on live tokens,
-                      the other two on those with a gradient. Cost follows work.
-    without waiting   all shapes follow from N: every token goes through the GEMMs where it stands, dead and idle rows
-                      as zeros. May be captured in a CUDA graph.
+    waiting once      the tokens are sorted on the device (those that may have a gradient, live ones without, dead ones)
+                      and the first two counts are read back in one copy: the first GEMM runs on live tokens, the other
+                      two on those that may have a gradient. The cost is proportional to the work.
+    without waiting   all shapes follow from N: every token goes through the GEMMs at its place, dead and idle rows as
+                      zeros. Can be captured in a CUDA graph.
 
-Waiting once costs the time in which the device runs dry, some tens of microseconds; every dead token costs six H·V
-floating point operations otherwise, 3.7 G at H=4096, V=151936. A token found to be clipped only from its logits keeps
-its place in the gradient GEMMs on a GPU: leaving it out would take a wait per chunk.
+Waiting once costs the time in which the device is idle, some tens of microseconds. Otherwise every dead token costs six
+H·V floating point operations, 3.7 G at H=4096, V=151936. A token whose clipping depends on its logits keeps its place
+in the gradient GEMMs on a GPU: leaving it out would take a wait per chunk.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from dapo_kernels.memory import workspace
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
 from dapo_kernels.records import Tokens, on_host
 
-# Bytes of the logits buffer on the CPU. The gradient GEMMs revisit all of dW once per chunk: fewer chunks are faster.
+# Bytes of the logits buffer on the CPU. The gradient GEMMs access all of dW once per chunk: fewer chunks are faster.
 DEFAULT_CHUNK_BYTES = 192 * 2**20
-# On a GPU the same revisit is 8 bytes per entry of dW against 6·C flops of GEMM: at 170 flops per byte of bandwidth
-# (Hopper in bfloat16) 220/C of the GEMMs' time where nothing overlaps. A GiB is 3500 tokens at V=151936: 6 %.
+# On a GPU this access is 8 bytes per entry of dW against 6·C flops of GEMM: at 170 flops per byte of bandwidth (Hopper
+# in bfloat16), 220/C of the GEMMs' time without overlap. A GiB is 3500 tokens at V=151936: 6 %.
 DEFAULT_DEVICE_CHUNK_BYTES = 2**30
-# GEMM tiles are 128 or 256 rows high: a chunk between two multiples pays for the larger one.
+# GEMM tiles are 128 or 256 rows high: a chunk between two multiples costs as much as the larger one.
 ROW_MULTIPLE = 128
-# Logits of a row, in the buffer: whatever V is, every row starts on 32 bytes, as 128-bit accesses and GEMMs want it.
+# Every row of the buffer starts at a multiple of this many logits: 32 bytes, for 128-bit accesses and GEMMs.
 _STRIDE_MULTIPLE = 16
-# Rows moved at once when idle rows are squeezed out of a chunk: bounds the temporary.
+# Rows moved at once when idle rows are removed from a chunk: limits the temporary.
 _MOVED_ROWS = 64
 
 
 def may_wait(host_sync: bool | None) -> bool:
-    """Whether a call on a GPU may wait for the device. Undecided (``None``): not while a graph is captured, nor where
+    """Return whether a call on a GPU may wait for the device. With ``None``: not during graph capture, and not if
     ``torch.cuda.set_sync_debug_mode`` forbids or reports it.
     """
     if host_sync is not None or not torch.cuda.is_available():
@@ -53,11 +53,11 @@ def may_wait(host_sync: bool | None) -> bool:
 
 
 class Work(NamedTuple):
-    """The tokens that are worked on, in this order."""
+    """The tokens to compute, in this order."""
 
-    at: Tensor | None  # int64 [n]; None: all, where they stand
+    at: Tensor | None  # int64 [n]; None: all, in place
     n: int
-    n_active: int  # the others, behind them, have no gradient
+    n_active: int  # the first ones, which may have a gradient
 
     def part(self, start: int, size: int) -> Tensor | slice:
         size = min(size, self.n - start)
@@ -65,7 +65,7 @@ class Work(NamedTuple):
 
 
 def live_work(live: Tensor, idle: Tensor | None, host_sync: bool | None) -> Work:
-    """The live tokens. ``idle`` [N]: those of them known to have no gradient (used on a GPU only)."""
+    """Return the live tokens. ``idle`` [N]: tokens known to have no gradient (only used on a GPU)."""
     if on_host(live):
         at = live.nonzero().squeeze(1)
         return Work(at, at.shape[0], at.shape[0])
@@ -79,7 +79,7 @@ def live_work(live: Tensor, idle: Tensor | None, host_sync: bool | None) -> Work
 
 
 def idle_beforehand(tokens: Tokens, scalars: ObjectiveScalars) -> Tensor:
-    """bool [N]: tokens whose gradient is zero whatever their logits."""
+    """Return bool [N]: tokens whose gradient is zero for any logits."""
     idle = tokens.weights == 0
     if scalars.kl_coef == 0 and scalars.entropy_coef == 0:
         idle = idle | (tokens.advantages == 0)
@@ -92,17 +92,17 @@ def idle_beforehand(tokens: Tokens, scalars: ObjectiveScalars) -> Tensor:
 
 
 def chunk_rows(n_rows: int, vocab: int, bytes_per_logit: int, chunk_bytes: int | None) -> int:
-    """Rows of a chunk: as many as the bytes allow, at least one, evened out over the chunks."""
+    """Return the rows of a chunk: as many as the bytes allow, at least one, evened out over the chunks."""
     most = max(1, (chunk_bytes or DEFAULT_CHUNK_BYTES) // max(vocab * bytes_per_logit, 1))
     n_chunks = max(1, -(-n_rows // most))
     return max(1, -(-n_rows // n_chunks))
 
 
 def device_chunk_rows(n_rows: int, vocab: int, bytes_per_logit: int, chunk_bytes: int | None, sum_bytes: int) -> int:
-    """Rows of a chunk on a GPU: evened out and whole GEMM tiles, unless ``chunk_bytes`` asks for less than one tile.
+    """Return the rows of a chunk on a GPU: evened out and whole GEMM tiles, unless ``chunk_bytes`` is less than a tile.
 
-    ``sum_bytes`` is the size of the running sum of dW that several chunks need and a single one does not: by default
-    all rows are one chunk as long as their logits take no more memory than chunk and sum would.
+    ``sum_bytes`` is the size of the running sum of dW, which only several chunks need. By default all rows are one
+    chunk if their logits take no more memory than one chunk and the sum would.
     """
     row_bytes = max(row_stride(vocab) * bytes_per_logit, 1)
     if chunk_bytes is None and n_rows * row_bytes <= DEFAULT_DEVICE_CHUNK_BYTES + sum_bytes:
@@ -116,18 +116,18 @@ def device_chunk_rows(n_rows: int, vocab: int, bytes_per_logit: int, chunk_bytes
 
 
 def row_stride(vocab: int) -> int:
-    """Logits from one row to the next in a GPU's chunk buffer."""
+    """Return the number of logits from one row to the next in a GPU's chunk buffer."""
     return -(-vocab // _STRIDE_MULTIPLE) * _STRIDE_MULTIPLE
 
 
 class Chunk(NamedTuple):
     rows: Tensor | slice
-    logits: Tensor  # [C, V] of the buffer that all chunks share
-    n_active: int  # of its rows, the first that may have a gradient
+    logits: Tensor  # [C, V] of the buffer that all chunks use
+    n_active: int  # number of its first rows, which may have a gradient
 
 
 class Chunks:
-    """The rows that need work, a chunk at a time."""
+    """The rows to compute, in chunks."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Chunks:
         bytes_per_logit: int,
         chunk_bytes: int | None,
         sum_bytes: int = 0,
-        widest: int | None = None,  # of the ranks that share the vocabulary: they all make the same chunks
+        widest: int | None = None,  # largest V of the ranks that share the vocabulary: they must make the same chunks
     ) -> None:
         widest = vocab if widest is None else widest
         self.work, self.like, self.vocab, self.dtype = work, like, vocab, logits_dtype
@@ -155,9 +155,9 @@ class Chunks:
         return -(-self.work.n_active // self.size)
 
     def buffer(self, dtype: torch.dtype) -> Tensor:
-        """Room for the logits of a chunk."""
+        """Allocate the logits of a chunk."""
         stride = self.vocab if on_host(self.like) else row_stride(self.vocab)
-        # On a GPU the allocator's: it knows of streams and graphs. Fresh on every call, reused by its chunks.
+        # On a GPU torch's allocator handles streams and graphs. Allocated on every call, reused by its chunks.
         return workspace((min(self.size, self.work.n), stride), dtype, self.like.device)[:, : self.vocab]
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -172,7 +172,7 @@ class Chunks:
 
 
 def squeeze_idle(dlogits: Tensor, idle: Tensor) -> tuple[Tensor, Tensor]:
-    """Move the rows that are not idle to the front, in place; returns them and where they came from."""
+    """Move the rows that are not idle to the front, in place. Return them and their original indices."""
     n_active = int((~idle).sum())
     origin = torch.arange(idle.shape[0], device=idle.device)
     if n_active < idle.shape[0]:
@@ -185,7 +185,7 @@ def squeeze_idle(dlogits: Tensor, idle: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gradient_rows(dlogits: Tensor, hidden: Tensor, idle: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor | slice]:
-    """What the gradient GEMMs of a chunk run on: ∂loss/∂logits [A, V], hidden [A, H] and where those rows stand."""
+    """Return the inputs of a chunk's gradient GEMMs: ∂loss/∂logits [A, V], hidden [A, H], and the rows' indices."""
     if on_host(dlogits):
         assert isinstance(chunk.rows, Tensor)
         dlogits, origin = squeeze_idle(dlogits, idle)
@@ -193,5 +193,5 @@ def gradient_rows(dlogits: Tensor, hidden: Tensor, idle: Tensor, chunk: Chunk) -
     n, rows = chunk.n_active, chunk.rows
     if isinstance(rows, Tensor):
         rows = rows[:n]
-    # A zero row of dlogits adds nothing to dW unless it meets a NaN, which a dead token's hidden state may be.
+    # A zero row of dlogits adds nothing to dW, unless the hidden state is NaN, as it may be for a dead token.
     return dlogits[:n], hidden[:n].masked_fill(idle[:n, None], 0.0), rows

@@ -1,7 +1,7 @@
-"""The divergence of the policy from a reference of which hidden states and head are given, a chunk of tokens at a time.
+"""The divergence of the policy from a reference, from hidden states and heads of both, in chunks of tokens.
 
-N tokens, V vocabulary. Per chunk of C tokens, in two reused [C, V] buffers: the policy's logits and the reference's →
-divergence of every row, its gradient in the place of the policy's logits → the two gradient GEMMs at once. Four GEMMs.
+N tokens, V vocabulary. Per chunk of C tokens, in two reused [C, V] buffers: the logits of policy and reference → the
+divergence of every row, and its gradient in place of the policy's logits → the two gradient GEMMs. Four GEMMs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dapo_kernels.backends import backend
-from dapo_kernels.backends.divergence import Distance, row_divergence_
+from dapo_kernels.backends.divergence import Distance
 from dapo_kernels.backends.reference import check_rows
 from dapo_kernels.engine.chunks import Chunks, gradient_rows, live_work
 from dapo_kernels.engine.gradients import (
@@ -20,13 +20,13 @@ from dapo_kernels.engine.gradients import (
     HeadGradients,
     LinearDivergence,
     Unsaved,
+    autograd_gradients,
     fake_gradients,
-    handed_over,
     logits_of,
     sum_bytes,
     wants_float32_sums,
 )
-from dapo_kernels.engine.operators import hand_out_once, operator, scaled
+from dapo_kernels.engine.operators import check_first_backward, operator, scaled
 from dapo_kernels.records import Asked, Head, Needs, Plan, accumulate_dtype, on_host
 
 
@@ -34,7 +34,7 @@ from dapo_kernels.records import Asked, Head, Needs, Plan, accumulate_dtype, on_
 def linear_divergence(
     head: Head, ref: Head, asked: Asked, weights: Tensor, beta: float, needs: Needs, plan: Plan
 ) -> LinearDivergence:
-    """Of the policy's ``head`` from that of the reference, which has no gradient. The targets are not looked at."""
+    """Compute the divergence of the policy's ``head`` from ``ref``, which gets no gradient. Targets are not read."""
     divergence, gradients = _over_chunks(head, ref, asked, weights, beta, needs, plan)
     loss = (weights * divergence).sum(dtype=torch.float64).to(divergence.dtype)
     return LinearDivergence(loss, divergence, *gradients.results())
@@ -55,9 +55,8 @@ def _over_chunks(
         sum_bytes(head.weight, vocab, needs),
     )
     with_gradient = any(needs)
-    gradients = GradientSum(
-        head, vocab, needs, chunks.n_with_gradient, backend(plan.backend), wants_float32_sums(head, plan)
-    )
+    kernels = backend(plan.backend)
+    gradients = GradientSum(head, vocab, needs, chunks.n_with_gradient, kernels, wants_float32_sums(head, plan))
     divergence, distance = torch.zeros_like(weights), Distance(beta, head.softcap, ref.softcap)
     ref_buffer = chunks.buffer(ref.logits_dtype)
     for chunk in chunks:
@@ -65,7 +64,7 @@ def _over_chunks(
         ref_logits, wanted = ref_buffer[: logits.shape[0]], asked.at(rows)
         hidden = logits_of(head, rows, logits)
         logits_of(ref, rows, ref_logits)
-        divergence[rows] = row_divergence_(logits, ref_logits, wanted, weights[rows], distance)
+        divergence[rows] = kernels.row_divergence_(logits, ref_logits, wanted, weights[rows], distance)
         if with_gradient and on_host(logits):
             gradients.add(logits, hidden, rows)
         elif with_gradient:
@@ -89,6 +88,6 @@ def _keep(out: LinearDivergence, head: Head, *inputs: Any) -> tuple[Any, ...]:
 def _(
     ctx: Any, gradients: HeadGradients, dtype: torch.dtype, unsaved: Unsaved, grads: LinearDivergence
 ) -> dict[str, Tensor | None]:
-    hand_out_once(ctx, "linear_distillation_loss", "Add losses up and call backward once, or call it again.")
+    check_first_backward(ctx, "linear_distillation_loss", "Add losses up and call backward once, or call it again.")
     gradients = HeadGradients(*(None if x is None else scaled(x, grads.loss) for x in gradients))
-    return handed_over(gradients, dtype, unsaved.tensors[0], None, False)
+    return autograd_gradients(gradients, dtype, unsaved.tensors[0], None, False)

@@ -1,6 +1,6 @@
-"""The head of a chunk of tokens: its logits, and from ∂loss/∂logits the gradients of hidden states and head, added up
-over chunks, those of the head in float32. The softcap is the row kernels'.
+"""The head of a chunk of tokens: its logits, and the gradients of hidden states and head from ∂loss/∂logits.
 
+Gradients are summed over chunks, those of the head in float32. The row kernels apply the softcap.
 N tokens, V vocabulary, H hidden, C rows of a chunk, A of them that have a gradient, r rank of the LoRA factors. With
 logits = h·Wᵀ + s·(h·Aᵀ)·Bᵀ and G = ∂loss/∂logits::
 
@@ -20,12 +20,12 @@ from dapo_kernels.engine.shards import sum_over_ranks
 from dapo_kernels.memory import large_tensor
 from dapo_kernels.records import BY_VOCAB, Head, LoraFactors, Needs, Plan, accumulate_dtype, on_host
 
-# Bytes of a tile of the weight or of its gradient: it stays in the L2/L3 cache between GEMM and addition. Below
-# _TILE_ROWS rows a GEMM would not run at its rate.
+# Bytes of a tile of the weight or of its gradient, so that it stays in the L2/L3 cache between GEMM and addition. With
+# fewer than _TILE_ROWS rows a GEMM would not run at its full rate.
 _TILE_BYTES = 4 * 2**20
 _TILE_ROWS = 1024
-# 16-bit operands, float32 result (and, from torch 2.10, float32 addend): CUDA only, not in every ROCm build. Elsewhere
-# a chunk's product is rounded to 16 bits before it is added in float32.
+# 16-bit operands with float32 result (from torch 2.10 also addend) exist only for CUDA, not in every ROCm build.
+# Otherwise a chunk's product is rounded to 16 bits before it is added in float32.
 FLOAT32_PRODUCT = "dtype_out" in torch.ops.aten.addmm.overloads() and torch.version.hip is None
 
 
@@ -34,14 +34,14 @@ def tile_rows(bytes_per_row: int) -> int:
 
 
 def float32_product(x: Tensor) -> bool:
-    """Whether GEMMs of operands like ``x`` can leave their result in float32."""
+    """Return whether GEMMs with operands like ``x`` can return float32."""
     return FLOAT32_PRODUCT and x.device.type == "cuda" and x.element_size() < 4
 
 
 def product_(out: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
-    """out = a · b, or out += a · b: one GEMM, in float32 where ``out`` is."""
+    """Compute out = a · b, or out += a · b, in one GEMM with a result in the dtype of ``out``."""
     if out.dtype == a.dtype:
-        # beta 0 writes the result without reading what was there.
+        # With beta 0 the old contents are not read.
         torch.addmm(out, a, b, beta=int(add), out=out)
     elif add:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
@@ -50,8 +50,8 @@ def product_(out: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
 
 
 def _wide_product_(out: Tensor, dlogits: Tensor, x: Tensor, add: bool) -> None:
-    """out = dlogitsᵀ · x, or out += it, in at least float32. Where no GEMM of 16-bit operands leaves that, one in
-    bfloat16 is rounded; one in float16 might overflow before the loss is scaled.
+    """Compute out = dlogitsᵀ · x, or add it to out, in at least float32. Without a GEMM of 16-bit operands to float32,
+    one in bfloat16 is rounded; one in float16 could overflow before the loss is scaled.
     """
     if out.dtype == x.dtype or float32_product(x):
         product_(out, dlogits.t(), x, add)
@@ -65,18 +65,18 @@ def _wide_product_(out: Tensor, dlogits: Tensor, x: Tensor, add: bool) -> None:
 
 
 def low_rank(lora: LoraFactors, hidden: Tensor) -> Tensor:
-    """[C, r]: what b is multiplied by."""
+    """Return scale · (hidden · aᵀ), [C, r], the factor of b."""
     return lora.scale * (hidden @ lora.a.t())
 
 
 def logits_of(head: Head, rows: Tensor | slice, out: Tensor) -> Tensor:
-    """The hidden states of ``rows``, [C, H]; their logits before the softcap, [C, V], in ``out``. A padded head has
-    rows behind the V.
+    """Return the hidden states of ``rows``, [C, H]. Write their logits before the softcap, [C, V], into ``out``. Rows
+    of a padded head behind the first V are ignored.
     """
     hidden, head = head.hidden[rows], head.first(out.shape[1])
     if head.lora is None:
         _logits(hidden, head.weight, head.bias, out)
-    else:  # the small product first: the large one adds to it in passing
+    else:  # the small product first, so that the large GEMM adds to it
         _logits(low_rank(head.lora, hidden), head.lora.b, head.bias, out)
         _add_logits(hidden, head.weight, out)
     return hidden
@@ -112,7 +112,7 @@ def _float32_logits(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def _float32_parts(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """[H, part] of a part of the vocabulary at a time: a float32 copy of the whole weight would be gigabytes."""
+    """Yield [H, part] in float32 for parts of the vocabulary: a copy of the whole weight would take gigabytes."""
     size = tile_rows(4 * weight.shape[1])
     for start in range(0, weight.shape[0], size):
         part = slice(start, start + size)
@@ -120,7 +120,7 @@ def _float32_parts(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 class PlainSum:
-    """A float32 sum of 16-bit tensors, or a sum of tensors in their own dtype."""
+    """A float32 sum of 16-bit tensors, or a sum of other tensors in their own dtype."""
 
     def __init__(self, result: Tensor) -> None:
         self.result = result
@@ -134,7 +134,7 @@ class PlainSum:
 
 
 def sum_bytes(weight: Tensor, vocab: int, needs: Needs) -> int:
-    """Of the running sum of dW that several chunks need on a GPU; ``vocab`` its rows."""
+    """Return the bytes of the running sum of dW that several chunks need on a GPU. ``vocab``: its rows."""
     return 4 * vocab * weight.shape[1] if needs.weight and weight.element_size() < 4 else 0
 
 
@@ -142,23 +142,23 @@ class HeadGradients(NamedTuple):
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None = None
-    lora_a: Tensor | None = None  # this and the next in float32
+    lora_a: Tensor | None = None  # these two in float32
     lora_b: Tensor | None = None
 
     @classmethod
     def of(cls, hidden: Tensor | None, weight: Tensor | None, sums: dict, dtype: torch.dtype) -> HeadGradients:
-        """With the bias's in ``dtype``, as ``weight`` is."""
+        """Return the record, with the bias's gradient in ``dtype``, like ``weight``."""
         return cls(hidden, weight, **{n: x.to(dtype) if n == "bias" else x for n, x in sums.items()})
 
 
 def small_sums(head: Head, needs: Needs) -> dict[str, Tensor]:
-    """Zeros for the gradients of the head that are needed, but the weight's."""
+    """Return zeros for the required gradients of the head, except the weight's."""
     named = {name: getattr(head, name) for name, needed in zip(needs._fields[2:], needs[2:], strict=True) if needed}
     return {n: torch.zeros_like(x, dtype=accumulate_dtype(x.dtype)) for n, x in named.items() if x is not None}
 
 
 class LinearLoss(NamedTuple):
-    """``RowsLoss`` without ``idle``, and the gradients for grad_output = 1, those needed."""
+    """``RowsLoss`` without ``idle``, and the required gradients for grad_output = 1."""
 
     loss: Tensor
     logprobs: Tensor
@@ -173,7 +173,7 @@ class LinearLoss(NamedTuple):
 
 
 class LinearDivergence(NamedTuple):
-    """Σ weights · divergence, the divergence of every token, and the gradients for grad_output = 1, those needed."""
+    """Σ weights · divergence, the divergence of every token, and the required gradients for grad_output = 1."""
 
     loss: Tensor  # 0-d
     divergence: Tensor  # [N]
@@ -185,9 +185,10 @@ class LinearDivergence(NamedTuple):
 
 
 class GradientSum:
-    """The gradients of hidden and head, added up over chunks; those of the head in float32. With ``float32_sums`` dW
-    and db are handed over so: to a float32 tensor of the caller's, or because a float16 could not hold them before the
-    loss is scaled. Rows of a padded head behind its ``vocab`` have zeros.
+    """The gradients of hidden and head, summed over chunks, those of the head in float32.
+
+    With ``float32_sums`` dW and db are returned in float32: to add to a float32 tensor of the caller, or because
+    float16 could not represent them before the loss is scaled. Rows of a padded head behind ``vocab`` get zeros.
     """
 
     def __init__(
@@ -195,12 +196,12 @@ class GradientSum:
     ) -> None:
         hidden, weight = head[:2]
         self.vocab, self.n_chunks, self.n_added = vocab, n_chunks, 0
-        own = head.first(vocab)
-        self.operand, self.lora = own.weight, own.lora
+        unpadded = head.first(vocab)
+        self.operand, self.lora = unpadded.weight, unpadded.lora
         self.result_dtype = accumulate_dtype(hidden.dtype) if float32_sums else hidden.dtype
         self.hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needs.hidden else None
         self.sums = small_sums(head, needs)
-        self.padded: Tensor | None = None  # its first rows are one of the next two
+        self.padded: Tensor | None = None  # its first rows are ``weight`` or ``weight_float32``
         self.weight: Tensor | None = None
         self.weight_sum: WeightSum | None = None
         self.weight_float32: Tensor | None = None
@@ -208,10 +209,10 @@ class GradientSum:
             self._prepare_weight(weight, backend)
 
     def _prepare_weight(self, weight: Tensor, backend: Backend) -> None:
-        # A single chunk needs no running sum, and 32-bit GEMMs add to the result themselves.
+        # A single chunk needs no running sum, and 32-bit GEMMs can add to the result.
         summed = self.n_chunks > 1 and weight.element_size() < 4
         if self.result_dtype != weight.dtype or (summed and float32_product(weight)):
-            # The result is made from it at the end: the two would be the peak of memory.
+            # The result is created from the sum at the end, because both together would be the peak of memory.
             kept = large_tensor(weight.shape, torch.float32, weight.device, "weight in float32")
             self.padded = kept[0] if kept else weight.new_empty(weight.shape, dtype=torch.float32)
             self.weight_float32 = self.padded[: self.vocab]
@@ -226,18 +227,18 @@ class GradientSum:
             self.tile = weight.new_empty(tile_rows(2 * weight.shape[1]), weight.shape[1])
 
     def add(self, dlogits: Tensor, hidden: Tensor, rows: Tensor | slice) -> None:
-        """``dlogits`` [A, V] of the hidden states [A, H] that stand at ``rows`` of the input."""
+        """Add the gradients from ``dlogits`` [A, V] and the hidden states [A, H] at ``rows`` of the input."""
         if dlogits.shape[0] == 0:
             return
         self.n_added += 1
         dlogits = dlogits.to(hidden.dtype)
         d_low = None if self.lora is None else self._through_factors(self.lora, dlogits, hidden)
         if self.hidden is not None:
-            own = torch.mm(dlogits, self.operand, out=self.hidden[rows] if isinstance(rows, slice) else None)
+            d_hidden = torch.mm(dlogits, self.operand, out=self.hidden[rows] if isinstance(rows, slice) else None)
             if self.lora is not None and d_low is not None:
-                own.addmm_(d_low, self.lora.a)
+                d_hidden.addmm_(d_low, self.lora.a)
             if not isinstance(rows, slice):
-                self.hidden.index_copy_(0, rows, own)
+                self.hidden.index_copy_(0, rows, d_hidden)
         if (bias := self.sums.get("bias")) is not None:
             bias[: self.vocab].add_(dlogits.sum(0, dtype=bias.dtype))
         if self.weight_float32 is not None:
@@ -252,7 +253,7 @@ class GradientSum:
             product_(self.weight, dlogits.t(), hidden, add=self._adds_to_weight())
 
     def _through_factors(self, lora: LoraFactors, dlogits: Tensor, hidden: Tensor) -> Tensor | None:
-        """Adds to the sums of the factors; ∂loss/∂(hidden · aᵀ) [A, r], where anything needs it."""
+        """Add to the gradients of the factors. Return ∂loss/∂(hidden · aᵀ) [A, r] if anything needs it."""
         sum_a, sum_b = self.sums.get("lora_a"), self.sums.get("lora_b")
         if sum_b is not None:
             _wide_product_(sum_b[: self.vocab], dlogits, low_rank(lora, hidden), add=True)
@@ -286,11 +287,11 @@ class GradientSum:
 
 
 def gradient_unit(dtype: torch.dtype, weights: Tensor) -> tuple[Tensor, Tensor | float]:
-    """Weights of tokens at the scale at which a gradient formed together with its loss is held, and that scale.
+    """Return token weights scaled for a gradient that is computed together with its loss, and the scale.
 
-    In float16 the entries of a token mean's gradient, p/N, would vanish below 6e-8, before a loss scaler's factor (the
-    ``grad_output``) is known. A power of two that brings the heaviest token's weight up to 2⁻⁶ leaves room at both
-    ends; dividing the loss by it again divides what reaches the backward pass. Other dtypes need none.
+    In float16 the entries of a token mean's gradient, p/N, would underflow below 6e-8, before the factor of a loss
+    scaler (``grad_output``) is known. The scale is a power of two that raises the largest weight to 2⁻⁶, which leaves
+    range at both ends. Dividing the loss by it divides what reaches the backward pass. Other dtypes need no scale.
     """
     if dtype != torch.float16 or weights.numel() == 0:
         return weights, 1.0
@@ -301,7 +302,7 @@ def gradient_unit(dtype: torch.dtype, weights: Tensor) -> tuple[Tensor, Tensor |
 
 
 def wants_float32_sums(head: Head, plan: Plan) -> bool:
-    """Whether gradients of weight and bias that are formed with the loss wait for ``grad_output`` in float32."""
+    """Return whether gradients of weight and bias computed with the loss stay in float32 until ``grad_output``."""
     return plan.main_grad is not None or head.hidden.dtype == torch.float16
 
 
@@ -312,22 +313,22 @@ def fake_gradients(head: Head, needs: Needs, float32_sums: bool) -> HeadGradient
     return HeadGradients.of(hidden, weight, small_sums(head, needs), dtype)
 
 
-def handed_over(
+def autograd_gradients(
     gradients: HeadGradients, dtype: torch.dtype, main_grad: Tensor | None, group: str | None, partial_hidden: bool
 ) -> dict[str, Tensor | None]:
-    """To autograd; the weight's to ``main_grad``, where there is one. What all ranks of a group share is added up."""
-    handed: dict[str, Tensor | None] = {}
+    """Return the gradients for autograd; add the weight's to ``main_grad`` if given. Sum those shared by all ranks."""
+    gradients_by_name: dict[str, Tensor | None] = {}
     for name, x in [(name, x) for name, x in zip(gradients._fields, gradients, strict=True) if x is not None]:
         if group is not None and name not in BY_VOCAB and not (name == "hidden" and partial_hidden):
             x = sum_over_ranks(x, group)
         if name == "weight" and main_grad is not None:
             main_grad += x
         else:
-            handed[f"head_{name}"] = x.to(dtype)
-    return handed
+            gradients_by_name[f"head_{name}"] = x.to(dtype)
+    return gradients_by_name
 
 
 class Unsaved(NamedTuple):
-    """Autograd would refuse a saved ``main_grad`` that another micro-batch has added to meanwhile."""
+    """Tensors outside autograd's saved ones: it would refuse a ``main_grad`` that another micro-batch has changed."""
 
     tensors: list[Tensor | None]

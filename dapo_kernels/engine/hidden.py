@@ -1,12 +1,12 @@
-"""From hidden states, a chunk of tokens at a time: the logits of one chunk are all that ever exists.
+"""Compute losses from hidden states in chunks of tokens, so that only the logits of one chunk exist at a time.
 
 N tokens, V vocabulary, H hidden. Per chunk of C tokens, in one reused [C, V] buffer: logits = hidden · weightᵀ (vendor
-GEMM) → row kernel in place, which leaves ∂loss/∂logits → the two gradient GEMMs at once. Three GEMMs in all, where
-recomputing the logits in the backward pass would take four. Cost follows work: dead tokens are left out before the
-first GEMM, and tokens whose gradient is zero (clipped, zero advantage) before the other two; what of that needs the
-host to look, and what a GPU does instead, is in ``chunks.py``.
+GEMM) → row kernel in place, which writes ∂loss/∂logits → the two gradient GEMMs. Three GEMMs in total; recomputing the
+logits in the backward pass would take four. Dead tokens are left out of the first GEMM, and tokens with gradient zero
+(clipped, zero advantage) of the other two. ``chunks.py`` describes what of that needs the host, and what a GPU does
+instead.
 
-The loops over chunks return running sums: rounding dW to its dtype takes memory, and by then the buffer is free.
+The loops over chunks return running sums: converting dW to its dtype takes memory, and by then the buffer is free.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from dapo_kernels.engine.gradients import (
     HeadGradients,
     LinearLoss,
     Unsaved,
+    autograd_gradients,
     fake_gradients,
-    handed_over,
     logits_of,
     sum_bytes,
     wants_float32_sums,
 )
-from dapo_kernels.engine.operators import hand_out_once, operator, scaled
+from dapo_kernels.engine.operators import check_first_backward, operator, scaled
 from dapo_kernels.engine.rows import given_slopes
 from dapo_kernels.engine.shards import Widths, backend_of
 from dapo_kernels.engine.wrapped import stats_before_gradient
@@ -41,7 +41,7 @@ from dapo_kernels.records import Asked, Head, Needs, Plan, RowsLoss, RowStats, S
 
 def _chunks(head: Head, live: Tensor, idle: Tensor | None, needs: Needs, plan: Plan, by: Backend) -> Chunks:
     widths = Widths.of(plan, head.weight.shape[0])
-    # In a chunk's buffers: a softcap may take a copy of the logits, float32 logits a rounded copy for the GEMMs.
+    # Bytes per logit in a chunk's buffers: a softcap may need a copy, float32 logits a 16-bit copy for the GEMMs.
     bytes_per_logit = head.logits_dtype.itemsize * (2 if head.softcap is not None and by.SOFTCAP_COPIES else 1)
     if head.logits_dtype != head.hidden.dtype:
         bytes_per_logit += head.hidden.element_size()
@@ -58,7 +58,7 @@ def _chunks(head: Head, live: Tensor, idle: Tensor | None, needs: Needs, plan: P
 
 
 def _per_token(head: Head, asked: Asked) -> Tensor:
-    """Zeros, as dead tokens have to show."""
+    """Return zeros, the results of dead tokens."""
     dtype = accumulate_dtype(head.hidden.dtype)
     return torch.zeros(asked.live.shape, dtype=dtype, device=asked.live.device)
 
@@ -74,7 +74,7 @@ def _fill(whole: Any, rows: Tensor | slice, part: Any) -> None:
 
 @operator
 def linear_stats(head: Head, asked: Asked, plan: Plan) -> RowStats:
-    """``logits_stats`` of the head's logits: one GEMM, no gradient."""
+    """Return ``logits_stats`` of the head's logits: one GEMM, no gradient."""
     asked = asked._replace(softcap=head.softcap)
     check_rows(asked, Widths.of(plan, head.weight.shape[0]).all)
     by = backend_of(plan, asked)
@@ -94,7 +94,7 @@ def _(head: Head, asked: Asked, plan: Plan) -> RowStats:
 
 @operator
 def linear_grad(head: Head, asked: Asked, stats: RowStats, slopes: Slopes, needs: Needs, plan: Plan) -> HeadGradients:
-    """Gradients of hidden and head from ∂loss/∂ℓ and ∂loss/∂H: the logits again, then two GEMMs."""
+    """Return the gradients of hidden and head from ∂loss/∂ℓ and ∂loss/∂H: recompute the logits, then two GEMMs."""
     asked = asked._replace(live=asked.live & ~slopes.idle, softcap=head.softcap)
     return _grad_over_chunks(head, asked, stats, slopes, needs, plan).results()
 
@@ -136,14 +136,14 @@ def _(
     slopes = given_slopes(stats, grads, asked.want_entropy)
     plan = plan._replace(main_grad=main_grad)
     gradients = linear_grad(head, asked, stats, slopes, Needs.of(ctx.needs_input_grad), plan)
-    return handed_over(gradients, head.hidden.dtype, main_grad, plan.group, plan.partial_hidden)
+    return autograd_gradients(gradients, head.hidden.dtype, main_grad, plan.group, plan.partial_hidden)
 
 
 # --- the loss of objectives whose gradient at a token needs nothing but that token's row: three GEMMs --------
 
 
 def _no_loss(head: Head, asked: Asked, scalars: ObjectiveScalars) -> RowsLoss:
-    """What dead tokens have to show."""
+    """Return the results of dead tokens."""
     zeros = _per_token(head, asked)
     return RowsLoss(
         loss=torch.zeros((), dtype=torch.float64, device=zeros.device),
@@ -159,7 +159,7 @@ def _no_loss(head: Head, asked: Asked, scalars: ObjectiveScalars) -> RowsLoss:
 def linear_loss(
     head: Head, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, needs: Needs, plan: Plan
 ) -> LinearLoss:
-    """The loss and, formed on the way, the gradients of hidden and head."""
+    """Return the loss together with the gradients of hidden and head."""
     asked = asked._replace(softcap=head.softcap)
     total, gradients = _loss_over_chunks(head, asked, tokens, scalars, needs, plan)
     return LinearLoss(total.loss.to(total.logprobs.dtype), *total[1:-1], *gradients.results())
@@ -188,7 +188,7 @@ def _loss_over_chunks(
 
 
 def _own_row_loss_(by: Backend, logits: Tensor, asked: Asked, tokens: Tokens, function: OwnLoss) -> RowsLoss:
-    """``row_loss_`` of a function of the caller's."""
+    """Compute ``row_loss_`` for a user-defined function."""
     stats = stats_before_gradient(by, logits, asked)
     loss, slopes = own_slopes(function, stats.logprobs, stats.entropy, tokens)
     by.row_grad(logits, logits, asked, stats, slopes)
@@ -218,6 +218,6 @@ def _(
     partial_hidden: bool,
     grads: LinearLoss,
 ) -> dict[str, Tensor | None]:
-    hand_out_once(ctx, "linear_dapo_loss", "Add losses up and call backward once, or call it again.")
+    check_first_backward(ctx, "linear_dapo_loss", "Add losses up and call backward once, or call it again.")
     gradients = HeadGradients(*(None if x is None else scaled(x, grads.loss) for x in gradients))
-    return handed_over(gradients, dtype, unsaved.tensors[0], group, partial_hidden)
+    return autograd_gradients(gradients, dtype, unsaved.tensors[0], group, partial_hidden)

@@ -1,14 +1,14 @@
-"""Rows that were sampled from a part of the vocabulary: statistics and gradient over the tokens that were kept.
+"""Rows that were sampled from a part of the vocabulary: statistics and gradient over the kept tokens.
 
-N rows, V vocabulary, K kept tokens of all rows. The other V − k columns of such a row are never looked at: its kept
-logits are gathered, [K], and their softmax is taken in float64; to the row kernels the row is dead, so that they leave
-zeros, to which the gradient of the kept logits is added. With z = x/τ of the kept logits x, p = softmax(z), target y::
+N rows, V vocabulary, K kept tokens of all rows. The other V − k logits of such a row are not read. Its kept logits are
+gathered, [K], and their softmax is computed in float64. For the row kernels the row is dead, so they write zeros, to
+which the gradient of the kept logits is added. With z = x/τ of the kept logits x, p = softmax(z), target y::
 
     ℓ = z_y − lse(z)         dℓ/dx_j = (1[j = y] − p_j) / τ
     H = lse(z) − Σ p_j z_j    dH/dx_j = −p_j (log p_j + H) / τ
 
-The work and the memory, some 80 bytes per kept token of a chunk, follow the lists. Nothing here waits for a GPU. A
-backend may have a way of its own: that of the CPU takes them as rows of lengths of their own.
+Time and memory, about 80 bytes per kept token of a chunk, are proportional to the lists. Nothing waits for a GPU. A
+backend may have its own way: the CPU backend treats the lists as rows of different lengths.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from dapo_kernels.engine.wrapped import Wrapped
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
 from dapo_kernels.records import Asked, RowsLoss, RowStats, Slopes, Tokens, accumulate_dtype, on_host
 
-# 1.0 as an integer: a row's sum, of half a million of them at the most, fits; a term is right to 3·10⁻¹⁴.
+# 1.0 as an integer. The sum of a row of up to half a million terms fits; the error of a term is below 3·10⁻¹⁴.
 _ONE = float(2**44)
-# Kept tokens whose gradient is made at once on a CPU: some ten tensors of 128 KiB stay in a core's cache.
+# Kept tokens whose gradient is computed at once on a CPU: about ten tensors of 128 KiB stay in a core's cache.
 _PART = 2**14
 
 
 class KeptTokens(Wrapped):
-    """A backend for rows some of which have a list of the tokens that were kept. Of these the norm is (max of x, log of
-    the sum above it), where the backend does not gather them itself.
+    """A backend for rows of which some have a list of kept tokens. The norm of these is (max of x, log of the sum above
+    it), unless the backend gathers them itself.
     """
 
     def __init__(self, by: Backend, asked: Asked) -> None:
         super().__init__(by)
-        self.own = by.gather_kept if on_host(asked.live) else None
+        self.gather = by.gather_kept if on_host(asked.live) else None
 
     def _gathered(self, logits: Tensor, asked: Asked, check: bool = True) -> KeptLogits:
-        if self.own is not None:
-            return self.own(logits, asked)
+        if self.gather is not None:
+            return self.gather(logits, asked)
         if check:
             check_rows(asked, logits.shape[-1])
         return Kept.of(logits, asked)
@@ -71,7 +71,7 @@ class KeptTokens(Wrapped):
 
     def merge_norms(self, norms: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
         norm, log_shares = self.by.merge_norms(norms, asked)
-        if self.own is not None:
+        if self.gather is not None:
             return norm, log_shares
         tops, log_sums = norms.double().unbind(-1)
         top = tops.amax(0)
@@ -82,7 +82,7 @@ class KeptTokens(Wrapped):
 
 
 def _of_each(listed: Tensor, mine: Iterable[Tensor | None], whole: Iterable[Tensor | None]) -> Iterator[Tensor | Any]:
-    """Of rows with a list what is ``mine``, of the others what is ``whole``, each [N] or [N, 2]."""
+    """Yield ``mine`` for rows with a list and ``whole`` for other rows, each [N] or [N, 2]."""
     for a, b in zip(mine, whole, strict=True):
         yield None if a is None or b is None else torch.where(listed if a.dim() == 1 else listed[:, None], a, b)
 
@@ -93,7 +93,7 @@ def _listed(asked: Asked) -> Tensor:
 
 
 class Kept(NamedTuple):
-    """The kept tokens of all rows, each [K]. Those that are ``here`` are of a live row and within the columns."""
+    """The kept tokens of all rows, each [K]. ``here``: those of a live row and within these columns."""
 
     rows: Tensor  # int64
     ids: Tensor  # int64
@@ -104,9 +104,9 @@ class Kept(NamedTuple):
     def of(cls, logits: Tensor, asked: Asked) -> Kept:
         assert asked.kept_ids is not None
         rows, here = asked.kept_places()
-        ids = asked.kept_ids.remainder(logits.shape[-1])  # not clamped: those elsewhere would meet at the ends
+        ids = asked.kept_ids.remainder(logits.shape[-1])  # not clamped: ids elsewhere would all be the first or last
         here = here & (asked.kept_ids == ids) & asked.live.index_select(0, rows)
-        if on_host(here):  # elsewhere leaving the others out would wait for the device
+        if on_host(here):  # on a GPU, leaving out the others would wait for the device
             rows, ids, here = _selected(here, rows, ids, here)
         x = _at(logits, rows, ids).to(accumulate_dtype(logits.dtype))
         if asked.softcap is not None:
@@ -114,10 +114,10 @@ class Kept(NamedTuple):
         return cls(rows, ids, here, torch.where(here, x, -torch.inf))
 
     def stats(self, asked: Asked) -> RowStats:
-        """Zeros on rows without a list."""
+        """Return the statistics; zeros on rows without a list."""
         top = self._largest(self.logits, asked)
         z = self._above(top, asked)
-        # No logit is above one that is not a number, or +∞: then neither are the statistics.
+        # If the maximum is NaN or +∞, so are the statistics.
         above = torch.where(top < torch.inf, self._sums(z.exp(), asked).log(), torch.nan)
         target = self._largest(torch.where(self._is_target(asked), z, -torch.inf), asked)
         dtype, listed, entropy = self.logits.dtype, _listed(asked), None
@@ -130,16 +130,16 @@ class Kept(NamedTuple):
         return RowStats(torch.where(listed, target - above, 0.0).to(dtype), norm, entropy)
 
     def add_gradient_(self, out: Tensor, asked: Asked, stats: RowStats, slopes: Slopes) -> None:
-        """To zeros."""
+        """Add the gradient to zeros in ``out``."""
         size = _PART if on_host(out) else max(1, len(self.rows))
         for part in zip(*(x.split(size) for x in self), strict=True):
             kept = Kept(*part)
             gradient = kept._gradient(asked, stats, slopes).to(out.dtype)
-            # What is not here stands at the place of something else, and adds a zero.
+            # A token that is not here has the place of another one, and adds zero.
             out.index_put_(_places(kept.rows, kept.ids, out), gradient, accumulate=not on_host(out))
 
     def _gradient(self, asked: Asked, stats: RowStats, slopes: Slopes) -> Tensor:
-        """∂loss/∂x of the logits before the softcap, float64, from ∂loss/∂ℓ and ∂loss/∂H, each [N]."""
+        """Return ∂loss/∂x of the logits before the softcap, float64, from ∂loss/∂ℓ and ∂loss/∂H, each [N]."""
         top, above = stats.norm.unbind(-1)
         log_p = self._above(top, asked) - above.double().index_select(0, self.rows)
         p = log_p.exp()
@@ -158,8 +158,8 @@ class Kept(NamedTuple):
         return torch.where(self.here & ~slopes.idle.index_select(0, self.rows), gradient, 0.0)
 
     def _above(self, top: Tensor, asked: Asked) -> Tensor:
-        """(x − max)/τ, float64; −∞ where not here."""
-        top = torch.where(top == -torch.inf, 0.0, top)  # of a row whose kept logits are all −∞, or elsewhere
+        """Return (x − max)/τ, float64; −∞ for tokens that are not here."""
+        top = torch.where(top == -torch.inf, 0.0, top)  # of a row whose kept logits are all −∞, or not here
         z = (self.logits.double() - top.double().index_select(0, self.rows)).div_(self._tau(asked))
         return torch.where(self.here, z, -torch.inf)
 
@@ -172,18 +172,18 @@ class Kept(NamedTuple):
         return self.here & (self.ids == asked.target_ids.index_select(0, self.rows))
 
     def _largest(self, of_tokens: Tensor, asked: Asked) -> Tensor:
-        """[N]; −∞ of nothing."""
+        """Return the maximum per row, [N]; −∞ without tokens."""
         lowest = of_tokens.new_full(asked.live.shape, -torch.inf)
         return lowest.scatter_reduce_(0, self.rows, of_tokens, "amax")
 
     def _sums(self, of_tokens: Tensor, asked: Asked) -> Tensor:
-        """[N], of numbers in [0, 1]. As integers, since a GPU adds in another order on every run."""
+        """Return sums per row, [N], of numbers in [0, 1]. Integers, since a GPU adds in a different order each time."""
         fixed = (of_tokens * _ONE).round_().to(torch.int64)
         return torch.zeros_like(asked.target_ids).index_add_(0, self.rows, fixed).double() / _ONE
 
 
 def _selected(keep: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
-    """The tensors [K] where ``keep`` [K]; as they are where that is everywhere."""
+    """Return the tensors [K] where ``keep`` [K] is True; unchanged if it is True everywhere."""
     if bool(keep.all()):
         return of
     at = keep.nonzero().squeeze(1)
@@ -191,13 +191,13 @@ def _selected(keep: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
 
 
 def _at(logits: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
-    if logits.is_contiguous():  # a third of the time
+    if logits.is_contiguous():  # takes a third of the time
         return logits.view(-1).index_select(0, rows * logits.shape[-1] + ids)
     return logits[_places(rows, ids, logits)]
 
 
 def _places(rows: Tensor, ids: Tensor, like: Tensor) -> tuple[Tensor, ...]:
-    """Into [N, V] or [B, L, V]."""
+    """Return indices into [N, V] or [B, L, V]."""
     if like.dim() == 2:
         return rows, ids
     length = like.shape[1]

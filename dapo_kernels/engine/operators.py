@@ -1,9 +1,9 @@
 """Operators that take records: one function becomes what autograd, torch.compile and fake tensors see.
 
-``@operator`` registers ``dapo_kernels::<name>`` with a schema spelled from the records' fields, ``head_hidden``,
-``head_weight``, …; this is the only place where a record is taken apart. An eager call of plain tensors goes to the
-same function without torch's dispatcher, which at 64 × 64 would cost more than the arithmetic; under a tracer, a mode
-or a transform it goes through the registered operator.
+``@operator`` registers ``dapo_kernels::<name>`` with a schema made from the records' fields, ``head_hidden``,
+``head_weight``, …. This is the only place that flattens records. An eager call with plain tensors calls the function
+without torch's dispatcher, which at 64 × 64 would cost more than the arithmetic. Under a tracer, a mode or a transform
+the registered operator is called.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Field(NamedTuple):
 
 
 class _Parameter(NamedTuple):
-    """A record, or a plain value, and where it stands among the operator's flat arguments."""
+    """A record or a plain value, and its position among the operator's flat arguments."""
 
     record: Any
     start: int
@@ -44,11 +44,11 @@ class _Parameter(NamedTuple):
 
 
 class _Saved(int):
-    """Which of the tensors that autograd keeps."""
+    """The index of a tensor among those that autograd saves."""
 
 
 class Kept(NamedTuple):
-    """What a forward pass leaves for its backward pass: records and plain values, taken apart for ``ctx``."""
+    """What a forward pass saves for its backward pass: records and plain values, flattened for ``ctx``."""
 
     values: tuple[Any, ...]
 
@@ -63,7 +63,7 @@ class Kept(NamedTuple):
         return [_take_out(x, tensors) for x in ctx.kept]
 
 
-# Not inside the methods: a function that names itself is a cycle, and would hold the tensors until the next collection.
+# Not nested functions: one that refers to itself is a cycle, and would keep the tensors until the next collection.
 def _put_away(x: Any, tensors: list[Tensor]) -> Any:
     if isinstance(x, Tensor):
         tensors.append(x)
@@ -104,8 +104,8 @@ class Operator:
         self._marked: list[int]
 
     def _register(self) -> Any:
-        # torch.library.custom_op does as much, but its first call imports torch._dynamo (a second and 900 modules) and
-        # every call pays for its wrapping.
+        # torch.library.custom_op does the same, but its first call imports torch._dynamo (a second and 900 modules),
+        # and its wrapper costs time in every call.
         arguments = ", ".join(f"{_schema(kind)} {name}" for name, kind in self.fields)
         results = "Tensor" if self._single else f"({', '.join(['Tensor'] * len(self.result._fields))})"
         name = f"dapo_kernels::{self.name}"
@@ -132,7 +132,7 @@ class Operator:
         return [flat[p.start] if p.record is None else p.record(*flat[p.start : p.stop]) for p in self.parameters]
 
     def _present(self, result: Any, flat: Any) -> Any:
-        """An operator cannot return None: an absent result is an empty tensor of a dtype no result has."""
+        """Replace None, which an operator cannot return, by an empty tensor of a dtype that no result has."""
         if self._single:
             return result
         device = flat[0].device
@@ -160,17 +160,17 @@ class Operator:
         return self._without_autocast(arguments, flat[0])
 
     def _without_autocast(self, records: Any, first: Tensor) -> Any:
-        """An operator's dtypes are its inputs': autocast has had its say where the public function took them."""
+        """Call without autocast: the public function has already applied it to the inputs."""
         device = first.device.type
         if not torch.is_autocast_enabled(device):
             return self.run(*records)
         with torch.autocast(device, enabled=False):
             return self.run(*records)
 
-    # --- what else an operator is made of -----------------------------------------------------------------
+    # --- registrations of an operator ---------------------------------------------------------------------
 
     def fake(self, function: Callable[..., Any]) -> None:
-        """Shapes and dtypes of the results, from the same records."""
+        """Register a function that returns the shapes and dtypes of the results from the same records."""
         torch.library.register_fake(self.op.name())(
             lambda *flat: self._present(function(*self._records(flat)), flat),
         )
@@ -179,10 +179,10 @@ class Operator:
         """Register the function below as the backward pass.
 
         Args:
-            keep: of (result, *records) what the backward pass wants, records and plain values.
+            keep: returns what the backward pass needs, records and plain values, from (result, *records).
             differentiable: names of the results that have a gradient; by default the only one.
 
-        The function gets (ctx, *kept, grads), with ``grads`` a record like the result, and returns gradients by the
+        The function gets (ctx, *kept, grads), where ``grads`` is a record like the result, and returns gradients by the
         flat names of their inputs.
         """
 
@@ -208,8 +208,8 @@ class Operator:
     def _backward_pass(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
         gradients: list[Tensor | None] = [None] * len(self.fields)
         if any(grad is not None for grad in grads):
-            asked = grads[0] if self._single else self.result(*grads)
-            for name, gradient in self._backward(ctx, *Kept.load(ctx), asked).items():
+            result_grads = grads[0] if self._single else self.result(*grads)
+            for name, gradient in self._backward(ctx, *Kept.load(ctx), result_grads).items():
                 gradients[self._at[name]] = gradient
         return tuple(gradients)
 
@@ -224,7 +224,7 @@ class Operator:
         return type(self.name, (torch.autograd.Function,), members)
 
     def has_no_gradient(self) -> None:
-        """A gradient operator has no gradient of its own: say so, where autograd would only warn and answer wrongly."""
+        """Raise an error for a second derivative, for which autograd would only warn and return a wrong gradient."""
 
         def refuse(ctx: Any, grads: Any) -> dict[str, Tensor | None]:
             raise RuntimeError(f"{self.op.name()}: {NO_SECOND_DERIVATIVE}")
@@ -237,41 +237,41 @@ NO_SECOND_DERIVATIVE = "the gradient of a gradient is not implemented; use creat
 
 
 def operator(run: Callable[..., Any]) -> Operator:
-    """The decorator: parameters are records or plain values as their annotations say, the result a record of tensors
-    (or one tensor).
+    """Decorate a function as an operator. Its annotations define the parameters, records or plain values, and the
+    result, a record of tensors or one tensor.
     """
     return Operator(run)
 
 
 def plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether this is an eager call of ordinary tensors: no mode watches, no transform is under way."""
+    """Return whether this is an eager call with ordinary tensors, without an active mode or transform."""
     watched = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None
     return ordinary(tensors) and not watched
 
 
 def ordinary(tensors: Sequence[Tensor]) -> bool:
-    """Whether they are torch's own, no subclass."""
+    """Return whether all are torch's own tensors, without subclasses."""
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError("dapo_kernels: forward-mode derivatives (jvp, dual tensors) are not implemented")
     return all(type(x) in _PLAIN for x in tensors)
 
 
-def hand_out_once(ctx: Any, caller: str, remedy: str) -> None:
-    """A gradient that was formed with its loss is handed out once; a second request would return what autograd has
-    since changed, and a derivative of it does not exist.
+def check_first_backward(ctx: Any, caller: str, remedy: str) -> None:
+    """Raise an error if a gradient that was computed with its loss is requested twice. Autograd may have changed it
+    since the first time, and it has no derivative.
     """
     if torch.is_grad_enabled():
         raise RuntimeError(f"{caller}: {NO_SECOND_DERIVATIVE}")
-    if getattr(ctx, "handed_out", False):
-        raise RuntimeError(f"{caller}: second backward through the same call; its gradient was handed out. {remedy}")
-    ctx.handed_out = True
+    if getattr(ctx, "is_used", False):
+        raise RuntimeError(f"{caller}: second backward through the same call, whose gradient is used up. {remedy}")
+    ctx.is_used = True
 
 
 def scaled(gradient: Tensor, grad_output: Tensor) -> Tensor:
-    """grad_output · gradient, in the gradient's own storage: a second copy of dW would be the peak of memory.
+    """Return grad_output · gradient, in the gradient's own storage: a second copy of dW would be the peak of memory.
 
-    The common grad_output 1 costs nothing on the CPU; elsewhere looking at it would wait for the device. Under a
-    tracer (whose tensors are of another type) the product is a new tensor and the compiler plans the memory.
+    The common grad_output 1 costs nothing on the CPU; on other devices reading it would wait. Under a tracer (whose
+    tensors have another type) the product is a new tensor and the compiler plans the memory.
     """
     if type(gradient) is not Tensor:
         return gradient * grad_output

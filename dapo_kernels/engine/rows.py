@@ -1,7 +1,7 @@
-"""From logits: statistics of every row, or the whole loss, with their gradients.
+"""Compute statistics of every row of logits, or the whole loss, with their gradients.
 
-N rows (tokens), V vocabulary. Logits are [N, V] or, padded, [B, L, V] with N = B·L, any strides. An operator names the
-backend that runs it, so that a compiled graph keeps its choice.
+N rows (tokens), V vocabulary. Logits are [N, V] or, padded, [B, L, V] with N = B·L, any strides. An argument of the
+operator names its backend, so that a compiled graph keeps the choice.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dapo_kernels.engine.operators import Kept, hand_out_once, operator, ordinary, scaled
+from dapo_kernels.engine.operators import Kept, check_first_backward, operator, ordinary, scaled
 from dapo_kernels.engine.shards import Widths, backend_of
 from dapo_kernels.memory import large_tensor
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
@@ -28,7 +28,7 @@ from dapo_kernels.records import (
 
 
 def _sampled(server: Server, logits: Tensor, zero_rest: bool = False) -> Tensor:
-    """The columns that can be sampled: those behind them pad the rows and have no part in anything."""
+    """Return the columns that can be sampled. The columns behind them are padding."""
     n = Widths.of(server, logits.shape[-1]).here
     if n == logits.shape[-1]:
         return logits
@@ -46,7 +46,7 @@ def _fake_stats(logits: Tensor, asked: Asked) -> RowStats:
 
 @operator
 def logits_stats(logits: Tensor, asked: Asked, server: Server) -> RowStats:
-    """Log-probs of the targets, normalizer, entropy; each [N], zeros on dead rows."""
+    """Return log-probs of the targets, normalizer, entropy; each [N], zero on dead rows."""
     return backend_of(server, asked).row_stats(_sampled(server, logits), asked)
 
 
@@ -57,7 +57,7 @@ def _(logits: Tensor, asked: Asked, server: Server) -> RowStats:
 
 @operator
 def logits_grad(logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, server: Server) -> Tensor:
-    """∂loss/∂logits, contiguous, from ∂loss/∂ℓ and ∂loss/∂H."""
+    """Return ∂loss/∂logits, contiguous, from ∂loss/∂ℓ and ∂loss/∂H."""
     large = large_tensor(logits.shape, logits.dtype, logits.device, "logits")
     out, zeroed = large or (torch.empty(logits.shape, dtype=logits.dtype, device=logits.device), False)
     _row_grad(out, logits, asked, stats, slopes, server, zeroed)
@@ -80,7 +80,7 @@ logits_grad.has_no_gradient()
 
 
 def given_slopes(stats: RowStats, grads: RowStats, want_entropy: bool) -> Slopes:
-    """What autograd hands to the statistics of rows, absent where nobody asked."""
+    """Return the gradients of row statistics from autograd as slopes; None if the entropy's is not needed."""
     logprobs = torch.zeros_like(stats.logprobs) if grads.logprobs is None else grads.logprobs.contiguous()
     return Slopes(logprobs, grads.entropy.contiguous() if want_entropy and grads.entropy is not None else None)
 
@@ -96,7 +96,7 @@ def _(ctx: Any, logits: Tensor, asked: Asked, server: Server, stats: RowStats, g
 
 @operator
 def logits_loss(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, server: Server) -> RowsSlopes:
-    """The loss from one sweep over the logits; its gradient takes another, in the backward pass."""
+    """Return the loss from one sweep over the logits. Its gradient takes a second sweep, in the backward pass."""
     return backend_of(server, asked).row_slopes(_sampled(server, logits), asked, tokens, scalars)
 
 
@@ -120,19 +120,19 @@ def _(
     return {"logits": logits_grad(logits, asked, stats, slopes, server)}
 
 
-# --- the gradient over the logits, in eager mode only: a compiler plans buffers itself ----------------------
+# --- the gradient in place of the logits, in eager mode only: a compiler plans buffers itself ---------------
 
 _REMEDY = "Call with inplace_backward=False to repeat it."
 
 
 def may_work_in_place(logits: Tensor) -> bool:
-    """Whether there is a gradient to be made, of an ordinary tensor in eager mode."""
+    """Return whether ``logits`` is an ordinary tensor that needs a gradient, in eager mode."""
     wants_grad = torch.is_grad_enabled() and logits.requires_grad
     return wants_grad and not torch.compiler.is_compiling() and ordinary((logits,))
 
 
 class StatsInPlace(torch.autograd.Function):
-    """``logits_stats`` whose backward pass writes ∂loss/∂logits over the logits."""
+    """``logits_stats`` with a backward pass that writes ∂loss/∂logits over the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, asked: Asked, server: Server) -> tuple[Tensor | None, ...]:
@@ -144,7 +144,7 @@ class StatsInPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        hand_out_once(ctx, "inplace_backward=True", _REMEDY)
+        check_first_backward(ctx, "inplace_backward=True", _REMEDY)
         logits, asked, stats, server = Kept.load(ctx)
         logits = logits.detach()
         slopes = given_slopes(stats, RowStats(*grads), asked.want_entropy)  # type: ignore[arg-type]
@@ -154,14 +154,14 @@ class StatsInPlace(torch.autograd.Function):
 
 
 def stats_of(logits: Tensor, asked: Asked, server: Server, in_place: bool) -> RowStats:
-    """``logits_stats``, whose gradient takes the logits' memory where that ``may_work_in_place``."""
+    """Return ``logits_stats``. With ``in_place`` its gradient overwrites the logits."""
     if in_place:
         return RowStats(*StatsInPlace.apply(logits, asked, server))
     return logits_stats(logits, asked, server)
 
 
 class LossInPlace(torch.autograd.Function):
-    """``RowsLoss``, one visit to every row. The logits hold their gradient from here on."""
+    """``RowsLoss`` in one visit to every row. Afterwards the logits contain their gradient."""
 
     @staticmethod
     def forward(
@@ -169,9 +169,9 @@ class LossInPlace(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         rows = _sampled(server, logits, zero_rest=True)
         out = backend_of(server, asked).row_loss_(rows, asked, tokens, scalars)
-        # Whoever saved the logits for a backward pass of their own must be told that they are gone.
+        # If someone else has saved the logits for a backward pass, autograd must know that they have changed.
         torch.autograd.graph.increment_version(logits)
-        # Detached: autograd refuses to hand out a view that a function made (``DTensor.to_local``) once it has changed.
+        # Detached: autograd refuses to return a view that a function made (``DTensor.to_local``) once it has changed.
         ctx.save_for_backward(logits.detach())
         ctx.mark_non_differentiable(*(x for x in out[1:] if x is not None))
         ctx.set_materialize_grads(False)
@@ -179,7 +179,7 @@ class LossInPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        hand_out_once(ctx, "inplace_backward=True", _REMEDY)
+        check_first_backward(ctx, "inplace_backward=True", _REMEDY)
         (gradient,) = ctx.saved_tensors
         gradient = None if grad_output is None else scaled(gradient, grad_output)
         return gradient, None, None, None, None

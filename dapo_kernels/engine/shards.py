@@ -1,13 +1,13 @@
-"""Rows of logits whose columns are spread over the ranks of a group: what each says of a row, and the whole row's.
+"""Rows of logits whose columns are distributed over the ranks of a group: combine statistics of the ranks' columns.
 
-R ranks, N tokens, V vocabulary. Each rank runs the backend's row kernels on its own columns, where a target that lies
-elsewhere is −1. Then every rank tells the others four numbers per token, 16 bytes: maximum, sum above it, log-prob of
-the target within its columns, entropy within them. With s_r the probability of rank r's columns::
+R ranks, N tokens, V vocabulary. Each rank runs the backend's row kernels on its own columns; a target on another rank
+is −1. Then every rank sends the others four numbers per token, 16 bytes: the maximum, the sum above it, the log-prob of
+the target within its columns, and the entropy within them. With s_r the probability of rank r's columns::
 
     ℓ = ℓ_r + log s_r   (r has the target)        H = Σ_r s_r (H_r − log s_r)
 
-All ranks hold the same bits from there on, so that the loss and its slopes need no second exchange, and the gradient of
-a rank's columns follows from the whole's norm.
+From there on all ranks have bit-identical values, so the loss and its slopes need no second exchange. The gradient of a
+rank's columns follows from the norm of the whole row.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from dapo_kernels.engine.operators import operator
 from dapo_kernels.engine.wrapped import Wrapped
 from dapo_kernels.records import Asked, Plan, RowStats, Server, Slopes, accumulate_dtype, on_host
 
-# What a sum over ranks holds in float32 beside the 16-bit tensor.
+# Limit of the float32 copy in a sum of 16-bit tensors over ranks.
 _SUM_BYTES = 64 * 2**20
 
 
 def backend_of(server: Server | Plan, asked: Asked) -> Backend:
-    """The backend of a call: over the whole rows, also where this rank has some of their columns only, or over the
-    tokens that they keep.
+    """Return the backend of a call: for whole rows, also if this rank has only some of their columns, or for rows with
+    lists of kept tokens.
     """
     by = backend(server.backend)
     if asked.listed is not None:
@@ -45,15 +45,15 @@ def backend_of(server: Server | Plan, asked: Asked) -> Backend:
 
 
 class Widths(NamedTuple):
-    """Columns that can be sampled."""
+    """Numbers of columns that can be sampled."""
 
     here: int
     all: int
-    widest: int  # of the rank that has most: chunks follow from it, so that all ranks make the same
+    widest: int  # of the rank that has most; it decides the chunks, which must be the same on all ranks
 
     @classmethod
     def of(cls, server: Server | Plan, n: int) -> Widths:
-        """``n``: columns of the logits here, padding included."""
+        """Return the widths. ``n``: number of columns of the logits on this rank, padding included."""
         if server.columns is None:
             n = n if server.valid is None else server.valid
             return cls(n, n, n)
@@ -62,7 +62,7 @@ class Widths(NamedTuple):
 
 
 class Shards(Wrapped):
-    """A backend whose logits are this rank's columns, and whose statistics are those of the whole rows."""
+    """A backend whose logits are this rank's columns, and whose statistics are those of whole rows."""
 
     def __init__(self, by: Backend, columns: list[int], group: str) -> None:
         super().__init__(by)
@@ -70,31 +70,31 @@ class Shards(Wrapped):
         rank = self.group.rank()
         self.first, self.n, self.vocab = sum(columns[:rank]), columns[rank], sum(columns)
 
-    def _own(self, asked: Asked) -> Asked:
+    def _on_columns(self, asked: Asked) -> Asked:
         return asked_of_columns(asked, self.first, self.n)
 
     def row_stats(self, logits: Tensor, asked: Asked) -> RowStats:
         check_rows(asked, self.vocab)
-        own = self._own(asked)
-        stats = self.by.row_stats(logits, own) if self.n else _stats_of_nothing(own, logits.dtype)
-        return whole_stats(self.by, _gathered(said_of(stats, own), self.group), asked)
+        here = self._on_columns(asked)
+        stats = self.by.row_stats(logits, here) if self.n else _stats_of_nothing(here, logits.dtype)
+        return whole_stats(self.by, _gathered(said_of(stats, here), self.group), asked)
 
     def row_grad(
         self, out: Tensor, logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, zeroed: bool = False
     ) -> None:
         if self.n:
-            self.by.row_grad(out, logits, self._own(asked), stats, slopes, zeroed)
+            self.by.row_grad(out, logits, self._on_columns(asked), stats, slopes, zeroed)
 
 
 def _stats_of_nothing(asked: Asked, dtype: torch.dtype) -> RowStats:
-    """Of rows without a column: a maximum of −∞ and a sum of 0."""
+    """Return statistics of rows without columns: maximum −∞, sum 0."""
     stats = RowStats.empty(asked, accumulate_dtype(dtype))
     stats.norm[:, 0], stats.norm[:, 1] = -torch.inf, 0.0
     return RowStats(stats.logprobs.zero_(), stats.norm, None if stats.entropy is None else stats.entropy.zero_())
 
 
 def asked_of_columns(asked: Asked, first: int, n: int) -> Asked:
-    """What is asked of ``n`` columns of every row, from ``first`` on."""
+    """Return the request for ``n`` columns of every row, starting with ``first``."""
     target = asked.target_ids - first
     kept_ids = None if asked.kept_ids is None else asked.kept_ids - first
     target = torch.where((target >= 0) & (target < n), target, -1)
@@ -102,26 +102,26 @@ def asked_of_columns(asked: Asked, first: int, n: int) -> Asked:
 
 
 def said_of(stats: RowStats, asked: Asked) -> Tensor:
-    """[N, 4], or [N, 3] without entropy: what the other ranks are told of these columns."""
-    # Columns that are all −∞ have no log-probs among themselves, NaN: the whole row's is −∞.
+    """Return the statistics that are sent to the other ranks: [N, 4], or [N, 3] without entropy."""
+    # If all these columns are −∞, log-probs within them are NaN; in the whole row they are −∞.
     logprobs = torch.where(stats.norm[:, 0] == -torch.inf, -torch.inf, stats.logprobs)
-    # No log-prob is 1: the target is elsewhere.
+    # 1 is not a valid log-prob: it marks a target on another rank.
     logprobs = torch.where(asked.target_ids < 0, 1.0, logprobs)
     return torch.stack([*stats.norm.unbind(-1), logprobs, *([] if stats.entropy is None else [stats.entropy])], -1)
 
 
 def whole_stats(by: Backend, said: Tensor, asked: Asked) -> RowStats:
-    """Statistics of whole rows from what every rank said of its columns, [R, N, 3 or 4]."""
+    """Return statistics of whole rows from what every rank sent for its columns, [R, N, 3 or 4]."""
     norm, log_shares = by.merge_norms(said[..., :2], asked)
 
     def of_live(x: Tensor) -> Tensor:
         return torch.where(asked.live, x, 0.0).to(said.dtype)
 
-    # Rounding must not make a probability greater than 1.
+    # Rounding must not produce a probability above 1.
     logprobs = torch.where(said[..., 2] > 0, 0.0, said[..., 2] + log_shares).sum(0).clamp(max=0.0)
     entropy = None
     if asked.want_entropy:
-        # Columns that are all −∞ have no entropy, and no share in the whole's.
+        # Columns that are all −∞ have no entropy and do not contribute.
         terms = torch.where(log_shares == -torch.inf, 0.0, log_shares.exp() * (said[..., 3] - log_shares))
         entropy = of_live(terms.sum(0).clamp(min=0.0))
     return RowStats(of_live(logprobs), torch.where(asked.live[:, None], norm, 0.0), entropy)
@@ -142,39 +142,40 @@ def shard_columns(
     caller: str,
     group: str,
 ) -> Tensor:
-    """int64 [R] on the host: how many columns each rank has, this one ``columns``; of the first ``valid`` if not 0.
+    """Return int64 [R] on the host: the number of columns of each rank (this one has ``columns``), among the first
+    ``valid`` if that is not 0.
 
-    ``vocab`` not 0: V, cut as ``torch.chunk`` cuts it or ``whole`` everywhere, known without asking; a GPU is then not
-    waited for.
+    If ``vocab`` is not 0 it is V, split like ``torch.chunk`` or ``whole`` everywhere. Then the numbers are known, and a
+    GPU is not waited for.
 
     Raises:
-        ValueError: the ranks' tokens or ``settings`` differ, a rank has refused its arguments, or V is less than
-            ``valid``; on all of them alike.
+        ValueError: the ranks' tokens or ``settings`` differ, a rank has raised an error for its arguments, or V is less
+            than ``valid``. All ranks raise it.
     """
     ranks = _resolved(group)
     numbers = (columns, n_tokens, zlib.crc32(settings.encode()))
-    said = torch.stack([*(torch.full_like(checksum, x) for x in numbers), checksum])
-    theirs = _gathered(said, ranks)
+    facts = torch.stack([*(torch.full_like(checksum, x) for x in numbers), checksum])
+    theirs = _gathered(facts, ranks)
     if vocab:
         sizes = [vocab] * ranks.size() if whole else _chunked(vocab, ranks.size())
         if not on_host(theirs):
-            torch._assert_async((theirs[:, 1:] == said[1:]).all())
+            torch._assert_async((theirs[:, 1:] == facts[1:]).all())
             return torch.tensor(_without_padding(sizes, valid), device="cpu")
     if not on_host(theirs) and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{caller}: group= asks the ranks for their columns and waits, which a CUDA graph cannot capture; pass a "
             "DTensor, which knows them"
         )
-    counted, tokens_of, said_settings, checksums = theirs.t().tolist()
+    counted, token_counts, settings_of_ranks, checksums = theirs.t().tolist()
     if _REFUSED in counted:
         raise ValueError(f"{caller}: rank {counted.index(_REFUSED)} of the group has refused its arguments: see there")
-    if len(set(said_settings)) > 1:
+    if len(set(settings_of_ranks)) > 1:
         raise ValueError(f"{caller}: all ranks of the group must make the same call; here it is {settings}")
-    if len(set(tokens_of)) > 1 or len(set(checksums)) > 1:
+    if len(set(token_counts)) > 1 or len(set(checksums)) > 1:
         raise ValueError(
             f"{caller}: all ranks of the group must be given the same target_ids and mask, temperatures, advantages, "
-            f"old_logprobs and other values of the live tokens, got other ones (tokens by rank: {tokens_of}). A head "
-            "that fully_shard (FSDP2) has sharded is whole inside the forward of the module it wrapped: call the loss "
+            f"old_logprobs and other values of the live tokens; they differ (tokens by rank: {token_counts}). A head "
+            "sharded by fully_shard (FSDP2) is whole only inside the forward of the module it wrapped: call the loss "
             "there (docs/guide.md, FSDP2)"
         )
     if vocab and counted != sizes:
@@ -203,7 +204,7 @@ _REFUSED = -1
 
 
 def tell_of_refusal(device: torch.device, group: str) -> None:
-    """This rank's part in the exchange of ``shard_columns``, in which the others are: it will not make the call."""
+    """Take part in the exchange of ``shard_columns`` to tell the other ranks that this rank will not make the call."""
     _gathered(torch.full((4,), _REFUSED, device=device), _resolved(group))
 
 
@@ -219,7 +220,7 @@ def _without_padding(columns: list[int], valid: int) -> list[int]:
 
 
 def checksum(live: Tensor, values: Iterable[Tensor | None]) -> Tensor:
-    """int64, wrapping: of which bits stand where among the live tokens, and of which values there are at all."""
+    """Return int64, wrapping: a checksum of the bits at live tokens and of which values are given."""
     at = torch.arange(1, len(live) + 1, device=live.device) * 2654435761 + 1
     total = torch.zeros((), dtype=torch.int64, device=live.device)
     for x in values:
@@ -230,7 +231,7 @@ def checksum(live: Tensor, values: Iterable[Tensor | None]) -> Tensor:
 
 
 def of_lists(asked: Asked) -> Tensor | None:
-    """int64 [N], wrapping: of which tokens each row keeps."""
+    """Return int64 [N], wrapping: a checksum of the tokens that each row keeps."""
     if asked.kept_ids is None or asked.kept_rows is None:
         return None
     mixed = (asked.kept_ids + 1) * 2654435761
@@ -245,7 +246,7 @@ def _bits(x: Tensor) -> Tensor:
 
 @operator
 def from_first(x: Tensor, group: str) -> Tensor:
-    """A bool tensor as the group's first rank has it."""
+    """Return the bool tensor of the group's first rank."""
     ranks = _resolved(group)
     sent = x.to(torch.uint8)
     dist.broadcast(sent, dist.get_global_rank(ranks, 0), group=ranks)
@@ -262,7 +263,7 @@ def _(x: Tensor, group: str) -> Tensor:
 
 @operator
 def gathered_sequence(part: Tensor, dim: int, group: str) -> Tensor:
-    """The parts of all ranks one after the other along ``dim``; each gets its own of their gradients' sum."""
+    """Concatenate the parts of all ranks along ``dim``. Each rank gets the gradient of its part, summed over ranks."""
     ranks = _resolved(group)
     return torch.cat(_gathered(part.contiguous(), ranks).unbind(0), dim)
 
@@ -276,7 +277,7 @@ def _(part: Tensor, dim: int, group: str) -> Tensor:
 
 @operator
 def scattered_sum(whole: Tensor, dim: int, group: str) -> Tensor:
-    """This rank's part along ``dim`` of the sum over ranks, added up in float32."""
+    """Return this rank's part along ``dim`` of the sum over ranks, which is computed in float32."""
     ranks = _resolved(group)
     parts = [x.contiguous() for x in whole.chunk(ranks.size(), dim)]
     out = torch.empty_like(parts[0])
@@ -318,7 +319,7 @@ traced_sum.has_no_gradient()
 
 
 def sum_over_ranks(x: Tensor, group: str) -> Tensor:
-    """Added up in float32, in the tensor's own storage; under a tracer, or with create_graph=True, a new tensor."""
+    """Sum over ranks in float32, in the tensor's own storage; a new tensor under a tracer or with create_graph=True."""
     return _sum_(x, group) if type(x) is Tensor and not x.requires_grad else traced_sum(x, group)
 
 
@@ -333,7 +334,7 @@ def _sum_(x: Tensor, group: str) -> Tensor:
 
 
 def _pieces(x: Tensor) -> tuple[Tensor, ...]:
-    """Of a contiguous tensor, as large as a float32 copy may be."""
+    """Split a contiguous tensor into pieces whose float32 copy is not too large."""
     return x.view(-1).split(_SUM_BYTES // 4)
 
 
@@ -342,12 +343,12 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _gathered(x: Tensor, ranks: dist.ProcessGroup) -> Tensor:
-    """[R, …]: every rank's ``x``, contiguous and of one shape."""
+    """Return [R, …]: every rank's ``x``, which must be contiguous and have the same shape."""
     out = x.new_empty(ranks.size(), *x.shape)
     dist.all_gather(list(out.unbind(0)), x, group=ranks)
     return out
 
 
 def _resolved(group: str) -> dist.ProcessGroup:
-    c10d: Any = dist.distributed_c10d  # has it, without exporting it
+    c10d: Any = dist.distributed_c10d  # it has the function, but does not export it
     return c10d._resolve_process_group(group)

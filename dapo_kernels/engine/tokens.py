@@ -1,7 +1,7 @@
-"""The O(tokens) half: from differentiable log-probs and entropies, [N], to the loss.
+"""The O(tokens) part: the loss from differentiable log-probs and entropies, [N].
 
-For what looks at a sequence or at the batch before it knows a token's gradient, for losses of the caller's own, and
-for log-probs that are there already.
+It serves objectives that need a sequence or the batch before a token's gradient is known, user-defined losses, and
+losses from existing log-probs.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from dapo_kernels.records import TokenLoss, Tokens
 
 @operator
 def token_loss(
-    logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scalars: ObjectiveScalars, served_by: str
+    logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scalars: ObjectiveScalars, backend_name: str
 ) -> TokenLoss:
-    """Loss without entropy, ∂/∂logprobs, ∂/∂log_ratio, clip hits, reference KL. ``log_ratio`` None: on-policy."""
-    return backend(served_by).token_loss(logprobs, log_ratio, tokens, scalars)
+    """Return loss without entropy, ∂/∂logprobs, ∂/∂log_ratio, clip hits, reference KL. On-policy: no ``log_ratio``."""
+    return backend(backend_name).token_loss(logprobs, log_ratio, tokens, scalars)
 
 
 @token_loss.fake
 def _(
-    logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scalars: ObjectiveScalars, served_by: str
+    logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scalars: ObjectiveScalars, backend_name: str
 ) -> TokenLoss:
     return TokenLoss.empty(logprobs, scalars.kl_coef != 0)._replace(loss=logprobs.new_empty(()))
 
 
 @operator
 def token_grad(derivative: Tensor, grad_output: Tensor) -> Tensor:
-    """grad_output · derivative [N]."""
+    """Return grad_output · derivative [N]."""
     return grad_output * derivative
 
 
@@ -62,9 +62,9 @@ def _(ctx: Any, d_logprobs: Tensor, d_log_ratio: Tensor, off_policy: bool, grads
 
 
 def loss_of_stats(
-    call: PolicyCall, logprobs: Tensor, entropy: Tensor | None, served_by: str
+    call: PolicyCall, logprobs: Tensor, entropy: Tensor | None, backend_name: str
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The loss; of every token clip hits, reference KL, and its log-ratio where that is not the token's own."""
+    """Return the loss, and per token clip hits, reference KL and the log-ratio if it is not the token's own."""
     objective, tokens = call.objective, call.tokens
     if objective.top_entropy is not None:
         assert entropy is not None
@@ -72,20 +72,20 @@ def loss_of_stats(
         tokens = tokens._replace(weights=torch.where(chosen, tokens.weights, 0.0))
     if objective.own is not None:
         return own_loss(objective.own, logprobs, entropy, tokens), None, None, None
-    of_tokens = (tokens.old_logprobs, tokens.advantages, tokens.live, call.sequence_ids, call.layout.n_sequences or 0)
-    log_ratio = ratio.log_ratio(objective, logprobs, *of_tokens)
+    arguments = (tokens.old_logprobs, tokens.advantages, tokens.live, call.sequence_ids, call.layout.n_sequences or 0)
+    log_ratio = ratio.log_ratio(objective, logprobs, *arguments)
     detached = None if log_ratio is None else log_ratio.detach()
     clipped = ratio.clipped_log_ratio(objective, logprobs.detach(), tokens.old_logprobs, detached)
-    tokens = times_policy_term(tokens, ratio.sequence_weight(objective, logprobs.detach(), *of_tokens))
+    tokens = times_policy_term(tokens, ratio.sequence_weight(objective, logprobs.detach(), *arguments))
     clip_hit = None
     if objective.clip_cov is not None or objective.ratio == "sequence_clipped":
         clip_hit = select.clip_hits(objective, logprobs.detach(), clipped, tokens.advantages, tokens.live)
     if objective.clip_cov is not None:
         assert clip_hit is not None
-        lots = (logprobs.detach(), tokens.advantages, tokens.live, clip_hit, objective.clip_cov, call.generator)
-        chosen = select.clip_cov(*lots)
+        inputs = (logprobs.detach(), tokens.advantages, tokens.live, clip_hit, objective.clip_cov, call.generator)
+        chosen = select.clip_cov(*inputs)
         tokens = without_policy_term(tokens, chosen if call.group is None else from_first(chosen, call.group))
-    out = token_loss(logprobs, log_ratio, tokens, call.scalars, served_by)
+    out = token_loss(logprobs, log_ratio, tokens, call.scalars, backend_name)
     loss = out.loss
     if objective.kl_cov is not None:
         loss = loss + _covariance_penalty(call, objective.kl_cov, logprobs)
@@ -99,14 +99,14 @@ def loss_of_stats(
 
 def _high_entropy(call: PolicyCall, entropy: Tensor) -> Tensor:
     assert call.objective.top_entropy is not None
-    if call.selection is not None:  # a threshold: a mask would have been settled before
+    if call.selection is not None:  # a threshold: a mask was already applied
         return entropy >= call.selection
     return select.top_entropy(entropy, call.tokens.live, call.objective.top_entropy)
 
 
 def _covariance_penalty(call: PolicyCall, kl_cov: tuple[float, float], logprobs: Tensor) -> Tensor:
-    """Return the mean of u·coef·|ℓ − ℓ_old| on the selected tokens (Cui et al. 2025, eq. 13), u the importance weight:
-    as in verl, the penalty is a part of the policy loss.
+    """Return the mean of u·coef·|ℓ − ℓ_old| on the selected tokens (Cui et al. 2025, eq. 13). u is the importance
+    weight: as in verl, the penalty is part of the policy loss.
     """
     tokens, chosen = call.tokens, call.selection
     if not isinstance(chosen, Tensor):

@@ -1,4 +1,4 @@
-"""A backend around a backend: what follows from the statistics of rows and their gradient, whichever they are."""
+"""A base for backends that wrap another one: losses from the statistics of rows and their gradient."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dapo_kernels.records import Asked, RowsLoss, RowsSlopes, RowStats, Tokens
 
 
 class Wrapped:
-    """A backend whose losses take two passes over the rows, its own ``row_stats`` and ``row_grad``."""
+    """A backend whose losses take two passes over the rows, with its own ``row_stats`` and ``row_grad``."""
 
     def __init__(self, by: Backend) -> None:
         self.by = by
@@ -19,6 +19,7 @@ class Wrapped:
         self.token_loss = by.token_loss
         self.weight_sum = by.weight_sum
         self.gather_kept = by.gather_kept
+        self.row_divergence_ = by.row_divergence_
 
     def merge_norms(self, norms: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
         return self.by.merge_norms(norms, asked)
@@ -35,5 +36,5 @@ class Wrapped:
 
 
 def stats_before_gradient(by: Backend, logits: Tensor, asked: Asked) -> RowStats:
-    """``row_stats`` that leaves the logits for ``row_grad``: a softcap that works in place would not."""
+    """Return ``row_stats`` and keep the logits for ``row_grad``: a softcap in place would overwrite them."""
     return by.row_stats(logits.clone() if asked.softcap is not None and by.SOFTCAP_COPIES else logits, asked)

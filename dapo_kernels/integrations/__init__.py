@@ -1,1 +1,1 @@
-"""Adapters to trainers that people already have. Each is imported only when asked for by name."""
+"""Adapters to existing trainers. Each is imported only by its own name."""

@@ -1,4 +1,4 @@
-"""From a causal language model of transformers to what the loss needs of it: hidden states and the output head."""
+"""Take what the loss needs from a causal language model of transformers: its logit rule and its output head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from dapo_kernels.records import LoraFactors
 
-# What model families call the factor on their logits, what they divide them by, and the cap.
+# Names of the factor on the logits, of their divisor, and of the softcap, by model family.
 _FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -19,9 +19,9 @@ _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 @dataclass(frozen=True)
 class LogitRule:
-    """What a model does to hidden · weightᵀ on the way to its logits, and the sampling temperature τ.
+    """What a model does to hidden · weightᵀ to get its logits, with the sampling temperature τ.
 
-    With a factor s and a cap c, c·tanh(s·x/c)/τ is what a plain head capped at c/s has at temperature τ/s.
+    A factor s and a cap c give c·tanh(s·x/c)/τ. A plain head with cap c/s at temperature τ/s gives the same.
     """
 
     softcap: float | None
@@ -29,11 +29,11 @@ class LogitRule:
 
     @classmethod
     def of(cls, config: Any, temperature: float) -> LogitRule:
-        """``config``: the model's own, or its text part."""
+        """Read the rule from ``config``, of the model or of its text part."""
         text = config.get_text_config()
         factor = _logit_factor(text)
         if factor <= 0:
-            raise ValueError(f"the logits of {text.model_type!r} are scaled by {factor:g}; expected a positive factor")
+            raise ValueError(f"the logits of {text.model_type!r} must be scaled by a positive factor, got {factor:g}")
         cap = _first_set(text, _CAPS)
         return cls(None if cap is None else cap / factor, temperature / factor)
 
@@ -51,7 +51,7 @@ def _first_set(config: Any, names: tuple[str, ...]) -> float | None:
 
 
 class OutputHead(NamedTuple):
-    """What makes logits of hidden states: weight [V, H], bias [V], PEFT's adapter."""
+    """What turns hidden states into logits: weight [V, H], bias [V], PEFT's adapter."""
 
     weight: Tensor
     bias: Tensor | None
@@ -59,7 +59,7 @@ class OutputHead(NamedTuple):
 
 
 def check_head(model: Any) -> None:
-    """A head whose parameters alone make the logits: the loss multiplies by them and never calls the module.
+    """Check that the head's parameters alone give the logits: the loss multiplies by them and never calls the module.
 
     Raises:
         ValueError: the model has no such head.
@@ -72,21 +72,21 @@ def check_head(model: Any) -> None:
         got = "no weight" if weight is None else f"a weight {list(weight.shape)} of {weight.dtype}"
         raise ValueError(
             f"the output head of {type(model).__name__} must be a linear layer with a floating-point weight [V, H], "
-            f"got {type(head).__name__} with {got}: quantized heads cannot be multiplied by directly"
+            f"got {type(head).__name__} with {got}; quantized heads are not supported"
         )
     lora_of(head)
 
 
 def lora_of(head: Any) -> LoraFactors | None:
-    """The factors that PEFT adds to the weight of a linear layer, as its adapters are switched now; None: nothing.
+    """Return the active LoRA factors that PEFT adds to the weight of a linear layer; None: nothing is added.
 
     Raises:
-        ValueError: the layer carries an adapter that is not two factors and a scale, or several.
+        ValueError: the layer has several active adapters, or one that is not two factors and a scale.
     """
     if not hasattr(head, "base_layer") or head.disable_adapters or head.merged:
         return None
     if not hasattr(head, "lora_A"):
-        raise _no_factors(f"{type(head).__name__}, which is not LoRA")
+        raise _no_factors(f"{type(head).__name__}; only LoRA is supported")
     active = [name for name in head.active_adapters if name in head.lora_A]
     if not active:
         return None
@@ -98,29 +98,29 @@ def lora_of(head: Any) -> LoraFactors | None:
     if head.lora_bias[name]:
         raise _no_factors("with a bias; set lora_bias=False")
     if getattr(head.lora_dropout[name], "p", 0.0) > 0.0:
-        raise _no_factors("with dropout, which two passes over one policy would draw anew; set lora_dropout=0")
+        raise _no_factors("with dropout, which differs between two passes of one policy; set lora_dropout=0")
     return LoraFactors(head.lora_A[name].weight, head.lora_B[name].weight, float(head.scaling[name]))
 
 
 def _no_factors(what: str) -> ValueError:
-    return ValueError(f"the output head carries an adapter {what}")
+    return ValueError(f"the output head has an adapter {what}")
 
 
 def head_of(model: Any, hidden: Tensor, group: Any = None) -> OutputHead:
-    """Return the output head in the dtype of ``hidden``, whole or as the ranks of ``group`` share it.
+    """Return the output head in the dtype of ``hidden``, whole or as sharded over ``group``.
 
     Looked up per call: PEFT and FSDP replace modules and parameters.
     """
 
-    def owned(parameter: Tensor) -> Tensor:
+    def usable(parameter: Tensor) -> Tensor:
         return parameter if _is_shared_by(group, parameter) else whole(parameter)
 
     head = model.get_output_embeddings()
     bias, lora = getattr(head, "bias", None), lora_of(head)
-    weight, bias = owned(head.weight), None if bias is None else owned(bias)
+    weight, bias = usable(head.weight), None if bias is None else usable(bias)
     if lora is not None:
-        lora = LoraFactors(owned(lora.a), owned(lora.b), lora.scale)
-    if torch.is_autocast_enabled(hidden.device.type):  # then the loss itself casts them all alike
+        lora = LoraFactors(usable(lora.a), usable(lora.b), lora.scale)
+    if torch.is_autocast_enabled(hidden.device.type):  # then the loss casts all of them
         return OutputHead(weight, bias, lora)
     dtype = hidden.dtype
     return OutputHead(
@@ -129,9 +129,9 @@ def head_of(model: Any, hidden: Tensor, group: Any = None) -> OutputHead:
 
 
 def _is_shared_by(group: Any, parameter: Tensor) -> bool:
-    """Return whether a parameter is cut over the ranks that share the loss, and not by FSDP2 over those of other data.
+    """Return whether a parameter is sharded over the ranks that share the loss, not by FSDP2 over other data's ranks.
 
-    Over a mesh of several dimensions it may be both, which the loss refuses.
+    On a mesh of several dimensions it may be both, for which the loss raises an error.
     """
     if group is None or not isinstance(parameter, DTensor):
         return False
@@ -140,9 +140,9 @@ def _is_shared_by(group: Any, parameter: Tensor) -> bool:
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """A parameter, gathered where FSDP2 has sharded it: a head that is a unit of its own never sees its forward called.
+    """Return a parameter, gathered if FSDP2 has sharded it: FSDP2 does not do so if the head is a unit of its own.
 
-    Its gradient is the mean over the ranks, as FSDP makes it; ``full_tensor()`` alone would keep each rank's own.
+    Its gradient is the mean over the ranks, as FSDP computes it. ``full_tensor()`` alone would keep each rank's own.
     """
     if not isinstance(parameter, DTensor):
         return parameter

@@ -1,7 +1,7 @@
 """Run a causal language model on a few tokens and compare it with what the loss assumes of its architecture.
 
-The loss multiplies the last hidden states by the output head and never calls the model for its logits, and packed
-sequences are kept apart by the model alone. Neither can be read off a configuration, so both are measured.
+The loss multiplies the last hidden states by the output head and never calls the model for its logits, and only the
+model keeps packed sequences apart. A configuration does not tell either, so both are measured.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 from dapo_kernels.integrations.heads import LogitRule, head_of
 
 _FIRST, _SECOND = 5, 9  # tokens of the two sequences
-_REACH = 100.0  # the head's output is stretched to this, so that a cap shows with small weights too
+_REACH = 100.0  # the head's output is scaled to this, so that a softcap shows with small weights too
 HiddenStates = Callable[[Tensor, list[int]], Tensor]  # ids int64 [T] on the CPU, lengths of their sequences -> [T, H]
 
 
 @torch.no_grad()
 def is_causal(hidden_of: HiddenStates, vocab_size: int) -> bool:
-    """Return whether tokens do not see later ones: whether right padding needs no attention mask."""
+    """Return whether tokens do not attend to later ones, so that right padding needs no attention mask."""
     first, _, second, other = _sequences(vocab_size)
     one, two = (hidden_of(torch.cat([first, after]), [_FIRST + _SECOND]) for after in (second, other))
     return _distance(one[:_FIRST], two[:_FIRST]) <= _tolerance(one) * _distance(one[_FIRST:], two[_FIRST:])
@@ -32,9 +32,9 @@ def is_causal(hidden_of: HiddenStates, vocab_size: int) -> bool:
 
 @torch.no_grad()
 def is_packable(hidden_of: HiddenStates, vocab_size: int) -> bool:
-    """Return whether packed sequences do not see each other, and are what each of them is alone.
+    """Return whether packed sequences do not see each other, and give the same as each one alone.
 
-    A change counts relative to what the first sequence does to the second where both are one sequence. Rounding, which
+    A change counts relative to the effect of the first sequence on the second if both are one sequence. Rounding, which
     in expert layers depends on the other tokens, is far below that.
     """
     first, other, second, _ = _sequences(vocab_size)
@@ -44,7 +44,7 @@ def is_packable(hidden_of: HiddenStates, vocab_size: int) -> bool:
         for lengths in ([_FIRST + _SECOND], [_FIRST, _SECOND])
     )
     tolerance = _tolerance(seen[0]) * _distance(*seen)
-    alone = hidden_of(second, [_SECOND])  # another shape, and rounded otherwise throughout
+    alone = hidden_of(second, [_SECOND])  # another shape, so rounded differently throughout
     return _distance(*unseen) <= tolerance and _distance(unseen[0], alone) <= 4 * tolerance
 
 
@@ -54,13 +54,13 @@ def _sequences(vocab_size: int) -> list[Tensor]:
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    """Return how far the token moved that moved most; of a NaN, infinity."""
+    """Return the largest change of a token (L2 norm); infinity for NaN."""
     moved = (one.float() - other.float()).norm(dim=-1).max()
     return float(moved.nan_to_num(torch.inf))
 
 
 def _tolerance(values: Tensor, least: float = 1e-4) -> float:
-    """Return the share by which rounding may change ``values``, under autocast by that of its dtype."""
+    """Return the relative rounding error allowed for ``values``; under autocast also for its dtype."""
     kind, dtypes = values.device.type, [values.dtype]
     if torch.is_autocast_enabled(kind):
         dtypes.append(torch.get_autocast_dtype(kind))
@@ -69,19 +69,19 @@ def _tolerance(values: Tensor, least: float = 1e-4) -> float:
 
 @torch.no_grad()
 def check_logits(model: Any, hidden: Tensor, logits_of: Callable[[], Tensor], group: Any = None) -> None:
-    """Compare the logits of a model with those of its output head and ``LogitRule``.
+    """Check that a model's logits are those of its output head and ``LogitRule``.
 
     Args:
-        model: a ``PreTrainedModel`` with a language-model head, or PEFT's model around one.
+        model: a ``PreTrainedModel`` with a language-model head, or a PEFT model around one.
         hidden: [..., H], the hidden states of some tokens.
-        logits_of: runs the model on the same tokens, to logits [..., V] or this rank's columns of them.
-        group: the ranks that share the head by rows. Where the head is a ``DTensor``, those of its mesh do.
+        logits_of: runs the model on the same tokens; returns logits [..., V] or this rank's columns of them.
+        group: the ranks over which the rows of the head are split. For a ``DTensor`` head its mesh is used.
 
     Raises:
         ValueError: they differ.
     """
     differ = (
-        f"the logits of {type(model).__name__} are not those of its output head over its last hidden states: it "
+        f"the logits of {type(model).__name__} are not its output head applied to its last hidden states: it "
         "transforms, caps or scales them in a way that is not supported"
     )
     layer, head, rule = model.get_output_embeddings(), head_of(model, hidden), LogitRule.of(model.config, 1.0)
@@ -90,18 +90,18 @@ def check_logits(model: Any, hidden: Tensor, logits_of: Callable[[], Tensor], gr
     ours = torch.nn.functional.linear(hidden, head.weight, head.bias)
     if head.lora is not None:
         ours = ours + head.lora.scale * (hidden @ head.lora.a.mT @ head.lora.b.mT)
-    if isinstance(layer.weight, DTensor):  # ``head`` is whole; the model's logits may be cut
+    if isinstance(layer.weight, DTensor):  # ``head`` is whole; the model's logits may be split
         group = layer.weight.device_mesh.get_group(layer.weight.device_mesh.ndim - 1)
     else:
         ours = _join_columns(ours, group)
     gain = _REACH / float(ours.abs().max())
-    stretched = []
+    scaled = []
 
-    def stretch(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
-        stretched.append(output)
+    def scale(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
+        scaled.append(output)
         return output * gain
 
-    handle = layer.register_forward_hook(stretch)
+    handle = layer.register_forward_hook(scale)
     try:
         theirs = logits_of()
     finally:
@@ -110,7 +110,7 @@ def check_logits(model: Any, hidden: Tensor, logits_of: Callable[[], Tensor], gr
         theirs = theirs.full_tensor()
     elif theirs.shape != ours.shape:
         theirs = _join_columns(theirs, group)
-    ours = ours.float() * (gain if stretched else 1.0)
+    ours = ours.float() * (gain if scaled else 1.0)
     ours = (ours if rule.softcap is None else rule.softcap * torch.tanh(ours / rule.softcap)) / rule.temperature
     tolerance = max(_tolerance(rounded, 1e-5) for rounded in (hidden, layer.weight)) * ours.abs().max()
     if theirs.shape != ours.shape or not bool((theirs.float() - ours).abs().max() <= tolerance):
@@ -118,7 +118,7 @@ def check_logits(model: Any, hidden: Tensor, logits_of: Callable[[], Tensor], gr
 
 
 def _join_columns(part: Tensor, group: Any) -> Tensor:
-    """Return the columns of all ranks of a group, which may have a different number each."""
+    """Return the columns of all ranks of a group; their number may differ by rank."""
     if group is None:
         return part
     parts: list[Any] = [None] * dist.get_world_size(group)
@@ -128,7 +128,7 @@ def _join_columns(part: Tensor, group: Any) -> Tensor:
 
 @contextmanager
 def undisturbed(model: torch.nn.Module) -> Iterator[None]:
-    """Run a model in eval mode and uncompiled, and leave it as it was."""
+    """Run a model in eval mode and uncompiled; restore its modes afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -6,23 +6,23 @@ from typing import Any, NamedTuple
 
 
 class FixedFrequencies(NamedTuple):
-    """The length in tokens up to which every sequence is rotated alike, and the ``rope_type`` that sets the limit."""
+    """The length in tokens up to which frequencies are the same for every sequence, and its ``rope_type``."""
 
     longest: int
     rope_type: str
 
 
 def fixed_frequencies(config: Any) -> FixedFrequencies | None:
-    """Return the length up to which a model of transformers rotates every sequence alike.
+    """Return the length up to which a model of transformers uses the same rotary frequencies for every sequence.
 
     Above it, transformers chooses the frequencies of longrope (Phi-3, Phi-4-mini) and of dynamic NTK scaling by the
-    largest position of the batch: one long sequence changes the log-probs of all others beside it.
+    largest position of the batch: one long sequence changes the log-probs of all others in it.
 
     Args:
         config: the model's ``PreTrainedConfig``, or its text part.
 
     Returns:
-        None where frequencies do not depend on lengths.
+        None if frequencies do not depend on lengths.
     """
     text = config.get_text_config(decoder=True)
     rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
@@ -32,6 +32,6 @@ def fixed_frequencies(config: Any) -> FixedFrequencies | None:
         kind = parameters.get("rope_type", "default")
         if kind == "longrope":
             limits.append(FixedFrequencies(parameters["original_max_position_embeddings"], kind))
-        elif "dynamic" in kind:  # as transformers asks
+        elif "dynamic" in kind:  # the test of transformers
             limits.append(FixedFrequencies(text.max_position_embeddings, kind))
     return min(limits, default=None)

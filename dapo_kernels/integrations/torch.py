@@ -1,8 +1,8 @@
-"""A causal language model and its loss as one module: what DDP, FSDP2, accelerate and Lightning Fabric wrap.
+"""A causal language model and its loss as one module, to wrap with DDP, FSDP2, accelerate or Lightning Fabric.
 
-They act on the ``forward`` of the module they wrap: gradients of what ran inside it are averaged over the ranks, shards
-are gathered for it. Hidden states from ``ddp.module.model(…)`` pass them by, and every rank trains on a gradient of its
-own without an error. So the network and the loss run in one forward, this one (docs/guide.md, "Several ranks").
+A wrapper acts on the ``forward`` of its module: it gathers shards for it, and averages gradients of what ran inside it
+over the ranks. Hidden states from ``ddp.module.model(…)`` bypass it: every rank then trains on its own gradient,
+without an error. So the network and the loss run in this one forward (docs/guide.md, "Several ranks").
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from dapo_kernels.records import Head
 from dapo_kernels.signature import shows_options
 
 _REFUSED = {
-    "bias": "the model's head has it",
-    "lora": "the model's head has it",
-    "softcap": "the model's configuration has it",
-    "main_grad": "a gradient added there passes by the hooks that average over ranks",
+    "bias": "it is taken from the model's head",
+    "lora": "it is taken from the model's head",
+    "softcap": "it is taken from the model's configuration",
+    "main_grad": "a gradient added there bypasses the hooks that average over ranks",
 }
 _OF_LOGPROBS = set(inspect.signature(linear_token_logprobs).parameters)
 _NAMES = tuple(LinearOptions.__annotations__)
@@ -40,29 +40,40 @@ _ROUNDED = (torch.bfloat16, torch.float16)
 
 
 class PolicyLoss(nn.Module):
-    """``linear_dapo_loss`` of a causal language model of transformers, from token ids.
+    """Compute ``linear_dapo_loss`` of a causal language model of transformers, from token ids.
 
         policy = DistributedDataParallel(PolicyLoss(model, objective="dapo", temperature=0.7))
         out = policy(ids[:, :-1], ids[:, 1:], old_logprobs, advantages, mask=mask, denominator=denominator)
         out.loss.backward()
 
-    A bias of the head, soft-capped and scaled logits are the model's own. LoRA, on the head too, and a head that FSDP2
-    has sharded by itself are served. All ranks call it equally often: one that has run out of data calls it with a
-    batch whose mask is all False, which adds nothing to the gradient.
+    A bias of the head, and soft-capped or scaled logits, are taken from the model. LoRA is supported, also on the head,
+    and so is a head that is an FSDP2 unit of its own. All ranks must call it equally often: one without data calls it
+    with a batch whose mask is all False, which adds nothing to the gradient.
 
     Args:
-        model: a ``PreTrainedModel`` with a language-model head, or PEFT's model around one.
+        model: a ``PreTrainedModel`` with a language-model head, or a PEFT model around one.
         objective: as in ``dapo_loss``.
-        options: keywords of ``linear_dapo_loss`` that hold for every call: ``clip_high=0.3``, ``temperature=0.7``,
-            ``chunk_bytes=``; those of a call come first. ``bias``, ``lora``, ``softcap`` and ``main_grad`` are not
-            among them.
+        options: keywords of ``linear_dapo_loss`` for every call: ``clip_high=0.3``, ``temperature=0.7``,
+            ``chunk_bytes=``; those of a call take precedence. ``bias``, ``lora``, ``softcap`` and ``main_grad`` are not
+            allowed.
 
-    The first call runs the model on a few tokens and refuses one whose logits or attention are not what the loss
-    assumes of them.
+    The first call runs the model on a few tokens and checks that its logits and attention are what the loss assumes.
 
     Raises:
-        ValueError: the loss cannot be computed from this model's head; a keyword from that list.
+        ValueError: the loss cannot be computed from this model's head; a keyword that is not allowed.
         TypeError: a keyword that ``linear_dapo_loss`` does not have.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from dapo_kernels.integrations.torch import PolicyLoss
+        >>> sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+        >>> policy = PolicyLoss(LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes)), temperature=0.7)
+        >>> ids = torch.tensor([[1, 2, 3, 4]])
+        >>> out = policy(ids[:, :-1], ids[:, 1:], None, torch.tensor([1.0]))
+        >>> out.loss.backward()
+        >>> round(out.loss.item(), 4)  # on-policy: −A
+        -1.0
     """
 
     @functools.partial(shows_options, without=_REFUSED)
@@ -90,22 +101,22 @@ class PolicyLoss(nn.Module):
         mode: Literal["loss", "logprobs"] = "loss",
         **options: Unpack[LinearOptions],
     ) -> LossOutput | TokenStats:
-        """The loss of a batch; or log-probs of its targets, under the temperature that the loss has.
+        """Return the loss of a batch, or the log-probs of its targets at the loss's temperature.
 
         Args:
-            input_ids: [B, L] padded, or [T] packed with ``cu_seqlens``; then no sequence sees another.
+            input_ids: [B, L] padded, or [T] packed with ``cu_seqlens``; packed sequences do not see each other.
             target_ids: same shape; the model at ``input_ids[t]`` predicts ``target_ids[t]``: shift before the call.
             old_logprobs, advantages: as in ``dapo_loss``.
             attention_mask: [B, L], 0 where ``input_ids`` is padding; right padding needs none.
-            mode: ``"logprobs"`` calls ``linear_token_logprobs`` with the ``mask``, the ``temperature`` and what else it
-                takes of ``options``; no advantages then. Differentiable; under ``torch.no_grad()`` one GEMM.
+            mode: ``"logprobs"`` calls ``linear_token_logprobs`` with those of ``options`` that it has (``mask``,
+                ``temperature``, …), without advantages. Differentiable; under ``torch.no_grad()`` one GEMM.
             options: keywords of ``linear_dapo_loss`` for this call.
 
         Raises:
-            ValueError, TypeError: as in ``linear_dapo_loss``; a float16 or bfloat16 tensor beside the token ids, where
-                only a wrapper would have rounded it; a model whose logits are not its head's over its last hidden
-                states, or whose tokens see later ones; packed sequences where they see each other; sequences beyond
-                which longrope or dynamic NTK scaling changes the frequencies of the whole batch.
+            ValueError, TypeError: as in ``linear_dapo_loss``; a float16 or bfloat16 tensor other than the head, which
+                only a wrapper can have rounded; a model whose logits are not its head applied to its last hidden
+                states; a model that is not causal; packed sequences that see each other; a sequence so long that
+                longrope or dynamic NTK scaling changes the frequencies of the whole batch.
         """
         self._check_call(mode, old_logprobs, advantages, options)
         lasting = {name: value for name, value in self.options.items() if mode == "loss" or name in _OF_LOGPROBS}
@@ -133,8 +144,8 @@ class PolicyLoss(nn.Module):
     def _check_architecture(self, group: Any) -> None:
         """Run the model on a few tokens in the first call.
 
-        In a call, because only there FSDP has gathered the weights; and in the first one whatever its layout, because
-        ranks that share weights have to run the model equally often.
+        Not before, because FSDP gathers the weights only in a call. In the first call whatever its layout, because
+        ranks that share weights must run the model equally often.
         """
         if self._is_checked:
             return
@@ -153,14 +164,14 @@ class PolicyLoss(nn.Module):
             hidden = _padded_hidden_states(model, ids)
             check_logits(model, hidden, lambda: model(input_ids=ids, use_cache=False).logits, group)
             if not is_causal(hidden_of, vocab_size):
-                raise ValueError(f"PolicyLoss: {name} is not causal: its tokens see later ones")
+                raise ValueError(f"PolicyLoss: {name} is not causal: tokens attend to later ones")
             try:
                 packable = is_packable(hidden_of, vocab_size)
-            except Exception as error:  # some models take no position_ids; padded calls do without
-                self._packing_error = f"PolicyLoss: packed sequences do not run in {name} ({error}); pass them padded"
+            except Exception as error:  # some models have no position_ids; padded calls need none
+                self._packing_error = f"PolicyLoss: {name} cannot run packed sequences ({error}); pad them"
             else:
                 if not packable:
-                    self._packing_error = f"PolicyLoss: packed sequences see each other in {name}; pass them padded"
+                    self._packing_error = f"PolicyLoss: {name} lets packed sequences see each other; pad them"
         self._is_checked = True
 
     def _check_call(self, mode: str, old_logprobs: Any, advantages: Any, options: Mapping[str, Any]) -> None:
@@ -168,12 +179,12 @@ class PolicyLoss(nn.Module):
         if mode not in ("loss", "logprobs"):
             raise ValueError(f"PolicyLoss: mode must be 'loss' or 'logprobs', got {mode!r}")
         if mode == "logprobs" and (old_logprobs is not None or advantages is not None):
-            raise ValueError("PolicyLoss: old_logprobs and advantages have no use with mode='logprobs'")
+            raise ValueError("PolicyLoss: mode='logprobs' has no use for old_logprobs and advantages; leave them out")
         for name, value in {"old_logprobs": old_logprobs, "advantages": advantages, **options}.items():
             if name not in _MAY_BE_ROUNDED and isinstance(value, Tensor) and value.dtype in _ROUNDED:
                 raise TypeError(
-                    f"PolicyLoss: {name} must be float32, got {value.dtype}, good for two or three digits. Wrappers "
-                    "round what goes into forward: pass MixedPrecisionPolicy(cast_forward_inputs=False) to FSDP2; with "
+                    f"PolicyLoss: {name} must be float32, got {value.dtype}, which has two or three digits. Wrappers "
+                    "round the inputs of forward: pass MixedPrecisionPolicy(cast_forward_inputs=False) to FSDP2; with "
                     "Fabric leave precision='32-true' and put torch.autocast around the call"
                 )
 
@@ -196,21 +207,21 @@ def _check_ids(input_ids: Tensor, attention_mask: Tensor | None, cu_seqlens: Ten
 
 
 def _check_lengths(model: Any, input_ids: Tensor, cu_seqlens: Tensor | None) -> None:
-    """Refuse sequences, padding included, that change the rotary frequencies of those beside them."""
+    """Raise an error for sequences, padding included, that change the rotary frequencies of the whole batch."""
     fixed = fixed_frequencies(model.config)
-    if fixed is None:  # of nearly all models, which never wait for the device here
+    if fixed is None:  # nearly all models: no waiting for the device
         return
     longest = input_ids.shape[1] if cu_seqlens is None else int(cu_seqlens.diff().max())
     if longest > fixed.longest:
         raise ValueError(
-            f"PolicyLoss: input_ids must have sequences of at most {fixed.longest} tokens, got {longest}: beyond, the "
-            f"RoPE frequencies of {type(model).__name__} (rope_type {fixed.rope_type!r}) follow the longest sequence "
-            "of a batch. Pass shorter sequences"
+            f"PolicyLoss: input_ids must have sequences of at most {fixed.longest} tokens, got {longest}. With longer "
+            f"ones the RoPE frequencies of {type(model).__name__} (rope_type {fixed.rope_type!r}) depend on the "
+            "longest of a batch. Pass shorter sequences"
         )
 
 
 def _padded_hidden_states(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-    """What the head is applied to: [B, L, H]."""
+    """Return the last hidden states, [B, L, H]."""
     return (
         _unwrapped(model)
         .base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
@@ -219,17 +230,17 @@ def _padded_hidden_states(model: Any, input_ids: Tensor, attention_mask: Tensor 
 
 
 def _packed_hidden_states(model: Any, input_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """What the head is applied to: [T, H]."""
+    """Return the last hidden states, [T, H]."""
     positions = torch.arange(len(input_ids), device=input_ids.device)
     sequence = torch.searchsorted(cu_seqlens[1:].to(torch.int64), positions, right=True)
     position_ids = (positions - cu_seqlens[sequence])[None]
-    # Positions that restart keep sequences apart, but not where transformers makes a cache.
+    # Restarting positions keep sequences apart, but only without a cache.
     body = _unwrapped(model).base_model
     return body(input_ids=input_ids[None], position_ids=position_ids, use_cache=False).last_hidden_state[0]
 
 
 def _unwrapped(model: Any) -> Any:
-    """The causal language model inside PEFT's."""
+    """Return the causal language model inside a PEFT model."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -237,12 +248,14 @@ def _check_model(model: Any) -> None:
     check_head(model)
     inner = _unwrapped(model)
     if inner.base_model is inner:
-        raise ValueError(f"PolicyLoss: {type(inner).__name__} names no model below its head (base_model_prefix)")
+        raise ValueError(f"PolicyLoss: {type(inner).__name__} must name the model below its head (base_model_prefix)")
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        raise ValueError("PolicyLoss: the prompts that PEFT learns are added in its own forward, which is not called")
+        raise ValueError(
+            "PolicyLoss: PEFT's prompt learning is not supported: it works in a forward that is not called"
+        )
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
     for name, reason in _REFUSED.items():
         if name in options:
-            raise ValueError(f"PolicyLoss: {name} is not an option: {reason}")
+            raise ValueError(f"PolicyLoss: {name} must not be passed: {reason}")

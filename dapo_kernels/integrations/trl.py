@@ -1,14 +1,14 @@
-"""TRL's ``GRPOTrainer`` with its loss computed here, from hidden states.
+"""TRL's ``GRPOTrainer`` with its loss computed by this package, from hidden states.
 
-    from dapo_kernels.integrations.trl import DapoGRPOTrainer    # in place of trl.GRPOTrainer
+    from dapo_kernels.integrations.trl import DapoGRPOTrainer    # instead of trl.GRPOTrainer
 
 Everything else is TRL's: configuration, generation, rewards, advantages, logged metrics. TRL scores completions by
-calling the model with ``fused_lm_head=True``. Here that call is answered by ``linear_token_logprobs``, or, for the
-training pass of a loss whose gradient at a token needs nothing but that token's row, by ``linear_dapo_loss``: the
-gradient is formed with the loss, in three GEMMs in place of four.
+calling the model with ``fused_lm_head=True``. ``linear_token_logprobs`` answers that call. In the training pass of a
+loss whose gradient at a token needs only that token's row, ``linear_dapo_loss`` does: it computes the gradient with the
+loss, in three GEMMs instead of four.
 
-The first way leaves the O(tokens) arithmetic to TRL's own code and so covers all of its configuration; ``loss_route``
-and ``loss_route_reason`` say which way a trainer takes and why. B completions of C tokens each.
+``linear_token_logprobs`` leaves the O(tokens) arithmetic to TRL's code and so supports all of its configuration.
+``loss_route`` and ``loss_route_reason`` say which one a trainer uses and why. B completions of C tokens each.
 """
 
 from __future__ import annotations
@@ -49,34 +49,34 @@ LOGPROBS = "linear_token_logprobs"
 
 _CLIP = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 _LOSS_TYPES = (*_CLIP, "cispo", "sapo", "vespo")
-_SEQUENCE_MEANS = ("grpo", "sapo")  # every completion weighs the same, whatever its length
-_WINDOW_MEANS = ("dapo", "cispo")  # every token of the accumulation window weighs the same
-_PROMPT_MEANS = ("dapo", "cispo", "sapo")  # the others name another normaliser of dapo's surrogate
+_SEQUENCE_MEANS = ("grpo", "sapo")  # every completion has the same weight, whatever its length
+_WINDOW_MEANS = ("dapo", "cispo")  # every token of the accumulation window has the same weight
+_PROMPT_MEANS = ("dapo", "cispo", "sapo")  # the others are dapo's surrogate with another normaliser
 
 
 class DapoGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
-    """``trl.GRPOTrainer``, same arguments, same configuration, same metrics; the logits are never held.
+    """``trl.GRPOTrainer`` with the same arguments, configuration and metrics; the logits are never held as a whole.
 
     Args:
-        dynamic_sampling: collect every generation batch from groups whose rewards vary (DAPO, section 3.2). The others
-            are resampled with the next prompts; surplus groups train in the next batch. The soft overlong punishment
-            decides nothing.
+        dynamic_sampling: fill every generation batch with groups whose rewards vary (DAPO, section 3.2). Other groups
+            are replaced by the next prompts; surplus groups train in the next batch. The soft overlong punishment does
+            not count as variation.
         max_sampling_rounds: generation rounds for one batch.
-        on_sampling_exhausted: what follows when they are used up: ``"error"``, or ``"train_partial"``: the batch is
-            filled with groups whose completions are masked.
-        overlong_cache_length: L_cache of the soft overlong punishment (DAPO, eq. 13), in tokens: a further reward, from
-            0 down to −1 over so many tokens. ``None``: no punishment.
+        on_sampling_exhausted: what follows after these rounds: ``"error"``, or ``"train_partial"``: the batch is filled
+            with groups whose completions are masked.
+        overlong_cache_length: L_cache of the soft overlong punishment (DAPO, eq. 13), in tokens: an additional reward
+            that falls from 0 to −1 over this length. ``None``: no punishment.
         overlong_max_length: L_max, the length from which the punishment is −1; ``max_completion_length`` by default.
         aggregate: ``"prompt-mean-token-mean"`` replaces the normaliser of ``loss_type``: the mean over prompts of the
             token means of their groups (DAPO, eq. 8 as printed). A group's tokens are those of the whole generation
-            batch, however its completions are spread over ranks, micro-batches and updates. ``None`` is TRL's.
+            batch, over all ranks, micro-batches and updates. ``None``: TRL's normaliser.
 
     Attributes:
-        loss_route: ``"linear_dapo_loss"``, or ``"linear_token_logprobs"`` under TRL's own formula.
-        loss_route_reason: the settings that ask for the second, ``""`` for the first.
+        loss_route: ``"linear_dapo_loss"``, or ``"linear_token_logprobs"`` with TRL's own formula.
+        loss_route_reason: the settings that require the second, ``""`` for the first.
 
     Raises:
-        ValueError: a setting that cannot be honoured, with the reason.
+        ValueError: a setting is not supported; the message says why.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class DapoGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self.loss_route = LOGPROBS if self.loss_route_reason else ONE_CALL
         self._objective = None if self.loss_route_reason else objective_of(self)
         because = f" ({self.loss_route_reason})" if self.loss_route_reason else ""
-        logger.info(f"{type(self).__name__}: the loss goes through {self.loss_route}{because}")
+        logger.info(f"{type(self).__name__}: the loss is computed by {self.loss_route}{because}")
         policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
         self._attach(policy, entropy=True)
         if self.ref_model is not None:
@@ -139,7 +139,7 @@ class DapoGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         rewards: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        if rewards.shape[1] > self._n_rewards:  # a completion that nobody could score is not scored for its length
+        if rewards.shape[1] > self._n_rewards:  # one without a score gets none for its length
             unscorable = rewards[:, : self._n_rewards].isnan().all(1)
             rewards[unscorable, self._n_rewards] = torch.nan
         if self._sampler is not None:
@@ -150,7 +150,7 @@ class DapoGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self._objective is None:
             return super()._compute_loss(model, inputs)
         scorer = _LossScorer(model, loss_call(self, self._objective, inputs))
-        # TRL's formula once more, on log-probs without a gradient: O(tokens), and every metric is its own.
+        # TRL's formula again, on log-probs without a gradient, for its metrics: O(tokens).
         super()._compute_loss(scorer, inputs)
         loss = scorer.output.loss
         if self.aux_loss_enabled:
@@ -160,8 +160,8 @@ class DapoGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def _head_without_adapter(model: Any) -> Iterator[None]:
-    """Inside, PEFT's model answers for the layer under an adapted head: TRL refuses the adapter, which its own way from
-    hidden states to log-probs would leave out.
+    """Make PEFT's model return the layer under an adapted head inside. TRL refuses the adapter, because its own way
+    from hidden states to log-probs would ignore it.
     """
     adapted = isinstance(model, torch.nn.Module) and is_peft_model(model)
     below = getattr(model.get_output_embeddings(), "base_layer", None) if adapted else None
@@ -177,7 +177,7 @@ def _head_without_adapter(model: Any) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LossCall:
-    """The arguments of ``linear_dapo_loss`` beside the head and the tokens; tensors are [B, C] by default."""
+    """The arguments of ``linear_dapo_loss`` besides the head and the tokens; tensors are [B, C] by default."""
 
     objective: Objective
     mask: Tensor
@@ -195,7 +195,7 @@ class LossCall:
 
 
 class _LossScorer:
-    """Stands in for the model in TRL's ``_compute_loss``: asks it for the loss too, and keeps the answer."""
+    """Replaces the model in TRL's ``_compute_loss``: requests the loss from it too, and keeps the output."""
 
     output: FusedCausalLMOutput
 
@@ -208,26 +208,26 @@ class _LossScorer:
 
 
 def objective_of(trainer: GRPOTrainer) -> Objective:
-    """The row of the family that TRL's settings describe; ``loss_call`` adds the normaliser."""
+    """Return the objective that TRL's settings describe; ``loss_call`` adds the normaliser."""
     args, loss_type = trainer.args, trainer.loss_type
-    of_loss_type = "seq-mean-token-mean" if loss_type in _SEQUENCE_MEANS else "token-mean"
-    fields: dict[str, Any] = {"aggregate": getattr(trainer, "aggregate", None) or of_loss_type}
+    default = "seq-mean-token-mean" if loss_type in _SEQUENCE_MEANS else "token-mean"
+    fields: dict[str, Any] = {"aggregate": getattr(trainer, "aggregate", None) or default}
     if trainer.beta != 0:
         fields |= {"kl_coef": trainer.beta, "kl_estimator": "k3", "kl_through_ratio": args.use_bias_correction_kl}
     if loss_type == "sapo":
         return Objective(surrogate="sapo", sapo_tau=(args.sapo_temperature_pos, args.sapo_temperature_neg), **fields)
-    if loss_type == "cispo":  # TRL's bound is the ratio itself, from above only
+    if loss_type == "cispo":  # TRL bounds the ratio itself, only from above
         return Objective(surrogate="cispo", clip_low=1.0, clip_high=trainer.epsilon_high - 1.0, **fields)
     low, high = min(trainer.epsilon_low, 1.0), trainer.epsilon_high  # a ratio is never below 0
     if args.delta is None:
         return Objective(clip_low=low, clip_high=high, **fields)
-    # min(min(ρ, δ)·A, clip(ρ)·A): for A > 0 the lower of the two upper bounds holds, for A < 0 the higher one.
+    # min(min(ρ, δ)·A, clip(ρ)·A): for A > 0 the lower of the two upper bounds applies, for A < 0 the higher one.
     bounds = (args.delta, 1.0 + high)
     return Objective(clip_low=low, clip_high=min(bounds) - 1.0, dual_clip=max(bounds), **fields)
 
 
 def loss_call(trainer: GRPOTrainer, objective: Objective, inputs: dict[str, Any]) -> LossCall:
-    """One micro-batch of TRL's as one call of the loss."""
+    """Return the call of the loss for one micro-batch of TRL."""
     mask = _loss_mask(inputs)
     weights = None
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
@@ -246,34 +246,34 @@ def loss_call(trainer: GRPOTrainer, objective: Objective, inputs: dict[str, Any]
 
 
 def _loss_mask(inputs: dict[str, Any]) -> Tensor:
-    """The tokens that train, [B, C]: not those of a tool, and none of a truncated completion that TRL masks."""
+    """Return the tokens that train, [B, C]: no tokens of a tool, and none of a truncated completion that TRL masks."""
     mask: Tensor = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
 
 def prompt_counts(trainer: GRPOTrainer, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """Of a generation batch, over all ranks: ``group_tokens`` [B], and ``num_prompts`` 0-d, those with a live token."""
+    """Count a generation batch, over all ranks: ``group_tokens`` [B], and ``num_prompts`` 0-d, with a live token."""
     lengths = _loss_mask(inputs).sum(1)
     generations = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
-    of_groups = trainer.accelerator.gather(lengths).view(-1, generations).sum(1)
+    tokens = trainer.accelerator.gather(lengths).view(-1, generations).sum(1)
     first = trainer.accelerator.process_index * len(lengths)
-    group_tokens = of_groups.repeat_interleave(generations)[first : first + len(lengths)]
-    return {"group_tokens": group_tokens, "num_prompts": (of_groups > 0).sum()}
+    group_tokens = tokens.repeat_interleave(generations)[first : first + len(lengths)]
+    return {"group_tokens": group_tokens, "num_prompts": (tokens > 0).sum()}
 
 
 def _accumulation(trainer: GRPOTrainer) -> int:
-    """Micro-batches whose losses add up to one update; evaluation has none."""
+    """Return the number of micro-batches whose losses add up to one update; 1 in evaluation."""
     steps: int = trainer.current_gradient_accumulation_steps if trainer.model.training else 1
     return steps
 
 
 def _denominator(trainer: GRPOTrainer, mask: Tensor, inputs: dict[str, Any]) -> Tensor | float:
-    """TRL's normaliser for the loss type, accumulation included. Completions without a live token count, too."""
+    """Return TRL's normaliser for the loss type, accumulation included. Completions without a live token count, too."""
     steps, loss_type = _accumulation(trainer), trainer.loss_type
     if loss_type in _WINDOW_MEANS or "num_prompts" in inputs:
         count = inputs["num_prompts" if "num_prompts" in inputs else "num_items_in_batch"]
         count = count.clamp(min=1.0) / trainer.accelerator.num_processes
-        # Counted over the generation batch: the share of it that one window holds.
+        # A count over the generation batch: take the share of one window.
         return count * steps / trainer.args.steps_per_generation if trainer.model.training else count
     if loss_type == "bnpo":
         return mask.sum().clamp(min=1.0) * steps
@@ -282,7 +282,7 @@ def _denominator(trainer: GRPOTrainer, mask: Tensor, inputs: dict[str, Any]) -> 
 
 
 def _two_pass_reason(trainer: GRPOTrainer) -> str:
-    """The settings under which a token's gradient waits for other tokens, or which the family has no row for."""
+    """Return the settings with which a token's gradient needs other tokens, or for which no objective exists."""
     args, loss_type = trainer.args, trainer.loss_type
     settings = {
         f"importance_sampling_level={trainer.importance_sampling_level!r}": (
@@ -306,7 +306,7 @@ def _two_pass_reason(trainer: GRPOTrainer) -> str:
 
 
 def _refuse(trainer: GRPOTrainer) -> None:
-    """What cannot be honoured, each with its reason."""
+    """Raise an error for a setting that is not supported."""
     name = type(trainer).__name__
     if trainer.loss_type not in _LOSS_TYPES:
         raise ValueError(f"{name}: unknown loss_type {trainer.loss_type!r}; known: {', '.join(_LOSS_TYPES)}")
@@ -319,32 +319,32 @@ def _refuse(trainer: GRPOTrainer) -> None:
             f"{trainer.loss_type!r}, whose normaliser it would replace"
         )
     if aggregate is not None and (reason := _two_pass_reason(trainer)):
-        raise ValueError(f"{name}: aggregate={aggregate!r} is not supported with {reason}: TRL's own formula adds up")
+        raise ValueError(f"{name}: aggregate={aggregate!r} is not supported with {reason}: TRL aggregates then")
     if trainer.args.use_liger_kernel:
         raise ValueError(
-            f"{name}: use_liger_kernel=True patches the model when training starts, after its output head was taken "
-            "over; nobody tested the two together. Set it to False; TRL deprecates it in favour of "
+            f"{name}: use_liger_kernel=True is not supported: it patches the model when training starts, after this "
+            "trainer has replaced its output head. Set it to False; TRL deprecates it in favour of "
             "model_init_kwargs={'use_kernels': True}"
         )
     if is_deepspeed_zero3_enabled():
         raise ValueError(
-            f"{name}: DeepSpeed ZeRO-3 leaves an empty output head outside its own module, and the loss multiplies by "
-            "the head itself; use ZeRO-2 or FSDP2, or trl.GRPOTrainer"
+            f"{name}: DeepSpeed ZeRO-3 is not supported: the output head is empty outside its own module, and the loss "
+            "multiplies by the head itself; use ZeRO-2 or FSDP2, or trl.GRPOTrainer"
         )
     if trainer.loss_type == "dr_grpo" and trainer.max_completion_length is None:
-        raise ValueError(f"{name}: loss_type='dr_grpo' divides by max_completion_length: set it to a number")
+        raise ValueError(f"{name}: loss_type='dr_grpo' requires max_completion_length, by which it divides; got None")
 
 
 def add_overlong_punishment(trainer: GRPOTrainer, cache_length: int | None, max_length: int | None) -> None:
-    """Add the soft overlong punishment (DAPO, eq. 13) to the reward functions, as TRL has it.
+    """Add TRL's soft overlong punishment (DAPO, eq. 13) to the reward functions.
 
     Raises:
-        ValueError: lengths that leave no room, or no weight that is the punishment's own.
+        ValueError: the lengths leave no room, or the punishment cannot have a weight of its own.
     """
     name = type(trainer).__name__
     if cache_length is None:
         if max_length is not None:
-            raise ValueError(f"{name}: overlong_max_length={max_length} has no use without overlong_cache_length")
+            raise ValueError(f"{name}: overlong_max_length={max_length} has no effect without overlong_cache_length")
         return
     longest = trainer.max_completion_length if max_length is None else max_length
     if longest is None or not 0 < cache_length <= longest:
@@ -355,19 +355,19 @@ def add_overlong_punishment(trainer: GRPOTrainer, cache_length: int | None, max_
     if trainer.multi_objective_aggregation != "sum_then_normalize":
         raise ValueError(
             f"{name}: overlong_cache_length requires multi_objective_aggregation='sum_then_normalize', got "
-            f"{trainer.multi_objective_aggregation!r}, which would scale the punishment by its spread"
+            f"{trainer.multi_objective_aggregation!r}, which would divide the punishment by its standard deviation"
         )
     punishment = get_soft_overlong_punishment(longest, cache_length)
-    trainer.reward_funcs = [*trainer.reward_funcs, punishment]  # the list is the caller's
+    trainer.reward_funcs = [*trainer.reward_funcs, punishment]  # a new list: the caller owns the old one
     trainer.reward_func_names = [*trainer.reward_func_names, punishment.__name__]
     trainer.reward_processing_classes = [*trainer.reward_processing_classes, None]
     trainer.reward_weights = torch.cat([trainer.reward_weights, torch.ones(1)])
 
 
 def attach_scoring(model: Any, rule: LogitRule, *, entropy: bool, float32_head: bool) -> None:
-    """Answer ``model(…, labels=…, fused_lm_head=True)`` here; every other call stays the model's own.
+    """Compute ``model(…, labels=…, fused_lm_head=True)`` here; the model handles every other call.
 
-    As in TRL, on this one instance. ``entropy``: also return entropies, differentiable. ``float32_head``: multiply in
+    Only on this instance, as in TRL. ``entropy``: also return entropies, differentiable. ``float32_head``: multiply in
     float32, outside autocast.
     """
     plain = model.forward
@@ -397,7 +397,7 @@ def attach_scoring(model: Any, rule: LogitRule, *, entropy: bool, float32_head: 
 
 
 def _router_loss(config: Any, states: Any, attention_mask: Tensor | None) -> Tensor:
-    """The load-balancing loss of a mixture of experts, as the model's own forward has it."""
+    """Return the load-balancing loss of a mixture of experts, as the model's own forward computes it."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     return load_balancing_loss_func(
@@ -408,14 +408,14 @@ def _router_loss(config: Any, states: Any, attention_mask: Tensor | None) -> Ten
 def _logprobs(
     hidden: Tensor, weight: Tensor, head: dict[str, Any], labels: Tensor, entropy: bool
 ) -> FusedCausalLMOutput:
-    """Log-probs of the labels, 0 where the label is −100."""
+    """Return log-probs of the labels, 0 where the label is −100."""
     scored = labels != -100
     stats = linear_token_logprobs(hidden, weight, labels.clamp(min=0), mask=scored, entropy=entropy, **head)
     return FusedCausalLMOutput(log_probs=stats.logprobs, entropy=stats.entropy, label_mask=scored)
 
 
 def _loss(hidden: Tensor, weight: Tensor, head: dict[str, Any], labels: Tensor, call: LossCall) -> FusedCausalLMOutput:
-    """The loss of the completions, the last C labels, with their log-probs and entropies for the metrics."""
+    """Return the loss of the completions, the last C labels, with log-probs and entropies for the metrics."""
     width = call.mask.shape[1]
     hidden, labels = hidden[:, -width:], labels[:, -width:]
     tensors = call.tensors(hidden.device)
@@ -429,7 +429,7 @@ def _loss(hidden: Tensor, weight: Tensor, head: dict[str, Any], labels: Tensor, 
         **tensors,
         **head,
     )
-    # Where nothing was computed TRL still forms a ratio before it masks: let that be 1, not the overflow of 0 − ℓ_old.
+    # TRL computes a ratio before it masks: let it be 1 for tokens not computed here, not the overflow of 0 − ℓ_old.
     old_logprobs = 0.0 if call.old_logprobs is None else tensors["old_logprobs"]
     logprobs = torch.where(tensors["mask"], out.logprobs, old_logprobs)
     return FusedCausalLMOutput(loss=out.loss, log_probs=logprobs, entropy=out.entropy, label_mask=tensors["mask"])

@@ -1,13 +1,13 @@
-"""Dynamic sampling (DAPO, section 3.2) for TRL's ``GRPOTrainer``: groups that cannot train are resampled.
+"""Dynamic sampling (DAPO, section 3.2) for TRL's ``GRPOTrainer``: groups that cannot train are replaced.
 
-A group is the ``num_generations`` completions of one prompt; its advantages are all 0 where its rewards are all equal.
-One batch of TRL's is collected in rounds. Every round hands TRL fresh prompts, and TRL generates, scores and rewards
-them as ever; the groups whose rewards vary are accepted, in the order of their prompts. Surplus groups train in the
-next batch, with the log-probs of the policy that sampled them.
+A group is the ``num_generations`` completions of one prompt. If its rewards are all equal, its advantages are all 0.
+One batch of TRL is collected in rounds. In every round TRL gets new prompts, generates, scores and rewards as usual.
+Groups whose rewards vary are accepted, in the order of their prompts. Surplus groups train in the next batch, with the
+log-probs of the policy that sampled them.
 
-Rewards are gathered by TRL, so that all ranks know of all groups and decide alike; the rows of accepted groups are
-then given to all ranks, and each takes its share of the batch. What a round returns per completion (C tokens) is kept
-without padding, on the host.
+TRL gathers the rewards, so that all ranks know all groups and decide the same. All ranks then get the rows of accepted
+groups, and each takes its share of the batch. What a round returns per completion (C tokens) is kept without padding,
+on the host.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Row = dict[str, Tensor]
 Generate = Callable[[list[dict[str, Any]]], dict[str, Tensor]]
 
 _PROMPT = ("prompt_ids", "prompt_mask")
-# What pads them: it is not looked at, but a tool's mask of 1 is TRL's own.
+# Their padding values. Padding is not read, but TRL pads the mask of a tool with 1.
 _COMPLETION = {
     "completion_ids": 0,
     "completion_mask": 0,
@@ -57,14 +57,14 @@ class Group(NamedTuple):
 
 
 class PromptOrder:
-    """Indices of a dataset in the order of TRL's ``RepeatSampler``: shuffled anew in every epoch, from one seed.
+    """Indices of a dataset in the order of TRL's ``RepeatSampler``: shuffled again in every epoch, from one seed.
 
-    Unlike there no prompt is left out where the batches do not divide the dataset.
+    Unlike there, no prompt is left out if the dataset is not a multiple of the batch.
     """
 
     def __init__(self, size: int, seed: int, shuffle: bool) -> None:
         self.size, self.seed, self.shuffle = size, seed, shuffle
-        self.drawn = 0  # prompts of all epochs: the whole state
+        self.drawn = 0  # over all epochs; the only state
         self._epoch, self._order = -1, list(range(size))
 
     def take(self, n: int) -> list[int]:
@@ -84,7 +84,7 @@ class PromptOrder:
 
 @dataclass
 class Counts:
-    """Since they were logged last."""
+    """Counts since the last log."""
 
     batches: int = 0
     rounds: int = 0
@@ -94,17 +94,17 @@ class Counts:
 
 
 class DynamicSampler:
-    """Collects the generation batches of a trainer.
+    """Collect the generation batches of a trainer.
 
     Args:
-        trainer: a ``GRPOTrainer`` whose constructor is done.
+        trainer: a ``GRPOTrainer`` after its constructor.
         max_rounds: generation rounds per batch.
-        on_exhausted: what follows when they are used up: ``"error"``, or ``"train_partial"``: the batch is filled with
+        on_exhausted: what follows after these rounds: ``"error"``, or ``"train_partial"``: the batch is filled with
             groups whose completions are masked and count in no token mean.
-        n_judged: reward functions that decide whether a group varies, the first; the others shape the reward.
+        n_judged: number of reward functions, the first ones, that decide whether a group varies.
 
     Raises:
-        ValueError: a setting that cannot be honoured, with the reason.
+        ValueError: a setting is not supported; the message says why.
     """
 
     def __init__(self, trainer: Any, max_rounds: int, on_exhausted: str, n_judged: int) -> None:
@@ -114,29 +114,29 @@ class DynamicSampler:
         self.generations: int = trainer.num_generations
         self.rank, self.ranks = accelerator.process_index, accelerator.num_processes
         self.needed: int = args.generation_batch_size // self.generations
-        # The rows of a round are dealt out evenly.
+        # Rounds are multiples of this many groups, so that their rows divide evenly over the ranks.
         self.unit = self.ranks // math.gcd(self.generations, self.ranks)
         self.order = PromptOrder(len(trainer.train_dataset), args.seed, trainer.shuffle_dataset)
         self.surplus: list[Group] = []
-        self.share = 1.0  # of groups that were accepted lately
+        self.share = 1.0  # of groups accepted recently
         self.counts = Counts()
         self._rewards: Tensor | None = None
         self._lengths: list[int] = []
 
     def observe(self, rewards: Tensor, completion_ids: Sequence[Sequence[int]]) -> None:
-        """Note the rewards of a round, [completions of all ranks, functions], and this rank's completions."""
+        """Record the rewards of a round, [completions of all ranks, functions], and this rank's completions."""
         self._rewards, self._lengths = rewards, [len(ids) for ids in completion_ids]
 
     def collect(self, generate: Generate, columns: Sequence[str]) -> dict[str, Tensor]:
-        """Return a generation batch of groups with varying rewards, as TRL's ``_generate_and_score_completions``.
+        """Return a generation batch of groups with varying rewards, like TRL's ``_generate_and_score_completions``.
 
         Args:
-            generate: that method of TRL's, for one round.
-            columns: of the dataset, those that TRL is given.
+            generate: that method of TRL, for one round.
+            columns: those of the dataset that TRL gets.
 
         Raises:
             RuntimeError: ``max_rounds`` rounds did not fill the batch.
-            ValueError: TRL returned something that cannot be put into another batch, such as images.
+            ValueError: TRL returned something that cannot be moved to another batch, such as images.
         """
         accepted, spare = list(self.surplus), list[Group]()
         rounds = 0
@@ -154,13 +154,13 @@ class DynamicSampler:
             if not accepted and len(varies) == sum(varies) == self.needed:  # TRL's own batch
                 self._count(batches=1, used=self.needed)
                 return output
-            to_carry = sum(varies) > missing and _OLD not in output
-            if to_carry:  # their policy is gone when they train
+            has_surplus = sum(varies) > missing and _OLD not in output
+            if has_surplus:  # it trains after its policy has changed
                 output[_OLD] = self._old_logprobs(output)
             partial = self.on_exhausted == "train_partial"
             groups = self._groups(output, indices, [partial or chosen for chosen in varies])
             chosen = [group for group, kept in zip(groups, varies, strict=True) if kept and group]
-            for group in chosen[:missing] if to_carry else []:  # sampled by the policy that they train
+            for group in chosen[:missing] if has_surplus else []:  # train with the policy that sampled them
                 for row in group.rows:
                     del row[_OLD]
             accepted += chosen
@@ -173,7 +173,7 @@ class DynamicSampler:
         return self._batch(selected)
 
     def metrics(self) -> dict[str, float]:
-        """Return what is logged, and count anew."""
+        """Return the metrics since the last call."""
         counts, self.counts = self.counts, Counts()
         if counts.batches == 0:
             return {}
@@ -192,18 +192,18 @@ class DynamicSampler:
         torch.save(state, folder / STATE_FILE)
 
     def load(self, folder: Path) -> None:
-        """Go on from a checkpoint.
+        """Resume from a checkpoint.
 
         Raises:
-            ValueError: it was made with another number of prompts.
+            ValueError: the checkpoint is from another number of prompts.
         """
         if not (folder / STATE_FILE).exists():
-            logger.warning(f"{folder} has no {STATE_FILE}: dynamic sampling begins with the first prompt")
+            logger.warning(f"{folder} has no {STATE_FILE}: dynamic sampling starts at the first prompt")
             return
         state = torch.load(folder / STATE_FILE, weights_only=True)
         if state["prompts"] != self.order.size:
             raise ValueError(
-                f"resume_from_checkpoint: {folder} was made with {state['prompts']} prompts, train_dataset has "
+                f"resume_from_checkpoint: {folder} requires a train_dataset of {state['prompts']} prompts, got "
                 f"{self.order.size}"
             )
         self.order.drawn, self.share = state["drawn"], state["share"]
@@ -214,12 +214,12 @@ class DynamicSampler:
             setattr(self.counts, name, getattr(self.counts, name) + value)
 
     def _round_size(self, missing: int) -> int:
-        """Groups of a round: as many as fill the batch at the present rate of acceptance, at most a whole batch."""
-        wanted = math.ceil(missing / max(self.share, missing / self.needed))
-        return min(self.needed, math.ceil(wanted / self.unit) * self.unit)
+        """Return the number of groups expected to fill the batch at the current acceptance rate, at most a batch."""
+        expected = math.ceil(missing / max(self.share, missing / self.needed))
+        return min(self.needed, math.ceil(expected / self.unit) * self.unit)
 
     def _inputs(self, indices: list[int], columns: Sequence[str]) -> list[dict[str, Any]]:
-        """This rank's rows of a round: each prompt ``num_generations`` times, cut into as many parts as ranks."""
+        """Return this rank's rows of a round: each prompt ``num_generations`` times, split evenly over ranks."""
         here = len(indices) * self.generations // self.ranks
         rows = range(self.rank * here, (self.rank + 1) * here)
         dataset = self.trainer.train_dataset
@@ -227,18 +227,18 @@ class DynamicSampler:
         return [{name: example[name] for name in columns} for example in examples]
 
     def _vary(self) -> list[bool]:
-        """Of every group of the round, over all ranks: whether its rewards are not all equal."""
+        """Return for every group of the round, over all ranks, whether its rewards vary."""
         assert self._rewards is not None
         weights = self.trainer.reward_weights[: self.n_judged].to(self._rewards.device)
         judged = self._rewards[:, : self.n_judged]
         rewards = (judged * weights).nansum(1).view(-1, self.generations)
-        unscorable = judged.isnan().all(1).view(-1, self.generations)  # by any function
+        unscorable = judged.isnan().all(1).view(-1, self.generations)  # no function scored it
         lowest = rewards.masked_fill(unscorable, math.inf).amin(1)
         varies: list[bool] = (rewards.masked_fill(unscorable, -math.inf).amax(1) > lowest).tolist()
         return varies
 
     def _old_logprobs(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Log-probs of the completions under the present policy, [B, C]; all ranks have to call."""
+        """Return log-probs of the completions under the current policy, [B, C]. All ranks must call it."""
         ids, mask = (
             torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
         )
@@ -249,20 +249,18 @@ class DynamicSampler:
             )
         return logprobs
 
-    def _groups(self, output: dict[str, Tensor], indices: list[int], wanted: list[bool]) -> list[Group | None]:
-        """The groups of a round, whole, on every rank; ``None`` for those that are not wanted."""
+    def _groups(self, output: dict[str, Tensor], indices: list[int], keep: list[bool]) -> list[Group | None]:
+        """Return the groups of a round to keep, whole, on every rank; ``None`` for the others."""
         host = {name: value.cpu() for name, value in output.items() if name not in _OF_BATCH and value is not None}
         first = self.rank * len(self._lengths)
         here = [
-            (first + i, self._row(host, i))
-            for i in range(len(self._lengths))
-            if wanted[(first + i) // self.generations]
+            (first + i, self._row(host, i)) for i in range(len(self._lengths)) if keep[(first + i) // self.generations]
         ]
         rows = dict(gather_object(here))
         starts = range(0, len(indices) * self.generations, self.generations)
         return [
             Group(index, [rows[start + i] for i in range(self.generations)]) if chosen else None
-            for index, start, chosen in zip(indices, starts, wanted, strict=True)
+            for index, start, chosen in zip(indices, starts, keep, strict=True)
         ]
 
     def _row(self, host: dict[str, Tensor], i: int) -> Row:
@@ -280,12 +278,12 @@ class DynamicSampler:
         return name == "importance_sampling_ratio" and "sequence" in self.trainer.vllm_importance_sampling_mode
 
     def _fill(self, used: int, spare: list[Group], rounds: int) -> list[Group]:
-        """Groups without a token that trains, where the batch stayed short."""
+        """Return groups without a token that trains, to fill the batch."""
         if self.on_exhausted == "error" or used == 0:
             raise RuntimeError(
                 f"{type(self.trainer).__name__}: max_sampling_rounds={self.max_rounds}: {used} of {self.needed} groups "
-                f"have varying rewards after {rounds} rounds; the share accepted of late is {self.share:.1%}. Raise "
-                "max_sampling_rounds, take prompts that are neither too easy nor too hard, or set "
+                f"have varying rewards after {rounds} rounds; the share accepted recently is {self.share:.1%}. Raise "
+                "max_sampling_rounds, use prompts that are neither too easy nor too hard, or set "
                 "on_sampling_exhausted='train_partial', which needs one such group"
             )
         return [
@@ -294,21 +292,21 @@ class DynamicSampler:
         ]
 
     def _batch(self, groups: list[Group]) -> dict[str, Tensor]:
-        """This rank's rows of the batch, padded as TRL pads them."""
+        """Return this rank's rows of the batch, padded like TRL's."""
         trainer = self.trainer
         rows = [row for group in groups for row in group.rows]
         here = len(rows) // self.ranks
-        own = rows[self.rank * here : (self.rank + 1) * here]
-        batch = {name: self._padded(name, [row[name] for row in own]) for name in own[0] if name != _OLD}
+        local = rows[self.rank * here : (self.rank + 1) * here]
+        batch = {name: self._padded(name, [row[name] for row in local]) for name in local[0] if name != _OLD}
         live = [row["completion_mask"] * row.get("tool_mask", 1) for row in rows]
         batch["num_items_in_batch"] = torch.stack([mask.sum() for mask in live]).sum()
         batch = {name: value.to(trainer.accelerator.device) for name, value in batch.items()}
-        known = [_OLD in row for row in rows]
-        if all(known):
-            batch[_OLD] = self._padded(_OLD, [row[_OLD] for row in own]).to(trainer.accelerator.device)
-        elif any(known):  # of groups that an earlier policy sampled: then all need theirs
+        has_old = [_OLD in row for row in rows]
+        if all(has_old):
+            batch[_OLD] = self._padded(_OLD, [row[_OLD] for row in local]).to(trainer.accelerator.device)
+        elif any(has_old):  # groups of an earlier policy: then all rows need old log-probs
             batch[_OLD] = self._old_logprobs(batch)
-            for i, row in enumerate(own):
+            for i, row in enumerate(local):
                 if _OLD in row:
                     batch[_OLD][i, : len(row[_OLD])] = row[_OLD].to(batch[_OLD])
         return batch
@@ -316,15 +314,15 @@ class DynamicSampler:
     def _padded(self, name: str, values: list[Tensor]) -> Tensor:
         if values[0].dim() == 0 or self._is_per_sequence(name):
             return torch.stack(values)
-        filled = _COMPLETION.get(name, 0)
+        fill = _COMPLETION.get(name, 0)
         if name in ("prompt_ids", "completion_ids"):
             tokenizer = getattr(self.trainer.processing_class, "tokenizer", self.trainer.processing_class)
-            filled = tokenizer.pad_token_id
-        return pad(values, filled, "left" if name in _PROMPT else "right", self.trainer.pad_to_multiple_of)
+            fill = tokenizer.pad_token_id
+        return pad(values, fill, "left" if name in _PROMPT else "right", self.trainer.pad_to_multiple_of)
 
 
 class SaveSampler(TrainerCallback):  # type: ignore[misc]
-    """Writes the sampler beside TRL's own state when a checkpoint is saved."""
+    """Save the sampler beside TRL's own state at each checkpoint."""
 
     def __init__(self, sampler: DynamicSampler) -> None:
         self.sampler = sampler
@@ -345,11 +343,11 @@ def _check(trainer: Any, max_rounds: Any, on_exhausted: str) -> None:
     if not hasattr(trainer.train_dataset, "__getitem__") or not hasattr(trainer.train_dataset, "__len__"):
         raise ValueError(
             f"{name}: dynamic_sampling requires a train_dataset with a length and an index, got "
-            f"{type(trainer.train_dataset).__name__}: a stream cannot be resumed where it was"
+            f"{type(trainer.train_dataset).__name__}: a stream cannot be resumed"
         )
     if trainer.scale_rewards == "batch" or trainer.multi_objective_aggregation != "sum_then_normalize":
         raise ValueError(
             f"{name}: dynamic_sampling requires scale_rewards='group' or 'none' and "
-            "multi_objective_aggregation='sum_then_normalize': the others normalise over a generated batch, of which "
-            "only a part trains"
+            "multi_objective_aggregation='sum_then_normalize': the others normalise over a whole generated batch, of "
+            "which only a part trains"
         )

@@ -1,16 +1,16 @@
-"""verl's policy losses and fused linear layer, served by this package. Written for verl 0.9.
+"""verl's policy losses and fused linear layer, computed by this package. Written for verl 0.9.
 
 Importing this module registers one policy loss per objective, named ``dapo_kernels/<objective>``, with verl's registry.
-verl imports it in every worker when told to::
+verl imports it in every worker with::
 
     actor_rollout_ref.model.external_lib=dapo_kernels.integrations.verl
     actor_rollout_ref.actor.policy_loss.loss_mode=dapo_kernels/dapo
 
-The name says what kind of loss; the numbers stay where verl keeps them, in ``actor_rollout_ref.actor``:
+The name selects the kind of loss. Its numbers are read from verl's settings, in ``actor_rollout_ref.actor``:
 
 ==========================================  ============================================================
 ``clip_ratio_low``, ``clip_ratio_high``     clip_low, clip_high of the clip and cispo surrogates
-``clip_ratio_c``                            dual_clip, where verl's ``vanilla`` has it: token-level clip
+``clip_ratio_c``                            dual_clip, where verl's ``vanilla`` uses it: token-level clip
 ``tau_pos``, ``tau_neg``                    sapo_tau
 ``policy_loss.clip_cov_*``                  clip_cov
 ``policy_loss.kl_cov_ratio, ppo_kl_coef``   kl_cov
@@ -18,12 +18,12 @@ The name says what kind of loss; the numbers stay where verl keeps them, in ``ac
 ``loss_agg_mode``, ``loss_scale_factor``    aggregate, length_norm (``sapo`` is always seq-mean-token-mean, as in verl)
 ==========================================  ============================================================
 
-A warning says so once where those numbers are not the objective's own (``dapo`` with verl's default ``clip_ratio_high``
-of 0.2, say). verl adds the KL to the reference and the entropy bonus itself, so ``grpo`` here is its clip alone.
-Where the losses differ from verl's own on purpose: docs/verl.md.
+One warning is logged if these numbers are not the objective's own (``dapo`` with verl's default ``clip_ratio_high`` of
+0.2, for example). verl adds the KL to the reference and the entropy bonus itself, so ``grpo`` here is only its clip.
+Intended differences from verl's losses: docs/verl.md.
 
-verl hands a policy loss no prompts, so that the mean over prompts (DAPO, eq. 8 as printed) is an advantage estimator,
-``dapo_kernels/grpo_prompt_mean``, beside ``loss_agg_mode=seq-mean-token-sum``; see ``prompt_mean_advantages``.
+verl passes no prompts to a policy loss. So the mean over prompts (DAPO, eq. 8 as printed) is an advantage estimator,
+``dapo_kernels/grpo_prompt_mean``, used with ``loss_agg_mode=seq-mean-token-sum``; see ``prompt_mean_advantages``.
 
 ``install_fused_linear`` replaces the layer behind ``use_fused_kernels=True`` by ``linear_token_logprobs``.
 """
@@ -63,11 +63,11 @@ PolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]
 
 
 def aggregation(mode: str, width: int, batch: Mapping[str, Any]) -> tuple[dict[str, Any], float | Tensor | None]:
-    """Fields of the objective and the denominator that stand for verl's ``agg_loss``.
+    """Return fields of the objective and the denominator that are equivalent to verl's ``agg_loss``.
 
     Args:
         mode: verl's ``loss_agg_mode``.
-        width: padded response length, the ``length_norm`` when ``loss_scale_factor`` is not set.
+        width: padded response length, the ``length_norm`` if ``loss_scale_factor`` is not set.
         batch: verl's ``global_batch_info``: dp_size, batch_num_tokens, global_batch_size, loss_scale_factor.
 
     verl averages gradients over ranks, hence the denominator: global count / dp_size.
@@ -90,7 +90,7 @@ def aggregation(mode: str, width: int, batch: Mapping[str, Any]) -> tuple[dict[s
 
 
 def configured(name: str, config: Any) -> Objective:
-    """The row ``name`` with the numbers of verl's actor config; the aggregate stays, KL and entropy are verl's."""
+    """Return the row ``name`` with the numbers of verl's actor config. verl adds KL and entropy itself."""
     row = OBJECTIVES[name]
     if row.kl_to == "old":
         return replace(row, kl_coef=_dro_beta(name, config))
@@ -103,9 +103,9 @@ def configured(name: str, config: Any) -> Objective:
         return replace(row, kl_cov=(config.policy_loss.kl_cov_ratio, config.policy_loss.ppo_kl_coef))
     if row.surrogate == "reinforce":
         return row
-    if row.ratio == "sequence_clipped":  # verl's bounds are those of the log-ratio
+    if row.ratio == "sequence_clipped":  # verl bounds the log-ratio
         return replace(row, clip_low=-math.expm1(-low), clip_high=math.expm1(high))
-    row = replace(row, clip_low=min(low, 1.0), clip_high=high)  # below 0 no ratio is clipped: a low of 10 is one of 1
+    row = replace(row, clip_low=min(low, 1.0), clip_high=high)  # a ratio is never below 0
     if row.clip_cov is not None:
         covariance = config.policy_loss
         return replace(row, clip_cov=(covariance.clip_cov_ratio, covariance.clip_cov_lb, covariance.clip_cov_ub))
@@ -126,7 +126,7 @@ def _warn_once(text: str) -> None:
     _log.warning(text)
 
 
-def _say_what_differs(name: str, objective: Objective) -> None:
+def _warn_of_differences(name: str, objective: Objective) -> None:
     row = OBJECTIVES[name]
     differing = [
         f"{field}={getattr(objective, field)} (the objective's own: {getattr(row, field)})"
@@ -140,7 +140,7 @@ def _say_what_differs(name: str, objective: Objective) -> None:
 def _covariance_clipped(
     log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, live: Tensor, objective: Objective
 ) -> Tensor:
-    """bool [B, L]: the tokens that Clip-Cov drops, chosen before the loss so that they can be reported."""
+    """Return the tokens that Clip-Cov drops, bool [B, L], chosen before the loss so that they can be reported."""
     assert objective.clip_cov is not None
     logprobs = torch.where(live, log_prob.detach(), 0.0).reshape(-1)
     old_logprobs = torch.where(live, old_log_prob, 0.0).reshape(-1)
@@ -153,7 +153,7 @@ def _covariance_clipped(
 def _metrics(
     objective: Objective, out: LossOutput, distance: Tensor | None, dropped: Tensor | None
 ) -> dict[str, float]:
-    """The keys of verl's loss of this kind; one read-back to the host, where verl has one per key."""
+    """Return verl's metrics for this kind of loss. They take one copy to the host; verl's take one per key."""
     sums = out.metrics
     if distance is not None:
         values = {"actor/ppo_kl": distance.sum()}
@@ -172,11 +172,11 @@ def _metrics(
 
 
 def policy_loss_of(name: str) -> PolicyLoss:
-    """verl's policy-loss function for a row of ``OBJECTIVES``; see the module's docstring for what it reads.
+    """Return verl's policy-loss function for a row of ``OBJECTIVES``; the module's docstring lists what it reads.
 
     Its arguments are verl's: ``old_log_prob``, ``log_prob`` (differentiable), ``advantages``, ``response_mask`` [B, L],
-    ``loss_agg_mode``, ``config`` (the actor's) and ``rollout_is_weights`` [B, L]; it returns the loss, 0-d, and a dict
-    of floats under verl's own metric keys.
+    ``loss_agg_mode``, ``config`` (the actor's) and ``rollout_is_weights`` [B, L]. It returns the loss, 0-d, and a dict
+    of floats with verl's metric keys.
     """
 
     def loss(
@@ -190,7 +190,7 @@ def policy_loss_of(name: str) -> PolicyLoss:
     ) -> tuple[Tensor, dict[str, float]]:
         if OBJECTIVES[name].top_entropy is not None:
             raise ValueError(
-                f"{PREFIX}{name} needs the entropy of every token, which verl does not hand to a policy loss; "
+                f"{PREFIX}{name} needs the entropy of every token, which verl does not pass to a policy loss; "
                 f"call dapo_kernels.policy_loss(entropy=…) from a loss function of your own"
             )
         if config is None:
@@ -199,7 +199,7 @@ def policy_loss_of(name: str) -> PolicyLoss:
         mode = "seq-mean-token-mean" if objective.surrogate == "sapo" else loss_agg_mode
         fields, denominator = aggregation(mode, response_mask.shape[-1], config.global_batch_info)
         objective = replace(objective, **fields)
-        _say_what_differs(name, objective)
+        _warn_of_differences(name, objective)
         live = response_mask.bool()
         dropped = None
         if objective.clip_cov is not None:
@@ -227,19 +227,19 @@ def policy_loss_of(name: str) -> PolicyLoss:
 def prompt_mean_advantages(
     token_level_rewards: Tensor, response_mask: Tensor, index: Any, config: Any = None, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    """verl's GRPO advantages, weighted so that ``loss_agg_mode=seq-mean-token-sum`` is the mean over prompts.
+    """Return verl's GRPO advantages, weighted so that ``loss_agg_mode=seq-mean-token-sum`` is the mean over prompts.
 
     With S sequences of P prompts and n_g live tokens in the group of sequence i, its advantage is multiplied by
-    S / (P·n_g): the sum over its tokens, divided by S, is then its part of DAPO's eq. 8 as printed. All groups have
-    equally many sequences, and a policy loss must be proportional to the advantage.
+    S / (P·n_g). The sum over its tokens, divided by S, is then its term of DAPO's eq. 8 as printed. All groups must
+    have equally many sequences, and the policy loss must be proportional to the advantage.
 
     Args:
         token_level_rewards, response_mask: [B, L].
         index: [B], the prompt of each sequence, any hashable value.
-        config: verl's algorithm config, of which ``norm_adv_by_std_in_grpo`` is read.
+        config: verl's algorithm config; ``norm_adv_by_std_in_grpo`` is read.
 
     Returns:
-        the weighted advantages and verl's own, [B, L] each.
+        the weighted advantages and verl's, [B, L] each.
     """
     by_std = True if config is None else config.get("norm_adv_by_std_in_grpo", True)
     advantages, returns = compute_grpo_outcome_advantage(
@@ -252,11 +252,11 @@ def prompt_mean_advantages(
 
 
 class FusedLinear(torch.nn.Module):
-    """Log-probs and entropy from hidden states: verl's ``FusedLinearForPPO`` outside, ``linear_token_logprobs`` inside.
+    """Compute log-probs and entropy from hidden states: verl's ``FusedLinearForPPO`` by ``linear_token_logprobs``.
 
     Args:
-        chunk_size: tokens whose logits are held at a time; ``None``: as many as 192 MiB hold.
-        impl_backend: ``"torch"``, verl's default; the others are verl's own and go on without this class.
+        chunk_size: tokens whose logits are in memory at a time; ``None``: as many as fit into 192 MiB.
+        impl_backend: ``"torch"``, verl's default; verl's other backends do not use this class.
     """
 
     def __init__(self, chunk_size: int | None = None, impl_backend: str = "torch") -> None:
@@ -271,7 +271,7 @@ class FusedLinear(torch.nn.Module):
     def forward(
         self, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float | Tensor = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """``hidden_states`` [..., H], ``vocab_weights`` [V, H], ``input_ids`` [...] the targets; two float32 [...]."""
+        """``hidden_states`` [..., H], ``vocab_weights`` [V, H], targets ``input_ids`` [...] → two float32 [...]."""
         row_bytes = vocab_weights.shape[0] * hidden_states.element_size()
         stats = linear_token_logprobs(
             hidden_states,
@@ -286,11 +286,11 @@ class FusedLinear(torch.nn.Module):
 
 
 def install_fused_linear() -> None:
-    """Have verl's fused forward (``use_fused_kernels=True``, ``impl_backend=torch``) compute with ``FusedLinear``.
+    """Make verl's fused forward (``use_fused_kernels=True``, ``impl_backend=torch``) compute with ``FusedLinear``.
 
-    verl looks the layer up by name at every forward pass; this sets that name in
-    ``verl.utils.experimental.torch_functional``, in this process. Call it from a module of your own that verl imports
-    in its workers (``external_lib``); importing ``dapo_kernels.integrations.verl`` does not call it.
+    verl looks up the layer by name at every forward pass; this sets that name in
+    ``verl.utils.experimental.torch_functional``, in this process. Call it from your own module that verl imports in its
+    workers (``external_lib``); importing ``dapo_kernels.integrations.verl`` does not call it.
     """
     from verl.utils.experimental import torch_functional
 

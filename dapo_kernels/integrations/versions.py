@@ -1,4 +1,4 @@
-"""Which versions of other libraries this package was written for and tested with: the one place that says so."""
+"""The versions of other libraries for which this package was written and tested, in one place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Supported:
-    """Versions of a package from ``at_least`` on, up to but not including ``below`` (None: no end is known)."""
+    """Versions of a package from ``at_least`` up to but not including ``below`` (None: no known limit)."""
 
     package: str
     at_least: str
@@ -20,7 +20,7 @@ class Supported:
 
     @property
     def requirement(self) -> str:
-        """As pip takes it."""
+        """Return it as a requirement for pip."""
         return str(self).replace(" ", "")
 
     def covers(self, version: str) -> bool:
@@ -34,28 +34,28 @@ VLLM = (Supported("vllm", "0.32"),)
 
 
 def require(adapter: str, *wanted: Supported) -> None:
-    """Check the installed versions of what ``adapter`` builds on before it does.
+    """Check the versions of what ``adapter`` builds on.
 
-    An adapter for a trainer stands on parts of it that are not promised to stay, so a version nobody tried is refused.
+    An adapter uses parts of a trainer that may change, so an untested version raises an error.
 
     Raises:
-        ImportError: a package is not installed, or its version is not one that is supported.
+        ImportError: a package is not installed, or its version is not supported.
     """
     for supported in wanted:
-        message = f"{adapter} is written for {supported}"
+        message = f"{adapter} requires {supported}"
         remedy = f"pip install '{supported.requirement}'"
         if importlib.util.find_spec(supported.package) is None:
             raise ImportError(f"{message}; it is not installed: {remedy}")
         try:
             installed = importlib.metadata.version(supported.package)
         except importlib.metadata.PackageNotFoundError:
-            raise ImportError(f"{message}; the one on the path has no installed version: {remedy}") from None
+            raise ImportError(f"{message}; the one on the path has no version: {remedy}") from None
         if not supported.covers(installed):
-            raise ImportError(f"{message}; installed is {installed}: {remedy}")
+            raise ImportError(f"{message}; got {installed}: {remedy}")
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: 1.16.0.dev1 → (1, 16, 0)."""
+    """Return the leading numbers of a version: 1.16.0.dev1 → (1, 16, 0)."""
     numbers = []
     for part in version.split("."):
         if not part.isdigit():

@@ -1,5 +1,5 @@
-"""The O(tokens) mathematics of a loss: the table of objectives, surrogates, ratios, aggregation, selection. Knows no
-kernel."""
+"""The O(tokens) mathematics of a loss: objectives, surrogates, ratios, aggregation, selection. It contains no
+kernels."""
 
 from dapo_kernels.objectives.table import FIELDS, OBJECTIVES, Objective, resolve_objective
 

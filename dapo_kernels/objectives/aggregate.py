@@ -1,7 +1,7 @@
-"""Token weights: how token losses add up to the scalar. loss = Σ_t weight_t · L_t.
+"""Token weights, which aggregate token losses to the scalar loss = Σ_t weight_t · L_t.
 
-The denominator is a tensor and global when the caller says so: splitting, packing or re-ordering a batch then never
-changes a gradient, and nothing is read back to the host.
+The denominator can be a global count, given as a tensor. Then splitting, packing or re-ordering a batch does not change
+a gradient, and nothing is copied to the host.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dapo_kernels.records import on_host
 
 
 class PromptGroups(NamedTuple):
-    """The groups of responses, one group per prompt, that ``"prompt-mean-token-mean"`` adds up; [S] each.
+    """The groups of responses for ``"prompt-mean-token-mean"``, one group per prompt; [S] each.
 
-    One of the two may be missing: without ``ids`` the call states the number of prompts, without ``tokens`` the groups
-    are counted.
+    One of the two may be missing. Without ``ids`` the call must give the number of prompts; without ``tokens`` the
+    groups are counted.
     """
 
     ids: Tensor | None  # int64 in [0, S), equal where two sequences answer the same prompt
@@ -27,12 +27,12 @@ class PromptGroups(NamedTuple):
 
 
 def sequence_sums(values: Tensor, sequence_ids: Tensor, n_sequences: int) -> Tensor:
-    """Sum of each sequence, [S], the same bits on every run. ``values`` [N], ``sequence_ids`` int64 [N]."""
+    """Return the sum of each sequence, [S], deterministically. ``values`` [N], ``sequence_ids`` int64 [N]."""
     zeros = values.new_zeros(n_sequences)
     if on_host(values):
         return zeros.index_add(0, sequence_ids, values)
-    # On a GPU index_add is atomic additions in whatever order they come. This one sorts by sequence first. The public
-    # index_put may wait for the device to see the range of its indices; gathering by them checks it anyway.
+    # On a GPU index_add uses atomic additions in random order. This operator sorts by sequence first. The public
+    # index_put may wait for the device to check the range of its indices; gathering with them checks it anyway.
     added: Tensor = torch.ops.aten._unsafe_index_put(zeros, [sequence_ids], values, True)
     return added
 
@@ -47,15 +47,15 @@ def token_weights(
     dtype: torch.dtype,
     groups: PromptGroups | None = None,
 ) -> Tensor:
-    """Weight of every token in the scalar loss, [N] of ``dtype``; exactly 0 on dead tokens.
+    """Return the weight of every token in the scalar loss, [N] of ``dtype``; exactly 0 on dead tokens.
 
     Args:
         live: bool [N].
-        all_live: whether it is known that every token is.
-        sequence_ids: int64 [N], each token's sequence; needed unless the aggregate is ``"token-mean"``.
+        all_live: whether all tokens are known to be live.
+        sequence_ids: int64 [N], each token's sequence; required unless the aggregate is ``"token-mean"``.
         denominator: replaces the local count of tokens (``token-mean``), of prompts (``prompt-mean-token-mean``) or of
-            sequences; of prompts and sequences those with a live token count.
-        groups: needed with ``prompt-mean-token-mean``.
+            sequences. Only prompts and sequences with a live token count.
+        groups: required with ``prompt-mean-token-mean``.
     """
     if objective.aggregate == "token-mean" and all_live and not isinstance(denominator, Tensor):
         return torch.full(live.shape, 1.0 / (denominator or max(live.numel(), 1)), dtype=dtype, device=live.device)
@@ -67,8 +67,8 @@ def token_weights(
     lengths = sequence_sums(weights, sequence_ids, n_sequences)
     if objective.aggregate == PROMPT_MEAN:
         assert groups is not None
-        of_groups, count = _of_groups(groups, lengths, denominator)
-        return torch.where(live, weights / (of_groups[sequence_ids] * count), 0.0)
+        group_tokens, count = _of_groups(groups, lengths, denominator)
+        return torch.where(live, weights / (group_tokens[sequence_ids] * count), 0.0)
     count = (lengths > 0).sum().clamp(min=1) if denominator is None else denominator
     if objective.aggregate == "seq-mean-token-mean":
         weights = weights / lengths.clamp(min=1.0)[sequence_ids]
@@ -81,7 +81,7 @@ def token_weights(
 def _of_groups(
     groups: PromptGroups, lengths: Tensor, denominator: float | Tensor | None
 ) -> tuple[Tensor, Tensor | float]:
-    """The live tokens of every sequence's group [S], and the number of prompts. ``lengths`` [S]: live tokens."""
+    """Return the live tokens of every sequence's group [S], and the number of prompts. ``lengths`` [S]: live tokens."""
     if groups.ids is None:
         assert groups.tokens is not None
         assert denominator is not None

@@ -1,11 +1,11 @@
-"""A per-token loss of the caller's own, ``objective=`` as a function, differentiated by autograd at O(tokens).
+"""A user-defined loss per token: ``objective=`` as a function, differentiated by autograd in O(tokens).
 
-    def fn(logprobs, entropy, tokens):      # each [n]; entropy is None unless the call asks for it (entropy=True)
+    def fn(logprobs, entropy, tokens):      # each [n]; entropy is None unless requested with entropy=True
         ratio = (logprobs - tokens.old_logprobs).exp()
         return -ratio * tokens.advantages   # losses [n], before aggregation
 
-Every objective ends as ∂L/∂ℓ and ∂L/∂H per token, and that is all the kernels over the vocabulary want to know. The
-function sees the tokens of one chunk at a time, so a token's loss must follow from that token alone.
+The kernels over the vocabulary only need ∂L/∂ℓ and ∂L/∂H per token. The function gets the tokens of one chunk at a
+time, so a token's loss must depend only on that token.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from dapo_kernels.records import Slopes, Tokens, on_host
 
 
 class OwnTokens(NamedTuple):
-    """The inputs of a caller's own objective, each [n] and without gradient; zeros where no token trains."""
+    """The inputs of a user-defined objective, each [n] and without gradient; zero at tokens that do not train."""
 
-    old_logprobs: Tensor  # where the call has none (on-policy), the log-probs themselves, without a gradient
+    old_logprobs: Tensor  # if the call has none (on-policy), the log-probs, detached
     advantages: Tensor
     ref_logprobs: Tensor | None
-    importance_weights: Tensor  # ones where the call has none: multiply the policy term
+    importance_weights: Tensor  # ones if the call has none; multiply the policy term by them
 
     @classmethod
     def of(cls, tokens: Tokens, logprobs: Tensor) -> OwnTokens:
@@ -53,10 +53,10 @@ def name_of(function: OwnLoss) -> str:
 
 
 def own_loss(function: OwnLoss, logprobs: Tensor, entropy: Tensor | None, tokens: Tokens) -> Tensor:
-    """Σ weight·loss, 0-d and differentiable in ``logprobs`` and ``entropy``, [n].
+    """Return Σ weight·loss, 0-d and differentiable in ``logprobs`` and ``entropy``, [n].
 
     Raises:
-        TypeError, ValueError: what the function returned is no loss per token.
+        TypeError, ValueError: the function did not return a loss per token.
     """
     counts = tokens.live & (tokens.weights != 0)
     logprobs = torch.where(counts, logprobs, 0.0)
@@ -82,7 +82,7 @@ def own_loss(function: OwnLoss, logprobs: Tensor, entropy: Tensor | None, tokens
 def _check_tokens_apart(
     function: OwnLoss, losses: Tensor, logprobs: Tensor, entropy: Tensor | None, given: OwnTokens, counts: Tensor
 ) -> None:
-    """Every other token, backwards: a mean, a cumulative sum or a neighbour would now be another."""
+    """Call the function again on every other token in reverse: a mean, a cumulative sum or a neighbour would differ."""
     n = len(logprobs)
     if n < 2:
         return
@@ -94,19 +94,19 @@ def _check_tokens_apart(
         torch._assert_async(same.all())
     elif not bool(same.all()):
         raise ValueError(
-            f"objective {name_of(function)!r} looks across tokens: among other tokens a token had another loss (or it "
-            "draws random numbers, or changes its arguments). It sees a chunk of the batch at a time; what takes the "
-            "whole batch (a mean, a norm) is computed beforehand and handed over in advantages or importance_weights"
+            f"objective {name_of(function)!r} must treat tokens independently: the loss of a token changed with the "
+            "others (or it draws random numbers, or changes its arguments). It gets a chunk of the batch at a time. "
+            "Compute what needs the whole batch (a mean, a norm) before: in advantages or importance_weights"
         )
 
 
 def own_slopes(function: OwnLoss, logprobs: Tensor, entropy: Tensor | None, tokens: Tokens) -> tuple[Tensor, Slopes]:
-    """The loss of ``own_loss``, detached, with ∂/∂logprobs and ∂/∂entropy."""
-    # Inside an operator torch has put autograd and its book-keeping of views away.
+    """Return the loss of ``own_loss``, detached, with ∂/∂logprobs and ∂/∂entropy."""
+    # Inside an operator, torch disables autograd and its tracking of views.
     keys, excluded = torch._C.DispatchKey, torch._C._dispatch_tls_local_exclude_set()
     excluded = excluded.remove(keys.AutogradFunctionality).remove(keys.ADInplaceOrView)
     included = torch._C._dispatch_tls_local_include_set()
-    # Hooks on saved tensors are for the caller's graph: a checkpoint would compute its module again for this one.
+    # Hooks for saved tensors belong to the caller's graph: a checkpoint would recompute its module for this graph.
     no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     with torch._C._ForceDispatchKeyGuard(included, excluded), no_hooks, torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (logprobs, entropy) if x is not None]
@@ -130,13 +130,13 @@ _numbers = itertools.count(1)
 
 
 def registered(number: int) -> OwnLoss | None:
-    """0: none."""
+    """Return the function of a number; None for 0."""
     return _by_number[number] if number else None
 
 
 @contextmanager
 def as_number(function: OwnLoss | None) -> Iterator[int]:
-    """A number that stands for the function while the context lasts; in a compiled graph, for good."""
+    """Yield a number that identifies the function inside the context; in a compiled graph, permanently."""
     if function is None:
         yield 0
     elif torch.compiler.is_compiling():
@@ -151,8 +151,8 @@ def as_number(function: OwnLoss | None) -> Iterator[int]:
 
 
 def may_be_compiled_in(function: OwnLoss | None) -> bool:
-    """Whether a graph may hold the function itself, to be called by an operator: one whose code says all there is. What
-    closes over values, or has defaults, is traced, so that the graph is guarded on them.
+    """Return whether a compiled graph may contain the function as a constant that an operator calls. A function with a
+    closure or defaults is traced instead, so that the graph has guards on those values.
     """
     if not isinstance(function, types.FunctionType):
         return False
@@ -166,5 +166,5 @@ def _number_for_good(function: OwnLoss) -> int:
     return number
 
 
-# torch.compile takes the answer as a constant of the graph.
+# torch.compile makes the result a constant of the graph.
 _number_for_good._dynamo_marked_constant = True  # type: ignore[attr-defined]

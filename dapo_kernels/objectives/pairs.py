@@ -1,12 +1,12 @@
-"""Preference losses: from the log-ratios of a chosen and a rejected response to the loss of their pair. O(pairs).
+"""Preference losses: the loss of a pair from the log-ratios of its chosen and rejected response. O(pairs).
 
 With r = Σ (ℓ − ℓ_ref) over the n tokens of a response, w the chosen one, l the rejected one and h = β(r_w − r_l)::
 
-    sigmoid   −(1 − ε) log σ(h) − ε log σ(−h)       DPO, Rafailov et al. 2023, arXiv 2305.18290, eq. 7; with the share
-                                                    ε of the labels taken for wrong, Mitchell 2023 (conservative DPO)
-    hinge     max(0, 1 − h)                         Liu et al. 2023 (RSO), arXiv 2309.06657, on SLiC's arXiv 2305.10425
+    sigmoid   −(1 − ε) log σ(h) − ε log σ(−h)       DPO, Rafailov et al. 2023, arXiv 2305.18290, eq. 7; with ε, the
+                                                    assumed share of wrong labels, Mitchell 2023 (conservative DPO)
+    hinge     max(0, 1 − h)                         Liu et al. 2023 (RSO), arXiv 2309.06657, after SLiC, 2305.10425
     ipo       (r_w / n_w − r_l / n_l − 1 / (2β))²   IPO, Azar et al. 2023, arXiv 2310.12036, eq. 17; per token, as its
-                                                    authors have it and TRL does: sums would grow with the lengths
+                                                    authors and TRL do, because sums would grow with the lengths
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PAIR_LOSSES = ("sigmoid", "hinge", "ipo")
 
 @dataclass(frozen=True)
 class PairLoss:
-    """One of the losses above, with its numbers. Raises ValueError."""
+    """One of the losses above, with its parameters. Raises ValueError."""
 
     loss_type: str = "sigmoid"
     beta: float = 0.1
@@ -42,7 +42,7 @@ class PairLoss:
             raise ValueError(f"label_smoothing has no meaning with loss_type {self.loss_type!r}")
 
     def __call__(self, log_ratios: Tensor, lengths: Tensor) -> Tensor:
-        """Losses [P] from log-ratios and token counts [P, 2], the chosen response first."""
+        """Return losses [P] from log-ratios and token counts [P, 2], with the chosen response first."""
         if self.loss_type == "ipo":
             chosen, rejected = (log_ratios / lengths.clamp(min=1)).unbind(1)
             return (chosen - rejected - 1 / (2 * self.beta)) ** 2

@@ -1,12 +1,12 @@
-"""Ratio levels: from token log-probs to the log-ratio the surrogate sees; what sequences weigh. O(tokens).
+"""Ratio levels: the log-ratio of the surrogate from token log-probs, and weights of sequences. O(tokens).
 
 With δ_t = ℓ_t − ℓ_old,t and n_i live tokens in sequence i (GSPO, eq. 7 and 14)::
 
     token             δ_t
-    sequence          s_i = Σ δ_t / n_i, with its gradient through every token of i
+    sequence          s_i = Σ δ_t / n_i, with gradients through all tokens of i
     sequence_token    value s_i, gradient of the token's own ratio: sg[s_i − ℓ_t] + ℓ_t
-    sequence_clipped  Σ c_t / n_i, c_t = min(δ_t, log(1 + clip_high)) where A > 0 and max(δ_t, log(1 − clip_low)) where
-                      A < 0 (GMPO): no more than the clip allows, so that the surrogate has nothing left to clip
+    sequence_clipped  Σ c_t / n_i, c_t = min(δ_t, log(1 + clip_high)) for A > 0 and max(δ_t, log(1 − clip_low)) for
+                      A < 0 (GMPO): already within the clip range, so that the surrogate clips nothing
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def log_ratio(
     sequence_ids: Tensor | None,
     n_sequences: int,
 ) -> Tensor | None:
-    """[N], or ``None`` for token-level on-policy ratios, which are 1. All inputs [N]; differentiable."""
+    """Return log-ratios [N]; ``None`` for token-level on-policy ratios, which are 1. All inputs [N]; differentiable."""
     level = objective.ratio
     if level == "token":
         return None if old_logprobs is None else logprobs - old_logprobs
@@ -45,8 +45,8 @@ def log_ratio(
 def clipped_log_ratio(
     objective: Objective, logprobs: Tensor, old_logprobs: Tensor | None, log_ratio: Tensor | None
 ) -> Tensor | None:
-    """What the clip is applied to: the token's own log-ratio where that is clipped before the mean, else what the
-    surrogate sees."""
+    """Return the log-ratio to clip: the token's own for ``"sequence_clipped"``, which clips before the mean, else the
+    input of the surrogate."""
     if objective.ratio != "sequence_clipped":
         return log_ratio
     return None if old_logprobs is None else logprobs - old_logprobs
@@ -62,7 +62,7 @@ def sequence_weight(
     sequence_ids: Tensor | None,
     n_sequences: int,
 ) -> Tensor | None:
-    """What the policy term of every token is multiplied by, [N], because of its sequence; ``None``: by 1."""
+    """Return the factor of each token's policy term that depends on its sequence, [N]; ``None`` is 1."""
     if not objective.sequence_weight or old_logprobs is None:
         return None
     assert sequence_ids is not None
@@ -81,7 +81,7 @@ def sequence_weight(
 
 
 def _sequence_means(values: Tensor, live: Tensor, sequence_ids: Tensor, n_sequences: int) -> Tensor:
-    """Of every token, the mean over the live tokens of its sequence, [N]."""
+    """Return for each token the mean over the live tokens of its sequence, [N]."""
     lengths = sequence_sums(live.to(values.dtype), sequence_ids, n_sequences).clamp(min=1.0)
     return (sequence_sums(torch.where(live, values, 0.0), sequence_ids, n_sequences) / lengths)[sequence_ids]
 

@@ -1,7 +1,7 @@
-"""Which tokens train, where that takes the whole batch to decide. All tensors [N], nothing differentiable.
+"""Select the tokens that train, for objectives that need the whole batch to decide. All tensors [N], no gradients.
 
-A selection can be made once over the full batch and handed to every micro-batch (``selection=``): then splitting the
-batch does not change what is selected.
+A selection can be made once over the full batch and passed to every micro-batch (``selection=``). Then it does not
+depend on how the batch is split.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dapo_kernels.objectives.table import Objective
 
 
 def covariance(logprobs: Tensor, advantages: Tensor, live: Tensor) -> Tensor:
-    """(A − mean A)(ℓ − mean ℓ) over live tokens (Cui et al. 2025, eq. 10); −inf on dead ones."""
+    """Return (A − mean A)(ℓ − mean ℓ) over live tokens (Cui et al. 2025, eq. 10); −inf on dead tokens."""
     count = live.sum().clamp(min=1)
 
     def centred(x: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def covariance(logprobs: Tensor, advantages: Tensor, live: Tensor) -> Tensor:
 
 
 def highest(scores: Tensor, live: Tensor, count: Tensor) -> Tensor:
-    """bool: the ``count`` live tokens of highest score; ties go to the earlier token. No host sync."""
+    """Return bool [N]: the ``count`` live tokens with the highest scores; of ties the earlier. No host sync."""
     order = torch.where(live, scores, -math.inf).argsort(descending=True, stable=True)
     rank = torch.empty_like(order)
     rank[order] = torch.arange(order.numel(), device=order.device)
@@ -35,22 +35,22 @@ def highest(scores: Tensor, live: Tensor, count: Tensor) -> Tensor:
 
 
 def share_of(live: Tensor, share: float, *, rounding: str) -> Tensor:
-    """How many tokens a share of the live ones is; 0-d. At least one, as the papers' code has it."""
+    """Return the number of tokens that is ``share`` of the live ones, 0-d; at least one, as in the papers' code."""
     count = live.sum().double() * share
-    # A share such as 0.2 is not exact in binary: 0.2 · 10 must not round up to 3.
+    # A share such as 0.2 is not exact in binary: 0.2 · 10 must not be rounded up to 3.
     count = torch.ceil(count - 1e-9) if rounding == "up" else torch.floor(count + 1e-9)
     return count.clamp(min=1)
 
 
 def top_entropy(entropy: Tensor, live: Tensor, share: float) -> Tensor:
-    """bool: the live tokens of highest entropy, a share of the live ones rounded up."""
+    """Return bool [N]: the live tokens with the highest entropy, as a share of the live tokens, rounded up."""
     return highest(entropy, live, share_of(live, share, rounding="up"))
 
 
 def clip_hits(
     objective: Objective, logprobs: Tensor, log_ratio: Tensor | None, advantages: Tensor, live: Tensor
 ) -> Tensor:
-    """int8: which clip the surrogate hits (0: none); 0 on dead tokens. ``log_ratio`` None: on-policy."""
+    """Return int8 [N]: the clip bound that the surrogate hits, 0 for none or dead. ``log_ratio`` None: on-policy."""
     delta = torch.zeros_like(logprobs) if log_ratio is None else log_ratio
     scalars = ObjectiveScalars.of(objective)
     *_, hit, _ = token_objective(logprobs, delta, advantages, None, None, **scalars.per_token)
@@ -65,7 +65,7 @@ def clip_cov(
     clip_cov: tuple[float, float, float],
     generator: torch.Generator | None,
 ) -> Tensor:
-    """bool: random live tokens with covariance within (low, high) that the ratio clip left alone."""
+    """Return bool [N]: random live tokens with a covariance in (low, high) that the ratio clip does not affect."""
     share, low, high = clip_cov
     scores = covariance(logprobs, advantages, live)
     candidates = live & (clip_hit == 0) & (scores > low) & (scores < high)
@@ -74,5 +74,5 @@ def clip_cov(
 
 
 def kl_cov(logprobs: Tensor, advantages: Tensor, live: Tensor, kl_cov: tuple[float, float]) -> Tensor:
-    """bool: the live tokens of highest covariance, a share of the live ones rounded down."""
+    """Return bool [N]: the live tokens with the highest covariance, as a share of the live tokens, rounded down."""
     return highest(covariance(logprobs, advantages, live), live, share_of(live, kl_cov[0], rounding="down"))

@@ -1,12 +1,12 @@
-"""The per-token objective: one body, in elementwise operations only.
+"""The per-token objective, in elementwise operations only, for all backends.
 
 For a token with log-prob ℓ, log-ratio δ (ρ = exp δ), advantage A, reference log-prob ℓ_ref and importance weight u::
 
     L(ℓ, δ) = u · policy(ℓ, δ, A) + kl_coef · kl(ℓ_ref − ℓ) [· ρ]
 
-Every function returns its value together with its stated derivatives. ``ops`` is the namespace the body draws its
-elementwise functions from: torch here; ``triton/objective.py`` binds the same functions to Triton's, so they keep to
-what both languages have. The C++ and CUDA twin is ``csrc/surrogate.h``.
+Every function returns its value together with its derivatives. ``ops`` is the namespace of elementwise functions: torch
+here. ``triton/objective.py`` binds the same functions to Triton's, so they use only what both languages have. The C++
+and CUDA version is ``csrc/surrogate.h``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dapo_kernels.objectives.table import KL_ESTIMATORS, SURROGATES, Objective
 CLIPPED_LOW, CLIPPED_HIGH, CLIPPED_DUAL = 1, 2, 3
 
 
-N_PER_TOKEN = 9  # the first fields of ``ObjectiveScalars``, which ``token_objective`` takes
+N_PER_TOKEN = 9  # number of leading fields of ``ObjectiveScalars`` that ``token_objective`` takes
 
 
 class ObjectiveScalars(NamedTuple):
-    """What the O(tokens) arithmetic knows of an objective. Kernels take it as a list of floats, names as indices."""
+    """The parameters of an objective for O(tokens) arithmetic. Kernels take them as floats, with indices for names."""
 
     surrogate: str
     clip_low: float
@@ -36,16 +36,16 @@ class ObjectiveScalars(NamedTuple):
     kl_estimator: str
     kl_through_ratio: bool
     entropy_coef: float = 0.0
-    own: int = 0  # stands for a function of the caller's, see ``own.py``; 0: none
+    own: int = 0  # number of a user-defined function, see ``own.py``; 0: none
 
     @property
     def per_token(self) -> dict[str, Any]:
-        """What ``token_objective`` takes: all but the entropy bonus, which is a row's business."""
+        """The arguments of ``token_objective``: all but the entropy bonus, which is computed per row."""
         return dict(zip(self._fields[:N_PER_TOKEN], self[:N_PER_TOKEN], strict=True))
 
     @classmethod
     def of(cls, objective: Objective) -> ObjectiveScalars:
-        """A function of the caller's own has no scalars: nothing reads them."""
+        """Return the scalars of an objective. Those of a user-defined function are not read."""
         return cls(
             objective.surrogate if isinstance(objective.surrogate, str) else "own",
             objective.clip_low,
@@ -64,11 +64,11 @@ class ObjectiveScalars(NamedTuple):
 
 
 def clip_term(log_ratio: Any, advantage: Any, clip_low: Any, clip_high: Any, dual_clip: Any) -> Any:
-    """−min(ρA, clip(ρ)A), for A < 0 at most −dual_clip·A. Returns value, d/dδ, and which clip was hit."""
+    """Return −min(ρA, clip(ρ)A), limited to −dual_clip·A for A < 0, d/dδ, and which bound was hit."""
     ratio = ops.exp(log_ratio)
     unclipped = -ratio * advantage
     clipped = -ops.clamp(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantage
-    # Ties take the first branch: at ρ = 1 the gradient is −A. A NaN takes it too, and so stays visible.
+    # Ties use the first branch: at ρ = 1 the gradient is −A. A NaN uses it too, and so stays visible.
     first = ~(unclipped < clipped)
     value = ops.where(first, unclipped, clipped)
     bound = -dual_clip * advantage
@@ -77,13 +77,13 @@ def clip_term(log_ratio: Any, advantage: Any, clip_low: Any, clip_high: Any, dua
     slope = ops.where(first & ~capped, unclipped, 0.0)
     hit = ops.where(first, 0, ops.where(advantage < 0, CLIPPED_LOW, CLIPPED_HIGH))
     hit = ops.where(capped, CLIPPED_DUAL, hit)
-    # A ratio that overflows must not turn a zero advantage into inf · 0.
+    # If the ratio overflows, a zero advantage must not give inf · 0.
     idle = advantage == 0
     return ops.where(idle, 0.0, value), ops.where(idle, 0.0, slope), ops.where(idle, 0, hit)
 
 
 def cispo_term(logprob: Any, log_ratio: Any, advantage: Any, clip_low: Any, clip_high: Any) -> Any:
-    """−sg[clip(ρ)]·A·ℓ. Returns value, d/dℓ, and which bound was hit."""
+    """Return −sg[clip(ρ)]·A·ℓ, d/dℓ, and which bound was hit."""
     ratio = ops.exp(log_ratio)
     slope = -ops.clamp(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantage
     hit = ops.where(ratio < 1.0 - clip_low, CLIPPED_LOW, ops.where(ratio > 1.0 + clip_high, CLIPPED_HIGH, 0))
@@ -92,8 +92,8 @@ def cispo_term(logprob: Any, log_ratio: Any, advantage: Any, clip_low: Any, clip
 
 
 def dppo_term(logprob: Any, log_ratio: Any, advantage: Any, above: Any, below: Any, dual_clip: Any) -> Any:
-    """−sg[min(ρ, dual_clip)]·A·ℓ, and nothing where the probability is too far ``above`` or ``below`` the old one for
-    the sign of A. Returns value, d/dℓ, and which bound was hit."""
+    """Return −sg[min(ρ, dual_clip)]·A·ℓ, d/dℓ, and which bound was hit. All are zero if the probability is too far
+    ``above`` or ``below`` the old one for the sign of A."""
     ratio = ops.exp(log_ratio)
     slope = -ops.clamp(ratio, 0.0, dual_clip) * advantage
     hit = ops.where((advantage > 0) & above, CLIPPED_HIGH, ops.where((advantage < 0) & below, CLIPPED_LOW, 0))
@@ -103,15 +103,15 @@ def dppo_term(logprob: Any, log_ratio: Any, advantage: Any, above: Any, below: A
 
 
 def dppo_tv_term(logprob: Any, log_ratio: Any, advantage: Any, clip_low: Any, clip_high: Any, dual_clip: Any) -> Any:
-    """DPPO by the total variation between the token and all others, |π − π_old|."""
+    """Return DPPO with the total variation between this token and all others, |π − π_old|."""
     shift = ops.exp(logprob) - ops.exp(logprob - log_ratio)
     return dppo_term(logprob, log_ratio, advantage, shift > clip_high, -shift > clip_low, dual_clip)
 
 
 def dppo_kl_term(logprob: Any, log_ratio: Any, advantage: Any, clip_low: Any, clip_high: Any, dual_clip: Any) -> Any:
-    """DPPO by the KL divergence between the token and all others."""
+    """Return DPPO with the KL divergence between this token and all others."""
     old = logprob - log_ratio
-    # Float32 log-probs near 0 round to it. Without the 1e-8 the other tokens' part would then have no end.
+    # Float32 log-probs near 0 are rounded to 0. Without the 1e-8 the other tokens' part would then be unbounded.
     rest, old_rest = ops.clamp(-ops.expm1(logprob), 0.0, 1.0), ops.clamp(-ops.expm1(old), 0.0, 1.0)
     kl = old_rest * ops.log((old_rest + 1e-8) / (rest + 1e-8)) - ops.exp(old) * log_ratio
     above, below = (log_ratio > 0) & (kl > clip_high), (log_ratio < 0) & (kl > clip_low)
@@ -119,22 +119,22 @@ def dppo_kl_term(logprob: Any, log_ratio: Any, advantage: Any, clip_low: Any, cl
 
 
 def reinforce_term(logprob: Any, advantage: Any) -> Any:
-    """−A·ℓ. Returns value and d/dℓ."""
+    """Return −A·ℓ and d/dℓ."""
     return ops.where(advantage == 0, 0.0, -advantage * logprob), -advantage
 
 
 def sapo_term(log_ratio: Any, advantage: Any, tau_positive: Any, tau_negative: Any) -> Any:
-    """−A·σ(τ(ρ−1))·4/τ. Returns value and d/dδ = −A·4σ(1−σ)·ρ."""
+    """Return −A·σ(τ(ρ−1))·4/τ and d/dδ = −A·4σ(1−σ)·ρ."""
     ratio = ops.exp(log_ratio)
     tau = ops.where(advantage > 0, ops.zeros_like(advantage) + tau_positive, tau_negative)
     gate = ops.sigmoid(tau * (ratio - 1.0))
     closing = ops.sigmoid(tau * (1.0 - ratio))  # 1 − σ, without the cancellation
-    slope = ops.where(closing == 0, 0.0, -4.0 * advantage * gate * closing * ratio)  # the gate shuts before ρ overflows
+    slope = ops.where(closing == 0, 0.0, -4.0 * advantage * gate * closing * ratio)  # gate 0 before ρ overflows
     return -4.0 * advantage * gate / tau, ops.where(advantage == 0, 0.0, slope)
 
 
 def kl_term(logprob: Any, ref_logprob: Any, estimator: Any) -> Any:
-    """Estimate of KL(π‖π_ref) from one sample. Returns value and d/dℓ."""
+    """Return an estimate of KL(π‖π_ref) from one sample, and d/dℓ."""
     d = ref_logprob - logprob
     if estimator == "k1":
         value, slope = -d, ops.ones_like(d)
@@ -162,7 +162,7 @@ def token_objective(
     kl_estimator: Any,
     kl_through_ratio: Any,
 ) -> Any:
-    """One token's loss without entropy: L, ∂L/∂ℓ, ∂L/∂δ, which clip was hit, the KL estimate (zeros without one)."""
+    """Return a token's loss L without entropy, ∂L/∂ℓ, ∂L/∂δ, which bound was hit, and the KL estimate (0 without)."""
     nothing = ops.zeros_like(logprob)
     d_logprob, d_ratio, hit = nothing, nothing, nothing
     if surrogate == "clip":
@@ -178,7 +178,7 @@ def token_objective(
     else:
         value, d_logprob = reinforce_term(logprob, advantage)
     if importance_weight is not None:
-        # Where, not multiply: a weight of 0 silences a policy term that overflows too.
+        # Use where instead of a product: a weight of 0 also removes a policy term that overflows.
         silent = importance_weight == 0
         value = ops.where(silent, 0.0, importance_weight * value)
         d_logprob = ops.where(silent, 0.0, importance_weight * d_logprob)

@@ -1,7 +1,7 @@
-"""The table of objectives: each row a few fields, each taken from a paper.
+"""The table of objectives. Each row sets a few fields, with values from a paper.
 
-An objective decides only O(tokens) arithmetic: how a token's log-prob, advantage and ratio become a loss, and how
-token losses become one number. The kernels over the vocabulary never see its name.
+An objective only defines O(tokens) arithmetic: how a token's log-prob, advantage and ratio become a loss, and how token
+losses are aggregated. The kernels over the vocabulary do not know its name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BATCH_SELECTIONS = ("top_entropy", "clip_cov", "kl_cov")
 _SEQUENCE_WEIGHTS = ("vespo", "off_policy_mask")
 _DPPO = ("dppo_tv", "dppo_kl")
 _LARGEST = 3.4e38
-# What a loss function of the caller's own leaves to decide.
+# The fields that apply to a user-defined loss function.
 _READ_BESIDE_OWN = ("surrogate", "aggregate", "length_norm", "top_entropy", "max_old_prob", "paper")
 PROMPT_MEAN = "prompt-mean-token-mean"
 AGGREGATES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", PROMPT_MEAN)
@@ -53,7 +53,7 @@ def _share(name: str, value: object) -> None:
 
 
 def _numbers(name: str, values: object, parts: tuple[str, ...], positive: int) -> None:
-    """A tuple of as many numbers as ``parts``, the first ``positive`` of them above 0."""
+    """Check a tuple with one number for each of ``parts``, of which the first ``positive`` must be above 0."""
     ok = isinstance(values, (tuple, list)) and len(values) == len(parts)
     ok = ok and all(_is_number(value, -_LARGEST, _LARGEST) for value in values)  # type: ignore[attr-defined]
     if not ok or any(value <= 0 for value in values[:positive]):  # type: ignore[index]
@@ -69,39 +69,50 @@ class Objective:
     Attributes:
         surrogate: ``"clip"``: −min(ρA, clip(ρ, 1−clip_low, 1+clip_high)·A) (PPO, eq. 7);
             ``"cispo"``: −sg[clip(ρ, 1−clip_low, 1+clip_high)]·A·ℓ; ``"reinforce"``: −A·ℓ;
-            ``"sapo"``: −A·σ(τ(ρ−1))·4/τ; ``"dppo_tv"``, ``"dppo_kl"``: −sg[min(ρ, dual_clip)]·A·ℓ, and nothing where
-            the token's probability has changed by more than clip_low or clip_high, the way A points (DPPO).
-            Or a function of the caller's own, see ``own.py``: then only ``aggregate``, ``length_norm``,
-            ``top_entropy`` and ``max_old_prob`` are read.
+            ``"sapo"``: −A·σ(τ(ρ−1))·4/τ; ``"dppo_tv"``, ``"dppo_kl"``: −sg[min(ρ, dual_clip)]·A·ℓ, or zero if the
+            token's probability has changed by more than clip_low or clip_high in the direction of A (DPPO).
+            Or a user-defined function, see ``own.py``: then only ``aggregate``, ``length_norm``, ``top_entropy`` and
+            ``max_old_prob`` are read.
         ratio: ``"token"``: ρ = exp(ℓ − ℓ_old); ``"sequence"``: the exponential of the mean of ℓ − ℓ_old over the
             sequence (GSPO); ``"sequence_token"``: that value with each token's own gradient (GSPO-token);
             ``"sequence_clipped"``: as ``"sequence"``, with every token's ratio clipped before the mean (GMPO).
-        clip_low: how far below 1 the ratio may fall before its gradient stops, in [0, 1]; with ``"dppo_*"`` how far
-            the token's probability may, as total variation or KL divergence.
-        clip_high: how far above 1 it may rise; may be ``math.inf``. With ``"dppo_*"`` as clip_low.
-        dual_clip: for A < 0 the clip loss never exceeds −dual_clip·A (Ye et al. 2020); above 1, or ``None``. With
-            ``"dppo_*"`` the most that a ratio weighs, without an end to its gradient.
+        clip_low: how far below 1 the ratio may fall before its gradient stops, in [0, 1]. With ``"dppo_*"`` it limits
+            the change of the token's probability, as total variation or KL divergence.
+        clip_high: how far above 1 the ratio may rise; may be ``math.inf``. With ``"dppo_*"`` like clip_low.
+        dual_clip: for A < 0 the clip loss is at most −dual_clip·A (Ye et al. 2020); above 1, or ``None``. With
+            ``"dppo_*"`` it limits the weight of a ratio, but does not stop its gradient.
         sapo_tau: τ for A > 0 and for A ≤ 0.
         vespo: (k, λ for A ≥ 0, k, λ for A < 0): the policy term is multiplied by W^k·exp(λ(1 − W)), a constant, where
             log W is the sum of ℓ − ℓ_old over the sequence.
-        off_policy_mask: sequences whose mean of ℓ_old − ℓ is larger lose the policy term of their tokens with A < 0.
-        kl_coef: weight of a KL penalty to ``ref_logprobs``; with d = ℓ_ref − ℓ:
-        kl_estimator: ``"k1"`` −d, ``"k2"`` ½d², ``"k3"`` exp(d) − d − 1.
-        kl_to: ``"reference"``, or ``"old"``: a penalty to ``old_logprobs`` in place of ``ref_logprobs``.
+        off_policy_mask: in sequences with a larger mean of ℓ_old − ℓ, tokens with A < 0 lose their policy term.
+        kl_coef: weight of a KL penalty to ``ref_logprobs``.
+        kl_estimator: with d = ℓ_ref − ℓ: ``"k1"`` −d, ``"k2"`` ½d², ``"k3"`` exp(d) − d − 1.
+        kl_to: ``"reference"``, or ``"old"``: a penalty to ``old_logprobs`` instead of ``ref_logprobs``.
         kl_through_ratio: multiply k3 by ρ, with its gradient, which corrects it for off-policy tokens.
         entropy_coef: weight of the entropy bonus, exact over the vocabulary.
         aggregate: ``"token-mean"`` ΣL/tokens; ``"seq-mean-token-mean"`` the mean over sequences of their token means;
             ``"seq-mean-token-sum"`` the mean over sequences of their sums; ``"seq-mean-token-sum-norm"`` the same
             divided by ``length_norm``; ``"prompt-mean-token-mean"`` the mean over prompts of the token means of their
-            groups of responses (DAPO, eq. 8 as printed). Only live tokens, and what has at least one, count.
-        length_norm: the constant of ``"seq-mean-token-sum-norm"`` (Dr.GRPO: the longest response allowed).
-        top_entropy: only this share of the live tokens, those of highest entropy, trains; the denominator stays.
-        clip_cov: (share, low, high): of the tokens whose advantage–log-prob covariance is within (low, high), so many
-            at random, as a share of the live ones, lose their policy gradient.
-        kl_cov: (share, coef): the tokens of highest covariance, so many as a share of the live ones, pay
+            groups of responses (DAPO, eq. 8 as printed). Only live tokens count, and sequences and prompts with one.
+        length_norm: the constant of ``"seq-mean-token-sum-norm"`` (Dr.GRPO: the maximum response length).
+        top_entropy: only this share of the live tokens trains, those with the highest entropy. The denominator does not
+            change.
+        clip_cov: (share, low, high): random tokens whose advantage–log-prob covariance is in (low, high), in number
+            this share of the live tokens, lose their policy gradient.
+        kl_cov: (share, coef): the tokens with the highest covariance, this share of the live tokens, get the penalty
             coef·|ℓ − ℓ_old|, times their importance weight.
-        max_old_prob: tokens the old policy gave a higher probability do not train; the denominator stays.
-        paper: where the row comes from.
+        max_old_prob: tokens with a higher probability under the old policy do not train. The denominator does not
+            change.
+        paper: the source of the row.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> from dapo_kernels import OBJECTIVES
+        >>> dapo = OBJECTIVES["dapo"]
+        >>> dapo.clip_low, dapo.clip_high, dapo.aggregate
+        (0.2, 0.28, 'token-mean')
+        >>> replace(dapo, kl_coef=0.01).kl_coef
+        0.01
     """
 
     surrogate: str | Callable[..., Any] = "clip"
@@ -192,34 +203,34 @@ class Objective:
 
     @property
     def per_sequence(self) -> str | None:
-        """The field that makes the loss need to know where sequences begin and end."""
+        """The field, if any, for which the loss needs the boundaries of sequences."""
         fields = ("aggregate", "ratio", *_SEQUENCE_WEIGHTS)
         named = (name for name in fields if getattr(self, name) != getattr(type(self), name))
         return next((f"{name}={getattr(self, name)!r}" for name in named), None)
 
     @property
     def sequence_weight(self) -> bool:
-        """Whether a sequence decides what its tokens' policy terms weigh."""
+        """Whether the weight of a token's policy term depends on its sequence."""
         return any(getattr(self, name) is not None for name in _SEQUENCE_WEIGHTS)
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a KL penalty asks for ``ref_logprobs``."""
+        """Whether a KL penalty needs ``ref_logprobs``."""
         return self.kl_coef != 0 and self.kl_to == "reference"
 
     @property
     def batch_selection(self) -> str | None:
-        """The field that selects tokens by looking at the whole batch."""
+        """The field, if any, that selects tokens over the whole batch."""
         return next((name for name in BATCH_SELECTIONS if getattr(self, name) is not None), None)
 
     @property
     def one_pass(self) -> bool:
-        """Whether a token's gradient depends on nothing but its own row: log-prob, then gradient, in one visit."""
+        """Whether a token's gradient depends only on its own row: log-prob and gradient are computed in one visit."""
         return self.ratio == "token" and not self.sequence_weight and self.batch_selection is None
 
     @property
     def own(self) -> Callable[..., Any] | None:
-        """The caller's own loss function, see ``own.py``."""
+        """The user-defined loss function, see ``own.py``; or None."""
         return None if isinstance(self.surrogate, str) else self.surrogate
 
 
@@ -337,7 +348,7 @@ FIELDS = tuple(field.name for field in dataclasses.fields(Objective) if field.na
 
 
 class ObjectiveFields(TypedDict, total=False):
-    """Fields of ``Objective`` as keywords of a call, for one call."""
+    """Fields of ``Objective`` as keywords that apply to one call."""
 
     surrogate: str | Callable[..., Any]
     ratio: str
@@ -360,7 +371,7 @@ class ObjectiveFields(TypedDict, total=False):
     max_old_prob: float | None
 
 
-# What TRL and verl call a keyword of ours.
+# Names of our keywords in TRL and verl.
 _ELSEWHERE = {
     "epsilon": "clip_low",
     "epsilon_high": "clip_high",
@@ -375,7 +386,7 @@ _ELSEWHERE = {
     "top_entropy_quantile": "top_entropy",
     "entropy_coeff": "entropy_coef",
 }
-# Fields that only some surrogates read: naming another one in a call is a mistake.
+# Fields that only some surrogates read. Setting one for another surrogate is an error.
 _CLIPPING = ("clip", "cispo", *_DPPO)
 _READ_BY = {"clip_low": _CLIPPING, "clip_high": _CLIPPING, "sapo_tau": ("sapo",)}
 
@@ -386,9 +397,9 @@ def resolve_objective(
     overrides: Mapping[str, Any],
     also: tuple[str, ...] = (),
 ) -> Objective:
-    """The objective a call asks for: a row of the table, or a function, with the call's own fields on top.
+    """Return the objective of a call: a row of the table, or a function, with the fields that the call overrides.
 
-    ``also``: other keywords of the call, for a hint at a misspelled one.
+    ``also``: other keywords of the call, to suggest one for a misspelled keyword.
 
     Raises:
         ValueError: unknown name, or a field's value out of range.
@@ -396,7 +407,7 @@ def resolve_objective(
             function.
     """
     if isinstance(objective, str):
-        # Not in OBJECTIVES: torch.compile reads no mapping proxy where the call has taken keywords out of its options.
+        # Not OBJECTIVES: torch.compile does not support a mapping proxy after the call has popped its options.
         if objective not in _ROWS:
             raise ValueError(f"{caller}: unknown objective {objective!r}; known: {', '.join(_ROWS)}")
         objective = _ROWS[objective]

@@ -1,7 +1,7 @@
 """The "triton" backend: launchers of the Triton kernels.
 
-CUDA tensors; CPU tensors under ``TRITON_INTERPRET=1``, for the tests. Nothing here looks at values, allocates memory
-outside torch's allocator or depends on the stream: calls may be captured in a CUDA graph.
+For CUDA tensors; for CPU tensors under ``TRITON_INTERPRET=1``, in tests. No function reads values, allocates memory
+outside torch's allocator or depends on the stream, so calls can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import triton
 from torch import Tensor
 
 from dapo_kernels.backends import residency
+from dapo_kernels.backends.divergence import Distance
 from dapo_kernels.backends.norms import merge_triton_norms
 from dapo_kernels.backends.reference import check_rows, slopes_of_stats, unit_stride
-from dapo_kernels.backends.triton import kernels
+from dapo_kernels.backends.triton import divergence, kernels
 from dapo_kernels.objectives.surrogate import N_PER_TOKEN, ObjectiveScalars
 from dapo_kernels.records import Asked, RowsLoss, RowsSlopes, RowStats, Slopes, TokenLoss, Tokens
 
@@ -25,49 +26,49 @@ merge_norms = merge_triton_norms
 
 
 class Launch(NamedTuple):
-    """How many warps share a row, and how many rows an SM has in flight when 64 warps fill it."""
+    """How many warps share a row, and how many rows an SM has in flight if 64 warps fill it."""
 
     row_bytes: int | None  # rows up to this size
     num_warps: int
     rows_per_sm: int
 
     def block(self, vec: int) -> int:
-        """Logits of one step of the loops, VEC to an access."""
+        """Return the number of logits per step of the loops, with VEC per access."""
         return 32 * self.num_warps * (LOADS * vec if vec > 1 else NARROW_LOADS)
 
 
-# 128-bit accesses of a thread on their way at once: 64 KiB of a full SM, where bandwidth times latency asks for 25.
-# With four, ptxas spills where there is a softcap.
+# 128-bit accesses that a thread has in flight: 64 KiB for a full SM; bandwidth times latency requires 25. With four,
+# ptxas spills if there is a softcap.
 LOADS = 2
-# The same of one logit each, for rows that start between 16-byte boundaries.
+# The same for accesses of one logit, for rows that do not start at 16-byte boundaries.
 NARROW_LOADS = 8
-# Registers of a thread; tests/kernels/test_triton_compile.py holds every kernel to it. With up to 32 an SM is full,
+# Limit of registers per thread; tests/kernels/test_triton_compile.py checks every kernel. With up to 32 an SM is full,
 # with more it holds half of ``rows_per_sm`` or two thirds: programs then start later, and no row waits for them.
 MAX_REGISTERS = 64
-# The second sweep over a row should find it in the L2 cache: 50 MiB on an H100 are 390 KiB per SM, 40 MiB on an A100
-# 380. The longer the row, the more warps share it and the fewer rows are in flight: up to 192 KiB per SM, half the
-# cache, as long as the number of warps can see to it. Beyond that ``residency.rows_in_flight`` limits the number of
-# programs: at V=151936 two rows per SM are 594 KiB in bfloat16. Chosen from these figures, not yet measured.
+# The second sweep over a row should hit the L2 cache: 50 MiB on an H100 are 390 KiB per SM, 40 MiB on an A100 380. The
+# longer the row, the more warps share it and the fewer rows are in flight: up to 192 KiB per SM, half the cache, as
+# long as the number of warps allows it. Beyond that ``residency.rows_in_flight`` limits the number of programs: at
+# V=151936 two rows per SM are 594 KiB in bfloat16. Chosen from these figures, not yet measured.
 LAUNCHES = (
     Launch(12 * 2**10, 4, 16),
     Launch(24 * 2**10, 8, 8),
     Launch(48 * 2**10, 16, 4),
     Launch(None, 32, 2),
 )
-# A program has at most 1024 threads, and a warp of AMD's larger GPUs has 64.
+# A program has at most 1024 threads; a warp of AMD's larger GPUs has 64.
 MAX_WARPS = 32 if torch.version.hip is None else 16
 _BLOCK_T = 256
 
 
 def launch_for(vocab: int, itemsize: int) -> Launch:
-    """By the size of a row alone: it gives the same bits however many there are, and wherever it starts on 16 bytes.
-    Where it does not, the last bits may be others, the same wherever that is.
+    """Return the launch for a row size. It depends on nothing else: a row gives the same bits with any number of rows,
+    and at any 16-byte boundary. Elsewhere the last bits may differ, but are the same at all such positions.
     """
     return next(x for x in LAUNCHES if x.row_bytes is None or vocab * itemsize <= x.row_bytes)
 
 
 def _aligned(rows: Tensor) -> bool:
-    """Whether every row starts on 16 bytes."""
+    """Return whether every row starts at a 16-byte boundary."""
     strides = (stride * rows.element_size() for stride in rows.stride()[:-1])
     return all(distance % 16 == 0 for distance in (rows.data_ptr(), *strides))
 
@@ -77,16 +78,16 @@ def _row_size(logits: Tensor) -> tuple[int, int]:
 
 
 def _vec(*rows: Tensor) -> int:
-    """Logits of an access: of 128 bits where all rows allow it."""
+    """Return the logits per access: 128 bits if all rows allow it, else 1."""
     return 16 // rows[0].element_size() if all(map(_aligned, rows)) else 1
 
 
 def _shape(logits: Tensor, *others: Tensor) -> dict[str, int]:
-    """How the rows are cut. ``HAS_REST`` repeats what Triton specializes V on: nothing is compiled anew for it."""
+    """Return the kernel's block sizes. ``HAS_REST`` repeats what Triton specializes V on, so it adds no compilation."""
     vocab, itemsize = _row_size(logits)
     chosen, vec = launch_for(vocab, itemsize), _vec(logits, *others)
     return {
-        # At least 16 running sums, because the logits after the last multiple of VEC take one each.
+        # At least 16 running sums, because each logit after the last multiple of VEC takes one.
         "BLOCK_V": min(chosen.block(vec), max(16 * vec, triton.next_power_of_2(vocab))),
         "VEC": vec,
         "HAS_REST": vec > 1 and vocab % 16 != 0,
@@ -95,14 +96,14 @@ def _shape(logits: Tensor, *others: Tensor) -> dict[str, int]:
 
 
 def programs_for(n_rows: int, logits: Tensor) -> int:
-    """How many programs share the rows where each is read twice."""
+    """Return how many programs share the rows of a kernel that reads each twice."""
     chosen, (vocab, itemsize) = launch_for(*_row_size(logits)), _row_size(logits)
     row_loads = chosen.block(_vec(logits)) * itemsize
     return residency.programs(residency.gpu_of(logits.device), n_rows, vocab * itemsize, chosen.rows_per_sm, row_loads)
 
 
 def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **meta: Any) -> None:
-    """Every kernel starts here. Triton launches on the current device, which need not be the tensors'."""
+    """Start a kernel on the tensors' device: Triton launches on the current one."""
     if not programs:
         return
     if device.type == "cuda":
@@ -113,20 +114,20 @@ def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **meta:
 
 
 def _rows(logits: Tensor) -> tuple[Any, int, int, int]:
-    """Pointer and (inner, stride_outer, stride_inner) of [N, V] or [B, L, V] with unit last stride."""
+    """Return pointer and (inner, stride_outer, stride_inner) of [N, V] or [B, L, V] with a last stride of 1."""
     outer = logits.stride(0) if logits.dim() == 3 else 0
     return logits, max(logits.shape[-2], 1), outer, logits.stride(-2)
 
 
 def _inputs(logits: Tensor, asked: Asked) -> tuple[Any, ...]:
-    """What every row kernel takes."""
+    """Return the arguments that all row kernels take."""
     cap = None if asked.softcap is None else float(asked.softcap)
     tau = (asked.temperatures, float(asked.temperature))
     return *_rows(logits), logits.shape[-1], asked.target_ids, asked.live.view(torch.int8), *tau, cap
 
 
 def _floats(scalars: ObjectiveScalars) -> tuple[Any, ...]:
-    """As the kernels take them: an integer such as clip_low=1 would be compiled in."""
+    """Return the scalars as floats: an integer such as clip_low=1 would become a compile-time constant."""
     return tuple(float(x) if type(x) is int else x for x in scalars[:N_PER_TOKEN])
 
 
@@ -208,6 +209,34 @@ def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scala
         BLOCK_T=_BLOCK_T,
     )
     return result._replace(loss=losses.sum(dtype=torch.float64).to(torch.float32))
+
+
+def row_divergence_(logits: Tensor, ref_logits: Tensor, asked: Asked, weights: Tensor, distance: Distance) -> Tensor:
+    found = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    shape = _shape(logits, ref_logits)
+    # Half a step: a thread holds logits of two rows, and more would take more than MAX_REGISTERS.
+    shape["BLOCK_V"] = max(shape["BLOCK_V"] // LOADS, 16 * shape["VEC"])
+    launch(
+        divergence.row_divergence_kernel,
+        logits.shape[0],
+        logits.device,
+        logits,
+        logits.stride(0),
+        ref_logits,
+        ref_logits.stride(0),
+        logits.shape[1],
+        asked.live.view(torch.int8),
+        asked.temperatures,
+        float(asked.temperature),
+        distance.softcap,
+        distance.ref_softcap,
+        weights,
+        found,
+        float(distance.beta),
+        divergence.kind_of(distance.beta),
+        **shape,
+    )
+    return found
 
 
 def weight_sum(result: Tensor) -> None:

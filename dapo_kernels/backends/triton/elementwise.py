@@ -1,4 +1,4 @@
-"""The namespace that ``surrogate.py`` draws its elementwise functions from when Triton compiles it."""
+"""The elementwise functions of ``surrogate.py`` when Triton compiles it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def sigmoid(x):
 
 @triton.jit
 def expm1(x):
-    """exp(x) − 1 without the cancellation near 0: the series below 0.35 is good to 5e-9."""
+    """Return exp(x) − 1 without the cancellation near 0: the series below 0.35 is good to 5e-9."""
     series = x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7))))))
     return tl.where(tl.abs(x) < 0.35, series, tl.exp(x) - 1.0)
 
 
 @triton.jit
 def clamp(x, low, high):
-    """Bounds may be infinite; a NaN stays one."""
+    """Clamp x. Bounds may be infinite; NaN stays NaN."""
     return tl.where(x < low, low, tl.where(x > high, high, x))
 
 

@@ -1,5 +1,4 @@
-"""Triton kernels over rows of logits. One program holds one row at a time; the second sweep over it is served from the
-L2 cache.
+"""Triton kernels over rows of logits. One program processes one row at a time; its second sweep reads the L2 cache.
 
     stats   reads V logits
     grad    reads V, writes V
@@ -8,9 +7,9 @@ L2 cache.
 T tokens (rows), V vocabulary; c, top and sum as in ``sweeps.py``.
 Row r starts at (r // inner)·stride_outer + (r % inner)·stride_inner, int64: offsets pass 2³¹ at 14k × 152k.
 
-Compiled once per dtype, set of options and alignment of the logits: what changes from batch to batch (counts, the
-alignment of per-token tensors) is named in ``_PER_CALL`` and not specialized on, strides are int64 whatever their
-value. Nothing is tuned at run time: these kernels write over their input.
+A kernel is compiled once per dtype, set of options and alignment of the logits. It is not specialized on what changes
+from batch to batch (counts, the alignment of per-token tensors: ``_PER_CALL``), and strides are always int64. Nothing
+is tuned at run time, because these kernels overwrite their input.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _PER_CALL = {
 
 @triton.jit
 def _row(Rows, row, inner, stride_outer, stride_inner, VEC: tl.constexpr):
-    """Where it starts. Strides of 8 bfloat16 are not specialized on: the hint stands for them."""
+    """Return the start of a row. The hint replaces specializing on strides of 8 bfloat16."""
     X = Rows + (row // inner * stride_outer + row % inner * stride_inner)
     return tl.multiple_of(X, 16) if VEC > 1 else X
 
@@ -48,7 +47,7 @@ def _temperature(Temperatures, temperature, row):
 
 @triton.jit
 def _target_logit(X, target, softcap):
-    """The target's logit and its derivative; 0 where the target is negative, in another part of the row."""
+    """Return the target's logit and its derivative; 0 if the target is negative: in another part of the row."""
     return capped(tl.load(X + target, mask=target >= 0, other=0.0).to(tl.float32), softcap)
 
 
@@ -59,8 +58,8 @@ def _logprob(x_target, tau, top, total):
 
 @triton.jit
 def _row_gradient(x_target, tau, top, total, w, v, entropy, HAS_ENTROPY: tl.constexpr):
-    """One gradient row is 2^d·(a + b·d), d = (x − top)·c, but for the target's entry; the algebra is in
-    ``csrc/cpu/rows.cpp``.
+    """Return a, b and the target's entry of a gradient row; the other entries are 2^d·(a + b·d), d = (x − top)·c. The
+    derivation is in ``csrc/cpu/rows.cpp``.
     """
     log_total = tl.log2(total) * LN2
     log_p = (x_target - top) / tau - log_total
@@ -147,9 +146,9 @@ def row_loss_kernel(
     entropy_coef,
     BLOCK_V: tl.constexpr, VEC: tl.constexpr, HAS_REST: tl.constexpr,
 ):  # fmt: skip
-    """Programs share the rows: as many rows are in flight as ``rows_in_flight`` found to stay in the cache. Each begins
-    with the row of its own number and goes on with rows that no program has, which ``Next`` counts from the number of
-    programs on. So it does not matter how many programs an SM holds: one that starts late finds its own row alone.
+    """Process rows until none is left. As many programs run as ``rows_in_flight`` rows stay in the cache. Each starts
+    with the row of its own number and continues with rows that no program has. ``Next`` counts these from the number
+    of programs on. So a program that starts late finds only its own row, and programs per SM do not matter.
     """
     row = tl.program_id(0).to(tl.int64)
     while tl.condition(row < N, disable_licm=True):
@@ -169,7 +168,7 @@ def row_loss_kernel(
             c = LOG2E / tau
             target = tl.load(Targets + row)
             top, total, weighted = sweep_stats(X, V, c, softcap, BLOCK_V, VEC, HAS_REST, Entropy is not None)
-            # Not before the sweep: held through it, it takes a register, and ptxas then spills or takes 41 for 32.
+            # After the sweep: held during it, it takes a register, and ptxas then spills or takes 41 instead of 32.
             x_target, slope_target = capped(tl.load(X + target).to(tl.float32), softcap)
             tl.debug_barrier()  # no warp may write its gradient before all have read the target's logit
             logprob = _logprob(x_target, tau, top, total)
@@ -218,7 +217,7 @@ def token_loss_kernel(
     kl_coef, KL_ESTIMATOR: tl.constexpr, KL_THROUGH_RATIO: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """The elementwise objective: everything per token, nothing over the vocabulary."""
+    """Compute the elementwise objective: everything per token, nothing over the vocabulary."""
     offs = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = offs < N
     live = inside & (tl.load(Live + offs, mask=inside, other=0) != 0)

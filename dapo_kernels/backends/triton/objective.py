@@ -11,12 +11,12 @@ import triton.language as tl
 from dapo_kernels.backends.triton import elementwise
 from dapo_kernels.objectives import surrogate
 
-# Where the bodies find their globals: callees before callers.
+# The globals of the functions: callees before callers.
 _namespace: dict[str, Any] = {
     "__name__": __name__,
     "__builtins__": __builtins__,
-    "tl": tl,  # the interpreter looks for it
-    "Any": tl,  # the compiler looks annotations up among the globals it knows: modules
+    "tl": tl,  # the interpreter looks it up
+    "Any": tl,  # the compiler looks annotations up among known globals, which are modules
     "ops": elementwise,
     **{name: tl.constexpr(getattr(surrogate, name)) for name in ("CLIPPED_LOW", "CLIPPED_HIGH", "CLIPPED_DUAL")},
 }

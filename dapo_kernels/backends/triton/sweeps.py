@@ -1,17 +1,16 @@
-"""Sweeps of one program over one row of logits: its statistics, its gradient, zeros in its place.
+"""Sweeps of one program over one row of logits: compute its statistics, write its gradient, write zeros.
 
-V vocabulary. With c = log2(e)/τ, exponents are in base 2: top = max x, sum = Σ 2^((x − top)·c). The difference comes
-first: x·c alone would be rounded at the size of x, 1e-3 at 1e4.
-With a softcap, x stands for cap·tanh(x/cap) there and gradients are multiplied by 1 − tanh².
+V vocabulary. With c = log2(e)/τ, exponents are in base 2: top = max x, sum = Σ 2^((x − top)·c). The subtraction comes
+first, because x·c alone would have a rounding error of 1e-3 at x = 1e4.
+With a softcap, x stands for cap·tanh(x/cap), and gradients are multiplied by 1 − tanh².
 
-The sweeps see a block as [BLOCK_V / VEC, VEC], VEC logits being 16 bytes, one access of one thread: maximum and sum
-stay within the thread until the row ends, so that the loop has no barrier, and rescaling to a new maximum costs one
-exponential per VEC logits.
+A block is [BLOCK_V / VEC, VEC]; VEC logits are 16 bytes, one access of one thread. Maximum and sum stay within the
+thread until the row ends. So the loop has no barrier, and rescaling to a new maximum costs one exponential per VEC
+logits.
 
-The loops end at a multiple of VEC, which the compiler knows to be one: a mask is then the same for all 16 bytes of an
-access. HAS_REST says that V may be none; the logits that are left take one thread each.
-Where rows start between 16-byte boundaries, VEC is 1 and the same loops access one logit at a time: sums run in another
-order, so that the last bits may differ from those of the same row at a boundary.
+Loops end at a multiple of VEC, which the compiler knows: a mask is then equal for all 16 bytes of an access. HAS_REST:
+V may not be a multiple; each remaining logit takes one thread. If rows do not start at 16-byte boundaries, VEC is 1 and
+the same loops access one logit at a time. Sums then run in another order, and their last bits may differ.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _tanh_parts(x, cap):
-    """tanh(x/cap) and its derivative 1 − tanh². With q = e^(−2|u|): (1−q)/(1+q) and 4q/(1+q)²; a polynomial (relative
-    error 3e-9) where 1 − q would cancel.
+    """Return tanh(x/cap) and its derivative 1 − tanh². With q = e^(−2|u|) they are (1−q)/(1+q) and 4q/(1+q)². A
+    polynomial (relative error 3e-9) replaces tanh if 1 − q would cancel.
     """
     u = x / cap
     squared = u * u
@@ -41,7 +40,7 @@ def _tanh_parts(x, cap):
 
 @triton.jit
 def capped(x, softcap):
-    """The logit and ∂logit/∂x."""
+    """Return the logit after the softcap, and ∂logit/∂x."""
     slope = 1.0
     if softcap is not None:
         tanh, slope = _tanh_parts(x, softcap)
@@ -51,7 +50,7 @@ def capped(x, softcap):
 
 @triton.jit
 def _load_capped(X, offs_v, end, softcap):
-    """Logits as the statistics take them: −inf from ``end`` on."""
+    """Return logits for the statistics, −inf from ``end`` on."""
     x = tl.load(X + offs_v, mask=offs_v < end, other=float("-inf")).to(tl.float32)
     if softcap is not None:
         x, _ = capped(x, softcap)
@@ -63,7 +62,7 @@ def _load_capped(X, offs_v, end, softcap):
 def sweep_stats(
     X, V, c, softcap, BLOCK_V: tl.constexpr, VEC: tl.constexpr, HAS_REST: tl.constexpr, WITH_ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """(top, sum, Σ 2^d·d) of one row, d = (x − top)·c. The maximum starts finite: −inf − −inf would be NaN."""
+    """Return top, sum and Σ 2^d·d of one row, d = (x − top)·c. The maximum starts finite: −inf − −inf would be NaN."""
     top = tl.full((BLOCK_V // VEC,), -1.0e38, tl.float32)
     total = tl.zeros((BLOCK_V // VEC,), tl.float32)
     weighted = tl.zeros((BLOCK_V // VEC,), tl.float32)
@@ -71,7 +70,7 @@ def sweep_stats(
     if HAS_REST:
         x_rest = _load_capped(X, end + tl.arange(0, BLOCK_V // VEC), V, softcap)
         top = tl.maximum(top, x_rest)
-        total = tl.exp2((x_rest - top) * c)  # 1, or NaN; 0 at −inf and where there is no logit
+        total = tl.exp2((x_rest - top) * c)  # 1, or NaN; 0 at −inf and beyond the row
     for start in range(0, end, BLOCK_V):
         offs_v = start + tl.arange(0, BLOCK_V // VEC) * VEC
         x = _load_capped(X, offs_v[:, None] + tl.arange(0, VEC)[None, :], end, softcap)
@@ -113,7 +112,7 @@ def sweep_grad(
     Out, X, V, c, softcap, top, a, b, target, at_target,
     BLOCK_V: tl.constexpr, VEC: tl.constexpr, HAS_REST: tl.constexpr, HAS_ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """Backwards: what the statistics sweep read last is still in the cache, however many rows share it."""
+    """Write the gradient backwards: what the statistics sweep read last is still in the cache."""
     end = V // VEC * VEC if HAS_REST else V
     if HAS_REST:
         rest = end + tl.arange(0, VEC)
