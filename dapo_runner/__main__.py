@@ -8,7 +8,7 @@ from dapo_runner.cli import main
 
 if __name__ == "__main__":
     code = main()
-    if "RANK" in os.environ:  # gloo's threads, where they outlive the interpreter, abort the process
+    if "RANK" in os.environ:  # threads of gloo that outlive the interpreter abort the process
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

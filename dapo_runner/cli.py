@@ -1,5 +1,5 @@
-"""The `dapo` command. A mistake of the user ends in one line and exit code 2, a run that cannot go on in one line and
-exit code 1; anything else keeps its traceback. `--help`, `recipes` and `doctor` need none of the runner's packages.
+"""The `dapo` command. A user error prints one line and exits with 2, a run that cannot continue one line and exits
+with 1; all other errors keep their traceback. `--help`, `recipes` and `doctor` work without the runner's packages.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Argument = tuple[tuple[str, ...], dict[str, Any]]
 
 
 def argument(*names: str, **options: Any) -> Argument:
-    """Return what ``ArgumentParser.add_argument`` is called with."""
+    """Return the arguments for ``ArgumentParser.add_argument``."""
     return names, options
 
 
 class Command(NamedTuple):
     help: str
     arguments: tuple[Argument, ...]
-    takes: str  # of a command that takes section.key=value: what its usage line names before them
+    takes: str  # the usage line before [options] of a command that takes section.key=value; else ""
     function: str  # module:function in dapo_runner.commands
 
 
@@ -145,14 +145,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, overrides = parser.parse_known_args(arguments)
     _keep_freed_memory()
     disable_broken_amx()
-    if "RANK" in os.environ:  # else the ranks of a launcher that is killed stay, in the way of the next attempt
+    if "RANK" in os.environ:  # else ranks of a killed launcher would live on and block the next attempt
         end_with_parent()
     try:
         return _run(options, overrides)
     except (ConfigError, RunError) as error:
         complain(str(error))
         return USER_ERROR if isinstance(error, ConfigError) else RUN_ERROR
-    except BrokenPipeError:  # `dapo show … | head`: keep Python from complaining as it closes the pipe
+    except BrokenPipeError:  # `dapo show … | head`: keep Python from reporting it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (KeyboardInterrupt, StepGivenUpError):
@@ -165,7 +165,7 @@ def _run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides and not chosen.takes:
         raise ConfigError(f"unexpected argument {overrides[0]!r}")
     if options.command not in WITHOUT_RUNNER and (missing := missing_for_runner()):
-        raise ConfigError(f"expected the runner's packages, {', '.join(missing)} not installed: {RUNNER_EXTRA}")
+        raise ConfigError(f"the runner's packages are not installed: {', '.join(missing)}. {RUNNER_EXTRA}")
     module, _, function = chosen.function.partition(":")
     return int(getattr(importlib.import_module(f"dapo_runner.commands.{module}"), function)(options, overrides))
 
@@ -184,15 +184,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc's allocator reuse what was freed. By default it gives blocks of megabytes back to the system at once,
-    and decoding, which makes [rows, vocabulary] tensors for every token, spent a third of its time on page faults.
+    """Let glibc's allocator reuse freed memory. By default it returns large blocks to the system at once: decoding,
+    which makes [rows, vocabulary] tensors for every token, then spent a third of its time on page faults.
     """
     is_set = any(name.startswith("MALLOC_") for name in os.environ)
     if platform.libc_ver()[0] == "glibc" and not is_set:
         trim_threshold, mmap_threshold = -1, -3  # malloc.h
         libc = ctypes.CDLL(None)
         libc.mallopt(trim_threshold, 2**31 - 1)
-        libc.mallopt(mmap_threshold, 2**31 - 1) or libc.mallopt(mmap_threshold, 2**25)  # an older glibc takes no more
+        libc.mallopt(mmap_threshold, 2**31 - 1) or libc.mallopt(mmap_threshold, 2**25)  # the limit of an older glibc
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Files that stay whole when a process is killed: written at once or not at all, JSON lines, locks."""
+"""Write files that survive a kill: atomic writes, JSON lines, locks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dapo_runner.errors import ConfigError
 
 
 def atomic_write(path: Path, content: str | bytes, *, sync: bool = False) -> None:
-    """Replace the file at ``path``: a kill leaves the old content or the new. ``sync`` also survives a power cut."""
+    """Replace the file at ``path`` atomically: a kill leaves the old content or the new one. ``sync`` calls fsync."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     with unfinished.open("wb") as file:
         file.write(_encode(content))
@@ -28,7 +28,7 @@ def to_jsonl(rows: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]], *, sync: bool = False) -> None:
-    """Append one line per row in one write. Removes what a full disk cut, and raises OSError."""
+    """Append one line per row in one write. On failure, remove an incomplete write and raise OSError."""
     content = to_jsonl(rows)
     with path.open("ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
@@ -43,7 +43,7 @@ def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]], *, sync: bool = 
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file, without an incomplete last line. Raises ConfigError that names a line."""
+    """Return the rows of a file, without an incomplete last line. Raises ConfigError that names the line."""
     rows = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
@@ -70,12 +70,12 @@ def lock_file(path: Path) -> BinaryIO:
 
 
 def check_writable(folder: Path, key: str = "run.output_dir") -> None:
-    """Raise ConfigError where a folder cannot be made. Makes nothing."""
+    """Raise ConfigError if a folder could not be created or written to. Creates nothing."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ConfigError(f"{key}: expected a folder that can be written to, got {folder}")
 
 
 def _encode(content: str | bytes) -> bytes:
-    # UTF-8 has no bytes for a lone surrogate: JSON's escape of it takes its place.
+    # UTF-8 cannot encode a lone surrogate: write its JSON escape instead.
     return content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace")

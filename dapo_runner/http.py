@@ -1,7 +1,7 @@
-"""Requests over HTTP with a total deadline and a bounded answer.
+"""HTTP requests with a total deadline and a limit on the size of the answer.
 
-All of them run on one event loop, in a thread of its own. Nothing is sent anywhere but to the URL that is named, or to
-a proxy: a redirect, which would take the key along, is a failure.
+All requests run on one event loop in its own thread. They go only to the given URL, or to a proxy: a redirect fails,
+because it would forward the key.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import aiohttp
 from dapo_runner.errors import ConfigError, RunError
 
 T = TypeVar("T")
-CONNECT_WITHIN = 10.0  # seconds: a connection that is not made by then never will be
-SHOWN = 300  # characters of an answer that an error shows
+CONNECT_WITHIN = 10.0  # seconds to establish a connection
+SHOWN = 300  # characters of an answer that an error message shows
 _STARTING = threading.Lock()
 HEADERS = {"User-Agent": "dapo-runner", "Accept-Encoding": "identity"}
 
@@ -32,8 +32,8 @@ class HTTPError(RunError):
     """A request that failed.
 
     Attributes:
-        status: The status code, where the server answered with an error.
-        waited: The seconds until the deadline, where it ended the request.
+        status: The HTTP status code, if the server returned an error.
+        waited: The seconds until the deadline, if the request timed out.
     """
 
     def __init__(self, message: str, status: int | None = None, waited: float = 0.0) -> None:
@@ -48,7 +48,7 @@ def start(work: Coroutine[Any, Any, T]) -> Future[T]:
 
 
 def wait(future: Future[T]) -> T:
-    """Wait for the end of ``future``. An exception in this thread, as of Ctrl-C, cancels it."""
+    """Wait for ``future`` and return its result. An exception in this thread, such as Ctrl-C, cancels it."""
     try:
         return future.result()
     except BaseException:
@@ -62,13 +62,13 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def shared_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of this process."""
+    """Return the shared event loop of this process."""
     with _STARTING:
         return _start_loop(os.getpid())
 
 
 @lru_cache
-def _start_loop(process: int) -> asyncio.AbstractEventLoop:  # a fork has none of its parent's threads
+def _start_loop(process: int) -> asyncio.AbstractEventLoop:  # per process: a fork has no threads of its parent
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="http", daemon=True).start()
     return loop
@@ -85,16 +85,16 @@ async def request(
     max_bytes: int,
     use_proxy: bool = False,
 ) -> Any:
-    """Send a JSON ``body`` and return the JSON of the answer, None where that is empty.
+    """Send a JSON ``body`` and return the JSON of the answer, None if it is empty.
 
     Args:
         key: Sent as a bearer token, and removed from error messages.
-        within: Seconds for all of it, from the connection to the last byte.
-        max_bytes: The longest answer.
-        use_proxy: Whether to go through the proxy that the environment names.
+        within: Deadline of the whole request in seconds.
+        max_bytes: The maximum size of the answer.
+        use_proxy: Whether to use the proxy of the environment.
 
     Raises:
-        HTTPError: No answer, one that is not whole, one that is not JSON, or a status other than 2xx.
+        HTTPError: The status is not 2xx, or the answer is missing, incomplete, too long or not JSON.
     """
     sent = {**HEADERS, **(headers or {}), **({"Authorization": f"Bearer {key}"} if key else {})}
     timeout = aiohttp.ClientTimeout(total=within, sock_connect=min(within or CONNECT_WITHIN, CONNECT_WITHIN))
@@ -117,8 +117,8 @@ async def request(
 
 async def _read_answer(response: aiohttp.ClientResponse, key: str, max_bytes: int) -> Any:
     if not 200 <= response.status < 300:
-        said = shorten(f"{response.reason}: {await _read_error(response, max_bytes)}", key)
-        raise HTTPError(f"{response.url}: HTTP {response.status} {said}", response.status)
+        detail = shorten(f"{response.reason}: {await _read_error(response, max_bytes)}", key)
+        raise HTTPError(f"{response.url}: HTTP {response.status} {detail}", response.status)
     raw = await _read(response, max_bytes)
     try:
         return json.loads(raw) if raw else None
@@ -149,7 +149,7 @@ def _proxy(url: str) -> str | None:
 
 
 def read_key(url: str, key_env: str | None) -> str:
-    """Return the key that an environment variable holds, "" where no variable is named. Raises ConfigError."""
+    """Return the key in the environment variable ``key_env``, "" without ``key_env``. Raises ConfigError."""
     if key_env is None:
         return ""
     key, where = os.environ.get(key_env, "").strip(), f"the key of {url} in the environment variable {key_env}"
@@ -161,7 +161,7 @@ def read_key(url: str, key_env: str | None) -> str:
 
 
 def shorten(text: str, key: str = "") -> str:
-    """Return what a server said in one printable line, without the key, which it may repeat."""
+    """Return the text of a server as one printable line, without the key, which the server may repeat."""
     text = " ".join((text.replace(key, "***") if key else text).split())
     text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"

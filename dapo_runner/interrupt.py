@@ -1,5 +1,5 @@
-"""Ctrl-C and SIGTERM: the step under way is finished and saved, or given up and the one before it saved where it would
-not end in time. A second signal stops at once.
+"""Handle Ctrl-C and SIGTERM: finish and save the current step, or abandon it and save the one before if it would not
+finish before the kill. A second signal stops at once.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-ONE_STOP = 10.0  # seconds in which SIGTERM again is the same one: systemd sends it to torchrun and to its ranks
+ONE_STOP = 10.0  # seconds in which a second SIGTERM is ignored: systemd sends one to torchrun and one to each rank
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C, and what a job scheduler sends before it kills
 
 
 def end_with_parent() -> None:
-    """From here on this process is killed when its parent ends. Not by SIGTERM: that would come once for every thread
-    the parent had, as an impatient Ctrl-C. Linux alone has it.
+    """Have the kernel kill this process when its parent ends (Linux only). The signal is SIGKILL, because SIGTERM would
+    arrive once per thread of the parent and look like a repeated Ctrl-C.
     """
     if platform.system() == "Linux":
         pr_set_pdeathsig = 1  # prctl.h
@@ -28,23 +28,23 @@ def end_with_parent() -> None:
 
 
 class StepGivenUpError(Exception):
-    """A step that would have ended only after the process was killed."""
+    """The step was abandoned: it would have ended only after the process was killed."""
 
 
 class StopRequest:
-    """Within it, ``requested`` turns True at the first signal; the next one raises KeyboardInterrupt.
+    """A context manager: ``requested`` becomes True at the first signal, the next one raises KeyboardInterrupt.
 
-    Outside the main thread, where Python takes no signals, it stays False.
+    Outside the main thread Python handles no signals, and ``requested`` stays False.
     """
 
     def __init__(self, note: Callable[[str], None] = lambda text: None, grace: float = float("inf")) -> None:
-        """``grace``: seconds from SIGTERM to the kill that follows it."""
+        """``grace``: seconds between SIGTERM and the kill that follows it."""
         self.note = note
         self.grace = grace
         self.requested = False
         self._before: dict[signal.Signals, Any] = {}
         self._step_ends = self._killed = float("inf")
-        self._terminated = -float("inf")  # when SIGTERM came last
+        self._terminated = -float("inf")  # time of the last SIGTERM
         self._may_give_up = False
 
     def __enter__(self) -> StopRequest:
@@ -59,17 +59,17 @@ class StopRequest:
             signal.signal(number, handler)
 
     def expect_step(self, seconds: float) -> None:
-        """What the step that begins now is expected to take."""
+        """Set the expected duration of the step that begins now."""
         self._step_ends = time.monotonic() + seconds
 
     @property
     def is_late(self) -> bool:
-        """Whether the step under way would end only after the kill."""
+        """Whether the current step would end only after the kill."""
         return self.requested and self._step_ends > self._killed
 
     @contextmanager
     def giving_up(self) -> Iterator[None]:
-        """Within it a step that would end too late raises StepGivenUpError: nothing of it is in the weights yet."""
+        """Raise StepGivenUpError inside this context if the step would end too late. No weight has changed yet."""
         self._may_give_up = True
         try:
             self._give_up_if_late()
@@ -79,7 +79,7 @@ class StopRequest:
 
     def _give_up_if_late(self) -> None:
         if self._may_give_up and self.is_late:
-            raise StepGivenUpError("this step would not end before the process is killed")
+            raise StepGivenUpError("it would not end before the process is killed")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -91,4 +91,4 @@ class StopRequest:
         if number == signal.SIGTERM:
             self._terminated, self._killed = now, now + self.grace
         self._give_up_if_late()
-        self.note("stopping after this step, which will be saved; once more stops at once")
+        self.note("stopping after this step, which will be saved. Press Ctrl-C again to stop at once.")

@@ -1,4 +1,4 @@
-"""Functions of the user's own, named as `module:function` in a recipe."""
+"""User-defined functions, named as `module:function` in a recipe."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dapo_runner.errors import ConfigError
 
 
 def import_function(key: str, use: str) -> Callable[..., Any]:
-    """Return the function that ``use`` names. Raises ConfigError, which names the setting ``key``."""
+    """Return the function that ``use`` names. Raises ConfigError that names the setting ``key``."""
     module_name, _, function_name = use.partition(":")
-    if str(Path.cwd()) not in sys.path:  # a console script does not see the folder it is started in
+    if str(Path.cwd()) not in sys.path:  # a console script does not search the working directory
         sys.path.append(str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)

@@ -1,4 +1,4 @@
-"""Measure where the wall time of a step goes. The clock is always in exactly one phase, so they add up to it."""
+"""Measure the wall time of each phase of a step. The clock is always in exactly one phase, so the phases add up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-# In the order of a step. `other` is what belongs to none of them: the loop itself.
+# In the order of a step. `other` is the time in no other phase: the loop itself.
 PHASES = {
     "rollout": "the engine generates",
     "score": "answers are checked",
@@ -34,10 +34,10 @@ OTHER = "other"
 
 
 class StepClock:
-    """Seconds by phase since the last ``lap``. A phase inside another takes its time off the outer one's."""
+    """Measure seconds by phase since the last ``lap``. Time in an inner phase does not count for the outer one."""
 
     def __init__(self, device: torch.device | None = None, on_phase: Callable[[str], None] | None = None) -> None:
-        """On a CUDA ``device`` a phase ends with its work. ``on_phase`` is called with each new phase."""
+        """On a CUDA ``device`` each phase waits for its kernels. ``on_phase`` is called with each new phase."""
         self._cuda = device if device is not None and device.type == "cuda" else None
         self._on_phase = on_phase
         self._seconds: dict[str, float] = {}
@@ -58,7 +58,7 @@ class StepClock:
         return dict(self._seconds)
 
     def lap(self) -> dict[str, float]:
-        """Return the same, and start again."""
+        """Return the seconds by phase since the last lap, and start a new lap."""
         seconds = self.so_far()
         self._seconds = {}
         return seconds
@@ -76,12 +76,12 @@ class StepClock:
 
 
 def seconds_by_phase(event: Mapping[str, Any]) -> dict[str, float]:
-    """Return the phases of one line of `timings.jsonl`."""
+    """Return the seconds by phase of one line of `timings.jsonl`."""
     return {key.removeprefix("seconds/"): value for key, value in event.items() if key.startswith("seconds/")}
 
 
 def time_split(timings: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the mean seconds of each phase of a step, the longest first. Empty without a step."""
+    """Return the mean seconds of each phase per step, longest first. Empty if there is no step."""
     steps = [seconds_by_phase(event) for event in timings if event["kind"] == "step"]
     totals: Counter[str] = Counter()
     for step in steps:

@@ -14,12 +14,23 @@ from dapo_runner.run.steps import TrainedStep
 
 
 def train(config: Config, progress: Progress | None = None) -> Path:
-    """Start the run that the configuration describes, or resume it. Returns its folder. ``progress`` is by default what
-    `logging.progress` asks for, on the standard output.
+    """Start the run that the configuration describes, or resume it. Return its folder.
 
-    Ctrl-C finishes the step and saves it; then KeyboardInterrupt. Raises ConfigError, SamplingExhaustedError,
-    SamplingStalledError, NonFiniteUpdateError, OutOfSyncError, RewardError, RolloutError, CheckpointError;
-    StepGivenUpError after SIGTERM; RankLostError.
+    Args:
+        progress: What shows the progress; by default what `logging.progress` selects, on the standard output.
+
+    Raises:
+        ConfigError, RunError: The run cannot start, or cannot go on. The message or the subclass of RunError says why.
+        KeyboardInterrupt, StepGivenUpError: After Ctrl-C or SIGTERM, once the step is saved or given up.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> from dapo_runner import load_config, train
+        >>> small = ["run.steps=1", "data.eval_size=2", "sampler.prompts_per_step=2", "optimizer.mini_batch_size=null"]
+        >>> with TemporaryDirectory() as folder:
+        ...     options = [f"run.output_dir={folder}", "logging.progress=off", "model.tiny.warmup.steps=1"]
+        ...     train(load_config("recipes/tiny.yaml", [*small, *options])).name
+        'tiny'
     """
     check_config(config)
     progress = make_progress(config.logging.progress, Console()) if progress is None else progress
@@ -37,8 +48,10 @@ def train(config: Config, progress: Progress | None = None) -> Path:
             sequences = run.training_records(sampled.groups, step)
             minis = run.learner.prepare(sequences)
             updates = [run.update(mini, step) for mini in minis]
-            run.end_training(TrainedStep(step, sampled, sequences, step_metrics(minis, updates, run.world)))
+            trained = TrainedStep(step, sampled, sequences, step_metrics(minis, updates, run.world))
+            run.end_training(trained)
             run.log_step(run.sync())
+            run.check_mismatch(trained)
             if run.must_evaluate(step):
                 run.evaluate(step)
             if run.must_save(step):

@@ -1,9 +1,9 @@
-"""The records that flow through the loop, in the order in which they come to be.
+"""The records that pass through the training loop, in the order in which they are created:
 
     Prompt → Completion → Sample (completion + verdict + rewards) → Group → Sequence → PackedBatch
 
 Shapes: N response tokens of one completion, L tokens of one sequence (prompt + response), T packed positions,
-S sequences of a batch. Every tensor is made on the CPU; ``PackedBatch.to`` moves one to where it trains.
+S sequences of a batch. All tensors are on the CPU until ``PackedBatch.to`` moves them to the training device.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ FinishReason = Literal["stop", "length"]
 class Prompt:
     """One problem, rendered and tokenized."""
 
-    id: str  # a digest of the problem's text: the same in every run and whatever the file's order
-    token_ids: tuple[int, ...]  # what the engine is given, chat template included
-    text: str  # the same as text
+    id: str  # a digest of the problem's text: it does not depend on the run or on the order of the file
+    token_ids: tuple[int, ...]  # the input of the engine, with the chat template applied
+    text: str  # token_ids as text
     answer: str  # the ground truth as the data set writes it
-    source: str = ""  # the data set's own name for where the problem comes from
-    eval_set: str = ""  # which of several evaluation sets it belongs to
+    source: str = ""  # the data source of the problem, as the data set names it
+    eval_set: str = ""  # the evaluation set of the problem, if there are several
     messages: tuple[tuple[str, str], ...] = ()  # (role, content): what ``text`` was rendered from
-    row: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # as the data set has it
-    n_response_tokens: int = 0  # how many of the last token_ids begin a response that is to be continued
+    row: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # the row of the data set
+    n_response_tokens: int = 0  # how many of the last token_ids are the beginning of a response to continue
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to sample the ``n`` completions of one prompt.
 
-    ``seed`` and ``index`` fix every random choice: ``index`` tells the prompts of one call apart and is by default the
-    prompt's position in the call. The distribution at the temperature is truncated in this order: tokens less likely
-    than ``min_p`` times the likeliest go, then all but the ``top_k`` likeliest (None: no limit), then all but the
-    fewest that hold ``top_p`` of the rest. A response ends with the token that completes one of the ``stop`` strings in
-    its text, special tokens included. With ``sampling_mask`` a completion has its ``support``, and its log-probs are
-    those of the truncated distribution.
+    ``seed`` and ``index`` fix every random choice. ``index`` distinguishes the prompts of one call; the default is the
+    prompt's position in the call. The temperature is applied first, then the distribution is truncated in this order:
+    ``min_p`` removes tokens less likely than ``min_p`` times the likeliest, ``top_k`` keeps the k likeliest (None: no
+    limit), ``top_p`` keeps the fewest that hold this share of the rest. A response ends with the token that completes
+    a ``stop`` string in its text, special tokens included. With ``sampling_mask`` a completion has its ``support``, and
+    its log-probs are those of the truncated distribution.
     """
 
     n: int = 1
@@ -60,10 +60,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """What holds for a whole ``generate`` call. An engine with one call at a time may ignore it.
+    """Options of a whole ``generate`` call. An engine that runs one call at a time may ignore them.
 
-    ``priority``: of several calls in flight the one with the smallest goes first; None: before them all.
-    ``completion_fraction``: once this share of the prompts is completed, the responses to the others are dropped.
+    ``priority``: of several calls in flight, the smallest number goes first; None goes before all numbers.
+    ``completion_fraction``: once this share of the prompts is completed, the other prompts are dropped.
     """
 
     priority: int | None = None
@@ -75,7 +75,7 @@ DEFAULT_OPTIONS = CallOptions()
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """A prompt to sample completions of. ``index`` tells the requests of one call apart and orders their groups."""
+    """A prompt to sample. ``index`` distinguishes the requests of one call; groups are returned in its order."""
 
     index: int
     prompt: Prompt
@@ -85,8 +85,8 @@ class RolloutRequest:
 class TruncatedSupport(NamedTuple):
     """The tokens of the vocabulary that each of N tokens was sampled from.
 
-    ``ids`` int32 [K] holds one list after the other, ``counts`` int32 [N] their lengths; a count of 0 means the whole
-    vocabulary.
+    ``ids`` int32 [K]: the lists of all tokens, concatenated. ``counts`` int32 [N]: the length of each list; 0 means
+    the whole vocabulary.
     """
 
     ids: Tensor
@@ -94,7 +94,7 @@ class TruncatedSupport(NamedTuple):
 
     @classmethod
     def full(cls, n: int) -> TruncatedSupport:
-        """Return that of ``n`` tokens that were sampled from the whole vocabulary."""
+        """Return the support of ``n`` tokens that were sampled from the whole vocabulary."""
         return cls(torch.zeros(0, dtype=torch.int32), torch.zeros(n, dtype=torch.int32))
 
     @classmethod
@@ -110,27 +110,43 @@ class Branch(NamedTuple):
 
 
 class VersionSpan(NamedTuple):
-    """Consecutive tokens of a response that one version of the weights sampled. Versions count an engine's updates from
-    1.
-    """
+    """Consecutive tokens that one version of the weights sampled. Versions count an engine's updates from 1."""
 
     version: int
     length: int
+
+
+class Turn(NamedTuple):
+    """Tokens ``start`` to ``end`` of an episode.
+
+    role: who wrote them, "assistant" or "environment".
+    finish_reason: "stop" for a turn that the environment answered. For the last turn, why the episode ended: "done",
+    "max_turns" or "length".
+    reward: what the environment returned for this turn, or None.
+    """
+
+    role: Literal["assistant", "environment"]
+    start: int
+    end: int
+    text: str  # special tokens included
+    finish_reason: str = ""
+    reward: float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
     """One response of the policy to one prompt.
 
-    token_ids int64 [N], with the end-of-sequence token where it was sampled.
-    logprobs float32 [N], log-probability of each sampled token as the engine saw it, temperature included; NaN where
-    the engine gave none.
-    finish_reason "stop" when the policy or a stop string ended the response, "length" when the token limit did. The
-    text holds a stop string, as the tokens do.
-    path: the nodes of a tree's leaf from the root down, which add up to its length; empty without a tree.
-    support: what each token was sampled from; None without ``SamplingParams.sampling_mask``.
-    versions: which weights sampled which tokens, where an engine reports it; they add up to the length.
-    loss_mask bool [N], False on tokens that the policy did not sample; None: it sampled all of them.
+    token_ids int64 [N], with the end-of-sequence token if it was sampled.
+    logprobs float32 [N]: log-probability of each sampled token in the engine, at the sampling temperature; NaN where
+    the engine returned none.
+    finish_reason: "stop" if the policy or a stop string ended the response, "length" if the token limit did. Text and
+    tokens include the stop string.
+    path: the nodes from the root of a tree to this leaf; their lengths add up to N. Empty without a tree.
+    support: the tokens that each token was sampled from; None without ``SamplingParams.sampling_mask``.
+    versions: which version of the weights sampled which tokens, if the engine reports it; lengths add up to N.
+    loss_mask bool [N]: False on tokens that the policy did not sample; None if it sampled all of them.
+    turns: the turns of an episode, which make up the response. ``text`` is then that of the policy's last turn.
     """
 
     token_ids: Tensor
@@ -141,10 +157,31 @@ class Completion:
     support: TruncatedSupport | None = None
     versions: tuple[VersionSpan, ...] = ()
     loss_mask: Tensor | None = None
+    turns: tuple[Turn, ...] = ()
 
     @property
     def length(self) -> int:
         return self.token_ids.numel()
+
+    @property
+    def n_sampled(self) -> int:
+        """Number of tokens that the policy sampled."""
+        return self.length if self.loss_mask is None else int(self.loss_mask.sum())
+
+    @property
+    def transcript(self) -> str:
+        """The text of all turns, or of the response if there are none."""
+        return "".join(turn.text for turn in self.turns) if self.turns else self.text
+
+    @property
+    def policy_turns(self) -> tuple[Turn, ...]:
+        return tuple(turn for turn in self.turns if turn.role == "assistant")
+
+    @property
+    def environment_reward(self) -> float | None:
+        """The sum of the environment's rewards for the turns; None if it gave none."""
+        given = [turn.reward for turn in self.turns if turn.reward is not None]
+        return sum(given) if given else None
 
     @property
     def truncated(self) -> bool:
@@ -157,39 +194,42 @@ GenerateFunction = Callable[[SequenceOf[Prompt], SequenceOf[SamplingParams]], li
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a reward function says of one completion."""
+    """What a reward function returns for one completion."""
 
-    correct: bool  # what evaluation goes by, and dynamic sampling unless filter_on is reward
-    extracted: str | None = None  # the answer found, normalised; None when none was found
+    correct: bool  # decides evaluation, and dynamic sampling unless filter_on is reward
+    extracted: str | None = None  # the normalised answer; None if no answer was found
     rule: str = ""  # e.g. "answer-line", "boxed", "none"
-    value: float | None = None  # a reward of the function's own; None means the configured correct/incorrect values
+    value: float | None = None  # the reward; None means the configured reward of a correct or incorrect response
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of a response that has an advantage of its own, made from the values of the states at its two ends.
-    ``trains`` is False where its advantage is zero or another sample of the tree trains on the same tokens.
+    """Part of a response with its own advantage, computed from the values of the states at its two ends.
+
+    ``trains`` is False if its advantage is zero, or if another sample of the tree trains on the same tokens.
     """
 
     length: int  # tokens
-    before: float
-    after: float
+    before: float  # value of the state at its start
+    after: float  # value of the state at its end
     advantage: float
     trains: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """A scored completion. ``reward = base_reward + length_penalty`` is what the advantage is made from. ``parts`` are
-    the rewards that ``base_reward`` is the weighted sum of, by name; empty where there is one alone. ``segments``, of
-    the whole response in order, take the place of one advantage for all of it; empty where there is one.
+    """A scored completion.
+
+    ``reward = base_reward + length_penalty`` is the input of the advantage. ``parts`` are the rewards by name whose
+    weighted sum is ``base_reward``; empty with a single reward. ``segments`` cover the whole response in order; empty
+    if the response has one advantage.
     """
 
     completion: Completion
     verdict: Verdict
     base_reward: float
     length_penalty: float = 0.0  # Eq. 13 of the DAPO paper, in [-1, 0]
-    trains: bool = True  # False: overlong filtering took its tokens out of the loss
+    trains: bool = True  # False: overlong filtering masks its tokens in the loss
     parts: Mapping[str, float] = field(default_factory=dict)
     segments: tuple[Segment, ...] = ()
 
@@ -204,7 +244,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """All samples of one prompt. ``step`` is the rollout step whose policy gave them, or 0 where nobody counts."""
+    """All samples of one prompt. ``step`` is the step whose policy sampled them; 0 if steps are not counted."""
 
     prompt: Prompt
     samples: tuple[Sample, ...]
@@ -220,14 +260,14 @@ class Group:
 
     @property
     def n_generated(self) -> int:
-        """Tokens that the engine generated: of a tree, what several responses begin with counts once."""
+        """Number of tokens that the engine generated. A prefix shared by the responses of a tree counts once."""
         completions = [sample.completion for sample in self.samples]
         nodes = {c.path[: depth + 1]: branch.length for c in completions for depth, branch in enumerate(c.path)}
-        return sum(nodes.values()) + sum(c.length for c in completions if not c.path)
+        return sum(nodes.values()) + sum(c.n_sampled for c in completions if not c.path)
 
     @property
     def oldest_version(self) -> int:
-        """Of the weights that gave any of its tokens, where an engine says."""
+        """The oldest version of the weights that sampled any of its tokens. Needs an engine that reports versions."""
         return min(stretch.version for sample in self.samples for stretch in sample.completion.versions)
 
     @property
@@ -245,20 +285,20 @@ class Group:
 
     @property
     def has_varying_reward(self) -> bool:
-        """Some samples earned more than others, whatever their lengths."""
+        """Whether the rewards differ between samples, without the length penalty."""
         return len({sample.base_reward for sample in self.samples}) > 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequence:
-    """The core training record. Tensors are aligned with the tokens themselves; packing does the one shift.
+    """One training example: a prompt and its response. Tensors are aligned with the tokens; packing shifts them once.
 
-    token_ids int64 [L]; advantages float32 [L]; mask bool [L], True on the response tokens that train;
-    rollout_logprobs float32 [L], 0 on prompt tokens; group_id counts the groups of the step from 0; age is how many
-    steps before this one it was sampled; pair counts the preference pairs of the step from 0, −1 of a sequence in none.
-    reward is what the response earned, where its tokens' advantages are still to be made of that: they are zeros until
-    the learner has. support is what each token was sampled from, the whole
-    vocabulary for prompt tokens; None where it was not asked for.
+    token_ids int64 [L]. advantages float32 [L]. mask bool [L]: True on the response tokens that train.
+    rollout_logprobs float32 [L]: 0 on tokens of the prompt and of an environment.
+    group_id: the group's number in the step, from 0. age: how many steps ago it was sampled.
+    pair: the preference pair's number in the step, from 0; −1 without a pair.
+    reward: the reward of the response if the learner computes advantages per token; advantages are zero until then.
+    support: what each token was sampled from, the whole vocabulary for prompt tokens; None if it was not recorded.
     """
 
     token_ids: Tensor
@@ -280,20 +320,20 @@ class Sequence:
 class PackedBatch:
     """Sequences laid end to end, ready for one forward and backward pass.
 
-    A sequence of L tokens takes L−1 positions: its last token is only ever a target. ``logits[t]`` predicts
+    A sequence of L tokens takes L−1 positions: its last token is only a target. ``logits[t]`` predicts
     ``target_ids[t]``, so nothing downstream shifts anything.
 
     input_ids, position_ids, target_ids int64 [T]; position_ids restart at 0 in every sequence.
     cu_seqlens int32 [S+1]: sequence s holds positions cu_seqlens[s] … cu_seqlens[s+1].
     mask bool [T]: True where the target is a response token that trains.
-    advantages, old_logprobs float32 [T], aligned with target_ids; old_logprobs starts as the engine's own.
-    group_ids, sequence_ids, ages int64 [S]: of each sequence the group, its place in the list that was packed, and how
-    many steps ago it was sampled: all are of this step, or none is.
-    ref_logprobs float32 [T], under the reference policy; None where the objective has no use for it.
-    importance_weights float32 [T], of rollout correction; None where it is off.
-    experts uint8 or int16 [U, K]: for routing replay, where each position that this rank computes is to go in all
-    layers (``policy.routing``); None for what the routers choose.
-    rewards float32 [S], values and returns float32 [T]: what advantages per token are made of; None without them.
+    advantages, old_logprobs float32 [T], aligned with target_ids; old_logprobs start as the engine's log-probs.
+    group_ids, sequence_ids, ages int64 [S]: of each sequence the group, its index in the packed list, and how many
+    steps ago it was sampled. Either all ages are 0 or none is.
+    ref_logprobs float32 [T], under the reference policy; None if the objective does not use them.
+    importance_weights float32 [T], of rollout correction; None if it is off.
+    experts uint8 or int16 [U, K]: for routing replay, the experts of each position that this rank computes, in all
+    layers (``policy.routing``); None lets the routers choose.
+    rewards float32 [S], values and returns float32 [T]: inputs of advantages per token; None without them.
     support_ids int32 [K], support_counts int32 [T]: the ``TruncatedSupport`` of each target, or None.
     """
 
@@ -332,17 +372,17 @@ class PackedBatch:
 
     @property
     def stale(self) -> bool:
-        """Sampled by the policy of an earlier step: its ratios are not 1 before an update."""
+        """Whether an earlier policy sampled it. If so, ratios are not 1 before the first update of the step."""
         return bool((self.ages > 0).any())
 
     def to(self, device: torch.device | str) -> PackedBatch:
         return PackedBatch(**{name: tensor.to(device) for name, tensor in self.tensors().items()})
 
     def tensors(self) -> dict[str, Tensor]:
-        """Its tensors by the names of its fields."""
+        """Return the tensors that are not None, by field name."""
         fields = ((name, getattr(self, name)) for name in self.__dataclass_fields__)
         return {name: tensor for name, tensor in fields if tensor is not None}
 
     def without_experts(self) -> PackedBatch:
-        """The same batch for a pass, or a reader, that has nothing to replay."""
+        """Return the same batch without routing replay."""
         return replace(self, experts=None)

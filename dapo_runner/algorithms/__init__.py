@@ -1,1 +1,1 @@
-"""From groups to new weights: advantages, packing, token selection, rollout correction, and the learner that steps."""
+"""Train on groups: advantages, packing, token selection, rollout correction and the learner."""

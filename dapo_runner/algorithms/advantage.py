@@ -11,12 +11,16 @@ With R the reward, G the samples of one prompt and N the samples of the whole st
 
 and per token, by the formulas of `dapo_runner.algorithms.returns`:
 
-    gae              of R on the last token, with a critic's values
-    returns          of R on the last token
-    group_returns    of R − mean_G on the last token
+    gae              from R on the last token and a critic's values
+    returns          from R on the last token
+    group_returns    from R − mean_G on the last token
 
-Standard deviations are unbiased. Samples that overlong filtering took out of the loss count in means and standard
-deviations. Segments of a response have their own advantages (`segments.py`).
+With `advantage.turn_gamma` each turn k of an episode has its own return G_k = r_k + γ·G_{k+1}, which replaces R and is
+compared with turn k of the other samples. r_k is the environment's reward for the turn. The last turn also gets the
+rest of the reward: that of a rule, and the length penalty.
+
+Standard deviations are unbiased. Samples masked by overlong filtering count in means and standard deviations. Segments
+of a response have their own advantages (`segments.py`).
 """
 
 from __future__ import annotations
@@ -38,24 +42,24 @@ from dapo_runner.types import Sequence as TrainingSequence
 
 @dataclass(frozen=True, slots=True)
 class Advantage:
-    """What is subtracted from a reward, and what the difference is divided by."""
+    """The baseline that is subtracted from a reward, and the scale that divides the difference."""
 
     baseline: Literal["group", "batch", "others"] | None
     scale: Literal["group", "batch"] | None = None
 
     def __call__(self, rewards: Tensor, batch: Tensor) -> Tensor:
-        """Return the advantages [G] of one group's ``rewards`` [G]; ``batch`` [N] holds those of all groups. float64"""
+        """Return the advantages float64 [G] of a group's ``rewards`` [G]. ``batch`` [N]: the rewards of all groups."""
         n = rewards.numel()
         if self.baseline is None:
             return rewards
         if self.baseline == "others":
-            centred = (rewards - rewards.mean()) * (n / (n - 1))
+            centred = (rewards - rewards.mean()) * (n / max(1, n - 1))  # 0 for a single sample
         else:
             centred = rewards - (rewards if self.baseline == "group" else batch).mean()
         if self.scale is None:
             return centred
         compared = rewards if self.scale == "group" else batch
-        return centred / (compared.std(correction=min(1, compared.numel() - 1)) + EPS)  # of one sample 0
+        return centred / (compared.std(correction=min(1, compared.numel() - 1)) + EPS)  # 0 for a single sample
 
 
 ADVANTAGES: dict[str, Advantage] = {
@@ -72,12 +76,16 @@ ADVANTAGES: dict[str, Advantage] = {
 
 
 def make_sequences(groups: Iterable[Group], config: AdvantageConfig, step: int = 0) -> list[TrainingSequence]:
-    """Return the training sequences of a step, group by group in order. ``step`` counts as the steps of the groups do.
-    Raises ConfigError where a user's function does not return an advantage for each sample.
+    """Return the training sequences of a step, in the order of their groups. ``step`` is the number of this step.
+    Raises ConfigError if a custom function does not return an advantage for each sample.
     """
     groups, segments = list(groups), config.segments
     if segments is not None:
         rows: Iterable[Iterable[Any]] = [[segment_advantages(x, segments) for x in group.samples] for group in groups]
+    elif config.turn_gamma is not None:
+        rows = [
+            [(x, None) for x in row] for row in _turn_advantages(groups, ADVANTAGES[config.kind], config.turn_gamma)
+        ]
     elif config.kind in ADVANTAGES:
         rows = [[(x, None) for x in row] for row in _named_advantages(groups, ADVANTAGES[config.kind])]
     else:
@@ -100,8 +108,32 @@ def _named_advantages(groups: Sequence[Group], advantage: Advantage) -> list[lis
     return [advantage(row, batch).tolist() for row in rewards]
 
 
+def _turn_advantages(groups: Sequence[Group], advantage: Advantage, gamma: float) -> list[list[Tensor]]:
+    """Return the advantage of each token: that of its turn."""
+    returns = [[_turn_returns(sample, gamma) for sample in group.samples] for group in groups]
+    found = [[torch.zeros(sample.completion.length) for sample in group.samples] for group in groups]
+    for k in range(max((len(one) for row in returns for one in row), default=0)):
+        reached = [[(index, one[k]) for index, one in enumerate(row) if k < len(one)] for row in returns]
+        values = [torch.tensor([value for _, value in row], dtype=torch.float64) for row in reached]
+        batch = torch.cat(values)
+        for group, advantages, row, rewards in zip(groups, found, reached, values, strict=True):
+            for (index, _), value in zip(row, advantage(rewards, batch).tolist() if row else [], strict=True):
+                turn = group.samples[index].completion.policy_turns[k]
+                advantages[index][turn.start : turn.end] = value
+    return found
+
+
+def _turn_returns(sample: Sample, gamma: float) -> list[float]:
+    rewards = [turn.reward or 0.0 for turn in sample.completion.policy_turns]
+    rewards[-1] += sample.reward - sum(rewards)
+    returns = [0.0]
+    for reward in reversed(rewards):
+        returns.insert(0, reward + gamma * returns[0])
+    return returns[:-1]
+
+
 def _plugin_advantages(groups: Sequence[Group], name: str) -> list[list[Tensor]]:
-    """Return what the user's function returns: for each sample one advantage, or one for each of its tokens."""
+    """Return the advantages of a custom function: for each sample one, or one for each of its tokens."""
     found = list(import_function("advantage.kind", name)(groups))
     sizes, wanted = [len(row) for row in found], [len(group.samples) for group in groups]
     if sizes != wanted:
@@ -125,17 +157,19 @@ def _check_advantages(name: str, value: Any, sample: Sample) -> Tensor:
 def make_sequence(
     group: Group, sample: Sample, advantage: float | Tensor, group_id: int, age: int, trains: Tensor | None = None
 ) -> TrainingSequence:
-    """Return the training sequence of one sample with a response of N tokens.
+    """Return the training sequence of a sample with a response of N tokens.
 
     Args:
         advantage: one for all tokens, or float32 [N].
-        trains: bool [N], which tokens train; None for all of a sample that trains.
+        trains: bool [N], the tokens that train; None for all tokens of a sample that trains.
     """
     prompt = torch.tensor(group.prompt.token_ids, dtype=torch.int64)
     completion, zeros, n = sample.completion, torch.zeros(prompt.numel()), sample.completion.length
     mask = torch.as_tensor(sample.trains if trains is None else trains).expand(n)
+    logprobs = completion.logprobs.to(torch.float32)
     if completion.loss_mask is not None:
         mask = mask & completion.loss_mask
+        logprobs = logprobs.where(completion.loss_mask, 0.0)  # NaN would count as missing in the engine
     support = completion.support
     if support is not None:
         support = TruncatedSupport.concatenate([TruncatedSupport.full(prompt.numel()), support])
@@ -143,7 +177,7 @@ def make_sequence(
         token_ids=torch.cat([prompt, completion.token_ids.to(torch.int64)]),
         advantages=torch.cat([zeros, torch.as_tensor(advantage, dtype=torch.float32).expand(n)]),
         mask=torch.cat([zeros.bool(), mask]),
-        rollout_logprobs=torch.cat([zeros, completion.logprobs.to(torch.float32)]),
+        rollout_logprobs=torch.cat([zeros, logprobs]),
         group_id=group_id,
         age=age,
         support=support,

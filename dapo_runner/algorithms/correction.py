@@ -1,21 +1,24 @@
-"""Measure how far engine and learner disagree on log-probs, and correct for it.
+"""Measure and correct the mismatch between the log-probs of engine and learner.
 
 With μ the engine's probability of a sampled token, π the learner's before any update of the step, Δ = log π − log μ
 and means over the n tokens of a step that train:
 
     rollout_gap, rollout_gap_max    mean and largest |Δ|
     rollout_k3                      mean of e^Δ − Δ − 1, an estimate of KL(μ‖π)
-    rollout_ess                     (Σ e^Δ)² / (n Σ e^2Δ), the effective sample size; 1 where the two agree
+    rollout_ess                     (Σ e^Δ)² / (n Σ e^2Δ), the effective sample size; 1 without a mismatch
 
 Correction multiplies the policy term of each token by a weight:
 
-    weights: token      min(e^Δ, cap): truncated importance sampling
-    weights: sequence   min(e^{ΣΔ}, cap), the sum over the response
-    mask: token         0 where e^Δ is outside [1/bound, bound]
-    mask: sequence      0 for every token of a response with e^{mean Δ} outside [1/bound, bound]
+    weights: token      e^Δ, at least floor and at most cap: truncated importance sampling
+    weights: sequence   e^{ΣΔ}, the sum over the response, likewise
+    mask: token         0 where e^Δ is outside [lower_bound, bound]
+    mask: sequence      0 for every token of a response with e^{mean Δ} outside [lower_bound, bound]
 
-A token that the engine gave no log-prob (NaN) counts as Δ = 0. The means leave it out; rollout_unknown is the share of
-such tokens. A token of weight 0 still counts in the denominator of the loss.
+`weights: token` with `mask: token` is IcePop (Ring-1T, arXiv 2510.18855). rollout_masked is the share of tokens with
+weight 0, rollout_truncated the share of tokens with weight floor or cap.
+
+A token without a finite log-prob of the engine counts as Δ = 0. The means leave it out; rollout_unknown is the share of
+such tokens. A token with weight 0 still counts in the denominator of the loss.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from dapo_runner.config import CorrectionConfig
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Sums over tokens, which add up over micro- and mini-batches."""
+    """Sums over tokens. They add up over micro-batches and mini-batches."""
 
     tokens: int = 0
     gap: float = 0.0
@@ -39,8 +42,10 @@ class Mismatch:
     k3: float = 0.0
     ratio: float = 0.0
     ratio_squared: float = 0.0
-    masked: int = 0  # tokens of weight 0
-    unknown: int = 0  # tokens without a log-prob of the engine's, which ``tokens`` does not count
+    masked: int = 0  # tokens with weight 0
+    truncated: int = 0  # tokens with weight floor or cap
+    limited: int = 0  # tokens whose weight is limited by floor and cap
+    unknown: int = 0  # tokens without a finite log-prob of the engine; not counted in ``tokens``
 
     def __add__(self, other: Mismatch) -> Mismatch:
         sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
@@ -49,7 +54,8 @@ class Mismatch:
     def metrics(self) -> dict[str, float]:
         if not self.tokens:
             return {"rollout_unknown": 1.0} if self.unknown else {}
-        return {
+        truncated = {"rollout_truncated": self.truncated / self.limited} if self.limited else {}
+        return truncated | {
             "rollout_gap": self.gap / self.tokens,
             "rollout_gap_max": self.gap_max,
             "rollout_k3": self.k3 / self.tokens,
@@ -59,41 +65,52 @@ class Mismatch:
         }
 
 
-def measure(learner: Tensor, engine: Tensor, mask: Tensor, weights: Tensor | None = None) -> Mismatch:
-    """Compare log-probs float32 [T]; ``mask`` bool [T], ``weights`` those of ``correct``."""
-    known = mask & ~engine.isnan()
+def measure(
+    learner: Tensor,
+    engine: Tensor,
+    mask: Tensor,
+    weights: Tensor | None = None,
+    limits: tuple[float, float] | None = None,
+) -> Mismatch:
+    """Compare log-probs float32 [T] under ``mask`` bool [T]. ``weights`` come from ``correct``, with ``limits``."""
+    known = mask & engine.isfinite()
     delta, unknown = (learner - engine)[known].double(), int((mask & ~known).sum())
     if not delta.numel():
         return Mismatch(unknown=unknown)
     ratio = delta.exp()
     sums = torch.stack([delta.abs().sum(), delta.abs().max(), (ratio - delta - 1).sum(), ratio.sum(), (ratio**2).sum()])
     gap, gap_max, k3, total, squared = sums.tolist()
-    masked = 0 if weights is None else int((weights[known] == 0).sum())
-    return Mismatch(delta.numel(), gap, gap_max, k3, total, squared, masked, unknown)
+    known_weights = torch.ones_like(delta) if weights is None else weights[known]
+    masked = int((known_weights == 0).sum())
+    low, high = limits or (0.0, math.inf)
+    truncated = int(((known_weights > 0) & ((known_weights <= low) | (known_weights >= high))).sum())
+    limited = delta.numel() if limits else 0
+    return Mismatch(delta.numel(), gap, gap_max, k3, total, squared, masked, truncated, limited, unknown)
 
 
 def correct(
     learner: Tensor, engine: Tensor, mask: Tensor, cu_seqlens: Tensor, config: CorrectionConfig
 ) -> Tensor | None:
-    """Return the weight of each token, float32 [T], 1 where ``mask`` bool [T] is False; None where correction is off.
+    """Return the weight of each token, float32 [T], 1 where ``mask`` bool [T] is False; None if correction is off.
 
     Log-probs are float32 [T], cu_seqlens int32 [S+1].
     """
     if not config.enabled:
         return None
-    delta = torch.where(mask & ~engine.isnan(), learner - engine, 0.0)
+    delta = torch.where(mask & engine.isfinite(), learner - engine, 0.0)
     weights = torch.ones_like(delta)
     if config.weights is not None:
         log_ratio = delta if config.weights == "token" else _reduce_sequences(delta, mask, cu_seqlens, mean=False)
-        weights = log_ratio.clamp(max=math.log(config.cap)).exp()
+        weights = log_ratio.exp().clamp(config.floor, config.cap)
     if config.mask is not None:
         log_ratio = delta if config.mask == "token" else _reduce_sequences(delta, mask, cu_seqlens, mean=True)
-        weights = weights.masked_fill(log_ratio.abs() > math.log(config.bound), 0.0)
+        inside = (log_ratio >= math.log(config.lowest)) & (log_ratio <= math.log(config.bound))
+        weights = weights.where(inside, 0.0)
     return torch.where(mask, weights, 1.0)
 
 
 def _reduce_sequences(values: Tensor, mask: Tensor, cu_seqlens: Tensor, *, mean: bool) -> Tensor:
-    """Return for each token the sum over its sequence, or the mean over the sequence's tokens of the mask."""
+    """Return for each token the sum of its sequence, or the mean over the masked-in tokens of its sequence."""
     lengths = cu_seqlens.diff().long()
     sequence = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
     totals = values.new_zeros(len(lengths)).index_add(0, sequence, values)

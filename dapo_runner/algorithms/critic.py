@@ -1,4 +1,4 @@
-"""The critic: values of positions, and the clipped loss that it learns by.
+"""The critic: values of positions, and its clipped loss.
 
 With V a value, V_old that before the step's updates and R the return, the loss of a token is
 
@@ -24,26 +24,28 @@ from dapo_runner.parallel.ulysses import gather_positions, own_positions
 from dapo_runner.policy.model import Policy, ValueHead
 from dapo_runner.types import PackedBatch
 
+SCALE_METRICS = {"loss_scale": "value_loss_scale", "skipped_updates": "value_skipped_updates"}
+
 
 class ValueLoss(NamedTuple):
-    """Sums over the tokens that train, 0-d: the loss with its gradient, and how many tokens the clip stops."""
+    """Sums over the training tokens, 0-d: the differentiable loss, and the number of tokens stopped by the clip."""
 
     loss: Tensor
     clipped: Tensor
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None) -> ValueLoss:
-    """Return the loss of float32 [T]; ``mask`` bool [T]. Masked positions may hold anything."""
+    """Return the value loss. Tensors are [T], ``mask`` bool. Masked positions may hold anything, also NaN."""
     error = (values - returns).masked_fill(~mask, 0.0).square()
     if clip is None:
         return ValueLoss(0.5 * error.sum(), torch.zeros_like(error).sum())
     clipped = (old_values + (values - old_values).clamp(-clip, clip) - returns).masked_fill(~mask, 0.0).square()
-    outside = (values - old_values).abs() > clip  # inside, the two errors differ by a rounding
+    outside = (values - old_values).abs() > clip  # inside, the two errors differ only by rounding
     return ValueLoss(0.5 * torch.maximum(error, clipped).sum(), (outside & (clipped > error)).sum())
 
 
 class Critic:
-    """A model with a value head and an optimizer of its own; or, ``shared``, a value head on the policy."""
+    """A model with a value head and its own optimizer, or, if ``shared``, a value head on the policy."""
 
     def __init__(self, model: Policy, config: Config) -> None:
         assert config.critic is not None
@@ -59,12 +61,12 @@ class Critic:
         return head
 
     def trains_alone(self, step: int) -> bool:
-        """Return whether the policy waits for the critic's warm-up. ``step`` counts from 0."""
+        """Return whether only the critic trains: the step is in its warm-up. ``step`` counts from 0."""
         return step - self.config.run.forked_at < self.settings.warmup_steps
 
     @torch.no_grad()
     def add_values(self, mini: MiniBatch) -> None:
-        """Give the micro-batches their values, float32 [T]. Collective."""
+        """Compute the values of the micro-batches, float32 [T]. Collective."""
         for index, batch in enumerate(mini.micro_batches):
             local = self.model.run(partial(self._local_values, batch))
             values = gather_positions(local, self.world.sequence_group)
@@ -74,7 +76,7 @@ class Critic:
         return self.head(self.model.hidden_states(batch))
 
     def loss(self, hidden: Tensor, batch: PackedBatch, mini: MiniBatch) -> Tensor:
-        """Return the loss of this rank's positions. FSDP2 takes the mean over ranks; the denominator makes it a sum."""
+        """Return the loss of this rank's positions. FSDP2 averages over ranks; the denominator turns it into a sum."""
         assert batch.values is not None
         assert batch.returns is not None
         group = self.world.sequence_group
@@ -83,29 +85,29 @@ class Critic:
         )
         out = value_loss(self.head(hidden), old_values, returns, mask, self.settings.clip)
         self._losses.append(ValueLoss(out.loss.detach(), out.clipped))
-        return out.loss * (self.world.size / mini.n_tokens)
+        return out.loss * (self.world.size / mini.n_tokens * mini.loss_scale)
 
     def update(self, mini: MiniBatch, step: int) -> dict[str, float]:
         """Take one optimizer step and return its metrics. Raises NonFiniteUpdateError."""
         assert self.trained is not None
         rate = learning_rate(self.config, step) * self.settings.lr / self.config.optimizer.lr
-        self.trained.accumulate_gradients(len(mini.micro_batches), partial(self._compute_loss, mini))
+        self.trained.accumulate_gradients(mini, partial(self._compute_loss, mini))
         norm = float(self.trained.clip_gradients())
-        if not math.isfinite(norm):
+        if not math.isfinite(norm) and mini.loss_scale <= 1:
             raise NonFiniteUpdateError(
                 f"step {step + 1}: expected a finite gradient of the critic, got norm {norm:g}. The weights are those "
                 "before this update. Try a lower critic.lr",
                 mini,
             )
-        self.trained.step(rate)
-        return {**self.metrics(mini), "value_grad_norm": norm, "value_lr": rate}
+        scale = {SCALE_METRICS[name]: value for name, value in self.trained.step(rate).items()}
+        return {**self.metrics(mini), "value_grad_norm": norm, "value_lr": rate, **scale}
 
     def _compute_loss(self, mini: MiniBatch, index: int) -> Tensor:
         batch = mini.micro_batches[index]
         return self.model.run(lambda: self.loss(self.model.hidden_states(batch), batch, mini))
 
     def metrics(self, mini: MiniBatch) -> dict[str, float]:
-        """Return means over the tokens of the mini-batch just trained on, over all ranks. Collective."""
+        """Return the means over the tokens of the last mini-batch, over all ranks. Collective."""
         local = [float(sum(column)) for column in zip(*self._losses, strict=True)] or [0.0, 0.0]
         self._losses = []
         loss, clipped = (sum(column) for column in zip(*self.world.all_gather_object(local), strict=True))

@@ -1,7 +1,7 @@
 """The learner: old log-probs, a loss over packed micro-batches, one optimizer step for each mini-batch.
 
-Every sum is divided by the count of the whole mini-batch, never by a micro-batch's own: how a mini-batch is split and
-packed does not change its gradient.
+Every sum is divided by the count of the whole mini-batch, never by that of a micro-batch. So the gradient of a
+mini-batch does not depend on how it is split and packed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dapo_kernels.logprobs import TokenStats
 from dapo_kernels.metrics import COUNTS
 from dapo_runner.algorithms.correction import Mismatch, measure
 from dapo_runner.algorithms.critic import Critic
-from dapo_runner.algorithms.losses import Loss, Output, PolicyLoss, PreferenceLoss
+from dapo_runner.algorithms.losses import DistillationLoss, Loss, Output, PolicyLoss, PreferenceLoss
 from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError, token_stats
 from dapo_runner.algorithms.objective import resolve_objective, uses_reference
-from dapo_runner.algorithms.packing import count_training_tokens, pack_shares
+from dapo_runner.algorithms.packing import count_group_tokens, count_training_tokens, pack_shares
 from dapo_runner.algorithms.returns import estimate_advantages, show_advantages
 from dapo_runner.algorithms.selection import ScoredBatch, TokenValues, select_tokens, token_values
 from dapo_runner.algorithms.weights import MasterWeights, MovingReference, TrainedModel, learning_rate
@@ -39,10 +39,10 @@ T = TypeVar("T")
 
 
 class Learner:
-    """Trains a policy. ``prepare`` packs the sequences of a step, ``update`` takes one optimizer step.
+    """Train a policy. ``prepare`` packs the sequences of a step, ``update`` takes one optimizer step.
 
-    With `logging.rollouts.per_token`, ``token_values`` holds what the updates of the step computed of single tokens, by
-    the index of their sequence in the step, on rank 0.
+    With `logging.rollouts.per_token`, ``token_values`` on rank 0 holds what the step's updates computed per token, by
+    the index of the sequence in the step.
     """
 
     def __init__(
@@ -53,19 +53,24 @@ class Learner:
         critic_model: Policy | None = None,
         clock: StepClock | None = None,
     ) -> None:
-        """A policy with adapters is its own reference, with them switched off. ``critic_model`` is the policy itself
-        where they share a trunk. Raises ConfigError.
+        """A policy with adapters is its own reference, with the adapters switched off. If policy and critic share a
+        trunk, ``critic_model`` is the policy. Raises ConfigError.
         """
         if uses_reference(config) and reference is None and not has_adapters(policy.model):
             raise ValueError("Learner: a KL penalty or preference loss requires a reference, got none")
-        if critic_model is not None and critic_model.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
-            raise ConfigError("critic.path: requires a model with the policy's tokenizer, got another vocabulary")
+        key = "loss.reference" if config.distillation is None else "distillation.teacher"
+        for name, other in ((key, reference), ("critic.path", critic_model)):
+            if other not in (None, policy) and other.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+                raise ConfigError(f"{name}: requires a model with the policy's tokenizer, got another vocabulary")
         self.policy, self.config, self.reference, self.world = policy, config, reference, policy.world
         self.clock = StepClock() if clock is None else clock
         self.critic = critic = None if critic_model is None else Critic(critic_model, config)
         temperature, shared = config.rollout.temperature, critic if critic is not None and critic.shared else None
         self.loss: Loss
-        if config.preference is not None:
+        if config.distillation is not None:
+            assert reference is not None
+            self.loss = DistillationLoss(config.distillation, reference, temperature)
+        elif config.preference is not None:
             self.loss = PreferenceLoss(config.preference, temperature)
         else:
             self.loss = PolicyLoss(resolve_objective(config), temperature, shared)
@@ -75,18 +80,24 @@ class Learner:
         self.master, self.optimizer = self.trained.master, self.trained.optimizer
         self.moving: MovingReference | None = None
         if config.loss.reference_ema is not None and reference is not None:
-            self.moving = MovingReference(reference.model, self.master.tensors, config.loss.reference_ema)
+            alpha, offload = config.loss.reference_ema, config.optimizer.offload
+            self.moving = MovingReference(reference.model, self.master.tensors, alpha, offload=offload)
 
     def parts(self) -> list[MasterWeights]:
-        """Return the weights that a checkpoint holds, with their optimizer state."""
+        """Return the weights, with their optimizer state, that a checkpoint saves."""
         critic = None if self.critic is None or self.critic.trained is None else self.critic.trained.master
         return [weights for weights in (self.master, self.moving, critic) if weights is not None]
 
-    def prepare(self, sequences: Sequence[TrainingSequence]) -> list[MiniBatch]:
-        """Return this rank's share of the mini-batches of a step, with everything that their updates compare the policy
-        with: the log-probs of the policy before any update, those of the reference, values and advantages of tokens.
+    def scalers(self) -> list[torch.amp.GradScaler]:
+        """Return the loss scalers of policy and critic, whose state a checkpoint saves."""
+        critic = None if self.critic is None else self.critic.trained
+        return [trained.scaler for trained in (self.trained, critic) if trained is not None]
 
-        ``sequences`` are those of rank 0; what other ranks pass is ignored. Collective.
+    def prepare(self, sequences: Sequence[TrainingSequence]) -> list[MiniBatch]:
+        """Return this rank's share of the mini-batches of a step, with all inputs of their updates: log-probs of the
+        policy before the first update, log-probs of the reference, values and advantages of tokens.
+
+        Only the ``sequences`` of rank 0 are used. Collective.
         """
         self.token_values, self.estimates = {}, {}
         with self.clock.phase("pack"):
@@ -107,8 +118,8 @@ class Learner:
         return minis
 
     def _split(self, sequences: Sequence[TrainingSequence]) -> list[list[MiniBatch]]:
-        """Split a step into mini-batches of at most the configured size, as equal as they can be, and each into the
-        shares of the ranks. A step that dynamic sampling left short must not end in an update of the few left over.
+        """Split a step into mini-batches of at most the configured size, as equal as possible, and each into the shares
+        of the ranks. Equal sizes avoid a tiny last update if dynamic sampling left the step short.
         """
         size = max(1, len(sequences))
         if self.config.optimizer.mini_batch_size is not None:
@@ -119,9 +130,10 @@ class Learner:
         for index, first in enumerate(range(0, len(sequences), size)):
             part = sequences[first : first + size]
             n_tokens, denominator = count_training_tokens(part), self.loss.denominator(part)
+            group_tokens = count_group_tokens(part)
             for share, batches in zip(shares, self.pack(part, first), strict=True):
                 if batches:
-                    share.append(MiniBatch(batches, n_tokens, denominator, index))
+                    share.append(MiniBatch(batches, n_tokens, denominator, index, group_tokens))
         return [shares[rank // self.world.layout.sequence] for rank in range(self.world.size)]
 
     def pack(self, sequences: Sequence[TrainingSequence], first_id: int = 0) -> list[list[PackedBatch]]:
@@ -139,11 +151,11 @@ class Learner:
     def _add_old_logprobs(self, mini: MiniBatch) -> None:
         assert self.loss.objective is not None
         correction, from_engine = self.config.rollout.correction, self.config.loss.old_logprobs == "rollout"
-        unknown = self.world.any(any(bool(batch.old_logprobs.isnan().any()) for batch in mini.micro_batches))
+        unknown = self.world.any(any(not batch.old_logprobs.isfinite().all() for batch in mini.micro_batches))
         if not from_engine:
-            # The first update's forward pass gives the old log-probs as well, unless they are wanted before it.
-            wanted = correction.enabled or self.config.reward.kl or self.loss.objective.max_old_prob is not None
-            mini.on_policy = mini.index == 0 and not wanted and not unknown
+            # The first update's forward pass also gives the old log-probs, unless they are needed earlier.
+            needed = correction.enabled or self.config.reward.kl or self.loss.objective.max_old_prob is not None
+            mini.on_policy = mini.index == 0 and not needed and not unknown
         if not unknown and (from_engine or mini.on_policy):
             return
         with self.clock.phase("old_logprobs"):
@@ -153,11 +165,13 @@ class Learner:
                 mini.set_old_logprobs(index, old, experts, correction, from_engine=from_engine)
 
     def _add_ref_logprobs(self, mini: MiniBatch) -> None:
+        if self.config.distillation is not None:  # its loss uses the teacher's whole distributions
+            return
         if uses_reference(self.config):
             compute = self.ref_logprobs
         elif self.loss.objective is not None:
             return
-        elif mini.index == 0:  # the first update's forward pass gives those of the policy before the step
+        elif mini.index == 0:  # the first update's forward pass gives the log-probs before the step
             mini.on_policy = True
             return
         else:
@@ -167,11 +181,11 @@ class Learner:
                 mini.micro_batches[index] = replace(batch, ref_logprobs=compute(batch).to(batch.mask.device))
 
     def logprobs(self, batch: PackedBatch) -> Tensor:
-        """Return log-probs of the targets under the policy, float32 [T] on its device; 0 where the mask is False."""
+        """Return the policy's log-probs of the targets, float32 [T] on its device; 0 where the mask is False."""
         return self._token_stats(self.policy, batch).logprobs
 
     def ref_logprobs(self, batch: PackedBatch) -> Tensor:
-        """Return the same under the reference policy."""
+        """Return the reference's log-probs of the targets, like ``logprobs``."""
         if self.reference is not None:
             return self._token_stats(self.reference, batch).logprobs
         with adapters_off(self.policy.model):
@@ -183,9 +197,9 @@ class Learner:
         return policy.run(lambda: token_stats(policy, batch, temperature, entropy=entropy))
 
     def update(self, mini: MiniBatch, step: int) -> dict[str, float]:
-        """Take one optimizer step, and return the means of its metrics. Raises NonFiniteUpdateError.
+        """Take one optimizer step and return its metrics. Raises NonFiniteUpdateError.
 
-        ``step`` is the rollout step, from 0, that the learning rate goes by.
+        ``step`` is the rollout step, from 0, which sets the learning rate.
         """
         critic = self.critic
         if critic is None:
@@ -206,10 +220,10 @@ class Learner:
                 outs.append(self.compute_loss(mini, mini.micro_batches[index], selections[index]))
                 return outs[-1].loss
 
-            self.trained.accumulate_gradients(len(mini.micro_batches), compute_loss)
+            self.trained.accumulate_gradients(mini, compute_loss)
         with self.clock.phase("optimizer"):
             norm = self.trained.clip_gradients()
-        metrics = self._reduce_metrics(outs, norm) | {"lr": rate}
+        metrics = self._reduce_metrics(outs, norm, mini.loss_scale) | {"lr": rate}
         if mini.index == 0 and not mini.mismatch.tokens:
             for batch, out in zip(mini.micro_batches, outs, strict=True):
                 mini.mismatch += measure(out.logprobs.to(batch.mask.device), batch.old_logprobs, batch.mask)
@@ -217,16 +231,15 @@ class Learner:
         if self.config.logging.rollouts.per_token:
             self._keep_token_values(mini, outs, selections)
         with self.clock.phase("optimizer"):
-            self.trained.step(rate)
-        return metrics
+            return metrics | self.trained.step(rate)
 
     def compute_loss(self, mini: MiniBatch, batch: PackedBatch, selection: Tensor | None = None) -> Output:
         """Return the loss of one micro-batch of ``mini``. Collective."""
         return self.policy.run(lambda: self.loss(self.policy, mini, batch, selection))
 
     def select_tokens(self, mini: MiniBatch, step: int) -> Sequence[Tensor | None]:
-        """Return for each micro-batch the tokens, bool [T], that an objective selects from the whole mini-batch; None
-        where it selects none. Collective.
+        """Return for each micro-batch the tokens, bool [T], that the objective selects from the whole mini-batch, or
+        None if the objective does not select tokens. Collective.
         """
         batches, objective = mini.micro_batches, self.loss.objective
         if objective is None or objective.batch_selection is None:
@@ -239,13 +252,13 @@ class Learner:
     def _choose_tokens(
         self, objective: Objective, scored: Sequence[ScoredBatch], mini: MiniBatch, step: int
     ) -> list[list[Tensor]]:
-        """Return for each rank the selection of each of its micro-batches. ``scored`` are those of all ranks."""
+        """Return the selections of each rank's micro-batches. ``scored`` holds the micro-batches of all ranks."""
         device = self.policy.device
-        # Every update draws lots of its own, and the same ones after a resume.
+        # Each update has its own random numbers. They are the same after a resume.
         seed = random.Random(f"{self.config.run.seed}:{step}:{mini.index}").getrandbits(63)
         generator = torch.Generator(device).manual_seed(seed)
         found = select_tokens(objective, [one.to(device) for one in scored], generator, on_policy=mini.on_policy)
-        chosen, n = [one.cpu().clone() for one in found], len(mini.micro_batches)  # every rank has as many
+        chosen, n = [one.cpu().clone() for one in found], len(mini.micro_batches)  # n is the same on every rank
         starts = (rank // self.world.layout.sequence * n for rank in range(self.world.size))
         return [chosen[start : start + n] for start in starts]
 
@@ -260,20 +273,20 @@ class Learner:
         self.token_values |= token_values(self.loss.objective, everywhere, on_policy=mini.on_policy, groups=groups)
 
     def _gather_on_rank0(self, local: list[T]) -> list[T]:
-        """Return on rank 0 an entry for each micro-batch of all ranks; ranks that share positions have the same."""
+        """Return on rank 0 the entries of all ranks' micro-batches. A sequence-parallel group counts once."""
         parts = self.world.run_and_gather_on_rank0(lambda: local)
         return [one for part in parts[:: self.world.layout.sequence] for one in part]
 
-    def _reduce_metrics(self, outs: Sequence[Output], norm: Tensor) -> dict[str, float]:
-        """Return the metrics of an update over the micro-batches of all ranks."""
+    def _reduce_metrics(self, outs: Sequence[Output], norm: Tensor, loss_scale: float) -> dict[str, float]:
+        """Return the metrics of an update, over the micro-batches of all ranks."""
         loss_sum, grad_norm = torch.stack([torch.stack([out.loss.detach() for out in outs]).sum(), norm]).tolist()
-        # Ranks that share positions have a part of the loss each, or all of them the same loss.
+        # The ranks of a sequence-parallel group have parts of a loss, or all of them the whole loss.
         counts = self.loss.is_local or self.world.rank % self.world.layout.sequence == 0
-        loss = math.fsum(self.world.all_gather_object(loss_sum if counts else 0.0)) / self.world.size
+        loss = math.fsum(self.world.all_gather_object(loss_sum if counts else 0.0)) / self.world.size / loss_scale
         return {"loss": loss, "grad_norm": grad_norm, **reduce_metrics([out.metrics for out in outs] if counts else [])}
 
     def move_reference(self) -> None:
-        """Let a reference that moves follow the policy, once it has taken the updates of a step."""
+        """Move a moving reference toward the policy, after the updates of a step."""
         if self.moving is not None:
             self.moving.follow()
 
@@ -285,12 +298,13 @@ def _score(batch: PackedBatch, found: TokenStats | Output) -> ScoredBatch:
 
 def _check_finite(metrics: dict[str, float], mini: MiniBatch, step: int) -> None:
     loss, norm, nonfinite = metrics["loss"], metrics["grad_norm"], metrics["nonfinite"]
-    if math.isfinite(loss) and math.isfinite(norm) and not nonfinite:
+    # A float16 gradient that overflows is not an error: the update is skipped and the loss scale halved.
+    if math.isfinite(loss) and (math.isfinite(norm) or mini.loss_scale > 1) and not nonfinite:
         return
     raise NonFiniteUpdateError(
         f"step {step + 1}: expected a finite loss and gradient, got loss {loss:g}, gradient norm {norm:g}, "
-        f"{nonfinite:.0f} log-probs that are not finite. The weights are those before this update. Look at ratio and "
-        "entropy of the steps before, or try a lower optimizer.lr",
+        f"{nonfinite:.0f} non-finite log-probs. The weights are those before this update. Check ratio and entropy of "
+        "the previous steps, or lower optimizer.lr",
         mini,
     )
 
@@ -298,21 +312,25 @@ def _check_finite(metrics: dict[str, float], mini: MiniBatch, step: int) -> None
 def step_metrics(
     minis: Iterable[MiniBatch], updates: Sequence[dict[str, float]], world: World = SINGLE_PROCESS
 ) -> dict[str, float]:
-    """Return the means of the updates, their count, and policy against engine over all measured tokens of the step."""
+    """Return the means over the updates, their number, and the mismatch of engine and policy over the step's tokens."""
     local = sum((mini.mismatch for mini in minis), Mismatch())
     mismatch = sum(world.gather_shares(local), Mismatch())
     return mean_of(updates) | mismatch.metrics() | {"updates": len(updates)}
 
 
 def mean_of(updates: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Return means over the updates that have a metric, but the largest of maxima and the sum of counts."""
+    """Return the mean of each metric over the updates that have it. Take the maximum of maxima and the sum of counts.
+    Leave out the infinite gradient norms of skipped updates.
+    """
     table = list(updates)
     combined: dict[str, float] = {}
     for key in dict.fromkeys(key for metrics in table for key in metrics):
         values = [metrics[key] for metrics in table if key in metrics]
+        if key.endswith("grad_norm"):
+            values = [value for value in values if math.isfinite(value)] or values
         if key.endswith("_max"):
             combined[key] = max(values)
         else:
             total = sum(values)
-            combined[key] = total if key in COUNTS else total / len(values)
+            combined[key] = total if key in COUNTS or key.endswith("skipped_updates") else total / len(values)
     return combined

@@ -1,19 +1,19 @@
-"""The losses that a learner can be given: of single responses, and of preference pairs.
+"""The losses of the learner: of single responses, of a teacher's distributions, of preference pairs.
 
-Everything else of an update is the same for all losses (`learner.py`). Each has
+All other parts of an update are the same for all losses (`learner.py`). Each loss has
 
-    objective             whose ratios are taken against old log-probs; None for a loss without ratios
-    sequences_per_unit    how many neighbouring sequences stay in one micro-batch
-    is_local              whether ranks that share positions compute the loss of their own ones only
-    arrange(sequences)    those that train, in the order in which they are split into mini-batches
-    denominator(sequences)            what the loss of a whole mini-batch is divided by
+    objective             whose ratios need old log-probs; None for a loss without ratios
+    sequences_per_unit    how many neighbouring sequences must be in the same micro-batch
+    is_local              whether a rank of a sequence-parallel group computes the loss of its own positions only
+    arrange(sequences)    the training sequences, in the order in which they are split into mini-batches
+    denominator(sequences)            the divisor of the loss of a whole mini-batch
     loss(policy, mini, batch, selection)    of one micro-batch; ``selection``, bool [T]: the tokens that train
 
-FSDP2 takes the mean over ranks, so the denominator is divided by their number: the mean becomes a sum.
+FSDP2 averages gradients over ranks. The denominator is divided by the number of ranks to turn the mean into a sum.
 
 Preference pairs are made by reward: the best sample of a group is chosen over the worst, the second best over the
-second worst, and so on (RLHF Workflow, arXiv 2405.07863). Two samples with the same reward are a tie, not a pair. Of
-equal samples the earlier one counts as better.
+second worst, and so on (RLHF Workflow, arXiv 2405.07863). Two samples with equal rewards are a tie, not a pair. Samples
+with equal rewards stay in their order.
 """
 
 from __future__ import annotations
@@ -25,15 +25,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dapo_kernels import Objective, linear_dapo_loss, policy_loss, preference_loss_from_logprobs
+from dapo_kernels import (
+    Objective,
+    linear_dapo_loss,
+    linear_distillation_loss,
+    linear_token_logprobs,
+    policy_loss,
+    preference_loss_from_logprobs,
+)
+from dapo_kernels.distillation import DistillationOutput
 from dapo_kernels.losses import LossOutput
+from dapo_kernels.objectives.table import PROMPT_MEAN
 from dapo_kernels.preference import PreferenceOutput
 from dapo_runner.algorithms.advantage import make_sequence
 from dapo_runner.algorithms.critic import Critic
 from dapo_runner.algorithms.mini_batch import MiniBatch, head_arguments, loss_tensors, token_stats
 from dapo_runner.algorithms.objective import weighs_responses
 from dapo_runner.algorithms.packing import count_training_tokens
-from dapo_runner.config import ConfigError, PreferenceConfig
+from dapo_runner.config import ConfigError, DistillationConfig, PreferenceConfig
 from dapo_runner.parallel.ulysses import gather_positions, own_positions
 from dapo_runner.policy.model import Policy
 from dapo_runner.types import Group, PackedBatch
@@ -44,7 +53,7 @@ Output = LossOutput | PreferenceOutput
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A row of `dapo_kernels.OBJECTIVES` over single responses. ``critic``: shares the trunk, and adds its loss."""
+    """A row of `dapo_kernels.OBJECTIVES` over single responses. A ``critic`` that shares the trunk adds its loss."""
 
     objective: Objective
     temperature: float = 1.0
@@ -56,7 +65,7 @@ class PolicyLoss:
         return self.objective.per_sequence is None
 
     def arrange(self, sequences: Sequence[TrainingSequence]) -> Sequence[TrainingSequence]:
-        """Raise ConfigError where the advantages of a response differ and the objective weighs it as a whole."""
+        """Raise ConfigError if the advantages of a response differ and the objective weighs it as a whole."""
         if weighs_responses(self.objective):
             for sequence in sequences:
                 advantages = sequence.advantages[sequence.mask]
@@ -70,7 +79,8 @@ class PolicyLoss:
     def denominator(self, sequences: Sequence[TrainingSequence]) -> int:
         if self.objective.aggregate == "token-mean":
             return count_training_tokens(sequences)
-        return sum(bool(sequence.mask[1:].any()) for sequence in sequences)
+        trained = [sequence.group_id for sequence in sequences if sequence.mask[1:].any()]
+        return len(set(trained) if self.objective.aggregate == PROMPT_MEAN else trained)
 
     def __call__(self, policy: Policy, mini: MiniBatch, batch: PackedBatch, selection: Tensor | None) -> LossOutput:
         group = policy.world.sequence_group
@@ -109,23 +119,81 @@ class PolicyLoss:
     def _arguments(
         self, policy: Policy, mini: MiniBatch, batch: PackedBatch, tensors: dict[str, Tensor]
     ) -> dict[str, Any]:
-        on_policy = mini.on_policy and not batch.stale  # ratios are taken against the policy's own log-probs
+        on_policy = mini.on_policy and not batch.stale  # the policy's current log-probs are the old ones
+        group_tokens = None
+        if self.objective.aggregate == PROMPT_MEAN:
+            assert mini.group_tokens is not None
+            group_tokens = mini.group_tokens[batch.group_ids].to(policy.device)  # padding gets those of any group
         return {
             "objective": self.objective,
-            "denominator": mini.denominator / policy.world.size,
+            "denominator": mini.denominator / policy.world.size / mini.loss_scale,
             "old_logprobs": None if on_policy else tensors["old_logprobs"],
             "advantages": tensors["advantages"],
             "mask": tensors["mask"],
             "ref_logprobs": tensors.get("ref_logprobs") if self.objective.needs_reference else None,
             "importance_weights": tensors.get("importance_weights"),
+            "group_tokens": group_tokens,
         }
 
 
-CHOSEN, REJECTED = 1.0, -1.0  # where other algorithms have an advantage
+@dataclass(frozen=True)
+class DistillationLoss:
+    """The divergence from a teacher's distributions over the vocabulary, averaged over training tokens."""
+
+    settings: DistillationConfig
+    teacher: Policy
+    temperature: float = 1.0
+    objective: None = None
+    sequences_per_unit: int = 1
+    is_local: bool = True
+
+    def arrange(self, sequences: Sequence[TrainingSequence]) -> Sequence[TrainingSequence]:
+        return sequences
+
+    def denominator(self, sequences: Sequence[TrainingSequence]) -> int:
+        return count_training_tokens(sequences)
+
+    def __call__(self, policy: Policy, mini: MiniBatch, batch: PackedBatch, selection: Tensor | None) -> LossOutput:
+        group, outs = policy.world.sequence_group, list[DistillationOutput]()
+        mask = own_positions(batch.mask, group).to(policy.device)
+        hidden, head = policy.hidden_states(batch), head_arguments(policy, batch, self.temperature)
+        with torch.no_grad():
+            stats = linear_token_logprobs(hidden, mask=mask, entropy=True, **head)
+        assert stats.entropy is not None
+        unused = ("target_ids", "sampling_mask")
+        options = {name: value for name, value in head.items() if name not in unused}
+
+        def compute() -> None:  # returns nothing: FSDP2 would gather the teacher again for a backward pass
+            with torch.no_grad():
+                teacher_hidden = self.teacher.hidden_states(batch.without_experts())
+            ref = self.teacher.head
+            out = linear_distillation_loss(
+                hidden,
+                ref_hidden=teacher_hidden,
+                ref_weight=ref.weight,
+                ref_bias=ref.bias,
+                ref_softcap=ref.softcap,
+                # Rows of a head beyond the shared vocabulary are padding.
+                valid_vocab=min(len(head["weight"]), len(ref.weight)),
+                beta=self.settings.beta,
+                mask=mask,
+                denominator=mini.denominator / policy.world.size / mini.loss_scale,
+                **options,
+            )
+            outs.append(out)
+
+        self.teacher.run(compute)
+        live = torch.where(mask, stats.logprobs, 0.0)
+        metrics = {"tokens": mask.sum(), "nonfinite": (~live.isfinite()).sum(), "entropy": stats.entropy.sum()}
+        logprobs, entropy = gather_positions(stats.logprobs, group), gather_positions(stats.entropy, group)
+        return LossOutput(outs[0].loss, logprobs, entropy, metrics)
+
+
+CHOSEN, REJECTED = 1.0, -1.0  # stored in place of advantages
 
 
 def make_pairs(group: Group, most: int) -> tuple[list[tuple[int, int]], int]:
-    """Return at most ``most`` pairs (chosen, rejected) of samples that train, by their indices, and how many tied."""
+    """Return at most ``most`` pairs (chosen, rejected) of indices of training samples, and the number of ties."""
     samples = group.samples
     best = sorted((i for i, sample in enumerate(samples) if sample.trains), key=lambda i: -samples[i].reward)
     facing = list(zip(best, reversed(best), strict=True))[: min(most, len(best) // 2)]
@@ -134,8 +202,8 @@ def make_pairs(group: Group, most: int) -> tuple[list[tuple[int, int]], int]:
 
 
 def pair_sequences(groups: Sequence[Group], config: PreferenceConfig, step: int = 0) -> list[TrainingSequence]:
-    """Return the training sequences of a step, group by group in order. Those in no pair do not train. ``step`` counts
-    as the steps of the groups do.
+    """Return the training sequences of a step, in the order of their groups. Sequences without a pair do not train.
+    ``step`` is the number of this step.
     """
     sequences: list[TrainingSequence] = []
     n_pairs = 0
@@ -152,19 +220,19 @@ def pair_sequences(groups: Sequence[Group], config: PreferenceConfig, step: int 
 
 
 def order_by_pair(sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
-    """Return the sequences that are in a pair: chosen and rejected of the first pair, of the second, …"""
+    """Return the sequences that have a pair, ordered: chosen and rejected of the first pair, of the second, …"""
     paired = [sequence for sequence in sequences if sequence.pair >= 0]
     return sorted(paired, key=lambda sequence: (sequence.pair, -float(sequence.advantages[-1])))
 
 
 def pair_metrics(groups: Sequence[Group], config: PreferenceConfig | None) -> dict[str, float]:
-    """Return the number of ties; nothing without preference training."""
+    """Return the number of ties, or nothing without preference training."""
     return {} if config is None else {"ties": sum(make_pairs(group, config.pairs_per_group)[1] for group in groups)}
 
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """DPO and its relatives over pairs of responses. Both responses of a pair are in one micro-batch, on one rank."""
+    """DPO and its variants, over pairs of responses. Both responses of a pair are in one micro-batch on one rank."""
 
     settings: PreferenceConfig
     temperature: float = 1.0
@@ -183,7 +251,7 @@ class PreferenceLoss:
     ) -> PreferenceOutput:
         stats = token_stats(policy, batch, self.temperature, entropy=True)
         tensors = loss_tensors(batch, policy, None)
-        n_sequences = int((batch.group_ids >= 0).sum())  # padding comes after them
+        n_sequences = int((batch.group_ids >= 0).sum())  # the rest is padding
         return preference_loss_from_logprobs(
             stats.logprobs,
             stats.logprobs.detach() if mini.on_policy else tensors["ref_logprobs"],
@@ -191,11 +259,11 @@ class PreferenceLoss:
             pairs=torch.arange(n_sequences, device=policy.device).view(-1, 2),
             mask=tensors["mask"],
             cu_seqlens=batch.cu_seqlens.to(policy.device),
-            denominator=mini.denominator / policy.world.size,
+            denominator=mini.denominator / policy.world.size / mini.loss_scale,
             beta=self.settings.beta,
             loss_type=self.settings.loss_type,
             label_smoothing=self.settings.label_smoothing,
         )
 
 
-Loss = PolicyLoss | PreferenceLoss
+Loss = PolicyLoss | DistillationLoss | PreferenceLoss

@@ -1,6 +1,6 @@
-"""A mini-batch, the packed micro-batches that make one update, and what a loss computes over one of them.
+"""A mini-batch: the packed micro-batches of one update, and what a loss computes over one of them.
 
-Legend: T positions of a micro-batch, of which ranks that share sequences have T/W each.
+Legend: T positions of a micro-batch. A sequence-parallel group of W ranks has T/W each.
 """
 
 from __future__ import annotations
@@ -26,39 +26,44 @@ LOSS_TENSORS = ("mask", "advantages", "old_logprobs", "ref_logprobs", "importanc
 
 @dataclass(eq=False)
 class MiniBatch:
-    """This rank's micro-batches of one update. Counts are those of all ranks."""
+    """This rank's micro-batches of one update. Counts are over all ranks."""
 
     micro_batches: list[PackedBatch]
     n_tokens: int
-    denominator: int  # of the loss of the whole mini-batch
+    denominator: int  # divisor of the loss of the whole mini-batch
     index: int = 0  # among the mini-batches of a step
-    # Policy against engine before any update of the step; empty where the policy's log-probs were not computed then.
+    group_tokens: Tensor | None = None  # over all ranks, by group id; for a mean over prompts
+    # Policy against engine before the first update of the step; empty if those log-probs were not computed.
     mismatch: Mismatch = field(default_factory=Mismatch)
-    # The update begins with the policy from before the step: its own log-probs are the old ones, but for stale
-    # micro-batches, whose old log-probs are the engine's.
+    # The policy has not been updated in this step: its current log-probs are the old ones. Stale micro-batches use the
+    # engine's old log-probs.
     on_policy: bool = False
-    policy_logprobs: list[Tensor] = field(default_factory=list)  # [T] before any update, where they were computed
+    policy_logprobs: list[Tensor] = field(default_factory=list)  # [T] before the first update, if computed
+    # Multiplies the loss, through its denominator: the fused loss computes gradients in its forward pass, where
+    # unscaled float16 gradients would underflow.
+    loss_scale: float = 1.0
 
     def set_old_logprobs(
         self, index: int, old: Tensor, experts: Tensor | None, correction: CorrectionConfig, *, from_engine: bool
     ) -> None:
-        """Set the log-probs that the ratios of a micro-batch are taken against, float32 [T], and the experts to replay.
+        """Set the old log-probs of a micro-batch, float32 [T], and the experts to replay.
 
-        The engine's log-probs stay with ``from_engine``, and for a stale micro-batch unless an importance weight
-        already holds that ratio. A token that the engine gave no log-prob gets ``old``.
+        The engine's log-probs stay with ``from_engine``, and in a stale micro-batch without importance weights, which
+        would already contain that ratio. A token without a finite log-prob of the engine gets ``old``.
         """
         batch = self.micro_batches[index]
         engine = batch.old_logprobs
         weights = correct(old, engine, batch.mask, batch.cu_seqlens, correction)
-        self.mismatch += measure(old, engine, batch.mask, weights)
+        limits = (correction.floor, correction.cap) if correction.weights else None
+        self.mismatch += measure(old, engine, batch.mask, weights, limits)
         self.policy_logprobs.append(old)
         if from_engine or (batch.stale and correction.weights is None):
-            old = torch.where(engine.isnan(), old, engine)
+            old = torch.where(engine.isfinite(), engine, old)
         self.micro_batches[index] = replace(batch, old_logprobs=old, importance_weights=weights, experts=experts)
 
 
 class NonFiniteUpdateError(RunError):
-    """A loss or gradient is not finite. The weights are those before the update of ``mini``."""
+    """A loss or gradient is not finite. The weights are those before the update with ``mini``."""
 
     def __init__(self, message: str, mini: MiniBatch) -> None:
         super().__init__(message)
@@ -66,13 +71,13 @@ class NonFiniteUpdateError(RunError):
 
 
 def loss_tensors(batch: PackedBatch, policy: Policy, group: ProcessGroup | None) -> dict[str, Tensor]:
-    """Return what a loss takes of positions, on the policy's device: [T/W] of this rank in ``group``; without [T]."""
+    """Return the inputs of a loss on the policy's device: [T/W] of this rank's positions in ``group``, else [T]."""
     tensors = batch.tensors()
     return {name: own_positions(tensors[name], group).to(policy.device) for name in LOSS_TENSORS if name in tensors}
 
 
 def head_arguments(policy: Policy, batch: PackedBatch, temperature: float) -> dict[str, Any]:
-    """Return what the linear functions of `dapo_kernels` need to score this rank's targets."""
+    """Return the arguments with which the linear functions of `dapo_kernels` score this rank's targets."""
     head = policy.head
     return {
         "weight": head.weight,
@@ -80,13 +85,14 @@ def head_arguments(policy: Policy, batch: PackedBatch, temperature: float) -> di
         "bias": head.bias,
         "lora": head.lora,
         "softcap": head.softcap,
+        "float32_logits": policy.float32_logits,
         "temperature": temperature,
         "sampling_mask": local_sampling_mask(batch, policy),
     }
 
 
 def local_sampling_mask(batch: PackedBatch, policy: Policy) -> SamplingMask | None:
-    """Return the tokens that the engine sampled the targets of this rank's positions from."""
+    """Return the supports that the engine sampled this rank's targets from; None if they were not recorded."""
     if batch.support_ids is None or batch.support_counts is None:
         return None
     offsets = torch.nn.functional.pad(batch.support_counts.cumsum(0), (1, 0))
@@ -98,7 +104,7 @@ def local_sampling_mask(batch: PackedBatch, policy: Policy) -> SamplingMask | No
 
 
 def token_stats(policy: Policy, batch: PackedBatch, temperature: float, *, entropy: bool = False) -> TokenStats:
-    """Return log-probs and entropies of all positions, float32 [T], differentiable. Collective."""
+    """Return differentiable log-probs and entropies of all positions, float32 [T]. Collective."""
     group = policy.world.sequence_group
     mask = own_positions(batch.mask, group).to(policy.device)
     arguments = head_arguments(policy, batch, temperature)

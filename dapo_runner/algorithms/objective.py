@@ -1,4 +1,4 @@
-"""Find the objective that a configuration trains, and whether it needs a reference."""
+"""Resolve the objective of a configuration, and whether it needs a reference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dapo_runner.config import Config, ConfigError
 
 
 def resolve_objective(config: Config) -> Objective:
-    """Return the objective of the configuration, with its overrides. Raises ConfigError where it cannot be trained."""
+    """Return the objective of the configuration, with its overrides. Raises ConfigError if it is not supported."""
     loss, advantage = config.loss, config.advantage
     try:
         objective = objectives.resolve_objective("loss", loss.objective, loss.overrides)
@@ -31,12 +31,14 @@ def resolve_objective(config: Config) -> Objective:
 
 
 def weighs_responses(objective: Objective) -> bool:
-    """Return whether all tokens of a response have one weight, so that their advantages must not differ."""
+    """Return whether the objective gives all tokens of a response one weight. Their advantages must then be equal."""
     return objective.ratio in ("sequence", "sequence_clipped") or objective.sequence_weight
 
 
 def uses_reference(config: Config) -> bool:
-    """Return whether loss or reward refer to a policy that is not the one being trained."""
+    """Return whether the loss or the reward needs a second policy."""
+    if config.distillation is not None:
+        return True
     if config.preference is not None:
         return config.preference.reference == "start"
     return resolve_objective(config).needs_reference or config.reward.kl is not None

@@ -1,8 +1,8 @@
 """Pack sequences of any length end to end into micro-batches of at most ``token_budget`` positions.
 
-Best-fit decreasing: from the longest down, each sequence goes where the least room is left over, which takes at most
-11/9 of the fewest possible micro-batches. Nothing is cut or padded. A gradient does not depend on the packing as long
-as the loss is divided by the token count of the whole mini-batch (`count_training_tokens`).
+Best-fit decreasing: sequences are placed from longest to shortest, each where it leaves the least room. This takes at
+most 11/9 of the minimal number of micro-batches. Nothing is truncated or padded. A gradient does not depend on the
+packing if the loss is divided by the token count of the whole mini-batch (`count_training_tokens`).
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ def pack_shares(
     together: int = 1,
     first_id: int = 0,
 ) -> list[list[PackedBatch]]:
-    """Return the micro-batches of each of ``ranks``: equally many, of about the same cost.
+    """Return the micro-batches of each of ``ranks``: the same number, of about the same cost.
 
-    All of them together hold every training token exactly once. A rank with less to do gets micro-batches of padding. A
-    sequence without a training token is left out. Sequences of earlier steps do not share a micro-batch with those of
-    this step, because their ratios are taken against other log-probs.
+    Together they hold every training token exactly once. A rank with less work gets micro-batches of padding. A
+    sequence without a training token is left out. Stale sequences do not share a micro-batch with sequences of this
+    step, because their old log-probs come from elsewhere.
 
     Args:
-        multiple: pad each micro-batch to a multiple of so many positions.
+        multiple: pad each micro-batch to a multiple of this many positions.
         hidden_size: of the model, for the cost of attention.
-        together: so many neighbours, of one age, stay in one micro-batch.
-        first_id: the ``PackedBatch.sequence_ids`` count from here.
+        together: this many neighbours, of one age, stay in one micro-batch.
+        first_id: the first of the ``PackedBatch.sequence_ids``.
 
     Raises:
-        ValueError: a unit is longer than the budget.
+        ValueError: neighbours that stay together are longer than the budget.
     """
     indexed = list(enumerate(sequences, first_id))
     units = [indexed[start : start + together] for start in range(0, len(indexed), together)]
@@ -61,7 +61,7 @@ def pack_shares(
 
 
 def padding_batch(multiple: int = 1) -> PackedBatch:
-    """Return a micro-batch without a training token, for a rank that makes as many passes as another."""
+    """Return a micro-batch without training tokens, for a rank that has fewer micro-batches than another."""
     return _lay_out([], 0, multiple)
 
 
@@ -75,22 +75,28 @@ def _fill_bins(units: SequenceOf[Unit], token_budget: int) -> list[Unit]:
 
 
 def count_training_tokens(sequences: Iterable[Sequence]) -> int:
-    """Return the denominator of a token-mean loss. A sequence's first token is never predicted, so never counted."""
+    """Return the denominator of a token-mean loss. A sequence's first token is no target and does not count."""
     return sum(int(sequence.mask[1:].sum()) for sequence in sequences)
 
 
+def count_group_tokens(sequences: SequenceOf[Sequence]) -> torch.Tensor:
+    """Return the number of training tokens of each group, float64, by ``group_id``."""
+    counts = torch.tensor([count_training_tokens([sequence]) for sequence in sequences])
+    return torch.bincount(torch.tensor([sequence.group_id for sequence in sequences]), counts)
+
+
 def assign_bins(lengths: dict[int, int], budget: int) -> list[list[int]]:
-    """Return the keys of ``lengths`` in bins whose lengths add up to at most ``budget``. Raises ValueError."""
+    """Return the keys of ``lengths`` in bins with at most ``budget`` positions each. Raises ValueError."""
     bins: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (room left, bin), sorted: bisection finds the tightest bin that fits
+    rooms: list[tuple[int, int]] = []  # sorted (room left, bin): bisection finds the bin with the least room that fits
     for index, length in sorted(lengths.items(), key=lambda item: (-item[1], item[0])):
         if length > budget:
             raise ValueError(
                 f"optimizer.token_budget: expected at least {length} positions, got {budget}. Raise it, or lower "
                 "rollout.max_response_tokens"
             )
-        place = bisect.bisect_left(rooms, (length, -1))
-        room, bin_index = rooms.pop(place) if place < len(rooms) else (budget, len(bins))
+        slot = bisect.bisect_left(rooms, (length, -1))
+        room, bin_index = rooms.pop(slot) if slot < len(rooms) else (budget, len(bins))
         if bin_index == len(bins):
             bins.append([])
         bins[bin_index].append(index)
@@ -122,7 +128,7 @@ def _lay_out(unit: Unit, padding_id: int, multiple: int) -> PackedBatch:
         sequence_ids=torch.tensor(ids),
         ages=torch.tensor([sequence.age for sequence in sequences]),
         rewards=rewards,
-        # A first token, of a prompt, has no list.
+        # The first token of a sequence is never a target.
         support_ids=None if supports is None else torch.cat([ids for ids, _ in supports]),
         support_counts=None if supports is None else torch.cat([counts[1:] for _, counts in supports]),
     )

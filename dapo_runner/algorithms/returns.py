@@ -1,14 +1,14 @@
-"""Estimate advantages of single tokens: PPO with a critic, REINFORCE++ (`advantage.kind` gae, returns, group_returns).
+"""Estimate advantages per token: PPO with a critic, REINFORCE++ (`advantage.kind` gae, returns, group_returns).
 
-They are estimated for a whole step before its first update. With r_t the reward of a token, V_t the critic's value of
-what lies before it, γ and λ the settings:
+They are estimated for a whole step before its first update. r_t is the reward of a token, V_t the critic's value before
+the token, γ and λ are settings:
 
     returns     G_t = r_t + γ·G_{t+1}
     gae         δ_t = r_t + γ·V_{t+1} − V_t,  A_t = δ_t + γλ·A_{t+1},  returns A_t + V_t    (arXiv 1506.02438, eq. 16)
     whitened    (A − mean_N) / (std_N + 1e-6)    over the N tokens of a step that train, std unbiased
 
-G, A and V are 0 after the last token, also of a truncated response. Legend: N tokens, those of a sequence side by side;
-S sequences.
+G, A and V are 0 after the last token, also in a truncated response. Legend: N tokens, sequence after sequence; S
+sequences.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.types import PackedBatch
 from dapo_runner.types import Sequence as TrainingSequence
 
-BLOCK = 64  # tokens that one row of a matrix product adds up
-EPS = 1e-6  # added to a standard deviation before it divides
+BLOCK = 64  # tokens that one row of a matrix product sums
+EPS = 1e-6  # added to a standard deviation before dividing by it
 
 
 def discounted_sums(values: Tensor, lengths: Tensor, discount: float) -> Tensor:
     """Return y_t = x_t + discount·y_{t+1} within each sequence, [N] in the dtype of ``values`` [N]; ``lengths`` [S].
 
-    A product with powers of the discount adds up each block. What follows a block is the same sum over the blocks.
+    A product with powers of the discount sums each block. A recursive call sums over the blocks.
     """
     if not values.numel() or int(lengths.max()) == 1:
         return values
     n_blocks = (lengths + BLOCK - 1) // BLOCK
     gaps = BLOCK * (n_blocks.cumsum(0) - n_blocks) - (lengths.cumsum(0) - lengths)
-    place = torch.arange(values.numel(), device=values.device) + gaps.repeat_interleave(lengths)
+    slots = torch.arange(values.numel(), device=values.device) + gaps.repeat_interleave(lengths)
     blocks = values.new_zeros(int(n_blocks.sum()), BLOCK)
-    blocks.view(-1)[place] = values
+    blocks.view(-1)[slots] = values
     steps = torch.arange(BLOCK, dtype=values.dtype, device=values.device)
     sums = blocks @ (discount ** (steps[:, None] - steps)).tril()
     following = discounted_sums(sums[:, 0], n_blocks, discount**BLOCK).roll(-1)
     following[n_blocks.cumsum(0) - 1] = 0  # nothing follows the last block of a sequence
-    return sums.addcmul_(following[:, None], discount ** (BLOCK - steps)).view(-1)[place]
+    return sums.addcmul_(following[:, None], discount ** (BLOCK - steps)).view(-1)[slots]
 
 
 def gae(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns, [N] each, from ``rewards`` and ``values`` [N]; ``lengths`` [S], none of them 0."""
+    """Return advantages and returns, [N] each, from ``rewards`` and ``values`` [N]. ``lengths`` [S] are positive."""
     following = values.roll(-1)
     following[lengths.cumsum(0) - 1] = 0
     advantages = discounted_sums(rewards + gamma * following - values, lengths, gamma * lam)
@@ -58,13 +58,13 @@ def gae(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: flo
 
 
 def whiten(values: Tensor, world: World = SINGLE_PROCESS) -> Tensor:
-    """Return this rank's ``values`` float64 [N], whitened by mean and standard deviation of all ranks. Collective."""
+    """Return this rank's ``values`` float64 [N], whitened with mean and standard deviation of all ranks. Collective."""
     mean, variance = moments(values, world)
     return (values - mean) / (variance**0.5 + EPS)
 
 
 def moments(values: Tensor, world: World = SINGLE_PROCESS) -> tuple[float, float]:
-    """Return mean and unbiased variance over the values of all ranks; 0 where there are too few. Collective."""
+    """Return mean and unbiased variance over the values of all ranks; 0 if there are too few. Collective."""
     parts = world.gather_shares((values.numel(), float(values.sum())))
     count = sum(n for n, _ in parts)
     mean = sum(total for _, total in parts) / max(count, 1)
@@ -73,7 +73,7 @@ def moments(values: Tensor, world: World = SINGLE_PROCESS) -> tuple[float, float
 
 
 def estimate_advantages(minis: Sequence[MiniBatch], config: Config, world: World) -> dict[str, float]:
-    """Give the micro-batches of a step their advantages and returns, and return the step's metrics. Collective."""
+    """Set the advantages and returns of a step's micro-batches, and return the step's metrics. Collective."""
     settings, kl = config.advantage, config.reward.kl
     batches = [batch for mini in minis for batch in mini.micro_batches]
     counts = [_count_training_tokens(batch) for batch in batches]
@@ -83,8 +83,8 @@ def estimate_advantages(minis: Sequence[MiniBatch], config: Config, world: World
     if kl is not None:
         policy = [logprobs for mini in minis for logprobs in mini.policy_logprobs]
         penalties = [
-            kl_term(_training_tokens(batch, own), _training_tokens(batch, batch.ref_logprobs), kl.estimator)[0]
-            for batch, own in zip(batches, policy, strict=True)
+            kl_term(_training_tokens(batch, logprobs), _training_tokens(batch, batch.ref_logprobs), kl.estimator)[0]
+            for batch, logprobs in zip(batches, policy, strict=True)
         ]
         penalty = torch.cat(penalties)
         rewards = rewards - kl.coef * penalty
@@ -108,11 +108,11 @@ def estimate_advantages(minis: Sequence[MiniBatch], config: Config, world: World
 def show_advantages(
     minis: Sequence[MiniBatch], sequences: Sequence[TrainingSequence], groups: int | None, world: World
 ) -> None:
-    """Copy the advantages of tokens into the sequences of rank 0, for the log of rollouts: those of the first
-    ``groups`` groups (None: of all). Collective.
+    """Copy token advantages into the sequences of rank 0, for the rollout log: of the first ``groups`` groups, or of
+    all with None. Collective.
     """
     found = {
-        index: advantages.clone()  # alone: of a view, all of the tensor would be sent
+        index: advantages.clone()  # of a view, the whole tensor would be sent
         for mini in minis
         for batch in mini.micro_batches
         for index, group, advantages in zip(
@@ -126,21 +126,21 @@ def show_advantages(
 
 
 def _count_training_tokens(batch: PackedBatch) -> Tensor:
-    """Return the training tokens of each sequence, int64 [S]."""
+    """Return the number of training tokens of each sequence, int64 [S]."""
     before = torch.cat([torch.zeros(1, dtype=torch.int64), batch.mask.cumsum(0)])
     return before[batch.cu_seqlens.long()].diff()
 
 
 def _training_tokens(batch: PackedBatch, tensor: Tensor | None) -> Tensor:
-    """Return the entries of [T] that belong to training tokens, in float64."""
+    """Return the entries of [T] at training tokens, in float64."""
     assert tensor is not None
     return tensor[batch.mask].double()
 
 
 def _last_token_rewards(batch: PackedBatch, counts: Tensor) -> Tensor:
-    """Return the reward of each token: that of a response on its last one, 0 on the others."""
+    """Return the reward of each token: that of the response at its last token, 0 elsewhere."""
     rewards = torch.zeros(int(counts.sum()), dtype=torch.float64)
-    if batch.rewards is not None:  # a rank may have nothing but padding
+    if batch.rewards is not None:  # a rank may have only padding
         trains = counts > 0
         rewards[counts[trains].cumsum(0) - 1] = batch.rewards[trains].double()
     return rewards

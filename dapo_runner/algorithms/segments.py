@@ -1,10 +1,10 @@
-"""Advantages of segments (SPO, arXiv 2505.23564), from the values at the ends of each.
+"""Advantages of segments (SPO, arXiv 2505.23564), from the values at the two ends of each segment.
 
-    chain   A = V(end) − V(beginning). V is the mean reward of continuations, at the end of the response its own (Eq. 2)
-    tree    A = V(node) − V(parent). V of a leaf is its reward, of another node the mean of its children's
+    chain   A = V(end) − V(start). V is the mean reward of continuations; at the end of the response its reward (Eq. 2)
+    tree    A = V(node) − V(parent). V of a leaf is its reward, V of another node the mean of its children's values
 
-A cut point is a token that was less likely than the threshold; every segment of a chain has as many of them. A token of
-a tree that several responses share trains once. A segment whose advantage is zero does not train.
+A cut point is a token with a probability below the threshold. All segments of a chain have the same number of them. A
+token that several responses of a tree share trains once. A segment with advantage zero does not train.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from dapo_runner.config import SegmentsConfig
 from dapo_runner.types import Completion, Group, Sample, Segment
 
 Node = tuple[int, ...]
-"""A node of a tree: which child on each level, from the root down."""
+"""A node of a tree: the child on each level, from the root down."""
 
 
 def chain_starts(completion: Completion, config: SegmentsConfig) -> list[int]:
-    """Return the tokens that the segments of a response begin with. Its last token is no cut point."""
+    """Return the indices of the tokens that start the segments of a response. Its last token is no cut point."""
     cut_points = _is_cut_point(completion, config)[:-1].nonzero().squeeze(1).tolist()
     return [0, *cut_points[config.interval :: config.interval]]
 
 
 def chain_segments(sample: Sample, starts: Sequence[int], values: Sequence[float]) -> tuple[Segment, ...]:
-    """Return the segments of a response. ``values`` are those before the tokens ``starts``."""
+    """Return the segments of a response. ``values`` are those before each token of ``starts``."""
     ends, after = [*starts[1:], sample.completion.length], [*values[1:], sample.reward]
     return tuple(
         Segment(end - start, value, next_value, next_value - value)
@@ -42,7 +42,7 @@ def chain_segments(sample: Sample, starts: Sequence[int], values: Sequence[float
 
 
 def node_values(rewards: Mapping[Node, float]) -> dict[Node, float]:
-    """Return the value of every node of a tree, its root () included, from the ``rewards`` of its leaves."""
+    """Return the value of every node of a tree, including its root (), from the ``rewards`` of its leaves."""
     values = dict(rewards)
     for depth in range(max(map(len, rewards)), 0, -1):
         children: dict[Node, list[float]] = defaultdict(list)
@@ -54,7 +54,7 @@ def node_values(rewards: Mapping[Node, float]) -> dict[Node, float]:
 
 
 def tree_segments(group: Group) -> Group:
-    """Return the same group, whose samples are the leaves of a tree, with their segments."""
+    """Return the group with the segments of its samples, which are the leaves of a tree."""
     leaves = [_leaf(sample) for sample in group.samples]
     values = node_values({leaf: sample.reward for leaf, sample in zip(leaves, group.samples, strict=True)})
     trained: set[Node] = set()
@@ -64,7 +64,7 @@ def tree_segments(group: Group) -> Group:
         for depth, branch in enumerate(sample.completion.path, start=1):
             node, parent = leaf[:depth], leaf[: depth - 1]
             advantage = values[node] - values[parent]
-            if abs(advantage) <= EPS:  # means of equal values differ by their rounding
+            if abs(advantage) <= EPS:  # means of equal values can differ by rounding
                 advantage = 0.0
             trains = sample.trains and node not in trained and advantage != 0
             segments.append(Segment(branch.length, values[parent], values[node], advantage, trains))
@@ -75,7 +75,7 @@ def tree_segments(group: Group) -> Group:
 
 
 def segment_advantages(sample: Sample, config: SegmentsConfig) -> tuple[Tensor, Tensor]:
-    """Return for a response of N tokens the advantages, float32 [N], and which tokens train, bool [N]."""
+    """Return the advantages of a response of N tokens, float32 [N], and which tokens train, bool [N]."""
     lengths = torch.tensor([segment.length for segment in sample.segments])
     advantages = torch.tensor([segment.advantage for segment in sample.segments]).repeat_interleave(lengths)
     trains = torch.tensor([segment.trains for segment in sample.segments]).repeat_interleave(lengths) & sample.trains
@@ -83,15 +83,15 @@ def segment_advantages(sample: Sample, config: SegmentsConfig) -> tuple[Tensor, 
 
 
 def segment_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the segments of a response, the mean size of an advantage and the share of segments without one. Segments
-    that responses of a tree share count once. Empty without a sample.
+    """Return the mean number of segments of a response, the mean absolute advantage, and the share of segments with
+    advantage zero. Segments that responses of a tree share count once. Empty without a sample.
     """
     samples = [(number, sample) for number, group in enumerate(groups) for sample in group.samples]
     advantages: dict[tuple[object, ...], float] = {}
     for index, (number, sample) in enumerate(samples):
         leaf = _leaf(sample)
         for depth, segment in enumerate(sample.segments, start=1):
-            key = (number, leaf[:depth]) if leaf else (index, depth, None)  # of a chain nothing is shared
+            key = (number, leaf[:depth]) if leaf else (index, depth, None)  # a chain shares no segments
             advantages[key] = abs(segment.advantage)
     if not advantages:
         return {}
@@ -107,5 +107,5 @@ def _leaf(sample: Sample) -> Node:
 
 
 def _is_cut_point(completion: Completion, config: SegmentsConfig) -> Tensor:
-    """Return bool [N], by the engine's log-probs."""
+    """Return the cut points by the engine's log-probs, bool [N]."""
     return completion.logprobs < math.log(config.threshold)

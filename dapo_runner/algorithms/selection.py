@@ -1,7 +1,7 @@
-"""Select tokens by looking at the whole mini-batch, and keep what an update computed of single tokens.
+"""Select tokens over a whole mini-batch, and collect what an update computed per token.
 
-A selection is made once, over all training tokens of the mini-batch in the order of its sequences. How the mini-batch
-was split and packed does not change it.
+The selection is over all training tokens of the mini-batch, in the order of its sequences. So it does not depend on how
+the mini-batch is split and packed.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from dapo_kernels import Objective, select
 from dapo_kernels.objectives import ratio
 from dapo_runner.types import PackedBatch
 
-HIGH_ENTROPY = 0.2  # of the training tokens; the share of Wang et al. 2025, which the objective top_entropy trains on
+HIGH_ENTROPY = 0.2  # share of the training tokens in Wang et al. 2025, also of the objective top_entropy
 
 
 class ScoredBatch(NamedTuple):
-    """A micro-batch, and log-probs and entropies of its positions under the current policy, float32 [T]."""
+    """A micro-batch with log-probs and entropies of its positions under the current policy, float32 [T]."""
 
     batch: PackedBatch
     logprobs: Tensor
     entropy: Tensor
 
     def to(self, device: torch.device | str) -> ScoredBatch:
-        """Move the scores. The batch stays on the CPU."""
+        """Move the scores to a device. The batch stays on the CPU."""
         return ScoredBatch(self.batch.to("cpu"), self.logprobs.to(device), self.entropy.to(device))
 
 
@@ -38,11 +38,11 @@ def select_tokens(
     """Return for each micro-batch the positions that ``objective`` selects, bool [T], on the device of the scores.
 
     Args:
-        generator: draws the lots of clip_cov, on the same device.
-        on_policy: every ratio is 1, except for those of stale micro-batches.
+        generator: random numbers for clip_cov, on the same device.
+        on_policy: all ratios are 1, except in stale micro-batches.
 
     Raises:
-        ValueError: the objective selects nothing.
+        ValueError: the objective does not select tokens.
     """
     device = scored[0].logprobs.device
     ids = [one.batch.sequence_ids.repeat_interleave(one.batch.cu_seqlens.diff().long()) for one in scored]
@@ -69,9 +69,7 @@ def select_tokens(
 
 
 def ratio_and_clip(objective: Objective, scored: ScoredBatch, *, on_policy: bool) -> tuple[Tensor, Tensor]:
-    """Return the ratio of each position as the objective takes it, float32 [T], and the bound of the clip that it hits,
-    int8 [T], 0 for none.
-    """
+    """Return the objective's ratio at each position, float32 [T], and which clip bound it hits, int8 [T]; 0 is none."""
     batch, logprobs = scored.batch, scored.logprobs
     device = logprobs.device
     mask, advantages = batch.mask.to(device), batch.advantages.to(device)
@@ -85,24 +83,25 @@ def ratio_and_clip(objective: Objective, scored: ScoredBatch, *, on_policy: bool
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenValues:
-    """What an update computed of one sequence, before it changed the policy; [L−1] on the CPU, by target.
+    """What an update computed for one sequence before it changed the policy; [L−1] on the CPU, by target.
 
-    They have no meaning at a position that does not train.
+    Values at positions that do not train have no meaning.
     """
 
     logprobs: Tensor  # float32
     entropy: Tensor  # float32
-    ratio: Tensor  # float32, of the token or of the sequence, as the objective takes it
-    clip_hit: Tensor  # int8, the bound that the ratio hits, as `dapo_kernels.objectives.surrogate` counts them
-    high_entropy: Tensor  # bool: among the fifth of the mini-batch with the highest entropy, or the objective's share
-    selected: Tensor | None  # bool: by an objective that looks at the whole mini-batch
+    ratio: Tensor  # float32, the objective's ratio, of the token or of the sequence
+    clip_hit: Tensor  # int8, the bound that the ratio hits, numbered as in `dapo_kernels.objectives.surrogate`
+    high_entropy: Tensor  # bool: in the top share of entropies, HIGH_ENTROPY or the objective's share
+    selected: Tensor | None  # bool: selected by an objective that looks at the whole mini-batch
 
 
 def token_values(
     objective: Objective, updated: Sequence[tuple[ScoredBatch, Tensor | None]], *, on_policy: bool, groups: int | None
 ) -> dict[int, TokenValues]:
-    """Return the values of the sequences in the first ``groups`` groups of a step (None: of all), by their
-    ``sequence_ids``. ``updated`` has the micro-batches of an update and what was selected of each.
+    """Return the values of the sequences in the first ``groups`` groups of a step (None: all), by ``sequence_ids``.
+
+    ``updated`` has the micro-batches of an update and their selections.
     """
     found, scored, high = {}, [one for one, _ in updated], [chosen for _, chosen in updated]
     if objective.top_entropy is None:

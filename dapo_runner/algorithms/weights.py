@@ -1,4 +1,4 @@
-"""The weights that are trained: float32 masters, optimizer and learning rate, and how a checkpoint holds them."""
+"""The trained weights: float32 masters, optimizer, learning rate, and their part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,34 +10,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dapo_runner.algorithms.mini_batch import MiniBatch
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.sharding import add_up_over_replicas, whole, whole_until_backward
 from dapo_runner.policy.model import Policy
 
+SCALE_GROWS_AFTER = 400  # updates without overflow, as in verl; torch's 2000 are most of an RL run
+
 
 class MasterWeights:
-    """Float32 copies of a model's parameters. A parameter that is float32 is its own.
+    """Float32 copies of a model's parameters. A float32 parameter is its own master.
 
-    AdamW at the learning rates of RL moves a bfloat16 weight by less than its rounding. The gradients of micro-batches
-    add up in float32 too, where their order does not matter. ``prefix`` begins their names in a checkpoint.
+    At the learning rates of RL, AdamW moves a bfloat16 weight by less than its rounding. The gradients of micro-batches
+    are also summed in float32, where their order has no effect. ``prefix`` starts the names in a checkpoint. With
+    ``offload`` each parameter has a master in the host's memory, together with its gradients and optimizer state.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], prefix: str = "") -> None:
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], prefix: str = "", offload: bool = False) -> None:
         self.parameters, self.prefix, self.tensors = parameters, prefix, dict[str, Tensor]()
         self.optimizer: torch.optim.Optimizer | None = None
         for name, parameter in parameters.items():
             self.tensors[name] = parameter
-            if parameter.dtype != torch.float32:
-                self.tensors[name] = master = parameter.detach().float().requires_grad_(parameter.requires_grad)
+            if offload or parameter.dtype != torch.float32:
+                master = (
+                    parameter.detach().to("cpu", torch.float32, copy=True) if offload else parameter.detach().float()
+                )
+                self.tensors[name] = master.requires_grad_(parameter.requires_grad)
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(partial(_collect, master))
 
     def state_of(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Return what the optimizer keeps of a master."""
+        """Return the optimizer state of a master."""
         return {} if self.optimizer is None else self.optimizer.state.get(tensor, {})
 
     def gradients(self) -> list[Tensor]:
-        """Return the masters whose gradients a mini-batch has filled."""
+        """Return the masters that have a gradient."""
         return [tensor for tensor in self.tensors.values() if tensor.grad is not None]
 
     @torch.no_grad()
@@ -49,20 +56,21 @@ class MasterWeights:
 
 
 def _collect(master: Tensor, parameter: Tensor) -> None:
-    """Move a parameter's gradient to its master as soon as the backward pass has made it."""
+    """Move a parameter's gradient to its master as soon as the backward pass has computed it."""
     assert parameter.grad is not None
-    gradient = parameter.grad.float()
+    gradient = parameter.grad.to(master.device).float()  # transferred in the model's dtype
     master.grad = gradient if master.grad is None else master.grad.add_(gradient)
     parameter.grad = None
 
 
 class TrainedModel:
-    """A model, its master weights and the optimizer that moves them."""
+    """A model, its master weights and their optimizer."""
 
     def __init__(self, model: Policy, config: Config, prefix: str = "") -> None:
         self.model, self.config = model, config
-        self.master = MasterWeights({name: p for name, p in model.model.named_parameters() if p.requires_grad}, prefix)
-        settings = config.optimizer
+        settings, named = config.optimizer, model.model.named_parameters()
+        trained = {name: parameter for name, parameter in named if parameter.requires_grad}
+        self.master = MasterWeights(trained, prefix, offload=settings.offload)
         self.optimizer = self.master.optimizer = torch.optim.AdamW(
             self.master.tensors.values(),
             lr=settings.lr,
@@ -71,38 +79,52 @@ class TrainedModel:
             weight_decay=settings.weight_decay,
             fused=True,
         )
+        # Scales the loss so that float16 can represent its gradients. Other dtypes need no scale.
+        self.scaler = torch.amp.GradScaler(
+            model.device.type, growth_interval=SCALE_GROWS_AFTER, enabled=model.compute == torch.float16
+        )
 
-    def accumulate_gradients(self, n_micro_batches: int, compute_loss: Callable[[int], Tensor]) -> None:
-        """Add up the gradients of ``compute_loss(index)`` over the micro-batches."""
-        root = self.model.root
+    def accumulate_gradients(self, mini: MiniBatch, compute_loss: Callable[[int], Tensor]) -> None:
+        """Sum the gradients of ``compute_loss(index)``, a loss times ``mini.loss_scale``, over the micro-batches."""
+        self.scaler.scale(torch.zeros((), device=self.model.device))  # the first call creates the scale
+        mini.loss_scale = self.scaler.get_scale()
+        root, n_micro_batches = self.model.root, len(mini.micro_batches)
         with whole_until_backward(root, not self.config.parallel.reshard_after_forward):
             for index in range(n_micro_batches):
                 add_up_over_replicas(root, index == n_micro_batches - 1)
                 compute_loss(index).backward()
 
     def clip_gradients(self) -> Tensor:
-        """Clip the gradients to `optimizer.grad_clip`, and return their norm from before."""
+        """Unscale the gradients and clip them to `optimizer.grad_clip`. Return their norm before clipping."""
         limit = self.config.optimizer.grad_clip
+        self.scaler.unscale_(self.optimizer)
         return whole(torch.nn.utils.clip_grad_norm_(self.master.gradients(), float("inf") if limit is None else limit))
 
-    def step(self, rate: float) -> None:
-        """Update the weights at a learning rate, and drop the gradients."""
+    def step(self, rate: float) -> dict[str, float]:
+        """Update the weights with a learning rate and drop the gradients. In float16, return the metrics of the loss
+        scale: if a gradient is not finite, the weights stay and the scale is halved.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
+        scale = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.master.publish()
+        if not self.scaler.is_enabled():
+            return {}
+        return {"loss_scale": scale, "skipped_updates": float(self.scaler.get_scale() < scale)}
 
 
 class MovingReference(MasterWeights):
     """A reference that follows the policy: θ_ref ← α·θ_ref + (1 − α)·θ after each step (arXiv 2404.10719).
 
-    It keeps the average in float32: in half precision a step of 1 − α of the way would be rounded away.
+    The average is in float32: in half precision a change by the factor 1 − α would be rounded away.
     """
 
-    def __init__(self, model: Any, policy: Mapping[str, Tensor], alpha: float) -> None:
-        """``policy``: its float32 weights by name, sharded as the model's. Raises ConfigError where they differ."""
-        super().__init__(dict(model.named_parameters()), "reference.")
+    def __init__(self, model: Any, policy: Mapping[str, Tensor], alpha: float, offload: bool = False) -> None:
+        """``policy``: its float32 weights by name, sharded like ``model``. Raises ConfigError if they do not match."""
+        super().__init__(dict(model.named_parameters()), "reference.", offload=offload)
         self.policy, self.alpha = policy, alpha
         if any(name not in policy or policy[name].shape != tensor.shape for name, tensor in self.tensors.items()):
             raise ConfigError("loss.reference_ema: requires a reference with the same weights as the policy")
@@ -115,10 +137,10 @@ class MovingReference(MasterWeights):
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Return the rate of the updates of a rollout ``step``, counted from 0.
+    """Return the learning rate of the updates in rollout ``step``, counted from 0.
 
-    Over a warm-up of w steps (at least one) it rises linearly to `lr`. From there to the last step T = `run.steps` it
-    falls with x = (step + 1 − w) / (T − w + 1) and r = `min_lr_ratio`, which is reached one step after T:
+    In a warm-up of w steps (at least one) it rises linearly to `lr`. From there to the last step T = `run.steps` it
+    falls with x = (step + 1 − w) / (T − w + 1) and r = `min_lr_ratio`, which it would reach one step after T:
 
         linear   lr · (r + (1 − r) · (1 − x))
         cosine   lr · (r + (1 − r) · (1 + cos πx) / 2)

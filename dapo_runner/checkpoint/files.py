@@ -24,12 +24,12 @@ UNFINISHED = ".unfinished"
 
 
 class CheckpointError(RunError):
-    """A checkpoint cannot be written, or is not what was written."""
+    """A checkpoint cannot be written, or is damaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint on the disk, after ``step`` rollout steps."""
+    """A checkpoint on disk, after ``step`` rollout steps."""
 
     path: Path
     step: int
@@ -40,7 +40,7 @@ class Checkpoint:
 
 
 def find_checkpoints(folder: Path, *, damaged: bool = False) -> list[Checkpoint]:
-    """Return the complete checkpoints, oldest first. ``damaged``: the others too."""
+    """Return the complete checkpoints, oldest first; with ``damaged`` also the incomplete ones."""
     names = (
         (path, re.fullmatch(r"step_(\d{6,})", path.name)) for path in (folder.iterdir() if folder.is_dir() else ())
     )
@@ -54,9 +54,9 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def checkpoint_to_resume(folder: Path) -> Checkpoint | None:
-    """Return the newest checkpoint after comparing its content with the manifest; None without checkpoints.
+    """Return the newest checkpoint after checking its content against the manifest; None without checkpoints.
 
-    Raises CheckpointError for a damaged one: a person decides whether to resume from an older one.
+    Raises CheckpointError if it is damaged: you decide whether to resume from an older one.
     """
     checkpoints = find_checkpoints(folder, damaged=True)
     if not checkpoints:
@@ -70,12 +70,12 @@ def checkpoint_to_resume(folder: Path) -> Checkpoint | None:
 
 
 def is_whole(path: Path) -> bool:
-    """Return whether every file of the manifest is there in its full size."""
+    """Return whether all files of the manifest exist with their full size."""
     return damage_of(path, contents=False) is None
 
 
 def damage_of(path: Path, *, contents: bool = True) -> str | None:
-    """Return what is wrong with the files of a checkpoint, None for nothing. ``contents``: compare their hashes too."""
+    """Return what is wrong with the files of a checkpoint, or None. ``contents``: compare their hashes too."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         expected = {path / name: (entry["bytes"], entry["sha256"]) for name, entry in manifest.items()}
@@ -95,7 +95,7 @@ def damage_of(path: Path, *, contents: bool = True) -> str | None:
 
 @contextmanager
 def writing(path: Path, checkpoints: Path, world: World = SINGLE_PROCESS) -> Iterator[None]:
-    """Raise an OSError of the body, which all ranks of ``world`` have, as a CheckpointError that names ``path`` and the
+    """Convert an OSError, which must occur on all ranks of ``world``, to a CheckpointError that names ``path`` and the
     newest checkpoint. Rank 0 removes unfinished checkpoints, which may fill the disk.
     """
     try:
@@ -113,10 +113,10 @@ def writing(path: Path, checkpoints: Path, world: World = SINGLE_PROCESS) -> Ite
 
 
 def begin(final: Path) -> Path:
-    """Make a temporary folder for a checkpoint, which ``finish`` moves to ``final``."""
+    """Create a temporary folder for a checkpoint. ``finish`` moves it to ``final``."""
     final.parent.mkdir(parents=True, exist_ok=True)
     _remove_unfinished(final.parent)
-    if final.exists():  # a damaged one: a complete one of this step would have been resumed from
+    if final.exists():  # it is damaged: the run would have resumed from a complete one
         shutil.rmtree(final)
     unfinished = final.with_name(final.name + UNFINISHED)
     unfinished.mkdir()
@@ -132,24 +132,24 @@ def finish(unfinished: Path, entries: Mapping[str, Mapping[str, Any]], keep: int
     """Write the manifest, move the folder into place and remove all checkpoints but the newest ``keep``.
 
     Args:
-        entries: the manifest's lines that are known, also of files that a shared disk does not list here yet.
+        entries: known manifest entries, also of other ranks' files that a shared disk does not list here yet.
     """
     written = {str(path.relative_to(unfinished)): path for path in unfinished.rglob("*") if path.is_file()}
     manifest = dict(entries) | {name: entry_of(path) for name, path in written.items() if name not in entries}
     (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
     _move_into_place(unfinished)
     for old in find_checkpoints(unfinished.parent)[:-keep]:
-        # Renamed first: the next save removes what a kill leaves of it.
+        # Renamed first: after a kill the next save removes the rest.
         shutil.rmtree(old.path.rename(old.path.with_name(old.path.name + UNFINISHED)))
 
 
 def entry_of(path: Path) -> dict[str, Any]:
-    """Return a file's entry in the manifest."""
+    """Return the manifest entry of a file."""
     return {"bytes": path.stat().st_size, "sha256": _digest(path)}
 
 
 def copy_checkpoint(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
-    """Copy a checkpoint to another folder of checkpoints. Raises CheckpointError: not writable, or damaged."""
+    """Copy a checkpoint to another folder of checkpoints. Raises CheckpointError."""
     final = folder / checkpoint.path.name
     if final.exists():
         raise CheckpointError(f"{final}: expected no checkpoint there yet")

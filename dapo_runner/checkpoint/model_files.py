@@ -1,4 +1,4 @@
-"""The folder ``model/``: each rank writes its share of the weights, and no rank holds the whole model."""
+"""The folder ``model/``. Each rank writes a share of the weights, so no rank holds the whole model."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ FOLDER = "model"
 
 
 def stage_model(policy: Policy, *, copied: bool) -> dict[str, Tensor]:
-    """Return this rank's share of the weights on the CPU, by the names that transformers has for them on the disk.
+    """Return this rank's share of the weights on the CPU, by their names on disk.
 
-    They are gathered one at a time, and a layer goes to one rank, because on the disk several of its tensors may be
-    one. Collective. ``copied``: they stay as they are while training continues.
+    Weights are gathered one at a time. All tensors of a layer go to one rank, because several may become one on disk.
+    Collective. ``copied``: return copies, which do not change while training continues.
     """
-    world, owner, own = policy.world, dict[str, int](), dict[str, Tensor]()
+    world, owner, share = policy.world, dict[str, int](), dict[str, Tensor]()
     filled = [0] * world.size
     for name, weight in policy.named_weights():
         rank = owner.setdefault(layer_of(name), filled.index(min(filled)))
         filled[rank] += weight.nbytes
         if rank == world.rank:
-            own[name] = weight.to("cpu", copy=copied or not world.is_single_process).contiguous()
-    return dict(checkpoint_weights(policy.model, own.items()))
+            share[name] = weight.to("cpu", copy=copied or not world.is_single_process).contiguous()
+    return dict(checkpoint_weights(policy.model, share.items()))
 
 
 def write_model(weights: dict[str, Tensor], checkpoint: Path, world: World) -> list[Path]:
-    """Write the file of this rank, if it has weights, and return its path."""
+    """Write the file of this rank and return its path; an empty list if it has no weights."""
     if not weights:
         return []
     path = checkpoint / FOLDER / _file_name(world.rank, world.size)
@@ -43,7 +43,7 @@ def write_model(weights: dict[str, Tensor], checkpoint: Path, world: World) -> l
 
 
 def write_index(checkpoint: Path, sizes: list[dict[str, int]]) -> None:
-    """Write the index of the files of several ranks, from the bytes of each rank's weights by name."""
+    """Write the index of several ranks' files. ``sizes``: the bytes of each rank's weights by name."""
     if len(sizes) == 1:
         return
     weights = {name: _file_name(rank, len(sizes)) for rank, part in enumerate(sizes) for name in part}

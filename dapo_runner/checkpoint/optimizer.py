@@ -1,6 +1,6 @@
 """The folder ``optimizer/``: float32 masters and optimizer state, in safetensors files of torch.distributed.checkpoint.
 
-Each rank writes and reads the shards that it holds. The only metadata are the headers of the files.
+Each rank writes and reads its own shards. The only metadata are the headers of the files.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from dapo_runner.policy.model import VALUE_HEAD
 
 FOLDER = "optimizer"
 _MASTER = "master"
-_FILE_BYTES = 2**30  # a file is put together in memory
+_FILE_BYTES = 2**30  # a file is assembled in memory
 
 
 def optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
-    """Return the optimizer state of all trained weights by name, and the masters that are not those of model/; shards
-    where the weights are sharded.
+    """Return the optimizer state of all trained weights by name, and the masters that model/ does not contain; as
+    shards if the weights are sharded.
     """
     tensors, policy = {}, learner.policy
     is_exact = policy.world.is_single_process and policy.compute == torch.float32 and not has_adapters(policy.model)
@@ -66,7 +66,7 @@ def save_optimizer(tensors: dict[str, Tensor], checkpoint: Path, world: World) -
 
 
 def load_optimizer(learner: Learner, checkpoint: Path) -> None:
-    """Restore masters and optimizer state. What the checkpoint lacks, such as the critic of a fork, stays as it is.
+    """Restore masters and optimizer state. What the checkpoint lacks, such as a fork's new critic, does not change.
 
     Collective. Raises CheckpointError for a checkpoint of another version or of other weights.
     """
@@ -96,7 +96,7 @@ def load_optimizer(learner: Learner, checkpoint: Path) -> None:
 
 
 def _target(name: str, kind: str, entry: Any, master: Tensor) -> Tensor:
-    """Return the tensor to read into: the master itself, or zeros that are sharded like it."""
+    """Return the tensor to read into: the master itself, or zeros with the same sharding."""
     if not entry.size:
         return torch.zeros((), dtype=entry.properties.dtype, device=master.device)
     if entry.size != master.shape:
@@ -105,7 +105,7 @@ def _target(name: str, kind: str, entry: Any, master: Tensor) -> Tensor:
 
 
 def _file_of_each(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Return the number of the file that each tensor goes to, from 1."""
+    """Return the number of each tensor's file, from 1."""
     numbers, number, filled = dict[str, int](), 1, 0
     for name, tensor in tensors.items():
         size = local(tensor).nbytes
@@ -118,10 +118,10 @@ def _file_of_each(tensors: dict[str, Tensor]) -> dict[str, int]:
 
 @contextmanager
 def _raising_cause(world: World) -> Iterator[None]:
-    """Raise what the first of the failed ranks raised, in place of a CheckpointException, which is a BaseException."""
+    """Raise the cause on the first failed rank in place of a CheckpointException, which is a BaseException."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process is meant
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended in a single process
             yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())

@@ -1,4 +1,4 @@
-"""Save and load checkpoints, on one process or many, at once or while training continues."""
+"""Save and load checkpoints, with one process or several, in the foreground or in the background."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ def save_checkpoint(folder: Path, step: int, learner: Learner, snapshot: dict[st
     """Write a checkpoint after ``step`` steps and remove all but the newest ``keep``. Collective.
 
     Args:
-        snapshot: the state to resume from, of ``take_snapshot``.
+        snapshot: the state from ``take_snapshot``.
 
     Raises:
-        CheckpointError: a rank cannot write. It is raised on all ranks, and earlier checkpoints stay.
+        CheckpointError: a rank cannot write. It is raised on all ranks; earlier checkpoints stay.
     """
     return _stage(folder, step, learner, snapshot, keep, copied=False)(learner.world)
 
 
 class BackgroundSaves:
-    """Writes one checkpoint at a time in a thread of each rank while training continues on a copy of the content."""
+    """Write one checkpoint at a time in a thread of each rank, from a copy, while training continues."""
 
     def __init__(self, world: World, timeout: float) -> None:
-        """Make a process group for the threads, which wait ``timeout`` seconds for each other. Collective."""
+        """Create a process group for the threads. Waits in it end after ``timeout`` seconds. Collective."""
         self._world = world if world.is_single_process else world.new_group(timeout)
         self._pending: Future[Checkpoint] | None = None
 
     def start(self, folder: Path, step: int, learner: Learner, snapshot: dict[str, Any], keep: int) -> None:
-        """Do what ``save_checkpoint`` does; ``finish`` returns its result. The save before must be finished."""
+        """Start ``save_checkpoint`` in the background. The previous save must be finished."""
         write = _stage(folder, step, learner, snapshot, keep, copied=True)
         self._pending = pending = Future[Checkpoint]()
 
@@ -53,7 +53,7 @@ class BackgroundSaves:
         threading.Thread(target=run, name="checkpoint", daemon=True).start()
 
     def finish(self) -> Checkpoint | None:
-        """Wait for the save in progress; None without one. Raises CheckpointError where it could not be written."""
+        """Wait for the save in progress and return its result; None without one. Raises CheckpointError."""
         pending, self._pending = self._pending, None
         return None if pending is None else pending.result()
 
@@ -63,7 +63,7 @@ def _stage(
 ) -> Callable[[World], Checkpoint]:
     """Collect the content of a checkpoint, and return the function that writes it. Collective."""
     path, world = folder / f"step_{step:06d}", learner.world
-    state = encode_snapshot(step, snapshot, world)
+    state = encode_snapshot(step, snapshot, learner.scalers(), world)
     with files.writing(path, folder, world):
         unfinished = world.broadcast_from_rank0(lambda: files.begin(path))
         _write_settings(learner.policy, unfinished)
@@ -84,12 +84,12 @@ def _stage(
     def write(world: World) -> Checkpoint:
         with files.writing(path, folder, world):
             written = optimizer.save_optimizer(tensors, unfinished, world)
-            own = world.run_and_gather(lambda: write_own(world, written))
+            results = world.run_and_gather(lambda: write_own(world, written))
 
             def complete() -> None:
-                model_files.write_index(unfinished, [sizes for _, sizes in own])
+                model_files.write_index(unfinished, [sizes for _, sizes in results])
                 (unfinished / STATE_FILE).write_bytes(state)
-                files.finish(unfinished, {name: entry for part, _ in own for name, entry in part.items()}, keep)
+                files.finish(unfinished, {name: entry for part, _ in results for name, entry in part.items()}, keep)
 
             world.broadcast_from_rank0(complete)
         return Checkpoint(path, step)
@@ -98,7 +98,7 @@ def _stage(
 
 
 def _write_settings(policy: Policy, unfinished: Path) -> None:
-    """Write the model's configuration, the tokenizer and, where there are any, the adapters. Collective."""
+    """Write the model's configuration, the tokenizer and the adapters, if any. Collective."""
     adapters = adapter_tensors(policy.model) if has_adapters(policy.model) else {}
 
     def write() -> None:
@@ -111,11 +111,10 @@ def _write_settings(policy: Policy, unfinished: Path) -> None:
 
 
 def load_checkpoint(checkpoint: Checkpoint, learner: Learner, sampler: Resumable) -> int:
-    """Restore learner, sampler and generators, and return how many ranks wrote the checkpoint. Collective.
+    """Restore learner, sampler and generators. Return the number of ranks that wrote the checkpoint. Collective.
 
-    The policy must have been loaded from ``checkpoint.model``; one with adapters from the model that it was trained
-    from, because ``checkpoint.model`` has them merged in. Raises CheckpointError: the checkpoint is of another version,
-    or of other weights.
+    The policy must be loaded from ``checkpoint.model``; with LoRA from the base model, because ``checkpoint.model`` has
+    the adapters merged in. Raises CheckpointError for a checkpoint of another version or of other weights.
     """
     optimizer.load_optimizer(learner, checkpoint.path)
-    return restore_snapshot(checkpoint.path, sampler, learner.world)
+    return restore_snapshot(checkpoint.path, sampler, learner.scalers(), learner.world)

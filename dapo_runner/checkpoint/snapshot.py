@@ -1,4 +1,4 @@
-"""The state of a run beside weights and optimizer: the sampler and every random generator."""
+"""The state of a run other than weights and optimizer: sampler, loss scalers and random generators."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.amp import GradScaler
 
 from dapo_runner.parallel.world import World
 
@@ -17,7 +18,7 @@ STATE_FILE = "state.pt"
 
 
 class Resumable(Protocol):
-    """Walks over the data of a run: a sampler, or the cursor of supervised training."""
+    """An iterator over the data of a run whose state can be saved: a sampler, or the cursor of supervised training."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -25,28 +26,32 @@ class Resumable(Protocol):
 
 
 def take_snapshot(sampler: Resumable) -> dict[str, Any]:
-    """Return the state of the sampler and of every random generator of this rank."""
+    """Return the state of the sampler and of this rank's random generators."""
     return {"sampler": sampler.state_dict(), "rng": _rng_state()}
 
 
-def encode_snapshot(step: int, snapshot: dict[str, Any], world: World) -> bytes:
+def encode_snapshot(step: int, snapshot: dict[str, Any], scalers: list[GradScaler], world: World) -> bytes:
     """Return the content of ``STATE_FILE``, with the generators of every rank. Collective.
 
-    On a full disk torch.save fails with an assertion, a plain write of these bytes with an OSError.
+    It returns bytes because on a full disk torch.save fails with an assertion instead of an OSError.
     """
     generators = world.all_gather_object(snapshot["rng"])
     buffer = io.BytesIO()
-    torch.save({"step": step, "sampler": snapshot["sampler"], "rng": generators}, buffer)
+    scales = [scaler.state_dict() for scaler in scalers]
+    torch.save({"step": step, "sampler": snapshot["sampler"], "rng": generators, "scales": scales}, buffer)
     return buffer.getvalue()
 
 
-def restore_snapshot(folder: Path, sampler: Resumable, world: World) -> int:
-    """Restore the sampler and the generators, and return how many ranks wrote them.
+def restore_snapshot(folder: Path, sampler: Resumable, scalers: list[GradScaler], world: World) -> int:
+    """Restore the sampler, the loss scalers and the generators. Return the number of ranks that saved them.
 
-    On another number of ranks, every rank takes the generators of rank 0.
+    If the number of ranks has changed, every rank gets the generators of rank 0.
     """
     saved = world.run_or_raise_everywhere(lambda: torch.load(folder / STATE_FILE, weights_only=True))
     sampler.load_state_dict(saved["sampler"])
+    for scaler, scale in zip(scalers, saved.get("scales", []), strict=False):
+        if scale:  # else it was saved with another model.dtype
+            scaler.load_state_dict(scale)
     generators = saved["rng"]
     state = generators[world.rank if len(generators) == world.size else 0]
     random.setstate(state["python"])
@@ -59,7 +64,7 @@ def restore_snapshot(folder: Path, sampler: Resumable, world: World) -> int:
 
 
 def _rng_state() -> dict[str, Any]:
-    """Return every generator that the loop, a model or a reward function may draw from."""
+    """Return the states of all generators that the loop, a model or a reward function may use."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),

@@ -1,1 +1,1 @@
-"""The commands of `dapo`, a module each: ``run(options, overrides)`` returns the exit code."""
+"""The commands of `dapo`, one module each: ``run(options, overrides)`` returns the exit code."""

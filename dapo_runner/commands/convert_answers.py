@@ -1,4 +1,4 @@
-"""`dapo convert-answers`: problems rewritten so that their answers are integers."""
+"""`dapo convert-answers`: rewrite problems so that their answers are integers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dapo doctor`: what is installed, what is missing and how to get it. Needs torch alone."""
+"""`dapo doctor`: print what is installed, what is missing and how to install it. Needs only torch."""
 
 from __future__ import annotations
 

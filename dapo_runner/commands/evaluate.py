@@ -1,4 +1,4 @@
-"""`dapo eval`: avg@k of a checkpoint, or of a recipe's model, on held-out problems."""
+"""`dapo eval`: evaluate a checkpoint, or a recipe's model, on held-out problems."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from dapo_runner.policy.model import load_tokenizer, resolve_device
 from dapo_runner.preflight.needs import check_model
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.engine import open_engine
+from dapo_runner.rollout.episodes import open_episodes
 from dapo_runner.rollout.worker import RolloutWorker
 from dapo_runner.run.folder import CONFIG_FILE, read_config
 from dapo_runner.types import Group
@@ -29,7 +30,7 @@ from dapo_runner.types import Group
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     quiet_libraries()
     if options.json is not None and not options.json.parent.is_dir():
-        raise ConfigError(f"--json: expected a file in a folder that is there, got {options.json}")
+        raise ConfigError(f"--json: expected a file in an existing folder, got {options.json}")
     config, source = _target(options.target, overrides)
     setting = "evaluation.max_response_tokens and rollout.max_response_tokens"
     check_length("model.path", source, config.model, config.longest_sequence, setting)
@@ -38,7 +39,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if not dataset.heldout:
         raise ConfigError("data.eval_size: expected at least one held-out problem, got none")
     with closing(open_engine(config, source, resolve_device(config.run.device), note=complain)) as engine:
-        worker = RolloutWorker(engine, Scorer(config, shaped=False), tokenizer)
+        episodes = open_episodes(config, tokenizer)
+        worker = RolloutWorker(engine, Scorer(config, shaped=False), tokenizer, episodes=episodes)
         result = evaluate(worker.generate, dataset.heldout, config)
     for group in result.groups[: options.show]:
         _print_response(group)
@@ -55,36 +57,34 @@ def _target(target: str, overrides: Sequence[str]) -> tuple[Config, str | Path]:
         return _of_run(folder, overrides)
     config = load_config(find_recipe(target, "a run's folder, one of its checkpoints, a YAML file"), overrides)
     if config.model.path is None:
-        raise ConfigError(f"{target}: expected model.path, or a run's folder: a tiny model exists only inside its run")
+        raise ConfigError(f"{target}: requires model.path. A tiny model exists only in its run: name the run's folder.")
     check_model("model.path", config.model.path)
     return config, config.model.path
 
 
 def _of_run(folder: Path, overrides: Sequence[str]) -> tuple[Config, Path]:
-    """Return the configuration of a run and its newest checkpoint's model, or that of the checkpoint ``folder``."""
+    """Return the configuration of a run, and the model of its newest checkpoint or of the checkpoint ``folder``."""
     folder = folder.absolute()
     is_checkpoint = folder.parent.name == CHECKPOINTS
     run = folder.parent.parent if is_checkpoint else folder
     if not (run / CONFIG_FILE).is_file():
-        raise ConfigError(
-            f"{folder}: expected a run's folder or one of its checkpoints, found no {CONFIG_FILE} in {run}"
-        )
-    config, whole = read_config(run, overrides), find_checkpoints(run / CHECKPOINTS)
+        raise ConfigError(f"{folder}: expected the folder of a run or of a checkpoint, found no {run / CONFIG_FILE}")
+    config, complete = read_config(run, overrides), find_checkpoints(run / CHECKPOINTS)
     if is_checkpoint:
-        whole = [found for found in whole if found.path.name == folder.name]
-        if not whole:
-            raise ConfigError(f"{folder}: expected a whole checkpoint: {damage_of(folder, contents=False)}")
-        return config, whole[0].model
+        complete = [found for found in complete if found.path.name == folder.name]
+        if not complete:
+            raise ConfigError(f"{folder}: expected a complete checkpoint: {damage_of(folder, contents=False)}")
+        return config, complete[0].model
     for path in sorted((run / CHECKPOINTS).glob("step_*[0-9]")):
-        if not whole or path.name > whole[-1].path.name:
-            complain(f"{path} is damaged and not evaluated: {damage_of(path, contents=False)}")
-    if not whole:
-        raise ConfigError(f"{run / CHECKPOINTS}: expected a whole checkpoint, found none")
-    return config, whole[-1].model
+        if not complete or path.name > complete[-1].path.name:
+            complain(f"{path} is skipped because it is damaged: {damage_of(path, contents=False)}")
+    if not complete:
+        raise ConfigError(f"{run / CHECKPOINTS}: expected a complete checkpoint, found none")
+    return config, complete[-1].model
 
 
 def _print_response(group: Group) -> None:
     sample = group.samples[0]
     verdict = "correct" if sample.correct else "incorrect"
-    print(printable(f"--- {verdict}, expected {group.prompt.answer}, read {sample.verdict.extracted}"))
-    print(printable(f"{group.prompt.text}{sample.completion.text}"))
+    print(printable(f"--- {verdict}, expected {group.prompt.answer}, extracted {sample.verdict.extracted}"))
+    print(printable(f"{group.prompt.text}{sample.completion.transcript}"))

@@ -23,12 +23,12 @@ INTERRUPTED = 130
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Run torchrun's own program in this process. Its ranks print why they end. Raises ConfigError."""
+    """Run torchrun in this process. Its ranks print their own errors. Raises ConfigError."""
     for name, least in (("gpus", 1), ("nnodes", 1), ("max_restarts", 0)):
         if getattr(options, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')}: expected at least {least}, got {getattr(options, name)}")
     if (options.nnodes > 1) != (options.rdzv_endpoint is not None):
-        raise ConfigError("--rdzv-endpoint: expected HOST:PORT beside --nnodes, and only there")
+        raise ConfigError("--rdzv-endpoint: requires --nnodes above 1, which requires --rdzv-endpoint=HOST:PORT")
     command = "sft" if options.sft else "train"
     if options.sft:
         config = parse(apply_overrides(read_recipe(options.config), overrides), SftConfig).training()
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     gpus = options.gpus * options.nnodes
     make_layout(config, gpus, options.gpus)
     if config.run.device == "auto" and not torch.cuda.is_available():
-        print(f"no CUDA GPU found: {options.gpus} processes train on the CPU", file=sys.stderr)
+        print(f"no CUDA GPU found: training on the CPU with {options.gpus} processes", file=sys.stderr)
     arguments = [*_rendezvous(options), "-m", "dapo_runner", command, options.config, *overrides]
     print(f"torchrun {shlex.join(arguments)}", flush=True)
     if options.dry_run:
@@ -52,8 +52,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         rank, failure = error.get_first_failure()
         if failure.exitcode == INTERRUPTED:
             return INTERRUPTED
-        how = f"signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-        complain(f"rank {rank} (process {failure.pid}) ended first, with {how}")
+        reason = f"signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+        complain(f"rank {rank} (process {failure.pid}) failed first, with {reason}")
         return 1
     return 0
 

@@ -1,4 +1,4 @@
-"""`dapo report`, `dapo watch`, `dapo show`: the curves of runs and their rollouts."""
+"""`dapo report`, `dapo watch`, `dapo show`: show the curves and rollouts of runs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from dapo_runner.tools.page.serve import open_server
 
 
 def report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Draw a picture of one run and print where the time of its steps went; or a page of several runs."""
+    """Draw a picture of one run and print the time of each phase, or write a web page of several runs."""
     if len(options.run) > 1 and not options.html:
-        raise ConfigError(f"--html: expected for several runs, which a picture has no room for, got {len(options.run)}")
+        raise ConfigError("--html: is required for several runs: a picture shows one")
     try:
         if options.html:
             print(f"page: {write_page(options.run, options.out, options.max_mb)}")
@@ -49,18 +49,18 @@ def _print_time_split(path: Path) -> None:
 
 
 def watch(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Serve the page of runs under way, on localhost."""
+    """Serve the page of runs on localhost and update it while they train."""
     for folder in options.run:
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"{folder}: expected the folder of a run, got a file")
     try:
         server = open_server(options.run, options.port)
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"--port: expected one that is free, got {options.port}: {error}") from error
-    print("http://{}:{}  (Ctrl-C ends it; the run goes on)".format(*server.server_address), flush=True)
+        raise ConfigError(f"--port: expected a free port, got {options.port}: {error}") from error
+    print("http://{}:{}  (Ctrl-C stops the server, not the run)".format(*server.server_address), flush=True)
     for folder in options.run:
         if not folder.is_dir():
-            print(f"{folder}: no run there yet; the page shows it once it has begun", flush=True)
+            print(f"{folder}: no run yet; the page shows it once it starts", flush=True)
     with server:
         try:
             server.serve_forever()
@@ -70,10 +70,10 @@ def watch(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def show(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print the rollouts of a step, or its answers to held-out problems, group by group."""
+    """Print the rollouts of a step, or its responses to held-out problems, group by group."""
     console, what = Console(), EVALUATIONS if options.eval else ROLLOUTS
     if options.step is None and (options.group is not None or options.json):
-        raise ConfigError("--step: expected beside --group and --json, got none")
+        raise ConfigError("--group and --json: require --step")
     if options.step is None:
         console.print("steps:", *find_steps(options.run, what))
         return 0

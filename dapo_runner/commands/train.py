@@ -1,4 +1,4 @@
-"""`dapo train`: start or resume a run; with `--dry-run` print its configuration and what would stop it here."""
+"""`dapo train`: start or resume a run; with `--dry-run` print its configuration and run the preflight checks."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def check_start(recipe: AnyConfig, config: Config) -> None:
-    """Check what a run needs before it loads weights, but for the lock of its folder.
+    """Run the preflight checks that need no weights and no lock of the run's folder.
 
     Args:
-        recipe: What the run's folder is compared with.
+        recipe: The configuration to compare with the run's folder.
         config: The configuration of its training.
 
     Raises:
@@ -76,13 +76,14 @@ def _dry_run(config: Config) -> int:
         check_lengths(config, config.model.path, download=False)
     dataset = load_data(config, _tokenizer(config))
     make_curriculum(config.sampler.curriculum, dataset.train)
-    unmatchable_answers(config.reward, dataset.train)
+    if config.env is None:
+        unmatchable_answers(config.reward, dataset.train)
     print(f"data: {dataset.report.describe()}")
     return 0
 
 
 def _simulate(config: Config) -> int:
-    # Tools of torch's own development, which no run should depend on.
+    # These modules use development tools of torch, which training must not depend on.
     from dapo_runner.preflight.account import describe, fits
     from dapo_runner.preflight.simulate import simulate
 
@@ -99,7 +100,7 @@ def _tokenizer(config: Config) -> Any:
 
 
 class NoTokenizer:
-    """Stand in for the tokenizer of a model that was not downloaded: no prompt is too long for it."""
+    """Stand in for the tokenizer of a model that is not downloaded. It returns no tokens, so no prompt is too long."""
 
     chat_template = "not here"
 

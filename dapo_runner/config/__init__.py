@@ -1,8 +1,4 @@
-"""The configuration: typed sections that refuse unknown keys, one YAML file, `key=value` overrides.
-
-The defaults are the DAPO paper's (arXiv 2503.14476, Section 4.1), so a recipe states only where it departs
-from it.
-"""
+"""The configuration. Its defaults are those of the DAPO paper (arXiv 2503.14476, Section 4.1)."""
 
 from dapo_runner.config.commands import (
     ConvertConfig,
@@ -14,6 +10,7 @@ from dapo_runner.config.commands import (
     VariantConfig,
 )
 from dapo_runner.config.data import ArithmeticConfig, ColumnsConfig, DataConfig, EvalSetConfig
+from dapo_runner.config.environment import EnvironmentConfig
 from dapo_runner.config.reading import (
     apply_overrides,
     check_config,
@@ -36,6 +33,7 @@ from dapo_runner.config.section import failures, flatten, lay_over, lay_settings
 from dapo_runner.config.settings import Config, cautions, check_schedule, resolved
 from dapo_runner.config.training import (
     AdvantageConfig,
+    DistillationConfig,
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
@@ -58,6 +56,8 @@ __all__ = [
     "CorrectionConfig",
     "CurriculumConfig",
     "DataConfig",
+    "DistillationConfig",
+    "EnvironmentConfig",
     "EvalSetConfig",
     "EvaluationConfig",
     "FigureConfig",

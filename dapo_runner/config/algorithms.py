@@ -1,9 +1,8 @@
-"""What `algorithm: NAME` stands for: one row each, the settings that its paper trains with.
+"""The settings of `algorithm: NAME`: one row per algorithm, with the values that its paper trains with.
 
-A row decides the objective (clip values, KL and aggregation are those of its row in dapo_kernels.OBJECTIVES), the
-advantage, the filter and the length term, and where the paper fixes them the rewards and the updates of a step. Sizes,
-lengths and learning rates are a run's own. What a recipe sets itself is laid over the row; docs/algorithms.md has the
-rows in words.
+A row sets the objective (clip values, KL and aggregation come from dapo_kernels.OBJECTIVES), the advantage, group
+filtering and the length penalty. If the paper fixes them, it also sets rewards and updates per step. It does not set
+sizes, lengths and learning rates. A recipe overrides its row. docs/algorithms.md describes the rows.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from dapo_runner.config.section import lay_over, lay_settings
+from dapo_runner.config.section import flatten, lay_over, lay_settings
 
 
 class Algorithm(NamedTuple):
-    """``settings`` are by section, as in a recipe; ``paper`` names the equations and sections they are taken from."""
+    """``settings`` are by section, as in a recipe; ``paper`` cites the equations and sections of their values."""
 
     paper: str
     settings: Mapping[str, Any]
@@ -25,19 +24,24 @@ FILTER = {"sampler.filter_groups": True}
 PUNISH = {"reward.overlong.soft_punishment": True}
 ONE_UPDATE = {"optimizer.mini_batch_size": None}
 RIGHT_ONLY = {"reward.correct": 1.0, "reward.incorrect": 0.0}
+PROMPT_MEAN = {"loss.objective": "dapo", "loss.overrides.aggregate": "prompt-mean-token-mean"}
 PPO = {"loss.objective": "ppo"}
 GAE = {"advantage": {"gamma": 1.0, "lam": 0.95}, "critic.clip": 0.2}
-# A response is one action: the gradient is that of its whole log-prob, under the policy that sampled it.
+# A response is one action: the gradient is that of its total log-prob, under the policy that sampled it.
 ACTION = {"loss.objective": "reinforce", "loss.overrides.aggregate": "seq-mean-token-sum", **ONE_UPDATE}
-# The trust region is around the policy that sampled; the loss is a sum over tokens.
+# The trust region is around the policy that sampled the responses. The loss is a sum over tokens.
 DPPO = {"loss.old_logprobs": "rollout", "loss.overrides.aggregate": "seq-mean-token-sum-norm"}
 PAIRS = {"preference": {"loss_type": "sigmoid", "beta": 0.1, "pairs_per_group": 1, "reference": "start"}}
 SPO = {**PPO, **RIGHT_ONLY, "loss.overrides.kl_coef": 1e-4}
 CHAIN = {"advantage.segments.kind": "chain"}
 TREE = {"advantage.segments": {"kind": "tree", "per_step": 32}, "sampler.max_age": 7, "optimizer.mini_batch_size": 128}
-# By name: the paper, the advantage, and what departs from an objective of that name without filter and length term.
+# By name: the paper, the advantage, then settings beyond {loss.objective: NAME} without filtering or length penalty.
 _ROWS: dict[str, tuple[Any, ...]] = {
     "dapo": ("Yu et al. 2025, arXiv 2503.14476, eq. 8–13", "group_std", FILTER, PUNISH),
+    "dapo_prompt_mean": (
+        "Yu et al. 2025, arXiv 2503.14476, eq. 8–13, eq. 8 as printed",
+        *("group_std", FILTER, PUNISH, PROMPT_MEAN),
+    ),
     "grpo": ("Shao et al. 2024 (DeepSeekMath), arXiv 2402.03300, eq. 3–4, §4.1.2, §4.2", "group_std", ONE_UPDATE),
     "dr_grpo": ("Liu et al. 2025, arXiv 2503.20783, §3.1–3.2", "group_mean", RIGHT_ONLY),
     "lite_ppo": ("Liu et al. 2025 (Tricks or Traps?), arXiv 2508.08221, §5", "batch_std"),
@@ -71,23 +75,54 @@ _ROWS: dict[str, tuple[Any, ...]] = {
         "Rafailov et al. 2023, arXiv 2305.18290, eq. 7; Dong et al. 2024 (RLHF Workflow), arXiv 2405.07863, §3",
         *("group_std", {"loss.objective": "dapo"}, PAIRS, ONE_UPDATE),
     ),
+    "on_policy_distillation": (
+        "Agarwal et al. 2023 (GKD), arXiv 2306.13649, eq. 1, §3; Gu et al. 2023 (MiniLLM), arXiv 2306.08543",
+        *("group_std", {"loss.objective": "dapo", "distillation.beta": 1.0}, ONE_UPDATE),
+    ),
     "spo_chain": ("Guo et al. 2025, arXiv 2505.23564, §4, App. H", "group_std", SPO, CHAIN),
     "spo_tree": ("Guo et al. 2025, arXiv 2505.23564, §5, App. D, H", "group_std", SPO, TREE),
 }
 
 
-def _make(name: str, paper: str, advantage: str, *own: Mapping[str, Any]) -> Algorithm:
+def _make(name: str, paper: str, advantage: str, *sections: Mapping[str, Any]) -> Algorithm:
     settings = lay_settings({}, {"loss.objective": name, "advantage.kind": advantage, "sampler.filter_groups": False})
     settings["reward"] = {"overlong": {"soft_punishment": False, "filter": False}}
-    for sections in own:
-        settings = lay_settings(settings, sections)
+    for section in sections:
+        settings = lay_settings(settings, section)
     return Algorithm(paper, settings)
 
 
 ALGORITHMS: Mapping[str, Algorithm] = {name: _make(name, *row) for name, row in _ROWS.items()}
 
 
+# The settings of `numerics: matched`. float16 rounds 8 times finer than bfloat16 (Qi et al. 2025, arXiv 2510.26788);
+# IcePop (arXiv 2510.18855) masks the tokens whose log-probs still differ strongly.
+MATCHED = {
+    "model.dtype": "float16",
+    "model.float32_logits": True,
+    "rollout.vllm.batch_invariant": True,
+    "rollout.max_mismatch_kl": 0.015,
+    "rollout.correction": {"weights": "token", "cap": 5.0, "mask": "token", "bound": 5.0, "lower_bound": 0.5},
+}
+
+
+def with_numerics(raw: Any) -> Any:
+    """Apply the settings of `numerics: matched` below those of a recipe that asks for it, except those that have no
+    effect in it. If the recipe sets a correction, it replaces IcePop's completely.
+    """
+    if not isinstance(raw, Mapping) or raw.get("numerics") != "matched":
+        return raw
+    settings, given = dict(MATCHED), flatten(raw)
+    if given.get("rollout.engine", "hf") == "hf":
+        del settings["rollout.vllm.batch_invariant"]
+    has_correction = any(key.startswith("rollout.correction") for key in given)
+    has_no_use = raw.get("preference") is not None or any(key.startswith("distillation") for key in given)
+    if has_correction or has_no_use or given.get("loss.old_logprobs") == "rollout":
+        del settings["rollout.correction"]
+    return lay_over(lay_settings({}, settings), raw)
+
+
 def with_algorithm(raw: Any) -> Any:
-    """Lay a recipe's sections over those of the algorithm it names; one that is not in the table is left alone."""
+    """Apply the settings of the algorithm below those of a recipe. An unknown name is left for validation to reject."""
     row = ALGORITHMS.get(str(raw.get("algorithm"))) if isinstance(raw, Mapping) else None
     return lay_over(row.settings, raw) if row else raw

@@ -24,7 +24,7 @@ class SftRunConfig(JobConfig):
 
 
 class SftColumnsConfig(Section):
-    """Which columns are what. Where ``messages`` is named, it alone is read."""
+    """Which columns hold what. If ``messages`` is set, the other two are not read."""
 
     prompt: str = "prompt"  # a text, or a list of chat messages
     completion: str = "completion"  # a text, or the assistant's message in a list
@@ -32,13 +32,13 @@ class SftColumnsConfig(Section):
 
 
 class SftDataConfig(PromptsConfig):
-    path: Path  # as data.path of a run
-    columns: SftColumnsConfig | None = None  # null: prompt and completion, messages, or those of a judge's verdicts
-    judge: JudgePrompt = JudgePrompt()  # what verdicts are made prompts with, as in reward.judge
+    path: Path  # as data.path in dapo train
+    columns: SftColumnsConfig | None = None  # null: prompt and completion, or messages, or the columns of verdicts
+    judge: JudgePrompt = JudgePrompt()  # the prompt for verdicts, as in reward.judge
     chat_template_kwargs: dict[str, Plain] = {}  # as in reward.judge
-    max_tokens: PositiveInt = 4096  # of a prompt and its completion; longer ones are left out and counted
+    max_tokens: PositiveInt = 4096  # of prompt and completion together; longer examples are left out and counted
     eval_path: Path | None = None  # held-out rows
-    eval_size: NonNegativeInt = 64  # the first rows of eval_path, or rows cut from the training set
+    eval_size: NonNegativeInt = 64  # the first rows of eval_path, or rows held out from the training set
 
 
 class SftOptimizerConfig(OptimizerConfig):
@@ -60,9 +60,7 @@ class SftConfig(TrainingConfig):
         yield "optimizer.token_budget", fits, f"at least {longest}, the longest example (data.max_tokens)"
 
     def training(self, updates: int = 1) -> Config:
-        """Return the configuration of the same training in `dapo train`, where an update is a step of its own:
-        cross-entropy is the policy gradient of the completions with an advantage of 1.
-        """
+        """Return the same training for `dapo train`: cross-entropy is the policy gradient with an advantage of 1."""
         heldout = {} if self.data.eval_path is None else {"heldout": EvalSetConfig(path=self.data.eval_path)}
         return Config(
             run=RunConfig(**self.run.model_dump(exclude={"epochs"}), steps=updates),
@@ -78,17 +76,17 @@ class SftConfig(TrainingConfig):
 class VariantConfig(Section):
     name: Name  # of its runs' folder
     label: str | None = None  # null: the name
-    over: Name | None = None  # a variant further up, whose overrides this one adds to
+    over: Name | None = None  # an earlier variant whose overrides this one extends
     overrides: dict[str, Plain] = {}  # sections, or dotted keys
-    against: Name | None = None  # the variant it is tested against; null: the row above
+    against: Name | None = None  # the variant it is tested against; null: the previous one
 
 
 class FigureConfig(Section):
-    """A picture: a panel for each curve, a line with its band for each variant."""
+    """A picture with one column per curve: the means of the variants, and their differences to the first variant."""
 
     name: Name  # of its file
     title: str  # above the picture
-    variants: list[Name] = Field(min_length=1)  # a line for each
+    variants: list[Name] = Field(min_length=1)  # one line each; the first is the baseline
     curves: list[str] = Field(min_length=1)  # as in metrics.jsonl
     x: Literal["step", "tokens", "updates", "seconds"] = "step"  # the horizontal axis
 
@@ -99,14 +97,14 @@ class StudyConfig(Section):
     about: str = ""  # a paragraph under the title
     base: str  # a YAML file, beside the study's own, or the name of a recipe
     output_dir: Path = Path("studies")  # the study lives in output_dir/name
-    runs: Name | None = None  # another study, whose runs these are too: none is made again
-    seeds: list[NonNegativeInt] = Field(min_length=1)  # a run of each variant with each seed
-    overrides: dict[str, Plain] = {}  # of the base, for every variant
-    # A tiny model is made by each run for itself, or once for all variants of a seed (as the base makes it).
+    runs: Name | None = None  # another study whose runs to use instead of training again
+    seeds: list[NonNegativeInt] = Field(min_length=1)  # one run per variant and seed
+    overrides: dict[str, Plain] = {}  # applied to the base, for every variant
+    # each: every run makes its own tiny model; per_seed: all variants of a seed share one, made as in the base
     start: Literal["each", "per_seed"] = "each"
     variants: list[VariantConfig] = Field(min_length=1)
     figures: list[FigureConfig] = []
-    entropy_fit: list[Name] = []  # variants that accuracy is fitted to entropy of: arXiv 2505.22617, eq. 1
+    entropy_fit: list[Name] = []  # variants for the fit of accuracy to entropy: arXiv 2505.22617, eq. 1
     threads: PositiveInt = 1  # CPU threads of a run
 
     @property
@@ -130,11 +128,11 @@ class StudyConfig(Section):
 
 
 class ConvertConfig(AskedModel, ProblemsConfig):
-    """Which model rewrites problems, and what they are read from. docs/convert-answers.md."""
+    """The model that rewrites problems, and the data set to read: docs/convert-answers.md."""
 
     requires = {"url": "concurrency"}
 
-    chat_template_kwargs: dict[str, Plain] = {}  # {enable_thinking: false} for a model that would think first
+    chat_template_kwargs: dict[str, Plain] = {}  # {enable_thinking: false} turns off a model's thinking
     max_tokens: PositiveInt = 8192  # of a reply
     concurrency: PositiveInt = 16  # requests at a time
 

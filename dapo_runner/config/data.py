@@ -1,4 +1,4 @@
-"""The settings of problems: data sets, which columns are what, generated arithmetic."""
+"""The settings of problems: data sets and their columns, generated arithmetic, reasoning-gym."""
 
 from __future__ import annotations
 
@@ -8,46 +8,59 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dapo_runner.config.section import Check, Int, Name, NonNegativeInt, PositiveInt, Section
+from dapo_runner.config.section import Check, Int, Name, NonNegativeInt, Plain, PositiveFloat, PositiveInt, Section
+
+GYM_TEMPLATE = "{question}\n\nGive your final answer between <answer> and </answer>."  # reasoning-gym reads these tags
 
 
 class ArithmeticConfig(Section):
-    """Generated problems `a ? b`. The split is by problem, so the held-out ones never occur in training."""
+    """Generated problems `a ? b`. Held-out problems never occur in training."""
 
-    operators: list[Literal["+", "-", "*"]] = Field(default=["+"], min_length=1)  # one of them in each problem
+    operators: list[Literal["+", "-", "*"]] = Field(default=["+"], min_length=1)  # each problem has one of them
     operands: Annotated[Int, Field(ge=2, le=8)] = 2  # numbers in a problem
     min_digits: PositiveInt = 1  # of each number
     max_digits: Annotated[Int, Field(gt=0, le=9)] = 2  # of each number
-    even_digits: bool = False  # numbers of each length are equally frequent; otherwise all numbers are
-    train_size: PositiveInt = 4096  # training problems; data.eval_size more are held out
+    even_digits: bool = False  # true: sample lengths uniformly, then digits; false: sample numbers uniformly
+    train_size: PositiveInt = 4096  # training problems; data.eval_size others are held out
 
     def checks(self) -> Iterator[Check]:
         yield "min_digits", self.min_digits <= self.max_digits, f"at most max_digits={self.max_digits}"
         yield "max_digits", self.operands * self.max_digits <= 18, f"at most 18 / operands={self.operands}"
 
 
+class ReasoningGymTask(Section):
+    """A task of reasoning-gym (`pip install 'dapo-kernels[reasoning-gym]'`): docs/environments.md."""
+
+    name: str  # e.g. countdown; evaluation metrics are also logged by task
+    config: dict[str, Plain] = {}  # options of the task in reasoning-gym, except size, which data.limit sets
+    weight: PositiveFloat = 1.0  # its share of the problems is weight / sum of the weights
+
+    def checks(self) -> Iterator[Check]:
+        yield "config", "size" not in self.config, "no size (data.limit and data.eval_size decide)"
+
+
 class ColumnsConfig(Section):
-    """Which columns of a data set are what: docs/your-own.md."""
+    """Which columns of a data set hold what: docs/your-own.md."""
 
     prompt: str  # a text, or a list of chat messages {role, content}
-    answer: str | None = None  # the ground truth; null: the reward needs none
-    choices: str | None = None  # the texts to choose from, shown as A. B. …; the answer becomes one of these letters
-    source: str = "data_source"  # evaluation metrics are also logged by the values of this column
+    answer: str | None = None  # the ground truth; null if the reward does not need it
+    choices: str | None = None  # options of a multiple-choice problem, shown as A. B. …; the answer becomes a letter
+    source: str = "data_source"  # evaluation metrics are also logged per value of this column
 
 
 class SourceConfig(Section):
     subset: str | None = None  # of a Hugging Face data set
     split: str = "train"  # of a Hugging Face data set
-    limit: PositiveInt | None = None  # only the first so many problems, repeated rows not counted
+    limit: PositiveInt | None = None  # use only the first problems, up to this number; repeated rows do not count
 
 
 class ProblemsConfig(SourceConfig):
-    """What the rows of a data set are."""
+    """The format of a data set's rows."""
 
     requires = {"format=auto": "columns"}
 
-    format: Literal["auto", "dapo", "gsm8k"] = "auto"  # auto: by the columns
-    columns: ColumnsConfig | None = None  # null: those of the format; of an evaluation set: data.columns
+    format: Literal["auto", "dapo", "gsm8k"] = "auto"  # auto: detected from the columns
+    columns: ColumnsConfig | None = None  # null: those of the format; in an evaluation set: data.columns
 
 
 class EvalSetConfig(ProblemsConfig):
@@ -56,30 +69,36 @@ class EvalSetConfig(ProblemsConfig):
 
 
 class PromptsConfig(SourceConfig):
-    """What is made of the rows, in `dapo train` and in `dapo sft`."""
+    """How `dapo train` and `dapo sft` turn rows into prompts."""
 
-    system: str | None = None  # a system message for every prompt that has none
+    system: str | None = None  # a system message for prompts without one
     chat_template: Literal["auto", "always", "never"] = "auto"  # auto: if the tokenizer has one
-    eval_size: NonNegativeInt = 256  # problems held out from the training set; without effect if eval is set
+    eval_size: NonNegativeInt = 256  # problems held out from the training set; ignored if data.eval is set
 
 
 class DataConfig(PromptsConfig, ProblemsConfig):
-    requires = {"format=auto|dapo|gsm8k": "path eval"}
+    requires = {"format=auto|dapo|gsm8k !reasoning_gym": "path eval", "format=auto": "reasoning_gym"}
 
     path: Path | None = None  # a .jsonl, .json, .csv or .parquet file, or a Hugging Face data set: folder or hub name
-    # auto: by the columns; arithmetic: generated
+    # auto: detected from the columns; arithmetic: generated problems
     format: Literal["auto", "dapo", "gsm8k", "arithmetic"] = "auto"  # type: ignore[assignment]
-    template: str | None = None  # dapo, plain or a text with {question}; null: plain with columns, else dapo
+    # dapo, plain, or a text with {question}. null: <answer> tags with reasoning_gym, plain with columns, else dapo
+    template: str | None = None
     eval: dict[Name, EvalSetConfig] = {}  # evaluation sets by name
     arithmetic: ArithmeticConfig = ArithmeticConfig()
+    reasoning_gym: list[ReasoningGymTask] = []  # generated tasks; 2048 training problems unless data.limit is set
 
     @property
     def prompt_template(self) -> str:
-        """By default DAPO's instruction, which is for mathematics; columns of your own need not hold that."""
+        """The template in use. The default, DAPO's instruction, is for mathematics; custom columns get `plain`."""
+        if self.reasoning_gym and self.template is None:
+            return GYM_TEMPLATE
         return self.template or ("dapo" if self.columns is None else "plain")
 
     def checks(self) -> Iterator[Check]:
-        has_data = self.path is not None or self.format == "arithmetic"
+        has_data = self.path is not None or self.format == "arithmetic" or bool(self.reasoning_gym)
+        fits = self.columns is None or not self.reasoning_gym
+        yield "columns", fits, "null with reasoning_gym"
         yield "path", has_data, "a .jsonl, .json, .csv or .parquet file or a data set"
         fits = self.prompt_template in ("dapo", "plain") or "{question}" in self.prompt_template
         yield "template", fits, "dapo, plain or a text with {question}"

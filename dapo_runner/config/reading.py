@@ -22,8 +22,8 @@ C = TypeVar("C", bound=Section)
 
 
 class _Loader(yaml.SafeLoader):
-    """Read every value but null as text, which its setting takes for what it is: to YAML 1.1 `off` is False, 12:30 is
-    750, 007 is 7 and 1e-4 a text. A key that stands twice in a section is an error.
+    """Read every value but null as text; its setting then parses it. YAML 1.1 itself would read `off` as False, 12:30
+    as 750, 007 as 7 and 1e-4 as text. A repeated key in a section is an error.
     """
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -45,9 +45,15 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """Read a YAML file and lay ``key=value`` overrides over it.
+    """Return the configuration of a YAML file, with ``key=value`` overrides applied.
 
-    Raises ConfigError with one line per problem: the key, what was expected, what came.
+    Raises ConfigError with one line per problem: the key, what was expected, what it got.
+
+    Example:
+        >>> from dapo_runner import load_config
+        >>> config = load_config("recipes/tiny.yaml", ["optimizer.lr=1e-4"])
+        >>> config.optimizer.lr, config.rollout.group_size
+        (0.0001, 16)
     """
     return parse(apply_overrides(read_recipe(path), overrides), Config)
 
@@ -56,7 +62,7 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     """Return the sections of a YAML file, not validated. Raises ConfigError."""
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"{path}: expected a YAML file, found {'a folder' if path.is_dir() else 'nothing there'}")
+        raise ConfigError(f"{path}: expected a YAML file, found {'a folder' if path.is_dir() else 'nothing'}")
     try:
         raw = yaml.load(path.read_text(encoding="utf-8"), _Loader) or {}  # a safe loader
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -67,12 +73,12 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
 
 
 def parse_config(raw: Mapping[str, Any]) -> Config:
-    """Validate plain nested dicts, as YAML gives them. Raises ConfigError."""
+    """Validate nested dicts, as read from YAML. Raises ConfigError."""
     return parse(raw, Config)
 
 
 def parse(raw: Mapping[str, Any], kind: type[C]) -> C:
-    """Validate plain nested dicts as ``kind``. Raises ConfigError."""
+    """Validate nested dicts as ``kind``. Raises ConfigError."""
     try:
         section = kind.model_validate(raw)
     except ValidationError as error:
@@ -82,20 +88,20 @@ def parse(raw: Mapping[str, Any], kind: type[C]) -> C:
 
 
 def check_config(config: Section) -> None:
-    """Raise ConfigError where settings do not fit each other."""
+    """Raise ConfigError if settings are not supported together."""
     if problems := problems_of(config):
         raise ConfigError("\n".join(problems))
 
 
 def dump_config(config: Section) -> str:
-    """Return the whole configuration as YAML, defaults included; ``load_config`` reads it back to an equal one."""
+    """Return the whole configuration as YAML, defaults included. ``load_config`` reads back an equal configuration."""
     return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
 
 
 def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """Return ``raw`` with `section.key=value` (`--section.key=value`, `--section.key value`) set.
 
-    Values are read as YAML: `true`, `null`, `[1, 2]` mean what they mean in the file.
+    Values are YAML: `true`, `null`, `[1, 2]` mean the same as in the file.
     """
     merged, items = copy.deepcopy(dict(raw)), iter(overrides)
     for item in items:
@@ -132,13 +138,13 @@ def _explain(item: Any, kind: type[Section]) -> str:
 
 def _known_keys(section: tuple[str, ...], node: type[Section]) -> list[str]:
     for name in section:
-        if name in node.model_fields:  # else the key of a mapping of sections, the place in a list of them
+        if name in node.model_fields:  # else a key of a mapping of sections, or an index of a list of them
             node = section_of(node.model_fields[name]) or node
     return [field.alias or name for name, field in node.model_fields.items()]
 
 
 def every_key(node: type[Section], prefix: str = "") -> Iterator[str]:
-    """Yield every dotted key, and the fields of an objective."""
+    """Yield every dotted key, including the fields of an objective."""
     for name, field in node.model_fields.items():
         nested, place = section_of(field), f"{prefix}{field.alias or name}"
         yield place
@@ -149,6 +155,6 @@ def every_key(node: type[Section], prefix: str = "") -> Iterator[str]:
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
-    """Return the section that a field holds, alone or in a list or a mapping; None for a value."""
+    """Return the section type of a field, also if it is in a list or a mapping; None for a plain value."""
     options = (field.annotation, *get_args(field.annotation))
     return next((option for option in options if isinstance(option, type) and issubclass(option, Section)), None)

@@ -1,6 +1,6 @@
 """Print the reference of all settings as Markdown: ``python -m dapo_runner.config.reference > docs/settings.md``.
 
-The meaning of a setting is the comment behind it in the code, or right above it.
+The meaning of a setting is the comment behind its field or directly above it.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ from collections.abc import Iterator
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from dapo_runner.config.algorithms import ALGORITHMS
 from dapo_runner.config.commands import ConvertConfig, SftConfig, StudyConfig
 from dapo_runner.config.reading import section_of
-from dapo_runner.config.section import Section, conditions_of, spell
+from dapo_runner.config.section import Section, conditions_of, flatten, spell
 from dapo_runner.config.settings import Config
 
 HEADER = """\
 # All settings
 
 Look up any setting: its key, type and default, what it means and what it requires. Every command takes a YAML file
-with these keys and `key=value` overrides (`dapo train tiny optimizer.lr=1e-4`). A setting that is not its default is
-refused where what it requires is not there. `null` means that it is not set.
+with these keys and `key=value` overrides (`dapo train tiny optimizer.lr=1e-4`). A setting that is not its default
+raises an error if its requirement is not met. `null` means that it is not set. "Set by" names the values of
+`algorithm` that replace the default.
 
 This page is generated: `python -m dapo_runner.config.reference > docs/settings.md`.
 """
@@ -44,13 +46,13 @@ def page() -> str:
 
 
 def _tables(section: type[Section], key: str, command: str, seen: dict[type[Section], str]) -> Iterator[str]:
-    """Yield the table of a section, then those below it; a section that was shown already is named only."""
+    """Yield the table of a section, then those of its subsections. A repeated section only gets a reference."""
     title = f"### `{key}`\n\n" if key else ""
     if section in seen:
         yield f"{title}As {seen[section]}.\n"
         return
     seen[section] = f"`{key}` of `{command}`"
-    rows = [row for name in section.model_fields if (row := _row(key, name, section))]
+    rows = [row for name in section.model_fields if (row := _row(key, name, section, command))]
     if rows:
         yield "\n".join([f"{title}| key | type | default | meaning | requires |", "|---|---|---|---|---|", *rows, ""])
     for name, field in section.model_fields.items():
@@ -60,8 +62,8 @@ def _tables(section: type[Section], key: str, command: str, seen: dict[type[Sect
             yield from _tables(nested, f"{key}.{name}{inside}".lstrip("."), command, seen)
 
 
-def _row(key: str, name: str, section: type[Section]) -> str:
-    """Return the row of a value, or of a section that may be null; of another section nothing."""
+def _row(key: str, name: str, section: type[Section], command: str) -> str:
+    """Return the row of a value, or of a section that may be null; "" for another section."""
     field = section.model_fields[name]
     is_section = section_of(field) is not None
     if is_section and type(None) not in get_args(field.annotation):
@@ -71,12 +73,20 @@ def _row(key: str, name: str, section: type[Section]) -> str:
     requires = [f"`{text[1:]}` unset" if text.startswith("!") else f"`{text}`" for text in conditions_of(section, name)]
     dotted = f"{key}.{field.alias or name}".lstrip(".")
     kind = "section" if is_section else _name_of(field.annotation)
-    cells = (f"`{dotted}`", kind, default, meanings(section)[name], ", ".join(requires))
+    meaning = meanings(section)[name] + (set_by(dotted) if command == "dapo train" else "")
+    cells = (f"`{dotted}`", kind, default, meaning, ", ".join(requires))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
+def set_by(key: str) -> str:
+    """Return the algorithms that set a key, or a key below it."""
+    sets = {name: [f"{other}." for other in flatten(row.settings)] for name, row in ALGORITHMS.items()}
+    names = [name for name, keys in sets.items() if any(other.startswith(f"{key}.") for other in keys)]
+    return f". Set by algorithms: {'all' if len(names) == len(sets) else ', '.join(names)}" if names else ""
+
+
 def _name_of(annotation: Any) -> str:
-    """Return what to call a type."""
+    """Return the display name of a type."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _name_of(arguments[0])

@@ -1,4 +1,4 @@
-"""The settings of a run: how long, where, what is saved and shown of it, when it ends early."""
+"""The settings of a run: length, folder, checkpoints, logging, early stopping."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dapo_runner.config.training import ModelConfig, OptimizerConfig, ParallelCo
 
 
 class EarlyStopConfig(Section):
-    """Ends a run by a figure of its evaluations. It goes by `metrics.jsonl` alone."""
+    """End a run by a metric of its evaluations, as logged in `metrics.jsonl`."""
 
-    metric: str | None = None  # as logged, less its eval/; null: avg@k
+    metric: str | None = None  # its name in metrics.jsonl without eval/; null: avg@k
     mode: Literal["max", "min"] = "max"  # whether larger or smaller is better
-    patience: PositiveInt | None = 5  # evaluations in a row without a better one; null: any number
-    target: float | None = None  # good enough
+    patience: PositiveInt | None = 5  # stop after this many evaluations without a new best; null: never
+    target: float | None = None  # stop once the metric reaches this value
 
     def checks(self) -> Iterator[Check]:
         yield "patience", self.patience is not None or self.target is not None, "a number, or a target"
@@ -27,15 +27,15 @@ class EarlyStopConfig(Section):
 class JobConfig(Section):
     """The settings that `dapo train` and `dapo sft` share."""
 
-    name: str = "dapo"  # of the run's folder
+    name: str = "dapo"  # name of the run's folder
     output_dir: Path = Path("runs")  # the run lives in output_dir/name
-    seed: NonNegativeInt = 0  # of everything that is drawn
-    eval_every: NonNegativeInt = 5  # steps; 0: only before the first and after the last one
-    save_every: NonNegativeInt = 5  # steps; 0: only after the last one
+    seed: NonNegativeInt = 0  # seed of all random numbers
+    eval_every: NonNegativeInt = 5  # steps; 0: only before the first and after the last step
+    save_every: NonNegativeInt = 5  # steps; 0: only after the last step
     keep: PositiveInt = 2  # checkpoints kept; older ones are removed
-    device: str = "auto"  # auto: cuda where there is one, else cpu
-    grace: PositiveFloat = 20.0  # seconds from SIGTERM to the kill: a step that takes longer is given up
-    threads: PositiveInt | None = None  # CPU threads; null: torch's choice
+    device: str = "auto"  # auto: cuda if available, else cpu
+    grace: PositiveFloat = 20.0  # seconds from SIGTERM to the kill: a step that would take longer is abandoned
+    threads: PositiveInt | None = None  # CPU threads; null: PyTorch's default
 
 
 class RunConfig(JobConfig):
@@ -44,15 +44,15 @@ class RunConfig(JobConfig):
     model_config = ConfigDict(populate_by_name=True)
 
     steps: PositiveInt = 320  # rollout steps
-    max_tokens: PositiveInt | None = None  # end with the step by which as many were generated; null: no such end
-    async_save: bool = False  # train while a checkpoint is written, on a copy of its content
-    early_stop: EarlyStopConfig | None = None  # end the run by its evaluations; null: after run.steps
-    # RUN@STEP: start from that checkpoint of another run's folder
+    max_tokens: PositiveInt | None = None  # end after the step that reaches this many generated tokens; null: off
+    async_save: bool = False  # write checkpoints in the background, from a copy in memory
+    early_stop: EarlyStopConfig | None = None  # end the run by its evaluations; null: off
+    # RUN@STEP: start from the checkpoint of that step in another run's folder
     from_: str | None = Field(default=None, alias="from")
 
     @property
     def forked_at(self) -> int:
-        """The step that the run starts after: that of its fork, or 0."""
+        """The step of the checkpoint in `run.from`; 0 without it."""
         return 0 if self.from_ is None else int(self.from_.rpartition("@")[2])
 
     def checks(self) -> Iterator[Check]:
@@ -61,21 +61,21 @@ class RunConfig(JobConfig):
 
 
 class RolloutLogConfig(Section):
-    """Which responses are kept for `dapo show`: of each step, and of each evaluation."""
+    """Which responses of each step and each evaluation are saved for `dapo show`."""
 
-    groups: NonNegativeInt | None = 32  # the first in the order of their prompts; null: all, 0: none
-    per_token: bool = False  # also the tokens trained on, each with its log-probs, entropy, ratio and clip
+    groups: NonNegativeInt | None = 32  # save the first groups in the order of their prompts; null: all, 0: none
+    per_token: bool = False  # also save each trained token with its log-probs, entropy, ratio and clip
 
 
 class LoggingConfig(Section):
-    requires = {"rollout.group_size": "rollouts samples"}  # not in dapo sft, which has no rollouts
+    requires = {"rollout.group_size": "rollouts samples"}  # dapo sft has no rollouts
 
-    progress: Literal["auto", "live", "plain", "off"] = "auto"  # auto: live on a terminal, else plain lines
+    progress: Literal["auto", "live", "plain", "off"] = "auto"  # auto: live in a terminal, else plain
     rollouts: RolloutLogConfig = RolloutLogConfig()
-    # where metrics are sent besides the run's folder
+    # trackers that also receive the metrics
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
-    project: str = "dapo"  # of the trackers, for MLflow the experiment
-    samples: NonNegativeInt = 8  # of each step and evaluation, in the trackers' tables; 0: no tables
+    project: str = "dapo"  # project in the trackers; for MLflow the experiment
+    samples: NonNegativeInt = 8  # responses per step and evaluation in the trackers' tables; 0: no tables
 
 
 class TrainingConfig(Section):

@@ -1,7 +1,4 @@
-"""What every section of the settings is made of, how settings are held against each other, and laid over each other.
-
-The comment behind a field, or right above it, is its meaning in the reference (`reference.py`).
-"""
+"""The base of all sections of settings: what a setting requires, checks between settings, merging of settings."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from dapo_runner.errors import ConfigError
 
 
 def _read_number(value: Any) -> Any:
-    """Return the number that a text of YAML is, `1e4` too; anything else as it is."""
+    """Return the number that a YAML text stands for, also `1e4`; any other value unchanged."""
     for read in (int, float) if isinstance(value, str) else ():
         with suppress(ValueError):
             return read(value.replace(".inf", "inf"))
@@ -24,7 +21,7 @@ def _read_number(value: Any) -> Any:
 
 
 def _read_plain(value: Any) -> Any:
-    """Return what a text of YAML stands for, alone or in a list or a mapping: a number, a switch, or the text."""
+    """Return the number, boolean or text that a YAML text stands for, also inside a list or a mapping."""
     if isinstance(value, Mapping):
         return {key: _read_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -34,7 +31,7 @@ def _read_plain(value: Any) -> Any:
 
 
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-Plain = Annotated[Any, BeforeValidator(_read_plain)]  # of a setting that takes anything
+Plain = Annotated[Any, BeforeValidator(_read_plain)]  # for a setting of any type
 Int = Annotated[int, BeforeValidator(_read_number)]
 PositiveInt = Annotated[Int, Field(gt=0)]
 NonNegativeInt = Annotated[Int, Field(ge=0)]
@@ -42,16 +39,16 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
-Name = Annotated[str, Field(pattern=r"^[\w.-]+$")]  # becomes a part of figures' names
-Check = tuple[str, bool, str]  # a key of the section, whether its value fits, what is expected of it
+Name = Annotated[str, Field(pattern=r"^[\w.-]+$")]  # it is used in metric and file names
+Check = tuple[str, bool, str]  # a key of the section, whether its value is valid, what is expected
 
 
 class Section(BaseModel):
     """Settings that belong together.
 
-    ``requires`` has, by conditions, the names of the settings that have an effect, or work, only under them. A
-    condition is ``key=value|value``, ``key`` (which is then set) or ``!key`` (which is then not set). A key without a
-    dot is one of the same section, a key with dots one of the whole configuration.
+    ``requires`` maps conditions to the names of settings that require them. A condition is ``key=value|value``,
+    ``key`` (must be set) or ``!key`` (must not be set); several are separated by spaces. A key without a dot is in the
+    same section, a key with dots is in the whole configuration.
     """
 
     requires: ClassVar[dict[str, str]] = {}
@@ -61,18 +58,18 @@ class Section(BaseModel):
         allow_inf_nan=False,
         coerce_numbers_to_str=True,
         validate_default=True,
-        ser_json_inf_nan="constants",  # loss.overrides.clip_high=.inf comes back as it went
+        ser_json_inf_nan="constants",  # loss.overrides.clip_high=.inf survives a round trip
     )
 
     def checks(self) -> Iterator[Check]:
-        """Yield what must hold between the settings of this section."""
+        """Yield the checks between the settings of this section."""
         yield from ()
 
 
 def problems_of(root: Section) -> list[str]:
-    """Return a line for each setting that requires what is not set, or that does not fit other settings.
+    """Return one line per setting whose requirements are not met or that is not supported with other settings.
 
-    What the whole configuration checks is asked only once every section below it fits.
+    The checks of the whole configuration run only if all sections pass theirs.
     """
     root_section, *below = _sections_of(root)
     unmet = [line for prefix, section in (root_section, *below) for line in _unmet_requirements(root, prefix, section)]
@@ -88,7 +85,7 @@ def failures(checks: Iterator[Check], section: Section, prefix: str = "") -> Ite
 
 
 def conditions_of(section: type[Section], name: str) -> list[str]:
-    """Return what a setting requires where it is not its default."""
+    """Return the conditions that a setting requires unless it has its default."""
     tables = [vars(base).get("requires", {}) for base in section.__mro__]
     named = [conditions for table in tables for conditions, names in table.items() if name in names.split()]
     return " ".join(named).split()
@@ -108,7 +105,7 @@ def _unmet_requirements(root: Section, prefix: str, section: Section) -> Iterato
 
 
 def _sections_of(section: Section, prefix: str = "") -> Iterator[tuple[str, Section]]:
-    """Yield a section and those below it, each with the dotted key in front of its settings."""
+    """Yield a section and its subsections, each with its key as a prefix."""
     yield prefix, section
     for name in type(section).model_fields:
         value = getattr(section, name)
@@ -119,7 +116,7 @@ def _sections_of(section: Section, prefix: str = "") -> Iterator[tuple[str, Sect
 
 
 def read_key(root: Section, key: str) -> Any:
-    """Return the value of a dotted key; None where its section is not there."""
+    """Return the value of a dotted key; None if its section is null."""
     value: Any = root
     for name in key.split("."):
         value = getattr(value, name, None)
@@ -127,7 +124,7 @@ def read_key(root: Section, key: str) -> Any:
 
 
 def spell(value: Any) -> str:
-    """Return a value as YAML has it."""
+    """Return a value as YAML writes it."""
     if isinstance(value, Section) or (isinstance(value, Mapping) and value):
         return "a section"
     if isinstance(value, (list, tuple)):
@@ -139,7 +136,7 @@ def spell(value: Any) -> str:
 
 
 def lay_over(under: Any, over: Any) -> Any:
-    """Return ``over`` where it sets something, else ``under``: mappings, or sections of a configuration, key by key."""
+    """Merge two nested mappings, or sections of a configuration, key by key. ``over`` wins where it sets a key."""
     if isinstance(over, BaseModel):
         over = over.model_dump(exclude_unset=True, by_alias=True)
     if not (isinstance(under, Mapping) and isinstance(over, Mapping)):
@@ -148,7 +145,7 @@ def lay_over(under: Any, over: Any) -> Any:
 
 
 def lay_settings(raw: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``raw`` with ``settings``, sections or dotted keys, set. Raises ConfigError."""
+    """Return ``raw`` with ``settings`` set, which are sections or dotted keys. Raises ConfigError."""
     merged = copy.deepcopy(dict(raw))
     for key, value in flatten(settings).items():
         set_key(merged, key, value)
@@ -168,7 +165,7 @@ def set_key(raw: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one, by dotted keys; an empty mapping stays a value."""
+    """Flatten nested mappings to dotted keys. An empty mapping stays a value."""
     flat: dict[str, Any] = {}
     for key, value in section.items():
         nested = flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {}

@@ -1,57 +1,74 @@
-"""A recipe as a whole: its sections, the sizes that follow from them, and which settings fit each other."""
+"""The whole configuration: its sections, values that follow from them, and checks between sections."""
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import model_validator
 
-from dapo_runner.config.algorithms import ALGORITHMS, with_algorithm
+from dapo_runner.config.algorithms import ALGORITHMS, with_algorithm, with_numerics
 from dapo_runner.config.data import DataConfig
+from dapo_runner.config.environment import EnvironmentConfig
 from dapo_runner.config.reward import RULES, RewardConfig
 from dapo_runner.config.rollout import EvaluationConfig, RolloutConfig, SamplerConfig
 from dapo_runner.config.run import RunConfig, TrainingConfig
-from dapo_runner.config.section import Check, read_key
+from dapo_runner.config.section import Check, lay_over, read_key
 from dapo_runner.config.training import (
     COMPARING,
     AdvantageConfig,
     CriticConfig,
+    DistillationConfig,
     LossConfig,
     PreferenceConfig,
     TreeShape,
     factors,
 )
 
-ONE_GPU = ("auto", "cpu", "cuda", "cuda:0")  # where an engine can be that takes the first GPU it sees
+ONE_GPU = ("auto", "cpu", "cuda", "cuda:0")  # devices of an engine that always takes the first visible GPU
 
 
 class Config(TrainingConfig):
+    """All settings of a run, with their types checked. `load_config` reads them from a file and checks all rules.
+
+    Example:
+        >>> from dapo_runner import Config
+        >>> config = Config(model={"path": "Qwen/Qwen3-0.6B"}, data={"path": "math.jsonl"})
+        >>> config.rollout.group_size, config.optimizer.lr
+        (16, 1e-06)
+    """
+
     requires = {
         "advantage.kind=gae": "critic",
-        "loss.objective=dapo !loss.overrides loss.old_logprobs=learner !loss.routing_replay": "preference",
-        "advantage.kind=group_std !advantage.segments !rollout.correction.enabled": "preference",
-        "!rollout.sampling_mask !logging.rollouts.per_token": "preference",
+        "loss.objective=dapo !loss.overrides loss.old_logprobs=learner !loss.routing_replay": "preference distillation",
+        "advantage.kind=group_std !advantage.segments !rollout.correction.enabled": "preference distillation",
+        "!rollout.sampling_mask !logging.rollouts.per_token": "preference distillation",
+        "!preference !loss.reference !loss.reference_ema": "distillation",
+        "parallel.rollout_tensor=1 sampler.oversample=1 !advantage.segments": "env",
     }
 
-    algorithm: str | None = None  # a row of dapo_runner.config.algorithms: what it sets is the default of every section
+    algorithm: str | None = None  # a row of dapo_runner.config.algorithms; its settings become the defaults
+    # matched: bring the log-probs of engine and trainer closer together. docs/mismatch.md
+    numerics: Literal["default", "matched"] = "default"
     run: RunConfig = RunConfig()
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     sampler: SamplerConfig = SamplerConfig()
+    env: EnvironmentConfig | None = None  # episodes of several turns, with tools or in a game
     reward: RewardConfig = RewardConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     critic: CriticConfig | None = None  # a model that predicts returns
     loss: LossConfig = LossConfig()
-    preference: PreferenceConfig | None = None  # train on pairs in place of advantages
+    preference: PreferenceConfig | None = None  # train on preference pairs instead of advantages
+    distillation: DistillationConfig | None = None  # train on a teacher's distributions instead of advantages
     evaluation: EvaluationConfig = EvaluationConfig()
 
     @model_validator(mode="before")
     @classmethod
     def _lay_over_algorithm(cls, raw: Any) -> Any:
-        return with_algorithm(raw)
+        return with_task_reward(with_numerics(with_algorithm(raw)))
 
     @property
     def responses_per_step(self) -> int:
@@ -59,7 +76,7 @@ class Config(TrainingConfig):
 
     @property
     def trained_per_step(self) -> int:
-        """Responses of a full step that updates are made from."""
+        """Responses of a full step that train."""
         if self.preference is None:
             return self.responses_per_step
         return 2 * self.preference.pairs_per_group * self.sampler.prompts_per_step
@@ -70,38 +87,43 @@ class Config(TrainingConfig):
         return size if self.preference is None else min(size, self.trained_per_step)
 
     @property
+    def reference_path(self) -> str | None:
+        """The path or name of the reference model; None for the model that training starts from."""
+        return self.loss.reference if self.distillation is None else self.distillation.teacher
+
+    @property
     def updates_per_step(self) -> int:
         return self.trained_per_step // self.mini_batch_size
 
     @property
     def filter_on(self) -> Literal["correctness", "reward"]:
-        """What decides whether a group is accepted: by default the reward where it is a sum of several."""
+        """What decides whether a group is accepted. The default is reward with `reward.parts`, else correctness."""
         summed = self.reward.parts and self.sampler.filter_groups
         return self.sampler.filter_on or ("reward" if summed else "correctness")
 
     @property
     def max_age(self) -> int:
-        """By default one step more than `rollout.max_staleness`, so that left-over groups can fill the next step."""
+        """The maximum age of a group. The default exceeds `rollout.max_staleness` by 1: leftovers can fill a step."""
         return self.rollout.max_staleness + 1 if self.sampler.max_age is None else self.sampler.max_age
 
     @property
     def evaluation_tokens(self) -> int:
-        """Tokens that an answer of an evaluation may have."""
+        """Maximum number of tokens in a response of an evaluation."""
         return self.evaluation.max_response_tokens or self.rollout.max_response_tokens
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest prompt and response that an engine may be asked for."""
+        """Maximum number of tokens in a prompt and its response, in training and evaluation."""
         return self.rollout.max_prompt_tokens + max(self.rollout.max_response_tokens, self.evaluation_tokens)
 
     @property
     def overlong_max_length(self) -> int:
-        """L_max of Eq. 13."""
+        """L_max of Eq. 13 of the DAPO paper, in tokens."""
         return self.reward.overlong.max_length or self.rollout.max_response_tokens
 
     @property
     def tree(self) -> TreeShape | None:
-        """Of `advantage.segments`, kind tree; without levels where rollout.group_size is a prime."""
+        """The shape of the tree of `advantage.segments`. It has no levels if rollout.group_size is a prime."""
         segments = self.advantage.segments
         if segments is None or segments.kind != "tree":
             return None
@@ -117,8 +139,15 @@ class Config(TrainingConfig):
             yield from checks(self)
 
 
+def with_task_reward(raw: Any) -> Any:
+    """Set the reward of reasoning-gym's tasks for a recipe that uses them and sets no other reward."""
+    data, reward = ((raw.get(name) or {}) if isinstance(raw, Mapping) else {} for name in ("data", "reward"))
+    has_tasks = isinstance(data, Mapping) and data.get("reasoning_gym") and "parts" not in reward
+    return lay_over({"reward": {"kind": "reasoning_gym"}}, raw) if has_tasks else raw
+
+
 def resolved(config: Config) -> dict[str, Any]:
-    """Return the settings that are null in ``config`` and what they resolve to, by dotted key."""
+    """Return what the settings that are null in ``config`` resolve to, by dotted key."""
     values = {
         "data.template": config.data.prompt_template,
         "sampler.filter_on": config.filter_on,
@@ -146,7 +175,8 @@ def _sizes(config: Config) -> Iterator[Check]:
     what = "sequence" if preference is None else "pair"
     yield "optimizer.token_budget", config.optimizer.token_budget >= least, f"at least {least}, the longest {what}"
     advantage, key = config.advantage, "rollout.group_size"
-    compares = (advantage.segments is None and advantage.kind in COMPARING) or config.sampler.filter_groups
+    has_advantages = advantage.segments is None and config.distillation is None
+    compares = (has_advantages and advantage.kind in COMPARING) or config.sampler.filter_groups
     fits = rollout.group_size > 1 or not compares
     yield key, fits, f"at least 2 with advantage.kind={advantage.kind} or sampler.filter_groups"
     pairs = preference.pairs_per_group if preference else 0
@@ -195,9 +225,15 @@ def _training(config: Config) -> Iterator[Check]:
     yield "critic", critic is not None or config.advantage.kind != "gae", "a section ({}) with advantage.kind=gae"
     fits = critic is None or critic.warmup_steps < steps
     yield "critic.warmup_steps", fits, f"fewer than the {steps} steps of the run"
+    fits = config.advantage.turn_gamma is None or (config.env is not None and config.preference is None)
+    yield "advantage.turn_gamma", fits, "null without env, or with preference"
     has_problems = bool(data.format == "arithmetic" or data.eval_size or data.eval)
     yield "data.eval_size", config.run.early_stop is None or has_problems, "more than 0 with run.early_stop"
-    if data.columns is not None and data.columns.answer is None:
+    fits = "reasoning_gym" not in config.reward.uses or bool(data.reasoning_gym)
+    yield "data.reasoning_gym", fits, "tasks with reward reasoning_gym"
+    gives_rewards = config.env is not None and config.env.kind is not None
+    needs_answers = not gives_rewards and config.distillation is None
+    if data.columns is not None and data.columns.answer is None and needs_answers:
         rules = set(config.reward.uses) & set(RULES) - ({"json"} if config.reward.json_schema else set())
         yield "data.columns.answer", not rules, f"a column, which reward {', '.join(sorted(rules))} reads"
 
@@ -210,7 +246,7 @@ def check_schedule(config: Config) -> Iterator[Check]:
 
 
 def cautions(config: Config) -> Iterator[str]:
-    """Yield what works and may not be meant, each as `key: what follows from it`."""
+    """Yield warnings about settings that work but may be unintended, each as `key: consequence`."""
     rollout, sampler, reward = config.rollout, config.sampler, config.reward
     truncated = ", ".join(f"rollout.{name}={value:g}" for name, value in rollout.truncations.items())
     if truncated and not rollout.sampling_mask:
@@ -223,8 +259,10 @@ def cautions(config: Config) -> Iterator[str]:
     if sampler.oversample > 1:
         yield f"sampler.oversample={sampler.oversample:g}: long responses are rarer in training than they are sampled."
     is_soft = reward.kind == "judge" and reward.judge is not None and reward.judge.reward == "soft"
-    if (":" in reward.kind or is_soft) and sampler.filter_groups and sampler.filter_on is None:
+    is_graded = is_soft or ":" in reward.kind or reward.kind == "reasoning_gym" or config.env is not None
+    if is_graded and sampler.filter_groups and sampler.filter_on is None:
+        name = f"reward.kind={reward.kind}" if config.env is None else "env"
         yield (
-            f"reward.kind={reward.kind}: groups are accepted by correctness, so graded rewards are lost where all "
+            f"{name}: groups are accepted by correctness, so graded rewards are lost where all "
             "samples are correct or all incorrect. Set sampler.filter_on=reward to keep them (or =correctness)."
         )

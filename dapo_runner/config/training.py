@@ -1,4 +1,4 @@
-"""The settings of training: the policy, advantages, the loss, the optimizer, several processes."""
+"""The settings of training: policy, advantages, loss, optimizer, parallelism."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ class WarmupConfig(Section):
     """A short supervised warm-up of the tiny model."""
 
     steps: NonNegativeInt = 300  # supervised steps; 0: none
-    batch_size: PositiveInt = 64  # worked examples in a step
-    examples: PositiveInt = 2000  # worked examples in all
-    lr: PositiveFloat = 1e-3  # of the warm-up
-    repeat: BelowOne = 0.0  # probability that a line of an example comes again, each time
-    stop_at: Share | None = None  # end early, once this share of training problems it has not seen is solved
+    batch_size: PositiveInt = 64  # worked examples per step
+    examples: PositiveInt = 2000  # worked examples in total
+    lr: PositiveFloat = 1e-3  # learning rate of the warm-up
+    repeat: BelowOne = 0.0  # probability that a line of an example is repeated, again after each repetition
+    turns: str | None = None  # module:function(question, answer, rng) → the turns of an example with env
+    stop_at: Share | None = None  # end early once this share of unseen training problems is solved
 
 
 class TinyModelConfig(Section):
-    """A small transformer and tokenizer, made without a download."""
+    """A small transformer and its tokenizer, created without a download."""
 
-    layers: PositiveInt = 2  # of the transformer
-    hidden_size: PositiveInt = 128  # of the layers
-    heads: PositiveInt = 4  # of attention
-    intermediate_size: PositiveInt = 512  # of the MLPs
+    layers: PositiveInt = 2  # transformer layers
+    hidden_size: PositiveInt = 128  # width of the layers
+    heads: PositiveInt = 4  # attention heads
+    intermediate_size: PositiveInt = 512  # width of the MLPs
     warmup: WarmupConfig = WarmupConfig()
 
     def checks(self) -> Iterator[Check]:
@@ -48,68 +49,71 @@ class TinyModelConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (arXiv 2106.09685) through peft. Only they train; the model without them is the reference.
+    """Train low-rank adapters (arXiv 2106.09685) through peft. The model without them is the reference.
 
-    There is no dropout, because two passes over one policy must agree. The rollout engine serves the merged weights,
-    rounded to `model.dtype` (docs/vllm.md).
+    There is no dropout, because two passes over one policy must agree. vLLM in the trainer's process gets the adapters
+    alone. Other rollout engines get the merged weights, rounded to `model.dtype` (docs/vllm.md).
     """
 
-    rank: PositiveInt = 32  # of the adapters
+    rank: PositiveInt = 32  # rank of the adapters
     alpha: PositiveInt = 64  # adapters are scaled by alpha / rank
-    targets: str | list[str] = "all-linear"  # names of modules; all-linear is every linear layer but the head
+    targets: str | list[str] = "all-linear"  # module names; all-linear: every linear layer but the head
 
 
 class ModelConfig(Section):
     path: str | None = None  # a folder in transformers' format or a hub name
-    tiny: TinyModelConfig | None = None  # a small model made on the spot
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of weights and activations; the optimizer keeps float32
-    # auto: flash or varlen where they are there, else sdpa
+    tiny: TinyModelConfig | None = None  # a small model, created when the run starts
+    # of weights and activations; the optimizer always uses float32. float16 trains with a loss scale
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    float32_logits: bool = False  # the output head computes float32 logits, in trainer and rollout engine
+    # auto: flash or varlen if available, else sdpa
     attention: Literal["auto", "sdpa", "flash", "varlen"] = "auto"
-    gradient_checkpointing: bool = False  # compute activations again in the backward pass: less memory
-    compile: bool = False  # torch.compile for what lies between the matrix products of a layer; costs some 10 s once
+    # recompute activations in the backward pass to save memory. offload: also keep the inputs of the layers on the host
+    gradient_checkpointing: bool | Literal["offload"] = False
+    compile: bool = False  # torch.compile between the matrix products of a layer; takes about 10 s once
     lora: LoraConfig | None = None  # train low-rank adapters only
-    trust_remote_code: bool = False  # run the code that comes with a model
+    trust_remote_code: bool = False  # run code that a model's repository contains
 
     def checks(self) -> Iterator[Check]:
         yield "path", (self.path is None) != (self.tiny is None), "exactly one of path and tiny (the other null)"
 
 
 class SegmentsConfig(Section):
-    """Segment Policy Optimization (arXiv 2505.23564): advantages of the parts of a response. docs/spo.md."""
+    """Segment Policy Optimization (arXiv 2505.23564): advantages per segment of a response. docs/spo.md."""
 
     requires = {"kind=chain": "interval samples", "kind=tree": "branching tokens per_step"}
 
-    kind: Literal["chain", "tree"]  # chain: values from continuations; tree: from the responses below a node
-    threshold: Annotated[float, Field(gt=0, lt=1)] = 0.9  # ρ: a token less likely than that is a cut point
+    kind: Literal["chain", "tree"]  # chain: values from continuations; tree: values from the responses below a node
+    threshold: Annotated[float, Field(gt=0, lt=1)] = 0.9  # ρ: tokens less likely than this are cut points
     mask: bool = True  # only cut points train
     interval: PositiveInt = 5  # chain: cut points in a segment
-    samples: PositiveInt = 9  # chain: continuations that the value of a segment's beginning is the mean of
-    # tree: children of a node, by level; null: rollout.group_size in three factors that differ least, or in two.
+    samples: PositiveInt = 9  # chain: continuations per value; their mean reward is the value
+    # tree: children of a node, by level; null: rollout.group_size as three factors that differ least, or two
     branching: Annotated[list[Annotated[Int, Field(ge=2)]], Field(min_length=2)] | None = None
-    # tree: of a segment, but on the last level, where it ends the response; null: as many as every level can have.
+    # tree: tokens of a segment; a segment of the last level ends the response. null: the same maximum on all levels
     tokens: PositiveInt | None = None
-    per_step: PositiveInt | None = None  # tree: its responses that a step trains on, the rest later; null: all at once
+    per_step: PositiveInt | None = None  # tree: responses that one step trains on, the rest later; null: all at once
 
 
 class TreeShape(NamedTuple):
-    """Children of a node by level, from the root down, and tokens of a segment but on the last level."""
+    """``branching``: children of a node by level, from the root. ``tokens``: of a segment, except on the last level."""
 
     branching: tuple[int, ...]
     tokens: int
 
     @property
     def leaves(self) -> int:
-        """Responses of a whole tree."""
+        """Number of responses of a complete tree."""
         return math.prod(self.branching)
 
     @property
     def before_last(self) -> int:
-        """Tokens of a response in front of the last level."""
+        """Number of tokens of a response before the last level."""
         return self.tokens * (len(self.branching) - 1)
 
 
 def factors(number: int) -> tuple[int, ...]:
-    """Return three factors that differ least, or where there are none two, the largest first; empty of a prime."""
+    """Return three factors that differ least, largest first; else two; empty if ``number`` is a prime."""
     divisors = [divisor for divisor in range(number - 1, 1, -1) if number % divisor == 0]
     products = [chosen for n in (3, 2) for chosen in combinations_with_replacement(divisors, n)]
     found = [chosen for chosen in products if math.prod(chosen) == number]
@@ -117,23 +121,25 @@ def factors(number: int) -> tuple[int, ...]:
 
 
 BY_RESPONSE = ("group_std", "group_mean", "batch_std", "batch_mean", "batch_whitened", "leave_one_out")
-BY_TOKEN = ("gae", "returns", "group_returns")  # advantages of single tokens, made once a step is sampled
-COMPARING = ("group_std", "group_mean", "batch_std", "leave_one_out", "group_returns")  # samples of one prompt
+BY_TOKEN = ("gae", "returns", "group_returns")  # advantages per token
+COMPARING = ("group_std", "group_mean", "batch_std", "leave_one_out", "group_returns")  # within a group
 
 
 class AdvantageConfig(Section):
     requires = {
         "kind=gae|returns|group_returns": "gamma",
         "kind=gae": "lam",
+        "!segments": "turn_gamma",
         "kind=group_std !rollout.stop !rollout.max_staleness !reward.calls.max_failed": "segments",
     }
 
     # group_std, group_mean, batch_std, batch_mean, batch_whitened, leave_one_out; per token gae, returns,
     # group_returns; or module:function. Formulas and papers: dapo_runner.algorithms.advantage.
     kind: str = "group_std"
-    gamma: Share = 1.0  # Formulas: dapo_runner.algorithms.returns
-    lam: Annotated[float, Field(ge=0, le=1)] = 0.95  # gae
-    segments: SegmentsConfig | None = None  # in the place of kind
+    gamma: Share = 1.0  # discount per token; formulas: dapo_runner.algorithms.returns
+    lam: Annotated[float, Field(ge=0, le=1)] = 0.95  # λ of gae
+    segments: SegmentsConfig | None = None  # advantages per segment, instead of kind
+    turn_gamma: Share | None = None  # discount of rewards over the turns of an episode; null: one advantage for all
 
     @property
     def by_token(self) -> bool:
@@ -142,19 +148,21 @@ class AdvantageConfig(Section):
     def checks(self) -> Iterator[Check]:
         known = BY_RESPONSE + BY_TOKEN
         yield "kind", self.kind in known or ":" in self.kind, f"one of {', '.join(known)}, or module:function"
+        fits = self.turn_gamma is None or self.kind in BY_RESPONSE
+        yield "kind", fits, f"one of {', '.join(BY_RESPONSE)} with advantage.turn_gamma"
 
 
 class CriticConfig(Section):
-    """Predicts what the rest of a response will earn: advantage.kind=gae."""
+    """A model that predicts the reward still to come: advantage.kind=gae."""
 
     requires = {"!share_trunk": "path lr warmup_steps", "share_trunk": "coef", "parallel.sequence=1": "share_trunk"}
 
-    path: str | None = None  # the model that gets a value head; null: the one that the policy starts from
-    share_trunk: bool = False  # the head sits on the policy, whose update takes coef × value loss along
-    coef: PositiveFloat = 0.1  # share_trunk
-    lr: PositiveFloat = 9e-6  # a model of its own: at the peak of the optimizer's schedule, which it follows
-    warmup_steps: NonNegativeInt = 0  # a model of its own: rollout steps of a run in which it alone trains
-    clip: PositiveFloat | None = 0.2  # how far a value may move in a step before its gradient stops; null: any
+    path: str | None = None  # the model to add a value head to; null: the one that the policy starts from
+    share_trunk: bool = False  # put the value head on the policy and add coef × value loss to its loss
+    coef: PositiveFloat = 0.1  # share_trunk: coefficient of the value loss
+    lr: PositiveFloat = 9e-6  # separate critic: peak learning rate; it follows optimizer.schedule
+    warmup_steps: NonNegativeInt = 0  # separate critic: first rollout steps, in which only it trains
+    clip: PositiveFloat | None = 0.2  # clip range of the value change in a step; null: no clipping
 
 
 class LossConfig(Section):
@@ -165,51 +173,62 @@ class LossConfig(Section):
 
     objective: str = "dapo"  # a name in dapo_kernels.OBJECTIVES
     overrides: dict[str, Plain] = {}  # fields of dapo_kernels.Objective, passed through
-    reference: str | None = None  # kl_coef ≠ 0: the model the penalty refers to; null: the one training starts from
-    # The reference follows the policy: after each step it is this share of itself and the rest of the policy.
+    reference: str | None = None  # kl_coef ≠ 0: the reference model of the KL penalty; null: the start model
+    # update the reference after each step to reference_ema × reference + (1 − reference_ema) × policy
     reference_ema: Annotated[float, Field(gt=0, lt=1)] | None = None
-    old_logprobs: Literal["learner", "rollout"] = "learner"  # whose log-probs are the ratio's denominator
-    routing_replay: bool = False  # mixtures of experts: updates go to the experts that the old log-probs came from
+    old_logprobs: Literal["learner", "rollout"] = "learner"  # which log-probs are the denominator of the ratio
+    routing_replay: bool = False  # mixtures of experts: replay the experts that computed the old log-probs
 
 
 class PreferenceConfig(Section):
-    """Iterated DPO: pairs made from each group by reward take the place of advantages and objective."""
+    """Iterated DPO: train on pairs of responses with different rewards instead of advantages and objective."""
 
     requires = {"loss_type=sigmoid": "label_smoothing", "!loss.reference !loss.reference_ema": "reference"}
 
     loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"  # formulas: docs/objectives.md
     beta: PositiveFloat = 0.1  # strength of the implicit KL penalty
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0  # sigmoid: share of pairs the wrong way round
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0  # sigmoid: assumed share of wrongly ordered pairs
     pairs_per_group: PositiveInt = 1  # best against worst, second best against second worst, …
-    reference: Literal["start", "step"] = "start"  # loss.reference or the start; or the policy as the step began
+    reference: Literal["start", "step"] = "start"  # step: the policy before the step; start: as in loss.reference
+
+
+class DistillationConfig(Section):
+    """On-policy distillation: minimize the divergence from a teacher on the policy's responses, instead of advantages
+    and objective. docs/distillation.md.
+    """
+
+    teacher: str  # a folder in transformers' format or a hub name, with the policy's tokenizer
+    # 1: reverse KL(policy‖teacher); 0: forward KL; between: generalized Jensen-Shannon (docs/objectives.md)
+    beta: Annotated[float, Field(ge=0, le=1)] = 1.0
 
 
 class OptimizerConfig(Section):
-    requires = {"schedule=linear|cosine": "min_lr_ratio"}
+    requires = {"schedule=linear|cosine": "min_lr_ratio", "model.dtype=float32|bfloat16": "offload"}
 
     lr: PositiveFloat = 1e-6  # peak learning rate
     warmup_steps: NonNegativeInt = 20  # linear, in rollout steps
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up: dapo_runner.algorithms.weights
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0  # share of lr at which linear and cosine end, at run.steps
-    weight_decay: NonNegativeFloat = 0.1  # of AdamW
-    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)  # of AdamW
-    eps: PositiveFloat = 1e-8  # of AdamW
-    grad_clip: PositiveFloat | None = 1.0  # null: no clipping
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0  # linear and cosine decay to this share of lr at run.steps
+    weight_decay: NonNegativeFloat = 0.1  # weight decay of AdamW
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)  # β1 and β2 of AdamW
+    eps: PositiveFloat = 1e-8  # ε of AdamW
+    offload: bool = False  # run AdamW on the host, which keeps the float32 weights, gradients and moments
+    grad_clip: PositiveFloat | None = 1.0  # maximum gradient norm; null: no clipping
     mini_batch_size: PositiveInt | None = 512  # responses per update; null: one update per rollout step
     token_budget: PositiveInt = 22528  # packed positions per micro-batch
 
 
 class ParallelConfig(Section):
-    """How the processes that torchrun starts, one for each GPU, share a run."""
+    """How the processes started by torchrun, one per GPU, share a run."""
 
     requires = {"rollout.engine=vllm": "rollout_tensor"}
 
-    gpus: PositiveInt = 1  # processes; 1: as many as the launcher starts. --dry-run and --simulate plan with it
+    gpus: PositiveInt = 1  # number of processes, for --dry-run and --simulate; 1: as many as the launcher starts
     replicate: PositiveInt = 1  # copies of the weights, each sharded over gpus / replicate (HSDP)
-    reshard_after_forward: bool = True  # False: layers stay whole from forward to backward
-    sequence: PositiveInt = 1  # GPUs that share the positions of one micro-batch
-    rollout_tensor: PositiveInt = 1  # GPUs that share one copy of the rollout engine's weights
-    timeout: PositiveFloat = 1800.0  # seconds that a rank waits for another, such as for its rollouts
+    reshard_after_forward: bool = True  # False: keep whole layers from forward to backward
+    sequence: PositiveInt = 1  # sequence parallelism: GPUs that share the positions of one micro-batch
+    rollout_tensor: PositiveInt = 1  # tensor parallelism of the rollout engine: GPUs per copy of its weights
+    timeout: PositiveFloat = 1800.0  # seconds that a rank waits for another rank
 
     def checks(self) -> Iterator[Check]:
         for name in ("sequence", "rollout_tensor", "replicate"):

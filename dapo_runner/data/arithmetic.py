@@ -10,13 +10,13 @@ from itertools import islice
 
 from dapo_runner.config import ArithmeticConfig, ConfigError
 
-SEED = 0  # of the problems and their split: all runs share one task
+SEED = 0  # of the problems and their split: all runs use the same problems
 _APPLY = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 
 
 @dataclass(frozen=True, slots=True)
 class ArithmeticProblem:
-    """`operands` joined by one `operator`, worked from the left."""
+    """`operands` joined by one `operator`, evaluated from left to right."""
 
     operator: str
     operands: tuple[int, ...]
@@ -31,19 +31,19 @@ class ArithmeticProblem:
 
     @property
     def digits(self) -> int:
-        """Of all operands together."""
+        """Number of digits of all operands together."""
         return sum(len(str(operand)) for operand in self.operands)
 
     @property
     def key(self) -> tuple[str, tuple[int, ...]]:
-        """Equal for problems that only differ in the order of their operands, where order does not matter."""
+        """Equal for problems that only swap the operands of + or *."""
         return self.operator, self.operands if self.operator == "-" else tuple(sorted(self.operands))
 
 
 def split_problems(config: ArithmeticConfig, n_heldout: int) -> tuple[list[ArithmeticProblem], list[ArithmeticProblem]]:
-    """Return training and held-out problems, all distinct; `b+a` does not train where `a+b` is held out.
+    """Return training and held-out problems, all distinct. If `a+b` is held out, `b+a` does not train.
 
-    Raises ConfigError when there are not that many problems.
+    Raises ConfigError if there are too few problems.
     """
     problems = _shuffled_problems(config, config.train_size + n_heldout)
     heldout = list(islice(problems, n_heldout))
@@ -52,20 +52,20 @@ def split_problems(config: ArithmeticConfig, n_heldout: int) -> tuple[list[Arith
     if len(train) == config.train_size:
         return train, heldout
     raise ConfigError(
-        f"data.arithmetic: expected {n_heldout} held-out and {config.train_size} training problems, got "
-        f"{len(heldout)} and {len(train)}, all there are. Ask for fewer or for more digits."
+        f"data.arithmetic: expected {n_heldout} held-out and {config.train_size} training problems, got only "
+        f"{len(heldout)} and {len(train)}. Lower the sizes, or allow more digits."
     )
 
 
 def _shuffled_problems(config: ArithmeticConfig, n_problems: int) -> Iterator[ArithmeticProblem]:
-    """Yield every problem once, without listing the space, which may be huge."""
+    """Yield every problem at most once, without listing all of them: there may be very many."""
     if config.even_digits:
         yield from _even_problems(config)
         return
     low = 0 if config.min_digits == 1 else 10 ** (config.min_digits - 1)
     values = 10**config.max_digits - low
     space = len(config.operators) * values**config.operands
-    # Twice the problems wanted, and more, leaves room for those that the split skips.
+    # At least twice as many as needed: the split skips some.
     wanted = min(space, 4 * n_problems)
     for index in random.Random(SEED).sample(range(space), wanted):
         rest, operands = index // len(config.operators), []
@@ -76,7 +76,7 @@ def _shuffled_problems(config: ArithmeticConfig, n_problems: int) -> Iterator[Ar
 
 
 def _even_problems(config: ArithmeticConfig) -> Iterator[ArithmeticProblem]:
-    """Yield problems whose operands have a length drawn first. End where nothing new has come up for long."""
+    """Yield problems whose operands have a random number of digits. End after 10,000 repetitions in a row."""
     rng, seen, misses = random.Random(SEED), set[ArithmeticProblem](), 0
     while misses < 10_000:
         lengths = [rng.randint(config.min_digits, config.max_digits) for _ in range(config.operands)]

@@ -1,11 +1,11 @@
-"""Choose which training prompts a step may use. The order stays that of the seed; a curriculum skips some prompts.
+"""Choose which training prompts a step may use. A curriculum skips prompts; the order stays that of the seed.
 
-`by: column` orders the prompts by a number that each row has. Step s uses the easiest share of them,
-start + (1 − start)·(s − 1)/steps, prompts as difficult as the last of these included; from step `steps` + 1 on, all.
+`by: column` orders the prompts by a number in each row. Step s uses the easiest share of them,
+start + (1 − start)·(s − 1)/steps, including all prompts as difficult as the last of these. From step `steps` + 1 on it
+uses all prompts.
 
-`by: pass_rate` lets prompts rest that teach little: a prompt whose samples were all correct, or all incorrect, is
-skipped for `rest` epochs. The rate is over all samples of the prompt
-so far; earlier groups count half as much with each later one, because the policy has changed.
+`by: pass_rate` skips a prompt for `rest` epochs after its samples were all correct or all incorrect. The rate is over
+all samples of the prompt so far. Each later group halves the weight of earlier ones, because the policy has changed.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ MEMORY = 0.5
 
 
 class Curriculum:
-    """Admits every prompt."""
+    """Admit every prompt."""
 
     def admits(self, prompt: Prompt, step: int, epoch: int) -> bool:
-        """Return whether a prompt is used in a rollout step (from 1) of an epoch (from 0); at some time it is."""
+        """Return whether to use a prompt in a rollout step (from 1) of an epoch (from 0). Each prompt is used later."""
         return True
 
     def observe(self, groups: Iterable[Group], epoch: int) -> None:
         """Record scored groups of prompts that were admitted."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return the state as plain values."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state; it is empty where the run had no curriculum before."""
+        """Load a state. It is empty if the run had no curriculum before."""
 
 
 def make_curriculum(config: CurriculumConfig | None, prompts: list[Prompt]) -> Curriculum:
-    """Return the curriculum. Raises ConfigError where a training row has no difficulty."""
+    """Return the curriculum. Raises ConfigError if a training row has no difficulty."""
     if config is None:
         return Curriculum()
     return ByColumn(config, prompts) if config.by == "column" else ByPassRate(config)
@@ -53,7 +53,7 @@ class ByColumn(Curriculum):
         self.ordered = sorted(self.difficulty.values())
 
     def admits(self, prompt: Prompt, step: int, epoch: int) -> bool:
-        start = Fraction(str(self.config.start))  # as it is written: in floats 0.55 of 100 are 55.000000000000007
+        start = Fraction(str(self.config.start))  # exact: in floats 0.55 of 100 is 55.000000000000007
         share = min(Fraction(1), start + (1 - start) * Fraction(step - 1, self.config.steps))
         return self.difficulty[prompt.id] <= self.ordered[math.ceil(share * len(self.ordered)) - 1]
 
@@ -75,8 +75,8 @@ def _number(prompt: Prompt, column: str) -> float:
 class ByPassRate(Curriculum):
     def __init__(self, config: CurriculumConfig) -> None:
         self.config = config
-        self.seen: dict[str, tuple[float, float]] = {}  # correct samples and all samples, with fading memory
-        self.due: dict[str, int] = {}  # the epoch in which a resting prompt is used again
+        self.seen: dict[str, tuple[float, float]] = {}  # correct samples and all samples, weighted by age
+        self.due: dict[str, int] = {}  # the epoch in which a skipped prompt is used again
 
     def admits(self, prompt: Prompt, step: int, epoch: int) -> bool:
         return epoch >= self.due.get(prompt.id, 0)

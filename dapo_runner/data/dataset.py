@@ -1,4 +1,4 @@
-"""Clean problems, tokenize them as prompts, and iterate over them. ``DataReport`` counts what is left out."""
+"""Clean problems, tokenize them as prompts, and iterate over them. ``DataReport`` counts the rows left out."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from dapo_runner.config import Config, ConfigError, DataConfig, EvalSetConfig, S
 from dapo_runner.data.arithmetic import split_problems
 from dapo_runner.data.curriculum import Curriculum
 from dapo_runner.data.reading import Problem, read_problems
+from dapo_runner.data.reasoning_gym import generate_problems
+from dapo_runner.environments.make import template_arguments
 from dapo_runner.types import Group, Prompt
 
 T = TypeVar("T")
@@ -23,10 +25,11 @@ RECIPE_TEMPLATE = (
     'Remember to put your answer on its own line after "Answer:".'
 )
 DUPLICATES, CONFLICTING, IN_HELDOUT = "repeated", "with conflicting answers", "with a held-out prompt"
+FAILED = "that reasoning-gym failed to generate"
 
 
 class DataReport(Counter[str]):
-    """Where the rows went: ``rows`` = the sum of all other counts, ``train`` and ``heldout`` included."""
+    """Counts of rows: ``rows`` is the sum of all other counts, ``train`` and ``heldout`` included."""
 
     def describe(self, noun: str = "prompts") -> str:
         kept = f"{self['rows']} rows → {self['train']} training and {self['heldout']} held-out {noun}"
@@ -44,12 +47,15 @@ class Dataset:
 def load_data(config: Config, tokenizer: Any) -> Dataset:
     """Return training and held-out prompts. Raises ConfigError."""
     data, report = config.data, DataReport()
-    train, sets = _generate(data, report) if data.format == "arithmetic" else _read(data, report)
+    make = _generate_gym if data.reasoning_gym else _generate if data.format == "arithmetic" else _read
+    train, sets = make(data, report)
+
+    arguments = template_arguments(config.env)
 
     def build(problems: list[Problem], eval_set: str = "") -> list[Prompt]:
         template, limit = data.prompt_template, config.rollout.max_prompt_tokens
         turns = [(*each.context, ("user", apply_template(template, each.question))) for each in problems]
-        rendered = zip(problems, turns, tokenize(turns, tokenizer, data), strict=True)
+        rendered = zip(problems, turns, tokenize(turns, tokenizer, data, **arguments), strict=True)
         prompts = [
             Prompt(each.key[:16], tuple(ids), text, each.answer, each.source, eval_set, messages, each.row)
             for each, messages, (text, ids) in rendered
@@ -60,7 +66,7 @@ def load_data(config: Config, tokenizer: Any) -> Dataset:
 
     prompts = build(train)
     heldout = [prompt for name, problems in sets.items() for prompt in build(problems, name)]
-    # Texts are compared: rows that differ may render to the same prompt.
+    # Compare texts: different rows can render to the same prompt.
     texts = {" ".join(prompt.text.split()) for prompt in heldout}
     kept = [prompt for prompt in prompts if " ".join(prompt.text.split()) not in texts]
     report.update({IN_HELDOUT: len(prompts) - len(kept), "train": len(kept), "heldout": len(heldout)})
@@ -74,10 +80,24 @@ Problems = tuple[list[Problem], dict[str, list[Problem]]]  # training problems, 
 
 def _generate(data: DataConfig, report: DataReport) -> Problems:
     train, heldout = (
-        [Problem(p.question, p.answer, "arithmetic", row={"difficulty": p.digits}) for p in part]
+        [
+            Problem(p.question, p.answer, "arithmetic", row={"difficulty": p.digits, "question": p.question})
+            for p in part
+        ]
         for part in split_problems(data.arithmetic, data.eval_size)
     )
     report["rows"] = len(train) + len(heldout)
+    return train, {"": heldout}
+
+
+def _generate_gym(data: DataConfig, report: DataReport) -> Problems:
+    def keep(found: list[Problem | None]) -> list[Problem]:
+        made = [problem for problem in found if problem is not None]
+        distinct = list({problem.key: problem for problem in reversed(made)}.values())[::-1]
+        report.update({"rows": len(found), FAILED: len(found) - len(made), DUPLICATES: len(made) - len(distinct)})
+        return distinct
+
+    train, heldout = map(keep, generate_problems(data))
     return train, {"": heldout}
 
 
@@ -97,7 +117,7 @@ def _read(data: DataConfig, report: DataReport) -> Problems:
 
 
 def cut_heldout(rows: Sequence[T], size: int) -> list[T]:
-    """Sample held-out rows: the same for every seed, so that runs over one file are compared on the same ones."""
+    """Sample held-out rows. They do not depend on the seed, so that runs over one file use the same ones."""
     if size >= len(rows) > 0:
         raise ConfigError(
             f"data.eval_size: expected fewer than the {len(rows)} rows of the training file, got {size}. Lower it, or "
@@ -107,9 +127,9 @@ def cut_heldout(rows: Sequence[T], size: int) -> list[T]:
 
 
 def clean(problems: Iterable[Problem], report: DataReport, limit: int | None = None) -> list[Problem]:
-    """Drop repeated rows, and all rows of a prompt that comes with several answers; count both.
+    """Drop repeated rows, and all rows of a prompt with conflicting answers. Count both.
 
-    Reading ends once there are ``limit`` problems and a row holds another one.
+    Reading ends at the row that would start problem number ``limit`` + 1.
     """
     first: dict[str, Problem] = {}
     rows: Counter[str] = Counter()
@@ -130,52 +150,53 @@ def clean(problems: Iterable[Problem], report: DataReport, limit: int | None = N
 def tokenize(
     conversations: Iterable[Iterable[tuple[str, str]]], tokenizer: Any, data: DataConfig | SftDataConfig, **kwargs: Any
 ) -> list[tuple[str, list[int]]]:
-    """Return the text and the token ids that a response to each conversation follows. Raises ConfigError.
+    """Return text and token ids of each conversation, up to where the response begins. Raises ConfigError.
 
-    ``kwargs`` are those of the chat template.
+    ``kwargs`` are passed to the chat template.
     """
     has_template = bool(tokenizer.chat_template)
     if data.chat_template == "always" and not has_template:
         raise ConfigError("data.chat_template: expected a tokenizer with a chat template for 'always', it has none")
     chat = has_template and data.chat_template != "never"
     texts = [render(turns, tokenizer, chat, **kwargs) for turns in conversations]
-    # A chat template writes its own special tokens; adding them again would double the first one.
+    # A chat template contains its special tokens; adding them again would double the first one.
     token_ids = tokenizer(texts, add_special_tokens=not chat)["input_ids"] if texts else []
     return list(zip(texts, token_ids, strict=True))
 
 
 def render(turns: Iterable[tuple[str, str]], tokenizer: Any, chat: bool, **kwargs: Any) -> str:
-    """Return the text that a response follows; ``kwargs`` are those of the chat template."""
+    """Return the text of a conversation up to the response. ``kwargs`` are passed to the chat template."""
     if not chat:
         return "\n\n".join(content for _, content in turns)
     messages = [{"role": role, "content": content} for role, content in turns]
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs))
+    arguments = {"tokenize": False, "add_generation_prompt": True, **kwargs}
+    return str(tokenizer.apply_chat_template(messages, **arguments))
 
 
 def apply_template(template: str, question: str) -> str:
-    """Put a question into a template, unless it carries the recipe's instruction already."""
+    """Insert a question into a template. A question that already has DAPO's instruction is returned unchanged."""
     if template == "plain" or (template == "dapo" and question.startswith(RECIPE_OPENING)):
         return question
     return (RECIPE_TEMPLATE if template == "dapo" else template).replace("{question}", question)
 
 
 class PromptCursor:
-    """Iterate over the prompts without end, in a new order every epoch.
+    """Iterate over the prompts endlessly, in a new order every epoch.
 
-    The order of epoch e is a function of (seed, e) alone: the state is two integers, and that of a curriculum.
+    The order of epoch e depends only on (seed, e). So the state is two integers, and the state of the curriculum.
     """
 
     def __init__(
         self, prompts: list[Prompt], seed: int, heldout: Sequence[Prompt] = (), curriculum: Curriculum | None = None
     ) -> None:
-        """Skip prompts that ``curriculum`` does not admit. ``heldout`` is only part of the check of a loaded state."""
+        """Skip prompts that ``curriculum`` does not admit. ``heldout`` is only compared when a state is loaded."""
         self.prompts, self.heldout, self.seed = prompts, heldout, seed
         self.curriculum = curriculum or Curriculum()
         self.epoch = self.position = 0
         self._order = self._shuffled()
 
     def take(self, n: int, step: int = 1) -> list[Prompt]:
-        """Return the next ``n`` prompts, for a rollout step counted from 1; an epoch may end in between."""
+        """Return the next ``n`` prompts for a rollout step, counted from 1. They may span epochs."""
         taken: list[Prompt] = []
         while len(taken) < n:
             if self.position == len(self._order):
@@ -188,11 +209,11 @@ class PromptCursor:
 
     @property
     def place(self) -> dict[str, int]:
-        """Of the prompt that comes next: a part of the state."""
+        """Epoch and position of the next prompt."""
         return {"epoch": self.epoch, "position": self.position}
 
     def observe(self, groups: Iterable[Group]) -> None:
-        """Tell the curriculum of scored groups."""
+        """Pass scored groups to the curriculum."""
         self.curriculum.observe(groups, self.epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -201,7 +222,7 @@ class PromptCursor:
         return state | ({"curriculum": curriculum} if curriculum else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ConfigError when the state was saved over other prompts or another seed."""
+        """Load a state. Raises ConfigError if it was saved with other prompts or another seed."""
         for what, now in {"seed": self.seed, "data": self._fingerprint()}.items():
             if state[what] != now:
                 raise ConfigError(

@@ -1,7 +1,7 @@
 """Read data sets as problems.
 
-Rows come from a .jsonl, .json, .csv or .parquet file, from a Hugging Face data set in a folder, or from one of the hub.
-The recipe names their columns (`data.columns`), or they follow one of two schemas:
+Rows come from a .jsonl, .json, .csv or .parquet file, or from a Hugging Face data set in a folder or on the hub. The
+recipe names their columns (`data.columns`), or they follow one of two schemas:
 
     DAPO    `prompt` [{role, content}], `reward_model` {ground_truth}, `data_source`
     GSM8K   `question`, `answer` ending in `#### n`
@@ -27,7 +27,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One row of a data set. ``context`` holds the messages before the question (a system prompt, say)."""
+    """One row of a data set. ``context`` are the messages before the question, such as a system prompt."""
 
     question: str
     answer: str
@@ -37,7 +37,7 @@ class Problem:
 
     @property
     def key(self) -> str:
-        """What makes two rows the same problem: their text, apart from white space."""
+        """A hash that is equal for rows with the same text, apart from white space."""
         text = "\0".join([*(f"{role}:{content}" for role, content in self.context), self.question])
         return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()
 
@@ -50,7 +50,7 @@ def read_problems(
     split: str = "train",
     system: str | None = None,
 ) -> Iterator[Problem]:
-    """Yield the rows of a data set, in order, with a ``system`` message where they have none. Raises ConfigError."""
+    """Yield the rows of a data set in order, with ``system`` if they have no system message. Raises ConfigError."""
 
     def convert(row: dict[str, Any]) -> Problem:
         if format == "auto" and columns is not None:
@@ -68,7 +68,7 @@ def read_problems(
 
 
 def convert_rows(path: Path, subset: str | None, split: str, convert: Callable[[dict[str, Any]], T]) -> Iterator[T]:
-    """Yield what ``convert`` makes of each row. Raises ConfigError with the data set, the row and what was expected."""
+    """Yield ``convert(row)`` for each row. Raises ConfigError with the data set, the row and what was expected."""
     for number, row in enumerate(read_rows(path, subset, split), start=1):
         try:
             converted = convert(row)
@@ -81,7 +81,7 @@ def convert_rows(path: Path, subset: str | None, split: str, convert: Callable[[
 
 
 def missing_data(path: Path) -> str | None:
-    """Return why nothing can be read from ``path``, as far as this machine can tell; None where it can."""
+    """Return why ``path`` cannot be read, or None. A hub name is not looked up."""
     if path.suffix in _READERS:
         return None if path.is_file() else f"expected a file, found nothing at {path}"
     if path.is_dir() or (_HUB_NAME.fullmatch(str(path)) and not path.is_file()):
@@ -97,8 +97,8 @@ def read_rows(path: Path, subset: str | None, split: str) -> Iterator[dict[str, 
 
 
 def _load_dataset(path: Path, subset: str | None, split: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of what ``save_to_disk`` wrote, of a folder of data files, or of a data set of the hub."""
-    import datasets  # takes a second
+    """Yield the rows of a folder written by ``save_to_disk``, of a folder of data files, or of a hub data set."""
+    import datasets  # slow: takes a second
 
     try:
         if (path / "dataset_dict.json").is_file():
@@ -110,7 +110,7 @@ def _load_dataset(path: Path, subset: str | None, split: str) -> Iterator[dict[s
             rows = datasets.load_from_disk(str(path))
         else:
             rows = datasets.load_dataset(str(path), subset, split=split)
-    except Exception as error:  # whatever a data set, the hub or the network does
+    except Exception as error:  # data sets, the hub and the network raise many types
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(
             f"data: expected a Hugging Face data set (a folder, or a name on the hub) with the subset {subset!r} and "
@@ -120,7 +120,7 @@ def _load_dataset(path: Path, subset: str | None, split: str) -> Iterator[dict[s
 
 
 def _read_json(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a list, or one of each line."""
+    """Yield the objects of a JSON list, or one object per line."""
     with path.open(encoding="utf-8") as file:
         is_list = path.suffix == ".json" and file.read(1000).lstrip().startswith("[")
         file.seek(0)
@@ -138,7 +138,7 @@ def _read_json(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _read_csv(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield texts by the columns that the first line names."""
+    """Yield rows as texts by column. The first line names the columns."""
     with path.open(encoding="utf-8-sig", newline="") as lines:
         rows = csv.DictReader(lines, strict=True)
         try:
@@ -194,7 +194,7 @@ def get_column(row: Mapping[str, Any], name: str) -> Any:
 
 
 def as_messages(prompt: Any, system: str | None = None) -> list[tuple[str, str]]:
-    """Return role and content of each message, after ``system`` where there is no system message. Raises ValueError."""
+    """Return role and content of each message. Add ``system`` if there is no system message. Raises ValueError."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     try:
@@ -207,7 +207,7 @@ def as_messages(prompt: Any, system: str | None = None) -> list[tuple[str, str]]
 
 
 def _choices(column: Any, name: str) -> list[tuple[str, str, Any]]:
-    """Return letter, text and label of each. A label is the data set's own ({text, label}, as in ARC), or the index."""
+    """Return letter, text and label of each choice. The label comes from {text, label}, as in ARC, or is the index."""
     texts, labels = (column["text"], column["label"]) if isinstance(column, Mapping) else (column, None)
     if not isinstance(texts, list) or not 2 <= len(texts) <= len(ascii_uppercase):
         raise ValueError(f"expected 2 to 26 texts in data.columns.choices={name}, got {shorten(texts, 40)}")

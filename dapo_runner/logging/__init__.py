@@ -1,1 +1,1 @@
-"""What a run writes and shows: metrics, rollouts, progress, trackers, and the commands that read them."""
+"""Log and show a run: metrics, rollouts, progress, trackers, and the code behind the commands that read them."""

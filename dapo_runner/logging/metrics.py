@@ -1,7 +1,7 @@
-"""What is logged: one JSON line per event, and the metrics of a step.
+"""The metrics of a step, and the log with one JSON line per event.
 
-`metrics.jsonl` is a function of the configuration and the seeds: a run that was killed and resumed leaves the same
-bytes as one that was not. Wall-clock times go to `timings.jsonl`. Names are `area/metric`.
+`metrics.jsonl` depends only on the configuration and the seeds: a run that was killed and resumed writes the same bytes
+as an uninterrupted one. Wall-clock times go to `timings.jsonl`. Names are `area/metric`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from dapo_runner.types import Group
 
 METRICS_FILE = "metrics.jsonl"
 TIMINGS_FILE = "timings.jsonl"
-OLD_KEYS = ("sampling/all_right", "sampling/all_wrong", "ahead/")  # of metrics that have other names now
+OLD_KEYS = ("sampling/all_right", "sampling/all_wrong", "ahead/")  # metrics that have been renamed since
 
 
 class MetricsLog:
-    """An append-only JSONL file. A line is on the disk when ``write`` returns."""
+    """An append-only JSONL file. When ``write`` returns, the line is on the disk."""
 
     def __init__(self, path: Path, *, keep_through: int = -1) -> None:
-        """Remove the lines after step ``keep_through``, and an incomplete last one."""
+        """Remove the lines after step ``keep_through``, and an incomplete last line."""
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [event for event in read_jsonl(path) if event["step"] <= keep_through] if path.exists() else []
         atomic_write(path, to_jsonl(kept), sync=True)
@@ -49,7 +49,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def before_and_after(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the first and the last evaluation of a run by their headings; empty without held-out problems."""
+    """Return the first and the last evaluation of a run, with a heading for each; empty without an evaluation."""
     evaluations = [event for event in read_log(folder / METRICS_FILE) if event["kind"] == "eval"]
     if not evaluations:
         return {}
@@ -58,23 +58,23 @@ def before_and_after(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def jsonable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``values`` with None for numbers that JSON does not know."""
+    """Return ``values`` with None in place of NaN and infinities, which JSON cannot represent."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def prefixed(area: str, values: Mapping[str, float]) -> dict[str, float]:
-    """Return `area/metric` names."""
+    """Return ``values`` with names `area/metric`."""
     return {f"{area}/{key}": value for key, value in values.items()}
 
 
 def sampling_metrics(
     stats: SamplingStats, filter_on: str = "correctness", oversampled: bool = False
 ) -> dict[str, float]:
-    """Return the metrics of all that a step generated, accepted or not; only counts when nothing was generated.
+    """Return the metrics of all groups that a step generated, accepted or not; only counts if there are none.
 
     Args:
-        filter_on: "reward" adds the shares of groups by varying rewards.
-        oversampled: Add the number of prompts without a group.
+        filter_on: "reward" adds the shares of groups with varying and with equal rewards.
+        oversampled: Add the number of prompts that were dropped.
     """
     values = {name: getattr(stats, name) for name in ("rounds", "groups", "carried_in", "carried_out", "too_old")}
     if oversampled:
@@ -92,14 +92,14 @@ def sampling_metrics(
 
 
 def batch_metrics(groups: Iterable[Group], step: int = 0) -> dict[str, float]:
-    """Return the metrics of the groups that ``step`` trains on: means over samples, except `generation_prob` (Figure 7
-    of the DAPO paper), a mean over tokens, and `age`, a mean over groups.
+    """Return the metrics of the groups that ``step`` trains on. They are means over samples, but `generation_prob`
+    (Figure 7 of the DAPO paper) is a mean over tokens, and `age` a mean over groups.
     """
     groups = list(groups)
     samples = [sample for group in groups for sample in group.samples]
     if not samples:
         return {"batch/groups": 0.0}
-    lengths = [sample.completion.length for sample in samples]
+    lengths = [sample.completion.n_sampled for sample in samples]
     probabilities = torch.cat([sample.completion.logprobs for sample in samples]).double().exp()
     values = {
         "groups": float(len(groups)),
@@ -114,6 +114,9 @@ def batch_metrics(groups: Iterable[Group], step: int = 0) -> dict[str, float]:
         "masked": _mean(not sample.trains for sample in samples),
         "generation_prob": float(probabilities.nanmean()),
     }
+    if any(sample.completion.turns for sample in samples):
+        values["turns"] = _mean(len(sample.completion.policy_turns) for sample in samples)
+        values["environment_tokens"] = _mean(s.completion.length - s.completion.n_sampled for s in samples)
     for rule in sorted({sample.verdict.rule for sample in samples} - {""}):
         values[f"rule_{rule}"] = _mean(sample.verdict.rule == rule for sample in samples)
     reflection = reflection_metrics([sample.completion.text for sample in samples])
@@ -121,8 +124,8 @@ def batch_metrics(groups: Iterable[Group], step: int = 0) -> dict[str, float]:
 
 
 def _reward_parts(groups: list[Group]) -> dict[str, float]:
-    """Return for each of several rewards the mean over the samples that have it, and the mean over groups of its
-    standard deviation within a group: what an advantage is made from.
+    """Return for each of several rewards its mean over samples, and its standard deviation within a group, averaged
+    over groups. A sample without that reward is left out.
     """
     figures = {}
     for name in sorted({name for group in groups for sample in group.samples for name in sample.parts}):

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a line for every step and evaluation, on a terminal above a progress bar."""
+"""Show the progress of a run: a line for every step and evaluation, above a progress bar in a terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Figures = Mapping[str, float]
 
 
 class Progress:
-    """Print lines to ``console``, by default nowhere; ``live``: with a bar below them."""
+    """Print lines to ``console``, or nowhere without one. ``live`` adds a progress bar below them."""
 
     def __init__(self, console: Console | None = None, *, live: bool = False) -> None:
         self.console = console or Console(quiet=True)
@@ -36,14 +36,14 @@ class Progress:
         self._print(text)
 
     def phase(self, name: str) -> None:
-        """Show the phase that has begun, as `dapo_runner.timing` names it."""
+        """Show the phase that has started, by its name in `dapo_runner.timing`."""
         if name != "other":
             self.bar.update(self.task, doing=name.replace("_", " "))
 
     def round(self, at_hand: int, stats: SamplingStats) -> None:
-        """Show how many groups there are after a generation round."""
+        """Show the number of accepted groups after a generation round."""
         if stats.rounds > 1:
-            self.bar.update(self.task, doing=f"sampling, round {stats.rounds}: {at_hand} groups at hand")
+            self.bar.update(self.task, doing=f"sampling, round {stats.rounds}: {at_hand} groups accepted")
 
     def step(self, step: int, figures: Figures, seconds: Figures, speed: Figures) -> None:
         self.bar.update(self.task, completed=step)
@@ -52,7 +52,7 @@ class Progress:
         self._print(f"step {step}/{self.bar.tasks[0].total}  {'  '.join(shown)}  {times}")
 
     def evaluation(self, step: int, figures: Figures) -> None:
-        """Print the metrics of all problems, and avg@k of each evaluation set and source."""
+        """Print avg@k, cons@k and pass@k of all problems, and avg@k of each evaluation set and source."""
         chosen = [key for key in figures if "@" in key and ("/" not in key or "/avg@" in key)]
         shown = ", ".join(f"{key} {figures[key]:.1%}" for key in chosen)
         self._print(f"evaluation after step {step}: {shown} on {figures['problems']:.0f} problems")
@@ -65,7 +65,7 @@ class Progress:
 
 
 def time_line(seconds: Figures) -> str:
-    """Return the seconds of a step, and the phases that took most of them."""
+    """Return the seconds of a step and its longest phases as text."""
     total = sum(seconds.values())
     largest = sorted(seconds, key=lambda phase: -seconds[phase])[:PHASES_SHOWN]
     shares = (f"{phase.replace('_', ' ')} {seconds[phase] / total:.0%}" for phase in largest if seconds[phase] > 0)
@@ -73,5 +73,5 @@ def time_line(seconds: Figures) -> str:
 
 
 def make_progress(mode: Literal["auto", "live", "plain", "off"], console: Console) -> Progress:
-    """Return what `logging.progress` asks for; auto: a bar on a terminal."""
+    """Return the progress display for `logging.progress`."""
     return Progress(None if mode == "off" else console, live=mode == "live" or (mode == "auto" and console.is_terminal))

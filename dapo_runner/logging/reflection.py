@@ -1,7 +1,7 @@
-"""Count phrases with which a response looks back at its own reasoning, by language.
+"""Count the phrases with which a response reflects on its own reasoning, by language.
 
-The DAPO paper's case study (arXiv 2503.14476, "However, wait a moment, let's rethink about …") finds next to none early
-in training and more later on. `however`, and a `wait` that passengers do in word problems, are not counted.
+The DAPO paper's case study (arXiv 2503.14476, "However, wait a moment, let's rethink about …") finds almost none early
+in training and more later. `however` does not count, nor does `wait` as in word problems about passengers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ENGLISH = (
     r"\b(?:made|make) (?:a|an) (?:mistake|error)\b",
     r"\b(?:another|different|alternative) (?:approach|method|way)\b|\balternatively\b",
 )
-_STOP = r"[,.!\uff0c\u3002\uff01…]"  # half and full width: 等等 and 不对 in the midst of a sentence mean other things
+_STOP = r"[,.!\uff0c\u3002\uff01…]"  # half and full width; without it, 等等 and 不对 mean other things
 CHINESE = (
     rf"等等{_STOP}|等一下|等一等|且慢",
     "重新(?:思考|考虑|审视|分析|理解)|再想想|再想一想|仔细想想",
@@ -41,7 +41,7 @@ def count_reflections(text: str) -> dict[str, int]:
 
 
 def reflection_metrics(texts: Sequence[str]) -> dict[str, float]:
-    """Return `responses`, the share of the texts with at least one phrase, and `en`, `zh`: phrases per text."""
+    """Return `responses`, the share of texts with at least one phrase, and `en`, `zh`, the phrases per text."""
     counts = [count_reflections(text) for text in texts]
     per_text = {language: sum(count[language] for count in counts) / len(texts) for language in PATTERNS}
     return {"responses": sum(any(count.values()) for count in counts) / len(texts), **per_text}

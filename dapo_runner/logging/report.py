@@ -1,4 +1,4 @@
-"""`dapo report RUN`: the curves of a run as one picture, small multiples over the rollout step."""
+"""`dapo report RUN`: draw the curves of a run as one picture with a panel per metric."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from dapo_runner.logging.curves import Points, find_curve, read_curves
-from dapo_runner.logging.metric_table import GREY, PANELS, Panel, panels_of
+from dapo_runner.logging.metric_table import Panel, panels_of, step_name
 from dapo_runner.logging.metrics import METRICS_FILE
 
 REPORT_FILE = "report.png"
@@ -18,9 +18,9 @@ COLUMNS = 3
 
 
 def write_report(run: Path, out: Path | None = None) -> Path:
-    """Draw the logs of a run into ``out``, by default `report.png` in its folder. Returns the path.
+    """Draw the logs of a run into ``out``, by default `report.png` in its folder. Return the path.
 
-    Raises FileNotFoundError without a log, ValueError for an empty one.
+    Raises FileNotFoundError without a log, ValueError for an empty log.
     """
     if not (run / METRICS_FILE).is_file():
         raise FileNotFoundError(f"{run / METRICS_FILE}: expected the metrics of a run, got no file")
@@ -33,18 +33,19 @@ def write_report(run: Path, out: Path | None = None) -> Path:
 
 
 def draw(points: Points, title: str) -> Figure:
-    """Draw all panels, also those without data: the picture always has the same shape."""
+    """Draw every panel that has data. The horizontal axis is the step."""
     panels = panels_of(points)
-    rows = -(-len(panels) // COLUMNS)
+    rows = max(1, -(-len(panels) // COLUMNS))
     figure = Figure(figsize=(4.3 * COLUMNS, 2.9 * rows), dpi=130, layout="constrained")
     figure.suptitle(title, fontsize=13, fontweight="bold")
     steps = [step for curve in points.values() for step in curve[0]]
+    x_label = step_name(panels)
     margin = max(0.5, 0.03 * (max(steps) - min(steps)))
-    for panel, ax in zip_longest(panels, figure.subplots(rows, COLUMNS).flat):
+    for panel, ax in zip_longest(panels, figure.subplots(rows, COLUMNS, squeeze=False).flat):
         if panel is None:
             ax.remove()
             continue
-        style(ax, panel.title, "rollout step" if panels is PANELS else "update", panel.unit)
+        style(ax, panel.title, x_label, panel.unit)
         ax.set_xlim(min(steps) - margin, max(steps) + margin)
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
         _draw_curves(ax, panel, points)
@@ -69,17 +70,14 @@ def _draw_curves(ax: Axes, panel: Panel, points: Points) -> None:
             bottom = bottom or [0.0] * len(steps)
             ax.bar(steps, values, bottom=bottom, width=1.0, color=curve.color, label=label, linewidth=0)
             bottom = [low + value for low, value in zip(bottom, values, strict=True)]
-        else:  # few points are shown as points: a line through one of them would be invisible
+        else:  # with few points draw markers: a line through a single point is invisible
             marker = "o" if len(steps) <= 40 else ""
             ax.plot(steps, values, color=curve.color, label=label, linewidth=1.4, marker=marker, markersize=3)
     if panel.share:
         ax.set_ylim(-0.02, 1.02)
-    elif panel.from_zero and found:
+    elif panel.from_zero:
         ax.set_ylim(bottom=0)
-    if not found:
-        ax.set_yticks([])
-        ax.text(0.5, 0.5, "nothing logged", transform=ax.transAxes, ha="center", va="center", color=GREY, fontsize=9)
-    elif len(found) > 1 or found[0][1]:  # above the axes, where it hides no curve
+    if len(found) > 1 or found[0][1]:  # place the legend above the axes, where it hides no curve
         place = {"loc": "lower right", "bbox_to_anchor": (1.02, 0.98)}
         ax.legend(
             fontsize=6, frameon=False, ncols=len(found), handlelength=0.8, handletextpad=0.3, columnspacing=0.6, **place

@@ -1,9 +1,9 @@
-"""The rollouts of a run, kept for people to read: `dapo show`, the page, trackers.
+"""Save the rollouts of a run for `dapo show`, the page and trackers.
 
-    rollouts/step_000012.jsonl.gz       a header line, then a line for each group that was trained on
-    evaluations/step_000012.jsonl.gz    the same of the held-out problems
+    rollouts/step_000012.jsonl.gz       a header line, then one line per group of the training step
+    evaluations/step_000012.jsonl.gz    the same for held-out problems
 
-The first `logging.rollouts.groups` groups of a step are kept, in the order of their prompts, which favours neither
+The first `logging.rollouts.groups` groups of a step are saved, in the order of their prompts. This favours neither
 short nor correct responses. Steps, groups and samples are numbered from 1.
 """
 
@@ -31,7 +31,7 @@ from dapo_runner.logging.metrics import jsonable
 from dapo_runner.types import Group, Sample, Sequence
 
 ROLLOUTS, EVALUATIONS = "rollouts", "evaluations"  # folders
-MOST_BYTES = 10**9  # of the files of a folder; beyond it the oldest are removed
+MOST_BYTES = 10**9  # size limit of a folder; beyond it the oldest files are removed
 CLIPS = {0: None, CLIPPED_LOW: "low", CLIPPED_HIGH: "high", CLIPPED_DUAL: "dual"}
 _NAME = re.compile(r"step_(\d{6,})\.jsonl\.gz")
 
@@ -47,7 +47,7 @@ class RolloutLog:
         note: Callable[[str], None] = print,
         tokenizer: Any = None,
     ) -> None:
-        """Remove what was written of steps after ``keep_through``. Without a tokenizer no single tokens are kept."""
+        """Remove the files of steps after ``keep_through``. Without a tokenizer no per-token values are saved."""
         self.folder, self.config, self.note, self.tokenizer = folder, config, note, tokenizer
         self.is_full = False
         for step, path in saved_steps(folder).items():
@@ -61,8 +61,8 @@ class RolloutLog:
         sequences: SequenceOf[Sequence] | None = None,
         values: Mapping[int, TokenValues] | None = None,
     ) -> None:
-        """Keep the responses of a step. ``sequences`` are the training records of all samples, in order, or None where
-        nothing trains on them; ``values`` are those of their tokens, by index.
+        """Save the responses of a step. ``sequences`` are the training records of all samples in order, or None for an
+        evaluation. ``values`` are those of their tokens, by index of the sequence.
         """
         kept = groups[: self.config.groups]
         if not kept:
@@ -72,20 +72,20 @@ class RolloutLog:
         for number, group in enumerate(kept, start=1):
             prompt = {name: getattr(group.prompt, name) for name in ("id", "source", "eval_set", "text", "answer")}
             samples = []
-            for place, sample in enumerate(group.samples, start=1):
-                samples.append({"sample": place, **sample_record(sample)})
+            for number_in_group, sample in enumerate(group.samples, start=1):
+                samples.append({"sample": number_in_group, **sample_record(sample)})
                 if sequences is not None:
                     samples[-1] |= self._training_record(sample, sequences[index], (values or {}).get(index))
                 index += 1
             records.append({"group": number, "prompt": prompt, "samples": samples})
         self.folder.mkdir(exist_ok=True)
-        # No time stamp: the same run leaves the same bytes.
+        # No time stamp: the same run must write the same bytes.
         data = gzip.compress(to_jsonl(records), compresslevel=1, mtime=0)
         atomic_write(self.folder / f"step_{step:06d}.jsonl.gz", data)
         self._make_room()
 
     def _training_record(self, sample: Sample, sequence: Sequence, values: TokenValues | None) -> dict[str, Any]:
-        """Return the advantage, or the values of the segments, and the tokens if they are kept."""
+        """Return the advantage, or the segments, and the values per token if they are saved."""
         record = jsonable({"advantage": float(sequence.advantages[-1])})
         if sample.segments:
             record = {"segments": [jsonable(asdict(segment)) for segment in sample.segments]}
@@ -108,7 +108,7 @@ class RolloutLog:
 
 @dataclass(frozen=True, slots=True)
 class SavedStep:
-    """``n_groups`` is how many the step trained on; ``groups`` the records of those that were kept."""
+    """A saved step: ``n_groups`` it trained on, and the records of the saved ``groups``."""
 
     step: int
     n_groups: int
@@ -116,7 +116,7 @@ class SavedStep:
 
 
 def saved_steps(folder: Path) -> dict[int, Path]:
-    """Return the files of a folder by step, in order; empty where there is no folder."""
+    """Return the files of a folder by step, in order; empty if the folder does not exist."""
     names = ((path, _NAME.fullmatch(path.name)) for path in (folder.iterdir() if folder.is_dir() else ()))
     return dict(sorted((int(match[1]), path) for path, match in names if match))
 
@@ -128,11 +128,11 @@ def read_step(path: Path) -> SavedStep:
 
 
 def sample_record(sample: Sample) -> dict[str, Any]:
-    """Return what people read of a sample, as JSON has it."""
+    """Return the record of a sample, as written to JSON."""
     completion, verdict = sample.completion, sample.verdict
     record = {
         "response": completion.text,
-        "tokens": completion.length,
+        "tokens": completion.n_sampled,
         "finish_reason": completion.finish_reason,
         "correct": sample.correct,
         "extracted": verdict.extracted,
@@ -143,20 +143,22 @@ def sample_record(sample: Sample) -> dict[str, Any]:
         "trains": sample.trains,
         "mean_logprob": float(completion.logprobs.double().nanmean()),
     }
+    if completion.turns:
+        record["turns"] = [turn._asdict() for turn in completion.turns]
     return jsonable(record) | ({"parts": jsonable(sample.parts)} if sample.parts else {})
 
 
 def token_texts(tokenizer: Any, token_ids: SequenceOf[int]) -> list[str]:
-    """Return the text of each token, special ones included. Of a character that several tokens spell, the last one has
-    it and the others nothing.
+    """Return the text of each token, special tokens included. If several tokens encode one character, the last one has
+    its text and the others have "".
     """
     stream = DecodeStream(skip_special_tokens=False)
     return [stream.step(tokenizer.backend_tokenizer, token_id) or "" for token_id in token_ids]
 
 
 def _token_record(sample: Sample, sequence: Sequence, values: TokenValues | None) -> dict[str, list[Any]]:
-    """Return a column for each value of the response's tokens. The learner's are absent for responses that do not
-    train, and null on tokens that do not.
+    """Return one column per value of the response's tokens. The learner's columns are absent if the response does not
+    train, and null at tokens that do not train.
     """
     n = sample.completion.length
     trains = sequence.mask[-n:]
@@ -177,5 +179,5 @@ def _token_record(sample: Sample, sequence: Sequence, values: TokenValues | None
 
 
 def _rounded(column: Tensor) -> list[float | None]:
-    """Return four digits: more would fill the file and tell an eye nothing."""
+    """Return values with four significant digits, None for those that are not finite. More digits only take space."""
     return [float(f"{value:.4g}") if math.isfinite(value) else None for value in column.tolist()]

@@ -1,4 +1,4 @@
-"""All that a run writes while it goes on, but for checkpoints: metrics, timings, rollouts, trackers, failed batches."""
+"""Write all files of a run except checkpoints: metrics, timings, rollouts, trackers, failed batches."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ CHECKPOINTS = "checkpoints"
 CHANGES_FILE = "changes.jsonl"
 
 Changes = Iterable[tuple[str, Any, Any]]
-"""Settings, each with its values before and after."""
+"""Settings with their values before and after."""
 
 
 class RunLog:
-    """Write the files of a run. Its methods raise CheckpointError where nothing can be written."""
+    """Write the files of a run. Its methods raise CheckpointError if a file cannot be written."""
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class RunLog:
         tokenizer: Any = None,
         note: Callable[[str], None] = print,
     ) -> None:
-        """Go on after ``first_step`` and keep what was logged of steps up to ``keep_through``: one less for a run that
-        begins there, since what an attempt without a checkpoint logged does not count.
+        """Continue after ``first_step`` and keep the log lines of steps up to ``keep_through``. For a new run that is
+        one less than ``first_step``, to remove the lines of an attempt that saved no checkpoint.
         """
         self.folder, self.first_step, self.n_samples, self.trackers = folder, first_step, config.samples, trackers
         self._metrics = MetricsLog(folder / METRICS_FILE, keep_through=keep_through)
         self._timings = MetricsLog(folder / TIMINGS_FILE, keep_through=keep_through)
-        speller = tokenizer if config.rollouts.per_token else None
-        self._rollouts = RolloutLog(folder / ROLLOUTS, config.rollouts, keep_through, note, speller)
+        token_tokenizer = tokenizer if config.rollouts.per_token else None
+        self._rollouts = RolloutLog(folder / ROLLOUTS, config.rollouts, keep_through, note, token_tokenizer)
         self._evaluations = RolloutLog(folder / EVALUATIONS, config.rollouts, keep_through, note)
 
     def step(
@@ -64,14 +64,14 @@ class RunLog:
         self.trackers.samples(step, "samples/trained", groups[: self.n_samples])
 
     def evaluation(self, step: int, figures: Mapping[str, float], groups: Sequence[Group]) -> None:
-        """Write an evaluation's metrics and answers."""
+        """Write an evaluation's metrics and responses."""
         with _writing(self.folder, EVALUATIONS):
             self._evaluations.write(step, groups)
         self.figures(step, "eval", figures)
         self.trackers.samples(step, "samples/eval", groups[: self.n_samples])
 
     def figures(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
-        """Write a line of `metrics.jsonl`, and send it to the trackers."""
+        """Write a line of `metrics.jsonl` and send it to the trackers."""
         with _writing(self.folder, METRICS_FILE):
             self._metrics.write(step, kind, figures)
         self.trackers.write(step, kind, figures)
@@ -79,14 +79,14 @@ class RunLog:
     def seconds(
         self, step: int, seconds: Mapping[str, float], speed: Mapping[str, float], calls: Mapping[str, float]
     ) -> None:
-        """Write where the wall time of a step went, or that before the first, its speed, and counts of reward calls."""
-        figures = prefixed("seconds", seconds) | prefixed("speed", speed) | prefixed("reward", calls)
+        """Write the seconds by phase of a step, or of the start of the run, with its speed and its counts of calls."""
+        figures = prefixed("seconds", seconds) | prefixed("speed", speed) | dict(calls)
         with _writing(self.folder, TIMINGS_FILE):
             self._timings.write(step, "step" if step > self.first_step else "start", figures)
         self.trackers.write(step, "seconds", figures)
 
     def changes(self, changes: Changes) -> None:
-        """Write what is set otherwise from here on."""
+        """Write the settings that have changed from this step on."""
         _log_changes(self.folder, self.first_step, changes)
 
     def close(self) -> None:
@@ -94,13 +94,13 @@ class RunLog:
 
 
 def log_fork(folder: Path, origin: Checkpoint, changes: Changes) -> None:
-    """Write where a fork comes from, and what is set otherwise than there."""
+    """Write the origin of a fork and the settings that differ from it."""
     MetricsLog(folder / CHANGES_FILE).write(origin.step, "fork", {"from": str(origin.path.resolve())})
     _log_changes(folder, origin.step, changes)
 
 
 def save_batch(path: Path, batches: Sequence[PackedBatch], error: str) -> None:
-    """Write the micro-batches of a failed update as safetensors named ``<number>.<field>``."""
+    """Write the micro-batches of a failed update as safetensors with names ``<number>.<field>``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     named = {f"{n}.{name}": tensor for n, batch in enumerate(batches) for name, tensor in batch.tensors().items()}
     save_file({name: tensor.cpu().contiguous() for name, tensor in named.items()}, path, metadata={"error": error})
@@ -109,7 +109,7 @@ def save_batch(path: Path, batches: Sequence[PackedBatch], error: str) -> None:
 def _log_changes(folder: Path, step: int, changes: Changes) -> None:
     changes = list(changes)
     if not changes:
-        return  # and no empty file
+        return  # do not create an empty file
     with _writing(folder, CHANGES_FILE):
         log = MetricsLog(folder / CHANGES_FILE, keep_through=step)
         for key, before, after in changes:

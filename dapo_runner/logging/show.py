@@ -1,4 +1,4 @@
-"""`dapo show RUN --step N`: the responses of a step, group by group, with their rewards; `--eval`: held-out answers."""
+"""`dapo show RUN --step N`: print the responses of a step group by group; `--eval`: those to held-out problems."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from dapo_runner.errors import ConfigError
 from dapo_runner.logging.reflection import PATTERNS, count_reflections
 from dapo_runner.logging.rollout_log import ROLLOUTS, SavedStep, read_step, saved_steps
 
-# What would move the cursor, change colours or the writing direction, and halves of surrogate pairs.
+# Control characters that move the cursor, change colours or the writing direction, and lone surrogates.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 KEYS = "Enter: next   p: previous   a number: that group   q: quit"
 
 
 def find_steps(run: Path, what: str = ROLLOUTS) -> dict[int, Path]:
-    """Return the files of a run's rollouts or evaluations. Raises ConfigError when there is none."""
+    """Return the files of a run's rollouts or evaluations by step. Raises ConfigError if there are none."""
     if steps := saved_steps(run / what):
         return steps
     raise ConfigError(f"{run / what}: expected the {what} of a run, found none. Set logging.rollouts.groups.")
 
 
 def load_step(run: Path, step: int, what: str = ROLLOUTS, number: int | None = None) -> SavedStep:
-    """Return all groups of a step, or one of them. Raises ConfigError when it was not kept."""
+    """Return all groups of a step, or one of them. Raises ConfigError if it was not saved."""
     steps = find_steps(run, what)
     if step not in steps:
         among = f"one of {len(steps)} steps from {min(steps)} to {max(steps)}"
@@ -42,25 +42,25 @@ def load_step(run: Path, step: int, what: str = ROLLOUTS, number: int | None = N
 
 
 def page(saved: SavedStep, console: Console) -> None:
-    """Show one group at a time, until the last or `q`. Where nobody can press a key: all of them."""
+    """Show one group at a time, until the last one or `q`. Without a terminal show all groups."""
     responses = [count_reflections(sample["response"]) for group in saved.groups for sample in group["samples"]]
     phrases = f"{sum(sum(counts.values()) for counts in responses)} reflection phrases in {len(responses)} responses"
-    console.print(f"step {saved.step}: {len(saved.groups)} of {saved.n_groups} groups kept; {phrases}", soft_wrap=True)
-    place, last = 1, len(saved.groups)
-    while 1 <= place <= last:
-        console.print(render_group(saved.groups[place - 1], saved), soft_wrap=not console.is_terminal)
-        prompt = f"[dim]group {place} of {last}   {KEYS} [/dim]"
+    console.print(f"step {saved.step}: {len(saved.groups)} of {saved.n_groups} groups saved; {phrases}", soft_wrap=True)
+    current, last = 1, len(saved.groups)
+    while 1 <= current <= last:
+        console.print(render_group(saved.groups[current - 1], saved), soft_wrap=not console.is_terminal)
+        prompt = f"[dim]group {current} of {last}   {KEYS} [/dim]"
         answer = console.input(prompt).strip().lower() if console.is_terminal else ""
         if answer == "q":
             return
         if answer.isdecimal():
-            place = min(max(int(answer), 1), last)
+            current = min(max(int(answer), 1), last)
         else:
-            place = max(place - 1, 1) if answer == "p" else place + 1
+            current = max(current - 1, 1) if answer == "p" else current + 1
 
 
 def render_group(group: dict[str, Any], saved: SavedStep) -> Group:
-    """Return prompt, expected answer, and every response under its rewards and its advantage."""
+    """Return prompt and expected answer, then every response with its rewards and its advantage."""
     samples, prompt = group["samples"], group["prompt"]
     correct = sum(sample["correct"] for sample in samples)
     title = f"step {saved.step} · group {group['group']} of {saved.n_groups} · {correct} of {len(samples)} correct"
@@ -71,9 +71,13 @@ def render_group(group: dict[str, Any], saved: SavedStep) -> Group:
         Text(printable(prompt["text"])),
     ]
     for sample in samples:
-        response = Text(printable(sample["response"]))
-        for pattern in PATTERNS.values():
-            response.highlight_regex(pattern, "bold yellow")
+        response = Text()
+        for turn in sample.get("turns") or [{"role": "assistant", "text": sample["response"]}]:
+            is_policy = turn["role"] == "assistant"
+            text = Text(printable(turn["text"]), "" if is_policy else "bright_black")
+            for pattern in PATTERNS.values() if is_policy else ():
+                text.highlight_regex(pattern, "bold yellow")
+            response.append_text(text)
         parts += [Text(), Text(printable(_facts(sample)), "bold green" if sample["correct"] else "bold red"), response]
     return Group(*parts, Rule(style="dim"))
 
@@ -87,14 +91,21 @@ def _facts(sample: dict[str, Any]) -> str:
         *([f"advantage {_signed(sample['advantage'])}"] if "advantage" in sample else []),
         *([f"segments {', '.join(map(_segment, sample['segments']))}"] if "segments" in sample else []),
         f"{sample['tokens']} tokens{', truncated' if sample['finish_reason'] == 'length' else ''}",
+        *([f"turns {', '.join(map(_turn, turns))}"] if (turns := sample.get("turns")) else []),
         f"extracted {sample['extracted']}{f' ({name})' if (name := sample['rule']) else ''}",
         *([] if sample["trains"] else ["does not train"]),
     ]
     return " · ".join(facts)
 
 
+def _turn(turn: dict[str, Any]) -> str:
+    """Return role, number of tokens, finish reason and reward of a turn."""
+    facts = [turn["role"], str(turn["end"] - turn["start"]), turn["finish_reason"]]
+    return " ".join(filter(None, [*facts, "" if turn["reward"] is None else _signed(turn["reward"])]))
+
+
 def _segment(segment: dict[str, Any]) -> str:
-    """Return the values at its ends and its length; in brackets where it does not train."""
+    """Return the values at the two ends of a segment and its length; in brackets if it does not train."""
     text = f"{_signed(segment['before'])} → {_signed(segment['after'])} over {segment['length']}"
     return text if segment["trains"] else f"({text})"
 

@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases, MLflow and trackio through accelerate: `logging.trackers`. No tracker ends a run."""
+"""Send metrics to TensorBoard, Weights & Biases, MLflow and trackio through accelerate. A tracker never ends a run."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from dapo_runner.logging.rollout_log import sample_record
 from dapo_runner.types import Group
 
 STATE_FILE = "trackers.json"
-MAX_FAILURES = 3  # of a tracker, which gets nothing more after them
+MAX_FAILURES = 3  # after this many failures a tracker receives nothing more
 
 
 def check_trackers(config: LoggingConfig) -> None:
-    """Raise ConfigError when a package that `logging.trackers` asks for is missing."""
+    """Raise ConfigError if a package for `logging.trackers` is missing."""
     for name in config.trackers:
         if missing := [package for package in (name, "accelerate") if importlib.util.find_spec(package) is None]:
             raise ConfigError(f"logging.trackers: {name} requires {missing[0]}. pip install 'dapo-kernels[{name}]'")
 
 
 class Trackers:
-    """All trackers of a run. A resumed run goes on under the same ids and sends no step twice."""
+    """All trackers of a run. A resumed run continues with the same ids and sends no step twice."""
 
     def __init__(
         self, config: Config | SftConfig, folder: Path, first_step: int, note: Callable[[str], None], is_resumed: bool
     ) -> None:
-        """Start the trackers. ``first_step`` is the first that will be sent.
+        """Start the trackers. ``first_step`` is the first step to send.
 
-        Raises ConfigError where one cannot be started, for instance without a login. A resumed run goes on without it.
+        Raises ConfigError if one cannot start, for example without a login. A resumed run continues without it.
         """
         check_trackers(config.logging)
         self.note, self.path, self.failures = note, folder / STATE_FILE, Counter[str]()
@@ -57,13 +57,13 @@ class Trackers:
                 note(f"{reason}. The run goes on without it.")
 
     def write(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
-        """Send metrics. ``kind`` tells those of one step apart."""
+        """Send metrics. ``kind`` distinguishes several sets of metrics for the same step."""
         finite = {key.replace("@", "_at_"): float(value) for key, value in figures.items() if math.isfinite(value)}
-        values = {re.sub(r"[^\w\-./ ]", "_", key): value for key, value in finite.items()}  # what all trackers take
+        values = {re.sub(r"[^\w\-./ ]", "_", key): value for key, value in finite.items()}  # valid in all trackers
         self._send(step, kind, lambda tracker: tracker.log(values, step=step))
 
     def samples(self, step: int, name: str, groups: Sequence[Group]) -> None:
-        """Send a table of the first sample of each group: a choice that depends on neither length nor reward."""
+        """Send a table with the first sample of each group: a choice independent of length and reward."""
         prompts = [{"step": step, "prompt": group.prompt.text, "answer": group.prompt.answer} for group in groups]
         rows = [row | sample_record(group.samples[0]) for row, group in zip(prompts, groups, strict=True)]
         if rows:
@@ -76,7 +76,7 @@ class Trackers:
     def _send(self, step: int, kind: str, send: Callable[[Any], None]) -> None:
         for name in list(self.trackers):
             sent = self.state[name]["sent"]
-            if step > sent.get(kind, -1) or name == "tensorboard":  # which replaces what is sent again
+            if step > sent.get(kind, -1) or name == "tensorboard":  # tensorboard replaces steps that are sent again
                 sent[kind] = step
                 self._call(name, send)
 
@@ -94,12 +94,12 @@ class Trackers:
 
 
 def _start(name: str, config: Config | SftConfig, folder: Path, first_step: int, state: dict[str, Any]) -> Any:
-    """Start accelerate's tracker. ``state`` has the id of the run, once there is one."""
+    """Start accelerate's tracker. ``state`` has the id of the tracker's run once it exists."""
     from accelerate import PartialState
     from accelerate import tracking as accelerate
 
     threads = torch.get_num_threads()
-    PartialState(cpu=True)  # accelerate logs nothing without it, and it may change the number of threads
+    PartialState(cpu=True)  # accelerate requires it for logging; it can change the number of threads
     torch.set_num_threads(threads)
     project, run, known = config.logging.project, config.run.name, state["id"]
     run_id = known or uuid.uuid4().hex[:12]
@@ -108,10 +108,10 @@ def _start(name: str, config: Config | SftConfig, folder: Path, first_step: int,
         tracker = accelerate.TensorBoardTracker(name, folder, purge_step=first_step if first_step > 1 else None)
     elif name == "mlflow":
         tracker = accelerate.MLflowTracker(project, run_name=run, run_id=known)
-    elif name == "trackio":  # knows a run by its name
+    elif name == "trackio":  # identifies a run by its name
         same |= {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         tracker = accelerate.TrackioTracker(project, name=f"{run}-{run_id}", **same)
-    else:  # the lines that wandb prints would tear the progress bar
+    else:  # wandb's own output would break the progress bar
         same |= {"id": run_id, "dir": str(folder), "settings": {"silent": True, "console": "off"}}
         tracker = accelerate.WandBTracker(project, name=run, **same)
     tracker.start()
@@ -134,5 +134,5 @@ def _send_table(tracker: Any, step: int, name: str, rows: list[dict[str, Any]]) 
         import trackio
 
         tracker.log({name: trackio.Table(data=rows)}, step=step)
-    else:  # as JSON in a block of code, which nothing in it can end
+    else:  # as JSON in an indented code block, which no content can end
         tracker.log({name: "    " + json.dumps(rows, indent=1, ensure_ascii=False).replace("\n", "\n    ")}, step=step)

@@ -1,1 +1,1 @@
-"""Several processes as one run: the ranks, sharded weights and positions, and how work is divided."""
+"""Run on several processes: ranks and their communication, sharded weights, sequence parallelism, load balancing."""

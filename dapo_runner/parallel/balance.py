@@ -1,4 +1,4 @@
-"""Divide work of different sizes over equal workers."""
+"""Distribute work of different sizes over equal workers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 
 def spread(costs: Sequence[float], n: int) -> list[list[int]]:
-    """Divide the indices of ``costs`` over ``n`` workers: the largest first, each to the least loaded (at most 4/3 of
-    the best). Those of a worker are in order.
+    """Distribute the indices of ``costs`` over ``n`` workers: largest first, each to the least loaded worker. The
+    maximum load is at most 4/3 of the optimum. The indices of a worker are sorted.
     """
     loads = [(0.0, worker) for worker in range(n)]
     shares: list[list[int]] = [[] for _ in range(n)]
@@ -20,7 +20,7 @@ def spread(costs: Sequence[float], n: int) -> list[list[int]]:
 
 
 def sequence_cost(length: int, hidden_size: int) -> float:
-    """Return the cost of a forward and backward pass in positions of a short sequence. Causal attention costs as much
-    as all matrix products of a layer where length = 12 · hidden_size.
+    """Return the cost of a forward and backward pass, in units of one position of a short sequence. With length =
+    12 · hidden_size causal attention costs as much as all matrix products of a layer.
     """
     return length + length**2 / (12 * hidden_size)

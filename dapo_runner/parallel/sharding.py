@@ -1,8 +1,8 @@
-"""FSDP2: shard weights over the ranks, a group of parameters per block and one for the rest.
+"""FSDP2: shard weights over the ranks, with one parameter group per block and one for all other parameters.
 
-Shards that train are float32, computation runs in the model's dtype and gradients are reduced in float32, so an AdamW
-step is that of float32 masters. Parameters are whole only inside the forward of the module that owns them. Forwards are
-collective: every rank makes equally many.
+Trained shards are float32, computation is in the model's dtype, and gradients are reduced in float32. So an AdamW step
+is the same as with float32 masters. A parameter is whole only inside the forward of the module that owns it. Forwards
+are collective: every rank must run the same number.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 
 class Root(nn.Module):
-    """Runs ``root(work)`` where the parameters that belong to no block are whole: head and loss need them outside of
-    the model's own forward.
+    """Run ``root(work)`` while the parameters outside all blocks are whole. Head and loss use them outside the model's
+    own forward.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -36,12 +36,12 @@ class Root(nn.Module):
 
 
 def shard(model: nn.Module, blocks: Iterable[nn.Module], world: World, compute: torch.dtype) -> Root:
-    """Shard a model in place. ``blocks`` are gathered one at a time, other parameters while ``Root.forward`` runs."""
+    """Shard a model in place. Each of ``blocks`` is gathered in its forward, other parameters in ``Root.forward``."""
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in blocks:
         fully_shard(block, mesh=world.mesh, mp_policy=precision)
-    # Without reshard_after_forward the root would stay whole after a pass under no_grad, and later changes of its
-    # shards would be ignored by the next.
+    # Without reshard_after_forward the root would stay whole after a pass under no_grad, and the next pass would ignore
+    # changes of its shards.
     root = Root(model)
     fully_shard(root, mesh=world.mesh, mp_policy=precision, reshard_after_forward=True)
     return root
@@ -49,9 +49,9 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], world: World, compute: 
 
 @torch.no_grad()
 def fill(model: nn.Module, source: nn.Module | None, device: torch.device) -> None:
-    """Move a sharded model from the meta device to ``device`` with the values of ``source``, which rank 0 alone has.
+    """Move a sharded model from the meta device to ``device`` with the values of ``source``, which only rank 0 has.
 
-    They are sent one at a time, so that no other rank holds more than one whole. Collective.
+    Tensors are sent one at a time, so that other ranks hold at most one whole tensor. Collective.
     """
     model.to_empty(device=device)
     values = {} if source is None else {**dict(source.named_parameters()), **dict(source.named_buffers())}
@@ -67,27 +67,27 @@ def fill(model: nn.Module, source: nn.Module | None, device: torch.device) -> No
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gather a tensor that may be sharded. Collective."""
+    """Return the whole of a tensor that may be sharded. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard."""
+    """Return this rank's shard of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def add_up_over_replicas(root: Root | None, now: bool) -> None:
-    """Set whether the next backward pass reduces gradients over replicas, as the last of a mini-batch does."""
+    """Set whether the next backward pass reduces gradients over replicas: only the last of a mini-batch must."""
     if isinstance(root, FSDPModule):
         root.set_requires_all_reduce(now)
 
 
 @contextmanager
 def whole_until_backward(root: Root | None, wanted: bool) -> Iterator[None]:
-    """Keep layers whole from a forward pass to its backward pass, if ``wanted``. Each forward needs a backward."""
+    """If ``wanted``, keep layers whole from a forward pass to its backward pass. Each forward then needs a backward."""
     if not (wanted and isinstance(root, FSDPModule)):
         yield
         return
     root.set_reshard_after_forward(False)
     yield
-    root.set_reshard_after_forward(True)  # not where the pass failed: nothing follows
+    root.set_reshard_after_forward(True)  # not after an error: then no pass follows

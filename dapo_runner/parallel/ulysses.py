@@ -1,7 +1,7 @@
-"""Sequence parallelism (DeepSpeed-Ulysses, arXiv 2309.14509): ranks share the positions of a packed batch, and in
-attention the heads.
+"""Sequence parallelism (DeepSpeed-Ulysses, arXiv 2309.14509): ranks share the positions of a packed batch, and the
+heads in attention.
 
-Legend: W ranks, T packed positions, a multiple of W, H heads, D head size.
+Legend: W ranks, T packed positions (a multiple of W), H heads, D head size.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.distributed.nn.functional import all_to_all_single
 
 
 def _exchange(x: Tensor, group: dist.ProcessGroup, split: int, concatenate: int) -> Tensor:
-    """Split a dimension over the ranks, exchange the parts and concatenate them in another dimension. Differentiable"""
+    """Split dimension ``split`` over the ranks, exchange, concatenate in ``concatenate``. Differentiable."""
     sent = torch.stack(x.chunk(group.size(), split))
     received = all_to_all_single(torch.empty_like(sent), sent, group=group)
     return torch.cat(received.unbind(0), concatenate)
@@ -24,9 +24,9 @@ def _exchange(x: Tensor, group: dist.ProcessGroup, split: int, concatenate: int)
 def heads_from_positions(
     query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """query [T/W, Hq, D], key and value [T/W, Hk, D] of this rank's positions → [T, Hq/W, D] and [T, H'k/W, D] of all.
+    """Exchange positions for heads: query [T/W, Hq, D] → [T, Hq/W, D], key and value [T/W, Hk, D] → [T, H'k/W, D].
 
-    Key heads that do not divide by W are repeated until they do.
+    If W does not divide the number of key heads, they are repeated. Collective.
     """
     n_query, n_key, width = query.shape[1], key.shape[1], group.size()
     if n_key % width:
@@ -36,12 +36,12 @@ def heads_from_positions(
 
 
 def positions_from_heads(out: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[T, Hq/W, D] → [T/W, Hq, D]."""
+    """Exchange heads for positions: [T, Hq/W, D] → [T/W, Hq, D]. Collective."""
     return _exchange(out, group, 0, 1)
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather whose backward keeps the gradient of this rank's share, as every rank computes the whole loss."""
+    """All-gather. Its backward keeps only this rank's share of the gradient: every rank computes the whole loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -56,10 +56,10 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_positions(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[T/W, …] of each rank → [T, …] on all."""
+    """Gather [T/W, …] of all ranks into [T, …]. Collective."""
     return x if group is None else cast(Tensor, _Gather.apply(x, group))
 
 
 def own_positions(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[T, …] → this rank's [T/W, …]."""
+    """Return this rank's [T/W, …] of [T, …]."""
     return x if group is None else x.chunk(group.size())[group.rank()]

@@ -1,4 +1,4 @@
-"""Publish the phase of every rank in torchrun's store, so that a rank that is lost or stuck can be named."""
+"""Publish the phase of every rank in torchrun's store, so that an error can name a lost or stuck rank."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from dapo_runner.errors import RunError
 
 DYING = 1.0  # seconds that a process may take to end
-PRINTED_WITHIN = 1.0  # seconds that the rank whose message is printed may take for it
+PRINTED_WITHIN = 1.0  # seconds for the first rank to print a shared message
 MEETING = 10.0  # seconds between ranks that stop with the same error
-MARKS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")  # of a collective that failed
+MARKS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")  # in errors of failed collectives
 
 
 class RankLostError(RunError):
-    """Another rank is gone, stuck, or stopped with an error; the message names it and its host."""
+    """Another rank is lost, stuck, or stopped with an error. The message names the rank and its host."""
 
 
 @dataclass
 class _Status:
-    """What a rank has published last."""
+    """The last published status of a rank."""
 
     phase: str
     error: str | None = None
@@ -39,7 +39,7 @@ class _Status:
 
     @property
     def is_dead(self) -> bool:
-        """Whether it is a process of this host that is gone or a zombie."""
+        """Whether its process on this host has ended. False for other hosts."""
         if self.host != socket.gethostname():
             return False
         try:
@@ -49,7 +49,7 @@ class _Status:
 
 
 class Watch:
-    """Publishes the status of this rank and reads that of others. Does nothing in a process without a launcher."""
+    """Publish the status of this rank and read those of others. Does nothing in a process without a launcher."""
 
     def __init__(self) -> None:
         self._store: PrefixStore | None = None
@@ -58,19 +58,19 @@ class Watch:
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             try:
                 store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
-            except dist.DistError:  # its host is gone
+            except dist.DistError:  # the host of the store is gone
                 return
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             self._store = PrefixStore(f"dapo/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{attempt}", store)
 
     def set_phase(self, phase: str, error: str | None = None) -> None:
-        """Publish what this rank does now, or the error that it stops with."""
+        """Publish the phase of this rank, or the error that stops it."""
         if self._store is not None:
             with suppress(RuntimeError):  # the store's host may be gone
                 self._store.set(f"at/{self.rank}", json.dumps(asdict(_Status(phase, error))))
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return a RankLostError in the place of an error of a failed collective. Publish and return any other."""
+        """Return a RankLostError for the error of a failed collective. Publish any other error and return it."""
         if self._store is None or isinstance(error, KeyboardInterrupt):
             return error
         if not _is_of_a_collective(error):
@@ -79,11 +79,11 @@ class Watch:
         try:
             found = {rank: _Status(**json.loads(self._store.get(f"at/{rank}"))) for rank in range(self.size)}
         except (RuntimeError, ValueError):
-            return RankLostError("the launcher that started this run's processes is gone, and other ranks with it")
+            return RankLostError("the launcher of this run's processes is lost, and other ranks with it")
         return RankLostError(_lost_rank(found, self.rank))
 
     def all_stopped(self, error: BaseException) -> bool:
-        """Return whether every rank calls this within ``MEETING`` seconds. False after a collective that failed."""
+        """Return whether every rank calls this within ``MEETING`` seconds. False after a failed collective."""
         if self._store is None or _is_of_a_collective(error):
             return False
         try:
@@ -94,16 +94,16 @@ class Watch:
         return True
 
     def is_first_to_print(self, text: str) -> bool:
-        """Return whether no other rank has printed this message; numbers in it do not count."""
+        """Return whether this rank is the first to print this message. Numbers in it are not compared."""
         if self._store is None:
             return True
-        kind, own = re.sub(r"\d+", "", text), str(self.rank)
+        kind, rank = re.sub(r"\d+", "", text), str(self.rank)
         try:
-            is_first = bool(self._store.compare_set(f"said/{kind}", "", own) == own.encode())
+            is_first = bool(self._store.compare_set(f"said/{kind}", "", rank) == rank.encode())
         except RuntimeError:
             return True
         if not is_first:
-            time.sleep(PRINTED_WITHIN)  # the launcher ends every rank when one exits: let the first one print
+            time.sleep(PRINTED_WITHIN)  # when one rank exits, the launcher ends all: let the first rank print
         return is_first
 
 
@@ -118,26 +118,29 @@ def _is_of_a_collective(error: BaseException) -> bool:
     )
 
 
-def _lost_rank(found: dict[int, _Status], own: int) -> str:
-    """Name the rank that stopped with an error, that is dead, or that has been longest in another phase than this."""
+def _lost_rank(found: dict[int, _Status], this_rank: int) -> str:
+    """Name the rank that stopped with an error, else a dead one, else the one longest in another phase than this."""
     for rank, status in found.items():
         if status.error is not None:
             return f"rank {rank} on {status.host} stopped: {status.error}"
-    elsewhere = [rank for rank, status in found.items() if status.phase != found[own].phase]
+    elsewhere = [rank for rank, status in found.items() if status.phase != found[this_rank].phase]
     dead = _dead_rank(found, elsewhere)
-    rank = min(elsewhere or found.keys() - {own}, key=lambda rank: found[rank].since) if dead is None else dead
+    rank = min(elsewhere or found.keys() - {this_rank}, key=lambda rank: found[rank].since) if dead is None else dead
     status = found[rank]
     if dead is not None:
         return (
             f"rank {rank} on {status.host} (process {status.pid}) ended in {status.phase!r} without an error. Signal 9 "
-            "often means out of memory. Run the same command again to resume"
+            "often means out of memory. Run the same command again to resume."
         )
     seconds = time.time() - status.since
     return f"rank {rank} on {status.host} does not answer: {seconds:.0f} s in {status.phase!r} (parallel.timeout)"
 
 
 def _dead_rank(found: dict[int, _Status], elsewhere: list[int]) -> int | None:
-    """Wait for a process of this host to end: its connections close before. Others may end because it did."""
+    """Return a dead rank of this host, if any. Prefer one in another phase: the others may have ended because of it.
+
+    Wait up to ``DYING`` seconds, because the connections of a process close before it ends.
+    """
     deadline = time.monotonic() + DYING
     while True:
         dead = [rank for rank, status in found.items() if status.is_dead]

@@ -1,6 +1,6 @@
-"""The processes of a run, as torchrun started them, and what they send each other.
+"""The processes of a run, as started by torchrun, and their communication.
 
-Every rank runs the same loop and takes the same decisions; the work is divided. The index of a rank is
+Every rank runs the same loop and makes the same decisions; the work is divided. The index of a rank is
 
     rank = replica · shard + rank within the replica        weights: each replica is sharded over its ranks
     rank = data rank · sequence + sequence rank             positions: neighbours share those of a micro-batch
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class RankError(RunError):
-    """Another rank raised an exception that cannot be pickled; the message has its text."""
+    """Another rank raised an exception that cannot be pickled. The message contains its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +49,18 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class World:
-    """This process among all of a run. A process without a launcher has no process group.
+    """This process among all processes of a run. Without a launcher there is no process group.
 
-    What ranks send each other is pickled and goes through host memory. Methods that take ``work`` raise on all ranks
-    what it raises on one.
+    Objects are pickled and sent through host memory. If ``work`` raises on one rank, the method that runs it raises on
+    all ranks.
     """
 
     rank: int = 0
     layout: Layout = Layout()
-    mesh: DeviceMesh | None = None  # of the shards of the weights: (shard) or (replicate, shard)
-    sequence_group: dist.ProcessGroup | None = None  # ranks that share a micro-batch's positions, where more than one
+    mesh: DeviceMesh | None = None  # (shard) or (replicate, shard), for the weights
+    sequence_group: dist.ProcessGroup | None = None  # ranks that share the positions of a micro-batch, if several
     watch: Watch | None = None
-    group: dist.ProcessGroup | None = None  # None for the default one
+    group: dist.ProcessGroup | None = None  # None: the default group
 
     @property
     def size(self) -> int:
@@ -77,12 +77,12 @@ class World:
 
     @property
     def name(self) -> str:
-        """The beginning of a message about this rank; nothing in a single process."""
+        """A prefix for messages about this rank; "" in a single process."""
         return "" if self.is_single_process else f"rank {self.rank} on {socket.gethostname()}: "
 
     @property
     def data_size(self) -> int:
-        """How many micro-batches are computed at a time."""
+        """The number of micro-batches computed at the same time."""
         return self.size // self.layout.sequence
 
     @property
@@ -104,7 +104,7 @@ class World:
 
     @property
     def device(self) -> torch.device | None:
-        """The GPU of this rank; None where `run.device` decides."""
+        """The GPU of this rank; None if `run.device` decides."""
         if self.mesh is None or self.mesh.device_type == "cpu":
             return None
         return torch.device("cuda", torch.cuda.current_device())
@@ -118,7 +118,7 @@ class World:
         return items
 
     def gather_shares(self, item: T) -> list[T]:
-        """Return the item of one rank for each data rank, in their order."""
+        """Return the item of each data rank, in order."""
         return self.all_gather_object(item)[:: self.layout.sequence]
 
     def any(self, flag: bool) -> bool:
@@ -128,33 +128,33 @@ class World:
         """Run ``work`` on every rank and return all results."""
         if self.size == 1:
             return [work()]
-        own = _Outcome.of(work)
-        outcomes = self.all_gather_object(own.portable(self))
-        outcomes[self.rank] = own  # keeps its traceback
-        return [outcome.value() for outcome in outcomes]
+        outcome = _Outcome.of(work)
+        outcomes = self.all_gather_object(outcome.portable(self))
+        outcomes[self.rank] = outcome  # keeps its traceback
+        return [each.value() for each in outcomes]
 
     def run_or_raise_everywhere(self, work: Callable[[], T]) -> T:
         """Run ``work`` on every rank and return this rank's result."""
-        own: list[T] = []
-        self.run_and_gather(lambda: own.append(work()))
-        return own[0]
+        results: list[T] = []
+        self.run_and_gather(lambda: results.append(work()))
+        return results[0]
 
     def run_on_rank0(self, work: Callable[[], T]) -> T | None:
-        """Run ``work`` on rank 0 and return its result there, None elsewhere."""
+        """Run ``work`` on rank 0 and return its result there, None on other ranks."""
         return self.run_or_raise_everywhere(lambda: work() if self.is_main else None)
 
     def broadcast_from_rank0(self, work: Callable[[], T]) -> T:
         """Run ``work`` on rank 0 and return its result on every rank."""
         if self.size == 1:
             return work()
-        own = _Outcome.of(work) if self.is_main else None
-        received: list[Any] = [own and own.portable(self)]
+        outcome = _Outcome.of(work) if self.is_main else None
+        received: list[Any] = [outcome and outcome.portable(self)]
         dist.broadcast_object_list(received, group=self.group)
-        value: T = (own or received[0]).value()
+        value: T = (outcome or received[0]).value()
         return value
 
     def scatter_from_rank0(self, items: Sequence[T]) -> T:
-        """Return on each rank its item of ``items``, which only rank 0 needs to have."""
+        """Return item ``rank`` of rank 0's ``items`` on each rank. Other ranks may pass anything."""
         if self.size == 1:
             return items[0]
         received: list[Any] = [None]
@@ -163,23 +163,23 @@ class World:
         return item
 
     def run_and_gather_on_rank0(self, work: Callable[[], T]) -> list[T]:
-        """Run ``work`` on every rank. Rank 0 returns all results, or alone raises what one raised; others get []."""
+        """Run ``work`` on every rank. Rank 0 returns all results, or raises an error of any rank; others return []."""
         if self.size == 1:
             return [work()]
-        own = _Outcome.of(work)
+        outcome = _Outcome.of(work)
         outcomes: list[Any] | None = [None] * self.size if self.is_main else None
-        dist.gather_object(own.portable(self), outcomes, group=self.group)
+        dist.gather_object(outcome.portable(self), outcomes, group=self.group)
         if outcomes is None:
             return []
-        outcomes[0] = own  # keeps its traceback
-        return [outcome.value() for outcome in outcomes]
+        outcomes[0] = outcome  # keeps its traceback
+        return [each.value() for each in outcomes]
 
     def portable_error(self, error: Exception) -> Exception:
-        """Return ``error``, or a RankError with its text where it cannot be pickled."""
+        """Return ``error``, or a RankError with its text if it cannot be pickled."""
         return _Outcome(None, error).portable(self).error or error
 
     def close(self, error: BaseException | None) -> None:
-        """End the run on this rank. Another rank that is lost raises RankLostError in the place of ``error``."""
+        """End the run on this rank. Raises RankLostError if ``error`` comes from the loss of another rank."""
         if error is None and self.device is not None:
             dist.destroy_process_group()
         if error is not None and self.watch is not None:
@@ -188,12 +188,12 @@ class World:
                 raise explained from error
 
     def all_stopped(self, error: BaseException) -> bool:
-        """Return whether every rank has stopped with an error of its own, so that collectives still work."""
+        """Return whether every rank has stopped with an error of its own. Then collectives still work."""
         return self.watch is None or self.watch.all_stopped(error)
 
     def new_group(self, timeout: float) -> World:
-        """Return the same ranks with a gloo group for a thread of each, whose waits end after ``timeout`` seconds.
-        Collective.
+        """Return the same ranks with a new gloo group, for use in a thread of each. Waits in it end after ``timeout``
+        seconds. Collective.
         """
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         return replace(self, group=cast("dist.ProcessGroup", group))
@@ -203,7 +203,7 @@ SINGLE_PROCESS = World()
 
 
 class _Outcome(NamedTuple):
-    """A result, or the exception that was raised in its place."""
+    """A result, or the exception that was raised instead."""
 
     result: Any
     error: Exception | None
@@ -216,7 +216,7 @@ class _Outcome(NamedTuple):
             return _Outcome(None, error)
 
     def portable(self, world: World) -> _Outcome:
-        """Return the same with an exception that can be pickled."""
+        """Return the same outcome with an exception that can be pickled."""
         try:
             if self.error is None or str(pickle.loads(pickle.dumps(self.error))) == str(self.error):
                 return self
@@ -231,7 +231,7 @@ class _Outcome(NamedTuple):
 
 
 def open_world(config: Config) -> World:
-    """Join the process group of the ranks. Raises ConfigError where their number does not suit `parallel`."""
+    """Join the process group of the ranks. Raises ConfigError if their number does not fit `parallel`."""
     if not launched():
         _check_single_process(config)
         return SINGLE_PROCESS
@@ -252,7 +252,7 @@ def open_world(config: Config) -> World:
 
 
 def make_world(layout: Layout, rank: int, device_type: str, timeout: timedelta | None = None) -> World:
-    """Return ``rank``'s world in an existing process group. ``timeout`` is that of the smaller groups."""
+    """Return the world of ``rank`` in an existing process group. ``timeout`` applies to the subgroups."""
     dims = {"replicate": layout.replicate, "shard": layout.shard}
     if layout.replicate == 1:
         del dims["replicate"]
@@ -265,7 +265,7 @@ def make_world(layout: Layout, rank: int, device_type: str, timeout: timedelta |
 
 
 def make_layout(config: Config, size: int, per_node: int) -> Layout:
-    """Divide the work over ``size`` ranks, ``per_node`` of them on a machine. Raises ConfigError."""
+    """Divide the work over ``size`` ranks, ``per_node`` on each machine. Raises ConfigError."""
     settings = config.parallel
     if settings.gpus not in (1, size):
         raise ConfigError(f"parallel.gpus: expected {settings.gpus} processes, got {size}")
@@ -278,7 +278,7 @@ def make_layout(config: Config, size: int, per_node: int) -> Layout:
 
 
 def _check_single_process(config: Config) -> None:
-    """Raise ConfigError where other processes were planned, or were started by a launcher that torch does not know."""
+    """Raise ConfigError if several processes were configured, or started by a launcher that torch does not support."""
     size, gpus = os.environ.get("WORLD_SIZE", ""), config.parallel.gpus
     if size.isdigit() and int(size) > 1:
         raise ConfigError(f"WORLD_SIZE={size}: requires RANK, MASTER_ADDR and MASTER_PORT. Start with torchrun")

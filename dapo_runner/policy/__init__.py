@@ -1,3 +1,1 @@
-"""The policy: a language model run over packed sequences, the attention between them, the prefixes they share, and
-adapters.
-"""
+"""The policy: a language model over packed sequences, its attention, shared prefixes, adapters and routing replay."""

@@ -1,7 +1,7 @@
-"""Attention over packed sequences: no token sees another sequence, and no [T, T] mask is made.
+"""Attention over packed sequences: no token attends to another sequence, and no [T, T] mask is made.
 
-Registered with transformers as ``PACKED_ATTENTION``: every attention layer of a model then calls ``packed_attention``
-with the ``Packing`` that the model's forward was given.
+It is registered with transformers as ``PACKED_ATTENTION``: every attention layer of a model then calls
+``packed_attention`` with the ``Packing`` that was passed to the model's forward.
 
 Legend: T packed positions, S sequences, n sequences of a bucket, L the longest of them, D head size.
 """
@@ -28,18 +28,18 @@ from dapo_runner.policy.prefixes import Distinct
 PACKED_ATTENTION = "dapo_packed"
 Kernel = Literal["sdpa", "flash", "varlen"]
 
-# Up to this length plain products are faster than torch's CPU kernel: at 85 positions in bfloat16 12 ms against 89 for
-# both passes. They round the probabilities to bfloat16: SmolLM2's gradient on text was 6.4 % off the float32 one, with
-# torch's kernel 5.7 %.
+# Up to this length plain matrix products are faster than torch's CPU kernel: for both passes at 85 positions in
+# bfloat16, 12 ms against 89. They round the probabilities to bfloat16: SmolLM2's gradient on text differed by 6.4 %
+# from the float32 gradient, with torch's kernel by 5.7 %.
 SHORT = 128
 
-# Share of a bucket's positions that may be padding. Short sequences pay more for a call of their own.
+# Maximum share of padding in a bucket. For short sequences a separate call costs more than padding.
 MAX_PADDING = 0.25
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """Sequences of similar length as rows of one SDPA call. Padding comes last in a row, where causality hides it.
+    """Sequences of similar length as rows of one SDPA call. Padding is at the end of a row, where causality hides it.
 
     rows int64 [n·L]: the computed position of every slot; padding repeats the last position of its row.
     """
@@ -51,10 +51,10 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packing:
-    """Where the sequences of a packed batch lie: cu_seqlens int32 [S+1].
+    """The boundaries of the sequences of a packed batch: cu_seqlens int32 [S+1].
 
-    For the SDPA kernel also ``buckets``, and restore int64, the slot of every computed position among all slots.
-    Computed are all T positions, or the fewer of ``prefixes.Distinct``. ``group``: ranks that share the positions.
+    For the SDPA kernel also ``buckets``, and restore int64: the slot of every computed position. All T positions are
+    computed, or only those of ``prefixes.Distinct``. ``group``: ranks that share the positions.
     """
 
     kernel: Kernel
@@ -66,7 +66,7 @@ class Packing:
 
 
 class _Scoring(NamedTuple):
-    """The scale of query · key, the positions that a token sees, itself included, and the cap of its scores."""
+    """The scale of query · key, the window of a token (itself included), and the softcap of scores; None is off."""
 
     scale: float | None
     window: int | None
@@ -80,11 +80,11 @@ def plan_packing(
     distinct: Distinct | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Packing:
-    """Plan the attention of one forward pass for all layers.
+    """Plan the attention of all layers in one forward pass.
 
     Args:
-        lengths: positions of each sequence, in their order.
-        distinct: the positions to compute where that is not all of them, for the SDPA kernel.
+        lengths: positions of each sequence, in order.
+        distinct: the positions to compute, if not all; only for the SDPA kernel.
         group: the ranks that share the positions.
     """
     starts = list(accumulate(lengths, initial=0))
@@ -112,7 +112,7 @@ def plan_packing(
 
 
 def _group_by_length(lengths: SequenceOf[int]) -> list[list[int]]:
-    """Return buckets of indices, longest first in each, with at most MAX_PADDING of a bucket padded."""
+    """Return buckets of indices, longest first, with at most a share MAX_PADDING of padding in each."""
     buckets: list[list[int]] = []
     filled = 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -137,19 +137,19 @@ def packed_attention(
     packing: Packing,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend causally within each sequence. This is transformers' attention interface.
+    """Attend causally within each sequence. This has the interface of transformers' attention functions.
 
     Dropout is not applied, because two passes over one policy must agree.
 
     Args:
         query: [1, Hq, T, D]; key and value [1, Hk, T, D].
-        attention_mask: of ``window_mask``, whose width is the window.
+        attention_mask: from ``window_mask``; its width is the window.
 
     Returns:
         [1, T, Hq, D], and None for the weights.
 
     Raises:
-        ConfigError: the model needs what the kernel does not support.
+        ConfigError: the model uses a feature that the kernel does not support.
     """
     scoring = _scoring(type(module).__name__, attention_mask, packing.kernel, options)
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, D]
@@ -201,16 +201,16 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scoring: 
 
 
 def _visible(length: int, window: int, device: torch.device) -> Tensor:
-    """Return bool [L, L]: the keys that a query sees, itself and those before it in its window."""
+    """Return bool [L, L]: the keys that each query may attend to, causal and within the window."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
-    """query [n, Hq, L, D], key [n, Hk, L, D], value [n, Hk, L, E] → [n, Hq, L, E]. Without ``visible``, causal."""
+    """Attend with matrix products: query [n, Hq, L, D], key [n, Hk, L, D], value [n, Hk, L, E] → [n, Hq, L, E]."""
     n, heads, length, size = query.shape
     visible = _visible(length, length, query.device) if visible is None else visible
     hidden = torch.zeros(length, length, dtype=query.dtype, device=query.device).masked_fill_(~visible, -math.inf)
-    groups, sharing = n * key.shape[1], heads // key.shape[1]  # the query heads that share a key make one product
+    groups, sharing = n * key.shape[1], heads // key.shape[1]  # query heads that share a key are one product
     stacked = query.reshape(groups, sharing * length, size)
     scores = torch.baddbmm(
         hidden.repeat(sharing, 1), stacked, key.flatten(0, 1).mT, alpha=size**-0.5 if scale is None else scale
@@ -219,7 +219,7 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, sc
 
 
 def _window_size(scoring: _Scoring) -> tuple[int, int]:
-    """Return the positions before and after a token that it sees; −1 is no limit."""
+    """Return the number of visible positions before and after a token; −1 is no limit."""
     return (-1 if scoring.window is None else scoring.window - 1, 0)
 
 
@@ -254,8 +254,8 @@ def choose_kernel(
 ) -> Kernel:
     """Return the kernel to run.
 
-    ``auto`` is flash where it is installed, else varlen, on CUDA in half precision, and sdpa elsewhere. Raises
-    ConfigError where the one asked for cannot run.
+    ``auto`` on CUDA in half precision is flash if installed, else varlen; otherwise it is sdpa. Raises ConfigError if
+    the requested kernel cannot run.
     """
     half_on_cuda = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     has_flash = importlib.util.find_spec("flash_attn") is not None
@@ -272,10 +272,10 @@ def choose_kernel(
 
 
 def window_mask(*, config: Any, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> Tensor | None:
-    """Return an empty [1, 1, 0, window] for layers with a sliding window, else None. This is transformers' interface.
+    """Return an empty [1, 1, 0, window] for layers with a sliding window, else None, in place of transformers' masks.
 
-    Some models (Qwen2-MoE, PhiMoE) have their window in the mask only and do not pass it to the attention function.
-    Raises ConfigError for masks that are more than causal with a window.
+    Some models (Qwen2-MoE, PhiMoE) have their window only in the mask and do not pass it to the attention function.
+    Raises ConfigError for masks other than causal ones with a window.
     """
     is_read_by_model = local_size is not None and config.model_type == "doge"
     if is_read_by_model or use_vmap or "chunked_attention" in (getattr(config, "layer_types", None) or ()):

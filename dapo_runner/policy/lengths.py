@@ -1,4 +1,4 @@
-"""Check the length of sequences against what a model supports."""
+"""Check the length of sequences against the limits of a model."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ def check_lengths(config: Config, source: str | Path, *, download: bool) -> None
 
     Args:
         source: the policy, a folder or a name on the hub.
-        download: whether a configuration may be downloaded; without it, only local models are checked.
+        download: whether configurations may be downloaded; without it, only local models are checked.
 
     Raises:
-        ConfigError: they are longer than a model or the engine supports, or a configuration cannot be read.
+        ConfigError: they are longer than a model or the engine supports, or a configuration cannot be loaded.
     """
     critic = None if config.critic is None else config.critic.path
-    models = {"model.path": source, "loss.reference": config.loss.reference, "critic.path": critic}
+    reference = "loss.reference" if config.distillation is None else "distillation.teacher"
+    models = {"model.path": source, reference: config.reference_path, "critic.path": critic}
     for key, path in models.items():
         if path is not None and (download or Path(path).is_dir()):
             found = check_length(key, path, config.model, config.longest_sequence, "rollout.max_response_tokens")
@@ -31,8 +32,8 @@ def check_lengths(config: Config, source: str | Path, *, download: bool) -> None
 
 
 def check_length(key: str, path: str | Path, model: ModelConfig, longest: int, setting: str) -> Any:
-    """Return the configuration of the model of ``key``. Raises ConfigError where it cannot be read, or takes fewer than
-    the ``longest`` tokens that ``setting`` allows.
+    """Return the model configuration at ``path``. Raises ConfigError if it cannot be loaded, or supports fewer than the
+    ``longest`` tokens. The message names ``key`` and the ``setting`` to change.
     """
     from transformers import AutoConfig
 
@@ -40,7 +41,7 @@ def check_length(key: str, path: str | Path, model: ModelConfig, longest: int, s
         config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     fixed = fixed_frequencies(config)
     limit, reason = _max_positions(config), "the max_position_embeddings"
-    if fixed is not None and longest > fixed.longest:  # beyond that they depend on the longest sequence of a batch
+    if fixed is not None and longest > fixed.longest:  # beyond that they depend on the longest sequence of the batch
         limit, reason = fixed.longest, f"the length with fixed {fixed.rope_type} RoPE frequencies"
     if limit is not None and longest > limit:
         raise ConfigError(
@@ -51,7 +52,7 @@ def check_length(key: str, path: str | Path, model: ModelConfig, longest: int, s
 
 @contextmanager
 def loading(key: str, what: str, path: str | Path) -> Iterator[None]:
-    """Raise an error of transformers as a ConfigError of one line."""
+    """Convert an error of transformers to a ConfigError with one line."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -60,7 +61,7 @@ def loading(key: str, what: str, path: str | Path) -> Iterator[None]:
 
 
 def _check_windows(config: Config, model: Any) -> None:
-    """Raise ConfigError for sliding windows that vLLM 0.32 ignores: of Qwen2-MoE, where only some layers have one."""
+    """Raise ConfigError for sliding windows that vLLM 0.32 ignores: those of only some layers, in Qwen2-MoE."""
     mixed = model.model_type == "qwen2_moe" and len(set(model.layer_types)) > 1
     if mixed and config.longest_sequence > model.sliding_window:
         raise ConfigError(
@@ -70,7 +71,7 @@ def _check_windows(config: Config, model: Any) -> None:
 
 
 def _max_positions(config: Any) -> int | None:
-    """Return how many positions a model takes, with linear and YaRN scaling; None without a limit."""
+    """Return the maximum number of positions, including linear and YaRN scaling; None without a limit."""
     text = config.get_text_config(decoder=True)
     positions: int | None = getattr(text, "max_position_embeddings", None)
     if positions is None:

@@ -1,6 +1,6 @@
 """Low-rank adapters through peft (the ``lora`` extra): add them, switch them off, merge them for an engine, save them.
 
-Only linear layers are wrapped. Adapters of the output head reach the loss as factors.
+Only linear layers are supported. The loss gets adapters of the output head as factors.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from dapo_runner.config import ConfigError, LoraConfig
 from dapo_runner.parallel.sharding import whole
 from dapo_runner.policy.weights import stored_tensors
 
-ADAPTER = "default"  # peft's own name for the only one
-WEIGHTS_FILE = "adapter_model.safetensors"  # peft's own name, as is the prefix
+ADAPTER = "default"  # peft's name for a single adapter
+WEIGHTS_FILE = "adapter_model.safetensors"  # this and the prefix are peft's names too
 PREFIX = "base_model.model."
 
 
 def check_installed() -> None:
-    """Raise ConfigError where peft is not installed."""
+    """Raise ConfigError if peft is not installed."""
     if importlib.util.find_spec("peft") is None:
         raise ConfigError("model.lora: requires the package peft. Run pip install 'dapo-kernels[lora]'")
 
 
 def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
-    """Wrap the linear layers of a transformers model in place; then only adapters train. B = 0 at first.
+    """Wrap the linear layers of a transformers model in place. Then only adapters train. Initially B = 0.
 
-    Raises ConfigError without peft, or where a target is missing, is no linear layer, or is a tied output head.
+    Raises ConfigError if peft is missing, or a target is missing, not a linear layer, or a tied output head.
     """
     check_installed()
     import peft
@@ -42,7 +42,7 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
         r=config.rank, lora_alpha=config.alpha, target_modules=config.targets, lora_dropout=0.0, bias="none"
     )
     try:
-        with torch.random.fork_rng():  # what was drawn before a model was loaded must not depend on its adapters
+        with torch.random.fork_rng():  # adapters must not change the random numbers of the run
             torch.manual_seed(seed)
             peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
     except ValueError as error:
@@ -62,11 +62,11 @@ def has_adapters(model: Any) -> bool:
 
 
 def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters, with adapters merged in, and the persistent buffers: the model that an engine serves.
+    """Yield the parameters with adapters merged in, and the persistent buffers: the model for an engine.
 
-    Parameters are whole and in ``dtype``; shards are rounded before they are sent. The sum of weight and adapter is
-    float32 and rounded once. In bfloat16 an engine does not see an adapter's change of a weight that is below half its
-    last bit (2⁻⁹ to 2⁻⁸ of it), which training does.
+    Parameters are whole and in ``dtype``; shards are converted before they are sent. Weight and adapter are added in
+    float32 and rounded once. In bfloat16 an adapter's change of less than half the weight's last bit (2⁻⁹ to 2⁻⁸ of it)
+    is lost in the engine, but not in training.
     """
     adapted = {f"{name}.base_layer": module for name, module in model.named_modules() if _is_adapted(module)}
     with torch.no_grad():
@@ -87,7 +87,7 @@ def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor
 
 @contextmanager
 def adapters_off(model: Any) -> Iterator[None]:
-    """Switch adapters off: the model is then its own reference."""
+    """Switch adapters off inside this context: the model is then its own reference."""
     layers = [module for module in model.modules() if _is_adapted(module)]
     for layer in layers:
         layer.enable_adapters(False)
@@ -99,7 +99,7 @@ def adapters_off(model: Any) -> Iterator[None]:
 
 
 def adapter_tensors(model: Any) -> dict[str, Tensor]:
-    """Return the adapters, whole, by peft's names. Collective where they are sharded."""
+    """Return the whole adapters by peft's names. Collective if they are sharded."""
     adapters = (pair for pair in model.named_parameters() if ".lora_" in pair[0])
     return {
         PREFIX + name.replace(f".{ADAPTER}.", "."): whole(tensor.detach()).contiguous() for name, tensor in adapters
@@ -107,14 +107,14 @@ def adapter_tensors(model: Any) -> dict[str, Tensor]:
 
 
 def save_adapters(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
-    """Write ``adapter_tensors`` in peft's format."""
+    """Write ``adapter_tensors`` to a new ``folder`` in peft's format."""
     folder.mkdir()
     save_file(tensors, folder / WEIGHTS_FILE)
     model.peft_config[ADAPTER].save_pretrained(folder)
 
 
 def _product(layer: Any, dtype: torch.dtype) -> Tensor:
-    """Return scaling·BA in float32, in the layout of the weight. peft's own is rounded to the adapters' dtype."""
+    """Return scaling·BA in float32, in the layout of the weight. peft's own product is in the adapters' dtype."""
     a, b = (whole(part[ADAPTER].weight.to(dtype)).float() for part in (layer.lora_A, layer.lora_B))
     product = layer.scaling[ADAPTER] * (b @ a)
     return product.T if layer.fan_in_fan_out else product

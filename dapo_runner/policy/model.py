@@ -1,4 +1,4 @@
-"""The policy: a transformers causal language model that runs over packed sequences and returns hidden states.
+"""The policy: a causal language model of transformers that runs over packed sequences and returns hidden states.
 
 It never computes logits: `dapo_kernels` takes the hidden states and ``Policy.head``.
 """
@@ -14,6 +14,8 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
 
 from dapo_kernels import LoraFactors
 from dapo_kernels.integrations.heads import LogitRule, lora_of
@@ -37,14 +39,14 @@ from dapo_runner.policy.routing import Routing
 from dapo_runner.types import PackedBatch
 
 T = TypeVar("T")
-Role = Literal["policy", "shared", "critic", "reference"]  # shared: a policy with the critic's value head on it
-VALUE_HEAD = "value_head."  # begins the names of its parameters
-ALIGNED = 64  # bytes, as torch aligns what it allocates
+Role = Literal["policy", "shared", "critic", "reference"]  # shared: a policy with the critic's value head
+VALUE_HEAD = "value_head."  # prefix of its parameters' names
+ALIGNED = 64  # bytes; torch aligns its allocations to this
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class ValueHead(nn.Module):
-    """hidden [T, H] → values float32 [T]. Its weights are zeros at first. Engines do not get it."""
+    """Map hidden [T, H] to values float32 [T]. Weights start at zero. Engines do not get this head."""
 
     def __init__(self, hidden_size: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -55,7 +57,7 @@ class ValueHead(nn.Module):
 
 
 class Head(NamedTuple):
-    """softcap(hidden · weightᵀ + bias): weight [V, H], bias [V] or None, softcap or None; an adapter of the weight."""
+    """softcap(hidden · weightᵀ + bias): weight [V, H], bias [V] or None, softcap or None, adapter or None."""
 
     weight: Tensor
     bias: Tensor | None
@@ -70,13 +72,14 @@ class Policy:
     model: Any  # transformers.PreTrainedModel
     tokenizer: Any
     kernel: Kernel
-    compute: torch.dtype = torch.float32  # that the model runs in
+    compute: torch.dtype = torch.float32  # dtype of computation
     world: World = SINGLE_PROCESS
-    root: Root | None = None  # of sharded weights
-    routing: Routing | None = None  # replays the experts that a batch names
+    root: Root | None = None  # set if weights are sharded
+    routing: Routing | None = None  # set with routing replay
+    float32_logits: bool = False  # compute the head's logits in float32
 
     def run(self, work: Callable[[], T]) -> T:
-        """Run ``work`` where the weights are whole. Collective: every rank calls it equally often."""
+        """Run ``work`` while weights outside the layers are whole. Collective: all ranks call it equally often."""
         return work() if self.root is None else self.root(work)
 
     @property
@@ -85,14 +88,14 @@ class Policy:
 
     @property
     def head(self) -> Head:
-        """The output head; with tied embeddings its weight is the embedding itself."""
+        """The output head. With tied embeddings its weight is the embedding."""
         layer, config = self.model.get_output_embeddings(), self.model.config.get_text_config(decoder=True)
         softcap, lora = getattr(config, "final_logit_softcapping", None), lora_of(layer)
         lora = None if lora is None else lora.to(layer.weight.dtype)
         return Head(layer.weight, getattr(layer, "bias", None), softcap, lora)
 
     def hidden_states(self, batch: PackedBatch) -> Tensor:
-        """Return the last hidden states [T, H], or [T/W, H] where W ranks share the positions, in the model's dtype."""
+        """Return the last hidden states [T, H] in the model's dtype; [T/W, H] if W ranks share the positions."""
         if self.routing is not None:
             self.routing.follow(None if batch.experts is None else batch.experts.to(self.device))
         return self.run_body(batch.input_ids, batch.position_ids, batch.lengths, self.world.sequence_group)
@@ -106,7 +109,7 @@ class Policy:
         if distinct is not None:
             source = distinct.source.to(input_ids.device)
             input_ids, position_ids = input_ids[source], position_ids[source]
-        # use_cache=False is needed: with a cache, transformers lets packed sequences see each other.
+        # use_cache=False is required: with a cache, transformers lets packed sequences attend to each other.
         output = self.model.base_model(
             input_ids=own_positions(input_ids, group).to(self.device)[None],
             position_ids=own_positions(position_ids, group).to(self.device)[None],
@@ -117,23 +120,23 @@ class Policy:
         return hidden if distinct is None else hidden.index_select(0, distinct.inverse.to(self.device))
 
     def chosen_experts(self) -> Tensor | None:
-        """Return the experts of the last pass, as ``PackedBatch.experts``; None without routing replay."""
+        """Return the experts of the last pass, as in ``PackedBatch.experts``; None without routing replay."""
         return None if self.routing is None else self.routing.chosen()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor of the model, whole and with adapters merged in, without the value head. Collective."""
+        """Yield every tensor of the model, whole, with adapters merged in, without the value head. Collective."""
         return (pair for pair in merged_weights(self.model, self.compute) if not pair[0].startswith(VALUE_HEAD))
 
     def save_settings(self, folder: Path) -> None:
         """Write configuration and tokenizer in transformers' format, without weights."""
         self.model.save_pretrained(folder, state_dict={})
-        self.model.config.dtype = self.compute  # transformers has put that of the shards
+        self.model.config.dtype = self.compute  # save_pretrained has set it to the dtype of the shards
         self.model.config.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
 
 def resolve_device(name: str, key: str = "run.device") -> torch.device:
-    """Return a device by name; ``auto`` is CUDA where there is one, else the CPU. Raises ConfigError."""
+    """Return a device by name; ``auto`` is CUDA if available, else the CPU. Raises ConfigError."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -150,15 +153,15 @@ def resolve_device(name: str, key: str = "run.device") -> torch.device:
 def load_model(
     path: str | Path, config: ModelConfig, device: torch.device, attention: str, dtype: torch.dtype | None = None
 ) -> Any:
-    """Load a transformers causal language model in eval mode from safetensors.
+    """Load a causal language model of transformers in eval mode from safetensors.
 
-    Code of the model's folder runs with `model.trust_remote_code` only. On the meta device no weights are read.
+    Code in the model's folder runs only with `model.trust_remote_code`. On the meta device no weights are read.
 
     Args:
         dtype: None for `model.dtype`.
 
     Raises:
-        ConfigError: there is no such model.
+        ConfigError: the model cannot be loaded.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -168,21 +171,21 @@ def load_model(
         if device.type == "meta":
             with device:
                 model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, **trust), **options, **trust)
-            with suppress(OSError):  # there may be none; a checkpoint's model has it too
+            with suppress(OSError):  # it is optional; keep it, because checkpoints include it
                 model.generation_config = GenerationConfig.from_pretrained(path)
         else:
             model = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, **options, **trust)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
-            module.p = 0.0  # two passes over one policy must agree, in train mode (checkpointing) too
+            module.p = 0.0  # two passes over one policy must agree, also in train mode (for checkpointing)
     return _in_own_memory(model.to(device)).eval()
 
 
 @torch.no_grad()
 def _in_own_memory(model: Any) -> Any:
-    """Copy weights that lie in a file's memory, where their alignment depends on the length of the file's header.
+    """Copy weights out of a file's memory map, where their alignment depends on the length of the file's header.
 
-    A matrix product on a CPU rounds by it, and a resumed run reads another file than the first one.
+    The rounding of matrix products on a CPU depends on alignment, and a resumed run reads a different file.
     """
     for parameter in model.parameters():
         if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNED:
@@ -191,7 +194,7 @@ def _in_own_memory(model: Any) -> Any:
 
 
 def load_tokenizer(path: str | Path, config: ModelConfig) -> Any:
-    """Load the tokenizer of a model folder. Raises ConfigError when there is none."""
+    """Load the tokenizer of a model folder. Raises ConfigError if there is none."""
     from transformers import AutoTokenizer
 
     with loading("model.path", "a tokenizer", path):
@@ -209,14 +212,14 @@ def load_policy(
 ) -> Policy:
     """Load a model with packed attention and check its architecture with ``check_policy``.
 
-    On several ranks, rank 0 reads the files and the weights are sharded. ``seed`` draws adapters, which a policy alone
-    has. A value head is new. The output head of a critic, and a reference, do not train.
+    With several ranks, rank 0 reads the files and the weights are sharded. ``seed`` initializes adapters, which only a
+    policy has. A value head is new. The output head of a critic does not train, nor does a reference.
 
     Raises:
         ConfigError: the model cannot be loaded or trained packed, or its routing cannot be replayed.
     """
     if role in ("critic", "reference"):
-        checkpointing = config.gradient_checkpointing and role == "critic"
+        checkpointing = config.gradient_checkpointing if role == "critic" else False
         config = config.model_copy(update={"lora": None, "gradient_checkpointing": checkpointing})
     compute, root = DTYPES[config.dtype], None
     kernel = choose_kernel(config.attention, device, compute)
@@ -228,27 +231,29 @@ def load_policy(
         cpu, dtype = torch.device("cpu"), _shard_dtype(config, role)
         fill(model, world.run_on_rank0(lambda: _build(path, config, cpu, seed, dtype, role)), device)
     routing = Routing(model) if routing_replay else None
-    policy = Policy(model, load_tokenizer(path, config), kernel, compute, world, root, routing)
+    tokenizer = load_tokenizer(path, config)
+    policy = Policy(model, tokenizer, kernel, compute, world, root, routing, config.float32_logits)
     policy.run(lambda: check_policy(policy))
     return policy
 
 
 def load_shards(
     path: str | Path, config: ModelConfig, seed: int, world: World, role: Role = "policy"
-) -> tuple[Any, Root]:
-    """Build a sharded model on the meta device, for ``fill``. No weights are read. Raises ConfigError."""
-    model = _build(path, config, torch.device("meta"), seed, _shard_dtype(config, role), role)
+) -> tuple[Any, Root | None]:
+    """Build a model on the meta device, sharded if there are several ranks. Reads no weights. Raises ConfigError."""
+    dtype = DTYPES[config.dtype] if world.is_single_process else _shard_dtype(config, role)
+    model = _build(path, config, torch.device("meta"), seed, dtype, role)
     heads = model.config.get_text_config(decoder=True).num_attention_heads
     if heads % world.layout.sequence:
         raise ConfigError(
             f"parallel.sequence: expected a divisor of the model's {heads} attention heads, got {world.layout.sequence}"
         )
     _prepare(model, config)
-    return model, shard(model, _blocks(model), world, DTYPES[config.dtype])
+    return model, None if world.is_single_process else shard(model, _blocks(model), world, DTYPES[config.dtype])
 
 
 def _shard_dtype(config: ModelConfig, role: Role) -> torch.dtype:
-    """Return the dtype of the model's own weights: float32 where they train."""
+    """Return the dtype of the base weights: float32 if they train."""
     return torch.float32 if role != "reference" and config.lora is None else DTYPES[config.dtype]
 
 
@@ -270,29 +275,37 @@ def _build(
 
 
 def _blocks(model: Any) -> list[nn.Module]:
-    """Return the layers of a model, as transformers names them."""
+    """Return the layers of a model, as named by transformers."""
     return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
 
 
 def _prepare(model: Any, config: ModelConfig) -> None:
-    """Turn on gradient checkpointing and compile the layers, where the configuration says so."""
+    """Turn on gradient checkpointing and compile the layers, if configured."""
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train()  # transformers recomputes in train mode only
+        if config.gradient_checkpointing == "offload":  # the version of transformers requires pinned memory
+            model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=_checkpoint_on_host)
+        model.train()  # transformers recomputes only in train mode
     if config.compile:
         if not _blocks(model):
             raise ConfigError(f"model.compile: requires layers that transformers names, got {type(model).__name__}")
-        # All layers share one compilation, for any number of positions; attention stays as it is.
+        # All layers share one compilation for any number of positions. Attention is not compiled.
         register_packed_attention(torch.compiler.disable(packed_attention))
         for block in _blocks(model):
             block.compile(dynamic=True)
 
 
+def _checkpoint_on_host(function: Callable[..., T], *arguments: Any) -> T:
+    """Checkpoint a layer and keep its inputs in host memory until the backward pass."""
+    with save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return cast(T, checkpoint(function, *arguments, use_reentrant=False))
+
+
 @torch.no_grad()
 def check_policy(policy: Policy) -> None:
-    """Run a few tokens, and raise ConfigError where packing, shared prefixes or the loss do not suit the architecture.
+    """Run a few tokens. Raise ConfigError if the architecture does not support packing, shared prefixes or the loss.
 
-    In state-space layers packed sequences see each other. Some models scale their logits.
+    In state-space layers packed sequences are not separate. Some models scale their logits.
     """
     name, config = type(policy.model).__name__, policy.model.config
     vocab_size = config.get_text_config(decoder=True).vocab_size

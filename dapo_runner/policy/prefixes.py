@@ -1,7 +1,7 @@
-"""Find prefixes that sequences of a batch share, as the responses of a group share their prompt.
+"""Find prefixes that sequences of a batch share, such as the prompt of a group.
 
-A causal model has the same hidden states for all of them, so they are computed once. Legend: T packed positions, U
-distinct ones.
+A causal model has equal hidden states in a shared prefix, so it needs to compute them only once. Legend: T packed
+positions, U distinct positions.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ LEAST_SHARED = 0.03
 
 
 class Distinct(NamedTuple):
-    """Which positions to compute."""
+    """The positions to compute, and where to copy the results."""
 
-    source: Tensor  # int64 [U], the packed position of each distinct one
-    inverse: Tensor  # int64 [T], the distinct position of each packed one
+    source: Tensor  # int64 [U], a packed position of each distinct position
+    inverse: Tensor  # int64 [T], the distinct position of each packed position
 
 
 def find_shared(input_ids: Tensor, lengths: SequenceOf[int]) -> Distinct | None:
-    """Return the distinct positions of packed sequences, None where too few are shared. input_ids int64 [T], CPU.
+    """Return the distinct positions of packed sequences, or None if few are shared. input_ids int64 [T], CPU.
 
-    Two positions are one where all tokens up to them are equal.
+    Two positions are the same if all tokens up to and including them are equal.
     """
     tokens, bounds = input_ids.tolist(), pairwise(accumulate(lengths, initial=0))
     source: list[int] = []

@@ -1,12 +1,12 @@
 """Routing replay for mixtures of experts (Zheng et al. 2025, GSPO, arXiv 2507.18071, §5.3).
 
-In an update a token goes to the experts that it went to when its old log-prob was computed; otherwise the ratio would
-compare two networks. Only the choice is replayed: the weights of the experts come from the router as it is now.
+In an update a token goes to the same experts as when its old log-prob was computed; otherwise the ratio would compare
+two networks. Only the choice is replayed: the weights of the experts come from the current router.
 
-A layer with experts is in transformers a module with a child ``experts``. It chooses by top-k over scores [U, E]. All
+In transformers a layer with experts is a module with a child ``experts``. It chooses with top-k over scores [U, E]. All
 its top-k calls are replayed, also those over groups of experts.
 
-Legend: U positions that are computed, E experts of a layer, K experts (and groups) chosen for a position in all layers.
+Legend: U computed positions, E experts of a layer, K choices of a position over all layers (experts and groups).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TOP_K = (torch.topk, torch.Tensor.topk)
 
 
 class Routing:
-    """Records and replays the choices of a model's layers with experts."""
+    """Record and replay the choices of a model's layers with experts."""
 
     def __init__(self, model: nn.Module) -> None:
         """Raise ConfigError for a model without such layers."""
@@ -34,7 +34,7 @@ class Routing:
         self.layers = [_Layer(block) for block in blocks]
 
     def follow(self, experts: Tensor | None) -> None:
-        """Set the choice of the next pass and its recomputation: [U, K] as from ``chosen``, None for the routers'."""
+        """Set the choice of the next pass and its recomputation: [U, K] from ``chosen``, or None for the router's."""
         for layer in self.layers:
             layer.replayed = []
         if experts is not None:
@@ -47,7 +47,7 @@ class Routing:
         return torch.cat([choice for layer in self.layers for choice in layer.choices], dim=-1).cpu()
 
     def check(self, run: Callable[[], Tensor], n_positions: int) -> None:
-        """Run two passes, and raise ConfigError where the choices of a layer are not known or make no difference."""
+        """Run two passes. Raise ConfigError if a layer's choices cannot be recorded or replaying has no effect."""
         self.follow(None)
         for layer in self.layers:
             layer.n_calls = 0
@@ -65,18 +65,18 @@ class Routing:
 
 
 class _Layer(TorchFunctionMode):
-    """Replaces top-k while a layer with experts runs."""
+    """Replace top-k while a layer with experts runs."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
-        self.choices: list[Tensor] = []  # the indices [U, k] of each top-k of the last run
-        self.replayed: list[Tensor] = []  # those of the next run; empty for the router's own
-        self.widths: list[int] = []  # k of each
-        self.n_experts: list[int] = []  # E of each
+        self.choices: list[Tensor] = []  # the indices [U, k] of each top-k of the last pass
+        self.replayed: list[Tensor] = []  # the indices for the next pass; empty for the router's choice
+        self.widths: list[int] = []  # k of each top-k
+        self.n_experts: list[int] = []  # E of each top-k
         self.n_calls = 0
         self._forward = block.forward
-        block.forward = self._run  # no pair of hooks: an interrupt would leave out the second
+        block.forward = self._run  # not hooks: after an interrupt the second of a pair would not run
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self.choices, self.n_experts = [], []
@@ -101,5 +101,5 @@ class _Layer(TorchFunctionMode):
 
 
 def _over_scores(input: Tensor, k: int, dim: int = -1, *_: Any, **__: Any) -> bool:
-    """Return whether a top-k chooses for each of many positions."""
+    """Return whether a top-k is over the last dimension of [positions, scores]."""
     return input.dim() == 2 and dim in (-1, 1)

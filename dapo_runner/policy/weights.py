@@ -1,4 +1,4 @@
-"""The weights of a model by name: in memory, and as a checkpoint has them."""
+"""The weights of a model by name, in memory and in a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LAYER = re.compile(r".*?\.\d+(?=\.)")
 
 
 def stored_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter and persistent buffer once: tied ones under their first name."""
+    """Yield every parameter and persistent buffer once. Tied tensors have their first name."""
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
@@ -22,20 +22,20 @@ def stored_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def layer_of(name: str) -> str:
-    """Return the path of the layer that a tensor belongs to, or its own name outside of the layers."""
+    """Return the path of a tensor's layer, or the tensor's name if it is in no layer."""
     layer = _LAYER.match(name)
     return layer[0] if layer else name
 
 
 def checkpoint_weights(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield ``weights``, which have the names of ``model``, as ``save_pretrained`` would write them.
+    """Convert ``weights`` from names in memory to those that ``save_pretrained`` writes.
 
-    transformers keeps some weights otherwise in memory: the experts of a layer are one tensor. One layer at a time is
-    held.
+    transformers stores some weights differently in memory: the experts of a layer are one tensor. Only one layer is
+    held at a time.
 
     Args:
-        model: of the same architecture; it may lie on the meta device.
-        weights: the tensors of a layer one after the other, as ``stored_tensors`` yields them.
+        model: of the same architecture; it may be on the meta device.
+        weights: pairs in the order of ``stored_tensors``, which keeps the tensors of a layer together.
     """
     from transformers.core_model_loading import revert_weight_conversion
 

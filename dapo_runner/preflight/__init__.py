@@ -1,1 +1,1 @@
-"""Asked before a run starts: what it will do and need, what this machine lacks, what is installed."""
+"""Preflight checks: what a run will do and needs, what this machine lacks, what is installed."""

@@ -1,35 +1,34 @@
-"""What `--simulate` prints: memory in each phase of a step, against an 80 GB GPU, and what a micro-batch sends."""
+"""The output of `--simulate`: memory in each phase of a step, compared with an 80 GB GPU, and communication volume."""
 
 from __future__ import annotations
 
 from dapo_runner.config import Config
-from dapo_runner.preflight.memory import BYTES, CRITIC, SENT, memory_estimate, model_shape
+from dapo_runner.preflight.memory import BESIDE, BYTES, ENGINE, GPU_MEMORY, engine_memory, memory_estimate, model_shape
 from dapo_runner.preflight.simulate import Simulation, Traffic
-
-GPU_MEMORY = int(79.1 * 2**30)  # what torch finds on an A100 or H100 of 80 GB
-ENGINE, CACHE = "engine's weights", "KV cache"  # in `memory_estimate`
-BESIDE = ("reference weights", "reference's float32 average", CRITIC, SENT)  # there in every phase, and not simulated
 
 
 def describe(config: Config, found: Simulation) -> dict[str, str]:
-    """Return labels and figures, in the order in which they are read."""
+    """Return the rows to print, as labels and texts."""
     estimate, phases = _formulas(config), phase_peaks(config, found)
-    engine = {what: size for what, size in estimate.items() if what == ENGINE or what.startswith(CACHE)}
+    engine = {what: size for what, size in estimate.items() if what.startswith((ENGINE, "KV cache"))}
     update = sum(size for what, size in estimate.items() if what not in engine)
     positions, verdict = config.optimizer.token_budget, "yes" if fits(config, found) else "no"
     rows = {
         "simulated": f"rank 0 of {config.parallel.gpus}, {found.positions} of a micro-batch's {positions} positions",
+        "log-probs": _gib(phases["log-probs"]),
         "update": f"{_gib(phases['update'])} at its peak; the formulas of --dry-run: {_gib(update)}",
         **{f"  {kind}": _gib(size) for kind, size in found.peak.items()},
         **{f"  {what}": _gib(estimate[what]) for what in BESIDE if what in estimate},
         "rollout": f"{_gib(phases['rollout'])}, of it {_gib(found.held)} of the policy's weights and moments",
         **{f"  {what}": _gib(size) for what, size in engine.items()},
         "sync": f"{_gib(phases['sync'])}, with one parameter of {_gib(_largest(config, found))} whole",
+        **({"machine's memory": _gib(found.host)} if found.host > 2**20 else {}),
         "fits": f"{_gib(max(phases.values()))} of the {_gib(GPU_MEMORY)} of an 80 GB GPU: {verdict}; the CUDA context, "
         "NCCL's buffers and fragmentation come on top, a few GiB",
-        "collectives, forward": _spell_traffic(found.forward),
-        "collectives, backward": _spell_traffic(found.backward),
     }
+    if config.parallel.gpus > 1:
+        rows["collectives, forward"] = _spell_traffic(found.forward)
+        rows["collectives, backward"] = _spell_traffic(found.backward)
     if config.rollout.engine_spec.reserves_memory:
         cache = int(config.rollout.vllm.gpu_memory * GPU_MEMORY) - engine[ENGINE]
         n_responses = max(0, cache) // list(engine.values())[-1]
@@ -38,16 +37,14 @@ def describe(config: Config, found: Simulation) -> dict[str, str]:
 
 
 def phase_peaks(config: Config, found: Simulation) -> dict[str, int]:
-    """Return bytes on the GPU in each phase of a step. The policy's weights and moments stay there, and of a vLLM that
-    sleeps nothing.
+    """Return the bytes on the GPU in each phase of a step. The policy's weights and moments stay on it. A sleeping vLLM
+    takes no memory.
     """
-    estimate, vllm = _formulas(config), config.rollout.vllm
+    estimate = _formulas(config)
     beside, weights = sum(estimate.get(what, 0) for what in BESIDE), estimate.get(ENGINE, 0)
-    generating, waiting = weights + sum(size for what, size in estimate.items() if what.startswith(CACHE)), weights
-    if config.rollout.engine_spec.reserves_memory:
-        generating = int(vllm.gpu_memory * GPU_MEMORY)
-        waiting = 0 if vllm.sleep else generating
+    generating, waiting = engine_memory(config, estimate)
     return {
+        "log-probs": found.logprobs + beside + waiting,
         "update": sum(found.peak.values()) + beside + waiting,
         "rollout": found.held + beside + generating,
         "sync": found.held + beside + max(weights, waiting) + _largest(config, found),
@@ -60,7 +57,7 @@ def fits(config: Config, found: Simulation) -> bool:
 
 def _formulas(config: Config) -> dict[str, int]:
     shape = model_shape(config.model)
-    assert shape is not None  # or there would be no simulation
+    assert shape is not None  # the simulation has checked it
     return memory_estimate(config, shape)
 
 

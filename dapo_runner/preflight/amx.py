@@ -1,4 +1,4 @@
-"""AMX on virtual machines that hide a part of it."""
+"""Detect AMX that a virtual machine announces but does not fully support."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import re
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
-TILE_LEAF = 0x1D  # of CPUID: which sizes a tile may have
+TILE_LEAF = 0x1D  # the CPUID leaf with the supported tile sizes
 VARIABLE, WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16"
 
 
 def disable_broken_amx(cpuinfo: Path = CPUINFO) -> bool:
-    """Keep oneDNN from using AMX where the processor announces it without CPUID leaf 0x1D. Returns whether it does so.
+    """Disable AMX in oneDNN if the processor announces it without CPUID leaf 0x1D. Return whether it does so.
 
-    Some virtual machines hide that leaf. oneDNN then configures no tiles, and the first bfloat16 matrix product of
-    torch on the CPU ends the process with SIGILL ("Illegal instruction"). Call this before the first product; a
-    variable that is set already is left as it is.
+    Some virtual machines hide that leaf. Then oneDNN configures no tiles, and the first bfloat16 matrix product of
+    torch on the CPU ends the process with SIGILL ("Illegal instruction"). Call this before the first product. An
+    environment variable that is already set is not changed.
     """
     text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.is_file() else ""
     highest_leaf = re.search(r"^cpuid level\s*: (\d+)$", text, re.MULTILINE)

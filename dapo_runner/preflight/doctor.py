@@ -1,4 +1,4 @@
-"""`dapo doctor`: what is installed, which kernel backend runs, what is missing and how to get it. Changes nothing."""
+"""`dapo doctor`: report what is installed, which kernel backends run, and how to install what is missing."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from dapo_runner.preflight.packages import RUNNER, RUNNER_EXTRA, version
 
 
 class Finding(NamedTuple):
-    """``state`` is what was found; ``advice`` is empty where there is nothing to do."""
+    """``state`` is what was found; ``advice`` says what to do, or is empty."""
 
     what: str
     state: str
     advice: str = ""
 
 
-# Distribution, and what it is used for.
+# Distribution and purpose.
 OPTIONAL = (
-    ("flash-attn", "packed attention on CUDA; torch's varlen attention serves without it"),
+    ("flash-attn", "packed attention on CUDA; otherwise torch's varlen attention"),
     ("peft", "model.lora"),
     ("math-verify", "reward.kind: math"),
     ("rapidfuzz", "reward.kind: fuzzy"),
+    ("reasoning-gym", "data.reasoning_gym"),
     ("jsonschema", "reward.kind: json"),
     ("plotly", "dapo report --html and dapo watch"),
     ("tensorboard", "logging.trackers: [tensorboard]"),
@@ -38,7 +39,7 @@ OPTIONAL = (
     ("accelerate", "logging.trackers, and unpacking a model from a GGUF file"),
     ("gguf", "unpacking a model from a GGUF file"),
 )
-# What only some versions of will do, first the package itself; the distributions that bring it; what it is used for.
+# Packages of which only some versions are supported (the package itself first), their distributions, their purpose.
 ADAPTED = (
     (TRL, ("trl",), "dapo_kernels.integrations.trl"),
     (VERL, ("verl",), "dapo_kernels.integrations.verl"),
@@ -48,8 +49,8 @@ ABSENT = "not installed (optional)"
 
 
 def examine() -> list[Finding]:
-    """Return everything worth knowing about this machine, in the order in which it is read."""
-    amx = ", AMX announced but broken (oneDNN is kept from it)" if disable_broken_amx() else ""
+    """Return the findings about this machine, in the order in which they are printed."""
+    amx = ", AMX announced but broken (disabled in oneDNN)" if disable_broken_amx() else ""
     vectors = f"widest vectors {torch.backends.cpu.get_cpu_capability()}{amx}"
     build = cuda_build()
     built = "not built (optional)" if build is None else f"built for {', '.join(build[0])} with CUDA {build[1]}"
@@ -74,7 +75,7 @@ def _package(name: str, absent: str, advice: str) -> Finding:
 
 
 def _adapted(wanted: Sequence[Supported], distributions: Sequence[str], purpose: str) -> Finding:
-    """Look at what pip wrote down, import nothing."""
+    """Compare installed versions with the supported ones. Read package metadata only."""
     package, *beside = wanted
     installed = next((found for name in distributions if (found := version(name))), None)
     requirements = " ".join(f"'{item.requirement}'" for item in wanted)
@@ -95,7 +96,7 @@ def _cuda() -> Finding:
         return Finding("cuda", f"{torch.version.cuda}, {names}")
     if torch.version.cuda is None:
         return Finding("cuda", "this torch is a CPU build", "for a GPU: install torch from its CUDA index")
-    return Finding("cuda", f"torch was built for {torch.version.cuda} but finds no device", "look at nvidia-smi")
+    return Finding("cuda", f"torch was built for {torch.version.cuda} but finds no device", "check nvidia-smi")
 
 
 def _chosen_backends(kind: str) -> Finding:

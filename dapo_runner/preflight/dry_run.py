@@ -1,4 +1,4 @@
-"""`dapo train RECIPE --dry-run`: the resolved configuration, what departs from its algorithm, and estimates."""
+"""`dapo train RECIPE --dry-run`: the resolved configuration, departures from the algorithm's settings, estimates."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ import yaml
 
 from dapo_kernels import OBJECTIVES
 from dapo_runner.config import AdvantageConfig, Config, CorrectionConfig, cautions, lay_over, lay_settings, resolved
-from dapo_runner.config.algorithms import ALGORITHMS
-from dapo_runner.config.section import spell
-from dapo_runner.preflight.memory import memory_estimate, model_shape
+from dapo_runner.config.algorithms import ALGORITHMS, MATCHED
+from dapo_runner.config.section import flatten, read_key, spell
+from dapo_runner.preflight.memory import GPU_MEMORY, host_estimate, memory_estimate, model_shape, phase_estimate
+
+NUMERICS = ("numerics", *flatten(MATCHED))
 
 
 def resolved_yaml(config: Config) -> str:
-    """Return the whole configuration, with what stands for null where it depends on other settings."""
+    """Return the whole configuration as YAML, with nulls replaced by the values that they resolve to."""
     values = lay_settings(config.model_dump(mode="json", by_alias=True), resolved(config))
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def summarize(config: Config) -> dict[str, str]:
-    """Return labels and texts: algorithm, counts, estimates and cautions. Downloads nothing."""
+    """Return labels and texts: algorithm, sizes, memory estimate and cautions. Downloads nothing."""
     tokens = config.trained_per_step * config.rollout.max_response_tokens
     return {
         **describe_algorithm(config),
+        "numerics": ", ".join(f"{key}={spell(read_key(config, key))}" for key in NUMERICS),
         "per step": f"{config.sampler.prompts_per_step} prompts × {config.rollout.group_size} = "
         f"{config.responses_per_step} responses, {config.updates_per_step} updates of {config.mini_batch_size}",
         "trained on": f"at most {tokens:,} tokens per step, {config.run.steps * tokens:,} in {config.run.steps} steps",
@@ -34,7 +37,7 @@ def summarize(config: Config) -> dict[str, str]:
 
 
 def describe_algorithm(config: Config) -> dict[str, str]:
-    """Return the algorithm and what departs from it. Without a name: a warning where only the loss was chosen."""
+    """Return the algorithm and the departures from it. Warn if a recipe without an algorithm sets only the loss."""
     name, objective = config.algorithm, config.loss.objective
     if name is not None:
         listed = ", ".join(departures(config)) or "none"
@@ -48,27 +51,27 @@ def describe_algorithm(config: Config) -> dict[str, str]:
 
 
 def departures(config: Config) -> list[str]:
-    """Return the settings that are not those of the named algorithm, each as `key=value (NAME: its value)`."""
+    """Return the settings that differ from the named algorithm, each as `key=value (NAME: its value)`."""
     name = config.algorithm
     if name is None:
         return []
     row = ALGORITHMS[name].settings
     objective = OBJECTIVES[row["loss"]["objective"]]
-    # What stands for what a row does not set.
-    wanted = {
+    # Values of the settings that a row leaves at their defaults.
+    expected = {
         "loss": {"overrides": {field: getattr(objective, field) for field in config.loss.overrides}},
         "advantage": AdvantageConfig.model_validate(row["advantage"]).model_dump(),
         "rollout": {"correction": CorrectionConfig().model_dump()},
         "preference": None,
     }
-    return _differences(config.model_dump(), lay_over(wanted, row), name)
+    return _differences(config.model_dump(), lay_over(expected, row), name)
 
 
-def _differences(own: Mapping[str, Any], wanted: Mapping[str, Any], name: str, prefix: str = "") -> list[str]:
-    """Return the settings that differ. A section that one side lacks is one."""
+def _differences(actual: Mapping[str, Any], expected: Mapping[str, Any], name: str, prefix: str = "") -> list[str]:
+    """Return the settings that differ. A section that only one side has counts as one."""
     found = []
-    for key, value in wanted.items():
-        mine = own.get(key)
+    for key, value in expected.items():
+        mine = actual.get(key)
         if isinstance(mine, Mapping) and isinstance(value, Mapping):
             found += _differences(mine, value, name, f"{prefix}{key}.")
         elif mine != value:
@@ -80,13 +83,19 @@ def _memory(config: Config) -> dict[str, str]:
     shape = model_shape(config.model)
     if shape is None:
         return {"memory": f"unknown: {config.model.path} is not on this machine"}
-    estimate = memory_estimate(config, shape)
-    lora = config.model.lora
+    estimate, host = memory_estimate(config, shape), host_estimate(config, shape)
+    lora, peaks = config.model.lora, phase_estimate(config, estimate)
     trained = "" if lora is None else f", of which {shape.adapter_parameters(lora):,} train"
     return {
         "parameters": f"about {shape.parameters / 1e6:,.1f} million{trained}",
         "memory": f"about {_gib(sum(estimate.values()))} per GPU, or in one process on a CPU",
         **{f"  {what}": _gib(size) for what, size in estimate.items()},
+        **{
+            f"80 GB, {phase}": f"{_gib(n)}: {'fits' if n <= GPU_MEMORY else 'does not fit'}"
+            for phase, n in peaks.items()
+        },
+        **({"machine's memory": f"about {_gib(sum(host.values()))} beside"} if host else {}),
+        **{f"  {what}": _gib(size) for what, size in host.items()},
     }
 
 

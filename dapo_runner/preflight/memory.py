@@ -1,4 +1,4 @@
-"""The memory of one GPU by formulas: what a dry run prints, and what `--simulate` is compared with."""
+"""Estimate the memory of one GPU with formulas, for the dry run and to compare with `--simulate`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ import torch
 from dapo_kernels.engine.chunks import DEFAULT_CHUNK_BYTES, DEFAULT_DEVICE_CHUNK_BYTES
 from dapo_runner.algorithms.objective import uses_reference
 from dapo_runner.config import Config, LoraConfig, ModelConfig
+from dapo_runner.rollout.engine import engine_class
 
-BYTES = {"float32": 4, "bfloat16": 2}
-TINY_VOCABULARY = 64  # more than the characters of arithmetic
-GPUS_OF_A_MACHINE = 8  # as far as a plan knows
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+TINY_VOCABULARY = 64  # at least the vocabulary of the tiny model
+GPUS_OF_A_MACHINE = 8  # assumed in estimates
 CRITIC = "critic's weights and AdamW moments"
-SENT = "weights for the servers"  # rank 0's copy, where they go by NCCL
-FLOAT32 = 4  # bytes: master weights, their gradients and both moments of AdamW
+SENT = "weights for the servers"  # rank 0's copy if they are sent by NCCL
+BESIDE = ("reference weights", "reference's float32 average", CRITIC, SENT)  # in all phases; not part of a simulation
+FLOAT32 = 4  # bytes per value of master weights, gradients and AdamW moments
+GPU_MEMORY = int(79.1 * 2**30)  # bytes that torch reports for an A100 or H100 of 80 GB
+ENGINE = "engine's weights"
 _SIZES = ["model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"]
 _SIZES += ["num_key_value_heads", "head_dim", "vocab_size"]
-# Models of the recipes that are planned for before they are downloaded: the sizes in their published config.json.
+# Models of the recipes, for estimates without a download: the sizes in their published config.json.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-7B": dict(zip(_SIZES, ("qwen2", 28, 3584, 18944, 28, 4, 128, 152064), strict=True)),
     "Qwen/Qwen2.5-32B": dict(zip(_SIZES, ("qwen2", 64, 5120, 27648, 40, 8, 128, 152064), strict=True)),
@@ -42,7 +46,7 @@ class ModelShape(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Parameters of one layer."""
+        """Number of parameters of one layer."""
         matrices = 2 * self.hidden * (self.attention + self.key_value) + 3 * self.hidden * self.intermediate
         return matrices + 2 * self.hidden
 
@@ -55,13 +59,13 @@ class ModelShape(NamedTuple):
         return self.layers * self.block + self.head * (1 if self.tied else 2) + self.hidden
 
     def adapter_parameters(self, lora: LoraConfig) -> int:
-        """Of adapters on every linear layer but the head."""
+        """Number of parameters of adapters on every linear layer but the head."""
         widths = 4 * self.hidden + 2 * (self.attention + self.key_value) + 3 * (self.hidden + self.intermediate)
         return self.layers * lora.rank * widths
 
 
 def model_shape(model: ModelConfig) -> ModelShape | None:
-    """Return the sizes of a model on this machine, or of a recipe's own; None for another that is not here."""
+    """Return the sizes of a model on this machine or of a recipe; None for an unknown model."""
     values = model_values(model)
     if values is None:
         return None
@@ -74,7 +78,7 @@ def model_shape(model: ModelConfig) -> ModelShape | None:
 
 
 def model_values(model: ModelConfig) -> dict[str, Any] | None:
-    """Return the config.json of a model's text part, or what a recipe needs of it; None for one that is not here."""
+    """Return the config.json of a model's text part, or the published sizes of a recipe's model; None if unknown."""
     if model.tiny is not None:
         values = dict(model.tiny, num_hidden_layers=model.tiny.layers, num_attention_heads=model.tiny.heads)
         return values | {"vocab_size": TINY_VOCABULARY, "tie_word_embeddings": True}
@@ -86,65 +90,115 @@ def model_values(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
-    """Return bytes per GPU (on a CPU: of the process) by purpose, to within a factor of about 1.5: enough to tell
-    whether a run can fit. What belongs to a parameter is spread over the GPUs that hold one copy of the weights, what
-    belongs to a position over those that share a sequence, an engine's copy over those that share it.
+    """Return bytes per GPU by purpose (on a CPU: of the process), to within a factor of about 1.5. Memory per parameter
+    is divided by the GPUs that share one copy of the weights, memory per position by those that share a sequence, the
+    engine's copy by those that share it.
     """
     gpus, lora, size = config.parallel.gpus, config.model.lora, BYTES[config.model.dtype]
     trained = shape.parameters if lora is None else shape.adapter_parameters(lora)
     whole, frozen = shape.parameters * size, 0 if lora is None else shape.parameters * size
     shards, positions = gpus // config.parallel.replicate, config.optimizer.token_budget / config.parallel.sequence
-    is_own_reference = lora is not None and config.loss.reference is None
-    is_rounded = size != FLOAT32
-    keeps_average = is_rounded and config.loss.reference_ema is not None
+    is_own_reference = lora is not None and config.reference_path is None
+    reference = _parameters_of(config.reference_path, shape)
+    has_masters, wide = gpus == 1 and (size != FLOAT32 or config.optimizer.offload), config.model.float32_logits
+    states = {} if config.optimizer.offload and _on_gpus(config) else _states(config, shape)
     chunk = DEFAULT_DEVICE_CHUNK_BYTES if _on_gpus(config) else DEFAULT_CHUNK_BYTES
     terms = {
-        # Shards are float32 and rounded when they are gathered; one GPU keeps the rounded weights beside the float32.
+        # With several GPUs, shards are float32 and gathered in dtype. One GPU keeps weights in dtype and in float32.
         "weights": (frozen + trained * (FLOAT32 if gpus > 1 else size)) / shards,
-        "float32 masters": trained * FLOAT32 if gpus == 1 and is_rounded else 0,
-        "gradients": trained * FLOAT32 / shards,
-        "AdamW moments": 2 * trained * FLOAT32 / shards,
+        **states,
         "gathered for a pass": _gathered(shape, size) if gpus > 1 else 0,
         "activations of a micro-batch": positions * _activations(config, shape) * size,
-        "logits of a chunk": min(chunk, positions * shape.vocabulary * size),
-        "reference weights": whole / shards if uses_reference(config) and not is_own_reference else 0,
-        "reference's float32 average": shape.parameters * FLOAT32 / shards if keeps_average else 0,
-        CRITIC: _critic_parameters(config, shape) * (3 * FLOAT32 + (size if gpus == 1 and is_rounded else 0)) / shards,
+        "logits of a chunk": min(chunk, positions * shape.vocabulary * (FLOAT32 if wide else size)),
+        "reference weights": reference * size / shards if uses_reference(config) and not is_own_reference else 0,
+        CRITIC: states.get(CRITIC, 0) + (_critic_parameters(config, shape) * size if has_masters else 0),
     }
     if config.rollout.engine_spec.is_remote:
         terms[SENT] = whole if config.rollout.server.transfer == "nccl" else 0
     else:
-        terms |= {"engine's weights": whole / config.parallel.rollout_tensor, **_cache(config, shape)}
+        terms |= {ENGINE: whole / config.parallel.rollout_tensor, **_cache(config, shape)}
     return {what: math.ceil(amount) for what, amount in terms.items() if amount}
 
 
+def host_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
+    """Return the bytes by purpose that are offloaded from a GPU to the host."""
+    size = BYTES[config.model.dtype]
+    if not _on_gpus(config):
+        return {}
+    terms = _states(config, shape) if config.optimizer.offload else {}
+    if config.model.gradient_checkpointing == "offload":
+        positions = config.optimizer.token_budget // config.parallel.sequence
+        terms["layer inputs"] = positions * shape.layers * shape.hidden * size
+    if engine_class(config).takes_adapters(config) and config.rollout.vllm.sleep:
+        terms["weights of the sleeping engine"] = shape.parameters * size
+    return {what: math.ceil(amount) for what, amount in terms.items() if amount}
+
+
+def phase_estimate(config: Config, estimate: dict[str, int]) -> dict[str, int]:
+    """Return the bytes per GPU while the policy trains and while the engine samples; nothing on a CPU."""
+    if not _on_gpus(config):
+        return {}
+    trains = sum(size for what, size in estimate.items() if not what.startswith((ENGINE, "KV cache")))
+    held = sum(estimate.get(what, 0) for what in ("weights", "float32 masters", "AdamW moments", *BESIDE))
+    generating, waiting = engine_memory(config, estimate)
+    return {"update": trains + waiting, "rollout": held + generating}
+
+
+def engine_memory(config: Config, estimate: dict[str, int]) -> tuple[int, int]:
+    """Return the bytes on the GPU of an engine that samples and of one that is idle. A sleeping vLLM takes none."""
+    vllm, weights = config.rollout.vllm, estimate.get(ENGINE, 0)
+    if not config.rollout.engine_spec.reserves_memory:
+        return sum(size for what, size in estimate.items() if what.startswith((ENGINE, "KV cache"))), weights
+    return (reserved := int(vllm.gpu_memory * GPU_MEMORY)), 0 if vllm.sleep else reserved
+
+
+def _states(config: Config, shape: ModelShape) -> dict[str, float]:
+    """Return the bytes of the float32 tensors beside the weights, which `optimizer.offload` keeps on the host."""
+    lora, gpus, is_rounded = config.model.lora, config.parallel.gpus, BYTES[config.model.dtype] != FLOAT32
+    trained = (shape.parameters if lora is None else shape.adapter_parameters(lora)) * FLOAT32
+    shards, keeps_average = gpus // config.parallel.replicate, is_rounded and config.loss.reference_ema is not None
+    return {
+        "float32 masters": trained if gpus == 1 and (is_rounded or config.optimizer.offload) else 0,
+        "gradients": trained / shards,
+        "AdamW moments": 2 * trained / shards,
+        "reference's float32 average": shape.parameters * FLOAT32 / shards if keeps_average else 0,
+        CRITIC: 3 * FLOAT32 * _critic_parameters(config, shape) / shards,
+    }
+
+
 def _gathered(shape: ModelShape, size: int) -> int:
-    """Whole on every GPU while they are used: embeddings and head, this layer and the next, the gradients of head and
-    layer, and the layer's once more in float32 on its way to the shards.
+    """Return the bytes of whole tensors on each GPU: embeddings and head, this layer and the next one, gradients of
+    head and layer, and the layer's gradient in float32 on its way to the shards.
     """
     embeddings = shape.head * (1 if shape.tied else 2)
     return (embeddings + 2 * shape.block) * size + (shape.head + shape.block) * size + shape.block * FLOAT32
 
 
 def _activations(config: Config, shape: ModelShape) -> int:
-    """Numbers kept per position for the backward: about 8 of hidden and 4 of MLP width a layer, or each layer's input
-    and all of the one that is being recomputed.
+    """Return the values per position kept for the backward pass: per layer about 8 × hidden and 4 × MLP width. With
+    checkpointing: each layer's input, and all values of one layer.
     """
-    layer = 8 * shape.hidden + 4 * shape.intermediate
-    return shape.layers * shape.hidden + layer if config.model.gradient_checkpointing else shape.layers * layer
+    layer, way = 8 * shape.hidden + 4 * shape.intermediate, config.model.gradient_checkpointing
+    inputs = 0 if way == "offload" and _on_gpus(config) else shape.layers * shape.hidden
+    return inputs + layer if way else shape.layers * layer
 
 
 def _critic_parameters(config: Config, policy: ModelShape) -> int:
-    """Of a critic of its own. Its gradients and activations are there when the policy's are not."""
+    """Return the parameters of a separate critic. Its gradients and activations reuse the policy's memory."""
     critic = config.critic
     if critic is None or critic.share_trunk:
         return 0
-    shape = policy if critic.path is None else model_shape(ModelConfig(path=critic.path))
+    return _parameters_of(critic.path, policy)
+
+
+def _parameters_of(path: str | None, policy: ModelShape) -> int:
+    """Return the parameters of a model, or of the policy without a path; 0 for an unknown model."""
+    shape = policy if path is None else model_shape(ModelConfig(path=path))
     return 0 if shape is None else shape.parameters
 
 
 def _cache(config: Config, shape: ModelShape) -> dict[str, float]:
-    """The engine's keys and values. vLLM takes what it is given and queues responses that do not fit."""
+    """Return the bytes of the engine's KV cache. vLLM queues the responses that do not fit into its cache."""
     rollout = config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     one = 2 * longest * shape.layers * shape.key_value * BYTES[config.model.dtype] / config.parallel.rollout_tensor

@@ -1,4 +1,4 @@
-"""Check what a configuration needs of this machine, before anything is loaded and in a dry run. Downloads nothing."""
+"""Check that this machine has what a configuration needs, before a run loads anything. Downloads nothing."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ from dapo_runner.rewards.scoring import load_reward
 from dapo_runner.rollout.engine import engine_class
 from dapo_runner.run.tiny_model import check_tiny
 
-HUB_SECONDS = 5  # that the model hub has to answer
+HUB_SECONDS = 5  # deadline of the model hub
 
 
 def check_needs(config: Config, layout: Layout | None = None) -> None:
-    """Raise ConfigError with a line for everything that is missing, or does not suit the ``layout`` of its ranks."""
+    """Raise ConfigError with one line for everything that is missing or does not fit the ``layout`` of the ranks."""
     layout = layout or Layout()
     missing = [*_missing(config), *heads_that_do_not_divide(config, layout)]
+    if config.optimizer.offload and layout.size > 1:
+        missing.append(f"optimizer.offload: requires one process, got {layout.size}")
     values = model_values(config.model)
     if config.loss.routing_replay and values is not None and not any("experts" in name for name in values):
         missing.append(f"loss.routing_replay: expected a mixture of experts, got {config.model.path}")
@@ -44,7 +46,7 @@ def check_needs(config: Config, layout: Layout | None = None) -> None:
 
 
 def heads_that_do_not_divide(config: Config, layout: Layout) -> Iterator[str]:
-    """Yield what the model's attention heads cannot be shared by, where its sizes are known."""
+    """Yield a line for each setting that does not divide the model's number of attention heads, if it is known."""
     heads = (model_values(config.model) or {}).get("num_attention_heads", 0)
     for key, ranks in (("sequence", layout.sequence), ("rollout_tensor", layout.rollout_tensor)):
         if heads % ranks:
@@ -75,27 +77,27 @@ def _missing(config: Config) -> Iterator[str]:
 
 
 def _models(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield keys and names of the models that a run loads, beside what its checkpoint holds."""
-    reference, critic, judge = config.loss.reference, config.critic, config.reward.judge
+    """Yield key and name of each model that a run loads in addition to its checkpoint."""
+    reference, critic, judge = config.reference_path, config.critic, config.reward.judge
     has_critic = critic is not None and not critic.share_trunk
     is_resumed = config.run.from_ is not None or latest_checkpoint(config.run_dir / CHECKPOINTS) is not None
-    # What starts from the model itself: adapters, a reference, a critic.
+    # Adapters, a reference and a critic start from the original model.
     is_needed = config.model.lora is not None or (reference is None and uses_reference(config))
     is_needed |= has_critic and critic is not None and critic.path is None
     names = {
         "critic.path": critic.path if has_critic and critic is not None else None,
         "model.path": config.model.path if is_needed or not is_resumed else None,
-        "loss.reference": reference,
+        "loss.reference" if config.distillation is None else "distillation.teacher": reference,
         "reward.judge.model": judge.model if judge is not None and judge.url is None else None,
     }
     yield from ((key, name) for key, name in names.items() if name is not None)
 
 
 def check_model(key: str, path: str) -> None:
-    """Raise ConfigError where ``path`` is neither a folder with a model nor the name of one that the hub has.
+    """Raise ConfigError if ``path`` is neither a folder with a model nor a model of the hub.
 
-    The hub is asked once, and not about what cannot be a name or was downloaded before: loading a model that is not
-    there asks it for most of a minute.
+    The hub gets one request, and none for an invalid name or a model in the cache. Loading a missing model would query
+    it for most of a minute.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -118,6 +120,6 @@ def _problem_with_hub_name(name: str) -> str | None:
         return "no model of the hub can have that name"
     except RepositoryNotFoundError:
         return "the hub has none of that name"
-    except Exception as error:  # of whatever library carries the request
+    except Exception as error:  # several libraries can carry the request
         return f"the hub did not answer ({type(error).__name__})"
     return None

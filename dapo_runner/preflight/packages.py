@@ -1,10 +1,10 @@
-"""The packages that the runner stands on. Looks at what pip wrote down and imports nothing."""
+"""The packages that the runner requires. Reads package metadata and imports nothing."""
 
 from __future__ import annotations
 
 import importlib.metadata
 
-# The extra `runner` of pyproject.toml: distribution, and what it is used for.
+# The extra `runner` of pyproject.toml: distribution and purpose.
 RUNNER = (
     ("aiohttp", "rollout servers, judges"),
     ("transformers", "models and tokenizers"),

@@ -1,8 +1,8 @@
-"""One rank of many, without the others and without their memory: what `--simulate` measures.
+"""Simulate one rank of many without other ranks and without allocating memory (`--simulate`).
 
-The model's real class goes through the real sharding, loss and optimizer as rank 0, on tensors without contents, in
-torch's fake process group. Attention is torch's varlen kernel, whose shapes are known here, the fused loss takes the
-buffers that it would on a GPU, and `model.compile` is off.
+Model, sharding, loss and optimizer are the real ones, as rank 0, on fake tensors and in torch's fake process group.
+Attention is torch's varlen kernel, because torch knows its output shapes. The fused loss allocates the buffers of a
+GPU. `model.compile` is off. The meta device stands for a single GPU, so that offloaded tensors are on another device.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 import json
 import tempfile
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,22 +27,23 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dapo_kernels.engine.chunks import device_chunk_rows, row_stride
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.losses import PolicyLoss
 from dapo_runner.algorithms.mini_batch import MiniBatch
 from dapo_runner.algorithms.objective import resolve_objective
-from dapo_runner.algorithms.packing import pack
+from dapo_runner.algorithms.packing import count_group_tokens, pack
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.sharding import add_up_over_replicas, whole_until_backward
-from dapo_runner.parallel.world import World, make_layout, make_world
+from dapo_runner.parallel.world import SINGLE_PROCESS, World, make_layout, make_world
 from dapo_runner.policy.model import DTYPES, Policy, load_shards
 from dapo_runner.preflight.memory import GPUS_OF_A_MACHINE, PUBLISHED, model_values
 from dapo_runner.preflight.needs import heads_that_do_not_divide
 from dapo_runner.types import PackedBatch, Sequence
 
-# FSDPMemTracker's kinds of memory, as a reader knows them.
+# FSDPMemTracker's kinds of memory, by readable labels.
 KINDS = {
     "weights, this rank's shard": ("Sharded Param", "Buffer"),
     "AdamW moments": ("OptState",),
@@ -48,6 +52,7 @@ KINDS = {
     "gradients on their way": ("Unsharded Grad", "Reduce Scatter"),
     "activations, the loss, passing tensors": ("Activation", "Temp", "Inputs"),
 }
+KINDS_OF_ONE = {"weights, gradients, moments": ("Held",), "activations, the loss, passing tensors": ("Rest",)}
 COLLECTIVES = {
     "_allgather_base_": "all-gather",
     "_reduce_scatter_base_": "reduce-scatter",
@@ -57,8 +62,8 @@ COLLECTIVES = {
 
 
 class Traffic(NamedTuple):
-    """Collectives of one kind: how many, and the bytes of the whole tensors, of which a rank sends and receives all but
-    its own share (of an all-reduce: twice that).
+    """Collectives of one kind: their number, and the bytes of their whole tensors. Of these a rank sends and receives
+    all but its own share; in an all-reduce twice that.
     """
 
     calls: int = 0
@@ -67,42 +72,49 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """Of rank 0: bytes by kind when the most is in use, those held between updates, and what a micro-batch sends."""
+    """Measurements of rank 0: bytes by kind at the peak, bytes between updates, collectives of a micro-batch."""
 
     positions: int  # of a micro-batch, on this rank
     peak: dict[str, int]
-    held: int
-    largest_parameter: int  # numbers in it
+    logprobs: int  # largest number of bytes while log-probs are computed
+    host: int  # bytes that are offloaded to the host
+    held: int  # bytes between updates
+    largest_parameter: int  # number of values
     forward: dict[str, Traffic]
     backward: dict[str, Traffic]
 
 
 def simulate(config: Config) -> Simulation:
-    """Run the last micro-batch of an update, a full one, and the optimizer, as rank 0 of `parallel.gpus`.
+    """Run the last micro-batch of an update at full size, and the optimizer, as rank 0 of `parallel.gpus`.
 
-    Raises ConfigError where the model or the layout is not possible, or the model's sizes are not known here.
+    Raises ConfigError if the model or the layout is not supported, or the model's sizes are unknown.
     """
-    if config.preference is not None:
-        raise ConfigError("preference: expected null with --simulate, which knows the update of single responses")
-    if config.parallel.gpus == 1:
-        raise ConfigError("parallel.gpus: expected more than 1 for --simulate, got 1; --dry-run plans for one device")
+    for key in ("preference", "distillation"):
+        if getattr(config, key) is not None:
+            raise ConfigError(f"{key}: is not supported with --simulate")
     with _pretended_ranks(config) as world, _model_folder(config) as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore")  # of the tracker
         model, root = load_shards(folder, config.model.model_copy(update={"compile": False}), config.run.seed, world)
-        policy = Policy(model, None, "varlen", DTYPES[config.model.dtype], world, root)
+        dtype, wide = DTYPES[config.model.dtype], config.model.float32_logits
+        policy = Policy(model, None, "varlen", dtype, world, root, float32_logits=wide)
         return _simulate_update(config, policy, root)
 
 
 def _simulate_update(config: Config, policy: Policy, root: Any) -> Simulation:
     mini = full_mini_batch(config, policy.world)
+    host, device = torch.device("cpu"), torch.device("meta" if root is None else "cpu")
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        policy.model.to_empty(device="cpu")
+        policy.model.to_empty(device=device)
         learner = Learner(policy, config, reference=policy)
+        learner.trained.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it would read gradient values
         batch = _Shapes(**{name: mode.from_tensor(x) for name, x in mini.micro_batches[0].tensors().items()})
-        _give_gradients(learner)
-        _step(learner)  # makes the moments
-        _give_gradients(learner)  # of the micro-batches before this one
-        with FSDPMemTracker(root, learner.optimizer) as tracker, Observer() as observer:
+        _make_moments(learner)
+        make_tracker = partial(LiveBytes, learner) if root is None else partial(FSDPMemTracker, root, learner.optimizer)
+        with make_tracker() as tracker, Observer():
+            learner.logprobs(batch)
+            logprobs = int(tracker.get_tracker_snapshot("peak")[device]["Total"])
+        _give_gradients(learner)  # of the previous micro-batches
+        with make_tracker() as tracker, Observer() as observer:
             add_up_over_replicas(root, True)
             with whole_until_backward(root, not config.parallel.reshard_after_forward):
                 out = learner.compute_loss(mini, batch)
@@ -110,11 +122,14 @@ def _simulate_update(config: Config, policy: Policy, root: Any) -> Simulation:
                 out.loss.backward()
                 del out
             _step(learner)
-            peak, held = (tracker.get_tracker_snapshot(when)[torch.device("cpu")] for when in ("peak", "current"))
+            peak, held = (tracker.get_tracker_snapshot(when) for when in ("peak", "current"))
+    kinds = KINDS_OF_ONE if root is None else KINDS
     return Simulation(
         positions=batch.n_positions // policy.world.layout.sequence,
-        peak={kind: sum(int(peak[part]) for part in parts) for kind, parts in KINDS.items()},
-        held=int(held["Total"]),
+        peak={kind: sum(int(peak[device][part]) for part in parts) for kind, parts in kinds.items()},
+        logprobs=logprobs,
+        host=int(peak[host]["Total"]) if host != device and host in peak else 0,
+        held=int(held[device]["Total"]),
         largest_parameter=max(parameter.numel() for parameter in policy.model.parameters()),
         forward=forward,
         backward=observer.seen,
@@ -129,6 +144,9 @@ def _pretended_ranks(config: Config) -> Iterator[World]:
     layout = make_layout(config, gpus, min(gpus, GPUS_OF_A_MACHINE))
     if refused := list(heads_that_do_not_divide(config, layout)):
         raise ConfigError("\n".join(refused))
+    if gpus == 1:
+        yield SINGLE_PROCESS
+        return
     dist.init_process_group("fake", rank=0, world_size=gpus, store=FakeStore())
     try:
         yield make_world(layout, 0, "cpu")
@@ -138,7 +156,7 @@ def _pretended_ranks(config: Config) -> Iterator[World]:
 
 @contextmanager
 def _model_folder(config: Config) -> Iterator[Path]:
-    """Make one with a config.json and no weights."""
+    """Make a folder with the model's config.json and no weights."""
     values = model_values(config.model)
     if values is None or config.model.path is None:
         raise ConfigError(
@@ -151,20 +169,21 @@ def _model_folder(config: Config) -> Iterator[Path]:
 
 
 def full_mini_batch(config: Config, world: World) -> MiniBatch:
-    """Return a single sequence, and a micro-batch that is full of it; of the rank that has it."""
+    """Return a mini-batch with one sequence that fills a micro-batch."""
     budget = config.optimizer.token_budget
     ones = torch.ones(budget + 1)
     sequence = Sequence(ones.long(), ones, ones.bool(), -ones, group_id=0)
     objective = resolve_objective(config)
     batches = pack([sequence], budget, world.layout.sequence)
-    mini = MiniBatch(batches, n_tokens=budget, denominator=PolicyLoss(objective).denominator([sequence]))
+    denominator, group_tokens = PolicyLoss(objective).denominator([sequence]), count_group_tokens([sequence])
+    mini = MiniBatch(batches, budget, denominator, group_tokens=group_tokens)
     if objective.needs_reference:
         mini.micro_batches = [replace(batch, ref_logprobs=batch.old_logprobs) for batch in batches]
     return mini
 
 
 class _Shapes(PackedBatch):
-    """Where a pass would read the values of a batch, what they are."""
+    """A batch of fake tensors: where a pass would read values, they are known here."""
 
     stale = False
 
@@ -173,9 +192,48 @@ class _Shapes(PackedBatch):
         return [self.n_positions]
 
 
+class LiveBytes(TorchDispatchMode):
+    """Count the bytes of live tensors by device, including those of a learner, like FSDPMemTracker."""
+
+    def __init__(self, learner: Learner) -> None:
+        super().__init__()
+        self._live, self._peak, self._seen = Counter[torch.device](), Counter[torch.device](), WeakIdKeyDictionary()
+        model, masters, states = learner.policy.model, learner.master.tensors.values(), learner.optimizer.state.values()
+        self._add([*model.parameters(), *model.buffers(), *masters, *(tensor.grad for tensor in masters)])
+        self._add([tensor for state in states for tensor in state.values()])
+        self._start = self._live.copy()
+
+    def get_tracker_snapshot(self, when: str) -> dict[torch.device, dict[str, int]]:
+        found, start = self._peak if when == "peak" else self._live, self._start
+        return {at: {"Held": start[at], "Rest": size - start[at], "Total": size} for at, size in found.items()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._add(tree_leaves(result))
+        return result
+
+    def _add(self, values: Iterable[Any]) -> None:
+        for tensor in values:
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._seen:
+                self._seen[storage] = None
+                self._live[tensor.device] += storage.nbytes()
+                self._peak[tensor.device] = max(self._peak[tensor.device], self._live[tensor.device])
+                weakref.finalize(storage, self._live.subtract, {tensor.device: storage.nbytes()})
+
+
 def _give_gradients(learner: Learner) -> None:
     for parameter in learner.master.tensors.values():
         parameter.grad = torch.zeros_like(parameter)
+
+
+def _make_moments(learner: Learner) -> None:
+    if learner.policy.root is None:  # AdamW's fused kernel does not support the meta device
+        for master in learner.master.tensors.values():
+            learner.optimizer.state[master] = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+        learner.optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
+    else:
+        _give_gradients(learner)
+        _step(learner)
 
 
 def _step(learner: Learner) -> None:
@@ -184,7 +242,7 @@ def _step(learner: Learner) -> None:
 
 
 class Observer(TorchDispatchMode):
-    """Counts collectives by kind, and lets the fused loss of a simulation take what it would on a GPU."""
+    """Count collectives by kind, and allocate the buffers that the fused loss would allocate on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +250,7 @@ class Observer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # it comes again as operations on shards
+            return NotImplemented  # called again with operations on shards
         buffers = None
         if func.namespace == "dapo_kernels" and func._opname.startswith("linear_"):
             names = (argument.name for argument in func._schema.arguments)
@@ -208,8 +266,8 @@ class Observer(TorchDispatchMode):
 
 
 def _loss_buffers(values: dict[str, Any]) -> Tensor:
-    """Take the logits of a chunk, and return what stays beside them until the loss is made: over several chunks the
-    float32 sum of the head's gradient, which is rounded to the result once the logits are gone.
+    """Allocate and free the logits of a chunk. Return the buffer that lives until the loss is computed: with several
+    chunks the float32 sum of the head's gradient, which is converted to the result at the end.
     """
     hidden, weight = values["head_hidden"], values["head_weight"]
     logit = 4 if values["head_float32_logits"] else hidden.element_size()

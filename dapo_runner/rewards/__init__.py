@@ -1,1 +1,1 @@
-"""Rewards: rules that judge an answer, the overlong punishment, and the scoring that makes samples of completions."""
+"""Rewards: rules that judge an answer, the overlong penalty, and the scorer that turns completions into samples."""

@@ -1,12 +1,12 @@
-"""Runs one program that a model wrote, in a process that ``workers`` starts for it and kills.
+"""Run one program that a model wrote, in a process that ``workers`` starts for it and kills.
 
-The request comes as JSON on standard input. With "tests" they are executed after the program, and standard output gets
-the request's "token" where both came to their end, else "failed". Without, the program reads "stdin" and prints.
+The request is JSON on standard input. With "tests", these run after the program, and the process writes the request's
+"token" if both complete, else "failed". Without "tests", the program reads "stdin" and prints.
 
-Before any of it runs the process gives up, for good, what it could do harm with. Only system calls of the list below
-are left (seccomp, through libseccomp): no file is opened for writing, nothing is removed or renamed, no process is
-started or signalled, no socket is opened; threads and reading work. Only the files of Python and of the system's
-libraries can be opened (Landlock, where the kernel has it). Memory is limited, and it dies with its parent.
+Before the program runs, the process permanently gives up its permissions. Only the system calls below are allowed
+(seccomp, through libseccomp): it can read and start threads, but not open a file for writing, remove or rename files,
+start or signal processes, or open sockets. It can open only the files of Python and of the system's libraries
+(Landlock, if the kernel has it). Its memory is limited, and it ends with its parent.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ from typing import Any
 
 ALLOW, REFUSE, UNKNOWN = 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 38  # seccomp.h; EPERM, ENOSYS
 AT_MOST, EQUAL, MASKED = 3, 4, 7
-# Files that are open, and names of files; memory, threads and signals to itself; time, chance, who and where it is.
+# Reading and open files; memory, threads and signals to itself; time, random numbers, process ids and system names.
 ALLOWED = """
     read readv pread64 write writev lseek close dup dup2 dup3 pipe pipe2 poll ppoll select pselect6 epoll_create1
     epoll_ctl epoll_wait epoll_pwait eventfd2 stat fstat lstat newfstatat statx statfs fstatfs access faccessat
@@ -34,9 +34,9 @@ ALLOWED = """
     geteuid getgid getegid uname sysinfo getrusage getrlimit
 """
 WRITES = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | os.O_ASYNC | (os.O_TMPFILE & ~os.O_DIRECTORY)
-# None of the commands that name an owner, which the kernel would signal, nor leases, locks and the sizes of pipes.
+# No command that sets an owner, which the kernel would signal, and none for leases, locks or pipe sizes.
 FCNTL = (fcntl.F_DUPFD, fcntl.F_DUPFD_CLOEXEC, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL)
-MADV_NOHUGEPAGE = 15  # beyond lie commands that reach pages of others, MADV_HWPOISON among them
+MADV_NOHUGEPAGE = 15  # higher commands, such as MADV_HWPOISON, can affect pages of others
 CLONE_THREAD, CLONE_NAMESPACES = 0x10000, 0x7E020000
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
@@ -45,13 +45,13 @@ ALL_ACCESS, READ_FILE, READ_DIR = 0x1FFF, 4, 8  # linux/landlock.h, first versio
 
 
 class _Comparison(ctypes.Structure):
-    """scmp_arg_cmp: an argument, the comparison, and its two operands."""
+    """scmp_arg_cmp: the index of an argument, the comparison, and its two operands."""
 
     _fields_ = (("arg", ctypes.c_uint), ("op", ctypes.c_int), ("a", ctypes.c_uint64), ("b", ctypes.c_uint64))
 
 
 def hide_files(readable: list[str]) -> None:
-    """Leave only the files under ``readable`` to be opened; without effect where the kernel has no Landlock."""
+    """Restrict opening files to those under ``readable``. Has no effect if the kernel has no Landlock."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     rules = libc.syscall(LANDLOCK_CREATE_RULESET, ctypes.byref(ctypes.c_uint64(ALL_ACCESS)), ctypes.c_size_t(8), 0)
@@ -69,7 +69,7 @@ def hide_files(readable: list[str]) -> None:
 
 
 def confine(memory: int, seconds: float) -> None:
-    """Give up all system calls but those above. Raises OSError where the system cannot."""
+    """Give up all system calls but those above. Raises OSError if the system does not support that."""
     libc, seccomp = ctypes.CDLL(None, use_errno=True), ctypes.CDLL("libseccomp.so.2")
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
@@ -81,7 +81,7 @@ def confine(memory: int, seconds: float) -> None:
     rules = ctypes.c_void_p(seccomp.seccomp_init(ctypes.c_uint32(REFUSE)))
 
     def rule(action: int, name: str, *comparison: int) -> None:
-        number = seccomp.seccomp_syscall_resolve_name(name.encode())  # negative where this machine has no such call
+        number = seccomp.seccomp_syscall_resolve_name(name.encode())  # negative if this machine lacks the call
         count = len(comparison) // 4
         compared = (_Comparison * count)(*(_Comparison(*comparison[4 * i : 4 * i + 4]) for i in range(count)))
         seccomp.seccomp_rule_add_array(rules, ctypes.c_uint32(action), number, count, compared)
@@ -95,8 +95,8 @@ def confine(memory: int, seconds: float) -> None:
     rule(ALLOW, "fcntl", 1, EQUAL, fcntl.F_SETFL, 0, 2, MASKED, os.O_ASYNC, 0)
     rule(ALLOW, "madvise", 2, AT_MOST, MADV_NOHUGEPAGE, 0)
     rule(ALLOW, "clone", 0, MASKED, CLONE_THREAD | CLONE_NAMESPACES, CLONE_THREAD)
-    rule(UNKNOWN, "clone3")  # its flags lie in memory; the C library then takes clone
-    rule(ALLOW, "prlimit64", 2, EQUAL, 0, 0)  # to read one
+    rule(UNKNOWN, "clone3")  # its flags are in memory, where seccomp cannot check them; the C library then uses clone
+    rule(ALLOW, "prlimit64", 2, EQUAL, 0, 0)  # only to read a limit
     rule(ALLOW, "tgkill", 0, EQUAL, os.getpid(), 0)  # abort
     if seccomp.seccomp_load(rules) != 0:
         raise OSError("seccomp_load failed")
@@ -104,7 +104,7 @@ def confine(memory: int, seconds: float) -> None:
 
 def run(program: str, tests: str | None) -> None:
     module = types.ModuleType("__main__" if tests is None else "program")
-    sys.modules[module.__name__] = module  # where dataclasses look for it
+    sys.modules[module.__name__] = module  # dataclasses look it up there
     exec(compile(program, "<program>", "exec"), module.__dict__)
     if tests is not None:
         exec(compile(tests, "<tests>", "exec"), module.__dict__)
@@ -124,16 +124,16 @@ def main() -> None:
     sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
     hide_files(request["readable"])
     confine(request["memory"], request["seconds"])
-    said = b"failed"
+    written = b"failed"
     try:
         run(request["program"], tests)
-        said = request["token"].encode()
-    except BaseException:  # SystemExit too: a program that leaves has not passed
+        written = request["token"].encode()
+    except BaseException:  # also SystemExit: a program that exits has not passed
         if tests is None:
             raise
     finally:
         if tests is not None:
-            os.write(result, said)
+            os.write(result, written)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""The user's reward functions, named as `module:function`, plain or `async`.
+"""User-defined reward functions, named as `module:function`, plain or `async`.
 
-    reward(prompts, completions, rows)    all responses to one prompt: three lists of one length
+    reward(prompts, completions, rows)    all responses to one prompt: three lists of equal length
     reward(prompt, completion)            one response
 
-For each response a function returns a ``Verdict``; a bool, which earns `reward.correct` or `reward.incorrect`; a
-number, the reward itself, which counts as correct above the middle between those two; or None where it does not apply.
-Anything else, an exception, a reward that is not finite and a missed deadline are failures, never a 0.
+For each response a function returns a ``Verdict``; a bool, which means `reward.correct` or `reward.incorrect`; a
+number, which is the reward and counts as correct above the mean of those two; or None if it does not apply. Any other
+value, an exception, a reward that is not finite and a missed deadline are failures; they never become a reward of 0.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from dapo_runner.types import Completion, Prompt, Verdict
 
 
 class FunctionReward(CallingReward):
-    """Calls a function of the user's with a deadline and retries."""
+    """Call a user-defined function with a deadline and retries."""
 
     def __init__(self, name: str, config: RewardConfig) -> None:
-        """Find the function. Raises ConfigError."""
+        """Import the function. Raises ConfigError."""
         self.function = import_function("reward.kind", name)
         parameters = inspect.signature(self.function).parameters
         kinds = [item.kind for item in parameters.values() if item.default is item.empty]
@@ -49,8 +49,8 @@ class FunctionReward(CallingReward):
             for part in parts[index]
         ]
         results = iter(self.run_calls(calls))
-        found = [[next(results) for _ in of_prompt] for of_prompt in parts]
-        return [first_error(of_prompt) or list(chain.from_iterable(of_prompt)) for of_prompt in found]
+        found = [[next(results) for _ in per_prompt] for per_prompt in parts]
+        return [first_error(per_prompt) or list(chain.from_iterable(per_prompt)) for per_prompt in found]
 
     def _judge_part(self, prompt: Prompt, part: Sequence[Completion]) -> list[Verdict | None]:
         n, within = len(part), self.config.plugin_deadline
@@ -71,7 +71,7 @@ def _read_verdicts(returned: Any, n: int, config: RewardConfig) -> list[Verdict 
 
 
 def _read_verdict(result: Any, config: RewardConfig) -> Verdict:
-    """Return a verdict of plain values: torch refuses to load a checkpoint with a NumPy number in it."""
+    """Return a verdict with plain Python values: torch refuses to load a checkpoint that contains NumPy numbers."""
     if hasattr(result, "item"):  # a scalar of NumPy or torch
         result = result.item()
     if isinstance(result, bool):

@@ -1,9 +1,9 @@
-"""A judge: a model that decides whether a response gives the reference answer (arXiv 2503.23829, Section 3.1).
+"""A judge: a model that decides whether a response agrees with the reference answer (arXiv 2503.23829, Section 3.1).
 
-It is asked for one of two words, and its confidence that it is the first becomes the reward (docs/judge.md):
+It replies with one of two words. Its confidence in the first one is the reward (docs/judge.md):
 
-    p(yes) / (p(yes) + p(no))   of the first token of its answer, over the ways to write either word
-    the share of yes            of `reward.judge.votes` sampled answers
+    p(yes) / (p(yes) + p(no))   of the first token of its reply, over the spellings of each word
+    the share of yes            among `reward.judge.votes` sampled replies
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from dapo_runner.rewards.reward import (
 )
 from dapo_runner.types import Completion, Prompt, Verdict
 
-MAX_CHARACTERS = 4000  # of a response that are shown, counted from its end
-VOTE_TOKENS = 8  # of a sampled answer; options: {max_tokens: …} for a model that thinks first
-TOP_TOKENS = 20  # whose log-probs an API gives at most by default
-MAX_BYTES = 2**24  # of an answer
-REFUSED = (400, 413, 422)  # HTTP status codes for a text that is too long, or that a filter does not let through
-DENIED = (401, 403, 404)  # for a wrong key, URL or model
+MAX_CHARACTERS = 4000  # of a response that the judge sees, counted from its end
+VOTE_TOKENS = 8  # of a sampled reply; set options: {max_tokens: …} for a model that thinks first
+TOP_TOKENS = 20  # most APIs return at most this many log-probs
+MAX_BYTES = 2**24  # of a reply
+REFUSED = (400, 413, 422)  # HTTP status codes for a text that is too long or blocked by a filter
+DENIED = (401, 403, 404)  # for an invalid key, URL or model
 
 
 class Question(NamedTuple):
-    """What the judge is shown."""
+    """The fields of the judge's prompt."""
 
     problem: str
     reference: str
@@ -54,21 +54,21 @@ class Question(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """``verdict`` is the word of the two that the judge answered; None where it answered neither."""
+    """The judge's decision: ``verdict`` is one of the two words, or None for any other reply."""
 
     verdict: str | None
     confidence: float
 
 
 class VerdictLog:
-    """Judgements by question: in memory, and after ``open`` in a file of JSON lines."""
+    """Judgements by question, in memory and, after ``open``, in a file of JSON lines."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, Judgement] = {}
         self._path: Path | None = None
 
     def open(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
-        """Keep judgements in ``folder``, and read those of this rank and of ranks that are gone. Raises ConfigError."""
+        """Save judgements in ``folder``; load those of this rank and of former ranks. Raises ConfigError."""
         self._known, self._path = {}, folder / (f"verdicts_rank_{rank}.jsonl" if rank else "verdicts.jsonl")
         for path in sorted(folder.glob("verdicts*.jsonl")):
             number = path.stem.removeprefix("verdicts_rank_")
@@ -90,7 +90,7 @@ class VerdictLog:
         self._known |= {question.key: judgement for question, judgement in found.items()}
 
 
-# The forms in which models commonly write special tokens.
+# Common forms of special tokens.
 _SPECIAL = (
     r"<[|｜][^<>\s]*[|｜]>",
     r"</?(?:s|bos|eos|pad|unk|think|(?:start|end)_of_turn)>",
@@ -100,25 +100,25 @@ _SPECIAL = (
 
 
 class Questioner:
-    """Puts questions into a template.
+    """Format questions with a template.
 
-    No text of a question can begin another role, or close the tag that the template puts around it: special tokens and
-    the tags of the template are broken up by a space. A response may still persuade a judge.
+    A text in a question cannot start another role or close the template's tag around it: a space is inserted into
+    special tokens and into the template's tags. A response may still persuade a judge.
     """
 
     def __init__(self, prompt: JudgePrompt, tokens: Iterable[str] = ()) -> None:
-        """``tokens``: special tokens of the judge's own."""
+        """``tokens``: the judge's own special tokens."""
         self.prompt = prompt
         names = set(re.findall(r"</?(\w+)>", prompt.template))
-        # A tag however it is written is broken up within its name; one of a single letter has to be written as it is.
+        # A tag in any spelling gets a space inside its name. A tag with a one-letter name must match exactly.
         tags = [rf"(?i:<\s*/?\s*{name[0]}(?={name[1:]}\s*>))" for name in sorted(names) if len(name) > 1]
         short = {f"<{slash}{name}>" for name in names if len(name) == 1 for slash in ("", "/")}
-        own = [token for token in short | set(tokens) if len(token) > 1 and not re.search(r"\s", token)]
-        others = [*map(re.escape, sorted(own, key=len, reverse=True)), *_SPECIAL]
+        exact = [token for token in short | set(tokens) if len(token) > 1 and not re.search(r"\s", token)]
+        others = [*map(re.escape, sorted(exact, key=len, reverse=True)), *_SPECIAL]
         self._broken = re.compile("|".join([f"(?P<tag>{'|'.join(tags) or '(?!)'})", *others]))
 
     def messages(self, question: Question) -> list[dict[str, str]]:
-        """Return the conversation whose next message is the judge's answer."""
+        """Return the conversation that the judge replies to."""
         yes, no = self.prompt.answers
         fields = {name: self.shield(text) for name, text in question._asdict().items()} | {"yes": yes, "no": no}
         text = re.sub("{(" + "|".join(fields) + ")}", lambda found: fields[found[1]], self.prompt.template)
@@ -126,7 +126,7 @@ class Questioner:
         return [*system, {"role": "user", "content": text}]
 
     def shield(self, text: str) -> str:
-        text = text.encode("utf-8", "replace").decode()  # without lone surrogates, which no tokenizer takes
+        text = text.encode("utf-8", "replace").decode()  # without lone surrogates, which tokenizers reject
         while self._broken.search(text):
             text = self._broken.sub(
                 lambda found: f"{found[0]} " if found["tag"] else f"{found[0][0]} {found[0][1:]}", text
@@ -139,10 +139,10 @@ CHECKS = [Question("What is 1 + 1?", "2", f"Answer: {number}") for number in (2,
 
 
 class Judge(CallingReward):
-    """Judges responses by a model in this process or behind an API. It loads nothing before it is asked.
+    """Judge responses with a model in this process or behind an API. The model is loaded on first use.
 
-    An answer that is neither word has confidence 0, and so has a question that an API refuses for its text: `unclear`.
-    An empty response is not asked about: `none`. One question is asked once.
+    A reply that is neither word has confidence 0 and the rule `unclear`, as has a question that an API refuses because
+    of its text. An empty response is not judged: `none`. Equal questions are asked once.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -154,11 +154,11 @@ class Judge(CallingReward):
             self.counts.clear()
 
     def check(self) -> None:
-        """Ask an API two questions; try the tokenizer of a model in this process. Raises ConfigError."""
+        """Send an API two questions; try the tokenizer of a model in this process. Raises ConfigError."""
         if self.model is not None:
             self.model.check(self.questioner.messages(CHECKS[0]))
             return
-        for question in CHECKS:  # a server may cut either word into several tokens
+        for question in CHECKS:  # check both words: a server may split one into several tokens
             try:
                 found: object = self._ask(question)
             except (HTTPError, ValueError) as error:
@@ -172,19 +172,18 @@ class Judge(CallingReward):
     def judge(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> Verdicts:
         pairs = zip(prompts, completions, strict=True)
         questions = [[self._question(prompt, completion) for completion in samples] for prompt, samples in pairs]
-        asked: dict[Question, About] = {}
-        for index, of_prompt in enumerate(questions):
-            for question, completion in zip(of_prompt, completions[index], strict=True):
+        submitted: dict[Question, About] = {}
+        for index, row in enumerate(questions):
+            for question, completion in zip(row, completions[index], strict=True):
                 if question.response and self.known.get(question) is None:
-                    asked.setdefault(question, (index, prompts[index], completion))
-        failures = self._ask_all(asked) if asked else {}
+                    submitted.setdefault(question, (index, prompts[index], completion))
+        failures = self._ask_all(submitted) if submitted else {}
         return [
-            first_error(map(failures.get, of_prompt)) or [self._verdict(question) for question in of_prompt]
-            for of_prompt in questions
+            first_error(map(failures.get, row)) or [self._verdict(question) for question in row] for row in questions
         ]
 
     def release(self) -> None:
-        """Move the model off the GPU until it is asked again."""
+        """Move the model off the GPU until it is used again."""
         if self.model is not None:
             self.model.release()
 
@@ -192,22 +191,22 @@ class Judge(CallingReward):
     def questioner(self) -> Questioner:
         return Questioner(self.settings, () if self.model is None else special_tokens(self.model.tokenizer))
 
-    def _ask_all(self, asked: Mapping[Question, About]) -> dict[Question, RewardError]:
-        """Ask, and keep the answers. Returns what failed within `reward.calls.max_failed`."""
+    def _ask_all(self, submitted: Mapping[Question, About]) -> dict[Question, RewardError]:
+        """Ask the questions and save the judgements. Return the failures that `reward.calls.max_failed` allows."""
         votes = max(1, self.settings.votes)
         results: Sequence[float | RewardError | None]
         if self.model is None:
-            tries = [(question, vote) for question in asked for vote in range(votes)]
+            tries = [(question, vote) for question in submitted for vote in range(votes)]
             results = self.run_calls(
-                [Call(*asked[question], partial(self._ask, question, vote)) for question, vote in tries]
+                [Call(*submitted[question], partial(self._ask, question, vote)) for question, vote in tries]
             )
         else:
             try:
-                results = self.model([self.questioner.messages(question) for question in asked])
+                results = self.model([self.questioner.messages(question) for question in submitted])
             except (OSError, RuntimeError, ValueError) as error:
-                raise reward_error("judge", error, *next(iter(asked.values()))[1:]) from error
+                raise reward_error("judge", error, *next(iter(submitted.values()))[1:]) from error
         found, failures = {}, {}
-        for number, question in enumerate(asked):
+        for number, question in enumerate(submitted):
             answers = results[votes * number : votes * (number + 1)]
             clear = [answer for answer in answers if isinstance(answer, float)]
             if (failed := first_error(answers)) is not None:
@@ -219,9 +218,9 @@ class Judge(CallingReward):
         return failures
 
     def _ask(self, question: Question, vote: int = 0) -> float | None:
-        """Return the confidence of one answer of an API; None where it is unclear, or the API refuses the text.
+        """Return the confidence in one reply of an API; None if it is unclear, or the API refuses the text.
 
-        Raises HTTPError without an answer, and ConfigError where the key, URL or model is wrong.
+        Raises HTTPError without a reply, and ConfigError if key, URL or model is invalid.
         """
         fields: dict[str, Any] = {"max_tokens": 1, "temperature": 0, "logprobs": True, "top_logprobs": TOP_TOKENS}
         if self.settings.votes:
@@ -235,7 +234,7 @@ class Judge(CallingReward):
                 raise ConfigError(f"reward.judge: {error}") from error
             if error.status not in REFUSED or question in CHECKS:
                 raise
-            self._ask(CHECKS[0])  # an API that refuses this too refuses every question
+            self._ask(CHECKS[0])  # raises if the API refuses every question
             return None
         yes, no = (word.lower() for word in self.settings.answers)
         if self.settings.votes:
@@ -258,7 +257,7 @@ class Judge(CallingReward):
 
 
 def word_of(text: str, words: Sequence[str]) -> str | None:
-    """Return which of ``words`` a text begins or ends with; None where that is neither, or both."""
+    """Return which of ``words`` a text begins or ends with; None if none of them or several do."""
     read = re.findall(r"\w+", text.lower())
     found = [word for word in words if word.lower() in (*read[:1], *read[-1:])]
     return found[0] if len(found) == 1 else None
@@ -270,16 +269,16 @@ TokenLogprobs = list[tuple[str, float]]
 def chat(
     model: AskedModel, messages: list[dict[str, str]], timeout: float | None, **fields: Any
 ) -> tuple[str, TokenLogprobs]:
-    """Return the next message of a model behind an OpenAI-compatible API, and its likeliest first tokens, its own at
-    the front.
+    """Return the reply of a model behind an OpenAI-compatible API, and the likeliest first tokens with their log-probs.
+    The reply's own first token comes first.
 
-    ``fields`` are those of the request; `options` of the model override them. Raises HTTPError where the answer does
-    not have what was asked for, and ConfigError where the environment variable with the key is empty.
+    ``fields`` belong to the request; the model's `options` override them. Raises HTTPError if the answer lacks what was
+    requested, and ConfigError if the environment variable with the key is empty.
     """
     assert model.url is not None
     key, url = http.read_key(model.url, model.key_env), f"{model.url.rstrip('/')}/chat/completions"
-    asked = {"model": model.model, "messages": messages, **fields, **model.options}
-    body = {name: value for name, value in asked.items() if value is not None}
+    requested = {"model": model.model, "messages": messages, **fields, **model.options}
+    body = {name: value for name, value in requested.items() if value is not None}
     answer = http.run(http.request("POST", url, body, key=key, within=timeout, max_bytes=MAX_BYTES, use_proxy=True))
     try:
         choice = answer["choices"][0]
@@ -292,8 +291,8 @@ def chat(
 
 def _first_tokens(logprobs: Any) -> TokenLogprobs:
     first = logprobs["content"][0]
-    own = (first["token"], float(first["logprob"]))
+    chosen = (first["token"], float(first["logprob"]))
     others = [(item["token"], float(item["logprob"])) for item in first["top_logprobs"]]
-    if not all(logprob < 1 for _, logprob in (own, *others)):  # rounded, one may lie a little above 0
+    if not all(logprob < 1 for _, logprob in (chosen, *others)):  # rounding can make one slightly positive
         raise ValueError("expected log-probs")
-    return [own, *(item for item in others if item[0] != own[0])]
+    return [chosen, *(item for item in others if item[0] != chosen[0])]

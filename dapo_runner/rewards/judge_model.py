@@ -1,4 +1,4 @@
-"""A judge in this process: a transformers model, asked by one forward pass over a batch of questions."""
+"""A judge in this process: a transformers model that scores a batch of questions in one forward pass."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dapo_runner.config import ConfigError, JudgeConfig, ModelConfig
 from dapo_runner.policy.model import load_model, load_tokenizer, resolve_device
 
 Conversation = Sequence[dict[str, str]]
-BATCH_TOKENS = 16384  # of one forward pass, padding included
+BATCH_TOKENS = 16384  # per forward pass, padding included
 
 
 class JudgeModel:
-    """Loads the model when it is first asked: bfloat16 on a GPU, float32 on a CPU."""
+    """Load the model on first use, in bfloat16 on a GPU and float32 on a CPU, and score conversations."""
 
     def __init__(self, config: JudgeConfig) -> None:
         self.config = config
@@ -30,8 +30,8 @@ class JudgeModel:
 
     @torch.no_grad()
     def __call__(self, conversations: Sequence[Conversation]) -> list[float | None]:
-        """Return the confidence in the first answer, None where neither is the likeliest first token of the next
-        message, or a conversation is too long for the model. Raises ValueError for NaN.
+        """Return the confidence in the first word. It is None if the likeliest first token of the reply begins neither
+        word, or the conversation is too long for the model. Raises ValueError for NaN.
         """
         self._model.to(self.device)
         rows = [self._tokens_of(conversation) for conversation in conversations]
@@ -51,13 +51,13 @@ class JudgeModel:
         return found
 
     def check(self, conversation: Conversation) -> None:
-        """Try the tokenizer, where it is on this machine, on the answers and a conversation. Raises ConfigError."""
+        """Try the tokenizer on both words and a conversation if it is on this machine. Raises ConfigError."""
         if Path(self.config.model).is_dir():
             _ = self._answers
             self._tokens_of(conversation)
 
     def release(self) -> None:
-        """Move the model off the GPU until it is asked again."""
+        """Move the model off the GPU until it is used again."""
         if "_model" in self.__dict__:
             self._model.to("cpu")
 
@@ -71,7 +71,7 @@ class JudgeModel:
 
     @cached_property
     def _answers(self) -> list[set[int]]:
-        """The first tokens of either answer, however it is written, less those that both begin with."""
+        """The first tokens of each word in all spellings, without those that both words share."""
         yes, no = (self._first_tokens(word) for word in self.config.answers)
         if not yes - no or not no - yes:
             words = " and ".join(self.config.answers)
@@ -94,7 +94,7 @@ class JudgeModel:
             raise ConfigError(f"reward.judge: the chat template takes no messages of {roles}: {error}") from error
 
     def _next(self, rows: Sequence[list[int]]) -> Tensor:
-        """Return the log-probs of the token after each row, float32 [rows, V]."""
+        """Return the log-probs of the next token of each row, float32 [rows, V]."""
         width = max(map(len, rows))
         ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=self.device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=self.device)
@@ -105,12 +105,12 @@ class JudgeModel:
 
 
 def special_tokens(tokenizer: Any) -> set[str]:
-    """Return what a tokenizer keeps whole, wherever it stands in a text."""
+    """Return the tokens that a tokenizer does not split, wherever they are in a text."""
     return {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
 
 
 def confidence_of(p_yes: float, p_no: float, is_clear: bool) -> float | None:
-    """Return p_yes / (p_yes + p_no); None for an answer that is neither word. Raises ValueError for NaN."""
+    """Return p_yes / (p_yes + p_no); None for an unclear reply. Raises ValueError for NaN."""
     if not math.isfinite(p_yes + p_no) or (is_clear and p_yes + p_no <= 0):
         raise ValueError(f"expected the probabilities of two answers, got {p_yes} and {p_no}")
     return p_yes / (p_yes + p_no) if is_clear else None

@@ -1,4 +1,4 @@
-"""What every reward implements, and calls that may fail or hang: with deadlines, retries, in threads."""
+"""The interface of rewards, and calls that may fail or hang: with deadlines and retries, in threads."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from dapo_runner.types import Completion, Prompt, Verdict
 
 T = TypeVar("T")
 U = TypeVar("U")
-ASYNC_CALLS = 64  # calls at a time where they wait for something else and reward.calls.concurrency is not set
-PAUSE = 0.5  # seconds before the first retry; doubled before each further one
+ASYNC_CALLS = 64  # default of reward.calls.concurrency for calls that mostly wait
+PAUSE = 0.5  # seconds before the first retry; doubled before each further retry
 _SHORT = reprlib.Repr()
-_SHORT.maxstring = 400  # characters of a prompt or a response that an error shows, from both ends
+_SHORT.maxstring = 400  # characters of a prompt or a response in an error message
 
 
 class RewardError(RunError):
-    """A reward failed. The message has the cause, the line of the user's code, the prompt and the response."""
+    """A reward failed. The message has the cause, the line in the user's code, the prompt and the response."""
 
 
 def first_error(found: Iterable[object]) -> RewardError | None:
@@ -40,37 +40,41 @@ def first_error(found: Iterable[object]) -> RewardError | None:
 
 
 Verdicts = list[list[Verdict | None] | RewardError]
-"""For each prompt, a verdict on each response (None where the reward does not apply), or why there are none."""
+"""For each prompt a verdict on each response (None if the reward does not apply), or the error that prevented it."""
 
 
 class Reward(ABC):
-    """Judges completions."""
+    """The interface of a reward."""
 
     @abstractmethod
     def judge(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> Verdicts:
-        """Judge the completions of each prompt. Raises RewardError where more calls fail than are allowed."""
+        """Judge the completions of each prompt. Raises RewardError if more calls fail than allowed."""
 
     def take_counts(self) -> dict[str, int]:
-        """Return what was counted since the last call."""
+        """Return the counts since the last call."""
         return {}
 
 
 class TextReward(Reward):
-    """Judges each response by its text and the ground truth. ``judge_texts`` takes a list of either."""
+    """Judge each response by its text and the ground truth. ``judge_texts`` takes lists of both."""
 
-    def __init__(self, judge_texts: Callable[[Sequence[str], Sequence[str]], list[Verdict]]) -> None:
-        self.judge_texts = judge_texts
+    def __init__(
+        self, judge_texts: Callable[[Sequence[str], Sequence[str]], list[Verdict]], column: str | None = None
+    ) -> None:
+        """``column`` names a column of the row to use instead of the ground truth."""
+        self.judge_texts, self.column = judge_texts, column
 
     def judge(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> Verdicts:
         texts = [completion.text for samples in completions for completion in samples]
-        answers = [prompt.answer for prompt, samples in zip(prompts, completions, strict=True) for _ in samples]
+        truths = [prompt.answer if self.column is None else prompt.row[self.column] for prompt in prompts]
+        answers = [truth for truth, samples in zip(truths, completions, strict=True) for _ in samples]
         verdicts = iter(self.judge_texts(texts, answers))
         return [[next(verdicts) for _ in samples] for samples in completions]
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call about responses to the prompt with that index in the batch; ``completion`` is the first of them."""
+    """A call for responses to prompt ``index`` of the batch. ``completion`` is the first of them."""
 
     index: int
     prompt: Prompt
@@ -79,7 +83,7 @@ class Call:
 
 
 class CallingReward(Reward):
-    """Judges by calls that may fail. ``concurrency``: calls at a time; 1 makes them in the caller's thread."""
+    """Judge with calls that may fail. ``concurrency``: calls at the same time; 1 calls in the caller's thread."""
 
     def __init__(self, name: str, config: RewardConfig, concurrency: int) -> None:
         self.name, self.config, self.concurrency = name, config, config.calls.concurrency or concurrency
@@ -88,7 +92,7 @@ class CallingReward(Reward):
     def run_calls(self, calls: Sequence[Call]) -> list[Any]:
         """Return the result of each call, or its error after all retries.
 
-        Raises RewardError where calls of more prompts fail than allowed, and a ConfigError of a call at once.
+        Raises RewardError if calls for more prompts fail than allowed, and a call's ConfigError immediately.
         """
         allowed = math.ceil(self.config.calls.max_failed * len({call.index for call in calls}))
         failed: set[int] = set()
@@ -135,18 +139,18 @@ def reward_error(name: str, error: BaseException, prompt: Prompt, completion: Co
 
 
 class DeadlineError(BaseException):
-    """A call took too long. No Exception, so that the function that is called does not catch it."""
+    """A call took too long. It is not an Exception, so that the called function does not catch it."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"no answer within {seconds:g} s (reward.plugin_deadline)")
 
 
 def call_within(seconds: float | None, function: Callable[[], Any], is_async: bool = False) -> Any:
-    """Call ``function``. Raises DeadlineError when it takes longer.
+    """Call ``function``. Raises DeadlineError if it takes longer.
 
-    In the main thread an alarm signal ends Python code and calls that wait. In another thread, where no signal comes,
-    a function that is late is left behind. Coroutines run in one event loop, which lives as long as the process:
-    connections that a function keeps belong to it.
+    In the main thread an alarm signal interrupts Python code and blocking calls. Other threads get no signals: there a
+    late function is left running. Coroutines run in one event loop, which lives as long as the process, because
+    connections that a function keeps open belong to it.
     """
     if is_async:
         future = asyncio.run_coroutine_threadsafe(function(), _event_loop())
@@ -159,7 +163,7 @@ def call_within(seconds: float | None, function: Callable[[], Any], is_async: bo
     if not wait([future], seconds).done:
         future.cancel()
         if is_async and not wait([asyncio.run_coroutine_threadsafe(asyncio.sleep(0), _event_loop())], 1.0).done:
-            _event_loop.cache_clear()  # a function blocks it: other calls get a loop of their own
+            _event_loop.cache_clear()  # a function blocks the loop: other calls get a new one
         raise DeadlineError(seconds or 0.0)
     return future.result()
 
@@ -171,11 +175,11 @@ def _call_with_alarm(seconds: float, function: Callable[[], T]) -> T:
     start, handler = time.monotonic(), signal.signal(signal.SIGALRM, strike)
     try:
         try:
-            signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again every second, for code that catches it
+            signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # repeated every second, if the code catches it
             result = function()
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-    finally:  # the alarm may strike in the line before
+    finally:  # the alarm may go off in the line before
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
     if time.monotonic() - start > seconds:
@@ -189,7 +193,7 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
     def run() -> None:
         while True:
-            with suppress(SystemExit):  # of a function
+            with suppress(SystemExit):  # raised by a function
                 loop.run_forever()
 
     threading.Thread(target=run, daemon=True, name="rewards").start()
@@ -197,7 +201,7 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 
 def in_thread(function: Callable[[], T]) -> Future[T]:
-    """Call ``function`` in a thread that does not keep the process alive, because nothing can end it."""
+    """Call ``function`` in a daemon thread. Nothing can interrupt it, but it does not keep the process alive."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 
@@ -212,7 +216,7 @@ def in_thread(function: Callable[[], T]) -> Future[T]:
 
 
 def map_in_threads(function: Callable[[T], U], items: Iterable[T], n_threads: int) -> list[U]:
-    """Return the results in order. Starts nothing more after a failure. One thread: calls in the caller's."""
+    """Return the results in order. Start no call after a failure. With one thread, call in the caller's thread."""
     if n_threads == 1:
         return [function(item) for item in items]
     free = threading.Semaphore(n_threads)

@@ -1,7 +1,7 @@
-"""A process of the rules `math` and `json`: a verdict for each request, a line of JSON each.
+"""The process of the rules `math`, `json` and `reasoning_gym`. It reads requests and writes verdicts as JSON lines.
 
-``workers`` starts it with the rule's name, and kills it. It imports nothing of this package, to start quickly. It
-judges what a model wrote, which may ask for any amount of time or memory, and gets neither.
+``workers`` starts it with the rule's name, and kills it. It imports nothing of this package, to start quickly. Time and
+memory are limited, because a model writes the texts that it judges.
 """
 
 import json
@@ -10,19 +10,26 @@ import math
 import os
 import re
 import resource
+import runpy
 import signal
 import sys
+from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 MEMORY = 4 * 2**30  # bytes of address space
 MATH_WINDOW = 2000  # characters at the end of a response that `math` reads
-SHOWN = 200  # characters of an extracted answer that are passed on
+SHOWN = 200  # characters of an extracted answer in a verdict
+ANSWER_WINDOW = 10_000  # characters at the end of a response that `reasoning_gym` reads
+ANSWER_LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
+READABLE = (sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/etc/ld.so.cache")  # readable during scoring
+SCORE_SECONDS = 3600  # of CPU time; the deadline of a request is much shorter
 
 
 class RefusedError(Exception):
-    """The ground truth is no JSON schema."""
+    """The ground truth is not a JSON schema."""
 
 
 def verdict(rule: str, extracted: str | None = None, correct: bool = False) -> dict[str, Any]:
@@ -30,8 +37,8 @@ def verdict(rule: str, extracted: str | None = None, correct: bool = False) -> d
 
 
 def judge_math(text: str, answer: str | None = None, other: str | None = None, values: Any = None) -> dict[str, Any]:
-    """Compare a text with the ground truth ``answer``, or with what another text, ``other``, answers. ``values`` has
-    numbers for letters of the text.
+    """Compare the answer in ``text`` with the ground truth ``answer``, or with the answer in the text ``other``.
+    ``values`` assigns numbers to variables of the first answer.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
@@ -52,7 +59,7 @@ def judge_math(text: str, answer: str | None = None, other: str | None = None, v
 
 
 def judge_json(text: str, answer: str) -> dict[str, Any]:
-    """Validate the last fenced block of a text, or all of it, as JSON under the schema ``answer``."""
+    """Validate the last fenced block of a text, or the whole text, as JSON with the schema ``answer``."""
     from referencing.exceptions import Unresolvable
 
     validator = json_validator(answer)
@@ -65,12 +72,12 @@ def judge_json(text: str, answer: str) -> dict[str, Any]:
         correct = bool(validator.is_valid(value))
     except Unresolvable as error:
         raise RefusedError(f"{answer[:80]!r}: {error}") from error
-    # A lone surrogate cannot be printed.
+    # Lone surrogates cannot be printed.
     return verdict("json-schema", shown.encode("utf-8", "backslashreplace").decode(), correct)
 
 
 def finite(text: str) -> float:
-    """Raises ValueError for NaN and for what no float holds, as 1e999."""
+    """Return a number. Raises ValueError for NaN, infinities and numbers too large for a float, such as 1e999."""
     if not math.isfinite(number := float(text)):
         raise ValueError(f"{text} is no finite number")
     return number
@@ -78,7 +85,7 @@ def finite(text: str) -> float:
 
 @lru_cache(maxsize=1024)
 def json_validator(schema: str) -> Any:
-    """Return the validator of a schema, which fetches nothing. Raises RefusedError."""
+    """Return the validator of a schema. It fetches nothing. Raises RefusedError."""
     from jsonschema.validators import validator_for
     from jsonschema_specifications import REGISTRY
 
@@ -91,33 +98,88 @@ def json_validator(schema: str) -> Any:
     return kind(content, registry=REGISTRY)
 
 
+def judge_reasoning_gym(text: str, answer: str) -> dict[str, Any]:
+    """Score a text with the task that ``answer`` describes. The answer is the content of the last <answer> tag, else of
+    the last `Answer: …` line, else the whole text. Scores are in [0, 1]; 1 is correct.
+
+    Some tasks evaluate the answer as Python code. So a child process computes the score, confined like a program of
+    `code`: it can write no file, start no process, open no socket, and does not affect the next text.
+    """
+    from reasoning_gym.utils import extract_answer
+
+    task, entry = gym_problem(answer)
+    tail = text[-ANSWER_WINDOW:]
+    found, rule = extract_answer(tail), "answer-tag"
+    if found is None:
+        lines = ANSWER_LINE.findall(tail)
+        found, rule = (lines[-1].strip(), "answer-line") if lines else (tail.strip(), "whole")
+    score = run_confined(lambda: float(task.score_answer(found, entry)))
+    return {**verdict(rule, found[:SHOWN], score >= 1.0), "value": min(1.0, max(0.0, score))}
+
+
+def run_confined(function: Callable[[], float]) -> float:
+    """Return the result of ``function``, called in a confined child process. Raises ValueError if it fails."""
+    confinement, (reading, writing) = code_worker(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.dup2(writing, 0)
+            os.closerange(1, 256)  # it must not access requests and verdicts
+            confinement["hide_files"]([path for path in READABLE if os.path.exists(path)])
+            confinement["confine"](MEMORY, SCORE_SECONDS)
+            os.write(0, repr(function()).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        written = pipe.read()
+    os.waitpid(child, 0)
+    return float(written)
+
+
+@lru_cache(maxsize=1)
+def code_worker() -> dict[str, Any]:
+    """Return the global names of `code_worker.py`."""
+    return runpy.run_path(str(Path(__file__).with_name("code_worker.py")))
+
+
+@lru_cache(maxsize=256)
+def gym_problem(problem: str) -> tuple[Any, Any]:
+    """Return a task of reasoning-gym and one of its entries, from name, configuration and index as JSON."""
+    from reasoning_gym import create_dataset
+
+    parts = json.loads(problem)
+    task = create_dataset(parts["name"], **parts["config"])
+    return task, task[parts["index"]]
+
+
 def answer_request(judge: Any, request: dict[str, Any]) -> dict[str, Any]:
     try:
         return judge(**request)
     except RefusedError as error:
         return {"refused": str(error)}
     except MemoryError:
-        raise  # what is left of the memory is not enough for the next text either: a new worker
-    except Exception:  # whatever a parser does with hostile text; it is counted
+        raise  # the rest of the memory may not suffice for the next text: a new worker is started
+    except Exception:  # parsers raise many types for hostile text; the error is counted
         return verdict("error")
 
 
 def main() -> None:
     sys.path.pop(0)  # the folder of this file
-    # Signals that ask a run to stop reach every process, and the step under way is finished nevertheless.
+    # Signals that stop a run reach all its processes, but the current step still needs this one.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     logging.disable(logging.CRITICAL)
-    judge = {"math": judge_math, "json": judge_json}[sys.argv[1]]
+    judge = {"math": judge_math, "json": judge_json, "reasoning_gym": judge_reasoning_gym}[sys.argv[1]]
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints is no answer
-    answer_request(judge, {"text": "1", "answer": "{}"})  # imports count against nobody's deadline
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # libraries may print; only verdicts go to stdout
+    answer_request(judge, {"text": "1", "answer": "{}"})  # import packages outside of any request's deadline
     print("ready", file=answers, flush=True)
     for line in sys.stdin.buffer:
         request = json.loads(line)
-        # Nobody is left to kill this process when its parent was killed: the default action of the alarm does.
+        # If the parent was killed, nobody kills this process: the default action of the alarm ends it.
         signal.setitimer(signal.ITIMER_REAL, 2 * request.pop("deadline") + 1)
         found = answer_request(judge, request)
         signal.setitimer(signal.ITIMER_REAL, 0)

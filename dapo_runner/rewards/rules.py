@@ -1,7 +1,7 @@
 r"""Rules that compare strings, and the length penalty.
 
-They read only the end of a response and never evaluate it, so that no response is slow. The ``rule`` of a verdict says
-where the answer was found; it is `none` where there is no answer.
+They read only the end of a response and do not evaluate it, so their time is bounded. The ``rule`` of a verdict states
+where the answer was found; it is `none` without an answer.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dapo_runner.types import Verdict
 ANSWER_WINDOW = 300  # characters; the longest answer of MATH-500 has 159
 TEXT_WINDOW = 2000  # characters that the rules for texts and letters read
 BOXED_WINDOW = 100
-SHOWN = 200  # characters of an extracted text that are kept
-FUZZY_THRESHOLD = 0.9  # similarity from which an answer is correct
+SHOWN = 200  # characters of an extracted text in a verdict
+FUZZY_THRESHOLD = 0.9  # minimum similarity of a correct answer
 NO_ANSWER = Verdict(correct=False, extracted=None, rule="none")
 
 _ANSWER_LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 
-# Replaced in this order, which matters: articles go while their space still marks them.
+# The order matters: articles are removed while a space still follows them.
 _REPLACEMENTS = (
     *(("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text")),
     *((r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}")),
@@ -60,8 +60,8 @@ def _last_answer_line(text: str) -> str | None:
 def normalise(answer: str) -> str:
     r"""Return the form in which two answers are compared, after Minerva (arXiv 2206.14858, Appendix D.1).
 
-    Keeps what follows the last `=`; drops articles, units, spaces and LaTeX decoration; removes `$…$`, `\text{}`,
-    `\textbf{}`, `\overline{}` and `\boxed{}`; writes `\frac ab` and `\sqrt a` in full; drops thousands commas.
+    Keep what follows the last `=`. Drop articles, units, spaces and LaTeX decoration. Remove `$…$`, `\text{}`,
+    `\textbf{}`, `\overline{}` and `\boxed{}`. Write `\frac ab` and `\sqrt a` in full. Drop thousands commas.
     """
     text = answer.rpartition("=")[2]
     for before, after in _REPLACEMENTS:
@@ -80,10 +80,10 @@ def normalise(answer: str) -> str:
 # Numbers
 
 _MINUS = "-−﹣－"  # hyphen-minus, minus sign, their small and full-width forms
-_DASH = "‐‑–"  # hyphens and the en dash: a sign where the number follows at once, else punctuation
+_DASH = "‐‑–"  # hyphens and the en dash: a sign directly before a number, else punctuation
 _SIGN = rf"(?:[{_MINUS}][ \t]*|[{_DASH}](?=\\?\$?[0-9]))"
 _DIGITS = r"[0-9](?:[0-9.,]*[0-9])?"
-# A number as far as it was written, which may be no number at all (1,2,3,4) or another one than its beginning (1/2).
+# A number as written. It may be no number at all (1,2,3,4), or another one than its beginning (1/2).
 _WRITTEN = (
     rf"(?:\\?\$)?{_SIGN}?(?:\\?\$[ \t]*)?{_DIGITS}(?:[eE][{_MINUS}+]?[0-9]+)?"
     rf"(?:(?:[ \t]+[0-9]+)?[ \t]*/[ \t]*{_DIGITS})?"
@@ -92,7 +92,7 @@ _NUMBER_LINES = {
     "hash-line": re.compile(rf"####\s*({_WRITTEN})"),
     "answer-line": re.compile(rf"(?i)Answer\s*:[^\n0-9]*?({_WRITTEN})"),
 }
-# A digit or a comma on the left would start the match inside a longer number, a slash inside a fraction.
+# A digit or comma on the left would start the match inside a longer number, a slash inside a fraction.
 _INTEGER = re.compile(r"(?<![0-9.,])(?<![0-9]/)(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?![0-9]|[.,/][0-9])")
 _SIGN_BEFORE = re.compile(rf"[{_MINUS}]([ \t]*)(?:\\?\$[ \t]*)?\Z|[{_DASH}](?:\\?\$)?\Z")
 _OPERAND_BEFORE = re.compile(r"[0-9][)\]}%$]*([ \t]*)\Z")
@@ -102,7 +102,7 @@ _THOUSANDS = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 def gsm8k_rule(text: str, answer: str) -> Verdict:
     """Compare the last `#### n`, else the number of the last `Answer: …` line, with the ground truth.
 
-    Numbers compare by value, anything else (`1/2`, `1e3`, `1,2,3`) by how it is written.
+    Numbers are compared by value, other texts (`1/2`, `1e3`, `1,2,3`) as written.
     """
     for rule, pattern in _NUMBER_LINES.items():
         if found := pattern.findall(text[-ANSWER_WINDOW:]):
@@ -111,7 +111,7 @@ def gsm8k_rule(text: str, answer: str) -> Verdict:
 
 
 def integer_rule(text: str, answer: str) -> Verdict:
-    """Compare the last integer of the response, wherever it stands. For base models that know no answer format."""
+    """Compare the last integer of the response, wherever it is. For base models without an answer format."""
     tail = text[-ANSWER_WINDOW:]
     found = list(_INTEGER.finditer(tail))
     if not found:
@@ -121,7 +121,7 @@ def integer_rule(text: str, answer: str) -> Verdict:
 
 
 def _ends_in_sign(before: str) -> bool:
-    """Tell a sign from a subtraction: `10-3` and `10 - 3` hold a 3, `10 -3` a −3."""
+    """Return whether a number after ``before`` has a sign: `10 -3` contains −3, `10-3` and `10 - 3` contain 3."""
     sign = _SIGN_BEFORE.search(before)
     if sign is None:
         return False
@@ -130,7 +130,7 @@ def _ends_in_sign(before: str) -> bool:
 
 
 def canonical_number(text: str) -> str:
-    """Return `1234.5` for `1,234.50`, `$1234.5` and `01234.5`, `-5` for `− 5`, and other texts stripped."""
+    """Return `1234.5` for `1,234.50`, `$1234.5` and `01234.5`, `-5` for `− 5`. Strip other texts."""
     compact = re.sub(rf"[{_MINUS}{_DASH}]", "-", re.sub(r"\\?\$", "", text)).strip()
     compact = re.sub(r"\s*/\s*", "/", re.sub(r"^-\s+", "-", compact))
     if _THOUSANDS.fullmatch(compact):
@@ -150,7 +150,7 @@ def _compare_numbers(found: str, answer: str, rule: str) -> Verdict:
 # Letters and texts
 
 _EDGES = " \t\n.,;:!?\"'`*()[]{}“”‘’"
-# Every repetition is bounded, because the text is a policy's.
+# All repetitions are bounded, because a policy writes the text.
 _SAID = re.compile(
     r"(?i:answer)[ \t]{0,3}(?i:is)?[ \t]{0,3}:?[ \t]{0,3}[*$(\[]{0,3}(?:\\(?:text|boxed)\{)?([A-Z])(?![A-Za-z0-9])"
 )
@@ -159,8 +159,8 @@ _ALONE = re.compile(r"[*(\[]{0,3}([A-Z])(?:[.):\]*]|$)")
 
 
 def choice_rule(text: str, answer: str) -> Verdict:
-    r"""Compare the letter of the last `Answer: X` or "answer is X", else of the last `\boxed{X}`, else the first letter
-    of the response where it stands alone (`B`, `(B)`, `B. …`).
+    r"""Compare the letter of the last `Answer: X` or "answer is X", else of the last `\boxed{X}`, else a first letter
+    of the response that is alone (`B`, `(B)`, `B. …`).
     """
     truth, alone = (_ALONE.match(each.strip()) for each in (answer, text[:TEXT_WINDOW]))
     if found := _SAID.findall(text[-TEXT_WINDOW:]):
@@ -175,13 +175,13 @@ def choice_rule(text: str, answer: str) -> Verdict:
 
 
 def exact_rule(text: str, answer: str) -> Verdict:
-    """Compare the last `Answer: …` line, else all of the response, without case, white space and outer punctuation."""
+    """Compare the last `Answer: …` line, else the whole response, without case, white space and outer punctuation."""
     extracted, rule = _plain_answer(text)
     return Verdict(bool(extracted) and extracted == _plain(answer), extracted[:SHOWN] or None, rule)
 
 
 def fuzzy_rule(text: str, answer: str, correct: float, incorrect: float) -> Verdict:
-    """Compare as ``exact_rule`` does. The similarity (rapidfuzz's ratio) is the reward, from incorrect to correct."""
+    """Compare as ``exact_rule`` does. The similarity (rapidfuzz's ratio) scales the reward between the two."""
     from rapidfuzz import fuzz
 
     extracted, rule = _plain_answer(text)
@@ -201,7 +201,7 @@ def _plain(text: str) -> str:
 
 
 def length_penalty(length: int, max_length: int, cache_length: int) -> float:
-    """Return the soft overlong punishment of ``length`` tokens, in [−1, 0] (arXiv 2503.14476, Eq. 13).
+    """Return the soft overlong penalty of ``length`` tokens, in [−1, 0] (arXiv 2503.14476, Eq. 13).
 
     It falls linearly from 0 at max_length − cache_length to −1 at max_length.
     """

@@ -1,6 +1,6 @@
-"""Scoring: adds the rewards of a completion up by weight, adds the length term, and decides what trains.
+"""Score completions: add up their rewards by weight, add the length penalty, and decide which samples train.
 
-Dynamic sampling goes by ``Verdict.correct`` unless `sampler.filter_on` is `reward`.
+Dynamic sampling uses ``Verdict.correct`` unless `sampler.filter_on` is `reward`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,9 +22,9 @@ from dapo_runner.rewards.workers import open_code, open_rule, require_package
 from dapo_runner.types import Completion, Group, Prompt, Sample, Verdict
 
 SameAnswer = Callable[[str, Sequence[str]], list[bool | None]]
-"""Returns which of the other responses give the first one's answer; None where that could not be found out."""
+"""Return for each of several responses whether it gives the same answer as the first one; None if that failed."""
 
-# Rules that compare strings, with a response that gives an answer as the rule wants it.
+# Rules that compare strings, with a template of a response in the format of the rule.
 _RULES: dict[str, tuple[Callable[[str, str], Verdict], str]] = {
     "dapo": (rules.answer_rule, "Answer: {}"),
     "gsm8k": (rules.gsm8k_rule, "#### {}"),
@@ -34,7 +35,7 @@ _RULES: dict[str, tuple[Callable[[str, str], Verdict], str]] = {
 
 
 def load_reward(config: RewardConfig, use: str) -> Reward:
-    """Return the rule or function of that name. Raises ConfigError where it, or what it needs, cannot be found."""
+    """Return the rule or function ``use``. Raises ConfigError if it, or a package that it needs, is missing."""
     if use in _RULES:
         return _compare_by(_RULES[use][0])
     if use == "fuzzy":
@@ -43,6 +44,9 @@ def load_reward(config: RewardConfig, use: str) -> Reward:
     if use in ("math", "json"):
         schema = config.json_schema if use == "json" else None
         return TextReward(open_rule(use, config.workers, config.deadline, schema).judge_texts)
+    if use == "reasoning_gym":
+        rule = open_rule(use, config.workers, config.deadline)
+        return TextReward(lambda *pairs: [_scale(verdict, config) for verdict in rule.judge_texts(*pairs)], "task")
     if use == "code":
         return TextReward(open_code(config.workers, config.deadline, config.memory_mb).judge_texts)
     return Judge(config) if use == "judge" else FunctionReward(use, config)
@@ -52,36 +56,42 @@ def _compare_by(rule: Callable[[str, str], Verdict]) -> TextReward:
     return TextReward(lambda texts, answers: list(map(rule, texts, answers)))
 
 
+def _scale(verdict: Verdict, config: RewardConfig) -> Verdict:
+    """Scale the score of a verdict from [0, 1] to [reward.incorrect, reward.correct]."""
+    score = verdict.value or 0.0
+    return replace(verdict, value=config.incorrect + score * (config.correct - config.incorrect))
+
+
 def load_same_answer(config: RewardConfig) -> SameAnswer | None:
-    """Return how answers are compared where the rule calculates. None: by the text that it extracted."""
+    """Return how the `math` rule compares two answers; None for rules that compare the extracted text."""
     return open_rule("math", config.workers, config.deadline).compare if config.uses[0] == "math" else None
 
 
 def reads_answers(config: RewardConfig) -> bool:
-    """Return whether the first reward extracts an answer wherever there is one."""
-    return config.uses[0] in (*_RULES, "math", "fuzzy")
+    """Return whether the first reward extracts the answer of every response that has one."""
+    return config.uses[0] in (*_RULES, "math", "fuzzy", "reasoning_gym")
 
 
 def unmatchable_answers(config: RewardConfig, prompts: Sequence[Prompt]) -> str | None:
-    """Return a warning where a rule that compares strings rejects the ground truth of a problem as its answer.
+    """Return a warning if a rule that compares strings rejects the ground truths of some problems as answers.
 
-    Raises ConfigError where it rejects all of them.
+    Raises ConfigError if it rejects all of them.
     """
     use = config.uses[0]
     rule, response = _RULES.get(use, (lambda *_: Verdict(True), ""))
-    lost = [prompt.answer for prompt in prompts if not rule(response.format(prompt.answer), prompt.answer).correct]
-    some = f"{len(lost)} of {len(prompts)} training problems, e.g. {', '.join(map(repr, lost[:3]))}"
+    unmatched = [prompt.answer for prompt in prompts if not rule(response.format(prompt.answer), prompt.answer).correct]
+    some = f"{len(unmatched)} of {len(prompts)} training problems, e.g. {', '.join(map(repr, unmatched[:3]))}"
     warning = f"reward.kind={use}: the rule cannot match the ground truth of {some}"
-    if len(lost) == len(prompts):
+    if len(unmatched) == len(prompts):
         raise ConfigError(f"{warning}. Choose another rule, or set data.columns.")
-    return warning if lost else None
+    return warning if unmatched else None
 
 
 class Scorer:
-    """Scores the completions of prompts. Raises RewardError.
+    """Score the completions of prompts. Raises RewardError.
 
-    ``shaped=False`` leaves the length term and overlong filtering out, for the plain correctness that evaluation
-    reports, and lets failed calls cost no prompt. Calls from several threads are served one after the other.
+    ``shaped=False`` leaves out the length penalty and overlong filtering, as evaluation requires, and raises every
+    failure. Calls from several threads are served one after the other.
     """
 
     def __init__(self, config: Config, *, shaped: bool = True) -> None:
@@ -89,13 +99,13 @@ class Scorer:
         uses = {part.label: part.use for part in self.config.parts} or {"": self.config.kind}
         self.weights = {part.label: part.weight for part in self.config.parts} or {"": 1.0}
         self.rewards = {label: load_reward(self.config, use) for label, use in uses.items()}
-        # What follows is shared with the unshaped copies.
-        self._seconds = dict.fromkeys(uses, 0.0)  # since the counts were taken
+        # Copies from ``unshaped`` share the following.
+        self._seconds = dict.fromkeys(uses, 0.0)  # since the last ``take_counts``
         self._warnings: list[str] = []
         self._lock = threading.Lock()
 
     def unshaped(self) -> Scorer:
-        """Return a scorer of the same rewards with ``shaped=False``."""
+        """Return a scorer with the same rewards and ``shaped=False``."""
         other = copy.copy(self)
         other.shaped = False
         return other
@@ -105,18 +115,24 @@ class Scorer:
         return next((reward for reward in self.rewards.values() if isinstance(reward, Judge)), None)
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> list[Group | None]:
-        """Return the group of each prompt, None where a reward failed and was allowed to."""
+        """Return the group of each prompt, None if its reward failed within the allowed failures. Completions that have
+        a reward of their environment are not judged.
+        """
+        unscored = [[one for one in found if one.environment_reward is None] for found in completions]
+        indices = [index for index, found in enumerate(unscored) if found]
+        judged = [prompts[index] for index in indices], [unscored[index] for index in indices]
         with self._lock:
-            verdicts = [self._judge(label, prompts, completions) for label in self.rewards]
-        return [self._group(*one) for one in zip(prompts, completions, *verdicts, strict=True)]
+            verdicts = [self._judge(label, *judged) for label in self.rewards] if indices else []
+        by_index = dict(zip(indices, zip(*verdicts, strict=True), strict=True))
+        return [self._group(*one, *by_index.get(n, ())) for n, one in enumerate(zip(prompts, completions, strict=True))]
 
     def release(self) -> None:
-        """Give up GPU memory: the policy is about to train."""
+        """Release GPU memory before the policy trains."""
         if self.judge is not None:
             self.judge.release()
 
     def take_counts(self) -> dict[str, float]:
-        """Return, since the last call, what each reward counted and how many seconds each of several took."""
+        """Return the counts of each reward since the last call and, with several rewards, the seconds of each."""
         counts: dict[str, float] = {}
         for label, reward in self.rewards.items():
             found: dict[str, float] = dict(reward.take_counts())
@@ -126,7 +142,7 @@ class Scorer:
         return counts
 
     def take_warnings(self) -> list[str]:
-        """Return which prompts were left out since the last call."""
+        """Return warnings about left-out prompts since the last call."""
         warnings = list(self._warnings)
         self._warnings.clear()
         return warnings
@@ -145,25 +161,35 @@ class Scorer:
     def _group(self, prompt: Prompt, completions: Sequence[Completion], *verdicts: Any) -> Group | None:
         if first_error(verdicts) is not None:
             return None
-        return Group(prompt, tuple(self._sample(prompt, *one) for one in zip(completions, *verdicts, strict=True)))
+        judged = zip(*verdicts, strict=True)
+        rows = [next(judged) if one.environment_reward is None else () for one in completions]
+        return Group(prompt, tuple(self._sample(prompt, *one) for one in zip(completions, rows, strict=True)))
 
-    def _sample(self, prompt: Prompt, completion: Completion, *verdicts: Verdict | None) -> Sample:
-        """The verdict is the first that applies, the reward the weighted sum of all that do."""
+    def _sample(self, prompt: Prompt, completion: Completion, verdicts: Sequence[Verdict | None]) -> Sample:
+        """Return a sample. Its verdict is the first that applies, its reward the weighted sum of all that apply."""
+        if (reward := completion.environment_reward) is not None:
+            return self._shaped(completion, Verdict(reward >= 1, rule="environment", value=reward), reward)
         found = {label: verdict for label, verdict in zip(self.rewards, verdicts, strict=True) if verdict is not None}
         if not found:
             uses = ", ".join(self.config.uses)
             raise RewardError(f"reward {uses}: none of them applies to prompt {prompt.id}")
         values = {label: self._value(verdict) for label, verdict in found.items()}
+        total = sum(self.weights[label] * value for label, value in values.items())
+        return self._shaped(completion, next(iter(found.values())), total, values if self.config.parts else {})
+
+    def _shaped(
+        self, completion: Completion, verdict: Verdict, reward: float, parts: Mapping[str, float] | None = None
+    ) -> Sample:
         overlong, penalty = self.config.overlong, 0.0
         if self.shaped and overlong.soft_punishment:
-            penalty = rules.length_penalty(completion.length, self.max_length, overlong.cache_length)
+            penalty = rules.length_penalty(completion.n_sampled, self.max_length, overlong.cache_length)
         return Sample(
             completion=completion,
-            verdict=next(iter(found.values())),
-            base_reward=sum(self.weights[label] * value for label, value in values.items()),
+            verdict=verdict,
+            base_reward=reward,
             length_penalty=penalty,
             trains=not (self.shaped and overlong.filter and completion.truncated),
-            parts=values if self.config.parts else {},
+            parts=parts or {},
         )
 
     def _value(self, verdict: Verdict) -> float:

@@ -9,15 +9,15 @@ from typing import Any
 
 from dapo_runner.types import Completion, Prompt
 
-# What TRL passes under these names, or leaves out of the columns.
+# TRL passes these separately, so they are not columns.
 _OWN = {"prompt", "prompts", "completion", "completions", "completion_ids"}
 
 
 def from_trl(function: Callable[..., Any], *, chat: bool = False) -> Callable[..., Any]:
     """Return a reward of (prompts, completions, rows) for TRL's `(completions, **columns)`, plain or async.
 
-    With ``chat`` prompts and completions are lists of messages, which is what TRL passes for chat data, else texts. A
-    None in what it returns leaves that response to the other rewards, as in TRL.
+    With ``chat``, prompts and completions are lists of messages, as TRL passes them for chat data; otherwise texts. If
+    the function returns None for a response, the other rewards decide it, as in TRL.
     """
     return partial(_call_async if inspect.iscoroutinefunction(function) else _call, function, chat)
 
@@ -38,6 +38,6 @@ def _arguments(
     columns["completion_ids"] = [completion.token_ids.tolist() for completion in completions]
     if not chat:
         return columns | {"prompts": [p.text for p in prompts], "completions": [c.text for c in completions]}
-    asked = [[{"role": role, "content": content} for role, content in prompt.messages] for prompt in prompts]
-    said = [[{"role": "assistant", "content": completion.text}] for completion in completions]
-    return columns | {"prompts": asked, "completions": said}
+    chat_prompts = [[{"role": role, "content": content} for role, content in prompt.messages] for prompt in prompts]
+    replies = [[{"role": "assistant", "content": completion.text}] for completion in completions]
+    return columns | {"prompts": chat_prompts, "completions": replies}

@@ -1,14 +1,17 @@
-"""Rules that may hang or take all memory, in processes that are killed: `math` and `json` (``rule_worker``), `code`.
+"""Rules that may hang or use too much memory, in processes that can be killed: `math`, `json`, `reasoning_gym`
+(``rule_worker``), `code`.
 
-Each program of `code` runs in a process of its own (``code_worker``), inside bubblewrap where that is installed and may
-make namespaces; Landlock hides the files of the machine otherwise, and seccomp holds in either case.
+Each program of `code` runs in a separate process (``code_worker``): inside bubblewrap if it is installed and can create
+namespaces; otherwise Landlock hides the machine's files. seccomp applies in both cases.
 
-The rule of a verdict says what happened, and `batch/rule_<name>` counts it: `math-verify`, `json-schema` or `code`
-where the answer was compared, else `none` (no answer), `error` (of parsing), `timeout`, `output` (too much) or `crash`.
+The rule of a verdict, counted in `batch/rule_<name>`, states what happened. For a compared answer: `math-verify`,
+`json-schema`, `code`, or where `reasoning_gym` found it. Else: `none` (no answer), `error` (of parsing), `timeout`,
+`output` (too much) or `crash`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import importlib.util
 import json
@@ -34,25 +37,25 @@ from dapo_runner.rewards.reward import map_in_threads
 from dapo_runner.types import Verdict
 
 MAX_OUTPUT = 2**20  # bytes that a process may write
-ROOM_SECONDS = 100.0  # until the container has room for another process
-START_SECONDS = 120.0  # for a rule's process to import what it needs
-PACKAGES = {"math": "math_verify", "json": "jsonschema", "fuzzy": "rapidfuzz"}
+ROOM_SECONDS = 100.0  # how long to wait until the container can start another process
+START_SECONDS = 120.0  # for a rule's process to import its packages
+PACKAGES = {"math": "math_verify", "json": "jsonschema", "fuzzy": "rapidfuzz", "reasoning_gym": "reasoning_gym"}
 _RULES, _PROGRAM = (Path(__file__).with_name(name) for name in ("rule_worker.py", "code_worker.py"))
 _CODE_COMMAND = (sys.executable, "-s", str(_PROGRAM))
-# No variable of ours, which may hold keys; strings hash alike in every run.
+# It has none of this process's variables, which may hold keys. Hashes of strings are the same in every run.
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
 class WorkerError(Exception):
-    """A process failed. The message is the rule of the verdict: timeout, output or crash."""
+    """A process failed. The message is the rule for the verdict: timeout, output or crash."""
 
 
 class Worker:
-    """A process in a session of its own, so that no Ctrl-C of the terminal reaches it. It ends with this process."""
+    """A process in its own session, so that Ctrl-C in the terminal does not reach it. It ends with this process."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str] | None = None) -> None:
-        """Start it, as soon as running programs leave room for it in the container."""
+        """Start the process. If the container cannot start another one now, wait."""
         end, pipe = time.monotonic() + ROOM_SECONDS, subprocess.PIPE
         streams: dict[str, Any] = {"stdin": pipe, "stdout": pipe, "stderr": subprocess.DEVNULL}
         while True:
@@ -66,7 +69,7 @@ class Worker:
         self.kill = weakref.finalize(self, _kill, self.process)
 
     def send(self, request: dict[str, Any], *, end: bool = False) -> None:
-        """Write a line to its standard input, and close that at the ``end``. Raises WorkerError."""
+        """Write a line to its standard input, and close it with ``end``. Raises WorkerError."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -77,7 +80,7 @@ class Worker:
             raise WorkerError("crash") from None
 
     def read(self, seconds: float, *, line: bool = False) -> bytes:
-        """Return what it writes until it closes its standard output, or until the end of a line. Raises WorkerError."""
+        """Return its output up to the end of the stream, or up to the end of a line. Raises WorkerError."""
         assert self.process.stdout is not None
         end, written, poll = time.monotonic() + seconds, bytearray(), select.poll()
         poll.register(self.process.stdout, select.POLLIN)
@@ -92,15 +95,15 @@ class Worker:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process with its whole group, which bubblewrap's child needs while it starts."""
+    """Kill a process with its whole group: a starting bubblewrap has a child that must end too."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    with suppress(BrokenPipeError), process:  # closes its pipes and waits for its end
+    with suppress(BrokenPipeError), process:  # closes its pipes and waits for it
         pass
 
 
 class WorkerRule(ABC):
-    """Judges in processes, ``workers`` texts at a time, each within ``deadline`` seconds."""
+    """Judge in processes, ``workers`` texts at the same time, each within ``deadline`` seconds."""
 
     def __init__(self, workers: int, deadline: float) -> None:
         self.workers, self.deadline = workers, deadline
@@ -122,32 +125,32 @@ def _verdict_of(judge: Callable[..., Verdict], *arguments: Any) -> Verdict:
 
 
 class TextRule(WorkerRule):
-    """Judges by `math` or `json`. A worker judges many texts; one that is late or dies is replaced.
+    """Judge with a rule of ``rule_worker``. A worker judges many texts; one that times out or dies is replaced.
 
-    ``truth`` takes the place of the ground truth of each prompt.
+    ``truth`` replaces the ground truth of every prompt.
     """
 
     def __init__(self, rule: str, workers: int, deadline: float, truth: str | None = None) -> None:
-        """Raises ConfigError without the rule's package."""
+        """Raise ConfigError without the rule's package."""
         super().__init__(workers, deadline)
         require_package(rule)
         self.rule, self.truth = rule, truth
-        self._idle: list[Worker] = []  # the one used last goes first: no more start than are needed
+        self._idle: list[Worker] = []  # the last one is used first, so that no more are started than needed
 
     def judge_one(self, text: str, answer: str) -> Verdict:
         return self._ask({"text": text, "answer": self.truth or answer})
 
     def compare(self, text: str, others: Sequence[str]) -> list[bool | None]:
-        """Return which of the others give the answer of ``text``; None where that could not be found out."""
+        """Return which of ``others`` have the same answer as ``text``; None if the comparison failed."""
         verdicts = self.run([{"text": other, "other": text} for other in others])
         return [verdict.correct if verdict.rule == "math-verify" else None for verdict in verdicts]
 
     def run(self, requests: Sequence[dict[str, Any]]) -> list[Verdict]:
-        """Return the verdict on each request to ``rule_worker``."""
+        """Return the verdict on each request for ``rule_worker``."""
         return map_in_threads(partial(_verdict_of, self._ask), requests, self.workers)
 
     def _ask(self, request: dict[str, Any]) -> Verdict:
-        """Return a worker's verdict. Raises WorkerError, and ConfigError where it refuses the ground truth."""
+        """Return a worker's verdict. Raises WorkerError, and ConfigError for an invalid ground truth."""
         worker = self._take_worker()
         try:
             worker.send({**request, "deadline": self.deadline})
@@ -166,9 +169,9 @@ class TextRule(WorkerRule):
     def _take_worker(self) -> Worker:
         while self._idle:
             worker = self._idle.pop()
-            if worker.process.poll() is None:  # else it died while idle, which says nothing about this text
+            if worker.process.poll() is None:  # one that died while idle does not count against this text
                 return worker
-        worker = Worker((sys.executable, str(_RULES), self.rule))
+        worker = Worker((sys.executable, str(_RULES), self.rule), {**os.environ, "PYTHONHASHSEED": "0"})
         with suppress(WorkerError):
             if worker.read(START_SECONDS, line=True):
                 return worker
@@ -177,10 +180,10 @@ class TextRule(WorkerRule):
 
 
 class CodeRule(WorkerRule):
-    """Runs programs, each with ``memory_mb`` of memory, against the tests that are the ground truth.
+    """Run programs, each with ``memory_mb`` of memory, against tests, which are the ground truth.
 
-    A program shares an interpreter with the statements that test it, and one that sets out to can make them pass, as
-    under any such tests; ending early does not count as passing.
+    A program shares an interpreter with its tests, so a malicious one can make them pass. Exiting early does not count
+    as passing.
     """
 
     def __init__(self, workers: int, deadline: float, memory_mb: int) -> None:
@@ -195,16 +198,16 @@ class CodeRule(WorkerRule):
             if written not in ("failed", token):
                 raise WorkerError("crash")
             return Verdict(written == token, rule="code")
-        for given, wanted in tests:
+        for given, expected in tests:
             written, exit_code = self._run(program=program, stdin=given, token="")
             if exit_code != 0:
                 raise WorkerError("crash")
-            if _lines(written) != _lines(wanted):
+            if _lines(written) != _lines(expected):
                 return Verdict(False, rule="code")
         return Verdict(True, rule="code")
 
     def _run(self, **request: str) -> tuple[str, int]:
-        """Return what a program wrote to standard output, and its exit code. Raises WorkerError."""
+        """Return a program's standard output and exit code. Raises WorkerError."""
         limits = {"memory": self.memory_mb * 10**6, "seconds": self.deadline, "readable": _readable()}
         worker = Worker((*_sandbox(), *_CODE_COMMAND), _ENVIRONMENT)
         try:
@@ -217,10 +220,10 @@ class CodeRule(WorkerRule):
 
 @cache
 def open_code(workers: int, deadline: float, memory_mb: int) -> CodeRule:
-    """Return the one `code` rule of the process. Raises ConfigError where programs cannot be confined."""
+    """Return the `code` rule of this process. Raises ConfigError if programs cannot be confined."""
     rule, environment = CodeRule(workers, deadline, memory_mb), Path(f"/proc/{os.getpid()}/environ")
     digest = hashlib.sha256(environment.read_bytes()).hexdigest()
-    test = (  # in a namespace of its own the same number is another process
+    test = (  # in another namespace this process id means another process
         f"import hashlib\ntry: seen = hashlib.sha256(open('{environment}', 'rb').read()).hexdigest()\n"
         f"except OSError: seen = ''\nassert seen != '{digest}'"
     )
@@ -236,7 +239,7 @@ def open_code(workers: int, deadline: float, memory_mb: int) -> CodeRule:
 
 @cache
 def _readable() -> list[str]:
-    """Return what a program may read: Python, its packages and the system's libraries."""
+    """Return the paths that a program may read: Python, its packages and the system's libraries."""
     python = Path(sys.executable).resolve().parents[1]
     system = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
     paths = dict.fromkeys((*system, str(python), sys.base_prefix, sys.prefix))
@@ -245,7 +248,7 @@ def _readable() -> list[str]:
 
 @cache
 def _sandbox() -> tuple[str, ...]:
-    """Return the command of bubblewrap; empty where it is not installed or fails."""
+    """Return the command of bubblewrap; empty if it is not installed or fails."""
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         return ()
@@ -257,7 +260,7 @@ def _sandbox() -> tuple[str, ...]:
 
 
 def read_tests(answer: str) -> str | list[tuple[str, str]]:
-    """Return statements (or a list of them, as of MBPP), or pairs of input and output (TACO, APPS)."""
+    """Return statements, also from a list as in MBPP, or pairs of input and output (TACO, APPS)."""
 
     def join(value: Any) -> str:
         return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -277,7 +280,7 @@ def _lines(text: str) -> list[str]:
 
 @cache
 def open_rule(kind: str, workers: int, deadline: float, schema: Path | None = None) -> TextRule:
-    """Return the one rule of that kind in the process, with a ``schema`` in the place of the ground truths.
+    """Return the rule ``kind`` of this process. ``schema`` replaces all ground truths.
 
     Raises ConfigError.
     """
@@ -287,11 +290,18 @@ def open_rule(kind: str, workers: int, deadline: float, schema: Path | None = No
         raise ConfigError(f"reward.json_schema: expected a file, got {error}") from error
     rule = TextRule(kind, workers, deadline, truth)
     if truth is not None:
-        rule.judge_texts(["{}"], [""])  # a schema that cannot be read is refused
+        rule.judge_texts(["{}"], [""])  # raises ConfigError for an invalid schema
     return rule
 
 
 def require_package(kind: str) -> None:
-    """Raise ConfigError where the package that a rule needs is not installed."""
+    """Raise ConfigError if a package that a rule needs is not installed."""
     if importlib.util.find_spec(PACKAGES[kind]) is None:
         raise ConfigError(f"reward.kind: {kind!r} requires {PACKAGES[kind]}. Run `pip install 'dapo-kernels[{kind}]'`.")
+    try:
+        ctypes.CDLL("libseccomp.so.2" if kind == "reasoning_gym" else None)
+    except OSError as error:
+        raise ConfigError(
+            "reward.kind: 'reasoning_gym' requires libseccomp, because some tasks evaluate answers as Python code. Run "
+            "`apt-get install libseccomp2`."
+        ) from error

@@ -1,1 +1,1 @@
-"""Rollout engines, and what turns prompts into scored groups with them."""
+"""Rollout engines, and the code that turns prompts into scored groups with them."""

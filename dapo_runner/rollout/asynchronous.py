@@ -1,4 +1,4 @@
-"""Fill the next steps with groups while an earlier one trains."""
+"""Sample the groups of the next steps while an earlier step trains."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from dapo_runner.rollout.group_buffer import SampledStep, without_rows
 from dapo_runner.rollout.sampler import DynamicSampler, GenerateRound
 from dapo_runner.types import Group, Prompt
 
-JOIN_TIMEOUT = 60.0  # seconds that the end of a run waits for the threads of its rounds
+JOIN_TIMEOUT = 60.0  # seconds to wait for each thread at the end of a run
 
 
 class SamplingStalledError(RunError):
-    """A step waits for groups, and no round of them has ended in time."""
+    """A step waits for groups, and no round finished in time."""
 
 
 @dataclass(eq=False)
 class _Round:
-    """Prompts in flight. ``position`` is that of the cursor before them, ``number`` counts the rounds of the run."""
+    """A round of prompts in flight. ``position``: the cursor before them. ``number``: of the round in the run."""
 
     position: dict[str, int]
     prompts: list[Prompt]
@@ -35,41 +35,41 @@ class _Round:
 
 
 class AsynchronousSampler:
-    """Fills steps as its ``DynamicSampler`` would, at most ``max_staleness`` steps before they train.
+    """Fill steps like a ``DynamicSampler``, at most ``max_staleness`` steps before they train.
 
-    Every round of prompts has a thread of its own. With several rounds in flight those of the next steps run beside the
-    last responses of the step that is being filled. No round is accepted before the rounds that were submitted earlier.
+    Each round of prompts has its own thread. With several rounds in flight, rounds of later steps run beside the last
+    responses of the current step. A round is accepted only after all earlier rounds.
     """
 
     def __init__(
         self, sampler: DynamicSampler, max_staleness: int, last_step: int, round_timeout: float, n_rounds: int = 1
     ) -> None:
-        """``n_rounds`` are in flight at most; each may take ``round_timeout`` seconds while a step waits for it."""
+        """At most ``n_rounds`` are in flight. Each may take ``round_timeout`` seconds while a step waits for it."""
         self.sampler, self.buffer = sampler, sampler.buffer
         self.max_staleness, self.last_step = max_staleness, last_step
         self.round_timeout, self.n_rounds = round_timeout, n_rounds
-        self.step = self.buffer.step  # that trains, or has trained last
+        self.step = self.buffer.step  # that trains now, or trained last
         self._ready: deque[SampledStep] = deque()
-        self._rounds: deque[_Round] = deque()  # submitted and not accepted yet
+        self._rounds: deque[_Round] = deque()  # submitted, not accepted yet
         self._is_filling = False
         self._error: BaseException | None = None
-        self._last_change = 0.0  # when a round last began or ended
+        self._last_change = 0.0  # time when a round last started or finished
         self._is_closed = False
         self._changed = threading.Condition()
 
     @property
     def in_flight(self) -> int:
-        """Prompts that are submitted and whose groups are not accepted yet."""
+        """Number of submitted prompts whose groups are not accepted yet."""
         with self._changed:
             return sum(len(round_.prompts) for round_ in self._rounds)
 
     @property
     def step_timeout(self) -> float:
-        """Seconds after which ``next`` has returned or raised: each round of a step begins and ends in time."""
+        """Maximum seconds until ``next`` returns or raises: the sum of the time limits of a step's rounds."""
         return 2 * (self.buffer.config.max_rounds + self.n_rounds) * self.round_timeout
 
     def metrics(self, groups: list[Group]) -> dict[str, float]:
-        """``across_updates``: the share of the responses in ``groups`` that several versions of the weights sampled."""
+        """Return metrics. ``across_updates``: share of responses in ``groups`` from several versions of the weights."""
         several = [len({s.version for s in one.completion.versions}) > 1 for group in groups for one in group.samples]
         return {
             "ready_steps": len(self._ready),
@@ -78,13 +78,13 @@ class AsynchronousSampler:
         }
 
     def next(self, generate: GenerateRound) -> SampledStep:
-        """See ``DynamicSampler.next``; ``generate`` is called in threads. Raises what a round has raised."""
+        """See ``DynamicSampler.next``. ``generate`` is called in threads. Raises the error of a failed round."""
         with self._changed:
             self.step += 1
             try:
                 return self._wait_for_step(generate)
             except BaseException:
-                self.step -= 1  # a checkpoint now resumes with this step, and with what was accepted since
+                self.step -= 1  # a checkpoint must resume with this step, and with the groups accepted meanwhile
                 raise
 
     def put_back(self, sampled: SampledStep) -> None:
@@ -94,7 +94,7 @@ class AsynchronousSampler:
             self.step -= 1
 
     def close(self) -> None:
-        """Start no more rounds and wait for those in flight, each at most JOIN_TIMEOUT seconds."""
+        """Start no more rounds. Wait for those in flight, at most JOIN_TIMEOUT seconds each."""
         with self._changed:
             self._is_closed = True
             threads = [round_.thread for round_ in self._rounds if round_.thread is not None]
@@ -102,7 +102,7 @@ class AsynchronousSampler:
             thread.join(JOIN_TIMEOUT)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of a sampler that has what is accepted and has not trained, and submits the rest again."""
+        """Return the state of a sampler that has the accepted groups not yet trained on, and resubmits the others."""
         with self._changed:
             state = self.sampler.state_dict()
             if self._rounds:
@@ -115,7 +115,7 @@ class AsynchronousSampler:
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Call before the first step."""
+        """Load a state. Call this before the first step."""
         self.sampler.load_state_dict(state)
         self.step = self.buffer.step
 
@@ -135,7 +135,7 @@ class AsynchronousSampler:
         return self._ready.popleft()
 
     def _advance(self, generate: GenerateRound) -> None:
-        """Accept the rounds that are done, in their order, and submit others. The lock is held."""
+        """Accept finished rounds in order, and submit new ones. The caller holds the lock."""
         try:
             while not self._is_closed and self._error is None and self._begin_step():
                 if self.buffer.is_done:
@@ -158,14 +158,14 @@ class AsynchronousSampler:
         return min(self.step + self.max_staleness, self.last_step)
 
     def _begin_step(self) -> bool:
-        """Return whether there is a step to fill; begin the next one where that may be sampled already."""
+        """Return whether there is a step to fill. Begin the next step if it may be sampled already."""
         if not self._is_filling and self.buffer.step < self._furthest_step:
             self._is_filling = True
             self.buffer.begin_step()
         return self._is_filling
 
     def _submit_rounds(self, generate: GenerateRound) -> None:
-        """Submit one round for the groups that are missing, and others for the steps that may be sampled already."""
+        """Submit one round for the missing groups, and more for later steps that may be sampled already."""
         sampler, buffer, wanted = self.sampler, self.buffer, self.buffer.config.prompts_per_step
         while (n := len(self._rounds)) < self.n_rounds:
             further = self._furthest_step - buffer.step if n else 0
@@ -175,7 +175,7 @@ class AsynchronousSampler:
             position = sampler.cursor.place
             prompts = sampler.cursor.take(buffer.round_size(min(missing, wanted)), buffer.step + min(n, further))
             round_ = _Round(position, prompts, sampler.n_rounds + n)
-            # A daemon: a round that neither returns nor fails must not keep the process from its end.
+            # A daemon thread, so that a stuck round cannot keep the process alive.
             round_.thread = threading.Thread(target=self._run_round, args=[round_, generate], daemon=True)
             self._rounds.append(round_)
             self._last_change = time.monotonic()

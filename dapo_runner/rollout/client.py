@@ -1,4 +1,4 @@
-"""One `vllm serve` process at its address, and the key that it asks for."""
+"""A `vllm serve` process at its address, and its API key."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dapo_runner.config.rollout import ServerConfig
 from dapo_runner.errors import ConfigError, RunError
 from dapo_runner.rollout.guard import RUN
 
-MAX_BYTES = 2**30  # of an answer: 140 for a token, so that a group of 16 responses of 20k tokens takes 46 MB
+MAX_BYTES = 2**30  # of an answer; about 140 per token: a group of 16 responses with 20k tokens takes 46 MB
 GENERATE = "/inference/v1/generate"
 
 
 class ServerError(RuntimeError):
-    """A server did not answer, or not as a healthy one does: another may, or the same one later.
+    """A server did not answer correctly. Another server may, or the same one later.
 
-    ``waited``: seconds, where a deadline ended the request.
+    ``waited``: seconds until the deadline, if the request timed out.
     """
 
     def __init__(self, message: str, waited: float = 0.0) -> None:
@@ -31,38 +31,38 @@ class ServerError(RuntimeError):
 
 
 class RefusedError(ServerError):
-    """A server will not serve this run: the key is wrong, it belongs to another run, or has another model."""
+    """A server refuses this run: the key is wrong, another run uses it, or it has another model."""
 
 
 class RolloutError(RunError):
-    """No server answers, or none has in time."""
+    """No server answered, or none in time."""
 
 
 class Server:
-    """A server and its state, which only the shared event loop changes.
+    """A server and its state. Only the shared event loop changes it.
 
     Attributes:
-        version: Of the weights that it was given.
-        error: Why it is left out; None while it is in.
-        rest: Seconds before it is tried again; 0 once it has answered a prompt since it failed.
-        penalty, out_until: Seconds that it stays out for having kept requests waiting, and until when.
-        is_unprobed: Whether it was left out since the last probe.
+        version: The version of its weights.
+        error: Why it is excluded; None while it is in use.
+        rest: Seconds before the next attempt; 0 once it has completed a prompt after a failure.
+        penalty, out_until: For how long, and until when, it is excluded because its requests timed out.
+        is_unprobed: Whether it was excluded since the last probe.
     """
 
     def __init__(self, url: str, settings: ServerConfig, token: str = "") -> None:
-        """``token``: see ``Ownership``."""
+        """``token`` identifies the run; see ``Ownership``."""
         self.url, self.settings, self.token = url.rstrip("/"), settings, token
         self.version: str | None = None
         self.error: Exception | None = None
         self.rest = self.penalty = self.out_until = 0.0
         self.is_unprobed = False
-        self._asked = set[asyncio.Task[Any]]()
+        self._prompt_requests = set[asyncio.Task[Any]]()
 
     def __str__(self) -> str:
         return self.url
 
     async def read(self, path: str, field: str, method: str = "GET") -> Any:
-        """Return a field of an answer. Raises ServerError."""
+        """Return one field of an answer. Raises ServerError."""
         answer = await self._request(method, path, None, None)
         if not isinstance(answer, dict) or field not in answer:
             raise ServerError(f"{self}{path}: expected {field!r} of `vllm serve`, got {http.shorten(repr(answer))}")
@@ -72,24 +72,24 @@ class Server:
         return await self._request("GET", path, None, within)
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None, within: float | None = None) -> Any:
-        """Return the answer's JSON. ``within``: seconds, by default `sync_within`. Raises ServerError."""
+        """Return the answer's JSON. ``within``: deadline in seconds, by default `sync_within`. Raises ServerError."""
         return await self._request("POST", path, body or {}, within)
 
     async def ask(self, body: Mapping[str, Any], within: float | None = None) -> Any:
-        """Return the answer to a prompt. Raises ServerError, also at ``drop_requests``."""
+        """Return the answer to a prompt. Raises ServerError, also after ``drop_requests``."""
         request = asyncio.create_task(self.post(GENERATE, body, within))
-        self._asked.add(request)
+        self._prompt_requests.add(request)
         try:
             await asyncio.wait([request])
         finally:
             request.cancel()
-            self._asked.discard(request)
+            self._prompt_requests.discard(request)
         if request.cancelled():
-            raise ServerError(f"{self}: left out while a prompt was with it")
+            raise ServerError(f"{self}: was excluded while it worked on a prompt")
         return request.result()
 
     def drop_requests(self) -> None:
-        for request in self._asked:
+        for request in self._prompt_requests:
             request.cancel()
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None, within: float | None) -> Any:
@@ -102,19 +102,19 @@ class Server:
         except http.HTTPError as error:
             message = str(error)
             if error.status == 401:
-                message += f". Its key must be in {key_env or key_file(self.url)}, as `dapo serve` has it."
+                message += f". {key_env or key_file(self.url)} must hold the key of `dapo serve`."
             kind = RefusedError if error.status in (401, 403) else ServerError
             raise kind(message, error.waited) from None
 
 
 def key_file(url: str) -> Path:
-    """Return where the key of the server at ``url`` lies, in the user's own folder for settings."""
+    """Return the path of the key file of the server at ``url``, in the user's configuration folder."""
     settings = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     return settings / "dapo" / "keys" / urlsplit(url).netloc.lower()
 
 
 def make_key(url: str) -> None:
-    """Write a key for the server at ``url`` unless it has one. Raises ConfigError."""
+    """Write a key file for the server at ``url`` unless it exists. Raises ConfigError."""
     path = key_file(url)
     if _read_key(path):
         return
@@ -129,7 +129,7 @@ def make_key(url: str) -> None:
 
 
 def server_key(url: str, key_env: str | None) -> str:
-    """Return the server's key, "" without a variable and a file. Raises ConfigError: others may read the file."""
+    """Return the server's key, "" if there is neither variable nor file. Raises ConfigError if it is not private."""
     return http.read_key(url, key_env) or _read_key(key_file(url))
 
 

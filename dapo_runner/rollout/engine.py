@@ -1,4 +1,4 @@
-"""Rollout engines: what the training loop asks of one, and what they have in common."""
+"""The interface of rollout engines, and their shared code."""
 
 from __future__ import annotations
 
@@ -13,26 +13,70 @@ from torch import Tensor
 
 from dapo_runner.config import Config
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
+from dapo_runner.policy.model import Policy
 from dapo_runner.policy.weights import checkpoint_weights, stored_tensors
-from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Completion, Prompt, SamplingParams
+from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Completion, GenerateFunction, Prompt, SamplingParams
 
 Groups = list[list[Completion]]
 Note = Callable[[str], None]
 
 
+class OpenCall(ABC):
+    """A call of ``generate`` that accepts prompts, with one response each, while earlier ones are sampled."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, tuple[Prompt, SamplingParams]] = {}
+
+    @property
+    def n_open(self) -> int:
+        """Number of prompts without a response."""
+        return len(self._open)
+
+    def add(self, key: int, prompt: Prompt, sampling: SamplingParams) -> None:
+        """Add a prompt. Its response has the same ``key``, which must differ from those of other open prompts."""
+        self._open[key] = prompt, sampling
+
+    @abstractmethod
+    def is_ready(self, is_complete: bool) -> bool:
+        """Return whether ``work`` can make progress. ``is_complete``: no prompt is added before ``work`` is called."""
+
+    @abstractmethod
+    def work(self) -> list[tuple[int, Completion]]:
+        """Sample for a while in this thread. Return keys and responses that are complete."""
+
+    def close(self) -> None:  # noqa: B027
+        """Drop the prompts without a response."""
+
+
+class BatchCall(OpenCall):
+    """Sample prompts that were added together as one batch, independent of timing. All wait for the longest one."""
+
+    def __init__(self, generate: GenerateFunction) -> None:
+        super().__init__()
+        self.generate = generate
+
+    def is_ready(self, is_complete: bool) -> bool:
+        return bool(self._open) and is_complete
+
+    def work(self) -> list[tuple[int, Completion]]:
+        added, self._open = sorted(self._open.items()), {}
+        answers = self.generate([prompt for _, (prompt, _) in added], [sampling for _, (_, sampling) in added])
+        return [(key, completion) for (key, _), (completion,) in zip(added, answers, strict=True)]
+
+
 class RolloutEngine(ABC):
-    """Samples responses, with weights of its own, so that it holds the old policy while the new one trains."""
+    """Sample responses. An engine has its own weights: it keeps the old policy while the new one trains."""
 
     @classmethod  # noqa: B027
     def check(cls, config: Config) -> None:
-        """Raise ConfigError where this machine lacks what the engine needs. Loads nothing."""
+        """Raise ConfigError if this machine lacks something that the engine needs. Loads nothing."""
 
     @classmethod
     @abstractmethod
     def load(cls, source: str | Path, config: Config, device: torch.device, world: World, note: Note) -> RolloutEngine:
         """Return an engine with the weights of ``source``, a model in transformers' format. Raises ConfigError.
 
-        ``note`` is called with a line when a part of the engine fails or is back.
+        ``note`` is called with a line of text when a part of the engine fails or recovers.
         """
 
     @abstractmethod
@@ -42,35 +86,50 @@ class RolloutEngine(ABC):
         sampling: SamplingParams | Sequence[SamplingParams],
         options: CallOptions = DEFAULT_OPTIONS,
     ) -> Groups:
-        """Return ``n`` completions for each prompt, in the prompts' order.
+        """Return ``n`` completions for each prompt, in the order of the prompts.
 
-        ``sampling`` is one for all, or one for each prompt: a prefix is continued by a prompt that ends in
-        it, with the ``max_tokens`` that are left. They may differ in ``n``, ``stop``, ``max_tokens``, ``seed`` and
-        ``index``. The same call over the same weights gives the same tokens.
+        ``sampling`` is for all prompts, or one per prompt; these may differ in ``n``, ``stop``, ``max_tokens``,
+        ``seed`` and ``index``. To continue a prefix, pass a prompt that ends in it and the remaining ``max_tokens``.
+        The same call with the same weights returns the same tokens.
         """
+
+    def open_call(self, options: CallOptions, wake: Callable[[], None], n_prompts: int) -> OpenCall:
+        """Begin a call with at most ``n_prompts`` open at the same time. ``wake`` is called, from any thread, when
+        ``OpenCall.is_ready`` may have become True for another reason than ``add``.
+        """
+        return BatchCall(self.generate)
 
     @abstractmethod
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take over all weights of the policy, by name. Raises ValueError where names or shapes do not match."""
+        """Replace all weights with the policy's, by name. Raises ValueError if names or shapes do not match."""
+
+    @classmethod
+    def takes_adapters(cls, config: Config) -> bool:
+        """Return whether the engine is loaded with the base weights and ``sync`` sends only the adapters."""
+        return False
+
+    def sync(self, policy: Policy) -> None:
+        """Take over the weights of a policy. Collective."""
+        self.update_weights(policy.named_weights())
 
     def release(self) -> None:  # noqa: B027
-        """Free what memory can be freed until ``update_weights``: the policy is about to train."""
+        """Free as much memory as possible until new weights come, so that the policy can train."""
 
     def close(self) -> None:  # noqa: B027
-        """End what is under way in other threads."""
+        """End the work in other threads."""
 
     @property
     def is_unprobed(self) -> bool:
-        """Whether a part of the engine is back that has not been probed since."""
+        """Whether a part of the engine has recovered and has not been probed since."""
         return False
 
     def answers_to_probe(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, world: World
     ) -> list[tuple[str | None, Groups]]:
-        """Return the answers that this rank measures, each with the name of who gave them. Collective.
+        """Return the responses that this rank compares, each with the name of their source. Collective.
 
-        The list is as long on each rank, with (None, []) where there is nothing to measure. By default each engine is
-        asked the same, and its own ranks measure its answers.
+        The list has the same length on every rank, padded with (None, []). By default each engine gets the same
+        prompts, and its ranks compare its responses.
         """
         answers = world.run_and_gather(lambda: self.generate(prompts, sampling))
         name = "" if world.is_single_process else f" on rank {world.rank}"
@@ -78,7 +137,7 @@ class RolloutEngine(ABC):
 
 
 def engine_class(config: Config) -> type[RolloutEngine]:
-    """Return the class that `rollout.engine` names."""
+    """Return the engine class of `rollout.engine`."""
     found: type[RolloutEngine] = resolve_name(config.rollout.engine_spec.implementation)
     return found
 
@@ -90,7 +149,7 @@ def open_engine(
     world: World = SINGLE_PROCESS,
     note: Note = lambda _: None,
 ) -> RolloutEngine:
-    """Return the engine of `rollout.engine`, see ``RolloutEngine.load``."""
+    """Return the engine of `rollout.engine`; see ``RolloutEngine.load``."""
     return engine_class(config).load(source, config, device, world, note)
 
 
@@ -102,16 +161,16 @@ def sampling_of_each(
 
 @torch.no_grad()
 def copy_weights(model: torch.nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy into ``model`` in place, casting to the dtype of its tensors. Raises ValueError on any mismatch."""
-    own = dict(stored_tensors(model))
-    for name, tensor in _checked(own, weights):
-        own[name].copy_(tensor)
+    """Copy weights into ``model`` in place, in the dtype of its tensors. Raises ValueError if they do not match."""
+    targets = dict(stored_tensors(model))
+    for name, tensor in _checked(targets, weights):
+        targets[name].copy_(tensor)
 
 
 def loadable_weights(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield a policy's weights under the names of a checkpoint, which vLLM loads. Raises ValueError on any mismatch.
+    """Yield a policy's weights with the names of a checkpoint, as vLLM loads them. Raises ValueError on a mismatch.
 
-    ``model``: the engine's as transformers makes it, on the meta device.
+    ``model``: the engine's model in transformers, on the meta device.
     """
     return checkpoint_weights(model, _checked(dict(stored_tensors(model)), weights))
 
@@ -129,11 +188,11 @@ def _checked(expected: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor
         missing.discard(name)
         yield name, tensor
     if missing:
-        raise ValueError(f"update_weights: expected every parameter, {', '.join(sorted(missing))} did not come")
+        raise ValueError(f"update_weights: expected every parameter, did not get {', '.join(sorted(missing))}")
 
 
 def stop_token_ids(configured: int | list[int] | None, tokenizer: Any) -> list[int]:
-    """Return the tokens that end a response: ``eos_token_id`` of the generation config, and the tokenizer's own."""
+    """Return the tokens that end a response: ``eos_token_id`` of the generation config and of the tokenizer."""
     named = [*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id]
     ids = {token for token in named if token is not None}
     if not ids:

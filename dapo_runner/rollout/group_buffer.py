@@ -1,8 +1,8 @@
-"""Dynamic sampling (DAPO, Section 3.2, Eq. 11): collect groups until a step is full of those that teach something.
+"""Dynamic sampling (DAPO, Section 3.2, Eq. 11): collect accepted groups until a step is full.
 
-A group is accepted when some but not all of its samples are correct, or with `sampler.filter_on: reward` when their
-rewards vary before the length term is added. Groups are accepted in the order of their prompts: taking the quick ones
-first would favour short responses. Groups that are left over open the next step.
+A group is accepted if it has correct and incorrect samples, or with `sampler.filter_on: reward` if its rewards without
+the length penalty vary. Groups are accepted in the order of their prompts, whatever order they were finished in: taking
+the quick ones first would favour short responses. Groups that are left over start the next step.
 """
 
 from __future__ import annotations
@@ -16,44 +16,55 @@ from torch.serialization import add_safe_globals
 
 from dapo_runner.config import Config
 from dapo_runner.errors import RunError
-from dapo_runner.types import Branch, Completion, Group, Prompt, Sample, Segment, TruncatedSupport, Verdict, VersionSpan
+from dapo_runner.types import (
+    Branch,
+    Completion,
+    Group,
+    Prompt,
+    Sample,
+    Segment,
+    TruncatedSupport,
+    Turn,
+    Verdict,
+    VersionSpan,
+)
 
 PRIOR_GROUPS = 4  # the weight of `initial_acceptance`, in groups
-MEMORY = 0.7  # earlier rounds count less with each round: a policy that learns changes its acceptance rate
-# Standard deviations by which a round is to exceed what is missing: 2.3 % of the rounds do not. Asking for the bare
-# expectation takes 1.8 rounds a step, each with a tail as long as its longest response.
+MEMORY = 0.7  # weight of earlier rounds, per round: the acceptance rate changes as the policy learns
+# Standard deviations by which the expected number of accepted groups exceeds the missing groups: 2.3 % of the rounds
+# are too small. Without a margin a step takes 1.8 rounds, and each waits for its longest response.
 MARGIN = 2.0
-# No round asks for more than a step takes at this share of `initial_acceptance`, however rare accepted groups become.
+# No round is larger than a whole step needs at this share of `initial_acceptance`, even if acceptance is lower.
 LEAST_SHARE = 0.5
 
-# A checkpoint holds groups, and torch's weights-only unpickler loads it.
-add_safe_globals([Group, Prompt, Sample, Completion, Verdict, Segment, Branch, VersionSpan, TruncatedSupport])
+# A checkpoint contains groups, and torch's weights-only unpickler must load it.
+add_safe_globals([Group, Prompt, Sample, Completion, Turn, Verdict, Segment, Branch, VersionSpan, TruncatedSupport])
 
 
 class SamplingExhaustedError(RunError):
-    """The rounds of a step ran out before it was full, and `sampler.on_exhausted` is `error`."""
+    """A step was not full after its last round, and `sampler.on_exhausted` is `error`."""
 
 
 @dataclass(slots=True)
 class SamplingStats:
-    """Counts of what one step generated, accepted or not: groups, and from ``samples`` on samples."""
+    """Counts of all that one step generated, accepted or not: of groups, and from ``samples`` on of samples."""
 
     rounds: int = 0
-    submitted: int = 0  # prompts
+    submitted: int = 0  # number of prompts
     groups: int = 0
     all_correct: int = 0
     all_incorrect: int = 0
     mixed: int = 0
     varying_reward: int = 0
-    varying_reward_only: int = 0  # of these, all correct or all incorrect
+    varying_reward_only: int = 0  # of these, with all samples correct or all incorrect
     carried_in: int = 0  # groups left over from earlier steps
     carried_out: int = 0
-    too_old: int = 0  # groups dropped because they are past `max_age`
+    too_old: int = 0  # groups dropped because they exceed `max_age`
     samples: int = 0
     correct: int = 0
     truncated: int = 0
     tokens: int = 0
-    generated: int = 0  # tokens, those that samples of a tree share counted once
+    generated: int = 0  # tokens; shared prefixes of a tree count once
     reward: float = 0.0  # sum over samples
 
     def count(self, groups: Sequence[Group]) -> None:
@@ -67,16 +78,16 @@ class SamplingStats:
             self.samples += len(group.samples)
             self.correct += group.n_correct
             self.truncated += group.n_truncated
-            self.tokens += sum(sample.completion.length for sample in group.samples)
+            self.tokens += sum(sample.completion.n_sampled for sample in group.samples)
             self.generated += group.n_generated
             self.reward += sum(sample.reward for sample in group.samples)
 
 
 @dataclass(frozen=True, slots=True)
 class SampledStep:
-    """The groups of a step, fewer than asked for with `on_exhausted: train_partial`; on rank 0, elsewhere none.
+    """The groups of a step on rank 0, empty on other ranks. `on_exhausted: train_partial` can leave it short.
 
-    ``segments`` are metrics of segment advantages, ``continued`` the tokens generated to value segments with.
+    ``segments``: metrics of segment advantages. ``continued``: number of tokens generated to estimate values.
     """
 
     groups: list[Group] = field(default_factory=list)
@@ -87,12 +98,12 @@ class SampledStep:
 
     @property
     def generated(self) -> int:
-        """Tokens that the engine generated for this step, those of dropped groups included."""
+        """Number of tokens that the engine generated for this step, including those of dropped groups."""
         return self.stats.generated + self.continued
 
 
 class GroupBuffer:
-    """Accepted groups in the order of their prompts.
+    """Accepted groups, in the order of their prompts.
 
     For each step call ``begin_step``, then ``add`` until ``is_done``, then ``take_step``.
     """
@@ -100,14 +111,14 @@ class GroupBuffer:
     def __init__(self, config: Config) -> None:
         self.config, self.filter_on, self.max_age = config.sampler, config.filter_on, config.max_age
         self.groups: list[Group] = []
-        self.waiting: list[Group] = []  # parts of groups that later steps train on
+        self.waiting: list[Group] = []  # remaining samples of groups, for later steps
         self.step = 0  # that is being filled, or was taken last
         self.stats = SamplingStats()
-        self._accepted = self._tried = 0.0  # groups, with fading memory
+        self._accepted = self._tried = 0.0  # numbers of groups, weighted by age
 
     @property
     def acceptance(self) -> float:
-        """The share of groups that is expected to be accepted; in (0, 1]."""
+        """The expected share of accepted groups, in (0, 1]."""
         prior = self.config.initial_acceptance * PRIOR_GROUPS
         return (self._accepted + prior) / (self._tried + PRIOR_GROUPS)
 
@@ -117,7 +128,7 @@ class GroupBuffer:
 
     @property
     def is_done(self) -> bool:
-        """Whether the step is full, or has had all of its rounds."""
+        """Whether the step is full, or has used all its rounds."""
         return not self.missing or self.stats.rounds >= self.config.max_rounds
 
     def begin_step(self) -> None:
@@ -126,7 +137,7 @@ class GroupBuffer:
         self.stats.carried_in = len(self.groups)
 
     def add(self, groups: Sequence[Group], n_submitted: int) -> None:
-        """Count a round of ``n_submitted`` prompts and accept those of its groups that pass the filter."""
+        """Count a round of ``n_submitted`` prompts and add the groups that are accepted."""
         self.stats.rounds += 1
         self.stats.submitted += n_submitted
         self.stats.count(groups)
@@ -136,20 +147,20 @@ class GroupBuffer:
         self._tried = MEMORY * self._tried + len(groups)
 
     def take_step(self) -> SampledStep:
-        """Return the step that is done. Raises SamplingExhaustedError where it is short and that is an error."""
+        """Return the finished step. Raises SamplingExhaustedError if it is short and `on_exhausted` is `error`."""
         if self.missing and self.config.on_exhausted == "error":
             raise SamplingExhaustedError(f"{self._describe_shortfall(self.stats)} Or set sampler.on_exhausted.")
-        wanted, stats, is_short = self.config.prompts_per_step, self.stats, bool(self.missing)
-        groups, self.groups, self.stats = self.groups[:wanted], self.groups[wanted:], SamplingStats()
+        n_groups, stats, is_short = self.config.prompts_per_step, self.stats, bool(self.missing)
+        groups, self.groups, self.stats = self.groups[:n_groups], self.groups[n_groups:], SamplingStats()
         stats.carried_out = len(self.groups)
         return SampledStep(groups, stats, is_short)
 
     def spread(self, groups: Sequence[Group], n: int) -> tuple[list[Group], dict[str, float]]:
-        """Take at most ``n`` samples of each group in ``waiting``, then of each of the step's ``groups``.
+        """Return at most ``n`` samples of each group in ``waiting`` and of each of the step's ``groups``, and metrics.
 
-        Samples without a segment that trains are left out. Those of a group are taken at equal distances, because
-        neighbours in a tree have most in common. Returns with them how many samples wait now, and how many were dropped
-        because they are past `max_age`.
+        Samples without a training segment are left out. The samples of a group are taken at equal distances, because
+        neighbours in a tree are most similar. The metrics are the number of samples that wait now, and of those dropped
+        because they exceed `max_age`.
         """
         recent = [group for group in self.waiting if self._is_recent(group)]
         too_old = _n_samples(self.waiting) - _n_samples(recent)
@@ -164,12 +175,12 @@ class GroupBuffer:
         return now, {"waiting": _n_samples(self.waiting), "too_old": too_old}
 
     def expected(self, n_prompts: int) -> int:
-        """Return how many groups of ``n_prompts`` prompts will be accepted, at the acceptance so far."""
+        """Return the expected number of accepted groups among ``n_prompts``, at the current acceptance."""
         completed = round(n_prompts / self.config.oversample)
         return int(completed * self.acceptance) if self.config.filter_groups else completed
 
     def round_size(self, missing: int) -> int:
-        """Return how many prompts give the missing groups at the acceptance so far, times `oversample`."""
+        """Return the number of prompts to submit for the missing groups, at the current acceptance."""
         needed = missing
         if self.config.filter_groups:
             ceiling = prompts_for(self.config.prompts_per_step, LEAST_SHARE * self.config.initial_acceptance)
@@ -177,7 +188,7 @@ class GroupBuffer:
         return round(self.config.oversample * needed)
 
     def notes(self, sampled: SampledStep) -> list[str]:
-        """Return what a person should know of a step."""
+        """Return notes about a step for the console."""
         return [self._describe_shortfall(sampled.stats)] if sampled.is_short else []
 
     def _describe_shortfall(self, stats: SamplingStats) -> str:
@@ -199,7 +210,7 @@ class GroupBuffer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], prompts: Mapping[str, Prompt]) -> None:
-        """Load a state. ``prompts`` by their ids have the messages and the rows of the data set."""
+        """Load a state. ``prompts`` by id provide the messages and rows, which are not saved."""
 
         def with_rows(groups: list[Group]) -> list[Group]:
             known = [prompts.get(group.prompt.id, group.prompt) for group in groups]
@@ -229,8 +240,8 @@ class GroupBuffer:
 
 
 def prompts_for(groups: int, acceptance: float) -> int:
-    """Return the smallest n of which ``groups`` are accepted with a margin of MARGIN standard deviations:
-    n·p − MARGIN·√(n·p·(1 − p)) ≥ groups at an acceptance of p.
+    """Return the smallest number of prompts n from which ``groups`` are accepted with MARGIN standard deviations:
+    n·p − MARGIN·√(n·p·(1 − p)) ≥ groups at acceptance p.
     """
     spread = MARGIN**2 * (1 - acceptance) / 4
     accepted = groups + 2 * spread + 2 * math.sqrt(spread * (spread + groups))  # n·p
@@ -238,7 +249,7 @@ def prompts_for(groups: int, acceptance: float) -> int:
 
 
 def without_rows(groups: Sequence[Group]) -> list[Group]:
-    """Return groups that can be saved: a row of the data set may hold anything."""
+    """Return groups without messages and rows: a row of the data set may contain objects that cannot be saved."""
     return [replace(group, prompt=replace(group.prompt, messages=(), row={})) for group in groups]
 
 

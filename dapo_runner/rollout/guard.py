@@ -1,4 +1,4 @@
-"""What `dapo serve` puts in front of vLLM: nothing without the key, and weights from one run at a time."""
+"""Middleware of `dapo serve` in front of vLLM: require the key, and accept weights from one run at a time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 
 CLAIM, RELEASE = "/dapo/claim", "/dapo/release"
 RUN = "Dapo-Run"  # the header with a run's token
-LEASE = 15.0  # seconds that a claim holds
+LEASE = 15.0  # seconds that a claim lasts
 RENEW = 4.0  # seconds after which a run renews its claims
-# The paths that change weights, or the answers under way.
+# The paths that change weights or affect requests in progress.
 OWNED = {
     *("/pause", "/resume", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache"),
     *("/start_weight_update", "/update_weights", "/finish_weight_update"),
@@ -23,30 +23,31 @@ OWNED = {
 }
 
 
-def model_sizes(text_config: Any) -> dict[str, Any]:
-    """Return the numbers of a transformers configuration that two models with exchangeable weights share."""
-    return {name: getattr(text_config, name, None) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+def model_facts(text_config: Any, float32_logits: bool, batch_invariant: bool) -> dict[str, Any]:
+    """Return facts that server and trainer must agree on: model sizes from a transformers configuration, numerics."""
+    sizes = {name: getattr(text_config, name, None) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    return sizes | {"float32_logits": float32_logits, "batch_invariant": batch_invariant}
 
 
 class Ownership:
-    """The run that a server belongs to, until it releases the server or has not renewed its claim for ``LEASE`` s.
+    """The run that owns a server, until it releases the server or does not renew its claim for ``LEASE`` seconds.
 
-    A claim has the ``token`` of a run, which its ranks share, its ``owner`` in words, and the ``model``'s sizes.
+    A claim has the ``token`` of a run, shared by its ranks, its ``owner`` as text, and its ``model_facts``.
     """
 
     def __init__(self) -> None:
         self.token = self.owner = ""
         self.until = 0.0
-        self.n_requests = 0  # of its run, under way
+        self.n_requests = 0  # of the owner, in progress
         self.n_claims = 0
 
     async def claim(self, claim: dict[str, Any], model: dict[str, Any]) -> str | None:
-        """Give a server of ``model`` to the run of ``claim``, or return why not. Waits for the end of a killed run."""
+        """Assign a server with ``model`` to the run of ``claim``, or return why not. Waits for a killed run's lease."""
         if claim["model"] != model:
-            return f"model.path: must be a model of the server's size, {model}, got {claim['model']}"
+            return f"model.path and its numerics must match the server's, {model}, got {claim['model']}"
         n_claims = self.n_claims
         while self._belongs_to_another(claim["token"]):
-            if self.n_claims != n_claims:  # its run is alive
+            if self.n_claims != n_claims:  # renewed meanwhile: the owner is alive
                 return f"in use by {self.owner}. A server belongs to one run: give each its own, or end the other."
             await asyncio.sleep(0.05)
         self.token, self.owner, self.until = claim["token"], claim["owner"], time.monotonic() + LEASE
@@ -54,7 +55,7 @@ class Ownership:
         return None
 
     def refuse(self, path: str, token: str) -> str | None:
-        """Return why a request may not be made, if so. One to ``RELEASE`` ends the claim."""
+        """Return why a request is refused, or None. A request to ``RELEASE`` ends the claim."""
         if path not in OWNED | {RELEASE}:
             return None
         if self._belongs_to_another(token):
@@ -67,13 +68,13 @@ class Ownership:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep the claim for as long as a request takes."""
+        """Keep the claim while a request is in progress."""
         self.n_requests += 1
         try:
             yield
         finally:
             self.n_requests -= 1
-            if self.until:  # else released
+            if self.until:  # else it was released
                 self.until = time.monotonic() + LEASE
 
     def _belongs_to_another(self, token: str) -> bool:
@@ -81,15 +82,15 @@ class Ownership:
 
 
 class Guard:
-    """ASGI middleware. Every path but /health requires the key, also for websockets and for a browser's preflight.
+    """ASGI middleware. Every path but /health requires the key, also for websockets and CORS preflight requests.
 
-    vLLM's own key leaves open the paths that replace weights and call workers' methods.
+    vLLM's own key does not protect the paths that replace weights and call methods of workers.
     """
 
     def __init__(self, app: Any) -> None:
         self.app = app
         if not (key := os.environ.get("VLLM_API_KEY")):
-            raise RuntimeError("VLLM_API_KEY: must hold the server's key. Start the server by `dapo serve`.")
+            raise RuntimeError("VLLM_API_KEY: must contain the server's key. Start the server with `dapo serve`.")
         self.wanted = f"Bearer {key}".encode()
         self.ownership = Ownership()
 
@@ -102,11 +103,12 @@ class Guard:
         if not hmac.compare_digest(headers.get(b"authorization", b""), self.wanted):
             await _answer(scope, send, 401, "Unauthorized")
         elif path == CLAIM:
-            sizes = model_sizes(scope["app"].state.engine_client.model_config.hf_text_config)
-            why = await self.ownership.claim(await _read_json(receive), sizes)
-            await _answer(scope, send, 403 if why else 200, why)
-        elif (why := self.ownership.refuse(path, token)) or path == RELEASE:
-            await _answer(scope, send, 409 if why else 200, why)
+            model, is_invariant = scope["app"].state.engine_client.model_config, os.environ.get("VLLM_BATCH_INVARIANT")
+            facts = model_facts(model.hf_text_config, str(model.head_dtype) == "torch.float32", is_invariant == "1")
+            reason = await self.ownership.claim(await _read_json(receive), facts)
+            await _answer(scope, send, 403 if reason else 200, reason)
+        elif (reason := self.ownership.refuse(path, token)) or path == RELEASE:
+            await _answer(scope, send, 409 if reason else 200, reason)
         else:
             with self.ownership.kept() if path in OWNED else nullcontext():
                 await self.app(scope, receive, send)

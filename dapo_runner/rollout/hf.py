@@ -6,21 +6,33 @@ Legend: R rows (one completion each), B rows that are still in the batch, V voca
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import linear
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from dapo_runner.config import Config
 from dapo_runner.parallel.world import World
 from dapo_runner.policy.model import load_model, load_tokenizer
-from dapo_runner.rollout.engine import Groups, Note, RolloutEngine, copy_weights, sampling_of_each, stop_token_ids
+from dapo_runner.rollout.engine import (
+    BatchCall,
+    Groups,
+    Note,
+    OpenCall,
+    RolloutEngine,
+    copy_weights,
+    sampling_of_each,
+    stop_token_ids,
+)
 from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Completion, Prompt, SamplingParams, TruncatedSupport
 
 # Rows that have ended are dropped from the batch when they are this share of it: dropping copies the cache.
@@ -30,9 +42,18 @@ DEAD_SHARE = 0.25
 STOP_MARGIN = 4
 
 
+class _Past(NamedTuple):
+    """The key-value cache of the first N tokens of an episode: [N, layers, heads, head size] each."""
+
+    keys: Tensor
+    values: Tensor
+
+
 @dataclass(slots=True, eq=False)
 class _Row:
-    """A response in the making: sample number ``sample`` of prompt number ``number`` of the call."""
+    """A response in the making: sample number ``sample`` of prompt number ``number`` of the call. ``past``: of the
+    earlier turns before it is decoded, of this one too afterwards.
+    """
 
     number: int
     sample: int
@@ -42,6 +63,7 @@ class _Row:
     logprobs: list[float] = field(default_factory=list)
     supports: list[Tensor] = field(default_factory=list)
     is_stopped: bool = False
+    past: _Past | None = None
 
     @property
     def is_running(self) -> bool:
@@ -60,6 +82,9 @@ class HFEngine(RolloutEngine):
     @classmethod
     def load(cls, source: str | Path, config: Config, device: torch.device, world: World, note: Note) -> HFEngine:
         model = load_model(source, config.model, device, "sdpa")
+        if config.model.float32_logits:
+            head = model.get_output_embeddings()
+            head.forward = partial(_float32_logits, head)
         return cls(model, load_tokenizer(source, config.model), config.rollout.max_batch_sequences)
 
     def __init__(self, model: Any, tokenizer: Any, max_batch_sequences: int = 256) -> None:
@@ -93,8 +118,11 @@ class HFEngine(RolloutEngine):
             self._decode(rows[start : start + self.max_batch_sequences])
         return [self._completions(group) for group in groups]
 
-    def _decode(self, rows: list[_Row]) -> None:
-        """Sample responses for all rows side by side until the last of them has ended."""
+    def open_call(self, options: CallOptions, wake: Callable[[], None], n_prompts: int) -> OpenCall:
+        return _HFCall(self)
+
+    def _decode(self, rows: list[_Row], *, keep: bool = False) -> None:
+        """Sample responses for all rows side by side until the last of them has ended; ``keep`` their caches."""
         device = self.model.device
         uniform = _uniform_numbers(rows).to(device)
         logits, mask, cache = self._prefill(rows)
@@ -104,6 +132,8 @@ class HFEngine(RolloutEngine):
                 if row.is_running:
                     self._append(row, token, logprob, own)
             left = [line for line, row in enumerate(rows) if row.is_running]
+            if keep and len(left) <= (1 - DEAD_SHARE) * len(rows):
+                _keep_past(rows, mask, cache)
             if not left:
                 break
             if len(left) <= (1 - DEAD_SHARE) * len(rows):
@@ -127,16 +157,32 @@ class HFEngine(RolloutEngine):
 
         A prompt is computed once, however many rows it has, left-padded to the longest.
         """
-        device, prompts = self.model.device, {row.number: row.prompt for row in rows}
-        numbers = sorted(prompts)
-        tokens = [torch.tensor(prompts[number].token_ids) for number in numbers]
-        ids = pad_sequence(tokens, batch_first=True, padding_side="left").to(device)
-        mask = pad_sequence([torch.ones_like(one) for one in tokens], batch_first=True, padding_side="left").to(device)
+        if all(row.past is not None for row in rows):
+            return self._continue(rows)
+        device = self.model.device
+        in_order = sorted(rows, key=lambda row: row.number)
+        prompts = {ids: place for place, ids in enumerate(dict.fromkeys(row.prompt.token_ids for row in in_order))}
+        tokens = [torch.tensor(ids) for ids in prompts]
+        ids, mask = (pad_left(each).to(device) for each in (tokens, list(map(torch.ones_like, tokens))))
         cache = DynamicCache(config=self.model.config)
         logits = self._forward(ids, mask, cache)
-        spread = torch.tensor([numbers.index(row.number) for row in rows], device=device)
+        spread = torch.tensor([prompts[row.prompt.token_ids] for row in rows], device=device)
         cache.batch_select_indices(spread)
         return logits[spread], mask[spread], cache
+
+    def _continue(self, rows: list[_Row]) -> tuple[Tensor, Tensor, DynamicCache]:
+        """Do the same for rows that each have the cache of how their prompt begins."""
+        pasts = [row.past for row in rows if row.past is not None]
+        keys, values = (pad_left([past[side] for past in pasts]) for side in (0, 1))
+        cache = DynamicCache(config=self.model.config)
+        for layer in range(keys.shape[2]):
+            cache.update(keys[:, :, layer].transpose(1, 2), values[:, :, layer].transpose(1, 2), layer)
+        for row in rows:
+            row.past = None  # not to hold it twice
+        tokens = [torch.tensor(row.prompt.token_ids[len(past.keys) :]) for row, past in zip(rows, pasts, strict=True)]
+        seen = pad_left([torch.ones(len(past.keys), dtype=torch.int64) for past in pasts])
+        mask = torch.cat([seen, pad_left([torch.ones_like(one) for one in tokens])], dim=1).to(self.model.device)
+        return self._forward(pad_left(tokens).to(self.model.device), mask, cache), mask, cache
 
     def _forward(self, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
         """Return the logits [B, V] after the last of ``ids``; ``mask`` covers the cache and ``ids``."""
@@ -163,6 +209,47 @@ class HFEngine(RolloutEngine):
             )
             for row, text in zip(rows, texts, strict=True)
         ]
+
+
+class _HFCall(BatchCall):
+    """Continues the key-value cache of an episode, which is not computed again."""
+
+    def __init__(self, engine: HFEngine) -> None:
+        super().__init__(engine.generate)
+        self.engine = engine
+        self._rows: dict[int, _Row] = {}  # of the last round, without episodes that had ended
+
+    @torch.no_grad()
+    def work(self) -> list[tuple[int, Completion]]:
+        added, self._open = sorted(self._open.items()), {}
+        rows = {key: _Row(key, 0, *asked, past=getattr(self._rows.get(key), "past", None)) for key, asked in added}
+        self._rows = rows
+        ordered = sorted(rows.values(), key=lambda row: len(row.prompt.token_ids))
+        for start in range(0, len(ordered), self.engine.max_batch_sequences):
+            self.engine._decode(ordered[start : start + self.engine.max_batch_sequences], keep=True)
+        return list(zip(rows, self.engine._completions(list(rows.values())), strict=True))
+
+
+def _keep_past(rows: list[_Row], mask: Tensor, cache: DynamicCache) -> None:
+    """Give the rows that have ended their cache, without padding. ``mask``: see ``HFEngine._prefill``."""
+    ended = [line for line, row in enumerate(rows) if not row.is_running]
+    if not all(type(layer) is DynamicLayer for layer in cache.layers):
+        return  # a sliding window has forgotten what it has seen
+    keys, values = (torch.stack([getattr(layer, side)[ended] for layer in cache.layers]) for side in ("keys", "values"))
+    for place, line in enumerate(ended):
+        row = rows[line]
+        n_seen = len(row.prompt.token_ids) + len(row.tokens) - 1  # what was computed after its end is not its own
+        seen = mask[line].nonzero()[:n_seen, 0]
+        row.past = _Past(*(side[:, place][:, :, seen].permute(2, 0, 1, 3) for side in (keys, values)))
+
+
+def pad_left(tensors: list[Tensor]) -> Tensor:
+    """Return tensors of unlike lengths side by side, with zeros in front of the shorter ones."""
+    return pad_sequence(tensors, batch_first=True, padding_side="left")
+
+
+def _float32_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
+    return linear(hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float())
 
 
 def ends_with_stop(tokens: Sequence[int], strings: Sequence[str], tokenizer: Any) -> bool:

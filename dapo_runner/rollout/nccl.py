@@ -1,7 +1,7 @@
-"""New weights from the trainer's GPU to those of servers, through vLLM's own NCCL transfer.
+"""Send new weights from the trainer's GPU to the GPUs of servers, with vLLM's NCCL transfer.
 
-A server and rank 0 are a group of their own, made anew after the server was left out. They meet by an id of NCCL's that
-the server gets over HTTP, under its key: vLLM's other way, a store at an address, unpickles whatever comes from there.
+Each server forms an NCCL group with rank 0. A new group is made after the server was excluded. The server gets NCCL's
+unique id over HTTP, protected by its key: vLLM's alternative, a store at an address, unpickles whatever it receives.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from dapo_runner.rollout.vllm import import_vllm
 
 
 def make_unique_id() -> bytes:
-    """Return what the members of a new group find each other by. Raises OSError without NCCL, RuntimeError."""
-    import_vllm()  # without its messages
+    """Return the id by which members of a new group find each other. Raises OSError without NCCL, RuntimeError."""
+    import_vllm()  # turns off its log messages
     from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
     return bytes(NCCLLibrary().ncclGetUniqueId().internal)
 
 
 class Group:
-    """The trainer's end of an NCCL group with the workers of a server. NCCL knows no deadline: ``join`` and ``send``
-    run in a thread, and ``abort`` ends them from another.
+    """The trainer's end of an NCCL group with the workers of a server. NCCL has no deadlines, so ``join`` and ``send``
+    run in a thread, and ``abort`` ends them from another thread.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,15 +45,15 @@ class Group:
         self.is_aborted = False
 
     def join(self, unique_id: bytes, size: int) -> None:
-        """Meet the workers, which have the same ``unique_id``. Raises RuntimeError."""
+        """Connect to the workers, which have the same ``unique_id``. Raises RuntimeError."""
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
-        with torch.cuda.device(self.device):  # a thread begins with the first GPU
+        with torch.cuda.device(self.device):  # a thread starts with the first GPU
             self.nccl = uid_init_process_group(unique_id, 0, size, self.device)
             self.stream = torch.cuda.Stream()
         if self.is_aborted:
             self.abort()
-        elif self.nccl.disabled:  # and would send nothing, without a word
+        elif self.nccl.disabled:  # it would silently send nothing
             raise RuntimeError("VLLM_DISABLE_PYNCCL is set")
 
     def send(self, tensors: Iterable[Tensor]) -> None:
@@ -61,7 +61,7 @@ class Group:
             self.stream.wait_stream(torch.cuda.default_stream())
             for tensor in tensors:
                 if self.is_aborted:
-                    raise RuntimeError("the server was given up")
+                    raise RuntimeError("the transfer to the server was aborted")
                 self.nccl.broadcast(tensor, src=0, stream=self.stream)
             self.stream.synchronize()
 
@@ -72,26 +72,26 @@ class Group:
 
 
 class NCCLTransfer(Transfer):
-    """Rank 0 keeps a copy of what was published last on its GPU: the policy changes while servers come back."""
+    """Rank 0 keeps a copy of the last published weights on its GPU: the policy changes while servers recover."""
 
     copies = True
 
     def __init__(self, config: Config, world: World) -> None:
         super().__init__(config, world)
-        self.device = torch.empty(0, device=world.device or resolve_device(config.run.device)).device  # with its number
+        self.device = torch.empty(0, device=world.device or resolve_device(config.run.device)).device  # with its index
         self._groups: dict[Server, Group] = {}
 
     @classmethod
     def check(cls, config: Config) -> None:
         key = "rollout.server.transfer"
         if importlib.util.find_spec("vllm") is None:
-            raise ConfigError(f"{key}: nccl requires vLLM beside the trainer too (docs/vllm.md). Set {key}=file.")
+            raise ConfigError(f"{key}: nccl requires vLLM also in the trainer (docs/vllm.md). Set {key}=file.")
         if (device := resolve_device(config.run.device)).type != "cuda":
             raise ConfigError(f"{key}: nccl requires a CUDA GPU, got {device.type}. Set {key}=file.")
 
     async def _load(self, server: Server, held: Any, *, is_halfway: bool) -> None:
-        if is_halfway:  # layers that are half loaded would take the next weights for their other half
-            with suppress(ServerError):  # of an update that is under way
+        if is_halfway:  # half-loaded layers would take the next weights for their second half
+            with suppress(ServerError):  # raised during an update
                 await server.post("/start_weight_update")
             await server.post("/finish_weight_update")
         if server.version is None:
@@ -125,21 +125,21 @@ class NCCLTransfer(Transfer):
             group.abort()
 
     async def _beside(self, server: Server, work: Callable[[], None], request: Coroutine[Any, Any, Any]) -> None:
-        """Run ``work`` in a thread beside the ``request`` whose other end takes part in it. Raises ServerError."""
-        theirs = asyncio.ensure_future(request)
+        """Run ``work`` in a thread during the ``request`` to the server that takes part in it. Raises ServerError."""
+        server_task = asyncio.ensure_future(request)
         try:
-            await asyncio.wait_for(asyncio.gather(_in_thread(server, work), theirs), self.within)
+            await asyncio.wait_for(asyncio.gather(_in_thread(server, work), server_task), self.within)
         except BaseException as error:
-            theirs.cancel()
+            server_task.cancel()
             self._leave(server)
             if isinstance(error, asyncio.TimeoutError):
-                message = f"{server}: NCCL and the server have not ended together within {self.within:g} s"
+                message = f"{server}: the NCCL transfer did not finish within {self.within:g} s"
                 raise ServerError(message, self.within) from None
             raise
 
 
 def _in_thread(server: Server, work: Callable[[], None]) -> asyncio.Future[None]:
-    """Run in a thread that a process which ends does not wait for."""
+    """Run ``work`` in a daemon thread, which does not keep the process alive."""
     done = Future[None]()
     done.set_running_or_notify_cancel()
 
@@ -147,7 +147,7 @@ def _in_thread(server: Server, work: Callable[[], None]) -> asyncio.Future[None]
         try:
             work()
             done.set_result(None)
-        except Exception as error:  # raised again where it is awaited
+        except Exception as error:  # raised where the future is awaited
             done.set_exception(ServerError(f"{server}: NCCL on this side: {type(error).__name__}: {error}"))
 
     threading.Thread(target=run, name="nccl", daemon=True).start()

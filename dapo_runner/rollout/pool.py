@@ -1,4 +1,4 @@
-"""The servers of a run: which of them have the present weights, and what brings the others back."""
+"""The servers of a run: which have the current weights, and how the others recover."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dapo_runner.rollout.engine import Note
 from dapo_runner.rollout.guard import CLAIM, RELEASE, RENEW
 from dapo_runner.rollout.transfer import Transfer
 
-REST = 0.2  # seconds before a server that failed is tried again, doubled with each failure in a row
+REST = 0.2  # seconds before a failed server is tried again; doubled with each failure in a row
 LONGEST_REST = 10.0
 HEALTH_WITHIN = 10.0
-CLAIM_WITHIN = 60.0  # a server waits for the lease of a run that was killed
+CLAIM_WITHIN = 60.0  # a server waits until the lease of a killed run expires
 
 
 class Signal:
-    """Wakes the tasks that wait for a change."""
+    """Wake up tasks that wait for a change."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -33,7 +33,7 @@ class Signal:
         self._event = asyncio.Event()
 
     async def wait_until(self, is_true: Callable[[], Any], within: float | None = None) -> None:
-        """Return when ``is_true``, or after so many seconds."""
+        """Return when ``is_true()``, or after ``within`` seconds."""
 
         async def wait() -> None:
             while not is_true():
@@ -44,18 +44,18 @@ class Signal:
 
 
 class ServerPool:
-    """Keeps servers in while they are healthy. One that fails is left out until it is healthy, has loaded the present
-    weights and has answered a short request. Nobody waits for that unless every server is out.
+    """Keep healthy servers in use. A failed server is excluded until it is healthy, has loaded the current weights and
+    has answered a short request. Calls do not wait for that unless all servers are excluded.
 
-    A server that fails again before it has answered a prompt is tried ever more rarely. One that has kept a request
-    waiting until its deadline stays out for as long, and each time before it has answered a prompt for longer, unless
-    no other is in. All but ``close`` runs on the shared event loop.
+    A server that fails again before it completes a prompt is tried less and less often. If its requests timed out, it
+    is excluded for as long as they waited, and longer each time until it completes a prompt, unless no other server is
+    in use. All methods but ``close`` run on the shared event loop.
     """
 
     def __init__(
         self, settings: ServerConfig, transfer: Transfer, claim: Mapping[str, Any], trial: Mapping[str, Any], note: Note
     ) -> None:
-        """``claim``: see ``Ownership``. ``trial``: the short request."""
+        """``claim`` is described in ``Ownership``. ``trial`` is the short request."""
         self.settings, self.transfer = settings, transfer
         self.servers = [Server(url, settings, claim["token"]) for url in settings.urls]
         self.changed = Signal()
@@ -68,18 +68,18 @@ class ServerPool:
 
     @property
     def ready(self) -> list[Server]:
-        """The servers that have the present weights; others that are in are about to load them."""
+        """The servers with the current weights. Other servers in use are about to load them."""
         return [server for server in self.present if server.version == self.transfer.version]
 
     @property
     def is_refused(self) -> bool:
-        """Whether every server refuses the run, so that waiting is of no use."""
+        """Whether every server refuses the run, so that waiting is useless."""
         return all(isinstance(server.error, RefusedError) for server in self.servers)
 
     async def deliver(self) -> list[str]:
-        """Return the URLs of the servers that are in once they have the present weights; wait where none is in.
+        """Wait until all servers in use have the current weights, and return their URLs. Wait if no server is in use.
 
-        Raises RolloutError: none has come within `sync_within`, or every one refuses.
+        Raises RolloutError if none becomes available within `sync_within`, or all refuse.
         """
         self.changed.set()
         while True:
@@ -91,7 +91,7 @@ class ServerPool:
                 raise RolloutError(self.explain_wait(f"weights {self.transfer.version} wait"))
 
     async def follow(self, urls: Sequence[str]) -> None:
-        """On another rank than 0, whose ``deliver`` has returned ``urls``."""
+        """Apply the result of rank 0's ``deliver``, its ``urls``, on another rank."""
         for server in self.present:
             if server.url in urls:
                 server.version = self.transfer.version
@@ -100,12 +100,12 @@ class ServerPool:
         self.changed.set()
 
     def lose(self, server: Server, error: Exception) -> None:
-        """Leave a server out until it is back."""
+        """Exclude a server until it recovers."""
         if server.error is None:
             server.is_unprobed = True
             if not server.rest:
                 server.rest, server.penalty = REST, 0.0
-                self._note(f"{server} is left out until it is healthy again: {error}")
+                self._note(f"{server} is excluded until it is healthy again: {error}")
             server.penalty = 2 * server.penalty + getattr(error, "waited", 0.0)
             server.out_until = time.monotonic() + server.penalty
         server.error, server.version = error, None
@@ -113,7 +113,7 @@ class ServerPool:
         self.changed.set()
 
     def answered(self, server: Server) -> None:
-        """Record that a server has answered a prompt."""
+        """Record that a server has completed a prompt."""
         if server.rest and server.error is None:
             server.rest = 0.0
             self._note(f"{server} is back, with weights {server.version}")
@@ -122,21 +122,21 @@ class ServerPool:
         why = "; ".join(filter(None, [reason, *(str(server.error) for server in self.servers if server.error)]))
         return (
             f"rollout.server.sync_within: {waiting} for a server, and none of {len(self.servers)} serves this run "
-            f"({self.settings.sync_within:g} s): {why}. `dapo serve RECIPE` starts one"
+            f"({self.settings.sync_within:g} s): {why}. Start one with `dapo serve RECIPE`."
         )
 
     def close(self) -> None:
-        """End the tasks."""
+        """Cancel the tasks."""
         for task in self._tasks:
             task.cancel()
 
     async def release(self) -> None:
-        """Let the servers go."""
+        """Release the servers for other runs."""
         requests = [server.post(RELEASE, within=HEALTH_WITHIN) for server in self.present]
         await asyncio.gather(*requests, return_exceptions=True)
 
     async def _keep(self, server: Server) -> None:
-        """Claim a server for the run, have it load every version of the weights, and bring it back where it fails."""
+        """Claim a server for the run, send it every version of the weights, and recover it after a failure."""
         while True:
             if is_out := server.error is not None:
                 await self.changed.wait_until(lambda: not self.present, server.out_until - time.monotonic())
@@ -147,24 +147,24 @@ class ServerPool:
                 if is_out:
                     await server.ask(self._trial)
                     server.error = None
-            except (ServerError, ConfigError) as error:  # ConfigError: a key that cannot be read
+            except (ServerError, ConfigError) as error:  # ConfigError: the key cannot be read
                 self.lose(server, error)
-            except Exception as error:  # nobody reads the result of this task: without it calls would wait for ever
+            except Exception as error:  # nothing awaits this task: if it died, calls would wait forever
                 self.lose(server, ServerError(f"{server}: {type(error).__name__}: {error}"))
             self.changed.set()
             await self.changed.wait_until(lambda: server.error is not None or self._is_behind(server), RENEW)
 
     def _is_behind(self, server: Server) -> bool:
-        """Return whether a server needs weights from this rank. Only rank 0 sends; ``follow`` updates the others."""
+        """Return whether this rank must send weights to a server. Only rank 0 does; ``follow`` updates the others."""
         return server.version != self.transfer.version and (self.transfer.world.is_main or server.error is not None)
 
     async def _update(self, server: Server) -> None:
-        """Claim a healthy server and send it the present weights unless it has them. Raises ServerError."""
+        """Claim a healthy server and send it the current weights if it lacks them. Raises ServerError."""
         await server.get("/health", HEALTH_WITHIN)
         await server.post(CLAIM, self._claim, CLAIM_WITHIN)
         if self._is_behind(server):
             server.version = await self.transfer.send(server)
-        elif server.version is not None and self.transfer.world.is_main:  # others hear of new weights from ``follow``
+        elif server.version is not None and self.transfer.world.is_main:  # ``follow`` updates other ranks
             found = await server.read("/weight_info", "weight_version")
             if found != server.version:
                 raise ServerError(f"{server}: expected weights {server.version}, got {found}")

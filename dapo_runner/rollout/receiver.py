@@ -1,4 +1,4 @@
-"""What `dapo serve` adds to the workers of `vllm serve`: they load weights from a file."""
+"""Load weights from a file in the workers of `vllm serve`, as started by `dapo serve`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FileReceiver:
     reload_weights: Any
 
     def load_weights_file(self, path: str, expected: str) -> None:
-        """Load every parameter from a safetensors file. Raises ValueError where its checksum is not ``expected``."""
+        """Load every parameter from a safetensors file. Raises ValueError if its checksum is not ``expected``."""
         if str(checksum(Path(path))) != expected:
             raise ValueError(f"{path}: its checksum is not that of the file that was written")
         self.reload_weights(weights_iterator=iter(load_file(path).items()))

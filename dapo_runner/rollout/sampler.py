@@ -1,4 +1,4 @@
-"""Fill steps with groups, one round of prompts after the other."""
+"""Fill steps with groups, one round of prompts after another."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dapo_runner.rollout.group_buffer import GroupBuffer, SampledStep, SamplingS
 from dapo_runner.types import Group, Prompt
 
 GenerateRound = Callable[[list[Prompt], int], list[Group]]
-"""Return scored groups for a round of prompts, in their order. The second argument counts the rounds of the run."""
+"""Return the scored groups of a round of prompts, in their order. The second argument numbers the rounds."""
 
 
 class DynamicSampler:
-    """Walks over the prompts and fills a buffer with their groups."""
+    """Take prompts from a cursor and fill a buffer with their groups."""
 
     def __init__(
         self,
@@ -22,12 +22,12 @@ class DynamicSampler:
         buffer: GroupBuffer,
         on_round: Callable[[int, SamplingStats], None] = lambda n_groups, stats: None,
     ) -> None:
-        """``on_round`` is called with the number of accepted groups after every round."""
+        """``on_round`` is called after every round with the number of accepted groups."""
         self.cursor = cursor
         self.buffer = buffer
         self.on_round = on_round
-        self.n_rounds = 0  # accepted so far
-        self.in_flight = 0  # prompts that had no groups yet when the loaded state was saved; they are submitted again
+        self.n_rounds = 0  # rounds of the run so far
+        self.in_flight = 0  # prompts in flight when the loaded state was saved; they are submitted again
 
     def next(self, generate: GenerateRound) -> SampledStep:
         """Return the groups of one step. Raises SamplingExhaustedError."""
@@ -44,7 +44,7 @@ class DynamicSampler:
         self.on_round(len(self.buffer.groups), self.buffer.stats)
 
     def drop_groups(self) -> int:
-        """Drop the groups that are left over and return how many there were."""
+        """Drop the left-over groups and return their number."""
         n_groups = len(self.buffer.groups) + len(self.buffer.waiting)
         self.buffer.groups, self.buffer.waiting = [], []
         return n_groups

@@ -1,7 +1,7 @@
-"""What segment advantages need of an engine: responses that grow as trees, and continuations of prefixes.
+"""Sample what segment advantages need: responses that grow as trees, and continuations of prefixes.
 
-A prefix is continued by a prompt that ends in it, so both need no more than ``generate``. Every random choice is tied
-to the index of a request in its call, or of a node in its tree: the tokens are the same for any number of ranks.
+A prefix is continued by a prompt that ends in it, so an engine needs only ``generate``. Random numbers depend on the
+index of a request in its call, or of a node in its tree: the tokens are the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ GenerateGroups = Callable[[Sequence[RolloutRequest]], list[Group]]
 
 
 def add_prefix(prompt: Prompt, tokens: Tensor) -> Prompt:
-    """Return ``prompt`` with the first ``tokens`` of a response, int64 [N], which is to be continued."""
+    """Return ``prompt`` followed by ``tokens``, int64 [N], the beginning of a response to continue."""
     return replace(prompt, token_ids=(*prompt.token_ids, *tokens.tolist()), n_response_tokens=len(tokens))
 
 
 def join_continuation(prefix: Prompt, end: Completion, tokenizer: Any) -> Completion:
-    """Return the whole response that ``end`` continues. The log-probs of the prefix are not known here: they are 0."""
+    """Return the whole response that ``end`` continues. The log-probs of the prefix are unknown and set to 0."""
     n = prefix.n_response_tokens
     return _join(_begun(torch.tensor(prefix.token_ids[len(prefix.token_ids) - n :], dtype=torch.int64)), end, tokenizer)
 
@@ -50,7 +50,7 @@ def _begun(token_ids: Tensor) -> Completion:
 
 
 def _join(begun: Completion, end: Completion, tokenizer: Any) -> Completion:
-    """Return ``end`` with the tokens of ``begun`` in front. ``begun`` has a support for the case that ``end`` has."""
+    """Return ``end`` preceded by the tokens of ``begun``. A support is kept only if ``end`` has one."""
     token_ids, support = torch.cat([begun.token_ids, end.token_ids]), end.support
     if support is not None and begun.support is not None:
         support = TruncatedSupport.concatenate([begun.support, support])
@@ -66,10 +66,9 @@ def _join(begun: Completion, end: Completion, tokenizer: Any) -> Completion:
 def value_chains(
     groups: Sequence[Group], config: SegmentsConfig, sampling: SamplingParams, generate: GenerateGroups
 ) -> tuple[list[Group], dict[str, float]]:
-    """Return the groups with the segments of their responses, and counts of the continuations that valued them.
+    """Return the groups with the segments of their responses, and counts of the continuations.
 
-    A prefix is continued once however many responses begin with it. ``sampling`` is that of the responses, with a seed
-    of its own.
+    Each distinct prefix is continued once. ``sampling`` is that of the responses, with a different seed.
     """
 
     def prefixes(prompt: Prompt, sample: Sample) -> list[Prompt]:
@@ -87,8 +86,8 @@ def value_chains(
     values = {prefix: fmean(sample.reward for sample in group.samples) for prefix, group in continued.items()}
 
     def valued(prompt: Prompt, sample: Sample) -> Sample:
-        own = prefixes(prompt, sample)
-        starts, states = [prefix.n_response_tokens for prefix in own], [values[prefix] for prefix in own]
+        found = prefixes(prompt, sample)
+        starts, states = [prefix.n_response_tokens for prefix in found], [values[prefix] for prefix in found]
         return replace(sample, segments=chain_segments(sample, starts, states))
 
     n_tokens = [
@@ -109,11 +108,11 @@ def grow_trees(
 ) -> list[list[Completion]]:
     """Return for each prompt the leaves of a tree, depth first.
 
-    On every level but the last a node adds as many tokens as a segment has, on the last it ends the response. A
-    response that ends before is a leaf there.
+    A node adds a segment of ``shape.tokens`` tokens, on the last level the rest of the response. A response that ends
+    earlier is a leaf at its level.
     """
     leaves: list[list[Completion]] = [[] for _ in prompts]
-    # The nodes of a level: which tree, which node of the tree's level, and the response up to it.
+    # The nodes of a level: index of the tree, index of the node in the tree's level, response up to the node.
     level = [(tree, 0, _begun(torch.zeros(0).long())) for tree in range(len(prompts))]
     for depth, n in enumerate(shape.branching):
         if not level:

@@ -1,9 +1,9 @@
-"""The engine behind addresses: `vllm serve` processes on other GPUs or machines, or on this one.
+"""The server engine: `vllm serve` processes on this machine or others.
 
-Prompts are one queue that every server is asked from, so many at a time that each has a batch waiting. Which of them
-answers makes no difference but for rounding: a response's seed is that of its round and its prompt's index in it. An
-answer counts where all of it was made with the present weights, or of an update since the call began. What a server
-that fails was asked goes back to the queue. No wait is without its end.
+Prompts are one queue for all servers. Each server gets so many at a time that a batch is always waiting. Which server
+completes a prompt only affects rounding: the seed depends on the round and on the prompt's index in it. An answer
+counts if all of it was sampled with the current weights, or with those of an update since the call began. Prompts of a
+failed server go back to the queue. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import socket
 import time
 import weakref
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -30,8 +31,16 @@ from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.policy.model import load_model, load_tokenizer
 from dapo_runner.policy.weights import stored_tensors
 from dapo_runner.rollout.client import GENERATE, RolloutError, Server, ServerError, server_key
-from dapo_runner.rollout.engine import Groups, Note, RolloutEngine, loadable_weights, sampling_of_each, stop_token_ids
-from dapo_runner.rollout.guard import model_sizes
+from dapo_runner.rollout.engine import (
+    Groups,
+    Note,
+    OpenCall,
+    RolloutEngine,
+    loadable_weights,
+    sampling_of_each,
+    stop_token_ids,
+)
+from dapo_runner.rollout.guard import model_facts
 from dapo_runner.rollout.nccl import NCCLTransfer
 from dapo_runner.rollout.pool import ServerPool
 from dapo_runner.rollout.transfer import FileTransfer, Transfer
@@ -39,40 +48,55 @@ from dapo_runner.rollout.vllm import finish_reason, known_logprobs, sampling_fie
 from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Completion, Prompt, SamplingParams, VersionSpan
 
 T = TypeVar("T")
-ATTEMPTS = 5  # times that a prompt is asked of each server before the run ends
-QUEUED = 2  # batches that a server is asked for at a time: one that it decodes and one behind it
+ATTEMPTS = 5  # attempts per prompt and server before the run ends
+QUEUED = 2  # batches submitted to a server at a time: one that it decodes and one that waits
 POLL = 0.2  # seconds
 TRANSFERS: dict[str, type[Transfer]] = {"file": FileTransfer, "nccl": NCCLTransfer}
 
 
 class _Call:
-    """The requests of one call: each is waiting, with one server, or answered. ``n_needed`` answers complete it."""
+    """The requests of one call: each is waiting, in progress, or answered. ``n_needed`` answers complete the call; with
+    None requests can be added and the call does not end. ``on_answer`` is called with the index of each answer.
+    """
 
-    def __init__(self, bodies: list[dict[str, Any]], n_needed: int, oldest: int) -> None:
+    def __init__(
+        self,
+        bodies: list[dict[str, Any]],
+        n_needed: int | None,
+        oldest: int,
+        on_answer: Callable[[int], None] = lambda index: None,
+    ) -> None:
         self.bodies, self.n_needed = bodies, n_needed
-        self.oldest = oldest  # the update whose weights are the oldest that may answer
+        self.oldest = oldest  # the oldest update whose weights may answer
         self.answers: dict[int, list[Completion]] = {}
         self.waiting = list(range(len(bodies)))
         self.failures = Counter[tuple[Server, int]]()
-        self.reason = ""  # what a request has failed on last
+        self.reason = ""  # the last failure of a request
+        self.on_answer = on_answer
 
     @property
     def n_left(self) -> int:
+        if self.n_needed is None:
+            return max(1, len(self.bodies) - len(self.answers))
         return self.n_needed - len(self.answers)
+
+    def add(self, body: dict[str, Any]) -> None:
+        self.waiting.append(len(self.bodies))
+        self.bodies.append(body)
 
     def next_for(self, server: Server) -> int | None:
         return next((index for index in self.waiting if self.failures[server, index] < ATTEMPTS), None)
 
     def is_served_by(self, servers: Sequence[Server]) -> bool:
-        """Return whether a request is under way, or one of ``servers`` may be asked one that waits."""
+        """Return whether a request is in progress, or one of ``servers`` may take a waiting request."""
         n_under_way = len(self.bodies) - len(self.answers) - len(self.waiting)
-        return n_under_way > 0 or any(self.next_for(server) is not None for server in servers)
+        return not self.waiting or n_under_way > 0 or any(self.next_for(server) is not None for server in servers)
 
 
 class ServerEngine(RolloutEngine):
-    """A rollout engine over the servers of `rollout.server.urls`. Of many ranks each asks all of them for its share, or
-    of asynchronous rollouts rank 0 for all of it, when ``update_weights`` and ``generate`` are called from different
-    threads.
+    """A rollout engine over the servers of `rollout.server.urls`. With several ranks, each submits its share to all
+    servers. With asynchronous rollouts rank 0 submits everything, and ``update_weights`` and ``generate`` are called
+    from different threads.
     """
 
     @classmethod
@@ -93,28 +117,30 @@ class ServerEngine(RolloutEngine):
         world: World = SINGLE_PROCESS,
         note: Note = lambda _: None,
     ) -> None:
-        """The servers begin with the weights of ``source``. ``note`` gets a line for each server that is lost or back.
+        """Send the weights of ``source`` to the servers. ``note`` gets a line for each server that fails or recovers.
 
-        Raises ConfigError: the key cannot be read, or weights cannot pass. RolloutError: no server takes the weights.
+        Raises ConfigError if the key cannot be read or weights cannot be sent, RolloutError if no server loads them.
         """
         self.config, self.tokenizer, self.world = config, tokenizer, world
         settings, max_staleness = config.rollout.server, config.rollout.max_staleness
         server_key(settings.urls[0], settings.key_env)
-        self.answer_within = settings.answer_within * (1 + max_staleness)  # behind those of earlier rounds
+        self.answer_within = settings.answer_within * (1 + max_staleness)  # requests of earlier rounds go first
         self.transfer: Transfer = TRANSFERS[settings.transfer](config, world)
-        self.run = world.broadcast_from_rank0(lambda: secrets.token_hex(4))  # of this process alone
+        self.run = world.broadcast_from_rank0(lambda: secrets.token_hex(4))  # identifies this run of the process
         self.updates = 0
-        self.calls: set[Future] = set()  # under way
+        self.calls: set[Future] = set()  # in progress
         self.is_closed = False
         model = load_model(source, config.model, torch.device("cpu" if world.is_main else "meta"), "sdpa")
         self.stop_ids = stop_token_ids(getattr(model.generation_config, "eos_token_id", None), tokenizer)
         text_config = model.config.get_text_config()
         self._n_vocabulary: int = text_config.vocab_size
         owner = f"{config.run_dir.absolute()} (process {os.getpid()} on {socket.gethostname()})"
-        claim = {"token": self.run, "owner": owner, "model": model_sizes(text_config)}
+        is_wide = config.model.float32_logits or config.model.dtype == "float32"
+        facts = model_facts(text_config, is_wide, config.rollout.vllm.batch_invariant)
+        claim = {"token": self.run, "owner": owner, "model": facts}
         (trial,) = self._bodies([Prompt("", (self.stop_ids[0],), "", "")], [SamplingParams(max_tokens=1)], None)
         self.pool = ServerPool(settings, self.transfer, claim, trial, note)
-        weakref.finalize(self, self.pool.close)  # whose tasks would go on
+        weakref.finalize(self, self.pool.close)  # its tasks would not end otherwise
         self._model = load_model(source, config.model, torch.device("meta"), "sdpa")
         try:
             self.update_weights(stored_tensors(model))
@@ -128,23 +154,26 @@ class ServerEngine(RolloutEngine):
         sampling: SamplingParams | Sequence[SamplingParams],
         options: CallOptions = DEFAULT_OPTIONS,
     ) -> Groups:
-        """See ``RolloutEngine.generate`` and, of the log-probs, ``VLLMEngine.generate``; nothing for prompts whose
-        responses were dropped. Raises RolloutError.
+        """See ``RolloutEngine.generate``, and ``VLLMEngine.generate`` about log-probs. A prompt whose responses were
+        dropped has an empty list. Raises RolloutError.
         """
         each = sampling_of_each(prompts, sampling)
         bodies = self._bodies(prompts, each, options.priority)
         if not bodies:
             return []
         call = _Call(bodies, max(1, round(options.completion_fraction * len(bodies))), self.updates)
-        self._run(self._answer(call, self.world.size if options.priority is None else 1))  # else rank 0 asks for all
+        self._run(self._answer(call, self._n_requests(max(item.n for item in each), options), len(bodies)))
         found = [call.answers.get(index, []) for index in range(len(bodies))]
         return [one * (item.n // len(one)) if one else [] for one, item in zip(found, each, strict=True)]
+
+    def open_call(self, options: CallOptions, wake: Callable[[], None], n_prompts: int) -> OpenCall:
+        return _OpenServerCall(self, options, wake, n_prompts)
 
     def answers_to_probe(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, world: World
     ) -> list[tuple[str | None, Groups]]:
-        """See ``RolloutEngine.answers_to_probe``: the answers of each server that has the present weights, which the
-        ranks share out. A server that fails is lost; where none answers, it is what ``generate`` returns.
+        """See ``RolloutEngine.answers_to_probe``. Returns the answers of each server with the current weights, divided
+        among the ranks. A server that fails is excluded. If none answers, returns the result of ``generate``.
         """
         bodies = self._bodies(prompts, [sampling] * len(prompts), None)
 
@@ -152,7 +181,7 @@ class ServerEngine(RolloutEngine):
             return self._run(self._ask_each(bodies, sampling.n)) or {"": self.generate(prompts, sampling)}
 
         ready = self.pool.ready
-        for server in ready:  # one that is lost from here on is unprobed again
+        for server in ready:  # one that fails from here on becomes unprobed again
             server.is_unprobed = False
         found = world.broadcast_from_rank0(ask_all)
         for server in ready:
@@ -166,8 +195,8 @@ class ServerEngine(RolloutEngine):
         return any(server.is_unprobed for server in self.pool.ready)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See ``RolloutEngine.update_weights``. Waits for the servers that are in; the pool sends them to the others.
-        Raises RolloutError where none has come within `sync_within`.
+        """See ``RolloutEngine.update_weights``. Waits for the servers in use; the others load the weights when they
+        recover. Raises RolloutError if none is available within `sync_within`.
         """
         self.transfer.publish(f"{self.run}:{self.updates + 1}", loadable_weights(self._model, weights))
         self.updates += 1
@@ -176,7 +205,7 @@ class ServerEngine(RolloutEngine):
             self._run(self.pool.follow(urls))
 
     def close(self) -> None:
-        """End the calls of other threads, also those that they begin from now on, and let the servers go."""
+        """Cancel calls of other threads, also those that start later, and release the servers."""
         self.is_closed = True
         for call in list(self.calls):
             call.cancel()
@@ -185,22 +214,30 @@ class ServerEngine(RolloutEngine):
         self.transfer.close()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run on the shared event loop until it ends or the engine is closed. Raises RolloutError."""
-        call = http.start(work)
+        """Run on the shared event loop and wait until it ends or the engine is closed. Raises RolloutError."""
         try:
-            self.calls.add(call)
-            if self.is_closed:  # or `close` finds it among the calls
-                call.cancel()
-            return http.wait(call)
+            return http.wait(self.start(work))
         except CancelledError:
             raise RolloutError("rollout: the run has ended") from None
-        finally:
-            self.calls.discard(call)
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run on the shared event loop. ``close`` cancels it."""
+        call = http.start(work)
+        self.calls.add(call)
+        call.add_done_callback(self.calls.discard)
+        if self.is_closed:  # else ``close`` finds it in ``calls``
+            call.cancel()
+        return call
+
+    def _n_requests(self, n_samples: int, options: CallOptions) -> int:
+        """Return how many requests with ``n_samples`` responses a server gets at a time."""
+        n_submitting = self.world.size if options.priority is None else 1  # with a priority, only rank 0
+        return math.ceil(QUEUED * self.config.rollout.max_batch_sequences / n_samples / n_submitting)
 
     def _bodies(
         self, prompts: Sequence[Prompt], each: Sequence[SamplingParams], priority: int | None
     ) -> list[dict[str, Any]]:
-        """Return the requests. Without a priority they go before those of asynchronous rollouts."""
+        """Return the requests. Those without a priority go before those of asynchronous rollouts."""
         first = {"priority": -1} if self.config.rollout.max_staleness else {}
         return [
             {"token_ids": prompt.token_ids, "sampling_params": sampling_fields(item, index, self.stop_ids)}
@@ -208,20 +245,18 @@ class ServerEngine(RolloutEngine):
             for index, (prompt, item) in enumerate(zip(prompts, each, strict=True))
         ]
 
-    async def _answer(self, call: _Call, n_asking: int) -> None:
-        """Have the servers answer a call. ``n_asking``: ranks that have a part of the same call each."""
-        longest = max(body["sampling_params"]["n"] for body in call.bodies)
-        n_requests = math.ceil(QUEUED * self.config.rollout.max_batch_sequences / longest / n_asking)
+    async def _answer(self, call: _Call, n_requests: int, n_prompts: int) -> None:
+        """Let the servers answer a call of ``n_prompts`` prompts, each with at most ``n_requests`` at a time."""
         tasks = [
             asyncio.create_task(self._work(server, call))
-            for _ in range(min(n_requests, len(call.bodies)))
-            for server in self.pool.servers  # which take turns
+            for _ in range(min(n_requests, n_prompts))
+            for server in self.pool.servers  # servers take turns
         ]
         served = time.monotonic()
         try:
             while call.n_left > 0:
                 done, _ = await asyncio.wait(tasks, timeout=POLL, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:  # the call is over, or it has raised
+                for task in done:  # the call has completed, or the task has failed
                     task.result()
                 if call.is_served_by(self.pool.present):
                     served = time.monotonic()
@@ -234,7 +269,7 @@ class ServerEngine(RolloutEngine):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _work(self, server: Server, call: _Call) -> None:
-        """Ask one server for one request after the other, while it is in, until the call is over."""
+        """Submit requests to one server, one after another, while it is in use, until the call completes."""
         pool = self.pool
         while call.n_left > 0:
             await pool.changed.wait_until(
@@ -249,20 +284,21 @@ class ServerEngine(RolloutEngine):
                 completions = self._checked(server, answer, n_samples, call.oldest)
                 if call.n_left > 0:
                     call.answers[index] = completions
+                    call.on_answer(index)
                 pool.answered(server)
             except ServerError as error:
                 call.waiting.insert(0, index)
-                if server.error is None:  # else it follows from an earlier failure
+                if server.error is None:  # else an earlier failure caused this one
                     pool.lose(server, error)
                     self._count_failure(call, server, index, error)
             pool.changed.set()
 
     def _count_failure(self, call: _Call, server: Server, index: int, error: ServerError) -> None:
-        """Raises RolloutError where a request has failed too often at every server."""
+        """Count a failure. Raises RolloutError if the request has failed too often at every server."""
         call.failures[server, index] += 1
         call.reason = str(error)
         if all(call.failures[each, index] >= ATTEMPTS for each in self.pool.servers):
-            raise RolloutError(f"rollout: a prompt was asked {ATTEMPTS} times of every server, at last {error}")
+            raise RolloutError(f"rollout: a prompt failed {ATTEMPTS} times at every server. The last error: {error}")
 
     async def _ask_each(self, bodies: list[dict[str, Any]], n_samples: int) -> dict[str, Groups]:
         found: dict[str, Groups] = {}
@@ -278,7 +314,7 @@ class ServerEngine(RolloutEngine):
         return found
 
     def _checked(self, server: Server, answer: Any, n: int, oldest: int) -> list[Completion]:
-        """Return the ``n`` responses of an answer. Raises ServerError: not whole, or of weights before ``oldest``."""
+        """Return the ``n`` responses of an answer. Raises ServerError if it is incomplete or from old weights."""
         known = {f"{self.run}:{update}": update for update in range(oldest, self.updates + 1)}
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
@@ -293,7 +329,7 @@ class ServerEngine(RolloutEngine):
             raise ServerError(f"{server}{GENERATE}: expected the answer of `vllm serve`, got {got}") from error
 
     def _completion(self, choice: dict[str, Any], updates: Mapping[str, int]) -> Completion:
-        """``updates`` by the versions of their weights. Raises KeyError, TypeError or ValueError."""
+        """Return one response. ``updates``: update numbers by version. Raises KeyError, TypeError or ValueError."""
         token_ids = torch.tensor(choice["token_ids"], dtype=torch.int64)
         logprobs = known_logprobs([token["logprob"] for token in choice["logprobs"]["content"]])
         spans = [(updates[span["version"]], span["end"] - span["start"]) for span in choice["weight_versions"]]
@@ -305,3 +341,49 @@ class ServerEngine(RolloutEngine):
             raise ValueError(f"tokens of another model, expected token ids below {self._n_vocabulary}")
         text = self.tokenizer.decode(choice["token_ids"], skip_special_tokens=True)
         return Completion(token_ids, logprobs, finish_reason(choice["finish_reason"]), text, versions=versions)
+
+
+class _OpenServerCall(OpenCall):
+    """Each prompt is a separate request. The servers' queues batch them, and their caches reuse earlier turns."""
+
+    def __init__(self, engine: ServerEngine, options: CallOptions, wake: Callable[[], None], n_prompts: int) -> None:
+        super().__init__()
+        self.engine, self.options, self._wake = engine, options, wake
+        self._keys: list[int] = []  # of the requests, by index
+        self._answered: SimpleQueue[int] = SimpleQueue()
+        self._call = _Call([], None, engine.updates, self._take)
+        self._task = engine.start(engine._answer(self._call, engine._n_requests(1, options), n_prompts))
+        self._task.add_done_callback(lambda _: wake())
+
+    def _take(self, index: int) -> None:
+        self._answered.put(index)
+        self._wake()
+
+    def add(self, key: int, prompt: Prompt, sampling: SamplingParams) -> None:
+        super().add(key, prompt, sampling)
+        self._keys.append(key)
+        (body,) = self.engine._bodies([prompt], [sampling], self.options.priority)
+        http.shared_loop().call_soon_threadsafe(self._submit, body)
+
+    def _submit(self, body: dict[str, Any]) -> None:
+        self._call.add(body)
+        self.engine.pool.changed.set()
+
+    def is_ready(self, is_complete: bool) -> bool:
+        return not self._answered.empty() or self._task.done()
+
+    def work(self) -> list[tuple[int, Completion]]:
+        if self._task.cancelled():
+            raise RolloutError("rollout: the run has ended")
+        if self._task.done():  # it ends only with an error
+            self._task.result()
+        found = []
+        while not self._answered.empty():
+            index = self._answered.get()
+            (completion,) = self._call.answers[index]
+            found.append((self._keys[index], completion))
+            del self._open[self._keys[index]]
+        return found
+
+    def close(self) -> None:
+        self._task.cancel()

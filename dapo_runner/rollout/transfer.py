@@ -1,4 +1,4 @@
-"""New weights on their way to servers: what every transfer does, and the one by file. `nccl` needs no file."""
+"""Send new weights to servers: the interface of transfers, and the transfer by file. `nccl` needs no file."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ LOCK = "lock"
 
 
 class Transfer(ABC):
-    """Publishes weights, and has servers load what was published last. Rank 0 alone has and sends them.
+    """Publish weights, and let servers load the last published ones. Only rank 0 has and sends them.
 
-    ``device``: where they are held; ``copies``: also where the policy has them there.
+    ``device``: where they are held. ``copies``: whether to copy them if the policy is on the same device.
     """
 
     device = torch.device("cpu")
@@ -39,29 +39,29 @@ class Transfer(ABC):
         rollout = config.rollout
         self.world = world
         self.within = rollout.server.sync_within
-        # vLLM's name for what becomes of the responses under way.
+        # vLLM's pause mode, which decides about responses in progress.
         self.mode = "abort" if not rollout.max_staleness else "keep" if rollout.partial else "wait"
         self.pause_within = rollout.server.answer_within if self.mode == "wait" else self.within
-        self._published: tuple[str | None, Any] = (None, None)  # a version and what ``_load`` is given
+        self._published: tuple[str | None, Any] = (None, None)  # a version, and the argument of ``_load``
 
     @classmethod
     @abstractmethod
     def check(cls, config: Config) -> None:
-        """Raise ConfigError where weights cannot pass."""
+        """Raise ConfigError if weights cannot be sent this way."""
 
     @property
     def version(self) -> str | None:
-        """Of the weights that were published last."""
+        """The version of the last published weights."""
         return self._published[0]
 
     def publish(self, version: str, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take over the weights as they are now, in the place of those before. Collective.
+        """Replace the published weights by the current ones. Collective.
 
-        Raises RolloutError where one is not finite: what a server computes with it stays in its cache.
+        Raises RolloutError if one is not finite: what a server computes with it would stay in its cache.
         """
-        self._published = (self.version, None)  # makes room
-        own = ((name, tensor.detach()) for name, tensor in weights if self.world.is_main)
-        held = {name: tensor.to(self.device, copy=self.copies).contiguous() for name, tensor in own}
+        self._published = (self.version, None)  # frees the memory of the previous weights
+        local = ((name, tensor.detach()) for name, tensor in weights if self.world.is_main)
+        held = {name: tensor.to(self.device, copy=self.copies).contiguous() for name, tensor in local}
 
         def hold() -> Any:
             for name, tensor in held.items():
@@ -72,27 +72,27 @@ class Transfer(ABC):
         self._published = (version, self.world.run_on_rank0(hold))
 
     def _hold(self, version: str, weights: dict[str, Tensor]) -> Any:
-        """Keep the weights on rank 0 and return what ``_load`` is given."""
+        """Store the weights on rank 0 and return the argument of ``_load``."""
         return weights
 
     def close(self) -> None:  # noqa: B027
-        """Remove what was published."""
+        """Remove the published weights."""
 
     async def send(self, server: Server) -> str | None:
-        """Have one server load what was published last and return its version.
+        """Let one server load the last published weights. Return their version.
 
-        With asynchronous rollouts the responses under way go on with the new weights, what was computed for them before
-        anew; without `rollout.partial` they end first. Raises ServerError.
+        With asynchronous rollouts the responses in progress continue with the new weights, after their cache is
+        recomputed; without `rollout.partial` they finish first. Raises ServerError.
         """
-        version, held = self._published  # another thread may publish the next
+        version, held = self._published  # another thread may publish new ones meanwhile
         found = await server.read("/weight_info", "weight_version")
         is_paused = await server.read("/is_paused", "is_paused")
         if found == version and not is_paused:
             return version
         if not self.world.is_main or held is None:
-            raise ServerError(f"{server}: waits for weights {version} from rank 0, and has {found}")
+            raise ServerError(f"{server}: waits for weights {version} from rank 0, has {found}")
         if found != server.version:
-            server.version = None  # it has started anew
+            server.version = None  # the server has restarted
         await server.post(f"/pause?mode={self.mode}", within=self.pause_within)
         await self._load(server, held, is_halfway=is_paused)
         running = "?reset_running_requests=true" if self.mode == "keep" else ""
@@ -104,16 +104,16 @@ class Transfer(ABC):
 
     @abstractmethod
     async def _load(self, server: Server, held: Any, *, is_halfway: bool) -> None:
-        """Have a paused server load the weights. ``is_halfway``: another trainer did not get to the end."""
+        """Let a paused server load the weights. ``is_halfway``: another trainer did not finish."""
 
 
 class FileTransfer(Transfer):
-    """Weights pass as one safetensors file, in a folder that rank 0 and the servers see: by default in this machine's
-    shared memory. There is one file, that of the newest version.
+    """Send weights as a safetensors file, in a folder that rank 0 and the servers share: by default in this machine's
+    shared memory. There is only one file, with the newest version.
     """
 
     def __init__(self, config: Config, world: World) -> None:
-        """Raises ConfigError where the folder cannot be made."""
+        """Create the folder. Raises ConfigError if that fails."""
         super().__init__(config, world)
         self._made = world.run_on_rank0(lambda: _make_folder(config))
 
@@ -157,10 +157,10 @@ def _parent_folder(config: Config) -> Path:
 
 
 def _make_folder(config: Config) -> tuple[TemporaryDirectory[str], BinaryIO]:
-    """Make a folder for this process alone, and lock it as long as that lives.
+    """Create a folder for this process only, and lock it while the process lives.
 
-    What killed runs have left is removed: in this machine's shared memory that of any run, elsewhere, where machines
-    may not see each other's locks, of this one.
+    Remove folders that killed runs have left: in this machine's shared memory of all runs; elsewhere, where machines
+    may not see each other's locks, only of this run.
     """
     above = _parent_folder(config)
     run = hashlib.blake2b(str(config.run_dir.absolute()).encode(), digest_size=8).hexdigest()
@@ -168,27 +168,27 @@ def _make_folder(config: Config) -> tuple[TemporaryDirectory[str], BinaryIO]:
     try:
         above.mkdir(parents=True, exist_ok=True)
         for leftover in above.glob(f"dapo-{os.getuid()}-*" if above == SHARED_MEMORY else f"{prefix}*"):
-            with suppress(OSError):  # in use, or not to be removed
+            with suppress(OSError):  # it is in use, or cannot be removed
                 _clear_away(leftover)
-        folder = TemporaryDirectory(prefix=prefix, dir=above, ignore_cleanup_errors=True)  # nobody else's to enter
+        folder = TemporaryDirectory(prefix=prefix, dir=above, ignore_cleanup_errors=True)  # private to the user
         unfinished = Path(folder.name, f"{LOCK}.unfinished")
         lock = lock_file(unfinished)
-        unfinished.rename(unfinished.with_name(LOCK))  # only now: one that can be locked is taken for left over
+        unfinished.rename(unfinished.with_name(LOCK))  # only now: a lock file without a lock marks a left-over folder
     except OSError as error:
         raise ConfigError(f"rollout.server.folder: expected a folder that can be written to: {error}") from error
-    os.register_at_fork(after_in_child=lock.close)  # a child that outlives this process does not keep it
+    os.register_at_fork(after_in_child=lock.close)  # a child that outlives this process must not keep the lock
     return folder, lock
 
 
 def _clear_away(leftover: Path) -> None:
-    """Remove it unless it is another user's, who may have taken the name in a folder for all. Raises OSError."""
+    """Remove a left-over folder of this user; another user may have taken the name. Raises OSError."""
     if leftover.lstat().st_uid == os.getuid() and (leftover / LOCK).exists():
         with lock_file(leftover / LOCK):
             shutil.rmtree(leftover)
 
 
 def checksum(path: Path) -> int:
-    """Return the sum of a file's 8-byte words, of the bytes behind the last one, and of its size."""
+    """Return the sum of a file's 8-byte words, its remaining bytes, and its size."""
     size = path.stat().st_size
     words = torch.from_file(str(path), size=size // 8, dtype=torch.int64)
     rest = torch.from_file(str(path), size=size, dtype=torch.uint8)[size // 8 * 8 :]

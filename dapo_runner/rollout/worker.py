@@ -1,7 +1,7 @@
-"""The one path from prompts to scored groups, for training, evaluation, segments and asynchronous rollouts.
+"""The single path from prompts to scored groups, for training, evaluation, segments and asynchronous rollouts.
 
-With several ranks, rank 0 decides what is sampled and has the groups. The other ranks follow: each engine answers and
-scores its share of the requests, and sends the groups to rank 0.
+With several ranks, rank 0 decides what to sample and gets the groups. The other ranks follow: each engine completes
+and scores its share of the requests and sends the groups to rank 0.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dapo_runner.parallel.balance import spread
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.engine import Groups, RolloutEngine
+from dapo_runner.rollout.episodes import EpisodeRunner
 from dapo_runner.rollout.segments import grow_trees, join_continuation
 from dapo_runner.timing import StepClock
 from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Group, Prompt, RolloutRequest, SamplingParams
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 
 class _Share(NamedTuple):
-    """What rank 0 sends to another rank: requests, or the end of its ``lead`` and the error that ended it."""
+    """A message of rank 0 to another rank: requests, or the end of ``lead`` and the error that ended it."""
 
     requests: list[RolloutRequest]
     options: CallOptions = DEFAULT_OPTIONS
@@ -36,25 +37,27 @@ class _Share(NamedTuple):
 
 @dataclass(frozen=True)
 class RolloutWorker:
-    """Samples completions and scores them.
+    """Sample completions and score them.
 
-    ``tree``: the shape of the trees that responses grow as. ``clock`` counts the time in the ``phases`` of sampling and
-    of scoring. ``stop`` may end a step that would not end before the process is killed.
+    ``tree``: the shape of the trees of responses, if any. ``episodes`` runs episodes of several turns in place of
+    single responses. ``clock`` measures the ``phases`` of sampling and of scoring. ``stop`` may abandon a step that
+    would not end before the process is killed.
     """
 
     engine: RolloutEngine
     score: Scorer
     tokenizer: Any
     tree: TreeShape | None = None
+    episodes: EpisodeRunner | None = None
     world: World = SINGLE_PROCESS
     clock: StepClock = field(default_factory=StepClock)
     stop: StopRequest = field(default_factory=StopRequest)
     phases: tuple[str, str] = ("rollout", "score")
 
     def lead(self, work: Callable[[], T]) -> T | None:
-        """Run ``work`` on rank 0, which may call ``generate`` there; the other ranks follow and return None.
+        """Run ``work`` on rank 0, where it may call ``generate``. The other ranks follow and return None.
 
-        Raises on every rank what ``work`` raises. Collective.
+        Raises the error of ``work`` on every rank. Collective.
         """
         if not self.world.is_main:
             self._follow()
@@ -70,12 +73,12 @@ class RolloutWorker:
     def generate(self, requests: Sequence[RolloutRequest], options: CallOptions = DEFAULT_OPTIONS) -> list[Group]:
         """Return scored groups in the order of the requests.
 
-        Requests whose responses were dropped, or whose reward failed and was allowed to, have none. With several ranks
-        only rank 0 calls this, inside ``lead``.
+        Dropped requests, and those whose reward or episodes failed within the allowed failures, have no group. With
+        several ranks only rank 0 calls this, inside ``lead``.
         """
         with self.clock.phase("wait") if self.world.size > 1 else nullcontext():
             costs = [float(len(request.prompt.token_ids) + request.sampling.max_tokens) for request in requests]
-            shares = [[requests[place] for place in mine] for mine in spread(costs, self.world.n_engines)]
+            shares = [[requests[index] for index in indices] for indices in spread(costs, self.world.n_engines)]
             per_engine = self.world.layout.rollout_tensor
             self._send([_Share(shares[rank // per_engine], options) for rank in range(self.world.size)])
             return self._answer(_Share(shares[0], options))
@@ -92,7 +95,7 @@ class RolloutWorker:
             raise share.error
 
     def _answer(self, share: _Share) -> list[Group]:
-        """Answer this rank's share; rank 0 returns the groups of all. Collective."""
+        """Complete this rank's share. Rank 0 returns the groups of all ranks. Collective."""
         is_late = self.world.any(self.stop.is_late)
         found = self.world.run_and_gather_on_rank0(lambda: self._answer_share(share, is_late))
         groups = {index: group for part in found for index, group in part.items()}
@@ -100,7 +103,7 @@ class RolloutWorker:
 
     def _answer_share(self, share: _Share, is_late: bool) -> dict[int, Group]:
         if is_late:
-            raise StepGivenUpError("this step would not end before the process is killed")
+            raise StepGivenUpError("it would not end before the process is killed")
         sampling, scoring = self.phases
         with self._timed(sampling):
             completions = self._sample(share)
@@ -117,6 +120,8 @@ class RolloutWorker:
         sampling = [replace(request.sampling, index=request.index) for request in share.requests]
         if self.tree is not None:
             return grow_trees(self.engine.generate, self.tokenizer, prompts, sampling, self.tree)
+        if self.episodes is not None:
+            return self.episodes(self.engine, prompts, sampling, share.options)
         completions = self.engine.generate(prompts, sampling, share.options)
         return [
             [join_continuation(prompt, end, self.tokenizer) for end in found] if prompt.n_response_tokens else found
@@ -125,7 +130,7 @@ class RolloutWorker:
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
-        """Only an engine of one rank is given up while it samples: in a larger one the others would wait for it."""
+        """Measure a phase. Only an engine of one rank may abandon it: in a larger one the other ranks would wait."""
         may_give_up = self.world.layout.rollout_tensor == 1
         with self.clock.phase(phase), self.stop.giving_up() if may_give_up else nullcontext():
             yield
@@ -136,7 +141,7 @@ def make_requests(prompts: Sequence[Prompt], sampling: SamplingParams) -> list[R
 
 
 def rollout_sampling(config: Config, round_name: int | str) -> SamplingParams:
-    """Return the sampling of one round of training prompts, with a seed of its own."""
+    """Return the sampling of one round of training prompts. Each round has its own seed."""
     rollout = config.rollout
     return rollout.params(
         n=rollout.group_size,

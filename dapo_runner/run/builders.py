@@ -23,21 +23,24 @@ from dapo_runner.run.tiny_model import ensure_tiny_model
 
 
 def initial_model(config: Config, progress: Progress) -> str | Path:
-    """Return where the policy of a new run comes from; make the tiny model if it is that."""
+    """Return the path or name of a new run's policy. Make the tiny model if the configuration asks for it."""
     if config.model.path is not None:
         return config.model.path
     return ensure_tiny_model(config, config.run_dir / TINY_MODEL, progress.note)
 
 
 def build_dataset(config: Config, source: str | Path, context: RunContext) -> Dataset:
-    """Load the prompts for the model in ``source`` and note what is worth knowing of them. Raises ConfigError."""
+    """Load the prompts, tokenized for the model ``source``, and note cautions about them. Raises ConfigError."""
     world, note = context.world, context.progress.note
     world.run_or_raise_everywhere(lambda: check_lengths(config, source, download=True))
     dataset = world.run_or_raise_everywhere(lambda: load_data(config, load_tokenizer(source, config.model)))
     note(f"data: {dataset.report.describe()}")
     for caution in cautions(config):
         note(caution)
-    if (unmatchable := unmatchable_answers(config.reward, dataset.train)) is not None:
+    # Distillation needs no answers. Prompts without one are not checked.
+    answered = [prompt for prompt in dataset.train if prompt.answer or config.distillation is None]
+    is_matched = bool(answered) and config.env is None
+    if is_matched and (unmatchable := unmatchable_answers(config.reward, answered)) is not None:
         note(unmatchable)
     return dataset
 
@@ -45,7 +48,7 @@ def build_dataset(config: Config, source: str | Path, context: RunContext) -> Da
 def build_learner(config: Config, checkpoint: Checkpoint | None, context: RunContext) -> Learner:
     """Load the policy, the reference and the critic that the configuration needs, and make the optimizers.
 
-    Adapters are put on the model that training started from: the model of a checkpoint has them merged in.
+    With LoRA the base model is loaded, not that of the checkpoint, into which the adapters are merged.
     """
     world, device, progress = context.world, context.device, context.progress
     start = world.broadcast_from_rank0(lambda: initial_model(config, progress))
@@ -53,10 +56,10 @@ def build_learner(config: Config, checkpoint: Checkpoint | None, context: RunCon
     shared = config.critic is not None and config.critic.share_trunk
     replay, seed = config.loss.routing_replay, config.run.seed
     policy = load_policy(source, config.model, device, seed, world, replay, "shared" if shared else "policy")
-    is_own_reference = config.model.lora is not None and config.loss.reference is None
+    is_own_reference = config.model.lora is not None and config.reference_path is None
     reference, critic = None, policy if shared else None
     if uses_reference(config) and not is_own_reference:
-        reference = load_policy(config.loss.reference or start, config.model, device, world=world, role="reference")
+        reference = load_policy(config.reference_path or start, config.model, device, world=world, role="reference")
     if config.critic is not None and not shared:
         critic = load_policy(config.critic.path or start, config.model, device, world=world, role="critic")
     return Learner(policy, config, reference, critic, context.clock)
@@ -69,7 +72,7 @@ def build_sampler(config: Config, dataset: Dataset, progress: Progress) -> Dynam
 
 
 def make_asynchronous(sampler: DynamicSampler, config: Config) -> AsynchronousSampler:
-    """Return a sampler that fills the steps of ``sampler``, whose state is loaded, while earlier ones train."""
+    """Wrap ``sampler``, whose state is loaded, so that it samples later steps while earlier ones train."""
     rollout = config.rollout
     n_rounds = rollout.max_staleness + 1 if rollout.partial else 1
     return AsynchronousSampler(sampler, rollout.max_staleness, config.run.steps, rollout.server.round_within, n_rounds)

@@ -1,4 +1,4 @@
-"""Where a run happens."""
+"""The context that every rank of a run has: ranks, device, progress display, clock, folder lock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dapo_runner.timing import StepClock
 
 @dataclass(frozen=True)
 class RunContext:
-    """What every rank of a run has. Rank 0 alone has the lock of the run's folder and shows progress."""
+    """The context of a run on one rank. Only rank 0 holds the lock of the run's folder and shows progress."""
 
     world: World
     device: torch.device
@@ -28,7 +28,7 @@ class RunContext:
     lock: FolderLock | None
 
     def close(self, error: BaseException | None) -> None:
-        """Give everything back after ``error``, or None at the regular end. May raise RankLostError."""
+        """Close everything. ``error`` is what ended the run, or None. May raise RankLostError."""
         self.progress.close()
         if self.lock is not None:
             self.lock.close()
@@ -44,7 +44,7 @@ class RunContext:
 
 
 def open_context(config: Config, progress: Progress) -> RunContext:
-    """Meet the other ranks, check what the run needs and lock its folder. Raises ConfigError."""
+    """Join the other ranks, run the preflight checks and lock the run's folder. Raises ConfigError."""
     world = open_world(config)
     try:
         world.run_or_raise_everywhere(lambda: check_needs(config, world.layout))

@@ -1,5 +1,5 @@
-"""`run.early_stop` and `run.max_tokens`: whether a run has come to its end before its last step. The answer follows
-from what is logged alone, so that a run which was killed, and every rank of one that many share, gives the same.
+"""Decide by logged values whether `run.early_stop` or `run.max_tokens` ends a run before its last step. So a resumed
+run, and every rank of a run, decides the same.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dapo_runner.config import Config, ConfigError
 
 
 class EarlyStop:
-    """``reason`` is None until a step or an evaluation that was observed ends the run."""
+    """Observe steps and evaluations. ``reason`` is None until one of them ends the run."""
 
     def __init__(self, config: Config) -> None:
         self.settings = config.run.early_stop
         self.metric, self.k = early_stop_metric(config), config.evaluation.k
         self._spent: str | None = None
         self._decided: str | None = None
-        self._best: tuple[int, float] | None = None  # step and figure
-        self._waited = 0
+        self._best: tuple[int, float] | None = None  # step and value
+        self._waited = 0  # evaluations since the best one
         self._tokens, self._budget = 0, config.run.max_tokens
 
     @property
@@ -28,32 +28,32 @@ class EarlyStop:
         return self._spent or self._decided
 
     def replay(self, event: Mapping[str, Any]) -> None:
-        """The next line of metrics.jsonl."""
+        """Observe one line of metrics.jsonl."""
         if event["kind"] == "eval":
             self.observe(event["step"], event)
         else:
-            self.count(event["step"], event.get("sampling/tokens", 0))  # which older versions did not log
+            self.count(event["step"], event.get("sampling/tokens", 0))  # older versions did not log it
 
     def count(self, step: int, tokens: int) -> None:
-        """The tokens that a step generated. The evaluation after it is still made."""
+        """Count the tokens that a step generated. The run still evaluates after the step that spends the budget."""
         self._tokens += tokens
         if self._budget is not None and self._tokens >= self._budget:
             spent = f"{self._tokens:,} tokens generated (run.max_tokens={self._budget:,})"
             self._spent = f"ended after step {step}: {spent}"
 
     def observe(self, step: int, figures: Mapping[str, Any]) -> None:
-        """The next evaluation, as measured or as logged, where a figure that is not finite is None. Raises ConfigError
-        where the figure that counts is not among them.
+        """Observe one evaluation. A logged value that is not finite is None. Raises ConfigError if the metric of
+        `run.early_stop` is not among ``figures``.
         """
         if self.settings is None:
             return
         if self.metric not in figures and self.metric.endswith(f"cons@{self.k}"):
-            return  # it is measured only where every response has an extracted answer
+            return  # cons@k is measured only if every response has an extracted answer
         if self.metric not in figures:
-            there = ", ".join(name.removeprefix("eval/") for name in figures if name.startswith("eval/"))
+            known = ", ".join(name.removeprefix("eval/") for name in figures if name.startswith("eval/"))
             raise ConfigError(
-                f"run.early_stop.metric: expected a figure of the evaluations, {there}, "
-                f"got {self.metric.removeprefix('eval/')}"
+                f"run.early_stop.metric: expected one of {known}, got {self.metric.removeprefix('eval/')}. "
+                "Choose a metric of the evaluations."
             )
         value, sign = figures[self.metric], 1 if self.settings.mode == "max" else -1
         if value is not None and not math.isfinite(value):
@@ -79,7 +79,7 @@ class EarlyStop:
 
 
 def last_step(config: Config, events: Iterable[Mapping[str, Any]]) -> int | None:
-    """The step that a run with these lines in metrics.jsonl came to its end with; None where it has not yet."""
+    """Return the step that ended the run with these lines in metrics.jsonl; None if it has not ended."""
     early_stop = EarlyStop(config)
     for event in events:
         early_stop.replay(event)
@@ -89,7 +89,7 @@ def last_step(config: Config, events: Iterable[Mapping[str, Any]]) -> int | None
 
 
 def early_stop_metric(config: Config) -> str:
-    """The name of the figure, as it is logged."""
+    """Return the name of the observed metric in metrics.jsonl."""
     settings = config.run.early_stop
     chosen = settings.metric if settings is not None else None
     return f"eval/{chosen or f'avg@{config.evaluation.k}'}"

@@ -1,6 +1,4 @@
-"""A run's folder: one process at a time writes into it, and all of it comes from one configuration, but for what may
-change on the way.
-"""
+"""A run's folder: its lock, its configuration, and the settings that may change when a run resumes."""
 
 from __future__ import annotations
 
@@ -34,20 +32,21 @@ from dapo_runner.logging.run_log import CHECKPOINTS
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = "lock"
 TINY_MODEL = "model"
-# What may change in a run's folder; `changes.jsonl` says what did, after which step. A name that ends in a point stands
-# for its whole section. Anything else is another run (run.name), or a fork of this one (run.from).
+# The settings that may change when a run resumes; `changes.jsonl` records what changed after which step. A name that
+# ends in a point stands for a whole section. To change any other setting, start another run (run.name) or a fork of
+# this one (run.from).
 MAY_CHANGE = (
-    "algorithm",  # a name: the settings that it stands for are compared one by one
-    # How long, how often, where to.
+    "algorithm",  # a name: the settings that it sets are compared one by one
+    # Length of the run, intervals, output.
     *("run.steps", "run.max_tokens", "run.epochs", "run.eval_every", "run.save_every", "run.keep", "run.async_save"),
     *("run.grace", "run.early_stop", "run.early_stop.", "run.name", "run.output_dir", "logging."),
-    # What a step takes of machine, memory and patience; its figures stay what they are but for rounding.
-    *("run.device", "run.threads", "parallel.", "optimizer.token_budget"),
+    # Hardware, memory and deadlines. Results differ only by rounding.
+    *("run.device", "run.threads", "parallel.", "optimizer.token_budget", "optimizer.offload"),
     *("model.attention", "model.compile", "model.gradient_checkpointing"),
     *("rollout.max_batch_sequences", "rollout.vllm.", "rollout.server.", "rollout.probe."),
     *("reward.workers", "reward.deadline", "reward.plugin_deadline", "reward.calls."),
     *("reward.judge.url", "reward.judge.key_env"),
-    # What helps a run in trouble.
+    # What can help a run that diverges or runs out of prompts.
     "critic.lr",
     *("optimizer.lr", "optimizer.schedule", "optimizer.min_lr_ratio", "optimizer.grad_clip"),
     *("sampler.max_rounds", "sampler.max_age", "sampler.on_exhausted"),
@@ -58,8 +57,9 @@ C = TypeVar("C", bound=AnyConfig)
 
 
 def lock_folder(folder: Path, note: Callable[[str], None]) -> FolderLock:
-    """Make a run's folder where there is none, and keep other processes out of it. Raises ConfigError that names the
-    process which is in it, or says why nothing can be written there.
+    """Create a run's folder if needed and lock it against other processes.
+
+    Raises ConfigError if another process holds the lock, which the message names, or if the folder is not writable.
     """
     path = folder / LOCK_FILE
     try:
@@ -73,21 +73,20 @@ def lock_folder(folder: Path, note: Callable[[str], None]) -> FolderLock:
         owner = _owner(file)
         file.close()
         raise ConfigError(
-            f"{folder}: {owner} trains in this folder, and two would write over each other; wait for it or stop it, "
-            "or choose another run.name"
+            f"{folder}: is in use by {owner}. Wait until it ends, stop it, or choose another run.name."
         ) from error
     except OSError as error:  # a file system without locks
-        note(f"{path} cannot be locked ({error}): see to it that no other process trains in this folder")
+        note(f"{path} cannot be locked ({error}). Make sure that no other process trains in this folder.")
     file.truncate(0)
     file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
     file.flush()
-    # A child that a plug-in forks shares the lock, and would keep it when this process is killed.
+    # A child that a plug-in forks shares the lock, and would keep it after this process is killed.
     os.register_at_fork(after_in_child=file.close)
     return FolderLock(file)
 
 
 class FolderLock:
-    """Held until ``close``, or until the process ends, however it ends: the kernel gives it back."""
+    """Hold a lock until ``close`` or the end of the process, also after `kill -9`."""
 
     def __init__(self, file: TextIOWrapper) -> None:
         self._file = file
@@ -101,12 +100,12 @@ def _owner(file: TextIOWrapper) -> str:
     try:
         owner = json.loads(file.read())
         return f"process {owner['pid']} on {owner['host']}"
-    except (ValueError, KeyError, TypeError):  # it has the lock and has not said so yet
+    except (ValueError, KeyError, TypeError):  # it holds the lock, but has not written its process id yet
         return "another process"
 
 
 def write_config(config: AnyConfig, folder: Path) -> None:
-    """A kill leaves the old file or the new one, never half of it. Raises ConfigError."""
+    """Write the configuration atomically: a kill leaves the old file or the new one. Raises ConfigError."""
     path = folder / CONFIG_FILE
     unfinished = path.with_name(path.name + ".unfinished")
     try:
@@ -117,7 +116,7 @@ def write_config(config: AnyConfig, folder: Path) -> None:
 
 
 class Change(NamedTuple):
-    """A setting and its values, as YAML has them."""
+    """A setting and its values before and after, as in YAML."""
 
     key: str
     before: Any
@@ -128,13 +127,13 @@ class Change(NamedTuple):
 
 
 def read_config(folder: Path, overrides: Iterable[str] = ()) -> Config:
-    """What a run was last started with; keys that a later version added have their defaults. Raises ConfigError."""
+    """Return the configuration of the last start, with defaults for settings added since. Raises ConfigError."""
     raw = apply_overrides(_read(folder, "train"), overrides)
     return _naming_file(folder, lambda: parse_config(raw))
 
 
 def read_sft_config(folder: Path) -> SftConfig:
-    """The same of a supervised run."""
+    """Return the configuration of a supervised run. Raises ConfigError."""
     raw = _read(folder, "sft")
     return _naming_file(folder, lambda: parse(raw, SftConfig))
 
@@ -154,25 +153,25 @@ def _read(folder: Path, command: str) -> dict[str, Any]:
 
 
 def settings_of(config: AnyConfig) -> dict[str, Any]:
-    """By dotted keys, as YAML has them."""
+    """Return the settings by dotted keys, with values as in YAML."""
     return flatten(yaml.safe_load(dump_config(config)))
 
 
 def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Of settings by dotted keys."""
+    """Return the settings that differ. Both mappings have dotted keys."""
     keys = sorted(before.keys() | now.keys())
     return [Change(key, before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)]
 
 
 def is_among(key: str, names: Iterable[str]) -> bool:
-    """Whether ``names`` has the key, or its section, which ends in a point."""
+    """Return whether ``names`` contains the key, or its section followed by a point."""
     return any(key == name or (name.endswith(".") and key.startswith(name)) for name in names)
 
 
 def check_same_run(config: AnyConfig, folder: Path) -> list[Change]:
-    """What has changed since the folder's run was last started. Raises ConfigError naming what may not.
+    """Return the settings that differ from the folder's run. Raises ConfigError if one of them may not change.
 
-    A folder where nothing was logged holds no run yet: what an earlier attempt made there is cleared away.
+    A folder without logged steps holds no run yet: what an earlier attempt wrote there is removed instead.
     """
     if not (folder / CONFIG_FILE).is_file():
         return []

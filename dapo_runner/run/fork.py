@@ -1,7 +1,7 @@
-"""A run that starts from another one's checkpoint: `run.from=RUN@STEP`.
+"""Start a run from the checkpoint of another one: `run.from=RUN@STEP`.
 
-Weights, optimizer, sampler and every random generator are the checkpoint's, steps are counted on from its own, and the
-settings may be other ones. The checkpoint is copied: what becomes of the run it came from does not matter afterwards.
+The fork continues with the checkpoint's weights, optimizer, sampler, random generators and step number. Other settings
+may change. The checkpoint is copied, so the fork does not depend on the other run afterwards.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS, log_fork
 from dapo_runner.run.folder import CONFIG_FILE, TINY_MODEL, Change, changes_between, is_among, read_config, settings_of
 
-# What the checkpoint's weights, its optimizer and its walk over the prompts belong to.
+# The checkpoint's weights, optimizer state and order of prompts depend on these.
 FIXED = ("model.", "data.", "run.seed", "rollout.max_prompt_tokens")
 FREE = ("model.attention", "model.compile", "model.gradient_checkpointing")
-# What the groups left over were sampled and rewarded under.
+# The groups left over in the checkpoint were sampled and rewarded with these.
 OF_GROUPS = (
     "reward.",
     "rollout.group_size",
@@ -28,12 +28,13 @@ OF_GROUPS = (
     "rollout.stop",
     *("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p"),
     "advantage.segments.",
+    "env.",
 )
-OWN = ("run.name", "run.output_dir", "run.from", "ranks")  # differ in any case, or are no setting
+OWN = ("run.name", "run.output_dir", "run.from", "ranks")  # always differ, or are not a setting
 
 
 def find_origin(config: Config) -> tuple[Checkpoint, list[Change]]:
-    """The checkpoint that `run.from` names, and what is set otherwise than in its run. Raises ConfigError."""
+    """Return the checkpoint that `run.from` names, and the settings that differ from its run. Raises ConfigError."""
     assert config.run.from_ is not None
     source, step = Path(config.run.from_.rpartition("@")[0]), config.run.forked_at
     if not (source / CONFIG_FILE).is_file():
@@ -58,7 +59,7 @@ def find_origin(config: Config) -> tuple[Checkpoint, list[Change]]:
 
 
 def _held(*settings: dict[str, Any]) -> Iterator[str]:
-    """What the models came from that the checkpoint holds beside the policy and the fork goes on with."""
+    """Yield the keys that name the source of a reference or critic which the fork takes from the checkpoint instead."""
     if all(each.get("loss.reference_ema") is not None for each in settings):
         yield "loss.reference"
     if all(each.get("critic.share_trunk") is False for each in settings):
@@ -66,7 +67,7 @@ def _held(*settings: dict[str, Any]) -> Iterator[str]:
 
 
 def _settings_at(source: Path, step: int) -> dict[str, Any]:
-    """Those that the checkpoint after ``step`` was made under: what was set otherwise from there on is undone."""
+    """Return the settings of the run when it saved ``step``: later changes are undone."""
     settings = settings_of(read_config(source))
     for change in reversed(_changes(source)):
         if change["step"] >= step:
@@ -75,15 +76,13 @@ def _settings_at(source: Path, step: int) -> dict[str, Any]:
 
 
 def _changes(folder: Path) -> list[dict[str, Any]]:
-    """The lines of its settings, the oldest first."""
+    """Return the logged changes of settings, oldest first."""
     path = folder / CHANGES_FILE
     return [entry for entry in read_log(path) if entry["kind"] == "change"] if path.is_file() else []
 
 
 def start_fork(config: Config, folder: Path) -> Checkpoint:
-    """Copy what `run.from` names into the run's own folder and write down where it comes from. Raises ConfigError where
-    there is no such checkpoint, CheckpointError where it cannot be copied.
-    """
+    """Copy the checkpoint of `run.from` into the run's folder and log the fork. Raises ConfigError, CheckpointError."""
     origin, changes = find_origin(config)
     log_fork(folder, origin, changes)
     tiny = origin.path.parent.parent / TINY_MODEL
@@ -93,5 +92,5 @@ def start_fork(config: Config, folder: Path) -> Checkpoint:
 
 
 def changes_of_groups(folder: Path) -> list[str]:
-    """Settings of a fork under which the groups that its origin left over would be other ones."""
+    """Return the settings changed by a fork that would have changed the groups left over in the checkpoint."""
     return [change["key"] for change in _changes(folder) if is_among(change["key"], OF_GROUPS)]

@@ -20,7 +20,8 @@ from dapo_runner.logging.run_log import CHECKPOINTS, RunLog
 from dapo_runner.logging.trackers import Trackers
 from dapo_runner.preflight.dry_run import describe_algorithm
 from dapo_runner.rewards.scoring import Scorer
-from dapo_runner.rollout.engine import open_engine
+from dapo_runner.rollout.engine import engine_class, open_engine
+from dapo_runner.rollout.episodes import open_episodes
 from dapo_runner.rollout.probe import SyncProbe
 from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.rollout.worker import RolloutWorker
@@ -41,8 +42,9 @@ from dapo_runner.run.training import is_due
 
 @dataclass(frozen=True)
 class StartPoint:
-    """What a run starts from, and which settings are others than in its folder. ``is_new``: nothing was trained in the
-    folder yet; the checkpoint of a new run is that of a fork.
+    """What a run starts from, and which settings differ from those in its folder.
+
+    ``is_new``: no step was trained in the folder yet. A new run has a checkpoint only if it is a fork.
     """
 
     checkpoint: Checkpoint | None
@@ -55,14 +57,12 @@ class StartPoint:
 
     @property
     def keep_log_through(self) -> int:
-        """Later lines of the logs are removed. What an attempt without a checkpoint logged does not count."""
+        """The last step whose log lines are kept. Without a checkpoint, lines of an earlier attempt are removed."""
         return self.last_completed_step - self.is_new
 
 
 def open_run(config: Config, progress: Progress) -> Run:
-    """Build everything a run needs and load its last checkpoint, if there is one. The folder is locked until the run is
-    left.
-    """
+    """Build the components of a run and load its last checkpoint, if any. Locks the folder until the run closes."""
     resolve_objective(config)
     context = open_context(config, progress)
     with context.closed_on_error():
@@ -80,15 +80,19 @@ def _open_run(config: Config, context: RunContext) -> Run:
     sampler = build_sampler(config, dataset, context.progress)
     engine = world.run_or_raise_everywhere(lambda: open_engine(config, source, context.device, world, note))
     trackers = open_trackers_on_rank0(config, start, context)
-    # Nothing that draws a random number comes after this: a resumed run must see the numbers the first one saw.
+    # Nothing below draws a random number: a resumed run must see the same numbers as an uninterrupted one.
     seed_generators(config.run.seed)
     start = load_start(start, learner, sampler, context)
+    if engine_class(config).takes_adapters(config):
+        engine.sync(learner.policy)
     if start.is_new and start.checkpoint:
         _drop_incompatible_groups(sampler, config.run_dir, context.progress)
     score = _build_scorer(config, context)
     stop = StopRequest(note, config.run.grace)
-    worker = RolloutWorker(engine, score, learner.policy.tokenizer, config.tree, world, context.clock, stop)
-    log = open_log(config, start, trackers, context, learner.policy.tokenizer)
+    tokenizer = learner.policy.tokenizer
+    episodes = world.run_or_raise_everywhere(lambda: open_episodes(config, tokenizer))
+    worker = RolloutWorker(engine, score, tokenizer, config.tree, episodes, world, context.clock, stop)
+    log = open_log(config, start, trackers, context, tokenizer)
     early_stop, probe = _replay_log(config, SyncProbe(dataset.train, config), context)
     done = start.last_completed_step
     owes_evaluation = world.broadcast_from_rank0(lambda: start.is_new or _missed_evaluation(config, done, early_stop))
@@ -113,7 +117,8 @@ def _open_run(config: Config, context: RunContext) -> Run:
 
 
 def _start_model(config: Config, start: StartPoint, progress: Progress) -> str | Path:
-    return start.checkpoint.model if start.checkpoint else initial_model(config, progress)
+    is_merged = not engine_class(config).takes_adapters(config)
+    return start.checkpoint.model if start.checkpoint and is_merged else initial_model(config, progress)
 
 
 def find_start(config: AnyConfig, folder: Path) -> StartPoint:
@@ -129,9 +134,7 @@ def find_start(config: AnyConfig, folder: Path) -> StartPoint:
 
 
 def load_start(start: StartPoint, learner: Learner, sampler: Resumable, context: RunContext) -> StartPoint:
-    """Load the checkpoint, if there is one, into ``learner`` and ``sampler``. Returns ``start`` with what else has
-    changed. Collective.
-    """
+    """Load the checkpoint, if any, into ``learner`` and ``sampler``. Return ``start`` with its changes. Collective."""
     if start.checkpoint is None:
         return start
     note, size = context.progress.note, context.world.size
@@ -161,7 +164,7 @@ def open_trackers_on_rank0(config: AnyConfig, start: StartPoint, context: RunCon
 def open_log(
     config: AnyConfig, start: StartPoint, trackers: Trackers | None, context: RunContext, tokenizer: object = None
 ) -> RunLog | None:
-    """Open the log of a run on rank 0 and write down which settings have changed."""
+    """Open the log of a run on rank 0 and log which settings have changed."""
 
     def open_here() -> RunLog:
         assert trackers is not None  # on rank 0
@@ -176,7 +179,7 @@ def open_log(
         )
         if start.checkpoint is not None:
             log.changes(start.changes)
-            write_config(config, config.run_dir)  # after the log: a kill between them repeats a change, loses none
+            write_config(config, config.run_dir)  # after the log: a kill in between logs a change twice, loses none
             for change in start.changes:
                 context.progress.note(f"from step {start.last_completed_step + 1} on {change}")
         return log
@@ -192,7 +195,7 @@ def _build_scorer(config: Config, context: RunContext) -> Scorer:
 
 
 def _replay_log(config: Config, probe: SyncProbe, context: RunContext) -> tuple[EarlyStop, SyncProbe]:
-    """Let early stopping and the probe see what the run has logged so far."""
+    """Replay the run's log into early stopping and the probe."""
     early_stop = EarlyStop(config)
     for event in context.world.broadcast_from_rank0(lambda: read_log(config.run_dir / METRICS_FILE)):
         early_stop.replay(event)

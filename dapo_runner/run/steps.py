@@ -1,4 +1,4 @@
-"""A run: what the loop does with it, step by step."""
+"""The steps of a run, as the training loop calls them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dapo_runner.logging.metrics import batch_metrics, prefixed, sampling_metric
 from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.rollout.asynchronous import AsynchronousSampler
 from dapo_runner.rollout.group_buffer import SampledStep
-from dapo_runner.rollout.probe import SyncProbe
+from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.rollout.segments import value_chains
 from dapo_runner.rollout.worker import RolloutWorker, make_requests, rollout_sampling
@@ -28,31 +28,31 @@ from dapo_runner.types import CallOptions, Group, Prompt, Sequence
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """A step whose updates are in the weights."""
+    """A step whose updates are applied to the weights."""
 
     step: int
     sampled: SampledStep
     sequences: list[Sequence]  # on rank 0
-    figures: dict[str, float]  # of its updates
+    figures: dict[str, float]  # metrics of its updates
 
 
 @dataclass(kw_only=True)
 class Run(TrainingRun):
-    """A run of `dapo train`. Rank 0 has the groups."""
+    """A run of `dapo train`. Only rank 0 has the groups."""
 
     sampler: DynamicSampler | AsynchronousSampler
     dataset: Dataset
     worker: RolloutWorker
     sync_probe: SyncProbe
     early_stop: EarlyStop
-    owes_evaluation: bool  # of the policy that the run starts with
-    untrained: SampledStep | None = None  # that an asynchronous sampler has given
+    owes_evaluation: bool  # whether to evaluate before the first step
+    untrained: SampledStep | None = None  # taken from an asynchronous sampler, not trained on yet
     unlogged: TrainedStep | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.engine, self.score = self.worker.engine, self.worker.score
-        # The ranks wait for asynchronous rollouts in a group of their own, whose timeout is that of a step.
+        # The ranks wait for asynchronous rollouts in a process group with the timeout of a whole step.
         self.waiting_world = self.world
         if isinstance(self.sampler, AsynchronousSampler) and not self.world.is_single_process:
             self.waiting_world = self.world.new_group(self.sampler.step_timeout)
@@ -67,14 +67,19 @@ class Run(TrainingRun):
         return super().is_last(step) or self.early_stop.reason is not None
 
     def count_calls(self) -> dict[str, float]:
-        for warning in self.score.take_warnings():
-            self.progress.note(warning)
-        counts = self.world.all_gather_object(self.score.take_counts())
-        return {name: sum(part[name] for part in counts) for name in counts[0]}
+        sources = {"reward": self.score} | ({"env": self.worker.episodes} if self.worker.episodes else {})
+        figures: dict[str, float] = {}
+        for area, source in sources.items():
+            for warning in source.take_warnings():
+                self.progress.note(warning)
+            counts = self.world.all_gather_object(source.take_counts())
+            names = dict.fromkeys(name for part in counts for name in part)
+            figures |= prefixed(area, {name: sum(part.get(name, 0.0) for part in counts) for name in names})
+        return figures
 
     def prepare_snapshot(self) -> dict[str, Any] | None:
         snapshot = self.snapshot
-        if isinstance(self.sampler, AsynchronousSampler):  # its threads have gone on sampling
+        if isinstance(self.sampler, AsynchronousSampler):  # its threads have sampled more since the snapshot
             if self.untrained is not None:
                 self.sampler.put_back(self.untrained)
             snapshot = take_snapshot(self.sampler)
@@ -85,7 +90,7 @@ class Run(TrainingRun):
     # Sampling
 
     def sample(self, step: int) -> SampledStep:
-        """Return the groups of a step on rank 0."""
+        """Return the groups of a step, on rank 0."""
         self.stop.expect_step(self.seconds_of_last_step)
         if isinstance(self.sampler, AsynchronousSampler):
             sampled = self._wait_for_sample(self.sampler)
@@ -93,7 +98,7 @@ class Run(TrainingRun):
             sampler, self.snapshot = self.sampler, take_snapshot(self.sampler)
             sampled = self.worker.lead(lambda: self._sample(sampler, step)) or SampledStep()
         if self.config.rollout.engine_spec.is_remote and self.world.any(self.engine.is_unprobed):
-            self.probe()  # a server is back: before its responses train
+            self.probe()  # a server has restarted: check its weights before its responses train
         return sampled
 
     def _sample(self, sampler: DynamicSampler, step: int) -> SampledStep:
@@ -116,7 +121,7 @@ class Run(TrainingRun):
 
     def _wait_for_sample(self, sampler: AsynchronousSampler) -> SampledStep:
         if self.world.any(self.stop.is_late):
-            raise StepGivenUpError("this step would not end before the process is killed")
+            raise StepGivenUpError("it would not end before the process is killed")
 
         def take() -> None:
             with self.stop.giving_up():
@@ -129,8 +134,8 @@ class Run(TrainingRun):
     def generate_round(self, prompts: list[Prompt], number: int) -> list[Group]:
         """Return the scored groups of a round of training prompts.
 
-        Asynchronous rollouts call this in threads of their own on rank 0: clock, signals and the other ranks belong to
-        the loop, and of the rounds in flight the earlier goes first.
+        Asynchronous rollouts call this from threads on rank 0, without the clock, the signals and the other ranks,
+        which belong to the main thread. Of the rounds in flight, the earliest has priority.
         """
         requests = make_requests(prompts, rollout_sampling(self.config, number))
         options = CallOptions(completion_fraction=1 / self.config.sampler.oversample)
@@ -141,7 +146,7 @@ class Run(TrainingRun):
         return [replace(group, step=self.start_step + group.oldest_version) for group in groups]
 
     def release_engine(self) -> None:
-        """Give up GPU memory: the policy is about to train."""
+        """Release the engine's GPU memory before the policy trains."""
         with self.timed("sync"):
             self.engine.release()
             if isinstance(self.sampler, DynamicSampler):
@@ -150,7 +155,7 @@ class Run(TrainingRun):
     # Training
 
     def training_records(self, groups: list[Group], step: int) -> list[Sequence]:
-        """Return the sequences of a step, group by group in order, on rank 0; an empty list elsewhere."""
+        """Return the sequences of a step on rank 0, in the order of their groups; an empty list on other ranks."""
         with self.timed("pack"):
             return self.world.run_on_rank0(lambda: self._make_sequences(groups, step)) or []
 
@@ -160,27 +165,37 @@ class Run(TrainingRun):
         return make_sequences(groups, self.config.advantage, step)
 
     def end_training(self, trained: TrainedStep) -> None:
-        """Complete a step: a checkpoint may hold it from here on, whatever fails after it."""
+        """Complete a step. From here on it can be saved, even if something after it fails."""
         with self.timed("sync"):
             self.learner.move_reference()
         self.unlogged, self.untrained = trained, None
         self.complete_step(trained.step)
 
     def sync(self) -> dict[str, float]:
-        """Send the policy's weights to the engine, and check that it has them. Raises OutOfSyncError."""
+        """Send the policy's weights to the engine and probe whether it has them. Raises OutOfSyncError."""
         with self.timed("sync"):
-            self.engine.update_weights(self.learner.policy.named_weights())
+            self.engine.sync(self.learner.policy)
         return self.probe()
 
     def probe(self) -> dict[str, float]:
-        """Measure how far the log-probs of engine and learner differ. Raises OutOfSyncError."""
+        """Measure the difference between the log-probs of engine and learner. Raises OutOfSyncError."""
         with self.timed("probe"):
             return self.sync_probe(self.engine, self.learner)
+
+    def check_mismatch(self, trained: TrainedStep) -> None:
+        """Warn or raise OutOfSyncError if the KL between engine and learner exceeds `rollout.max_mismatch_kl`."""
+        limit, kl = self.config.rollout.max_mismatch_kl, trained.figures.get("rollout_k3", 0.0)
+        if limit is None or kl <= limit:
+            return
+        message = f"rollout.max_mismatch_kl: expected at most {limit:g}, got {kl:.3g} in step {trained.step}"
+        if self.config.rollout.on_mismatch == "error":
+            raise OutOfSyncError(f"{message}. See docs/mismatch.md.")
+        self.progress.note(message)
 
     # Logging and evaluation
 
     def log_step(self, in_sync: dict[str, float]) -> None:
-        """Log the step that was trained last. ``in_sync``: what the probe measured."""
+        """Log the last trained step. ``in_sync``: the metrics of the probe."""
         assert self.unlogged is not None
         trained, self.unlogged = self.unlogged, None
         with self.timed("log"):
@@ -189,7 +204,7 @@ class Run(TrainingRun):
         self.early_stop.count(trained.step, n_tokens)
 
     def _log_step(self, trained: TrainedStep, in_sync: dict[str, float]) -> int:
-        """Return how many tokens the engine generated."""
+        """Return the number of tokens that the engine generated."""
         step, sampled = trained.step, trained.sampled
         assert self.log is not None
         figures = (

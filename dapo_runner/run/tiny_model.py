@@ -1,14 +1,14 @@
-"""A small model made on the spot: a two-layer transformer, a tokenizer of its own, and a short supervised
-warm-up.
+"""Make a small model on the spot: a two-layer transformer with its tokenizer, after a short supervised warm-up.
 
-The warm-up shows worked examples of training problems and stops while most problems still go wrong: it
-teaches the form of an answer and a first idea of the sums. What the reinforcement learning adds is told by
-the evaluations before and after it, on problems that neither of them has seen.
+The warm-up trains on worked examples and stops while most problems are still solved incorrectly: it teaches the format
+of an answer and the beginnings of arithmetic. The evaluations before and after training, on held-out problems, show
+what reinforcement learning adds.
 """
 
 from __future__ import annotations
 
 import random
+import re
 import shutil
 from collections.abc import Callable
 from itertools import zip_longest
@@ -22,26 +22,30 @@ from torch import Tensor
 from dapo_runner.config import Config, ConfigError, TinyModelConfig
 from dapo_runner.data.arithmetic import ArithmeticProblem, split_problems
 from dapo_runner.data.dataset import apply_template
+from dapo_runner.plugins import import_function
 from dapo_runner.rewards.scoring import Scorer
+from dapo_runner.rollout.episodes import open_episodes
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.worker import RolloutWorker, make_requests
 from dapo_runner.types import Prompt, SamplingParams
 
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 WORDS = ("Answer: ", *"0123456789", *"+-*=,;:?() \n")
-CHECK_EVERY = 10  # warm-up steps between two looks at how much is solved
+TOOL_WORDS = ('<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>')
+CHECK_EVERY = 10  # warm-up steps between measurements of the share solved
 CHECK_PROBLEMS = 256
 LR_WARMUP = 20  # steps
 
 
-def make_tokenizer() -> Any:
-    """Every character is a token, and so is ``Answer: ``."""
+def make_tokenizer(words: tuple[str, ...] = WORDS) -> Any:
+    """Return a tokenizer whose tokens are ``words``. Text outside the longer words is split into characters."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *WORDS))}
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *words))}
+    phrases = "|".join(re.escape(word) for word in words if len(word) > 1)
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"Answer: |[\s\S]"), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"{phrases}|[\\s\\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -53,7 +57,7 @@ def make_tokenizer() -> Any:
 
 
 def make_model(config: TinyModelConfig, tokenizer: Any, max_positions: int) -> Any:
-    """A Llama of the configured size with random weights, from torch's global generator."""
+    """Return a Llama of the configured size with random weights, from torch's global generator."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
@@ -74,10 +78,9 @@ def make_model(config: TinyModelConfig, tokenizer: Any, max_positions: int) -> A
 
 
 def worked_solution(problem: ArithmeticProblem) -> str:
-    """Sums column by column from the units, the carry last in each: 47+85 → ``7+5+0=12``, ``4+8+1=13``, the
-    answer line.
+    """Return the solution column by column, each sum with its carry last, then the answer line.
 
-    Other operators have no steps, only the answer line.
+    47+85 → ``7+5+0=12``, ``4+8+1=13``, ``Answer: 132``. Other operators than + get only the answer line.
     """
     answer = f"Answer: {problem.answer}"
     if problem.operator != "+":
@@ -91,9 +94,7 @@ def worked_solution(problem: ArithmeticProblem) -> str:
 
 
 def with_repeats(solution: str, repeat: float, rng: random.Random) -> str:
-    """Each line once more with probability ``repeat``, and again after that: a model that learns from these goes on
-    beyond its limit now and then.
-    """
+    """Repeat each line with probability ``repeat``, any number of times, so that some responses exceed the limit."""
     lines: list[str] = []
     for line in solution.split("\n"):
         lines.append(line)
@@ -103,16 +104,16 @@ def with_repeats(solution: str, repeat: float, rng: random.Random) -> str:
 
 
 def check_tiny(config: Config) -> None:
-    """Raises ConfigError for settings that the tiny model cannot be made with."""
+    """Raise ConfigError for settings that the tiny model does not support."""
     if config.data.format != "arithmetic":
         raise ConfigError(
-            "model.tiny: expected data.format=arithmetic, which its vocabulary is made for, got "
-            f"{config.data.format!r}; set model.path to a real model"
+            "model.tiny: requires data.format=arithmetic, which its vocabulary is made for, got "
+            f"{config.data.format!r}. Set model.path to train a real model."
         )
     phrase, *characters = WORDS
     if not set(apply_template(config.data.prompt_template, "").replace(phrase, "")) <= set(characters):
         raise ConfigError(
-            f"data.template: expected only the characters the tiny model has, {''.join(WORDS)!r}, "
+            f"data.template: expected only characters of the tiny model's vocabulary, {''.join(WORDS)!r}, "
             f"got {config.data.prompt_template!r}"
         )
     assert config.model.tiny is not None
@@ -120,21 +121,21 @@ def check_tiny(config: Config) -> None:
     warmup = config.model.tiny.warmup
     if warmup.stop_at is not None and examples >= size:
         raise ConfigError(
-            f"model.tiny.warmup.stop_at: expected fewer examples than data.arithmetic.train_size={size}, to judge on "
-            f"the others, got {examples}"
+            f"model.tiny.warmup.stop_at: expected fewer warm-up examples than data.arithmetic.train_size={size}, got "
+            f"{examples}. It is measured on the remaining problems."
         )
 
 
 def ensure_tiny_model(config: Config, folder: Path, report: Callable[[str], None]) -> Path:
-    """The model folder of a run, made and warmed up if it is not there yet, in transformers' format.
+    """Return the folder of a run's tiny model. Make the model and warm it up if it does not exist.
 
-    ``report`` gets a line now and then. The configuration has passed ``check_tiny``.
+    ``report`` gets progress lines. ``check_tiny`` must have accepted the configuration.
     """
     if folder.exists():
         return folder
     assert config.model.tiny is not None
     torch.manual_seed(config.run.seed)
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer((*WORDS, *TOOL_WORDS) if config.env is not None else WORDS)
     model = make_model(config.model.tiny, tokenizer, config.longest_sequence)
     warm_up(model, tokenizer, config, report)
     unfinished = folder.with_name(f"{folder.name}.unfinished")
@@ -146,13 +147,11 @@ def ensure_tiny_model(config: Config, folder: Path, report: Callable[[str], None
 
 
 def warm_up(model: Any, tokenizer: Any, config: Config, report: Callable[[str], None]) -> None:
-    """Next-token training on worked examples: a fixed number of steps, or until ``stop_at`` of unseen
-    problems go right.
-    """
+    """Train on worked examples for a fixed number of steps, or until ``stop_at`` of unseen problems are correct."""
     assert config.model.tiny is not None
     settings, rng = config.model.tiny.warmup, random.Random(config.run.seed)
     problems, _ = split_problems(config.data.arithmetic, config.data.eval_size)
-    shown = random.Random(f"{config.run.seed}:repeats") if settings.repeat else None
+    shown = random.Random(f"{config.run.seed}:repeats")
     examples = [_encode(problem, tokenizer, config, shown) for problem in problems[: settings.examples]]
     unseen = problems[settings.examples :][:CHECK_PROBLEMS]
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.01)
@@ -167,12 +166,12 @@ def warm_up(model: Any, tokenizer: Any, config: Config, report: Callable[[str], 
         optimizer.step()
         if step % CHECK_EVERY and step < settings.steps:
             continue
-        told = f"warm-up step {step}: loss {loss.item():.3f}"
+        progress = f"warm-up step {step}: loss {loss.item():.3f}"
         if not unseen:
-            report(told)
+            report(progress)
             continue
-        solved, cut = solved_and_cut(model, tokenizer, unseen, config)
-        report(f"{told}, {solved:.0%} of unseen problems solved, {cut:.0%} of the answers cut")
+        solved, truncated = solved_and_cut(model, tokenizer, unseen, config)
+        report(f"{progress}, {solved:.0%} of unseen problems solved, {truncated:.0%} of the answers truncated")
         if settings.stop_at is not None and solved >= settings.stop_at:
             break
     model.eval()
@@ -181,7 +180,7 @@ def warm_up(model: Any, tokenizer: Any, config: Config, report: Callable[[str], 
 def solved_and_cut(
     model: Any, tokenizer: Any, problems: list[ArithmeticProblem], config: Config
 ) -> tuple[float, float]:
-    """The shares solved, and cut at the length limit, with one sample each, drawn as the rollouts will be."""
+    """Return the shares solved and truncated, with one sample per problem and the sampling settings of rollouts."""
     texts = [apply_template(config.data.prompt_template, problem.question) for problem in problems]
     prompts = [
         Prompt(problem.question, tuple(tokenizer(text)["input_ids"]), text, problem.answer)
@@ -193,32 +192,42 @@ def solved_and_cut(
         max_tokens=config.rollout.max_response_tokens,
         seed=config.run.seed,
     )
-    worker = RolloutWorker(engine, Scorer(config, shaped=False), tokenizer)
+    worker = RolloutWorker(engine, Scorer(config, shaped=False), tokenizer, episodes=open_episodes(config, tokenizer))
     groups = worker.generate(make_requests(prompts, sampling))
-    cut = sum(group.n_truncated for group in groups) / len(groups)
-    return sum(group.n_correct for group in groups) / len(groups), cut
+    truncated = sum(group.n_truncated for group in groups) / len(groups)
+    return sum(group.n_correct for group in groups) / len(groups), truncated
 
 
 def _encode(
-    problem: ArithmeticProblem, tokenizer: Any, config: Config, repeats: random.Random | None
-) -> tuple[list[int], list[int]]:
-    """Prompt and response tokens of a worked example, with ``repeats`` those that the warm-up asks for."""
+    problem: ArithmeticProblem, tokenizer: Any, config: Config, rng: random.Random
+) -> tuple[list[int], list[int], list[int]]:
+    """Return the tokens of a worked example's prompt and response, and the response's targets. Targets of environment
+    tokens are -100.
+    """
     assert config.model.tiny is not None
+    warmup = config.model.tiny.warmup
     prompt = tokenizer(apply_template(config.data.prompt_template, problem.question))["input_ids"]
-    solution = worked_solution(problem)
-    if repeats is not None:
-        solution = with_repeats(solution, config.model.tiny.warmup.repeat, repeats)
-    return prompt, [*tokenizer(solution)["input_ids"], tokenizer.eos_token_id]
+    if warmup.turns is None:
+        turns = [with_repeats(worked_solution(problem), warmup.repeat, rng)]
+    else:
+        turns = import_function("model.tiny.warmup.turns", warmup.turns)(problem.question, problem.answer, rng)
+    response, targets = list[int](), list[int]()
+    for number, text in enumerate(turns):
+        is_policy = number % 2 == 0
+        tokens = [*tokenizer(text)["input_ids"], *([tokenizer.eos_token_id] if is_policy else [])]
+        response += tokens
+        targets += tokens if is_policy else [-100] * len(tokens)
+    return prompt, response, targets
 
 
-def _next_token_loss(model: Any, batch: list[tuple[list[int], list[int]]], pad_id: int) -> Tensor:
-    """Mean cross-entropy over response tokens."""
-    width = max(len(prompt) + len(response) for prompt, response in batch)
+def _next_token_loss(model: Any, batch: list[tuple[list[int], list[int], list[int]]], pad_id: int) -> Tensor:
+    """Return the mean cross-entropy over response tokens."""
+    width = max(len(prompt) + len(response) for prompt, response, _ in batch)
     ids = torch.full((len(batch), width), pad_id)
-    targets = torch.full((len(batch), width), -100)
-    for row, (prompt, response) in enumerate(batch):
+    labels = torch.full((len(batch), width), -100)
+    for row, (prompt, response, targets) in enumerate(batch):
         end = len(prompt) + len(response)
         ids[row, :end] = torch.tensor(prompt + response)
-        targets[row, len(prompt) - 1 : end - 1] = torch.tensor(response)
+        labels[row, len(prompt) - 1 : end - 1] = torch.tensor(targets)
     logits = model(input_ids=ids, use_cache=False).logits
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)

@@ -1,4 +1,4 @@
-"""What every training run does: save, log where the time went, stop when asked to. `dapo train` and `dapo sft`."""
+"""The base of `dapo train` and `dapo sft`: save checkpoints, log the time of each phase, stop on a signal."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ NONFINITE = "nonfinite"
 
 @dataclass(kw_only=True)
 class TrainingRun:
-    """The components of a training run and how far it is. Every rank has one; rank 0 writes.
+    """The components and the progress of a training run. Every rank has one; rank 0 writes.
 
-    ``sampler`` is what a checkpoint holds beside the learner. ``snapshot`` and the weights resume the step after
-    ``last_completed_step``, unless ``is_updating``: the optimizer has begun to change the weights.
+    A checkpoint holds the state of ``sampler`` beside the learner. ``snapshot`` and the weights resume after
+    ``last_completed_step``, unless ``is_updating``: then the optimizer has begun to change the weights.
     """
 
     context: RunContext
@@ -41,7 +41,7 @@ class TrainingRun:
     stopping: bool = False  # after the step that is running
     is_updating: bool = False
     snapshot: dict[str, Any] | None = None
-    speed: dict[str, float] = field(default_factory=dict)  # of the step that is running, once it has trained
+    speed: dict[str, float] = field(default_factory=dict)  # of the current step, once it has trained
     seconds_of_last_step: float = 0.0
 
     def __post_init__(self) -> None:
@@ -84,11 +84,11 @@ class TrainingRun:
         return self.clock.phase(phase)
 
     def evaluate(self, step: int) -> None:
-        """Evaluate the policy on what is held out, and log it. Collective."""
+        """Evaluate the policy on held-out data and log the result. Collective."""
         raise NotImplementedError
 
     def update(self, mini: MiniBatch, step: int) -> dict[str, float]:
-        """Make one update. Saves its batch where its loss or gradient is not finite."""
+        """Make one update. If its loss or gradient is not finite, save its batch and raise NonFiniteUpdateError."""
         try:
             return self.learner.update(mini, step - 1)
         except NonFiniteUpdateError as error:
@@ -98,21 +98,21 @@ class TrainingRun:
             raise NonFiniteUpdateError(f"{error}. The batch of each rank is in {path.parent}", mini) from error
 
     def complete_step(self, step: int) -> None:
-        """Let a checkpoint hold the step from here on, whatever fails after it."""
+        """Mark the step as completed. From here on it can be saved, even if something after it fails."""
         self.last_completed_step, self.snapshot, self.is_updating = step, take_snapshot(self.sampler), False
 
     def must_evaluate(self, step: int) -> bool:
-        """Return whether an evaluation comes after this step. Collective: the ranks agree here whether to stop."""
+        """Return whether to evaluate after this step. Collective: the ranks also agree on whether to stop."""
         self.stopping = self.world.any(self.stop.requested)
         return self.is_last(step) or (is_due(self.config.run.eval_every, step) and not self.stopping)
 
     def must_save(self, step: int) -> bool:
-        """Return whether a checkpoint comes after this step. An evaluation may have made it the last."""
+        """Return whether to save after this step. Call it after the evaluation, which can end the run early."""
         return self.stopping or self.is_last(step) or is_due(self.config.run.save_every, step)
 
     def end_step(self, step: int) -> None:
-        """Log where the time of a step went, its evaluation and checkpoint included. A kill before this loses no more
-        than that line. Raises KeyboardInterrupt after a step that a signal makes the last.
+        """Log the time of each phase of a step, evaluation and checkpoint included. A kill before this loses only
+        that line. Raises KeyboardInterrupt if a signal has asked the run to stop.
         """
         seconds, calls = self.clock.lap(), self.count_calls()
         self.seconds_of_last_step = sum(seconds.values())
@@ -128,11 +128,11 @@ class TrainingRun:
             raise KeyboardInterrupt
 
     def count_calls(self) -> dict[str, float]:
-        """Return the calls of the step to models that are not the policy. Collective."""
+        """Return how often the step called rewards and environments, by metric name. Collective."""
         return {}
 
     def save(self, step: int, snapshot: dict[str, Any] | None = None) -> None:
-        """With run.async_save the checkpoint is still being written when this returns, unless it is the last."""
+        """Save a checkpoint. With run.async_save it is written in the background, unless it is the last one."""
         with self.timed("save"):
             folder, keep = self.folder / CHECKPOINTS, self.config.run.keep
             snapshot = snapshot or take_snapshot(self.sampler)
@@ -146,7 +146,7 @@ class TrainingRun:
                 self.finish_saving()
 
     def finish_saving(self) -> None:
-        """Wait for the checkpoint that is being written. Raises CheckpointError where it could not be."""
+        """Wait for a checkpoint that is being written. Raises CheckpointError if it failed."""
         done = self.background_saves.finish() if self.background_saves is not None else None
         if done is not None:
             self.saved_step = done.step
@@ -154,14 +154,14 @@ class TrainingRun:
     def save_before_stopping(self, error: BaseException) -> None:
         """Save the last completed step when ``error`` stops the run. A failure is noted, not raised.
 
-        Several ranks can save only together: where all of them stop with an error at the same time. A save that is in
-        progress needs no more than that none was killed.
+        Several ranks can save only if all of them stop with an error at the same time. A background save that is
+        already in progress finishes as long as no rank is killed.
         """
         step, note = self.last_completed_step, self.progress.note
         if not (self.world.is_single_process or isinstance(error, Exception)):
             return
         if isinstance(error, StepGivenUpError):
-            note(f"step {step + 1} is given up: {error}")
+            note(f"step {step + 1} is abandoned: {error}")
         try:
             self.finish_saving()
             if step == self.saved_step:
@@ -169,21 +169,21 @@ class TrainingRun:
             if self.is_updating:
                 note(f"stopped during an update: the last checkpoint is of step {self.saved_step}")
             elif not self.world.all_stopped(error):
-                note(f"step {step} is not saved: not every rank stopped with an error of its own")
+                note(f"step {step} is not saved: saving requires all ranks, and some ended without an error")
             else:
                 self.save(step, self.prepare_snapshot())
                 self.finish_saving()
                 note(f"step {step} is saved before the run stops")
-        except Exception as failure:  # what stopped the run is what is raised
+        except Exception as failure:  # the caller raises the error that stopped the run
             note(f"step {step} could not be saved: {failure}")
 
     def prepare_snapshot(self) -> dict[str, Any] | None:
-        """Return the snapshot that the last completed step is saved with."""
+        """Return the sampler's snapshot to save with the last completed step."""
         return self.snapshot
 
 
 def speed_of(run: TrainingRun, sequences: list[Sequence]) -> dict[str, float]:
-    """Return the speed of the step that has trained on ``sequences``. Collective."""
+    """Return the speed metrics of the step that trained on ``sequences``. Collective."""
     policy = run.learner.policy
     lengths = [sequence.length - 1 for sequence in sequences if sequence.mask[1:].any()]  # the rest is not packed
     flops, peak = training_flops(policy.model, lengths), peak_flops(policy.device)
@@ -192,5 +192,5 @@ def speed_of(run: TrainingRun, sequences: list[Sequence]) -> dict[str, float]:
 
 
 def is_due(every: int, step: int) -> bool:
-    """Return whether something done ``every`` so many steps comes after this one."""
+    """Return whether ``every`` divides ``step``; False if ``every`` is 0."""
     return every > 0 and step % every == 0

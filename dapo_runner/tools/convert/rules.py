@@ -1,4 +1,4 @@
-"""What a model is asked in the four steps of DAPO's Appendix A, how its reply is read, and how it is checked."""
+"""The prompt for the four steps of DAPO's Appendix A, how a reply is parsed, and how it is checked."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Problem:
 """
 
 IsSame = Callable[[str, Mapping[str, int], str], bool | None]
-"""Whether a LaTeX expression with values for its letters equals the answer; None where that cannot be evaluated."""
+"""Return whether a LaTeX expression, with values for its letters, equals the answer; None if it cannot be evaluated."""
 
 _HEADING = re.compile(rf"^[#*\s]*({'|'.join(HEADINGS)})\b[^\n]*$", re.MULTILINE | re.IGNORECASE)
 _VALUE = re.compile(r"([A-Za-z])\s*=\s*\$?\s*(-?\d+)(?![\d./^])")
@@ -45,12 +45,12 @@ _FRACTION = re.compile(r"\\[dt]?frac\s*\{?\s*([A-Za-z])\s*\}?\s*\{?\s*([A-Za-z])
 
 
 class RejectedError(ValueError):
-    """Why a conversion is not kept."""
+    """Why a conversion is rejected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """``form`` in the letters of ``values`` is the original answer; ``quantity`` in them is the ``integer``."""
+    """A parsed reply. ``form`` with ``values`` is the original answer, ``quantity`` with them is ``integer``."""
 
     form: str
     question: str
@@ -60,12 +60,12 @@ class Reply:
 
 
 def request(problem: str, answer: str) -> list[dict[str, str]]:
-    """Return the conversation whose next message is a reply."""
+    """Return the conversation that the model replies to."""
     return [{"role": "user", "content": f"{REQUEST}{problem}\n\nGiven answer:\n{answer}"}]
 
 
 def read_reply(text: str) -> Reply:
-    """Read the sections as they were written last, after any thinking. Raises RejectedError."""
+    """Parse the last occurrence of each section, after any thinking. Raises RejectedError."""
     parts = _HEADING.split(text.rpartition("</think>")[2])
     sections = {name.title(): content.strip() for name, content in zip(parts[1::2], parts[2::2], strict=True)}
     if missing := [heading for heading in HEADINGS if not sections.get(heading)]:
@@ -79,7 +79,7 @@ def read_reply(text: str) -> Reply:
 
 
 def as_integer(text: str) -> int | None:
-    """Return what `$1{,}234$`, `\\boxed{19}` or `**-3**` says; None for anything but one integer."""
+    """Return the integer in `$1{,}234$`, `\\boxed{19}` or `**-3**`; None for any other text."""
     bare = re.sub(r"\\boxed|\{,\}|,(?=\d{3}(?!\d))|\\[!,;]|[${}*\s]", "", text.strip()).rstrip(".")
     return int(bare) if re.fullmatch(r"-?\d+", bare, re.ASCII) else None
 
@@ -92,13 +92,13 @@ def _line(calculation: str, name: str) -> str:
 
 
 def _formula(text: str) -> str:
-    """Return the first formula of a text, or all of it, without delimiters."""
+    """Return the first formula of a text without its delimiters, or the whole text if it has none."""
     found = _MATH.search(text)
     return (next(filter(None, found.groups())) if found else text).strip().strip("*`").rstrip(".").strip()
 
 
 def check(reply: Reply, problem: str, answer: str, is_same: IsSame) -> dict[str, bool | None]:
-    """Return what was evaluated: True, or None where that cannot be done. Raises RejectedError."""
+    """Return for each check True, or None if it cannot be evaluated. Raises RejectedError if one fails."""
     letters = _letters(reply.quantity)
     if reply.question.split() == problem.split():
         raise RejectedError("the problem is not rewritten")
@@ -122,7 +122,7 @@ def _letters(latex: str) -> set[str]:
 
 
 def _has_other_values(form: str, values: Mapping[str, int]) -> bool:
-    """Return whether other integers fit the form as well, as far as roots and fractions of single letters tell."""
+    """Return whether other integers fit the form too. Only roots and fractions of single letters are examined."""
     fractions = ((p or a, q or b) for p, q, a, b in _FRACTION.findall(form))
     if any(gcd(values[p], values[q]) > 1 for p, q in fractions if p in values and q in values):
         return True

@@ -1,4 +1,4 @@
-"""`dapo convert-answers`: ask a model to rewrite every problem whose answer is no integer, and check its replies."""
+"""`dapo convert-answers`: let a model rewrite every problem whose answer is not an integer, and check its replies."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.tools.convert.rules import RejectedError, as_integer, check, read_reply, request
 from dapo_runner.types import Prompt, SamplingParams
 
-WORKERS, DEADLINE = 2, 5.0  # processes that evaluate, and the seconds that each has for one comparison
-# What may be otherwise when the same command goes on.
+WORKERS, DEADLINE = 2, 5.0  # processes that compare answers, and seconds per comparison
+# Settings that may change when the same command resumes.
 MAY_CHANGE = {"limit", "url", "key_env", "concurrency"}
-RETRIES, TIMEOUT = 2, 600.0  # of a failed request; seconds without a sign of the server
-BATCH = 32  # problems that a model of this process decodes side by side
+RETRIES, TIMEOUT = 2, 600.0  # of a failed request; seconds per request
+BATCH = 32  # problems that a model in this process decodes in parallel
 
 Asked = tuple[str, list[dict[str, str]]]
-"""The key of a problem and the conversation whose next message is the reply."""
+"""The key of a problem, and the conversation that the model replies to."""
 
 
 def beside(out: Path, what: str) -> Path:
-    """`sums.jsonl` → `sums.rejected.jsonl`."""
+    """Return the path of a file beside ``out``: `sums.jsonl` → `sums.rejected.jsonl`."""
     return out.with_name(f"{out.stem}.{what}{out.suffix}")
 
 
 def convert_answers(source: Path, out: Path, config: ConvertConfig, report: Callable[[str], None]) -> Counter[str]:
-    """Write ``out`` and, beside it, what was rejected. A journal holds what is settled, and the same call resumes
-    from it. Returns how many were kept, and rejected for what.
+    """Write ``out`` and, beside it, the rejected problems. Return counts by reason of rejection and of "kept".
 
-    Raises ConfigError, and HTTPError when the model does not answer.
+    A journal saves each result; the same call resumes from it. Raises ConfigError, and HTTPError if the model does not
+    reply.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError("convert-answers: requires math-verify. pip install 'dapo-kernels[math]'")
@@ -74,7 +74,7 @@ def convert_answers(source: Path, out: Path, config: ConvertConfig, report: Call
 
 
 def _read_journal(journal: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what is settled, by key. The first line has the settings that it was begun with. Raises ConfigError."""
+    """Return finished rows by key. The journal's first line has the settings of its first run. Raises ConfigError."""
     try:
         journal.touch()
         drop_incomplete_line(journal)
@@ -90,26 +90,26 @@ def _read_journal(journal: Path, settings: dict[str, Any]) -> dict[str, dict[str
 
 
 def _settle_all(problems: Mapping[str, Problem], config: ConvertConfig) -> Iterator[dict[str, dict[str, Any]]]:
-    """Yield rows by key: first of the problems with integers, then of as many as are asked about at a time."""
+    """Yield rows by key: first of the problems with integer answers, then batch by batch of the others."""
     integers = {key: problem for key, problem in problems.items() if as_integer(problem.answer) is not None}
     yield {key: _row(problem, problem.question, problem.answer, rule="integer") for key, problem in integers.items()}
-    asked = [
+    requests = [
         (key, request(bare_question(problem), problem.answer))
         for key, problem in problems.items()
         if key not in integers
     ]
     size = BATCH if config.url is None else config.concurrency
-    answer = _load_model(config) if asked and config.url is None else partial(_ask_endpoint, config)
-    for start in range(0, len(asked), size):
-        batch = asked[start : start + size]
-        yield {key: _settle(problems[key], said, config) for (key, _), said in zip(batch, answer(batch), strict=True)}
+    answer = _load_model(config) if requests and config.url is None else partial(_ask_endpoint, config)
+    for start in range(0, len(requests), size):
+        batch = requests[start : start + size]
+        yield {key: _settle(problems[key], reply, config) for (key, _), reply in zip(batch, answer(batch), strict=True)}
 
 
-def _settle(problem: Problem, said: str, config: ConvertConfig) -> dict[str, Any]:
+def _settle(problem: Problem, text: str, config: ConvertConfig) -> dict[str, Any]:
     question = bare_question(problem)
-    evidence: dict[str, Any] = {"problem": question, "answer": problem.answer, "model": config.model, "said": said}
+    evidence: dict[str, Any] = {"problem": question, "answer": problem.answer, "model": config.model, "said": text}
     try:
-        reply = read_reply(said)
+        reply = read_reply(text)
         checked = check(reply, question, problem.answer, is_same)
     except RejectedError as error:
         return _row(problem, problem.question, problem.answer, **evidence, rejected=str(error))
@@ -118,9 +118,9 @@ def _settle(problem: Problem, said: str, config: ConvertConfig) -> dict[str, Any
 
 
 def is_same(expression: str, values: Mapping[str, int], answer: str) -> bool | None:
-    """Compare by math-verify; None where it cannot evaluate one side."""
-    asked = {"text": f"\\boxed{{{expression}}}", "answer": answer.strip().strip("$"), "values": dict(values)}
-    (verdict,) = open_rule("math", WORKERS, DEADLINE).run([asked])
+    """Compare with math-verify. Return None if it cannot evaluate one side."""
+    compared = {"text": f"\\boxed{{{expression}}}", "answer": answer.strip().strip("$"), "values": dict(values)}
+    (verdict,) = open_rule("math", WORKERS, DEADLINE).run([compared])
     return verdict.correct if verdict.rule == "math-verify" else None
 
 
@@ -131,7 +131,7 @@ def bare_question(problem: Problem) -> str:
 
 
 def _row(source: Problem, question: str, truth: str, **evidence: Any) -> dict[str, Any]:
-    """Return a row in the schema of DAPO's data, which `data.path` takes as it is."""
+    """Return a row in the schema of DAPO's data, which `data.path` accepts."""
     turns = (*source.context, ("user", question))
     return {
         "data_source": source.source,
@@ -146,7 +146,7 @@ def _key_of(problem: Problem) -> str:
 
 
 def _ask_endpoint(config: ConvertConfig, batch: Sequence[Asked]) -> list[str]:
-    """Raises HTTPError after all retries."""
+    """Return the replies of an API. Raises HTTPError after all retries."""
     fields: dict[str, Any] = {"max_tokens": config.max_tokens, "temperature": 0, "seed": 0}
     if config.chat_template_kwargs:
         fields["chat_template_kwargs"] = config.chat_template_kwargs

@@ -1,1 +1,1 @@
-"""Runs in the browser: one file (`dapo report --html`), or served as it grows (`dapo watch`)."""
+"""Show runs in the browser: as one file (`dapo report --html`), or served while they train (`dapo watch`)."""

@@ -1,7 +1,7 @@
-"""The page of runs in one file: curves, and rollouts token by token. It asks no network for anything.
+"""Write the page of runs as one file, with curves and with rollouts token by token. It makes no network requests.
 
-Model output may be hostile. It enters the file as base64 of the compressed rollouts and the text of the page only as
-text of elements; a policy in the file's head lets no script run but the two that are its own.
+Model output may be malicious. It is in the file as base64 of the compressed rollouts, and is shown only as the text of
+elements. A content security policy allows no scripts but the page's own two.
 """
 
 from __future__ import annotations
@@ -17,23 +17,26 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from dapo_runner.config import flatten, read_recipe
 from dapo_runner.errors import ConfigError
 from dapo_runner.files import atomic_write
 from dapo_runner.logging.curves import read_curves
-from dapo_runner.logging.metric_table import Panel, panels_of
+from dapo_runner.logging.metric_table import Panel, panels_of, read_glossary, step_name
 from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.logging.rollout_log import ROLLOUTS, saved_steps
+from dapo_runner.run.folder import CONFIG_FILE
 
 HTML_FILE = "report.html"
+ABOUT = ("algorithm", "data.format", "data.path", "loss.objective", "model.path", "model.tiny.layers")  # in the header
 
 
 def write_page(runs: Sequence[Path], out: Path | None = None, max_mb: float = 50.0) -> Path:
-    """Write the page of ``runs`` to ``out`` (default: `report.html` in the first one's folder), with rollouts of at
-    most ``max_mb``. Returns its path. Raises FileNotFoundError without a log, ConfigError without plotly.
+    """Write the page of ``runs`` to ``out`` (default: `report.html` in the folder of the first) with at most ``max_mb``
+    of rollouts. Return its path. Raises FileNotFoundError without a log, ConfigError without plotly.
     """
     for run in runs:
         if not (run / METRICS_FILE).is_file():
-            raise FileNotFoundError(f"{run / METRICS_FILE}: expected the metrics of a run, found nothing there")
+            raise FileNotFoundError(f"{run / METRICS_FILE}: expected the metrics of a run, found nothing")
     data = contents(runs)
     for run, shown in zip(runs, data["runs"], strict=True):
         steps = saved_steps(run / ROLLOUTS)
@@ -46,7 +49,9 @@ def write_page(runs: Sequence[Path], out: Path | None = None, max_mb: float = 50
 
 
 def contents(runs: Sequence[Path]) -> dict[str, Any]:
-    """Return, as JSON has it, the panels and of each run its name, its curves and the steps whose rollouts are kept."""
+    """Return panels and meanings of metrics, and of each run its name, the settings for its header, its curves and the
+    steps with saved rollouts, as JSON.
+    """
     parent = os.path.commonpath([run.resolve().parent for run in runs])
     shown = []
     panels: dict[Panel, None] = {}
@@ -57,13 +62,17 @@ def contents(runs: Sequence[Path]) -> dict[str, Any]:
             key: (steps, [value if math.isfinite(value) else None for value in values])
             for key, (steps, values) in points.items()
         }
-        name = str(run.resolve().relative_to(parent))
-        shown.append({"name": name, "curves": finite, "steps": list(saved_steps(run / ROLLOUTS))})
-    return {"panels": [asdict(panel) for panel in panels], "runs": shown}
+        settings = flatten(read_recipe(run / CONFIG_FILE)) if (run / CONFIG_FILE).is_file() else {}
+        about = {key: settings[key] for key in ABOUT if settings.get(key) is not None}
+        name, steps = str(run.resolve().relative_to(parent)), list(saved_steps(run / ROLLOUTS))
+        shown.append({"name": name, "about": about, "curves": finite, "steps": steps})
+    meanings = {key: f"{text} Healthy: {healthy or 'any value'}." for key, _, text, healthy in read_glossary()}
+    drawn = [asdict(panel) for panel in panels]
+    return {"panels": drawn, "step": step_name(panels), "meanings": meanings, "runs": shown}
 
 
 def spread_steps(sizes: dict[int, int], room: float) -> list[int]:
-    """Return the last step and every n-th before it, for the smallest n whose ``sizes`` (ascending by step) fit."""
+    """Return the last step and every n-th before it, with the smallest n for which the sum of ``sizes`` fits."""
     steps = list(sizes)[::-1]
     for n in range(1, len(steps) + 1):
         if sum(sizes[step] for step in steps[::n]) <= room:
@@ -72,7 +81,7 @@ def spread_steps(sizes: dict[int, int], room: float) -> list[int]:
 
 
 def render(data: dict[str, Any], live: bool = False) -> str:
-    """Return the page that shows ``data``; ``live``: it asks its server for rollouts and for what is new."""
+    """Return the page with ``data``. A ``live`` page asks its server for rollouts and updates."""
     plotly, script = plotly_source(), _part("page.js")
     hashes = " ".join(f"'sha256-{_digest(text)}'" for text in (plotly, script))
     network = "'self'" if live else "'none'"
@@ -81,7 +90,7 @@ def render(data: dict[str, Any], live: bool = False) -> str:
         f"connect-src {network}; base-uri 'none'; form-action 'none'",
         "title": "dapo watch" if live else "dapo report",
         "style": _part("page.css"),
-        # Nothing in it can end the element that holds it.
+        # Escaped, so that it cannot close its script element.
         "data": json.dumps(data | {"live": live}, allow_nan=False).replace("<", "\\u003c"),
         "plotly": plotly,
         "script": script,
@@ -91,7 +100,7 @@ def render(data: dict[str, Any], live: bool = False) -> str:
 
 
 def plotly_source() -> str:
-    """Return the charts' library. Raises ConfigError where it is not installed."""
+    """Return the source of plotly. Raises ConfigError if it is not installed."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:

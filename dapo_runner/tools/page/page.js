@@ -2,7 +2,10 @@
 // Whatever a model or a data set wrote reaches the page through textContent alone, and Plotly through `plain`.
 
 const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555"];
-const DASHES = ["solid", "dash", "dot", "dashdot", "longdash"];
+const ON_DARK = { "#0072B2": "#2E8FDB", "#555555": "#BBBBBB", "#888888": "#AAAAAA" }; // what is too dark there
+const HEADLINES = ["eval/avg@*", "eval/loss", "batch/reward"]; // the first of them that a run has
+const AS_LOGGED = /^(eval\/|train\/lr$)/; // never smoothed: few values, or without noise
+const NEAREST = 40; // steps that are searched for a prompt
 const POLL_MS = 2000;
 const FULL = { entropy: 2, ratio: 1.35, advantage: 2 }; // what has all of its colour
 const SCALES = {
@@ -22,6 +25,22 @@ const live = data.live;
 const shown = new Set(data.runs.keys());
 const places = data.runs.map(() => ({ step: null, group: null })); // where in its rollouts each run is read
 const files = new Map(); // run/step → Promise of its groups
+const charts = new Map(); // title → its element, which keeps its zoom
+const dark = matchMedia("(prefers-color-scheme: dark)");
+
+function setting(id) {
+  const input = document.getElementById(id);
+  return input.type === "checkbox" ? input.checked : input.value;
+}
+
+/** A colour of the style sheet. */
+function theme(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`);
+}
+
+function visible(color) {
+  return (dark.matches && ON_DARK[color]) || color;
+}
 
 function make(tag, className = "", text = "") {
   const element = document.createElement(tag);
@@ -49,59 +68,124 @@ function find(curves, key) {
   return name && { suffix: stem.at(-1) + name.slice(stem.length), points: curves[name] };
 }
 
-function traces(panel) {
+/** An average that follows the curve: each value keeps `share` of the average before it. */
+function smooth(values, share) {
+  let sum = 0;
+  let weight = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    sum = share * sum + (1 - share) * value;
+    weight = share * weight + (1 - share);
+    return sum / weight;
+  });
+}
+
+function isZero(run, curve) {
+  return (find(data.runs[run].curves, curve.key)?.points[1] ?? []).every((value) => !value);
+}
+
+/** Of one run a chart for each panel, of several runs a chart for each curve. What is 0 in all of them is only named. */
+function chosenCharts() {
+  const found = [];
+  const zero = [];
+  for (const panel of data.panels) {
+    const logged = panel.curves.filter((curve) => [...shown].some((run) => find(data.runs[run].curves, curve.key)));
+    const isFlat = (curve) => !panel.share && [...shown].every((run) => isZero(run, curve));
+    zero.push(...logged.filter(isFlat).map((curve) => titleOf(panel, [curve])));
+    const curves = logged.filter((curve) => !isFlat(curve));
+    const parts = shown.size > 1 ? curves.map((curve) => [curve]) : [curves];
+    found.push(...parts.filter((part) => part.length).map((part) => ({ panel, curves: part })));
+  }
+  return { found, zero };
+}
+
+function titleOf(panel, curves) {
+  const isPart = curves.length === 1 && panel.curves.length > 1;
+  return isPart ? `${panel.title}: ${curves[0].label}` : panel.title;
+}
+
+function traces({ panel, curves }) {
   const found = [];
   const alone = shown.size === 1;
-  const [first] = shown;
   for (const place of shown) {
     const run = data.runs[place];
-    panel.curves.forEach((curve, number) => {
+    for (const curve of curves) {
       const match = find(run.curves, curve.key);
-      if (!match) return;
+      if (!match) continue;
       const [x, y] = match.points;
-      const label = curve.label + match.suffix;
-      const color = alone ? curve.color : COLOURS[place % COLOURS.length];
-      // Several runs share a legend, which tells their curves apart; the runs' colours stand at the top of the page.
-      const legend = { name: plain(label), legendgroup: curve.key, showlegend: place === first };
-      const owner = alone ? "" : `${plain(run.name)}: `;
-      const common = { x, y, ...legend, hovertemplate: `${owner}${plain(label)} %{y:.4g}<extra></extra>` };
+      const color = visible(alone ? curve.color : COLOURS[place % COLOURS.length]);
+      const name = plain(alone ? curve.label + match.suffix : run.name);
+      const hovertemplate = `${name} %{customdata:.4g}<extra></extra>`;
+      const common = { x, y, name, customdata: y, hovertemplate };
       if (panel.stacked && alone) found.push({ ...common, type: "bar", marker: { color } });
-      else {
-        const line = { color, width: 1.5, dash: alone ? "solid" : DASHES[number % DASHES.length] };
-        const mode = x.length <= 40 ? "lines+markers" : "lines";
-        found.push({ ...common, type: "scatter", mode, line, marker: { size: 4, color } });
-      }
-    });
+      else found.push(...lines(common, color, AS_LOGGED.test(curve.key) ? 0 : Number(setting("smoothing"))));
+    }
   }
   return found;
 }
 
+/** A curve as it was logged, faint where a smooth one lies over it. Its values are shown as they were logged. */
+function lines(common, color, share) {
+  const mode = common.x.length <= 40 ? "lines+markers" : "lines";
+  const line = { ...common, type: "scatter", mode, line: { color, width: 1.5 }, marker: { size: 4, color } };
+  if (!share) return [line];
+  const raw = { ...line, mode: "lines", opacity: 0.25, hoverinfo: "skip", hovertemplate: null };
+  return [raw, { ...line, mode: "lines", y: smooth(common.y, share), line: { color, width: 2 } }];
+}
+
+function drawChart(chart) {
+  const title = titleOf(chart.panel, chart.curves);
+  if (!charts.has(title)) {
+    const element = make("section", "panel");
+    element.append(make("h3"), make("div", "key"), make("div", "chart"));
+    charts.set(title, element);
+  }
+  const [heading, key] = charts.get(title).children;
+  heading.textContent = title;
+  heading.title = chart.curves.map(meaning).join("\n");
+  const labels = shown.size === 1 && chart.curves.length > 1 ? chart.curves : [];
+  key.replaceChildren(
+    ...labels.map((curve) => {
+      const label = make("span", "swatch", curve.label);
+      label.style.borderColor = visible(curve.color);
+      label.title = meaning(curve);
+      return label;
+    }),
+  );
+  return charts.get(title);
+}
+
+function meaning({ key }) {
+  return `${key}: ${data.meanings[key] ?? "seconds of the phases of a step"}`;
+}
+
 function drawCurves() {
-  const grid = document.getElementById("curves");
-  data.panels.forEach((panel, place) => {
-    const chart = grid.children[place] ?? grid.appendChild(make("div", "chart"));
-    const found = traces(panel);
+  const { found, zero } = chosenCharts();
+  const elements = found.map(drawChart);
+  document.getElementById("curves").replaceChildren(...elements);
+  document.getElementById("zero").textContent = zero.length ? `0 at every step: ${zero.join(", ")}` : "";
+  const axis = { gridcolor: theme("line"), zerolinecolor: theme("line"), linecolor: theme("line"), exponentformat: "e" };
+  const title = (text) => ({ text: plain(text), font: { size: 11 } });
+  found.forEach((chart, place) => {
+    const { panel } = chart;
     const layout = {
-      title: { text: plain(panel.title), font: { size: 14 }, x: 0.02, y: 0.97 },
-      margin: { l: 55, r: 10, t: 50, b: 38 },
-      xaxis: { title: { text: "rollout step", font: { size: 11 } } },
-      yaxis: { title: { text: plain(panel.unit), font: { size: 11 } } },
+      margin: { l: 55, r: 10, t: 8, b: 38 },
+      paper_bgcolor: "transparent",
+      plot_bgcolor: "transparent",
+      font: { color: theme("ink") },
+      hoverlabel: { bgcolor: theme("wash"), font: { color: theme("ink") } },
+      xaxis: { ...axis, title: title(data.step) },
+      yaxis: { ...axis, title: title(panel.unit) },
       barmode: "stack",
       bargap: 0,
       hovermode: "x unified",
-      showlegend: found.length > shown.size,
-      legend: { orientation: "h", x: 1, xanchor: "right", y: 1.02, yanchor: "bottom", font: { size: 10 } },
+      showlegend: false,
       uirevision: "zoom", // new points leave the zoom as it is
     };
     if (panel.share) layout.yaxis.range = [-0.02, 1.02];
     if (panel.from_zero) layout.yaxis.rangemode = "tozero";
-    if (!found.length) {
-      layout.annotations = [
-        { text: "nothing logged", showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5, font: { color: "#888" } },
-      ];
-      layout.xaxis.visible = layout.yaxis.visible = false;
-    }
-    Plotly.react(chart, found, layout, { responsive: true, displaylogo: false });
+    const options = { responsive: true, displayModeBar: false };
+    Plotly.react(elements[place].lastChild, traces(chart), layout, options);
   });
 }
 
@@ -149,8 +233,8 @@ function count(samples, keep) {
 }
 
 function wanted(group) {
-  const keepSample = SAMPLE_FILTERS[document.getElementById("responses").value];
-  const keepGroup = GROUP_FILTERS[document.getElementById("groups").value];
+  const keepSample = SAMPLE_FILTERS[setting("responses")];
+  const keepGroup = GROUP_FILTERS[setting("groups")];
   const samples = keepSample ? group.samples.filter(keepSample) : group.samples;
   const correct = count(group.samples, SAMPLE_FILTERS.correct);
   return samples.length && (!keepGroup || keepGroup(correct, group.samples.length)) ? samples : null;
@@ -179,34 +263,57 @@ function chooser(values, label, chosen, onChoice) {
 }
 
 function drawRollouts() {
-  document.getElementById("scale").textContent = SCALES[document.getElementById("colour").value];
+  document.getElementById("scale").textContent = SCALES[setting("colour")];
+  document.getElementById("together").hidden = shown.size < 2;
+  let leader = null; // a promise of the group that the first run shows
   const columns = [...shown].map((run) => {
     const column = make("div", "run");
-    fill(column, run).catch((error) => column.append(make("p", "note", error.message)));
+    const filling = fill(column, run, setting("same") ? leader : null).catch((error) => {
+      column.append(make("p", "note", error.message));
+    });
+    leader ??= filling;
     return column;
   });
   document.getElementById("rollouts").replaceChildren(...columns);
 }
 
-async function fill(column, run) {
+/** Where a run has the prompt of a group, nearest to a step. */
+async function findPrompt(run, { prompt, step }) {
+  const distance = (other) => Math.abs(other - step);
+  const near = [...data.runs[run].steps].sort((a, b) => distance(a) - distance(b)).slice(0, NEAREST);
+  for (const other of near) {
+    const { groups } = await load(run, other);
+    const group = groups.find((group) => group.prompt.id === prompt.id);
+    if (group) return { step: other, group: group.group };
+  }
+  return null;
+}
+
+/** Show a group of a run: the one that was chosen in it, or one with the prompt that `leader` shows. */
+async function fill(column, run, leader) {
   const { name, steps, kept } = data.runs[run];
-  const place = places[run];
-  const go = (where) => {
-    Object.assign(place, where);
-    drawRollouts();
-  };
-  column.append(make("h3", "", name));
+  const heading = column.appendChild(make("h3", "", name));
+  if (data.runs.length > 1) heading.style.color = visible(COLOURS[run % COLOURS.length]);
   if (kept > steps.length) {
     column.append(make("p", "note", `${steps.length} of the ${kept} steps kept are in this file (--max-mb)`));
   }
   if (!steps.length) return void column.append(make("p", "note", "no rollouts"));
+  const lead = await leader;
+  const same = lead && (await findPrompt(run, lead));
+  if (lead && !same) column.append(make("p", "note", "no group of this prompt is kept near this step; another one:"));
+  const place = same ?? places[run];
+  const go = (where) => {
+    Object.assign(places[run], where);
+    if (leader) document.getElementById("same").checked = false;
+    drawRollouts();
+  };
   const step = steps.includes(place.step) ? place.step : steps.at(-1);
   const where = column.appendChild(make("div", "where"));
   where.append(chooser(steps, (n) => `step ${n}`, step, (chosen) => go({ step: chosen })));
   const { header, groups } = await load(run, step);
   const found = groups.filter(wanted);
   where.append(make("span", "note", `${groups.length} of ${header.groups} groups kept, ${found.length} pass the filters`));
-  if (!found.length) return;
+  if (!found.length) return null;
   const group = found.find((group) => group.group === place.group) ?? found[0];
   const title = (number) => {
     const { samples } = groups[number - 1];
@@ -215,6 +322,7 @@ async function fill(column, run) {
   const numbers = found.map((group) => group.group);
   where.append(chooser(numbers, title, group.group, (chosen) => go({ step, group: chosen })));
   column.append(...drawGroup(group));
+  return { prompt: group.prompt, step };
 }
 
 function drawGroup(group) {
@@ -233,6 +341,12 @@ function ends(segment) {
   return segment.trains ? text : `(${text})`;
 }
 
+/** Who, how many tokens, why it ended and what it earned. */
+function turnFacts(turn) {
+  const reward = turn.reward === null ? "" : signed(turn.reward);
+  return [turn.role, turn.end - turn.start, turn.finish_reason, reward].filter(Boolean).join(" ");
+}
+
 function drawSample(sample, open) {
   const details = make("details");
   const parts = Object.entries(sample.parts ?? {}).map(([name, value]) => `${name} ${signed(value)}`);
@@ -243,6 +357,7 @@ function drawSample(sample, open) {
     sample.segments ? `segments ${sample.segments.map(ends).join(", ")}` : `advantage ${signed(sample.advantage)}`,
     `${sample.tokens} tokens${sample.finish_reason === "length" ? ", truncated" : ""}`,
     `extracted ${sample.extracted ?? "None"}`,
+    ...(sample.turns ? [`turns ${sample.turns.map(turnFacts).join(", ")}`] : []),
     ...(sample.trains ? [] : ["does not train"]),
   ];
   details.append(make("summary", sample.correct ? "correct" : "incorrect", facts.join(" · ")));
@@ -269,8 +384,9 @@ function tint(token, colour) {
 
 function tokens(sample) {
   const columns = sample.per_token;
-  if (!columns) return [document.createTextNode(printable(sample.response))];
-  const colour = document.getElementById("colour").value;
+  const turns = sample.turns ?? [{ role: "assistant", text: sample.response, start: 0, end: Infinity }];
+  if (!columns) return turns.map((turn) => make("span", turn.role, turn.text));
+  const colour = setting("colour");
   return columns.text.map((text, place) => {
     const token = Object.fromEntries(Object.keys(columns).map((name) => [name, columns[name][place]]));
     const span = make("span", "token", text.replaceAll("\n", "↵\n"));
@@ -278,7 +394,9 @@ function tokens(sample) {
     span.classList.toggle("selected", token.selected === true);
     span.classList.toggle("clipped", Boolean(token.clip));
     span.classList.toggle("masked", !token.trains);
+    span.classList.add(turns.find((turn) => place < turn.end).role);
     span.style.backgroundColor = tint(token, colour);
+    if (colour === "clip" && token.clip) span.style.color = "#000"; // its colours are opaque, in either theme
     span.addEventListener("click", () => choose(span, token, place));
     return span;
   });
@@ -293,27 +411,58 @@ function choose(span, token, place) {
 
 // The page
 
+function percent(value) {
+  return `${(100 * value).toFixed(1)} %`;
+}
+
+/** The first and the last value of what a run is judged by. */
+function headline(curves) {
+  const key = HEADLINES.find((key) => find(curves, key)?.points[1].some((value) => value !== null));
+  if (!key) return "nothing logged yet";
+  const { suffix, points } = find(curves, key);
+  const known = points[0].map((step, place) => [step, points[1][place]]).filter(([, value]) => value !== null);
+  const form = key.startsWith("eval/avg") ? percent : (value) => value.toPrecision(3);
+  const [[, first], [step, last]] = [known[0], known.at(-1)];
+  return `${key.replace("*", "")}${suffix.slice(1)} ${form(first)} → ${form(last)} after step ${step}`;
+}
+
+function about(settings) {
+  const model = settings["model.path"] ?? `made for this run, ${settings["model.tiny.layers"]} layers`;
+  const data = settings["data.path"] ?? settings["data.format"];
+  const algorithm = settings.algorithm ?? settings["loss.objective"] ?? "supervised";
+  return `model: ${model} · data: ${data} · algorithm: ${algorithm}`;
+}
+
+function drawHeader() {
+  const labels = data.runs.map((run, place) => {
+    const label = make("label", "card");
+    const box = label.appendChild(make("input"));
+    Object.assign(box, { type: "checkbox", checked: shown.has(place) });
+    const name = label.appendChild(make("span", "name", run.name));
+    if (data.runs.length > 1) name.style.color = visible(COLOURS[place % COLOURS.length]);
+    label.append(make("strong", "", headline(run.curves)));
+    if (Object.keys(run.about).length) label.append(make("span", "note", about(run.about)));
+    box.addEventListener("change", () => {
+      if (box.checked) shown.add(place);
+      else shown.delete(place);
+      draw();
+    });
+    return label;
+  });
+  document.getElementById("runs").replaceChildren(...labels);
+}
+
 function draw() {
+  drawHeader();
   drawCurves();
   drawRollouts();
 }
 
-data.runs.forEach((run, place) => {
-  const label = make("label");
-  const box = label.appendChild(make("input"));
-  Object.assign(box, { type: "checkbox", checked: true });
-  const name = label.appendChild(make("span", "", run.name));
-  if (data.runs.length > 1) name.style.color = COLOURS[place % COLOURS.length];
-  box.addEventListener("change", () => {
-    if (box.checked) shown.add(place);
-    else shown.delete(place);
-    draw();
-  });
-  document.getElementById("runs").append(label);
-});
-for (const id of ["colour", "responses", "groups"]) {
+for (const id of ["colour", "responses", "groups", "same"]) {
   document.getElementById(id).addEventListener("change", drawRollouts);
 }
+document.getElementById("smoothing").addEventListener("input", drawCurves);
+dark.addEventListener("change", draw);
 draw();
 
 async function poll() {
@@ -322,6 +471,7 @@ async function poll() {
     const response = await fetch("data", { headers: { "If-None-Match": data.version } });
     if (response.status === 200) {
       data = await response.json();
+      drawHeader();
       drawCurves();
       // Who reads an earlier step goes on reading; the newest one gives way to the next.
       if (places.some((place) => place.step === null)) drawRollouts();

@@ -1,4 +1,4 @@
-"""`dapo watch`: the page of runs under way, served to this machine alone. It asks every two seconds for what is new."""
+"""`dapo watch`: serve the page of runs on localhost. The page asks for updates every two seconds."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ ROLLOUTS_PATH = re.compile(r"/rollouts/(?P<run>\d{1,9})/(?P<step>\d{1,9})", re.A
 
 
 def open_server(runs: Sequence[Path], port: int) -> ThreadingHTTPServer:
-    """Listen on 127.0.0.1; port 0: any that is free. Raises OSError where the port is taken, ConfigError."""
-    plotly_source()  # fails here and not in the browser
+    """Listen on 127.0.0.1; port 0 is any free port. Raises OSError if the port is in use, ConfigError."""
+    plotly_source()  # fails here instead of in the browser
     return ThreadingHTTPServer((HOST, port), partial(_Handler, runs))
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """/: the page. /data: what it shows. /rollouts/RUN/STEP: a step's file, as it lies on the disk."""
+    """Serve / (the page), /data (its content) and /rollouts/RUN/STEP (a step's file)."""
 
     def __init__(self, runs: Sequence[Path], *arguments: Any) -> None:
         self.runs = runs
         super().__init__(*arguments)
 
     def do_GET(self) -> None:
-        # Another site whose name has come to mean this machine could read along: its name is not ours.
+        # Another site could point its name to this machine (DNS rebinding): accept only our own names.
         name, _, _ = self.headers.get("Host", "").partition(":")
         version = _version(self.runs)
         if name not in (HOST, "localhost"):
@@ -53,11 +53,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(HTTPStatus.NOT_FOUND)
 
     def _rollouts(self) -> Path | None:
-        """Return the file that is asked for by the index of its run and its step."""
-        asked = ROLLOUTS_PATH.fullmatch(self.path)
-        if asked is None or int(asked["run"]) >= len(self.runs):
+        """Return the requested file of rollouts, if it exists."""
+        match = ROLLOUTS_PATH.fullmatch(self.path)
+        if match is None or int(match["run"]) >= len(self.runs):
             return None
-        return saved_steps(self.runs[int(asked["run"])] / ROLLOUTS).get(int(asked["step"]))
+        return saved_steps(self.runs[int(match["run"])] / ROLLOUTS).get(int(match["step"]))
 
     def _answer(self, body: bytes, kind: str) -> None:
         self.send_response(HTTPStatus.OK)
@@ -68,11 +68,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """A line for each request would bury the address."""
+        """Print nothing: a line per request would hide the address."""
 
 
 def _version(runs: Sequence[Path]) -> str:
-    """Return a text that changes with whatever the page shows."""
+    """Return a text that changes whenever the content of the page does."""
     paths = [run / name for run in runs for name in (METRICS_FILE, TIMINGS_FILE, ROLLOUTS)]
     stats = [path.stat() for path in paths if path.exists()]
     return '"' + "-".join(f"{stat.st_mtime_ns:x}.{stat.st_size:x}" for stat in stats) + '"'

@@ -1,1 +1,1 @@
-"""Supervised fine-tuning, `dapo sft`: the policy, the learner and the checkpoints of `dapo train` over examples."""
+"""Supervised fine-tuning, `dapo sft`: policy, learner and checkpoints are those of `dapo train`."""

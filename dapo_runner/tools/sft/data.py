@@ -1,7 +1,7 @@
-"""Examples to imitate, of any prompt/completion or chat data, and of what a judge said, tokenized.
+"""Load and tokenize examples: prompt/completion data, chat data, or the verdicts of a judge.
 
-Prompt and completion are tokenized apart, as a policy sees its own responses, and an end-of-sequence token follows the
-completion. Of a conversation the last message trains.
+Prompt and completion are tokenized separately, as in rollouts. An end-of-sequence token follows the completion. In a
+conversation only the last message trains.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """``train`` and ``heldout`` are walked over as prompts; ``sequences`` has, by their ids, what trains."""
+    """``train`` and ``heldout`` define the order of examples; ``sequences`` has their training records by prompt id."""
 
     train: list[Prompt]
     heldout: list[Prompt]
@@ -42,7 +42,7 @@ class Examples:
 
 
 def load_examples(config: SftConfig, tokenizer: Any) -> Examples:
-    """Read and tokenize the examples. Raises ConfigError naming the file, the row and what was expected."""
+    """Read and tokenize the examples. Raises ConfigError with the file, the row and what was expected."""
     data, report = config.data, DataReport()
     questioner = Questioner(data.judge, special_tokens(tokenizer))
 
@@ -74,27 +74,27 @@ def load_examples(config: SftConfig, tokenizer: Any) -> Examples:
 
 
 def _pair(row: Mapping[str, Any], data: SftDataConfig, questioner: Questioner) -> Pair | None:
-    """Return a row's pair, None where a judge gave no verdict. Raises KeyError, TypeError, ValueError."""
+    """Return a row's pair, None for a row without a verdict. Raises KeyError, TypeError, ValueError."""
     columns = data.columns or _columns_of(row)
     if columns is None:
         if row["verdict"] is None:
             return None
-        asked = questioner.messages(Question(row["problem"], row["reference"], row["response"]))
-        turns: list[tuple[str, str]] = as_messages(asked, data.system)
-        said = str(row["verdict"])
+        messages = questioner.messages(Question(row["problem"], row["reference"], row["response"]))
+        turns: list[tuple[str, str]] = as_messages(messages, data.system)
+        target = str(row["verdict"])
     else:
         turns = as_messages(get_column(row, columns.messages or columns.prompt), data.system)
         if columns.messages is None:
             completion = get_column(row, columns.completion)
             turns += [("assistant", completion)] if isinstance(completion, str) else as_messages(completion)
-        (role, said) = turns.pop()
+        (role, target) = turns.pop()
         if role != "assistant" or not turns:
-            raise ValueError(f"the last message must be the assistant's, after others, it is of {role}")
-    return Pair(tuple(turns), said)
+            raise ValueError(f"the last message must be the assistant's and follow others, got one of {role}")
+    return Pair(tuple(turns), target)
 
 
 def _columns_of(row: Mapping[str, Any]) -> SftColumnsConfig | None:
-    """Return the columns of a row with common names, None for a judge's verdicts. Raises ValueError."""
+    """Return the columns of a row with common names, or None for a judge's verdicts. Raises ValueError."""
     if "messages" in row:
         return SftColumnsConfig(messages="messages")
     if {"prompt", "completion"} <= row.keys():
@@ -110,8 +110,8 @@ def _tokenize(
     pairs: list[Pair], prompts: list[Prompt], examples: Examples, tokenizer: Any, data: SftDataConfig
 ) -> None:
     rendered = tokenize([pair.prompt for pair in pairs], tokenizer, data, **data.chat_template_kwargs)
-    said = tokenizer([pair.completion for pair in pairs], add_special_tokens=False)["input_ids"] if pairs else []
-    for pair, (text, before), after in zip(pairs, rendered, said, strict=True):
+    targets = tokenizer([pair.completion for pair in pairs], add_special_tokens=False)["input_ids"] if pairs else []
+    for pair, (text, before), after in zip(pairs, rendered, targets, strict=True):
         length = len(before) + len(after) + 1
         if length > data.max_tokens:
             examples.report["longer than data.max_tokens"] += 1

@@ -1,4 +1,4 @@
-"""The loop of `dapo sft`: a training run whose batches are examples."""
+"""The training loop of `dapo sft`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from dapo_runner.run.training import TrainingRun, speed_of
 from dapo_runner.tools.sft.data import Examples, load_examples
 from dapo_runner.types import Prompt, Sequence
 
-FIGURES = ("loss", "grad_norm", "lr", "tokens", "entropy")  # of an update
+FIGURES = ("loss", "grad_norm", "lr", "tokens", "entropy", "loss_scale", "skipped_updates")  # logged per update
 
 
 def sft(recipe: SftConfig, progress: Progress | None = None) -> Path:
-    """Start the supervised run that a recipe describes, or resume it. Returns its folder.
+    """Start the supervised run that a recipe describes, or resume it. Return its folder.
 
-    Ctrl-C finishes the update and saves it; then KeyboardInterrupt. Raises ConfigError, NonFiniteUpdateError,
+    Ctrl-C finishes and saves the update, then raises KeyboardInterrupt. Raises ConfigError, NonFiniteUpdateError,
     CheckpointError, RankLostError.
     """
     check_config(recipe)
@@ -53,18 +53,18 @@ def sft(recipe: SftConfig, progress: Progress | None = None) -> Path:
 
 @dataclass(kw_only=True)
 class SftRun(TrainingRun):
-    """A supervised run: examples are its batches, and an update is a step."""
+    """A supervised run. Its batches are examples, and each update is a step."""
 
     examples: Examples
     sampler: PromptCursor
 
     def train_step(self, step: int) -> None:
-        """Make one update. Raises NonFiniteUpdateError."""
+        """Make one update and log it. Raises NonFiniteUpdateError."""
         sequences = self._sequences(self.sampler.take(self.config.mini_batch_size))
         (mini,) = self.learner.prepare(sequences)
         figures = self.update(mini, step)
         self.complete_step(step)
-        shown = prefixed("train", {name: figures[name] for name in FIGURES})
+        shown = prefixed("train", {name: figures[name] for name in FIGURES if name in figures})
         self._log(step, "step", shown)
         self.speed = speed_of(self, sequences)
         self.progress.step(step, shown | {"loss": figures["loss"]}, self.clock.so_far(), self.speed)
@@ -94,8 +94,8 @@ class SftRun(TrainingRun):
 
 
 def plan_updates(recipe: SftConfig, examples: Examples) -> Config:
-    """Return what the recipe shares with a run, as long as its epochs are. Raises ConfigError, also for examples that
-    are longer than the model takes.
+    """Return the training configuration of a recipe with the number of updates for its epochs. Raises ConfigError, also
+    for examples that are longer than the model supports.
     """
     assert recipe.model.path is not None
     longest = max(len(sequence.token_ids) for sequence in examples.sequences.values())
@@ -108,7 +108,7 @@ def plan_updates(recipe: SftConfig, examples: Examples) -> Config:
 
 
 def _open_sft(recipe: SftConfig, context: RunContext) -> SftRun:
-    """Build everything a supervised run needs and load its last checkpoint, if there is one."""
+    """Build the components of a supervised run and load its last checkpoint, if any."""
     world, progress, folder = context.world, context.progress, recipe.run_dir
     start = world.broadcast_from_rank0(lambda: find_start(recipe, folder))
     assert recipe.model.path is not None

@@ -1,1 +1,1 @@
-"""Several variants of a recipe over several seeds: planned, run, compared, told on one page."""
+"""Studies: plan and run variants of a recipe over several seeds, compare them, and write a page."""

@@ -1,12 +1,14 @@
-"""The pictures of a study: curves as the mean of the seeds with its standard error, and accuracy against entropy."""
+"""The pictures of a study: means over seeds, differences per seed, and accuracy against entropy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
+from textwrap import wrap
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.stats import linregress
 
@@ -16,12 +18,13 @@ from dapo_runner.logging.report import style
 from dapo_runner.tools.study.results import MEANS, Result, Series
 
 Line = np.ndarray[tuple[int], np.dtype[np.float64]]
+Lines = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 Found = Mapping[str, Sequence[Result]]
-"""The results of each variant, by its name."""
+"""The results of each variant by name."""
 
 COLORS = (BLUE, ORANGE, GREEN, RED, GREY, "#CC79A7", "#56B4E9", "#000000")
 AXES = {"step": "rollout step", "tokens": "tokens generated", "updates": "updates", "seconds": "seconds"}
-POINTS = 200  # of a line, where the seeds have places of their own on the axis
+POINTS = 200  # of an interpolated line, if the seeds have different positions on the axis
 ENTROPY_FIT = "entropy_fit.png"
 FIT_HEAD = "| | a | b | b − a, accuracy without entropy | R² | evaluations |\n|---|---:|---:|---:|---:|---:|"
 
@@ -31,32 +34,56 @@ def label_of(variant: VariantConfig) -> str:
 
 
 def draw_figure(figure: FigureConfig, study: StudyConfig, found: Found, folder: Path) -> Path | None:
-    """Draw a panel for each curve into ``folder``; None where no run of its variants is done."""
-    if not any(found.get(name) for name in figure.variants):
+    """Draw a column for each curve into ``folder``: the mean of each variant over the seeds, and below it the
+    difference of each further variant to the first one, per seed. Return the path, or None without a run.
+    """
+    colors = {name: color for name, color in zip(figure.variants, cycle(COLORS)) if found.get(name)}
+    if not colors:
         return None
     labels = {variant.name: label_of(variant) for variant in study.variants}
-    canvas = Figure(figsize=(4.6 * len(figure.curves), 3.4), dpi=130, layout="constrained")
+    base, *others = colors
+    size = (len(colors), len(figure.curves))
+    canvas = Figure(figsize=(4.6 * size[1], 0.8 + 2.7 * size[0]), dpi=130, layout="constrained")
     canvas.suptitle(figure.title, fontsize=12, fontweight="bold")
-    for ax, key in zip(canvas.subplots(1, len(figure.curves), squeeze=False).flat, figure.curves, strict=True):
+    for column, key in zip(canvas.subplots(*size, squeeze=False, sharex="col").T, figure.curves, strict=True):
         title, unit = title_and_unit(key)
-        style(ax, title, AXES[figure.x], unit)
-        for name, color in zip(figure.variants, cycle(COLORS)):
-            band = mean_and_error([result.series(key, figure.x) for result in found.get(name, [])])
-            if band is not None:
-                places, mean, error = band
-                ax.plot(places, mean, color=color, label=labels[name], linewidth=1.4)
-                ax.fill_between(places, mean - error, mean + error, color=color, alpha=0.2, linewidth=0)
-        if not ax.lines:
-            ax.text(0.5, 0.5, "not logged", ha="center", color=GREY, transform=ax.transAxes)
-    lines = {str(line.get_label()): line for ax in canvas.axes for line in ax.lines}
-    canvas.legend(lines.values(), lines, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+        runs = {name: {result.run.seed: result.series(key, figure.x) for result in found[name]} for name in colors}
+        style(column[0], "\n".join(wrap(title, 44)), "", unit)
+        for name, color in colors.items():
+            if (lines := align(list(runs[name].values()))) is not None:
+                _draw_mean(column[0], *lines, color, labels[name], with_seeds=not others)
+        if not column[0].lines:
+            column[0].text(0.5, 0.5, "not logged", ha="center", color=GREY, transform=column[0].transAxes)
+        for ax, name in zip(column[1:], others, strict=True):
+            style(ax, f"{labels[name]} minus {labels[base]}", "", f"difference, {unit}")
+            ax.axhline(0, color=GREY, linewidth=0.8)
+            if (lines := differences(runs[name], runs[base])) is not None:
+                _draw_mean(ax, *lines, colors[name], labels[name], with_seeds=True)
+        column[-1].set_xlabel(AXES[figure.x], fontsize=8)
+    drawn = {str(line.get_label()): line for ax in canvas.axes for line in ax.lines}
+    named = {label: line for label, line in drawn.items() if not label.startswith("_")}
+    canvas.legend(named.values(), named, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     canvas.savefig(folder / f"{figure.name}.png")
     return folder / f"{figure.name}.png"
 
 
-def mean_and_error(series: Sequence[Series]) -> tuple[Line, Line, Line] | None:
-    """Return places, mean and standard error over the part of the axis that every seed has: at their own places where
-    those are the same, else interpolated. The standard error of one seed is 0.
+def _draw_mean(ax: Axes, places: Line, values: Lines, color: str, label: str, with_seeds: bool) -> None:
+    """Draw a mean over seeds, with each seed as a thin line if ``with_seeds``."""
+    if with_seeds:
+        ax.plot(places, values.T, color=color, linewidth=0.6, alpha=0.5)
+    ax.plot(places, values.mean(0), color=color, label=label, linewidth=1.6)
+
+
+def differences(runs: Mapping[int, Series], others: Mapping[int, Series]) -> tuple[Line, Lines] | None:
+    """Return positions, and ``runs`` − ``others`` with a row for each seed that both logged; None without one."""
+    seeds = [seed for seed in runs if runs[seed][0] and others.get(seed, ((), ()))[0]]
+    lines = align([*(runs[seed] for seed in seeds), *(others[seed] for seed in seeds)])
+    return None if lines is None else (lines[0], lines[1][: len(seeds)] - lines[1][len(seeds) :])
+
+
+def align(series: Sequence[Series]) -> tuple[Line, Lines] | None:
+    """Return positions and a row of values for each seed, over the range that all seeds share. Values are interpolated
+    if the positions differ. None without values.
     """
     lines = [(np.asarray(places), np.asarray(values)) for places, values in series if places]
     if not lines:
@@ -65,13 +92,11 @@ def mean_and_error(series: Sequence[Series]) -> tuple[Line, Line, Line] | None:
     if any(not np.array_equal(places, grid) for places, _ in lines):
         low, high = max(places[0] for places, _ in lines), min(places[-1] for places, _ in lines)
         grid = np.linspace(low, max(low, high), POINTS)
-    values = np.stack([np.interp(grid, *line) for line in lines])
-    error = values.std(0, ddof=1) / np.sqrt(len(lines)) if len(lines) > 1 else np.zeros(len(grid))
-    return grid, values.mean(0), error
+    return grid, np.stack([np.interp(grid, *line) for line in lines])
 
 
 def entropy_points(results: Sequence[Result]) -> tuple[Line, Line]:
-    """Return entropy and accuracy at each evaluation after a step, of all seeds."""
+    """Return entropy and accuracy at each evaluation after a step, over all seeds."""
     found = []
     for result in results:
         entropy = dict(zip(*result.series(MEANS["entropy"], "step"), strict=True))
@@ -82,12 +107,12 @@ def entropy_points(results: Sequence[Result]) -> tuple[Line, Line]:
 
 
 def draw_entropy_fit(study: StudyConfig, found: Found, folder: Path) -> str:
-    """Fit R = −a·exp(H) + b of accuracy R and entropy H (Cui et al. 2025, arXiv 2505.22617, eq. 1) and draw it into
-    ``folder``. Returns the table of the fits, empty without three evaluations that differ.
+    """Fit R = −a·exp(H) + b to accuracy R and entropy H (Cui et al. 2025, arXiv 2505.22617, eq. 1) and draw it into
+    ``folder``. Return the table of the fits; variants with fewer than three different evaluations are left out.
     """
     canvas, rows = Figure(figsize=(6.4, 4.2), dpi=130, layout="constrained"), []
     ax = canvas.subplots()
-    style(ax, "", "entropy, nats per token", "accuracy")
+    style(ax, "", "entropy, nats per token", "accuracy, share of problems")
     variants = [variant for variant in study.variants if variant.name in study.entropy_fit]
     for variant, color in zip(variants, cycle(COLORS)):
         entropy, accuracy = entropy_points(found.get(variant.name, []))

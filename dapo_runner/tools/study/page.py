@@ -1,4 +1,4 @@
-"""The page of a study: its table, its comparisons, its pictures, and what they were made with."""
+"""Write the page of a study: table, comparisons, pictures, and the environment of its runs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from dapo_runner.tools.study.runs import Failure
 
 PAGE, VALUES = "study.md", "study.json"
 NONE = "–"
-BUDGETS = {"after": "equal updates", "at_equal_tokens": "equal tokens"}  # the accuracies that variants are compared by
-# Head of a column → format of its mean, "" for an accuracy, and names of the values: one, or a first and a last mean.
+BUDGETS = {"after": "equal updates", "at_equal_tokens": "equal tokens"}  # accuracies for comparisons
+# Heading → format of its mean ("" for an accuracy) and names of values: one, or a first and a last mean.
 COLUMNS: dict[str, tuple[str, ...]] = {
     "before": ("", "before"),
     "half": ("", "half"),
@@ -40,18 +40,18 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     **{name: ("{:,.0f}", name) for name in ("steps", "updates", "tokens", "seconds")},
 }
 Table = Mapping[str, Mapping[int, Values]]
-"""The values of the runs, by variant and seed."""
+"""The values of all runs, by variant and seed."""
 
 
 def write_page(
     study: StudyConfig, runs: Sequence[StudyRun], results: Sequence[Result], failures: Sequence[Failure]
 ) -> Path:
-    """Write the page into the study's folder, and beside it as JSON the values and curves of every run, from which
-    tables and pictures can be computed again. Returns where the page lies.
+    """Write the page into the study's folder, and the values and curves of every run as JSON beside it, from which
+    tables and pictures can be computed again. Return the path of the page.
     """
     found = by_variant(results)
     equal_tokens = min((result.total("tokens") for result in results), default=0.0)
-    table = {name: {result.run.seed: result.values(equal_tokens) for result in of} for name, of in found.items()}
+    table = {name: {one.run.seed: one.values(equal_tokens) for one in group} for name, group in found.items()}
     pictures = [(figure.title, draw_figure(figure, study, found, study.folder)) for figure in study.figures]
     parts = [
         f"# {study.title}",
@@ -63,7 +63,7 @@ def write_page(
         *(f"![{title}]({path.name})" for title, path in pictures if path is not None),
         draw_entropy_fit(study, found, study.folder),
         _variants(study),
-        *dict.fromkeys(result.run.made_with for result in results),  # a study may have resumed elsewhere
+        *dict.fromkeys(result.run.made_with for result in results),  # several if the study resumed on another machine
     ]
     atomic_write(study.folder / PAGE, "\n\n".join(part for part in parts if part) + "\n")
     drawn = sorted({key for figure in study.figures for key in figure.curves} | {MEANS["entropy"]})
@@ -88,7 +88,7 @@ def _row(study: StudyConfig, variant: VariantConfig, table: Table) -> list[str]:
 
 
 def _comparisons(study: StudyConfig, table: Table) -> str:
-    """Compare each variant with the one above it or the one it names, by both budgets. p is corrected for all."""
+    """Compare each variant with the previous one, or the one it names, at both budgets. Holm corrects p for all."""
     labels = {variant.name: label_of(variant) for variant in study.variants}
     pairs = zip(study.variants, study.variants[1:], strict=False)
     against = {variant.name: variant.against or above.name for above, variant in pairs}
@@ -111,10 +111,10 @@ def _comparisons(study: StudyConfig, table: Table) -> str:
 
 
 def compare(runs: Mapping[int, Values], others: Mapping[int, Values], name: str) -> PairedTest | None:
-    """Compare two variants by a value, over the seeds that both have."""
+    """Compare two variants by a value, over the seeds that both have run."""
     pairs = [(runs[seed][name], others[seed][name]) for seed in runs if seed in others]
-    known = [(mine, theirs) for mine, theirs in pairs if mine is not None and theirs is not None]
-    return paired_test([mine for mine, _ in known], [theirs for _, theirs in known])
+    known = [(left, right) for left, right in pairs if left is not None and right is not None]
+    return paired_test([left for left, _ in known], [right for _, right in known])
 
 
 def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

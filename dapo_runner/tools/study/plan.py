@@ -1,4 +1,4 @@
-"""Which runs a study is made of, and which of them are done."""
+"""Plan the runs of a study, and find which are finished."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from dapo_runner.run.early_stop import last_step
 from dapo_runner.run.folder import changes_between, check_same_run, is_among, settings_of
 
 OF_START = ("model.path", "model.tiny", "model.tiny.")
-MAKE_START = (*OF_START, "run.seed", "data.", "rollout.", "reward.")  # what its warm-up shows, and when it ends
+MAKE_START = (*OF_START, "run.seed", "data.", "rollout.", "reward.")  # settings that affect the warm-up
 LONGER = ("run.steps", "run.max_tokens", "run.save_every", "run.keep", "run.threads", "logging.")  # may change
 
 
 @dataclass(frozen=True, slots=True)
 class StudyRun:
-    """One variant with one seed, in a folder of its own."""
+    """One variant with one seed, in its own folder."""
 
     variant: str
     seed: int
@@ -40,23 +40,23 @@ class StudyRun:
 
     @property
     def recipe(self) -> Path:
-        """The file that it is started from."""
+        """The configuration file with which it is started."""
         return self.folder.with_suffix(".yaml")
 
     @property
     def log(self) -> Path:
-        """The file with what it printed."""
+        """The file with its console output."""
         return self.folder.with_suffix(".log")
 
     @property
     def made_with(self) -> str:
-        """Machine, versions and commit that it was last started with; empty where it was not by a study."""
+        """Machine, versions and commit of its last start; empty if a study did not start it."""
         first, *_ = self.recipe.read_text(encoding="utf-8").split("\n") if self.recipe.is_file() else [""]
         return first.removeprefix("# ") if first.startswith("# ") else ""
 
 
 def plan_runs(study: StudyConfig, base: Path) -> list[StudyRun]:
-    """Return the runs of every variant with every seed, all variants before the next seed.
+    """Return the runs of every variant and seed, all variants of a seed before the next seed.
 
     Raises ConfigError that names the variant.
     """
@@ -65,16 +65,16 @@ def plan_runs(study: StudyConfig, base: Path) -> list[StudyRun]:
         for variant in study.variants:
             overrides = overrides_of(study, variant)
             if study.start != "each":
-                if own := [key for key in flatten(overrides) if is_among(key, OF_START)]:
+                if misplaced := [key for key in flatten(overrides) if is_among(key, OF_START)]:
                     raise ConfigError(
-                        f"{variant.name}: {own[0]}: expected it among the study's overrides with start: {study.start}"
+                        f"{variant.name}: {misplaced[0]}: must be in the study's overrides with start={study.start}"
                     )
                 start = str(_start_of(study, seed))
                 overrides = lay_settings(overrides, {"model": {"tiny": None, "path": start}})
             folder = str(study.folder_of_runs / "runs" / variant.name)
-            own_run = {"seed": seed, "name": f"seed_{seed}", "output_dir": folder, "threads": study.threads}
+            run_settings = {"seed": seed, "name": f"seed_{seed}", "output_dir": folder, "threads": study.threads}
             try:
-                config = parse_config(lay_settings(lay_settings(raw, overrides), {"run": own_run}))
+                config = parse_config(lay_settings(lay_settings(raw, overrides), {"run": run_settings}))
             except ConfigError as error:
                 raise ConfigError("\n".join(f"{variant.name}: {line}" for line in str(error).splitlines())) from error
             runs.append(StudyRun(variant.name, seed, config))
@@ -82,9 +82,9 @@ def plan_runs(study: StudyConfig, base: Path) -> list[StudyRun]:
 
 
 def plan_starts(study: StudyConfig, base: Path) -> dict[Path, Config]:
-    """Return the models that runs share and that do not exist yet: the folder of each and what it is made by.
+    """Return the configurations of shared start models that do not exist yet, by folder.
 
-    Raises ConfigError, also where one exists that was made with other settings.
+    Raises ConfigError, also if one exists that was made with other settings.
     """
     starts = dict[Path, Config]()
     for seed in study.seeds if study.start != "each" else ():
@@ -98,7 +98,7 @@ def plan_starts(study: StudyConfig, base: Path) -> dict[Path, Config]:
         elif recipe_of_start(folder).is_file():
             changes = changes_between(settings_of(load_config(recipe_of_start(folder))), settings_of(config))
             if other := [str(change) for change in changes if is_among(change.key, MAKE_START)]:
-                raise _holds(folder, f"a model that was made otherwise ({'; '.join(other)})")
+                raise _holds(folder, f"a model that was made with other settings ({'; '.join(other)})")
     return starts
 
 
@@ -111,7 +111,7 @@ def _start_of(study: StudyConfig, seed: int) -> Path:
 
 
 def overrides_of(study: StudyConfig, variant: VariantConfig) -> dict[str, Any]:
-    """Return the overrides of the variants it is over, and its own on top."""
+    """Return the overrides of a variant on top of those of the variant that it extends."""
     if variant.over is None:
         return lay_settings({}, variant.overrides)
     below = next(other for other in study.variants if other.name == variant.over)
@@ -119,11 +119,11 @@ def overrides_of(study: StudyConfig, variant: VariantConfig) -> dict[str, Any]:
 
 
 def is_finished(run: StudyRun) -> bool:
-    """Whether the run has come to its end, evaluation included. Raises ConfigError where its folder holds another."""
+    """Return whether the run has ended, evaluation included. Raises ConfigError if its folder has another run."""
     if not (run.folder / METRICS_FILE).is_file():
         return False
     other = [str(change) for change in check_same_run(run.config, run.folder) if not is_among(change.key, LONGER)]
-    if other:  # which a run may go on with, but not one that is compared
+    if other:  # a run may resume with these changes, but must not be compared
         raise _holds(run.folder, f"a run with another configuration ({'; '.join(other)})")
     events = read_log(run.folder / METRICS_FILE)
     end = last_step(run.config, events)

@@ -1,4 +1,4 @@
-"""The runs of a study, read from their logs alone, and statistics over their seeds."""
+"""Read the results of a study's runs from their logs, and compute statistics over seeds."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from dapo_runner.timing import seconds_by_phase
 from dapo_runner.tools.study.plan import StudyRun
 
 Series = tuple[list[float], list[float]]
-"""Places on an axis and the values there."""
+"""Positions on an axis, and the values there."""
 Values = Mapping[str, float | None]
-"""The values of a run: what the table has of it."""
+"""The values of a run in the table, by name."""
 
 MEANS = {"entropy": "train/entropy", "length": "sampling/length", "truncated": "sampling/truncated"}
-TAIL = 10  # steps that "first" and "last" figures are means over
+TAIL = 10  # steps in the means of "first" and "last" values
 SPENT = {"tokens": "sampling/tokens", "updates": "train/updates"}
-ROUNDING = 1e-12  # bound on the rounding error of a difference of two values, both at most 1
+ROUNDING = 1e-12  # bound on the rounding error of a difference of two values in [0, 1]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished run. ``axes`` has by axis and step what had been spent by the end of the step."""
+    """A finished run. ``axes``: the position of each step's end on each axis, such as tokens generated so far."""
 
     run: StudyRun
     points: Points  # of metrics.jsonl
@@ -39,16 +39,16 @@ class Result:
 
     @property
     def metric(self) -> str:
-        """The name of the accuracy, as it is logged."""
+        """The metric of accuracy, by its name in the log."""
         return early_stop_metric(self.run.config)
 
     @property
     def accuracy(self) -> Series:
-        """Of the evaluations, over the tokens generated before each."""
+        """The accuracy of each evaluation, over the tokens generated before it."""
         return self.series(self.metric, "tokens")
 
     def series(self, key: str, axis: str) -> Series:
-        """Return a metric over an axis, where it was logged and is finite."""
+        """Return a metric over an axis, without values that are not finite."""
         steps, values = self.points.get(key, ([], []))
         found = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
         return [self.axes[axis][step] for step, _ in found], [value for _, value in found]
@@ -57,7 +57,7 @@ class Result:
         return max(self.axes[axis].values())
 
     def values(self, equal_tokens: float) -> dict[str, float | None]:
-        """Return the values of the table, with the accuracy interpolated at ``equal_tokens``."""
+        """Return the values for the table. Accuracy is interpolated at ``equal_tokens``."""
         tokens, accuracy = self.accuracy
         nearest = min(range(len(tokens)), key=lambda index: abs(tokens[index] - tokens[-1] / 2))
         values: dict[str, float | None] = {"before": accuracy[0], "half": accuracy[nearest], "after": accuracy[-1]}
@@ -69,7 +69,7 @@ class Result:
         return values | {name: self.total(name) for name in ("updates", "tokens", "seconds")}
 
     def as_json(self, curves: Iterable[str]) -> dict[str, Any]:
-        """Return axes and curves, from which pictures can be drawn again."""
+        """Return axes and curves as JSON, from which pictures can be drawn again."""
         found = {key: self.series(key, "step") for key in dict.fromkeys((self.metric, *curves))}
         return {
             "axes": {name: list(places.values()) for name, places in self.axes.items()},
@@ -87,14 +87,14 @@ def read_result(run: StudyRun) -> Result:
         before = spent["seconds"].get(event["step"], 0.0)
         spent["seconds"][event["step"]] = before + sum(seconds_by_phase(event).values())
     axes = {
-        name: dict(zip(steps, accumulate(of_step.get(step, 0) for step in steps), strict=True))
-        for name, of_step in spent.items()
+        name: dict(zip(steps, accumulate(by_step.get(step, 0) for step in steps), strict=True))
+        for name, by_step in spent.items()
     }
     return Result(run, points, axes)
 
 
 def by_variant(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """Group results, in the order of their seeds."""
+    """Group results by variant, ordered by seed."""
     found: dict[str, list[Result]] = {}
     for result in sorted(results, key=lambda result: result.run.seed):
         found.setdefault(result.run.variant, []).append(result)
@@ -102,7 +102,7 @@ def by_variant(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 
 class Estimate(NamedTuple):
-    """A mean over seeds and its standard error s/√n, which is None for a single seed."""
+    """A mean over seeds and its standard error s/√n. The error is None for a single seed."""
 
     mean: float
     error: float | None
@@ -111,7 +111,7 @@ class Estimate(NamedTuple):
 class PairedTest(NamedTuple):
     """Student's paired t-test over the seeds that two variants share: two-sided p and the 95 % confidence interval.
 
-    Both are None with fewer than two seeds, or where all differences are equal.
+    Both are None with fewer than two seeds, or if all differences are equal.
     """
 
     difference: Estimate
@@ -120,14 +120,14 @@ class PairedTest(NamedTuple):
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
-    """Return the mean and its standard error, None for no values."""
+    """Return the mean and its standard error; None without values."""
     if not values:
         return None
     return Estimate(fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None)
 
 
 def paired_test(values: Sequence[float], others: Sequence[float]) -> PairedTest | None:
-    """Test whether ``values`` − ``others``, pair by pair, is zero on average. None without a pair."""
+    """Test whether ``values`` − ``others``, pair by pair, has mean zero. None without a pair."""
     difference = estimate([value - other for value, other in zip(values, others, strict=True)])
     if difference is None or difference.error is None or difference.error < ROUNDING:
         return None if difference is None else PairedTest(difference)
@@ -137,7 +137,7 @@ def paired_test(values: Sequence[float], others: Sequence[float]) -> PairedTest 
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Correct p-values for their number: bounds the chance of any false positive (Holm 1979)."""
+    """Return p-values corrected for their number, which bounds the probability of any false positive (Holm 1979)."""
     order = np.argsort(ps)
     scaled = np.asarray(ps)[order] * np.arange(len(ps), 0, -1)
     corrected = np.empty(len(ps))

@@ -1,4 +1,4 @@
-"""The runs of a study, side by side, each a `dapo train` of its own: what ends one does not touch the others."""
+"""Run a study: several `dapo train` processes at the same time. A failed run does not affect the others."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from dapo_runner.run.tiny_model import ensure_tiny_model
 from dapo_runner.tools.study.plan import StudyRun, is_finished, recipe_of_start
 
 POLL = 0.2  # seconds
-GRACE = 60.0  # seconds that runs have to save their step when the study is interrupted
+GRACE = 60.0  # seconds for runs to save their step when the study is interrupted
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
     run: StudyRun
-    reason: str  # with the last line it printed
+    reason: str  # exit code and last line of output
 
 
 def make_start(folder: Path, config: Config) -> str:
-    """Make a model that runs share, and its recipe beside it. Returns a note."""
+    """Make a start model that runs share, and its recipe beside it. Return a note."""
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     notes: list[str] = []
@@ -42,24 +42,24 @@ def make_start(folder: Path, config: Config) -> str:
 
 
 def carry_out(runs: Iterable[StudyRun], jobs: int) -> Generator[tuple[StudyRun, float, Failure | None], None, None]:
-    """Start ``runs`` in their order, ``jobs`` at a time. Yields each that ended, its seconds, and why it failed.
+    """Start ``runs`` in order, ``jobs`` at the same time. Yield each run that ended, its seconds, and why it failed.
 
-    Closing the generator, or an error, stops the runs under way, which save their step first.
+    Closing the generator, or an error, stops the current runs. They save their step first.
     """
-    here = ", ".join(f"{name} {value}" for name, value in environment().items())
-    waiting, under_way = deque(runs), dict[subprocess.Popen[bytes], tuple[StudyRun, float]]()
+    made_with = ", ".join(f"{name} {value}" for name, value in environment().items())
+    waiting, running = deque(runs), dict[subprocess.Popen[bytes], tuple[StudyRun, float]]()
     try:
-        while waiting or under_way:
-            while waiting and len(under_way) < jobs:
+        while waiting or running:
+            while waiting and len(running) < jobs:
                 run = waiting.popleft()
-                process = _start(run, f"# {here}. Runs side by side: {jobs}.\n")
-                under_way[process] = run, time.monotonic()
-            for process in [process for process in under_way if process.poll() is not None]:
-                run, since = under_way.pop(process)
+                process = _start(run, f"# {made_with}. Runs side by side: {jobs}.\n")
+                running[process] = run, time.monotonic()
+            for process in [process for process in running if process.poll() is not None]:
+                run, since = running.pop(process)
                 yield run, time.monotonic() - since, _failure(run, process.returncode)
             time.sleep(POLL)
     finally:
-        _stop(list(under_way))
+        _stop(list(running))
 
 
 def command(run: StudyRun) -> list[str]:
@@ -77,7 +77,7 @@ def _start(run: StudyRun, made_with: str) -> subprocess.Popen[bytes]:
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, **threads},
-            start_new_session=True,  # Ctrl-C comes to the study, which passes it on once
+            start_new_session=True,  # the study gets Ctrl-C and passes it on once
             preexec_fn=end_with_parent,
         )
 

@@ -1,0 +1,100 @@
+"""Problems of reasoning-gym (`data.reasoning_gym`): generated tasks, each with its own scoring function.
+
+Held-out problems have lower indices, and so other seeds, than training problems. The row of a problem has its task and
+index, from which the reward generates the same problem again. Some tasks iterate over sets of strings, so a process
+with a fixed hash seed generates the problems: `python -m dapo_runner.data.reasoning_gym`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from difflib import get_close_matches
+from itertools import accumulate
+from typing import Any
+
+from dapo_runner.config import ConfigError, DataConfig
+from dapo_runner.data.reading import Problem
+
+TRAIN_SIZE = 2048  # training problems if data.limit is not set
+SEED = 0  # of tasks that set none in their config: all runs use the same problems
+Messages = tuple[tuple[str, str], ...]  # (role, content)
+
+
+def generate_problems(data: DataConfig) -> tuple[list[Problem | None], list[Problem | None]]:
+    """Return training and held-out problems, None for each that a task failed to generate. Raises ConfigError."""
+    total = data.eval_size + (data.limit or TRAIN_SIZE)
+    weights = [task.weight for task in data.reasoning_gym]
+    n_heldout, n_total = _shares(weights, data.eval_size), _shares(weights, total)
+    tasks = [
+        {"name": task.name, "config": {"seed": SEED, **task.config, "size": size}}
+        for task, size in zip(data.reasoning_gym, n_total, strict=True)
+    ]
+    context: Messages = () if data.system is None else (("system", data.system),)
+    train: list[Problem | None] = []
+    heldout: list[Problem | None] = []
+    for number, index, entry in _generate_elsewhere(tasks):
+        part = heldout if index < n_heldout[number] else train
+        task = tasks[number] | {"index": index}
+        part.append(entry and _make_problem(task, context, *entry))
+    return train, heldout
+
+
+def _make_problem(task: dict[str, Any], context: Messages, question: str, answer: str | None) -> Problem:
+    return Problem(question.strip(), str(answer or ""), task["name"], context, {"task": json.dumps(task)})
+
+
+def _shares(weights: list[float], total: int) -> list[int]:
+    """Split ``total`` by weight into integers that add up to it."""
+    ends = [round(total * end / sum(weights)) for end in accumulate(weights)]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _generate_elsewhere(tasks: list[dict[str, Any]]) -> Iterator[Any]:
+    """Yield the results of ``_generate`` from a process with a fixed hash seed. Raises ConfigError."""
+    command, environment = (sys.executable, "-m", __name__), {**os.environ, "PYTHONHASHSEED": "0"}
+    requests = json.dumps(tasks)
+    found = subprocess.run(command, input=requests, capture_output=True, text=True, env=environment, check=False)
+    if found.returncode != 0:
+        raise ConfigError(found.stderr.strip().splitlines()[-1])
+    yield from map(json.loads, found.stdout.splitlines())
+
+
+def _generate(tasks: list[dict[str, Any]]) -> Iterator[Any]:
+    """Yield task number, index and [question, answer] of each problem; None in its place if generation fails."""
+    for number, task in enumerate(tasks):
+        data = _make_task(f"data.reasoning_gym.{number}", task["name"], task["config"])
+        for index in range(task["config"]["size"]):
+            try:
+                entry = data[index]
+            except Exception:  # a generator may raise anything; the caller counts the failure
+                yield number, index, None
+            else:
+                yield number, index, [entry["question"], entry["answer"]]
+
+
+def _make_task(key: str, name: str, config: dict[str, Any]) -> Any:
+    """Return a task. Exit with a message that names the setting ``key`` if there is no such task."""
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ImportError:
+        sys.exit("data.reasoning_gym: requires reasoning-gym. Run `pip install 'dapo-kernels[reasoning-gym]'`.")
+    known = sorted(DATASETS.keys() - {"composite"})
+    if name not in known:
+        near = ", ".join(get_close_matches(name, known, cutoff=0.4) or known[:5])
+        sys.exit(f"{key}.name: expected one of the {len(known)} tasks of reasoning-gym ({near}, …), got {name!r}.")
+    try:
+        return create_dataset(name, **config)
+    except (TypeError, ValueError, AssertionError) as error:
+        sys.exit(f"{key}.config: expected a configuration of {name}, got {config}: {error}.")
+
+
+if __name__ == "__main__":
+    answers = sys.stdout
+    with redirect_stdout(sys.stderr):  # libraries may print; only problems go to stdout
+        for found in _generate(json.load(sys.stdin)):
+            print(json.dumps(found), file=answers)

@@ -1,0 +1,97 @@
+"""Environments of other libraries with ``reset`` and ``step``: TextArena's games and OpenEnv's clients."""
+
+from __future__ import annotations
+
+import random
+import threading
+import zlib
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+from dapo_runner.environments.environment import Environment, Message, StepResult
+from dapo_runner.errors import ConfigError
+
+_TEXTARENA = threading.Lock()  # its games draw from Python's global random numbers
+
+
+class TextArena(Environment):
+    """A game of textarena, which the policy plays as player 0 and whose reward comes with its end.
+
+    ``opponent`` makes the moves of all other players, from what they observe. Random numbers follow from the row, so
+    that all episodes of a prompt play the same game.
+    """
+
+    def __init__(self, name: str, opponent: Callable[[str], str] | None = None, **settings: Any) -> None:
+        """``name``: e.g. `GuessTheNumber-v0`. ``settings`` are arguments of the game. Raises ConfigError."""
+        self.random = random.Random()
+        try:
+            make = import_module("textarena").make
+            self.game = self._call(lambda: make(f"{name.removesuffix('-raw')}-raw", **settings))
+        except (ImportError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"env.kind: expected a game of textarena (`pip install textarena`), got {name!r}: {error}"
+            ) from error
+        self.opponent, self.n_players = opponent, 1 if opponent is None else 2
+
+    def reset(self, row: Mapping[str, Any]) -> StepResult:
+        seed = zlib.crc32(repr(sorted(row.items())).encode())
+        self._call(lambda: self.game.reset(num_players=self.n_players, seed=seed))
+        return self._observe(is_done=False)
+
+    def step(self, text: str) -> StepResult:
+        return self._observe(self._move(text))
+
+    def finish(self) -> float:
+        return 0.0  # of a game that a limit ended
+
+    def _observe(self, is_done: bool) -> StepResult:
+        """Return what player 0 observes once the others have moved."""
+        while not is_done:
+            player, found = self.game.get_observation()
+            said = "\n".join(text for sender, text, _ in found if sender != player)
+            if player == 0:
+                return StepResult((Message("user", said),))
+            assert self.opponent is not None
+            is_done = self._move(self.opponent(said))
+        rewards, _ = self.game.close()
+        return StepResult(reward=float(rewards[0]), done=True)
+
+    def _move(self, text: str) -> bool:
+        is_done, _ = self._call(lambda: self.game.step(action=text))
+        return bool(is_done)
+
+    def _call(self, function: Callable[[], Any]) -> Any:
+        """Call a game with the random numbers of this episode as Python's global ones."""
+        with _TEXTARENA:
+            others = random.getstate()
+            random.setstate(self.random.getstate())
+            try:
+                return function()
+            finally:
+                self.random.setstate(random.getstate())
+                random.setstate(others)
+
+
+class OpenEnv(Environment):
+    """A synchronous client of OpenEnv (`client.sync()`), or anything with its ``reset`` and ``step``.
+
+    ``action`` makes the client's action of a turn, ``text`` what the policy sees of an observation.
+    """
+
+    def __init__(self, client: Any, action: Callable[[str], Any], text: Callable[[Any], str] = str) -> None:
+        self.client, self.action, self.text = client, action, text
+
+    def reset(self, row: Mapping[str, Any]) -> StepResult:
+        return StepResult(self._read(self.client.reset()))
+
+    def step(self, text: str) -> StepResult:
+        result = self.client.step(self.action(text))
+        return StepResult(self._read(result), result.reward, result.done)
+
+    def finish(self) -> float:
+        self.client.close()
+        return 0.0
+
+    def _read(self, result: Any) -> tuple[Message, ...]:
+        return (Message("user", self.text(result.observation)),)

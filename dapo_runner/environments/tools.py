@@ -1,0 +1,151 @@
+"""Tools that the policy calls: plain functions, and environments in TRL's convention (`environment_factory`).
+
+TRL's convention is a class with ``reset(**row)``, which may return the text of a user message, and public methods that
+are the tools; ``get_reward()`` is optional. Docstrings and type hints become the schemas that the policy reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from typing import Any, NamedTuple
+
+from dapo_runner.environments.environment import Environment, Message, StepResult
+from dapo_runner.errors import ConfigError
+
+MOST_CHARACTERS = 4096  # of a tool's result; a longer one is an error that the policy sees
+TYPES: dict[str, Any] = {"string": str, "integer": int, "number": int | float, "boolean": bool, "array": list}
+TYPES |= {"object": dict, "null": type(None)}
+_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+class ToolCall(NamedTuple):
+    name: str
+    arguments: Mapping[str, Any]
+
+
+def parse_calls(text: str, tokenizer: Any = None, tools: Sequence[Any] = ()) -> list[ToolCall | ValueError]:
+    """Return the calls of a turn in order, an error for each that cannot be read.
+
+    They are read by the tokenizer's own response template. Without one each is a `<tool_call>{"name": …, "arguments":
+    {…}}</tool_call>`, which is the form of Hermes and Qwen.
+    """
+    if getattr(tokenizer, "response_template", None) is None:
+        return [_read_call(found) for found in _HERMES.findall(text)]
+    try:
+        calls = tokenizer.parse_response(text, prefix="", tools=list(tools)).get("tool_calls") or []
+        return [_check_call(call.get("function")) for call in calls]
+    except Exception as error:  # whatever a parser does with the text of a model
+        return [ValueError(f"cannot read the tool call: {error}")]
+
+
+def _read_call(text: str) -> ToolCall | ValueError:
+    try:
+        return _check_call(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        return ValueError(f"cannot read the tool call as JSON: {error}")
+
+
+def _check_call(call: Any) -> ToolCall | ValueError:
+    name, arguments = (call.get("name"), call.get("arguments", {})) if isinstance(call, Mapping) else (None, None)
+    if isinstance(arguments, str):  # as OpenAI writes them
+        arguments = json.loads(arguments)
+    if isinstance(name, str) and isinstance(arguments, Mapping):
+        return ToolCall(name, arguments)
+    return ValueError('expected a tool call of the form {"name": "…", "arguments": {…}}')
+
+
+class ToolEnvironment(Environment):
+    """An episode in which the policy calls tools. It ends with the first turn that calls none.
+
+    A call that fails is answered with an error, which the policy sees. ``counts`` has calls, failed calls, and 1 for an
+    episode that called a tool.
+    """
+
+    def __init__(
+        self, functions: Sequence[Callable[..., Any]], state: Any = None, tokenizer: Any = None, max_error: int = 200
+    ) -> None:
+        """``state``: an environment in TRL's convention, or None. ``max_error``: characters of the errors of a turn.
+        Raises ConfigError for a tool without a schema.
+        """
+        if not (state is None or callable(getattr(state, "reset", None))):
+            raise ConfigError(f"env.kind: expected a class with a method reset, got {type(state).__name__}.")
+        names = {name for name, _ in inspect.getmembers(type(state), inspect.isfunction) if not name.startswith("_")}
+        methods = [getattr(state, name) for name in sorted(names - {"reset", "get_reward"})]
+        self.functions = {tool.__name__: tool for tool in (*functions, *methods)}
+        self.tools = [_schema_of(tool) for tool in self.functions.values()]
+        self.state, self.tokenizer, self.max_error, self.runner = state, tokenizer, max_error, asyncio.Runner()
+        self.counts = Counter(tool_calls=0, tool_errors=0, tool_episodes=0)
+
+    def reset(self, row: Mapping[str, Any]) -> StepResult:
+        text = None if self.state is None else self._await(self.state.reset(**_arguments(self.state.reset, row)))
+        return StepResult() if text is None else StepResult((Message("user", text),))
+
+    def step(self, text: str) -> StepResult:
+        calls = parse_calls(text, self.tokenizer, self.tools)
+        self.error_room = self.max_error
+        answers = [self._answer(call) for call in calls]
+        return StepResult(tuple(Message("tool", said) for said in answers if said is not None), done=not calls)
+
+    def finish(self) -> float | None:
+        with closing(self.runner):
+            reward = self._await(self.state.get_reward()) if hasattr(self.state, "get_reward") else None
+        return None if reward is None else float(reward)
+
+    def _await(self, result: Any) -> Any:
+        """One event loop for the whole episode, which connections may be bound to."""
+        return self.runner.run(result) if inspect.iscoroutine(result) else result
+
+    def _answer(self, call: ToolCall | ValueError) -> str | None:
+        """Return the result or the error, None for an error that there is no room for."""
+        self.counts["tool_calls"] += 1
+        self.counts["tool_episodes"] = 1
+        try:
+            if isinstance(call, ValueError):
+                raise call
+            if call.name not in self.functions:
+                raise ValueError(f"there is no tool {call.name}; tools are {', '.join(self.functions)}")
+            _check_types(call, self.tools[list(self.functions).index(call.name)])
+            result = str(self._await(self.functions[call.name](**call.arguments)))
+            if len(result) > MOST_CHARACTERS:
+                raise ValueError(f"the result has {len(result)} characters, more than {MOST_CHARACTERS}")
+            return result
+        except (Exception, SystemExit) as error:  # the policy may do better next time
+            self.counts["tool_errors"] += 1
+            room, self.error_room = self.error_room, max(0, self.error_room - len(str(error)) - 1)
+            return json.dumps({"error": str(error)[:room]}, ensure_ascii=False) if room else None
+
+
+def _check_types(call: ToolCall, schema: Mapping[str, Any]) -> None:
+    """Raise ValueError for an argument that is not of the type that the schema has."""
+    for name, described in schema["function"]["parameters"].get("properties", {}).items():
+        types, value = described.get("type", []), call.arguments.get(name)
+        known = [TYPES[one] for one in ([types] if isinstance(types, str) else types) if one in TYPES]
+        is_number = not isinstance(value, bool) or bool in known
+        if name in call.arguments and known and not (isinstance(value, tuple(known)) and is_number):
+            raise ValueError(f"{name}: expected {types}, got {type(value).__name__}")
+
+
+def _arguments(function: Callable[..., Any], row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the columns of a row that a function takes, all where it has `**kwargs`."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
+    return row if takes_all else {name: value for name, value in row.items() if name in parameters}
+
+
+def _schema_of(tool: Callable[..., Any]) -> Mapping[str, Any]:
+    from transformers.utils import get_json_schema  # takes seconds
+
+    try:
+        return get_json_schema(tool)
+    except Exception as error:  # of docstrings and type hints
+        raise ConfigError(
+            f"env: expected a docstring and type hints of the tool {tool.__name__}, from which its schema is made "
+            f"({error}). Describe every argument in an Args section. A game that answers turns itself is a subclass of "
+            "dapo_runner.environments.environment.Environment."
+        ) from error
