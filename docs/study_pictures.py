@@ -1,0 +1,50 @@
+"""Draw the pictures of docs/study.md from the values per run: `python -m docs.study_pictures`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).parents[1]
+VALUES = ROOT / "benchmarks" / "results" / "study-table1-20261122.json"
+PICTURE = ROOT / "docs" / "study" / "differences.png"
+LADDER = {
+    "grpo": "naive GRPO",
+    "filter": "+ overlong filtering",
+    "higher": "+ clip-higher",
+    "soft": "+ soft overlong punishment",
+    "token": "+ token-level loss",
+    "dapo": "+ dynamic sampling (DAPO)",
+}
+BUDGETS = {"after": "equal updates (800)", "at_equal_tokens": "equal generated tokens (1.89 million)"}
+
+
+def differences(values: Mapping[tuple[str, int], float]) -> dict[str, list[float]]:
+    """Return, for each row but the first, the points of accuracy it gains over the row above, seed by seed."""
+    seeds, rows = sorted({seed for _, seed in values}), list(LADDER)
+    return {row: [100 * (values[row, seed] - values[above, seed]) for seed in seeds] for above, row in pairwise(rows)}
+
+
+def draw(path: Path = PICTURE) -> None:
+    runs = json.loads(VALUES.read_text(encoding="utf-8"))
+    canvas = Figure(figsize=(9.6, 3.2), dpi=110, layout="constrained")
+    axes = canvas.subplots(1, len(BUDGETS), sharey=True, squeeze=False).flat
+    for ax, (budget, title) in zip(axes, BUDGETS.items(), strict=True):
+        found = differences({(run["variant"], run["seed"]): run[budget] for run in runs})
+        for place, points in enumerate(found.values()):
+            ax.plot(points, [-place] * len(points), "o", color="C0", alpha=0.6, markersize=5)
+            ax.plot(sum(points) / len(points), -place, "|", color="black", markersize=18)
+        ax.axvline(0, color="grey", linewidth=0.8)
+        ax.set_yticks([-place for place in range(len(found))], [LADDER[row] for row in found])
+        ax.set_title(f"at {title}", fontsize=10)
+        ax.set_xlabel("held-out accuracy, difference to the row above (points)", fontsize=9)
+    path.parent.mkdir(exist_ok=True)
+    canvas.savefig(path)
+
+
+if __name__ == "__main__":
+    draw()
