@@ -27,7 +27,7 @@ LAYERS = (
     ("dapo_runner.plugins", "dapo_runner.files", "dapo_runner.http"),
     ("dapo_runner.types", "dapo_runner.timing", "dapo_runner.interrupt"),
     ("dapo_runner.config",),
-    ("dapo_runner.parallel",),
+    ("dapo_runner.parallel", "dapo_runner.environments"),
     ("dapo_runner.policy", "dapo_runner.data"),
     ("dapo_runner.rewards",),
     ("dapo_runner.algorithms", "dapo_runner.evaluate", "dapo_runner.run.early_stop"),

@@ -212,7 +212,7 @@ def test_adapters() -> None:
     with policy.model.disable_adapter():
         assert head_of(policy.model, stats.logprobs).lora is None
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    with pytest.raises(ValueError, match="prompts that PEFT learns"):
+    with pytest.raises(ValueError, match="PEFT"):
         PolicyLoss(peft.get_peft_model(network(), prompts))
 
 
@@ -222,44 +222,44 @@ def test_adapters_of_the_head_that_are_not_two_factors() -> None:
     kinds: list[tuple[str, Any]] = [
         ("with dropout", peft.LoraConfig(**targets, lora_dropout=0.1)),
         ("of the kind DoraLinearVariant", peft.LoraConfig(**targets, use_dora=True)),
-        ("Linear, which is not LoRA", peft.IA3Config(**targets, feedforward_modules=[])),
+        ("Linear", peft.IA3Config(**targets, feedforward_modules=[])),
     ]
     for what, config in kinds:
-        with pytest.raises(ValueError, match=f"output head carries an adapter {what}"):
+        with pytest.raises(ValueError, match=what):
             PolicyLoss(peft.get_peft_model(network(), config))
     model = peft.get_peft_model(network(), peft.LoraConfig(**targets))
     model.add_adapter("second", peft.LoraConfig(**targets))
     model.base_model.set_adapter(["default", "second"])
-    with pytest.raises(ValueError, match="carries an adapter of several at once, default, second"):
+    with pytest.raises(ValueError, match="default, second"):
         PolicyLoss(model)
 
 
 def test_what_it_refuses() -> None:
     model = network()
     for name in ("bias", "lora", "softcap", "main_grad"):
-        with pytest.raises(ValueError, match=f"PolicyLoss: {name} is not an option"):
+        with pytest.raises(ValueError, match=f"PolicyLoss: {name} "):
             PolicyLoss(model, **{name: None})
-        with pytest.raises(ValueError, match=f"PolicyLoss: {name} is not an option"):
+        with pytest.raises(ValueError, match=f"PolicyLoss: {name} "):
             PolicyLoss(model)(**packed(), **{name: None})
     policy, batch, rows = PolicyLoss(model), packed(), padded()
     calls: list[tuple[type[Exception], str, dict[str, Any]]] = [
-        (ValueError, "mode must be 'loss' or 'logprobs', got 'train'", {"mode": "train"}),
-        (ValueError, "old_logprobs and advantages have no use", {"mode": "logprobs"}),
-        (ValueError, "attention_mask must be", rows | {"cu_seqlens": None, "attention_mask": torch.ones(6, 13)}),
-        (ValueError, r"cu_seqlens; got \[\d+\] with neither", {"cu_seqlens": None}),
-        (ValueError, r"with attention_mask and cu_seqlens", {"attention_mask": batch["mask"]}),
-        (ValueError, r"got \[6, 12\] with cu_seqlens", {"input_ids": rows["input_ids"]}),
-        (TypeError, "input_ids must be a tensor", {"input_ids": [1, 2]}),
-        (TypeError, "old_logprobs must be float32", {"old_logprobs": batch["old_logprobs"].bfloat16()}),
-        (TypeError, "denominator must be float32", {"denominator": torch.tensor(700.0).bfloat16()}),
-        (TypeError, "advantages must be a tensor", {"advantages": None}),
+        (ValueError, "mode .*'train'", {"mode": "train"}),
+        (ValueError, "old_logprobs and advantages", {"mode": "logprobs"}),
+        (ValueError, "attention_mask", rows | {"cu_seqlens": None, "attention_mask": torch.ones(6, 13)}),
+        (ValueError, r"cu_seqlens", {"cu_seqlens": None}),
+        (ValueError, r"attention_mask and cu_seqlens", {"attention_mask": batch["mask"]}),
+        (ValueError, r"\[6, 12\] .*cu_seqlens", {"input_ids": rows["input_ids"]}),
+        (TypeError, "input_ids", {"input_ids": [1, 2]}),
+        (TypeError, "old_logprobs", {"old_logprobs": batch["old_logprobs"].bfloat16()}),
+        (TypeError, "denominator", {"denominator": torch.tensor(700.0).bfloat16()}),
+        (TypeError, "advantages", {"advantages": None}),
     ]
     for error, message, change in calls:
         with pytest.raises(error, match=message):
             policy(**batch | change)
     with pytest.raises(TypeError, match="clip"):
         PolicyLoss(model, clip=0.2)
-    with pytest.raises(ValueError, match="LlamaModel has no output head"):
+    with pytest.raises(ValueError, match="LlamaModel"):
         PolicyLoss(model.model)
     with pytest.raises(TypeError, match="clip_high"):
         policy(rows["input_ids"], rows["target_ids"], mode="logprobs", clip_high=0.3)
@@ -305,7 +305,7 @@ def test_a_model_that_sees_later_tokens() -> None:
     model = transformers.BertGenerationDecoder(
         transformers.BertGenerationConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
     )
-    with pytest.raises(ValueError, match="BertGenerationDecoder is not causal"):
+    with pytest.raises(ValueError, match="BertGenerationDecoder"):
         PolicyLoss(model)(**padded())
 
 
@@ -474,7 +474,7 @@ def test_fabric_rounds_and_says_so() -> None:
     def setup(**options: Any) -> Any:
         return lightning_fabric.Fabric(accelerator="cpu", devices=1, **options).setup(PolicyLoss(network()))
 
-    with pytest.raises(TypeError, match=r"old_logprobs must be float32, got torch.bfloat16.*'32-true'.*autocast"):
+    with pytest.raises(TypeError, match=r"old_logprobs.*bfloat16.*'32-true'.*autocast"):
         setup(precision="bf16-mixed")(**packed())
     batch, policy = packed(), setup()
     with torch.autocast("cpu", torch.bfloat16):

@@ -278,7 +278,7 @@ def test_lora_on_the_head(tmp_path: Path, model: Path, case: str) -> None:
 
 def test_lora_on_the_head_is_refused_by_trl(tmp_path: Path, model: Path) -> None:
     lora = LoraConfig(r=4, target_modules=["lm_head"], task_type="CAUSAL_LM")
-    with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
+    with pytest.raises(ValueError, match="lm_head"):
         train(DapoGRPOTrainer, model, tmp_path, Rollouts(), **ON_POLICY, trainer_options={"peft_config": lora})
 
 
@@ -389,10 +389,10 @@ def test_trl_head_is_never_used(tmp_path: Path, model: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"use_liger_kernel": True}, "use_liger_kernel=True patches the model"),
-        ({"loss_type": "ppo"}, "unknown loss_type 'ppo'; known: grpo"),
-        ({"loss_type": "dr_grpo", "max_completion_length": None}, "divides by max_completion_length"),
-        ({"loss_type": "sapo", "sapo_temperature_pos": 0.0}, "sapo_tau must be"),
+        ({"use_liger_kernel": True}, "use_liger_kernel"),
+        ({"loss_type": "ppo"}, "loss_type 'ppo'.*grpo"),
+        ({"loss_type": "dr_grpo", "max_completion_length": None}, "max_completion_length"),
+        ({"loss_type": "sapo", "sapo_temperature_pos": 0.0}, "sapo_tau"),
     ],
 )
 def test_refused(tmp_path: Path, model: Path, options: dict[str, Any], message: str) -> None:
@@ -402,7 +402,7 @@ def test_refused(tmp_path: Path, model: Path, options: dict[str, Any], message: 
 
 def test_zero3_is_refused(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours, "is_deepspeed_zero3_enabled", lambda: True)
-    with pytest.raises(ValueError, match="ZeRO-3 leaves an empty output head"):
+    with pytest.raises(ValueError, match="ZeRO-3"):
         train(DapoGRPOTrainer, model, tmp_path, Rollouts(), **ON_POLICY)
 
 
@@ -410,5 +410,5 @@ def test_quantized_head_is_refused(tmp_path: Path, model: Path) -> None:
     network = load(model)
     head = network.lm_head.weight
     network.lm_head.weight = torch.nn.Parameter(head.to(torch.int8), requires_grad=False)
-    with pytest.raises(ValueError, match=r"floating-point weight \[V, H\], got Linear with a weight .*int8"):
+    with pytest.raises(ValueError, match=r"\[V, H\].*Linear.*int8"):
         train(DapoGRPOTrainer, network, tmp_path, Rollouts(), **ON_POLICY)

@@ -26,7 +26,7 @@ def test_the_package_imports_no_trainer() -> None:
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, installed: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(importlib.metadata, "version", lambda name: installed)
-    message = rf"adapter is written for trl >= 1.16, < 1.17; installed is {installed}: pip install 'trl>=1.16,<1.17'"
+    message = rf"adapter .*trl >= 1.16, < 1.17.* {installed}: pip install 'trl>=1.16,<1.17'"
     with pytest.raises(ImportError, match=message):
         require("adapter", ADAPTED)
 
@@ -40,7 +40,7 @@ def test_supported_versions_pass(monkeypatch: pytest.MonkeyPatch, installed: str
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"it is not installed: pip install 'trl>=1.16,<1.17'"):
+    with pytest.raises(ImportError, match=r"pip install 'trl>=1.16,<1.17'"):
         require("adapter", ADAPTED)
 
 
@@ -57,5 +57,5 @@ def test_no_upper_end_is_none_at_all() -> None:
 
 
 def test_a_package_that_pip_knows_nothing_of_is_refused_by_name() -> None:
-    with pytest.raises(ImportError, match=r"no installed version: pip install 'json>=1\.0,<2'"):
+    with pytest.raises(ImportError, match=r"pip install 'json>=1\.0,<2'"):
         require("adapter", Supported("json", "1.0", "2"))

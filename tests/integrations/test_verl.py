@@ -310,23 +310,23 @@ def test_every_objective_is_registered() -> None:
 
 
 def test_top_entropy_is_refused_with_the_reason() -> None:
-    with pytest.raises(ValueError, match="needs the entropy of every token"):
+    with pytest.raises(ValueError, match="entropy"):
         run("dapo_kernels/top_entropy", random_batch(0), "token-mean", actor_config())
 
 
 def test_dro_without_a_beta_is_refused() -> None:
     for beta in (None, 0.0):
-        with pytest.raises(ValueError, match="dro_beta must be positive"):
+        with pytest.raises(ValueError, match="dro_beta"):
             run("dapo_kernels/dro", random_batch(0), "token-mean", actor_config(covariance={"dro_beta": beta}))
 
 
 def test_a_missing_global_count_is_refused() -> None:
     for mode, name in [("token-mean", "batch_num_tokens"), ("seq-mean-token-sum", "global_batch_size")]:
-        with pytest.raises(ValueError, match=f"dp_size=2 ranks needs {name}"):
+        with pytest.raises(ValueError, match=f"dp_size=2.*{name}"):
             run("dapo_kernels/dapo", random_batch(0), mode, actor_config({"dp_size": 2}))
-    with pytest.raises(ValueError, match="aggregate must be one of"):
+    with pytest.raises(ValueError, match="aggregate"):
         run("dapo_kernels/dapo", random_batch(0), "mean", actor_config())
-    with pytest.raises(ValueError, match="config must be verl's actor config"):
+    with pytest.raises(ValueError, match="config"):
         run("dapo_kernels/dapo", random_batch(0), "token-mean", None)
 
 

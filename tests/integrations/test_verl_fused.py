@@ -62,7 +62,7 @@ def test_fused_linear_in_bfloat16_is_no_further_from_the_truth_than_verls() -> N
 
 
 def test_other_backends_are_refused() -> None:
-    with pytest.raises(ValueError, match="impl_backend must be 'torch'"):
+    with pytest.raises(ValueError, match="impl_backend"):
         ours.FusedLinear(impl_backend="liger")
 
 

@@ -407,7 +407,7 @@ def test_missing_companions() -> None:
 
 
 def test_use_backend_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="unknown backend 'fast'") as caught, use_backend("fast"):
+    with pytest.raises(ValueError, match="'fast'") as caught, use_backend("fast"):
         pass
     assert "torch" in str(caught.value)
     assert "cpp" in str(caught.value)
@@ -536,7 +536,7 @@ def test_probabilities_are_no_logprobs(which: str) -> None:
 @pytest.mark.parametrize("value", [0.0, -3.0, math.nan, math.inf])
 def test_a_denominator_in_a_tensor_is_looked_at_where_that_is_free(value: float) -> None:
     logprobs, advantages = torch.zeros(3, requires_grad=True), torch.ones(3)
-    with pytest.raises(ValueError, match="denominator must be positive and finite"):
+    with pytest.raises(ValueError, match="denominator"):
         policy_loss(logprobs, None, advantages, denominator=torch.tensor(value))
 
 
@@ -558,16 +558,16 @@ def test_in_place_without_a_gradient_is_a_forward_pass() -> None:
 @pytest.mark.parametrize(
     ("main_grad", "words"),
     [
-        (torch.zeros(5, 4, dtype=torch.bfloat16), "main_grad must be float32"),
-        (torch.zeros(4, 5), r"main_grad must be float32 \[5, 4\]"),
-        (3.0, "main_grad must be a float32 tensor"),
+        (torch.zeros(5, 4, dtype=torch.bfloat16), "main_grad"),
+        (torch.zeros(4, 5), r"main_grad .*\[5, 4\]"),
+        (3.0, "main_grad"),
     ],
 )
 def test_main_grad_is_checked(main_grad: Any, words: str) -> None:
     hidden, weight = torch.randn(3, 4), torch.randn(5, 4, requires_grad=True)
     with pytest.raises((ValueError, TypeError), match=words):
         linear_dapo_loss(hidden, weight, torch.tensor([1, 2, 3]), None, torch.ones(3), main_grad=main_grad)
-    with pytest.raises(ValueError, match="main_grad has no use"):
+    with pytest.raises(ValueError, match="main_grad"):
         linear_dapo_loss(
             hidden, weight.detach(), torch.tensor([1, 2, 3]), None, torch.ones(3), main_grad=torch.zeros(5, 4)
         )

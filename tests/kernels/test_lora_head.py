@@ -201,14 +201,14 @@ def test_refusals() -> None:
     case = linear_case(V, H, seed=78, rank=R)
     a, b = case.leaves["lora_a"], case.leaves["lora_b"]
     wrong: list[tuple[type[Exception], str, Any]] = [
-        (TypeError, r"lora must be LoraFactors\(a, b, scale\), got tuple", (a, b, 1.0)),
-        (TypeError, r"lora\.a must be a tensor \[r, H\], got list", LoraFactors([], b)),  # type: ignore[arg-type]
-        (ValueError, r"lora\.a must be \[r, H\] with H=12 like hidden, got \[3, 11\]", LoraFactors(a[:, 1:], b)),
-        (ValueError, r"lora\.b must be \[V, r\]=\[67, 3\], got \[67, 2\]", LoraFactors(a, b[:, 1:])),
-        (ValueError, r"lora\.b must be \[V, r\]=\[67, 3\], got \[3, 67\]", LoraFactors(a, b.T)),
-        (ValueError, r"lora\.scale must be a finite number, got nan", LoraFactors(a, b, math.nan)),
-        (ValueError, r"lora\.b must be on cpu like hidden, got meta", LoraFactors(a, b.to("meta"))),
-        (TypeError, r"lora\.a must have the dtype of hidden, torch\.float32", LoraFactors(a.double(), b)),
+        (TypeError, r"lora .*tuple", (a, b, 1.0)),
+        (TypeError, r"lora\.a .*list", LoraFactors([], b)),  # type: ignore[arg-type]
+        (ValueError, r"lora\.a .*H=12.*\[3, 11\]", LoraFactors(a[:, 1:], b)),
+        (ValueError, r"lora\.b .*\[67, 3\].*\[67, 2\]", LoraFactors(a, b[:, 1:])),
+        (ValueError, r"lora\.b .*\[67, 3\].*\[3, 67\]", LoraFactors(a, b.T)),
+        (ValueError, r"lora\.scale .*nan", LoraFactors(a, b, math.nan)),
+        (ValueError, r"lora\.b .*meta", LoraFactors(a, b.to("meta"))),
+        (TypeError, r"lora\.a .*torch\.float32", LoraFactors(a.double(), b)),
     ]
     x = case.leaves
     for kind, message, lora in wrong:

@@ -337,6 +337,7 @@ assert set(dapo_kernels.__all__) == {
     "policy_loss_from_logits", "policy_loss_from_hidden",
     "preference_loss", "linear_preference_loss", "preference_loss_from_logprobs",
     "linear_distillation_loss", "LoraFactors", "SamplingMask",
+    "LossOutput", "TokenStats", "PreferenceOutput", "DistillationOutput",
     "Objective", "OBJECTIVES", "reduce_metrics", "summarize", "use_backend", "__version__"}
 """
     _run(program)

@@ -403,14 +403,14 @@ def test_refusals() -> None:
     padded[4] = [target, -1, -1]
     good = SamplingMask.of_lists(whole)
     for lists, kind, words in (
-        (SamplingMask.of_lists(missing), ValueError, f"token 4 is live and its id {target} is not among the {V - 1}"),
-        (SamplingMask.of_lists(twice), ValueError, "each once per token, got 3 twice for token 4"),
-        (SamplingMask.of_lists(outside), IndexError, rf"token 4 is live and keeps the id {V}, outside \[0, V\)"),
-        (SamplingMask.of_lists(padded), IndexError, r"token 4 is live and keeps the id -1, outside \[0, V\)"),
-        (SamplingMask.of_lists(whole[1:]), ValueError, rf"offsets must be \[N\+1\]=\[{T + 1}\], got \[{T}\]"),
-        (good._replace(offsets=good.offsets.flip(0)), ValueError, "offsets must be non-decreasing from 0 to K="),
-        (good._replace(ids=good.ids.float()), TypeError, "ids must be int32 or int64, got torch.float32"),
-        (good.ids, TypeError, "sampling_mask must be a SamplingMask, got Tensor"),
+        (SamplingMask.of_lists(missing), ValueError, f"token 4 .*{target} .*{V - 1}"),
+        (SamplingMask.of_lists(twice), ValueError, "3 twice.*token 4"),
+        (SamplingMask.of_lists(outside), IndexError, rf"token 4 .*{V}, .*\[0, V\)"),
+        (SamplingMask.of_lists(padded), IndexError, r"token 4 .* -1, .*\[0, V\)"),
+        (SamplingMask.of_lists(whole[1:]), ValueError, rf"offsets .*\[{T + 1}\].*\[{T}\]"),
+        (good._replace(offsets=good.offsets.flip(0)), ValueError, "offsets .*K="),
+        (good._replace(ids=good.ids.float()), TypeError, "ids .*torch.float32"),
+        (good.ids, TypeError, "sampling_mask .*Tensor"),
     ):
         with pytest.raises(kind, match=words):
             call_linear(linear_dapo_loss, case, "dapo", sampling_mask=lists, chunk_bytes=1)
@@ -418,9 +418,9 @@ def test_refusals() -> None:
         with pytest.raises(kind, match=words):
             call_logits(dapo_loss, rows, "dapo", sampling_mask=lists)
     given: Any = (case.leaves["hidden"], case.leaves["weight"], case.target_ids, None)
-    with pytest.raises(TypeError, match="unknown argument 'sampling_mask'"):
+    with pytest.raises(TypeError, match="'sampling_mask'"):
         linear_preference_loss(*given, cu_seqlens=case.cu_seqlens, pairs=torch.tensor([[0, 2]]), sampling_mask=good)
-    with pytest.raises(TypeError, match="kept must be bool"):
+    with pytest.raises(TypeError, match="kept"):
         SamplingMask.of_kept(torch.ones(T, V))
 
 
@@ -552,7 +552,7 @@ def shared(_rank: int) -> None:
     lists = SamplingMask.of_lists(
         [[int(x), *([] if int(x) == group.rank() else [group.rank()])] for x in case.target_ids]
     )
-    with pytest.raises(ValueError, match="same target_ids and mask"):
+    with pytest.raises(ValueError, match="target_ids and mask"):
         call_logits(dapo_loss, case, "dapo", sampling_mask=lists, group=group)
 
 

@@ -91,6 +91,20 @@ def test_machine_code_of_a_row_kernel(variant: str, logits: str, launch: Launch,
         check_loops(got, variant, logits)
 
 
+@pytest.mark.parametrize("rows", ["even", "padded", "odd"])
+@pytest.mark.parametrize("logits", ["bf16", "fp32"])
+@pytest.mark.parametrize("variant", sass.DIVERGENCES)
+def test_machine_code_of_the_divergence(variant: str, logits: str, rows: str) -> None:
+    """Statistics of both rows, the divergence from both, the gradient; and zeros of a row that is masked."""
+    got = sass.row_kernel(variant, logits, 90, LAUNCHES[-1], rows)
+    check_registers(got, LAUNCHES[-1])
+    if sass.aligned(rows):
+        assert not any(loop.narrow for loop in got.loops), got
+        assert sum(bool(loop.loads) for loop in got.loops) == sass.DIVERGENCES[variant].loads, got
+        gradient = [loop for loop in got.loops if loop.loads and loop.stores]
+        assert [(loop.loads, loop.stores, loop.evict_first) for loop in gradient] == [(2, 1, 3)], got
+
+
 @pytest.mark.parametrize("logits", ["bf16", "fp32"])
 @pytest.mark.parametrize("device", [roofline.A100, roofline.H100, roofline.B200], ids=lambda device: device.name)
 def test_the_roofline_counts_these_instructions(device: roofline.Device, logits: str) -> None:

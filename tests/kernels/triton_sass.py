@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dapo_kernels.backends.residency import Gpu, programs
-from dapo_kernels.backends.triton import LAUNCHES, Launch, kernels
+from dapo_kernels.backends.triton import LAUNCHES, LOADS, Launch, divergence, kernels
 
 ARCHITECTURES = (80, 90, 100)
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -27,14 +27,15 @@ _TYPES = {
     **dict.fromkeys(("Live", "ClipHit", "Idle"), "*i8"),
     **dict.fromkeys(("inner", "out_inner", "V", "N"), "i32"),
     **dict.fromkeys(("stride_outer", "stride_inner", "out_stride_outer", "out_stride_inner"), "i64"),
+    **dict.fromkeys(("stride", "ref_stride"), "i64"),
 }
 _SCALARS = {"temperature", "softcap", "clip_low", "clip_high", "dual_clip", "tau_positive", "tau_negative", "kl_coef"}
-_SCALARS |= {"entropy_coef"}
+_SCALARS |= {"entropy_coef", "ref_softcap", "beta"}
 # Rows, and what of theirs the launcher's specialization finds to be a multiple of 16: a vocabulary that is one; one
 # that is not, such as GPT-2's 50257, in rows padded to one, as a chunk's buffer has them; and in rows that follow each
 # other. torch's allocations start on 16 bytes; "shifted" is an even vocabulary in a view that does not.
-_POINTERS = ("Logits", "Out")
-_STRIDES = ("stride_outer", "stride_inner", "out_stride_outer", "out_stride_inner")
+_POINTERS = ("Logits", "RefLogits", "Out")
+_STRIDES = ("stride", "ref_stride", "stride_outer", "stride_inner", "out_stride_outer", "out_stride_inner")
 ROWS = {
     "even": (*_POINTERS, *_STRIDES, "V"),
     "padded": (*_POINTERS, *_STRIDES),
@@ -71,6 +72,13 @@ VARIANTS = {
     "loss, everything": Variant("row_loss_kernel", {**_EVERYTHING, "softcap": None}, 2, 3),
     "loss, everything, softcap": Variant("row_loss_kernel", _EVERYTHING, 2, 3),
 }
+_NO_CAPS: dict[str, Any] = {"Temperatures": None, "softcap": None, "ref_softcap": None}
+DIVERGENCES = {
+    "divergence, forward": Variant("row_divergence_kernel", {**_NO_CAPS, "KIND": 0}, 4, 2),
+    "divergence, reverse": Variant("row_divergence_kernel", {**_NO_CAPS, "KIND": 1}, 4, 2),
+    "divergence, mixture": Variant("row_divergence_kernel", {**_NO_CAPS, "KIND": 2}, 4, 2),
+    "divergence, mixture, softcaps": Variant("row_divergence_kernel", {"KIND": 2}, 4, 2),
+}
 
 
 def aligned(rows: str) -> bool:
@@ -94,6 +102,7 @@ class Loop(NamedTuple):
     reciprocals: int
     shared: int  # shared memory, shuffles and barriers
     instructions: int = 0  # of any kind; not printed
+    evict_first: int = 0  # of the loads and stores, those that leave the cache first; not printed
 
     def __str__(self) -> str:
         parts = zip(("ld", "st", "narrow", "ex2", "rcp", "shared"), self[:6], strict=True)
@@ -113,7 +122,7 @@ def _signature(fn: Any, logits: str, constants: dict[str, Any]) -> dict[str, str
     for name in fn.arg_names:
         if name in constants:
             types[name] = "constexpr"
-        elif name in ("Logits", "Out"):
+        elif name in _POINTERS:
             types[name] = f"*{logits}"
         else:
             types[name] = _TYPES.get(name, "fp32" if name in _SCALARS else "*fp32")
@@ -129,7 +138,7 @@ def compiled(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    fn = getattr(kernels, kernel)
+    fn = getattr(kernels, kernel, None) or getattr(divergence, kernel)
     types = _signature(fn, logits, constants)
     index = {name: (fn.arg_names.index(name),) for name in types}
     source = ASTSource(
@@ -156,9 +165,9 @@ def compiled(
 
 def row_kernel(variant: str, logits: str, capability: int, launch: Launch, rows: str = "even") -> Compiled:
     """A row kernel as the launcher would have it for long rows of this launch."""
-    chosen, warps = VARIANTS[variant], launch.num_warps
-    shape = cut(rows, logits)
-    constants = {**chosen.constants, **shape, "BLOCK_V": launch.block(shape["VEC"])}
+    chosen, warps = (VARIANTS | DIVERGENCES)[variant], launch.num_warps
+    shape, loads = cut(rows, logits), LOADS if variant in DIVERGENCES else 1
+    constants = {**chosen.constants, **shape, "BLOCK_V": launch.block(shape["VEC"]) // loads}
     return compiled(chosen.kernel, logits, constants, capability, warps, rows)
 
 
@@ -193,6 +202,7 @@ def _count(body: str) -> Loop:
         n(r"\bMUFU\.RCP"),
         n(r"\b(?:LDS|STS|SHFL|BAR|LDSM|STSM|REDUX)\b"),
         n(r"(?m)^\s+/\*[0-9a-f]{4,}\*/\s+\S"),
+        n(r"\b(?:LDG|STG)\S*\.EF\b"),
     )
 
 

@@ -63,7 +63,7 @@ def refusals(group: Group, cut: tuple[int, ...]) -> None:
     with refusing(ValueError, "sequence_parallel=True needs"):
         call(weight=case.leaves["weight"], group=None, sequence_parallel=True)
     # Whatever else differs, down to what only one rank has to refuse.
-    with refusing(ValueError, "got other ones", "tokens by rank: [24, 22]"):
+    with refusing(ValueError, "tokens by rank", "tokens by rank: [24, 22]"):
         n = T - 2 * rank
         call(hidden=case.leaves["hidden"][: n // 2], target_ids=case.target_ids[:n], mask=case.mask[:n],
              old_logprobs=case.old_logprobs[:n], advantages=case.advantages[:n], sequence_parallel=True)  # fmt: skip
@@ -78,7 +78,7 @@ def refusals(group: Group, cut: tuple[int, ...]) -> None:
             call(**{name: values[rank]}, hidden=hidden)
     marked = torch.where(torch.arange(T) == 3, float(-rank), 1.0)
     for given in ({"temperature": marked}, {"advantages": marked}, {"old_logprobs": marked - 1}):
-        with refusing(ValueError, "got other ones", "advantages"):
+        with refusing(ValueError, "tokens by rank", "advantages"):
             call(**given)
     call(advantages=torch.where(case.mask, case.advantages, marked), mask=case.mask)
     for name, wrong in {"temperature": -1.0, "valid_vocab": 0, "softcap": -1.0}.items():
@@ -86,16 +86,16 @@ def refusals(group: Group, cut: tuple[int, ...]) -> None:
             call(**({name: wrong} if rank else {}))
     pairs = torch.tensor([[0, 1 + rank]])
     hidden, bounds = case.leaves["hidden"], case.cu_seqlens
-    with refusing(ValueError, "got other ones"):
+    with refusing(ValueError, "tokens by rank"):
         linear_preference_loss(hidden, weight, case.target_ids, None, pairs=pairs, cu_seqlens=bounds, group=group)
-    with refusing(ValueError, "got other ones"):
+    with refusing(ValueError, "tokens by rank"):
         call(aggregate="prompt-mean-token-mean", group_ids=torch.tensor([0, rank, 0, 0]), cu_seqlens=bounds)
     refused_by_one(group, call, mesh, case.leaves["weight"])
     for placement in (Shard(0), Replicate()):
         head = distribute_tensor(case.leaves["weight"], mesh, [placement])
         with refusing(ValueError, f"valid_vocab must be at most V={V}"):
             call(weight=head, group=None, valid_vocab=V + 1)
-        with refusing(ValueError, "got other ones"):
+        with refusing(ValueError, "tokens by rank"):
             call(weight=head, group=None, advantages=marked)
 
 

@@ -12,7 +12,7 @@ import torch
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.losses import Output
 from dapo_runner.algorithms.mini_batch import MiniBatch
-from dapo_runner.algorithms.packing import count_training_tokens, pack
+from dapo_runner.algorithms.packing import count_group_tokens, count_training_tokens, pack
 from dapo_runner.config import Config, parse_config
 from dapo_runner.types import Completion, Group, PackedBatch, Prompt, Sample, Sequence, TruncatedSupport, Verdict
 
@@ -182,7 +182,8 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def pack_mini_batch(learner: Learner, sequences: list[Sequence], budget: int) -> MiniBatch:
     """One mini-batch in micro-batches of ``budget`` positions, without the log-probs that ``prepare`` adds."""
-    return MiniBatch(pack(sequences, budget), count_training_tokens(sequences), learner.loss.denominator(sequences))
+    n_tokens, denominator = count_training_tokens(sequences), learner.loss.denominator(sequences)
+    return MiniBatch(pack(sequences, budget), n_tokens, denominator, group_tokens=count_group_tokens(sequences))
 
 
 def backward(learner: Learner, mini: MiniBatch, batch: PackedBatch, selection: torch.Tensor | None = None) -> Output:

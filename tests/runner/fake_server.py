@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from dapo_runner.config import ModelConfig
 from dapo_runner.policy.model import load_model
-from dapo_runner.rollout.guard import CLAIM, RELEASE, RUN, Ownership, model_sizes
+from dapo_runner.rollout.guard import CLAIM, RELEASE, RUN, Ownership, model_facts
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.transfer import checksum
 from dapo_runner.run.tiny_model import make_tokenizer
@@ -161,7 +161,8 @@ class FakeServer:
     def refuse(self, path: str, body: dict[str, Any], token: str) -> tuple[int, dict[str, str]] | None:
         """Return the status and body of the guard's answer, where that is not the server's."""
         if path == CLAIM:
-            why = asyncio.run(self.ownership.claim(body, model_sizes(self.weights.config)))
+            facts = model_facts(self.weights.config, body["model"]["float32_logits"], batch_invariant=False)
+            why = asyncio.run(self.ownership.claim(body, facts))
             return (403, {"error": why}) if why else (200, {})
         why = self.ownership.refuse(path, token)
         return (409, {"error": why}) if why else (200, {}) if path == RELEASE else None

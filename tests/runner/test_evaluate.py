@@ -161,7 +161,7 @@ def test_pass_estimate_is_the_mean_over_all_subsets(n: int, data: st.DataObject)
 
 
 def test_pass_at_needs_enough_samples() -> None:
-    with pytest.raises(ValueError, match="pass@3: expected between 1 and the 2"):
+    with pytest.raises(ValueError, match=r"pass@3: .*2"):
         pass_at([group_of("ab")], 3)
 
 

@@ -94,6 +94,20 @@ def test_an_engine_out_of_sync_takes_no_step_with_it(tmp_path: Path, monkeypatch
     assert saved_steps(tmp_path / "small") == [1]
 
 
+def test_a_mismatch_above_the_bar_warns_or_stops_with_the_step_saved(tmp_path: Path) -> None:
+    """float32 rounds differently when it decodes, so its KL is not 0."""
+    notes = Notes()
+    train(rare(tmp_path / "warned", rollout={"max_mismatch_kl": 1e-30}), notes)
+    steps = [event for event in read_log(tmp_path / "warned/small/metrics.jsonl") if event["kind"] == "step"]
+    above = sum(event["train/rollout_k3"] > 1e-30 for event in steps)
+    assert above == sum("rollout.max_mismatch_kl" in line for line in notes.lines) > 0
+    stopping = rare(tmp_path, rollout={"max_mismatch_kl": 1e-30, "on_mismatch": "error"})
+    for step in (1, 2):  # the same command goes on after the step that is saved
+        with pytest.raises(OutOfSyncError, match=r"rollout\.max_mismatch_kl"):
+            train(stopping, Progress())
+        assert saved_steps(tmp_path / "small")[-1] == step
+
+
 def interrupt_twice() -> None:
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGINT)

@@ -47,7 +47,7 @@ def test_a_second_process_in_a_runs_folder_is_refused(tmp_path: Path, capsys: py
     try:
         assert main(["train", str(recipe), "run.steps=2"]) == 2
         error = capsys.readouterr().err
-        assert f"process {other.pid} on {socket.gethostname()} trains in this folder" in error
+        assert f"process {other.pid} on {socket.gethostname()}" in error
         assert error.count("\n") == 1
         assert (folder / "metrics.jsonl").read_bytes() == before
         # Who only reads is let in.
@@ -66,7 +66,7 @@ def test_the_lock_goes_with_the_run(tmp_path: Path) -> None:
     with open_run(config, Progress()) as run:
         owner = json.loads((run.folder / LOCK_FILE).read_text())
         assert owner == {"pid": os.getpid(), "host": socket.gethostname()}
-        with pytest.raises(ConfigError, match=f"process {os.getpid()} on .* trains in this folder"):
+        with pytest.raises(ConfigError, match=str(os.getpid())):
             open_run(config, Progress())
     wrong = {**small_recipe()["data"], "template": "What is {question}?"}
     with pytest.raises(ConfigError, match=r"data\.template"):  # what cannot be opened leaves no lock behind
@@ -79,7 +79,7 @@ def test_the_lock_goes_with_the_run(tmp_path: Path) -> None:
 def test_an_owner_that_has_not_said_its_name_yet(tmp_path: Path) -> None:
     lock = lock_folder(tmp_path, print)
     (tmp_path / LOCK_FILE).write_text("")
-    with pytest.raises(ConfigError, match="another process trains in this folder"):
+    with pytest.raises(ConfigError, match=str(tmp_path)):
         lock_folder(tmp_path, print)
     lock.close()
     lock_folder(tmp_path, print).close()
@@ -114,7 +114,7 @@ time.sleep(60)
         assert trainer.stdout is not None
         child = int(trainer.stdout.readline())
         try:
-            with pytest.raises(ConfigError, match=f"process {trainer.pid} on"):
+            with pytest.raises(ConfigError, match=str(trainer.pid)):
                 lock_folder(tmp_path, print)
             trainer.kill()
             trainer.wait()

@@ -96,13 +96,13 @@ def test_what_may_change_does_and_is_written_down_with_its_step(source: Path, tm
     ],
 )
 def test_anything_else_is_refused(source: Path, section: str, values: dict[str, object], named: str) -> None:
-    with pytest.raises(ConfigError, match=f"another configuration.*{named}.*run.from={source}@STEP"):
+    with pytest.raises(ConfigError, match=f"{named}.*run.from={source}@STEP"):
         train(config_in(source.parent, **{section: values}), Progress())
 
 
 def test_a_fork_is_advised_only_where_there_is_a_checkpoint(source: Path, tmp_path: Path) -> None:
     copy_through(source, tmp_path, 0)
-    with pytest.raises(ConfigError, match=r"choose another run\.name, or remove the folder") as caught:
+    with pytest.raises(ConfigError, match=r"run\.name") as caught:
         train(config_in(tmp_path, rollout={"temperature": 0.7}), Progress())
     assert "run.from" not in str(caught.value)
 
@@ -222,11 +222,11 @@ def test_a_fork_that_never_began_does_not_bind_the_next(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"run": {"from": "small"}}, r"run\.from: expected RUN@STEP"),
-        ({"run": {"from": "nowhere@3"}}, r"run\.from: expected a run's folder before the @"),
-        ({"run": {"from": "small@9"}}, r"after step 9, it has those after step 1, 2, 3, 4, 5, 6"),
-        ({"run": {"steps": 4}}, r"run\.steps: expected more than the 4 steps of run\.from"),
-        ({"run": {"seed": 7}}, r"run\.from: expected the model, the data and the seed.*run\.seed: 0 → 7"),
+        ({"run": {"from": "small"}}, r"run\.from: .*RUN@STEP"),
+        ({"run": {"from": "nowhere@3"}}, r"run\.from: .*config.yaml"),
+        ({"run": {"from": "small@9"}}, r"step 9, .*1, 2, 3, 4, 5, 6"),
+        ({"run": {"steps": 4}}, r"run\.steps: .* 4 .*run\.from"),
+        ({"run": {"seed": 7}}, r"run\.from: .*run\.seed: 0 → 7"),
         ({"data": {"template": "{question} ="}}, r"data\.template.*step_000004/model as model\.path"),
         ({"model": {"dtype": "bfloat16"}}, r"model\.dtype"),
     ],
@@ -264,7 +264,7 @@ def test_a_model_that_the_checkpoint_holds_cannot_be_another(
     recipe = lay_over(small_recipe(output_dir=str(tmp_path), steps=6, keep=9), origin)
     (run / "config.yaml").write_text(dump_config(parse_config(recipe)))
     fork = lay_over(recipe, {"run": {"name": "fork", "from": f"{run}@4"}, **change})
-    with pytest.raises(ConfigError, match=rf"run\.from: expected the model.*{key}: None → 'another'"):
+    with pytest.raises(ConfigError, match=rf"run\.from: .*{key}: .*'another'"):
         find_origin(parse_config(fork))
     assert find_origin(parse_config(lay_over(fork, free)))
 
@@ -275,7 +275,7 @@ def test_a_damaged_checkpoint_is_not_forked(source: Path, tmp_path: Path) -> Non
     content = bytearray(spoiled.read_bytes())
     content[-1] ^= 1
     spoiled.write_bytes(content)
-    with pytest.raises(CheckpointError, match="step_000004 is damaged: optimizer"):
+    with pytest.raises(CheckpointError, match=r"step_000004 .*optimizer"):
         train(fork_config(original, tmp_path), Progress())
     assert not list((tmp_path / "fork" / CHECKPOINTS).glob("step_*"))
 

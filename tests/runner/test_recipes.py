@@ -12,7 +12,7 @@ from dapo_runner.cli import main
 from dapo_runner.config import ConfigError, load_config
 from dapo_runner.logging.progress import Progress
 from dapo_runner.preflight.dry_run import summarize
-from dapo_runner.preflight.memory import memory_estimate, model_shape
+from dapo_runner.preflight.memory import GPU_MEMORY, host_estimate, memory_estimate, model_shape, phase_estimate
 from dapo_runner.train import train
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -84,6 +84,18 @@ def test_a_plan_counts_adapters_and_a_reference() -> None:
     assert f"{64 * 32 * per_layer:,} train" in summarize(adapted)["parameters"]
 
 
+def test_what_fits_on_one_gpu() -> None:
+    config = load_config(RECIPES / "qwen3-8b-1gpu.yaml")
+    shape = model_shape(config.model)
+    assert shape is not None
+    assert max(phase_estimate(config, memory_estimate(config, shape)).values()) < GPU_MEMORY
+    states = {"float32 masters": 4, "gradients": 4, "AdamW moments": 8}
+    assert host_estimate(config, shape) == {what: size * shape.parameters for what, size in states.items()}
+    beside = load_config(RECIPES / "qwen3-8b-1gpu.yaml", ["optimizer.offload=false"])
+    assert phase_estimate(beside, memory_estimate(beside, shape))["update"] > 18 * shape.parameters > GPU_MEMORY
+    assert host_estimate(beside, shape) == {}
+
+
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_prints_its_plan(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["train", str(path), "--dry-run"])
@@ -95,7 +107,7 @@ def test_every_recipe_prints_its_plan(path: Path, capsys: pytest.CaptureFixture[
 
 def test_more_gpus_than_there_are_processes(tmp_path: Path) -> None:
     config = load_config(PAPER, [f"run.output_dir={tmp_path}"])
-    with pytest.raises(ConfigError, match=r"parallel\.gpus: expected 128 processes"):
+    with pytest.raises(ConfigError, match=r"parallel\.gpus: .*128"):
         train(config, Progress())
-    with pytest.raises(ConfigError, match=r"sequence: expected a divisor of gpus=128, got 7"):
+    with pytest.raises(ConfigError, match=r"sequence: .*gpus=128, .*7"):
         load_config(PAPER, ["parallel.sequence=7"])

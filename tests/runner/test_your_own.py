@@ -9,6 +9,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
@@ -48,6 +49,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my_rewards.py").write_text("\n".join(functions))
     monkeypatch.delitem(sys.modules, "my_advantages", raising=False)
     (tmp_path / "my_advantages.py").write_text(SNIPPETS["advantage: function"] + WRONG)
+    monkeypatch.delitem(sys.modules, "paper_advantages", raising=False)
+    (tmp_path / "paper_advantages.py").write_text(SNIPPETS["advantage: papers"])
     importlib.invalidate_caches()
     write_rows(tmp_path / "questions.jsonl", QUESTIONS)
     write_rows(tmp_path / "easy.jsonl", [QUESTIONS[0], {"question": "What is 1?", "solution": "1", "limit": 1}])
@@ -112,12 +115,20 @@ def test_a_whole_recipe(folder: Path, model_folder: Path) -> None:
     assert [event["train/lr"] for event in events if event["kind"] == "step"] == [1e-6, 1e-6]
 
 
-@pytest.mark.parametrize("function", ["from_median", "early_tokens"])
-def test_an_advantage_of_ones_own(folder: Path, model_folder: Path, function: str) -> None:
+@pytest.mark.parametrize(
+    ("snippet", "function"),
+    [
+        ("advantage: kind", "my_advantages:from_median"),
+        ("advantage: kind", "my_advantages:early_tokens"),
+        ("advantage: papers recipe", "paper_advantages:gdpo"),
+        ("advantage: papers recipe", "paper_advantages:max_rl"),
+    ],
+)
+def test_an_advantage_of_ones_own(folder: Path, model_folder: Path, snippet: str, function: str) -> None:
     shutil.copytree(model_folder, folder / "models" / "mine")
-    recipe = yaml.safe_load(SNIPPETS["recipe"]) | yaml.safe_load(SNIPPETS["advantage: kind"])
+    recipe = yaml.safe_load(SNIPPETS["recipe"]) | yaml.safe_load(SNIPPETS[snippet])
     (folder / "mine.yaml").write_text(yaml.safe_dump(recipe))
-    assert main(["train", "mine.yaml", f"advantage.kind=my_advantages:{function}"]) == 0
+    assert main(["train", "mine.yaml", f"advantage.kind={function}"]) == 0
     events = read_log(folder / "runs" / "mine" / "metrics.jsonl")
     assert [event["step"] for event in events if event["kind"] == "step"] == [1, 2]
 
@@ -136,6 +147,36 @@ def test_advantages_of_ones_own() -> None:
     (first, _, _) = make_sequences([group], AdvantageConfig(kind="my_advantages:early_tokens"))
     n = group.samples[0].completion.length
     assert first.advantages[-n:].tolist() == pytest.approx([0.9**t for t in range(n)])
+
+
+def longhand_gdpo(groups: list[Group], weights: dict[str, float]) -> list[list[float]]:
+    sums: list[list[float]] = []
+    for group in groups:
+        sums.append([0.0] * len(group.samples))
+        for name, weight in weights.items():
+            rewards = [sample.parts[name] for sample in group.samples]
+            for i, reward in enumerate(rewards):
+                sums[-1][i] += weight * (reward - fmean(rewards)) / (stdev(rewards) + 1e-6)
+    step = [value for row in sums for value in row]
+    return [[(value - fmean(step)) / (stdev(step) + 1e-6) for value in row] for row in sums]
+
+
+def test_advantages_of_papers() -> None:
+    """Their equations spelled out. Of GDPO one reward is the same for a whole group."""
+    rewards = [[(0.1, 1.0), (0.3, 1.0), (0.2, 1.0)], [(0.0, 30.0), (1.0, 10.0), (0.5, 70.0)]]
+    groups = [
+        replace(group, samples=tuple(
+            replace(sample, parts={"brief": brief, "manners": manners})
+            for sample, (brief, manners) in zip(group.samples, row, strict=True)
+        ))
+        for group, row in zip([make_group("RRW"), make_group("WWR")], rewards, strict=True)
+    ]  # fmt: skip
+    sequences = make_sequences(groups, AdvantageConfig(kind="paper_advantages:gdpo"))
+    expected = longhand_gdpo(groups, {"brief": 1.0, "manners": 0.5})
+    assert [float(one.advantages[-1]) for one in sequences] == pytest.approx([x for row in expected for x in row])
+    sequences = make_sequences([*groups, make_group("WWW")], AdvantageConfig(kind="paper_advantages:max_rl"))
+    found = [float(one.advantages[-1]) for one in sequences]
+    assert found == pytest.approx([0.5, 0.5, -1, -1, -1, 2, 0, 0, 0])
 
 
 def test_parts() -> None:

@@ -81,6 +81,27 @@ def test_masks_take_what_is_beyond_the_bound_on_either_side() -> None:
     assert both == pytest.approx(expected([2.0, math.exp(-0.25), math.exp(0.5), 0.0, 0.0]), rel=1e-6)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize(("low", "high"), [(0.5, 5.0), (0.8, 1.3), (0.2, 1.1)])
+def test_lower_and_upper_bounds_are_separate(level: str, low: float, high: float) -> None:
+    """Longhand over the five live tokens: the first response has three of them, the second two."""
+    delta = [1.0, -0.25, 0.5, -1.5, 0.1]
+    products = [math.exp(item) for item in delta] if level == "token" else [math.exp(1.25)] * 3 + [math.exp(-1.4)] * 2
+    means = products if level == "token" else [math.exp(1.25 / 3)] * 3 + [math.exp(-0.7)] * 2
+    truncated = [min(max(ratio, low), high) for ratio in products]
+    masked = [float(low <= ratio <= high) for ratio in means]
+    assert weights(weights=level, floor=low, cap=high) == pytest.approx(expected(truncated), rel=1e-6)
+    assert weights(mask=level, lower_bound=low, bound=high) == expected(masked)
+    both = weights(weights=level, cap=high, mask=level, lower_bound=low, bound=high)
+    icepop = [min(ratio, high) * kept for ratio, kept in zip(products, masked, strict=True)]
+    assert both == pytest.approx(expected(icepop), rel=1e-6)
+    found = torch.tensor(weights(weights=level, floor=low, cap=high, mask=level, lower_bound=low, bound=high))
+    figures = measure(LEARNER, ENGINE, MASK, found, (low, high)).metrics()
+    assert figures["rollout_masked"] == masked.count(0.0) / 5
+    outside = [kept and not low < ratio < high for ratio, kept in zip(products, masked, strict=True)]
+    assert figures["rollout_truncated"] == sum(map(bool, outside)) / 5
+
+
 def test_an_absurd_ratio_is_capped_before_it_overflows() -> None:
     far = torch.where(MASK, ENGINE + 500.0, ENGINE)
     result = correct(far, ENGINE, MASK, CU_SEQLENS, CorrectionConfig(weights="sequence"))
@@ -91,20 +112,23 @@ def test_an_absurd_ratio_is_capped_before_it_overflows() -> None:
 def test_correction_is_off_unless_asked_for() -> None:
     assert correct(LEARNER, ENGINE, MASK, CU_SEQLENS, CorrectionConfig()) is None
     assert not make_config().rollout.correction.enabled
-    with pytest.raises(ConfigError, match=r"rollout\.correction: requires loss\.old_logprobs=learner"):
+    with pytest.raises(ConfigError, match=r"rollout\.correction: .*loss\.old_logprobs"):
         make_config(rollout={"correction": {"mask": "token"}}, loss={"old_logprobs": "rollout"})
 
 
-@pytest.mark.parametrize(("limit", "user"), [("cap", "weights"), ("bound", "mask")])
+@pytest.mark.parametrize(
+    ("limit", "user"), [("cap", "weights"), ("floor", "weights"), ("bound", "mask"), ("lower_bound", "mask")]
+)
 def test_a_limit_of_what_is_off_is_refused(limit: str, user: str) -> None:
-    other = "mask" if user == "weights" else "weights"
+    other, value = "mask" if user == "weights" else "weights", {"floor": 0.5, "lower_bound": 0.6}.get(limit, 3.0)
     message = rf"correction\.{limit}: requires rollout\.correction\.{user} .*got null"
     for rest in ({}, {other: "token"}):
         with pytest.raises(ConfigError, match=message) as caught:
-            make_config(rollout={"correction": {limit: 3.0, **rest}})
+            make_config(rollout={"correction": {limit: value, **rest}})
         assert len(str(caught.value).splitlines()) == 1
-    make_config(rollout={"correction": {limit: 3.0, user: "token"}})
-    config = make_config(rollout={"correction": {limit: 2.0}})  # the default spelled out, as in a run's own copy
+    make_config(rollout={"correction": {limit: value, user: "token"}})
+    default = getattr(CorrectionConfig(), limit)  # spelled out, as in a run's own copy
+    config = make_config(rollout={"correction": {limit: default}})
     assert not config.rollout.correction.enabled
 
 
@@ -210,14 +234,15 @@ def test_a_steps_figures_do_not_depend_on_its_mini_batches(policy: Policy, monke
         ({"loss": {"old_logprobs": "rollout"}}, 0),
     ],
 )
+@pytest.mark.parametrize("missing", [torch.nan, torch.inf, -torch.inf])
 def test_a_token_without_a_log_prob_of_the_engines_has_a_neutral_ratio(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], age: int
+    policy: Policy, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], age: int, missing: float
 ) -> None:
     learner = Learner(policy, make_config(**settings))
     own = own_logprobs(learner)
     engine = [item - 0.25 * (item != 0) for item in own]
     known = [item.clone() for item in engine]
-    engine[0][5], known[0][5] = torch.nan, own[0][5]
+    engine[0][5], known[0][5] = missing, own[0][5]
     both = []
     for said in (engine, known):
         (mini,) = learner.prepare([replace(one, age=age) for one in sequences(said)])

@@ -187,19 +187,19 @@ def test_one_line_of_a_recipe() -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"rollout": {"group_size": 3}}, "rollout.group_size: expected at least 4"),
-        ({"optimizer": {"token_budget": 29}}, "optimizer.token_budget: expected at least 30"),
-        ({"optimizer": {"mini_batch_size": 1}}, "optimizer.mini_batch_size: expected an even number with preference"),
+        ({"rollout": {"group_size": 3}}, "rollout.group_size: .* 4"),
+        ({"optimizer": {"token_budget": 29}}, "optimizer.token_budget: .* 30"),
+        ({"optimizer": {"mini_batch_size": 1}}, "optimizer.mini_batch_size: .*preference"),
         (
             {"optimizer": {"mini_batch_size": 6}},
             r"optimizer.mini_batch_size: ",
         ),
-        ({"loss": {"objective": "gspo"}}, "preference: requires loss.objective"),
-        ({"advantage": {"kind": "leave_one_out"}}, "preference: requires advantage.kind"),
-        ({"rollout": {"correction": {"weights": "token"}}}, "preference: requires rollout.correction"),
+        ({"loss": {"objective": "gspo"}}, "preference: .*loss.objective"),
+        ({"advantage": {"kind": "leave_one_out"}}, "preference: .*advantage.kind"),
+        ({"rollout": {"correction": {"weights": "token"}}}, "preference: .*rollout.correction"),
         (
             {"logging": {"rollouts": {"per_token": True}}},
-            "preference: requires logging.rollouts.per_token",
+            "preference: .*logging.rollouts.per_token",
         ),
         (
             {"loss": {"reference": "x"}, "preference": {"reference": "step"}},

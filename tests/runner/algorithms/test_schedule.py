@@ -45,8 +45,8 @@ def test_linear_and_cosine_fall_from_the_end_of_the_warm_up(warmup: int) -> None
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        ({"min_lr_ratio": 0.1}, r"^optimizer\.min_lr_ratio: requires optimizer\.schedule"),
-        ({"schedule": "linear"}, r"^optimizer\.warmup_steps: .* 10 .*got 20"),
+        ({"min_lr_ratio": 0.1}, r"^optimizer\.min_lr_ratio: .*optimizer\.schedule"),
+        ({"schedule": "linear"}, r"^optimizer\.warmup_steps: .* 10 .*20"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(optimizer: dict[str, object], message: str) -> None:

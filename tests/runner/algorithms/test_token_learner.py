@@ -173,6 +173,7 @@ def test_a_critic_learns_what_a_response_will_earn(model_folder: Path, critic: d
     truth = torch.cat([torch.full((len(v) - 1,), float(sequences[place].reward or 0)) for place, v in values.items()])
     assert float((known - truth).abs().mean()) < 0.2
     assert figures["explained_variance"] > 0.6
+    assert figures["value_loss"] < 0.15  # of this update alone
     assert set(start) == {name for name, _ in learner.policy.named_weights()}  # an engine sees no value head
 
 
@@ -221,7 +222,7 @@ def test_a_gradient_of_the_critic_that_is_not_finite_stops_before_it_is_taken(mo
     sequences[0] = replace(sequences[0], reward=float("inf"))
     (mini,) = learner.prepare(sequences)
     assert learner.critic is not None
-    with pytest.raises(NonFiniteUpdateError, match=r"gradient of the critic.*critic\.lr"):
+    with pytest.raises(NonFiniteUpdateError, match=r"critic\.lr"):
         learner.update(mini, 0)
     assert not learner.critic.head.weight.any()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from dapo_runner.config import Config
+from dapo_runner.config import Config, flatten
+from dapo_runner.config.algorithms import ALGORITHMS
 from dapo_runner.config.reading import every_key
 from dapo_runner.config.reference import page
 
@@ -22,3 +24,15 @@ def test_every_setting_has_a_row_and_a_meaning() -> None:
     assert {"run.from", "optimizer.lr", "data.eval.NAME.path", "reward.parts[].use"} <= documented
     sections = {key.rpartition(".")[0] for key in documented} | {"loss.overrides"}
     assert [key for key in every_key(Config) if not {key, key.rpartition(".")[0]} & (documented | sections)] == []
+
+
+def test_rows_name_the_algorithms_that_set_them() -> None:
+    train, others = page().split("## `dapo sft`")
+    rows = {line.split("`")[1]: line for line in train.splitlines() if line.startswith("| `")}
+    for name, algorithm in ALGORITHMS.items():
+        for key in flatten(algorithm.settings):
+            row = rows.get(key) or rows[key.rpartition(".")[0]]  # of `loss.overrides` there is one
+            assert re.search(rf"Set by algorithms: (all\b|[^|]*\b{name}\b)", row), (key, name)
+    assert "Set by" not in others
+    assert "Set by" not in rows["optimizer.lr"]
+    assert "Set by algorithms: ppo |" in rows["critic.clip"]

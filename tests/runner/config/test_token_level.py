@@ -18,7 +18,7 @@ KL: dict[str, Any] = {"reward": {"kl": {"coef": 0.1}}}
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"advantage": {"kind": "gae"}}, "critic: expected a section .* got null"),
+        ({"advantage": {"kind": "gae"}}, "critic: .*null"),
         ({"critic": {}}, "critic: .*advantage.kind=gae"),
         ({"advantage": {"kind": "returns"}, "critic": {}}, "critic: .*advantage.kind=gae"),
         (KL, "reward.kl: .*advantage.kind"),
@@ -32,7 +32,7 @@ KL: dict[str, Any] = {"reward": {"kl": {"coef": 0.1}}}
             "critic.share_trunk: .*parallel.sequence",
         ),
         ({**GAE, "critic": {"warmup_steps": 3}, "run": {"steps": 3}}, "critic.warmup_steps: .* 3 "),
-        ({"rollout": {"group_size": 1}}, "rollout.group_size: .*got 1"),
+        ({"rollout": {"group_size": 1}}, "rollout.group_size: .*1"),
         ({**GAE, "rollout": {"group_size": 1}}, "rollout.group_size: .*sampler.filter_groups"),
         (
             {"loss": {"overrides": {"kl_coef": 0.1}, "reference_ema": 0.9}, "model": {"lora": {}}},

@@ -51,7 +51,7 @@ def test_ties_come_together() -> None:
 @pytest.mark.parametrize("value", [None, "hard", float("nan"), [1]])
 def test_a_row_without_a_difficulty_is_named(value: object) -> None:
     prompts = [*PROMPTS, replace(make_prompt("last"), row={} if value is None else {"difficulty": value})]
-    with pytest.raises(ConfigError, match=r"^sampler\.curriculum\.column: expected a number .*'difficulty'.*'last'"):
+    with pytest.raises(ConfigError, match=r"^sampler\.curriculum\.column: .*'difficulty'.*'last'"):
         cursor(prompts, by="column")
 
 

@@ -241,7 +241,7 @@ def test_arithmetic_split_cannot_overlap(operators: list[str]) -> None:
 
 def test_arithmetic_knows_its_limits() -> None:
     config = ArithmeticConfig(max_digits=1, train_size=90)
-    with pytest.raises(ConfigError, match="Ask for fewer or for more digits"):
+    with pytest.raises(ConfigError, match="digits"):
         split_problems(config, 10)
     low = ArithmeticConfig(min_digits=2, max_digits=2, train_size=200)
     assert min(min(p.operands) for p in split_problems(low, 10)[0]) >= 10

@@ -132,7 +132,7 @@ def test_an_answer_that_is_no_text_is_written_as_json(tmp_path: Path, value: Any
 )
 def test_rows_that_do_not_fit_are_named(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
     choices = {"choices": "o"} if "o" in row else {}
-    with pytest.raises(ConfigError, match=r"d\.jsonl, row 1: expected data\.columns to fit") as caught:
+    with pytest.raises(ConfigError, match=r"d\.jsonl, row 1: .*data\.columns") as caught:
         read(tmp_path, row, answer="a", **choices)
     assert reason in str(caught.value)
 
@@ -178,7 +178,7 @@ def test_hugging_face_folders(tmp_path: Path, how: str, monkeypatch: pytest.Monk
     assert missing_data(folder) is None
     assert [prompt.row for prompt in load_data(config, CharTokenizer()).train] == ROWS
     if how != "saved":
-        with pytest.raises(ConfigError, match=r"split 'dev' at .*'test'"):
+        with pytest.raises(ConfigError, match=r"'dev' .*'test'"):
             load_data(config_of(folder, split="dev", columns={"prompt": "q", "answer": "a"}), CharTokenizer())
 
 
@@ -195,7 +195,7 @@ def test_a_name_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(load_data(config, CharTokenizer()).train) == 4
     assert asked == [(("openai/gsm8k", "main"), {"split": "test"})]
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: 1 / 0)
-    with pytest.raises(ConfigError, match=r"a Hugging Face data set .* 'main' .* 'test' at openai/gsm8k: division by"):
+    with pytest.raises(ConfigError, match=r"'main' .*'test' .*openai/gsm8k: division by"):
         load_data(config, CharTokenizer())
     with pytest.raises(ConfigError, match=r"data\.path: .*no/such/folder"):
         check_needs(config_of("no/such/folder", columns={"prompt": "q", "answer": "a"}))
@@ -214,7 +214,7 @@ def test_several_evaluation_sets(tmp_path: Path) -> None:
     assert [prompt.text for prompt in dataset.train] == ["Why 0?", "Why 2?", "Why 3?"]
     report = dataset.report
     assert [report[what] for what in ("rows", DUPLICATES, IN_HELDOUT)] == [9, 1, 1]
-    with pytest.raises(ConfigError, match=r"data\.eval\.own\.path: expected a file, found nothing"):
+    with pytest.raises(ConfigError, match=r"data\.eval\.own\.path: "):
         check_needs(config_of(path, columns={"prompt": "q", "answer": "a"}, eval={"own": {"path": "nowhere.jsonl"}}))
 
 
@@ -222,10 +222,10 @@ def test_several_evaluation_sets(tmp_path: Path) -> None:
     ("data", "message"),
     [
         ({"eval": {"a/b": {"path": "x.jsonl"}}}, r"data\.eval\.a/b"),
-        ({"eval": {"a": {"pth": "x.jsonl"}}}, r"data\.eval\.a\.pth: unknown key; did you mean 'path'"),
-        ({"format": "dapo"}, r"data\.columns: requires data\.format=auto"),
-        ({"format": "arithmetic"}, r"data\.path: requires data\.format"),
-        ({"columns": {"answer": "a"}}, r"data\.columns\.prompt: expected a value"),
+        ({"eval": {"a": {"pth": "x.jsonl"}}}, r"data\.eval\.a\.pth: .*'path'"),
+        ({"format": "dapo"}, r"data\.columns: .*data\.format=auto"),
+        ({"format": "arithmetic"}, r"data\.path: .*data\.format"),
+        ({"columns": {"answer": "a"}}, r"data\.columns\.prompt: "),
     ],
 )
 def test_mistakes_are_named(data: dict[str, Any], message: str) -> None:

@@ -62,10 +62,10 @@ def test_stack_survives_steps_that_generated_nothing() -> None:
 
 
 def test_nothing_to_draw_is_said(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="metrics of a run"):
+    with pytest.raises(FileNotFoundError, match=METRICS_FILE):
         write_report(tmp_path)
     (tmp_path / METRICS_FILE).touch()
-    with pytest.raises(ValueError, match="empty log"):
+    with pytest.raises(ValueError, match=METRICS_FILE):
         write_report(tmp_path)
 
 

@@ -47,7 +47,7 @@ def open_learner(path: str, config: Config, world: World) -> Learner:
     reference = critic = None
     if uses_reference(config) and config.model.lora is None:
         reference = load_policy(path, config.model, cpu, world=world, role="reference")
-    if reference is not None and config.advantage.by_token:
+    if reference is not None and (config.advantage.by_token or config.distillation is not None):
         with torch.no_grad():
             for parameter in reference.model.parameters():
                 parameter.mul_(1.1)
@@ -111,7 +111,8 @@ def trained_ids(batch: PackedBatch) -> list[int]:
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
-    path, n_sequences, poisoned = case.pop("path"), case.pop("sequences", 14), case.pop("poisoned", False)
+    path, n_sequences, poisoned = case.pop("path"), case.pop("sequences", 14), case.pop("poisoned", 0.0)
+    longer_than = case.pop("longer_than", 0)
     config = make_config(**case)
     world = open_case(config)
     learner = open_learner(path, config, world)
@@ -124,9 +125,9 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
                     if isinstance(parameter, DTensor):
                         value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
                     parameter.copy_(value)
-    sequences = sequences_for(config, n_sequences)
+    sequences = [one for one in sequences_for(config, n_sequences) if one.length > longer_than]
     if poisoned:
-        sequences[0].advantages[-1] = float("inf")  # one rank's alone
+        sequences[0].advantages[-1] = poisoned  # one rank's alone
     *earlier, mini = prepare_shares(learner, sequences)
     for one in earlier:
         learner.update(one, 0)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from launch import torchrun
 from small import write_recipe
+from talkers import ROOM
 
 from dapo_runner.logging.metrics import read_log
 
@@ -34,7 +35,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_begins_as_on_one(alone: list[dict[str, Any]], tmp_path: Path, layout: str) -> None:
     n, overrides = LAYOUTS[layout]
-    events = run(tmp_path, n, *overrides)
+    check_beginning(run(tmp_path, n, *overrides), alone)
+
+
+def test_episodes_begin_as_on_one(tmp_path: Path) -> None:
+    one, two = (run(tmp_path, n, "env={kind: 'talkers:Digits', max_turn_tokens: 25}", *ROOM) for n in (1, 2))
+    assert two[1]["batch/turns"] > 1.2
+    check_beginning(two, one)
+
+
+def check_beginning(events: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None:
     assert [(event["kind"], event["step"]) for event in events] == [(event["kind"], event["step"]) for event in alone]
     assert events[0] == alone[0]  # the evaluation before the first step
     first, expected = events[1], alone[1]

@@ -16,10 +16,13 @@ from dapo_runner.algorithms.packing import pack
 from dapo_runner.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, take_snapshot
 from dapo_runner.config import ConfigError, ModelConfig
 from dapo_runner.data.dataset import PromptCursor
+from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.lora import adapters_off
 from dapo_runner.policy.model import Policy, load_policy
+from dapo_runner.rollout import vllm
 from dapo_runner.rollout.engine import copy_weights
 from dapo_runner.rollout.group_buffer import GroupBuffer
+from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.sampler import DynamicSampler
 
 CPU = torch.device("cpu")
@@ -198,11 +201,35 @@ def test_targets_that_are_not_there_and_a_tied_head_are_refused(model_folder: Pa
     config = AutoConfig.from_pretrained(model_folder, tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="output head is the embedding too"):
+    with pytest.raises(ConfigError, match=r"model\.lora\.targets"):
         load(tmp_path, targets=["lm_head"])
-    with pytest.raises(ConfigError, match=r"expected linear layers, got model\.embed_tokens"):
+    with pytest.raises(ConfigError, match=r"model\.embed_tokens"):
         load(model_folder, targets=["embed_tokens"])
     load(model_folder, targets=["q_proj", "v_proj"])
+
+
+@pytest.mark.parametrize(
+    ("lora", "alone"),
+    [
+        ({}, True),
+        ({"targets": ["q_proj"]}, True),
+        ({"rank": 512}, True),
+        ({"rank": 513}, False),
+        ({"targets": ["q_proj", "lm_head"]}, False),
+        ({"targets": ".*q_proj"}, False),
+    ],
+)
+def test_vllm_gets_adapters_alone_or_notes_that_it_does_not(
+    lora: dict[str, Any], alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "load_tokenizer", lambda *_: None)
+    monkeypatch.setattr(vllm.VLLMEngine, "__init__", lambda *_: None)
+    config = make_config(model={"tiny": None, "path": "x", "lora": lora}, rollout={"engine": "vllm"})
+    notes: list[str] = []
+    vllm.VLLMEngine.load("x", config, CPU, SINGLE_PROCESS, notes.append)
+    assert vllm.VLLMEngine.takes_adapters(config) == alone
+    assert ["model.lora" in note for note in notes] == [True] * (not alone)
+    assert not HFEngine.takes_adapters(config)
 
 
 def test_without_peft_the_remedy_is_named(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,5 +222,5 @@ def test_what_it_does_not_go_with_is_refused(folder: Path, sections: dict[str, A
 
 def test_a_folder_without_experts_is_refused_before_it_is_loaded(folder: Path, model_folder: Path) -> None:
     check_needs(config_of(folder))
-    with pytest.raises(ConfigError, match=f"loss.routing_replay: expected a mixture of experts, got {model_folder}"):
+    with pytest.raises(ConfigError, match=f"loss.routing_replay: .*{model_folder}"):
         check_needs(config_of(model_folder))

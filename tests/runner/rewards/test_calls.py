@@ -180,7 +180,7 @@ def test_parts_add_up_by_weight_and_the_first_that_applies_says_what_is_right(mo
     assert dict(groups[1].samples[1].parts) == {"g": 0.25}
     counts = scorer.take_counts()
     assert counts["odd_seconds"] > 0 < counts["g_seconds"]
-    with pytest.raises(RewardError, match="several:nothing: none of them applies to prompt p0"):
+    with pytest.raises(RewardError, match=r"several:nothing: .*p0"):
         Scorer(config_of(modules, "several", PARTS, parts=[{"use": "several:nothing"}]))(*batch(1, 1))
 
 
@@ -190,7 +190,7 @@ def test_parts_add_up_by_weight_and_the_first_that_applies_says_what_is_right(mo
         ({"parts": [{"use": "magic"}]}, r"reward\.parts\.0\.use: .*magic"),
         ({"parts": [{"use": "a:f"}, {"use": "b:f"}]}, r"reward.*parts: .*f, f"),
         ({"parts": [{"use": "a:f"}], "kind": "math"}, r"reward.*kind: "),
-        ({"parts": [{"use": "a:f", "wieght": 1}]}, r"reward\.parts\.0\.wieght: unknown key; did you mean 'weight'"),
+        ({"parts": [{"use": "a:f", "wieght": 1}]}, r"reward\.parts\.0\.wieght: .*'weight'"),
         ({"calls": {"max_failed": 1.0}}, r"reward\.calls\.max_failed: "),
     ],
 )

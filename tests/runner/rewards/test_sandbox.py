@@ -177,29 +177,31 @@ KERNEL = {
     "reboot": CALL + "call(169, 0, 0, 0, 0)",
     "x32": CALL + "call(0x40000000 + 39)",
 }
-ATTACKS = SIGNALS | PROCESSES | FILES | KERNEL
+ATTACKS = {"signals": SIGNALS, "processes": PROCESSES, "files": FILES, "kernel": KERNEL}
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("kind", ATTACKS)
 def test_an_attack_fails_and_is_not_judged_correct(
-    judge: CodeRule, victim: subprocess.Popen[bytes], tmp_path: Path, name: str
+    judge: CodeRule, victim: subprocess.Popen[bytes], tmp_path: Path, kind: str
 ) -> None:
-    if "call(" in ATTACKS[name] and os.uname().machine != "x86_64":
-        pytest.skip("numbers of system calls of x86-64")
+    """All of a kind run beside each other and beside an honest program."""
+    is_known = os.uname().machine == "x86_64"  # whose system calls the numbers are of
     key = tmp_path / "key"
     key.write_text("s3cret")
     before = key.stat()
     values = {"pid": victim.pid, "grader": os.getpid(), "file": str(key)}
-    program = ATTACKS[name].format(**values)
-    attacked, honest = judge.judge_texts([f"{program}\n{HONEST}", HONEST], [TESTS] * 2)
-    assert not attacked.correct
-    assert attacked.rule in ("code", "crash")
-    assert honest == Verdict(True, None, "code")
+    attacks = {name: text.format(**values) for name, text in ATTACKS[kind].items() if is_known or "call(" not in text}
+    programs = {name: f"{text}\n{HONEST}" for name, text in attacks.items()} | {"honest": HONEST}
+    found = dict(zip(programs, judge.judge_texts(list(programs.values()), [TESTS] * len(programs)), strict=True))
+    assert found.pop("honest") == Verdict(True, None, "code")
+    assert [name for name, verdict in found.items() if verdict.correct] == []
+    assert {verdict.rule for verdict in found.values()} <= {"code", "crash"}
     assert victim.poll() is None
     after = key.stat()
     assert (key.read_text(), after.st_mode, after.st_mtime_ns) == ("s3cret", before.st_mode, before.st_mtime_ns)
     assert [path.name for path in tmp_path.iterdir()] == ["key"]
     assert not Path("/tmp/dapo-attack").exists()
+    assert judge.judge_texts([HONEST], [TESTS]) == [Verdict(True, None, "code")]
 
 
 @pytest.mark.parametrize("name", ["harmless fcntl", "files of Python", "standard input"])
@@ -293,13 +295,13 @@ FORGED = {
 }
 
 
-@pytest.mark.parametrize("name", FORGED)
-def test_no_verdict_is_forged_by_what_a_program_writes_or_how_it_ends(judge: CodeRule, name: str) -> None:
-    """Right it would be, were its tests or the expected output not beyond it."""
-    quick, printed = CodeRule(2, 8.0, 512), {"inputs": ["1"], "outputs": ["secret"]}
-    tests = ["assert f(1) == 3", json.dumps(printed)]
-    for verdict in quick.judge_texts([f"{HONEST}\n{FORGED[name]}"] * 2, tests):
-        assert not verdict.correct
+def test_no_verdict_is_forged_by_what_a_program_writes_or_how_it_ends(judge: CodeRule) -> None:
+    """The tests and the expected output are wrong for every program. Most of them wait until they are killed."""
+    printed = json.dumps({"inputs": ["1"], "outputs": ["secret"]})
+    tried = [(name, test) for name in FORGED for test in ("assert f(1) == 3", printed)]
+    programs = [f"{HONEST}\n{FORGED[name]}" for name, _ in tried]
+    verdicts = CodeRule(len(tried), 8.0, 512).judge_texts(programs, [test for _, test in tried])
+    assert [each for each, verdict in zip(tried, verdicts, strict=True) if verdict.correct] == []
     assert judge.judge_texts([HONEST], [TESTS]) == [Verdict(True, None, "code")]
 
 

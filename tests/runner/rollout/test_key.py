@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,6 +103,31 @@ def test_a_stranger_gets_nowhere(path: str, monkeypatch: pytest.MonkeyPatch) -> 
         409 if path in ("/collective_rpc", "/update_weights") else "in"
     )  # nobody has claimed the server
     assert said_by_guard(monkeypatch, "/health") == ["in"]
+
+
+@pytest.mark.parametrize(
+    ("head", "variable"), [("torch.float32", "1"), ("torch.bfloat16", "1"), ("torch.float32", "0")]
+)
+def test_a_server_with_other_numerics_is_refused(head: str, variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "s3cret")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", variable)
+    from dapo_runner.rollout.guard import CLAIM, Guard, model_facts
+
+    sizes, sent = SimpleNamespace(vocab_size=5, hidden_size=4, num_hidden_layers=1), list[Any]()
+    model = SimpleNamespace(hf_text_config=sizes, head_dtype=head)
+    state = SimpleNamespace(engine_client=SimpleNamespace(model_config=model))
+    claim = {"token": "a", "owner": "a", "model": model_facts(sizes, float32_logits=True, batch_invariant=True)}
+
+    async def receive() -> dict[str, Any]:
+        return {"body": json.dumps(claim).encode()}
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("status"))
+
+    headers = [(b"authorization", b"Bearer s3cret")]
+    scope = {"type": "http", "path": CLAIM, "method": "POST", "headers": headers, "app": SimpleNamespace(state=state)}
+    asyncio.run(Guard(None)(scope, receive, send))
+    assert sent[0] == (200 if (head, variable) == ("torch.float32", "1") else 403)
 
 
 def test_no_server_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ def test_what_fails_on_the_trainers_side_is_said_at_once(
 
     engine = open_nccl(model_folder, servers, tmp_path, sync_within=3.0)
     monkeypatch.setattr(FileGroup, "send", never_end)
-    with pytest.raises(RolloutError, match="have not ended together within 3 s"):
+    with pytest.raises(RolloutError, match="within 3 s"):
         engine.update_weights(policy.named_weights())
     over.set()
 
@@ -165,7 +165,7 @@ def test_rank_0_sends_and_the_others_wait_for_it(
     assert run(other.send(address)) == engine.transfer.version
     restart(servers[0])
     paused = servers[0].seen("/pause")
-    with pytest.raises(ServerError, match=r"waits for weights \w+:2 from rank 0, and has default"):
+    with pytest.raises(ServerError, match=r"\w+:2 .* default"):
         run(other.send(address))
     assert servers[0].seen("/pause") == paused
     run(address.post(CLAIM, engine.pool._claim))

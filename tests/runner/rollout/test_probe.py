@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -81,5 +82,12 @@ def test_a_bound_that_is_set_is_the_only_one(policy: Policy, model_folder: Path)
     for engine.gap in (*[ROUNDING] * 10, 0.09):
         probe(engine, learner)
     engine.gap = 0.11
+    with pytest.raises(OutOfSyncError):
+        probe(engine, learner)
+
+
+def test_an_engine_without_any_logprob_does_not_pass(policy: Policy, model_folder: Path) -> None:
+    probe, engine, learner = drifting(policy, model_folder)
+    engine.gap = math.nan
     with pytest.raises(OutOfSyncError):
         probe(engine, learner)

@@ -243,9 +243,9 @@ def test_weights_arrive_all_of_them_or_not_at_all(engine: HFEngine) -> None:
     assert [c.token_ids.tolist() for c in flat(engine.generate(asked, sampling))] == before
     name, tensor = next(iter(weights.items()))
     for wrong, message in (
-        ({**weights, "extra": tensor}, "no parameter 'extra'"),
-        ({key: value for key, value in weights.items() if key != name}, f"{name} did not come"),
-        ({**weights, name: tensor[:1]}, rf"{name} must be \["),
+        ({**weights, "extra": tensor}, "'extra'"),
+        ({key: value for key, value in weights.items() if key != name}, name),
+        ({**weights, name: tensor[:1]}, rf"{name} .*\["),
     ):
         with pytest.raises(ValueError, match=message):
             engine.update_weights(wrong.items())
@@ -271,7 +271,7 @@ def test_vllm_in_this_process_has_nan_for_a_log_prob_that_is_none() -> None:
 
     engine = object.__new__(VLLMEngine)
     engine.llm, engine.tokenizer, engine.stop_ids = Answered(), make_tokenizer(), [1]
-    engine._asleep = False
+    engine._asleep, engine._adapter = False, None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(VLLMEngine, "_sampling_params", lambda *_: None)
         ((found,),) = engine.generate([Prompt("p", (3, 4), "", "")], SamplingParams(n=1, max_tokens=3))

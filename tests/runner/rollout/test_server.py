@@ -142,18 +142,14 @@ def test_a_wait_for_nobody_ends_and_says_for_whom(
     hung = threading.Event()
     for server in servers:
         server.hooks[UPDATE] = hang(hung)
-    with pytest.raises(
-        RolloutError, match=r"weights \w+:2 wait for a server, and none of 2 .*collective_rpc: no answer"
-    ):
+    with pytest.raises(RolloutError, match=r"weights \w+:2 .*collective_rpc"):
         engine.update_weights(policy.named_weights())
     hung.set()
     for server in servers:
         server.kill()
-    with pytest.raises(
-        RolloutError, match=r"24 of 24 prompts wait for a server, .*Cannot connect.*`dapo serve RECIPE` starts"
-    ):
+    with pytest.raises(RolloutError, match=r"24 of 24 prompts .*`dapo serve RECIPE`"):
         engine.generate(PROMPTS, SAMPLING)
-    with pytest.raises(RolloutError, match=r"weights \w+:1 wait"):
+    with pytest.raises(RolloutError, match=r"weights \w+:1 "):
         open_engine(model_folder, servers, tmp_path, sync_within=0.5)
 
 
@@ -165,7 +161,7 @@ def test_a_prompt_that_breaks_every_server_ends_the_run(
     poison = list(PROMPTS[7].token_ids)
     for server in servers:
         server.hooks[GENERATE] = lambda body: (500, {"error": "dead"}) if body["token_ids"] == poison else None
-    with pytest.raises(RolloutError, match=r"3 times of every server.*HTTP 500"):
+    with pytest.raises(RolloutError, match=r"3 times .*HTTP 500"):
         engine.generate(PROMPTS, SAMPLING)
     for server in servers:
         assert sum(body.get("token_ids") == poison for _, body, _ in server.asked) == 3
@@ -188,7 +184,7 @@ def test_what_every_server_refuses_ends_the_run(
     assert all(headers["Authorization"] == "Bearer s3cret" for *_, headers in servers[0].asked)
     engine.close()
     monkeypatch.delenv("MY_KEY")
-    with pytest.raises(ConfigError, match="MY_KEY, got nothing"):
+    with pytest.raises(ConfigError, match="MY_KEY"):
         open_engine(model_folder, servers[:1], tmp_path, key_env="MY_KEY")
 
 
@@ -219,7 +215,31 @@ def test_an_answer_that_is_not_whole_is_asked_for_again(
 
     servers[0].hooks[GENERATE] = spoil
     assert told(engine.generate(PROMPTS[:4], SAMPLING)) == wanted
-    assert ["left out" in note for note in engine.notes] == [True, False]
+    assert [servers[0].url in note for note in engine.notes] == [True, True]  # excluded, and back
+
+
+def test_a_response_of_weights_from_before_the_call_is_asked_for_again(
+    model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy
+) -> None:
+    engine = open_engine(model_folder, servers[:1], tmp_path)
+    engine.update_weights(policy.named_weights())
+    earlier = servers[0].version
+    engine.update_weights(policy.named_weights())
+    assert earlier is not None
+    assert servers[0].version not in (None, earlier)
+    wanted = told(engine.generate(PROMPTS[:4], SAMPLING))
+    once = iter([True])
+
+    def answer_as_before(body: dict[str, Any]) -> tuple[int, Any] | None:
+        if not next(once, False):
+            return None
+        answer = servers[0].generate(body)
+        answer["choices"][1]["weight_versions"][0]["version"] = earlier
+        return 200, answer
+
+    servers[0].hooks[GENERATE] = answer_as_before
+    assert told(engine.generate(PROMPTS[:4], SAMPLING)) == wanted
+    assert [servers[0].url in note for note in engine.notes] == [True, True]  # excluded, and back
 
 
 def test_weights_that_do_not_fit_are_refused(
@@ -227,7 +247,7 @@ def test_weights_that_do_not_fit_are_refused(
 ) -> None:
     engine = open_engine(model_folder, servers, tmp_path)
     version, weights = engine.transfer.version, dict(policy.named_weights())
-    with pytest.raises(ValueError, match="no parameter 'extra'"):
+    with pytest.raises(ValueError, match="'extra'"):
         engine.update_weights({**weights, "extra": torch.ones(1)}.items())
     assert (engine.transfer.version, servers[0].version) == (version, version)
     assert engine.generate(PROMPTS[:2], SAMPLING)

@@ -25,7 +25,7 @@ def test_what_a_server_is_started_with(tmp_path: Path, monkeypatch: pytest.Monke
                  "--logprobs-mode=processed_logprobs",
                  "--middleware=dapo_runner.rollout.guard.Guard"):  # fmt: skip
         assert flag in flags
-    with pytest.raises(ConfigError, match="in the environment variable MY_KEY, got nothing"):
+    with pytest.raises(ConfigError, match="MY_KEY"):
         server_environment(config, "http://localhost:8000")
     monkeypatch.setenv("MY_KEY", "s3cret")
     assert server_environment(config, "x") == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": "s3cret"}
@@ -35,12 +35,12 @@ def test_what_a_server_is_started_with(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"rollout": {"server": {"urls": ["localhost:8000"]}}}, "expected addresses like http://localhost:8000"),
-        ({"rollout": {"server": {"urls": ["http://a:1/v1"]}}}, "expected addresses like"),
-        ({"rollout": {"server": {"urls": ["http://a:1", "http://a:1/"]}}}, "expected each server once"),
+        ({"rollout": {"server": {"urls": ["localhost:8000"]}}}, "rollout.server.urls: .*http://localhost:8000"),
+        ({"rollout": {"server": {"urls": ["http://a:1/v1"]}}}, "rollout.server.urls: .*http://a:1/v1"),
+        ({"rollout": {"server": {"urls": ["http://a:1", "http://a:1/"]}}}, "rollout.server.urls: .*http://a:1"),
         (
             {"evaluation": {"k": 16}, "rollout": {"max_batch_sequences": 8}},
-            "rollout.max_batch_sequences: expected at least 16",
+            "rollout.max_batch_sequences: .*16",
         ),
         (
             {"rollout": {"engine": "hf"}, "sampler": {"oversample": 1.5}},
@@ -48,22 +48,22 @@ def test_what_a_server_is_started_with(tmp_path: Path, monkeypatch: pytest.Monke
         ),
         (
             {"advantage": {"segments": {"kind": "chain"}}, "sampler": {"oversample": 1.5}},
-            "sampler.oversample: requires advantage.segments",
+            "sampler.oversample: .*advantage.segments",
         ),
         (
             {"rollout": {"engine": "hf", "max_staleness": 1, "correction": {"weights": "token"}}},
-            "rollout.max_staleness: .*rollout.engine=server, got hf",
+            "rollout.max_staleness: .*rollout.engine=server.*hf",
         ),
-        ({"rollout": {"max_staleness": 1}}, "rollout.max_staleness: requires rollout.correction.weights"),
+        ({"rollout": {"max_staleness": 1}}, "rollout.max_staleness: .*rollout.correction.weights"),
         (
             {"rollout": {"max_staleness": 2, "correction": {"weights": "token"}}, "sampler": {"max_age": 1}},
-            "sampler.max_age: expected at least rollout.max_staleness=2",
+            "sampler.max_age: .*rollout.max_staleness=2",
         ),
         (
             {"rollout": {"top_k": 5, "sampling_mask": True}},
-            "rollout.sampling_mask: .*rollout.engine=.*got server",
+            "rollout.sampling_mask: .*rollout.engine=.*server",
         ),
-        ({"rollout": {"temperature": 2.5}}, "expected 0.01 to 2 with rollout.engine=server"),
+        ({"rollout": {"temperature": 2.5}}, "temperature: .*rollout.engine=server"),
     ],
 )
 def test_settings_that_no_server_could_serve(sections: dict[str, Any], message: str) -> None:

@@ -202,7 +202,7 @@ def test_a_folder_of_another_run_is_refused(model_folder: Path, sums: Path) -> N
     run(model_folder, sums, run={"epochs": 0.5})
     folder = run(model_folder, sums, run={"epochs": 0.6}, optimizer={"lr": 1e-3})
     assert len(steps_of(folder, "train/loss")) == 4
-    with pytest.raises(ConfigError, match=r"another configuration \(data\.max_tokens: 32 → 31\)"):
+    with pytest.raises(ConfigError, match=r"\(data\.max_tokens: 32 → 31\)"):
         run(model_folder, sums, run={"epochs": 1}, data={"max_tokens": 31})
 
 
@@ -211,13 +211,13 @@ def test_what_is_of_another_command_is_refused(
 ) -> None:
     folder = run(model_folder, sums, run={"epochs": 0.5})
     trains = make_config(run={"output_dir": str(folder.parent), "name": folder.name})
-    with pytest.raises(ConfigError, match="expected a run of dapo train, found one of dapo sft"):
+    with pytest.raises(ConfigError, match=r"dapo train.*dapo sft"):
         check_same_run(trains, folder)
     assert main(["report", str(folder)]) == 0  # which is for both
     assert main(["eval", str(folder)]) == 2
     assert "expected a run of dapo train, found one of dapo sft" in capsys.readouterr().err
     write_config(trains, folder)
-    with pytest.raises(ConfigError, match="expected a run of dapo sft, found one of dapo train"):
+    with pytest.raises(ConfigError, match=r"dapo sft.*dapo train"):
         run(model_folder, sums, run={"epochs": 0.5})
 
 

@@ -64,12 +64,16 @@ def make_values(n_prompt: int) -> TokenValues:
 
 def log_metrics(run: Path, step: int, **figures: float) -> None:
     log = MetricsLog(run / METRICS_FILE, keep_through=step - 1)
-    log.write(step, "step", {"batch/reward": step / 10, "train/entropy": 0.5, "sampling/mixed": 0.5, **figures})
+    log.write(
+        step,
+        "step",
+        {"batch/reward": step / 10, "sampling/reward": 0.5, "train/entropy": 0.5, "sampling/mixed": 0.5, **figures},
+    )
 
 
-def write_rollouts(run: Path, step: int, per_token: bool = True) -> None:
-    groups = make_groups()
-    values = {place: make_values(3) for place in (0, 1, 3, 4)}
+def write_rollouts(run: Path, step: int, per_token: bool = True, first: int = 0) -> None:
+    groups = make_groups()[first:]
+    values = {place: make_values(3) for place in (0, 1, 3, 4)} if not first else {}
     tokenizer = make_tokenizer() if per_token else None
     log = RolloutLog(run / ROLLOUTS, RolloutLogConfig(), keep_through=step - 1, tokenizer=tokenizer)
     log.write(step, groups, make_sequences(groups, AdvantageConfig(kind="group_mean")), values)

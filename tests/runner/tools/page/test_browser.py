@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hostile import IMAGE, PIECES, SCRIPT, log_metrics, write_rollouts, write_run
 
-from dapo_runner.logging.metric_table import PANELS
+from dapo_runner.run.folder import CONFIG_FILE
 from dapo_runner.tools.page.html import write_page
 from dapo_runner.tools.page.serve import open_server
 
@@ -81,19 +81,92 @@ def tints(page: Any) -> list[tuple[str, float]]:
     return [(" ".join(part[:3]), float(part[3]) if part[3:] else 1.0) for part in parts]
 
 
-def test_every_panel_is_drawn_and_zooms(report: Any) -> None:
-    assert len(report.query_selector_all(".chart .main-svg .cartesianlayer")) == len(PANELS)
-    assert report.inner_text("#runs") == "<img src=x>ab"
-    chart = "document.querySelectorAll('.chart')[1]"  # reward
-    assert report.evaluate(f"{chart}.data.map(trace => trace.y)") == [[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]] * 2
+def curves_of(page: Any) -> dict[str, list[list[float]]]:
+    """The values of every curve, by the title of its chart."""
+    return page.evaluate(
+        "Object.fromEntries([...document.querySelectorAll('.panel')].map(panel => "
+        "[panel.firstChild.textContent, panel.lastChild.data.map(trace => trace.y)]))"
+    )
+
+
+def average(values: list[float], share: float) -> list[float]:
+    """Longhand: the weight of a value is a power of ``share``, and the weights add up to 1."""
+    found = []
+    for end in range(1, len(values) + 1):
+        weights = [share ** (end - 1 - place) for place in range(end)]
+        found.append(sum(w * x for w, x in zip(weights, values, strict=False)) / sum(weights))
+    return found
+
+
+def test_runs_have_a_chart_per_curve_and_smooth_lines_over_raw_ones(report: Any) -> None:
+    raw = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    curves = curves_of(report)
+    assert list(curves) == ["Reward: trained on", "Reward: generated", "Entropy", "Dynamic sampling: mixed (accepted)"]
+    first, smooth, *second = curves["Reward: trained on"]
+    assert (first, second) == (raw, [raw, smooth])
+    assert smooth == pytest.approx(average(raw, 0.6))
+    chart = "document.querySelector('.panel').lastChild"
+    assert len(set(report.evaluate(f"{chart}.data.map(trace => trace.line.color)"))) == 2  # one of each run
+    report.fill("#smoothing", "0")
+    assert curves_of(report)["Reward: trained on"] == [raw, raw]
+    assert "batch/reward" in report.get_attribute(".panel h3", "title")
+
+
+def test_zoom(report: Any) -> None:
+    chart = "document.querySelector('.panel').lastChild"
     before = report.evaluate(f"{chart}.layout.xaxis.range")
-    box = report.query_selector(".chart >> nth=1 >> .nsewdrag").bounding_box()
+    box = report.query_selector(".chart >> nth=0 >> .nsewdrag").bounding_box()
     report.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 0.3 * box["height"])
     report.mouse.down()
     report.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 0.7 * box["height"], steps=5)
     report.mouse.up()
     low, high = report.evaluate(f"{chart}.layout.xaxis.range")
     assert before[0] < low < high < before[1]
+    report.fill("#smoothing", "0.3")
+    assert report.evaluate(f"{chart}.layout.xaxis.range") == [low, high]
+
+
+def test_header_zeros_and_theme(open_page: Open, tmp_path: Path) -> None:
+    run = write_run(tmp_path, "<img src=x>a")
+    (run / CONFIG_FILE).write_text('{algorithm: grpo, model: {path: "<b>m</b>"}, data: {path: d.jsonl}}')
+    log_metrics(run, 7, **{"eval/avg@4": 0.25, "reflection/en": 0.0})
+    log_metrics(run, 8, **{"eval/avg@4": 0.75, "reflection/en": 0.0})
+    page = open_page(write_page([run], tmp_path / "page.html").as_uri())
+    header = page.query_selector("#runs").text_content()
+    for text in ("<img src=x>a", "<b>m</b>", "d.jsonl", "grpo", "avg@4", "25.0 %", "75.0 %", "8"):
+        assert text in header
+    assert page.query_selector("#runs img, #runs b") is None
+    curves = curves_of(page)
+    assert [len(found) for found in curves["Reward"]] == [8] * 4  # of one run, both curves in one chart
+    assert not any("Reflection" in title for title in curves)
+    assert "Reflection: English" in page.inner_text("#zero")
+    for scheme, paper, ink in (("light", "rgb(255, 255, 255)", "#222"), ("dark", "rgb(22, 22, 22)", "#ddd")):
+        page.emulate_media(color_scheme=scheme)
+        until(page, f"document.querySelector('.chart').layout.font.color === '{ink}'")
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == paper
+
+
+def test_the_same_prompt_is_found_in_every_run(open_page: Open, tmp_path: Path) -> None:
+    runs = [write_run(tmp_path, "a", per_token=False), write_run(tmp_path, "b", per_token=False)]
+    write_rollouts(runs[1], 5, per_token=False, first=1)  # its last step has the second prompt only
+    page = open_page(write_page(runs, tmp_path / "page.html").as_uri())
+
+    def shown() -> list[tuple[str, str]]:
+        found = columns(page)
+        until(page, "document.querySelectorAll('.run .prompt').length === 2")
+        steps = [column.query_selector("select").input_value() for column in found]
+        return list(zip(steps, (column.query_selector(".prompt").text_content() for column in found), strict=True))
+
+    first, second = "5", "3"
+    assert [step for step, _ in shown()] == [first, second]
+    assert len({prompt for _, prompt in shown()}) == 1
+    page.select_option(".run >> nth=0 >> .where select >> nth=1", "2")
+    assert [step for step, _ in shown()] == [first, first]
+    assert len({prompt for _, prompt in shown()}) == 1
+    page.select_option(".run >> nth=0 >> .where select >> nth=1", "1")
+    page.uncheck("#same")
+    assert [step for step, _ in shown()] == [first, first]
+    assert len({prompt for _, prompt in shown()}) == 2
 
 
 def test_hostile_text_is_text(report: Any) -> None:
@@ -114,7 +187,7 @@ def test_tokens_stand_out_and_tell_their_values(report: Any) -> None:
     left, _ = columns(report)
     tokens = left.query_selector_all("details >> nth=0 >> .token")
     assert len(tokens) == len(PIECES)
-    marks = [set(token.get_attribute("class").split()) - {"token"} for token in tokens]
+    marks = [set(token.get_attribute("class").split()) - {"token", "assistant"} for token in tokens]
     assert marks == [{"clipped"}, set(), set(), {"high"}]
     assert all(
         "masked" in token.get_attribute("class") for token in left.query_selector_all("details >> nth=2 >> .token")
@@ -172,7 +245,7 @@ def test_watching_a_run_that_goes_on(open_page: Open, tmp_path: Path) -> None:
             assert page.input_value(".where select") == "5"
             log_metrics(run, 7)
             write_rollouts(run, 7)
-            until(page, "document.querySelectorAll('.chart')[1].data[0].y.at(-1) === 0.7")
+            until(page, "document.querySelectorAll('.chart')[0].data[0].y.at(-1) === 0.7")
             until(page, "document.querySelector('.where select').value === '7'")
             page.click(".where button >> nth=0")
             until(page, "document.querySelector('.where select').value === '5'")

@@ -15,8 +15,8 @@ import pytest
 from hostile import IMAGE, SCRIPT, STEPS, log_metrics, write_run
 
 from dapo_runner.cli import main
-from dapo_runner.logging.metric_table import PANELS
 from dapo_runner.logging.rollout_log import ROLLOUTS, saved_steps
+from dapo_runner.run.folder import CONFIG_FILE
 from dapo_runner.tools.page.html import contents, spread_steps, write_page
 
 pytest.importorskip("plotly")
@@ -37,7 +37,9 @@ def test_a_file_holds_curves_and_rollouts(tmp_path: Path, capsys: pytest.Capture
     assert main(["report", str(run), "--html"]) == 0
     assert f"page: {run / 'report.html'}" in capsys.readouterr().out
     data = data_of((run / "report.html").read_text())
-    assert [panel["title"] for panel in data["panels"]] == [panel.title for panel in PANELS]
+    assert [panel["title"] for panel in data["panels"]] == ["Reward", "Entropy", "Dynamic sampling"]  # what it logs
+    drawn = {curve["key"] for panel in data["panels"] for curve in panel["curves"]}
+    assert all(len(data["meanings"][key]) > 20 for key in drawn)
     (shown,) = data["runs"]
     assert shown["curves"]["batch/reward"] == [[1, 2, 3, 4, 5, 6], [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]]
     assert (shown["name"], shown["steps"], shown["kept"], data["live"]) == ("a", list(STEPS), 2, False)
@@ -70,6 +72,14 @@ def test_runs_are_told_apart_and_gaps_stay_gaps(tmp_path: Path) -> None:
     assert data["runs"][0]["curves"]["train/entropy"][1][-1] is None
 
 
+def test_the_header_has_what_is_set(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "a")
+    assert contents([run])["runs"][0]["about"] == {}
+    settings = "{algorithm: null, model: {path: null, tiny: {layers: 2}}, loss: {objective: cispo, clip_high: .inf}}"
+    (run / CONFIG_FILE).write_text(settings)
+    assert contents([run])["runs"][0]["about"] == {"model.tiny.layers": "2", "loss.objective": "cispo"}
+
+
 @pytest.mark.parametrize(
     ("room", "steps"), [(100, [1, 2, 3, 4, 5]), (30, [1, 3, 5]), (20, [2, 5]), (19, [5]), (10, [5]), (9, [])]
 )
@@ -91,7 +101,7 @@ def test_mistakes_are_one_line(
     run = str(write_run(tmp_path, "a"))
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     for arguments, message in (
-        (["report", run, run], "--html: expected for several runs"),
+        (["report", run, run], "--html: "),
         (["report", run, str(tmp_path), "--html"], f"{tmp_path / 'metrics.jsonl'}: expected the metrics of a run"),
         (["report", run, "--html"], "requires plotly. pip install 'dapo-kernels[html]'"),
         (["watch", run], "requires plotly. pip install 'dapo-kernels[html]'"),

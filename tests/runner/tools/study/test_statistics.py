@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dapo_runner.tools.study.figures import mean_and_error
+from dapo_runner.tools.study.figures import align, differences
 from dapo_runner.tools.study.results import Estimate, estimate, holm, paired_test
 
 
@@ -50,14 +50,20 @@ def test_a_paired_test_goes_by_differences() -> None:
     assert paired_test([], []) is None
 
 
-def test_a_band_over_places_that_differ() -> None:
-    band = mean_and_error([([0.0, 10.0], [0.0, 1.0]), ([0.0, 5.0, 20.0], [1.0, 1.0, 1.0])])
-    assert band is not None
-    places, mean, error = band
+def test_seeds_at_places_that_differ() -> None:
+    lines = align([([0.0, 10.0], [0.0, 1.0]), ([0.0, 5.0, 20.0], [1.0, 1.0, 1.0])])
+    assert lines is not None
+    places, values = lines
     assert (places[0], places[-1]) == (0.0, 10.0)  # what both have
-    np.testing.assert_allclose(mean, (places / 10 + 1) / 2)
-    np.testing.assert_allclose(error, (1 - places / 10) / 2, atol=1e-12)
-    same = mean_and_error([([0.0, 5.0], [0.2, 0.4])])
-    assert same is not None
-    assert same[2].tolist() == [0.0, 0.0]
-    assert mean_and_error([([], [])]) is None
+    np.testing.assert_allclose(values, [places / 10, np.ones_like(places)])
+    assert align([([], [])]) is None
+
+
+def test_differences_are_of_the_seeds_that_both_have() -> None:
+    runs = {3: ([0.0, 5.0], [0.5, 0.75]), 4: ([0.0, 5.0], [9.0, 9.0]), 5: ([0.0, 5.0], [0.0, 1.0])}
+    others = {5: ([0.0, 5.0], [0.25, 0.5]), 3: ([0.0, 5.0], [0.5, 0.25]), 7: ([0.0, 5.0], [8.0, 8.0])}
+    lines = differences(runs, others)
+    assert lines is not None
+    assert lines[0].tolist() == [0.0, 5.0]
+    assert lines[1].tolist() == [[0.0, 0.5], [-0.25, 0.5]]
+    assert differences(runs, {5: ([], [])}) is None

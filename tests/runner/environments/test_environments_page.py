@@ -1,0 +1,149 @@
+"""Runs every snippet of docs/environments.md."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from builders import CharTokenizer, make_config, write_rows
+
+from dapo_runner.cli import main
+from dapo_runner.config import EnvironmentConfig
+from dapo_runner.data.dataset import load_data
+from dapo_runner.environments.make import make_environment
+from dapo_runner.logging.metrics import read_log
+
+PAGE = (Path(__file__).parents[3] / "docs" / "environments.md").read_text(encoding="utf-8")
+SNIPPETS = dict(re.findall(r"<!-- (.+?) -->\n```\w+\n(.+?)```", PAGE, re.DOTALL))
+FILES = {"my_tools": "tool: function", "my_games": "game: class", "my_arena": "adapters"}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for module, name in FILES.items():
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        (tmp_path / f"{module}.py").write_text(SNIPPETS[name])
+    importlib.invalidate_caches()
+    write_rows(tmp_path / "games.jsonl", [{"prompt": f"{seed}?", "seed": seed} for seed in range(8)])
+    return tmp_path
+
+
+def train(folder: Path, model_folder: Path, *settings: str) -> dict[str, float]:
+    shutil.copytree(model_folder, folder / "model")
+    recipe: dict[str, Any] = {
+        "run": {"name": "page", "steps": 1, "eval_every": 1},
+        "model": {"path": "model", "dtype": "float32"},
+        "data": {"format": "arithmetic", "template": "plain", "eval_size": 2},
+        "rollout": {"group_size": 4, "max_prompt_tokens": 200, "max_response_tokens": 40},
+        "sampler": {"prompts_per_step": 2, "max_rounds": 1, "on_exhausted": "train_partial"},
+        "reward": {"overlong": {"soft_punishment": False}},
+        "optimizer": {"warmup_steps": 0, "mini_batch_size": 8, "token_budget": 512},
+        "evaluation": {"k": 1},
+    }
+    for name in settings:
+        for section, values in yaml.safe_load(SNIPPETS[name]).items():
+            recipe[section] = {**recipe.get(section, {}), **values}
+    if "path" in recipe["data"]:
+        del recipe["data"]["format"]
+    (folder / "page.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["train", "page.yaml"]) == 0
+    events = [event for name in ("metrics", "timings") for event in read_log(folder / f"runs/page/{name}.jsonl")]
+    return {key: value for event in events if event["step"] == 1 for key, value in event.items()}
+
+
+def test_every_snippet_is_tested() -> None:
+    assert PAGE.count("```") == 2 * len(SNIPPETS)
+    assert SNIPPETS.keys() == {"tool: settings", "game: settings", "gym", *FILES.values()}
+    assert SNIPPETS["tool: function"].count("\n") <= 10
+    assert SNIPPETS["game: class"].count("\n") <= 22
+    assert SNIPPETS["gym"].count("\n") == 3
+
+
+def test_a_tool(folder: Path, model_folder: Path) -> None:
+    step = train(folder, model_folder, "tool: settings")
+    assert step["env/episodes"] >= 8
+    assert step["env/failed"] == 0
+    config = EnvironmentConfig(**yaml.safe_load(SNIPPETS["tool: settings"])["env"])
+    environment = make_environment(config)()
+    (call,) = re.findall(r"`(<tool_call>.+?)`", PAGE)
+    assert [message.content for message in environment.step(call).messages] == ["12"]
+
+
+def test_a_game(folder: Path, model_folder: Path) -> None:
+    step = train(folder, model_folder, "game: settings")
+    assert step["env/turns"] > step["env/episodes"] > 0
+    game = make_environment(EnvironmentConfig(**yaml.safe_load(SNIPPETS["game: settings"])["env"]))()
+    game.reset({"seed": 1, "answer": ""})
+    results = [game.step(str(number)) for number in range(1, 21)]
+    (won,) = [number for number, result in enumerate(results, start=1) if result.done]
+    assert results[won - 1].reward == pytest.approx(1 - won / 10)
+    hints = [result.messages[0].content for result in results if result.messages]
+    assert hints == ["higher"] * (won - 1) + ["lower"] * (20 - won)
+
+
+def test_an_openenv_client() -> None:
+    closed = []
+
+    class Client:
+        """Answers as `openenv.core.SyncEnvClient` does."""
+
+        def reset(self) -> Any:
+            return SimpleNamespace(observation=SimpleNamespace(message="go"), reward=None, done=False)
+
+        def step(self, action: Any) -> Any:
+            return SimpleNamespace(observation=SimpleNamespace(message=f"did {action}"), reward=0.5, done=True)
+
+        def close(self) -> None:
+            closed.append(True)
+
+    environment = importlib.import_module("my_arena").remote(Client, str.upper)
+    assert [message.content for message in environment.reset({}).messages] == ["go"]
+    result = environment.step("left")
+    assert ([message.content for message in result.messages], result.reward, result.done) == (["did LEFT"], 0.5, True)
+    assert (environment.finish(), closed) == (0.0, [True])
+
+
+def test_games_of_textarena() -> None:
+    pytest.importorskip("textarena", reason="textarena is not installed")
+    arena = importlib.import_module("my_arena")
+
+    def play(row: dict[str, Any]) -> list[Any]:
+        game, low, high = arena.guess(), 1, 20
+        results = [game.reset(row)]
+        while not results[-1].done:
+            guess = (low + high) // 2
+            results.append(game.step(f"[{guess}]"))
+            if not results[-1].done:
+                higher = "higher" in results[-1].messages[0].content
+                low, high = (guess + 1, high) if higher else (low, guess - 1)
+        return results
+
+    games = [play({"seed": seed}) for seed in (1, 1, 2, 3, 4)]
+    assert games[0] == games[1]
+    assert len({len(game) for game in games}) > 1
+    assert {game[-1].reward for game in games} == {1.0}
+    duel = arena.tic_tac_toe()
+    assert "[0]" in duel.reset({"seed": 1}).messages[0].content
+    after = duel.step("[8]").messages[0].content
+    assert "O" in after
+    assert "X" in after
+
+
+def test_reasoning_gym() -> None:
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+    settings = yaml.safe_load(SNIPPETS["gym"])["data"]
+    data = {"format": "auto", "eval_size": 10, **settings}
+    config = make_config(data=data, rollout={"max_prompt_tokens": 400}, optimizer={"token_budget": 512})
+    assert config.reward.kind == "reasoning_gym"
+    dataset = load_data(config, CharTokenizer())
+    assert {prompt.source for prompt in dataset.train} == {"chain_sum", "gcd"}
+    assert dataset.report["rows"] == 210

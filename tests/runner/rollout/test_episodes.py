@@ -1,0 +1,396 @@
+"""Episodes: which tokens, whose they are, what happens to environments that misbehave, and what trains."""
+
+from __future__ import annotations
+
+import gc
+import io
+import random
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import talkers
+import torch
+from builders import backward, make_config, make_group, make_prompt, make_sample, pack_mini_batch
+from fake_server import FakeServer
+from rich.console import Console
+from served import open_engine
+from talkers import CHATML, chat_tokenizer
+from tokenizers import AddedToken
+
+from dapo_kernels import dapo_loss
+from dapo_runner.algorithms.advantage import make_sequences
+from dapo_runner.algorithms.learner import Learner
+from dapo_runner.config import AdvantageConfig, Config, ConfigError, ModelConfig, RolloutLogConfig
+from dapo_runner.environments.environment import Message
+from dapo_runner.environments.template import TurnTemplate
+from dapo_runner.logging.metrics import batch_metrics
+from dapo_runner.logging.rollout_log import RolloutLog, read_step
+from dapo_runner.logging.show import page
+from dapo_runner.policy.model import Policy, load_model
+from dapo_runner.rewards.scoring import Scorer
+from dapo_runner.rollout.engine import Groups, RolloutEngine
+from dapo_runner.rollout.episodes import EpisodeError, EpisodeRunner
+from dapo_runner.rollout.group_buffer import GroupBuffer
+from dapo_runner.rollout.hf import HFEngine
+from dapo_runner.run.tiny_model import make_tokenizer
+from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Completion, Prompt, SamplingParams, Turn
+
+MODEL = ModelConfig(path="x", dtype="float32")
+SAMPLING = SamplingParams(n=2, max_tokens=200)
+
+
+class Scripted(RolloutEngine):
+    """Samples what the script says for the length of the prompt's conversation, and keeps what it was asked."""
+
+    def __init__(self, tokenizer: Any, script: Sequence[list[int]]) -> None:
+        self.tokenizer, self.script = tokenizer, script
+        self.asked: list[tuple[Prompt, SamplingParams]] = []
+
+    @classmethod
+    def load(cls, *_: Any) -> RolloutEngine:
+        raise NotImplementedError
+
+    def update_weights(self, weights: Any) -> None: ...
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        options: CallOptions = DEFAULT_OPTIONS,
+    ) -> Groups:
+        assert not isinstance(sampling, SamplingParams)
+        self.asked += zip(prompts, sampling, strict=True)
+        opened = self.tokenizer.convert_tokens_to_ids("<|im_start|>")
+        turns = [(list(prompt.token_ids).count(opened) - 2) // 2 for prompt in prompts]
+        found = []
+        for turn, params in zip(turns, sampling, strict=True):
+            ids = torch.tensor(self.script[turn][: params.max_tokens])
+            reason = "length" if len(self.script[turn]) > params.max_tokens else "stop"
+            text = self.tokenizer.decode(ids, skip_special_tokens=True)
+            found.append([Completion(ids, -torch.ones(len(ids)), reason, text)])
+        return found
+
+
+def config_of(kind: str, **env: Any) -> Config:
+    return make_config(env={"kind": f"talkers:{kind}", **env})
+
+
+def prompt_of(tokenizer: Any) -> Prompt:
+    messages = (("user", "go"),)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "go"}], tokenize=False)
+    return Prompt("p", tuple(tokenizer(text)["input_ids"]), text, "7", messages=messages)
+
+
+def spell(tokenizer: Any, text: str) -> list[int]:
+    """A token for each character, as a policy may sample them, and the end of a turn."""
+    return [*tokenizer.convert_tokens_to_ids(list(text)), tokenizer.eos_token_id]
+
+
+def run(
+    kind: str, script: Sequence[str] = ("ab1", "ab2", "ab3"), sampling: SamplingParams = SAMPLING, **env: Any
+) -> tuple[list[Completion], Scripted, EpisodeRunner]:
+    tokenizer = chat_tokenizer()
+    engine = Scripted(tokenizer, [spell(tokenizer, text) for text in script])
+    runner = EpisodeRunner(config_of(kind, **env), tokenizer)
+    (found,) = runner(engine, [prompt_of(tokenizer)], [sampling], DEFAULT_OPTIONS)
+    return found, engine, runner
+
+
+def test_an_episode_is_the_conversation_in_the_tokens_that_were_sampled() -> None:
+    (first, second), engine, runner = run("Talker")
+    tokenizer = engine.tokenizer
+    said = [("user", "go"), ("user", "1+"), ("assistant", "ab1"), ("user", "1+"), ("assistant", "ab2"), ("user", "2+")]
+    turns = [{"role": role, "content": content} for role, content in [*said, ("assistant", "ab3")]]
+    text = tokenizer.apply_chat_template(turns, tokenize=False)
+    prompt = prompt_of(tokenizer)
+    assert f"{prompt.text}{first.transcript}\n" == text
+    assert first.token_ids.tolist() != tokenizer(text[len(prompt.text) : -1])["input_ids"]  # `ab` would be one token
+    whole = [*prompt.token_ids, *first.token_ids.tolist()]
+    for asked, params in engine.asked:
+        assert list(asked.token_ids) == whole[: len(asked.token_ids)]
+        assert params.max_tokens == SAMPLING.max_tokens - len(asked.token_ids) + len(prompt.token_ids)
+    assert len({params.seed for _, params in engine.asked}) == 6
+    assert [turn.role for turn in first.turns] == ["environment", "assistant"] * 3
+    assert [turn.finish_reason for turn in first.policy_turns] == ["stop", "stop", "done"]
+    assert [turn.reward for turn in first.policy_turns] == [0.25, 0.25, 1.25]
+    assert first.environment_reward == 1.75
+    assert first.text == second.text == "ab3"
+    owned = [turn.role == "assistant" for turn in first.turns for _ in range(turn.start, turn.end)]
+    assert first.loss_mask is not None
+    assert first.loss_mask.tolist() == owned == (~first.logprobs.isnan()).tolist()
+    assert first.n_sampled == 12
+    counts = runner.take_counts()
+    assert {name: n for name, n in counts.items() if n} == {"episodes": 2, "turns": 6}
+
+
+def test_limits_end_an_episode() -> None:
+    (found, _), _, _ = run("Talker", max_turns=2)
+    assert [turn.finish_reason for turn in found.policy_turns] == ["stop", "max_turns"]
+    assert not found.truncated
+    (found, _), _, _ = run("Talker", ("ab1", "ab" * 20), max_turn_tokens=8)
+    assert [turn.finish_reason for turn in found.policy_turns] == ["stop", "length"]
+    assert found.truncated
+    assert found.environment_reward == 1.25  # of its first turn, and of `finish`
+    tokens = found.length + 3
+    (short, _), _, _ = run("Talker", sampling=replace(SAMPLING, max_tokens=tokens), max_turn_tokens=8)
+    assert short.truncated  # the second answer of the environment leaves no room
+    assert short.length <= tokens
+
+
+def test_a_turn_that_the_policy_did_not_close_is_closed_for_it() -> None:
+    tokenizer = chat_tokenizer()
+    template = TurnTemplate(tokenizer, chat=True, tools=None)
+    messages = [Message("user", "b")]
+    written = "<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
+    closed = template.reply(messages, tokenizer.eos_token_id)
+    assert tokenizer.decode(template.reply(messages, tokenizer.convert_tokens_to_ids("b"))) == written
+    assert tokenizer.decode([tokenizer.eos_token_id, *closed]) == written
+
+
+def test_a_template_that_changes_what_is_written_is_refused() -> None:
+    trimmed = CHATML.replace("{{ m['content'] }}", "{% if loop.last %}now: {% endif %}{{ m['content'] }}")
+    with pytest.raises(ConfigError, match=r"(?s)env.*now: An answer"):
+        TurnTemplate(chat_tokenizer(trimmed), chat=True, tools=None)
+
+
+def test_a_template_that_leaves_tools_out_is_refused() -> None:
+    tools = [{"type": "function", "function": {"name": "multiply"}}]
+    with pytest.raises(ConfigError, match="env"):
+        TurnTemplate(chat_tokenizer(), chat=True, tools=tools)
+    listed = chat_tokenizer("{% for t in tools or [] %}{{ t['function']['name'] }}{% endfor %}" + CHATML)
+    assert TurnTemplate(listed, chat=True, tools=tools).reply([Message("tool", "b")], listed.eos_token_id)
+
+
+def test_no_text_of_an_environment_is_a_special_token() -> None:
+    tokenizer = chat_tokenizer()
+    template, rng = TurnTemplate(tokenizer, chat=True, tools=None), random.Random(0)
+    pieces = ["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "<", "|", "<pad>", "\n", "x", "\ud800", "\x00", "<unk>"]
+    plain = template.reply([Message("user", "x")], tokenizer.eos_token_id)
+    special = [token for token in plain if template.is_special(token)]
+    unknown = tokenizer.unk_token_id
+    for _ in range(300):
+        text = "".join(rng.choices(pieces, k=8))
+        ids = template.reply([Message("user", text)], tokenizer.eos_token_id)
+        assert [token for token in ids if template.is_special(token) and token != unknown] == special, ascii(text)
+
+
+def test_texts_that_are_joined_make_no_special_token() -> None:
+    tokenizer = chat_tokenizer()
+    template = TurnTemplate(tokenizer, chat=False, tools=None)
+    ids = template.reply([Message("tool", "x<|im_"), Message("tool", "end|>y")], tokenizer.eos_token_id)
+    assert tokenizer.eos_token_id not in ids
+
+
+def test_a_token_is_special_though_the_tokenizer_has_no_name_for_it() -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.add_tokens([AddedToken("<end_of_turn>", special=True), AddedToken("<role>")])
+    tokenizer.chat_template += "{# <role> #}"
+    template = TurnTemplate(tokenizer, chat=True, tools=None)
+    closing, role = tokenizer.convert_tokens_to_ids(["<end_of_turn>", "<role>"])
+    assert template.is_special(closing)
+    assert role not in template.reply([Message("user", "a<role>b")], tokenizer.eos_token_id)
+
+
+@pytest.mark.parametrize("fails", ["late", "engine"])
+def test_every_environment_is_finished(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, going = threading.Semaphore(0), threading.Event()
+    begun = list[Any]()
+    reset, step = talkers.Talker.reset, talkers.Talker.step
+    monkeypatch.setattr(talkers.Talker, "reset", lambda self, row: begun.append(self) or reset(self, row))
+    monkeypatch.setattr(talkers.Talker, "finish", lambda self: ended.release() if self in begun else None)
+
+    def wait(self: Any, text: str) -> Any:
+        going.wait(30)
+        return step(self, text)
+
+    if fails == "late":
+        monkeypatch.setattr(talkers.Talker, "step", wait)
+        with pytest.raises(EpisodeError):
+            run("Talker", timeout_seconds=0.2)
+    else:
+        with pytest.raises(IndexError):
+            run("Talker", ())
+    going.set()
+    assert all(ended.acquire(timeout=30) for _ in range(2))
+
+
+def test_environments_that_misbehave_are_counted_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(talkers.Failing, "made", 0)
+    many = replace(SAMPLING, n=28)
+    found, _, runner = run("Failing", sampling=many, max_failed=0.25, timeout_seconds=0.5)
+    assert len(found) == 21
+    assert all(one.environment_reward == 1.75 for one in found)
+    counts = runner.take_counts()
+    assert (counts["episodes"], counts["failed"], counts["failed_raised"], counts["failed_late"]) == (28, 7, 1, 1)
+    assert (counts["failed_invalid"], counts["failed_too_long"]) == (4, 1)
+    assert len(runner.take_warnings()) == 1
+    monkeypatch.setattr(talkers.Failing, "made", 0)
+    with pytest.raises(EpisodeError, match=r"env\.max_failed"):
+        run("Failing", sampling=many, max_failed=0.2, timeout_seconds=0.5)
+
+
+def score(completions: list[Completion], **sections: Any) -> Any:
+    prompt = replace(make_prompt(), token_ids=(1, 2, 3))
+    (group,) = Scorer(make_config(**sections))([prompt], [completions])
+    return group
+
+
+def test_the_reward_is_the_environments_or_a_rules() -> None:
+    overlong = {"overlong": {"cache_length": 8, "max_length": 16}}
+    paid = score(run("Talker")[0], reward=overlong).samples[0]
+    assert (paid.base_reward, paid.correct, paid.length_penalty) == (1.75, True, -0.5)  # of 12 tokens, not of 80
+    ruled, wrong = score([run("Silent", ("x", "Answer: 7"))[0][0], run("Silent", ("Answer: 7", "x"))[0][0]]).samples
+    assert (ruled.base_reward, ruled.verdict.extracted, wrong.base_reward) == (1.0, "7", -1.0)
+
+
+def test_metrics_count_what_the_policy_sampled() -> None:
+    figures = batch_metrics([score(run("Talker")[0])])
+    length = run("Talker")[0][0].length
+    wanted = {"length": 12, "length_max": 12, "turns": 3, "environment_tokens": length - 12}
+    assert {name: figures[f"batch/{name}"] for name in wanted} == wanted
+    assert figures["batch/generation_prob"] == pytest.approx(torch.tensor(-1.0).exp().item())
+
+
+def test_the_gradient_is_that_of_the_policys_tokens(policy: Policy, model_folder: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 26, (20,), generator=generator)
+    spans = [(0, 3), (3, 7), (7, 12), (12, 14), (14, 15), (15, 20)]
+    turns = tuple(Turn("assistant" if number % 2 else "environment", *span, "") for number, span in enumerate(spans))
+    mask = torch.zeros(20, dtype=torch.bool)
+    for start, end in spans[1::2]:
+        mask[start:end] = True
+    logprobs = torch.where(mask, -1.0, torch.nan)
+    sample = make_sample(True)
+    one = replace(
+        sample, completion=Completion(ids, logprobs, "stop", "", loss_mask=mask, turns=turns), base_reward=1.0
+    )
+    group = replace(make_group("RW"), samples=(one, make_sample(False)))
+    sequences = make_sequences([group], AdvantageConfig(kind="group_mean"))[:1]
+    assert not sequences[0].rollout_logprobs.isnan().any()
+    learner = Learner(policy, make_config())
+    mini = pack_mini_batch(learner, sequences, 64)
+    mini.on_policy = True
+    backward(learner, mini, mini.micro_batches[0])
+    found = {name: p.grad.clone() for name, p in policy.model.named_parameters()}
+    plain = load_model(model_folder, MODEL, torch.device("cpu"), "sdpa")
+    whole = torch.cat([torch.tensor(group.prompt.token_ids), ids])
+    logits = plain(input_ids=whole[None, :-1]).logits[0]
+    by_hand = torch.cat([torch.zeros(2, dtype=torch.bool), mask])
+    dapo_loss(logits, whole[1:], None, torch.ones(len(whole) - 1), mask=by_hand).loss.backward()
+    for name, parameter in plain.named_parameters():
+        assert (found[name] - parameter.grad).norm() <= 1e-6 * parameter.grad.norm(), name
+
+
+def test_advantages_of_turns_are_those_written_out() -> None:
+    rewards, gamma = [[1.0, 0.0, 2.0], [0.0, 3.0]], 0.5
+    samples = []
+    for row in rewards:
+        turns = tuple(
+            turn
+            for k, reward in enumerate(row)
+            for turn in (
+                Turn("environment", 3 * k, 3 * k + 1, ""),
+                Turn("assistant", 3 * k + 1, 3 * k + 3, "", "", reward),
+            )
+        )
+        n = 3 * len(row)
+        mask = torch.tensor([place % 3 > 0 for place in range(n)])
+        completion = Completion(torch.arange(n), torch.zeros(n), "stop", "", loss_mask=mask, turns=turns)
+        samples.append(replace(make_sample(True), completion=completion, base_reward=sum(row), length_penalty=-0.5))
+    group = replace(make_group("R"), samples=tuple(samples))
+    first, second = make_sequences([group], AdvantageConfig(kind="group_mean", turn_gamma=gamma))
+    # Returns: 1 + 0.5·(0 + 0.5·1.5) = 1.375, 0.75, 1.5 and 0 + 0.5·2.5 = 1.25, 2.5; the penalty is the last turn's.
+    n = len(group.prompt.token_ids)
+    assert first.advantages[n:][[1, 2, 4, 5, 7, 8]].tolist() == [0.0625, 0.0625, -0.875, -0.875, 0.0, 0.0]
+    assert second.advantages[n:][[1, 2, 4, 5]].tolist() == [-0.0625, -0.0625, 0.875, 0.875]
+    config = config_of("Talker")
+    with pytest.raises(ConfigError, match=r"advantage\.turn_gamma"):
+        make_config(advantage={"turn_gamma": 0.5})
+    assert config.advantage.turn_gamma is None
+
+
+def test_what_is_saved_and_shown_has_the_turns(tmp_path: Path) -> None:
+    group = replace(score(run("Talker")[0]), prompt=make_prompt())
+    buffer = GroupBuffer(config_of("Talker"))
+    buffer.groups = [group]
+    file = io.BytesIO()
+    torch.save(buffer.state_dict(), file)
+    file.seek(0)
+    (loaded,) = torch.load(file, weights_only=True)["buffer"]
+    assert loaded.samples[0].completion.turns == group.samples[0].completion.turns
+    RolloutLog(tmp_path, RolloutLogConfig(), -1).write(1, [group], make_sequences([group], AdvantageConfig()))
+    saved = read_step(tmp_path / "step_000001.jsonl.gz")
+    record = saved.groups[0]["samples"][0]
+    assert record["tokens"] == 12
+    assert [(turn["role"], turn["reward"]) for turn in record["turns"][:2]] == [
+        ("environment", None),
+        ("assistant", 0.25),
+    ]
+    out = Console(file=io.StringIO(), width=200, force_terminal=True, color_system="standard")
+    out.input = lambda *_: "q"  # type: ignore[method-assign]
+    page(saved, out)
+    shown = out.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b[90m<|im_start|>user" in shown
+    assert "done +1.25" in shown
+
+
+def test_the_hf_engine_continues_the_cache_of_an_episode(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its log-probs are those of the whole episode read at once; no token is computed twice, no cache kept in vain."""
+    engine = HFEngine(load_model(model_folder, MODEL, torch.device("cpu"), "sdpa"), make_tokenizer(), 30)
+    runner = EpisodeRunner(config_of("Talker"), engine.tokenizer)
+    monkeypatch.setattr(engine, "stop_ids", list(range(1, 5)))  # turns of unlike lengths
+    computed: list[int] = []
+    forward = engine.model.forward
+    monkeypatch.setattr(
+        engine.model, "forward", lambda *_, **given: computed.append(given["input_ids"].shape[1]) or forward(**given)
+    )
+    step, decode = talkers.Talker.step, engine._decode
+    ends = lambda self, text: replace(step(self, text), done=len(text) % 2 == 1 or len(self.heard) == 3)  # noqa: E731
+    monkeypatch.setattr(talkers.Talker, "step", ends)
+    held: list[int] = []  # caches of episodes that have ended, when a turn begins
+
+    def count_caches(rows: Any, keep: bool) -> None:
+        held.append(sum(type(one).__name__ == "_Past" for one in gc.get_objects()) - len(rows))
+        decode(rows, keep=keep)
+
+    monkeypatch.setattr(engine, "_decode", count_caches)
+    prompts = [Prompt(str(i), tuple(range(3, 6 + i)), "", "7") for i in range(3)]
+    groups = runner(engine, prompts, [replace(SAMPLING, n=12, index=index) for index in range(3)], DEFAULT_OPTIONS)
+    assert max(computed) == 5 + 2  # the longest prompt and its first message
+    assert len(held) > 3
+    assert max(held[2:]) <= 0  # the first turns are sampled in two batches
+    episodes = [(prompt, one) for prompt, group in zip(prompts, groups, strict=True) for one in group]
+    assert {len(one.policy_turns) for _, one in episodes} == {1, 2, 3}
+    for prompt, one in episodes:
+        ids = torch.tensor([*prompt.token_ids, *one.token_ids.tolist()])
+        with torch.no_grad():
+            logprobs = forward(input_ids=ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+        own, expected = one.loss_mask, logprobs[len(prompt.token_ids) - 1 :]
+        torch.testing.assert_close(one.logprobs[own], expected[own], atol=2e-4, rtol=1e-4)
+
+
+def test_servers_answer_turns_as_they_come(model_folder: Path, servers: list[FakeServer], tmp_path: Path) -> None:
+    engine = open_engine(model_folder, servers, tmp_path)
+    tokenizer = make_tokenizer()
+    runner = EpisodeRunner(config_of("Talker", max_turn_tokens=5), tokenizer)
+    prompts = [Prompt(str(i), (3 + i, 4), "", "7") for i in range(6)]
+    sampling = [replace(SAMPLING, max_tokens=40, index=index) for index in range(6)]
+    try:
+        groups = runner(engine, prompts, sampling, DEFAULT_OPTIONS)
+        assert [len(group) for group in groups] == [2] * 6
+        for one in (one for group in groups for one in group):
+            assert sum(span.length for span in one.versions) == one.length
+            assert {span.version for span in one.versions} == {1}
+        again = runner(engine, prompts, sampling, DEFAULT_OPTIONS)
+        assert [[one.token_ids.tolist() for one in group] for group in again] == [
+            [one.token_ids.tolist() for one in group] for group in groups
+        ]
+        assert min(server.seen("/inference/v1/generate") for server in servers) > 5
+    finally:
+        engine.close()
+    for server in servers:
+        server.kill()

@@ -1,0 +1,115 @@
+"""The real vLLM on a CPU serves adapters that came without the base weights: by the probe, in a run, after a resume."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_vllm import CPU, prober, prompt, pytestmark, raw_run, tiny, tiny_config
+
+from dapo_runner.algorithms.learner import Learner
+from dapo_runner.config import Config, ConfigError, parse_config
+from dapo_runner.logging.metrics import read_log
+from dapo_runner.logging.progress import Progress
+from dapo_runner.policy.model import load_policy
+from dapo_runner.rollout.probe import OutOfSyncError
+from dapo_runner.rollout.vllm import VLLMEngine
+from dapo_runner.run.tiny_model import make_tokenizer
+from dapo_runner.train import train
+from dapo_runner.types import SamplingParams
+
+__all__ = ["pytestmark", "tiny"]
+LORA = {"rank": 5, "alpha": 20}  # a rank that vLLM rounds up
+
+
+def lora_config(path: Path, **lora: Any) -> Config:
+    return tiny_config(path, model={"lora": LORA | lora})
+
+
+def load(config: Config) -> Learner:
+    return Learner(load_policy(str(config.model.path), config.model, CPU), config)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: Path) -> VLLMEngine:
+    return VLLMEngine(tiny, make_tokenizer(), lora_config(tiny), CPU)
+
+
+def draw(learner: Learner, seed: int) -> None:
+    """Adapters as large as the layers."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in learner.policy.model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.2, generator=generator)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]], ids=str)
+def test_the_probe_passes_what_was_synced_last_and_nothing_else(
+    engine: VLLMEngine, tiny: Path, targets: str | list[str]
+) -> None:
+    learner = load(lora_config(tiny, targets=targets))
+    probe = prober(engine, learner, "12+34=" * 25)  # longer than a block of the prefix cache
+    for seed in range(3):
+        draw(learner, seed)
+        with pytest.raises(OutOfSyncError):
+            probe(engine, learner)
+        engine.sync(learner.policy)
+        assert probe(engine, learner)["gap"] < 1e-4
+
+
+def test_turns_of_an_open_call_are_answered_by_the_adapters(engine: VLLMEngine, tiny: Path) -> None:
+    learner = load(lora_config(tiny))
+    draw(learner, seed=7)
+    engine.sync(learner.policy)
+    asked, sampling = prompt("1+1=", engine), SamplingParams(temperature=0.0, max_tokens=6)
+    call = engine.open_call(None, lambda: None, 1)  # type: ignore[arg-type]
+    call.add(0, asked, sampling)
+    found: list[Any] = []
+    while not found:
+        found = call.work()
+    ((one,),) = engine.generate([asked], sampling)
+    torch.testing.assert_close(found[0][1].logprobs, one.logprobs, atol=1e-5, rtol=0)
+
+
+def test_layers_that_vllm_does_not_adapt_are_refused(engine: VLLMEngine, tiny: Path) -> None:
+    learner = load(lora_config(tiny))
+    attention = learner.policy.model.model.layers[0].self_attn
+    attention.rotation = copy.deepcopy(attention.q_proj)
+    with pytest.raises(ConfigError, match=r"model\.lora\.targets"):
+        engine.sync(learner.policy)
+
+
+def test_the_base_waits_on_the_host(engine: VLLMEngine, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    llm = SimpleNamespace(
+        sleep=lambda level: calls.append(("sleep", level)),
+        wake_up=lambda tags: calls.append(("wake", *tags)),
+        llm_engine=SimpleNamespace(add_lora=lambda request: calls.append(Path(request.lora_path).is_dir())),
+        reset_prefix_cache=lambda: calls.append("reset") is None,
+    )
+    monkeypatch.setattr(engine, "llm", llm)
+    monkeypatch.setattr(engine, "_may_sleep", True)
+    engine.release()
+    engine.sync(load(lora_config(tiny)).policy)
+    assert calls == [("sleep", 1), ("wake", "weights"), True, ("wake", "kv_cache"), "reset"]
+
+
+def run(folder: Path, steps: int) -> Path:
+    raw = raw_run(folder, steps=steps)
+    raw["model"]["lora"] = {"rank": 4, "alpha": 32}
+    raw["optimizer"]["lr"] = 5e-2
+    return train(parse_config(raw), Progress())
+
+
+def test_a_run_and_its_resume(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", steps=2)
+    run(tmp_path / "again", steps=1)
+    again = run(tmp_path / "again", steps=2)
+    assert (again / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    steps = [event for event in read_log(whole / "metrics.jsonl") if event["kind"] == "step"]
+    assert all(step["train/tokens"] > 0 and step["sync/gap"] < 1e-4 for step in steps)

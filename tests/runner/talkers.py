@@ -1,0 +1,121 @@
+"""Environments and a chat tokenizer for tests of episodes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dapo_runner.environments.environment import Message, StepResult
+
+CHATML = (
+    "{% for m in messages %}{% if m['role'] == 'judge' %}{{ raise_exception('role') }}{% endif %}"
+    "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+NEVER = threading.Event()
+ROOM = ["rollout.max_response_tokens=60", "optimizer.token_budget=128", "sampler.filter_groups=false"]  # for turns
+
+
+def chat_tokenizer(template: str = CHATML) -> Any:
+    """Every character is a token, and so is `ab`, which its two letters sampled one by one are not."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>", "ab", "\n", *map(chr, range(32, 127))]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"ab|[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    special = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "<|im_end|>"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=template,
+        clean_up_tokenization_spaces=False,
+        **special,
+    )
+
+
+class Talker:
+    """Answers three turns with `n+`, pays 0.25 for each, and 1 more at the end."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    def reset(self, row: Mapping[str, Any]) -> StepResult:
+        self.heard: list[str] = []
+        return StepResult((Message("user", "1+"),))
+
+    def step(self, text: str) -> StepResult:
+        self.heard.append(text)
+        return StepResult((Message("user", f"{len(self.heard)}+"),), 0.25, len(self.heard) == 3)
+
+    def finish(self) -> float | None:
+        return 1.0
+
+
+class Silent(Talker):
+    """Gives no reward, so that a rule does."""
+
+    def step(self, text: str) -> StepResult:
+        self.heard.append(text)
+        return StepResult((Message("user", "="),), None, len(self.heard) == 2)
+
+    def finish(self) -> float | None:
+        return None
+
+
+class Digits(Talker):
+    """Pays for the digits that it hears: rewards vary, and no clock is asked."""
+
+    def step(self, text: str) -> StepResult:
+        self.heard.append(text)
+        paid = sum(map(str.isdigit, text)) / 8
+        return StepResult((Message("user", f"{len(text) % 10}+"),), paid, len(self.heard) == 2)
+
+    def finish(self) -> float | None:
+        return 0.0
+
+
+class Deadly(Digits):
+    """Kills its process in the midst of the episodes of step 2, once."""
+
+    calls = 0
+
+    def step(self, text: str) -> StepResult:
+        Deadly.calls += Path("runs/small/checkpoints/step_000001").exists()
+        if Deadly.calls == 9 and not Path("killed").exists():
+            Path("killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(text)
+
+
+class Failing(Talker):
+    """Every fourth episode fails, each in another way."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        Failing.made += 1
+        self.number = Failing.made
+
+    def step(self, text: str) -> StepResult:
+        ways = {3: "raise", 7: "hang", 11: "junk", 15: "long", 19: "nothing", 23: "infinite", 27: "role"}
+        way = ways.get(self.number)
+        if way == "raise":
+            raise ValueError("no")
+        if way == "hang":
+            NEVER.wait()
+        if way == "junk":
+            return {"messages": ["hello"]}  # type: ignore[return-value]
+        if way == "long":
+            return StepResult((Message("user", "x" * 10**7),))
+        if way == "role":
+            return StepResult((Message("judge", "hello"),))
+        if way == "nothing":
+            return StepResult()
+        if way == "infinite":
+            return StepResult(reward=float("inf"), done=True)
+        return super().step(text)
