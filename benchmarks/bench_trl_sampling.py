@@ -109,6 +109,7 @@ def train(side: str, seed: int, n_steps: int, until_tokens: int, folder: Path) -
         lr_scheduler_type="constant",
         save_strategy="no",
         report_to="none",
+        logging_steps=1,
         disable_tqdm=True,
         gradient_checkpointing=False,
         bf16=False,
@@ -116,7 +117,7 @@ def train(side: str, seed: int, n_steps: int, until_tokens: int, folder: Path) -
         seed=seed,
     )
     trainer_class = DapoGRPOTrainer if SIDES[side] else GRPOTrainer
-    trainer_class(
+    trainer = trainer_class(
         model=AutoModelForCausalLM.from_pretrained(start),
         processing_class=tokenizer,
         reward_funcs=ledger,
@@ -124,8 +125,16 @@ def train(side: str, seed: int, n_steps: int, until_tokens: int, folder: Path) -
         train_dataset=Dataset.from_list([{"prompt": one.text, "answer": one.answer} for one in prompts]),
         callbacks=[Stop()],
         **SIDES[side],
-    ).train()
-    return [ledger.steps[step] for step in sorted(ledger.steps)]
+    )
+    trainer.train()
+    steps = [ledger.steps[step] for step in sorted(ledger.steps)]
+    logs = [entry for entry in trainer.state.log_history if "reward" in entry]
+    return [with_trained(step, entry) for step, entry in zip(steps, logs, strict=True)]
+
+
+def with_trained(step: Step, entry: dict[str, float]) -> Step:
+    """Add how many groups a step trains, and how many of them vary: all that it generated in TRL alone."""
+    return step | {"trained": PROMPTS, "used": int(entry.get("dynamic_sampling/groups_used", step["mixed"]))}
 
 
 def run_seed(seed: int, n_steps: int) -> dict[str, list[Step]]:
@@ -154,27 +163,20 @@ def at_equal_tokens(alone: list[Step], tokens: int) -> list[Step]:
     return found
 
 
-def compare(runs: dict[str, list[Step]], n_steps: int) -> dict[str, float]:
-    """Return the rows of the table, of one seed."""
+def compare(runs: dict[str, list[Step]], n_steps: int) -> dict[str, list[float]]:
+    """Return the rows of the table, of one seed: TRL alone at equal steps and at equal tokens, dynamic sampling."""
     dynamic, alone = runs[DYNAMIC], runs[ALONE]
-    as_many_steps = alone[:n_steps]
-    tokens = sum(step["tokens"] for step in dynamic)
-    as_many_tokens = at_equal_tokens(alone, tokens)
-    correct = {
-        DYNAMIC: share(dynamic[-LAST:], "correct", "n"),
-        "equal steps": share(as_many_steps[-LAST:], "correct", "n"),
-        "equal tokens": share(as_many_tokens[-LAST:], "correct", "n"),
-    }
+    sides = [alone[:n_steps], at_equal_tokens(alone, sum(step["tokens"] for step in dynamic)), dynamic]
+    halves = [side[: len(side) // 2] for side in sides]
+    correct = [share(side[-LAST:], "correct", "n") for side in sides]
     return {
-        "groups with a signal, TRL alone": share(as_many_steps, "mixed", "groups"),
-        "groups with a signal, with dynamic sampling: of those generated": share(dynamic, "mixed", "groups"),
-        "generated tokens at equal steps, over those of TRL alone": tokens / sum(x["tokens"] for x in as_many_steps),
-        "steps of TRL alone at equal tokens": len(as_many_tokens),
-        "correct at the end, with dynamic sampling": correct[DYNAMIC],
-        "correct at the end, TRL alone at equal steps": correct["equal steps"],
-        "correct at the end, TRL alone at equal tokens": correct["equal tokens"],
-        "difference at equal steps": correct[DYNAMIC] - correct["equal steps"],
-        "difference at equal tokens": correct[DYNAMIC] - correct["equal tokens"],
+        "updates": [len(side) for side in sides],
+        "generated tokens, thousands": [sum(step["tokens"] for step in side) / 1000 for side in sides],
+        "generated groups with varying rewards, %": [100 * share(side, "mixed", "groups") for side in sides],
+        "trained groups with varying rewards, %": [100 * share(side, "used", "trained") for side in sides],
+        "correct halfway, %": [100 * share(half[-LAST:], "correct", "n") for half in halves],
+        "correct at the end, %": [100 * x for x in correct],
+        "dynamic sampling minus TRL alone, points": [100 * (correct[2] - x) for x in correct[:2]],
     }
 
 
@@ -185,19 +187,23 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
 
 def page(results: dict[str, Any]) -> str:
     rows = [compare(runs, results["steps"]) for runs in results["runs"].values()]
-    lines = [
-        f"| {name} | {' ± '.join(f'{x:.3f}' for x in mean_and_error([r[name] for r in rows]))} |" for name in rows[0]
-    ]
+    lines = []
+    for name in rows[0]:
+        of_columns = zip(*(row[name] for row in rows), strict=True)
+        cells = ["{:.1f} ± {:.1f}".format(*mean_and_error(list(values))) for values in of_columns]
+        lines.append(" | ".join([f"| {name}", *cells, *[""] * (3 - len(cells))]) + " |")
     return "\n".join(
         [
             "# Dynamic sampling in TRL",
             "",
             f"`{results['command']}`, {machine.headline(results['machine'])}, commit {results['machine']['commit']}.",
             f"{len(rows)} seeds, {results['steps']} updates with dynamic sampling, of {PROMPTS} prompts × {GROUP}",
-            f"responses. Means over seeds ± standard error. At the end: the last {LAST} steps.",
+            "responses. Means over seeds ± standard error. Both sides of a seed start from the same model. Equal steps:",
+            "as many updates as with dynamic sampling. Equal tokens: as many updates as it takes to generate as many tokens.",
+            f"At the end: the last {LAST} updates. Halfway: the last {LAST} of the first half.",
             "",
-            "| | |",
-            "|---|---:|",
+            "| | TRL alone, equal steps | TRL alone, equal tokens | with dynamic sampling |",
+            "|---|---:|---:|---:|",
             *lines,
             "",
         ]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import bench_trl_sampling as bench
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_every_generated_token_and_group_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,15 +24,24 @@ def test_every_generated_token_and_group_is_counted(monkeypatch: pytest.MonkeyPa
     assert ledger.steps[0] == {"tokens": 12, "n": 8, "correct": 3, "groups": 4, "mixed": 1}
 
 
+def test_trained_groups() -> None:
+    """Of TRL alone all generated groups train; with dynamic sampling those that TRL's log names."""
+    step = {"tokens": 9, "n": 8, "correct": 3, "groups": 24, "mixed": 11}
+    assert bench.with_trained(step, {"reward": 0.5}) == step | {"trained": 16, "used": 11}
+    assert bench.with_trained(step, {"dynamic_sampling/groups_used": 15.0}) == step | {"trained": 16, "used": 15}
+
+
 def test_the_last_steps_at_equal_steps_and_at_equal_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "LAST", 1)
 
-    def steps(tokens: int, *correct: int) -> list[bench.Step]:
-        return [{"tokens": tokens, "n": 10, "correct": x, "groups": 5, "mixed": x // 2} for x in correct]
+    def steps(tokens: int, used: int, *correct: int) -> list[bench.Step]:
+        fixed = {"tokens": tokens, "n": 10, "groups": 5, "trained": 4, "used": used}
+        return [{"correct": x, "mixed": x // 2, **fixed} for x in correct]
 
-    runs = {bench.DYNAMIC: steps(20, 4, 8), bench.ALONE: steps(10, 2, 4, 6, 7, 9)}
-    found = bench.compare(runs, 2)
-    alone, dynamic, tokens, n_steps, *correct, equal_steps, equal_tokens = found.values()
-    assert (alone, dynamic, tokens, n_steps) == pytest.approx((0.3, 0.6, 2, 4))
-    assert correct == pytest.approx([0.8, 0.4, 0.7])
-    assert (equal_steps, equal_tokens) == pytest.approx((0.8 - 0.4, 0.8 - 0.7))
+    runs = {bench.DYNAMIC: steps(2000, 4, 4, 8), bench.ALONE: steps(1000, 3, 2, 4, 6, 7, 9)}
+    found = list(bench.compare(runs, 2).values())
+    updates, tokens, generated, trained, halfway, end, difference = found
+    assert (updates, tokens) == ([2, 4, 2], [2, 4, 4])
+    assert (generated, trained) == (pytest.approx([30, 45, 60]), pytest.approx([75, 75, 100]))
+    assert (halfway, end) == (pytest.approx([20, 40, 40]), pytest.approx([40, 70, 80]))
+    assert difference == pytest.approx([40, 10])
