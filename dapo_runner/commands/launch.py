@@ -53,15 +53,15 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         if failure.exitcode == INTERRUPTED:
             return INTERRUPTED
         reason = f"signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-        complain(f"rank {rank} (process {failure.pid}) failed first, with {reason}")
+        hint = ", which often means out of memory" if failure.exitcode == -9 else ""
+        complain(f"rank {rank} (process {failure.pid}) failed first, with {reason}{hint}")
         return 1
     return 0
 
 
 def _rendezvous(options: argparse.Namespace) -> list[str]:
     arguments = ["--standalone"]
-    if options.nnodes > 1:
-        arguments = ["--nnodes", str(options.nnodes), "--rdzv-backend", "c10d"]
-        arguments += ["--rdzv-endpoint", options.rdzv_endpoint]
+    if (nodes := options.nnodes) > 1:
+        arguments = ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", options.rdzv_endpoint]
     arguments += ["--nproc-per-node", str(options.gpus)]
     return arguments + (["--max-restarts", str(options.max_restarts)] if options.max_restarts else [])

@@ -129,8 +129,8 @@ def _lost_rank(found: dict[int, _Status], this_rank: int) -> str:
     status = found[rank]
     if dead is not None:
         return (
-            f"rank {rank} on {status.host} (process {status.pid}) ended in {status.phase!r} without an error. Signal 9 "
-            "often means out of memory. Run the same command again to resume."
+            f"rank {rank} on {status.host} (process {status.pid}) ended in {status.phase!r} without an error. "
+            "The launcher prints its exit code or signal. Run the same command again to resume."
         )
     seconds = time.time() - status.since
     return f"rank {rank} on {status.host} does not answer: {seconds:.0f} s in {status.phase!r} (parallel.timeout)"

@@ -117,6 +117,27 @@ def test_a_reward_that_fails_is_a_line_of_each_side(tmp_path: Path) -> None:
     assert "exit code 1" in said[1]
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("ending", "reason", "memory"),
+    [("os._exit(7)", "exit code 7", False), ("os.kill(os.getpid(), 9)", "signal 9", True)],
+)
+def test_a_rank_that_ends_without_an_error(tmp_path: Path, ending: str, reason: str, memory: bool) -> None:
+    """Only a kill hints at the out-of-memory killer."""
+    body = f"    if os.environ['RANK'] == '1':\n        {ending}\n    return 1.0\n"
+    (tmp_path / "rewards.py").write_text(f"import os\n\n\ndef ends(prompt, completion):\n{body}")
+    recipe = write_recipe(tmp_path, steps=1)
+    command = [sys.executable, "-m", "dapo_runner", "launch", str(recipe), "--gpus", "2", "reward.kind=rewards:ends"]
+    paths = os.pathsep.join((str(ROOT), str(tmp_path)))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    lost, first = (line for line in done.stderr.splitlines() if line.startswith("dapo: "))
+    assert "rank 1 " in lost
+    assert reason in first
+    assert ("memory" in lost + first) == memory
+
+
 def check_command(command: list[str], grace: int) -> None:
     """Of a cluster file: torchrun takes it, the recipe takes what follows, and the ranks are those of the recipe."""
     assert command[0] == "torchrun"
