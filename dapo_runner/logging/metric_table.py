@@ -24,7 +24,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    title: str
+    title: str  # unique: the page finds a chart by it
     unit: str
     curves: tuple[Metric, ...]
     share: bool = False  # an axis from 0 to 1
@@ -65,10 +65,12 @@ GAPS = (
     Metric("sync/gap", "after sync", GREEN),
     Metric("train/rollout_k3", "KL of the rollouts", ORANGE),
 )
+LARGEST_GAPS = (Metric("train/rollout_gap_max", "rollouts", BLUE), Metric("sync/gap_max", "after sync", GREEN))
 MISMATCH = (
     Metric("train/rollout_ess", "effective sample size", BLUE),
     Metric("train/rollout_masked", "masked", RED),
     Metric("train/rollout_truncated", "truncated", ORANGE),
+    Metric("train/rollout_unknown", "unknown", GREY),
 )
 SECONDS = (
     Metric("time/rollout", "rollout", ORANGE),
@@ -98,10 +100,11 @@ PANELS = (
     LEARNING_RATE,
     Panel("Reflection", "phrases per response", REFLECTION, from_zero=True),
     Panel("Engine against learner", "nats per token", GAPS, from_zero=True),
-    Panel("Engine against learner", "share of tokens", MISMATCH, share=True),
+    Panel("Engine against learner, largest", "nats", LARGEST_GAPS, from_zero=True),
+    Panel("Engine against learner, weights", "share of tokens", MISMATCH, share=True),
     TIME,
 )
-SUPERVISED_PANELS = (Panel("Loss", "nats per token", SUPERVISED_LOSS), ENTROPY, GRADIENT, LEARNING_RATE, TIME)
+SUPERVISED_PANELS = (Panel("Cross-entropy", "nats per token", SUPERVISED_LOSS), ENTROPY, GRADIENT, LEARNING_RATE, TIME)
 
 
 def panels_of(keys: Collection[str]) -> tuple[Panel, ...]:

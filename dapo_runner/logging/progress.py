@@ -33,7 +33,7 @@ class Progress:
         self.bar.start()
 
     def note(self, text: str) -> None:
-        self._print(text)
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def phase(self, name: str) -> None:
         """Show the phase that has started, by its name in `dapo_runner.timing`."""
@@ -49,19 +49,16 @@ class Progress:
         self.bar.update(self.task, completed=step)
         shown = (f"{metric.console} {metric.form.format(figures[metric.key])}" for metric in console_metrics(figures))
         times = ", ".join(filter(None, (time_line(seconds), speed_line(speed))))
-        self._print(f"step {step}/{self.bar.tasks[0].total}  {'  '.join(shown)}  {times}")
+        self.note(f"step {step}/{self.bar.tasks[0].total}  {'  '.join(shown)}  {times}")
 
     def evaluation(self, step: int, figures: Figures) -> None:
         """Print avg@k, cons@k and pass@k of all problems, and avg@k of each evaluation set and source."""
         chosen = [key for key in figures if "@" in key and ("/" not in key or "/avg@" in key)]
         shown = ", ".join(f"{key} {figures[key]:.1%}" for key in chosen)
-        self._print(f"evaluation after step {step}: {shown} on {figures['problems']:.0f} problems")
+        self.note(f"evaluation after step {step}: {shown} on {figures['problems']:.0f} problems")
 
     def close(self) -> None:
         self.bar.stop()
-
-    def _print(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def time_line(seconds: Figures) -> str:

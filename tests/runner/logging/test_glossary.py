@@ -36,6 +36,18 @@ def test_every_metric_that_is_drawn_has_a_row() -> None:
     assert not is_documented("train/unheard_of")
 
 
+def test_every_panel_has_a_title_of_its_own() -> None:
+    """The page finds a chart by its title, and can show supervised runs beside others."""
+    titles = {panel: panel.title for panel in (*PANELS, *SUPERVISED_PANELS)}
+    assert len(set(titles.values())) == len(titles)
+
+
+def test_every_way_the_engine_differs_from_the_trainer_is_drawn() -> None:
+    keys = [key for key, *_ in rows() if key.startswith(("train/rollout_", "sync/"))]
+    assert len(keys) > 5
+    assert [key for key in keys if not panel_of(key)] == []
+
+
 @pytest.mark.parametrize("overrides", [[], SEGMENTS["chain"]])
 def test_every_metric_of_a_run_has_a_row(tmp_path: Path, overrides: list[str]) -> None:
     folder = train(load_config(write_recipe(tmp_path, steps=2), overrides))

@@ -146,6 +146,15 @@ def test_header_zeros_and_theme(open_page: Open, tmp_path: Path) -> None:
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == paper
 
 
+def test_panels_about_the_engine_stand_side_by_side(open_page: Open, tmp_path: Path) -> None:
+    keys = ("rollout_gap", "rollout_k3", "rollout_gap_max", "rollout_ess", "rollout_unknown")
+    run = write_run(tmp_path, "a")
+    log_metrics(run, 7, **{f"train/{key}": 0.1 * place for place, key in enumerate(keys, 1)})
+    curves = curves_of(open_page(write_page([run], tmp_path / "page.html").as_uri()))
+    drawn = [[y[-1] for y in values] for title, values in curves.items() if title.startswith("Engine against learner")]
+    assert [pytest.approx(values) for values in drawn] == [[0.1, 0.1, 0.2, 0.2], [0.3, 0.3], [0.4, 0.4, 0.5, 0.5]]
+
+
 def test_the_same_prompt_is_found_in_every_run(open_page: Open, tmp_path: Path) -> None:
     runs = [write_run(tmp_path, "a", per_token=False), write_run(tmp_path, "b", per_token=False)]
     write_rollouts(runs[1], 5, per_token=False, first=1)  # its last step has the second prompt only
