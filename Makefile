@@ -52,11 +52,11 @@ test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -m pytest -p no:xdist -m vllm tests/runner/rollout/test_vllm.py tests/runner/rollout/test_vllm_experts.py
 	$(VLLM_VENV)/bin/python -m pytest -p no:xdist -m vllm tests/runner/rollout/test_vllm_server.py tests/runner/rollout/test_vllm_lora.py  # of their own
 
-# What the tests are worth: a place of the code is changed, and a test has to fail. Hours; minutes with SAMPLE=20.
-SAMPLE ?= 300
+# What the tests are worth: a place of the code is changed, and a test has to fail. Hours; minutes with PER_ROOM=1.
+PER_ROOM ?= 15
 mutants: install
 	$(BIN)/python $(INSTALL) 'cosmic-ray>=8.7,<9'
-	$(BIN)/python tests/mutants.py --sample $(SAMPLE)
+	$(BIN)/python tests/mutants.py --per-room $(PER_ROOM) --out benchmarks/results/mutants-$$(date +%Y%m%d).md
 
 lint: install
 	$(BIN)/ruff check .
@@ -116,7 +116,7 @@ wheel:
 	mv dist/built/*.tar.gz dist && rm -r dist/built build .venv-wheel
 
 clean:
-	rm -rf $(VENV)/.installed $(VENV)/.runner $(VLLM_VENV)/.installed .venv-wheel build dist *.egg-info dapo_kernels/*.so .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV)/.installed $(VENV)/.runner $(VLLM_VENV)/.installed $(DOCS_VENV) .venv-wheel build dist *.egg-info dapo_kernels/*.so .pytest_cache .mypy_cache .ruff_cache
 
 # The losses for the `kernels` package, into dist/kernel: Python and Triton, nothing to compile.
 kernel-repository:

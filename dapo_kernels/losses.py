@@ -83,6 +83,7 @@ def dapo_loss(
 
     N counts the whole mini-batch, as in the code released with the paper. Eq. 8 as printed averages within each
     prompt's group of responses first, and then over prompts: ``aggregate="prompt-mean-token-mean"``.
+
     Args:
         logits: [T, V] packed or [B, L, V] padded; float32, bfloat16 or float16 (float64 on the torch backend), any
             strides. ``logits[t]`` predicts ``target_ids[t]``: shift before the call.

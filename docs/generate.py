@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dapo_runner.cli import COMMANDS, Command
-from dapo_runner.config import reference
-from docs import glossary
+from docs import glossary, settings_reference
 
 CLI_HEADER = """\
 # Commands
@@ -49,7 +48,11 @@ def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-PAGES: dict[str, Callable[[], str]] = {"cli.md": cli_page, "metrics.md": glossary.page, "settings.md": reference.page}
+PAGES: dict[str, Callable[[], str]] = {
+    "cli.md": cli_page,
+    "metrics.md": glossary.page,
+    "settings.md": settings_reference.page,
+}
 
 if __name__ == "__main__":
     for file, page in PAGES.items():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,3 +28,18 @@ def test_the_example_runs(public: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (found,) = doctest.DocTestFinder(recurse=False).find(public, public.__name__, globs={})
     assert found.examples
     assert doctest.DocTestRunner().run(found).failed == 0
+
+
+def test_a_section_of_a_docstring_has_an_empty_line_above_it() -> None:
+    """Without one, the API page shows the section as text."""
+    run_on = []
+    for package in (dapo_kernels, dapo_runner):
+        for path in Path(package.__file__).parent.rglob("*.py"):
+            nodes = [
+                node
+                for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+                if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Module))
+            ]
+            found = {getattr(node, "name", path.name): ast.get_docstring(node) or "" for node in nodes}
+            run_on += [name for name, text in found.items() if re.search(r"\S\n(Args|Returns|Raises|Example):\n", text)]
+    assert run_on == []

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from dapo_runner.config import reference
+import dapo_runner
 from dapo_runner.config.section import Section
 
-ROOT = Path(reference.__file__).parents[1]
+ROOT = Path(dapo_runner.__file__).parent
 LINES = {  # today's: lower a number when its room shrinks
     "top": 3556,
     "rollout": 3420,
     "training": 2259,
     "rewards": 1819,
-    "config": 1908,
+    "config": 1791,
     "algorithms": 1858,
     "tools": 1515,
     "logging": 1199,

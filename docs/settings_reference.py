@@ -1,4 +1,4 @@
-"""Print the reference of all settings as Markdown: ``python -m dapo_runner.config.reference > docs/settings.md``.
+"""Write docs/settings.md, the reference of all settings.
 
 The meaning of a setting is the comment behind its field or directly above it.
 """
@@ -25,7 +25,7 @@ with these keys and `key=value` overrides (`dapo train tiny optimizer.lr=1e-4`).
 raises an error if its requirement is not met. `null` means that it is not set. "Set by" names the values of
 `algorithm` that replace the default.
 
-This page is generated: `python -m dapo_runner.config.reference > docs/settings.md`.
+This page is generated: `python -m docs.generate`.
 """
 COMMANDS: dict[str, type[Section]] = {
     "dapo train": Config,
@@ -111,7 +111,3 @@ def meanings(section: type[Section]) -> dict[str, str]:
                 found[match[1]] = text or found.get(match[1], "")
             above = [*above, line.strip().removeprefix("# ")] if line.startswith("    # ") else []
     return found
-
-
-if __name__ == "__main__":
-    print(page(), end="")
