@@ -1,12 +1,16 @@
 """Measure what the tests are worth: change one place of the code at a time and see whether a test fails.
 
-    python tests/mutants.py                      # 300 mutants of all rooms: hours
-    python tests/mutants.py --sample 20          # minutes
-    python tests/mutants.py --room rollout --sample 40 --seed 1
+    python tests/mutants.py                           # 15 mutants of each room: hours
+    python tests/mutants.py --per-room 1              # minutes
+    python tests/mutants.py --room rollout --per-room 40 --seed 1
 
 Cosmic Ray makes the mutants. Lines are drawn evenly, weighted to arithmetic, conditions and indices: a line without any
-of them is never drawn. Each mutant runs in a copy of the checkout: first the test files that name its module, then the
-other tests of its room. The page lists every survivor. `make mutants SAMPLE=20` does the same.
+of them is never drawn. A copy of the checkout runs the tests as they are, which have to pass, then those of a mutant's
+room until one fails: first the files that import its module, the fastest first. `make mutants PER_ROOM=1` does the same
+and writes the page, which lists every survivor.
+
+A mutant is killed when a test fails. Three outcomes are counted apart and are no part of the share: equivalent (listed
+with its reason in --equivalent), unloadable (the tests could not be collected) and timeout.
 """
 
 from __future__ import annotations
@@ -16,34 +20,55 @@ import ast
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 from pathlib import Path
-from queue import SimpleQueue
+from xml.etree import ElementTree
 
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
 
 ROOT = Path(__file__).resolve().parent.parent
-MARKERS = "not slow and not gpu and not ranks and not vllm"
-TIMEOUT = 900  # seconds: a mutant that takes longer does not end, which is noticed
-KINDS = ("BinaryOperator", "ComparisonOperator", "UnaryOperator", "AndWithOr", "OrWithAnd", "TrueWithFalse")
-KINDS = (*KINDS, "FalseWithTrue", "NumberReplacer", "AddNot", "ZeroIteration", "BreakWithContinue")
-ROOMS = {  # folder of the code → folder of its tests; the longest that fits a file is its room
-    "dapo_kernels": "tests/kernels",
-    "dapo_kernels/integrations": "tests/integrations",
+EQUIVALENT = ROOT / "tests" / "equivalent_mutants.txt"
+MARKERS = "not slow and not gpu and not vllm"
+KINDS = "BinaryOperator ComparisonOperator UnaryOperator AndWithOr OrWithAnd TrueWithFalse FalseWithTrue".split()
+KINDS += ["NumberReplacer", "AddNot", "ZeroIteration", "BreakWithContinue"]
+TRAINING = "tests/runner/test_*.py"
+ROOMS = {  # folder of the code → its tests; the longest folder that fits a file is its room
+    "dapo_kernels": ["tests/kernels"],
+    "dapo_kernels/backends": ["tests/kernels"],
+    "dapo_kernels/backends/triton": ["tests/kernels/test_triton*.py"],
+    "dapo_kernels/engine": ["tests/kernels"],
+    "dapo_kernels/integrations": ["tests/integrations"],
+    "dapo_kernels/objectives": ["tests/kernels"],
     **{
-        f"dapo_runner/{room}": f"tests/runner/{room}"
+        f"dapo_runner/{room}": [f"tests/runner/{room}"]
         for room in ("algorithms", "config", "data", "logging", "parallel", "policy", "rewards", "rollout", "tools")
     },
-    "dapo_runner": "tests/runner",  # train.py and the files beside it, run/, commands/, checkpoint/, preflight/
+    "dapo_runner/checkpoint": ["tests/runner/test_checkpoint.py", "tests/runner/test_resume.py"],
+    "dapo_runner/commands": [
+        "tests/runner/test_cli.py",
+        "tests/runner/test_evaluate.py",
+        "tests/runner/test_launch.py",
+    ],
+    "dapo_runner/environments": ["tests/runner/environments", "tests/runner/rollout/test_episodes.py"],
+    "dapo_runner/preflight": ["tests/runner/test_[adrs]*.py", "tests/runner/rollout/test_server_settings.py"],
+    "dapo_runner/run": [TRAINING],
+    "dapo_runner": [TRAINING],
+}
+SELECTED = {  # room → markers of its tests; "": of every other room
+    "": f"{MARKERS} and not ranks and not elsewhere",
+    "dapo_runner/parallel": f"{MARKERS} and not elsewhere",  # tested on several processes
+    "dapo_kernels/backends/triton": f"{MARKERS} and not ranks",  # interpreted
 }
 
 
@@ -59,15 +84,14 @@ class Mutant:
         return max((room for room in ROOMS if self.path.startswith(f"{room}/")), key=len)
 
     @property
-    def markers(self) -> str:
-        is_for_gpus = "backends/triton" in self.path or "backends/cuda" in self.path
-        return MARKERS if is_for_gpus else f"{MARKERS} and not elsewhere"
+    def module(self) -> str:
+        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 @dataclass(frozen=True)
 class Outcome:
     mutant: Mutant
-    killed: bool
+    state: str  # killed, survived, equivalent, unloadable or timeout
     change: str  # the line before and after
     seconds: float
 
@@ -75,12 +99,12 @@ class Outcome:
 def mutants_of(path: Path) -> Iterator[Mutant]:
     """Find every mutant of a file, except those of annotations, which nothing evaluates."""
     source = path.read_text(encoding="utf-8")
-    tree, skipped = get_ast(source), set(annotated(source))
+    nodes, skipped = list(ast_nodes(get_ast(source))), set(annotated(source))
     for name in sorted(operator_names()):
         if not any(kind in name for kind in KINDS):
             continue
         operator, occurrence = get_operator(name)(), 0
-        for node in ast_nodes(tree):
+        for node in nodes:
             for (line, column), _ in operator.mutation_positions(node):
                 if (line, column) not in skipped:
                     yield Mutant(str(path.relative_to(ROOT)), line, name, occurrence)
@@ -100,32 +124,54 @@ def annotated(source: str) -> Iterator[tuple[int, int]]:
                 yield from ((line, column) for column in range(begin, end + 1))
 
 
-def draw(room: str | None, sample: int, seed: int) -> list[Mutant]:
-    """Draw a line, then a kind of mutation on it, then one mutant of that kind."""
-    by_line: dict[tuple[str, int], dict[str, list[Mutant]]] = defaultdict(lambda: defaultdict(list))
+def draw(rooms: str | None, per_room: int, seed: int) -> list[Mutant]:
+    """Draw lines of each room, for each a kind of mutation, then one mutant of that kind; the rooms take turns."""
+    by_room: dict[str, dict[tuple[str, int], dict[str, list[Mutant]]]] = defaultdict(dict)
     for folder in ("dapo_kernels", "dapo_runner"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for mutant in mutants_of(path):
-                if room is None or room in mutant.room:
-                    kind = mutant.operator.split("_")[0]
-                    by_line[mutant.path, mutant.line][kind].append(mutant)
-    rng = random.Random(seed)
-    lines = rng.sample(sorted(by_line), min(sample, len(by_line)))
-    return [rng.choice(by_line[line][rng.choice(sorted(by_line[line]))]) for line in lines]
+                if rooms is None or rooms in mutant.room:
+                    kinds = by_room[mutant.room].setdefault((mutant.path, mutant.line), defaultdict(list))
+                    kinds[mutant.operator.split("_")[0]].append(mutant)
+    drawn = []
+    for room, by_line in sorted(by_room.items()):
+        rng = random.Random(f"{seed} {room}")
+        lines = rng.sample(sorted(by_line), min(per_room, len(by_line)))
+        kinds_of = [(turn, by_line[line]) for turn, line in enumerate(lines)]
+        drawn += [(turn, room, rng.choice(kinds[rng.choice(sorted(kinds))])) for turn, kinds in kinds_of]
+    return [mutant for _, _, mutant in sorted(drawn, key=lambda one: one[:2])]
 
 
-def tests_for(mutant: Mutant) -> list[str]:
-    """Return the test files of a mutant: those that name its module, then the rest of its room."""
-    module = mutant.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    named = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if module in path.read_text(encoding="utf-8")]
-    folder = ROOT / ROOMS[mutant.room]
-    rest = folder.glob("test_*.py") if ROOMS[mutant.room] == "tests/runner" else folder.rglob("test_*.py")
-    return [str(path.relative_to(ROOT)) for path in dict.fromkeys([*named, *sorted(rest)])]
+@cache
+def imports(path: Path) -> frozenset[str]:
+    """Return the modules that a test file imports, itself or by a helper beside it, or that its text names."""
+    found: set[str] = set()
+    text = path.read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("dapo_"):
+            found |= {word for word in node.value.split() if word.startswith("dapo_")}
+    helpers = [helper for helper in (ROOT / "tests").rglob("*.py") if helper.stem in found and helper != path]
+    return frozenset(found.union(*(imports(helper) for helper in helpers)))
+
+
+def files_of(room: str) -> list[str]:
+    """Return the test files of a room."""
+    paths = [path for pattern in ROOMS[room] for path in sorted(ROOT.glob(pattern))]
+    return [
+        str(file.relative_to(ROOT))
+        for path in paths
+        for file in (sorted(path.rglob("test_*.py")) if path.is_dir() else [path])
+    ]
 
 
 def copy_checkout(folder: Path) -> Path:
-    """Copy the tracked files and the compiled modules."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    """Copy all that git does not ignore, and the compiled modules."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     built = [str(path.relative_to(ROOT)) for path in (ROOT / "dapo_kernels").glob("*.so")]
     for name in (*listed.splitlines(), *built):
         if (ROOT / name).is_file():
@@ -134,71 +180,147 @@ def copy_checkout(folder: Path) -> Path:
     return folder
 
 
-def try_mutant(mutant: Mutant, checkout: Path) -> Outcome:
+def run_tests(checkout: Path, markers: str, files: Sequence[str], timeout: float | None, *options: str) -> int | None:
+    """Run test files in ``checkout``; return pytest's exit code, or None after ``timeout`` seconds."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--smoke",
+        "-m",
+        markers,
+        *options,
+        *files,
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+    null = subprocess.DEVNULL
+    with subprocess.Popen(
+        command, cwd=checkout, env=environment, start_new_session=True, stdout=null, stderr=null
+    ) as tests:
+        try:
+            return tests.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if tests.poll() is None:  # with the servers and ranks that the tests started
+                os.killpg(tests.pid, signal.SIGKILL)
+
+
+def measure(checkout: Path, rooms: set[str]) -> dict[str, dict[str, float]]:
+    """Run the tests of ``rooms`` as they are; return the seconds of each file, by markers.
+
+    Raises:
+        SystemExit: If they do not pass, or if there are none.
+    """
+    files: dict[str, list[str]] = defaultdict(list)
+    for room in sorted(rooms):
+        files[SELECTED.get(room, SELECTED[""])] += files_of(room)
+    seconds: dict[str, dict[str, float]] = {}
+    report = checkout / "baseline.xml"
+    for markers, of_markers in files.items():
+        unique = list(dict.fromkeys(of_markers))
+        code = run_tests(checkout, markers, unique, None, f"--junitxml={report}", "-o", "junit_family=xunit1")
+        if code != 0:
+            raise SystemExit(f"Expected the tests to pass before anything is changed, got {code} of pytest {unique}.")
+        seconds[markers] = defaultdict(float)
+        for case in ElementTree.parse(report).iter("testcase"):
+            seconds[markers][case.attrib["file"]] += float(case.attrib["time"])
+    return seconds
+
+
+def choose(mutant: Mutant, seconds: Mapping[str, float], limit: float) -> list[str]:
+    """Return the test files of a mutant within ``limit`` seconds: those that import its module first."""
+    files = [file for file in files_of(mutant.room) if file in seconds]
+    files.sort(key=lambda file: (mutant.module not in imports(ROOT / file), seconds[file]))
+    total = list(accumulate(seconds[file] for file in files))
+    return [file for file, until in zip(files, total, strict=True) if until <= limit] or files[:1]
+
+
+def try_mutant(mutant: Mutant, checkout: Path, seconds: Mapping[str, float], options: argparse.Namespace) -> Outcome:
     """Run the tests of a mutant in ``checkout``, which is as before afterwards."""
     path, began = checkout / mutant.path, time.monotonic()
     source = path.read_text(encoding="utf-8")
     mutated = mutate_code(source, get_operator(mutant.operator)(), mutant.occurrence)
     assert mutated is not None
+    before, after = (text.splitlines()[mutant.line - 1].strip() for text in (source, mutated))
+    change = f"`{before}` → `{after}`"
+    if f"{mutant.path} {change}" in options.equivalent:
+        return Outcome(mutant, "equivalent", change, 0.0)
+    files = choose(mutant, seconds, options.seconds)
+    timeout = 60 + 3 * sum(seconds[file] for file in files)
     path.write_text(mutated, encoding="utf-8")
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-m", mutant.markers]
-    command = [sys.executable, "-m", "pytest", *options, *tests_for(mutant)]
-    environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
     try:
-        done = subprocess.run(
-            command, cwd=checkout, env=environment, timeout=TIMEOUT, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
-        )
-        killed = done.returncode != 0
-    except subprocess.TimeoutExpired:
-        killed = True
+        code = run_tests(checkout, SELECTED.get(mutant.room, SELECTED[""]), files, timeout, "-x")
     finally:
         path.write_text(source, encoding="utf-8")
-    before, after = (text.splitlines()[mutant.line - 1].strip() for text in (source, mutated))
-    return Outcome(mutant, killed, f"`{before}` → `{after}`", time.monotonic() - began)
+    state = {0: "survived", 1: "killed", None: "timeout"}.get(code, "unloadable")
+    return Outcome(mutant, state, change, time.monotonic() - began)
 
 
 def page(outcomes: list[Outcome], options: argparse.Namespace) -> str:
-    """Return the report: the share killed by room, then the survivors."""
-    lines = ["# Mutants", "", f"`python tests/mutants.py --sample {options.sample} --seed {options.seed}`", ""]
-    lines += ["| room | mutants | killed | share |", "|---|---:|---:|---:|"]
-    by_room: dict[str, list[Outcome]] = defaultdict(list)
+    """Return the report: the share killed by room, then the survivors and what is counted apart."""
+    asked = f" --room {options.room}" if options.room else ""
+    asked += f" --seconds {options.seconds:g}" if options.seconds != float("inf") else ""
+    command = f"python tests/mutants.py --per-room {options.per_room} --seed {options.seed}{asked}"
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    lines = ["# Mutants", "", f"`{command}` at commit {commit.strip()}", ""]
+    lines += ["Share: killed, of those killed and survived. The other columns are counted apart.", ""]
+    apart = ("equivalent", "unloadable", "timeout")
+    lines += [f"| room | killed | survived | share | {' | '.join(apart)} |", "|---|" + "---:|" * (3 + len(apart))]
+    by_room: dict[str, Counter[str]] = defaultdict(Counter)
     for outcome in outcomes:
-        by_room[outcome.mutant.room].append(outcome)
-    for room, of_room in [*sorted(by_room.items()), ("all", outcomes)]:
-        killed = sum(outcome.killed for outcome in of_room)
-        lines.append(f"| {room} | {len(of_room)} | {killed} | {killed / len(of_room):.0%} |")
-    lines += ["", "Survivors:", ""]
-    survivors = sorted((o for o in outcomes if not o.killed), key=lambda o: (o.mutant.path, o.mutant.line))
-    lines += [f"- {o.mutant.path}:{o.mutant.line} {o.change}" for o in survivors] or ["- none"]
+        by_room[outcome.mutant.room][outcome.state] += 1
+    for room, counts in [*sorted(by_room.items()), ("all", sum(by_room.values(), Counter[str]()))]:
+        judged = counts["killed"] + counts["survived"]
+        share = f"{counts['killed'] / judged:.0%}" if judged else ""
+        numbers = [counts["killed"], counts["survived"], share, *(counts[state] for state in apart)]
+        lines.append(f"| {room} | {' | '.join(map(str, numbers))} |")
+    for state in ("survived", *apart):
+        those = sorted((o for o in outcomes if o.state == state), key=lambda o: (o.mutant.path, o.mutant.line))
+        lines += ["", f"{state.capitalize()}:", ""]
+        lines += [f"- {o.mutant.path}:{o.mutant.line} {o.change}" for o in those] or ["- none"]
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sample", type=int, default=300, help="how many mutants (default: 300)")
+    parser.add_argument("--per-room", type=int, default=15, help="how many mutants of each room (default: 15)")
     parser.add_argument("--room", help="only rooms whose folder contains this, as rollout")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (default: 2)")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="run tests of so long for a mutant, not all"
+    )
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no mutant after this time")
+    parser.add_argument(
+        "--equivalent", type=read_equivalent, default=str(EQUIVALENT), help="file of equivalent mutants"
+    )
     parser.add_argument("--out", type=Path, help="a file for the page, rewritten after each mutant")
-    options = parser.parse_args()
-    chosen, outcomes = draw(options.room, options.sample, options.seed), list[Outcome]()
-    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.jobs) as pool:
-        checkouts: SimpleQueue[Path] = SimpleQueue()
-        for job in range(options.jobs):
-            checkouts.put(copy_checkout(Path(scratch) / str(job)))
+    return parser.parse_args()
 
-        def work(mutant: Mutant) -> Outcome:
-            checkout = checkouts.get()
-            try:
-                return try_mutant(mutant, checkout)
-            finally:
-                checkouts.put(checkout)
 
-        for number, outcome in enumerate(pool.map(work, chosen), start=1):
+def read_equivalent(path: str) -> set[str]:
+    """Read mutants that change nothing: on each line the file and the change as the page shows them, a colon, why."""
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    return {line.rpartition("`: ")[0] + "`" for line in lines if "`: " in line}
+
+
+def main() -> int:
+    options, began = parse_arguments(), time.monotonic()
+    chosen, outcomes = draw(options.room, options.per_room, options.seed), list[Outcome]()
+    with tempfile.TemporaryDirectory() as scratch:
+        checkout = copy_checkout(Path(scratch))
+        seconds = measure(checkout, {mutant.room for mutant in chosen})
+        print(f"The tests pass in {time.monotonic() - began:.0f} s.", flush=True)
+        for number, mutant in enumerate(chosen, start=1):
+            if time.monotonic() - began > 60 * options.minutes:
+                break
+            outcome = try_mutant(mutant, checkout, seconds[SELECTED.get(mutant.room, SELECTED[""])], options)
             outcomes.append(outcome)
-            state = "killed" if outcome.killed else f"SURVIVED {outcome.change}"
-            where = f"{outcome.mutant.path}:{outcome.mutant.line}"
-            print(f"[{number}/{len(chosen)}] {outcome.seconds:4.0f} s  {where} {state}", flush=True)
+            what = f"{mutant.path}:{mutant.line} {outcome.state} {outcome.change}"
+            print(f"[{number}/{len(chosen)}] {outcome.seconds:4.0f} s  {what}", flush=True)
             if options.out is not None:
                 options.out.write_text(page(outcomes, options), encoding="utf-8")
     print(page(outcomes, options))
