@@ -40,8 +40,8 @@ from cosmic_ray.plugins import get_operator, operator_names
 ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENT = ROOT / "tests" / "equivalent_mutants.txt"
 MARKERS = "not slow and not gpu and not vllm"
-KINDS = "BinaryOperator ComparisonOperator UnaryOperator AndWithOr OrWithAnd TrueWithFalse FalseWithTrue".split()
-KINDS += ["NumberReplacer", "AddNot", "ZeroIteration", "BreakWithContinue"]
+KINDS = ["BinaryOperator", "ComparisonOperator", "UnaryOperator", "AndWithOr", "OrWithAnd", "AddNot", "NumberReplacer"]
+KINDS += ["TrueWithFalse", "FalseWithTrue", "ZeroIteration", "BreakWithContinue"]
 TRAINING = "tests/runner/test_*.py"
 ROOMS = {  # folder of the code → its tests; the longest folder that fits a file is its room
     "dapo_kernels": ["tests/kernels"],
@@ -81,7 +81,7 @@ class Mutant:
 
     @property
     def room(self) -> str:
-        return max((room for room in ROOMS if self.path.startswith(f"{room}/")), key=len)
+        return room_of(self.path)
 
     @property
     def module(self) -> str:
@@ -94,6 +94,10 @@ class Outcome:
     state: str  # killed, survived, equivalent, unloadable or timeout
     change: str  # the line before and after
     seconds: float
+
+
+def room_of(path: str) -> str:
+    return max((room for room in ROOMS if path.startswith(f"{room}/")), key=len)
 
 
 def mutants_of(path: Path) -> Iterator[Mutant]:
@@ -129,10 +133,11 @@ def draw(rooms: str | None, per_room: int, seed: int) -> list[Mutant]:
     by_room: dict[str, dict[tuple[str, int], dict[str, list[Mutant]]]] = defaultdict(dict)
     for folder in ("dapo_kernels", "dapo_runner"):
         for path in sorted((ROOT / folder).rglob("*.py")):
+            if rooms is not None and rooms not in room_of(str(path.relative_to(ROOT))):
+                continue
             for mutant in mutants_of(path):
-                if rooms is None or rooms in mutant.room:
-                    kinds = by_room[mutant.room].setdefault((mutant.path, mutant.line), defaultdict(list))
-                    kinds[mutant.operator.split("_")[0]].append(mutant)
+                kinds = by_room[mutant.room].setdefault((mutant.path, mutant.line), defaultdict(list))
+                kinds[mutant.operator.split("_")[0]].append(mutant)
     drawn = []
     for room, by_line in sorted(by_room.items()):
         rng = random.Random(f"{seed} {room}")
