@@ -89,30 +89,41 @@ def test_signals_are_given_back() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_step_that_would_end_too_late_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_sampling", [False, True])
+def test_a_step_that_would_end_too_late_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_sampling: bool
+) -> None:
+    """A signal before the rollout is first answered with a promise to save this step."""
     raw = {**config_in(tmp_path).model_dump(mode="json")["run"], "save_every": 0, "eval_every": 0, "steps": 6}
     whole = train(config_in(tmp_path, run={**raw, "name": "whole"}), Progress())
     late = config_in(tmp_path, run={**raw, "grace": 1e-9})
-    sample = Run.sample
+    sample, generate_round = Run.sample, Run.generate_round
 
     def generate(*arguments: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("the rollout went on")
 
+    def send_before(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return generate_round(*arguments)
+
     def sample_late(run: Run, step: int) -> SampledStep:
         with monkeypatch.context() as patch:
-            if run.learner.optimizer.state:
+            if run.learner.optimizer.state and is_sampling:
                 patch.setattr(HFEngine, "generate", generate)
+            elif run.learner.optimizer.state:
+                patch.setattr(Run, "generate_round", send_before)
             return sample(run, step)
 
     with monkeypatch.context() as patch:
         patch.setattr(Run, "sample", sample_late)
-        with pytest.raises(StepGivenUpError):
+        with pytest.raises(StepGivenUpError) as given_up:
             train(late, notes := Notes())
     folder = tmp_path / "small"
     (saved,) = find_checkpoints(folder / CHECKPOINTS)
     assert 0 < saved.step < 6
-    assert any(f"step {saved.step + 1}" in line for line in notes.lines)
+    (before, after) = ([line for line in notes.lines if f"step {saved.step + n} " in line] for n in (0, 1))
+    assert [str(given_up.value) in line for line in before + after] == [False, True]
     train(late, Progress())
     assert (folder / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
 

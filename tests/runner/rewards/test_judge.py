@@ -483,7 +483,7 @@ def test_what_that_model_cannot_do_is_told(of_here: dict[str, Any], tmp_path: Pa
     judge.check()
     assert judge.model is not None
     judge.model.tokenizer.chat_template = "{{ raise_exception('no system role') if messages[0].role == 'system' }}"
-    with pytest.raises(ConfigError, match=r"system"):
+    with pytest.raises(ConfigError, match=r"reward\.judge: .*system.*user.*no system role"):
         judge.check()
     recipe = str(write_recipe(tmp_path))
     assert main(["train", recipe, "reward.kind=judge", f"reward.judge.model={tmp_path}", "--dry-run"]) == 2
