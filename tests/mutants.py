@@ -5,9 +5,9 @@
     python tests/mutants.py --room rollout --per-room 40 --seed 1
 
 Cosmic Ray makes the mutants. Lines are drawn evenly, weighted to arithmetic, conditions and indices: a line without any
-of them is never drawn. A copy of the checkout runs the tests as they are, which have to pass, then those of a mutant's
-room until one fails: first the files that import its module, the fastest first. `make mutants PER_ROOM=1` does the same
-and writes the page, which lists every survivor.
+of them is never drawn. A copy of the checkout runs the tests of a mutant's room until one fails: first the files that
+import its module, the short ones first. Before that each file has to pass with nothing changed. `make mutants
+PER_ROOM=1` does the same and writes the page, which lists every survivor.
 
 A mutant is killed when a test fails. Three outcomes are counted apart and are no part of the share: equivalent (listed
 with its reason in --equivalent), unloadable (the tests could not be collected) and timeout.
@@ -26,12 +26,10 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
 from pathlib import Path
-from xml.etree import ElementTree
 
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
@@ -39,6 +37,7 @@ from cosmic_ray.plugins import get_operator, operator_names
 
 ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENT = ROOT / "tests" / "equivalent_mutants.txt"
+NO_TESTS = 5  # of pytest's exit codes
 MARKERS = "not slow and not gpu and not vllm"
 KINDS = ["BinaryOperator", "ComparisonOperator", "UnaryOperator", "AndWithOr", "OrWithAnd", "AddNot", "NumberReplacer"]
 KINDS += ["TrueWithFalse", "FalseWithTrue", "ZeroIteration", "BreakWithContinue"]
@@ -185,7 +184,11 @@ def copy_checkout(folder: Path) -> Path:
     return folder
 
 
-def run_tests(checkout: Path, markers: str, files: Sequence[str], timeout: float | None, *options: str) -> int | None:
+def markers_of(room: str) -> str:
+    return SELECTED.get(room, SELECTED[""])
+
+
+def run_tests(checkout: Path, markers: str, files: Iterable[str], timeout: float | None, *options: str) -> int | None:
     """Run test files in ``checkout``; return pytest's exit code, or None after ``timeout`` seconds."""
     command = [
         sys.executable,
@@ -214,39 +217,39 @@ def run_tests(checkout: Path, markers: str, files: Sequence[str], timeout: float
                 os.killpg(tests.pid, signal.SIGKILL)
 
 
-def measure(checkout: Path, rooms: set[str]) -> dict[str, dict[str, float]]:
-    """Run the tests of ``rooms`` as they are; return the seconds of each file, by markers.
+class Baseline:
+    """How long test files take with nothing changed. Each is run when it is first needed."""
 
-    Raises:
-        SystemExit: If they do not pass, or if there are none.
-    """
-    files: dict[str, list[str]] = defaultdict(list)
-    for room in sorted(rooms):
-        files[SELECTED.get(room, SELECTED[""])] += files_of(room)
-    seconds: dict[str, dict[str, float]] = {}
-    report = checkout / "baseline.xml"
-    for markers, of_markers in files.items():
-        unique = list(dict.fromkeys(of_markers))
-        code = run_tests(checkout, markers, unique, None, f"--junitxml={report}", "-o", "junit_family=xunit1")
-        if code != 0:
-            raise SystemExit(f"Expected the tests to pass before anything is changed, got {code} of pytest {unique}.")
-        seconds[markers] = defaultdict(float)
-        for case in ElementTree.parse(report).iter("testcase"):
-            seconds[markers][case.attrib["file"]] += float(case.attrib["time"])
-    return seconds
+    def __init__(self, checkout: Path) -> None:
+        self.checkout = checkout
+        self.seconds: dict[tuple[str, str], float] = {}
+
+    def measure(self, markers: str, file: str) -> float:
+        """Return the seconds of a file, 0 if it has no such tests. Raises SystemExit if they do not pass."""
+        if (markers, file) not in self.seconds:
+            began = time.monotonic()
+            code = run_tests(self.checkout, markers, [file], None)
+            if code not in (0, NO_TESTS):
+                raise SystemExit(f"{file}: expected the tests to pass with nothing changed, got exit code {code}.")
+            self.seconds[markers, file] = time.monotonic() - began if code == 0 else 0.0
+        return self.seconds[markers, file]
+
+    def choose(self, mutant: Mutant, limit: float) -> dict[str, float]:
+        """Return test files of a mutant and their seconds, until they take longer than ``limit``."""
+        files = sorted(files_of(mutant.room), key=lambda file: (ROOT / file).stat().st_size)
+        files.sort(key=lambda file: mutant.module not in imports(ROOT / file))
+        chosen: dict[str, float] = {}
+        for file in files:
+            if sum(chosen.values()) > limit:
+                break
+            if seconds := self.measure(markers_of(mutant.room), file):
+                chosen[file] = seconds
+        return chosen
 
 
-def choose(mutant: Mutant, seconds: Mapping[str, float], limit: float) -> list[str]:
-    """Return the test files of a mutant within ``limit`` seconds: those that import its module first."""
-    files = [file for file in files_of(mutant.room) if file in seconds]
-    files.sort(key=lambda file: (mutant.module not in imports(ROOT / file), seconds[file]))
-    total = list(accumulate(seconds[file] for file in files))
-    return [file for file, until in zip(files, total, strict=True) if until <= limit] or files[:1]
-
-
-def try_mutant(mutant: Mutant, checkout: Path, seconds: Mapping[str, float], options: argparse.Namespace) -> Outcome:
-    """Run the tests of a mutant in ``checkout``, which is as before afterwards."""
-    path, began = checkout / mutant.path, time.monotonic()
+def try_mutant(mutant: Mutant, baseline: Baseline, options: argparse.Namespace) -> Outcome:
+    """Run the tests of a mutant in the baseline's checkout, which is as before afterwards."""
+    path = baseline.checkout / mutant.path
     source = path.read_text(encoding="utf-8")
     mutated = mutate_code(source, get_operator(mutant.operator)(), mutant.occurrence)
     assert mutated is not None
@@ -254,11 +257,11 @@ def try_mutant(mutant: Mutant, checkout: Path, seconds: Mapping[str, float], opt
     change = f"`{before}` → `{after}`"
     if f"{mutant.path} {change}" in options.equivalent:
         return Outcome(mutant, "equivalent", change, 0.0)
-    files = choose(mutant, seconds, options.seconds)
-    timeout = 60 + 3 * sum(seconds[file] for file in files)
+    files = baseline.choose(mutant, options.seconds)
     path.write_text(mutated, encoding="utf-8")
+    began = time.monotonic()
     try:
-        code = run_tests(checkout, SELECTED.get(mutant.room, SELECTED[""]), files, timeout, "-x")
+        code = run_tests(baseline.checkout, markers_of(mutant.room), files, 60 + 3 * sum(files.values()), "-x")
     finally:
         path.write_text(source, encoding="utf-8")
     state = {0: "survived", 1: "killed", None: "timeout"}.get(code, "unloadable")
@@ -295,9 +298,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--per-room", type=int, default=15, help="how many mutants of each room (default: 15)")
     parser.add_argument("--room", help="only rooms whose folder contains this, as rollout")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="run tests of so long for a mutant, not all"
-    )
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="add no test file after so many")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no mutant after this time")
     parser.add_argument(
         "--equivalent", type=read_equivalent, default=str(EQUIVALENT), help="file of equivalent mutants"
@@ -316,13 +317,11 @@ def main() -> int:
     options, began = parse_arguments(), time.monotonic()
     chosen, outcomes = draw(options.room, options.per_room, options.seed), list[Outcome]()
     with tempfile.TemporaryDirectory() as scratch:
-        checkout = copy_checkout(Path(scratch))
-        seconds = measure(checkout, {mutant.room for mutant in chosen})
-        print(f"The tests pass in {time.monotonic() - began:.0f} s.", flush=True)
+        baseline = Baseline(copy_checkout(Path(scratch)))
         for number, mutant in enumerate(chosen, start=1):
             if time.monotonic() - began > 60 * options.minutes:
                 break
-            outcome = try_mutant(mutant, checkout, seconds[SELECTED.get(mutant.room, SELECTED[""])], options)
+            outcome = try_mutant(mutant, baseline, options)
             outcomes.append(outcome)
             what = f"{mutant.path}:{mutant.line} {outcome.state} {outcome.change}"
             print(f"[{number}/{len(chosen)}] {outcome.seconds:4.0f} s  {what}", flush=True)
