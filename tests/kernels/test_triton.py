@@ -34,7 +34,10 @@ def run(*arguments: str, interpret: str) -> subprocess.CompletedProcess[str]:
 # Of the suite that every CPU backend passes, what a minute and a half of interpreting holds; a half in a process each,
 # because starting one takes six seconds.
 HALVES = {
-    "tokens": ("triton_suite.py", "test_golden.py", "test_policy.py", "test_selection.py", "test_distillation.py"),
+    "tokens": (
+        *("triton_suite.py", "test_golden.py", "test_policy.py", "test_selection.py", "test_distillation.py"),
+        "test_prompt_mean.py",
+    ),
     "rows": ("test_family.py", "test_linear.py", "test_logits.py", "test_objectives.py", "test_row_parts.py"),
 }
 # Sizes that are about the CPU's caches and tiles, and averages over many rows.
