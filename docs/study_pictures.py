@@ -6,12 +6,20 @@ import json
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 from matplotlib.figure import Figure
 
+from dapo_runner.config import StudyConfig, parse, read_recipe
+from dapo_runner.tools.study.figures import draw_figure
+from dapo_runner.tools.study.results import Result
+
 ROOT = Path(__file__).parents[1]
 VALUES = ROOT / "benchmarks" / "results" / "study-table1-20261122.json"
-PICTURE = ROOT / "docs" / "study" / "differences.png"
+CURVES = ROOT / "benchmarks" / "results" / "study-prompt-mean-20261124.json"
+STUDY = ROOT / "recipes" / "studies" / "prompt-mean.yaml"
+FOLDER = ROOT / "docs" / "study"
+PICTURE = FOLDER / "differences.png"
 LADDER = {
     "grpo": "naive GRPO",
     "filter": "+ overlong filtering",
@@ -46,5 +54,24 @@ def draw(path: Path = PICTURE) -> None:
     canvas.savefig(path)
 
 
+def kept_results(path: Path = CURVES) -> dict[str, list[Result]]:
+    """Return the results of each variant, with the curves that were kept."""
+    found: dict[str, list[Result]] = {}
+    for run in json.loads(path.read_text(encoding="utf-8")):
+        steps = [int(step) for step in run["axes"]["step"]]
+        axes = {name: dict(zip(steps, places, strict=True)) for name, places in run["axes"].items()}
+        points = {key: ([int(step) for step in at], values) for key, (at, values) in run["curves"].items()}
+        found.setdefault(run["variant"], []).append(Result(SimpleNamespace(seed=run["seed"]), points, axes))
+    return found
+
+
+def draw_curves(folder: Path = FOLDER) -> None:
+    """Draw the figures of the study of eq. 8."""
+    study, found = parse(read_recipe(STUDY), StudyConfig), kept_results()
+    for figure in study.figures:
+        draw_figure(figure, study, found, folder)
+
+
 if __name__ == "__main__":
     draw()
+    draw_curves()

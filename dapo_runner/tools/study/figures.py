@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from textwrap import wrap
+from textwrap import fill
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -24,6 +24,7 @@ Found = Mapping[str, Sequence[Result]]
 
 COLORS = (BLUE, ORANGE, GREEN, RED, GREY, "#CC79A7", "#56B4E9", "#000000")
 AXES = {"step": "rollout step", "tokens": "tokens generated", "updates": "updates", "seconds": "seconds"}
+WIDTH = 44  # of a panel, in letters of its title
 POINTS = 200  # of an interpolated line, if the seeds have different positions on the axis
 ENTROPY_FIT = "entropy_fit.png"
 FIT_HEAD = "| | a | b | b − a, accuracy without entropy | R² | evaluations |\n|---|---:|---:|---:|---:|---:|"
@@ -35,27 +36,26 @@ def label_of(variant: VariantConfig) -> str:
 
 def draw_figure(figure: FigureConfig, study: StudyConfig, found: Found, folder: Path) -> Path | None:
     """Draw a column for each curve into ``folder``: the mean of each variant over the seeds, and below it the
-    difference of each further variant to the first one, per seed. Return the path, or None without a run.
+    difference of each further variant to the first one, per seed. Return the path, or None without a logged curve.
     """
     colors = {name: color for name, color in zip(figure.variants, cycle(COLORS)) if found.get(name)}
-    if not colors:
+    curves = [key for key in figure.curves if any(run.series(key, figure.x)[0] for name in colors for run in found[name])]
+    if not curves:
         return None
     labels = {variant.name: label_of(variant) for variant in study.variants}
     base, *others = colors
-    size = (len(colors), len(figure.curves))
+    size = (len(colors), len(curves))
     canvas = Figure(figsize=(4.6 * size[1], 0.8 + 2.7 * size[0]), dpi=130, layout="constrained")
     canvas.suptitle(figure.title, fontsize=12, fontweight="bold")
-    for column, key in zip(canvas.subplots(*size, squeeze=False, sharex="col").T, figure.curves, strict=True):
+    for column, key in zip(canvas.subplots(*size, squeeze=False, sharex="col").T, curves, strict=True):
         title, unit = title_and_unit(key)
         runs = {name: {result.run.seed: result.series(key, figure.x) for result in found[name]} for name in colors}
-        style(column[0], "\n".join(wrap(title, 44)), "", unit)
+        style(column[0], fill(title, WIDTH), "", unit)
         for name, color in colors.items():
             if (lines := align(list(runs[name].values()))) is not None:
                 _draw_mean(column[0], *lines, color, labels[name], with_seeds=not others)
-        if not column[0].lines:
-            column[0].text(0.5, 0.5, "not logged", ha="center", color=GREY, transform=column[0].transAxes)
         for ax, name in zip(column[1:], others, strict=True):
-            style(ax, f"{labels[name]} minus {labels[base]}", "", f"difference, {unit}")
+            style(ax, fill(f"{labels[name]} minus {labels[base]}", WIDTH), "", f"difference, {unit}")
             ax.axhline(0, color=GREY, linewidth=0.8)
             if (lines := differences(runs[name], runs[base])) is not None:
                 _draw_mean(ax, *lines, colors[name], labels[name], with_seeds=True)
