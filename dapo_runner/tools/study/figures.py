@@ -39,7 +39,7 @@ def draw_figure(figure: FigureConfig, study: StudyConfig, found: Found, folder: 
     difference of each further variant to the first one, per seed. Return the path, or None without a logged curve.
     """
     colors = {name: color for name, color in zip(figure.variants, cycle(COLORS)) if found.get(name)}
-    curves = [key for key in figure.curves if any(run.series(key, figure.x)[0] for name in colors for run in found[name])]
+    curves = [key for key in figure.curves if any(run.series(key, figure.x)[0] for n in colors for run in found[n])]
     if not curves:
         return None
     labels = {variant.name: label_of(variant) for variant in study.variants}
