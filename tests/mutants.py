@@ -146,16 +146,24 @@ def draw(rooms: str | None, per_room: int, seed: int) -> list[Mutant]:
     return [mutant for _, _, mutant in sorted(drawn, key=lambda one: one[:2])]
 
 
+def last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
 @cache
 def imports(path: Path) -> frozenset[str]:
-    """Return the modules that a test file imports, itself or by a helper beside it, or that its text names."""
+    """Return the modules that a file imports, itself, by a package or by a helper of the tests, or that it names."""
     found: set[str] = set()
     text = path.read_text(encoding="utf-8")
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            package = ROOT / node.module.replace(".", "/") / "__init__.py"
+            exported = imports(package) if package.exists() and package != path else ()
+            found |= {node.module, *names}
+            found |= {name.rpartition(".")[0] for name in exported if last(name) in {*map(last, names)}}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("dapo_"):
             found |= {word for word in node.value.split() if word.startswith("dapo_")}
     helpers = [helper for helper in (ROOT / "tests").rglob("*.py") if helper.stem in found and helper != path]
