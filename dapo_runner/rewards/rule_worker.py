@@ -26,6 +26,8 @@ ANSWER_LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
 READABLE = (sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/etc/ld.so.cache")  # readable during scoring
 SCORE_SECONDS = 3600  # of CPU time; the deadline of a request is much shorter
+# What an evaluated answer may name, beside single letters. sympy imports itself.
+NAMES = "sympy Integer Float Rational Symbol Function pi sqrt exp log sin cos tan asin acos atan sinh cosh tanh"
 
 
 class RefusedError(Exception):
@@ -102,8 +104,9 @@ def judge_reasoning_gym(text: str, answer: str) -> dict[str, Any]:
     """Score a text with the task that ``answer`` describes. The answer is the content of the last <answer> tag, else of
     the last `Answer: …` line, else the whole text. Scores are in [0, 1]; 1 is correct.
 
-    Some tasks evaluate the answer as Python code. So a child process computes the score, confined like a program of
-    `code`: it can write no file, start no process, open no socket, and does not affect the next text.
+    Some tasks evaluate the answer as Python code. So a child process computes the score, which does not affect the next
+    text. Code that does more than arithmetic is not evaluated there, because it could forge the score. If it were, it
+    could write no file, start no process and open no socket: the process is confined like a program of `code`.
     """
     from reasoning_gym.utils import extract_answer
 
@@ -127,6 +130,7 @@ def run_confined(function: Callable[[], float]) -> float:
             os.closerange(1, 256)  # it must not access requests and verdicts
             confinement["hide_files"]([path for path in READABLE if os.path.exists(path)])
             confinement["confine"](MEMORY, SCORE_SECONDS)
+            sys.addaudithook(refuse_programs)  # nothing can remove it
             os.write(0, repr(function()).encode())
         finally:
             os._exit(0)
@@ -135,6 +139,14 @@ def run_confined(function: Callable[[], float]) -> float:
         written = pipe.read()
     os.waitpid(child, 0)
     return float(written)
+
+
+def refuse_programs(event: str, arguments: Any) -> None:
+    """Raise ValueError before Python evaluates a string with a function, an attribute or a name not in ``NAMES``."""
+    if event != "exec" or (code := arguments[0]).co_filename != "<string>":  # modules have files
+        return
+    if {name for name in code.co_names if name[1:]} - set(NAMES.split()) or type(code) in map(type, code.co_consts):
+        raise ValueError("the answer is a program")
 
 
 @lru_cache(maxsize=1)

@@ -87,7 +87,12 @@ def test_an_answer_that_is_a_program_does_no_harm(tmp_path: Path) -> None:
     programs = [
         f"open({str(made)!r}, 'w').write('')",
         f"__import__('os').system('touch {made}')",
-        "exec('import os\\nfor n in range(1, 64):\\n try: os.write(n, b\"{}\\\\n\")\\n except OSError: pass')",
+        "exec('import os\\nos.write(0, b\"1.0\")\\nos._exit(0)')",
+        "(lambda: exec('import os\\nos.write(0, b\"1.0\")\\nos._exit(0)'))()",
+        "[exec('import os\\nos.write(0, b\"1.0\")\\nos._exit(0)') for x in [1]]",
+        'S(\'exec("import os\\\\nos.write(0, b\\\\"1.0\\\\")\\\\nos._exit(0)")\')',
+        "Symbol.__init__.__globals__['sys'].modules['os'].write(0, b'1.0')",
+        "exec('import os\\nfor n in range(64):\\n try: os.write(n, b\"{}\\\\n\")\\n except OSError: pass')",
         "exec('import reasoning_gym.games.countdown as c; c.CountdownDataset.score_answer = lambda *_: 1.0')",
     ]
     *hostile, honest, wrong = score(prompt, *programs, prompt.answer, "1", workers=1)
