@@ -40,7 +40,7 @@ from trl import GRPOTrainer  # noqa: E402
 from trl.rewards import get_soft_overlong_punishment  # noqa: E402
 from trl.trainer.utils import FusedCausalLMOutput  # noqa: E402
 
-from dapo_kernels.integrations.trl_sampling import DynamicSampler, SaveSampler  # noqa: E402
+from dapo_kernels.integrations.trl_sampling import DynamicSampler, SaveSampler, loss_mask  # noqa: E402
 
 logger = logging.get_logger(__name__)
 
@@ -67,6 +67,8 @@ class DapoGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         overlong_cache_length: L_cache of the soft overlong punishment (DAPO, eq. 13), in tokens: an additional reward
             that falls from 0 to −1 over this length. ``None``: no punishment.
         overlong_max_length: L_max, the length from which the punishment is −1; ``max_completion_length`` by default.
+        overlong_filtering: mask truncated completions in the loss, like ``GRPOConfig(mask_truncated_completions=True)``
+            (DAPO, section 3.4). Their rewards, the punishment included, still count in the mean of their group.
         aggregate: ``"prompt-mean-token-mean"`` replaces the normaliser of ``loss_type``: the mean over prompts of the
             token means of their groups (DAPO, eq. 8 as printed). A group's tokens are those of the whole generation
             batch, over all ranks, micro-batches and updates. ``None``: TRL's normaliser.
@@ -87,12 +89,14 @@ class DapoGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         on_sampling_exhausted: str = "error",
         overlong_cache_length: int | None = None,
         overlong_max_length: int | None = None,
+        overlong_filtering: bool = False,
         aggregate: str | None = None,
         **kwargs: Any,
     ) -> None:
         self.aggregate = aggregate
         with _head_without_adapter(args[0] if args else kwargs.get("model")):
             super().__init__(*args, **kwargs)
+        self.mask_truncated_completions |= overlong_filtering
         _refuse(self)
         self.loss_route_reason = _two_pass_reason(self)
         self.loss_route = LOGPROBS if self.loss_route_reason else ONE_CALL
@@ -228,7 +232,7 @@ def objective_of(trainer: GRPOTrainer) -> Objective:
 
 def loss_call(trainer: GRPOTrainer, objective: Objective, inputs: dict[str, Any]) -> LossCall:
     """Return the call of the loss for one micro-batch of TRL."""
-    mask = _loss_mask(inputs)
+    mask = loss_mask(inputs)
     weights = None
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
         weights = inputs["importance_sampling_ratio"]
@@ -245,15 +249,9 @@ def loss_call(trainer: GRPOTrainer, objective: Objective, inputs: dict[str, Any]
     )
 
 
-def _loss_mask(inputs: dict[str, Any]) -> Tensor:
-    """Return the tokens that train, [B, C]: no tokens of a tool, and none of a truncated completion that TRL masks."""
-    mask: Tensor = inputs["completion_mask"]
-    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
-
-
 def prompt_counts(trainer: GRPOTrainer, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """Count a generation batch, over all ranks: ``group_tokens`` [B], and ``num_prompts`` 0-d, with a live token."""
-    lengths = _loss_mask(inputs).sum(1)
+    lengths = loss_mask(inputs).sum(1)
     generations = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
     tokens = trainer.accelerator.gather(lengths).view(-1, generations).sum(1)
     first = trainer.accelerator.process_index * len(lengths)

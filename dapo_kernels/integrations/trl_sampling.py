@@ -49,6 +49,12 @@ _OF_BATCH = ("num_items_in_batch",)  # counted again
 _OLD = "old_per_token_logps"
 
 
+def loss_mask(inputs: dict[str, Any]) -> Tensor:
+    """Return the tokens that train, [B, C]: no tokens of a tool, and none of a truncated completion that TRL masks."""
+    mask: Tensor = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+
 class Group(NamedTuple):
     """The completions of one prompt."""
 
@@ -148,7 +154,7 @@ class DynamicSampler:
                 name = type(self.trainer).__name__
                 raise ValueError(f"{name}: dynamic_sampling is not supported with {', '.join(sorted(unknown))}")
             rounds += 1
-            varies = self._vary()
+            varies = self._vary(output)
             self.share = (self.share + sum(varies) / len(varies)) / 2
             self._count(rounds=1, generated=len(varies), accepted=sum(varies))
             if not accepted and len(varies) == sum(varies) == self.needed:  # TRL's own batch
@@ -226,15 +232,17 @@ class DynamicSampler:
         examples = [dataset[indices[row // self.generations]] for row in rows]
         return [{name: example[name] for name in columns} for example in examples]
 
-    def _vary(self) -> list[bool]:
-        """Return for every group of the round, over all ranks, whether its rewards vary."""
+    def _vary(self, output: dict[str, Tensor]) -> list[bool]:
+        """Return for every group of the round, over all ranks, whether its rewards vary and a token of it trains."""
         assert self._rewards is not None
         weights = self.trainer.reward_weights[: self.n_judged].to(self._rewards.device)
         judged = self._rewards[:, : self.n_judged]
         rewards = (judged * weights).nansum(1).view(-1, self.generations)
         unscorable = judged.isnan().all(1).view(-1, self.generations)  # no function scored it
         lowest = rewards.masked_fill(unscorable, math.inf).amin(1)
-        varies: list[bool] = (rewards.masked_fill(unscorable, -math.inf).amax(1) > lowest).tolist()
+        tokens = self.trainer.accelerator.gather(loss_mask(output).sum(1)).view(-1, self.generations).sum(1)
+        highest = rewards.masked_fill(unscorable, -math.inf).amax(1)
+        varies: list[bool] = ((highest > lowest) & (tokens > 0)).tolist()
         return varies
 
     def _old_logprobs(self, inputs: dict[str, Tensor]) -> Tensor:
@@ -298,8 +306,7 @@ class DynamicSampler:
         here = len(rows) // self.ranks
         local = rows[self.rank * here : (self.rank + 1) * here]
         batch = {name: self._padded(name, [row[name] for row in local]) for name in local[0] if name != _OLD}
-        live = [row["completion_mask"] * row.get("tool_mask", 1) for row in rows]
-        batch["num_items_in_batch"] = torch.stack([mask.sum() for mask in live]).sum()
+        batch["num_items_in_batch"] = torch.stack([loss_mask(row).sum() for row in rows]).sum()
         batch = {name: value.to(trainer.accelerator.device) for name, value in batch.items()}
         has_old = [_OLD in row for row in rows]
         if all(has_old):

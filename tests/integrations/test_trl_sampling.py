@@ -48,12 +48,14 @@ class Ledger:
     """Rollouts that follow from prompt, update and row, so that a run may be repeated or cut; and what they earned.
 
     ``kind`` of a prompt: its completions are all right, all wrong, right where their first token is even ("mixed"),
-    right or not scored ("gaps"), never scored, or each earns something else ("unique").
+    right or not scored ("gaps"), never scored, or each earns something else ("unique"). Completions of a prompt that
+    ends with ``cut`` are all truncated.
     """
 
     __name__ = "ledger"
 
-    def __init__(self) -> None:
+    def __init__(self, cut: str = "nothing") -> None:
+        self.cut = cut
         self.rounds: list[list[tuple[str, Completion, float | None]]] = []
         self.steps: dict[tuple[Completion, Completion], int] = {}
         self.weights: dict[int, dict[str, Tensor]] = {}
@@ -64,7 +66,8 @@ class Ledger:
         completions = []
         for i, text in enumerate(texts):
             lots = random.Random(f"{text} {step} {rank * len(texts) + i}")
-            ids = [lots.randrange(3, len(tokenizer)) for _ in range(lots.randint(2, WIDTH))]
+            shortest = WIDTH if text.endswith(self.cut) else 2
+            ids = [lots.randrange(3, len(tokenizer)) for _ in range(lots.randint(shortest, WIDTH))]
             completions.append(ids if len(ids) == WIDTH else [*ids[:-1], tokenizer.eos_token_id])
             self.steps[tuple(tokenizer(text)["input_ids"]), tuple(completions[-1])] = step
         if step not in self.weights:
@@ -249,6 +252,35 @@ def test_two_ranks(tmp_path: Path, size: int) -> None:
     assert all(torch.equal(first[4][name], weight) for name, weight in second[4].items())
 
 
+def resume_on_a_rank(rank: int, folder: Path, step: int) -> None:
+    """Six updates; with ``step`` those after its checkpoint."""
+    ledger = Ledger()
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6}
+    options |= {"num_generations": 4, "per_device_train_batch_size": 3}
+    resume = str(folder / "run" / f"checkpoint-{step}") if step else None
+    done = run(folder / "model", folder / "run", ledger, **options, resume=resume)
+    found = {"rounds": ledger.rounds, "batches": [completions_of(batch) for batch in done.trainer.batches]}
+    found |= {"surplus": surplus_of(done.trainer), "share": done.trainer._sampler.share, "weights": done.weights}
+    torch.save(found, folder / f"rank {rank} from {step}.pt")
+
+
+@pytest.mark.ranks
+def test_two_ranks_resume(tmp_path: Path) -> None:
+    """In two new processes, from a checkpoint that carries groups over: the batches and weights of the whole run."""
+    save_tiny_model(tmp_path / "model")
+    on_ranks(2, resume_on_a_rank, tmp_path, 0)
+    states = {step: tmp_path / "run" / f"checkpoint-{step}" / STATE_FILE for step in range(1, 6)}
+    step = next(step for step, path in states.items() if torch.load(path, weights_only=True)["surplus"])
+    on_ranks(2, resume_on_a_rank, tmp_path, step)
+    for rank in range(2):
+        whole, rest = (torch.load(tmp_path / f"rank {rank} from {first}.pt") for first in (0, step))
+        assert rest["batches"] == whole["batches"][step:]
+        assert rest["rounds"] == whole["rounds"][-len(rest["rounds"]) :]
+        assert (rest["surplus"], rest["share"]) == (whole["surplus"], whole["share"])
+        for name, weight in whole["weights"].items():
+            torch.testing.assert_close(rest["weights"][name], weight, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("options", [{}, OFF_POLICY])
 def test_the_same_bits_where_every_group_varies(tmp_path: Path, model: Path, options: dict[str, Any]) -> None:
     """As TRL's order of prompts, batches and weights without the option."""
@@ -349,6 +381,40 @@ def test_soft_overlong_punishment(tmp_path: Path, model: Path, longest: int | No
     assert done.log[0]["reward"] == pytest.approx(float(first.sum(1).nanmean()))
     assert len(punishments) > 3
     assert min(punishments) == -1
+
+
+@pytest.mark.parametrize("punishment", [{}, {"overlong_cache_length": 6}])
+def test_overlong_filtering(tmp_path: Path, model: Path, punishment: dict[str, int]) -> None:
+    """A truncated completion has no token that trains, and counts in its group. A group without any is replaced."""
+    ledger = Ledger(cut="1+7=")
+    options = SAMPLING | {"overlong_filtering": True} | punishment
+    done = run(model, tmp_path, ledger, trainer_options=options, kinds=("mixed",))
+    eos, truncated = done.trainer.processing_class.eos_token_id, 0
+    for batch in done.trainer.batches:
+        rows = [tuple(ids[: ids.index(eos) + 1] if eos in ids else ids) for ids in batch["completion_ids"].tolist()]
+        lives = [ids[-1] == eos for ids in rows]
+        assert batch["completion_mask"].sum(1).tolist() == [len(ids) if ids[-1] == eos else 0 for ids in rows]
+        assert all(any(group) for group in by_group(lives, 4))
+        truncated += lives.count(False)
+        earned = [float(ids[0] % 2 == 0) + (eq_13(len(ids), WIDTH, 6) if punishment else 0) for ids in rows]
+        grouped = torch.tensor(earned).view(-1, 4)
+        expected = (grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)
+        torch.testing.assert_close(batch["advantages"], expected.flatten())
+    assert truncated
+    generated = [group for rows in ledger.rounds for group in by_group(rows, 4)]
+    assert any(group[0][0].endswith("1+7=") and len({earned for *_, earned in group}) > 1 for group in generated)
+
+
+@pytest.mark.parametrize("options", [{}, {"mask_truncated_completions": True}])
+def test_overlong_filtering_is_trls(tmp_path: Path, model: Path, options: dict[str, bool]) -> None:
+    """Either name masks truncated completions; without both of them nothing is masked."""
+    ours = {"overlong_filtering": True} if not options else {}
+    done, plain = (
+        run(model, tmp_path, Ledger(cut="7="), kinds=("unique",), trainer_options=how, max_steps=1, **given)
+        for how, given in ((ours, options), ({}, {}))
+    )
+    assert int(done.trainer.batches[0]["completion_mask"].sum()) == 0
+    assert int(plain.trainer.batches[0]["completion_mask"].sum()) == 16 * WIDTH
 
 
 def test_lengths_make_no_group_vary(tmp_path: Path, model: Path) -> None:
