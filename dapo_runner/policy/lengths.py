@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
+
 from dapo_kernels.integrations.rope import fixed_frequencies
 from dapo_runner.config import Config, ConfigError, ModelConfig
 
@@ -16,7 +18,7 @@ def check_lengths(config: Config, source: str | Path, *, download: bool) -> None
 
     Args:
         source: the policy, a folder or a name on the hub.
-        download: whether configurations may be downloaded; without it, only local models are checked.
+        download: whether configurations may be downloaded. Else each that is not on this machine is a printed line.
 
     Raises:
         ConfigError: they are longer than a model or the engine supports, or a configuration cannot be loaded.
@@ -25,20 +27,25 @@ def check_lengths(config: Config, source: str | Path, *, download: bool) -> None
     reference = "loss.reference" if config.distillation is None else "distillation.teacher"
     models = {"model.path": source, reference: config.reference_path, "critic.path": critic}
     for key, path in models.items():
-        if path is not None and (download or Path(path).is_dir()):
-            found = check_length(key, path, config.model, config.longest_sequence, "rollout.max_response_tokens")
+        if path is None:
+            continue
+        if download or Path(path).is_dir() or isinstance(try_to_load_from_cache(str(path), "config.json"), str):
+            longest, setting = config.longest_sequence, "rollout.max_response_tokens"
+            found = check_length(key, path, config.model, longest, setting, local_files_only=not download)
             if key == "model.path" and not config.rollout.engine_spec.has_sliding_windows:
                 _check_windows(config, found)
+        else:
+            print(f"{key}: {path} is not in the local cache. Its maximum length is not checked.")
 
 
-def check_length(key: str, path: str | Path, model: ModelConfig, longest: int, setting: str) -> Any:
+def check_length(key: str, path: str | Path, model: ModelConfig, longest: int, setting: str, **options: Any) -> Any:
     """Return the model configuration at ``path``. Raises ConfigError if it cannot be loaded, or supports fewer than the
-    ``longest`` tokens. The message names ``key`` and the ``setting`` to change.
+    ``longest`` tokens. The message names ``key`` and the ``setting`` to change. ``options``: of `from_pretrained`.
     """
     from transformers import AutoConfig
 
     with loading(key, "a configuration", path):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code, **options)
     fixed = fixed_frequencies(config)
     limit, reason = _max_positions(config), "the max_position_embeddings"
     if fixed is not None and longest > fixed.longest:  # beyond that they depend on the longest sequence of the batch
@@ -62,19 +69,15 @@ def loading(key: str, what: str, path: str | Path) -> Iterator[None]:
 
 def _check_windows(config: Config, model: Any) -> None:
     """Raise ConfigError for sliding windows that vLLM 0.32 ignores: those of only some layers, in Qwen2-MoE."""
-    mixed = model.model_type == "qwen2_moe" and len(set(model.layer_types)) > 1
-    if mixed and config.longest_sequence > model.sliding_window:
-        raise ConfigError(
-            f"rollout.engine: {config.rollout.engine} ignores the sliding window of {config.model.path}, "
-            f"{model.sliding_window} tokens. Set rollout.engine=hf"
-        )
+    engine, window = config.rollout.engine, getattr(model, "sliding_window", None)
+    if model.model_type == "qwen2_moe" and len(set(model.layer_types)) > 1 and config.longest_sequence > window:
+        raise ConfigError(f"rollout.engine: {engine} ignores model.path's window of {window} tokens. Set it to hf.")
 
 
 def _max_positions(config: Any) -> int | None:
     """Return the maximum number of positions, including linear and YaRN scaling; None without a limit."""
     text = config.get_text_config(decoder=True)
-    positions: int | None = getattr(text, "max_position_embeddings", None)
-    if positions is None:
+    if (positions := getattr(text, "max_position_embeddings", None)) is None:
         return None
     rope = getattr(text, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings") or positions

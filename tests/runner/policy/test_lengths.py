@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 from builders import write_rows
 from small import small_recipe, write_recipe
@@ -73,6 +74,28 @@ def test_a_run_and_its_dry_run_refuse_what_is_too_long(
         assert "rollout.max_response_tokens" in said
         assert key in said
     assert main(["train", recipe, *given]) == 0
+
+
+def test_the_dry_run_checks_models_in_the_cache_of_the_hub(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And prints a line for one that is not there."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    rollout = small_recipe()["rollout"]
+    longest = rollout["max_prompt_tokens"] + rollout["max_response_tokens"]
+    for name, positions in (("good", longest), ("bad", longest - 1)):
+        folder = tmp_path / f"models--some--{name}"
+        (folder / "refs").mkdir(parents=True)
+        (folder / "refs" / "main").write_text("0" * 40)
+        with_values(model_folder, folder / "snapshots" / ("0" * 40), max_position_embeddings=positions)
+    raw = small_recipe()
+    for name in ("good", "nowhere"):
+        raw["model"] = {"path": f"some/{name}"}
+        check_lengths(parse_config(raw), f"some/{name}", download=False)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("model.path: some/nowhere ")
+    with pytest.raises(ConfigError, match=r"rollout\.max_response_tokens: .*model\.path=some/bad"):
+        check_lengths(parse_config(raw), "some/bad", download=False)
 
 
 def test_windows_that_vllm_ignores_are_refused(tmp_path: Path) -> None:
