@@ -126,14 +126,10 @@ def _lost_rank(found: dict[int, _Status], this_rank: int) -> str:
     elsewhere = [rank for rank, status in found.items() if status.phase != found[this_rank].phase]
     dead = _dead_rank(found, elsewhere)
     rank = min(elsewhere or found.keys() - {this_rank}, key=lambda rank: found[rank].since) if dead is None else dead
-    status = found[rank]
-    if dead is not None:
-        return (
-            f"rank {rank} on {status.host} (process {status.pid}) ended in {status.phase!r} without an error. "
-            "The launcher prints its exit code or signal. Run the same command again to resume."
-        )
-    seconds = time.time() - status.since
-    return f"rank {rank} on {status.host} does not answer: {seconds:.0f} s in {status.phase!r} (parallel.timeout)"
+    status, name = found[rank], f"rank {rank} on {found[rank].host}"
+    if dead is not None:  # the launcher prints its exit code or signal
+        return f"{name} (process {status.pid}) ended in {status.phase!r} without an error. Run again to resume."
+    return f"{name} does not answer: {time.time() - status.since:.0f} s in {status.phase!r} (parallel.timeout)"
 
 
 def _dead_rank(found: dict[int, _Status], elsewhere: list[int]) -> int | None:
