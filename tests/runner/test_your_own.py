@@ -161,6 +161,17 @@ def longhand_gdpo(groups: list[Group], weights: dict[str, float]) -> list[list[f
     return [[(value - fmean(step)) / (stdev(step) + 1e-6) for value in row] for row in sums]
 
 
+def longhand_max_rl(groups: list[Group]) -> list[float]:
+    """The mean of the gradients of the K correct responses minus that of all N, written as N weights."""
+    advantages = []
+    for group in groups:
+        n, k = len(group.samples), sum(1 for sample in group.samples if sample.correct)
+        for sample in group.samples:
+            of_correct = 1 / k if sample.correct else 0.0
+            advantages.append(n * (of_correct - 1 / n) if k > 0 else 0.0)
+    return advantages
+
+
 def test_advantages_of_papers() -> None:
     """Their equations spelled out. Of GDPO one reward is the same for a whole group."""
     rewards = [[(0.1, 1.0), (0.3, 1.0), (0.2, 1.0)], [(0.0, 30.0), (1.0, 10.0), (0.5, 70.0)]]
@@ -174,9 +185,9 @@ def test_advantages_of_papers() -> None:
     sequences = make_sequences(groups, AdvantageConfig(kind="paper_advantages:gdpo"))
     expected = longhand_gdpo(groups, {"brief": 1.0, "manners": 0.5})
     assert [float(one.advantages[-1]) for one in sequences] == pytest.approx([x for row in expected for x in row])
-    sequences = make_sequences([*groups, make_group("WWW")], AdvantageConfig(kind="paper_advantages:max_rl"))
-    found = [float(one.advantages[-1]) for one in sequences]
-    assert found == pytest.approx([0.5, 0.5, -1, -1, -1, 2, 0, 0, 0])
+    groups = [make_group(pattern) for pattern in ("RRW", "WWR", "WWW", "RRR", "WWWWWWWR", "WRCTW")]
+    sequences = make_sequences(groups, AdvantageConfig(kind="paper_advantages:max_rl"))
+    assert [float(one.advantages[-1]) for one in sequences] == pytest.approx(longhand_max_rl(groups))
 
 
 def test_parts() -> None:
