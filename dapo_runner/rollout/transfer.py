@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +24,7 @@ from dapo_runner.parallel.world import World
 from dapo_runner.rollout.client import RolloutError, Server, ServerError
 
 SHARED_MEMORY = Path("/dev/shm")
-LOCK = "lock"
+LOCK, BLOCK = "lock", 2**24  # the name of a lock file; bytes per thread of a checksum
 
 
 class Transfer(ABC):
@@ -163,8 +164,7 @@ def _make_folder(config: Config) -> tuple[TemporaryDirectory[str], BinaryIO]:
     may not see each other's locks, only of this run.
     """
     above = _parent_folder(config)
-    run = hashlib.blake2b(str(config.run_dir.absolute()).encode(), digest_size=8).hexdigest()
-    prefix = f"dapo-{os.getuid()}-{run}-"
+    prefix = f"dapo-{os.getuid()}-{zlib.crc32(str(config.run_dir.absolute()).encode()):08x}-"
     try:
         above.mkdir(parents=True, exist_ok=True)
         for leftover in above.glob(f"dapo-{os.getuid()}-*" if above == SHARED_MEMORY else f"{prefix}*"):
@@ -188,8 +188,8 @@ def _clear_away(leftover: Path) -> None:
 
 
 def checksum(path: Path) -> int:
-    """Return the sum of a file's 8-byte words, its remaining bytes, and its size."""
-    size = path.stat().st_size
-    words = torch.from_file(str(path), size=size // 8, dtype=torch.int64)
-    rest = torch.from_file(str(path), size=size, dtype=torch.uint8)[size // 8 * 8 :]
-    return int(words.sum()) + int(rest.sum()) + size
+    """Return the CRC-32 of the CRC-32s of a file's blocks, which threads compute."""
+    data = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(lambda block: zlib.crc32(block.numpy()), data.split(BLOCK)))
+    return zlib.crc32(repr(found).encode())

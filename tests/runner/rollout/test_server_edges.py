@@ -165,6 +165,26 @@ def test_weights_that_arrive_otherwise_than_they_left_are_not_taken(
     assert server.version == engine.transfer.version
 
 
+def test_a_checksum_depends_on_the_order_of_bytes(tmp_path: Path) -> None:
+    file, block = tmp_path / "weights", transfer.BLOCK
+    whole = torch.arange(2 * block + 24, dtype=torch.int32).view(torch.uint8).numpy().tobytes()[: 2 * block + 3]
+    words = [whole[at : at + 8] for at in (0, 8)]
+    forms = {
+        "whole": whole,
+        "words": words[1] + words[0] + whole[16:],
+        "blocks": whole[block : 2 * block] + whole[:block] + whole[2 * block :],
+        "end": whole[:-2] + whole[-1:] + whole[-2:-1],
+        "longer": whole + b"\0",
+    }
+    found = {}
+    for name, data in forms.items():
+        file.write_bytes(data)
+        found[name] = transfer.checksum(file)
+    assert len(set(found.values())) == len(forms), found
+    file.write_bytes(whole)
+    assert transfer.checksum(file) == found["whole"]
+
+
 def test_a_call_that_begins_as_the_run_ends_ends_too(model_folder: Path, server: FakeServer, tmp_path: Path) -> None:
     engine = open_engine(model_folder, [server], tmp_path)
 
