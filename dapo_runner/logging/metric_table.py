@@ -121,8 +121,10 @@ def step_name(panels: Collection[Panel]) -> str:
 
 
 def console_metrics(keys: Collection[str]) -> list[Metric]:
-    """Return the metrics of a progress line, in order."""
-    return [metric for panel in panels_of(keys) for metric in panel.curves if metric.console and metric.key in keys]
+    """Return the metrics of a progress line, in order. Of groups, only the share that the filter accepts."""
+    hidden = "sampling/mixed" if "sampling/varying_reward" in keys else ""
+    curves = (curve for panel in panels_of(keys) for curve in panel.curves if curve.key in keys)
+    return [curve for curve in curves if curve.console and curve.key != hidden]
 
 
 def title_and_unit(key: str) -> tuple[str, str]:

@@ -13,8 +13,6 @@ from dapo_runner.logging.metric_table import console_metrics
 from dapo_runner.logging.speed import speed_line
 from dapo_runner.rollout.group_buffer import SamplingStats
 
-PHASES_SHOWN = 3
-
 Figures = Mapping[str, float]
 
 
@@ -62,9 +60,9 @@ class Progress:
 
 
 def time_line(seconds: Figures) -> str:
-    """Return the seconds of a step and its longest phases as text."""
+    """Return the seconds of a step and its three longest phases as text."""
     total = sum(seconds.values())
-    largest = sorted(seconds, key=lambda phase: -seconds[phase])[:PHASES_SHOWN]
+    largest = sorted(seconds, key=lambda phase: -seconds[phase])[:3]
     shares = (f"{phase.replace('_', ' ')} {seconds[phase] / total:.0%}" for phase in largest if seconds[phase] > 0)
     return f"{total:.1f} s ({', '.join(shares)})"
 
