@@ -16,7 +16,7 @@ from typing import Any
 
 from dapo_runner.environments.environment import Environment, Message, StepResult
 
-GOOD_SHARE = 0.15  # of the worked examples: they call the calculator, or halve what is left of the numbers
+GOOD_SHARE = 0.08  # of the worked examples: they call the calculator, or halve what is left of the numbers
 HIGHEST = 15  # number of the game
 MOST_TURNS = 8  # of the game
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
