@@ -89,7 +89,7 @@ $(DOCS_VENV)/.installed: pyproject.toml
 	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $(DOCS_VENV)/requirements.txt
 	touch $@
 
-# Beside the torch of PYTHON, not in .venv. benchmarks/gpu.sh documents STAGE, WHEELS, BUDGET_S, RESULTS and PEERS.
+# Beside the torch of PYTHON, not in .venv. benchmarks/gpu.sh documents STAGE, WHEELS, BUDGET_S, RESULTS, OUT and PEERS.
 gpu:
 	PYTHON='$(PYTHON)' benchmarks/gpu.sh
 
@@ -97,11 +97,9 @@ gpu:
 gpu-rehearsal: install
 	BENCHMARK_REHEARSAL=1 TRITON_INTERPRET=1 RESULTS=$$(mktemp -d) PYTHON='$(CURDIR)/$(BIN)/python' benchmarks/gpu.sh
 
-# What a GPU machine without a network needs, and its size.
-BUNDLE ?= build/gpu-bundle
-
+# What a GPU machine without a network needs, in parts of less than 55 MiB. ALL=1: also what takes several parts.
 gpu-bundle: install
-	$(BIN)/python -m benchmarks.gpu --bundle $(BUNDLE)
+	$(BIN)/python -m benchmarks.bundle $(if $(ALL),--all)
 
 # Into dist/: the source; from it a manylinux wheel for the Python of PYTHON and the glibc of this machine, with the
 # kernels of every instruction set; one without compiled code for everywhere else. libgomp stays outside: torch brings

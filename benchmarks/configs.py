@@ -25,7 +25,7 @@ class Config:
         n_tokens, vocab, hidden: sizes N, V, H (H is 0 at the logits level).
         n_sequences: number of sequences of equal length; must divide ``n_tokens``.
         mode: ``"train"``: loss and gradients; ``"forward"``: log-probs only.
-        entropy: also compute entropies.
+        entropy: also compute entropies. In "train" mode the objective has to use them.
         live: share of the tokens that train; the others are masked.
         clipped: share of the live tokens whose ratio is clipped, so that their gradient is zero.
         kept: size of each token's ``sampling_mask``; 0 is the whole vocabulary.
@@ -217,8 +217,18 @@ SMOKE = (
 
 _CUDA_OURS = ("copy_", *_OURS, "dapo_kernels, no wait")
 BACKENDS = ("dapo_kernels, triton", "dapo_kernels, cuda")
+# Of the cuda backend, which chooses one of them: a row held by a cluster of blocks, or swept twice by one block.
+PATHS = ("dapo_kernels, cuda cluster", "dapo_kernels, cuda sweep")
 _CUDA_PEERS = (
-    *(_NEW_GRADIENT, *BACKENDS, *_EAGER, "TRL selective_log_softmax", "TRL chunked log-probs", "Liger GRPO, Triton"),
+    *(
+        _NEW_GRADIENT,
+        *BACKENDS,
+        *PATHS,
+        *_EAGER,
+        "TRL selective_log_softmax",
+        "TRL chunked log-probs",
+        "Liger GRPO, Triton",
+    ),
     *("quack cross_entropy", "quack linear_cross_entropy", "cut-cross-entropy", "cut-cross-entropy, unfiltered"),
     *("verl linear_cross_entropy", "Liger scaled cross-entropy"),
     *("flash-attn cross_entropy_loss", "linear_cross_entropy, chunked"),
@@ -244,7 +254,7 @@ def _with_compiled(base: Config) -> Config:
 
 
 def _on_backends(base: Config, **fields: Any) -> Config:
-    return replace(base, contestants=(*_CUDA_OURS, *BACKENDS), seconds=0.5 * base.seconds, **fields)
+    return replace(base, contestants=(*_CUDA_OURS, *BACKENDS, *PATHS), seconds=0.5 * base.seconds, **fields)
 
 
 def _cross_entropy(sizes: tuple[int, int, int], *published: tuple[str, str, str]) -> Config:
@@ -268,7 +278,9 @@ GPU_LOGITS = (
     *(_on_backends(_CUDA_LOGITS, vocab=vocab, dtype="float32", targets=_BANDWIDTH) for vocab in VOCABULARIES[1:]),
     *(_with_peers(_CUDA_LOGITS, n_tokens=n) for n in (4096, 65536)),
     *(_on_backends(_CUDA_LOGITS, vocab=32000, n_tokens=n) for n in (4096, 65536)),
-    *(_on_backends(_CUDA_LOGITS, dtype="float32", n_tokens=n) for n in (4096, 16384)),
+    # 65536 tokens of the widest vocabulary, twice, take more than 80 GB: there the narrow one alone has figures.
+    *(_on_backends(_CUDA_LOGITS, dtype="float32", n_tokens=n) for n in (4096, 16384, 65536)),
+    _on_backends(_CUDA_LOGITS, dtype="float32", vocab=32000, n_tokens=65536),
     _with_peers(_CUDA_LOGITS, mode="forward"),
     *(_on_backends(_CUDA_LOGITS, live=live) for live in (0.5, 0.2)),
     _on_backends(_CUDA_LOGITS, clipped=0.3),
@@ -291,6 +303,8 @@ _PUBLISHED_SHAPES = (
     _with_peers(
         _CUDA_HIDDEN,
         vocab=131072,
+        entropy=True,
+        objective="entropy_bonus",
         published=(
             ("linear + entropy, H100", "forward 12.3 ms, backward 37.9 ms, both 50.2 ms", "Liger 0.8.5 metadata"),
             ("the same, cuTile, B200", "11.36 ms, 2.64 GiB", "Liger 0.8.5 metadata"),
@@ -322,28 +336,28 @@ class Tuning(NamedTuple):
         loads: 16-byte accesses of a thread on their way at once.
         filled: share of an SM's 64 warps that ``rows_per_sm`` counts with.
         limited: let the L2 cache limit the rows in flight (``residency.programs``).
-        hints: first read of a row ``evict_last``, second read and write ``evict_first``.
+        hints: the second read of a row and its write are ``evict_first``.
     """
 
     warps: int
     loads: int = 2
     filled: float = 1.0
     limited: bool = True
-    hints: bool = False
+    hints: bool = True
 
     @property
     def name(self) -> str:
         rows = f"{max(1, round(64 * self.filled) // self.warps)} rows an SM" if self.limited else "a program a row"
-        return f"triton: {self.warps} warps, {self.loads} loads, {rows}{', eviction hints' if self.hints else ''}"
+        return f"triton: {self.warps} warps, {self.loads} loads, {rows}{'' if self.hints else ', no eviction hints'}"
 
 
 TUNINGS = (
     *(Tuning(warps, loads) for warps in (4, 8, 16, 32) for loads in (1, 2, 4)),
     *(Tuning(warps, filled=0.5) for warps in (8, 16)),
     *(Tuning(warps, limited=False) for warps in (16, 32)),
-    *(Tuning(warps, hints=True) for warps in (4, 16, 32)),
+    *(Tuning(warps, hints=False) for warps in (4, 16, 32)),
 )
-_TUNED = ("copy_", *BACKENDS, *(tuning.name for tuning in TUNINGS))
+_TUNED = ("copy_", *BACKENDS, *PATHS, *(tuning.name for tuning in TUNINGS))
 _TUNING_SHAPES = ({"vocab": 151936}, {"vocab": 32000}, {"vocab": 4096}, {"vocab": 151936, "dtype": "float32"})
 GPU_TUNING = tuple(replace(_CUDA_LOGITS, contestants=_TUNED, seconds=4.0, **shape) for shape in _TUNING_SHAPES)
 

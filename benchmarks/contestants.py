@@ -13,11 +13,12 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from benchmarks.configs import BACKENDS, LORA_HEADS, Config
+from benchmarks.configs import BACKENDS, LORA_HEADS, PATHS, Config
 from benchmarks.formulas import FORMULAS, OVERRIDES
 from benchmarks.problem import Problem
 from benchmarks.truth import Result
@@ -188,11 +189,10 @@ def _loss_keywords(problem: Problem) -> dict[str, Any]:
     if kept is not None:
         mask = SamplingMask(kept.flatten(), torch.arange(n + 1, device=device) * kept.shape[1])
     return {
-        "objective": objective,
         "mask": tokens.mask,
         "sampling_mask": mask,
         "cu_seqlens": torch.arange(0, n + 1, step, dtype=torch.int32, device=device),
-        **OVERRIDES.get(objective, {}),
+        "objective": objective, **OVERRIDES.get(objective, {}),
     }
 
 
@@ -235,6 +235,24 @@ def on_backend(name: str, make: Callable[[Problem], Run]) -> Callable[[Problem],
         return run
 
     return make_there
+
+
+def _on_path(problem: Problem, path: str) -> Run:
+    """Return our call from logits on one of the loss kernels of the cuda backend."""
+    call = on_backend("cuda", ours_from_logits)(problem)
+    module = importlib.import_module("dapo_kernels.backends.cuda")
+
+    def run() -> Result:
+        with mock.patch.object(module, "PATH", path):
+            return call()
+
+    return run
+
+
+def cluster_holds(config: Config) -> bool:
+    """Return whether a row is in the shared memory of a cluster: 16-byte aligned, at most 16 blocks of 222 KiB."""
+    row_bytes = config.vocab * config.torch_dtype.itemsize
+    return config.mode == "train" and row_bytes % 16 == 0 and row_bytes <= 16 * 220 * 2**10
 
 
 def _ours_with_lora(problem: Problem, frozen: bool) -> Run:
@@ -362,6 +380,18 @@ CONTESTANTS: tuple[Contestant, ...] = (
             ("logits", "in place", ours_from_logits),
             ("hidden", "default chunks", _ours_from_hidden),
         )
+    ),
+    *(
+        _ours(
+            name,
+            f"in place, {name.split()[-1]}_loss alone",
+            functools.partial(_on_path, path=name.split()[-1]),
+            "logits",
+            device="cuda",
+            takes=takes,
+            backend="cuda",
+        )
+        for name, takes in zip(PATHS, (cluster_holds, _trains), strict=True)
     ),
     *(
         _ours(

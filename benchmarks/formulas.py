@@ -6,7 +6,7 @@ This is deliberately not the code of ``dapo_kernels``, which it checks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,12 +54,25 @@ def top_entropy(logprobs: Tensor, tokens: Tokens) -> Tensor:
     return dapo(logprobs, tokens._replace(mask=chosen)) * chosen.sum() / tokens.mask.sum()
 
 
+BONUS = 0.01
+
+
+def entropy_bonus(logprobs: Tensor, tokens: Tokens) -> Tensor:
+    """Return DAPO minus 0.01 times the mean entropy [N] of the live tokens: log-probs and entropies with gradients."""
+    assert tokens.entropy is not None
+    return dapo(logprobs, tokens) - BONUS * (tokens.entropy * tokens.mask).sum() / tokens.mask.sum()
+
+
 FORMULAS: dict[str, Callable[[Tensor, Tokens], Tensor]] = {
     "dapo": dapo,
     "reinforce": reinforce,
     "gspo": gspo,
     "top_entropy": top_entropy,
+    "entropy_bonus": entropy_bonus,
 }
 
 # GSPO's own range, 3e-4 and 4e-4, would clip every sequence of these inputs: nothing would be left to compute.
-OVERRIDES: dict[str, dict[str, float]] = {"gspo": {"clip_low": 0.2, "clip_high": 0.28}}
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "gspo": {"clip_low": 0.2, "clip_high": 0.28},
+    "entropy_bonus": {"objective": "dapo", "entropy_coef": BONUS},
+}

@@ -1,17 +1,18 @@
 """The first hour on a GPU, in stages; ``make gpu`` calls this after it made the environment (``gpu.sh``).
 
-    python -m benchmarks.gpu [--stage N] [--seconds 540] [--results FOLDER]
+    python -m benchmarks.gpu [--stage 2,3] [--seconds 540] [--results FOLDER]
 
 1 card       the gpu-marked tests; bandwidth of a copy and rates of matrix products on this card
 2 logits     the kernels from logits against the peers: vocabularies from 32k to 262k, 4096 to 65536 tokens
 3 hidden     from hidden states, at the shapes of published figures too
 4 tuning     launch parameters of the Triton loss; which backend should be the default (``decide.py``)
-5 runner     SmolLM2 with vLLM: tokens per second of trainer and sampler, the gap of their log-probs
+5 runner     a training run and the trainer alone: tokens per second; the gap between sampler and trainer
 6 sanitizer  the CUDA kernels under compute-sanitizer
 
-Each call resumes the first stage that is not finished and goes on while time is left. A stage writes its files into the
-folder of results as it goes; ``gpu-state.json`` there says what is finished. ``make gpu-rehearsal`` runs all of it
-on a CPU with tiny sizes. ``--bundle FOLDER`` collects what a machine without a network needs.
+Each call resumes the stages that are not finished and goes on while time is left. A stage writes its files into the
+folder of results as it goes; ``gpu-state.json`` there has the states. Other sources start anew; another commit with the
+same sources does not. What is left out because something is absent is tried again by each call. ``make gpu-rehearsal``
+runs all of it on a CPU with tiny sizes.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import decide, machine
+import torch
+
+from benchmarks import decide, machine, trainer
 from benchmarks.bench_ranks import events_of, recipe, train
 from benchmarks.configs import REHEARSAL, SUITES
 from benchmarks.report import REHEARSAL_WARNING, is_failure
@@ -38,26 +41,18 @@ from benchmarks.run import ROOT, is_finished, run_suite
 
 MODEL = ROOT / "models" / "smollm2-135m"
 LEAST_S = 5 if REHEARSAL else 30  # a stage is not started with less time
-TRIES = 2  # a stage that failed so often is left out
+TRIES = 2  # what failed or was stopped so often is not tried again
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SANITIZED = ("tests/kernels/test_gpu_execution.py", "-k", "every_kernel_of_the_cuda_backend and 32003")
-BUILD_WHEELS = ("setuptools>=77", "pybind11", "ninja", "pytest>=8")
-RUNNER_WHEELS = ("transformers", "datasets", "pydantic", "pyyaml", "rich", "matplotlib", "aiohttp", "scipy")
-# Peers and vLLM come without their dependencies, which would bring another torch.
-LONE_WHEELS = (*(ROOT / "benchmarks" / "gpu-peers.txt").read_text().split(), "vllm")
+RUNNER_PACKAGES = ("transformers", "datasets", "pydantic", "pyyaml", "rich", "safetensors", "matplotlib", "aiohttp")
+STOPPED = 124  # the exit status of what time stopped, as ``timeout`` gives it
 
 Finished = bool
 Stage = Callable[[Path, float], Finished]
 
 
-def run_gpu_tests(results: Path, seconds: float) -> None:
-    """Run the tests of the GPU kernels, and those of the runner where its packages are installed."""
-    folders = [ROOT / "tests" / "kernels"]
-    folders += [ROOT / "tests" / "runner"] if not _absent(RUNNER_WHEELS) else []
-    # Only files with such tests: collecting the others would need more packages.
-    files = [f for folder in folders for f in sorted(folder.rglob("test_*.py")) if "mark.gpu" in f.read_text()]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", *map(str, files)]
-    _log(command, results / "gpu-1-tests.txt", seconds)
+class LeftOutError(Exception):
+    """Something that a stage needs is absent."""
 
 
 def _absent(packages: Sequence[str]) -> list[str]:
@@ -65,32 +60,68 @@ def _absent(packages: Sequence[str]) -> list[str]:
 
 
 def _log(command: list[str], path: Path, seconds: float) -> None:
-    """Run a command with its output in a file, whose last line is the exit status, or that its time was over."""
+    """Run a command with its output in a file. The first line has the sources, the last one the exit status."""
+    tries = 1 + _tries(path)
     with path.open("w") as log:
-        log.write(f"commit {machine.commit()}\n")
+        log.write(f"sources {machine.sources()}, commit {machine.commit()}, try {tries}\n")
         log.flush()
         try:
-            done = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=seconds)
-            log.write(f"\nexit status {done.returncode}\n")
+            status = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=seconds).returncode
         except subprocess.TimeoutExpired:
-            log.write(f"\nstopped after {seconds:.0f} s\n")
+            log.write(f"\nstopped after {seconds:.0f} s")
+            status = STOPPED
+        log.write(f"\nexit status {status}\n")
     print(f"{path.name}: {' | '.join(path.read_text().strip().splitlines()[-3:])}", flush=True)
 
 
+def _tries(path: Path) -> int:
+    """Return how often a command was run with these sources."""
+    first = path.read_text().partition("\n")[0] if path.exists() else ""
+    return int(first.split()[-1]) if first.startswith(f"sources {machine.sources()},") else 0
+
+
+def _status(path: Path) -> int:
+    return int(path.read_text().split()[-1])
+
+
 def _is_done(path: Path) -> bool:
-    """Return whether a logged command of this commit ended by itself."""
-    text = path.read_text() if path.exists() else ""
-    return text.startswith(f"commit {machine.commit()}\n") and "\nexit status" in text
+    """Return whether a logged command of these sources ended by itself, or was stopped too often."""
+    tries = _tries(path)
+    return tries > 0 and (_status(path) != STOPPED or tries >= TRIES)
 
 
 def failures(results: Path) -> list[str]:
     """Return the files that show failing tests, or kernels of ours that failed or were wrong."""
     logs = [path for path in results.glob("gpu-*.txt") if "\nexit status " in path.read_text()]
-    failed = [path.name for path in logs if path.read_text().split()[-1] not in ("0", "5")]  # 5: pytest ran no test
+    # 5: pytest ran no test. What was stopped once is resumed.
+    failed = [log.name for log in logs if _status(log) not in (0, 5) and (_status(log) != STOPPED or _is_done(log))]
     for path in results.glob("gpu-*.json"):
         if any(map(is_failure, json.loads(path.read_text()).get("records", ()))):
             failed.append(path.name)
     return sorted(failed)
+
+
+def _run_logged(commands: dict[Path, list[str]], seconds: float) -> Finished:
+    """Run the commands that are not done, each with its share of the time that is left. Return whether all are done."""
+    deadline = time.monotonic() + seconds
+    left = [path for path in commands if not _is_done(path)]
+    for number, path in enumerate(left):
+        share = (deadline - time.monotonic()) / (len(left) - number)
+        if share > 1:
+            _log(commands[path], path, share)
+    return all(map(_is_done, commands))
+
+
+def _pytest(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *arguments]
+
+
+def test_commands(results: Path) -> dict[Path, list[str]]:
+    """Return a command for each file with GPU tests; those of the runner where its packages are installed."""
+    folders = ["kernels"] + ([] if _absent(RUNNER_PACKAGES) else ["runner"])
+    files = [path for folder in folders for path in sorted((ROOT / "tests" / folder).rglob("test_*.py"))]
+    marked = [path for path in files if "mark.gpu" in path.read_text()]
+    return {results / f"gpu-1-{path.stem}.txt": _pytest(str(path)) for path in marked}
 
 
 def _slug() -> str:
@@ -104,10 +135,10 @@ def measure(suite: str, results: Path, seconds: float) -> Finished:
 
 
 def card(results: Path, seconds: float) -> Finished:
+    """Run the tests for at most half of the time, then measure the card. Tests that were stopped are resumed."""
     began = time.monotonic()
-    if not _is_done(results / "gpu-1-tests.txt"):
-        run_gpu_tests(results, seconds / 2)
-    return measure("gpu-card", results, seconds - (time.monotonic() - began))
+    tested = _run_logged(test_commands(results), seconds / 2)
+    return measure("gpu-card", results, seconds - (time.monotonic() - began)) and tested
 
 
 def tuning(results: Path, seconds: float) -> Finished:
@@ -119,54 +150,90 @@ def tuning(results: Path, seconds: float) -> Finished:
 
 
 def runner(results: Path, seconds: float) -> Finished:
-    """Train four steps on responses of up to 512 tokens and write the rates of both halves of a step."""
-    sizes: dict[str, Any] = {"prompts": 64, "max_response_tokens": 512, "engine": "vllm"}
-    if REHEARSAL:
-        sizes = {"prompts": 2, "max_response_tokens": 8, "engine": "hf", "group_size": 2}
-    absent = [] if REHEARSAL else _absent((*RUNNER_WHEELS, "vllm"))
-    absent += [] if REHEARSAL or MODEL.exists() else [str(MODEL)]
-    if absent:
-        _write(results / "gpu-5-runner.md", f"# The runner\n\nLeft out, because these are absent: {', '.join(absent)}.")
-        return True
-    with tempfile.TemporaryDirectory() as folder:
-        raw = recipe(str(MODEL), folder, sizes.pop("prompts"), 2 if REHEARSAL else 4, **sizes)
-        if REHEARSAL:
-            raw["model"] = {"dtype": "float32", "tiny": {"hidden_size": 32, "heads": 2, "warmup": {"steps": 1}}}
-            raw["data"]["template"] = "{question}="
-        steps = train(raw, [], dict(os.environ), timeout=seconds)
-        events = events_of(Path(folder) / "run" / "metrics.jsonl")[-len(steps) :]
-    rows = {
-        "tokens sampled per second": [e["sampling/tokens"] / s["rollout"] for e, s in zip(events, steps, strict=True)],
-        "tokens trained per second": [
-            e["train/tokens"] / (s["forward_backward"] + s["optimizer"]) for e, s in zip(events, steps, strict=True)
-        ],
-        "seconds per step": [sum(s.values()) for s in steps],
-        "mean log-prob gap, trainer and sampler": [e.get("train/rollout_gap", float("nan")) for e in events],
-        "largest": [e.get("train/rollout_gap_max", float("nan")) for e in events],
-    }
-    lines = [f"| {name} | {statistics.median(x):.4g} | {min(x):.4g}–{max(x):.4g} |" for name, x in rows.items()]
-    head = f"# SmolLM2-135M on {machine.headline(machine.describe(gpu=not REHEARSAL))}\n\nRecipe: `{json.dumps(raw)}`"
-    table = "| median of steps | | min–max |\n|---|---:|---:|\n" + "\n".join(lines)
-    _write(results / "gpu-5-runner.md", f"{head}\n\n{table}")
-    (results / "gpu-5-runner.json").write_text(json.dumps({"phases": steps, "events": events}, indent=1))
+    """Measure the trainer alone, and a run; write each figure when it is there, and the page."""
+    if absent := _absent(RUNNER_PACKAGES):
+        raise LeftOutError(f"{', '.join(absent)} not installed")
+    deadline = time.monotonic() + seconds
+    path = results / "gpu-5-runner.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    if found.get("sources") != machine.sources():
+        found = {"sources": machine.sources(), "trainer": {}}
+    for name in trainer.ROWS:
+        if "error" in found["trainer"].get(name, {"error": "not measured"}):
+            found["trainer"][name] = measure_trainer(name, deadline - time.monotonic())
+            _write_runner(path, found)
+    if "run" not in found:
+        found["run"] = measure_run(deadline - time.monotonic())
+        _write_runner(path, found)
+    if errors := [one["error"] for one in found["trainer"].values() if "error" in one]:
+        raise RuntimeError("; ".join(errors))
     return True
+
+
+def measure_trainer(name: str, seconds: float) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.trainer", name]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=max(1.0, seconds))
+    last = (done.stdout.splitlines() or [""])[-1]
+    return json.loads(last) if done.returncode == 0 else {"error": f"{name}: exit status {done.returncode}"}
+
+
+def measure_run(seconds: float) -> dict[str, Any]:
+    """Train four steps on responses of up to 512 tokens, with vLLM and SmolLM2 where they are."""
+    has_vllm, has_model = machine.version("vllm") != "absent" and not REHEARSAL, MODEL.exists() and not REHEARSAL
+    sizes: dict[str, Any] = {"engine": "vllm" if has_vllm else "hf", "max_response_tokens": 512}
+    sizes |= {"max_response_tokens": 8, "group_size": 2} if REHEARSAL else {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = MODEL if has_model else Path(folder) / "model"
+        if not has_model:
+            trainer.save_random_smollm2(model)
+        raw = recipe(str(model), folder, 2 if REHEARSAL else 64 if has_vllm else 16, 2 if REHEARSAL else 4, **sizes)
+        raw["model"]["dtype"] = "float32" if REHEARSAL else "bfloat16"
+        steps = train(raw, [], dict(os.environ), timeout=max(1.0, seconds))
+        events = events_of(Path(folder) / "run" / "metrics.jsonl")[-len(steps) :]
+    weights = "the weights of SmolLM2-135M" if has_model else "random weights of SmolLM2-135M's shape"
+    return {"engine": sizes["engine"], "weights": weights, "recipe": raw, "phases": steps, "events": events}
+
+
+def _write_runner(path: Path, found: dict[str, Any]) -> None:
+    path.write_text(json.dumps(found, indent=1))
+    _write(path.with_suffix(".md"), "\n".join(_runner_page(found)))
+
+
+def _runner_page(found: dict[str, Any]) -> Iterator[str]:
+    yield f"# Trainer and sampler on {machine.headline(machine.describe(gpu=not REHEARSAL))}\n"
+    yield f"Commit {machine.commit()}, torch {torch.__version__}. Random weights: a figure of speed does not depend on"
+    yield "them. Medians of 4 updates. Published: one H100, the trainer alone, from prime-rl `benchmarks/baselines/`.\n"
+    yield "| trainer alone | attention | s an update | tokens/s | peak GiB | published, not ours |"
+    yield "|---|---|---:|---:|---:|---|"
+    for name, one in found["trainer"].items():
+        yield f"| {name} | {one['error']} | | | | |" if "error" in one else trainer.line(name, one)
+    if "run" not in found:
+        return
+    run = found["run"]
+    pairs = list(zip(run["events"], run["phases"], strict=True))
+    rows = {
+        "tokens sampled per second": [e["sampling/tokens"] / s["rollout"] for e, s in pairs],
+        "tokens trained per second": [e["train/tokens"] / (s["forward_backward"] + s["optimizer"]) for e, s in pairs],
+        "seconds per step": [sum(s.values()) for _, s in pairs],
+        "mean log-prob gap, trainer and sampler": [e.get("train/rollout_gap", float("nan")) for e, _ in pairs],
+        "largest": [e.get("train/rollout_gap_max", float("nan")) for e, _ in pairs],
+    }
+    yield f"\nA run with the engine {run['engine']} and {run['weights']}: `{json.dumps(run['recipe'])}`\n"
+    yield "| median of steps | | min–max |\n|---|---:|---:|"
+    for name, x in rows.items():
+        yield f"| {name} | {statistics.median(x):.4g} | {min(x):.4g}–{max(x):.4g} |"
 
 
 def sanitizer(results: Path, seconds: float) -> Finished:
     """Run the CUDA kernels on rows of two and four slices under each checker of the toolkit."""
-    prefix = ["compute-sanitizer", "--error-exitcode", "1", "--print-limit", "20", "--tool"]
     if not REHEARSAL and shutil.which("compute-sanitizer") is None:
-        _write(results / "gpu-6-sanitizer.txt", "Left out: compute-sanitizer is not on the PATH.")
-        return True
-    began = time.monotonic()
-    for number, tool in enumerate(SANITIZER_TOOLS):
-        path = results / f"gpu-6-{tool}.txt"
-        if _is_done(path):
-            continue
-        left = (seconds - (time.monotonic() - began)) / (len(SANITIZER_TOOLS) - number)
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *SANITIZED]
-        _log(command if REHEARSAL else [*prefix, tool, *command], path, left)
-    return all(_is_done(results / f"gpu-6-{tool}.txt") for tool in SANITIZER_TOOLS)
+        raise LeftOutError("compute-sanitizer is not on the PATH")
+    prefix = ["compute-sanitizer", "--error-exitcode", "1", "--print-limit", "20", "--tool"]
+    command = _pytest(*SANITIZED)
+    commands = {
+        results / f"gpu-6-{tool}.txt": command if REHEARSAL else [*prefix, tool, *command] for tool in SANITIZER_TOOLS
+    }
+    return _run_logged(commands, seconds)
 
 
 STAGES: dict[str, Stage] = {
@@ -179,29 +246,37 @@ STAGES: dict[str, Stage] = {
 }
 
 
-def run_stages(results: Path, seconds: float, only: int | None = None) -> dict[str, dict[str, Any]]:
-    """Resume the stages that are not finished; return and save their states. Another commit starts anew."""
+def run_stages(results: Path, seconds: float, only: Sequence[int] | None = None) -> dict[str, dict[str, Any]]:
+    """Resume the stages that are not finished, or run those named, in that order; return and save their states."""
     deadline = time.monotonic() + seconds
-    path, commit = results / "gpu-state.json", machine.commit()
+    path, sources = results / "gpu-state.json", machine.sources()
     saved = json.loads(path.read_text()) if path.exists() else {}
-    state: dict[str, dict[str, Any]] = saved["stages"] if saved.get("commit") == commit else {}
-    for number, (name, stage) in enumerate(STAGES.items(), 1):
-        mine = state.setdefault(name, {"status": "not started", "calls": 0, "seconds": 0})
+    state: dict[str, dict[str, Any]] = saved["stages"] if saved.get("sources") == sources else {}
+    names = list(STAGES)
+    for name in names:
+        state.setdefault(name, {"status": "not started", "calls": 0, "seconds": 0})
+    for name in names if only is None else [names[number - 1] for number in only]:
+        mine = state[name]
         given_up = mine["status"] == "failed" and mine["calls"] >= TRIES
         left = deadline - time.monotonic()
-        is_due = only == number if only is not None else mine["status"] != "finished" and not given_up
+        is_due = only is not None or (mine["status"] != "finished" and not given_up)
         if not is_due or left < LEAST_S:
             continue
-        print(f"\n=== stage {number}, {name}: {left:.0f} s left", flush=True)
+        print(f"\n=== stage {names.index(name) + 1}, {name}: {left:.0f} s left", flush=True)
         began = time.monotonic()
+        mine.pop("reason", None)
         try:
-            mine["status"] = "finished" if stage(results, left) else "unfinished"
+            mine["status"] = "finished" if STAGES[name](results, left) else "unfinished"
+        except LeftOutError as error:
+            mine |= {"status": "left out", "reason": str(error)}
+        except subprocess.TimeoutExpired as error:
+            mine |= {"status": "unfinished", "reason": str(error)}
         except Exception as error:
             traceback.print_exc()
             mine |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
         mine["calls"] += 1
         mine["seconds"] = round(mine["seconds"] + time.monotonic() - began, 1)
-        path.write_text(json.dumps({"commit": commit, "stages": state}, indent=1))
+        path.write_text(json.dumps({"commit": machine.commit(), "sources": sources, "stages": state}, indent=1))
     return state
 
 
@@ -210,58 +285,20 @@ def _write(path: Path, text: str) -> None:
     print(path.read_text(), flush=True)
 
 
-# --- what a machine without a network needs ---------------------------------------------------------------------------
-
-
-def bundle(folder: Path) -> str:
-    """Download wheels and copy the model into a folder; return the sizes, and by name what could not be had."""
-    wheels = folder / "wheels"
-    wheels.mkdir(parents=True, exist_ok=True)
-    lines = []
-    for name in (*BUILD_WHEELS, *RUNNER_WHEELS, *LONE_WHEELS):
-        alone = ["--no-deps"] if name in LONE_WHEELS else []
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", *alone, name]
-        with tempfile.TemporaryDirectory() as fresh:
-            done = subprocess.run([*command, "--dest", fresh], capture_output=True, text=True)
-            size = _mib(_size(Path(fresh)))
-            shutil.copytree(fresh, wheels, dirs_exist_ok=True)
-        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        lines.append(f"   skipped  {name}: {reason}" if done.returncode else f"{size:>10}  {name}")
-    if MODEL.exists():
-        shutil.copytree(MODEL, folder / "models" / MODEL.name, dirs_exist_ok=True)
-        lines.append(f"{_mib(_size(folder / 'models')):>10}  the model {MODEL.name}")
-    else:
-        lines.append(f"   skipped  the model: {MODEL} does not exist (python -m dapo_runner.tools.smollm2 {MODEL})")
-    lines.append(f"{'0 MiB':>10}  data: stage 5 makes its problems")
-    lines.append(f"{_mib(_size(folder)):>10}  all of {folder}. There: copy models/ into the checkout, and")
-    lines.append("            WHEELS=…/wheels PEERS=1 make gpu")
-    return "\n".join(lines)
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _mib(n: int) -> str:
-    return f"{n / 2**20:.1f} MiB"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", type=int, choices=range(1, len(STAGES) + 1), help="only this one")
+    parser.add_argument(
+        "--stage", type=lambda text: [int(x) for x in text.split(",")], help="only these, in this order"
+    )
     parser.add_argument("--seconds", type=float, default=540, help="of this call")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--bundle", type=Path, metavar="FOLDER")
     options = parser.parse_args()
-    if options.bundle is not None:
-        print(bundle(options.bundle))
-        return 0
     options.results.mkdir(parents=True, exist_ok=True)
     state = run_stages(options.results, options.seconds, options.stage)
     print()
     for number, (name, mine) in enumerate(state.items(), 1):
         print(f"stage {number} {name:10} {mine['status']:12} {mine['seconds']:6.0f} s  {mine.get('reason', '')}")
-    left = [name for name, mine in state.items() if mine["status"] in ("unfinished", "not started")]
+    left = [name for name, mine in state.items() if mine["status"] in ("unfinished", "not started", "left out")]
     print(f"files in {options.results}" + (f"; the same command goes on with: {', '.join(left)}" if left else ""))
     failed = failures(options.results)
     print("".join(f"FAILED: see {name}\n" for name in failed), end="")

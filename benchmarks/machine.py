@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -11,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +24,29 @@ from dapo_runner.preflight.amx import VARIABLE
 
 _PACKAGES = ("torch", "triton", "transformers", "trl", "liger_kernel", "numpy")
 _GPU_PACKAGES = ("quack-kernels", "nvidia-cutlass-dsl", "flash-attn", "cut-cross-entropy", "verl")
+ROOT = Path(__file__).resolve().parent.parent
+BUNDLE = ROOT / "build" / "gpu-bundle"
+# What figures depend on.
+SOURCES = ("csrc/**/*.*", "dapo_kernels/**/*.py", "benchmarks/*.py")
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 def describe(gpu: bool = False) -> dict[str, Any]:
     """Return processor, memory, instruction sets, versions and commit; with ``gpu`` also the CUDA device."""
-    from dapo_kernels import _C
-
+    isa = import_module("dapo_kernels._C").isa() if available_backends()["cpp"] is None else "not built"
     packages = _PACKAGES + (_GPU_PACKAGES if gpu else ())
     here = {
         "cpu": _field("/proc/cpuinfo", "model name") or platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(_bytes("/proc/meminfo", "MemTotal") / 2**30, 1),
-        "isa": _C.isa(),
+        "isa": isa,
         "torch_isa": torch.backends.cpu.get_cpu_capability(),
         "onednn_isa": os.environ.get(VARIABLE),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in packages},
         "commit": commit(),
+        "sources": sources(),
         "load_average": [round(x, 2) for x in os.getloadavg()],
     }
     return here | ({"gpu": describe_gpu()} if gpu else {})
@@ -79,16 +86,44 @@ def slug(machine: dict[str, Any]) -> str:
 
 
 def commit() -> str:
-    """Return the commit of the checkout, with "+changes" when the kernels or the benchmarks differ from it."""
+    """Return the commit of the checkout, with "+changes" when the kernels or the benchmarks differ from it.
+
+    In a copy without .git, it is what the bundle's ``commit.json`` names.
+    """
+    found = source_state()
+    if found["commit"] is None:
+        written = next(iter(sorted(BUNDLE.glob("*/commit.json"))), None)
+        if written is None:
+            return "unknown: neither a git checkout nor a bundle"
+        known = json.loads(written.read_text())
+        return known["commit"] + ("+changes" if known["sources"] != found["sources"] else "")
+    return found["commit"]
+
+
+def source_state() -> dict[str, str | None]:
+    """Return the commit (None without git) and a digest of the sources that figures depend on."""
+    return {"commit": _git_commit(), "sources": sources()}
+
+
+def sources() -> str:
+    files = [path for pattern in SOURCES for path in sorted(ROOT.glob(pattern))]
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:12]
+
+
+def _git_commit() -> str | None:
     if shutil.which("git") is None:
-        return "unknown: git is not installed"
+        return None
 
     def git(*args: str) -> str:
-        command = ["git", "-c", "safe.directory=*", "-C", str(Path(__file__).parent.parent), *args]
+        command = ["git", "-c", "safe.directory=*", "-C", str(ROOT), *args]
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
-    changed = git("status", "--porcelain", "--", "csrc", "dapo_kernels", "benchmarks/*.py")
-    return (git("rev-parse", "--short=12", "HEAD") or "not a git checkout") + ("+changes" if changed else "")
+    found = git("rev-parse", "--short=12", "HEAD")
+    return (
+        found + "+changes" * bool(git("status", "--porcelain", "--", *(f":(glob){pattern}" for pattern in SOURCES)))
+        if found
+        else None
+    )
 
 
 def command(*program: str) -> str:

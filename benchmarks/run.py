@@ -74,12 +74,12 @@ def run_suite(
 ) -> dict[str, Any]:
     """Measure configurations and write ``base``.json and ``base``.md after each.
 
-    Figures of this commit that ``base``.json has are kept, and the rest is measured; what was stopped comes last.
+    Figures of these sources that ``base``.json has are kept, and the rest is measured; what was stopped comes last.
     """
     threads = threads or len(os.sched_getaffinity(0))
     here, started, path = machine.describe(needs_gpu(chosen)), _now(), Path(f"{base}.json")
-    old = json.loads(path.read_text()) if path.exists() else {"machine": {"commit": None}}
-    if old["machine"]["commit"] != here["commit"]:
+    old = json.loads(path.read_text()) if path.exists() else {"machine": {}}
+    if old["machine"].get("sources") != here["sources"]:
         old = {"records": [], "wall_s": 0.0}
     records = {record["config"]: record for record in old["records"]}
     tries = {name: record.get("tries", 0) for name, record in records.items()}

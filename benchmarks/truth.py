@@ -112,10 +112,16 @@ def find_truth(problem: Problem) -> Truth:
     normalizer[rows] = sampled.logsumexp(1)
     logprobs = _target_logits(problem) - normalizer
     logprobs.requires_grad_(True)
+    if config.objective == "entropy_bonus":
+        entropies = (_wide_entropies(problem) if entropies is None else entropies).clone().requires_grad_(True)
     loss = FORMULAS[config.objective](logprobs, tokens._replace(entropy=entropies))
-    (slope,) = torch.autograd.grad(loss, logprobs)
+    (slope,) = torch.autograd.grad(loss, logprobs, retain_graph=True)
     probabilities = (sampled - normalizer[rows, None]).exp()
     dlogits = -slope[rows, None] * probabilities
+    if entropies is not None and entropies.requires_grad:  # ∂H/∂x_j = −p_j (log p_j + H)
+        (bonus,) = torch.autograd.grad(loss, entropies)
+        logs = sampled - normalizer[rows, None]
+        dlogits -= bonus[rows, None] * probabilities * (logs - (probabilities * logs).sum(1, keepdim=True))
     dlogits[torch.arange(len(rows), device=device), tokens.target_ids[rows]] += slope[rows]
     row_gradient, column_gradient, columns = dlogits, None, rows.new_empty(0)
     if config.level == "hidden":
@@ -127,7 +133,10 @@ def find_truth(problem: Problem) -> Truth:
         if kept is not None:
             whole *= (kept[:, :, None] == columns).any(1)
         is_target = (tokens.target_ids[:, None] == columns).double()
-        column_gradient = ((is_target - whole) * slope[:, None]).t() @ hidden.double()
+        weights = (is_target - whole) * slope[:, None]
+        if entropies is not None and entropies.requires_grad:
+            weights -= bonus[:, None] * whole * (whole.log() + entropies.detach()[:, None])
+        column_gradient = weights.t() @ hidden.double()
     entropy = normalizer[rows] - (probabilities * sampled).sum(1) if config.entropy else None
     # Rounded logits move entropies across the threshold.
     selects = config.objective == "top_entropy" and config.dtype == "bfloat16"
@@ -142,6 +151,14 @@ def find_truth(problem: Problem) -> Truth:
         entropy,
         4 * float(slope.abs().max()) if selects else 0.0,
     )
+
+
+def _wide_entropies(problem: Problem) -> Tensor:
+    """Return entropies [N] of eager float32 PyTorch, for problems that are too large for float64."""
+    found = torch.empty_like(problem.normalizer, dtype=torch.float64)
+    for part, logits in problem.row_blocks(torch.float32):
+        found[part] = problem.normalizer[part] - (logits.softmax(1) * logits).sum(1)
+    return found
 
 
 def _store_exact(problem: Problem) -> None:

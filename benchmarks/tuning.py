@@ -1,7 +1,7 @@
 """The Triton loss with other launch parameters than the built-in ones: contestants of the suite ``gpu-tuning``.
 
 ``configs.TUNINGS`` lists them. Launch parameters are replaced in the launcher's module for the time of a call. Eviction
-hints are not options of the kernels: their source is copied with the hints added, and the copy is loaded.
+hints are not options of the kernels: their source is copied without the hints, and the copy is loaded.
 """
 
 from __future__ import annotations
@@ -21,36 +21,19 @@ from benchmarks.contestants import Contestant, Run, on_backend, ours_from_logits
 from benchmarks.problem import Problem
 from benchmarks.truth import Result
 
-_PACKAGE = "dapo_kernels.backends.triton"
-
-
-def source_with_hints(source: str) -> str:
-    """Return the source of sweeps.py where the first read of a row is ``evict_last``, and what follows ``evict_first``.
-
-    Raises:
-        ValueError: the source has no such load or store any more.
-    """
-    load, store = 'other=float("-inf"))', "to(Out.dtype.element_ty), mask=offs_v < end)"
-    statistics, mark, gradient = source.partition("def _write_gradient(")
-    if not (load in statistics and load in gradient and store in gradient):
-        raise ValueError(
-            "benchmarks.tuning: sweeps.py has no loads and stores of the known form. Update this function."
-        )
-    statistics = statistics.replace(load, f'{load[:-1]}, eviction_policy="evict_last")')
-    for access in (load, store):
-        gradient = gradient.replace(access, f'{access[:-1]}, eviction_policy="evict_first")')
-    return statistics + mark + gradient
+_PACKAGE, _HINT = "dapo_kernels.backends.triton", ', eviction_policy="evict_first"'
 
 
 @functools.cache
-def kernels_with_hints() -> ModuleType:
-    """Return a copy of the module of the kernels whose sweeps have eviction hints."""
-    folder = Path(tempfile.mkdtemp(prefix="dapo-eviction-hints-"))
+def kernels_without_hints() -> ModuleType:
+    """Return a copy of the module of the kernels whose sweeps have no eviction hints."""
+    folder = Path(tempfile.mkdtemp(prefix="dapo-no-eviction-hints-"))
     package = Path(importlib.import_module(_PACKAGE).__path__[0])
-    text = source_with_hints((package / "sweeps.py").read_text())
-    kernels = (package / "kernels.py").read_text().replace(f"{_PACKAGE}.sweeps", "sweeps_with_hints")
-    loaded = []
-    for name, source in (("sweeps_with_hints", text), ("kernels_with_hints", kernels)):
+    sweeps = (package / "sweeps.py").read_text()
+    if _HINT not in sweeps:
+        raise ValueError("benchmarks.tuning: sweeps.py has no eviction hints of the known form. Update this function.")
+    kernels = (package / "kernels.py").read_text().replace(f"{_PACKAGE}.sweeps", "sweeps_without_hints")
+    for name, source in (("sweeps_without_hints", sweeps.replace(_HINT, "")), ("kernels_without_hints", kernels)):
         path = folder / f"{name}.py"
         path.write_text(source)
         spec = importlib.util.spec_from_file_location(name, path)
@@ -58,8 +41,7 @@ def kernels_with_hints() -> ModuleType:
         assert spec.loader is not None
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        loaded.append(module)
-    return loaded[-1]
+    return module
 
 
 def _replaced(tuning: Tuning) -> dict[str, Any]:
@@ -68,7 +50,7 @@ def _replaced(tuning: Tuning) -> dict[str, Any]:
     rows_per_sm = max(1, round(64 * tuning.filled) // tuning.warps)
     values: dict[str, Any] = {"LAUNCHES": (launcher.Launch(None, tuning.warps, rows_per_sm),), "LOADS": tuning.loads}
     values |= {} if tuning.limited else {"programs_for": lambda n_rows, logits: n_rows}
-    return values | ({"kernels": kernels_with_hints()} if tuning.hints else {})
+    return values | ({} if tuning.hints else {"kernels": kernels_without_hints()})
 
 
 def _make(problem: Problem, tuning: Tuning) -> Run:

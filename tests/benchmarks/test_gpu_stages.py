@@ -11,18 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import bundle, gpu, machine
 from benchmarks.bench_ranks import recipe
 from benchmarks.configs import TUNINGS
 from dapo_runner.config import parse_config
 
 ROOT = Path(__file__).parents[2]
+Outcome = bool | Exception
 
 
 @pytest.fixture
-def stages(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[bool | Exception]]:
+def stages(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Outcome]]:
     """Three stages whose outcomes a test gives: finished, unfinished, or an exception."""
-    outcomes: dict[str, list[bool | Exception]] = {"one": [], "two": [], "three": []}
+    outcomes: dict[str, list[Outcome]] = {"one": [], "two": [], "three": []}
 
     def stage(name: str) -> gpu.Stage:
         def call(results: Path, seconds: float) -> bool:
@@ -37,30 +38,35 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[bool | Exception]]
     return outcomes
 
 
-def statuses(results: Path, only: int | None = None) -> list[str]:
-    return [stage["status"] for stage in gpu.run_stages(results, 100, only).values()]
+def statuses(results: Path, *only: int) -> list[str]:
+    return [stage["status"] for stage in gpu.run_stages(results, 100, only or None).values()]
 
 
-def test_a_call_resumes_what_is_not_finished(stages: dict[str, list[bool | Exception]], tmp_path: Path) -> None:
-    error = RuntimeError("no kernel image")
-    stages |= {"one": [True], "two": [error, error], "three": [False, True]}
+def test_a_call_resumes_what_is_not_finished(stages: dict[str, list[Outcome]], tmp_path: Path) -> None:
+    error, absent = RuntimeError("no kernel image"), gpu.LeftOutError("no tool")
+    stages |= {"one": [True], "two": [error, error], "three": [False, absent, absent, True]}
     assert statuses(tmp_path) == ["finished", "failed", "unfinished"]
     saved = json.loads((tmp_path / "gpu-state.json").read_text())["stages"]
     assert "no kernel image" in saved["two"]["reason"]
-    assert statuses(tmp_path) == ["finished", "failed", "finished"]
-    assert statuses(tmp_path) == ["finished", "failed", "finished"]  # a stage that failed twice is left out
-    stages["two"] = [True]
-    assert statuses(tmp_path, only=2) == ["finished", "finished", "finished"]
+    assert statuses(tmp_path) == ["finished", "failed", "left out"]
+    assert statuses(tmp_path) == ["finished", "failed", "left out"]  # a stage that failed twice is not tried again
+    assert statuses(tmp_path) == ["finished", "failed", "finished"]  # one that was left out is
+    stages |= {"two": [True], "one": [False]}
+    assert statuses(tmp_path, 2, 1) == ["unfinished", "finished", "finished"]
 
 
-def test_another_commit_starts_anew(
-    stages: dict[str, list[bool | Exception]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_other_sources_start_anew(
+    stages: dict[str, list[Outcome]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages |= {name: [True, True] for name in stages}
     statuses(tmp_path)
-    monkeypatch.setattr(gpu.machine, "commit", lambda: "another")
+    monkeypatch.setattr(machine, "sources", lambda: "others")
     statuses(tmp_path)
     assert stages == {"one": [], "two": [], "three": []}
+
+
+def program(text: str) -> list[str]:
+    return [sys.executable, "-S", "-c", text]
 
 
 def test_failing_tests_and_kernels_are_named(tmp_path: Path) -> None:
@@ -68,12 +74,46 @@ def test_failing_tests_and_kernels_are_named(tmp_path: Path) -> None:
     wrong = [*rows, {"kind": "ours", "status": "wrong"}]
     for name, found in (("gpu-card", rows), ("gpu-logits", wrong)):
         (tmp_path / f"{name}.json").write_text(json.dumps({"records": [{"rows": found}]}))
-    for name, code in (("one", 0), ("two", 1), ("three", 5)):
-        gpu._log([sys.executable, "-S", "-c", f"raise SystemExit({code})"], tmp_path / f"gpu-{name}.txt", 60)
-        assert gpu._is_done(tmp_path / f"gpu-{name}.txt")
-    gpu._log([sys.executable, "-S", "-c", "import time; time.sleep(60)"], tmp_path / "gpu-four.txt", 0.5)
-    assert not gpu._is_done(tmp_path / "gpu-four.txt")
-    assert gpu.failures(tmp_path) == ["gpu-logits.json", "gpu-two.txt"]
+    commands = {tmp_path / f"gpu-{code}.txt": program(f"raise SystemExit({code})") for code in (0, 1, 5)}
+    assert gpu._run_logged(commands, 60)
+    assert gpu.failures(tmp_path) == ["gpu-1.txt", "gpu-logits.json"]
+
+
+def test_what_was_stopped_is_resumed_once(tmp_path: Path) -> None:
+    """Of several commands each has its share of the time. Those that ended are not run again."""
+    quick, slow = tmp_path / "gpu-quick.txt", tmp_path / "gpu-slow.txt"
+    commands = {
+        slow: program("import time; time.sleep(60)"),
+        quick: program(f"open({str(tmp_path / 'n')!r}, 'a').write('x')"),
+    }
+    assert not gpu._run_logged(commands, 3)
+    assert gpu._is_done(quick)
+    assert gpu.failures(tmp_path) == []  # not yet
+    assert gpu._run_logged(commands, 3)  # stopped twice: not tried again
+    assert gpu.failures(tmp_path) == ["gpu-slow.txt"]
+    assert (tmp_path / "n").read_text() == "x"
+
+
+def test_the_stage_of_the_card_waits_for_its_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = {tmp_path / "gpu-1-slow.txt": program("import time; time.sleep(60)")}
+    monkeypatch.setattr(gpu, "test_commands", lambda results: commands)
+    monkeypatch.setattr(gpu, "measure", lambda suite, results, seconds: True)
+    assert [gpu.card(tmp_path, 3.0) for _ in range(2)] == [False, True]
+
+
+def test_every_file_with_gpu_tests_has_a_log(tmp_path: Path) -> None:
+    names = {path.stem for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()}
+    assert {path.name for path in gpu.test_commands(tmp_path)} == {
+        f"gpu-1-{n}.txt" for n in names - {Path(__file__).stem}
+    }
+
+
+def test_what_is_absent_leaves_a_stage_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "version", lambda package: "absent" if package == "pydantic" else "1")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for stage, name in ((gpu.runner, "pydantic"), (gpu.sanitizer, "compute-sanitizer")):
+        with pytest.raises(gpu.LeftOutError, match=name):
+            stage(tmp_path, 1.0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a CUDA device")
@@ -88,13 +128,13 @@ def test_without_a_device_nothing_is_installed() -> None:
 def test_the_rehearsal_runs_every_stage(tmp_path: Path) -> None:
     """Two minutes and more: Triton is interpreted."""
     environment = {**os.environ, "BENCHMARK_REHEARSAL": "1", "TRITON_INTERPRET": "1", "RESULTS": str(tmp_path)}
-    environment |= {"PYTHON": sys.executable}
+    environment |= {"PYTHON": sys.executable, "OUT": str(tmp_path), "BUDGET_S": "1200"}
     done = subprocess.run([ROOT / "benchmarks" / "gpu.sh"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     state = json.loads((tmp_path / "gpu-state.json").read_text())["stages"]
     assert {stage["status"] for stage in state.values()} == {"finished"}
     assert list(state) == list(gpu.STAGES)
-    for pattern in ("gpu-1-tests.txt", "gpu-card-*", "gpu-logits-*", "gpu-hidden-*", "gpu-tuning-*", "gpu-[456]-*"):
+    for pattern in ("gpu-1-test_*.txt", "gpu-card-*", "gpu-logits-*", "gpu-hidden-*", "gpu-tuning-*", "gpu-[456]-*"):
         assert list(tmp_path.glob(pattern)), pattern
     for page in tmp_path.glob("*.md"):
         assert "REHEARSAL" in page.read_text(), page
@@ -108,33 +148,32 @@ def test_the_rehearsal_runs_every_stage(tmp_path: Path) -> None:
     assert {"dapo_kernels, triton", *(tuning.name for tuning in TUNINGS)} <= {
         row["name"] for row in rows if row["status"] == "ok"
     }
+    packed = subprocess.run(["tar", "-tzf", tmp_path / "gpu-results.tar.gz"], capture_output=True, text=True)
+    assert {"gpu-state.json", "gpu-5-runner.json", "gpu-0-setup.txt"} <= set(packed.stdout.split())
 
 
-def test_the_bundle_names_sizes_and_what_cannot_be_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        if "gone" in command:
-            return subprocess.CompletedProcess(command, 1, "", "ERROR: no such wheel")
-        Path(command[-1], "here-1.whl").write_bytes(bytes(2 * 2**20))
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr(gpu, "BUILD_WHEELS", ("here",))
-    monkeypatch.setattr(gpu, "RUNNER_WHEELS", ())
-    monkeypatch.setattr(gpu, "LONE_WHEELS", ("gone",))
-    monkeypatch.setattr(gpu, "MODEL", tmp_path / "models" / "none")
-    monkeypatch.setattr(gpu.subprocess, "run", download)
-    for _ in range(2):
-        text = gpu.bundle(tmp_path / "bundle")
-        assert "2.0 MiB  here" in text
-        assert "skipped  gone: ERROR: no such wheel" in text
-        assert "skipped  the model" in text
-    assert (tmp_path / "bundle" / "wheels" / "here-1.whl").exists()
+def test_parts_are_small_and_join_to_what_they_were_cut_from(tmp_path: Path) -> None:
+    sizes = {"small.whl": 30, "large.whl": 250, "other.whl": 60}
+    for name, size in sizes.items():
+        (tmp_path / name).write_bytes(os.urandom(size))
+    taken = bundle.split([tmp_path / name for name in sizes], tmp_path / "parts", limit=100)
+    assert max(taken) <= 100
+    assert sum(taken) == sum(sizes.values())
+    pieces = sorted((tmp_path / "parts").glob("*/large.whl.*"), key=lambda path: path.name)
+    assert [path.name for path in pieces] == [f"large.whl.{n}of3" for n in (1, 2, 3)]
+    assert b"".join(path.read_bytes() for path in pieces) == (tmp_path / "large.whl").read_bytes()
 
 
-def test_the_runner_names_what_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu.machine, "version", lambda package: "absent" if package == "vllm" else "1")
-    monkeypatch.setattr(gpu, "MODEL", tmp_path)
-    assert gpu.runner(tmp_path, 1.0)
-    assert "vllm" in (tmp_path / "gpu-5-runner.md").read_text()
+def test_a_copy_without_git_has_the_commit_of_its_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = machine.source_state()
+    assert state["commit"] is not None
+    monkeypatch.setenv("PATH", str(tmp_path))  # no git
+    monkeypatch.setattr(machine, "BUNDLE", tmp_path)
+    assert machine.commit().startswith("unknown")
+    (tmp_path / "1").mkdir()
+    for sources, suffix in ((state["sources"], ""), ("others", "+changes")):
+        (tmp_path / "1" / "commit.json").write_text(json.dumps({"commit": "abc", "sources": sources}))
+        assert machine.commit() == f"abc{suffix}"
 
 
 def test_the_recipe_of_the_runner_is_valid(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from benchmarks import harness, tuning
 from benchmarks.configs import Config
-from benchmarks.contestants import CONTESTANTS, Contestant
+from benchmarks.contestants import CONTESTANTS, Contestant, cluster_holds
 from benchmarks.peers import PEERS
 from benchmarks.problem import build
 from benchmarks.truth import find_truth
@@ -139,15 +141,24 @@ def test_only_plain_means_go_to_those_who_know_nothing_else() -> None:
     assert only_there == ["quack linear_cross_entropy, chunked", "Liger fused linear cross-entropy"]
 
 
-def test_eviction_hints_are_in_every_access_of_a_row() -> None:
-    source = 'load(other=float("-inf"))\ndef _write_gradient(\n'
-    source += 'load(other=float("-inf"))\nstore(x.to(Out.dtype.element_ty), mask=offs_v < end)'
-    first, _, rest = tuning.source_with_hints(source).partition("def _write_gradient(")
-    assert (first.count("evict_last"), rest.count("evict_first")) == (1, 2)
-    with pytest.raises(ValueError, match="sweeps"):
-        tuning.source_with_hints("def _write_gradient(")
-    sweeps = (tuning.Path(harness.__file__).parents[1] / "dapo_kernels/backends/triton/sweeps.py").read_text()
-    assert tuning.source_with_hints(sweeps).count("eviction_policy") >= 3
+def test_the_variant_without_eviction_hints_has_none() -> None:
+    pytest.importorskip("triton")
+    kernels = tuning.kernels_without_hints()
+    with_hints = importlib.import_module("dapo_kernels.backends.triton.kernels")
+    for name in ("sweep_grad", "sweep_stats"):
+        changed, same = (Path(getattr(module, name).fn.__code__.co_filename) for module in (kernels, with_hints))
+        assert "evict" not in changed.read_text().partition("import annotations")[2]
+        assert "evict_first" in same.read_text().partition("import annotations")[2]
+
+
+def test_a_cluster_holds_what_fits_its_shared_memory() -> None:
+    logits = replace(LOGITS, device="cuda", mode="train")
+    held = {
+        (n, dtype): cluster_holds(replace(logits, vocab=n, dtype=dtype))
+        for n in (262144, 262143, 2**21)
+        for dtype in ("float32", "bfloat16")
+    }
+    assert {case for case, fits in held.items() if fits} == {(262144, "float32"), (262144, "bfloat16")}
 
 
 def test_a_missing_backend_is_an_absence() -> None:
