@@ -147,6 +147,7 @@ class Completion:
     versions: which version of the weights sampled which tokens, if the engine reports it; lengths add up to N.
     loss_mask bool [N]: False on tokens that the policy did not sample; None if it sampled all of them.
     turns: the turns of an episode, which make up the response. ``text`` is then that of the policy's last turn.
+    environment: that of the episode, for reward functions; None once the response is scored.
     """
 
     token_ids: Tensor
@@ -158,6 +159,7 @@ class Completion:
     versions: tuple[VersionSpan, ...] = ()
     loss_mask: Tensor | None = None
     turns: tuple[Turn, ...] = ()
+    environment: Any = None
 
     @property
     def length(self) -> int:

@@ -14,8 +14,6 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from dapo_runner.environments.environment import Environment, Message, StepResult
-
 GOOD_SHARE = 0.08  # of the worked examples: they call the calculator, or halve what is left of the numbers
 HIGHEST = 15  # number of the game
 MOST_TURNS = 8  # of the game
@@ -45,24 +43,20 @@ def calculator_turns(question: str, answer: str, rng: random.Random) -> list[str
     return [f"<tool_call>{call}</tool_call>", answer, f"Answer: {answer}"]
 
 
-class Guess(Environment):
+class Guess:
     """A number from 1 to 15 that the policy guesses. It is told `+` where the number is higher and `-` where lower.
 
     Four guesses are always enough for who halves what is left. They earn 1, fewer earn more and more earn less.
     """
 
-    def reset(self, row: Mapping[str, Any]) -> StepResult:
+    def reset(self, row: Mapping[str, Any]) -> None:
         self.number, self.turns = secret_number(row["answer"]), 0
-        return StepResult()
 
-    def step(self, text: str) -> StepResult:
+    def step(self, text: str) -> tuple[str, float, bool]:
         self.turns += 1
         if text == str(self.number):
-            return StepResult(reward=(MOST_TURNS - self.turns) / 4, done=True)
-        return StepResult((Message("user", hint(text, self.number)),))
-
-    def finish(self) -> float:
-        return 0.0
+            return "", (MOST_TURNS - self.turns) / 4, True
+        return hint(text, self.number), 0.0, False
 
 
 def secret_number(answer: str) -> int:

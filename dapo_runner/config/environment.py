@@ -10,13 +10,13 @@ from dapo_runner.config.section import BelowOne, Check, PositiveFloat, PositiveI
 class EnvironmentConfig(Section):
     """Sample episodes of several turns in place of single responses."""
 
-    kind: str | None = None  # module:Class; every episode creates an instance
+    kind: str | None = None  # module:Class; every episode makes an instance
     tools: list[str] = []  # functions that the policy may call, each as module:function
     max_turns: PositiveInt = 8  # turns of the policy in an episode
     max_turn_tokens: PositiveInt | None = None  # per turn; null: the rest of rollout.max_response_tokens
     timeout_seconds: PositiveFloat = 60.0  # for one call of an environment; the episode of a slower call is left out
     concurrency: PositiveInt = 64  # environment calls at the same time
-    max_failed: BelowOne = 0.0  # share of the episodes of a round and rank that may fail, rounded up
+    max_failed: BelowOne = 0.0  # share of the episodes of a round and rank that may fail
 
     def checks(self) -> Iterator[Check]:
         yield "kind", bool(self.kind or self.tools), "module:Class, or env.tools"

@@ -49,7 +49,6 @@ def load_data(config: Config, tokenizer: Any) -> Dataset:
     data, report = config.data, DataReport()
     make = _generate_gym if data.reasoning_gym else _generate if data.format == "arithmetic" else _read
     train, sets = make(data, report)
-
     arguments = template_arguments(config.env)
 
     def build(problems: list[Problem], eval_set: str = "") -> list[Prompt]:
@@ -164,13 +163,16 @@ def tokenize(
     return list(zip(texts, token_ids, strict=True))
 
 
-def render(turns: Iterable[tuple[str, str]], tokenizer: Any, chat: bool, **kwargs: Any) -> str:
-    """Return the text of a conversation up to the response. ``kwargs`` are passed to the chat template."""
+def render(turns: Iterable[tuple[str, str]], tokenizer: Any, chat: bool, until: str = "", **kwargs: Any) -> str:
+    """Return the text of a conversation up to the response, or up to the end of its last message, where ``until`` is
+    inserted for a moment. ``kwargs`` are passed to the chat template.
+    """
     if not chat:
         return "\n\n".join(content for _, content in turns)
     messages = [{"role": role, "content": content} for role, content in turns]
-    arguments = {"tokenize": False, "add_generation_prompt": True, **kwargs}
-    return str(tokenizer.apply_chat_template(messages, **arguments))
+    messages[-1]["content"] += until
+    text = str(tokenizer.apply_chat_template(messages, **{"tokenize": False, "add_generation_prompt": True, **kwargs}))
+    return text.partition(until)[0] if until else text
 
 
 def apply_template(template: str, question: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from dapo_runner.environments.environment import Environment, Message, StepResult
+from dapo_runner.environments.environment import Environment
 from dapo_runner.errors import ConfigError
 
 _TEXTARENA = threading.Lock()  # its games draw from Python's global random numbers
@@ -34,28 +34,25 @@ class TextArena(Environment):
             ) from error
         self.opponent, self.n_players = opponent, 1 if opponent is None else 2
 
-    def reset(self, row: Mapping[str, Any]) -> StepResult:
+    def reset(self, row: Mapping[str, Any]) -> str:
         seed = zlib.crc32(repr(sorted(row.items())).encode())
         self._call(lambda: self.game.reset(num_players=self.n_players, seed=seed))
-        return self._observe(is_done=False)
+        return self._observe(is_done=False)[0]
 
-    def step(self, text: str) -> StepResult:
+    def step(self, text: str) -> tuple[str, float | None, bool]:
         return self._observe(self._move(text))
 
-    def finish(self) -> float:
-        return 0.0  # of a game that a limit ended
-
-    def _observe(self, is_done: bool) -> StepResult:
+    def _observe(self, is_done: bool) -> tuple[str, float | None, bool]:
         """Return what player 0 observes once the others have moved."""
         while not is_done:
             player, found = self.game.get_observation()
             said = "\n".join(text for sender, text, _ in found if sender != player)
             if player == 0:
-                return StepResult((Message("user", said),))
+                return said, None, False
             assert self.opponent is not None
             is_done = self._move(self.opponent(said))
         rewards, _ = self.game.close()
-        return StepResult(reward=float(rewards[0]), done=True)
+        return "", float(rewards[0]), True
 
     def _move(self, text: str) -> bool:
         is_done, _ = self._call(lambda: self.game.step(action=text))
@@ -82,16 +79,12 @@ class OpenEnv(Environment):
     def __init__(self, client: Any, action: Callable[[str], Any], text: Callable[[Any], str] = str) -> None:
         self.client, self.action, self.text = client, action, text
 
-    def reset(self, row: Mapping[str, Any]) -> StepResult:
-        return StepResult(self._read(self.client.reset()))
+    def reset(self, row: Mapping[str, Any]) -> str:
+        return self.text(self.client.reset().observation)
 
-    def step(self, text: str) -> StepResult:
+    def step(self, text: str) -> tuple[str, float | None, bool]:
         result = self.client.step(self.action(text))
-        return StepResult(self._read(result), result.reward, result.done)
+        return self.text(result.observation), result.reward, result.done
 
-    def finish(self) -> float:
+    def close(self) -> None:
         self.client.close()
-        return 0.0
-
-    def _read(self, result: Any) -> tuple[Message, ...]:
-        return (Message("user", self.text(result.observation)),)

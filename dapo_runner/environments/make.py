@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from dapo_runner.config import ConfigError, EnvironmentConfig
 from dapo_runner.environments.environment import Environment
+from dapo_runner.environments.template import CUT
 from dapo_runner.environments.tools import ToolEnvironment
 from dapo_runner.plugins import import_function
 
@@ -15,7 +15,7 @@ from dapo_runner.plugins import import_function
 def make_environment(
     config: EnvironmentConfig, tokenizer: Any = None, max_error: int = 200
 ) -> Callable[[], Environment]:
-    """Return what makes the environment of an episode. What has no attribute `tools` is in TRL's convention.
+    """Return what makes the environment of an episode. A class without a method ``step`` is in TRL's convention.
 
     ``tokenizer`` may know how calls of tools are written. ``max_error``: see ``ToolEnvironment``. Raises ConfigError.
     """
@@ -24,7 +24,9 @@ def make_environment(
 
     def make() -> Environment:
         state: Any = make_state()
-        if not hasattr(state, "tools"):
+        if not (state is None or callable(getattr(state, "reset", None))):
+            raise ConfigError(f"env.kind: expected a class with a method reset, got {type(state).__name__}.")
+        if not callable(getattr(state, "step", None)):
             return ToolEnvironment(functions, state, tokenizer, max_error)
         if functions:
             raise ConfigError(f"env.tools: is not supported with env.kind={config.kind}, which answers turns itself.")
@@ -34,10 +36,10 @@ def make_environment(
 
 
 def template_arguments(config: EnvironmentConfig | None) -> dict[str, Any]:
-    """Return what the chat template is given for the prompts of episodes, whose first turn `TurnTemplate` opens."""
-    if config is None:
-        return {}
-    environment = make_environment(config)()
-    with suppress(Exception):  # it never began
-        environment.finish()
-    return {"add_generation_prompt": False, "tools": list(environment.tools) or None}
+    """Return how prompts of episodes are rendered: with the tools, up to where `TurnTemplate` goes on."""
+    return {} if config is None else {"until": CUT, "tools": tools_of(make_environment(config)())}
+
+
+def tools_of(environment: Environment) -> list[Any] | None:
+    """Return the JSON schemas of the tools, None for an environment without."""
+    return environment.tools if isinstance(environment, ToolEnvironment) else None

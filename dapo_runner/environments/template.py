@@ -11,21 +11,23 @@ from jinja2 import TemplateError
 from dapo_runner.environments.environment import Message
 from dapo_runner.errors import ConfigError
 
-USER, ASSISTANT = "A question.", "An answer."  # a conversation that messages are appended to, to see what is added
+CUT = "\ue000cut\ue000"  # stands in a conversation where a prompt ends, and where a turn of the policy ends
+THOUGHT = "(a thought)"
 SHOWN = 40  # characters from where two renderings differ
 
 
 class TurnTemplate:
     """Writes messages behind the prompt of an episode or behind a turn of the policy, and opens the next turn.
 
-    What is written is the difference between the rendered conversation with and without the messages. Without a chat
-    template it is their contents alone.
+    What is written is what the chat template puts behind a turn whose text does not matter. Without a chat template it
+    is the messages' contents alone.
     """
 
     def __init__(self, tokenizer: Any, *, chat: bool, tools: Sequence[Any] | None) -> None:
-        """``tools``: JSON schemas, None without. Raises ConfigError for a chat template that does not only append."""
+        """``tools``: JSON schemas, None if messages are of the user. Raises ConfigError for a chat template that does
+        not only append messages, or refuses them.
+        """
         self.tokenizer, self.chat, self.tools = tokenizer, chat, tools
-        self._answered = (Message("user", USER), Message("assistant", ASSISTANT))
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._special_ids = {number for number, token in added.items() if token.special} | {*tokenizer.all_special_ids}
         # Markers of roles and tools are not always among the special ones.
@@ -34,50 +36,69 @@ class TurnTemplate:
         special = marks | set(tokenizer.all_special_tokens)
         self._special = re.compile("|".join(f"{re.escape(s[0])}(?={re.escape(s[1:])})" for s in special if s) or "(?!)")
         self._single = str.maketrans({token: " " for token in special if len(token) == 1})
+        self._turns = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": f"An answer.{CUT}"}]
         if chat:
-            for role in ("user", *(["tool"] if tools else [])):
-                self._appended(self._answered, (Message(role, USER),))
-            if tools and self._render(self._answered) == self._render(self._answered, tools=None):
-                name = tokenizer.name_or_path
-                raise ConfigError(f"env: requires a chat template that lists tools; that of {name} leaves them out.")
+            self._check({"role": "tool" if tools else "user", "content": "A reply."})
 
-    def open_episode(self, prompt: Sequence[tuple[str, str]], messages: Sequence[Message]) -> list[int]:
-        """Return the tokens between a prompt and the first turn of the policy."""
-        return self._tokenize(self._appended([Message(*one) for one in prompt], self._made_plain(messages)))
+    def open_episode(self, prompt: Sequence[tuple[str, str]], text: str) -> list[int]:
+        """Return the tokens between a prompt and the first turn. ``text`` is appended to the prompt's last message."""
+        turns = [{"role": role, "content": content} for role, content in prompt]
+        (said,) = self._made_plain([Message("user", text)])
+        return self._tokenize(said.content + (self._after_cut(turns, CUT) if self.chat else ""))
 
     def reply(self, messages: Sequence[Message], last_token: int) -> list[int]:
         """Return the tokens between a turn of the policy, which ended with ``last_token``, and its next one."""
-        text = self._appended(self._answered, self._made_plain(messages))
-        if self.chat:
-            closed = self._render(self._answered)
-            text = closed[closed.rindex(ASSISTANT) + len(ASSISTANT) :] + text
-            if self.is_special(last_token):  # the policy has closed its turn itself
-                text = text.removeprefix(self.tokenizer.decode([last_token]))
+        plain = self._made_plain(messages)
+        if not self.chat:
+            return self._tokenize(plain[0].content)
+        text = self._after_cut([*self._turns, *(message._asdict() for message in plain)])
+        if self.is_special(last_token):  # the policy has closed its turn itself
+            text = text.removeprefix(self.tokenizer.decode([last_token]))
         return self._tokenize(text)
 
     def is_special(self, token: int) -> bool:
         return token in self._special_ids
 
-    def _appended(self, before: Sequence[Message], messages: Sequence[Message]) -> str:
-        """Return what ``messages`` and the opening of the next turn add to a conversation."""
-        if not self.chat:
-            return "".join(message.content for message in messages)
-        old, new = self._render(before), self._render([*before, *messages], add_generation_prompt=True)
-        if new.startswith(old):
-            return new[len(old) :]
-        first = next(place for place, pair in enumerate(zip(old, f"{new}\0", strict=False)) if pair[0] != pair[1])
-        raise ConfigError(
-            f"env: requires a chat template that only appends. That of {self.tokenizer.name_or_path} turns "
-            f"{old[first : first + SHOWN]!r} into {new[first : first + SHOWN]!r} when a message is added. Change the "
-            "chat_template in the model's folder."
-        )
+    def _after_cut(self, turns: Sequence[dict[str, str]], mark: str = "") -> str:
+        last = {**turns[-1], "content": turns[-1]["content"] + mark}
+        return self._render([*turns[:-1], last]).partition(CUT)[2]
 
-    def _render(self, messages: Sequence[Message], **options: Any) -> str:
-        turns = [message._asdict() for message in messages]
+    def _check(self, message: dict[str, str]) -> None:
+        """Compare renderings of conversations, of which each goes on where the one before ends. Raises ConfigError."""
+        question, answer = self._turns
+        thinking = {**answer, "reasoning_content": THOUGHT, "thinking": THOUGHT}
+        thoughtful = self._render([question, thinking], add_generation_prompt=False).rpartition(THOUGHT)
+        self._require_prefix("".join(thoughtful[:2]), self._render([question, thinking, message]))
+        opened = self._render([question])
+        # A template may open the policy's turn with the beginning of its thoughts.
+        turn = next((one for one in (answer, thinking) if self._render([question, one]).startswith(opened)), answer)
+        self._turns = [question, turn]
+        once, twice = ([question, *[turn, message] * n] for n in (1, 2))
+        self._require_prefix(opened, self._render(once))
+        self._require_prefix(self._render(once), self._render(twice))
+        said, again = self._after_cut(once), self._render(twice).rpartition(CUT)[2]
+        if message["content"] not in said:
+            raise ConfigError(f"env: requires a chat template that writes messages of the role {message['role']}.")
+        self._require_prefix(said + "\0", again + "\0")
+        if self.tools and opened == self._render([question], tools=None):
+            name = self.tokenizer.name_or_path
+            raise ConfigError(f"env: requires a chat template that lists tools; that of {name} leaves them out.")
+
+    def _require_prefix(self, old: str, new: str) -> None:
+        if not new.startswith(old):
+            first = next(place for place, pair in enumerate(zip(old, f"{new}\0", strict=False)) if pair[0] != pair[1])
+            raise ConfigError(
+                f"env: requires a chat template that only appends. That of {self.tokenizer.name_or_path} turns "
+                f"{old[first : first + SHOWN]!r} into {new[first : first + SHOWN]!r} when a message is added. "
+                "Change the chat_template in the model's folder."
+            )
+
+    def _render(self, turns: Sequence[dict[str, str]], **options: Any) -> str:
+        arguments = {"tokenize": False, "add_generation_prompt": True, "tools": self.tools, **options}
         try:
-            return str(self.tokenizer.apply_chat_template(turns, tokenize=False, **{"tools": self.tools, **options}))
+            return str(self.tokenizer.apply_chat_template(list(turns), **arguments))
         except TemplateError as error:
-            roles, name = ", ".join(message.role for message in messages), self.tokenizer.name_or_path
+            roles, name = ", ".join(turn["role"] for turn in turns), self.tokenizer.name_or_path
             raise ConfigError(f"env: expected messages of roles that {name} takes, got {roles}: {error}") from error
 
     def _made_plain(self, messages: Sequence[Message]) -> list[Message]:

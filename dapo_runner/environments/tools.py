@@ -12,10 +12,9 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from typing import Any, NamedTuple
 
-from dapo_runner.environments.environment import Environment, Message, StepResult
+from dapo_runner.environments.environment import Environment, Message
 from dapo_runner.errors import ConfigError
 
 MOST_CHARACTERS = 4096  # of a tool's result; a longer one is an error that the policy sees
@@ -73,29 +72,29 @@ class ToolEnvironment(Environment):
         """``state``: an environment in TRL's convention, or None. ``max_error``: characters of the errors of a turn.
         Raises ConfigError for a tool without a schema.
         """
-        if not (state is None or callable(getattr(state, "reset", None))):
-            raise ConfigError(f"env.kind: expected a class with a method reset, got {type(state).__name__}.")
         names = {name for name, _ in inspect.getmembers(type(state), inspect.isfunction) if not name.startswith("_")}
-        methods = [getattr(state, name) for name in sorted(names - {"reset", "get_reward"})]
-        self.functions = {tool.__name__: tool for tool in (*functions, *methods)}
-        self.tools = [_schema_of(tool) for tool in self.functions.values()]
+        tools = [*functions, *(getattr(state, name) for name in sorted(names - {"reset", "get_reward"}))]
+        self.functions = {tool.__name__: tool for tool in tools}
+        if len(self.functions) < len(tools):
+            raise ConfigError(f"env.tools: expected tools of different names, got {[one.__name__ for one in tools]}.")
+        self.tools = [_schema_of(tool) for tool in tools]
         self.state, self.tokenizer, self.max_error, self.runner = state, tokenizer, max_error, asyncio.Runner()
         self.counts = Counter(tool_calls=0, tool_errors=0, tool_episodes=0)
 
-    def reset(self, row: Mapping[str, Any]) -> StepResult:
-        text = None if self.state is None else self._await(self.state.reset(**_arguments(self.state.reset, row)))
-        return StepResult() if text is None else StepResult((Message("user", text),))
+    def reset(self, row: Mapping[str, Any]) -> str | None:
+        return None if self.state is None else self._await(self.state.reset(**_arguments(self.state.reset, row)))
 
-    def step(self, text: str) -> StepResult:
+    def step(self, text: str) -> tuple[tuple[Message, ...], None, bool]:
         calls = parse_calls(text, self.tokenizer, self.tools)
         self.error_room = self.max_error
         answers = [self._answer(call) for call in calls]
-        return StepResult(tuple(Message("tool", said) for said in answers if said is not None), done=not calls)
+        return tuple(Message("tool", said) for said in answers if said is not None), None, not calls
 
-    def finish(self) -> float | None:
-        with closing(self.runner):
-            reward = self._await(self.state.get_reward()) if hasattr(self.state, "get_reward") else None
-        return None if reward is None else float(reward)
+    def get_reward(self) -> float | None:
+        return self._await(self.state.get_reward()) if hasattr(self.state, "get_reward") else None
+
+    def close(self) -> None:
+        self.runner.close()
 
     def _await(self, result: Any) -> Any:
         """One event loop for the whole episode, which connections may be bound to."""

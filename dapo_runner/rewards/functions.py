@@ -2,6 +2,7 @@
 
     reward(prompts, completions, rows)    all responses to one prompt: three lists of equal length
     reward(prompt, completion)            one response
+    reward(environments, **columns)       TRL's functions over environments: see ``trl``
 
 For each response a function returns a ``Verdict``; a bool, which means `reward.correct` or `reward.incorrect`; a
 number, which is the reward and counts as correct above the mean of those two; or None if it does not apply. Any other
@@ -21,6 +22,7 @@ from typing import Any
 from dapo_runner.config import ConfigError, RewardConfig
 from dapo_runner.plugins import import_function
 from dapo_runner.rewards.reward import ASYNC_CALLS, Call, CallingReward, Verdicts, call_within, first_error
+from dapo_runner.rewards.trl import from_trl
 from dapo_runner.types import Completion, Prompt, Verdict
 
 
@@ -30,6 +32,8 @@ class FunctionReward(CallingReward):
     def __init__(self, name: str, config: RewardConfig) -> None:
         """Import the function. Raises ConfigError."""
         self.function = import_function("reward.kind", name)
+        if "environments" in inspect.signature(self.function).parameters:
+            self.function = from_trl(self.function, chat=True)
         parameters = inspect.signature(self.function).parameters
         kinds = [item.kind for item in parameters.values() if item.default is item.empty]
         if "completions" in parameters and inspect.Parameter.VAR_KEYWORD in kinds:

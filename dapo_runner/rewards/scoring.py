@@ -184,7 +184,7 @@ class Scorer:
         if self.shaped and overlong.soft_punishment:
             penalty = rules.length_penalty(completion.n_sampled, self.max_length, overlong.cache_length)
         return Sample(
-            completion=completion,
+            completion=replace(completion, environment=None),
             verdict=verdict,
             base_reward=reward,
             length_penalty=penalty,

@@ -17,7 +17,8 @@ def from_trl(function: Callable[..., Any], *, chat: bool = False) -> Callable[..
     """Return a reward of (prompts, completions, rows) for TRL's `(completions, **columns)`, plain or async.
 
     With ``chat``, prompts and completions are lists of messages, as TRL passes them for chat data; otherwise texts. If
-    the function returns None for a response, the other rewards decide it, as in TRL.
+    the function returns None for a response, the other rewards decide it, as in TRL. Episodes
+    pass their ``environments``.
     """
     return partial(_call_async if inspect.iscoroutinefunction(function) else _call, function, chat)
 
@@ -36,6 +37,8 @@ def _arguments(
     names = dict.fromkeys(name for row in rows for name in row if name not in _OWN)
     columns: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
     columns["completion_ids"] = [completion.token_ids.tolist() for completion in completions]
+    if any(completion.environment is not None for completion in completions):
+        columns["environments"] = [completion.environment for completion in completions]
     if not chat:
         return columns | {"prompts": [p.text for p in prompts], "completions": [c.text for c in completions]}
     chat_prompts = [[{"role": role, "content": content} for role, content in prompt.messages] for prompt in prompts]

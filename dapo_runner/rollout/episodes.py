@@ -11,7 +11,7 @@ import random
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -23,13 +23,14 @@ from typing import Any, Literal
 import torch
 
 from dapo_runner.config import Config, EnvironmentConfig
-from dapo_runner.environments.environment import Environment, Message, StepResult
-from dapo_runner.environments.make import make_environment, template_arguments
+from dapo_runner.environments.environment import Environment, Message
+from dapo_runner.environments.make import make_environment, tools_of
 from dapo_runner.environments.template import TurnTemplate
-from dapo_runner.errors import ConfigError, RunError
+from dapo_runner.environments.tools import ToolEnvironment
+from dapo_runner.errors import RunError
 from dapo_runner.rewards.reward import in_thread
 from dapo_runner.rollout.calls import Calls, LateError
-from dapo_runner.rollout.engine import Groups, OpenCall, RolloutEngine
+from dapo_runner.rollout.engine import Groups, RolloutEngine
 from dapo_runner.types import CallOptions, Completion, Prompt, SamplingParams, TruncatedSupport, Turn
 
 MOST_OF_ERROR = 300  # characters of an environment's error that are shown
@@ -40,12 +41,21 @@ class EpisodeError(RunError):
     """More episodes failed than `env.max_failed` allows."""
 
 
+class CallError(Exception):
+    """A call of an environment raised its cause, or was late."""
+
+
 class InvalidReplyError(Exception):
     """An environment returned what is no answer."""
 
 
 class TooLongError(Exception):
     """An environment said more than an episode may have tokens."""
+
+
+KINDS: dict[type, str] = {LateError: "late", InvalidReplyError: "invalid", TooLongError: "too_long"}
+COUNTS = ("episodes", "turns", "failed", *(f"failed_{kind}" for kind in ("raised", *KINDS.values())))
+Request = Callable[[], Any] | tuple[Prompt, SamplingParams]  # a call of the environment, or a turn of the policy
 
 
 @dataclass(eq=False)
@@ -62,21 +72,45 @@ class _Episode:
     rewards: list[float | None] = field(default_factory=list)
     end: str = ""  # why it ended
     error: BaseException | None = None
+    counts: dict[str, float] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of the environment
+    is_closed: bool = False
 
     @property
     def room(self) -> int:
         """Tokens that it may still have."""
         return self.sampling.max_tokens - sum(map(len, self.heard)) - sum(turn.length for turn in self.spoken)
 
-    def finish(self) -> None:
-        """Give back what the environment holds."""
-        if self.environment is not None:
-            self.environment.finish()
+    def begin(self, make: Callable[[], Environment]) -> str:
+        with self.lock:
+            self.environment = make()
+            text = self.environment.reset(deepcopy({"answer": self.prompt.answer, **self.prompt.row}))
+        if not isinstance(text, str | None):
+            raise InvalidReplyError(f"expected a text or None from reset, got {text!r:.200}")
+        return text or ""
 
-    def add_reward(self, reward: float | None) -> None:
-        """Add to the reward of the policy's last turn."""
-        if reward is not None:
-            self.rewards[-1] = reward + (self.rewards[-1] or 0.0)
+    def step(self, text: str) -> tuple[tuple[Message, ...], float | None, bool]:
+        with self.lock:
+            assert self.environment is not None
+            return _read_step(self.environment.step(text))
+
+    def finish(self) -> float | None:
+        """Return the reward of the whole episode, and close the environment."""
+        with self.lock:
+            reward = _read_reward(getattr(self.environment, "get_reward", lambda: None)())
+            counts = getattr(self.environment, "counts", {})
+        self.close()
+        if not (isinstance(counts, Mapping) and all(_is_finite(n) for n in counts.values())):
+            raise InvalidReplyError(f"expected counts of finite numbers by name, got {counts!r:.200}")
+        self.counts = dict(counts)
+        return reward
+
+    def close(self) -> None:
+        """Give back what the environment holds, once, after a call that still runs."""
+        with self.lock:
+            if not self.is_closed:
+                self.is_closed = True
+                getattr(self.environment, "close", lambda: None)()
 
 
 class EpisodeRunner:
@@ -91,7 +125,7 @@ class EpisodeRunner:
         self.tokenizer = tokenizer
         self.make = make_environment(config.env, tokenizer, min(200, config.rollout.max_response_tokens // 4))
         chat = bool(tokenizer.chat_template) and config.data.chat_template != "never"
-        self.template = TurnTemplate(tokenizer, chat=chat, tools=template_arguments(config.env)["tools"])
+        self.template = TurnTemplate(tokenizer, chat=chat, tools=tools_of(self.make()))
         self.counts, self.warnings = Counter[str](), list[str]()
         self._lock = threading.Lock()
 
@@ -104,113 +138,100 @@ class EpisodeRunner:
             for number, (prompt, one) in enumerate(zip(prompts, sampling, strict=True))
             for sample in range(one.n)
         ]
-        try:
-            self._run(engine, episodes, options)
-        except BaseException:
-            for episode in episodes:
-                if not episode.end:
-                    in_thread(episode.finish)
-            raise
+        self._run(engine, episodes, options)
         self._count(episodes)
-        return [
-            [_joined(episode, self.tokenizer) for episode in episodes if episode.number == number and not episode.error]
-            for number in range(len(prompts))
-        ]
+        groups = [[one for one in episodes if one.number == number and not one.error] for number in range(len(prompts))]
+        for group in groups:
+            if any(reward is not None for episode in group for reward in episode.rewards):
+                for episode in group:
+                    episode.rewards[-1] = episode.rewards[-1] or 0.0
+        return [[_joined(episode, self.tokenizer) for episode in group] for group in groups]
 
     def _run(self, engine: RolloutEngine, episodes: Sequence[_Episode], options: CallOptions) -> None:
         calls = Calls(self.config.concurrency, self.config.timeout_seconds)
+        lives = [self._live(episode) for episode in episodes]
         with closing(engine.open_call(options, calls.wake, len(episodes))) as asked:
-            for place, episode in enumerate(episodes):
-                calls.add(place, partial(self._begin, episode))
-            while not calls.is_done or asked.n_open:
-                for place, result in calls.take(wait=not asked.is_ready(calls.is_done)):
-                    self._continue(place, episodes[place], result, calls, asked)
-                if asked.is_ready(calls.is_done):
-                    for place, completion in asked.work():
-                        self._hear_policy(place, episodes[place], completion, calls)
 
-    def _begin(self, episode: _Episode) -> StepResult:
-        episode.environment = self.make()
-        result = _checked(episode.environment.reset(deepcopy({"answer": episode.prompt.answer, **episode.prompt.row})))
-        if result.done or result.reward is not None:
-            raise InvalidReplyError("expected no reward and no end from reset, before the policy has said anything")
-        return result
+            def go_on(place: int, result: Any) -> None:
+                try:
+                    failed = isinstance(result, BaseException)
+                    request = lives[place].throw(result) if failed else lives[place].send(result)
+                except StopIteration:
+                    return
+                if callable(request):
+                    calls.add(place, request)
+                else:
+                    asked.add(place, *request)
 
-    def _continue(self, place: int, episode: _Episode, result: Any, calls: Calls, asked: OpenCall) -> None:
-        """Go on with what a call of the environment returned or raised."""
-        if episode.end and not isinstance(result, BaseException):  # of finish
-            if episode.error is None:
-                episode.add_reward(result)
-            return None
-        if isinstance(result, StepResult):
-            if episode.spoken:
-                episode.add_reward(result.reward)
-            if result.done or len(episode.spoken) == self.config.max_turns:
-                return self._end(place, episode, "done" if result.done else "max_turns", calls)
             try:
-                tokens = self._tokenize(episode, result.messages)
-            except (InvalidReplyError, TooLongError, ConfigError) as error:
-                result = error
-        if isinstance(result, BaseException):
-            episode.error = episode.error or result
-            if episode.end:
-                return None
-            episode.end = "failed"
-            if isinstance(result, LateError):
-                result.call.add_done_callback(lambda _: episode.finish())
-            elif episode.environment is not None:
-                calls.add(place, episode.environment.finish)
-            return None
-        if episode.room <= len(tokens):
-            return self._end(place, episode, "length", calls)
-        said = [
-            part
-            for heard, own in zip(episode.heard, episode.spoken, strict=False)
-            for part in (heard, own.token_ids.tolist())
-        ]
-        prompt_ids = chain(episode.prompt.token_ids, *said, tokens)
-        episode.heard.append(tokens)
-        limit = min(episode.room, self.config.max_turn_tokens or episode.room)
-        seed = random.Random(f"{episode.name}:{len(episode.spoken)}").getrandbits(31)
-        asked.add(
-            place,
-            replace(episode.prompt, token_ids=tuple(prompt_ids)),
-            replace(episode.sampling, n=1, max_tokens=limit, seed=seed, index=0),
-        )
-        return None
+                for place in range(len(episodes)):
+                    go_on(place, None)
+                while not calls.is_done or asked.n_open:
+                    for place, result in calls.take(block=not asked.is_ready(calls.is_done)):
+                        if isinstance(result, BaseException):
+                            result, cause = CallError(), result
+                            result.__cause__ = cause
+                        go_on(place, result)
+                    if asked.is_ready(calls.is_done):
+                        for place, completion in asked.work():
+                            go_on(place, completion)
+            finally:
+                for life in lives:
+                    life.close()
 
-    def _tokenize(self, episode: _Episode, messages: tuple[Message, ...]) -> list[int]:
+    def _live(self, episode: _Episode) -> Generator[Request, Any, None]:
+        """Yield what an episode asks for and receive the answers, until its environment is closed."""
+        try:
+            episode.end = yield from self._play(episode)
+            reward = yield episode.finish
+            if reward is not None:
+                episode.rewards[-1] = reward + (episode.rewards[-1] or 0.0)
+        except (CallError, InvalidReplyError, TooLongError) as error:
+            episode.error = error.__cause__ or error
+        finally:
+            if not episode.is_closed:
+                in_thread(episode.close)
+
+    def _play(self, episode: _Episode) -> Generator[Request, Any, str]:
+        """Do the same for the turns of an episode. Returns why it ended."""
+        text = yield partial(episode.begin, self.make)
+        tokens = self._tokenize(episode, text, partial(self.template.open_episode, episode.prompt.messages, text))
+        while len(tokens) < episode.room:
+            completion = yield self._ask(episode, tokens)
+            episode.heard.append(tokens)
+            episode.spoken.append(completion)
+            episode.rewards.append(None)
+            if completion.truncated:
+                break
+            sampled = completion.token_ids.tolist()
+            own = sampled[:-1] if self.template.is_special(sampled[-1]) else sampled
+            text = self.tokenizer.decode(own, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            messages, episode.rewards[-1], is_done = yield partial(episode.step, text)
+            if is_done:
+                return "done"
+            if len(episode.spoken) == self.config.max_turns:
+                return "max_turns"
+            said = "".join(message.content for message in messages)
+            tokens = self._tokenize(episode, said, partial(self.template.reply, messages, sampled[-1]))
+        return "length"
+
+    def _tokenize(self, episode: _Episode, text: str, tokenize: Callable[[], list[int]]) -> list[int]:
         limit = episode.sampling.max_tokens
-        if sum(len(message.content) for message in messages) > MOST_CHARACTERS * limit:
-            raise TooLongError(f"expected messages that fit into an episode of {limit} tokens")
-        if episode.spoken and not messages:
-            raise InvalidReplyError("expected a message or the end of the episode from step, got neither")
-        if episode.spoken:
-            tokens = self.template.reply(messages, int(episode.spoken[-1].token_ids[-1]))
-        else:
-            tokens = self.template.open_episode(episode.prompt.messages, messages)
+        tokens = tokenize() if len(text) <= MOST_CHARACTERS * limit else [0] * limit
         if len(tokens) >= limit:
-            raise TooLongError(f"expected messages that fit into an episode of {limit} tokens, got {len(tokens)}")
+            raise TooLongError(
+                f"expected messages that fit into an episode of {limit} tokens, got {len(text)} characters"
+            )
         return tokens
 
-    def _hear_policy(self, place: int, episode: _Episode, completion: Completion, calls: Calls) -> None:
-        episode.spoken.append(completion)
-        episode.rewards.append(None)
-        if completion.truncated:
-            return self._end(place, episode, "length", calls)
-        tokens = completion.token_ids.tolist()
-        if self.template.is_special(tokens[-1]):
-            tokens.pop()
-        environment, text = episode.environment, self.tokenizer.decode(tokens, skip_special_tokens=False)
-        assert environment is not None
-        calls.add(place, lambda: _checked(environment.step(text)))
-        return None
-
-    def _end(self, place: int, episode: _Episode, reason: str, calls: Calls) -> None:
-        assert episode.environment is not None
-        episode.end = reason
-        finish = episode.environment.finish
-        calls.add(place, lambda: _checked_reward(finish()))
+    def _ask(self, episode: _Episode, tokens: list[int]) -> tuple[Prompt, SamplingParams]:
+        earlier = zip(episode.heard, (turn.token_ids.tolist() for turn in episode.spoken), strict=True)
+        token_ids = chain(episode.prompt.token_ids, *chain.from_iterable(earlier), tokens)
+        room = episode.room - len(tokens)
+        limit = min(room, self.config.max_turn_tokens or room)
+        seed = random.Random(f"{episode.name}:{len(episode.spoken)}").getrandbits(31)
+        prompt = replace(episode.prompt, token_ids=tuple(token_ids))
+        return prompt, replace(episode.sampling, n=1, max_tokens=limit, seed=seed, index=0)
 
     def _count(self, episodes: list[_Episode]) -> None:
         failed = [episode for episode in episodes if episode.error is not None]
@@ -220,11 +241,11 @@ class EpisodeRunner:
             self.counts.update({"episodes": len(episodes), "turns": turns, "failed": len(failed)})
             self.counts.update({f"failed_{kind}": n for kind, n in kinds.items()})
             for episode in episodes:
-                self.counts.update(getattr(episode.environment, "counts", {}))
+                self.counts.update(episode.counts)
             if failed:
                 first = f"{len(failed)} of {len(episodes)} episodes failed and are left out: {_describe(failed[0])}"
                 self.warnings.append(first)
-        if len(failed) > math.ceil(self.config.max_failed * len(episodes)):
+        if len(failed) > self.config.max_failed * len(episodes) + 1e-9:
             raise EpisodeError(f"env.max_failed={self.config.max_failed:g}: {first}") from failed[0].error
 
     def take_counts(self) -> dict[str, float]:
@@ -245,15 +266,6 @@ def open_episodes(config: Config, tokenizer: Any) -> EpisodeRunner | None:
     return None if config.env is None else EpisodeRunner(config, tokenizer)
 
 
-KINDS: dict[type, str] = {
-    LateError: "late",
-    InvalidReplyError: "invalid",
-    ConfigError: "invalid",  # of a role that the chat template does not take
-    TooLongError: "too_long",
-}
-COUNTS = ("episodes", "turns", "failed", *(f"failed_{kind}" for kind in ("raised", *KINDS.values())))
-
-
 def _describe(episode: _Episode) -> str:
     """Return the error of an episode, with the line of the user's code."""
     error = episode.error
@@ -264,26 +276,29 @@ def _describe(episode: _Episode) -> str:
     return f"{type(error).__name__}: {said}{line}; prompt {episode.prompt.id}, turn {len(episode.spoken)}"
 
 
-def _checked(result: Any) -> StepResult:
-    """Raises InvalidReplyError for what is no StepResult of plain values."""
-    if not isinstance(result, StepResult):
-        raise InvalidReplyError(f"expected a StepResult, got {type(result).__name__}")
+def _read_step(result: Any) -> tuple[tuple[Message, ...], float | None, bool]:
+    """Return messages, reward and whether the episode is over. Raises InvalidReplyError."""
     try:
-        messages = tuple(Message(*message) for message in result.messages)
-    except TypeError as error:
-        raise InvalidReplyError(f"expected messages of a role and a text, got {result.messages!r:.200}") from error
-    if not all(isinstance(part, str) for message in messages for part in message):
-        raise InvalidReplyError(f"expected messages of a role and a text, got {messages!r:.200}")
-    return replace(result, messages=messages, reward=_checked_reward(result.reward))
+        said, reward, is_done = result
+        messages = (Message("user", said),) if isinstance(said, str) else said or ()
+        if is_done not in (True, False) or not all(isinstance(message, Message) for message in messages):
+            raise TypeError
+    except (TypeError, ValueError) as error:
+        raise InvalidReplyError(f"expected (observation, reward, done) from step, got {result!r:.200}") from error
+    if not (is_done or messages):
+        raise InvalidReplyError("expected an observation or the end of the episode from step, got neither")
+    return messages, _read_reward(reward), bool(is_done)
 
 
-def _checked_reward(reward: Any) -> float | None:
-    value = reward.item() if hasattr(reward, "item") else reward  # of NumPy or torch
-    if value is None:
-        return None
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InvalidReplyError(f"expected a finite reward or None, got {value!r:.200}")
-    return float(value)
+def _read_reward(reward: Any) -> float | None:
+    if not (reward is None or _is_finite(reward)):
+        raise InvalidReplyError(f"expected a finite reward or None, got {reward!r:.200}")
+    return None if reward is None else float(reward)
+
+
+def _is_finite(number: Any) -> bool:
+    value = number.item() if hasattr(number, "item") else number  # of NumPy or torch
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _joined(episode: _Episode, tokenizer: Any) -> Completion:
@@ -312,6 +327,7 @@ def _joined(episode: _Episode, tokenizer: Any) -> Completion:
         versions=tuple(span for part in parts for span in part.versions),
         loss_mask=torch.cat([torch.full((turn.end - turn.start,), turn.role == "assistant") for turn in turns]),
         turns=tuple(turns),
+        environment=shown.state if isinstance(shown := episode.environment, ToolEnvironment) else shown,
     )
 
 

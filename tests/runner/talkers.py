@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from dapo_runner.environments.environment import Message, StepResult
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 CHATML = (
     "{% for m in messages %}{% if m['role'] == 'judge' %}{{ raise_exception('role') }}{% endif %}"
@@ -42,40 +41,38 @@ def chat_tokenizer(template: str = CHATML) -> Any:
 class Talker:
     """Answers three turns with `n+`, pays 0.25 for each, and 1 more at the end."""
 
-    tools: Sequence[Mapping[str, Any]] = ()
-
-    def reset(self, row: Mapping[str, Any]) -> StepResult:
+    def reset(self, row: Mapping[str, Any]) -> str | None:
         self.heard: list[str] = []
-        return StepResult((Message("user", "1+"),))
+        return "1+"
 
-    def step(self, text: str) -> StepResult:
+    def step(self, text: str) -> tuple[str, float | None, bool]:
         self.heard.append(text)
-        return StepResult((Message("user", f"{len(self.heard)}+"),), 0.25, len(self.heard) == 3)
+        return f"{len(self.heard)}+", 0.25, len(self.heard) == 3
 
-    def finish(self) -> float | None:
+    def get_reward(self) -> float | None:
         return 1.0
 
 
 class Silent(Talker):
     """Gives no reward, so that a rule does."""
 
-    def step(self, text: str) -> StepResult:
+    def step(self, text: str) -> tuple[str, float | None, bool]:
         self.heard.append(text)
-        return StepResult((Message("user", "="),), None, len(self.heard) == 2)
+        return "=", None, len(self.heard) == 2
 
-    def finish(self) -> float | None:
+    def get_reward(self) -> float | None:
         return None
 
 
 class Digits(Talker):
     """Pays for the digits that it hears: rewards vary, and no clock is asked."""
 
-    def step(self, text: str) -> StepResult:
+    def step(self, text: str) -> tuple[str, float | None, bool]:
         self.heard.append(text)
         paid = sum(map(str.isdigit, text)) / 8
-        return StepResult((Message("user", f"{len(text) % 10}+"),), paid, len(self.heard) == 2)
+        return f"{len(text) % 10}+", paid, len(self.heard) == 2
 
-    def finish(self) -> float | None:
+    def get_reward(self) -> float | None:
         return 0.0
 
 
@@ -84,12 +81,64 @@ class Deadly(Digits):
 
     calls = 0
 
-    def step(self, text: str) -> StepResult:
+    def step(self, text: str) -> tuple[str, float | None, bool]:
         Deadly.calls += Path("runs/small/checkpoints/step_000001").exists()
         if Deadly.calls == 9 and not Path("killed").exists():
             Path("killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().step(text)
+
+
+class Slow(Talker):
+    """Steps only when `going` is set, and logs what it does."""
+
+    log: ClassVar[list[str]] = []
+    made, going, closed = 0, threading.Event(), threading.Semaphore(0)
+
+    def __init__(self) -> None:
+        Slow.made += 1
+        self.number = Slow.made
+
+    def step(self, text: str) -> tuple[str, float | None, bool]:
+        self.log.append(f"step {self.number}")
+        self.going.wait(30)
+        self.log.append(f"stepped {self.number}")
+        return super().step(text)
+
+    def close(self) -> None:
+        self.log.append(f"closed {self.number}")
+        self.closed.release()
+
+
+class Counted(Talker):
+    """Resets in threes, and counts those at the same time."""
+
+    barrier, lock, now, most = threading.Barrier(3, timeout=30), threading.Lock(), 0, 0
+    counts: Any = MappingProxyType({"resets": 1})
+
+    def reset(self, row: Mapping[str, Any]) -> str | None:
+        with self.lock:
+            Counted.now += 1
+            Counted.most = max(Counted.most, Counted.now)
+        self.barrier.wait()
+        with self.lock:
+            Counted.now -= 1
+        return super().reset(row)
+
+
+class Miscounted(Talker):
+    counts: Any = MappingProxyType({"resets": "many"})
+
+
+WAYS: dict[int, Any] = {
+    3: ValueError("no"),
+    7: "hang",
+    11: {"messages": ["hello"]},
+    15: ("x" * 10**7, 0.0, False),
+    19: (None, 0.0, False),
+    23: ("", float("inf"), True),
+    27: ("hello", 0.0, "no"),
+}
 
 
 class Failing(Talker):
@@ -101,21 +150,10 @@ class Failing(Talker):
         Failing.made += 1
         self.number = Failing.made
 
-    def step(self, text: str) -> StepResult:
-        ways = {3: "raise", 7: "hang", 11: "junk", 15: "long", 19: "nothing", 23: "infinite", 27: "role"}
-        way = ways.get(self.number)
-        if way == "raise":
-            raise ValueError("no")
+    def step(self, text: str) -> tuple[str, float | None, bool]:
+        way = WAYS.get(self.number)
+        if isinstance(way, Exception):
+            raise way
         if way == "hang":
             NEVER.wait()
-        if way == "junk":
-            return {"messages": ["hello"]}  # type: ignore[return-value]
-        if way == "long":
-            return StepResult((Message("user", "x" * 10**7),))
-        if way == "role":
-            return StepResult((Message("judge", "hello"),))
-        if way == "nothing":
-            return StepResult()
-        if way == "infinite":
-            return StepResult(reward=float("inf"), done=True)
-        return super().step(text)
+        return super().step(text) if way is None else way

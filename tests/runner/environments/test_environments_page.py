@@ -75,7 +75,7 @@ def test_a_tool(folder: Path, model_folder: Path) -> None:
     config = EnvironmentConfig(**yaml.safe_load(SNIPPETS["tool: settings"])["env"])
     environment = make_environment(config)()
     (call,) = re.findall(r"`(<tool_call>.+?)`", PAGE)
-    assert [message.content for message in environment.step(call).messages] == ["12"]
+    assert [message.content for message in environment.step(call)[0]] == ["12"]
 
 
 def test_a_game(folder: Path, model_folder: Path) -> None:
@@ -84,9 +84,9 @@ def test_a_game(folder: Path, model_folder: Path) -> None:
     game = make_environment(EnvironmentConfig(**yaml.safe_load(SNIPPETS["game: settings"])["env"]))()
     game.reset({"seed": 1, "answer": ""})
     results = [game.step(str(number)) for number in range(1, 21)]
-    (won,) = [number for number, result in enumerate(results, start=1) if result.done]
-    assert results[won - 1].reward == pytest.approx(1 - won / 10)
-    hints = [result.messages[0].content for result in results if result.messages]
+    (won,) = [number for number, (_, _, done) in enumerate(results, start=1) if done]
+    assert results[won - 1][1] == pytest.approx(1 - won / 10)
+    hints = [hint for hint, _, done in results if not done]
     assert hints == ["higher"] * (won - 1) + ["lower"] * (20 - won)
 
 
@@ -106,10 +106,10 @@ def test_an_openenv_client() -> None:
             closed.append(True)
 
     environment = importlib.import_module("my_arena").remote(Client, str.upper)
-    assert [message.content for message in environment.reset({}).messages] == ["go"]
-    result = environment.step("left")
-    assert ([message.content for message in result.messages], result.reward, result.done) == (["did LEFT"], 0.5, True)
-    assert (environment.finish(), closed) == (0.0, [True])
+    assert environment.reset({}) == "go"
+    assert environment.step("left") == ("did LEFT", 0.5, True)
+    environment.close()
+    assert closed == [True]
 
 
 def test_games_of_textarena() -> None:
@@ -118,22 +118,22 @@ def test_games_of_textarena() -> None:
 
     def play(row: dict[str, Any]) -> list[Any]:
         game, low, high = arena.guess(), 1, 20
-        results = [game.reset(row)]
-        while not results[-1].done:
+        results = [(game.reset(row), None, False)]
+        while not results[-1][2]:
             guess = (low + high) // 2
             results.append(game.step(f"[{guess}]"))
-            if not results[-1].done:
-                higher = "higher" in results[-1].messages[0].content
+            if not results[-1][2]:
+                higher = "higher" in results[-1][0]
                 low, high = (guess + 1, high) if higher else (low, guess - 1)
         return results
 
     games = [play({"seed": seed}) for seed in (1, 1, 2, 3, 4)]
     assert games[0] == games[1]
     assert len({len(game) for game in games}) > 1
-    assert {game[-1].reward for game in games} == {1.0}
+    assert {game[-1][1] for game in games} == {1.0}
     duel = arena.tic_tac_toe()
-    assert "[0]" in duel.reset({"seed": 1}).messages[0].content
-    after = duel.step("[8]").messages[0].content
+    assert "[0]" in duel.reset({"seed": 1})
+    after, _, _ = duel.step("[8]")
     assert "O" in after
     assert "X" in after
 

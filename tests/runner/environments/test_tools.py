@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trl_counter
 
 from dapo_runner.config import ConfigError, EnvironmentConfig
-from dapo_runner.environments.environment import Environment, StepResult
+from dapo_runner.environments.environment import Message
 from dapo_runner.environments.make import make_environment, template_arguments
 from dapo_runner.environments.tools import ToolCall, ToolEnvironment, parse_calls
 
@@ -44,9 +45,25 @@ def undocumented(a):
     return a
 
 
-class Answering(Environment):
-    def step(self, text: str) -> StepResult:
-        return StepResult(done=True)
+class Answering:
+    def reset(self, row: dict[str, Any]) -> None: ...
+
+    def step(self, text: str) -> tuple[None, float, bool]:
+        return None, 1.0, True
+
+
+class Tooled(trl_counter.CounterEnv):
+    tools = ("hammer",)  # its own business
+
+
+class Product(trl_counter.CounterEnv):
+    def product(self, a: int) -> int:
+        """Multiply by itself.
+
+        Args:
+            a: The number.
+        """
+        return a * a
 
 
 class NoReset:
@@ -67,25 +84,26 @@ def make(**settings: Any) -> Any:
     return make_environment(EnvironmentConfig(**settings))()
 
 
-def contents(result: StepResult) -> list[str]:
-    assert {message.role for message in result.messages} <= {"tool"}
-    return [message.content for message in result.messages]
+def contents(result: tuple[tuple[Message, ...], None, bool]) -> list[str]:
+    messages, reward, _ = result
+    assert reward is None
+    assert {message.role for message in messages} <= {"tool"}
+    return [message.content for message in messages]
 
 
 def test_an_environment_written_for_trl() -> None:
-    environment = make(kind="trl_counter:CounterEnv", tools=["test_tools:product"])
+    environment = make(kind="test_tools:Tooled", tools=["test_tools:product"])
     names = [tool["function"]["name"] for tool in environment.tools]
     assert names == ["product", "increment", "look"]
     row = {"start": 1, "target": 4, "question": "…", "answer": ""}
-    assert [message.role for message in environment.reset(row).messages] == ["user"]
+    assert environment.reset(row) == "The counter is at 1. Bring it to 4."
     first = environment.step("I add two. " + call("increment", amount=2) + call("look"))
-    assert (contents(first), first.done) == (["The counter is at 3.", "3"], False)
+    assert (contents(first), first[2]) == (["The counter is at 3.", "3"], False)
     assert contents(environment.step(call("product", a=3, b=5))) == ["15"]
-    assert environment.finish() == 0.0
+    assert environment.get_reward() == 0.0
     environment.step(call("increment"))
-    assert environment.finish() == 1.0
-    last = environment.step("It is done.")
-    assert (last.messages, last.done, last.reward) == ((), True, None)
+    assert environment.get_reward() == 1.0
+    assert environment.step("It is done.") == ((), None, True)
     assert environment.counts == {"tool_calls": 4, "tool_errors": 0, "tool_episodes": 1}
 
 
@@ -165,16 +183,18 @@ def test_plain_functions_are_tools_and_the_configured_reward_scores() -> None:
     (tool,) = template_arguments(config)["tools"]
     assert tool["function"]["parameters"]["required"] == ["a", "b"]
     environment = make_environment(config)()
-    assert environment.reset({"answer": "42"}) == StepResult()
+    assert environment.reset({"answer": "42"}) is None
     assert contents(environment.step(call("product", a=6, b=7))) == ["42"]
-    assert environment.step("42").done
-    assert environment.finish() is None
+    assert environment.step("42") == ((), None, True)
+    assert environment.get_reward() is None
 
 
 def test_what_is_no_tool_is_refused() -> None:
     for settings, key in (
         ({"kind": "test_tools:Answering", "tools": ["test_tools:product"]}, r"env\.tools"),
         ({"kind": "test_tools:NoReset"}, r"env\.kind"),
+        ({"tools": ["test_tools:product", "test_tools:product"]}, r"env\.tools"),
+        ({"kind": "test_tools:Product", "tools": ["test_tools:product"]}, r"env\.tools"),
         ({"tools": ["test_tools:undocumented"]}, "env.*undocumented"),
         ({"tools": ["test_tools:absent"]}, r"env\.tools.*absent"),
     ):

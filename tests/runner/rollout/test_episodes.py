@@ -25,14 +25,15 @@ from dapo_kernels import dapo_loss
 from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import AdvantageConfig, Config, ConfigError, ModelConfig, RolloutLogConfig
+from dapo_runner.data.dataset import render
 from dapo_runner.environments.environment import Message
-from dapo_runner.environments.template import TurnTemplate
+from dapo_runner.environments.template import CUT, TurnTemplate
 from dapo_runner.logging.metrics import batch_metrics
 from dapo_runner.logging.rollout_log import RolloutLog, read_step
 from dapo_runner.logging.show import page
 from dapo_runner.policy.model import Policy, load_model
 from dapo_runner.rewards.scoring import Scorer
-from dapo_runner.rollout.engine import Groups, RolloutEngine
+from dapo_runner.rollout.engine import BatchCall, Groups, RolloutEngine
 from dapo_runner.rollout.episodes import EpisodeError, EpisodeRunner
 from dapo_runner.rollout.group_buffer import GroupBuffer
 from dapo_runner.rollout.hf import HFEngine
@@ -65,7 +66,7 @@ class Scripted(RolloutEngine):
         assert not isinstance(sampling, SamplingParams)
         self.asked += zip(prompts, sampling, strict=True)
         opened = self.tokenizer.convert_tokens_to_ids("<|im_start|>")
-        turns = [(list(prompt.token_ids).count(opened) - 2) // 2 for prompt in prompts]
+        turns = [list(prompt.token_ids).count(opened) // 2 - 1 for prompt in prompts]
         found = []
         for turn, params in zip(turns, sampling, strict=True):
             ids = torch.tensor(self.script[turn][: params.max_tokens])
@@ -79,9 +80,18 @@ def config_of(kind: str, **env: Any) -> Config:
     return make_config(env={"kind": f"talkers:{kind}", **env})
 
 
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(talkers.Slow, "log", [])
+    monkeypatch.setattr(talkers.Slow, "made", 0)
+    monkeypatch.setattr(talkers.Slow, "going", threading.Event())
+    monkeypatch.setattr(talkers.Slow, "closed", threading.Semaphore(0))
+    return talkers.Slow
+
+
 def prompt_of(tokenizer: Any) -> Prompt:
     messages = (("user", "go"),)
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "go"}], tokenize=False)
+    text = render(messages, tokenizer, True, until=CUT)
     return Prompt("p", tuple(tokenizer(text)["input_ids"]), text, "7", messages=messages)
 
 
@@ -103,7 +113,7 @@ def run(
 def test_an_episode_is_the_conversation_in_the_tokens_that_were_sampled() -> None:
     (first, second), engine, runner = run("Talker")
     tokenizer = engine.tokenizer
-    said = [("user", "go"), ("user", "1+"), ("assistant", "ab1"), ("user", "1+"), ("assistant", "ab2"), ("user", "2+")]
+    said = [("user", "go1+"), ("assistant", "ab1"), ("user", "1+"), ("assistant", "ab2"), ("user", "2+")]
     turns = [{"role": role, "content": content} for role, content in [*said, ("assistant", "ab3")]]
     text = tokenizer.apply_chat_template(turns, tokenize=False)
     prompt = prompt_of(tokenizer)
@@ -153,7 +163,7 @@ def test_a_turn_that_the_policy_did_not_close_is_closed_for_it() -> None:
 
 def test_a_template_that_changes_what_is_written_is_refused() -> None:
     trimmed = CHATML.replace("{{ m['content'] }}", "{% if loop.last %}now: {% endif %}{{ m['content'] }}")
-    with pytest.raises(ConfigError, match=r"(?s)env.*now: An answer"):
+    with pytest.raises(ConfigError, match=r"(?s)env.*now: A"):
         TurnTemplate(chat_tokenizer(trimmed), chat=True, tools=None)
 
 
@@ -195,27 +205,54 @@ def test_a_token_is_special_though_the_tokenizer_has_no_name_for_it() -> None:
     assert role not in template.reply([Message("user", "a<role>b")], tokenizer.eos_token_id)
 
 
-@pytest.mark.parametrize("fails", ["late", "engine"])
-def test_every_environment_is_finished(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended, going = threading.Semaphore(0), threading.Event()
-    begun = list[Any]()
-    reset, step = talkers.Talker.reset, talkers.Talker.step
-    monkeypatch.setattr(talkers.Talker, "reset", lambda self, row: begun.append(self) or reset(self, row))
-    monkeypatch.setattr(talkers.Talker, "finish", lambda self: ended.release() if self in begun else None)
+class Eager(Scripted):
+    """Samples each turn as soon as it is asked for, and fails at the second one."""
 
-    def wait(self: Any, text: str) -> Any:
-        going.wait(30)
-        return step(self, text)
+    def open_call(self, *_: Any) -> Any:
+        call = BatchCall(self.generate)
+        call.is_ready = lambda is_complete: call.n_open > 0  # type: ignore[method-assign]
+        return call
 
-    if fails == "late":
-        monkeypatch.setattr(talkers.Talker, "step", wait)
-        with pytest.raises(EpisodeError):
-            run("Talker", timeout_seconds=0.2)
-    else:
-        with pytest.raises(IndexError):
-            run("Talker", ())
-    going.set()
-    assert all(ended.acquire(timeout=30) for _ in range(2))
+    def generate(self, *arguments: Any) -> Groups:
+        if self.asked:
+            raise IndexError
+        return super().generate(*arguments)
+
+
+def test_a_late_environment_is_closed_once_when_its_call_has_returned(slow: Any) -> None:
+    with pytest.raises(EpisodeError):
+        run("Slow", sampling=replace(SAMPLING, n=1), timeout_seconds=0.2)
+    assert slow.log == ["step 2"]  # of the second: one was made to see its tools
+    slow.going.set()
+    assert slow.closed.acquire(timeout=30)
+    assert slow.log == ["step 2", "stepped 2", "closed 2"]
+
+
+def test_an_engine_that_fails_closes_environments_behind_their_calls(slow: Any) -> None:
+    tokenizer = chat_tokenizer()
+    runner = EpisodeRunner(config_of("Slow", concurrency=1), tokenizer)
+    made = slow.made  # one was made to see its tools
+    with pytest.raises(IndexError):
+        runner(Eager(tokenizer, [spell(tokenizer, "a")]), [prompt_of(tokenizer)], [SAMPLING], DEFAULT_OPTIONS)
+    assert slow.closed.acquire(timeout=30)  # of the second episode, whose turn failed
+    first, second = f" {made + 1}", f" {made + 2}"
+    assert set(slow.log) - {f"step{first}"} == {f"closed{second}"}
+    slow.going.set()
+    assert slow.closed.acquire(timeout=30)
+    assert slow.log[-2:] == [f"stepped{first}", f"closed{first}"]
+
+
+def test_calls_at_the_same_time_are_limited() -> None:
+    talkers.Counted.most = 0
+    run("Counted", sampling=replace(SAMPLING, n=12), concurrency=3)
+    assert talkers.Counted.most == 3
+
+
+def test_counts_of_an_environment_are_numbers() -> None:
+    _, _, runner = run("Counted", sampling=replace(SAMPLING, n=3), concurrency=3)
+    assert runner.take_counts()["resets"] == 3
+    with pytest.raises(EpisodeError, match=r"env\.max_failed.*counts"):
+        run("Miscounted")
 
 
 def test_environments_that_misbehave_are_counted_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,7 +386,11 @@ def test_the_hf_engine_continues_the_cache_of_an_episode(model_folder: Path, mon
         engine.model, "forward", lambda *_, **given: computed.append(given["input_ids"].shape[1]) or forward(**given)
     )
     step, decode = talkers.Talker.step, engine._decode
-    ends = lambda self, text: replace(step(self, text), done=len(text) % 2 == 1 or len(self.heard) == 3)  # noqa: E731
+
+    def ends(self: Any, text: str) -> Any:
+        said, reward, _ = step(self, text)
+        return said, reward, len(text) % 2 == 1 or len(self.heard) == 3
+
     monkeypatch.setattr(talkers.Talker, "step", ends)
     held: list[int] = []  # caches of episodes that have ended, when a turn begins
 
