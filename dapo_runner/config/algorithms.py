@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
+
 from dapo_runner.config.section import flatten, lay_over, lay_settings
 
 
@@ -113,10 +115,12 @@ def with_numerics(raw: Any) -> Any:
     if not isinstance(raw, Mapping) or raw.get("numerics") != "matched":
         return raw
     settings, given = dict(MATCHED), flatten(raw)
-    if given.get("rollout.engine", "hf") == "hf":
+    device = given.get("run.device", "auto")
+    has_gpu = torch.cuda.is_available() if device == "auto" else str(device).startswith("cuda")
+    if given.get("rollout.engine", "hf") == "hf" or not has_gpu:
         del settings["rollout.vllm.batch_invariant"]
-    has_correction = any(key.startswith("rollout.correction") for key in given)
-    has_no_use = raw.get("preference") is not None or any(key.startswith("distillation") for key in given)
+    has_correction = any(key.startswith("rollout.correction.") for key in given)
+    has_no_use = any(raw.get(section) is not None for section in ("preference", "distillation"))
     if has_correction or has_no_use or given.get("loss.old_logprobs") == "rollout":
         del settings["rollout.correction"]
     return lay_over(lay_settings({}, settings), raw)

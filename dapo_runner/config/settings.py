@@ -43,8 +43,8 @@ class Config(TrainingConfig):
     requires = {
         "advantage.kind=gae": "critic",
         "loss.objective=dapo !loss.overrides loss.old_logprobs=learner !loss.routing_replay": "preference distillation",
-        "advantage.kind=group_std !advantage.segments !rollout.correction.enabled": "preference distillation",
-        "!rollout.sampling_mask !logging.rollouts.per_token": "preference distillation",
+        "advantage.kind=group_std !advantage.segments !rollout.correction.mask": "preference distillation",
+        "!rollout.sampling_mask !logging.rollouts.per_token !rollout.correction.weights": "preference distillation",
         "!preference !loss.reference !loss.reference_ema": "distillation",
         "parallel.rollout_tensor=1 sampler.oversample=1 !advantage.segments": "env",
     }
@@ -211,6 +211,10 @@ def _engine(config: Config) -> Iterator[Check]:
     n_samples = max(rollout.group_size, config.evaluation.k)
     fits = not spec.is_remote or rollout.max_batch_sequences >= n_samples
     yield "rollout.max_batch_sequences", fits, f"at least {n_samples} (rollout.group_size, evaluation.k)"
+    compares = rollout.correction.enabled or rollout.max_mismatch_kl is not None
+    fits = rollout.sampling_mask or not (compares and rollout.truncations)
+    needs = "true with rollout.top_p, top_k or min_p and rollout.correction or max_mismatch_kl"
+    yield "rollout.sampling_mask", fits, needs
     if rollout.sampling_mask:
         yield "rollout.sampling_mask", bool(rollout.truncations), "false without rollout.top_p, top_k or min_p"
         fits = spec.names_every_support or rollout.top_k is not None

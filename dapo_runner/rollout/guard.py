@@ -23,10 +23,18 @@ OWNED = {
 }
 
 
-def model_facts(text_config: Any, float32_logits: bool, batch_invariant: bool) -> dict[str, Any]:
+def model_facts(text_config: Any, dtype: str, float32_logits: bool, batch_invariant: bool) -> dict[str, Any]:
     """Return facts that server and trainer must agree on: model sizes from a transformers configuration, numerics."""
     sizes = {name: getattr(text_config, name, None) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
-    return sizes | {"float32_logits": float32_logits, "batch_invariant": batch_invariant}
+    return sizes | {"dtype": dtype, "float32_logits": float32_logits, "batch_invariant": batch_invariant}
+
+
+async def _served_facts(client: Any) -> dict[str, Any]:
+    """Return the facts of vLLM's engine ``client``. The workers report in which dtypes they compute logits."""
+    model, heads = client.model_config, await client.collective_rpc("head_dtypes")
+    is_wide = {dtype for worker in heads for dtype in worker} == {"torch.float32"}
+    is_invariant = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
+    return model_facts(model.hf_text_config, str(model.dtype).removeprefix("torch."), is_wide, is_invariant)
 
 
 class Ownership:
@@ -93,6 +101,7 @@ class Guard:
             raise RuntimeError("VLLM_API_KEY: must contain the server's key. Start the server with `dapo serve`.")
         self.wanted = f"Bearer {key}".encode()
         self.ownership = Ownership()
+        self.model: dict[str, Any] | None = None  # the facts of the server's model, from the first claim on
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan" or scope["path"] == "/health":
@@ -103,9 +112,8 @@ class Guard:
         if not hmac.compare_digest(headers.get(b"authorization", b""), self.wanted):
             await _answer(scope, send, 401, "Unauthorized")
         elif path == CLAIM:
-            model, is_invariant = scope["app"].state.engine_client.model_config, os.environ.get("VLLM_BATCH_INVARIANT")
-            facts = model_facts(model.hf_text_config, str(model.head_dtype) == "torch.float32", is_invariant == "1")
-            reason = await self.ownership.claim(await _read_json(receive), facts)
+            self.model = self.model or await _served_facts(scope["app"].state.engine_client)
+            reason = await self.ownership.claim(await _read_json(receive), self.model)
             await _answer(scope, send, 403 if reason else 200, reason)
         elif (reason := self.ownership.refuse(path, token)) or path == RELEASE:
             await _answer(scope, send, 409 if reason else 200, reason)

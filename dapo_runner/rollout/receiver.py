@@ -1,4 +1,4 @@
-"""Load weights from a file in the workers of `vllm serve`, as started by `dapo serve`."""
+"""What `dapo serve` adds to the workers of `vllm serve`: loading weights from a file, the dtypes of the output head."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from safetensors.torch import load_file
 
 from dapo_runner.rollout.transfer import checksum
-from dapo_runner.rollout.vllm import pack_for_cpu
+from dapo_runner.rollout.vllm import head_dtypes, pack_for_cpu
 
 
-class FileReceiver:
-    """Methods that `--worker-extension-cls` adds to vLLM's Worker, for ``transfer.FileTransfer``."""
+class Receiver:
+    """Methods that `--worker-extension-cls` adds to vLLM's Worker: for ``FileTransfer`` and for ``Guard``."""
 
     device: Any
     model_runner: Any
@@ -25,3 +25,7 @@ class FileReceiver:
         self.reload_weights(weights_iterator=iter(load_file(path).items()))
         if self.device.type == "cpu":
             pack_for_cpu(self.model_runner.get_model())
+
+    def head_dtypes(self) -> list[str]:
+        """Return the dtypes in which this worker computes logits."""
+        return sorted(head_dtypes(self.model_runner.get_model()))

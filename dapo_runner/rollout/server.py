@@ -136,7 +136,7 @@ class ServerEngine(RolloutEngine):
         self._n_vocabulary: int = text_config.vocab_size
         owner = f"{config.run_dir.absolute()} (process {os.getpid()} on {socket.gethostname()})"
         is_wide = config.model.float32_logits or config.model.dtype == "float32"
-        facts = model_facts(text_config, is_wide, config.rollout.vllm.batch_invariant)
+        facts = model_facts(text_config, config.model.dtype, is_wide, config.rollout.vllm.batch_invariant)
         claim = {"token": self.run, "owner": owner, "model": facts}
         (trial,) = self._bodies([Prompt("", (self.stop_ids[0],), "", "")], [SamplingParams(max_tokens=1)], None)
         self.pool = ServerPool(settings, self.transfer, claim, trial, note)

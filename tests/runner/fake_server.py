@@ -40,6 +40,7 @@ class FakeServer:
     def __init__(self, model: Path) -> None:
         # Once: transformers changes its classes while it loads, so that two threads must not at the same time.
         self.weights = load_model(model, ModelConfig(path="x", dtype="float32"), torch.device("cpu"), "sdpa")
+        self.dtype = "float32"  # that it states to a trainer
         self.hooks: dict[str, Hook] = {}
         self.asked: list[tuple[str, dict[str, Any], dict[str, str]]] = []  # path, body, headers
         self.alive = False
@@ -161,7 +162,8 @@ class FakeServer:
     def refuse(self, path: str, body: dict[str, Any], token: str) -> tuple[int, dict[str, str]] | None:
         """Return the status and body of the guard's answer, where that is not the server's."""
         if path == CLAIM:
-            facts = model_facts(self.weights.config, body["model"]["float32_logits"], batch_invariant=False)
+            is_wide = body["model"]["float32_logits"]
+            facts = model_facts(self.weights.config, self.dtype, is_wide, batch_invariant=False)
             why = asyncio.run(self.ownership.claim(body, facts))
             return (403, {"error": why}) if why else (200, {})
         why = self.ownership.refuse(path, token)

@@ -229,7 +229,10 @@ def test_configurations() -> None:
         ({"rollout": {"sampling_mask": True}}, "rollout.sampling_mask: "),
         ({"rollout": {**cut, "engine": "vllm"}}, "rollout.top_k: "),
         ({"rollout": cut, "preference": {}}, "preference: .*rollout.sampling_mask"),
+        ({"rollout": {"top_p": 0.9, "max_mismatch_kl": 0.1}}, "rollout.sampling_mask: "),
+        ({"rollout": {"top_k": 5, "correction": {"mask": "token"}}}, "rollout.sampling_mask: "),
     ):
         with pytest.raises(ConfigError, match=words):
             make_config(**sections)
     make_config(rollout={**cut, "engine": "vllm", "top_k": 20})
+    make_config(rollout={**cut, "max_mismatch_kl": 0.1, "correction": {"mask": "token"}})

@@ -19,7 +19,7 @@ from dapo_runner.algorithms.losses import Output
 from dapo_runner.algorithms.mini_batch import NonFiniteUpdateError
 from dapo_runner.algorithms.packing import pack
 from dapo_runner.cli import main
-from dapo_runner.config import Config, ModelConfig, lay_over, parse_config
+from dapo_runner.config import Config, ConfigError, ModelConfig, lay_over, parse_config
 from dapo_runner.policy.model import Policy, load_policy
 from dapo_runner.preflight.dry_run import resolved_yaml, summarize
 from dapo_runner.rollout.engine import open_engine
@@ -187,7 +187,6 @@ def test_matched_sets_every_part_and_a_recipe_overrides_each() -> None:
     assert (correction.weights, correction.mask, correction.lower_bound, correction.bound) == ("token", "token", 0.5, 5)
     assert config.rollout.max_mismatch_kl == 0.015
     assert not config.rollout.vllm.batch_invariant
-    assert matched(rollout={"engine": "vllm"}).rollout.vllm.batch_invariant
     assert matched(model={"tiny": {}, "dtype": "bfloat16"}).model == ModelConfig.model_validate(
         {"tiny": {}, "dtype": "bfloat16", "float32_logits": True}
     )
@@ -199,6 +198,37 @@ def test_matched_sets_every_part_and_a_recipe_overrides_each() -> None:
     assert "float32_logits: true" in resolved_yaml(config)
 
 
+def test_matched_asks_for_batch_invariance_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM refuses it on a CPU. What a recipe sets stays."""
+
+    def is_set(device: str, engine: str = "vllm", **vllm: bool) -> bool:
+        return matched(run={"device": device}, rollout={"engine": engine, "vllm": vllm}).rollout.vllm.batch_invariant
+
+    assert is_set("cuda")
+    assert is_set("cuda", "server")
+    assert is_set("cpu", batch_invariant=True)
+    assert not is_set("cuda", batch_invariant=False)
+    assert not is_set("cpu")
+    for has_gpu in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        assert is_set("auto") == has_gpu
+
+
+@pytest.mark.parametrize(
+    "sections", [{"distillation": None}, {"preference": None}, {"rollout": {"correction": {}}}, {"rollout": {}}]
+)
+def test_a_section_that_sets_nothing_leaves_the_correction_of_matched(sections: dict[str, Any]) -> None:
+    assert matched(**sections).rollout.correction == matched().rollout.correction
+    assert matched(**sections).rollout.correction.lower_bound == 0.5
+
+
+def test_matched_with_truncated_sampling_requires_the_sampling_mask() -> None:
+    """Without it the engine's log-probs may be those of another distribution than the loss has."""
+    with pytest.raises(ConfigError, match=r"rollout\.sampling_mask"):
+        matched(rollout={"min_p": 0.1})
+    assert matched(rollout={"min_p": 0.1, "sampling_mask": True}).rollout.correction.enabled
+
+
 def test_the_snippets_of_the_page_run_and_its_table_is_the_measured_one(capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs/mismatch.md").read_text(encoding="utf-8")
     kinds = dict.fromkeys(("yaml", ""), 0)
@@ -208,7 +238,7 @@ def test_the_snippets_of_the_page_run_and_its_table_is_the_measured_one(capsys: 
             parse_config(lay_over(SMALL, yaml.safe_load(snippet)))
         elif snippet.startswith("dapo"):
             assert main(shlex.split(snippet)[1:]) == 0
-    assert kinds == {"yaml": 6, "": 2}
+    assert kinds == {"yaml": 7, "": 2}
     assert "model.dtype=bfloat16" in capsys.readouterr().out
     (path,) = re.findall(r"\]\(\.\./(benchmarks/results/mismatch-\S+?)\)", page)
     rows = [line for line in (ROOT / path).read_text(encoding="utf-8").splitlines() if line.startswith("|")]

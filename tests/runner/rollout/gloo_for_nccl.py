@@ -13,6 +13,8 @@ from unittest.mock import MagicMock
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
 
+from dapo_runner.rollout.receiver import Receiver
+
 SWITCH = "GLOO_FOR_NCCL"
 
 
@@ -62,8 +64,8 @@ def replace_streams(put: Callable[[Any, str, Any], None]) -> None:
     put(torch.cuda, "device", nullcontext)
 
 
-class Extension:
-    """An empty worker extension: that it is asked for is what counts."""
+class Extension(Receiver):
+    """What `dapo serve` adds to a worker; that this module is imported is what counts."""
 
 
 if SWITCH in os.environ:

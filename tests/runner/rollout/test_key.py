@@ -106,17 +106,34 @@ def test_a_stranger_gets_nowhere(path: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("head", "variable"), [("torch.float32", "1"), ("torch.bfloat16", "1"), ("torch.float32", "0")]
+    ("dtype", "heads", "variable", "fits"),
+    [
+        ("torch.float16", [["torch.float32"], ["torch.float32"]], "1", True),
+        ("torch.bfloat16", [["torch.float32"]], "1", False),
+        ("torch.float16", [["torch.float32"], ["torch.float16"]], "1", False),
+        ("torch.float16", [[]], "1", False),
+        ("torch.float16", [["torch.float32"]], "0", False),
+    ],
 )
-def test_a_server_with_other_numerics_is_refused(head: str, variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_with_other_numerics_is_refused(
+    dtype: str, heads: list[list[str]], variable: str, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``heads``: what the modules of each worker compute in, whatever the configuration asked for."""
     monkeypatch.setenv("VLLM_API_KEY", "s3cret")
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", variable)
     from dapo_runner.rollout.guard import CLAIM, Guard, model_facts
+    from dapo_runner.rollout.receiver import Receiver
 
     sizes, sent = SimpleNamespace(vocab_size=5, hidden_size=4, num_hidden_layers=1), list[Any]()
-    model = SimpleNamespace(hf_text_config=sizes, head_dtype=head)
-    state = SimpleNamespace(engine_client=SimpleNamespace(model_config=model))
-    claim = {"token": "a", "owner": "a", "model": model_facts(sizes, float32_logits=True, batch_invariant=True)}
+
+    async def collective_rpc(method: str) -> list[list[str]]:
+        assert callable(getattr(Receiver, method))
+        return heads
+
+    model = SimpleNamespace(hf_text_config=sizes, dtype=dtype, head_dtype="torch.float32")
+    state = SimpleNamespace(engine_client=SimpleNamespace(model_config=model, collective_rpc=collective_rpc))
+    facts = model_facts(sizes, "float16", float32_logits=True, batch_invariant=True)
+    claim = {"token": "a", "owner": "a", "model": facts}
 
     async def receive() -> dict[str, Any]:
         return {"body": json.dumps(claim).encode()}
@@ -127,7 +144,7 @@ def test_a_server_with_other_numerics_is_refused(head: str, variable: str, monke
     headers = [(b"authorization", b"Bearer s3cret")]
     scope = {"type": "http", "path": CLAIM, "method": "POST", "headers": headers, "app": SimpleNamespace(state=state)}
     asyncio.run(Guard(None)(scope, receive, send))
-    assert sent[0] == (200 if (head, variable) == ("torch.float32", "1") else 403)
+    assert sent[0] == (200 if fits else 403)
 
 
 def test_no_server_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,7 +178,7 @@ def test_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, by_file = make_config(rollout=raw), make_config(rollout={"engine": "server"})
     flags = server_arguments(config, tmp_path, torch.device("cuda"), config.rollout.server.urls[0])
     assert '--weight-transfer-config={"backend": "nccl"}' in flags
-    assert not any("worker-extension" in flag for flag in flags)
+    assert any("worker-extension" in flag for flag in flags)  # the guard reads the dtypes of the head
     for there, message in ((None, "nccl requires vLLM"), (True, "nccl requires a CUDA GPU, got cpu")):
         monkeypatch.setattr(importlib.util, "find_spec", lambda *_, there=there: there)
         with pytest.raises(ConfigError, match=f"^rollout.server.transfer: {message}"):

@@ -85,6 +85,14 @@ def test_servers_that_refuse_the_run_are_not_waited_for(
     engine.close()
 
 
+def test_a_server_in_another_dtype_is_refused(model_folder: Path, servers: list[FakeServer], tmp_path: Path) -> None:
+    servers[0].dtype = "bfloat16"
+    engine = open_engine(model_folder, servers, tmp_path)
+    assert [server.url for server in lost(engine)] == [servers[0].url]
+    assert "bfloat16" in str(lost(engine)[0].error)
+    engine.close()
+
+
 @pytest.mark.parametrize(("status", "body"), [(404, {}), (200, {}), (200, None)], ids=str)
 def test_a_foreign_process_at_a_port_is_left_out(
     status: int, body: Any, model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy

@@ -21,7 +21,7 @@ def test_what_a_server_is_started_with(tmp_path: Path, monkeypatch: pytest.Monke
     flags = server_arguments(config, tmp_path, torch.device("cpu"), config.rollout.server.urls[1])
     for flag in (f"--model={tmp_path}", "--host=far.example", "--port=8443", "--tensor-parallel-size=2",
                  "--no-enable-chunked-prefill", "--enforce-eager", "--enable-scale-out", "--dtype=float32",
-                 "--worker-extension-cls=dapo_runner.rollout.receiver.FileReceiver",
+                 "--worker-extension-cls=dapo_runner.rollout.receiver.Receiver",
                  "--logprobs-mode=processed_logprobs",
                  "--middleware=dapo_runner.rollout.guard.Guard"):  # fmt: skip
         assert flag in flags

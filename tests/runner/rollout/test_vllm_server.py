@@ -330,7 +330,8 @@ def test_it_belongs_to_one_run(config: Config, server: None) -> None:
     program += "from dapo_runner.config.rollout import ServerConfig; one = Server(sys.argv[1], ServerConfig()); "
     program += "from dapo_runner.http import run\n"
     program += "while True: run(one.post(CLAIM, json.loads(sys.argv[2]))); print('claimed', flush=True); time.sleep(1)"
-    model = model_facts(AutoConfig.from_pretrained(config.model.path), float32_logits=True, batch_invariant=False)
+    sizes = AutoConfig.from_pretrained(config.model.path)
+    model = model_facts(sizes, "float32", float32_logits=True, batch_invariant=False)
     claim = json.dumps({"token": "another", "owner": "the other", "model": model})
     (url,) = config.rollout.server.urls
     wait_for(config)
