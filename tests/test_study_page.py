@@ -129,16 +129,16 @@ def test_the_parts_one_by_one() -> None:
     table = cells_of("DAPO's parts, one by one")
     assert len(table) == len(TRICKS)
     for name, (_, after, gain, p) in zip(TRICKS, table, strict=True):
-        rows = ["clip_020", "clip_024", "clip_032"] if name == "clip" else [name]
-        accuracy = [[100 * value for value in values["after"][row]] for row in rows]
+        variants = ["clip_020", "clip_024", "clip_032"] if name == "clip" else [name]
+        accuracy = [[100 * value for value in values["after"][row]] for row in variants]
         errors = [f" ± {error(points):.1f}" if name != "clip" else "" for points in accuracy]
         assert after == ", ".join(f"{mean(points):.1f}{end}" for points, end in zip(accuracy, errors, strict=True))
         if name != "whole":
-            points = [gains["after", row] for row in rows]
-            shown = ", ".join(f"{mean(one):+.1f} ± {error(one):.1f}" for one in points).replace("-", "−")
+            compared_to = [gains["after", row] for row in variants]
+            shown = ", ".join(f"{mean(one):+.1f} ± {error(one):.1f}" for one in compared_to).replace("-", "−")
             assert gain.removesuffix(" to the row above") == shown
             assert [float(one) for one in p.split(", ")] == pytest.approx(
-                [p_values["after", r] for r in rows], rel=0.05
+                [p_values["after", r] for r in variants], rel=0.05
             )
     corrected = dict(zip(p_values, holm(list(p_values.values())), strict=True))
     assert len(corrected) == 32
