@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import io
 import random
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import talkers
@@ -20,6 +23,7 @@ from rich.console import Console
 from served import open_engine
 from talkers import CHATML, chat_tokenizer
 from tokenizers import AddedToken
+from transformers import AutoTokenizer
 
 from dapo_kernels import dapo_loss
 from dapo_runner.algorithms.advantage import make_sequences
@@ -40,6 +44,7 @@ from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.run.tiny_model import make_tokenizer
 from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Completion, Prompt, SamplingParams, Turn
 
+WAYS_OF_2048 = ("up", "left", "down", "right")
 MODEL = ModelConfig(path="x", dtype="float32")
 SAMPLING = SamplingParams(n=2, max_tokens=200)
 
@@ -167,6 +172,52 @@ def test_a_template_that_changes_what_is_written_is_refused() -> None:
         TurnTemplate(chat_tokenizer(trimmed), chat=True, tools=None)
 
 
+TOOLS = [{"type": "function", "function": {"name": "multiply", "description": "", "parameters": {"properties": {}}}}]
+TEMPLATES = (
+    Path(importlib.util.find_spec("trl").origin).parent / "chat_templates" if importlib.util.find_spec("trl") else None
+)
+
+
+@pytest.mark.skipif(TEMPLATES is None, reason="trl, which has copies of models' templates, is not installed")
+@pytest.mark.parametrize(
+    ("name", "takes_user", "takes_tool"),
+    [
+        ("qwen3", "think", True),  # drops thoughts once the user has said more, not after a tool
+        ("qwen3_training", True, True),
+        ("qwen3_5_think", "think", True),
+        ("qwen3_5_nothink", "think", True),
+        ("qwen2_5", True, True),
+        ("glm4moe", "a thought", True),
+        ("gptoss", "analysis", "tool call"),  # a tool's message names a call of the message before
+        ("deepseekv3", "think", "think"),
+        ("phi3", True, "tool"),  # leaves out messages of tools
+        ("gemma", True, "alternate"),
+        ("cohere2", True, "alternate"),
+        ("llama3_1", True, True),
+        ("llama3", True, "tools"),
+    ],
+)
+def test_templates_of_models(name: str, takes_user: bool | str, takes_tool: bool | str) -> None:
+    assert TEMPLATES is not None
+    tokenizer = chat_tokenizer((TEMPLATES / f"{name}.jinja").read_text())
+    tokenizer.bos_token = "<pad>"
+    for tools, takes in ((None, takes_user), (TOOLS, takes_tool)):
+        if takes is not True:
+            with pytest.raises(ConfigError, match=f"(?s)env.*{takes}"):
+                TurnTemplate(tokenizer, chat=True, tools=tools)
+            continue
+        template = TurnTemplate(tokenizer, chat=True, tools=tools)
+        turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+        message = Message("tool" if tools else "user", "three")
+        options = {"tokenize": False, "tools": tools, "add_generation_prompt": True}
+        whole = tokenizer.apply_chat_template([*turns, message._asdict()], **options)
+        said = tokenizer.decode(template.reply([message], tokenizer.convert_tokens_to_ids("2")))
+        assert whole.endswith(f"2{said}")
+        assert "three" in said
+        opened = tokenizer.decode(template.open_episode([("user", "1")], "?"))
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "1?"}], **options).endswith(opened)
+
+
 def test_a_template_that_leaves_tools_out_is_refused() -> None:
     tools = [{"type": "function", "function": {"name": "multiply"}}]
     with pytest.raises(ConfigError, match="env"):
@@ -175,10 +226,17 @@ def test_a_template_that_leaves_tools_out_is_refused() -> None:
     assert TurnTemplate(listed, chat=True, tools=tools).reply([Message("tool", "b")], listed.eos_token_id)
 
 
-def test_no_text_of_an_environment_is_a_special_token() -> None:
-    tokenizer = chat_tokenizer()
+SMOLLM2 = Path(__file__).parents[3] / "models" / "smollm2-135m"  # docs/smollm2.md
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_no_text_of_an_environment_is_a_special_token(real: bool) -> None:
+    if real and not SMOLLM2.exists():
+        pytest.skip("models/smollm2-135m is not there")
+    tokenizer = AutoTokenizer.from_pretrained(SMOLLM2) if real else chat_tokenizer()
     template, rng = TurnTemplate(tokenizer, chat=True, tools=None), random.Random(0)
     pieces = ["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "<", "|", "<pad>", "\n", "x", "\ud800", "\x00", "<unk>"]
+    pieces += tokenizer.all_special_tokens
     plain = template.reply([Message("user", "x")], tokenizer.eos_token_id)
     special = [token for token in plain if template.is_special(token)]
     unknown = tokenizer.unk_token_id
@@ -282,6 +340,35 @@ def test_the_reward_is_the_environments_or_a_rules() -> None:
     assert (paid.base_reward, paid.correct, paid.length_penalty) == (1.75, True, -0.5)  # of 12 tokens, not of 80
     ruled, wrong = score([run("Silent", ("x", "Answer: 7"))[0][0], run("Silent", ("Answer: 7", "x"))[0][0]]).samples
     assert (ruled.base_reward, ruled.verdict.extracted, wrong.base_reward) == (1.0, "7", -1.0)
+
+
+def test_an_example_of_trl_runs_from_its_own_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`examples/scripts/grpo_2048.py` of TRL, commit f2cd577 (Apache License 2.0), unchanged."""
+    for name in ("datasets", "peft", "trl"):  # of its trainer
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "environments"))
+    tokenizer = chat_tokenizer("{% for t in tools or [] %}{{ t['function']['name'] }}{% endfor %}" + CHATML)
+    config = make_config(
+        env={"kind": "grpo_2048:Game2048Env", "max_turns": 40},
+        rollout={"max_response_tokens": 20_000},
+        optimizer={"token_budget": 30_000},
+        reward={"kind": "grpo_2048:reward_score", "overlong": {"soft_punishment": False}},
+    )
+    calls = [
+        f'<tool_call>{{"name": "move", "arguments": {{"direction": "{way}"}}}}</tool_call>' for way in WAYS_OF_2048
+    ]
+    engine = Scripted(tokenizer, [spell(tokenizer, text) for text in [*calls * 6, "I am done."]])
+    prompt, sampling = prompt_of(tokenizer), SamplingParams(n=2, max_tokens=20_000)
+    groups = EpisodeRunner(config, tokenizer)(engine, [prompt], [sampling], DEFAULT_OPTIONS)
+    (group,) = Scorer(config)([prompt], groups)
+    for sample, completion in zip(group.samples, groups[0], strict=True):
+        assert completion.transcript.startswith("score=0.0\n")  # the text of reset, behind the prompt's own
+        assert len(completion.policy_turns) == 25
+        boards = [turn.text for turn in completion.turns if turn.role == "environment"]
+        assert len(set(boards)) > 10
+        assert sample.base_reward == completion.environment.score > 0
+        assert f"score={sample.base_reward}" in boards[-1]
+        assert sample.completion.environment is None
 
 
 def test_metrics_count_what_the_policy_sampled() -> None:
