@@ -6,51 +6,88 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 import torch
 
-from dapo_kernels import linear_dapo_loss
+from dapo_kernels import dapo_loss, linear_dapo_loss
 
 ROOT = Path(__file__).parent.parent
-# As `kernels.get_local_kernel` imports a variant; dapo_kernels itself cannot be imported there.
-PROGRAM = """
-import importlib.util, json, sys
-from pathlib import Path
-
-sys.modules["dapo_kernels"] = None
-variant = Path(sys.argv[1])
+# As `kernels.get_local_kernel` imports a variant.
+BY_PATH = """
+import importlib.util, json
+variant = Path(sys.argv[1]) / "build" / "torch-cuda"
 name = json.loads((variant / "metadata.json").read_text())["id"]
 spec = importlib.util.spec_from_file_location(name, variant / "__init__.py")
 module = importlib.util.module_from_spec(spec)
 sys.modules[name] = module
 spec.loader.exec_module(module)
-
-import torch
-
-hidden, weight, ids, old, advantages = torch.load(sys.argv[2])
-with module.use_backend("triton"):
-    out = module.linear_dapo_loss(hidden, weight, ids, old, advantages)
-torch.save((out.loss.detach(), *torch.autograd.grad(out.loss, (hidden, weight))), sys.argv[3])
 """
+BY_KERNELS = """
+from kernels import get_local_kernel
+module = get_local_kernel(Path(sys.argv[1]))
+"""
+# dapo_kernels itself cannot be imported there.
+PROGRAM = """
+import sys
+from pathlib import Path
+sys.modules["dapo_kernels"] = None
+{load}
+import torch
+(hidden, weight, logits), tokens = torch.load(sys.argv[2])
+with module.use_backend("triton"):
+    first = module.linear_dapo_loss(hidden, weight, *tokens).loss
+    gradients = torch.autograd.grad(first, (hidden, weight))
+    second = module.dapo_loss(logits, *tokens).loss
+    gradients += torch.autograd.grad(second, (logits,))
+torch.save((first.detach(), second.detach(), *gradients), sys.argv[3])
+"""
+
+
+def check(python: str | Path, load: str, folder: Path) -> None:
+    """Compare both losses, with their gradients, of the repository in another process with those of this package."""
+    repository, inputs, results = folder / "kernel", folder / "inputs.pt", folder / "results.pt"
+    subprocess.run([sys.executable, ROOT / ".ci" / "kernel_repository.py", repository], check=True)
+    for variant in (repository / "build").iterdir():
+        assert json.loads((variant / "metadata.json").read_text())["backend"] == {"type": variant.name[6:]}
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, logits = (
+        torch.randn(shape, generator=generator).requires_grad_() for shape in ((12, 8), (33, 8), (12, 33))
+    )
+    ids, advantages = torch.randint(33, (12,), generator=generator), torch.randn(12, generator=generator)
+    tokens = (ids, torch.full((12,), -3.0), advantages)
+    torch.save(((hidden, weight, logits), tokens), inputs)
+    command = [python, "-W", "error::UserWarning:dapo_kernels", "-c", PROGRAM.format(load=load)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1"}
+    subprocess.run([*command, repository, inputs, results], check=True, cwd=folder, env=environment)
+    losses = linear_dapo_loss(hidden, weight, *tokens).loss, dapo_loss(logits, *tokens).loss
+    gradients = (*torch.autograd.grad(losses[0], (hidden, weight)), *torch.autograd.grad(losses[1], (logits,)))
+    for got, wanted in zip(torch.load(results), (*losses, *gradients), strict=True):
+        assert torch.allclose(got, wanted, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.elsewhere
 def test_it_loads_by_itself_and_computes_the_same(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    repository, inputs, results = tmp_path / "kernel", tmp_path / "inputs.pt", tmp_path / "results.pt"
-    subprocess.run([sys.executable, ROOT / ".ci" / "kernel_repository.py", repository], check=True)
-    (variant,) = (repository / "build").iterdir()
-    assert json.loads((variant / "metadata.json").read_text())["backend"] == {"type": "cuda"}
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(n, 8, generator=generator).requires_grad_() for n in (12, 33))
-    ids, advantages = torch.randint(33, (12,), generator=generator), torch.randn(12, generator=generator)
-    arguments = (hidden, weight, ids, torch.full((12,), -3.0), advantages)
-    torch.save(arguments, inputs)
-    command = [sys.executable, "-W", "error::UserWarning:dapo_kernels", "-c", PROGRAM, variant, inputs, results]
-    subprocess.run(command, check=True, cwd=tmp_path, env={**os.environ, "TRITON_INTERPRET": "1"})
-    out = linear_dapo_loss(*arguments)
-    expected = (out.loss.detach(), *torch.autograd.grad(out.loss, (hidden, weight)))
-    for got, wanted in zip(torch.load(results), expected, strict=True):
-        assert torch.allclose(got, wanted, rtol=1e-5, atol=1e-7)
+    check(sys.executable, BY_PATH, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_kernels_package_loads_it_in_a_clean_environment(tmp_path: Path) -> None:
+    """A minute with a network: its dependencies are installed. Torch and Triton are those of this environment."""
+    pytest.importorskip("triton")
+    if torch.version.cuda is not None:
+        pytest.skip("kernels loads the CUDA variant there, and the interpreter takes tensors on a CPU")
+    venv, here = tmp_path / "venv", sysconfig.get_paths()["purelib"]
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    python = venv / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "kernels>=0.17,<0.18"]
+    if subprocess.run(install).returncode:
+        pytest.skip("kernels cannot be installed here")
+    purelib = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"], capture_output=True, text=True
+    )
+    (Path(purelib.stdout.strip()) / "torch.pth").write_text(here)  # behind the packages of kernels
+    check(python, BY_KERNELS, tmp_path)
