@@ -3,8 +3,8 @@
     python .ci/kernel_repository.py FOLDER
 
 ``kernels.get_local_kernel(FOLDER)`` loads it: one variant for CUDA, one for machines without a GPU, where the losses
-run on PyTorch. In it the package has a name of its own, made from its contents, so that it and an installed dapo-kernels,
-or two versions of it, can be loaded side by side: also the names of its operators.
+run on PyTorch. In it the package has a name of its own, made from its contents, so that it and an installed
+dapo-kernels, or two versions of it, can be loaded side by side: also the names of its operators.
 """
 
 from __future__ import annotations
