@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.sharding import add_up_over_replicas, whole, whole_until_backward
 from dapo_runner.policy.model import Policy
 
+IN_FLIGHT = 2  # gradients on their way to the host while the backward pass computes the next one
 SCALE_GROWS_AFTER = 400  # updates without overflow, as in verl; torch's 2000 are most of an RL run
 
 
@@ -29,6 +31,7 @@ class MasterWeights:
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], prefix: str = "", offload: bool = False) -> None:
         self.parameters, self.prefix, self.tensors = parameters, prefix, dict[str, Tensor]()
         self.optimizer: torch.optim.Optimizer | None = None
+        self.arriving = deque[tuple[Tensor, Tensor, torch.cuda.Event | None]]()
         for name, parameter in parameters.items():
             self.tensors[name] = parameter
             if offload or parameter.dtype != torch.float32:
@@ -37,15 +40,41 @@ class MasterWeights:
                 )
                 self.tensors[name] = master.requires_grad_(parameter.requires_grad)
                 if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(partial(_collect, master))
+                    parameter.register_post_accumulate_grad_hook(partial(self._collect, master))
 
     def state_of(self, tensor: Tensor) -> dict[str, Tensor]:
         """Return the optimizer state of a master."""
         return {} if self.optimizer is None else self.optimizer.state.get(tensor, {})
 
     def gradients(self) -> list[Tensor]:
-        """Return the masters that have a gradient."""
+        """Return the masters that have a gradient, when all gradients have arrived."""
+        self.receive()
         return [tensor for tensor in self.tensors.values() if tensor.grad is not None]
+
+    def _collect(self, master: Tensor, parameter: Tensor) -> None:
+        """Send a parameter's gradient to its master as soon as the backward pass has computed it, in the model's dtype.
+
+        On its way from a GPU to the host it is in pinned memory, so that the backward pass goes on.
+        """
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if gradient.device == master.device:
+            return self._add(master, gradient)
+        there = torch.empty_like(gradient, device=master.device, pin_memory=gradient.is_cuda)
+        there.copy_(gradient, non_blocking=True)
+        self.arriving.append((master, there, torch.cuda.current_stream().record_event() if gradient.is_cuda else None))
+        self.receive(IN_FLIGHT)
+
+    def receive(self, left: int = 0) -> None:
+        """Wait for gradients, the oldest first, until at most ``left`` are on their way."""
+        while len(self.arriving) > left:
+            master, gradient, event = self.arriving.popleft()
+            if event is not None:
+                event.synchronize()
+            self._add(master, gradient)
+
+    def _add(self, master: Tensor, gradient: Tensor) -> None:
+        master.grad = gradient.float() if master.grad is None else master.grad.add_(gradient)
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -53,14 +82,6 @@ class MasterWeights:
         for name, parameter in self.parameters.items():
             if self.tensors[name] is not parameter:
                 parameter.copy_(self.tensors[name])
-
-
-def _collect(master: Tensor, parameter: Tensor) -> None:
-    """Move a parameter's gradient to its master as soon as the backward pass has computed it."""
-    assert parameter.grad is not None
-    gradient = parameter.grad.to(master.device).float()  # transferred in the model's dtype
-    master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-    parameter.grad = None
 
 
 class TrainedModel:
@@ -96,9 +117,9 @@ class TrainedModel:
 
     def clip_gradients(self) -> Tensor:
         """Unscale the gradients and clip them to `optimizer.grad_clip`. Return their norm before clipping."""
-        limit = self.config.optimizer.grad_clip
+        limit, trained = self.config.optimizer.grad_clip, self.master.gradients()
         self.scaler.unscale_(self.optimizer)
-        return whole(torch.nn.utils.clip_grad_norm_(self.master.gradients(), float("inf") if limit is None else limit))
+        return whole(torch.nn.utils.clip_grad_norm_(trained, float("inf") if limit is None else limit))
 
     def step(self, rate: float) -> dict[str, float]:
         """Update the weights with a learning rate and drop the gradients. In float16, return the metrics of the loss

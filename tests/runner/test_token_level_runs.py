@@ -62,3 +62,17 @@ def test_ppo_goes_on_from_a_run_without_a_critic(origin: Path, tmp_path: Path) -
     forked = train(parse_config(raw), Progress())
     steps = [event for event in read_log(forked / "metrics.jsonl") if event["kind"] == "step"]
     assert ["train/loss" in step for step in steps] == [False, True]  # the warm-up is that of the fork
+
+
+def test_offloaded_states_compute_the_same_also_after_a_resume(origin: Path, tmp_path: Path) -> None:
+    """Of policy, critic and the moving reference, each with float32 weights beside those in bfloat16."""
+    raw = recipe(tmp_path, "ppo", steps=3)
+    raw["model"] = {"dtype": "bfloat16", "path": str(origin / "model")}
+    beside = train(parse_config({**raw, "run": {**raw["run"], "name": "beside"}}), Progress())
+    raw["optimizer"]["offload"] = True
+    train(parse_config({**raw, "run": {**raw["run"], "steps": 2}}), Progress())
+    resumed = train(parse_config(raw), Progress())
+    assert (resumed / "metrics.jsonl").read_bytes() == (beside / "metrics.jsonl").read_bytes()
+    step = [event for event in read_log(resumed / "metrics.jsonl") if event["kind"] == "step"][-1]
+    assert step["train/reward_kl"] != 0
+    assert {"train/loss", "train/value_loss"} <= step.keys()

@@ -10,6 +10,7 @@ import torch
 from builders import make_config, make_prompt, random_sequences
 
 from dapo_runner.algorithms.learner import Learner
+from dapo_runner.algorithms.weights import IN_FLIGHT
 from dapo_runner.checkpoint import load_checkpoint, save_checkpoint, take_snapshot
 from dapo_runner.config import Config, ConfigError, ModelConfig
 from dapo_runner.data.dataset import PromptCursor
@@ -71,6 +72,32 @@ def test_training_goes_on_as_if_it_had_not_stopped(model_folder: Path, tmp_path:
     assert train(resumed, range(2, 4)) == expected
     for name, value in values(learner).items():
         assert torch.equal(values(resumed)[name], value), name
+
+
+class Arrival:
+    """The event of a copy, which notes who waited for it."""
+
+    def __init__(self, number: int, waited: list[int]) -> None:
+        self.number, self.waited = number, waited
+
+    def synchronize(self) -> None:
+        self.waited.append(self.number)
+
+
+def test_gradients_on_their_way_are_waited_for_late_and_once(model_folder: Path) -> None:
+    """By count: a copy is waited for when IN_FLIGHT later ones are under way, and the others before they are used."""
+    weights, waited = learner_of(model_folder, "bfloat16", offload=True).master, list[int]()
+    master = next(iter(weights.tensors.values()))
+    for number in range(5):
+        weights.arriving.append(
+            (master, torch.full_like(master, number, dtype=torch.bfloat16), Arrival(number, waited))
+        )  # type: ignore[arg-type]
+        weights.receive(IN_FLIGHT)
+    assert waited == list(range(5 - IN_FLIGHT))
+    assert weights.gradients() == [master]
+    assert waited == list(range(5))
+    assert master.grad is not None
+    assert torch.equal(master.grad, torch.full_like(master, 0 + 1 + 2 + 3 + 4))
 
 
 @pytest.mark.parametrize(
