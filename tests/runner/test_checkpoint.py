@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from builders import make_config, make_group, make_prompt, random_sequences
+from refusals import refused
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -33,7 +34,7 @@ from dapo_runner.checkpoint import (
     snapshot,
     take_snapshot,
 )
-from dapo_runner.config import ConfigError, ModelConfig
+from dapo_runner.config import ModelConfig
 from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.policy.model import load_policy
 from dapo_runner.rollout.group_buffer import GroupBuffer
@@ -116,10 +117,12 @@ def test_old_checkpoints_go_and_unfinished_ones_are_passed_over(model_folder: Pa
     (tmp_path / "step_000008").mkdir()  # no manifest
     (tmp_path / "notes.txt").write_text("mine")
     state = tmp_path / "step_000003" / "state.pt"
-    state.write_bytes(state.read_bytes()[:-1])  # a copy that broke off
-    latest = latest_checkpoint(tmp_path)
-    assert latest is not None
-    assert latest.step == 2
+    whole = state.read_bytes()
+    for spoiled in (whole[:-1], whole + b"\0"):  # a copy that broke off, and one that something was added to
+        state.write_bytes(spoiled)
+        latest = latest_checkpoint(tmp_path)
+        assert latest is not None
+        assert latest.step == 2
     save_checkpoint(tmp_path, 3, learner, take_snapshot(sampler), keep=2)
     assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [2, 3]
     assert not list(tmp_path.glob("*.unfinished"))
@@ -248,7 +251,7 @@ def test_other_data_are_refused(model_folder: Path, tmp_path: Path) -> None:
         PromptCursor([*same[:9], make_prompt("p9", answer="8")], seed=0),
         PromptCursor(same, seed=0, heldout=[make_prompt("h")]),
     ):
-        with pytest.raises(ConfigError, match=r"data\.path"):
+        with refused("data.path"):
             load_checkpoint(saved, learner, DynamicSampler(cursor, GroupBuffer(CONFIG)))
     load_checkpoint(saved, learner, DynamicSampler(PromptCursor(same, seed=0), GroupBuffer(CONFIG)))
 

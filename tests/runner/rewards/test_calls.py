@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -87,7 +88,7 @@ def test_a_slow_reward_is_overlapped(modules: Path, name: str, body: str, concur
     start = time.monotonic()
     groups = scorer(*batch(512, 2))
     assert len(groups) == 512
-    assert 0.8 <= time.monotonic() - start < 8
+    assert 0.8 <= time.monotonic() - start < 25
 
 
 FLAKY = """
@@ -208,8 +209,8 @@ def test_a_function_of_trl_is_told_what_to_do(modules: Path) -> None:
 def test_an_async_function_of_one_response_is_overlapped(modules: Path) -> None:
     body = "async def reward(prompt, completion):\n    await asyncio.sleep(0.1)\n    return float(completion.text)"
     start = time.monotonic()
-    assert rewards(Scorer(config_of(modules, "single", body))(*batch(4, 12))) == [[float(j) for j in range(12)]] * 4
-    assert time.monotonic() - start < 3
+    assert rewards(Scorer(config_of(modules, "single", body))(*batch(4, 64))) == [[float(j) for j in range(64)]] * 4
+    assert time.monotonic() - start < 12  # of the 25.6 that they take one after the other
 
 
 @pytest.mark.parametrize("how", ["def", "async def"])
@@ -272,12 +273,15 @@ def test_a_verdict_survives_a_checkpoint(modules: Path) -> None:
 
 
 def test_calls_after_one_that_blocks_the_event_loop_are_answered() -> None:
+    over = threading.Event()
+
     async def blocks() -> None:
-        time.sleep(4.0)
+        over.wait(60)
 
     async def answers() -> int:
         return 7
 
     with pytest.raises(DeadlineError):
         call_within(0.2, blocks, is_async=True)
-    assert call_within(0.2, answers, is_async=True) == 7
+    assert call_within(30, answers, is_async=True) == 7
+    over.set()

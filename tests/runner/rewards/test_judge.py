@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from builders import make_completion, make_config, make_prompt
 from fake_api import FakeAPI, Reply, asked, says
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 from small import small_recipe, write_recipe
 from test_train import Notes
 
@@ -122,18 +124,20 @@ def test_a_question_is_asked_once_after_a_resume_too(tmp_path: Path) -> None:
         scorer = Scorer(config)
         assert scorer.judge is not None
         scorer.judge.known.open(tmp_path)
-        first = verdicts(scorer(*batch("0.8", "0.2\n0.8", "caf\ud800é", "0.1")))
-        assert len(api.bodies) == 3  # two of the responses end alike
-        written = (tmp_path / "verdicts.jsonl").read_text()
-        assert list(json.loads(written.split("\n")[0])) == [*Question._fields, *Judgement._fields]
+        first = verdicts(scorer(*batch("0.8", "0.2\n0.8", "caf\ud800é", "0.5", "0.4")))
+        assert len(api.bodies) == 4  # two of the responses end alike
+        rows = [json.loads(line) for line in (tmp_path / "verdicts.jsonl").read_text().splitlines()]
+        assert list(rows[0]) == [*Question._fields, *Judgement._fields]
+        words = {row["response"]: row["verdict"] for row in rows}
+        assert (words["0.8"], words["0.5"], words["0.4"]) == ("YES", "YES", "NO")  # as the reward has it
         with (tmp_path / "verdicts.jsonl").open("a") as file:  # what a kill leaves
             row = {**Question("q0", "7", "0.3")._asdict(), **Judgement("YES", 1.0)._asdict()}
             file.write(json.dumps(row)[:-1])
         again = Scorer(config)
         assert again.judge is not None
         again.judge.known.open(tmp_path)
-        assert verdicts(again(*batch("0.8", "0.2\n0.8", "caf\ud800é", "0.1"))) == first
-        assert len(api.bodies) == 3
+        assert verdicts(again(*batch("0.8", "0.2\n0.8", "caf\ud800é", "0.5", "0.4"))) == first
+        assert len(api.bodies) == 4
         assert verdicts(again(*batch("0.3")))[0].value == pytest.approx(0.3)
 
 
@@ -167,24 +171,22 @@ def test_a_line_that_cannot_be_read_is_named(line: str, tmp_path: Path) -> None:
         (lambda body: says("YES"), "choices .*logprobs"),
         (lambda body: [], "choices"),
         (lambda body: (200, b"{", {"Content-Length": "99"}), "ClientPayloadError"),
-        (
-            lambda body: time.sleep(2) or says("YES", YES=1.0),
-            r"chat/completions: .*0\.51 s",
-        ),
+        (None, r"chat/completions: .*0\.51 s"),
     ],
     ids=["status", "html", "empty", "no logprobs", "list", "cut", "late"],
 )
-def test_a_judge_that_fails_is_asked_again_and_never_worth_a_zero(
-    reply: Reply, reason: str, request: pytest.FixtureRequest
-) -> None:
-    count = 0
+def test_a_judge_that_fails_is_asked_again_and_never_worth_a_zero(reply: Reply | None, reason: str) -> None:
+    """``reply``: None for one that comes too late."""
+    count, over = 0, threading.Event()
 
     def sometimes(body: dict[str, Any]) -> Any:
         nonlocal count
         count += 1
-        return reply(body) if asked(body, "problem") == "q1" and count <= limit else by_response(body)
+        if asked(body, "problem") != "q1" or count > limit:
+            return by_response(body)
+        return reply(body) if reply is not None else over.wait(60)
 
-    calls, within = {"retries": 1}, 0.5 if "late" in request.node.callspec.id else 30.0
+    calls, within = {"retries": 1}, 0.5 if reply is None else 30.0
     with FakeAPI(sometimes) as api:
         limit = 2
         assert [
@@ -198,6 +200,7 @@ def test_a_judge_that_fails_is_asked_again_and_never_worth_a_zero(
         scorer = Scorer(allowed)
         assert [group and group.prompt.id for group in scorer(*batch("0.8", prompts=3))] == ["p0", None, "p2"]
         assert scorer.take_counts() == {"calls": 3, "retried": 1, "failed": 1}
+        over.set()
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
@@ -307,7 +310,7 @@ def test_each_word_is_tried_before_a_run() -> None:
     def reply(body: dict[str, Any]) -> dict[str, Any]:
         return says("YES", YES=0.9) if asked(body, "response") == "Answer: 2" else says("N", N=0.9, YES=0.1)
 
-    with FakeAPI(reply) as api, pytest.raises(ConfigError, match=r"reward\.judge: .*YES or NO"):
+    with FakeAPI(reply) as api, refused("reward.judge"):
         Judge(at(api).reward).check()
 
 
@@ -347,16 +350,16 @@ def test_mistakes_are_named(judge: dict[str, Any], message: str) -> None:
 
 
 def test_a_judge_is_in_use_or_refused() -> None:
-    with pytest.raises(ConfigError, match=r"reward\.judge: "):
+    with refused("reward.judge"):
         make_config(reward={"kind": "judge"})
-    with pytest.raises(ConfigError, match="reward\\.judge: "):
+    with refused("reward.judge"):
         make_config(reward={"judge": {"model": "m"}})
     part = make_config(reward={"parts": [{"use": "dapo"}, {"use": "judge"}], "judge": {"model": "m"}})
     assert part.filter_on == "reward"
     assert any("sampler.filter_on=reward" in word for word in cautions(config_of({})))
     assert not list(cautions(config_of({"reward": "binary"})))
     columns = {"format": "auto", "path": "x.jsonl", "columns": {"prompt": "q"}}
-    with pytest.raises(ConfigError, match=r"data\.columns\.answer: "):
+    with refused("data.columns.answer"):
         make_config(reward=config_of({}).reward.model_dump(), data=columns)
 
 
@@ -444,7 +447,7 @@ def test_what_is_no_probability_is_a_failure_and_not_kept(
         with FakeAPI(lambda body, first=first: says("YES", **first)) as api:
             scorer = Scorer(at(api, {"reward": reward}, calls={"retries": 0}))
             _fails_and_keeps_nothing(scorer, tmp_path, "expected (choices|the probabilities|JSON)")
-            with pytest.raises(ConfigError, match=r"reward\.judge: "):
+            with refused("reward.judge"):
                 Judge(scorer.config).check()
     monkeypatch.setattr(JudgeModel, "_next", lambda self, rows: torch.full((len(rows), 50), nan))
     scorer = Scorer(config_of({**of_here, "reward": reward}))
@@ -477,13 +480,13 @@ def test_a_response_that_model_has_no_room_for_is_unclear_and_ends_no_run(of_her
 
 
 def test_what_that_model_cannot_do_is_told(of_here: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"reward\.judge\.answers: "):
+    with refused("reward.judge.answers"):
         Judge(config_of({**of_here, "answers": ["YES", "NO"]}).reward).check()
     judge = Judge(config_of({**of_here, "system": "You judge."}).reward)
     judge.check()
     assert judge.model is not None
     judge.model.tokenizer.chat_template = "{{ raise_exception('no system role') if messages[0].role == 'system' }}"
-    with pytest.raises(ConfigError, match=r"reward\.judge: .*system.*user.*no system role"):
+    with refused("reward.judge"):
         judge.check()
     recipe = str(write_recipe(tmp_path))
     assert main(["train", recipe, "reward.kind=judge", f"reward.judge.model={tmp_path}", "--dry-run"]) == 2

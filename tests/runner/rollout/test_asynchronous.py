@@ -10,9 +10,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from builders import make_config
+from builders import make_config, make_prompt
 from test_group_buffer import Engine, every_third, ids, make_sampler
 
+from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.rollout.asynchronous import AsynchronousSampler, SamplingStalledError
 from dapo_runner.rollout.group_buffer import GroupBuffer, SamplingExhaustedError
 from dapo_runner.rollout.sampler import DynamicSampler
@@ -62,7 +63,8 @@ def test_the_same_steps_in_the_same_order_and_never_too_early(lead: int) -> None
     steps, furthest = [], 0
     for step in range(1, STEPS + 1):
         steps.append(ids(ahead.next(engine).groups))
-        time.sleep(0.03 if step > STEPS // 2 else 0)
+        while step > STEPS // 2 and ahead.in_flight:
+            time.sleep(0.001)
         assert max(engine.begun) <= step + lead
         furthest = max(furthest, max(engine.begun) - step)
     ahead.close()
@@ -125,6 +127,33 @@ def test_a_round_that_is_quicker_than_the_one_before_waits_for_its_turn(lead: in
     assert engine.rounds != sorted(engine.rounds)
 
 
+def test_no_round_in_flight_takes_the_prompts_of_a_step_that_may_not_be_sampled_yet() -> None:
+    """Of a curriculum, which looks at the step. Few prompts are accepted, so that one step has several rounds."""
+    over, taken = threading.Event(), list[tuple[int, int]]()  # step of the prompts, furthest step
+
+    class Cursor(PromptCursor):
+        def take(self, n: int, step: int = 0) -> list[Prompt]:
+            taken.append((step, min(ahead.step + 1, STEPS)))
+            return super().take(n, step)
+
+    class InTurn(Engine):
+        def __call__(self, prompts: list[Prompt], round_index: int) -> list[Group]:
+            while sampler.n_rounds < round_index and not over.is_set():  # others are in flight as one is accepted
+                time.sleep(0.001)
+            return super().__call__(prompts, round_index)
+
+    config = make_config(sampler={"prompts_per_step": 4, "max_rounds": 99, "initial_acceptance": 0.9, "max_age": 9})
+    cursor = Cursor([make_prompt(str(i)) for i in range(50)], seed=0)
+    sampler, engine = DynamicSampler(cursor, GroupBuffer(config)), InTurn(lambda i: "RW" if i % 9 == 0 else "RR")
+    ahead = AsynchronousSampler(sampler, 1, STEPS, 60.0, 3)
+    for _ in range(STEPS):
+        ahead.next(engine)
+    over.set()
+    ahead.close()
+    assert all(step <= furthest for step, furthest in taken)
+    assert {step for step, _ in taken} == set(range(1, STEPS + 1))
+
+
 @pytest.mark.parametrize("lead", [1, 2])
 def test_by_default_what_a_step_leaves_over_fills_the_next(lead: int) -> None:
     """As old as the steps ahead when it was accepted, it is one older when it trains."""
@@ -173,10 +202,10 @@ def test_a_group_that_waited_too_long_for_its_turn_is_not_accepted() -> None:
     assert accepted + sum(step.stats.too_old for step in steps) == sum(map(len, engine.asked))
 
 
-@pytest.mark.parametrize("hung", [2, 3])
-def test_with_two_rounds_in_flight_what_was_accepted_is_kept_and_the_rest_asked_again(hung: int) -> None:
-    """The second of the two is answered already, and not accepted, or the first is accepted and the second hangs: what
-    is not accepted comes again, in its place.
+@pytest.mark.parametrize(("hung", "in_flight"), [(2, 2), (3, 2), (2, 3)])
+def test_what_was_accepted_is_kept_and_the_rounds_in_flight_are_asked_again(hung: int, in_flight: int) -> None:
+    """Those behind the first are answered already, and not accepted, or the first is accepted and the second hangs:
+    what is not accepted comes again, in its place.
     """
     killed = threading.Event()
 
@@ -187,18 +216,23 @@ def test_with_two_rounds_in_flight_what_was_accepted_is_kept_and_the_rest_asked_
             return super().__call__(prompts, round_index)
 
     engine = Killed()
-    ahead = make_ahead(engine, in_flight=2)
+    ahead = make_ahead(engine, lead=in_flight, in_flight=in_flight)
     steps = [ahead.next(engine)]
-    while not (engine.answered[3].is_set() if hung == 2 else ahead.state_dict()["rounds_so_far"] == 3):
+    behind = range(3, 2 + in_flight)
+    while not (
+        all(engine.answered[number].is_set() for number in behind)
+        if hung == 2
+        else ahead.state_dict()["rounds_so_far"] == 3
+    ):
         steps += [ahead.next(engine)] if ahead.metrics([])["ready_steps"] else []
         time.sleep(0.005)
     state = ahead.state_dict()
     killed.set()
     ahead.close()
     asked = dict(zip(engine.rounds, engine.asked, strict=True))
-    assert state["in_flight"] >= len(asked[3])
+    assert state["in_flight"] >= sum(len(asked[number]) for number in behind)
     again = HeldEngine()
-    resumed = make_ahead(again, in_flight=2)
+    resumed = make_ahead(again, lead=in_flight, in_flight=in_flight)
     resumed.load_state_dict(state)
     steps += [resumed.next(again) for _ in range(STEPS - len(steps))]
     resumed.close()
@@ -265,12 +299,12 @@ def test_a_round_that_does_not_end_is_named_and_one_that_exits_raised() -> None:
 def test_how_long_a_step_may_take_when_every_round_ends_in_time() -> None:
     class Late(SlowEngine):
         def __call__(self, prompts: list[Prompt], round_index: int) -> list[Group]:
-            time.sleep(0.25)
+            time.sleep(0.12)
             return super().__call__(prompts, round_index)
 
     engine = Late()
     engine.script = lambda _: "RR"
-    ahead, began = make_ahead(engine, within=2.0), time.monotonic()
+    ahead, began = make_ahead(engine, within=1.0), time.monotonic()
     with pytest.raises(SamplingExhaustedError):
         ahead.next(engine)
     assert ahead.round_timeout < time.monotonic() - began < ahead.step_timeout
