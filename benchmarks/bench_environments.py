@@ -1,10 +1,11 @@
-"""What several turns cost, as a page of results.
+"""What several turns and a slow environment cost, as a page of results.
 
     python -m benchmarks.bench_environments --engine hf --model models/smollm2-135m --out benchmarks/results/NAME.md
 
 The same number of tokens per response is sampled in one turn and in several, between which an environment says a few
-words; then again with an environment that takes its time for every call. The sides take turns. Every turn has the same
-limit and is answered although it reaches it, so that both sides sample equally long responses.
+words. With several turns a whole step is timed, sampling and training, also over an environment that takes its time for
+every call. The sides take turns. Every turn has the same limit and is answered although it reaches it, and with `hf` no
+token ends it before, so that all sides sample equally many tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,40 +21,47 @@ from typing import Any
 import torch
 
 from benchmarks import machine
+from dapo_runner.algorithms.advantage import make_sequences
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import Config, parse_config
-from dapo_runner.environments.environment import Message, StepResult
 from dapo_runner.parallel.world import SINGLE_PROCESS
-from dapo_runner.policy.model import load_tokenizer
-from dapo_runner.rollout.engine import BatchCall, open_engine
+from dapo_runner.policy.model import load_policy, load_tokenizer
+from dapo_runner.rollout.engine import BatchCall, Groups, open_engine
 from dapo_runner.rollout.episodes import EpisodeRunner
-from dapo_runner.types import DEFAULT_OPTIONS, Prompt, SamplingParams
+from dapo_runner.types import DEFAULT_OPTIONS, Completion, Group, Prompt, Sample, SamplingParams, Verdict
 
 QUESTION = "Tell me a story about a lighthouse, a storm and a very small boat."
+
+
+GROUP = 8  # episodes of a prompt
 
 
 class Listener:
     """Asks for more. ``seconds``: that each call takes."""
 
-    tools = ()
     seconds = 0.0
 
-    def reset(self, row: Mapping[str, Any]) -> StepResult:
+    def reset(self, row: Mapping[str, Any]) -> None:
         time.sleep(self.seconds)
-        return StepResult()
 
-    def step(self, text: str) -> StepResult:
+    def step(self, text: str) -> tuple[str, float, bool]:
         time.sleep(self.seconds)
-        return StepResult((Message("user", "And what happened then?"),))
-
-    def finish(self) -> float | None:
-        return 1.0
+        return "And what happened then?", 0.0, False
 
 
 class FixedTurns(EpisodeRunner):
     """Takes a turn that reaches its limit for one that has ended."""
 
-    def _hear_policy(self, place: int, episode: Any, completion: Any, calls: Any) -> None:
-        super()._hear_policy(place, episode, replace(completion, finish_reason="stop"), calls)
+    def _play(self, episode: Any) -> Generator[Any, Any, str]:
+        play, answer = super()._play(episode), None
+        while True:
+            try:
+                request = play.send(answer)
+            except StopIteration as end:
+                return end.value
+            answer = yield request
+            if isinstance(answer, Completion):
+                answer = replace(answer, finish_reason="stop")
 
 
 def config_of(options: argparse.Namespace) -> Config:
@@ -62,6 +70,7 @@ def config_of(options: argparse.Namespace) -> Config:
             "run": {"threads": options.threads},
             "model": {"path": options.model, "dtype": options.dtype},
             "data": {"format": "arithmetic"},
+            "sampler": {"prompts_per_step": options.episodes // GROUP},
             "env": {
                 "kind": "benchmarks.bench_environments:Listener",
                 "max_turns": options.turns,
@@ -71,74 +80,105 @@ def config_of(options: argparse.Namespace) -> Config:
                 "engine": options.engine,
                 "vllm": {"kv_cache_gib": 1.0},
                 "max_prompt_tokens": 64,
-                "max_response_tokens": options.turns * (options.tokens + 32),
+                "max_response_tokens": options.turns * (options.tokens + 64),
+                "group_size": GROUP,
                 "max_batch_sequences": options.episodes,
             },
             "reward": {"overlong": {"soft_punishment": False}},
-            "optimizer": {"token_budget": 8192},
+            "optimizer": {"token_budget": 8192, "mini_batch_size": options.episodes},
         }
     )
 
 
-def measure(options: argparse.Namespace) -> dict[str, list[tuple[int, float]]]:
-    """Return tokens of the policy and seconds of each round, by side."""
-    config = config_of(options)
-    torch.set_num_threads(options.threads)
-    tokenizer = load_tokenizer(options.model, config.model)
-    engine = open_engine(config, options.model, torch.device("cpu"), SINGLE_PROCESS)
-    runner = FixedTurns(config, tokenizer)
-    messages = (("user", QUESTION),)
-    turns = [{"role": "user", "content": QUESTION}]
-    text = tokenizer.apply_chat_template(turns, tokenize=False)
-    prompts = [
-        Prompt(str(n), tuple(tokenizer(text)["input_ids"]), text, "", messages=messages)
-        for n in range(options.episodes)
-    ]
-    opened = [replace(one, token_ids=(*one.token_ids, *runner.template.open_episode(messages, ()))) for one in prompts]
+class Bench:
+    """An engine, a policy, and prompts of which each is sampled ``GROUP`` times."""
 
-    def one_turn() -> int:
-        sampling = SamplingParams(max_tokens=options.turns * options.tokens)
-        return sum(found.n_sampled for (found,) in engine.generate(opened, sampling))
+    def __init__(self, options: argparse.Namespace) -> None:
+        torch.set_num_threads(options.threads)
+        self.options, self.config = options, config_of(options)
+        device = torch.device("cpu")
+        tokenizer = load_tokenizer(options.model, self.config.model)
+        self.engine = open_engine(self.config, options.model, device, SINGLE_PROCESS)
+        if options.engine == "hf":
+            self.engine.stop_ids = []  # type: ignore[attr-defined]
+        self.runner = FixedTurns(self.config, tokenizer)
+        self.learner = Learner(load_policy(options.model, self.config.model, device), self.config)
+        messages, text, count = (("user", QUESTION),), QUESTION, options.episodes // GROUP
+        if tokenizer.chat_template:
+            rendered = tokenizer.apply_chat_template([{"role": "user", "content": QUESTION}], tokenize=False)
+            text = rendered[: rendered.index(QUESTION)] + QUESTION
+        token_ids = tuple(tokenizer(text)["input_ids"])
+        self.prompts = [Prompt(str(n), token_ids, text, "", messages=messages) for n in range(count)]
+        opened = (*token_ids, *self.runner.template.open_episode(messages, ""))
+        self.opened = [replace(one, token_ids=opened) for one in self.prompts]
 
-    def several(seconds: float) -> Callable[[], int]:
-        def run() -> int:
-            Listener.seconds = seconds
-            sampling = [
-                SamplingParams(max_tokens=config.rollout.max_response_tokens, index=n) for n in range(len(prompts))
-            ]
-            return sum(found.n_sampled for (found,) in runner(engine, prompts, sampling, DEFAULT_OPTIONS))
+    def one_turn(self) -> Groups:
+        limit = self.options.turns * self.options.tokens
+        return self.engine.generate(self.opened, SamplingParams(n=GROUP, max_tokens=limit))
 
-        return run
+    def several(self, seconds: float = 0.0) -> Groups:
+        Listener.seconds = seconds
+        sampling = SamplingParams(n=GROUP, max_tokens=self.config.rollout.max_response_tokens)
+        each = [replace(sampling, index=n) for n in range(len(self.prompts))]
+        return self.runner(self.engine, self.prompts, each, DEFAULT_OPTIONS)
 
-    def without_cache() -> int:
-        engine.open_call = lambda *_: BatchCall(engine.generate)  # type: ignore[method-assign]
+    def without_cache(self) -> Groups:
+        self.engine.open_call = lambda *_: BatchCall(self.engine.generate)  # type: ignore[method-assign]
         try:
-            return several(0.0)()
+            return self.several()
         finally:
-            del engine.open_call
+            del self.engine.open_call
 
-    sides = {"one turn": one_turn, f"{options.turns} turns": several(0.0)}
-    sides[f"{options.turns} turns, {1000 * options.seconds:g} ms a call"] = several(options.seconds)
+    def train(self, found: Groups) -> None:
+        groups = [
+            Group(prompt, tuple(Sample(one, Verdict(False), float(n % 2)) for n, one in enumerate(completions)))
+            for prompt, completions in zip(self.prompts, found, strict=True)
+        ]
+        for mini in self.learner.prepare(make_sequences(groups, self.config.advantage)):
+            self.learner.update(mini, 1)
+        self.engine.sync(self.learner.policy)
+
+
+Rounds = list[tuple[int, float, float]]  # tokens of the policy, seconds of sampling and of the whole step
+
+
+def measure(options: argparse.Namespace) -> dict[str, Rounds]:
+    """Return the rounds of each side. With one turn, and where turns are computed again, no step is trained."""
+    bench, turns = Bench(options), f"{options.turns} turns"
+    sides: dict[str, Callable[[], Groups]] = {
+        "one turn": bench.one_turn,
+        turns: bench.several,
+        f"{turns}, {1000 * options.seconds:g} ms a call": lambda: bench.several(options.seconds),
+    }
+    trained = set(list(sides)[1:])
     if options.engine == "hf":
-        sides[f"{options.turns} turns, earlier ones computed again"] = without_cache
-    found: dict[str, list[tuple[int, float]]] = {side: [] for side in sides}
+        sides[f"{turns}, earlier ones computed again"] = bench.without_cache
+    found: dict[str, Rounds] = {side: [] for side in sides}
     for _ in range(options.rounds + 1):
         for side, run in sides.items():
             start = time.perf_counter()
-            found[side].append((run(), time.perf_counter() - start))
-    engine.close()
+            groups = run()
+            sampled = time.perf_counter() - start
+            if side in trained:
+                bench.train(groups)
+            tokens = sum(one.n_sampled for group in groups for one in group)
+            found[side].append((tokens, sampled, time.perf_counter() - start))
+    bench.engine.close()
     return {side: rounds[1:] for side, rounds in found.items()}
 
 
-def page(found: dict[str, list[tuple[int, float]]], options: argparse.Namespace) -> str:
+def page(found: dict[str, Rounds], options: argparse.Namespace) -> str:
     here = machine.describe()
-    rates = {side: statistics.median(n / seconds for n, seconds in rounds) for side, rounds in found.items()}
-    base = rates["one turn"]
-    seconds = {side: statistics.median(seconds for _, seconds in rounds) for side, rounds in found.items()}
+    median = {
+        side: [statistics.median(column) for column in zip(*rounds, strict=True)] for side, rounds in found.items()
+    }
+    rate = {side: tokens / seconds for side, (tokens, seconds, _) in median.items()}
     rows = [
-        f"| {side} | {found[side][0][0]} | {seconds[side]:.2f} | {rate:.0f} | {rate / base:.2f} |"
-        for side, rate in rates.items()
+        f"| {side} | {tokens:.0f} | {sampled:.2f} | {rate[side]:.0f} | {rate[side] / rate['one turn']:.2f} |"
+        for side, (tokens, sampled, _) in median.items()
     ]
+    fast, slow = list(found)[1:3]
+    ratio = median[slow][2] / median[fast][2] - 1
     return f"""# Several turns against one: {options.engine}
 
 Command: `{machine.command("python", "-m", "benchmarks.bench_environments")}`.
@@ -147,9 +187,12 @@ Command: `{machine.command("python", "-m", "benchmarks.bench_environments")}`.
 of each is left out. Tokens are those that the policy sampled.
 {machine.headline(here)}; commit {here["commit"]}; load before: {here["load_average"][0]}.
 
-| side | tokens | seconds | tokens/s | ÷ one turn |
+| side | tokens | seconds of sampling | tokens/s | ÷ one turn |
 |---|---:|---:|---:|---:|
 {chr(10).join(rows)}
+
+A whole step, sampling and training: {median[fast][2]:.2f} s with an environment that answers at once, and
+{median[slow][2]:.2f} s with one that takes {1000 * options.seconds:g} ms for each call: {100 * ratio:+.1f} %.
 """
 
 
@@ -173,4 +216,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from benchmarks import bench_environments  # the module whose Listener the engine's episodes are made of
+
+    bench_environments.main()
