@@ -74,6 +74,12 @@ def test_prose_has_short_lines(path: Path) -> None:
         assert [line for line in lines if len(line) > 100 and not line.startswith(("|", "![", "    "))] == []
 
 
+def test_the_readme_is_short_and_leaves_allocators_to_the_page_of_performance() -> None:
+    text = text_of(ROOT / "README.md")
+    assert len(text.splitlines()) <= 150
+    assert "allocator" not in text
+
+
 def test_the_index_lists_every_page() -> None:
     listed = set(re.findall(r"\]\((\w[\w-]*\.md)\)", text_of(ROOT / "docs/index.md")))
     assert listed == {path.name for path in FILES} - {"README.md", "index.md"}
@@ -113,3 +119,19 @@ def test_files_and_modules_on_a_page_exist(path: Path) -> None:
     ]
     missing = [name for name in (*files, *modules) if not (ROOT / name).exists()]
     assert missing == []
+
+
+LOOKED_UP = ("api.md", "cli.md", "metrics.md", "objectives.md", "settings.md", "index.md")
+OWN_PAGES = [path for path in FILES if path.name not in (*LOOKED_UP, "README.md")]
+
+
+@pytest.mark.parametrize("path", OWN_PAGES, ids=lambda path: path.name)
+def test_a_page_says_what_you_can_do_after_it_and_what_it_takes(path: Path) -> None:
+    _, opener, *others = text_of(path).split("\n\n")
+    assert re.match(r"After (reading this page|this tutorial) you can\b", opener.replace("\n", " "))
+    assert any(part.startswith("Prerequisites: ") for part in others[:3])
+
+
+@pytest.mark.parametrize("name", LOOKED_UP)
+def test_a_reference_page_says_what_can_be_looked_up(name: str) -> None:
+    assert re.match(r"(Look up|Find) ", text_of(ROOT / "docs" / name).split("\n\n")[1])
