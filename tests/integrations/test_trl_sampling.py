@@ -542,4 +542,3 @@ def test_the_snippet_of_the_page(tmp_path: Path, model: Path, monkeypatch: pytes
     log = names["trainer"].state.log_history
     assert any(entry.get("dynamic_sampling/groups_used") == 4 for entry in log)
     assert any("rewards/soft_overlong_punishment_reward/mean" in entry for entry in log)
-    assert names["trainer"].mask_truncated_completions
