@@ -15,9 +15,7 @@ after the other. The figure is the median over steps after the first, with the t
     TRL, our loss     the same with DapoGRPOTrainer in GRPOTrainer's place
     runner, by dapo   ``dapo train`` with no variable set: the command itself tells glibc to keep freed memory
 
-TRL runs under each setting of ``allocators.py``, the others (except the last) under the one where it was fastest. The
-page also shows the floor of a step of the runner: the engine's own decoding (the time inside ``vllm.LLM.generate``) and
-the matrix products of the update, recorded in one more step and timed alone afterwards.
+TRL runs under each setting of ``allocators.py``, the others (except the last) under the one where it was fastest.
 """
 
 from __future__ import annotations
@@ -30,16 +28,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import allocators, machine
 from benchmarks.allocators import ALLOCATORS, OUT_OF_THE_BOX
@@ -50,7 +43,7 @@ QUESTIONS = [
     f"Question: A box holds {3 + i} pens. How many pens are in {i + 2} boxes?\nAnswer:" for i in range(PROMPTS)
 ]
 LEARNING_RATE = 1e-6
-TARGET, FLOOR_TARGET = 3.2, 1.25
+TARGET = 3.2
 WITHOUT_VLLM = "runner, hf"
 OURS = ("runner", "runner, compiled", WITHOUT_VLLM, "TRL, our loss")
 BY_COMMAND = "runner, by dapo"
@@ -67,78 +60,6 @@ def judge(prompt: Any, completion: Any) -> Any:
     from dapo_runner.types import Verdict
 
     return Verdict(correct=False, value=reward_of(completion.text))
-
-
-class Products(TorchDispatchMode):
-    """Record the matrix products that PyTorch dispatches inside ``with``; those in a custom operator are not seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[tuple[Any, ...]] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm"):
-            operands = [x for x in args if isinstance(x, torch.Tensor)][-2:]
-            self.seen[tuple((tuple(x.shape), x.stride(), x.dtype) for x in operands)] += 1
-        return func(*args, **(kwargs or {}))
-
-    def add_head(self, n_tokens: int, hidden: int, vocab: int, dtype: Any) -> None:
-        """Add the three products of the loss: logits, and the gradients of hidden states and head."""
-        h = ((n_tokens, hidden), (hidden, 1), dtype)
-        self.seen[(h, ((hidden, vocab), (1, hidden), dtype))] += 1
-        logits = ((n_tokens, vocab), (vocab, 1), dtype)
-        self.seen[(logits, ((vocab, hidden), (hidden, 1), dtype))] += 1
-        self.seen[(((vocab, n_tokens), (1, vocab), dtype), h)] += 1
-
-    def seconds(self, repeats: int = 3) -> float:
-        """Time each product alone into existing memory; return the medians times their counts."""
-        total = 0.0
-        for operands, count in self.seen.items():
-            # An expanded operand (stride 0) is made whole.
-            left, right = (
-                (torch.empty(x[0], dtype=x[2]) if 0 in x[1] else torch.empty_strided(*x[:2], dtype=x[2])).normal_()
-                for x in operands
-            )
-            out, taken = torch.matmul(left, right), []
-            for _ in range(repeats):
-                began = time.perf_counter()
-                torch.matmul(left, right, out=out)
-                taken.append(time.perf_counter() - began)
-            total += count * statistics.median(taken)
-        return total
-
-
-@contextmanager
-def watched(decoding: list[float], products: Products, last_update: int) -> Iterator[None]:
-    """Record the seconds inside ``vllm.LLM.generate`` of every rollout, and the products of one update."""
-    from dapo_runner.timing import StepClock
-
-    phase, updates = StepClock.phase, 0
-
-    @contextmanager
-    def recording(clock: StepClock, name: str) -> Iterator[None]:
-        nonlocal updates
-        updates += name == "forward_backward"
-        with phase(clock, name), products if (name, updates) == ("forward_backward", last_update) else nullcontext():
-            yield
-
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(StepClock, "phase", recording))
-        if machine.is_importable("vllm"):
-            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # before the import, as the runner does
-            from vllm import LLM
-
-            generate = LLM.generate
-
-            def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
-                began = time.perf_counter()
-                outputs = generate(self, *args, **kwargs)
-                if sum(len(output.outputs) for output in outputs) >= PROMPTS * GROUP:  # not the probe
-                    decoding.append(time.perf_counter() - began)
-                return outputs
-
-            stack.enter_context(mock.patch.object(LLM, "generate", timed))
-        yield
 
 
 def recipe(model: str, steps: int, threads: int, side: str, folder: Path) -> dict[str, Any]:
@@ -165,18 +86,11 @@ def recipe(model: str, steps: int, threads: int, side: str, folder: Path) -> dic
 
 
 def run_ours(model: str, steps: int, threads: int, side: str) -> dict[str, Any]:
-    """Return the seconds of each step by phase and its tokens; for "runner" also the parts of its floor."""
-    from transformers import AutoConfig
-
+    """Return the seconds of each step by phase and its tokens."""
     from dapo_runner.cli import main as dapo
 
-    floor = side == "runner"  # one more step than are timed
-    decoding: list[float] = []
-    products = Products()
-    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
-        raw = recipe(model, steps + floor, threads, side, Path(scratch))
-        if floor:
-            stack.enter_context(watched(decoding, products, last_update=steps + 1))
+    with tempfile.TemporaryDirectory() as scratch:
+        raw = recipe(model, steps, threads, side, Path(scratch))
         if side == BY_COMMAND:
             path = Path(scratch) / "step.yaml"
             path.write_text(json.dumps(raw))  # JSON is YAML
@@ -184,14 +98,9 @@ def run_ours(model: str, steps: int, threads: int, side: str) -> dict[str, Any]:
                 raise RuntimeError("dapo train failed")
         else:
             _train(raw)
-        phases = [phases_of(event) for event in events_of(Path(scratch) / "step" / "timings.jsonl")[:steps]]
+        phases = [phases_of(event) for event in events_of(Path(scratch) / "step" / "timings.jsonl")]
         tokens = [event["train/tokens"] for event in events_of(Path(scratch) / "step" / "metrics.jsonl")]
-    result = {"seconds": [sum(one.values()) for one in phases], "phases": phases, "tokens": tokens[:steps]}
-    if floor:
-        shape = AutoConfig.from_pretrained(model)
-        products.add_head(int(tokens[-1]), shape.hidden_size, shape.vocab_size, torch.bfloat16)
-        result |= {"decoding": decoding[:steps], "products": products.seconds(), "product_calls": products.seen.total()}
-    return result
+    return {"seconds": [sum(one.values()) for one in phases], "phases": phases, "tokens": tokens}
 
 
 def _train(raw: dict[str, Any]) -> None:
@@ -314,41 +223,11 @@ def page(results: list[dict[str, Any]], options: argparse.Namespace, started: da
     for phase in result_of(results, "runner")["phases"][-1]:
         shares = [of_phase(result_of(results, side), phase) for side in ("runner", "runner, compiled")]
         lines.append(f"| {phase} | " + " | ".join(f"{share:.2f}" for share in shares) + " |")
-    return "\n".join([*lines, "", floor(result_of(results, "runner"))]) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def of_phase(result: dict[str, Any], phase: str) -> float:
     return statistics.median(one.get(phase, 0.0) for one in result["phases"][1:])
-
-
-def floor_seconds(result: dict[str, Any]) -> float:
-    """Return the seconds of the engine's own decoding and of the matrix products of the update."""
-    return float(statistics.median(result["decoding"][1:]) + result["products"])
-
-
-def floor(result: dict[str, Any]) -> str:
-    """Return a step of the runner divided by its floor, and what is between the two."""
-    bottom = floor_seconds(result)
-    step = statistics.median(result["seconds"][1:])
-    decoding = statistics.median(result["decoding"][1:])
-    rollout, update = (of_phase(result, name) for name in ("rollout", "forward_backward"))
-    met = "met" if step / bottom <= FLOOR_TARGET else "not met"
-    if step < bottom:  # the products alone took longer than the step that contains them
-        met = "not valid, other work ran while the products were measured"
-    lines = [
-        f"A step takes {step / bottom:.2f} times its floor (target {FLOOR_TARGET}: {met}):",
-        "",
-        "| seconds | |",
-        "|---:|---|",
-        f"| {decoding:.2f} | the engine's own decoding, inside `LLM.generate` |",
-        f"| {result['products']:.2f} | the {result['product_calls']} matrix products of the update, each alone |",
-        f"| {bottom:.2f} | **floor** |",
-        f"| {rollout - decoding:.2f} | rollout, around the decoding |",
-        f"| {update - result['products']:.2f} | forward and backward pass, between the products |",
-        f"| {step - rollout - update:.2f} | every other phase |",
-        f"| {step:.2f} | **step** |",
-    ]
-    return "\n".join(lines)
 
 
 def main() -> int:
@@ -374,9 +253,7 @@ def main() -> int:
     ours = max(rate(result_of(results, side)) for side in ("runner", "runner, compiled"))
     ratio = ours / rate(result_of(results, "TRL"))
     print(f"{ratio:.2f}× the tokens a second of TRL at its best allocator, ours under the same; target {TARGET:g}×")
-    bottom = floor_seconds(result_of(results, "runner"))
-    within = 1 <= statistics.median(result_of(results, "runner")["seconds"][1:]) / bottom <= FLOOR_TARGET
-    return 0 if ratio >= TARGET and within else 1
+    return 0 if ratio >= TARGET else 1
 
 
 if __name__ == "__main__":

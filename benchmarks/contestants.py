@@ -192,7 +192,8 @@ def _loss_keywords(problem: Problem) -> dict[str, Any]:
         "mask": tokens.mask,
         "sampling_mask": mask,
         "cu_seqlens": torch.arange(0, n + 1, step, dtype=torch.int32, device=device),
-        "objective": objective, **OVERRIDES.get(objective, {}),
+        "objective": objective,
+        **OVERRIDES.get(objective, {}),
     }
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks import picture
 from dapo_runner.cli import COMMANDS
 from dapo_runner.config import flatten
+from docs import loss_picture as picture
 from docs.generate import PAGES
 
 ROOT = Path(__file__).parent.parent

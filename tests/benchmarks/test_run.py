@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks import decide, harness, machine, picture, report, run
+from benchmarks import decide, harness, machine, report, run
 from benchmarks.allocators import HUGE_PAGES, OUT_OF_THE_BOX, RAISED
 from benchmarks.configs import GPU_CARD, GPU_HIDDEN, GPU_LOGITS, HEADLINE, Config
 from benchmarks.contestants import CONTESTANTS
 from benchmarks.peers import PEERS
 from dapo_kernels.backends.registry import Default
+from docs import loss_picture as picture
 
 ROOT = Path(__file__).parents[2]
 

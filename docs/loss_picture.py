@@ -1,6 +1,6 @@
 """Draw time and memory of each side of two headline workloads: the picture of the README.
 
-    python -m benchmarks.picture benchmarks/results/full-….json docs/loss.png
+    python -m docs.loss_picture benchmarks/results/full-….json docs/loss.png
 
 Each side is shown under the allocator where it is fastest, its time over that of our default call under the same one.
 """
