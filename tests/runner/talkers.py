@@ -89,6 +89,15 @@ class Deadly(Digits):
         return super().step(text)
 
 
+class Mortal(Digits):
+    """Fails in every episode of step 2, until it is healed."""
+
+    def step(self, text: str) -> tuple[str, float | None, bool]:
+        if Path("runs/small/checkpoints/step_000001").exists() and not Path("healed").exists():
+            raise ValueError("no")
+        return super().step(text)
+
+
 class Slow(Talker):
     """Steps only when `going` is set, and logs what it does."""
 

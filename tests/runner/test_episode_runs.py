@@ -12,6 +12,7 @@ from small import small_recipe, write_recipe
 from talkers import ROOM
 from transformers import AutoTokenizer
 
+from dapo_runner.cli import main
 from dapo_runner.config import parse_config
 from dapo_runner.data.dataset import PromptCursor, load_data
 from dapo_runner.logging.metrics import read_log
@@ -40,6 +41,21 @@ def test_killed_in_the_midst_of_episodes_and_resumed_equals_uninterrupted(
     turns = [line["batch/turns"] for line in read_log(tmp_path / "runs/whole/metrics.jsonl") if line["kind"] == "step"]
     assert min(turns) > 1.2
     assert records(tmp_path / "runs" / "small") == records(tmp_path / "runs" / "whole")
+
+
+def test_a_run_that_ends_at_too_many_failures_has_saved_the_steps_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = write_recipe(tmp_path, steps=3)
+    options = ["env={kind: 'talkers:Mortal', max_turn_tokens: 25}", *ROOM]
+    assert main(["train", str(recipe), *options]) != 0
+    run = tmp_path / "runs" / "small"
+    assert [line["step"] for line in read_log(run / "metrics.jsonl") if line["kind"] == "step"] == [1]
+    assert [path.name for path in (run / "checkpoints").iterdir() if path.is_dir()] == ["step_000001"]
+    Path("healed").touch()
+    assert main(["train", str(recipe), *options]) == 0
+    assert [line["step"] for line in read_log(run / "metrics.jsonl") if line["kind"] == "step"] == [1, 2, 3]
 
 
 def test_asynchronous_episodes_lose_nothing_and_take_nothing_twice(

@@ -27,11 +27,12 @@ from transformers import AutoTokenizer
 
 from dapo_kernels import dapo_loss
 from dapo_runner.algorithms.advantage import make_sequences
-from dapo_runner.algorithms.learner import Learner
+from dapo_runner.algorithms.learner import Learner, step_metrics
 from dapo_runner.config import AdvantageConfig, Config, ConfigError, ModelConfig, RolloutLogConfig
 from dapo_runner.data.dataset import render
 from dapo_runner.environments.environment import Message
 from dapo_runner.environments.template import CUT, TurnTemplate
+from dapo_runner.environments.tools import MOST_CHARACTERS
 from dapo_runner.logging.metrics import batch_metrics
 from dapo_runner.logging.rollout_log import RolloutLog, read_step
 from dapo_runner.logging.show import page
@@ -42,7 +43,7 @@ from dapo_runner.rollout.episodes import EpisodeError, EpisodeRunner
 from dapo_runner.rollout.group_buffer import GroupBuffer
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.run.tiny_model import make_tokenizer
-from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Completion, Prompt, SamplingParams, Turn
+from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Completion, Group, Prompt, Sample, SamplingParams, Turn
 
 WAYS_OF_2048 = ("up", "left", "down", "right")
 MODEL = ModelConfig(path="x", dtype="float32")
@@ -371,6 +372,31 @@ def test_an_example_of_trl_runs_from_its_own_file(monkeypatch: pytest.MonkeyPatc
         assert sample.completion.environment is None
 
 
+class Wide:
+    """An environment in TRL's convention."""
+
+    def wide(self, n: int) -> str:
+        """Return n letters.
+
+        Args:
+            n: Their number.
+        """
+        return "x" * n
+
+
+@pytest.mark.parametrize("n", [150, 300, 4000, 5000])
+def test_the_length_of_a_result_that_the_policy_asks_for_fails_no_episode(n: int) -> None:
+    tokenizer = chat_tokenizer("{% for t in tools or [] %}{{ t['function']['name'] }}{% endfor %}" + CHATML)
+    calls = [f'<tool_call>{{"name": "wide", "arguments": {{"n": {n}}}}}</tool_call>', "done"]
+    engine = Scripted(tokenizer, [spell(tokenizer, text) for text in calls])
+    runner = EpisodeRunner(make_config(env={"kind": f"{__name__}:Wide"}), tokenizer)
+    ((one, _),) = runner(engine, [prompt_of(tokenizer)], [SAMPLING], DEFAULT_OPTIONS)
+    assert runner.take_counts()["failed"] == 0
+    is_error = n > MOST_CHARACTERS  # which is short
+    assert [turn.text for turn in one.policy_turns] == (calls if is_error else calls[:1])
+    assert one.length <= SAMPLING.max_tokens
+
+
 def test_metrics_count_what_the_policy_sampled() -> None:
     figures = batch_metrics([score(run("Talker")[0])])
     length = run("Talker")[0][0].length
@@ -379,34 +405,94 @@ def test_metrics_count_what_the_policy_sampled() -> None:
     assert figures["batch/generation_prob"] == pytest.approx(torch.tensor(-1.0).exp().item())
 
 
-def test_the_gradient_is_that_of_the_policys_tokens(policy: Policy, model_folder: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 26, (20,), generator=generator)
-    spans = [(0, 3), (3, 7), (7, 12), (12, 14), (14, 15), (15, 20)]
+def episode_of(token_ids: torch.Tensor, spans: Sequence[tuple[int, int]], reward: float) -> Sample:
+    """An episode whose turns are the environment's and the policy's in alternation."""
+    n = len(token_ids)
     turns = tuple(Turn("assistant" if number % 2 else "environment", *span, "") for number, span in enumerate(spans))
-    mask = torch.zeros(20, dtype=torch.bool)
+    mask = torch.zeros(n, dtype=torch.bool)
     for start, end in spans[1::2]:
         mask[start:end] = True
-    logprobs = torch.where(mask, -1.0, torch.nan)
-    sample = make_sample(True)
-    one = replace(
-        sample, completion=Completion(ids, logprobs, "stop", "", loss_mask=mask, turns=turns), base_reward=1.0
-    )
-    group = replace(make_group("RW"), samples=(one, make_sample(False)))
-    sequences = make_sequences([group], AdvantageConfig(kind="group_mean"))[:1]
-    assert not sequences[0].rollout_logprobs.isnan().any()
-    learner = Learner(policy, make_config())
+    logprobs = torch.where(mask, -1.0 - 0.1 * torch.arange(n) % 0.7, torch.nan)
+    completion = Completion(token_ids, logprobs, "stop", "", loss_mask=mask, turns=turns)
+    return replace(make_sample(True), completion=completion, base_reward=reward)
+
+
+@pytest.fixture
+def episodes() -> tuple[Group, list[torch.Tensor]]:
+    """Two episodes of three turns that begin alike, and their masks by hand."""
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.randint(3, 26, (n,), generator=generator) for n in (20, 17))
+    second[:5] = first[:5]
+    one = episode_of(first, [(0, 3), (3, 7), (7, 12), (12, 14), (14, 15), (15, 20)], 1.0)
+    two = episode_of(second, [(0, 3), (3, 8), (8, 9), (9, 13), (13, 16), (16, 17)], -0.5)
+    group = replace(make_group("RW"), samples=(one, two))
+    own = [[3, 4, 5, 6, 12, 13, 15, 16, 17, 18, 19], [3, 4, 5, 6, 7, 9, 10, 11, 12, 16]]
+    n_prompt = len(group.prompt.token_ids)
+    masks = [torch.zeros(n_prompt + n - 1, dtype=torch.bool) for n in (20, 17)]
+    for mask, places in zip(masks, own, strict=True):
+        mask[torch.tensor(places) + n_prompt - 1] = True
+    return group, masks
+
+
+def test_the_gradient_is_that_of_the_policys_tokens(
+    policy: Policy, model_folder: Path, episodes: tuple[Group, list[torch.Tensor]]
+) -> None:
+    """Also where the prompt and the first turns of both episodes are computed once."""
+    group, masks = episodes
+    sequences = make_sequences([group], AdvantageConfig(kind="group_mean"))
+    assert not any(one.rollout_logprobs.isnan().any() for one in sequences)
+    learner, computed = Learner(policy, make_config()), list[int]()
+    policy.model.get_input_embeddings().register_forward_pre_hook(lambda _, given: computed.append(given[0].numel()))
     mini = pack_mini_batch(learner, sequences, 64)
     mini.on_policy = True
-    backward(learner, mini, mini.micro_batches[0])
+    backward(learner, mini, *mini.micro_batches)
+    n_prompt = len(group.prompt.token_ids)
+    assert computed == [sum(map(len, masks)) - n_prompt - 5]
     found = {name: p.grad.clone() for name, p in policy.model.named_parameters()}
     plain = load_model(model_folder, MODEL, torch.device("cpu"), "sdpa")
-    whole = torch.cat([torch.tensor(group.prompt.token_ids), ids])
-    logits = plain(input_ids=whole[None, :-1]).logits[0]
-    by_hand = torch.cat([torch.zeros(2, dtype=torch.bool), mask])
-    dapo_loss(logits, whole[1:], None, torch.ones(len(whole) - 1), mask=by_hand).loss.backward()
+    whole = [torch.cat([torch.tensor(group.prompt.token_ids), one.completion.token_ids]) for one in group.samples]
+    logits = torch.cat([plain(input_ids=ids[None, :-1]).logits[0] for ids in whole])
+    advantages = torch.cat(
+        [torch.full((len(ids) - 1,), value) for ids, value in zip(whole, (0.75, -0.75), strict=True)]
+    )
+    targets, mask = torch.cat([ids[1:] for ids in whole]), torch.cat(masks)
+    dapo_loss(logits, targets, None, advantages, mask=mask).loss.backward()
     for name, parameter in plain.named_parameters():
         assert (found[name] - parameter.grad).norm() <= 1e-6 * parameter.grad.norm(), name
+
+
+def test_entropy_and_correction_are_of_the_policys_tokens(
+    policy: Policy, model_folder: Path, episodes: tuple[Group, list[torch.Tensor]]
+) -> None:
+    group, masks = episodes
+    plain = load_model(model_folder, MODEL, torch.device("cpu"), "sdpa")
+    config = make_config(rollout={"correction": {"weights": "sequence", "floor": 0.0, "cap": 1e9}})
+    learner = Learner(policy, config)
+    (mini,) = learner.prepare(make_sequences([group], AdvantageConfig(kind="group_mean")))
+    (batch,) = mini.micro_batches
+    order = batch.sequence_ids.tolist()
+    mask = torch.cat([masks[index] for index in order])
+    assert batch.mask.tolist() == mask.tolist()
+    logits = [
+        plain(input_ids=torch.cat([torch.tensor(group.prompt.token_ids), one.completion.token_ids])[None]).logits[0]
+        for one in (group.samples[index] for index in order)
+    ]
+    logprobs = torch.cat([row[:-1].log_softmax(-1) for row in logits]).detach()
+    engine = [group.samples[index].completion.logprobs for index in order]
+    starts = [0, len(masks[order[0]])]
+    for start, index, sampled in zip(starts, order, engine, strict=True):
+        own = masks[index]
+        rows, targets = logprobs[start : start + len(own)], batch.target_ids[start : start + len(own)]
+        learned = rows.gather(1, targets[:, None])[:, 0][own]
+        weight = (learned - sampled[~sampled.isnan()]).double().sum().exp()
+        assert batch.importance_weights is not None
+        weights = batch.importance_weights[start : start + len(own)]
+        torch.testing.assert_close(weights[own].double(), weight.expand(int(own.sum())), rtol=1e-3, atol=0)
+        assert (weights[~own] == 1).all()
+    entropy = -(logprobs.exp() * logprobs).sum(-1)[mask].mean()
+    figures = learner.update(mini, 1)
+    assert figures["entropy"] == pytest.approx(float(entropy), rel=1e-4)
+    assert step_metrics([mini], [figures], learner.world)["rollout_unknown"] == 0.0
 
 
 def test_advantages_of_turns_are_those_written_out() -> None:

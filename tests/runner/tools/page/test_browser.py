@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import IMAGE, PIECES, SCRIPT, log_metrics, write_rollouts, write_run
+from hostile import IMAGE, PIECES, SCRIPT, TURNS, log_metrics, write_rollouts, write_run
 
 from dapo_runner.run.folder import CONFIG_FILE
 from dapo_runner.tools.page.html import write_page
@@ -190,6 +190,22 @@ def test_hostile_text_is_text(report: Any) -> None:
     report.select_option("#groups", "all-incorrect")
     prompt = columns(report)[0].query_selector(".prompt").text_content()
     assert prompt == "\\u202e\\ud800 & <i>"
+
+
+def test_turns_of_an_environment_are_grey(open_page: Open, tmp_path: Path) -> None:
+    """Token by token, and as text."""
+    runs = [write_run(tmp_path, name, per_token=name == "tokens", turns=TURNS) for name in ("tokens", "text")]
+    report = open_page(write_page(runs, tmp_path / "page.html").as_uri())
+    colour = "element => getComputedStyle(element).color"
+    for run in columns(report):
+        response = run.query_selector("details >> nth=0 >> .response")
+        grey, own = (response.query_selector_all(f".{role}") for role in ("environment", "assistant"))
+        assert {one.evaluate(colour) for one in grey}.isdisjoint({one.evaluate(colour) for one in own})
+        assert "".join(one.text_content() for one in grey) == SCRIPT
+        assert "done +0.5" in run.query_selector("summary").text_content()
+    left, right = columns(report)
+    assert len(left.query_selector_all("details >> nth=0 >> .token.assistant")) == len(PIECES) - 1
+    assert len(right.query_selector_all("details >> nth=0 >> .response .assistant")) == 1
 
 
 def test_tokens_stand_out_and_tell_their_values(report: Any) -> None:
