@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 from builders import make_config
-from fake_server import FakeServer, Hook
+from fake_server import GENERATE, FakeServer, Hook
+from small import small_recipe
 
-from dapo_runner.config import Config
+from dapo_runner.config import Config, parse_config
+from dapo_runner.logging.metrics import read_log
+from dapo_runner.logging.progress import Progress
 from dapo_runner.policy.model import Policy
 from dapo_runner.rollout.client import Server
 from dapo_runner.rollout.server import ServerEngine
 from dapo_runner.run.tiny_model import make_tokenizer
+from dapo_runner.train import train
 from dapo_runner.types import Completion, Prompt, SamplingParams
 
 SAMPLING = SamplingParams(n=2, max_tokens=6, seed=5)
@@ -46,6 +53,82 @@ def open_engine(model: Path, servers: list[FakeServer], folder: Path, **server: 
     return engine
 
 
+class Fleet:
+    """Servers, and engines and runs over them."""
+
+    def __init__(self, model: Path, servers: list[FakeServer], folder: Path) -> None:
+        self.model, self.servers, self.folder = model, servers, folder
+        self.over = threading.Event()  # the test is
+        self.engines: list[ServerEngine] = []
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.over.set()
+        for engine in self.engines:
+            engine.close()
+
+    def __getitem__(self, index: int) -> FakeServer:
+        return self.servers[index]
+
+    def open(self, n: int = 2, folder: Path | None = None, **settings: Any) -> ServerEngine:
+        """Open an engine over the first ``n`` servers."""
+        self.engines.append(open_engine(self.model, self.servers[:n], folder or self.folder, **settings))
+        return self.engines[-1]
+
+    def hook(self, hook: Hook, path: str = GENERATE) -> None:
+        for server in self.servers:
+            server.hooks[path] = hook
+
+    def hang(self, body: dict[str, Any]) -> None:
+        """A hook that answers when the test is over."""
+        self.over.wait(60)
+
+    def recipe(self, ahead: int = 0, n: int = 2, **run: Any) -> dict[str, Any]:
+        """Return a small run over the first ``n`` servers, ``ahead`` steps asynchronous."""
+        raw = small_recipe(**{"output_dir": str(self.folder), "eval_every": 0} | run)
+        raw["model"] = {"dtype": "float32", "path": str(self.model)}
+        raw["sampler"] |= {"filter_groups": False} | ({"max_age": ahead} if ahead else {})
+        raw["rollout"] |= {
+            "max_response_tokens": 6,
+            "engine": "server",
+            "server": {"urls": [server.url for server in self.servers[:n]], "folder": str(self.folder)},
+            "max_staleness": ahead,
+            "correction": {"weights": "token" if ahead else None},
+        }
+        return raw
+
+
+def steps_of(raw: dict[str, Any], progress: Progress | None = None) -> list[dict[str, Any]]:
+    """Train, and return what the steps logged."""
+    events = read_log(train(parse_config(raw), progress or Progress()) / "metrics.jsonl")
+    return [event for event in events if event["kind"] == "step"]
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def spoiling(server: FakeServer, change: Callable[[dict[str, Any]], Any], times: int = 1) -> Hook:
+    """A hook that changes the last response of the first ``times`` answers."""
+    left = iter(range(times))
+
+    def hook(body: dict[str, Any]) -> tuple[int, Any] | None:
+        if next(left, None) is None:
+            return None
+        answer = server.generate(body)
+        change(answer["choices"][-1])
+        return 200, answer
+
+    return hook
+
+
 def lost(engine: ServerEngine) -> list[Server]:
     return [server for server in engine.pool.servers if server.error is not None]
 
@@ -59,7 +142,7 @@ def hang(over: threading.Event) -> Hook:
     return hook
 
 
-def told(groups: list[list[Completion]]) -> list[list[tuple[list[int], list[float]]]]:
+def told(groups: Iterable[list[Completion]]) -> list[list[tuple[list[int], list[float]]]]:
     return [[(one.token_ids.tolist(), one.logprobs.tolist()) for one in group] for group in groups]
 
 
