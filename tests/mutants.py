@@ -280,6 +280,7 @@ def page(outcomes: list[Outcome], options: argparse.Namespace) -> str:
     """Return the report: the share killed by room, then the survivors and what is counted apart."""
     asked = f" --room {options.room}" if options.room else ""
     asked += f" --seconds {options.seconds:g}" if options.seconds != float("inf") else ""
+    asked += f" --minutes {options.minutes:g}" if options.minutes != float("inf") else ""
     command = f"python tests/mutants.py --per-room {options.per_room} --seed {options.seed}{asked}"
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     lines = ["# Mutants", "", f"`{command}` at commit {commit.strip()}", ""]
