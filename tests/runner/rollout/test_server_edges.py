@@ -7,7 +7,6 @@ import os
 import re
 import resource
 import shutil
-import signal
 import socket
 import sys
 import threading
@@ -21,7 +20,8 @@ import pytest
 import torch
 from builders import make_config
 from fake_server import GENERATE, UPDATE, FakeServer
-from served import PROMPTS, SAMPLING, hang, moved, open_engine, told
+from refusals import refused
+from served import PROMPTS, SAMPLING, Fleet, lost, moved, spoiling, told, wait_until
 from small import write_recipe
 
 from dapo_runner.cli import main
@@ -36,13 +36,12 @@ from dapo_runner.rollout.client import RolloutError, Server, ServerError
 from dapo_runner.rollout.guard import RELEASE
 from dapo_runner.rollout.transfer import FileTransfer
 from dapo_runner.run.folder import lock_folder
-from dapo_runner.run.tiny_model import make_tokenizer
 
 
 @pytest.fixture
-def server(model_folder: Path) -> Iterator[FakeServer]:
-    with FakeServer(model_folder) as server:
-        yield server
+def server(fleet: Fleet) -> FakeServer:
+    """The first of the fleet, whose engines are over it alone."""
+    return fleet[0]
 
 
 @contextmanager
@@ -99,27 +98,21 @@ def test_an_answer_that_is_none_is_the_servers_fault(body: bytes, length: str, m
 
 
 @pytest.mark.parametrize("said", [float("nan"), float("inf"), None, -9999.0])
-def test_a_log_prob_that_is_none_is_one_that_is_not_known(
-    model_folder: Path, server: FakeServer, tmp_path: Path, said: float | None
-) -> None:
-    engine = open_engine(model_folder, [server], tmp_path)
-
-    def spoil(body: dict[str, Any]) -> tuple[int, Any]:
-        answer = server.generate(body)
-        answer["choices"][0]["logprobs"]["content"][0]["logprob"] = said
-        return 200, answer
-
-    server.hooks[GENERATE] = spoil
-    for first, other in engine.generate(PROMPTS[:2], SAMPLING):
-        assert first.logprobs.isnan().tolist() == [True] + [False] * (first.length - 1)
+def test_a_log_prob_that_is_none_is_one_that_is_not_known(fleet: Fleet, server: FakeServer, said: float | None) -> None:
+    engine = fleet.open(1)
+    server.hooks[GENERATE] = spoiling(
+        server, lambda choice: choice["logprobs"]["content"][0].update(logprob=said), times=2
+    )
+    for other, spoiled in engine.generate(PROMPTS[:2], SAMPLING):
+        assert spoiled.logprobs.isnan().tolist() == [True] + [False] * (spoiled.length - 1)
         assert other.logprobs.isfinite().all()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_weights_that_are_not_finite_are_not_sent(
-    value: float, model_folder: Path, server: FakeServer, tmp_path: Path, policy: Policy
+    value: float, fleet: Fleet, server: FakeServer, policy: Policy
 ) -> None:
-    engine = open_engine(model_folder, [server], tmp_path)
+    engine = fleet.open(1)
     name, tensor = list(policy.named_weights())[3]
     with torch.no_grad():
         tensor.flatten()[-1] = value
@@ -129,35 +122,17 @@ def test_weights_that_are_not_finite_are_not_sent(
     assert engine.generate(PROMPTS[:2], SAMPLING)
 
 
-def test_tokens_that_are_none_of_the_models_do_not_count(
-    model_folder: Path, server: FakeServer, tmp_path: Path
-) -> None:
-    engine = open_engine(model_folder, [server], tmp_path)
-    wanted, once = told(engine.generate(PROMPTS[:4], SAMPLING)), iter([True])
-
-    def spoil(body: dict[str, Any]) -> tuple[int, Any] | None:
-        if not next(once, False):
-            return None
-        answer = server.generate(body)
-        answer["choices"][1]["token_ids"][-1] = len(make_tokenizer())
-        return 200, answer
-
-    server.hooks[GENERATE] = spoil
-    assert told(engine.generate(PROMPTS[:4], SAMPLING)) == wanted
-    assert any(f"token ids below {len(make_tokenizer())}" in note for note in engine.notes)
-
-
 def test_weights_that_arrive_otherwise_than_they_left_are_not_taken(
-    model_folder: Path, server: FakeServer, tmp_path: Path, policy: Policy
+    fleet: Fleet, server: FakeServer, policy: Policy
 ) -> None:
-    engine, once = open_engine(model_folder, [server], tmp_path), iter([True])
+    engine, once = fleet.open(1), iter([True])
 
     def damage(body: dict[str, Any]) -> None:
         path = Path(body["args"][0])
         if next(once, False):
             whole = path.read_bytes()
             path.write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
-            threading.Timer(0.1, path.write_bytes, [whole]).start()
+            threading.Thread(target=lambda: (wait_until(lambda: lost(engine)), path.write_bytes(whole))).start()
 
     server.hooks[UPDATE] = damage
     engine.update_weights(policy.named_weights())
@@ -185,8 +160,8 @@ def test_a_checksum_depends_on_the_order_of_bytes(tmp_path: Path) -> None:
     assert transfer.checksum(file) == found["whole"]
 
 
-def test_a_call_that_begins_as_the_run_ends_ends_too(model_folder: Path, server: FakeServer, tmp_path: Path) -> None:
-    engine = open_engine(model_folder, [server], tmp_path)
+def test_a_call_that_begins_as_the_run_ends_ends_too(fleet: Fleet) -> None:
+    engine = fleet.open(1)
 
     class Ending(set[Any]):
         def add(self, call: Any) -> None:
@@ -199,45 +174,14 @@ def test_a_call_that_begins_as_the_run_ends_ends_too(model_folder: Path, server:
     assert not engine.calls
 
 
-def test_ctrl_c_waits_for_no_server_that_takes_weights(
-    model_folder: Path, server: FakeServer, tmp_path: Path, policy: Policy
-) -> None:
-    engine, hung = open_engine(model_folder, [server], tmp_path), threading.Event()
-    server.hooks[UPDATE] = hang(hung)
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    before, n_threads = signal.signal(signal.SIGALRM, interrupt), threading.active_count()
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
-    began = time.monotonic()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            engine.update_weights(policy.named_weights())
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert time.monotonic() - began < 5
-    hung.set()
-    engine.close()
-    until = time.monotonic() + 30
-    while threading.active_count() > n_threads:  # the server's own too
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("ends", ["by close", "killed", "restarted"])
 def test_a_server_belongs_to_one_run(
-    ends: str,
-    model_folder: Path,
-    server: FakeServer,
-    tmp_path: Path,
-    policy: Policy,
-    monkeypatch: pytest.MonkeyPatch,
+    ends: str, fleet: Fleet, server: FakeServer, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until that ends, however. A server that is started anew is claimed anew."""
     monkeypatch.setattr(guard, "LEASE", 2.0)
     monkeypatch.setattr(pool, "RENEW", 0.3)
-    engine = open_engine(model_folder, [server], tmp_path)
+    engine = fleet.open(1)
     wanted = told(engine.generate(PROMPTS[:2], SAMPLING))
     updates = server.seen(UPDATE)
     owner = re.escape(f"{make_config().run_dir.absolute()} (process {os.getpid()} on {socket.gethostname()})")
@@ -248,7 +192,7 @@ def test_a_server_belongs_to_one_run(
         updates = server.seen(UPDATE)
     began = time.monotonic()
     with pytest.raises(RolloutError, match=owner):
-        open_engine(model_folder, [server], tmp_path)
+        fleet.open(1)
     assert time.monotonic() - began < 60
     assert server.seen(UPDATE) == updates
     assert told(engine.generate(PROMPTS[:2], SAMPLING)) == wanted
@@ -258,14 +202,12 @@ def test_a_server_belongs_to_one_run(
         engine.pool.close()  # and nobody renews the claim
     else:
         engine.close()
-    beside = open_engine(model_folder, [server], tmp_path)
+    beside = fleet.open(1)
     assert told(beside.generate(PROMPTS[:2], SAMPLING)) == wanted
 
 
-def test_what_a_kill_has_left_is_cleared_away_and_nothing_else(
-    model_folder: Path, server: FakeServer, tmp_path: Path
-) -> None:
-    alive = open_engine(model_folder, [server], tmp_path / "weights")
+def test_what_a_kill_has_left_is_cleared_away_and_nothing_else(fleet: Fleet, tmp_path: Path) -> None:
+    alive = fleet.open(1, tmp_path / "weights")
     own = alive.transfer.folder
     killed, theirs = own.with_name(f"{own.name}x"), tmp_path / "theirs"
     shutil.copytree(own, killed)
@@ -276,7 +218,7 @@ def test_what_a_kill_has_left_is_cleared_away_and_nothing_else(
         own.with_name(f"{own.name}{name}").symlink_to(theirs)
     own.with_name(own.name.rpartition("-")[0]).symlink_to(theirs)
     run(alive.pool.servers[0].post(RELEASE))
-    engine = open_engine(model_folder, [server], tmp_path / "weights")
+    engine = fleet.open(1, tmp_path / "weights")
     assert not killed.exists()
     assert (theirs / "model.safetensors").exists()
     assert own.stat().st_mode & 0o777 == 0o700
@@ -284,7 +226,7 @@ def test_what_a_kill_has_left_is_cleared_away_and_nothing_else(
 
 
 def test_what_a_killed_run_has_left_in_shared_memory_goes_with_the_next_of_any_name(
-    model_folder: Path, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "SHARED_MEMORY", tmp_path)
     killed, theirs = (tmp_path / f"dapo-{user}-0123-x" for user in (os.getuid(), os.getuid() + 1))
@@ -299,12 +241,12 @@ def test_what_a_killed_run_has_left_in_shared_memory_goes_with_the_next_of_any_n
     assert alive.folder.exists()
 
 
-def test_no_room_for_the_weights_is_one_line(model_folder: Path, server: FakeServer, tmp_path: Path) -> None:
+def test_no_room_for_the_weights_is_one_line(fleet: Fleet, tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
-        with pytest.raises(ConfigError, match=r"rollout.server.folder: "):
-            open_engine(model_folder, [server], tmp_path)
+        with refused("rollout.server.folder"):
+            fleet.open(1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not list(tmp_path.glob("dapo-*/*safetensors"))
@@ -331,7 +273,7 @@ def test_addresses_that_are_none(urls: list[str], message: str) -> None:
 
 
 def test_ranks_do_not_share_an_engine_of_servers() -> None:
-    with pytest.raises(ConfigError, match=r"parallel\.rollout_tensor"):
+    with refused("parallel.rollout_tensor"):
         make_config(rollout={"engine": "server"}, parallel={"gpus": 2, "rollout_tensor": 2})
 
 
@@ -350,7 +292,7 @@ def test_servers_of_a_tiny_model_need_not_wait_for_the_trainer_to_make_it(tmp_pa
     assert folders[0] == folders[2] != folders[1]
     assert all((folder / "config.json").exists() for folder in folders)
     lock.close()
-    with pytest.raises(ConfigError, match=r"model.path: "):
+    with refused("model.path"):
         serve._model(make_config(model={"tiny": None, "path": str(tmp_path)}), 0)
 
 
@@ -391,14 +333,14 @@ def test_what_a_server_starts_as(
 
 def test_the_server_of_a_killed_run_is_free_once_its_last_request_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of a request prolongs the claim. That is no sign of life: only claims are."""
-    monkeypatch.setattr(guard, "LEASE", 0.3)
+    monkeypatch.setattr(guard, "LEASE", 0.05)
     ownership, model = guard.Ownership(), {"layers": 2}
 
     async def claims() -> list[str | None]:
         first = await ownership.claim({"token": "a", "owner": "a", "model": model}, model)
         with ownership.kept():
             second = asyncio.create_task(ownership.claim({"token": "b", "owner": "b", "model": model}, model))
-            await asyncio.sleep(0.4)
+            await asyncio.sleep(0.1)  # two leases
         return [first, await second]
 
     assert asyncio.run(claims()) == [None, None]
@@ -406,9 +348,9 @@ def test_the_server_of_a_killed_run_is_free_once_its_last_request_has_ended(monk
 
 
 def test_an_error_nobody_foresaw_loses_a_server_and_hangs_no_run(
-    model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = open_engine(model_folder, servers, tmp_path, sync_within=1.0)
+    engine = fleet.open(sync_within=1.0)
 
     async def send(*_: object) -> str:
         raise ValueError("unforeseen")
@@ -416,4 +358,3 @@ def test_an_error_nobody_foresaw_loses_a_server_and_hangs_no_run(
     monkeypatch.setattr(engine.pool.transfer, "send", send)
     with pytest.raises(RolloutError, match="unforeseen"):
         engine.update_weights(moved(policy).items())
-    engine.close()

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_server import GENERATE, UPDATE, FakeServer
 from safetensors.torch import load_file
-from served import PROMPTS, SAMPLING, hang, lost, moved, open_engine, server_config, told
-from small import small_recipe
+from served import PROMPTS, SAMPLING, Fleet, lost, moved, server_config, told, wait_until
 
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import parse_config
@@ -32,169 +29,159 @@ PATHS = ["/health", "/weight_info", "/is_paused", "/pause", UPDATE, "/reset_pref
 
 def answer_all(server: FakeServer, status: int, body: Any) -> None:
     """As a foreign process at its port does."""
-    for path in PATHS:
-        server.hooks[path] = lambda _: (status, body)
+    server.hooks |= {path: lambda _: (status, body) for path in PATHS}
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
-def test_a_sick_server_does_not_use_up_the_attempts(
-    model_folder: Path, servers: list[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Well by its health and weights, and no prompt is answered: it is asked ever more rarely."""
+@pytest.fixture
+def _two_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "ATTEMPTS", 2)
-    engine = open_engine(model_folder, servers, tmp_path)
+
+
+@pytest.mark.usefixtures("_two_attempts")
+def test_a_sick_server_does_not_use_up_the_attempts(fleet: Fleet) -> None:
+    """Well by its health and weights, and no prompt is answered: it is asked ever more rarely."""
+    engine, checked = fleet.open(), list[float]()
     wanted = told(engine.generate(PROMPTS, SAMPLING))
-    servers[0].hooks[GENERATE] = lambda body: (500, {"error": "dead"})
-    servers[1].hooks[GENERATE] = lambda body: time.sleep(0.3)
-    for _ in range(3):
+    fleet[0].hooks[GENERATE] = lambda body: (500, {"error": "dead"})
+    fleet[1].hooks[GENERATE] = lambda body: time.sleep(0.05)
+    while not lost(engine):
         assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
-    assert len(engine.notes) in (1, 2)  # not one for every attempt
-    before = servers[0].seen("/health")
-    time.sleep(1.0)
-    assert servers[0].seen("/health") - before <= 3  # every 0.2 s it would be five
-    servers[0].hooks.clear()
+    fleet[0].hooks["/health"] = lambda body: checked.append(time.monotonic())
+    while len(checked) < 4:
+        assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
+    assert len(engine.notes) == 1  # not one for every attempt
+    for number, (one, other) in enumerate(pairwise(checked)):
+        assert other - one > 0.19 * 2**number
+    fleet[0].hooks.clear()
     wait_until(lambda: not lost(engine))
-    engine.close()
 
 
 def test_servers_that_refuse_the_run_are_not_waited_for(
-    model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One has another model, and later the other another key."""
-    monkeypatch.setattr(servers[0].weights.config, "num_hidden_layers", 99)
-    engine, began = open_engine(model_folder, servers, tmp_path), time.monotonic()
+    monkeypatch.setattr(fleet[0].weights.config, "num_hidden_layers", 99)
+    engine, began = fleet.open(), time.monotonic()
     wanted = told(engine.generate(PROMPTS, SAMPLING))
-    answer_all(servers[1], 401, {})
+    answer_all(fleet[1], 401, {})
     for call in (
         lambda: engine.generate(PROMPTS, SAMPLING),
         lambda: engine.update_weights(policy.named_weights()),
-        lambda: open_engine(model_folder, servers, tmp_path),
+        lambda: fleet.open(),
     ):
         with pytest.raises(RolloutError, match=r"model\.path"):
             call()
     assert time.monotonic() - began < 60
-    servers[1].hooks.clear()
+    fleet[1].hooks.clear()
     wait_until(lambda: len(lost(engine)) == 1)
     assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
-    engine.close()
 
 
-def test_a_server_in_another_dtype_is_refused(model_folder: Path, servers: list[FakeServer], tmp_path: Path) -> None:
-    servers[0].dtype = "bfloat16"
-    engine = open_engine(model_folder, servers, tmp_path)
-    assert [server.url for server in lost(engine)] == [servers[0].url]
-    assert "bfloat16" in str(lost(engine)[0].error)
-    engine.close()
+def test_a_server_in_another_dtype_is_refused(fleet: Fleet) -> None:
+    fleet[0].dtype = "bfloat16"
+    (server,) = lost(fleet.open())
+    assert server.url == fleet[0].url
+    assert "bfloat16" in str(server.error)
 
 
 @pytest.mark.parametrize(("status", "body"), [(404, {}), (200, {}), (200, None)], ids=str)
-def test_a_foreign_process_at_a_port_is_left_out(
-    status: int, body: Any, model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy
-) -> None:
-    engine = open_engine(model_folder, servers, tmp_path)
+def test_a_foreign_process_at_a_port_is_left_out(status: int, body: Any, fleet: Fleet, policy: Policy) -> None:
+    engine = fleet.open()
     wanted = told(engine.generate(PROMPTS, SAMPLING))
-    servers[0].kill()
-    servers[0].start()
-    answer_all(servers[0], status, body)
+    fleet[0].kill()
+    fleet[0].start()
+    answer_all(fleet[0], status, body)
     engine.update_weights(policy.named_weights())
     assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
     engine.close()
-    later = open_engine(model_folder, servers, tmp_path)  # and by a run that begins with it there
+    later = fleet.open()  # and by a run that begins with it there
     assert told(later.generate(PROMPTS, SAMPLING)) == wanted
-    later.close()
     for one in (engine, later):
-        assert any(servers[0].url in note for note in one.notes)
+        assert any(fleet[0].url in note for note in one.notes)
 
 
-def test_any_failure_may_pass_in_time(
-    model_folder: Path, servers: list[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_module, "ATTEMPTS", 2)
-    engine = open_engine(model_folder, servers[:1], tmp_path)
+@pytest.mark.usefixtures("_two_attempts")
+@pytest.mark.parametrize("status", [404, 500])
+def test_any_failure_may_pass_in_time(status: int, fleet: Fleet) -> None:
+    engine, server = fleet.open(1), fleet[0]
     wanted = told(engine.generate(PROMPTS[:4], SAMPLING))
-    for status in (404, 500):
-        answer_all(servers[0], status, {})
-        servers[0].hooks.pop(GENERATE)
-        servers[0].kill()
-        threading.Timer(0.5, servers[0].start).start()
-        threading.Timer(1.5, servers[0].hooks.clear).start()
-        assert told(engine.generate(PROMPTS[:4], SAMPLING)) == wanted
-    engine.close()
+
+    def recover() -> None:
+        wait_until(lambda: lost(engine))
+        server.start()
+        n_failures = server.seen("/health")
+        wait_until(lambda: server.seen("/health") > n_failures + 1)
+        server.hooks.clear()
+
+    answer_all(server, status, {})
+    server.hooks.pop(GENERATE)
+    server.kill()
+    thread = threading.Thread(target=recover)
+    thread.start()
+    assert told(engine.generate(PROMPTS[:4], SAMPLING)) == wanted
+    thread.join()
 
 
-def test_attempts_are_those_of_one_prompt_at_one_server(
-    model_folder: Path, servers: list[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("_two_attempts")
+def test_attempts_are_those_of_one_prompt_at_one_server(fleet: Fleet) -> None:
     """A prompt that one server cannot answer is left to the other; where that is lost, it waits for `sync_within`."""
-    monkeypatch.setattr(server_module, "ATTEMPTS", 2)
-    engine = open_engine(model_folder, servers, tmp_path, sync_within=3.0)
+    engine = fleet.open(sync_within=3.0)
     wanted = told(engine.generate(PROMPTS, SAMPLING))
-    poison, asked = list(PROMPTS[7].token_ids), list[float]()
+    poison, failures, twice = list(PROMPTS[6].token_ids), iter(range(99)), threading.Event()
 
     def fail(body: dict[str, Any]) -> tuple[int, Any] | None:
-        if body["token_ids"] == poison and body["sampling_params"]["n"] == SAMPLING.n:
-            asked.append(time.monotonic())
-            return 400, {"error": "no"}
-        return None
+        if body["token_ids"] != poison or body["sampling_params"]["n"] != SAMPLING.n:
+            return None
+        if next(failures) == 1:
+            twice.set()
+        return 400, {"error": "no"}
 
-    servers[0].hooks[GENERATE] = fail
-    servers[1].hooks[GENERATE] = lambda body: time.sleep(1.5) if len(asked) < 2 else None
+    fleet[0].hooks[GENERATE] = fail
+    fleet[1].hooks[GENERATE] = lambda body: (twice.wait(60), None)[1]
     assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
-    assert len(asked) <= 2
-    servers[1].kill()
-    with pytest.raises(RolloutError, match=r"sync_within: 1 of 24 "):
+    assert next(failures) == 2
+    fleet[1].kill()
+    with pytest.raises(RolloutError, match=r"^rollout\.server\.sync_within: 1 of 24 "):
         engine.generate(PROMPTS, SAMPLING)
-    engine.close()
 
 
-def test_a_hung_server_stalls_one_sync_and_comes_back_by_itself(
-    model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy
-) -> None:
-    engine, hung = open_engine(model_folder, servers, tmp_path, sync_within=5.0), threading.Event()
-    servers[0].hooks[UPDATE] = hang(hung)
+def test_a_hung_server_stalls_one_sync_and_comes_back_by_itself(fleet: Fleet, policy: Policy) -> None:
+    engine = fleet.open(sync_within=3.0)
+    fleet[0].hooks[UPDATE] = fleet.hang
     took = []
     for _ in range(4):
         began = time.monotonic()
         engine.update_weights(policy.named_weights())
         took.append(time.monotonic() - began)
         assert engine.generate(PROMPTS, SAMPLING)
-    assert took[0] >= 5.0
-    assert max(took[1:]) < 5.0
-    servers[0].hooks.clear()
-    hung.set()
-    wait_until(lambda: servers[0].version == engine.transfer.version)  # though nobody asks it for anything
+    assert took[0] >= 3.0 > max(took[1:])
+    fleet[0].hooks.clear()
+    fleet.over.set()
+    wait_until(lambda: fleet[0].version == engine.transfer.version)  # though nobody asks it for anything
     wait_until(lambda: not lost(engine))
-    servers[1].kill()
+    fleet[1].kill()
     assert engine.generate(PROMPTS, SAMPLING)
     assert any("is back" in note for note in engine.notes)
-    engine.close()
 
 
-def test_a_server_that_loads_more_slowly_than_steps_follow_gets_in(
-    model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy
-) -> None:
+def test_a_server_that_loads_more_slowly_than_steps_follow_gets_in(fleet: Fleet, policy: Policy) -> None:
+    engine = fleet.open()
+
     def load_slowly(body: dict[str, Any]) -> tuple[int, Any]:
-        servers[0].engine.update_weights(load_file(body["args"][0]).items())
-        time.sleep(1.5)
+        fleet[0].engine.update_weights(load_file(body["args"][0]).items())
+        loaded = engine.updates
+        wait_until(lambda: engine.updates > loaded or not lost(engine))
         return 200, {}
 
-    engine = open_engine(model_folder, servers, tmp_path)
-    servers[0].kill()
+    fleet[0].kill()
     engine.update_weights(policy.named_weights())
-    servers[0].hooks[UPDATE] = load_slowly
-    servers[0].start()
+    fleet[0].hooks[UPDATE] = load_slowly
+    fleet[0].start()
     until = time.monotonic() + 60
     while lost(engine):
         engine.update_weights(policy.named_weights())
-        time.sleep(0.3)
         assert time.monotonic() < until
-    engine.close()
+    assert fleet[0].seen(UPDATE) > 1
 
 
 def hold_trials(server: FakeServer) -> tuple[threading.Event, threading.Event]:
@@ -212,30 +199,25 @@ def hold_trials(server: FakeServer) -> tuple[threading.Event, threading.Event]:
     return there, go_on
 
 
-def test_weights_that_are_published_during_the_only_servers_trial(
-    model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy
-) -> None:
+def test_weights_that_are_published_during_the_only_servers_trial(fleet: Fleet, policy: Policy) -> None:
     """It has come back with those before: the sync sends it the new ones, or nobody would."""
-    engine = open_engine(model_folder, servers[:1], tmp_path)
-    there, go_on = hold_trials(servers[0])
+    engine = fleet.open(1)
+    there, go_on = hold_trials(fleet[0])
     found: list[Any] = []
     asking = threading.Thread(target=lambda: found.extend(engine.generate(PROMPTS, SAMPLING)))
     asking.start()
     assert there.wait(60)
-    threading.Timer(0.5, go_on.set).start()
+    threading.Thread(target=lambda: (wait_until(lambda: engine.updates == 2), go_on.set())).start()
     engine.update_weights(policy.named_weights())
-    asking.join(20)
-    engine.close()
+    asking.join(60)
     assert len(found) == len(PROMPTS)
     assert {span.version for group in found for one in group for span in one.versions} == {2}
 
 
-def test_a_server_that_is_back_is_probed_with_the_present_weights(
-    model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy
-) -> None:
+def test_a_server_that_is_back_is_probed_with_the_present_weights(fleet: Fleet, policy: Policy) -> None:
     """It came back while newer ones were published, and is sent those."""
-    engine = open_engine(model_folder, servers, tmp_path)
-    there, go_on = hold_trials(servers[0])
+    engine = fleet.open()
+    there, go_on = hold_trials(fleet[0])
     engine.generate(PROMPTS, SAMPLING)
     assert there.wait(60)
     engine.update_weights(policy.named_weights())
@@ -244,107 +226,89 @@ def test_a_server_that_is_back_is_probed_with_the_present_weights(
     assert engine.is_unprobed
     assert len(engine.answers_to_probe(PROMPTS[:2], SAMPLING, engine.world)) == 2
     assert not engine.is_unprobed
-    engine.close()
 
 
-def test_a_server_that_hangs_on_prompts_alone_delays_ever_fewer_calls(
-    model_folder: Path, servers: list[FakeServer], tmp_path: Path
-) -> None:
-    engine, over, hung = open_engine(model_folder, servers, tmp_path, answer_within=2.0), threading.Event(), [0.0]
+def test_a_server_that_hangs_on_prompts_alone_delays_ever_fewer_calls(fleet: Fleet) -> None:
+    engine, hung = fleet.open(answer_within=1.0), [0.0]
 
     def hang_on_prompts(body: dict[str, Any]) -> None:
         if body["sampling_params"]["max_tokens"] > 1:
             hung.append(time.monotonic())
-            over.wait(60)
+            fleet.hang(body)
 
-    servers[0].hooks[GENERATE] = hang_on_prompts
-    began = time.monotonic()
-    while time.monotonic() < began + 11:
+    def waves() -> list[float]:
+        """Return when it hung, of prompts that were asked together the first."""
+        return [other for one, other in pairwise(hung) if other > one + 1]
+
+    fleet[0].hooks[GENERATE] = hang_on_prompts
+    while len(waves()) < 3:
         assert engine.generate(PROMPTS[:4], SAMPLING)
         assert engine.answers_to_probe(PROMPTS[:1], replace(SAMPLING, max_tokens=1), engine.world)  # no prompt for this
-    hangs = [b for a, b in pairwise(hung) if b > a + 1]
-    assert 2 <= len(hangs) <= 3  # at 0, 4 and 12 s; every 2 s it would be five
-    over.set()
-    servers[0].hooks.clear()
-    servers[1].kill()
+    first, second, third = waves()
+    assert second - first > 1.9  # its deadline, and as long again
+    assert third - second > 3.8
+    fleet.over.set()
+    fleet[0].hooks.clear()
+    fleet[1].kill()
     began = time.monotonic()
     assert engine.generate(PROMPTS[:4], SAMPLING)
-    assert time.monotonic() < began + 5  # it is tried at once where no other is in
-    engine.close()
+    assert time.monotonic() < began + 6  # seven are left: it is tried at once where no other is in
 
 
 def swallow_updates(server: FakeServer) -> None:
     server.hooks[UPDATE] = lambda body: (200, {})
 
 
-def test_the_probe_asks_every_server(
-    model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy
-) -> None:
-    """One that swallows weight updates, and is slower than the other."""
-    engine = open_engine(model_folder, servers, tmp_path)
-    learner = Learner(policy, server_config(model_folder, servers, tmp_path))
+def test_the_probe_asks_every_server(fleet: Fleet, policy: Policy) -> None:
+    """One of them swallows weight updates."""
+    engine = fleet.open()
+    learner = Learner(policy, server_config(fleet.model, fleet.servers, fleet.folder))
     probe = SyncProbe(PROMPTS[:4], learner.config)
-    asked = [server.seen(GENERATE) for server in servers]
+    asked = [server.seen(GENERATE) for server in fleet.servers]
     assert probe(engine, learner)["gap"] < 1e-5
-    assert [server.seen(GENERATE) - n for server, n in zip(servers, asked, strict=True)] == [4, 4]
-    swallow_updates(servers[1])
-    servers[1].hooks["/health"] = lambda body: time.sleep(0.5)  # when all is answered by the other
+    assert [server.seen(GENERATE) - n for server, n in zip(fleet.servers, asked, strict=True)] == [4, 4]
+    swallow_updates(fleet[1])
     weights = moved(policy)
     policy.model.load_state_dict(weights, strict=False)
     engine.update_weights(weights.items())
-    with pytest.raises(OutOfSyncError, match=servers[1].url):
+    with pytest.raises(OutOfSyncError, match=fleet[1].url):
         probe(engine, learner)
-    servers[1].kill()
+    fleet[1].kill()
     assert probe(engine, learner)["gap"] < 1e-5  # those that are in
-    engine.close()
 
 
-def recipe_over(servers: list[FakeServer], model: Path, folder: Path, ahead: int, **run: Any) -> dict[str, Any]:
-    raw = small_recipe(output_dir=str(folder), **run)
-    raw["model"] = {"dtype": "float32", "path": str(model)}
+def losing(fleet: Fleet, ahead: int, n: int, **run: Any) -> dict[str, Any]:
+    raw = fleet.recipe(ahead, n, steps=60, **run)
     raw["optimizer"] |= {"lr": 1e-2}
-    raw["sampler"] |= {"filter_groups": False, **({"max_age": ahead + 1} if ahead else {})}
-    raw["rollout"] |= {
-        "max_response_tokens": 6,
-        "engine": "server",
-        "max_staleness": ahead,
-        "correction": {"weights": "token" if ahead else None},
-        "server": {
-            "urls": [server.url for server in servers], "folder": str(folder), "sync_within": 3.0,
-        },
-    }  # fmt: skip
+    raw["sampler"] |= {"max_age": ahead + 1} if ahead else {}
+    raw["rollout"]["server"] |= {"sync_within": 3.0}
     return raw
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_a_server_that_comes_back_stale_in_the_midst_of_a_step_trains_nothing(
-    ahead: int, model_folder: Path, servers: list[FakeServer], tmp_path: Path
-) -> None:
+def test_a_server_that_comes_back_stale_in_the_midst_of_a_step_trains_nothing(ahead: int, fleet: Fleet) -> None:
     """It says that it has the weights of now, and has those that it started with."""
     count = iter(range(10**6))
 
     def come_back_stale(body: dict[str, Any]) -> None:
         if next(count) == 60:
-            servers[1].kill()
-            swallow_updates(servers[1])
-            servers[1].start()
+            fleet[1].kill()
+            swallow_updates(fleet[1])
+            fleet[1].start()
         time.sleep(0.02 if body["sampling_params"]["n"] > 1 else 0)
 
-    servers[0].hooks[GENERATE] = come_back_stale
-    raw = recipe_over(servers, model_folder, tmp_path, ahead, steps=60, eval_every=0, save_every=0)
-    with pytest.raises(OutOfSyncError, match=servers[1].url):
-        train(parse_config(raw), Progress())
+    fleet[0].hooks[GENERATE] = come_back_stale
+    with pytest.raises(OutOfSyncError, match=fleet[1].url):
+        train(parse_config(losing(fleet, ahead, 2, save_every=0)), Progress())
     assert next(count) > 60
-    events = read_log(tmp_path / "small" / "metrics.jsonl")
+    events = read_log(fleet.folder / "small" / "metrics.jsonl")
     assert all(event["train/rollout_gap"] < 1e-4 for event in events if event["kind"] == "step" and not ahead)
 
 
 @pytest.mark.parametrize("lost", ["killed", "/pause", UPDATE, "probe"])
-def test_losing_the_servers_loses_no_step(
-    lost: str, model_folder: Path, servers: list[FakeServer], tmp_path: Path
-) -> None:
+def test_losing_the_servers_loses_no_step(lost: str, fleet: Fleet) -> None:
     """Of an asynchronous run that has not saved yet, whatever of its only server fails after the eighth sync."""
-    server, count = servers[0], iter(range(10**6))
+    server, count = fleet[0], iter(range(10**6))
 
     def fail(body: dict[str, Any]) -> tuple[int, Any] | None:
         if next(count) < 9:
@@ -354,9 +318,9 @@ def test_losing_the_servers_loses_no_step(
         return (200, {}) if lost == "probe" else (500, {})
 
     server.hooks[{"killed": "/resume", "probe": UPDATE}.get(lost, lost)] = fail
-    raw = recipe_over(servers[:1], model_folder, tmp_path, 1, steps=60, eval_every=0, save_every=100)
     with pytest.raises(OutOfSyncError if lost == "probe" else RolloutError):
-        train(parse_config(raw), Progress())
-    steps = [event["step"] for event in read_log(tmp_path / "small" / "metrics.jsonl") if event["kind"] == "step"]
+        train(parse_config(losing(fleet, 1, 1, save_every=100)), Progress())
+    folder = fleet.folder / "small"
+    steps = [event["step"] for event in read_log(folder / "metrics.jsonl") if event["kind"] == "step"]
     assert steps[-1] >= 8
-    assert (tmp_path / "small" / "checkpoints" / f"step_{steps[-1]:06d}").exists()
+    assert (folder / "checkpoints" / f"step_{steps[-1]:06d}").exists()
