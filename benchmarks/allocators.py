@@ -16,13 +16,8 @@ alignment, which that glibc serves from a slightly larger block. Figures then sc
 
 from __future__ import annotations
 
-import ctypes
 import os
-import resource
 from collections.abc import Mapping
-from typing import NamedTuple
-
-import torch
 
 OUT_OF_THE_BOX, RAISED, HUGE_PAGES, BOTH = "out of the box", "thresholds raised", "huge pages", "both"
 # More than any tensor here. ``mallopt`` takes an int; the environment has no such limit.
@@ -35,7 +30,6 @@ ALLOCATORS: dict[str, dict[str, str]] = {
 ALLOCATORS[BOTH] = ALLOCATORS[RAISED] | ALLOCATORS[HUGE_PAGES]
 # Other variables that change the allocator.
 _OTHERS = ("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_", "MALLOC_ARENA_MAX")
-_PROBE_MIB = 64
 
 
 def spelled(name: str) -> str:
@@ -55,34 +49,3 @@ def mismatch(name: str, env: Mapping[str, str] = os.environ) -> str | None:
     found = environment(name, env)
     different = sorted(key for key in {*found, *env} if found.get(key) != env.get(key))
     return f"this process does not run {name}: {', '.join(different)} differ" if different else None
-
-
-class Faults(NamedTuple):
-    """Page faults per MiB the second time that much is taken, written and freed: they show what is in force."""
-
-    malloc: float  # of a block of glibc: 256, or 0 with thresholds raised
-    fresh_tensor: float  # of a tensor while the first is kept, so that its pages are fresh: 256, or 0.5 in huge pages
-
-
-def faults() -> Faults:
-    """Count the faults of this process's allocator."""
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype = ctypes.c_void_p
-    size, held = _PROBE_MIB * 2**20, []
-
-    def block() -> None:
-        address = ctypes.c_void_p(libc.malloc(ctypes.c_size_t(size)))
-        ctypes.memset(address, 1, size)
-        libc.free(address)
-
-    def tensor() -> None:
-        held.append(torch.empty(size, dtype=torch.uint8).fill_(1))
-
-    found = []
-    for take in (block, tensor):
-        for _ in range(2):
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            take()
-            count = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-        found.append(round(count / _PROBE_MIB, 1))
-    return Faults(*found)

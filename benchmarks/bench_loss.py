@@ -18,11 +18,11 @@ from benchmarks.harness import check, contestants_of
 from benchmarks.problem import Problem, build
 from benchmarks.truth import Truth, find_truth
 
-# Other instruction sets and allocators must be set before a process starts.
+# Other allocators must be set before a process starts.
 CASES = [
     pytest.param(config, contestant, id=f"{config.workload}-{contestant.name}".replace(" ", "_"))
     for config in SMOKE
-    if config.isa is None and config.allocator == SMOKE[0].allocator
+    if config.allocator == SMOKE[0].allocator
     for contestant in contestants_of(config)
 ]
 

@@ -28,18 +28,14 @@ class Config:
         entropy: also compute entropies. In "train" mode the objective has to use them.
         live: share of the tokens that train; the others are masked.
         clipped: share of the live tokens whose ratio is clipped, so that their gradient is zero.
-        kept: size of each token's ``sampling_mask``; 0 is the whole vocabulary.
         objective: a name in ``dapo_kernels.OBJECTIVES`` and in ``formulas.FORMULAS``.
-        lora: also measure the head with LoRA factors.
         device: "cpu" or "cuda".
         allocator: a name in ``allocators.ALLOCATORS``, used on the CPU.
-        isa: the instruction set of dapo_kernels and of eager PyTorch; ``None`` is the machine's best.
         contestants: names to run; ``None`` is every one that can.
         rounds: at most so many rounds; 1 skips the warm-up and checks the timed call itself.
         min_rounds, seconds: the rounds stop after ``seconds``, but not before ``min_rounds``. On a CPU this is the
             budget of each contestant (ours have twice that), on a GPU that of all contestants together.
         headline: goes into the first tables of the report.
-        targets: (metric, largest value) that the project aims at; the metrics are ``report.METRICS``.
         published: figures that others published of this shape: (what, figure, source). None of them is ours.
     """
 
@@ -53,18 +49,14 @@ class Config:
     entropy: bool = False
     live: float = 1.0
     clipped: float = 0.0
-    kept: int = 0
     objective: str = "dapo"
-    lora: bool = False
     device: str = "cpu"
     allocator: str = OUT_OF_THE_BOX
-    isa: str | None = None
     contestants: tuple[str, ...] | None = None
     rounds: int = 31
     min_rounds: int = 5
     seconds: float = 20.0
     headline: bool = False
-    targets: tuple[tuple[str, float], ...] = ()
     published: tuple[tuple[str, str, str], ...] = ()
 
     @property
@@ -93,16 +85,12 @@ class Config:
         parts += [] if self.mode == "train" else ["forward+entropy" if self.entropy else "forward"]
         parts += [f"live={self.live:.0%}"] if self.live < 1 else []
         parts += [f"clipped={self.clipped:.0%}"] if self.clipped > 0 else []
-        parts += [f"kept={self.kept}"] if self.kept else []
         parts += [self.objective] if self.objective != "dapo" else []
-        parts += ["lora"] if self.lora else []
-        parts += [self.isa] if self.isa else []
         return " ".join(parts)
 
 
 # --- on a CPU ---------------------------------------------------------------------------------------------------------
 
-LORA_HEADS = ("dapo_kernels, LoRA", "dapo_kernels, LoRA and head")  # the head is frozen, or trained too
 _OURS = ("mul_", "mul_, live rows", "three GEMMs", "three GEMMs, live tokens", "one GEMM", "dapo_kernels")
 _NEW_GRADIENT = "dapo_kernels, new gradient"
 _EAGER = ("eager", "eager, softmax in fp32")
@@ -119,21 +107,15 @@ _HIDDEN = replace(_LOGITS, level="hidden", hidden=576, min_rounds=3, seconds=2.0
 _WIDE = replace(_HIDDEN, vocab=151936, hidden=896, min_rounds=2)
 
 HEADLINE = (
-    replace(_LOGITS, dtype="float32", headline=True, targets=(("÷ fastest pass", 1.35),)),
-    replace(_LOGITS, headline=True, targets=(("÷ fastest pass", 1.6),)),
-    replace(_HIDDEN, headline=True, targets=(("÷ denominator", 1.05),)),
+    replace(_LOGITS, dtype="float32", headline=True),
+    replace(_LOGITS, headline=True),
+    replace(_HIDDEN, headline=True),
 )
 
 
 def _in_each_allocator(configs: tuple[Config, ...]) -> tuple[Config, ...]:
-    """Return the same rows under every setting, grouped by setting, because one process serves one setting. The targets
-    are for huge pages.
-    """
-    return tuple(
-        replace(config, allocator=name, targets=config.targets if name == HUGE_PAGES else ())
-        for name in ALLOCATORS
-        for config in configs
-    )
+    """Return the same rows under every setting, grouped by setting, because one process serves one setting."""
+    return tuple(replace(config, allocator=name) for name in ALLOCATORS for config in configs)
 
 
 def _with_eager(base: Config, **fields: Any) -> Config:
@@ -145,60 +127,33 @@ def _ours(base: Config, **fields: Any) -> Config:
     return replace(base, **{"seconds": 1.0, "contestants": _OURS, **fields})
 
 
-def _two_passes(base: Config) -> tuple[Config, ...]:
-    """Return objectives that need the statistics of all rows before the gradient of the first."""
-    return _ours(base, objective="gspo"), _ours(base, objective="top_entropy", entropy=True)
-
-
-# The fixed cost of a call.
-TINY = _with_eager(
-    replace(_LOGITS, dtype="float32", n_tokens=64, vocab=64, n_sequences=1, rounds=1001),
-    contestants=(*_OURS, *_EAGER, _NEW_GRADIENT),
-    targets=(("÷ eager", 1.7), ("ms", 0.2)),
-)
-# Rows that the targets and the README use.
+# Rows that README and docs quote: the fixed cost of a call, other sizes, masked tokens.
 QUOTED = (
-    TINY,
-    _with_eager(_LOGITS, n_tokens=1, n_sequences=1),
-    _with_eager(_LOGITS, dtype="float32", mode="forward", targets=(("error of the log-probs", 2e-6),)),
-    _with_eager(_HIDDEN, n_tokens=256, n_sequences=1),
-    _ours(_HIDDEN, live=0.5),
-    _ours(_HIDDEN, live=0.2),
-    *(_ours(_HIDDEN, kept=kept, targets=(("÷ denominator", 1.15 * 1.05),)) for kept in (64, 1000)),
-    _ours(_HIDDEN, dtype="float32", min_rounds=2),
-    _ours(
-        _HIDDEN,
-        lora=True,
-        contestants=(*_OURS, *LORA_HEADS),
-        targets=(("LoRA on a frozen head ÷ the plain head", 1.15),),
+    _with_eager(
+        replace(_LOGITS, dtype="float32", n_tokens=64, vocab=64, n_sequences=1, rounds=1001),
+        contestants=(*_OURS, *_EAGER, _NEW_GRADIENT),
     ),
+    _with_eager(_LOGITS, n_tokens=1, n_sequences=1),
+    _with_eager(_LOGITS, dtype="float32", mode="forward"),
+    _with_eager(_HIDDEN, n_tokens=256, n_sequences=1),
+    *(_ours(_HIDDEN, live=live) for live in (0.5, 0.2)),
+    _ours(_HIDDEN, dtype="float32", min_rounds=2),
     _ours(_WIDE),
 )
 # Rows with the same inputs stand together: the inputs are made once.
 SWEEP = (
     *(_with_eager(_LOGITS, n_tokens=n, n_sequences=1) for n in (16, 256)),
-    _ours(_LOGITS),
-    *(_ours(_LOGITS, live=live, contestants=(*_OURS, _NEW_GRADIENT)) for live in (0.5, 0.2)),
+    *(_ours(_LOGITS, live=live, contestants=(*_OURS, _NEW_GRADIENT)) for live in (1.0, 0.5, 0.2)),
     _ours(_LOGITS, clipped=0.3),
-    _ours(_LOGITS, kept=64),
-    *_two_passes(_LOGITS),
     _with_eager(_LOGITS, mode="forward", contestants=_PLAIN_PYTORCH),
-    _ours(_LOGITS, mode="forward", entropy=True),
     _ours(_LOGITS, n_tokens=20480, min_rounds=3),
     _with_eager(_LOGITS, dtype="float32", vocab=151936, min_rounds=3),
     _ours(_LOGITS, vocab=151936, min_rounds=3),
-    _with_eager(_HIDDEN, n_tokens=1, n_sequences=1),
-    _ours(_HIDDEN, clipped=0.3),
-    *_two_passes(_HIDDEN),
     _with_eager(_HIDDEN, mode="forward", contestants=_PLAIN_PYTORCH),
-    _ours(_HIDDEN, mode="forward", entropy=True),
-    _ours(_LOGITS, dtype="float32", isa="avx2"),
-    _ours(_LOGITS, isa="avx2"),
+    _ours(_HIDDEN, objective="entropy_bonus", entropy=True),
 )
 # The longest response of the DAPO recipe: its logits alone are 5.8 GiB in bfloat16.
-_MEMORY = "GiB beyond inputs and gradients"
-_ONE_ROUND = _ours(_WIDE, n_tokens=20480, n_sequences=1, rounds=1, min_rounds=1, seconds=_WIDE.seconds)
-LONG = (replace(_ONE_ROUND, targets=((_MEMORY, 0.5),)),)
+LONG = (_ours(_WIDE, n_tokens=20480, n_sequences=1, rounds=1, min_rounds=1, seconds=_WIDE.seconds),)
 
 _SMALL = Config("logits", "float32", 64, 2048, n_sequences=2, rounds=3)
 _SMALL_16 = replace(_SMALL, dtype="bfloat16")
@@ -207,9 +162,8 @@ SMOKE = (
     replace(_SMALL_16, live=0.5, clipped=0.3),
     replace(_SMALL_16, mode="forward", entropy=True),
     replace(_SMALL_16, level="hidden", hidden=64, headline=True),
-    replace(_SMALL, level="hidden", hidden=64, live=0.5, clipped=0.3, lora=True),
+    replace(_SMALL, level="hidden", hidden=64, live=0.5, clipped=0.3),
     replace(_SMALL_16, level="hidden", hidden=64, mode="forward", entropy=True),
-    replace(_SMALL, n_sequences=1, isa="portable", contestants=_OURS),
     replace(_SMALL, headline=True, allocator=HUGE_PAGES),
 )
 
@@ -240,7 +194,6 @@ _CROSS_ENTROPY_PEERS = (
 # One sequence: Liger's kernel from logits takes one advantage for each sequence and one more row of logits.
 _CUDA_LOGITS = Config("logits", "bfloat16", 8192, 151936, device="cuda", min_rounds=7, seconds=1.5)
 _CUDA_HIDDEN = replace(_CUDA_LOGITS, level="hidden", hidden=4096, n_sequences=4, min_rounds=5, seconds=3.0)
-_BANDWIDTH = (("÷ denominator", 1 / 0.85),)  # 85 % of the copy's bandwidth
 
 
 def _with_peers(base: Config, **fields: Any) -> Config:
@@ -272,10 +225,10 @@ GPU_CARD = (
 # V: Llama 2, GPT-2, Llama 3, Qwen2.5, Gemma, and an odd one, whose rows start between 16-byte boundaries.
 VOCABULARIES = (151936, 32000, 50257, 128256, 262144, 262143)
 GPU_LOGITS = (
-    replace(_with_compiled(_CUDA_LOGITS), targets=_BANDWIDTH),
-    *(_with_peers(_CUDA_LOGITS, vocab=vocab, targets=_BANDWIDTH) for vocab in VOCABULARIES[1:]),
-    _with_peers(_CUDA_LOGITS, dtype="float32", targets=_BANDWIDTH),
-    *(_on_backends(_CUDA_LOGITS, vocab=vocab, dtype="float32", targets=_BANDWIDTH) for vocab in VOCABULARIES[1:]),
+    _with_compiled(_CUDA_LOGITS),
+    *(_with_peers(_CUDA_LOGITS, vocab=vocab) for vocab in VOCABULARIES[1:]),
+    _with_peers(_CUDA_LOGITS, dtype="float32"),
+    *(_on_backends(_CUDA_LOGITS, vocab=vocab, dtype="float32") for vocab in VOCABULARIES[1:]),
     *(_with_peers(_CUDA_LOGITS, n_tokens=n) for n in (4096, 65536)),
     *(_on_backends(_CUDA_LOGITS, vocab=32000, n_tokens=n) for n in (4096, 65536)),
     # 65536 tokens of the widest vocabulary, twice, take more than 80 GB: there the narrow one alone has figures.
@@ -317,7 +270,7 @@ _PUBLISHED_SHAPES = (
     ),
 )
 GPU_HIDDEN = (
-    replace(_with_compiled(_CUDA_HIDDEN), targets=(("÷ denominator", 1.10), (_MEMORY, 3.0))),
+    _with_compiled(_CUDA_HIDDEN),
     *_PUBLISHED_SHAPES,
     _with_peers(_CUDA_HIDDEN, vocab=131072, mode="forward", entropy=True),
     _with_peers(_CUDA_HIDDEN, mode="forward"),

@@ -18,13 +18,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.configs import BACKENDS, LORA_HEADS, PATHS, Config
+from benchmarks.configs import BACKENDS, PATHS, Config
 from benchmarks.formulas import FORMULAS, OVERRIDES
 from benchmarks.problem import Problem
 from benchmarks.truth import Result
 from dapo_kernels import (
-    LoraFactors,
-    SamplingMask,
     dapo_loss,
     linear_dapo_loss,
     linear_token_logprobs,
@@ -34,7 +32,6 @@ from dapo_kernels import (
 from dapo_kernels.backends import available_backends
 
 Run = Callable[[], Result]
-_RANK = 16
 
 
 def _own_rounding(dtype: str) -> str:
@@ -182,15 +179,11 @@ def _gemms(problem: Problem, live: bool = False) -> Run:
 
 
 def _loss_keywords(problem: Problem) -> dict[str, Any]:
-    tokens, objective, kept = problem.tokens, problem.config.objective, problem.kept()
+    tokens, objective = problem.tokens, problem.config.objective
     n = len(tokens.target_ids)
     step, device = n // tokens.n_sequences, tokens.target_ids.device
-    mask = None
-    if kept is not None:
-        mask = SamplingMask(kept.flatten(), torch.arange(n + 1, device=device) * kept.shape[1])
     return {
         "mask": tokens.mask,
-        "sampling_mask": mask,
         "cu_seqlens": torch.arange(0, n + 1, step, dtype=torch.int32, device=device),
         "objective": objective,
         **OVERRIDES.get(objective, {}),
@@ -254,23 +247,6 @@ def cluster_holds(config: Config) -> bool:
     """Return whether a row is in the shared memory of a cluster: 16-byte aligned, at most 16 blocks of 222 KiB."""
     row_bytes = config.vocab * config.torch_dtype.itemsize
     return config.mode == "train" and row_bytes % 16 == 0 and row_bytes <= 16 * 220 * 2**10
-
-
-def _ours_with_lora(problem: Problem, frozen: bool) -> Run:
-    """Start from B = 0, as adapters do: the logits, and the gradient that is checked, are those of the plain head."""
-    tokens, (hidden, weight) = problem.tokens, problem.head()
-    a = torch.randn(_RANK, hidden.shape[1]).to(weight)
-    b = weight.new_zeros(weight.shape[0], _RANK)
-
-    def run() -> Result:
-        states, head = problem.inputs()
-        head.requires_grad_(not frozen)
-        factors = LoraFactors(a.detach().requires_grad_(), b.detach().requires_grad_(), 2.0)
-        loss = linear_dapo_loss(states, head, *tokens[:3], mask=tokens.mask, lora=factors).loss
-        leaves = (states,) if frozen else (states, head)
-        return Result(loss=loss, gradients=torch.autograd.grad(loss, (*leaves, *factors[:2]))[: len(leaves)])
-
-    return run
 
 
 # --- eager PyTorch and torch.compile ---------------------------------------------------------------------------------
@@ -393,16 +369,6 @@ CONTESTANTS: tuple[Contestant, ...] = (
             backend="cuda",
         )
         for name, takes in zip(PATHS, (cluster_holds, _trains), strict=True)
-    ),
-    *(
-        _ours(
-            name,
-            f"LoRA factors of rank {_RANK}, head {'frozen' if frozen else 'trained'}",
-            functools.partial(_ours_with_lora, frozen=frozen),
-            "hidden",
-            takes=lambda config: config.lora,
-        )
-        for name, frozen in zip(LORA_HEADS, (True, False), strict=True)
     ),
     _ours("dapo_kernels, no wait", _DEAD, _no_wait, "hidden", device="cuda", takes=_trains_padded),
     _plain_pytorch("eager", "log_softmax + gather in the logits' dtype", False, False, (4.0, 0.0)),

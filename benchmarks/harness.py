@@ -87,7 +87,6 @@ def measure(config: Config, threads: int, report: Report) -> dict[str, Any]:
     if any(contestant.kind != "denominator" for contestant, _ in field):
         problem = build(config, logits=not on_cpu)
         if meter is None:
-            record["page_faults_per_mib"] = in_child(lambda: allocators.faults()._asdict())
             _measure_each_alone(field, problem, threads, report)
         else:
             _measure_side_by_side(field, problem, threads, meter, report)

@@ -45,15 +45,6 @@ class Problem:
     weight: Tensor | None = None
     exact: dict[str, Tensor] = field(default_factory=dict)
 
-    def kept(self) -> Tensor | None:
-        """Return the ids int64 [N, k] that each token was sampled from, itself first; ``None``: from all."""
-        vocab = self.config.vocab
-        n = min(self.config.kept, vocab)  # a small problem comes first, to warm up
-        if n == 0:
-            return None
-        steps = torch.arange(n, device=self.tokens.target_ids.device) * (vocab // n)
-        return (self.tokens.target_ids[:, None] + steps) % vocab
-
     def take_logits(self) -> None:
         """Make the logits to work on, in the process that will, so that their pages come from its own allocator."""
         if self.pristine is not None and self.logits is None:
@@ -121,9 +112,6 @@ def build(config: Config, seed: int = 0, logits: bool = True) -> Problem:
     tokens = Tokens(base.tokens.target_ids, exact_logprobs, _advantages(config), _responses(config), config.n_sequences)
     ratios = _log_ratios(config, tokens, generator)
     problem = replace(base, config=config, tokens=tokens)
-    if (kept := problem.kept()) is not None:
-        among = (problem.logits_of(slice(n, n + 1), torch.float32, ids)[0] for n, ids in enumerate(kept))
-        exact_logprobs = torch.stack([logits.log_softmax(0)[0] for logits in among])
     problem.tokens = tokens._replace(old_logprobs=(exact_logprobs - ratios).clamp(max=0.0))
     if logits:
         problem.take_logits()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.allocators import ALLOCATORS, spelled
-from benchmarks.configs import LORA_HEADS
 
 Record = dict[str, Any]
 
@@ -27,8 +26,7 @@ Every contestant runs in a process of its own, where its calls take turns with t
 Each ratio to a denominator is one of medians from that process; the denominator's own row is of all processes.
 "÷ dapo_kernels" compares two processes under the same allocator: contestants that overwrite the logits with our call in
 place, the others with our default call, which returns a new gradient. The same pass over memory takes up to twice as
-long in one process as in another, with nothing else running, because of the pages that a process was given. "÷ the
-fastest" divides by the fastest pass that any process of the workload saw.
+long in one process as in another, with nothing else running, because of the pages that a process was given.
 
 Peak extra is the resident high-water mark of one call minus what was resident before it: beyond the inputs, returned
 gradients included (their share is in the next column).
@@ -45,7 +43,6 @@ REHEARSAL_WARNING = "**REHEARSAL on a CPU with tiny sizes: no figure on this pag
 _COLUMNS = ("contestant", "setting", "median ms", "min–max")
 _MEMORY_COLUMNS = ("peak extra MiB", "of it gradients", "error: loss · gradient")
 _FOR_GPUS = "*written for GPUs:*"
-SPREAD = 1.25  # the page warns where medians of one denominator are further apart
 
 
 def write(results: dict[str, Any], base: Path) -> None:
@@ -73,8 +70,6 @@ def markdown(results: dict[str, Any]) -> str:
         parts += [CUDA_METHOD, "## What this card reaches\n\n" + rates_of_card(records), _published(records)]
     else:
         parts += [CPU_METHOD + "\n" + "\n".join(f"- {name}: {spelled(name)}" for name in ALLOCATORS)]
-    parts += ["## Targets\n\n" + targets(records)]
-    parts += [] if on_gpu else [headline(group) for group in headlines(records)]
     parts += [
         "## Where another contestant is faster\n\n" + losses(records),
         "## What did not run\n\n" + absent(records),
@@ -175,64 +170,7 @@ def bandwidth(fields: dict[str, Any], ms: float) -> float:
     return 2 * fields["n_tokens"] * fields["vocab"] * (4 if fields["dtype"] == "float32" else 2) / ms / 1e6
 
 
-# --- targets: figures that the project asked of itself before it measured ---------------------------------------------
-
-
-def _median(record: Record, name: str) -> float | None:
-    return next((row["median_ms"] for row in record["rows"] if row["name"] == name and _timed(row)), None)
-
-
-def _ratio(value: float | None, base: float | None) -> float | None:
-    return None if value is None or base is None else value / base
-
-
-def _beyond_gradients(ours: Record, record: Record) -> float | None:
-    return (ours["peak_extra_bytes"] - ours["gradient_bytes"]) / 2**30 if "peak_extra_bytes" in ours else None
-
-
-# What ``Config.targets`` names → the value of a record and its first row of kind "ours", ``None`` where there is none.
-METRICS: dict[str, Callable[[Record, Record], float | None]] = {
-    "÷ fastest pass": lambda ours, record: _ratio(ours.get("median_ms"), fastest_pass([record])),
-    "÷ denominator": lambda ours, record: ours.get("over_denominator"),
-    "÷ eager": lambda ours, record: _ratio(ours.get("median_ms"), _median(record, "eager")),
-    "ms": lambda ours, record: ours.get("median_ms"),
-    "LoRA on a frozen head ÷ the plain head": lambda ours, record: _ratio(
-        _median(record, LORA_HEADS[0]), ours.get("median_ms")
-    ),
-    "GiB beyond inputs and gradients": _beyond_gradients,
-    "error of the log-probs": lambda ours, record: ours.get("errors", {}).get("logprob"),
-}
-
-
-def targets(records: Sequence[Record]) -> str:
-    rows = []
-    for record in records:
-        ours = next((row for row in record["rows"] if row["kind"] == "ours"), {})
-        for name, limit in record.get("fields", {}).get("targets", ()):
-            value = METRICS[name](ours, record)
-            shown = ours.get("status", "no figure") if value is None else f"{value:.3g}"
-            verdict = "" if value is None else "met" if value <= limit else "not met"
-            rows.append((f"{name} ≤ {limit:.3g}", record["config"], verdict, shown))
-    columns = ("target", "configuration", "", "measured")
-    return markdown_table(columns, rows, texts=3) if rows else "No configuration of this run has one."
-
-
-def fastest_pass(records: Sequence[Record]) -> float | None:
-    """Return the smallest median, in ms, that the denominator had in any process of these records.
-
-    The same pass over the same memory takes up to twice as long in one process as in another, so that a ratio to the
-    pass of one's own process says less than one to the fastest pass of all.
-    """
-    return min((ms for record in records for ms in _passes(record)), default=None)
-
-
-def _passes(record: Record) -> list[float]:
-    """Return the denominator's medians in the contestants' own processes."""
-    own = [row for row in record["rows"] if row["kind"] != "denominator" and "over_denominator" in row]
-    return [row["median_ms"] / row["over_denominator"] for row in own]
-
-
-# --- the headline workloads of a CPU: each contestant under the allocator where it was fastest ------------------------
+# --- the headline workloads of a CPU: docs/loss_picture.py shows each side under the allocator where it was fastest ---
 
 
 def headlines(records: Sequence[Record]) -> list[list[Record]]:
@@ -242,16 +180,6 @@ def headlines(records: Sequence[Record]) -> list[list[Record]]:
         if record.get("fields", {}).get("headline") and record["rows"]:
             groups.setdefault(record["workload"], []).append(record)
     return list(groups.values())
-
-
-def headline(group: Sequence[Record]) -> str:
-    denominator = group[0]["denominators"][0]
-    columns = ["side", *(f"{record['allocator']}: ms (÷ {denominator})" for record in group), "its best"]
-    columns += ["there: its time ÷ ours", "there: our time ÷ its", "there: GB/s, one read and one write of the logits"]
-    columns += [f"there: ÷ the fastest {denominator}", "there: peak beyond inputs, MiB"]
-    rows = _apart([(row["for_gpus"], _side(group, row["name"])) for row in group[0]["rows"]])
-    title = f"## {group[0]['workload']}: each side at its best"
-    return "\n\n".join([title, markdown_table(columns, rows), "\n".join(map(_spread, group))])
 
 
 def _apart(rows: Sequence[tuple[bool, list[str]]]) -> list[list[str]]:
@@ -267,39 +195,6 @@ def best_of(group: Sequence[Record], name: str) -> tuple[Record, Record] | None:
     return min(found, key=lambda pair: pair[1]["median_ms"], default=None)
 
 
-def _side(group: Sequence[Record], name: str) -> list[str]:
-    rows = [next((row for row in record["rows"] if row["name"] == name), {}) for record in group]
-    best = best_of(group, name)
-    if best is None:
-        why = next((f"{row['status']}: {row.get('reason')}" for row in rows if row), "")
-        return [name, why, *[""] * (len(group) + 5)]
-    record, row = best
-    fastest, ours = fastest_pass(group), row.get("over_ours")
-    rate = f"{bandwidth(record['fields'], row['median_ms']):.0f}" if record["fields"]["level"] == "logits" else ""
-    compared = [f"{ours:.2f}", f"{1 / ours:.2f}"] if ours else ["", ""]
-    memory = f"{row['peak_extra_bytes'] / 2**20:.0f}" if "peak_extra_bytes" in row else ""
-    over = f"{row['median_ms'] / fastest:.2f}" if fastest else ""
-    return [name, *map(_cell, rows), record["allocator"], *compared, rate, over, memory]
-
-
-def _cell(row: Record) -> str:
-    if not _timed(row):
-        return row.get("status", "")
-    over = f" ({row['over_denominator']:.2f})" if "over_denominator" in row else ""
-    return f"{row['median_ms']:.3g}{over}" if row["median_ms"] < 1000 else f"{row['median_ms']:.0f}{over}"
-
-
-def _spread(record: Record) -> str:
-    """Return how far the denominator's medians are apart: "÷ dapo_kernels" compares two processes."""
-    medians = _passes(record)
-    if not medians:
-        return ""
-    low, high = min(medians), max(medians)
-    verdict = "" if high <= SPREAD * low else "; far apart: compare times with the fastest"
-    name = record["denominators"][0]
-    return f"- {record['allocator']}: {name} took {low:.3g} to {high:.3g} ms, medians of the sides' processes{verdict}"
-
-
 # --- one configuration ------------------------------------------------------------------------------------------------
 
 
@@ -311,13 +206,8 @@ def table(record: Record) -> str:
     columns = [*_COLUMNS, *(f"÷ {name}" for name in denominators), "÷ dapo_kernels", *_MEMORY_COLUMNS]
     on_cpu = record["allocator"] is not None
     rows = _apart([(on_cpu and row.get("for_gpus", False), cells(row, denominators)) for row in record["rows"]])
-    reached, faults = _rates(record), record.get("page_faults_per_mib")
+    reached = _rates(record)
     notes = [f"Reached: {reached}."] if reached else []
-    if faults is not None:
-        notes += [
-            f"Allocator: {record['allocator']}. Page faults for each MiB: of a block that glibc had before "
-            f"{faults['malloc']}, of a tensor in fresh pages {faults['fresh_tensor']}."
-        ]
     return "\n\n".join([markdown_table(columns, rows, texts=2), *notes])
 
 

@@ -28,11 +28,6 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import allocators, configs, machine, report  # noqa: E402
 from benchmarks.configs import SUITES, Config  # noqa: E402
 
-# The instruction set of an older processor, for eager PyTorch and for torch.compile.
-_ISA_ENVIRONMENT = {
-    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "TORCHINDUCTOR_CPP_SIMDLEN": "256"},
-    "portable": {"ATEN_CPU_CAPABILITY": "default", "TORCHINDUCTOR_CPP_SIMDLEN": "1"},
-}
 _LAST_LINES = 3  # of a process that died, for its record
 _TRIES = 2  # a configuration that time or a crash stopped so often is not tried again
 _LOG_EVERY_S = 5.0
@@ -193,7 +188,7 @@ def _command(suite: str, chosen: Sequence[Config], threads: int) -> list[str]:
 
 def _kind(config: Config) -> tuple[str, ...]:
     """Configurations of one kind can share a process."""
-    return ("cuda",) if config.device == "cuda" else (config.allocator, config.isa or "")
+    return ("cuda",) if config.device == "cuda" else (config.allocator,)
 
 
 def _environment(config: Config, threads: int) -> dict[str, str]:
@@ -203,8 +198,6 @@ def _environment(config: Config, threads: int) -> dict[str, str]:
     environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     path = os.environ.get("PYTHONPATH")
     environment["PYTHONPATH"] = str(ROOT) if not path else f"{ROOT}{os.pathsep}{path}"
-    if config.isa is not None:
-        environment |= {"DAPO_KERNELS_ISA": config.isa, **_ISA_ENVIRONMENT[config.isa]}
     return environment
 
 

@@ -59,7 +59,6 @@ class Truth:
     column_gradient: Tensor | None
     logprobs: Tensor
     entropy: Tensor | None
-    swaps: float = 0.0  # what two tokens selected in place of two others may change of the loss
 
     def errors(self, result: Result) -> dict[str, float]:
         """Return the errors by name, as in ``Tolerance``."""
@@ -69,7 +68,7 @@ class Truth:
                 found["entropy"] = _worst(result.entropy.flatten()[self.rows], self.entropy)
             return found
         assert result.loss is not None
-        found = {"loss": max(0.0, _worst(result.loss, self.loss) - self.swaps)}
+        found = {"loss": _worst(result.loss, self.loss)}
         width = result.gradients[0].shape[-1]
         found["gradient"] = _relative(
             result.gradients[0].reshape(-1, width)[self.rows], self.row_gradient, "the sampled rows"
@@ -104,11 +103,6 @@ def find_truth(problem: Problem) -> Truth:
         normalizer = problem.exact["normalizer"].clone()
         entropies = problem.exact["entropy"] if config.entropy else None
     sampled = problem.logits_of(rows, torch.float64)
-    kept = problem.kept()
-    if kept is not None:
-        among = [problem.logits_of(slice(n, n + 1), torch.float64, ids) for n, ids in enumerate(kept)]
-        normalizer = torch.cat(among).logsumexp(1)
-        sampled = torch.full_like(sampled, -torch.inf).scatter(1, kept[rows], sampled.gather(1, kept[rows]))
     normalizer[rows] = sampled.logsumexp(1)
     logprobs = _target_logits(problem) - normalizer
     logprobs.requires_grad_(True)
@@ -130,16 +124,12 @@ def find_truth(problem: Problem) -> Truth:
         some = torch.randperm(config.vocab, generator=generator, device=device)[:_COLUMNS]
         columns = torch.cat([some, tokens.target_ids[rows[:_COLUMNS]]]).unique()
         whole = problem.logits_of(slice(None), torch.float64, columns).sub_(normalizer[:, None]).exp_()
-        if kept is not None:
-            whole *= (kept[:, :, None] == columns).any(1)
         is_target = (tokens.target_ids[:, None] == columns).double()
         weights = (is_target - whole) * slope[:, None]
         if entropies is not None and entropies.requires_grad:
             weights -= bonus[:, None] * whole * (whole.log() + entropies.detach()[:, None])
         column_gradient = weights.t() @ hidden.double()
     entropy = normalizer[rows] - (probabilities * sampled).sum(1) if config.entropy else None
-    # Rounded logits move entropies across the threshold.
-    selects = config.objective == "top_entropy" and config.dtype == "bfloat16"
     return Truth(
         problem,
         loss.detach(),
@@ -149,7 +139,6 @@ def find_truth(problem: Problem) -> Truth:
         column_gradient,
         logprobs.detach()[rows],
         entropy,
-        4 * float(slope.abs().max()) if selects else 0.0,
     )
 
 

@@ -49,7 +49,7 @@ def _replaced(tuning: Tuning) -> dict[str, Any]:
     launcher = importlib.import_module(_PACKAGE)
     rows_per_sm = max(1, round(64 * tuning.filled) // tuning.warps)
     values: dict[str, Any] = {"LAUNCHES": (launcher.Launch(None, tuning.warps, rows_per_sm),), "LOADS": tuning.loads}
-    values |= {} if tuning.limited else {"programs_for": lambda n_rows, logits: n_rows}
+    values |= {} if tuning.limited else {"programs_for": lambda n_rows, *of: n_rows}
     return values | ({} if tuning.hints else {"kernels": kernels_without_hints()})
 
 
