@@ -41,20 +41,16 @@ class EpisodeError(RunError):
     """More episodes failed than `env.max_failed` allows."""
 
 
-class CallError(Exception):
-    """A call of an environment raised its cause, or was late."""
+class FailureError(Exception):
+    """An environment failed in one of the ways of ``KINDS``. The cause is what it raised."""
+
+    def __init__(self, kind: str, message: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
-class InvalidReplyError(Exception):
-    """An environment returned what is no answer."""
-
-
-class TooLongError(Exception):
-    """An environment said more than an episode may have tokens."""
-
-
-KINDS: dict[type, str] = {LateError: "late", InvalidReplyError: "invalid", TooLongError: "too_long"}
-COUNTS = ("episodes", "turns", "failed", *(f"failed_{kind}" for kind in ("raised", *KINDS.values())))
+KINDS = ("raised", "late", "invalid", "too_long")
+COUNTS = ("episodes", "turns", "failed", *(f"failed_{kind}" for kind in KINDS))
 Request = Callable[[], Any] | tuple[Prompt, SamplingParams]  # a call of the environment, or a turn of the policy
 
 
@@ -71,7 +67,7 @@ class _Episode:
     spoken: list[Completion] = field(default_factory=list)
     rewards: list[float | None] = field(default_factory=list)
     end: str = ""  # why it ended
-    error: BaseException | None = None
+    error: FailureError | None = None
     counts: dict[str, float] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)  # of the environment
     is_closed: bool = False
@@ -86,7 +82,7 @@ class _Episode:
             self.environment = make()
             text = self.environment.reset(deepcopy({"answer": self.prompt.answer, **self.prompt.row}))
         if not isinstance(text, str | None):
-            raise InvalidReplyError(f"expected a text or None from reset, got {text!r:.200}")
+            raise FailureError("invalid", f"expected a text or None from reset, got {text!r:.200}")
         return text or ""
 
     def step(self, text: str) -> tuple[tuple[Message, ...], float | None, bool]:
@@ -101,7 +97,7 @@ class _Episode:
             counts = getattr(self.environment, "counts", {})
         self.close()
         if not (isinstance(counts, Mapping) and all(_is_finite(n) for n in counts.values())):
-            raise InvalidReplyError(f"expected counts of finite numbers by name, got {counts!r:.200}")
+            raise FailureError("invalid", f"expected counts of finite numbers by name, got {counts!r:.200}")
         self.counts = dict(counts)
         return reward
 
@@ -155,7 +151,7 @@ class EpisodeRunner:
             def go_on(place: int, result: Any) -> None:
                 try:
                     failed = isinstance(result, BaseException)
-                    request = lives[place].throw(result) if failed else lives[place].send(result)
+                    request = lives[place].throw(_as_failure(result)) if failed else lives[place].send(result)
                 except StopIteration:
                     return
                 if callable(request):
@@ -168,9 +164,6 @@ class EpisodeRunner:
                     go_on(place, None)
                 while not calls.is_done or asked.n_open:
                     for place, result in calls.take(block=not asked.is_ready(calls.is_done)):
-                        if isinstance(result, BaseException):
-                            result, cause = CallError(), result
-                            result.__cause__ = cause
                         go_on(place, result)
                     if asked.is_ready(calls.is_done):
                         for place, completion in asked.work():
@@ -186,8 +179,8 @@ class EpisodeRunner:
             reward = yield episode.finish
             if reward is not None:
                 episode.rewards[-1] = reward + (episode.rewards[-1] or 0.0)
-        except (CallError, InvalidReplyError, TooLongError) as error:
-            episode.error = error.__cause__ or error
+        except FailureError as error:
+            episode.error = error
         finally:
             if not episode.is_closed:
                 in_thread(episode.close)
@@ -218,9 +211,9 @@ class EpisodeRunner:
     def _tokenize(self, episode: _Episode, text: str, tokenize: Callable[[], list[int]]) -> list[int]:
         limit = episode.sampling.max_tokens
         tokens = tokenize() if len(text) <= MOST_CHARACTERS * limit else [0] * limit
-        if len(tokens) >= limit:
-            raise TooLongError(
-                f"expected messages that fit into an episode of {limit} tokens, got {len(text)} characters"
+        if len(tokens) >= limit and not (episode.spoken and self.template.tools):  # the policy asked for this result
+            raise FailureError(
+                "too_long", f"expected messages that fit into an episode of {limit} tokens, got {len(text)} characters"
             )
         return tokens
 
@@ -235,7 +228,7 @@ class EpisodeRunner:
 
     def _count(self, episodes: list[_Episode]) -> None:
         failed = [episode for episode in episodes if episode.error is not None]
-        kinds = Counter(KINDS.get(type(episode.error), "raised") for episode in failed)
+        kinds = Counter(episode.error.kind for episode in failed if episode.error)
         turns = sum(len(episode.spoken) for episode in episodes)
         with self._lock:
             self.counts.update({"episodes": len(episodes), "turns": turns, "failed": len(failed)})
@@ -243,7 +236,8 @@ class EpisodeRunner:
             for episode in episodes:
                 self.counts.update(episode.counts)
             if failed:
-                first = f"{len(failed)} of {len(episodes)} episodes failed and are left out: {_describe(failed[0])}"
+                first = f"{len(failed)} of {len(episodes)} episodes failed and are left out: {failed[0].error}"
+                first += f"; prompt {failed[0].prompt.id}, turn {len(failed[0].spoken)}"
                 self.warnings.append(first)
         if len(failed) > self.config.max_failed * len(episodes) + 1e-9:
             raise EpisodeError(f"env.max_failed={self.config.max_failed:g}: {first}") from failed[0].error
@@ -266,33 +260,38 @@ def open_episodes(config: Config, tokenizer: Any) -> EpisodeRunner | None:
     return None if config.env is None else EpisodeRunner(config, tokenizer)
 
 
-def _describe(episode: _Episode) -> str:
-    """Return the error of an episode, with the line of the user's code."""
-    error = episode.error
-    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+def _as_failure(error: BaseException) -> FailureError:
+    """Return what a call raised, with the line of the user's code."""
+    if isinstance(error, FailureError):
+        return error
+    frames = traceback.extract_tb(error.__traceback__)
     users = [frame for frame in frames if Path(frame.filename).name not in ("reward.py", Path(__file__).name)]
     line = f" ({Path(users[-1].filename).name}:{users[-1].lineno})" if users else ""
     said = "".join(character if character.isprintable() else "�" for character in str(error))[:MOST_OF_ERROR]
-    return f"{type(error).__name__}: {said}{line}; prompt {episode.prompt.id}, turn {len(episode.spoken)}"
+    failure = FailureError(
+        "late" if isinstance(error, LateError) else "raised", f"{type(error).__name__}: {said}{line}"
+    )
+    failure.__cause__ = error
+    return failure
 
 
 def _read_step(result: Any) -> tuple[tuple[Message, ...], float | None, bool]:
-    """Return messages, reward and whether the episode is over. Raises InvalidReplyError."""
+    """Return messages, reward and whether the episode is over. Raises FailureError."""
     try:
         said, reward, is_done = result
         messages = (Message("user", said),) if isinstance(said, str) else said or ()
         if is_done not in (True, False) or not all(isinstance(message, Message) for message in messages):
             raise TypeError
     except (TypeError, ValueError) as error:
-        raise InvalidReplyError(f"expected (observation, reward, done) from step, got {result!r:.200}") from error
+        raise FailureError("invalid", f"expected (observation, reward, done) from step, got {result!r:.200}") from error
     if not (is_done or messages):
-        raise InvalidReplyError("expected an observation or the end of the episode from step, got neither")
+        raise FailureError("invalid", "expected an observation or the end of the episode from step, got neither")
     return messages, _read_reward(reward), bool(is_done)
 
 
 def _read_reward(reward: Any) -> float | None:
     if not (reward is None or _is_finite(reward)):
-        raise InvalidReplyError(f"expected a finite reward or None, got {reward!r:.200}")
+        raise FailureError("invalid", f"expected a finite reward or None, got {reward!r:.200}")
     return None if reward is None else float(reward)
 
 

@@ -375,6 +375,8 @@ def test_an_example_of_trl_runs_from_its_own_file(monkeypatch: pytest.MonkeyPatc
 class Wide:
     """An environment in TRL's convention."""
 
+    def reset(self) -> None: ...
+
     def wide(self, n: int) -> str:
         """Return n letters.
 
@@ -393,7 +395,7 @@ def test_the_length_of_a_result_that_the_policy_asks_for_fails_no_episode(n: int
     ((one, _),) = runner(engine, [prompt_of(tokenizer)], [SAMPLING], DEFAULT_OPTIONS)
     assert runner.take_counts()["failed"] == 0
     is_error = n > MOST_CHARACTERS  # which is short
-    assert [turn.text for turn in one.policy_turns] == (calls if is_error else calls[:1])
+    assert len(one.policy_turns) == (2 if is_error else 1)
     assert one.length <= SAMPLING.max_tokens
 
 
