@@ -148,6 +148,8 @@ class Completion:
     loss_mask bool [N]: False on tokens that the policy did not sample; None if it sampled all of them.
     turns: the turns of an episode, which make up the response. ``text`` is then that of the policy's last turn.
     environment: that of the episode, for reward functions; None once the response is scored.
+    experts uint8 or int16 [P + N − 1, K]: with `loss.routing_replay: engine`, the experts in all layers of each of the
+    P tokens of the prompt and of the response but its last, which the engine does not compute.
     """
 
     token_ids: Tensor
@@ -160,6 +162,7 @@ class Completion:
     loss_mask: Tensor | None = None
     turns: tuple[Turn, ...] = ()
     environment: Any = None
+    experts: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -301,6 +304,7 @@ class Sequence:
     pair: the preference pair's number in the step, from 0; −1 without a pair.
     reward: the reward of the response if the learner computes advantages per token; advantages are zero until then.
     support: what each token was sampled from, the whole vocabulary for prompt tokens; None if it was not recorded.
+    experts: those of all tokens but the last, as in ``Completion``.
     """
 
     token_ids: Tensor
@@ -312,6 +316,7 @@ class Sequence:
     pair: int = -1
     reward: float | None = None
     support: TruncatedSupport | None = None
+    experts: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -334,7 +339,7 @@ class PackedBatch:
     ref_logprobs float32 [T], under the reference policy; None if the objective does not use them.
     importance_weights float32 [T], of rollout correction; None if it is off.
     experts uint8 or int16 [U, K]: for routing replay, the experts of each position that this rank computes, in all
-    layers (``policy.routing``); None lets the routers choose.
+    layers (``policy.routing``), or [T, K] from the engine; None lets the routers choose.
     rewards float32 [S], values and returns float32 [T]: inputs of advantages per token; None without them.
     support_ids int32 [K], support_counts int32 [T]: the ``TruncatedSupport`` of each target, or None.
     """

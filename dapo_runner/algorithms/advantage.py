@@ -181,4 +181,5 @@ def make_sequence(
         group_id=group_id,
         age=age,
         support=support,
+        experts=completion.experts,
     )

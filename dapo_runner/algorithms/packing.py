@@ -116,6 +116,7 @@ def _lay_out(unit: Unit, padding_id: int, multiple: int) -> PackedBatch:
         rewards = torch.tensor([sequence.reward or 0.0 for sequence in sequences])
     if any(sequence.support is not None for sequence in sequences):
         supports = [sequence.support or TruncatedSupport.full(sequence.length) for sequence in sequences]
+    routed = [sequence.experts for sequence in sequences if sequence.experts is not None]
     return PackedBatch(
         input_ids=torch.cat([sequence.token_ids[:-1] for sequence in sequences]),
         position_ids=torch.cat([torch.arange(sequence.length - 1) for sequence in sequences]),
@@ -128,6 +129,7 @@ def _lay_out(unit: Unit, padding_id: int, multiple: int) -> PackedBatch:
         sequence_ids=torch.tensor(ids),
         ages=torch.tensor([sequence.age for sequence in sequences]),
         rewards=rewards,
+        experts=torch.nn.functional.pad(torch.cat(routed), (0, 0, 0, missing)) if routed else None,
         # The first token of a sequence is never a target.
         support_ids=None if supports is None else torch.cat([ids for ids, _ in supports]),
         support_counts=None if supports is None else torch.cat([counts[1:] for _, counts in supports]),

@@ -35,6 +35,7 @@ class EngineSpec(NamedTuple):
         reserves_memory: It reserves vllm.gpu_memory, or kv_cache_gib, at the start.
         has_sliding_windows: It supports the sliding windows of every model.
         names_every_support: With `sampling_mask` it returns the support of any truncation, not only of top_k.
+        returns_experts: It returns the experts of each token, for `loss.routing_replay: engine`.
         temperatures: Lowest and highest temperature, apart from 0 (greedy).
     """
 
@@ -43,6 +44,7 @@ class EngineSpec(NamedTuple):
     reserves_memory: bool = False
     has_sliding_windows: bool = False
     names_every_support: bool = False
+    returns_experts: bool = False
     temperatures: tuple[float, float] = VLLM_TEMPERATURES
 
 
@@ -51,9 +53,10 @@ ENGINES = {
         "dapo_runner.rollout.hf:HFEngine",
         has_sliding_windows=True,
         names_every_support=True,
+        returns_experts=True,
         temperatures=(0.0, math.inf),
     ),
-    "vllm": EngineSpec("dapo_runner.rollout.vllm:VLLMEngine", reserves_memory=True),
+    "vllm": EngineSpec("dapo_runner.rollout.vllm:VLLMEngine", reserves_memory=True, returns_experts=True),
     "server": EngineSpec("dapo_runner.rollout.server:ServerEngine", is_remote=True),
 }
 

@@ -223,8 +223,12 @@ def _engine(config: Config) -> Iterator[Check]:
 
 def _training(config: Config) -> Iterator[Check]:
     critic, data, steps = config.critic, config.data, config.run.steps - config.run.forked_at
-    fits = config.updates_per_step > 1 or config.rollout.correction.enabled or not config.loss.routing_replay
-    yield "loss.routing_replay", fits, "false with one update per step (optimizer.mini_batch_size)"
+    replay, spec = config.loss.routing_replay, config.rollout.engine_spec
+    fits = config.updates_per_step > 1 or config.rollout.correction.enabled or replay in (False, "engine")
+    yield "loss.routing_replay", fits, "false or engine with one update per step (optimizer.mini_batch_size)"
+    fits = spec.returns_experts and config.env is None and config.advantage.segments is None
+    where = f"not engine with rollout.engine={config.rollout.engine}, env or advantage.segments"
+    yield "loss.routing_replay", fits or replay != "engine", where
     yield from check_schedule(config)
     yield "critic", critic is not None or config.advantage.kind != "gae", "a section ({}) with advantage.kind=gae"
     fits = critic is None or critic.warmup_steps < steps

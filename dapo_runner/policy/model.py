@@ -96,16 +96,26 @@ class Policy:
 
     def hidden_states(self, batch: PackedBatch) -> Tensor:
         """Return the last hidden states [T, H] in the model's dtype; [T/W, H] if W ranks share the positions."""
-        if self.routing is not None:
-            self.routing.follow(None if batch.experts is None else batch.experts.to(self.device))
-        return self.run_body(batch.input_ids, batch.position_ids, batch.lengths, self.world.sequence_group)
+        if self.routing is not None and batch.experts is None:
+            self.routing.follow(None)
+        group = self.world.sequence_group
+        return self.run_body(batch.input_ids, batch.position_ids, batch.lengths, group, batch.experts)
 
     def run_body(
-        self, input_ids: Tensor, position_ids: Tensor, lengths: list[int], group: dist.ProcessGroup | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        lengths: list[int],
+        group: dist.ProcessGroup | None = None,
+        experts: Tensor | None = None,
     ) -> Tensor:
-        """Run the model without its head. input_ids, position_ids int64 [T] on any device."""
+        """Run the model without its head. input_ids, position_ids int64 [T] on any device. ``experts`` are replayed."""
         # torch's varlen kernel, and ranks that share positions, need every sequence in full.
         distinct = find_shared(input_ids.cpu(), lengths) if self.kernel == "sdpa" and group is None else None
+        if self.routing is not None and experts is not None:
+            if len(experts) == len(input_ids):  # one row for each position, also for those that others compute
+                experts = own_positions(experts if distinct is None else experts[distinct.source], group)
+            self.routing.follow(experts.to(self.device))
         if distinct is not None:
             source = distinct.source.to(input_ids.device)
             input_ids, position_ids = input_ids[source], position_ids[source]

@@ -38,7 +38,11 @@ class Routing:
         for layer in self.layers:
             layer.replayed = []
         if experts is not None:
-            parts = iter(experts.split([width for layer in self.layers for width in layer.widths], dim=-1))
+            widths = [width for layer in self.layers for width in layer.widths]
+            if experts.shape[-1] != sum(widths):
+                got = f"{experts.shape[-1]} choices of each token, expected {sum(widths)}"
+                raise ConfigError(f"loss.routing_replay: the engine returned {got}. Set it to trainer.")
+            parts = iter(experts.split(widths, dim=-1))
             for layer in self.layers:
                 layer.replayed = [next(parts) for _ in layer.widths]
 

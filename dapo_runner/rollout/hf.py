@@ -23,6 +23,7 @@ from transformers.cache_utils import DynamicLayer
 from dapo_runner.config import Config
 from dapo_runner.parallel.world import World
 from dapo_runner.policy.model import load_model, load_tokenizer
+from dapo_runner.policy.routing import Routing
 from dapo_runner.rollout.engine import (
     BatchCall,
     Groups,
@@ -62,6 +63,7 @@ class _Row:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     supports: list[Tensor] = field(default_factory=list)
+    experts: list[Tensor] = field(default_factory=list)  # of the prompt, then of each token
     is_stopped: bool = False
     past: _Past | None = None
 
@@ -75,6 +77,10 @@ class _Row:
         counts = torch.tensor([len(ids) for ids in self.supports], dtype=torch.int32)
         return TruncatedSupport(torch.cat(self.supports), counts)
 
+    def routed(self) -> Tensor | None:
+        """Return the experts as in ``Completion``. The batch may have gone on after the last token."""
+        return torch.cat(self.experts)[: len(self.prompt.token_ids) + len(self.tokens) - 1] if self.experts else None
+
 
 class HFEngine(RolloutEngine):
     """A rollout engine over any transformers causal language model, on any device."""
@@ -85,10 +91,16 @@ class HFEngine(RolloutEngine):
         if config.model.float32_logits:
             head = model.get_output_embeddings()
             head.forward = partial(_float32_logits, head)
-        return cls(model, load_tokenizer(source, config.model), config.rollout.max_batch_sequences)
+        routing = Routing(model) if config.loss.routing_replay == "engine" else None
+        return cls(model, load_tokenizer(source, config.model), config.rollout.max_batch_sequences, routing)
 
-    def __init__(self, model: Any, tokenizer: Any, max_batch_sequences: int = 256) -> None:
-        """``model`` becomes the engine's own: ``update_weights`` writes into it."""
+    def __init__(
+        self, model: Any, tokenizer: Any, max_batch_sequences: int = 256, routing: Routing | None = None
+    ) -> None:
+        """``model`` becomes the engine's own: ``update_weights`` writes into it. With its ``routing`` completions have
+        their experts.
+        """
+        self.routing = routing
         self.model = model
         self.tokenizer = tokenizer
         self.max_batch_sequences = max_batch_sequences
@@ -142,6 +154,9 @@ class HFEngine(RolloutEngine):
                 cache.batch_select_indices(lines)
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
             logits = self._forward(tokens[:, None], mask, cache)
+            if self.routing is not None:
+                for row, experts in zip(rows, self.routing.chosen().split(1), strict=True):
+                    row.experts.append(experts)
 
     def _append(self, row: _Row, token: int, logprob: float, kept: Tensor | None) -> None:
         """Add the next token of a response, sampled from ``kept`` bool [V]."""
@@ -167,6 +182,10 @@ class HFEngine(RolloutEngine):
         cache = DynamicCache(config=self.model.config)
         logits = self._forward(ids, mask, cache)
         spread = torch.tensor([prompts[row.prompt.token_ids] for row in rows], device=device)
+        if self.routing is not None:
+            experts = self.routing.chosen().unflatten(0, ids.shape)
+            for row, place in zip(rows, spread.tolist(), strict=True):
+                row.experts = [experts[place, -len(row.prompt.token_ids) :]]
         cache.batch_select_indices(spread)
         return logits[spread], mask[spread], cache
 
@@ -206,6 +225,7 @@ class HFEngine(RolloutEngine):
                 finish_reason="stop" if row.is_stopped else "length",
                 text=text,
                 support=row.support(),
+                experts=row.routed(),
             )
             for row, text in zip(rows, texts, strict=True)
         ]

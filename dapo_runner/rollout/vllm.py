@@ -72,6 +72,8 @@ class VLLMEngine(RolloutEngine):
             )
         if config.rollout.vllm.batch_invariant and resolve_device(config.run.device).type != "cuda":
             raise ConfigError("rollout.vllm.batch_invariant: requires a GPU. Set it to false.")
+        if config.loss.routing_replay == "engine" and resolve_device(config.run.device).type != "cuda":
+            raise ConfigError("loss.routing_replay: engine requires a GPU with vLLM. Set it to trainer or false.")
 
     @classmethod
     def load(cls, source: str | Path, config: Config, device: torch.device, world: World, note: Note) -> VLLMEngine:
@@ -127,6 +129,7 @@ class VLLMEngine(RolloutEngine):
         fields = self.llm.llm_engine.model_config.try_get_generation_config()
         self.stop_ids = stop_token_ids(fields.get("eos_token_id"), tokenizer)
         self._model = load_model(path, config.model, torch.device("meta"), "sdpa")
+        self._layers = layers_with_experts(self._model) if config.loss.routing_replay == "engine" else None
         self._asleep = False
 
     def generate(
@@ -219,6 +222,7 @@ class VLLMEngine(RolloutEngine):
                 finish_reason=finish_reason(out.finish_reason),
                 text=text,
                 support=read_support(out.logprobs) if sampling.sampling_mask else None,
+                experts=None if self._layers is None else read_experts(out.routed_experts, self._layers),
             )
             for out, text in zip(outputs, texts, strict=True)
         ]
@@ -254,6 +258,17 @@ class _VLLMCall(OpenCall):
 
     def close(self) -> None:
         self.engine.llm.llm_engine.abort_request(list(map(str, self._open)))
+
+
+def layers_with_experts(model: nn.Module) -> list[int]:
+    """Return the indices of the layers with experts of a transformers model."""
+    names = [name for name, module in model.named_modules() if "experts" in dict(module.named_children())]
+    return [int(next(part for part in name.split(".") if part.isdecimal())) for name in names]
+
+
+def read_experts(rows: Any, layers: Sequence[int]) -> Tensor:
+    """Return the experts of a ``Completion`` from vLLM's, uint8 or uint16 [P + N − 1, all layers, k]."""
+    return torch.from_numpy(rows.astype("uint8" if rows.itemsize == 1 else "int16"))[:, list(layers)].flatten(1)
 
 
 def head_dtypes(model: nn.Module) -> set[str]:
@@ -306,6 +321,8 @@ def engine_arguments(path: str | Path, config: Config, device: torch.device) -> 
         "logprobs_mode": "processed_logprobs",  # raw ones do not include the temperature
         "seed": config.run.seed,
     }
+    if config.loss.routing_replay == "engine":
+        arguments["enable_return_routed_experts"] = True
     if config.model.float32_logits:
         arguments["hf_overrides"] = {"head_dtype": "float32"}
     if device.type == "cuda":

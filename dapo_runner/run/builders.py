@@ -54,7 +54,7 @@ def build_learner(config: Config, checkpoint: Checkpoint | None, context: RunCon
     start = world.broadcast_from_rank0(lambda: initial_model(config, progress))
     source = start if checkpoint is None or config.model.lora is not None else checkpoint.model
     shared = config.critic is not None and config.critic.share_trunk
-    replay, seed = config.loss.routing_replay, config.run.seed
+    replay, seed = bool(config.loss.routing_replay), config.run.seed
     policy = load_policy(source, config.model, device, seed, world, replay, "shared" if shared else "policy")
     is_own_reference = config.model.lora is not None and config.reference_path is None
     reference, critic = None, policy if shared else None
