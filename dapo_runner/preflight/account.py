@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dapo_runner.config import Config
+from dapo_runner.preflight.dry_run import spell_host
 from dapo_runner.preflight.memory import BESIDE, BYTES, ENGINE, GPU_MEMORY, engine_memory, memory_estimate, model_shape
 from dapo_runner.preflight.simulate import Simulation, Traffic
 
@@ -22,7 +23,7 @@ def describe(config: Config, found: Simulation) -> dict[str, str]:
         "rollout": f"{_gib(phases['rollout'])}, of it {_gib(found.held)} of the policy's weights and moments",
         **{f"  {what}": _gib(size) for what, size in engine.items()},
         "sync": f"{_gib(phases['sync'])}, with one parameter of {_gib(_largest(config, found))} whole",
-        **({"machine's memory": _gib(found.host)} if found.host > 2**20 else {}),
+        **({"machine's memory": spell_host(found.host)} if found.host > 2**20 else {}),
         "fits": f"{_gib(max(phases.values()))} of the {_gib(GPU_MEMORY)} of an 80 GB GPU: {verdict}; the CUDA context, "
         "NCCL's buffers and fragmentation come on top, a few GiB",
     }

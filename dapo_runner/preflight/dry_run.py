@@ -11,7 +11,8 @@ from dapo_kernels import OBJECTIVES
 from dapo_runner.config import AdvantageConfig, Config, CorrectionConfig, cautions, lay_over, lay_settings, resolved
 from dapo_runner.config.algorithms import ALGORITHMS, MATCHED
 from dapo_runner.config.section import flatten, read_key, spell
-from dapo_runner.preflight.memory import GPU_MEMORY, host_estimate, memory_estimate, model_shape, phase_estimate
+from dapo_runner.preflight import memory
+from dapo_runner.preflight.memory import GPU_MEMORY, host_estimate, memory_estimate, model_shape
 
 NUMERICS = ("numerics", *flatten(MATCHED))
 
@@ -84,7 +85,7 @@ def _memory(config: Config) -> dict[str, str]:
     if shape is None:
         return {"memory": f"unknown: {config.model.path} is not on this machine"}
     estimate, host = memory_estimate(config, shape), host_estimate(config, shape)
-    lora, peaks = config.model.lora, phase_estimate(config, estimate)
+    lora, peaks = config.model.lora, memory.phase_estimate(config, estimate)
     trained = "" if lora is None else f", of which {shape.adapter_parameters(lora):,} train"
     return {
         "parameters": f"about {shape.parameters / 1e6:,.1f} million{trained}",
@@ -94,9 +95,13 @@ def _memory(config: Config) -> dict[str, str]:
             f"80 GB, {phase}": f"{_gib(n)}: {'fits' if n <= GPU_MEMORY else 'does not fit'}"
             for phase, n in peaks.items()
         },
-        **({"machine's memory": f"about {_gib(sum(host.values()))} beside"} if host else {}),
+        **({"machine's memory": spell_host(sum(host.values()))} if host else {}),
         **{f"  {what}": _gib(size) for what, size in host.items()},
     }
+
+
+def spell_host(size: int) -> str:
+    return f"about {_gib(size)}: {'fits' if memory.too_large_for_host(size) is None else 'does not fit'} this machine"
 
 
 def _gib(size: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ SENT = "weights for the servers"  # rank 0's copy if they are sent by NCCL
 BESIDE = ("reference weights", "reference's float32 average", CRITIC, SENT)  # in all phases; not part of a simulation
 FLOAT32 = 4  # bytes per value of master weights, gradients and AdamW moments
 GPU_MEMORY = int(79.1 * 2**30)  # bytes that torch reports for an A100 or H100 of 80 GB
-ENGINE = "engine's weights"
+ENGINE, ASLEEP = "engine's weights", "weights of the sleeping engine"
 _SIZES = ["model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"]
 _SIZES += ["num_key_value_heads", "head_dim", "vocab_size"]
 # Models of the recipes, for estimates without a download: the sizes in their published config.json.
@@ -130,8 +131,14 @@ def host_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
         positions = config.optimizer.token_budget // config.parallel.sequence
         terms["layer inputs"] = positions * shape.layers * shape.hidden * size
     if engine_class(config).takes_adapters(config) and config.rollout.vllm.sleep:
-        terms["weights of the sleeping engine"] = shape.parameters * size
+        terms[ASLEEP] = shape.parameters * size
     return {what: math.ceil(amount) for what, amount in terms.items() if amount}
+
+
+def too_large_for_host(size: int) -> str | None:
+    """Return both sizes if this machine has less memory than ``size``."""
+    here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return f"about {size / 2**30:.1f} GiB of memory, got {here / 2**30:.1f}" if size > here else None
 
 
 def phase_estimate(config: Config, estimate: dict[str, int]) -> dict[str, int]:

@@ -16,7 +16,7 @@ from dapo_runner.parallel.world import Layout
 from dapo_runner.policy import lora
 from dapo_runner.policy.attention import choose_kernel
 from dapo_runner.policy.model import DTYPES, resolve_device
-from dapo_runner.preflight.memory import model_values
+from dapo_runner.preflight.memory import host_estimate, model_shape, model_values, too_large_for_host
 from dapo_runner.rewards.judge import Judge
 from dapo_runner.rewards.scoring import load_reward
 from dapo_runner.rollout.engine import engine_class
@@ -31,6 +31,10 @@ def check_needs(config: Config, layout: Layout | None = None) -> None:
     missing = [*_missing(config), *heads_that_do_not_divide(config, layout)]
     if config.optimizer.offload and layout.size > 1:
         missing.append(f"optimizer.offload: requires one process, got {layout.size}")
+    shape = model_shape(config.model)
+    host = 0 if shape is None else sum(host_estimate(config, shape).values())
+    if (sizes := too_large_for_host(host)) is not None:
+        missing.append(f"optimizer.offload, rollout.vllm.sleep: require {sizes}. Train adapters, or a smaller model.")
     values = model_values(config.model)
     if config.loss.routing_replay and values is not None and not any("experts" in name for name in values):
         missing.append(f"loss.routing_replay: expected a mixture of experts, got {config.model.path}")

@@ -39,7 +39,7 @@ from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.sharding import add_up_over_replicas, whole_until_backward
 from dapo_runner.parallel.world import SINGLE_PROCESS, World, make_layout, make_world
 from dapo_runner.policy.model import DTYPES, Policy, load_shards
-from dapo_runner.preflight.memory import GPUS_OF_A_MACHINE, PUBLISHED, model_values
+from dapo_runner.preflight.memory import ASLEEP, GPUS_OF_A_MACHINE, PUBLISHED, host_estimate, model_shape, model_values
 from dapo_runner.preflight.needs import heads_that_do_not_divide
 from dapo_runner.types import PackedBatch, Sequence
 
@@ -77,7 +77,7 @@ class Simulation:
     positions: int  # of a micro-batch, on this rank
     peak: dict[str, int]
     logprobs: int  # largest number of bytes while log-probs are computed
-    host: int  # bytes that are offloaded to the host
+    host: int  # bytes that are offloaded to the host, and base weights of an engine that sleeps beside adapters
     held: int  # bytes between updates
     largest_parameter: int  # number of values
     forward: dict[str, Traffic]
@@ -123,12 +123,13 @@ def _simulate_update(config: Config, policy: Policy, root: Any) -> Simulation:
                 del out
             _step(learner)
             peak, held = (tracker.get_tracker_snapshot(when) for when in ("peak", "current"))
-    kinds = KINDS_OF_ONE if root is None else KINDS
+    kinds, shape = KINDS_OF_ONE if root is None else KINDS, model_shape(config.model)
+    asleep = 0 if shape is None else host_estimate(config, shape).get(ASLEEP, 0)
     return Simulation(
         positions=batch.n_positions // policy.world.layout.sequence,
         peak={kind: sum(int(peak[device][part]) for part in parts) for kind, parts in kinds.items()},
         logprobs=logprobs,
-        host=int(peak[host]["Total"]) if host != device and host in peak else 0,
+        host=asleep + (int(peak[host]["Total"]) if host != device and host in peak else 0),
         held=int(held[device]["Total"]),
         largest_parameter=max(parameter.numel() for parameter in policy.model.parameters()),
         forward=forward,

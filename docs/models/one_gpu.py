@@ -7,12 +7,10 @@ Nothing here was measured on a GPU.
 
 from __future__ import annotations
 
-from functools import cache
-
 from dapo_runner.config import load_config
 from dapo_runner.preflight.account import fits, phase_peaks
 from dapo_runner.preflight.memory import GPU_MEMORY
-from dapo_runner.preflight.simulate import KINDS_OF_ONE, Simulation, simulate
+from dapo_runner.preflight.simulate import KINDS_OF_ONE, simulate
 
 GIB = 2**30
 PHASES = ("rollout", "log-probs", "update", "sync")
@@ -30,15 +28,10 @@ def case_name(recipe: str, overrides: list[str]) -> str:
     return " ".join(f"`{part}`" for part in (recipe, *overrides))
 
 
-@cache
-def simulated(recipe: str, *overrides: str) -> Simulation:
-    return simulate(load_config(f"recipes/{recipe}.yaml", overrides))
-
-
 def rows_of(recipe: str, overrides: list[str]) -> tuple[str, str]:
     """Return the row of the phases and the row of the update's parts."""
     config = load_config(f"recipes/{recipe}.yaml", overrides)
-    found = simulated(recipe, *(text for text in overrides if not text.startswith("rollout.")))
+    found = simulate(config)
     peaks = phase_peaks(config, found)
     sizes = [f"{peaks[phase] / GIB:.1f}" for phase in PHASES] + [f"{found.host / GIB:.1f}"]
     name, verdict = case_name(recipe, overrides), "yes" if fits(config, found) else "no"
@@ -52,7 +45,7 @@ def page(cases: list[tuple[str, list[str]]]) -> str:
 
 Written by `python -m docs.models.one_gpu`. Nothing here was measured on a GPU: `--simulate` runs the code for Qwen3-8B on fake tensors.
 GiB at the peak of each phase. torch reports {GPU_MEMORY / GIB:.1f} GiB for an 80 GB GPU. Add a few GiB for the CUDA context and fragmentation.
-*Machine*: what the trainer keeps in host memory. vLLM that sleeps beside adapters also keeps its base weights there.
+*Machine*: host memory that the trainer takes, and vLLM's base weights where it sleeps beside adapters. "Fits" is of the GPU alone.
 
 | recipe and what is set otherwise | {" | ".join(PHASES)} | machine | fits |
 |---|{"---:|" * (len(PHASES) + 1)}---|

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,10 @@ import yaml
 from small import write_recipe
 
 from dapo_runner.cli import main
-from dapo_runner.config import load_config
+from dapo_runner.config import ConfigError, load_config
+from dapo_runner.preflight import memory
+from dapo_runner.preflight.dry_run import summarize
+from dapo_runner.preflight.needs import check_needs
 
 
 @pytest.fixture
@@ -116,3 +120,42 @@ def test_it_prints_the_resolved_configuration_and_departures(
     assert printed["optimizer"]["lr"] == config.optimizer.lr
     assert (printed["sampler"]["max_age"], printed["sampler"]["filter_on"]) == (1, "correctness")
     assert "sampler.filter_groups=true (grpo: false)" in " ".join(out.split())
+
+
+ONE_GPU = Path(__file__).parents[2] / "recipes" / "qwen3-8b-1gpu.yaml"
+EIGHT_BILLION = 8_190_735_360  # parameters of Qwen3-8B: 36 layers of 192,946,432, two of 622,329,856, a norm of 4096
+
+
+def test_the_rows_of_one_gpu() -> None:
+    config = load_config(ONE_GPU)
+    rows = {label.strip(): text for label, text in summarize(config).items()}
+    gib = {label: float(text.removeprefix("about ").split()[0]) for label, text in rows.items() if "GiB" in text}
+    weights, cache = 2 * EIGHT_BILLION / 2**30, 2 * 10240 * 36 * 1024 * 2 / 2**30
+    inputs = 20480 * 2 * (36 * 4096 + 8 * 4096 + 4 * 12288) / 2**30  # of the layers; one layer's activations
+    expected = {
+        "weights": weights,
+        "activations of a micro-batch": inputs,
+        "logits of a chunk": 1.0,
+        "engine's weights": weights,
+        "KV cache, for one response at full length": cache,
+        "memory": 2 * weights + inputs + 1 + cache,
+        "80 GB, update": weights + inputs + 1,  # vLLM sleeps
+        "80 GB, rollout": weights + 0.7 * 79.1,
+        "machine's memory": 8 * weights,
+        "float32 masters": 2 * weights,
+        "gradients": 2 * weights,
+        "AdamW moments": 4 * weights,
+    }
+    assert gib == pytest.approx(expected, abs=0.006)
+    verdicts = {label: "not fit" not in text for label, text in rows.items() if " fit" in text}
+    here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert verdicts == {"80 GB, update": True, "80 GB, rollout": True, "machine's memory": here >= 16 * EIGHT_BILLION}
+
+
+def test_a_machine_without_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {**memory.PUBLISHED["Qwen/Qwen3-8B-Base"], "num_hidden_layers": 10**6}
+    monkeypatch.setitem(memory.PUBLISHED, "Qwen/Qwen3-8B-Base", values)
+    for override, is_refused in (("optimizer.offload=true", True), ("optimizer.offload=false", False)):
+        with pytest.raises(ConfigError) as error:
+            check_needs(load_config(ONE_GPU, [override]))
+        assert ("optimizer.offload, rollout.vllm.sleep: require" in str(error.value)) == is_refused

@@ -10,7 +10,7 @@ import yaml
 
 from dapo_runner.config import load_config
 from dapo_runner.config.section import flatten
-from docs.models.one_gpu import CASES, FULL, LORA, case_name
+from docs.models.one_gpu import CASES, FULL, LORA, case_name, rows_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "one-gpu.md").read_text(encoding="utf-8")
@@ -30,9 +30,18 @@ def test_the_other_snippet_is_a_setting_of_both() -> None:
             assert load_config(ROOT / "recipes" / f"{recipe}.yaml", [f"{key}={value}"]).model.gradient_checkpointing
 
 
-def test_the_table_is_that_of_the_results() -> None:
+def results() -> list[str]:
     (path,) = re.findall(r"\]\(\.\./(benchmarks/results/[^\s)]+)\)", PAGE)
-    results = (ROOT / path).read_text(encoding="utf-8").splitlines()
+    return (ROOT / path).read_text(encoding="utf-8").splitlines()
+
+
+def test_the_table_is_that_of_the_results() -> None:
     rows = [line for line in PAGE.splitlines() if line.startswith("| `")]
     assert [row.split(" | ")[0] for row in rows] == [f"| {case_name(*case)}" for case in CASES]
-    assert set(rows) <= set(results)
+    assert set(rows) <= set(results())
+
+
+@pytest.mark.slow
+def test_a_row_is_simulated_anew() -> None:
+    """Two minutes: all layers of the model."""
+    assert set(rows_of(LORA, [])) <= set(results())

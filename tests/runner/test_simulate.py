@@ -151,6 +151,7 @@ def test_adapters_on_one_gpu() -> None:
     inputs = 4 * 20480 * shape.hidden  # what checkpointing may keep of the first layer: its input and the gradient
     assert 0 <= found.held - (2 * shape.parameters + 14 * trained) < 1.1 * inputs
     assert host_estimate(config, shape) == {"weights of the sleeping engine": 2 * shape.parameters}
+    assert found.host == pytest.approx(2 * shape.parameters, rel=1e-3)
     awake = load_config(LORA, ["rollout.vllm.sleep=false"])
     peaks = phase_estimate(awake, memory_estimate(awake, shape))
     assert peaks["update"] > int(0.7 * GPU_MEMORY)
