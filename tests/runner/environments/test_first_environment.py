@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_page_is_short_and_its_snippets_are_named() -> None:
-    assert PAGE.count("\n") <= 110
+    assert PAGE.count("\n") <= 128
     assert SNIPPETS.keys() == {"game", "play", "player", "recipe"}
 
 
@@ -40,10 +40,21 @@ def test_the_game_answers_as_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_player_plays_to_the_end() -> None:
-    player = importlib.import_module("my_game").random_player
+    player = importlib.import_module("my_game").player
     games = [player("", str(number), random.Random(number)) for number in range(30)]
     assert all(len(turns) % 2 and set(turns[1::2]) <= {"+", "-"} for turns in games)
     assert max(map(len, games)) <= 13
+
+
+def test_the_output_is_that_of_the_results() -> None:
+    kept = (ROOT / "benchmarks" / "results" / "first-environment-20261125.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^evaluation after step (\d+): avg@4 ([\d.]+)%", PAGE, re.MULTILINE)
+    assert len(shown) == 4
+    assert shown == re.findall(r"^evaluation after step (\d+): avg@4 ([\d.]+)%", kept, re.MULTILINE)
+    (samples,) = re.findall(r"```\n(sample 1 .+?)```", PAGE, re.DOTALL)
+    assert samples in kept
+    assert "6.8 minutes" in PAGE
+    assert "6.8 minutes" in kept
 
 
 def test_the_recipe_trains(folder: Path) -> None:
