@@ -99,7 +99,7 @@ gpu-rehearsal: install
 
 # What a GPU machine without a network needs, in parts of less than 55 MiB. ALL=1: also what takes several parts.
 gpu-bundle: install
-	$(BIN)/python -m benchmarks.bundle $(if $(ALL),--all)
+	$(BIN)/python .ci/gpu_bundle.py $(if $(ALL),--all)
 
 # Into dist/: the source; from it a manylinux wheel for the Python of PYTHON and the glibc of this machine, with the
 # kernels of every instruction set; one without compiled code for everywhere else. libgomp stays outside: torch brings

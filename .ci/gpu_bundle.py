@@ -1,6 +1,6 @@
 """Collect what a GPU machine without a network needs, in parts of less than 55 MiB: ``make gpu-bundle``.
 
-    python -m benchmarks.bundle [--all] [build/gpu-bundle]
+    python .ci/gpu_bundle.py [--all] [build/gpu-bundle]
 
 Part 1 has what most machines with torch lack: packages of the runner, and the peers. ``--all`` adds the libraries of
 quack's kernels, in further parts. A file that is larger than a part is cut; ``gpu.sh`` joins the pieces. Every part
@@ -18,7 +18,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import machine
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import machine  # noqa: E402
 
 PART_BYTES = 55 * 2**20
 PYTHON = "3.12"
@@ -59,7 +62,7 @@ def split(files: list[Path], folder: Path, limit: int = PART_BYTES) -> list[int]
 def bundle(folder: Path, everything: bool = False, python: str = PYTHON) -> str:
     """Write the parts anew; return their sizes and, by name, what could not be had."""
     shutil.rmtree(folder, ignore_errors=True)
-    peers = (Path(__file__).parent / "gpu-peers.txt").read_text().split()
+    peers = (ROOT / "benchmarks" / "gpu-peers.txt").read_text().split()
     lines = []
     with tempfile.TemporaryDirectory() as fresh:
         for name in (*WHOLE, *ALONE, *(peer for peer in peers if everything or peer not in LARGE)):
