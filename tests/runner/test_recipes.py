@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from dapo_kernels import OBJECTIVES
 from dapo_runner.algorithms.objective import resolve_objective
@@ -107,7 +108,7 @@ def test_every_recipe_prints_its_plan(path: Path, capsys: pytest.CaptureFixture[
 
 def test_more_gpus_than_there_are_processes(tmp_path: Path) -> None:
     config = load_config(PAPER, [f"run.output_dir={tmp_path}"])
-    with pytest.raises(ConfigError, match=r"parallel\.gpus: .*128"):
+    with refused("parallel.gpus"):
         train(config, Progress())
     with pytest.raises(ConfigError, match=r"sequence: .*gpus=128, .*7"):
         load_config(PAPER, ["parallel.sequence=7"])

@@ -13,13 +13,14 @@ import torch
 import yaml
 from builders import save_model, write_rows
 from experts import small_experts
+from refusals import refused
 from small import small_recipe
 from test_train import Notes, config_in
 from torch import Tensor
 
 from dapo_runner.algorithms.weights import learning_rate
 from dapo_runner.cli import main
-from dapo_runner.config import Config, ConfigError, OptimizerConfig, RunConfig, load_config, parse_config
+from dapo_runner.config import Config, OptimizerConfig, RunConfig, load_config, parse_config
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.rollout_log import read_step, saved_steps
 from dapo_runner.policy.model import load_policy
@@ -132,7 +133,7 @@ def test_python_with_a_recipe_and_reading_what_it_left(folder: Path) -> None:
 def test_python_refuses_what_the_command_refuses() -> None:
     optimizer = OptimizerConfig(schedule="linear")
     wrong = laid_over("early stop").model_copy(update={"run": RunConfig(steps=9), "optimizer": optimizer})
-    with pytest.raises(ConfigError, match=r"^optimizer\.warmup_steps: .* 9 "):
+    with refused("optimizer.warmup_steps"):
         train(wrong, Notes())
 
 
@@ -232,7 +233,7 @@ def test_with_all_of_it_a_run_that_stopped_on_the_way_is_the_same_run(
 
 def test_a_curriculum_may_not_change_in_a_run_a_schedule_may(folder: Path) -> None:
     first = train(config_in(folder, run={"steps": 2}), Notes())
-    with pytest.raises(ConfigError, match=r"sampler\.curriculum"):
+    with refused("sampler.curriculum"):
         train(config_in(folder, run={"steps": 3}, sampler=CHOSEN["sampler"]), Notes())
     train(config_in(folder, run={"steps": 3}, optimizer={"schedule": "linear"}), Notes())
     fork = {"name": "fork", "from": f"{first}@2", "steps": 3}

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from builders import backward, make_config, pack_mini_batch, random_sequences, save_model, write_rows
+from refusals import refused
 from small import small_recipe
 from test_train import Notes
 
@@ -100,9 +101,9 @@ def test_value_and_gradient_are_those_of_trl(policy: Policy, teacher: Path, beta
 def test_a_teacher_with_another_tokenizer_is_refused(policy: Policy, teacher: Path) -> None:
     other = load_policy(teacher, ModelConfig(path="x", dtype="float32"), CPU, role="reference")
     other.tokenizer.add_tokens(["@"])
-    with pytest.raises(ConfigError, match=r"^distillation\.teacher:"):
+    with refused("distillation.teacher"):
         Learner(policy, make_config(distillation={"teacher": str(teacher)}), other)
-    with pytest.raises(ConfigError, match=r"^loss\.reference:"):
+    with refused("loss.reference"):
         Learner(policy, make_config(loss={"objective": "grpo"}), other)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import datasets
 import pytest
 from builders import CharTokenizer, make_config, write_rows
+from refusals import refused
 
 from dapo_runner.config import ColumnsConfig, Config, ConfigError
 from dapo_runner.data.dataset import DUPLICATES, IN_HELDOUT, load_data
@@ -44,7 +45,7 @@ def test_columns_are_named_in_the_recipe(tmp_path: Path, suffix: str) -> None:
 
 def test_no_answer_is_needed_where_the_reward_wants_none(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "d.jsonl", ROWS)
-    with pytest.raises(ConfigError, match=r"data\.columns\.answer: "):
+    with refused("data.columns.answer"):
         config_of(path)
     own = make_config(data={"format": "auto", "path": path, "columns": {"prompt": "q"}}, reward={"kind": "a:f"})
     assert own.data.columns is not None
@@ -100,7 +101,7 @@ def test_a_choice_is_of_letters(tmp_path: Path) -> None:
         unmatchable_answers(config.reward, prompts)
         return [prompt.answer for prompt in prompts]
 
-    with pytest.raises(ConfigError, match=r"reward\.kind"):
+    with refused("reward.kind"):
         load(**named)
     assert load(**named, choices="o") == ["B"]
     write_rows(path, [{"q": "Which?", "a": "(B) y"}])
@@ -117,15 +118,15 @@ def test_an_answer_that_is_no_text_is_written_as_json(tmp_path: Path, value: Any
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"a": "1", "b": 2}, "no column 'q'; columns are a, b"),
-        ({"q": "?"}, "no column 'a'; columns are q"),
-        ({"q": "?", "a": None}, "no answer"),
-        ({"q": "?", "a": " "}, "no answer"),
-        ({"q": 3, "a": "1"}, "expected a text or a list of messages"),
-        ({"q": [], "a": "1"}, "expected a text or a list of messages"),
-        ({"q": [{"role": "user", "content": [{"type": "image"}]}], "a": "1"}, "expected a text or a list of messages"),
-        ({"q": [{"role": "assistant", "content": "x"}], "a": "1"}, "the last message must be the user's"),
-        ({"q": "?", "a": "W", "o": ["x", "y"]}, "the answer 'W' is none of the choices"),
+        ({"a": "1", "b": 2}, "'q'"),
+        ({"q": "?"}, "'a'"),
+        ({"q": "?", "a": None}, "answer"),
+        ({"q": "?", "a": " "}, "answer"),
+        ({"q": 3, "a": "1"}, "prompt"),
+        ({"q": [], "a": "1"}, "prompt"),
+        ({"q": [{"role": "user", "content": [{"type": "image"}]}], "a": "1"}, "prompt"),
+        ({"q": [{"role": "assistant", "content": "x"}], "a": "1"}, "user"),
+        ({"q": "?", "a": "W", "o": ["x", "y"]}, "'W'"),
         ({"q": "?", "a": "A", "o": ["x"]}, "data.columns.choices=o"),
         ({"q": "?", "a": "A", "o": "x, y"}, "data.columns.choices=o"),
     ],
@@ -178,7 +179,7 @@ def test_hugging_face_folders(tmp_path: Path, how: str, monkeypatch: pytest.Monk
     assert missing_data(folder) is None
     assert [prompt.row for prompt in load_data(config, CharTokenizer()).train] == ROWS
     if how != "saved":
-        with pytest.raises(ConfigError, match=r"'dev' .*'test'"):
+        with pytest.raises(ConfigError, match="'dev'"):
             load_data(config_of(folder, split="dev", columns={"prompt": "q", "answer": "a"}), CharTokenizer())
 
 
@@ -195,9 +196,9 @@ def test_a_name_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(load_data(config, CharTokenizer()).train) == 4
     assert asked == [(("openai/gsm8k", "main"), {"split": "test"})]
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: 1 / 0)
-    with pytest.raises(ConfigError, match=r"'main' .*'test' .*openai/gsm8k: division by"):
+    with pytest.raises(ConfigError, match="openai/gsm8k"):
         load_data(config, CharTokenizer())
-    with pytest.raises(ConfigError, match=r"data\.path: .*no/such/folder"):
+    with refused("data.path"):
         check_needs(config_of("no/such/folder", columns={"prompt": "q", "answer": "a"}))
 
 
@@ -214,7 +215,7 @@ def test_several_evaluation_sets(tmp_path: Path) -> None:
     assert [prompt.text for prompt in dataset.train] == ["Why 0?", "Why 2?", "Why 3?"]
     report = dataset.report
     assert [report[what] for what in ("rows", DUPLICATES, IN_HELDOUT)] == [9, 1, 1]
-    with pytest.raises(ConfigError, match=r"data\.eval\.own\.path: "):
+    with refused("data.eval.own.path"):
         check_needs(config_of(path, columns={"prompt": "q", "answer": "a"}, eval={"own": {"path": "nowhere.jsonl"}}))
 
 

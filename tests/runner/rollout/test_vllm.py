@@ -15,11 +15,12 @@ import torch
 import yaml
 from builders import CUTS, make_config, save_model, what_is_left
 from launch import torchrun
+from refusals import refused
 from small import SEGMENTS, small_recipe
 from transformers import LlamaForCausalLM
 
 from dapo_runner.algorithms.learner import Learner
-from dapo_runner.config import Config, ConfigError, ModelConfig, TinyModelConfig, apply_overrides, parse_config
+from dapo_runner.config import Config, ModelConfig, TinyModelConfig, apply_overrides, parse_config
 from dapo_runner.config.rollout import VLLM_TEMPERATURES
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.progress import Progress
@@ -358,7 +359,7 @@ def test_a_float32_head_is_used_and_follows_new_weights(tiny: Path, monkeypatch:
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits.double(), exact, atol=1e-4, rtol=0)
     monkeypatch.setattr(vllm_module, "head_dtypes", lambda model: {"torch.bfloat16"})
-    with pytest.raises(ConfigError, match=r"model\.float32_logits"):
+    with refused("model.float32_logits"):
         VLLMEngine(tiny, make_tokenizer(), config, CPU)
 
 

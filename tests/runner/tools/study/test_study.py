@@ -18,6 +18,7 @@ import pytest
 import yaml
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from refusals import refused
 from small import small_recipe
 
 from dapo_runner.cli import main
@@ -204,7 +205,7 @@ def test_a_run_is_done_at_its_last_evaluation_and_another_is_refused(tmp_path: P
         with pytest.raises(ConfigError, match=r" 4 steps.* 3 "):
             is_finished(shorter)
     _, (other, *_) = planned(tmp_path, overrides={"optimizer.lr": 1.0})
-    with pytest.raises(ConfigError, match=r"optimizer\.lr"):
+    with refused("optimizer.lr"):
         is_finished(other)
 
 
