@@ -41,9 +41,8 @@ def open_case(config: Config) -> World:
 def open_learner(path: str, config: Config, world: World) -> Learner:
     """With a reference and a critic where the configuration wants them; the reference is not where the policy is."""
     cpu, shared = torch.device("cpu"), config.critic is not None and config.critic.share_trunk
-    policy = load_policy(
-        path, config.model, cpu, 5, world, config.loss.routing_replay, "shared" if shared else "policy"
-    )
+    replay = bool(config.loss.routing_replay)
+    policy = load_policy(path, config.model, cpu, 5, world, replay, "shared" if shared else "policy")
     reference = critic = None
     if uses_reference(config) and config.model.lora is None:
         reference = load_policy(path, config.model, cpu, world=world, role="reference")
@@ -62,11 +61,28 @@ def sequences_for(config: Config, count: int, seed: int = 0) -> list[Sequence]:
     sequences = random_sequences(count, seed)
     if config.preference is not None:
         return paired(sequences)
+    if config.env is not None:
+        return list(map(with_turns, sequences))
     if config.rollout.sampling_mask:
         return with_lists(sequences, vocab=20)
+    if config.loss.routing_replay == "engine":
+        return list(map(with_experts, sequences))
     if not config.advantage.by_token:
         return sequences
     return [replace(sequence, reward=n % 3 - 0.7) for n, sequence in enumerate(sequences)]
+
+
+def with_experts(sequence: Sequence) -> Sequence:
+    """Two of eight experts for each of two layers, which follow from the tokens so far."""
+    first = sequence.token_ids[:-1].cumsum(0)
+    return replace(sequence, experts=torch.stack([(first + k) % 8 for k in (0, 3, 1, 6)], dim=1).to(torch.uint8))
+
+
+def with_turns(sequence: Sequence) -> Sequence:
+    """Every third token is an environment's."""
+    own = torch.arange(sequence.length) % 3 > 0
+    logprobs = sequence.rollout_logprobs.where(own, 0.0)
+    return replace(sequence, mask=sequence.mask & own, rollout_logprobs=logprobs)
 
 
 def keep_gradients(part: MasterWeights, found: dict[str, torch.Tensor]) -> None:

@@ -47,6 +47,11 @@ CASES: dict[str, dict[str, Any]] = {
     "pairs": {"model": FLOAT32, "preference": {"reference": "step"}, **PAIRS},
     "pairs with a reference": {"model": FLOAT32, "preference": {}, **PAIRS},
     "corrected": {"model": FLOAT32, "rollout": {"correction": {"weights": "sequence"}}},
+    "episodes": {
+        "model": FLOAT32,
+        "env": {"tools": ["none:none"]},
+        "rollout": {"correction": {"weights": "sequence"}},
+    },
     "kept": {
         "model": FLOAT32,
         "rollout": {"top_k": 6, "sampling_mask": True},
@@ -86,7 +91,7 @@ ROUTED = {  # the second of two updates, on a model of its own
     "optimizer": {"mini_batch_size": 8, "token_budget": 96, "lr": 3e-3, "warmup_steps": 0},
 }
 SELECTED = ["gspo", "prompt mean", "distillation", "vespo", "clip_cov"]
-SELECTED += ["one_sequence", "accumulated", "pairs", "ppo", "kept"]
+SELECTED += ["one_sequence", "accumulated", "pairs", "ppo", "kept", "episodes"]
 GATHERED_ONCE = ("dapo", "distillation", "clip_cov", "accumulated", "ppo", "lora")
 UNTIED = ("shard 2", "shard 4, sequence 2")
 OF_UNTIED: dict[str, dict[str, Any]] = {
@@ -122,6 +127,7 @@ def test_an_update_is_that_of_one_process(tmp_path: Path) -> None:
     on_one |= {(name, untied): {**case, "path": untied} for name, case in OF_UNTIED.items()}
     experts = str(save_model(small_experts(), make_tokenizer(), tmp_path / "experts"))
     on_one["routed", experts] = {**ROUTED, "path": experts}
+    on_one["routed by the engine", experts] = {**ROUTED, "path": experts, "loss": {"routing_replay": "engine"}}
     alone = dict(
         zip(on_one, results(1, {str(key): case for key, case in on_one.items()}, tmp_path).values(), strict=True)
     )
@@ -136,7 +142,7 @@ def test_an_update_is_that_of_one_process(tmp_path: Path) -> None:
                     cases[label], expected[label] = {**on_one[name, tied], "parallel": once}, alone[name, tied]
             wanted = [(name, tied) for name in (CASES if layout == "shard 2" else SELECTED)]
             wanted += [(name, untied) for name in OF_UNTIED if layout in UNTIED]
-            wanted += [("routed", experts)] if n == 2 else []
+            wanted += [(name, experts) for name in ("routed", "routed by the engine")] if n == 2 else []
             for key in wanted:
                 label = f"{key[0]}, {layout}, {Path(key[1]).name}"
                 cases[label], expected[label] = {**on_one[key], "parallel": parallel}, alone[key]
