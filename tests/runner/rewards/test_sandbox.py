@@ -69,6 +69,8 @@ SIGNALS = {
     "F_SETOWN of a process": OWNED.format(own=8, target="{pid}"),
     "F_SETOWN of a group": OWNED.format(own=8, target="-{pid}"),
     "F_SETOWN_EX": OWNED.format(own=15, target="__import__('struct').pack('ii', 1, {pid})"),
+    "F_SETOWN alone": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], 8, os.getpid())",
+    "F_SETSIG alone": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], 10, 9)",
     "O_ASYNC": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], fcntl.F_SETFL, os.O_ASYNC)",
     "a command with high bits": CALL + "r, w = os.pipe()\ncall(72, r, 8 | 1 << 40, {pid})",
     "FIOASYNC": "import fcntl, os, struct\nfcntl.ioctl(os.pipe()[0], 0x5452, struct.pack('i', 1))",
