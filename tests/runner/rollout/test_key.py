@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +27,12 @@ def _no_keys_of_the_users(tmp_path_factory: pytest.TempPathFactory, monkeypatch:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("settings")))
 
 
-def started(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], dict[str, str]]:
-    """Return the arguments and the environment of the server that `dapo serve` becomes."""
+Started = Callable[..., tuple[list[str], dict[str, str]]]
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
+    """Return the arguments and the environment of the server that `dapo serve` becomes with some settings."""
     found: list[tuple[list[str], dict[str, str]]] = []
 
     def execve(_: str, command: list[str], environment: dict[str, str]) -> None:
@@ -36,19 +41,24 @@ def started(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[li
 
     monkeypatch.setattr(serve.VLLMEngine, "check", lambda config: None)
     monkeypatch.setattr(os, "execve", execve)
-    with pytest.raises(SystemExit):
-        main(["serve", str(write_recipe(folder)), "rollout.engine=server", f"rollout.server.urls=[{url}]"])
-    return found[0]
+    recipe = str(write_recipe(tmp_path))
+
+    def start(*settings: str) -> tuple[list[str], dict[str, str]]:
+        with pytest.raises(SystemExit):
+            main(["serve", recipe, "rollout.engine=server", *settings])
+        return found.pop()
+
+    return start
 
 
 def test_a_server_and_its_trainer_have_a_key_without_being_told(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model_folder: Path, started: Started, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with FakeServer(model_folder) as server:
         trainer = Server(server.url, ServerConfig())
         run(trainer.get("/weight_info"))  # of a server that nobody has started by `dapo serve`
         server.kill()
-        command, environment = started(server.url, tmp_path, monkeypatch)
+        command, environment = started(f"rollout.server.urls=[{server.url}]")
         server.start()
         key = environment["VLLM_API_KEY"]
         assert len(key) > 30
@@ -61,8 +71,8 @@ def test_a_server_and_its_trainer_have_a_key_without_being_told(
         keys = [headers.get("Authorization") for *_, headers in server.asked]
         assert keys == [None, f"Bearer {key}"]
         server.kill()
-        assert started(server.url, tmp_path, monkeypatch)[1]["VLLM_API_KEY"] == key  # what was copied elsewhere holds
-        assert started("http://localhost:1234", tmp_path, monkeypatch)[1]["VLLM_API_KEY"] != key
+        assert started(f"rollout.server.urls=[{server.url}]")[1]["VLLM_API_KEY"] == key  # what was copied holds
+        assert started("rollout.server.urls=[http://localhost:1234]")[1]["VLLM_API_KEY"] != key
         server.start()
         server.hooks["/sleep"] = lambda body: (401, {"error": f"Bearer {key} is none"})
         with pytest.raises(ServerError, match=str(path)) as raised:
@@ -71,6 +81,27 @@ def test_a_server_and_its_trainer_have_a_key_without_being_told(
         path.chmod(0o640)
         with pytest.raises(ConfigError, match=r"^rollout.server.key_env: "):
             run(trainer.get("/weight_info"))
+
+
+def test_a_port_in_use_is_refused_before_the_model_is_loaded(
+    model_folder: Path, started: Started, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = str(write_recipe(tmp_path))
+    with FakeServer(model_folder) as server:
+        assert main(["serve", recipe, "rollout.engine=server", f"rollout.server.urls=[{server.url}]"]) == 2
+        assert f"rollout.server.urls: {server.url}" in capsys.readouterr().err
+        server.kill()
+        assert started(f"rollout.server.urls=[{server.url}]")
+
+
+def test_what_a_server_starts_as(
+    started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MY_KEY", "s3cret")
+    command, environment = started("rollout.server.key_env=MY_KEY")
+    assert f"--model={tmp_path}/runs/small/served-0" in command
+    assert environment["VLLM_NO_USAGE_STATS"] == "1"  # vLLM would tell its makers
+    assert "s3cret" not in str(command) + capsys.readouterr().out
 
 
 def said_by_guard(monkeypatch: pytest.MonkeyPatch, path: str, kind: str = "http", **headers: str) -> list[Any]:

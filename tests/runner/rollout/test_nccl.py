@@ -14,7 +14,7 @@ import torch
 from builders import make_config
 from fake_nccl import ABORTED, MEET, MET, UPDATE, FileGroup, appears, join
 from fake_server import FakeServer
-from served import PROMPTS, SAMPLING, hang, moved, open_engine, server_config, told
+from served import PROMPTS, SAMPLING, Fleet, moved, server_config, told
 
 from dapo_runner.commands.serve import server_arguments
 from dapo_runner.config import ConfigError
@@ -38,10 +38,10 @@ def groups(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
     return FileGroup.folder
 
 
-def open_nccl(model: Path, servers: list[FakeServer], folder: Path, **settings: Any) -> ServerEngine:
-    for server in servers:
+def open_nccl(fleet: Fleet, n: int = 2, **settings: Any) -> ServerEngine:
+    for server in fleet.servers[:n]:
         join(server, FileGroup.folder)
-    return open_engine(model, servers, folder, transfer="nccl", **settings)
+    return fleet.open(n, transfer="nccl", **settings)
 
 
 def restart(server: FakeServer) -> None:
@@ -49,44 +49,41 @@ def restart(server: FakeServer) -> None:
     server.start()
 
 
-def test_weights_arrive_and_rest(model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy) -> None:
+def test_weights_arrive_and_rest(fleet: Fleet, tmp_path: Path, policy: Policy) -> None:
     """One group for many updates; a server that is back is given what was published, though the policy has moved on."""
-    by_file = open_engine(model_folder, servers, tmp_path / "weights")
+    by_file = fleet.open(2, tmp_path / "weights")
     by_file.update_weights(moved(policy).items())
     wanted = told(by_file.generate(PROMPTS, SAMPLING))
     by_file.close()
-    engine = open_nccl(model_folder, servers, tmp_path)
+    engine = open_nccl(fleet)
     engine.update_weights(policy.named_weights())
     with torch.no_grad():
         for name, x in moved(policy).items():
             policy.model.get_parameter(name).copy_(x)
     engine.update_weights(policy.named_weights())
-    assert [server.seen(MEET) for server in servers] == [1, 1]
+    assert [server.seen(MEET) for server in fleet.servers] == [1, 1]
     assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
-    servers[1].kill()
+    fleet[1].kill()
     with pytest.raises(RolloutError, match=r"^weights: \S+ "):
         engine.update_weights((name, x / 0) for name, x in policy.named_weights())
     engine.update_weights(policy.named_weights())
     with torch.no_grad():
         for x in policy.model.parameters():
             x.zero_()
-    servers[1].start()
-    servers[1].paused = servers[1].updating = True  # and as a trainer that was killed has left it
-    servers[0].kill()
+    fleet[1].start()
+    fleet[1].paused = fleet[1].updating = True  # and as a trainer that was killed has left it
+    fleet[0].kill()
     assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
-    assert [server.seen(MEET) for server in servers] == [1, 2]
-    assert servers[1].version == engine.transfer.version
+    assert [server.seen(MEET) for server in fleet.servers] == [1, 2]
+    assert fleet[1].version == engine.transfer.version
     assert [path.name for path in tmp_path.iterdir()] == ["weights"]
 
 
 @pytest.mark.parametrize("path", [MEET, UPDATE])
-def test_a_server_that_takes_no_part_is_left_out(
-    path: str, model_folder: Path, servers: list[FakeServer], tmp_path: Path, groups: Path, policy: Policy
-) -> None:
-    engine = open_nccl(model_folder, servers, tmp_path, sync_within=4.0)
-    restart(servers[0])
-    hung = threading.Event()
-    servers[0].hooks[path] = hang(hung)
+def test_a_server_that_takes_no_part_is_left_out(path: str, fleet: Fleet, groups: Path, policy: Policy) -> None:
+    engine = open_nccl(fleet, sync_within=4.0)
+    restart(fleet[0])
+    fleet[0].hooks[path] = fleet.hang
     engine.update_weights(moved(policy).items())
     assert any(" within 4 s" in note for note in engine.notes)
     assert len(list(groups.glob(f"*/{ABORTED}"))) >= (1 if path == MEET else 2)
@@ -95,40 +92,37 @@ def test_a_server_that_takes_no_part_is_left_out(
     for place in late:  # its other end comes once it was given up
         (place / MET).touch()
         assert appears(place / ABORTED)
-    hung.set()
-    join(servers[0], FileGroup.folder)
-    servers[1].kill()
+    fleet.over.set()
+    join(fleet[0], FileGroup.folder)
+    fleet[1].kill()
     assert engine.generate(PROMPTS, SAMPLING)
-    assert servers[0].version == engine.transfer.version
+    assert fleet[0].version == engine.transfer.version
 
 
-def test_a_server_that_dies_half_way_meets_anew(
-    model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy
-) -> None:
-    engine, back = open_nccl(model_folder, servers, tmp_path), threading.Event()
+def test_a_server_that_dies_half_way_meets_anew(fleet: Fleet, policy: Policy) -> None:
+    engine, back = open_nccl(fleet), threading.Event()
 
     def die(_: dict[str, Any]) -> tuple[int, Any]:
-        restart(servers[0])
-        join(servers[0], FileGroup.folder)
+        restart(fleet[0])
+        join(fleet[0], FileGroup.folder)
         back.set()
         return 503, {}
 
-    servers[0].hooks[UPDATE] = die
+    fleet[0].hooks[UPDATE] = die
     engine.update_weights(moved(policy).items())
     assert back.wait(30)
-    assert servers[1].version == engine.transfer.version
-    assert servers[0].version == "default"
+    assert fleet[1].version == engine.transfer.version
+    assert fleet[0].version == "default"
     wanted = told(engine.generate(PROMPTS, SAMPLING))
-    servers[1].kill()
+    fleet[1].kill()
     assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
-    assert servers[0].seen(MEET) == 2
+    assert fleet[0].seen(MEET) == 2
 
 
 def test_what_fails_on_the_trainers_side_is_said_at_once(
-    model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what never ends there has a deadline too."""
-    over = threading.Event()
 
     def fail(*_: Any) -> None:
         raise RuntimeError("NCCL error: unhandled cuda error")
@@ -138,36 +132,33 @@ def test_what_fails_on_the_trainers_side_is_said_at_once(
         with monkeypatch.context() as broke:
             broke.setattr(FileGroup, broken, fail)
             with pytest.raises(RolloutError, match=r"NCCL on this side: RuntimeError: NCCL error: unhandled"):
-                open_nccl(model_folder, servers, tmp_path, sync_within=3.0)
+                open_nccl(fleet, sync_within=3.0)
     assert time.monotonic() - began < 60
     send = FileGroup.send
 
     def never_end(group: FileGroup, tensors: Any) -> None:
         send(group, tensors)
-        over.wait(60)
+        fleet.over.wait(60)
 
-    engine = open_nccl(model_folder, servers, tmp_path, sync_within=3.0)
+    engine = open_nccl(fleet, sync_within=3.0)
     monkeypatch.setattr(FileGroup, "send", never_end)
     with pytest.raises(RolloutError, match="within 3 s"):
         engine.update_weights(policy.named_weights())
-    over.set()
 
 
-def test_rank_0_sends_and_the_others_wait_for_it(
-    model_folder: Path, servers: list[FakeServer], tmp_path: Path, policy: Policy
-) -> None:
+def test_rank_0_sends_and_the_others_wait_for_it(fleet: Fleet, policy: Policy) -> None:
     """A server that is back is nobody's until it has been sent the weights; the others pause and change nothing."""
-    engine = open_nccl(model_folder, servers[:1], tmp_path)
+    engine = open_nccl(fleet, 1)
     engine.update_weights(policy.named_weights())
-    other = nccl.NCCLTransfer(server_config(model_folder, servers, tmp_path), World(1, Layout(2)))
+    other = nccl.NCCLTransfer(server_config(fleet.model, fleet.servers, fleet.folder), World(1, Layout(2)))
     other._published = (engine.transfer.version, None)
     (address,) = engine.pool.servers
     assert run(other.send(address)) == engine.transfer.version
-    restart(servers[0])
-    paused = servers[0].seen("/pause")
+    restart(fleet[0])
+    paused = fleet[0].seen("/pause")
     with pytest.raises(ServerError, match=r"\w+:2 .* default"):
         run(other.send(address))
-    assert servers[0].seen("/pause") == paused
+    assert fleet[0].seen("/pause") == paused
     run(address.post(CLAIM, engine.pool._claim))
     run(engine.transfer.send(address))
     assert run(other.send(address)) == engine.transfer.version

@@ -8,7 +8,6 @@ import re
 import resource
 import shutil
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,7 +25,6 @@ from small import write_recipe
 
 from dapo_runner.cli import main
 from dapo_runner.commands import serve
-from dapo_runner.config import ConfigError
 from dapo_runner.config.rollout import ServerConfig
 from dapo_runner.http import run
 from dapo_runner.parallel.world import SINGLE_PROCESS
@@ -252,31 +250,6 @@ def test_no_room_for_the_weights_is_one_line(fleet: Fleet, tmp_path: Path) -> No
     assert not list(tmp_path.glob("dapo-*/*safetensors"))
 
 
-@pytest.mark.parametrize(
-    ("urls", "message"),
-    [
-        (["http://a:99999"], "http://"),
-        (["http://a:0"], "expected addresses like"),
-        (["http://a b:1"], "expected addresses like"),
-        (["http://a..b:1"], "expected addresses like"),
-        (["http://a:1#b"], "expected addresses like"),
-        (["http://[::1:8000"], "expected addresses like"),
-        (["http://me:s3cret@a:1"], "key_env"),
-        (["http://a:80", "http://A"], "expected each server once"),
-    ],
-)
-def test_addresses_that_are_none(urls: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"rollout.server.urls: .*{message}") as raised:
-        make_config(rollout={"engine": "server", "server": {"urls": urls}})
-    assert "s3cret" not in str(raised.value)
-    assert make_config(rollout={"server": {"urls": ["http://[::1]:8000", "https://a.example/"]}})
-
-
-def test_ranks_do_not_share_an_engine_of_servers() -> None:
-    with refused("parallel.rollout_tensor"):
-        make_config(rollout={"engine": "server"}, parallel={"gpus": 2, "rollout_tensor": 2})
-
-
 def test_a_dry_run_sees_that_weights_cannot_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     settings = ["rollout.engine=server", f"rollout.server.folder={tmp_path}/file/folder"]
@@ -294,41 +267,6 @@ def test_servers_of_a_tiny_model_need_not_wait_for_the_trainer_to_make_it(tmp_pa
     lock.close()
     with refused("model.path"):
         serve._model(make_config(model={"tiny": None, "path": str(tmp_path)}), 0)
-
-
-def test_a_port_in_use_is_refused_before_the_model_is_loaded(
-    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(serve.VLLMEngine, "check", lambda config: None)
-    monkeypatch.setattr(os, "execve", lambda *_: sys.exit())
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    recipe, settings = str(write_recipe(tmp_path)), ["rollout.engine=server", f"rollout.server.urls=[{server.url}]"]
-    assert main(["serve", recipe, *settings]) == 2
-    assert f"rollout.server.urls: {server.url}" in capsys.readouterr().err
-    server.kill()
-    with pytest.raises(SystemExit):
-        main(["serve", recipe, *settings])
-
-
-def test_what_a_server_starts_as(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    started: list[tuple[list[str], dict[str, str]]] = []
-
-    def execve(_: str, command: list[str], environment: dict[str, str]) -> None:
-        started.append((command, environment))
-        raise SystemExit
-
-    monkeypatch.setattr(serve.VLLMEngine, "check", lambda config: None)
-    monkeypatch.setattr(os, "execve", execve)
-    monkeypatch.setenv("MY_KEY", "s3cret")
-    recipe = str(write_recipe(tmp_path))
-    with pytest.raises(SystemExit):
-        main(["serve", recipe, "rollout.engine=server", "rollout.server.key_env=MY_KEY"])
-    ((command, environment),) = started
-    assert f"--model={tmp_path}/runs/small/served-0" in command
-    assert environment["VLLM_NO_USAGE_STATS"] == "1"  # vLLM would tell its makers
-    assert "s3cret" not in str(command) + capsys.readouterr().out
 
 
 def test_the_server_of_a_killed_run_is_free_once_its_last_request_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
