@@ -220,7 +220,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     for side, color in ((ALONE, "#7f8c8d"), (DYNAMIC, "#c0392b")):
         for number, runs in enumerate(results["runs"].values()):
             steps = runs[side]
-            tokens = torch.tensor([step["tokens"] for step in steps]).cumsum(0) / 1e6
+            tokens = torch.tensor([step["tokens"] for step in steps]).cumsum(0) / 1e3
             n = results["steps"]
             windows = [steps[max(0, i - LAST // 2) : i + LAST // 2] for i in range(len(steps))]
             correct = [share(window, "correct", "n") for window in windows]
@@ -232,7 +232,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
                 (axes[2], range(n), mixed[:n]),
             ):
                 axis.plot(x, y, **style)
-    for axis, label in zip(axes, ("step", "generated tokens (millions)", "step"), strict=True):
+    for axis, label in zip(axes, ("step", "generated tokens (thousands)", "step"), strict=True):
         axis.set_xlabel(label)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_title("Correct responses, equal steps", fontsize=10, loc="left")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,3 +47,15 @@ def test_the_last_steps_at_equal_steps_and_at_equal_tokens(monkeypatch: pytest.M
     assert (generated, trained) == (pytest.approx([30, 45, 60]), pytest.approx([75, 75, 100]))
     assert (halfway, end) == (pytest.approx([20, 40, 40]), pytest.approx([40, 70, 80]))
     assert difference == pytest.approx([40, 10])
+
+
+def test_the_table_of_the_page_is_the_measured_one() -> None:
+    """docs/trl.md shows the rows of its file, and the file those of its values."""
+    page = (ROOT / "docs/trl.md").read_text(encoding="utf-8")
+    (path,) = re.findall(r"\]\(\.\./(benchmarks/results/trl-sampling-\S+)\.md\)", page)
+    results = json.loads((ROOT / f"{path}.json").read_text(encoding="utf-8"))
+    text = bench.page(results)
+    assert (ROOT / f"{path}.md").read_text(encoding="utf-8") == text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(rows) == 9
+    assert set(rows) <= set(page.splitlines())

@@ -371,8 +371,8 @@ def test_own_generation(both: Any) -> None:
 
 def test_the_example_learns() -> None:
     example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "trl_dapo.py"))
-    first, second = example["main"](steps=20)
-    assert second > first
+    first, _, last = example["main"](steps=30)
+    assert last > 1.4 * first
 
 
 def test_trl_head_is_never_used(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
