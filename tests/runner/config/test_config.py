@@ -348,7 +348,7 @@ def every_section(root: type[Section]) -> dict[str, type[Section]]:
 
 @pytest.mark.parametrize("root", [Config, SftConfig, ConvertConfig, StudyConfig])
 def test_what_a_setting_requires_exists(root: type[Section]) -> None:
-    keys = {*every_key(Config), "rollout.correction.enabled"}
+    keys = set(every_key(Config))
     for key, section in every_section(root).items():
         for name in section.model_fields:
             for condition in conditions_of(section, name):
@@ -356,3 +356,8 @@ def test_what_a_setting_requires_exists(root: type[Section]) -> None:
                 assert other in (keys if "." in other else section.model_fields), f"{key}.{name}"
         named = " ".join(names for base in section.__mro__ for names in vars(base).get("requires", {}).values())
         assert set(named.split()) <= section.model_fields.keys(), key
+
+
+def test_groups_may_be_as_old_as_rollouts_ahead_and_one_step_more() -> None:
+    rollout = {"engine": "server", "max_staleness": 2, "correction": {"weights": "token"}}
+    assert (make_config().max_age, make_config(rollout=rollout).max_age) == (1, 3)
