@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -189,3 +190,27 @@ def test_a_copy_without_git_has_the_commit_of_its_bundle(tmp_path: Path, monkeyp
 
 def test_the_recipe_of_the_runner_is_valid(tmp_path: Path) -> None:
     parse_config(recipe("a model", str(tmp_path), 64, 4, max_response_tokens=512, engine="vllm"))
+
+
+def test_an_install_that_fails_leaves_a_log_and_the_stages_go_on(tmp_path: Path) -> None:
+    wheels, results = tmp_path / "wheels", tmp_path / "results"
+    name = "tiny_thing-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(tmp_path / name, "w") as wheel:
+        wheel.writestr("tiny_thing.py", "")
+        about = "tiny_thing-1.0.dist-info"
+        wheel.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: tiny-thing\nVersion: 1.0\n")
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
+    load_bundle().split([tmp_path / name], wheels, limit=100)  # more than ten pieces
+    (wheels / "1" / "lost-1.0-py3-none-any.whl.1of2").write_bytes(b"half")
+    (wheels / "1" / "broken-1.0-py3-none-any.whl").write_bytes(b"no wheel")
+    environment = {**os.environ, "BENCHMARK_REHEARSAL": "1", "RESULTS": str(results), "OUT": str(tmp_path)}
+    environment |= {"PYTHON": sys.executable, "WHEELS": str(wheels), "BUDGET_S": "1"}  # too little for any stage
+    done = subprocess.run([ROOT / "benchmarks" / "gpu.sh"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("not started") == len(gpu.STAGES)
+    log = (results / "gpu-0-setup.txt").read_text()
+    assert "lacks parts of lost" in log
+    assert "could not install" in log
+    assert name not in log
+    assert (tmp_path / "gpu-results.tar.gz").exists()
