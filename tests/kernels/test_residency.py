@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
 
-from dapo_kernels.backends.residency import LATENCY_S, found_again, gpu_of, programs, rows_in_flight
+from dapo_kernels.backends.residency import LATENCY_S, Gpu, found_again, gpu_of, programs, rows_held, rows_in_flight
 from docs.models import roofline
 from docs.models.roofline import A100, B200, H100, H200, Device
 
@@ -17,13 +18,14 @@ BF16, FP32 = 151_936 * 2, 151_936 * 4
 @pytest.mark.parametrize(
     ("device", "row_bytes", "triton", "sweep"),
     [
-        (H100, BF16, 115, 115),  # 35 MB
-        (H100, FP32, 103, 69),  # what keeps memory busy: 57 would stay in the cache
-        (H200, BF16, 147, 115),
-        (H200, FP32, 147, 98),
-        (A100, BF16, 92, 92),
-        (A100, FP32, 63, 46),
-        (B200, BF16, 289, 148),  # one of sweep_loss to an SM is all there is room for
+        (H100, BF16, 132, 132),  # one per SM, 40 MB: 115 would leave a third of the cache for other things
+        (H100, FP32, 132, 132),
+        (H100, 262_144 * 2, 132, 132),
+        (H200, BF16, 147, 132),  # what keeps memory busy
+        (H200, FP32, 147, 132),
+        (A100, BF16, 108, 108),
+        (A100, FP32, 108, 108),
+        (B200, BF16, 289, 148),
         (B200, FP32, 245, 148),
         (H100, 64_000, 264, 132),
     ],
@@ -34,24 +36,61 @@ def test_rows_follow_cache_memory_and_registers(device: Device, row_bytes: int, 
     assert rows_in_flight(device.gpu, row_bytes, 1, 48 * 2**10) == sweep
 
 
+def test_no_sm_is_without_a_row() -> None:
+    for device in roofline.DEVICES:
+        for row_bytes in (2**17, BF16, FP32, 2**24):
+            for held in (1, 2):
+                assert rows_in_flight(device.gpu, row_bytes, held, 2**20) >= device.gpu.multiprocessors
+
+
+def test_how_many_programs_an_sm_holds() -> None:
+    assert [rows_held(registers, 32) for registers in (24, 32, 33, 64, 65)] == [2, 2, 1, 1, 0]
+    assert [rows_held(registers, 4) for registers in (32, 40, 64)] == [16, 12, 8]
+
+
 def test_a_grid_is_limited_only_where_registers_do_not() -> None:
     assert programs(None, 7, BF16, 2, 32 * 2**10) == 7
-    assert programs(H100.gpu, 8192, BF16, 2, 32 * 2**10) == 115
+    assert programs(H100.gpu, 8192, BF16, 2, 32 * 2**10) == 132
+    assert programs(H100.gpu, 8192, BF16, 1, 32 * 2**10) == 8192  # an SM holds no second row
     assert programs(H100.gpu, 8192, 64_000, 2, 32 * 2**10) == 8192  # all that registers hold fit
     assert programs(H100.gpu, 5, BF16, 2, 32 * 2**10) == 5
     assert gpu_of(torch.device("cpu")) is None
 
 
-def test_what_the_cache_holds_of_the_second_read() -> None:
-    """Where it is exact: everything fits, and next to nothing does; fewer rows never find less."""
+def _simulated(q: float, starts: list[float], steps: int = 100) -> float:
+    """The share of the second read that a cache finds which evicts what was read or written last in a row's second
+    sweep, else the least recently read. Counted line by line.
+    """
+    cached: OrderedDict[tuple[int, int, int], None] = OrderedDict()
+    room, found, asked = round(q * len(starts) * steps), 0, 0
+    for time in range(12 * steps):
+        for row, start in enumerate(starts):
+            turn, at = divmod(time + round(2 * steps * start), 2 * steps)
+            if at < steps:
+                cached[row, turn, at] = None
+                if len(cached) > room:
+                    cached.popitem(last=False)
+            else:
+                hit = (row, turn, 2 * steps - 1 - at) in cached
+                cached.pop((row, turn, 2 * steps - 1 - at), None)
+                if time >= 6 * steps:
+                    found, asked = found + hit, asked + 1
+    return found / asked
+
+
+@pytest.mark.parametrize("q", [0.2, 0.35, 0.6, 0.8, 1.0])
+def test_what_the_cache_holds_of_the_second_read(q: float) -> None:
+    apart, in_step = found_again(Gpu(1, round(q * 32 * 10**6), 1.0), 10**6, 32)
+    assert _simulated(q, [row / 32 for row in range(32)]) == pytest.approx(apart, abs=0.03)
+    assert _simulated(q, [0.0] * 32) == pytest.approx(in_step, abs=0.03)
+
+
+def test_the_cache_finds_no_less_with_fewer_rows() -> None:
     gpu = H100.gpu
-    assert found_again(gpu, BF16, 10) == found_again(gpu, BF16, 115) == (1.0, 1.0)
-    assert found_again(gpu, BF16, 264)[0] == pytest.approx(0.358, abs=1e-3)
-    assert found_again(gpu, BF16, 264)[1] == pytest.approx(0.653, abs=1e-3)
-    little = found_again(gpu, 10**9, 1000)
-    assert little[0] == pytest.approx(little[1] / 2, rel=0.01)
-    shares = [found_again(gpu, FP32, rows) for rows in range(20, 300, 20)]
-    assert all(low <= high <= 1 for low, high in shares)
+    assert found_again(gpu, BF16, 132) == (1.0, 1.0)
+    assert found_again(gpu, FP32, 132) == (1.0, pytest.approx(0.653, abs=1e-3))
+    shares = [found_again(gpu, FP32, rows) for rows in range(20, 600, 20)]
+    assert all(1 >= apart >= in_step >= 0 for apart, in_step in shares)
     assert shares == sorted(shares, reverse=True)
 
 
@@ -88,7 +127,7 @@ def test_the_page_shows_the_table() -> None:
 
 
 def test_the_roofline_is_what_counting_gives() -> None:
-    """Two rows per SM, as registers alone would have it, against what is chosen; exponentials of a B200."""
+    """Bytes, exponentials and instructions of some of its rows."""
     assert roofline.expected(H100, "cluster_loss", 151_936, 2).moved == (4.0, 4.0)
     assert roofline.expected(H100, "Triton", 151_936, 2).share == (1.0, 1.0)
     assert roofline.expected(B200, "cluster_loss", 151_936, 2).pressure[0] == pytest.approx(1.78 / 2.03 * 0.927, 0.01)

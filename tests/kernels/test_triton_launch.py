@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ if importlib.util.find_spec("triton") is None:
 
 from dapo_kernels import OBJECTIVES
 from dapo_kernels.backends import triton
-from dapo_kernels.backends.triton import kernels
+from dapo_kernels.backends.divergence import Distance
+from dapo_kernels.backends.triton import divergence, kernels
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
 from dapo_kernels.records import Asked, Slopes, Tokens
 
@@ -99,3 +102,92 @@ def test_nothing_is_compiled_again_for_another_length(monkeypatch: pytest.Monkey
     # One layout each, [N, V]; the padded one differs in its strides' divisibility only when they are 0.
     assert {name: len(found) for name, found in keys.items()} == dict.fromkeys(keys, 1)
     assert len(keys) == 4
+
+
+class Driver:
+    """In place of Triton's driver of a GPU: an H100 on which nothing runs. ``registers``: what the compiler used."""
+
+    def __init__(self, registers: int) -> None:
+        self.started: list[int] = []
+        properties = SimpleNamespace(max_shared_mem=2**17)
+        self.utils = SimpleNamespace(
+            load_binary=lambda *of: (object(), object(), registers, 0, 1024),
+            get_device_properties=lambda device: vars(properties),
+            unload_module=lambda *of: None,
+        )
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        return lambda programs, *of: self.started.append(programs)
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def h100(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A driver of a GPU for kernels that nobody has launched yet, and the rows that it is given."""
+    from triton.runtime import driver
+
+    if not hasattr(kernels.row_loss_kernel, "params"):
+        pytest.skip("TRITON_INTERPRET=1: nothing is compiled")
+    found = Driver(registers=40)
+    monkeypatch.setattr(driver, "_active", found)
+    for kernel in (kernels.row_loss_kernel, divergence.row_divergence_kernel):
+        kernel.device_caches.clear()
+    triton._held.clear()
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    start = triton.launch  # the tensors are a CPU's, as torch has no GPU here
+    on_gpu = torch.device("cuda")
+    monkeypatch.setattr(triton, "launch", lambda kernel, n, _, *args, **meta: start(kernel, n, on_gpu, *args, **meta))
+    yield found
+    for kernel in (kernels.row_loss_kernel, divergence.row_divergence_kernel):
+        kernel.device_caches.clear()
+    triton._held.clear()
+
+
+def diverge(rows: torch.Tensor) -> None:
+    """Launch the divergence's kernel as the call on a GPU does, with tensors that the driver does not look into."""
+    n = rows.shape[0]
+    live, ids = torch.ones(n, dtype=torch.bool), torch.zeros(n, dtype=torch.int64)
+    triton.row_divergence_(
+        rows, rows.clone(), Asked(ids, live, 1.0, None, False), torch.ones(n), Distance(0.0, None, None)
+    )
+
+
+def test_a_capture_compiles_nothing(h100: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call of a kernel says what to do; one that was compiled before is launched."""
+    import triton as triton_package
+
+    rows = torch.zeros(3, 64)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="row_divergence_kernel"):
+        diverge(rows)
+    assert h100.started == []
+    assert triton_package.knobs.runtime.jit_cache_hook is None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    diverge(rows)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    diverge(rows)
+    assert h100.started == [3, 3]
+
+
+def test_programs_follow_the_registers_that_were_used(h100: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 40 registers an SM holds one program of 32 warps, which the launcher learns from the first launch."""
+    from dapo_kernels.backends import residency
+
+    gpu = residency.Gpu(multiprocessors=2, l2_bytes=5 * 2**20, bytes_per_s=1e9)
+    monkeypatch.setattr(residency, "gpu_of", lambda device: gpu)
+    rows = torch.zeros(9, 2**17)  # with the reference's 1 MiB each: three fit into two thirds of the cache
+    diverge(rows)
+    diverge(rows)
+    assert h100.started == [3, 9]  # two SMs hold four programs as planned; two, one after the other, as it is
+    assert list(triton._held.values()) == [1]

@@ -20,6 +20,7 @@ from test_golden import CASES, check_case, name_of
 from torch import Tensor
 
 from dapo_kernels import OBJECTIVES, dapo_loss, policy_loss, token_logprobs
+from dapo_kernels.backends.divergence import Distance
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
 from dapo_kernels.records import Asked, Slopes, Tokens
 
@@ -230,12 +231,30 @@ def test_programs_that_share_rows(monkeypatch: pytest.MonkeyPatch) -> None:
             start(self, *at)
 
         monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", started)
-        monkeypatch.setattr(triton, "programs_for", lambda n, logits, programs=programs: programs)
+        monkeypatch.setattr(triton, "programs_for", lambda *of, programs=programs: programs)
         out = triton.row_loss_(rows, Asked(ids, live, 0.7, None, False), tokens, scalars)
         outs.append((rows, *out))
         assert left == [7, *range(programs - 1, 0, -1)]
     for other in outs[1:]:
         assert all(a is b or torch.equal(a, b) for a, b in zip(other, outs[0], strict=True))
+
+
+def test_programs_that_share_rows_of_a_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dapo_kernels.backends import triton
+
+    g = torch.Generator().manual_seed(4)
+    logits, ref = torch.randn(7, 300, generator=g), torch.randn(7, 300, generator=g)
+    live, weights = torch.tensor([1, 0, 1, 1, 1, 0, 1], dtype=torch.bool), torch.randn(7, generator=g)
+    asked = Asked(torch.zeros(7, dtype=torch.int64), live, 0.7, None, False)
+    outs = []
+    for programs in (7, 3, 1):
+        monkeypatch.setattr(triton, "programs_for", lambda *of, programs=programs: programs)
+        rows = logits.clone()
+        outs.append((rows, triton.row_divergence_(rows, ref, asked, weights, Distance(0.4, None, None))))
+        assert not torch.isnan(outs[-1][1]).any()
+        assert torch.equal((rows == 0).all(1), ~live)
+    for other in outs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, outs[0], strict=True))
 
 
 def test_a_row_alone_and_padded_has_the_same_bits() -> None:

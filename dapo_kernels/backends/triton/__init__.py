@@ -1,11 +1,14 @@
 """The "triton" backend: launchers of the Triton kernels.
 
 For CUDA tensors; for CPU tensors under ``TRITON_INTERPRET=1``, in tests. No function reads values, allocates memory
-outside torch's allocator or depends on the stream, so calls can be captured in a CUDA graph.
+outside torch's allocator or depends on the stream, so calls can be captured in a CUDA graph, if the kernels were
+compiled by an earlier call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +46,8 @@ LOADS = 2
 # The same for accesses of one logit, for rows that do not start at 16-byte boundaries.
 NARROW_LOADS = 8
 # Limit of registers per thread; tests/kernels/test_triton_compile.py checks every kernel. With up to 32 an SM is full,
-# with more it holds half of ``rows_per_sm`` or two thirds: programs then start later, and no row waits for them.
+# with more it holds half of ``rows_per_sm`` or two thirds, as ``_held`` knows from a kernel's first launch on. Programs
+# that do not fit start later, and no row waits for them.
 MAX_REGISTERS = 64
 # The second sweep over a row should hit the L2 cache: 50 MiB on an H100 are 390 KiB per SM, 40 MiB on an A100 380. The
 # longer the row, the more warps share it and the fewer rows are in flight: up to 192 KiB per SM, half the cache, as
@@ -58,6 +62,8 @@ LAUNCHES = (
 # A program has at most 1024 threads; a warp of AMD's larger GPUs has 64.
 MAX_WARPS = 32 if torch.version.hip is None else 16
 _BLOCK_T = 256
+# How many rows an SM holds, of kernels that have been launched: by kernel, device, dtype and compile-time options.
+_held: dict[tuple[Any, ...], int] = {}
 
 
 def launch_for(vocab: int, itemsize: int) -> Launch:
@@ -95,22 +101,62 @@ def _shape(logits: Tensor, *others: Tensor) -> dict[str, int]:
     }
 
 
-def programs_for(n_rows: int, logits: Tensor) -> int:
-    """Return how many programs share the rows of a kernel that reads each twice."""
-    chosen, (vocab, itemsize) = launch_for(*_row_size(logits)), _row_size(logits)
-    row_loads = chosen.block(_vec(logits)) * itemsize
-    return residency.programs(residency.gpu_of(logits.device), n_rows, vocab * itemsize, chosen.rows_per_sm, row_loads)
+def programs_for(n_rows: int, rows: tuple[Tensor, ...], step: int, held: int | None = None) -> int:
+    """Return how many programs share the rows of a kernel that reads each of ``rows`` more than once.
+
+    Args:
+        step: number of logits that a program reads of each at a time.
+        held: how many programs the registers of an SM hold; None: not known yet.
+    """
+    vocab, itemsize = _row_size(rows[0])
+    planned = launch_for(vocab, itemsize).rows_per_sm
+    held = planned if held is None else min(planned, held)
+    sizes = vocab * itemsize * len(rows), step * itemsize * len(rows)
+    return residency.programs(residency.gpu_of(rows[0].device), n_rows, sizes[0], held, sizes[1])
 
 
-def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **meta: Any) -> None:
-    """Start a kernel on the tensors' device: Triton launches on the current one."""
+def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **meta: Any) -> Any:
+    """Start a kernel on the tensors' device: Triton launches on the current one. Return it as compiled."""
     if not programs:
+        return None
+    if device.type != "cuda":
+        return kernel[(programs,)](*args, **meta)
+    with torch.cuda.device(device), _compiled_earlier():
+        return kernel[(programs,)](*args, **meta)
+
+
+@contextmanager
+def _compiled_earlier() -> Iterator[None]:
+    """Raise an error if a kernel would have to be compiled and loaded while a CUDA graph is captured."""
+    if not torch.cuda.is_current_stream_capturing():
+        yield
         return
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            kernel[(programs,)](*args, **meta)
-    else:
-        kernel[(programs,)](*args, **meta)
+    runtime, before = triton.knobs.runtime, triton.knobs.runtime.jit_cache_hook
+    runtime.jit_cache_hook = _refuse_to_compile
+    try:
+        yield
+    finally:
+        runtime.jit_cache_hook = before
+
+
+def _refuse_to_compile(*, fn: Any, **_: Any) -> None:
+    if torch.cuda.is_current_stream_capturing():  # another thread may compile
+        raise RuntimeError(
+            f"dapo_kernels: {fn.name} is not compiled yet for these options and layouts, and cannot be compiled while "
+            "a CUDA graph is captured. Make the same call once before the capture."
+        )
+
+
+def _launch_rows(kernel: Any, n_rows: int, rows: tuple[Tensor, ...], *args: Any, **shape: int) -> None:
+    """Start a kernel whose programs take rows from a counter, ``Next``."""
+    device = rows[0].device
+    options = (x if isinstance(x, str | bool) else x is None for x in args)
+    key = (kernel.__name__, device, rows[0].dtype, *shape.values(), *options)
+    n = programs_for(n_rows, rows, shape["BLOCK_V"], _held.get(key))
+    counter = torch.full((1,), n, dtype=torch.int32, device=device)
+    compiled = launch(kernel, n, device, *args, N=n_rows, Next=counter, **shape)
+    if compiled is not None and key not in _held:
+        _held[key] = max(1, residency.rows_held(compiled.n_regs, shape["num_warps"]))
 
 
 def _rows(logits: Tensor) -> tuple[Any, int, int, int]:
@@ -165,19 +211,15 @@ def row_loss_(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveSc
     work = unit_stride(logits)
     result = RowsLoss.empty(asked, scalars.kl_coef != 0)
     losses = torch.empty_like(result.logprobs)
-    n = asked.target_ids.numel()
-    programs = programs_for(n, work)
-    launch(
+    _launch_rows(
         kernels.row_loss_kernel,
-        programs,
-        logits.device,
+        asked.target_ids.numel(),
+        (work,),
         *_inputs(work, asked),
         *tokens[1:],
         losses,
         *result[1:-1],
         result.idle.view(torch.int8),
-        n,
-        torch.full((1,), programs, dtype=torch.int32, device=logits.device),
         *_floats(scalars),
         float(scalars.entropy_coef) or None,
         **_shape(work),
@@ -216,10 +258,10 @@ def row_divergence_(logits: Tensor, ref_logits: Tensor, asked: Asked, weights: T
     shape = _shape(logits, ref_logits)
     # Half a step: a thread holds logits of two rows, and more would take more than MAX_REGISTERS.
     shape["BLOCK_V"] = max(shape["BLOCK_V"] // LOADS, 16 * shape["VEC"])
-    launch(
+    _launch_rows(
         divergence.row_divergence_kernel,
         logits.shape[0],
-        logits.device,
+        (logits, ref_logits),
         logits,
         logits.stride(0),
         ref_logits,
@@ -233,7 +275,7 @@ def row_divergence_(logits: Tensor, ref_logits: Tensor, asked: Asked, weights: T
         weights,
         found,
         float(distance.beta),
-        divergence.kind_of(distance.beta),
+        KIND=divergence.kind_of(distance.beta),
         **shape,
     )
     return found

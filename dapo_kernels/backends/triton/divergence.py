@@ -116,34 +116,13 @@ def _write_slopes(
     tl.store(X + offs_v, grad.to(X.dtype.element_ty), mask=offs_v < end, eviction_policy="evict_first")
 
 
-@triton.jit(**_PER_CALL)
-def row_divergence_kernel(
-    Logits, stride: tl.int64, RefLogits, ref_stride: tl.int64, V,
-    Live, Temperatures, temperature, softcap, ref_softcap, Weights, Divergence, beta, KIND: tl.constexpr,
-    BLOCK_V: tl.constexpr, VEC: tl.constexpr, HAS_REST: tl.constexpr,
+@triton.jit
+def _sweep_slopes(
+    X, Y, V, c, softcap, ref_softcap, top, log_total, ref_top, ref_log_total, beta, of_p, scale,
+    KIND: tl.constexpr, BLOCK_V: tl.constexpr, VEC: tl.constexpr, HAS_REST: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    X = _row(Logits, row, 1, stride, 0, VEC)
-    if tl.load(Live + row) == 0:
-        tl.store(Divergence + row, 0.0)
-        sweep_zeros(X, V, BLOCK_V, VEC, HAS_REST)
-        return
-    Y = _row(RefLogits, row, 1, ref_stride, 0, VEC)
-    tau = _temperature(Temperatures, temperature, row)
-    c = LOG2E / tau
-    top, total, _ = sweep_stats(X, V, c, softcap, BLOCK_V, VEC, HAS_REST, False)
-    ref_top, ref_total, _ = sweep_stats(Y, V, c, ref_softcap, BLOCK_V, VEC, HAS_REST, False)
-    log_total, ref_log_total = tl.log2(total), tl.log2(ref_total)
-    divergence, of_p, largest = _sweep_terms(
-        X, Y, V, c, softcap, ref_softcap, top, log_total, ref_top, ref_log_total, beta,
-        KIND, BLOCK_V, VEC, HAS_REST,
-    )  # fmt: skip
-    divergence = tl.where(largest > _IMPOSSIBLE, float("inf"), divergence)
-    of_p = divergence if KIND == REVERSE else of_p
-    tl.store(Divergence + row, divergence * LN2)
-    scale = tl.load(Weights + row) / tau
+    """Write the gradient over the policy's logits. The sweep before it ended with the beginning of the row."""
     end = V // VEC * VEC if HAS_REST else V
-    tl.debug_barrier()  # no warp may write its gradient before all have read the logits it overwrites
     if HAS_REST:
         rest = end + tl.arange(0, VEC)
         _write_slopes(
@@ -155,3 +134,42 @@ def row_divergence_kernel(
         _write_slopes(
             X, Y, tile, end, c, softcap, ref_softcap, top, log_total, ref_top, ref_log_total, beta, of_p, scale, KIND
         )
+
+
+@triton.jit(**_PER_CALL)
+def row_divergence_kernel(
+    Logits, stride: tl.int64, RefLogits, ref_stride: tl.int64, V,
+    Live, Temperatures, temperature, softcap, ref_softcap, Weights, Divergence, beta, N, Next, KIND: tl.constexpr,
+    BLOCK_V: tl.constexpr, VEC: tl.constexpr, HAS_REST: tl.constexpr,
+):  # fmt: skip
+    """Process rows until none is left, as ``row_loss_kernel``."""
+    row = tl.program_id(0).to(tl.int64)
+    while tl.condition(row < N, disable_licm=True):
+        X = _row(Logits, row, 1, stride, 0, VEC)
+        if tl.load(Live + row) == 0:
+            tl.store(Divergence + row, 0.0)
+            next_row = tl.atomic_add(Next, 1, sem="relaxed")
+            sweep_zeros(X, V, BLOCK_V, VEC, HAS_REST)
+        else:
+            Y = _row(RefLogits, row, 1, ref_stride, 0, VEC)
+            tau = _temperature(Temperatures, temperature, row)
+            c = LOG2E / tau
+            # Blocks of a sweep over one row are twice as long: as many bytes in flight as over two rows.
+            top, total, _ = sweep_stats(X, V, c, softcap, 2 * BLOCK_V, VEC, HAS_REST, False)
+            ref_top, ref_total, _ = sweep_stats(Y, V, c, ref_softcap, 2 * BLOCK_V, VEC, HAS_REST, False)
+            log_total, ref_log_total = tl.log2(total), tl.log2(ref_total)
+            divergence, of_p, largest = _sweep_terms(
+                X, Y, V, c, softcap, ref_softcap, top, log_total, ref_top, ref_log_total, beta,
+                KIND, BLOCK_V, VEC, HAS_REST,
+            )  # fmt: skip
+            divergence = tl.where(largest > _IMPOSSIBLE, float("inf"), divergence)
+            of_p = divergence if KIND == REVERSE else of_p
+            tl.store(Divergence + row, divergence * LN2)
+            scale = tl.load(Weights + row) / tau
+            tl.debug_barrier()  # no warp may write its gradient before all have read the logits it overwrites
+            next_row = tl.atomic_add(Next, 1, sem="relaxed")
+            _sweep_slopes(
+                X, Y, V, c, softcap, ref_softcap, top, log_total, ref_top, ref_log_total, beta, of_p, scale,
+                KIND, BLOCK_V, VEC, HAS_REST,
+            )  # fmt: skip
+        row = next_row.to(tl.int64)

@@ -140,15 +140,16 @@ def row_loss_kernel(
     Logits, inner, stride_outer: tl.int64, stride_inner: tl.int64, V,
     Targets, Live, Temperatures, temperature, softcap,
     Weights, Advantages, OldLogprobs, RefLogprobs, ImportanceWeights,
-    Losses, Logprobs, Entropy, ClipHit, RefKl, Idle, N, Next,
+    Losses, Logprobs, Entropy, ClipHit, RefKl, Idle,
     SURROGATE: tl.constexpr, clip_low, clip_high, dual_clip, tau_positive, tau_negative,
     kl_coef, KL_ESTIMATOR: tl.constexpr, KL_THROUGH_RATIO: tl.constexpr,
-    entropy_coef,
+    entropy_coef, N, Next,
     BLOCK_V: tl.constexpr, VEC: tl.constexpr, HAS_REST: tl.constexpr,
 ):  # fmt: skip
     """Process rows until none is left. As many programs run as ``rows_in_flight`` rows stay in the cache. Each starts
     with the row of its own number and continues with rows that no program has. ``Next`` counts these from the number
-    of programs on. So a program that starts late finds only its own row, and programs per SM do not matter.
+    of programs on. So a program that starts late finds only its own row, and programs per SM do not matter. The next
+    row is taken before the gradient is written, because an atomic addition takes about as long as a read.
     """
     row = tl.program_id(0).to(tl.int64)
     while tl.condition(row < N, disable_licm=True):
@@ -162,6 +163,7 @@ def row_loss_kernel(
                 tl.store(Entropy + row, 0.0)
             if RefKl is not None:
                 tl.store(RefKl + row, 0.0)
+            next_row = tl.atomic_add(Next, 1, sem="relaxed")
             sweep_zeros(X, V, BLOCK_V, VEC, HAS_REST)
         else:
             tau = _temperature(Temperatures, temperature, row)
@@ -170,7 +172,6 @@ def row_loss_kernel(
             top, total, weighted = sweep_stats(X, V, c, softcap, BLOCK_V, VEC, HAS_REST, Entropy is not None)
             # After the sweep: held during it, it takes a register, and ptxas then spills or takes 41 instead of 32.
             x_target, slope_target = capped(tl.load(X + target).to(tl.float32), softcap)
-            tl.debug_barrier()  # no warp may write its gradient before all have read the target's logit
             logprob = _logprob(x_target, tau, top, total)
             weight = tl.load(Weights + row)
             log_ratio = logprob - tl.load(OldLogprobs + row) if OldLogprobs is not None else 0.0 * weight
@@ -193,10 +194,12 @@ def row_loss_kernel(
             if RefKl is not None:
                 tl.store(RefKl + row, kl)
             idle = (w == 0.0) & (v == 0.0)
+            tl.debug_barrier()  # no warp may write its gradient before all have read the target's logit
             tl.store(Losses + row, tl.where(weight == 0.0, 0.0, weight * value))
             tl.store(Logprobs + row, logprob)
             tl.store(ClipHit + row, hit.to(tl.int8))
             tl.store(Idle + row, idle.to(tl.int8))
+            next_row = tl.atomic_add(Next, 1, sem="relaxed")
             if idle:
                 sweep_zeros(X, V, BLOCK_V, VEC, HAS_REST)
             else:
@@ -206,7 +209,7 @@ def row_loss_kernel(
                     X, X, V, c, softcap, top, a, b, target, at_target,
                     BLOCK_V, VEC, HAS_REST, entropy_coef is not None,
                 )  # fmt: skip
-        row = tl.atomic_add(Next, 1, sem="relaxed").to(tl.int64)
+        row = next_row.to(tl.int64)
 
 
 @triton.jit(**_PER_CALL)

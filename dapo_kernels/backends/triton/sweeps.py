@@ -11,6 +11,9 @@ logits.
 Loops end at a multiple of VEC, which the compiler knows: a mask is then equal for all 16 bytes of an access. HAS_REST:
 V may not be a multiple; each remaining logit takes one thread. If rows do not start at 16-byte boundaries, VEC is 1 and
 the same loops access one logit at a time. Sums then run in another order, and their last bits may differ.
+
+Nothing reads a row again after its gradient is written, so these loads and stores are ``evict_first``: the L2 cache
+keeps the rows whose gradient is still to come.
 """
 
 from __future__ import annotations
@@ -96,7 +99,7 @@ def sweep_stats(
 def _write_gradient(
     Out, X, offs_v, end, c, softcap, top, a, b, target, at_target, HAS_ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    x = tl.load(X + offs_v, mask=offs_v < end, other=float("-inf")).to(tl.float32)
+    x = tl.load(X + offs_v, mask=offs_v < end, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
     x, slope = capped(x, softcap)
     d = tl.maximum((x - top) * c, -200.0, propagate_nan=tl.PropagateNan.ALL)
     p = tl.exp2(d)
@@ -104,7 +107,7 @@ def _write_gradient(
     if softcap is not None:
         grad *= slope
     grad = tl.where(offs_v == target, at_target, grad)
-    tl.store(Out + offs_v, grad.to(Out.dtype.element_ty), mask=offs_v < end)
+    tl.store(Out + offs_v, grad.to(Out.dtype.element_ty), mask=offs_v < end, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -129,7 +132,8 @@ def sweep_zeros(Out, V, BLOCK_V: tl.constexpr, VEC: tl.constexpr, HAS_REST: tl.c
     end = V // VEC * VEC if HAS_REST else V
     if HAS_REST:
         rest = end + tl.arange(0, VEC)
-        tl.store(Out + rest, tl.zeros((VEC,), Out.dtype.element_ty), mask=rest < V)
+        tl.store(Out + rest, tl.zeros((VEC,), Out.dtype.element_ty), mask=rest < V, eviction_policy="evict_first")
     for start in range(0, end, BLOCK_V):
         offs_v = start + tl.arange(0, BLOCK_V)
-        tl.store(Out + offs_v, tl.zeros((BLOCK_V,), Out.dtype.element_ty), mask=offs_v < end)
+        zeros = tl.zeros((BLOCK_V,), Out.dtype.element_ty)
+        tl.store(Out + offs_v, zeros, mask=offs_v < end, eviction_policy="evict_first")
