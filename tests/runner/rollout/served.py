@@ -29,11 +29,17 @@ PROMPTS = [Prompt(str(i), (3 + i % 9, 4, 5 + i % 7), "", "") for i in range(24)]
 
 
 def server_config(
-    model: Path, servers: list[FakeServer], folder: Path, ahead: int = 0, partial: bool = True, **server: Any
+    model: Path,
+    servers: list[FakeServer],
+    folder: Path,
+    ahead: int = 0,
+    partial: bool = True,
+    dtype: str = "float32",
+    **server: Any,
 ) -> Config:
     named = {"urls": [server.url for server in servers], "folder": str(folder), **server}
     return make_config(
-        model={"tiny": None, "path": str(model), "dtype": "float32"},
+        model={"tiny": None, "path": str(model), "dtype": dtype},
         rollout={
             "engine": "server",
             "server": named,

@@ -77,11 +77,12 @@ def test_servers_that_refuse_the_run_are_not_waited_for(
     assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
 
 
-def test_a_server_in_another_dtype_is_refused(fleet: Fleet) -> None:
+@pytest.mark.parametrize(("dtype", "refused"), [("float32", 0), ("bfloat16", 1)])
+def test_a_server_in_another_dtype_is_refused(dtype: str, refused: int, fleet: Fleet) -> None:
     fleet[0].dtype = "bfloat16"
-    (server,) = lost(fleet.open())
-    assert server.url == fleet[0].url
-    assert "bfloat16" in str(server.error)
+    (server,) = lost(fleet.open(dtype=dtype))
+    assert server.url == fleet[refused].url
+    assert dtype in str(server.error)
 
 
 @pytest.mark.parametrize(("status", "body"), [(404, {}), (200, {}), (200, None)], ids=str)
