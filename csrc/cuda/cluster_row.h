@@ -109,7 +109,7 @@ DAPO_DEVICE void cluster_loss(const LossArgs& args, Word* words, ClusterShared& 
     const RowGradient g = shared.gradient;
     write_rest<T, kFull>(x, x, slice, thread, kThreads, g, softcap);
     for (int t = 0; t < tiles; ++t) {
-      write_words<T, kFull>(x, words, slice, tile_index(t, 0, thread), kThreads, g, softcap);
+      write_words<T, kFull, true>(x, words, slice, tile_index(t, 0, thread), kThreads, g, softcap);
       Machine::block_sync();  // tile t of shared memory has been read for the last time
       if (thread == 0 && next < n_rows) {
         fetch<Machine>(row_of<T>(args.in.logits, next) + slice.first, slice, t, words, arrived);

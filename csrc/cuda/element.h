@@ -53,6 +53,22 @@ template <class To, class From> DAPO_HOST_DEVICE To bits_as(const From& from) {
   return to;
 }
 
+// Global memory that nothing reads again: the line leaves the caches first.
+DAPO_HOST_DEVICE Word load_last(const Word* from) {
+#if defined(__CUDA_ARCH__)
+  return bits_as<Word>(__ldcs(reinterpret_cast<const uint4*>(from)));
+#else
+  return *from;
+#endif
+}
+DAPO_HOST_DEVICE void store_last(Word* to, const Word& word) {
+#if defined(__CUDA_ARCH__)
+  __stcs(reinterpret_cast<uint4*>(to), bits_as<uint4>(word));
+#else
+  *to = word;
+#endif
+}
+
 // 2^y for y <= ~0, relative error < 2e-7; 0 at -inf, NaN stays.
 DAPO_HOST_DEVICE float fast_exp2(float y) {
 #if defined(__CUDA_ARCH__)

@@ -102,19 +102,27 @@ DAPO_HOST_DEVICE Word gradient_word(const Word& in, int e, const RowGradient& g,
 }
 
 // A thread's words w = first + j stride of the slice that begins at `out`. All loads stand before the first store.
-template <class T, bool kFull>
+// kShared: `words` is shared memory, and nobody reads the row's from the cache. Then plain stores: with the others
+// cluster_loss spills.
+template <class T, bool kFull, bool kShared>
 DAPO_HOST_DEVICE void write_words(T* out, const Word* words, const Slice& s, int first, int stride,
                                   const RowGradient& g, const Softcap& softcap) {
   Word in[kPerThread];
   DAPO_UNROLL
   for (int j = 0; j < kPerThread; ++j) {
     const int w = first + j * stride;
-    if (w < s.n_words && !g.zero) in[j] = words[w];
+    if (w < s.n_words && !g.zero) in[j] = kShared ? words[w] : load_last(words + w);
   }
   DAPO_UNROLL
   for (int j = 0; j < kPerThread; ++j) {
     const int w = first + j * stride, e = w * kElements<T>;
-    if (w < s.n_words) *reinterpret_cast<Word*>(out + e) = gradient_word<T, kFull>(in[j], s.first + e, g, softcap);
+    if (w >= s.n_words) continue;
+    const Word gradient = gradient_word<T, kFull>(in[j], s.first + e, g, softcap);
+    if (kShared) {
+      *reinterpret_cast<Word*>(out + e) = gradient;
+    } else {
+      store_last(reinterpret_cast<Word*>(out + e), gradient);
+    }
   }
 }
 
@@ -139,7 +147,7 @@ DAPO_HOST_DEVICE void write_gradient(T* out, const T* x, const Slice& s, int thr
                                      const RowGradient& g, const Softcap& softcap) {
   const int tile = kPerThread * n_threads;
   for (int t = ceil_div(s.n_words, tile) - 1; t >= 0; --t) {
-    write_words<T, kFull>(out, words_of(x), s, t * tile + thread, n_threads, g, softcap);
+    write_words<T, kFull, false>(out, words_of(x), s, t * tile + thread, n_threads, g, softcap);
   }
   write_rest<T, kFull>(out, x, s, thread, n_threads, g, softcap);
 }

@@ -3,8 +3,8 @@
 //
 // A block has a group of kThreads threads for each of up to kGroups slices, and about 768 threads share an SM: few rows
 // are in flight at a time (on 132 SMs 40 MB of 16-bit rows of 152k logits), and the caller says where it must be fewer
-// still (dapo_kernels/backends/residency.py): blocks take rows in turn. The second sweep goes backwards and finds what was
-// read last.
+// still (dapo_kernels/backends/residency.py), but at least one per SM: blocks take rows in turn. The second sweep goes
+// backwards and finds what was read last; what it reads and writes leaves the cache first.
 #include "rows.h"
 
 namespace dapo::cuda {

@@ -1,8 +1,8 @@
 """The "cuda" backend: launchers of the CUDA C++ kernels. Allocate, describe tensors as pointers and strides, call.
 
 float32, bfloat16 and float16 logits on a CUDA device with compute capability 8.0 or later, on torch's current stream.
-No function reads values or allocates outside torch's allocator, so calls can be captured in a CUDA graph. A row's
-results do not depend on the other rows, to the bit.
+No function reads values or allocates outside torch's allocator, so calls can be captured in a CUDA graph, after an
+earlier call of the same kind. A row's results do not depend on the other rows, to the bit.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 import dapo_kernels._cuda as _cuda
-from dapo_kernels.backends.divergence import row_divergence_ as row_divergence_
+from dapo_kernels.backends import divergence, registry
+from dapo_kernels.backends.divergence import Distance
 from dapo_kernels.backends.norms import merge_cpp_norms
 from dapo_kernels.backends.reference import check_rows, slopes_of_stats, unit_stride
 from dapo_kernels.backends.residency import gpu_of, programs
 from dapo_kernels.backends.structs import address, objective_of, outputs, row_inputs, rows_of, token_inputs
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
-from dapo_kernels.records import Asked, RowsLoss, RowsSlopes, RowStats, Slopes, TokenLoss, Tokens
+from dapo_kernels.records import Asked, RowsLoss, RowsSlopes, RowStats, Slopes, TokenLoss, Tokens, on_host
 
 SOFTCAP_COPIES = False  # the kernels apply it
 gather_kept = None
@@ -33,6 +34,10 @@ PATH = "automatic"
 _THREADS, _GROUPS, _SLICE_BYTES, _LOADS = 256, 3, 40 * 2**10, 4 * 16
 
 
+# Kernels that this process has launched: by device and whatever selects the code.
+_launched: set[tuple[Any, ...]] = set()
+
+
 def _stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
@@ -40,6 +45,19 @@ def _stream(device: torch.device) -> int:
 def _on(device: torch.device) -> AbstractContextManager[Any]:
     """Select the tensors' device: CUDA launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _check_capture(device: torch.device, *kernel: Any) -> None:
+    """Raise an error at a kernel's first launch while a graph is captured: it loads code and queries the device."""
+    key = (device, *kernel)
+    if device.type != "cuda" or key in _launched:
+        return
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"dapo_kernels: the first call of {kernel[0]} with these options loads its code, which is not possible "
+            "while a CUDA graph is captured. Make the same call once before the capture."
+        )
+    _launched.add(key)
 
 
 def sweep_room(row_bytes: int) -> tuple[int, int]:
@@ -66,6 +84,7 @@ def row_stats(logits: Tensor, asked: Asked) -> RowStats:
     rows = rows_of(_cuda, logits)
     work = _workspace(rows, device)
     with _on(device):
+        _check_capture(device, "row_stats", logits.dtype, asked.want_entropy or asked.softcap is not None)
         _cuda.row_stats(
             rows,
             row_inputs(_cuda, asked),
@@ -83,6 +102,7 @@ def row_grad(out: Tensor, logits: Tensor, asked: Asked, stats: RowStats, slopes:
     rows = rows_of(_cuda, source)
     work = _workspace(rows, device)
     with _on(device):
+        _check_capture(device, "row_grad", source.dtype, slopes.entropy is not None or asked.softcap is not None)
         _cuda.row_grad(
             rows,
             row_inputs(_cuda, asked),
@@ -112,6 +132,8 @@ def row_loss_(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveSc
     rows = rows_of(_cuda, work)
     scratch = _workspace(rows, device)
     with _on(device):
+        options = asked.want_entropy or asked.softcap is not None, work.shape[-1], _cuda.choose_path(rows), PATH
+        _check_capture(device, "row_loss", work.dtype, *options)
         _cuda.row_loss(
             rows,
             row_inputs(_cuda, asked, tokens),
@@ -140,10 +162,19 @@ def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scala
         objective_of(_cuda, scalars),
     )
     with _on(device):
+        _check_capture(device, "token_loss")
         _cuda.token_loss(
             logprobs.numel(), logprobs.data_ptr(), inputs, objective, out, losses.data_ptr(), _stream(device)
         )
     return result._replace(loss=losses.sum().to(torch.float32))
+
+
+def row_divergence_(logits: Tensor, ref_logits: Tensor, asked: Asked, weights: Tensor, distance: Distance) -> Tensor:
+    """By the Triton kernel where Triton is, in eager torch elsewhere: the module has no kernel for it."""
+    by_triton = not on_host(logits) and registry.available_backends()["triton"] is None
+    by: Any = registry.backend("triton") if by_triton else divergence
+    found: Tensor = by.row_divergence_(logits, ref_logits, asked, weights, distance)
+    return found
 
 
 def weight_sum(result: Tensor) -> None:

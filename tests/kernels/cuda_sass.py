@@ -36,6 +36,7 @@ class Kernel(NamedTuple):
     bulk_copies: int
     loads128: int
     stores128: int
+    evict_first: int  # of the 128-bit accesses; not printed
     shared_loads128: int
     exponentials: int
     doubles: int  # arithmetic in double precision
@@ -107,6 +108,7 @@ def _kernel(architecture: str, symbol: str, code: str, used: dict[str, int]) -> 
         bulk_copies=count(r"\bUBLKCP"),
         loads128=count(r"\bLDG\S*\.128"),
         stores128=count(r"\bSTG\S*\.128"),
+        evict_first=count(r"\b(?:LDG|STG)\S*\.EF\S*\.128"),
         shared_loads128=count(r"\bLDS\S*\.128"),
         exponentials=count(r"\bMUFU\.EX2"),
         doubles=count(r"\b(?:DMUL|DFMA|DADD|DSETP|MUFU\.\w*64H)\b"),

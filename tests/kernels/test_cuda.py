@@ -124,8 +124,27 @@ def test_the_module_imports_without_a_gpu_and_an_error_says_where() -> None:
 
 
 @needs_module
+def test_a_capture_loads_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dapo_kernels.backends import cuda
+
+    monkeypatch.setattr(cuda, "_launched", set())
+    device, capturing = torch.device("cuda"), [True]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    with pytest.raises(RuntimeError, match="row_stats"):
+        cuda._check_capture(device, "row_stats", torch.float32)
+    capturing[0] = False
+    cuda._check_capture(device, "row_stats", torch.float32)
+    capturing[0] = True
+    cuda._check_capture(device, "row_stats", torch.float32)
+    with pytest.raises(RuntimeError, match="row_stats"):
+        cuda._check_capture(device, "row_stats", torch.bfloat16)
+
+
+@needs_module
 def test_machine_code() -> None:
-    """No spills; bulk copies in the cluster kernels; 128-bit accesses in every loop over logits; planned occupancy."""
+    """No spills; bulk copies in the cluster kernels; 128-bit accesses in every loop over logits; planned occupancy;
+    hints for the cache where a gradient is written from logits in memory.
+    """
     if cuda_sass.tool("cuobjdump") is None:
         pytest.skip("no cuobjdump (in the CUDA toolkit and in the triton package)")
     kernels = cuda_sass.examine()
@@ -148,6 +167,10 @@ def test_machine_code() -> None:
             assert kernel.loads128 >= 4, kernel
         if "stats" not in kernel.name:
             assert kernel.stores128 >= 4, kernel
+        if kernel.name in ("sweep_loss", "slice_grad"):
+            assert kernel.evict_first >= 8, kernel  # four loads, four stores
+        else:
+            assert kernel.evict_first == 0, kernel
 
 
 @needs_module

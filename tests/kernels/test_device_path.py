@@ -193,6 +193,19 @@ def test_chunks_of_a_distillation_hold_the_logits_of_both_models(monkeypatch: py
     assert set(seen) == {10}
 
 
+@needs_triton
+def test_the_cuda_backend_takes_the_divergence_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("dapo_kernels._cuda")
+    from dapo_kernels.backends import cuda, registry
+
+    launches = record_launches(monkeypatch)
+    monkeypatch.setitem(registry._reasons, "triton", None)
+    rows, live = torch.empty(5, 64, device="meta"), torch.empty(5, dtype=torch.bool, device="meta")
+    asked = Asked(torch.empty(5, dtype=torch.int64, device="meta"), live, 1.0, None, False)
+    found = cuda.row_divergence_(rows, rows, asked, rows[:, 0], divergence.Distance(0.5, None, None))
+    assert (launches.names, found.device.type) == (["row_divergence_kernel"], "meta")
+
+
 # --- nothing waits ----------------------------------------------------------------------------------------
 
 T, V, H = 300, 1000, 16

@@ -23,7 +23,15 @@ from test_family import options
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from dapo_kernels import OBJECTIVES, dapo_loss, linear_dapo_loss, policy_loss, token_logprobs
+from dapo_kernels import (
+    OBJECTIVES,
+    dapo_loss,
+    linear_dapo_loss,
+    linear_distillation_loss,
+    policy_loss,
+    token_logprobs,
+    use_backend,
+)
 
 pytestmark = [pytest.mark.gpu, NEEDS_DEVICE]
 HALVES = (torch.bfloat16, torch.float16)
@@ -92,6 +100,27 @@ def test_every_objective_in_half_precision(
             as_accurate(grad, truth.grads[key], eager.grads[key], what=f"{entry} {key}", multiple=3.0)
         if entry == "logits":
             elementwise(grads["logits"], truth.grads["logits"], what="logits gradient", slack=1.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_a_distillation(gpu_backend: str, beta: float, dtype: torch.dtype) -> None:
+    """More rows than programs at a time, some of them masked; value and gradients against float64 on the CPU."""
+    g = torch.Generator().manual_seed(46)
+    shapes = {"hidden": (700, 64), "weight": (1031, 64), "ref_hidden": (700, 32), "ref_weight": (1031, 32)}
+    made = {name: torch.randn(*shape, generator=g).to(dtype) / 3 for name, shape in shapes.items()}
+    mask = torch.rand(700, generator=g) > 0.2
+
+    def solve(to: Any) -> tuple[Tensor, ...]:
+        x = {name: value.to(to) for name, value in made.items()}
+        leaves = [x[name].requires_grad_() for name in ("hidden", "weight")]
+        out = linear_distillation_loss(*x.values(), mask=mask.to(leaves[0].device), beta=beta, ref_softcap=5.0)
+        return tuple(value.cpu() for value in (out.loss.detach(), *torch.autograd.grad(out.loss, leaves)))
+
+    with use_backend("torch"):
+        truth, eager = solve(torch.float64), solve(dtype)
+    for name, found, exact, near in zip(("loss", "hidden", "weight"), solve(DEVICE), truth, eager, strict=True):
+        as_accurate(found, exact, near, what=name, multiple=3.0)
 
 
 # --- sizes ------------------------------------------------------------------------------------------------
