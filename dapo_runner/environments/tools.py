@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from pydantic import ConfigDict, ValidationError, validate_call
+
 from dapo_runner.environments.environment import Environment, Message
 from dapo_runner.errors import ConfigError
 
+STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)  # "3" is no integer
 MOST_CHARACTERS = 4096  # of a tool's result; a longer one is an error that the policy sees
-TYPES: dict[str, Any] = {"string": str, "integer": int, "number": int | float, "boolean": bool, "array": list}
-TYPES |= {"object": dict, "null": type(None)}
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -109,25 +110,18 @@ class ToolEnvironment(Environment):
                 raise call
             if call.name not in self.functions:
                 raise ValueError(f"there is no tool {call.name}; tools are {', '.join(self.functions)}")
-            _check_types(call, self.tools[list(self.functions).index(call.name)])
-            result = str(self._await(self.functions[call.name](**call.arguments)))
+            result = str(self._await(validate_call(config=STRICT)(self.functions[call.name])(**call.arguments)))
             if len(result) > MOST_CHARACTERS:
                 raise ValueError(f"the result has {len(result)} characters, more than {MOST_CHARACTERS}")
             return result
         except (Exception, SystemExit) as error:  # the policy may do better next time
             self.counts["tool_errors"] += 1
+            if isinstance(error, ValidationError):  # of the arguments
+                error = ValueError(
+                    "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+                )
             room, self.error_room = self.error_room, max(0, self.error_room - len(str(error)) - 1)
             return json.dumps({"error": str(error)[:room]}, ensure_ascii=False) if room else None
-
-
-def _check_types(call: ToolCall, schema: Mapping[str, Any]) -> None:
-    """Raise ValueError for an argument that is not of the type that the schema has."""
-    for name, described in schema["function"]["parameters"].get("properties", {}).items():
-        types, value = described.get("type", []), call.arguments.get(name)
-        known = [TYPES[one] for one in ([types] if isinstance(types, str) else types) if one in TYPES]
-        is_number = not isinstance(value, bool) or bool in known
-        if name in call.arguments and known and not (isinstance(value, tuple(known)) and is_number):
-            raise ValueError(f"{name}: expected {types}, got {type(value).__name__}")
 
 
 def _arguments(function: Callable[..., Any], row: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -51,20 +51,20 @@ class FailureError(Exception):
 
 KINDS = ("raised", "late", "invalid", "too_long")
 COUNTS = ("episodes", "turns", "failed", *(f"failed_{kind}" for kind in KINDS))
+Role = Literal["assistant", "environment"]
 Request = Callable[[], Any] | tuple[Prompt, SamplingParams]  # a call of the environment, or a turn of the policy
 
 
 @dataclass(eq=False)
 class _Episode:
-    """An episode in the making. ``heard``: what the environment said before each turn of the policy in ``spoken``."""
+    """An episode in the making. ``parts`` are its turns, those of the policy with a reward in ``rewards``."""
 
     number: int  # of its prompt in the call
     prompt: Prompt
     sampling: SamplingParams  # of its group
     name: str  # what its random numbers follow from
     environment: Environment | None = None
-    heard: list[list[int]] = field(default_factory=list)
-    spoken: list[Completion] = field(default_factory=list)
+    parts: list[tuple[Role, Completion]] = field(default_factory=list)
     rewards: list[float | None] = field(default_factory=list)
     end: str = ""  # why it ended
     error: FailureError | None = None
@@ -75,7 +75,7 @@ class _Episode:
     @property
     def room(self) -> int:
         """Tokens that it may still have."""
-        return self.sampling.max_tokens - sum(map(len, self.heard)) - sum(turn.length for turn in self.spoken)
+        return self.sampling.max_tokens - sum(part.length for _, part in self.parts)
 
     def begin(self, make: Callable[[], Environment]) -> str:
         with self.lock:
@@ -96,8 +96,8 @@ class _Episode:
             reward = _read_reward(getattr(self.environment, "get_reward", lambda: None)())
             counts = getattr(self.environment, "counts", {})
         self.close()
-        if not (isinstance(counts, Mapping) and all(_is_finite(n) for n in counts.values())):
-            raise FailureError("invalid", f"expected counts of finite numbers by name, got {counts!r:.200}")
+        if not isinstance(counts, Mapping) or {*counts} & {*COUNTS} or not all(map(_is_finite, counts.values())):
+            raise FailureError("invalid", f"expected counts of finite numbers by new names, got {counts!r:.200}")
         self.counts = dict(counts)
         return reward
 
@@ -191,8 +191,8 @@ class EpisodeRunner:
         tokens = self._tokenize(episode, text, partial(self.template.open_episode, episode.prompt.messages, text))
         while len(tokens) < episode.room:
             completion = yield self._ask(episode, tokens)
-            episode.heard.append(tokens)
-            episode.spoken.append(completion)
+            episode.parts += [("environment", _as_part(tokens, completion))] if tokens else []
+            episode.parts.append(("assistant", completion))
             episode.rewards.append(None)
             if completion.truncated:
                 break
@@ -202,7 +202,7 @@ class EpisodeRunner:
             messages, episode.rewards[-1], is_done = yield partial(episode.step, text)
             if is_done:
                 return "done"
-            if len(episode.spoken) == self.config.max_turns:
+            if len(episode.rewards) == self.config.max_turns:
                 return "max_turns"
             said = "".join(message.content for message in messages)
             tokens = self._tokenize(episode, said, partial(self.template.reply, messages, sampled[-1]))
@@ -211,25 +211,24 @@ class EpisodeRunner:
     def _tokenize(self, episode: _Episode, text: str, tokenize: Callable[[], list[int]]) -> list[int]:
         limit = episode.sampling.max_tokens
         tokens = tokenize() if len(text) <= MOST_CHARACTERS * limit else [0] * limit
-        if len(tokens) >= limit and not (episode.spoken and self.template.tools):  # the policy asked for this result
+        if len(tokens) >= limit and not (episode.rewards and self.template.tools):  # the policy asked for this result
             raise FailureError(
                 "too_long", f"expected messages that fit into an episode of {limit} tokens, got {len(text)} characters"
             )
         return tokens
 
     def _ask(self, episode: _Episode, tokens: list[int]) -> tuple[Prompt, SamplingParams]:
-        earlier = zip(episode.heard, (turn.token_ids.tolist() for turn in episode.spoken), strict=True)
-        token_ids = chain(episode.prompt.token_ids, *chain.from_iterable(earlier), tokens)
+        token_ids = chain(episode.prompt.token_ids, *(part.token_ids.tolist() for _, part in episode.parts), tokens)
         room = episode.room - len(tokens)
         limit = min(room, self.config.max_turn_tokens or room)
-        seed = random.Random(f"{episode.name}:{len(episode.spoken)}").getrandbits(31)
+        seed = random.Random(f"{episode.name}:{len(episode.rewards)}").getrandbits(31)
         prompt = replace(episode.prompt, token_ids=tuple(token_ids))
         return prompt, replace(episode.sampling, n=1, max_tokens=limit, seed=seed, index=0)
 
     def _count(self, episodes: list[_Episode]) -> None:
         failed = [episode for episode in episodes if episode.error is not None]
         kinds = Counter(episode.error.kind for episode in failed if episode.error)
-        turns = sum(len(episode.spoken) for episode in episodes)
+        turns = sum(len(episode.rewards) for episode in episodes)
         with self._lock:
             self.counts.update({"episodes": len(episodes), "turns": turns, "failed": len(failed)})
             self.counts.update({f"failed_{kind}": n for kind, n in kinds.items()})
@@ -237,7 +236,7 @@ class EpisodeRunner:
                 self.counts.update(episode.counts)
             if failed:
                 first = f"{len(failed)} of {len(episodes)} episodes failed and are left out: {failed[0].error}"
-                first += f"; prompt {failed[0].prompt.id}, turn {len(failed[0].spoken)}"
+                first += f"; prompt {failed[0].prompt.id}, turn {len(failed[0].rewards)}"
                 self.warnings.append(first)
         if len(failed) > self.config.max_failed * len(episodes) + 1e-9:
             raise EpisodeError(f"env.max_failed={self.config.max_failed:g}: {first}") from failed[0].error
@@ -302,20 +301,13 @@ def _is_finite(number: Any) -> bool:
 
 def _joined(episode: _Episode, tokenizer: Any) -> Completion:
     """Return the whole episode as one response."""
-    parts: list[Completion] = []
-    turns: list[Turn] = []
-    reasons: list[str] = [*(own.finish_reason for own in episode.spoken[:-1]), episode.end]
-
-    def add(part: Completion, role: Literal["assistant", "environment"], reason: str, reward: float | None) -> None:
-        start = turns[-1].end if turns else 0
+    own = iter(zip([*["stop"] * (len(episode.rewards) - 1), episode.end], episode.rewards, strict=True))
+    turns, parts, start = list[Turn](), [part for _, part in episode.parts], 0
+    for role, part in episode.parts:
+        reason, reward = next(own) if role == "assistant" else ("", None)
         text = tokenizer.decode(part.token_ids.tolist(), clean_up_tokenization_spaces=False)
         turns.append(Turn(role, start, start + part.length, text, reason, reward))
-        parts.append(part)
-
-    for heard, own, reason, reward in zip(episode.heard, episode.spoken, reasons, episode.rewards, strict=True):
-        if heard:
-            add(_as_part(heard, own), "environment", "", None)
-        add(own, "assistant", reason, reward)
+        start += part.length
     supports = [part.support for part in parts if part.support is not None]
     return replace(
         parts[-1],

@@ -39,9 +39,11 @@ def test_it_begins_as_on_one(alone: list[dict[str, Any]], tmp_path: Path, layout
 
 
 def test_episodes_begin_as_on_one(tmp_path: Path) -> None:
-    one, two = (run(tmp_path, n, "env={kind: 'talkers:Digits', max_turn_tokens: 25}", *ROOM) for n in (1, 2))
+    settings = ["env={kind: 'talkers:Digits', max_turn_tokens: 25}", *ROOM]
+    one, two, shared = (run(tmp_path, *layout, *settings) for layout in ((1,), (2,), (4, "parallel.sequence=2")))
     assert two[1]["batch/turns"] > 1.2
     check_beginning(two, one)
+    check_beginning(shared, one)
 
 
 def check_beginning(events: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None:
