@@ -24,7 +24,7 @@ def kind_of(beta: float) -> int:
 
 
 @triton.jit
-def _load_log(X, offs_v, end, c, softcap, top, log_total, EVICT: tl.constexpr = ""):
+def _load_log(X, offs_v, end, c, softcap, top, log_total, EVICT: tl.constexpr):  # Triton 3.6 knows no default strings
     """Return log-probabilities, with −1e38 for log 0 and from ``end`` on, and ∂logit/∂x."""
     x = tl.load(X + offs_v, mask=offs_v < end, other=float("-inf"), eviction_policy=EVICT).to(tl.float32)
     x, slope = capped(x, softcap)
@@ -83,15 +83,15 @@ def _sweep_terms(
     largest = tl.zeros((BLOCK_V // VEC,), tl.float32)
     if HAS_REST:
         rest = end + tl.arange(0, BLOCK_V // VEC)
-        log_p_rest, _slope_p = _load_log(X, rest, V, c, softcap, top, log_total)
-        log_q_rest, _slope_q = _load_log(Y, rest, V, c, ref_softcap, ref_top, ref_log_total)
+        log_p_rest, _slope_p = _load_log(X, rest, V, c, softcap, top, log_total, "")
+        log_q_rest, _slope_q = _load_log(Y, rest, V, c, ref_softcap, ref_top, ref_log_total, "")
         total, total_of_p, largest = _terms(log_p_rest, log_q_rest, beta, KIND)
     steps = tl.cdiv(end, BLOCK_V)
     for step in range(steps):
         offs_v = (steps - 1 - step) * BLOCK_V + tl.arange(0, BLOCK_V // VEC) * VEC
         tile = offs_v[:, None] + tl.arange(0, VEC)[None, :]
-        log_p, _ = _load_log(X, tile, end, c, softcap, top, log_total)
-        log_q, _ = _load_log(Y, tile, end, c, ref_softcap, ref_top, ref_log_total)
+        log_p, _ = _load_log(X, tile, end, c, softcap, top, log_total, "")
+        log_q, _ = _load_log(Y, tile, end, c, ref_softcap, ref_top, ref_log_total, "")
         term, of_p, ratio = _terms(log_p, log_q, beta, KIND)
         total += tl.sum(term, 1)
         if KIND == MIXTURE:
