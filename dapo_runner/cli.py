@@ -163,9 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     chosen = COMMANDS[options.command]
     if overrides and not chosen.takes:
-        raise ConfigError(f"unexpected argument {overrides[0]!r}")
+        raise ConfigError(f"dapo {options.command}: expected no further argument, got {overrides[0]!r}")
     if options.command not in WITHOUT_RUNNER and (missing := missing_for_runner()):
-        raise ConfigError(f"the runner's packages are not installed: {', '.join(missing)}. {RUNNER_EXTRA}")
+        raise ConfigError(f"dapo {options.command}: requires the packages {', '.join(missing)}. {RUNNER_EXTRA}")
     module, _, function = chosen.function.partition(":")
     return int(getattr(importlib.import_module(f"dapo_runner.commands.{module}"), function)(options, overrides))
 

@@ -24,5 +24,5 @@ def import_function(key: str, use: str) -> Callable[..., Any]:
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ConfigError(f"{key}: module {module_name!r} has no function {function_name!r}")
+        raise ConfigError(f"{key}: expected a function of the module {module_name!r}, got {function_name!r}")
     return function

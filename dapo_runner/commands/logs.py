@@ -23,7 +23,7 @@ from dapo_runner.tools.page.serve import open_server
 def report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Draw a picture of one run and print the time of each phase, or write a web page of several runs."""
     if len(options.run) > 1 and not options.html:
-        raise ConfigError("--html: is required for several runs: a picture shows one")
+        raise ConfigError(f"RUN: expected one without --html, got {len(options.run)}. Add --html.")
     try:
         if options.html:
             print(f"page: {write_page(options.run, options.out, options.max_mb)}")
@@ -73,7 +73,7 @@ def show(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the rollouts of a step, or its responses to held-out problems, group by group."""
     console, what = Console(), EVALUATIONS if options.eval else ROLLOUTS
     if options.step is None and (options.group is not None or options.json):
-        raise ConfigError("--group and --json: require --step")
+        raise ConfigError("--group, --json: requires --step. Add it.")
     if options.step is None:
         console.print("steps:", *find_steps(options.run, what))
         return 0

@@ -66,7 +66,7 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     try:
         raw = yaml.load(path.read_text(encoding="utf-8"), _Loader) or {}  # a safe loader
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+        raise ConfigError(f"{path}: expected valid YAML, got an error: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected sections such as 'model:' at the top, got a {type(raw).__name__}")
     return raw
@@ -114,7 +114,7 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[st
         try:
             value = yaml.load(text, _Loader)  # a safe loader
         except yaml.YAMLError as error:
-            raise ConfigError(f"{key}: {text!r} is not a YAML value: {error}") from error
+            raise ConfigError(f"{key}: expected a YAML value, got {text!r}: {error}") from error
         set_key(merged, key, value)
     return merged
 

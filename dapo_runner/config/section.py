@@ -160,7 +160,7 @@ def set_key(raw: dict[str, Any], dotted: str, value: Any) -> None:
         node[parent] = node.get(parent) or {}
         node = node[parent]
         if not isinstance(node, dict):
-            raise ConfigError(f"{dotted}: {parent} is a value, not a section")
+            raise ConfigError(f"{dotted}: expected {parent} to be a section, got a value")
     node[last] = value
 
 

@@ -70,7 +70,7 @@ def load_data(config: Config, tokenizer: Any) -> Dataset:
     kept = [prompt for prompt in prompts if " ".join(prompt.text.split()) not in texts]
     report.update({IN_HELDOUT: len(prompts) - len(kept), "train": len(kept), "heldout": len(heldout)})
     if not kept:
-        raise ConfigError(f"data: no training prompt is left: {report.describe()}")
+        raise ConfigError(f"data.path: expected training prompts, got none: {report.describe()}")
     return Dataset(kept, heldout, report)
 
 
@@ -228,8 +228,8 @@ class PromptCursor:
         for what, now in {"seed": self.seed, "data": self._fingerprint()}.items():
             if state[what] != now:
                 raise ConfigError(
-                    f"cannot resume: the run was saved with {what} {state[what]!r}, this one has {now!r}. Resume with "
-                    "the same run.seed, data.path and data.eval, or start a new run."
+                    f"{what}: expected {state[what]!r}, as in the checkpoint, got {now!r}. Resume with the "
+                    "same run.seed, data.path and data.eval, or start a new run."
                 )
         self.epoch, self.position = state["epoch"], state["position"]
         self._order = self._shuffled()

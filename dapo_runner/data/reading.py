@@ -130,7 +130,7 @@ def _read_json(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 found = json.loads(text)
             except json.JSONDecodeError as error:
-                raise ConfigError(f"{path}, line {number}: not valid JSON: {error}") from error
+                raise ConfigError(f"{path}, line {number}: expected valid JSON, got an error: {error}") from error
             for row in found if is_list else [found]:
                 if not isinstance(row, dict):
                     raise ConfigError(f"{path}, line {number}: expected a JSON object, got {shorten(row)}")
@@ -147,7 +147,7 @@ def _read_csv(path: Path) -> Iterator[dict[str, Any]]:
                     raise csv.Error(f"expected {len(rows.fieldnames or ())} values, as the first line names")
                 yield row
         except csv.Error as error:
-            raise ConfigError(f"{path}, line {rows.line_num}: not valid CSV: {error}") from error
+            raise ConfigError(f"{path}, line {rows.line_num}: expected valid CSV, got an error: {error}") from error
 
 
 def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:

@@ -22,7 +22,6 @@ from dapo_runner.data.reading import Problem
 
 TRAIN_SIZE = 2048  # training problems if data.limit is not set
 SEED = 0  # of tasks that set none in their config: all runs use the same problems
-Messages = tuple[tuple[str, str], ...]  # (role, content)
 
 
 def generate_problems(data: DataConfig) -> tuple[list[Problem | None], list[Problem | None]]:
@@ -34,18 +33,16 @@ def generate_problems(data: DataConfig) -> tuple[list[Problem | None], list[Prob
         {"name": task.name, "config": {"seed": SEED, **task.config, "size": size}}
         for task, size in zip(data.reasoning_gym, n_total, strict=True)
     ]
-    context: Messages = () if data.system is None else (("system", data.system),)
+    context = () if data.system is None else (("system", data.system),)
     train: list[Problem | None] = []
     heldout: list[Problem | None] = []
     for number, index, entry in _generate_elsewhere(tasks):
         part = heldout if index < n_heldout[number] else train
         task = tasks[number] | {"index": index}
-        part.append(entry and _make_problem(task, context, *entry))
+        question, answer = entry or ("", "")
+        problem = Problem(question.strip(), str(answer or ""), task["name"], context, {"task": json.dumps(task)})
+        part.append(entry and problem)
     return train, heldout
-
-
-def _make_problem(task: dict[str, Any], context: Messages, question: str, answer: str | None) -> Problem:
-    return Problem(question.strip(), str(answer or ""), task["name"], context, {"task": json.dumps(task)})
 
 
 def _shares(weights: list[float], total: int) -> list[int]:

@@ -166,14 +166,14 @@ def _scoring(name: str, mask: Tensor | None, kernel: Kernel, options: dict[str, 
     window, softcap = options.get("sliding_window"), options.get("softcap")
     if mask is not None:
         if mask.numel():
-            raise ConfigError(f"model: the attention mask of {name} is not supported by packed attention")
+            raise ConfigError(f"model.path: packed attention is not supported with the masks of {name}")
         window = mask.shape[-1]
     if options.get("s_aux") is not None:
-        raise ConfigError(f"model: attention sinks are not supported by packed attention ({name})")
+        raise ConfigError(f"model.path: packed attention is not supported with the attention sinks of {name}")
     if softcap is not None and kernel != "flash":
         raise ConfigError(
-            f"model: {name} caps its scores, which the kernel {kernel!r} does not support. Install flash-attn and set "
-            "model.attention=flash"
+            f"model.attention: {name} caps its scores and requires flash, got {kernel}. Install flash-attn and set "
+            "model.attention=flash."
         )
     return _Scoring(options.get("scaling"), window, softcap)
 
@@ -263,8 +263,8 @@ def choose_kernel(
         return "sdpa" if not half_on_cuda else "flash" if has_flash else "varlen"
     if wanted != "sdpa" and not half_on_cuda:
         raise ConfigError(
-            f"model.attention: {wanted!r} needs CUDA and bfloat16 or float16, got {device.type} and "
-            f"{str(dtype).removeprefix('torch.')}. Use sdpa or auto"
+            f"model.attention: {wanted!r} requires CUDA and bfloat16 or float16, got {device.type} and "
+            f"{str(dtype).removeprefix('torch.')}. Set it to sdpa or auto."
         )
     if wanted == "flash" and not has_flash:
         raise ConfigError("model.attention: 'flash' requires the package flash-attn. Install it, or use varlen")
@@ -279,7 +279,7 @@ def window_mask(*, config: Any, local_size: int | None = None, use_vmap: bool = 
     """
     is_read_by_model = local_size is not None and config.model_type == "doge"
     if is_read_by_model or use_vmap or "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        raise ConfigError(f"model: the attention mask of {config.model_type} is not supported by packed attention")
+        raise ConfigError(f"model.path: packed attention is not supported with the masks of {config.model_type}")
     return None if local_size is None else torch.empty(1, 1, 0, local_size)
 
 

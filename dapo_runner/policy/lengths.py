@@ -64,14 +64,14 @@ def loading(key: str, what: str, path: str | Path) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"{key}: cannot load {what} from {str(path)!r}: {reason}") from error
+        raise ConfigError(f"{key}: expected {what} that can be loaded, got {str(path)!r}: {reason}") from error
 
 
 def _check_windows(config: Config, model: Any) -> None:
     """Raise ConfigError for sliding windows that vLLM 0.32 ignores: those of only some layers, in Qwen2-MoE."""
     engine, window = config.rollout.engine, getattr(model, "sliding_window", 0)
     if model.model_type == "qwen2_moe" and len(set(model.layer_types)) > 1 and config.longest_sequence > window:
-        raise ConfigError(f"rollout.engine: {engine} ignores model.path's window of {window} tokens. Set it to hf.")
+        raise ConfigError(f"rollout.engine: expected hf, got {engine}, which ignores the window of {window} tokens.")
 
 
 def _max_positions(config: Any) -> int | None:

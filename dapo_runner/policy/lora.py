@@ -46,11 +46,11 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
             torch.manual_seed(seed)
             peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
     except ValueError as error:
-        raise ConfigError(f"model.lora.targets: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"model.lora.targets: expected layers, got: {str(error).splitlines()[0]}") from error
     head = model.get_output_embeddings()
     if _is_adapted(head) and head.weight is model.get_input_embeddings().weight:
         raise ConfigError(
-            "model.lora.targets: the output head is the embedding too, and merging would change both. Leave it out"
+            "model.lora.targets: an output head tied to the embedding is not supported with adapters. Leave it out."
         )
     for name, module in model.named_modules():
         if _is_adapted(module) and not isinstance(module, peft.tuners.lora.Linear):

@@ -338,6 +338,6 @@ def check_policy(policy: Policy) -> None:
             raise ValueError(f"{name} scales its logits")
         check_logits(policy.model, hidden_of(ids, [len(ids)]), logits)
     except ValueError as error:
-        raise ConfigError(f"model: {error}, which is not supported") from error
+        raise ConfigError(f"model.path: requires causal attention within packed sequences, got: {error}") from error
     if policy.routing is not None:
         policy.routing.check(lambda: hidden_of(ids, [len(ids)]), n_positions=len(ids))

@@ -40,8 +40,8 @@ class Routing:
         if experts is not None:
             widths = [width for layer in self.layers for width in layer.widths]
             if experts.shape[-1] != sum(widths):
-                got = f"{experts.shape[-1]} choices of each token, expected {sum(widths)}"
-                raise ConfigError(f"loss.routing_replay: the engine returned {got}. Set it to trainer.")
+                wanted = f"expected {sum(widths)} experts of each token from the engine, got {experts.shape[-1]}"
+                raise ConfigError(f"loss.routing_replay: {wanted}. Set it to trainer.")
             parts = iter(experts.split(widths, dim=-1))
             for layer in self.layers:
                 layer.replayed = [next(parts) for _ in layer.widths]
@@ -60,11 +60,11 @@ class Routing:
             layer.widths = [choice.shape[-1] for choice in layer.choices]
             if layer.n_calls != 1 or not layer.choices or any(len(choice) != n_positions for choice in layer.choices):
                 name = type(layer.block).__name__
-                raise ConfigError(f"loss.routing_replay: {name} is not supported: no single top-k over its experts")
+                raise ConfigError(f"loss.routing_replay: requires one top-k over experts, got {name}. Set it to false.")
             others = zip(layer.choices, layer.n_experts, strict=True)
             layer.replayed = [(choice.long() + 1) % n_experts for choice, n_experts in others]
         if torch.equal(run(), before):
-            raise ConfigError("loss.routing_replay: the model is not supported: it ignores the indices of its top-k")
+            raise ConfigError("loss.routing_replay: requires use of the top-k's indices. Set it to false.")
         self.follow(None)
 
 

@@ -231,7 +231,7 @@ class Judge(CallingReward):
             )
         except HTTPError as error:
             if error.status in DENIED:
-                raise ConfigError(f"reward.judge: {error}") from error
+                raise ConfigError(f"reward.judge: expected a valid key, URL and model, got: {error}") from error
             if error.status not in REFUSED or question in CHECKS:
                 raise
             self._ask(CHECKS[0])  # raises if the API refuses every question

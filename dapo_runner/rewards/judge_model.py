@@ -91,7 +91,7 @@ class JudgeModel:
             return self.tokenizer.apply_chat_template(conversation, **options)
         except TemplateError as error:
             roles = " and ".join(message["role"] for message in conversation)
-            raise ConfigError(f"reward.judge: the chat template takes no messages of {roles}: {error}") from error
+            raise ConfigError(f"reward.judge: requires a chat template of {roles}, got: {error}") from error
 
     def _next(self, rows: Sequence[list[int]]) -> Tensor:
         """Return the log-probs of the next token of each row, float32 [rows, V]."""

@@ -104,9 +104,8 @@ def judge_reasoning_gym(text: str, answer: str) -> dict[str, Any]:
     """Score a text with the task that ``answer`` describes. The answer is the content of the last <answer> tag, else of
     the last `Answer: …` line, else the whole text. Scores are in [0, 1]; 1 is correct.
 
-    Some tasks evaluate the answer as Python code. So a child process computes the score, which does not affect the next
-    text. Code that does more than arithmetic is not evaluated there, because it could forge the score. If it were, it
-    could write no file, start no process and open no socket: the process is confined like a program of `code`.
+    Some tasks evaluate the answer as Python code. So a child process, confined like a program of `code`, computes the
+    score. It refuses code that does more than arithmetic, which could forge the score.
     """
     from reasoning_gym.utils import extract_answer
 

@@ -81,7 +81,7 @@ def unmatchable_answers(config: RewardConfig, prompts: Sequence[Prompt]) -> str 
     rule, response = _RULES.get(use, (lambda *_: Verdict(True), ""))
     unmatched = [prompt.answer for prompt in prompts if not rule(response.format(prompt.answer), prompt.answer).correct]
     some = f"{len(unmatched)} of {len(prompts)} training problems, e.g. {', '.join(map(repr, unmatched[:3]))}"
-    warning = f"reward.kind={use}: the rule cannot match the ground truth of {some}"
+    warning = f"reward.kind: expected a rule that can match the ground truth, got {use}, which cannot for {some}"
     if len(unmatched) == len(prompts):
         raise ConfigError(f"{warning}. Choose another rule, or set data.columns.")
     return warning if unmatched else None

@@ -125,7 +125,7 @@ def make_key(url: str) -> None:
             file.write(secrets.token_urlsafe(32))
         unfinished.replace(path)
     except OSError as error:
-        raise ConfigError(f"rollout.server.key_env: required, because {path} cannot be written: {error}") from error
+        raise ConfigError(f"rollout.server.key_env: expected a name, or to write {path}, got: {error}") from error
 
 
 def server_key(url: str, key_env: str | None) -> str:
@@ -140,9 +140,9 @@ def _read_key(path: Path) -> str:
     except FileNotFoundError:
         return ""
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"rollout.server.key_env: cannot read the key in {path}: {error}") from error
+        raise ConfigError(f"rollout.server.key_env: expected a readable key in {path}, got: {error}") from error
     if status.st_mode & 0o077 or status.st_uid != os.getuid():
         raise ConfigError(f"rollout.server.key_env: {path} must be private. Run `chmod 600 {path}`.")
     if not (key and key.isprintable()):
-        raise ConfigError(f"rollout.server.key_env: {path} must hold a key of printable ASCII characters. Delete it.")
+        raise ConfigError(f"rollout.server.key_env: expected a key of printable ASCII characters in {path}. Delete it.")
     return key

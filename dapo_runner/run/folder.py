@@ -73,7 +73,7 @@ def lock_folder(folder: Path, note: Callable[[str], None]) -> FolderLock:
         owner = _owner(file)
         file.close()
         raise ConfigError(
-            f"{folder}: is in use by {owner}. Wait until it ends, stop it, or choose another run.name."
+            f"run.name: expected an unused folder, got {folder}, in use by {owner}. Wait, stop it, or choose another."
         ) from error
     except OSError as error:  # a file system without locks
         note(f"{path} cannot be locked ({error}). Make sure that no other process trains in this folder.")
@@ -189,7 +189,7 @@ def check_same_run(config: AnyConfig, folder: Path) -> list[Change]:
         forked = f", with run.from={folder}@STEP to go on from one of its checkpoints"
         fork = forked if find_checkpoints(folder / CHECKPOINTS) else ""
         raise ConfigError(
-            f"{folder} holds a run with another configuration ({'; '.join(refused)}); choose another "
-            f"run.name{fork}, or remove the folder (docs/watching.md: what may change in a run)"
+            f"run.name: expected the configuration of {folder}, got changes: {'; '.join(refused)}. Choose another "
+            f"run.name{fork}, or remove the folder. docs/watching.md lists what may change in a run."
         )
     return changes

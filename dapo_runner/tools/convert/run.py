@@ -85,7 +85,7 @@ def _read_journal(journal: Path, settings: dict[str, Any]) -> dict[str, dict[str
         append_jsonl(journal, [settings])
         return {}
     if changed := sorted(key for key in settings | lines[0] if lines[0].get(key) != settings.get(key)):
-        raise ConfigError(f"{journal} was begun with other settings ({', '.join(changed)}). Use those, or another OUT.")
+        raise ConfigError(f"{journal}: expected the same settings, got another {', '.join(changed)}. Change OUT.")
     return {line["key"]: line["row"] for line in lines[1:]}
 
 

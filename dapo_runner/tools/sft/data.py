@@ -69,7 +69,7 @@ def load_examples(config: SftConfig, tokenizer: Any) -> Examples:
         _tokenize(pairs, prompts, examples, tokenizer, data)
     report.update({"train": len(examples.train), "heldout": len(examples.heldout)})
     if not examples.train:
-        raise ConfigError(f"data: no training example is left: {report.describe('examples')}")
+        raise ConfigError(f"data.path: expected training examples, got none: {report.describe('examples')}")
     return examples
 
 

@@ -133,4 +133,4 @@ def is_finished(run: StudyRun) -> bool:
 
 
 def _holds(folder: Path, what: str) -> ConfigError:
-    return ConfigError(f"{folder} holds {what}. Choose another name for the study, or remove the folder.")
+    return ConfigError(f"{folder}: expected this run, got {what}. Choose another name, or remove the folder.")

@@ -179,7 +179,7 @@ def test_dropout_of_a_model_is_off_even_in_train_mode(tmp_path: Path, monkeypatc
     [
         (
             MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, bos_token_id=1, eos_token_id=2),
-            "see each other",
+            "MambaForCausalLM",
         ),
         (CohereConfig(**SIZES), "CohereForCausalLM"),
         (Gemma2Config(**SIZES, head_dim=8), "Gemma2Attention"),
