@@ -116,6 +116,7 @@ def policy_logprobs(learner: Learner, asked: Prompt, answer: Completion, tempera
 
 def test_turns_join_the_running_batch(engine: VLLMEngine, learner: Learner) -> None:
     """No episode waits for another: the batch goes on while one of them has been answered."""
+    assert engine.llm.llm_engine.vllm_config.cache_config.enable_prefix_caching  # it keeps earlier turns
     runner = EpisodeRunner(make_config(env={"kind": "talkers:Talker"}), engine.tokenizer)
     prompts = [prompt(text, engine) for text in ("1+1=", "12+34=")]
     sampling = [SamplingParams(n=3, max_tokens=40, seed=3, index=index) for index in range(2)]
