@@ -85,6 +85,9 @@ def linear_distillation_loss(
 
     Heads shared by ranks (``group=``, ``DTensor``) are not supported.
 
+    Returns:
+        ``DistillationOutput``: the loss, 0-d, and the divergence of each token, detached.
+
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it, what was expected and what it got.
 

@@ -109,8 +109,19 @@ def linear_token_logprobs(
     """Return ``token_logprobs`` of ``softcap(hidden · weightᵀ + bias)``, a chunk of tokens at a time.
 
     Differentiable with respect to hidden, weight and bias. The backward pass recomputes the logits (four GEMMs in
-    total). With ``mask`` only live tokens are computed; the others are 0. Arguments and errors are those of
-    ``linear_dapo_loss``.
+    total).
+
+    Args:
+        hidden: [T, H] packed or [B, L, H] padded.
+        weight: [V, H], the output head (``lm_head.weight``), same dtype as ``hidden``.
+        target_ids: [T] or [B, L].
+        mask: same shape as ``target_ids``: only these tokens are computed; the others are 0.
+        entropy: also return −Σ p log p over the vocabulary.
+
+    The other arguments and the errors are those of ``linear_dapo_loss``.
+
+    Returns:
+        ``TokenStats``: log-probs and entropies (or None), float32, in the layout of ``target_ids``.
 
     Example:
         >>> import torch

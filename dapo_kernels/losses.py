@@ -122,6 +122,9 @@ def dapo_loss(
             vocabulary. Not needed for a ``DTensor`` with ``Shard(-1)`` (docs/vocabulary-parallel.md).
         clip_high and every other field of ``Objective``: override it for this call.
 
+    Returns:
+        ``LossOutput``: the loss, 0-d, detached log-probs, entropies (or None) and metrics.
+
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it, what was expected and what it got. If ranks
             of a ``group`` pass different tokens or options, all of them raise.
@@ -153,6 +156,14 @@ def policy_loss_from_logits(
     **options: Unpack[LogitsOptions],
 ) -> LossOutput:
     """Compute ``dapo_loss`` with an explicit objective.
+
+    Args:
+        objective: as in ``dapo_loss``, but without a default.
+
+    The other arguments and the errors are those of ``dapo_loss``.
+
+    Returns:
+        ``LossOutput``: the loss, 0-d, detached log-probs, entropies (or None) and metrics.
 
     Example:
         >>> import torch
@@ -211,7 +222,9 @@ def linear_dapo_loss(
             [B, L/ranks, H]. It is gathered, and its gradient reduce-scattered. Per-token tensors are for all tokens.
 
     The other arguments, the result and the errors are those of ``dapo_loss``. Softmax arithmetic is in float32.
-    The other arguments, the result and the errors are those of ``dapo_loss``. Softmax arithmetic is float32.
+
+    Returns:
+        ``LossOutput``: the loss, 0-d, detached log-probs, entropies (or None) and metrics.
 
     Example:
         >>> import torch
@@ -239,6 +252,14 @@ def policy_loss_from_hidden(
     **options: Unpack[LinearOptions],
 ) -> LossOutput:
     """Compute ``linear_dapo_loss`` with an explicit objective.
+
+    Args:
+        objective: as in ``dapo_loss``, but without a default.
+
+    The other arguments and the errors are those of ``linear_dapo_loss``.
+
+    Returns:
+        ``LossOutput``: the loss, 0-d, detached log-probs, entropies (or None) and metrics.
 
     Example:
         >>> import torch
@@ -273,6 +294,9 @@ def policy_loss(
         entropy: same shape, differentiable; required if ``entropy_coef`` is not 0.
 
     The other arguments and the errors are those of ``dapo_loss``.
+
+    Returns:
+        ``LossOutput``: the loss, 0-d, detached log-probs, entropies (or None) and metrics.
 
     Example:
         >>> import torch

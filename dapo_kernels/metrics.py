@@ -116,6 +116,12 @@ def summarize(metrics: Mapping[str, Tensor] | Iterable[Mapping[str, Tensor]]) ->
     a live token every mean is 0. ``entropy`` is included if a call computed it (``entropy=True``, or an objective that
     needs it), as the mean over the live tokens of those calls. Copies the values to the host.
 
+    Args:
+        metrics: ``metrics`` of one output of a loss, or an iterable of several.
+
+    Returns:
+        numbers by name.
+
     Example:
         >>> import torch
         >>> from dapo_kernels import policy_loss, summarize
@@ -136,6 +142,13 @@ def reduce_metrics(
     Collective: every rank of the group calls it with the metrics of its own call or micro-batches, also with none
     (``[]``). With NCCL, a rank's current CUDA device must be its own. Without an initialized process group the result
     is that of ``summarize``.
+
+    Args:
+        metrics: ``metrics`` of one output of a loss, or an iterable of several.
+        group: the process group; by default that of all ranks.
+
+    Returns:
+        numbers by name, as ``summarize`` of one process returns them.
 
     Raises:
         TypeError: as ``summarize``.

@@ -125,6 +125,9 @@ def preference_loss(
         inplace_backward: let the backward pass overwrite the logits with their gradient.
         valid_vocab, group: as in ``dapo_loss``.
 
+    Returns:
+        ``PreferenceOutput``: the loss, 0-d, and detached rewards, log-probs, entropies (or None) and metrics.
+
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it, what was expected and what it got.
         IndexError: a live token's target is outside [0, V) (on CUDA: an asynchronous device assert).
@@ -176,6 +179,9 @@ def linear_preference_loss(
 
     The other arguments, the result and the errors are those of ``preference_loss``.
 
+    Returns:
+        ``PreferenceOutput``: the loss, 0-d, and detached rewards, log-probs, entropies (or None) and metrics.
+
     Example:
         >>> import torch
         >>> from dapo_kernels import linear_preference_loss
@@ -211,6 +217,9 @@ def preference_loss_from_logprobs(
         entropy: same shape; reported in the metrics.
 
     The other arguments, the result and the errors are those of ``preference_loss``.
+
+    Returns:
+        ``PreferenceOutput``: the loss, 0-d, and detached rewards, log-probs, entropies (or None) and metrics.
 
     Example:
         >>> import torch

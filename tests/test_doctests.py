@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,24 @@ def test_the_example_runs(public: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (found,) = doctest.DocTestFinder(recurse=False).find(public, public.__name__, globs={})
     assert found.examples
     assert doctest.DocTestRunner().run(found).failed == 0
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in dapo_kernels.__all__ if inspect.isroutine(getattr(dapo_kernels, name))]
+)
+def test_a_public_function_has_every_section(name: str) -> None:
+    function = getattr(dapo_kernels, name)
+    sections = ["Args"] + ["Returns"] * (function is not dapo_kernels.use_backend) + ["Example"]
+    found = re.findall(r"^(Args|Returns|Example):$", inspect.getdoc(function) or "", re.MULTILINE)
+    assert found == sections
+
+
+@pytest.mark.parametrize("name", ["trl", "verl"])
+def test_the_examples_of_an_integration_run(name: str) -> None:
+    module = pytest.importorskip(f"dapo_kernels.integrations.{name}", exc_type=ImportError)
+    result = doctest.testmod(module)
+    assert result.attempted
+    assert result.failed == 0
 
 
 def test_a_section_of_a_docstring_has_an_empty_line_above_it() -> None:

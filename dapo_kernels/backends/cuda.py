@@ -170,7 +170,7 @@ def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scala
 
 
 def row_divergence_(logits: Tensor, ref_logits: Tensor, asked: Asked, weights: Tensor, distance: Distance) -> Tensor:
-    """By the Triton kernel where Triton is, in eager torch elsewhere: the module has no kernel for it."""
+    """Use the Triton kernel if Triton is available, else eager torch: the module has no kernel for it."""
     by_triton = not on_host(logits) and registry.available_backends()["triton"] is None
     by: Any = registry.backend("triton") if by_triton else divergence
     found: Tensor = by.row_divergence_(logits, ref_logits, asked, weights, distance)

@@ -79,6 +79,14 @@ class DapoGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     Raises:
         ValueError: a setting is not supported; the message says why.
+
+    Example:
+        >>> from trl import GRPOConfig
+        >>> from dapo_kernels.integrations.trl import DapoGRPOTrainer
+        >>> def train(model, dataset, reward):
+        ...     config = GRPOConfig(output_dir="runs/trl", loss_type="dapo", beta=0.0)
+        ...     trainer = DapoGRPOTrainer(model, reward, config, train_dataset=dataset, dynamic_sampling=True)
+        ...     trainer.train()
     """
 
     def __init__(

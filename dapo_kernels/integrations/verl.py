@@ -177,6 +177,11 @@ def policy_loss_of(name: str) -> PolicyLoss:
     Its arguments are verl's: ``old_log_prob``, ``log_prob`` (differentiable), ``advantages``, ``response_mask`` [B, L],
     ``loss_agg_mode``, ``config`` (the actor's) and ``rollout_is_weights`` [B, L]. It returns the loss, 0-d, and a dict
     of floats with verl's metric keys.
+
+    Example:
+        >>> from dapo_kernels.integrations.verl import policy_loss_of
+        >>> policy_loss_of("dapo").__name__  # registered with verl as dapo_kernels/dapo
+        'dapo_policy_loss'
     """
 
     def loss(
@@ -240,6 +245,13 @@ def prompt_mean_advantages(
 
     Returns:
         the weighted advantages and verl's, [B, L] each.
+
+    Example:
+        >>> import torch
+        >>> from dapo_kernels.integrations.verl import prompt_mean_advantages
+        >>> rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.ones(2, 2)
+        >>> prompt_mean_advantages(rewards, mask, index=["p", "p"])[0].shape
+        torch.Size([2, 2])
     """
     by_std = True if config is None else config.get("norm_adv_by_std_in_grpo", True)
     advantages, returns = compute_grpo_outcome_advantage(
@@ -271,7 +283,7 @@ class FusedLinear(torch.nn.Module):
     def forward(
         self, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float | Tensor = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """``hidden_states`` [..., H], ``vocab_weights`` [V, H], targets ``input_ids`` [...] → two float32 [...]."""
+        """Return log-probs and entropies, float32 [...], from [..., H], ``vocab_weights`` [V, H] and targets [...]."""
         row_bytes = vocab_weights.shape[0] * hidden_states.element_size()
         stats = linear_token_logprobs(
             hidden_states,
@@ -291,6 +303,10 @@ def install_fused_linear() -> None:
     verl looks up the layer by name at every forward pass; this sets that name in
     ``verl.utils.experimental.torch_functional``, in this process. Call it from your own module that verl imports in its
     workers (``external_lib``); importing ``dapo_kernels.integrations.verl`` does not call it.
+
+    Example:
+        >>> from dapo_kernels.integrations.verl import install_fused_linear
+        >>> install_fused_linear()  # doctest: +SKIP
     """
     from verl.utils.experimental import torch_functional
 
