@@ -87,7 +87,7 @@ class AsynchronousSampler:
                 self.step -= 1  # a checkpoint must resume with this step, and with the groups accepted meanwhile
                 raise
 
-    def put_back(self, sampled: SampledStep) -> None:
+    def return_step(self, sampled: SampledStep) -> None:
         """Undo the last ``next``: its step has not trained."""
         with self._changed:
             self._ready.appendleft(sampled)

@@ -81,7 +81,7 @@ class Run(TrainingRun):
         snapshot = self.snapshot
         if isinstance(self.sampler, AsynchronousSampler):  # its threads have sampled more since the snapshot
             if self.untrained is not None:
-                self.sampler.put_back(self.untrained)
+                self.sampler.return_step(self.untrained)
             snapshot = take_snapshot(self.sampler)
         if self.unlogged is not None:
             self.log_step({})

@@ -330,7 +330,7 @@ def test_a_step_that_other_ranks_did_not_get_is_the_next_one_again() -> None:
     engine = SlowEngine()
     ahead = make_ahead(engine)
     taken = [ahead.next(engine) for _ in range(3)]
-    ahead.put_back(taken.pop())
+    ahead.return_step(taken.pop())
     assert ahead.state_dict()["steps"] == 2
     taken += [ahead.next(engine) for _ in range(STEPS - 2)]
     ahead.close()
