@@ -20,7 +20,7 @@ from torch import Tensor
 from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
 from dapo_runner.algorithms.weights import TrainedModel, learning_rate
 from dapo_runner.config import Config
-from dapo_runner.parallel.ulysses import gather_positions, own_positions
+from dapo_runner.parallel.ulysses import gather_positions, shard_positions
 from dapo_runner.policy.model import Policy, ValueHead
 from dapo_runner.types import PackedBatch
 
@@ -81,7 +81,7 @@ class Critic:
         assert batch.returns is not None
         group = self.world.sequence_group
         old_values, returns, mask = (
-            own_positions(tensor, group).to(hidden.device) for tensor in (batch.values, batch.returns, batch.mask)
+            shard_positions(tensor, group).to(hidden.device) for tensor in (batch.values, batch.returns, batch.mask)
         )
         out = value_loss(self.head(hidden), old_values, returns, mask, self.settings.clip)
         self._losses.append(ValueLoss(out.loss.detach(), out.clipped))

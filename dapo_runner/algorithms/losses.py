@@ -43,7 +43,7 @@ from dapo_runner.algorithms.mini_batch import MiniBatch, head_arguments, loss_te
 from dapo_runner.algorithms.objective import weighs_responses
 from dapo_runner.algorithms.packing import count_training_tokens
 from dapo_runner.config import ConfigError, DistillationConfig, PreferenceConfig
-from dapo_runner.parallel.ulysses import gather_positions, own_positions
+from dapo_runner.parallel.ulysses import gather_positions, shard_positions
 from dapo_runner.policy.model import Policy
 from dapo_runner.types import Group, PackedBatch
 from dapo_runner.types import Sequence as TrainingSequence
@@ -92,7 +92,7 @@ class PolicyLoss:
             **head_arguments(policy, batch, self.temperature),
             **self._arguments(policy, mini, batch, tensors),
             cu_seqlens=batch.cu_seqlens.to(policy.device) if group is None else None,
-            selection=None if selection is None else own_positions(selection, group),
+            selection=None if selection is None else shard_positions(selection, group),
             entropy=True,
         )
         assert out.entropy is not None
@@ -155,7 +155,7 @@ class DistillationLoss:
 
     def __call__(self, policy: Policy, mini: MiniBatch, batch: PackedBatch, selection: Tensor | None) -> LossOutput:
         group, outs = policy.world.sequence_group, list[DistillationOutput]()
-        mask = own_positions(batch.mask, group).to(policy.device)
+        mask = shard_positions(batch.mask, group).to(policy.device)
         hidden, head = policy.hidden_states(batch), head_arguments(policy, batch, self.temperature)
         with torch.no_grad():
             stats = linear_token_logprobs(hidden, mask=mask, entropy=True, **head)

@@ -17,7 +17,7 @@ from dapo_kernels.logprobs import TokenStats
 from dapo_runner.algorithms.correction import Mismatch, correct, measure
 from dapo_runner.config import CorrectionConfig
 from dapo_runner.errors import RunError
-from dapo_runner.parallel.ulysses import gather_positions, own_positions
+from dapo_runner.parallel.ulysses import gather_positions, shard_positions
 from dapo_runner.policy.model import Policy
 from dapo_runner.types import PackedBatch
 
@@ -73,7 +73,7 @@ class NonFiniteUpdateError(RunError):
 def loss_tensors(batch: PackedBatch, policy: Policy, group: ProcessGroup | None) -> dict[str, Tensor]:
     """Return the inputs of a loss on the policy's device: [T/W] of this rank's positions in ``group``, else [T]."""
     tensors = batch.tensors()
-    return {name: own_positions(tensors[name], group).to(policy.device) for name in LOSS_TENSORS if name in tensors}
+    return {name: shard_positions(tensors[name], group).to(policy.device) for name in LOSS_TENSORS if name in tensors}
 
 
 def head_arguments(policy: Policy, batch: PackedBatch, temperature: float) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def head_arguments(policy: Policy, batch: PackedBatch, temperature: float) -> di
     head = policy.head
     return {
         "weight": head.weight,
-        "target_ids": own_positions(batch.target_ids, policy.world.sequence_group).to(policy.device),
+        "target_ids": shard_positions(batch.target_ids, policy.world.sequence_group).to(policy.device),
         "bias": head.bias,
         "lora": head.lora,
         "softcap": head.softcap,
@@ -106,7 +106,7 @@ def local_sampling_mask(batch: PackedBatch, policy: Policy) -> SamplingMask | No
 def token_stats(policy: Policy, batch: PackedBatch, temperature: float, *, entropy: bool = False) -> TokenStats:
     """Return differentiable log-probs and entropies of all positions, float32 [T]. Collective."""
     group = policy.world.sequence_group
-    mask = own_positions(batch.mask, group).to(policy.device)
+    mask = shard_positions(batch.mask, group).to(policy.device)
     arguments = head_arguments(policy, batch, temperature)
     stats = linear_token_logprobs(policy.hidden_states(batch), mask=mask, entropy=entropy, **arguments)
     entropies = None if stats.entropy is None else gather_positions(stats.entropy, group)

@@ -52,7 +52,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return own_positions(grad, ctx.group), None
+        return shard_positions(grad, ctx.group), None
 
 
 def gather_positions(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -60,6 +60,6 @@ def gather_positions(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return x if group is None else cast(Tensor, _Gather.apply(x, group))
 
 
-def own_positions(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def shard_positions(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return this rank's [T/W, …] of [T, …]."""
     return x if group is None else x.chunk(group.size())[group.rank()]

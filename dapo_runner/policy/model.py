@@ -22,7 +22,7 @@ from dapo_kernels.integrations.heads import LogitRule, lora_of
 from dapo_kernels.integrations.probe import check_logits, is_causal, is_packable
 from dapo_runner.config import ConfigError, ModelConfig
 from dapo_runner.parallel.sharding import Root, fill, shard
-from dapo_runner.parallel.ulysses import own_positions
+from dapo_runner.parallel.ulysses import shard_positions
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.policy.attention import (
     PACKED_ATTENTION,
@@ -114,15 +114,15 @@ class Policy:
         distinct = find_shared(input_ids.cpu(), lengths) if self.kernel == "sdpa" and group is None else None
         if self.routing is not None and experts is not None:
             if len(experts) == len(input_ids):  # one row for each position, also for those that others compute
-                experts = own_positions(experts if distinct is None else experts[distinct.source], group)
+                experts = shard_positions(experts if distinct is None else experts[distinct.source], group)
             self.routing.follow(experts.to(self.device))
         if distinct is not None:
             source = distinct.source.to(input_ids.device)
             input_ids, position_ids = input_ids[source], position_ids[source]
         # use_cache=False is required: with a cache, transformers lets packed sequences attend to each other.
         output = self.model.base_model(
-            input_ids=own_positions(input_ids, group).to(self.device)[None],
-            position_ids=own_positions(position_ids, group).to(self.device)[None],
+            input_ids=shard_positions(input_ids, group).to(self.device)[None],
+            position_ids=shard_positions(position_ids, group).to(self.device)[None],
             use_cache=False,
             packing=plan_packing(lengths, self.device, self.kernel, distinct, group),
         )
