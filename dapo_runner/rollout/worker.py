@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class _Share(NamedTuple):
-    """A message of rank 0 to another rank: requests, or the end of ``lead`` and the error that ended it."""
+    """A message of rank 0 to another rank: requests, or the end of ``run_on_rank0`` and the error that ended it."""
 
     requests: list[RolloutRequest]
     options: CallOptions = DEFAULT_OPTIONS
@@ -54,7 +54,7 @@ class RolloutWorker:
     stop: StopRequest = field(default_factory=StopRequest)
     phases: tuple[str, str] = ("rollout", "score")
 
-    def lead(self, work: Callable[[], T]) -> T | None:
+    def run_on_rank0(self, work: Callable[[], T]) -> T | None:
         """Run ``work`` on rank 0, where it may call ``generate``. The other ranks follow and return None.
 
         Raises the error of ``work`` on every rank. Collective.
@@ -74,7 +74,7 @@ class RolloutWorker:
         """Return scored groups in the order of the requests.
 
         Dropped requests, and those whose reward or episodes failed within the allowed failures, have no group. With
-        several ranks only rank 0 calls this, inside ``lead``.
+        several ranks only rank 0 calls this, inside ``run_on_rank0``.
         """
         with self.clock.phase("wait") if self.world.size > 1 else nullcontext():
             costs = [float(len(request.prompt.token_ids) + request.sampling.max_tokens) for request in requests]

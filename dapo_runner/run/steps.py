@@ -96,7 +96,7 @@ class Run(TrainingRun):
             sampled = self._wait_for_sample(self.sampler)
         else:
             sampler, self.snapshot = self.sampler, take_snapshot(self.sampler)
-            sampled = self.worker.lead(lambda: self._sample(sampler, step)) or SampledStep()
+            sampled = self.worker.run_on_rank0(lambda: self._sample(sampler, step)) or SampledStep()
         if self.config.rollout.engine_spec.is_remote and self.world.any(self.engine.is_unprobed):
             self.probe()  # a server has restarted: check its weights before its responses train
         return sampled
@@ -234,7 +234,7 @@ class Run(TrainingRun):
                 clock=StepClock(),
                 stop=StopRequest(),
             )
-            result = worker.lead(lambda: evaluate(worker.generate, self.dataset.heldout, self.config))
+            result = worker.run_on_rank0(lambda: evaluate(worker.generate, self.dataset.heldout, self.config))
             metrics = self.world.broadcast_from_rank0(lambda: self._log_evaluation(step, result))
         self.early_stop.observe(step, prefixed("eval", metrics))
         self.progress.evaluation(step, metrics)
