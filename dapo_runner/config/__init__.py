@@ -20,7 +20,7 @@ from dapo_runner.config.reading import (
     parse_config,
     read_recipe,
 )
-from dapo_runner.config.reward import AskedModel, JudgeConfig, JudgePrompt, OverlongConfig, RewardConfig
+from dapo_runner.config.reward import AuxiliaryModel, JudgeConfig, JudgePrompt, OverlongConfig, RewardConfig
 from dapo_runner.config.rollout import (
     CorrectionConfig,
     CurriculumConfig,
@@ -48,7 +48,7 @@ from dapo_runner.errors import ConfigError
 __all__ = [
     "AdvantageConfig",
     "ArithmeticConfig",
-    "AskedModel",
+    "AuxiliaryModel",
     "ColumnsConfig",
     "Config",
     "ConfigError",

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from dapo_runner.config.data import DataConfig, EvalSetConfig, ProblemsConfig, PromptsConfig
-from dapo_runner.config.reward import AskedModel, JudgePrompt
+from dapo_runner.config.reward import AuxiliaryModel, JudgePrompt
 from dapo_runner.config.run import JobConfig, RunConfig, TrainingConfig
 from dapo_runner.config.section import Check, Name, NonNegativeInt, Plain, PositiveFloat, PositiveInt, Section
 from dapo_runner.config.settings import Config
@@ -127,7 +127,7 @@ class StudyConfig(Section):
         yield "entropy_fit", set(self.entropy_fit) <= set(names), "variants of this study"
 
 
-class ConvertConfig(AskedModel, ProblemsConfig):
+class ConvertConfig(AuxiliaryModel, ProblemsConfig):
     """The model that rewrites problems, and the data set to read: docs/convert-answers.md."""
 
     requires = {"url": "concurrency"}

@@ -45,7 +45,7 @@ class JudgePrompt(Section):
         yield "answers", len(words) == 2, "two different words"
 
 
-class AskedModel(Section):
+class AuxiliaryModel(Section):
     """A model other than the policy: in this process, or behind an API if ``url`` is set."""
 
     requires = {"url": "key_env options"}
@@ -60,7 +60,7 @@ class AskedModel(Section):
         yield "url", self.url is None or self.url.startswith(("http://", "https://")), "http://… or https://…"
 
 
-class JudgeConfig(AskedModel, JudgePrompt):
+class JudgeConfig(AuxiliaryModel, JudgePrompt):
     """Kind judge: a model decides whether a response agrees with the reference answer (arXiv 2503.23829)."""
 
     requires = {"url": "votes"}

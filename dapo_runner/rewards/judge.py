@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dapo_runner import http
-from dapo_runner.config import AskedModel, ConfigError, JudgePrompt, RewardConfig
+from dapo_runner.config import AuxiliaryModel, ConfigError, JudgePrompt, RewardConfig
 from dapo_runner.files import append_jsonl, drop_incomplete_line, read_jsonl
 from dapo_runner.http import HTTPError
 from dapo_runner.rewards.judge_model import JudgeModel, confidence_of, special_tokens
@@ -267,7 +267,7 @@ TokenLogprobs = list[tuple[str, float]]
 
 
 def chat(
-    model: AskedModel, messages: list[dict[str, str]], timeout: float | None, **fields: Any
+    model: AuxiliaryModel, messages: list[dict[str, str]], timeout: float | None, **fields: Any
 ) -> tuple[str, TokenLogprobs]:
     """Return the reply of a model behind an OpenAI-compatible API, and the likeliest first tokens with their log-probs.
     The reply's own first token comes first.
