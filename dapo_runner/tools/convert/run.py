@@ -32,7 +32,7 @@ MAY_CHANGE = {"limit", "url", "key_env", "concurrency"}
 RETRIES, TIMEOUT = 2, 600.0  # of a failed request; seconds per request
 BATCH = 32  # problems that a model in this process decodes in parallel
 
-Asked = tuple[str, list[dict[str, str]]]
+Request = tuple[str, list[dict[str, str]]]
 """The key of a problem, and the conversation that the model replies to."""
 
 
@@ -107,7 +107,7 @@ def _settle_all(problems: Mapping[str, Problem], config: ConvertConfig) -> Itera
 
 def _settle(problem: Problem, text: str, config: ConvertConfig) -> dict[str, Any]:
     question = bare_question(problem)
-    evidence: dict[str, Any] = {"problem": question, "answer": problem.answer, "model": config.model, "said": text}
+    evidence: dict[str, Any] = {"problem": question, "answer": problem.answer, "model": config.model, "reply": text}
     try:
         reply = read_reply(text)
         checked = check(reply, question, problem.answer, is_same)
@@ -145,31 +145,31 @@ def _key_of(problem: Problem) -> str:
     return hashlib.sha256(f"{problem.key}\0{problem.answer}".encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
-def _ask_endpoint(config: ConvertConfig, batch: Sequence[Asked]) -> list[str]:
+def _ask_endpoint(config: ConvertConfig, batch: Sequence[Request]) -> list[str]:
     """Return the replies of an API. Raises HTTPError after all retries."""
     fields: dict[str, Any] = {"max_tokens": config.max_tokens, "temperature": 0, "seed": 0}
     if config.chat_template_kwargs:
         fields["chat_template_kwargs"] = config.chat_template_kwargs
 
-    def ask(asked: Asked) -> str:
+    def ask(request: Request) -> str:
         for attempt in range(RETRIES):
             try:
-                return chat(config, asked[1], TIMEOUT, **fields)[0]
+                return chat(config, request[1], TIMEOUT, **fields)[0]
             except HTTPError:
                 time.sleep(PAUSE * 2**attempt)
-        return chat(config, asked[1], TIMEOUT, **fields)[0]
+        return chat(config, request[1], TIMEOUT, **fields)[0]
 
     return map_in_threads(ask, batch, config.concurrency)
 
 
-def _load_model(config: ConvertConfig) -> Callable[[Sequence[Asked]], list[str]]:
+def _load_model(config: ConvertConfig) -> Callable[[Sequence[Request]], list[str]]:
     device = resolve_device("auto")
     settings = ModelConfig(path=config.model, dtype="float32" if device.type == "cpu" else "bfloat16")
     tokenizer = load_tokenizer(config.model, settings)
     chat = bool(tokenizer.chat_template)
     engine = HFEngine(load_model(config.model, settings, device, "sdpa"), tokenizer, BATCH)
 
-    def answer(batch: Sequence[Asked]) -> list[str]:
+    def answer(batch: Sequence[Request]) -> list[str]:
         prompts = []
         for key, messages in batch:
             turns = [(message["role"], message["content"]) for message in messages]

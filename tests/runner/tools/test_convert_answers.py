@@ -158,7 +158,7 @@ def test_what_passes_is_kept_with_its_evidence(tmp_path: Path, capsys: pytest.Ca
     assert evidence["problem"] == PROBLEMS[0][0]
     assert evidence["agrees"] == {"quantity": True, "form": True}
     assert evidence["values"] == {"k": 11, "m": 2, "n": 6}
-    assert evidence["said"] == answer_as(0)
+    assert evidence["reply"] == answer_as(0)
     assert kept[5]["conversion"] == {"rule": "integer"}
     assert [row["reward_model"]["ground_truth"] for row in rejected] == ["11-2\\sqrt{6}", "red"]
     assert rejected[1]["conversion"]["rejected"] == "the final answer is no integer"
