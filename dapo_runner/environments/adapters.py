@@ -46,11 +46,11 @@ class TextArena(Environment):
         """Return what player 0 observes once the others have moved."""
         while not is_done:
             player, found = self.game.get_observation()
-            said = "\n".join(text for sender, text, _ in found if sender != player)
+            observed = "\n".join(text for sender, text, _ in found if sender != player)
             if player == 0:
-                return said, None, False
+                return observed, None, False
             assert self.opponent is not None
-            is_done = self._move(self.opponent(said))
+            is_done = self._move(self.opponent(observed))
         rewards, _ = self.game.close()
         return "", float(rewards[0]), True
 
