@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pkgutil
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import triton_sass as sass
 
-from dapo_kernels.backends.triton import LAUNCHES, LOADS, MAX_REGISTERS, Launch, kernels
+from dapo_kernels.backends import triton
+from dapo_kernels.backends.residency import rows_held
+from dapo_kernels.backends.triton import LAUNCHES, LOADS, MAX_REGISTERS, Launch
 from docs.models import roofline
 
 pytestmark = pytest.mark.elsewhere
@@ -32,19 +35,24 @@ def check_registers(got: sass.Compiled, launch: Launch) -> None:
     assert got.local_accesses == 0, got
     assert not any(loop.shared for loop in got.loops), got
     assert got.registers <= MAX_REGISTERS, got
-    assert sass.rows_per_sm(got.registers, launch.num_warps) * 2 >= launch.rows_per_sm, got
+    assert rows_held(got.registers, launch.num_warps) * 2 >= launch.rows_per_sm, got
 
 
-def check_waves(got: sass.Compiled, launch: Launch, variant: str, logits: str, rows: str) -> None:
+def check_waves(got: sass.Compiled, launch: Launch, logits: str, rows: str, tensors: int = 1) -> None:
     """Of rows that are read twice, on every GPU of the roofline and at vocabularies where its cache limits the rows."""
-    if not variant.startswith("loss"):
-        assert got.atomics == 0, got
-        return
+    itemsize = sass.ITEMSIZE[logits] * tensors
     row_loads = launch.block(sass.cut(rows, logits)["VEC"]) * sass.ITEMSIZE[logits]
+    assert got.atomics, got
     for device in roofline.DEVICES:
         for vocab in (*roofline.V, 100_000, 50_257):
-            found = sass.waves(got, launch, device.gpu, vocab, sass.ITEMSIZE[logits], row_loads)
+            found = sass.waves(got, launch, device.gpu, vocab * itemsize, row_loads)
             assert found == 1, (device.name, vocab, found, got)
+
+
+def check_hints(got: sass.Compiled) -> None:
+    """All that writes leaves the L2 cache first, and what it reads; the statistics' reads stay."""
+    for loop in got.loops:
+        assert loop.evict_first == (loop.loads + loop.stores + loop.narrow if loop.written else 0), got
 
 
 def check_loops(got: sass.Compiled, variant: str, logits: str) -> None:
@@ -86,23 +94,33 @@ GRID += [(v, "bf16", LAUNCHES[-1], 90, "shifted") for v in sass.VARIANTS if "sof
 def test_machine_code_of_a_row_kernel(variant: str, logits: str, launch: Launch, capability: int, rows: str) -> None:
     got = sass.row_kernel(variant, logits, capability, launch, rows)
     check_registers(got, launch)
-    check_waves(got, launch, variant, logits, rows)
+    check_hints(got)
+    if variant.startswith("loss"):
+        check_waves(got, launch, logits, rows)
+    else:
+        assert got.atomics == 0, got
     if sass.aligned(rows):
         check_loops(got, variant, logits)
 
 
-@pytest.mark.parametrize("rows", ["even", "padded", "odd"])
-@pytest.mark.parametrize("logits", ["bf16", "fp32"])
-@pytest.mark.parametrize("variant", sass.DIVERGENCES)
-def test_machine_code_of_the_divergence(variant: str, logits: str, rows: str) -> None:
+@pytest.mark.parametrize(("variant", "logits", "capability", "rows"), sass.DIVERGENCE_GRID)
+def test_machine_code_of_the_divergence(variant: str, logits: str, capability: int, rows: str) -> None:
     """Statistics of both rows, the divergence from both, the gradient; and zeros of a row that is masked."""
-    got = sass.row_kernel(variant, logits, 90, LAUNCHES[-1], rows)
+    got = sass.row_kernel(variant, logits, capability, LAUNCHES[-1], rows)
     check_registers(got, LAUNCHES[-1])
+    check_hints(got)
+    check_waves(got, LAUNCHES[-1], logits, rows, tensors=2)
     if sass.aligned(rows):
         assert not any(loop.narrow for loop in got.loops), got
         assert sum(bool(loop.loads) for loop in got.loops) == sass.DIVERGENCES[variant].loads, got
         gradient = [loop for loop in got.loops if loop.loads and loop.stores]
-        assert [(loop.loads, loop.stores, loop.evict_first) for loop in gradient] == [(2, 1, 3)], got
+        assert [(loop.loads, loop.stores) for loop in gradient] == [(2, 1)], got
+
+
+@pytest.mark.parametrize("kernel", sass.DIVERGENCE_TABLE, ids=str)
+def test_the_page_shows_the_registers_of_the_divergence(kernel: str) -> None:
+    shown = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {kernel} |")]
+    assert shown == [sass.divergence_row(kernel)], f"python tests/kernels/triton_sass.py {PAGE.name}"
 
 
 @pytest.mark.parametrize("logits", ["bf16", "fp32"])
@@ -143,9 +161,11 @@ def test_the_smallest_blocks_compile(logits: str, block: int, rows: str) -> None
 
 
 def test_every_kernel_is_compiled_here() -> None:
-    """A kernel that is added must be added above."""
-    found = {name for name in vars(kernels) if name.endswith("_kernel")}
-    assert found == {plan.kernel for plan in sass.VARIANTS.values()} | {"token_loss_kernel"}
+    """A kernel that is added to any module must be added above."""
+    modules = [importlib.import_module(f"{triton.__name__}.{m.name}") for m in pkgutil.iter_modules(triton.__path__)]
+    found = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
+    plans = sass.VARIANTS | sass.DIVERGENCES
+    assert found == {plan.kernel for plan in plans.values()} | {"token_loss_kernel"}
 
 
 def test_the_page_shows_the_table() -> None:

@@ -13,12 +13,11 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dapo_kernels.backends.residency import Gpu, programs
+from dapo_kernels.backends.residency import Gpu, programs, rows_held
 from dapo_kernels.backends.triton import LAUNCHES, LOADS, Launch, divergence, kernels
 
 ARCHITECTURES = (80, 90, 100)
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
-REGISTER_FILE = 65536  # 32-bit registers of an SM, on all three
 BEGIN, END = "<!-- sass: begin -->", "<!-- sass: end -->"
 
 _TYPES = {
@@ -42,6 +41,7 @@ ROWS = {
     "odd": _POINTERS,
     "shifted": (*_STRIDES, "V"),
 }
+ROWS_SHOWN = ("even", "padded", "odd")
 
 _PLAIN: dict[str, Any] = {"SURROGATE": "clip", "KL_ESTIMATOR": "k3", "KL_THROUGH_RATIO": False}
 _ALONE: dict[str, Any] = {"Temperatures": None, "RefLogprobs": None, "ImportanceWeights": None, "RefKl": None}
@@ -103,6 +103,7 @@ class Loop(NamedTuple):
     shared: int  # shared memory, shuffles and barriers
     instructions: int = 0  # of any kind; not printed
     evict_first: int = 0  # of the loads and stores, those that leave the cache first; not printed
+    written: int = 0  # stores of any size; not printed
 
     def __str__(self) -> str:
         parts = zip(("ld", "st", "narrow", "ex2", "rcp", "shared"), self[:6], strict=True)
@@ -203,6 +204,7 @@ def _count(body: str) -> Loop:
         n(r"\b(?:LDS|STS|SHFL|BAR|LDSM|STSM|REDUX)\b"),
         n(r"(?m)^\s+/\*[0-9a-f]{4,}\*/\s+\S"),
         n(r"\b(?:LDG|STG)\S*\.EF\b"),
+        n(r"\bSTG"),
     )
 
 
@@ -212,18 +214,15 @@ def instructions_per_logit(got: Compiled, logits: str) -> float:
     return sum(loop.instructions / (loop.loads * per_load) for loop in got.loops if loop.loads)
 
 
-def rows_per_sm(registers: int, warps: int) -> int:
-    """Programs that an SM holds: registers are given out 8 to a thread, and there is room for 64 warps."""
-    return min(REGISTER_FILE // (-(-registers // 8) * 8 * 32), 64) // warps
-
-
-def waves(got: Compiled, launch: Launch, gpu: Gpu, vocab: int, itemsize: int, row_loads: int) -> int:
-    """In how many waves the programs work that share many rows of a loss. With a counter it is one, as those beyond
-    what the SMs hold find one row each; with rows dealt out beforehand they would begin when the others had ended.
+def waves(got: Compiled, launch: Launch, gpu: Gpu, row_bytes: int, row_loads: int) -> int:
+    """In how many waves the programs work that share many rows of a loss, with the number that the SMs hold. With a
+    counter it is one, as those beyond it find one row each; with rows dealt out beforehand they would begin when the
+    others had ended.
     """
-    n = programs(gpu, 10**6, vocab * itemsize, launch.rows_per_sm, row_loads)
-    held = gpu.multiprocessors * rows_per_sm(got.registers, launch.num_warps)
-    return 1 if got.atomics or n == 10**6 else -(-n // held)
+    held = rows_held(got.registers, launch.num_warps)
+    n = programs(gpu, 10**6, row_bytes, held, row_loads)
+    assert n == 10**6 or gpu.multiprocessors <= n <= held * gpu.multiprocessors, (n, held)
+    return 1 if got.atomics or n == 10**6 else -(-n // (gpu.multiprocessors * held))
 
 
 HEADER = "| kernel | rows | logits | warps | sm | registers | rows per SM | spilled bytes | loops over the row |"
@@ -240,6 +239,36 @@ GRID = grid("even", ARCHITECTURES) + grid("padded", (90,)) + grid("odd", (90,))
 GRID += [("loss", d, launch, 90, "even") for launch in LAUNCHES[:-1] for d in ("bf16", "fp32")]
 
 
+# Of the divergence the registers alone, on one architecture.
+DIVERGENCE_GRID = [(v, d, c, "even") for v in DIVERGENCES for d in ("bf16", "fp32") for c in ARCHITECTURES]
+DIVERGENCE_GRID += [(v, d, 90, rows) for v in DIVERGENCES for d in ("bf16", "fp32") for rows in ("padded", "odd")]
+_KL = ("divergence, forward", "divergence, reverse")
+DIVERGENCE_TABLE = {
+    "KL, bfloat16": (_KL, (), "bf16"),
+    "KL, float32": (_KL, (), "fp32"),
+    "mixture of both, bfloat16": (("divergence, mixture",), ("divergence, mixture, softcaps",), "bf16"),
+    "mixture of both, float32": (("divergence, mixture",), ("divergence, mixture, softcaps",), "fp32"),
+}
+BEGIN_DIVERGENCE, END_DIVERGENCE = "<!-- divergence: begin -->", "<!-- divergence: end -->"
+
+
+def divergence_row(name: str) -> str:
+    plain, capped, logits = DIVERGENCE_TABLE[name]
+
+    def registers(variants: tuple[str, ...], rows: str) -> str:
+        found = sorted({row_kernel(v, logits, 90, LAUNCHES[-1], rows).registers for v in variants})
+        return " to ".join(map(str, found))
+
+    cells = [registers(plain, rows) + (f" ({registers(capped, rows)})" if capped else "") for rows in ROWS_SHOWN]
+    return f"| {name} | " + " | ".join(cells) + " |"
+
+
+def divergence_table() -> str:
+    """Markdown."""
+    header = "| registers without soft caps (with) | " + " | ".join(f"{rows} rows" for rows in ROWS_SHOWN) + " |"
+    return "\n".join([header, "|---" + "|---:" * len(ROWS_SHOWN) + "|", *map(divergence_row, DIVERGENCE_TABLE)]) + "\n"
+
+
 def name_cells(point: Point) -> list[str]:
     """The cells of a row that say what was compiled."""
     variant, logits, launch, capability, rows = point
@@ -249,7 +278,7 @@ def name_cells(point: Point) -> list[str]:
 def table_row(point: Point) -> str:
     variant, logits, launch, capability, rows = point
     got = row_kernel(variant, logits, capability, launch, rows)
-    per_sm = rows_per_sm(got.registers, launch.num_warps)
+    per_sm = rows_held(got.registers, launch.num_warps)
     figures = [got.registers, per_sm, got.local_bytes, "; ".join(map(str, got.loops))]
     return " | ".join([*name_cells(point), *map(str, figures)]) + " |"
 
@@ -264,9 +293,10 @@ def main(arguments: list[str]) -> None:
         print(table(), end="")
         return
     page = Path(arguments[0])
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n{table()}{END}{after}")
+    for begin, end, new in ((BEGIN_DIVERGENCE, END_DIVERGENCE, divergence_table()), (BEGIN, END, table())):
+        before, _, rest = page.read_text().partition(begin)
+        _, _, after = rest.partition(end)
+        page.write_text(f"{before}{begin}\n{new}{end}{after}")
 
 
 if __name__ == "__main__":
