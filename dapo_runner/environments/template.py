@@ -43,8 +43,8 @@ class TurnTemplate:
     def open_episode(self, prompt: Sequence[tuple[str, str]], text: str) -> list[int]:
         """Return the tokens between a prompt and the first turn. ``text`` is appended to the prompt's last message."""
         turns = [{"role": role, "content": content} for role, content in prompt]
-        (said,) = self._made_plain([Message("user", text)])
-        return self._tokenize(said.content + (self._after_cut(turns, CUT) if self.chat else ""))
+        (message,) = self._made_plain([Message("user", text)])
+        return self._tokenize(message.content + (self._after_cut(turns, CUT) if self.chat else ""))
 
     def reply(self, messages: Sequence[Message], last_token: int) -> list[int]:
         """Return the tokens between a turn of the policy, which ended with ``last_token``, and its next one."""
@@ -76,10 +76,10 @@ class TurnTemplate:
         once, twice = ([question, *[turn, message] * n] for n in (1, 2))
         self._require_prefix(opened, self._render(once))
         self._require_prefix(self._render(once), self._render(twice))
-        said, again = self._after_cut(once), self._render(twice).rpartition(CUT)[2]
-        if message["content"] not in said:
+        first, second = self._after_cut(once), self._render(twice).rpartition(CUT)[2]
+        if message["content"] not in first:
             raise ConfigError(f"env: requires a chat template that writes messages of the role {message['role']}.")
-        self._require_prefix(said + "\0", again + "\0")
+        self._require_prefix(first + "\0", second + "\0")
         if self.tools and opened == self._render([question], tools=None):
             name = self.tokenizer.name_or_path
             raise ConfigError(f"env: requires a chat template that lists tools; that of {name} leaves them out.")

@@ -89,7 +89,7 @@ class ToolEnvironment(Environment):
         calls = parse_calls(text, self.tokenizer, self.tools)
         self.error_room = self.max_error
         answers = [self._answer(call) for call in calls]
-        return tuple(Message("tool", said) for said in answers if said is not None), None, not calls
+        return tuple(Message("tool", answer) for answer in answers if answer is not None), None, not calls
 
     def get_reward(self) -> float | None:
         return self._await(self.state.get_reward()) if hasattr(self.state, "get_reward") else None

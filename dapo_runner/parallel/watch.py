@@ -99,7 +99,7 @@ class Watch:
             return True
         kind, rank = re.sub(r"\d+", "", text), str(self.rank)
         try:
-            is_first = bool(self._store.compare_set(f"said/{kind}", "", rank) == rank.encode())
+            is_first = bool(self._store.compare_set(f"printed/{kind}", "", rank) == rank.encode())
         except RuntimeError:
             return True
         if not is_first:

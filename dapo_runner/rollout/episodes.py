@@ -204,8 +204,8 @@ class EpisodeRunner:
                 return "done"
             if len(episode.rewards) == self.config.max_turns:
                 return "max_turns"
-            said = "".join(message.content for message in messages)
-            tokens = self._tokenize(episode, said, partial(self.template.reply, messages, sampled[-1]))
+            reply = "".join(message.content for message in messages)
+            tokens = self._tokenize(episode, reply, partial(self.template.reply, messages, sampled[-1]))
         return "length"
 
     def _tokenize(self, episode: _Episode, text: str, tokenize: Callable[[], list[int]]) -> list[int]:
@@ -266,9 +266,9 @@ def _as_failure(error: BaseException) -> FailureError:
     frames = traceback.extract_tb(error.__traceback__)
     users = [frame for frame in frames if Path(frame.filename).name not in ("reward.py", Path(__file__).name)]
     line = f" ({Path(users[-1].filename).name}:{users[-1].lineno})" if users else ""
-    said = "".join(character if character.isprintable() else "�" for character in str(error))[:MOST_OF_ERROR]
+    text = "".join(character if character.isprintable() else "�" for character in str(error))[:MOST_OF_ERROR]
     failure = FailureError(
-        "late" if isinstance(error, LateError) else "raised", f"{type(error).__name__}: {said}{line}"
+        "late" if isinstance(error, LateError) else "raised", f"{type(error).__name__}: {text}{line}"
     )
     failure.__cause__ = error
     return failure
@@ -277,8 +277,8 @@ def _as_failure(error: BaseException) -> FailureError:
 def _read_step(result: Any) -> tuple[tuple[Message, ...], float | None, bool]:
     """Return messages, reward and whether the episode is over. Raises FailureError."""
     try:
-        said, reward, is_done = result
-        messages = (Message("user", said),) if isinstance(said, str) else said or ()
+        observation, reward, is_done = result
+        messages = (Message("user", observation),) if isinstance(observation, str) else observation or ()
         if is_done not in (True, False) or not all(isinstance(message, Message) for message in messages):
             raise TypeError
     except (TypeError, ValueError) as error:
@@ -323,7 +323,7 @@ def _joined(episode: _Episode, tokenizer: Any) -> Completion:
 
 
 def _as_part(tokens: list[int], following: Completion) -> Completion:
-    """Return what the environment said in the form of a response, which the turn ``following`` it is joined to."""
+    """Return the reply of the environment in the form of a response, which the turn ``following`` it is joined to."""
     n, versions = len(tokens), following.versions[:1]
     return Completion(
         token_ids=torch.tensor(tokens),
