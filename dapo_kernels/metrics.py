@@ -38,7 +38,7 @@ class Metrics(Mapping[str, Tensor]):
     """Sums over live tokens (and maxima) as 0-d tensors, computed when the first is read, without a host sync."""
 
     def __init__(self, tokens: PerToken | Mapping[str, Tensor]) -> None:
-        """``tokens`` are the inputs of a call, or computed sums: libraries rebuild mappings from their items."""
+        """Take the inputs of a call, or computed sums: libraries rebuild mappings from their items."""
         if isinstance(tokens, Mapping):
             self._sums: dict[str, Tensor] = dict(tokens)
             self._tokens: PerToken | None = None

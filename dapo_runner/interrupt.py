@@ -38,7 +38,7 @@ class StopRequest:
     """
 
     def __init__(self, note: Callable[[str], None] = lambda text: None, grace: float = float("inf")) -> None:
-        """``grace``: seconds between SIGTERM and the kill that follows it."""
+        """Expect a kill ``grace`` seconds after SIGTERM."""
         self.note = note
         self.grace = grace
         self.requested = False

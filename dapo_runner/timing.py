@@ -37,7 +37,7 @@ class StepClock:
     """Measure seconds by phase since the last ``lap``. Time in an inner phase does not count for the outer one."""
 
     def __init__(self, device: torch.device | None = None, on_phase: Callable[[str], None] | None = None) -> None:
-        """On a CUDA ``device`` each phase waits for its kernels. ``on_phase`` is called with each new phase."""
+        """Wait for the kernels of a CUDA ``device`` in each phase. Call ``on_phase`` with each new phase."""
         self._cuda = device if device is not None and device.type == "cuda" else None
         self._on_phase = on_phase
         self._seconds: dict[str, float] = {}

@@ -53,7 +53,7 @@ class Learner:
         critic_model: Policy | None = None,
         clock: StepClock | None = None,
     ) -> None:
-        """A policy with adapters is its own reference, with the adapters switched off. If policy and critic share a
+        """Make a policy with adapters its own reference, with the adapters switched off. If policy and critic share a
         trunk, ``critic_model`` is the policy. Raises ConfigError.
         """
         if uses_reference(config) and reference is None and not has_adapters(policy.model):

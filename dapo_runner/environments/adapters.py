@@ -23,7 +23,7 @@ class TextArena(Environment):
     """
 
     def __init__(self, name: str, opponent: Callable[[str], str] | None = None, **settings: Any) -> None:
-        """``name``: e.g. `GuessTheNumber-v0`. ``settings`` are arguments of the game. Raises ConfigError."""
+        """Make the game ``name``, e.g. `GuessTheNumber-v0`, with ``settings`` as its arguments. Raises ConfigError."""
         self.random = random.Random()
         try:
             make = import_module("textarena").make

@@ -70,7 +70,7 @@ class ToolEnvironment(Environment):
     def __init__(
         self, functions: Sequence[Callable[..., Any]], state: Any = None, tokenizer: Any = None, max_error: int = 200
     ) -> None:
-        """``state``: an environment in TRL's convention, or None. ``max_error``: characters of the errors of a turn.
+        """Take ``state``, an environment in TRL's convention, and ``max_error`` characters for the errors of a turn.
         Raises ConfigError for a tool without a schema.
         """
         names = {name for name, _ in inspect.getmembers(type(state), inspect.isfunction) if not name.startswith("_")}
@@ -98,7 +98,7 @@ class ToolEnvironment(Environment):
         self.runner.close()
 
     def _await(self, result: Any) -> Any:
-        """One event loop for the whole episode, which connections may be bound to."""
+        """Run in the one event loop of the episode, which connections may be bound to."""
         return self.runner.run(result) if inspect.iscoroutine(result) else result
 
     def _answer(self, call: ToolCall | ValueError) -> str | None:

@@ -84,7 +84,7 @@ def add_up_over_replicas(root: Root | None, now: bool) -> None:
 
 @contextmanager
 def whole_until_backward(root: Root | None, wanted: bool) -> Iterator[None]:
-    """If ``wanted``, keep layers whole from a forward pass to its backward pass. Each forward then needs a backward."""
+    """Keep layers whole between forward and backward pass, if ``wanted``. Each forward then needs a backward."""
     if not (wanted and isinstance(root, FSDPModule)):
         yield
         return

@@ -60,7 +60,7 @@ class ModelShape(NamedTuple):
         return self.layers * self.block + self.head * (1 if self.tied else 2) + self.hidden
 
     def adapter_parameters(self, lora: LoraConfig) -> int:
-        """Number of parameters of adapters on every linear layer but the head."""
+        """Return the number of parameters of adapters on every linear layer but the head."""
         widths = 4 * self.hidden + 2 * (self.attention + self.key_value) + 3 * (self.hidden + self.intermediate)
         return self.layers * lora.rank * widths
 

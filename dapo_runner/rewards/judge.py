@@ -107,7 +107,7 @@ class Questioner:
     """
 
     def __init__(self, prompt: JudgePrompt, tokens: Iterable[str] = ()) -> None:
-        """``tokens``: the judge's own special tokens."""
+        """Take ``tokens``, the special tokens of the judge."""
         self.prompt = prompt
         names = set(re.findall(r"</?(\w+)>", prompt.template))
         # A tag in any spelling gets a space inside its name. A tag with a one-letter name must match exactly.

@@ -61,7 +61,7 @@ class TextReward(Reward):
     def __init__(
         self, judge_texts: Callable[[Sequence[str], Sequence[str]], list[Verdict]], column: str | None = None
     ) -> None:
-        """``column`` names a column of the row to use instead of the ground truth."""
+        """Use the ``column`` of the row, if set, instead of the ground truth."""
         self.judge_texts, self.column = judge_texts, column
 
     def judge(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> Verdicts:

@@ -44,7 +44,7 @@ class AsynchronousSampler:
     def __init__(
         self, sampler: DynamicSampler, max_staleness: int, last_step: int, round_timeout: float, n_rounds: int = 1
     ) -> None:
-        """At most ``n_rounds`` are in flight. Each may take ``round_timeout`` seconds while a step waits for it."""
+        """Allow ``n_rounds`` in flight, each of ``round_timeout`` seconds at most while a step waits for it."""
         self.sampler, self.buffer = sampler, sampler.buffer
         self.max_staleness, self.last_step = max_staleness, last_step
         self.round_timeout, self.n_rounds = round_timeout, n_rounds

@@ -50,7 +50,7 @@ class Server:
     """
 
     def __init__(self, url: str, settings: ServerConfig, token: str = "") -> None:
-        """``token`` identifies the run; see ``Ownership``."""
+        """Take ``token``, which identifies the run; see ``Ownership``."""
         self.url, self.settings, self.token = url.rstrip("/"), settings, token
         self.version: str | None = None
         self.error: Exception | None = None

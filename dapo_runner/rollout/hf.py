@@ -97,8 +97,8 @@ class HFEngine(RolloutEngine):
     def __init__(
         self, model: Any, tokenizer: Any, max_batch_sequences: int = 256, routing: Routing | None = None
     ) -> None:
-        """``model`` becomes the engine's own: ``update_weights`` writes into it. With its ``routing`` completions have
-        their experts.
+        """Take ownership of ``model``: ``update_weights`` writes into it. With its ``routing`` completions have their
+        experts.
         """
         self.routing = routing
         self.model = model

@@ -55,7 +55,7 @@ class ServerPool:
     def __init__(
         self, settings: ServerConfig, transfer: Transfer, claim: Mapping[str, Any], trial: Mapping[str, Any], note: Note
     ) -> None:
-        """``claim`` is described in ``Ownership``. ``trial`` is the short request."""
+        """Take ``claim``, described in ``Ownership``, and ``trial``, the short request."""
         self.settings, self.transfer = settings, transfer
         self.servers = [Server(url, settings, claim["token"]) for url in settings.urls]
         self.changed = Signal()

@@ -22,7 +22,7 @@ class DynamicSampler:
         buffer: GroupBuffer,
         on_round: Callable[[int, SamplingStats], None] = lambda n_groups, stats: None,
     ) -> None:
-        """``on_round`` is called after every round with the number of accepted groups."""
+        """Call ``on_round`` after every round with the number of accepted groups."""
         self.cursor = cursor
         self.buffer = buffer
         self.on_round = on_round
