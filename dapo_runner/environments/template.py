@@ -24,7 +24,7 @@ class TurnTemplate:
     """
 
     def __init__(self, tokenizer: Any, *, chat: bool, tools: Sequence[Any] | None) -> None:
-        """Take ``tools`` as JSON schemas, None if messages are of the user. Raises ConfigError for a chat template that does
+        """Take ``tools``, JSON schemas, or None. Raises ConfigError for a chat template that does
         not only append messages, or refuses them.
         """
         self.tokenizer, self.chat, self.tools = tokenizer, chat, tools
