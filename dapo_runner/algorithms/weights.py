@@ -144,7 +144,7 @@ class MovingReference(MasterWeights):
     """
 
     def __init__(self, model: Any, policy: Mapping[str, Tensor], alpha: float, offload: bool = False) -> None:
-        """Average ``policy``: float32 weights by name, sharded like ``model``. Raises ConfigError if not."""
+        """Average ``policy``, float32 by name, sharded like ``model``. Raises ConfigError if they do not match."""
         super().__init__(dict(model.named_parameters()), "reference.", offload=offload)
         self.policy, self.alpha = policy, alpha
         if any(name not in policy or policy[name].shape != tensor.shape for name, tensor in self.tensors.items()):
