@@ -15,8 +15,8 @@ from dapo_kernels.head import head_of_call
 from dapo_kernels.layout import Layout, SamplingMask, check_flag, check_rows_apart, layout_of
 from dapo_kernels.records import HeadOptions
 from dapo_kernels.sharding import (
+    RaiseEverywhere,
     ShardOptions,
-    Telling,
     head_of_ranks,
     logits_of_call,
     parts_of,
@@ -80,7 +80,7 @@ def token_logprobs(
         [0.5, 1.0]
     """
     logits, shard = logits_of_call("token_logprobs", logits, group)
-    with Telling(shard, logits):
+    with RaiseEverywhere(shard, logits):
         layout = layout_of("token_logprobs", "logits", logits, target_ids=target_ids)
         check_flag(layout, "entropy", entropy)
         check_flag(layout, "inplace_backward", inplace_backward)
@@ -131,7 +131,7 @@ def linear_token_logprobs(
         [0.25, 0.25]
     """
     hidden, weight, shard = head_of_ranks("linear_token_logprobs", hidden, weight, options)
-    with Telling(shard, weight):
+    with RaiseEverywhere(shard, weight):
         layout = layout_of("linear_token_logprobs", "hidden", hidden, None, parts_of(shard), target_ids)
         head, plan = head_of_call(layout, hidden, weight, mask, options)
         if options:

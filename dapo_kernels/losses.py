@@ -22,8 +22,8 @@ from dapo_kernels.objectives.table import Objective
 from dapo_kernels.records import Asked, Default, HeadOptions, Needs
 from dapo_kernels.sharding import (
     GroupOption,
+    RaiseEverywhere,
     ShardOptions,
-    Telling,
     head_of_ranks,
     logits_of_call,
     parts_of,
@@ -334,7 +334,7 @@ def _from_logits(
 ) -> LossOutput:
     logits, shard = logits_of_call(caller, logits, options.pop("group", None))
     valid = options.pop("valid_vocab", None)
-    with Telling(shard, logits):
+    with RaiseEverywhere(shard, logits):
         layout = layout_of(caller, "logits", logits, options.pop("cu_seqlens", None), target_ids=target_ids)
         in_place = check_flag(layout, "inplace_backward", options.pop("inplace_backward", False))
         call, asked = _row_call(layout, target_ids, old_logprobs, advantages, objective, options)
@@ -368,7 +368,7 @@ def _from_hidden(
     options: LinearOptions,
 ) -> LossOutput:
     hidden, weight, shard = head_of_ranks(caller, hidden, weight, options)
-    with Telling(shard, weight):
+    with RaiseEverywhere(shard, weight):
         layout = layout_of(caller, "hidden", hidden, options.pop("cu_seqlens", None), parts_of(shard), target_ids)
         head, plan = head_of_call(layout, hidden, weight, options.get("mask"), options)
         call, asked = _row_call(layout, target_ids, old_logprobs, advantages, objective, options)

@@ -26,8 +26,8 @@ from dapo_kernels.objectives.pairs import PairLoss
 from dapo_kernels.records import Default, HeadOptions, Terms, readable
 from dapo_kernels.sharding import (
     GroupOption,
+    RaiseEverywhere,
     ShardOptions,
-    Telling,
     head_of_ranks,
     logits_of_call,
     parts_of,
@@ -144,7 +144,7 @@ def preference_loss(
     """
     logits, shard = logits_of_call("preference_loss", logits, options.pop("group", None))
     valid = options.pop("valid_vocab", None)
-    with Telling(shard, logits):
+    with RaiseEverywhere(shard, logits):
         layout = layout_of("preference_loss", "logits", logits, options.pop("cu_seqlens", None), target_ids=target_ids)
         in_place = check_flag(layout, "inplace_backward", options.pop("inplace_backward", False))
         want_entropy = check_flag(layout, "entropy", options.pop("entropy", False))
@@ -192,7 +192,7 @@ def linear_preference_loss(
         1.0
     """
     hidden, weight, shard = head_of_ranks("linear_preference_loss", hidden, weight, options)
-    with Telling(shard, weight):
+    with RaiseEverywhere(shard, weight):
         cu_seqlens = options.pop("cu_seqlens", None)
         layout = layout_of("linear_preference_loss", "hidden", hidden, cu_seqlens, parts_of(shard), target_ids)
         want_entropy = check_flag(layout, "entropy", options.pop("entropy", False))

@@ -44,7 +44,7 @@ class Call(Protocol):
     def terms(self) -> Terms: ...
 
 
-class Telling:
+class RaiseEverywhere:
     """A context in which a rank that raises an error tells the other ranks, which wait for it, so that they raise too.
 
     If it is not known yet how ranks share ``rows`` (``shard`` is None), these are the ranks of a DTensor's mesh, or of
@@ -68,7 +68,7 @@ class Telling:
 
 def logits_of_call(caller: str, logits: Any, group: Any) -> tuple[Any, Sharded | None]:
     """Return this rank's columns [T, V/R] or [B, L, V/R], and the ranks that share the rest."""
-    with Telling(None, logits, group):
+    with RaiseEverywhere(None, logits, group):
         return _columns_of(caller, "logits", logits, -1, group)
 
 
@@ -77,7 +77,7 @@ def head_of_ranks(caller: str, hidden: Any, weight: Any, options: Any) -> tuple[
     its options from ``options``, and replaces DTensors there by this rank's rows.
     """
     group, by_sequence = options.pop("group", None), options.pop("sequence_parallel", False)
-    with Telling(None, weight, group):
+    with RaiseEverywhere(None, weight, group):
         if not isinstance(by_sequence, bool):
             raise TypeError(f"{caller}: sequence_parallel must be True or False, got {by_sequence!r}")
         if group is None and not _is_dtensor(weight):
@@ -111,11 +111,11 @@ def shared_plan(
     layout: Layout, shard: Sharded | None, head: Head, plan: Plan, asked: Asked, call: Call | None = None
 ) -> tuple[Head, Plan]:
     """Return the head with hidden states of all tokens, and the plan, after the ranks have agreed on the call."""
-    with Telling(shard, head.weight):
+    with RaiseEverywhere(shard, head.weight):
         _check_valid(layout, shard, plan.valid, head.weight.shape[0])
     if shard is None:
         return head, plan
-    settings = f"{_told(head)}, {_told(plan)}, sequence_parallel {shard.sequence_parallel}"
+    settings = f"{_describe(head)}, {_describe(plan)}, sequence_parallel {shard.sequence_parallel}"
     columns = _columns(layout, shard, asked, head.weight.shape[0], plan.valid, settings, call)
     if shard.whole:
         return head, plan
@@ -125,7 +125,7 @@ def shared_plan(
     return head, plan._replace(group=shard.group, columns=columns, partial_hidden=shard.sequence_parallel)
 
 
-def _told(record: Head | Plan) -> str:
+def _describe(record: Head | Plan) -> str:
     """Return the fields that must be the same on all ranks: values; of tensors the dtype, whether they need a gradient,
     and the sizes except those that differ between ranks."""
     fields = []
@@ -148,7 +148,7 @@ def shared_server(
     valid: int | None,
     call: Call | None = None,
 ) -> Server:
-    with Telling(shard, logits):
+    with RaiseEverywhere(shard, logits):
         _check_valid(layout, shard, valid, logits.shape[-1])
     if shard is None:
         return Server(backend, valid)

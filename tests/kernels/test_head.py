@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dapo_kernels import linear_dapo_loss
 from dapo_kernels.records import Head, HeadOptions, Needs, Plan
-from dapo_kernels.sharding import _told
+from dapo_kernels.sharding import _describe
 
 
 def test_what_ranks_must_have_alike() -> None:
@@ -21,11 +21,11 @@ def test_what_ranks_must_have_alike() -> None:
     changed += [head._replace(hidden=rows.double()), head._replace(lora_b=rows[:, :1]), head._replace(softcap=20.0)]
     changed += [plan._replace(**{name: None}) for name in ("chunk_bytes", "host_sync", "backend", "valid")]
     for other in changed:
-        assert _told(other) != _told(head if isinstance(other, Head) else plan)
+        assert _describe(other) != _describe(head if isinstance(other, Head) else plan)
     fewer = {name: getattr(head, name)[:3] for name in ("hidden", "weight", "bias", "lora_b")}
-    assert _told(head._replace(**fewer)) == _told(head)
+    assert _describe(head._replace(**fewer)) == _describe(head)
     own = plan._replace(main_grad=None, group="tp", columns=torch.ones(2), partial_hidden=True)
-    assert _told(own) == _told(plan)
+    assert _describe(own) == _describe(plan)
 
 
 def test_padding_is_cut_off_everything_that_lies_by_vocabulary() -> None:
