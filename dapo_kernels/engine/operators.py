@@ -47,7 +47,7 @@ class _Saved(int):
     """The index of a tensor among those that autograd saves."""
 
 
-class Kept(NamedTuple):
+class SavedForBackward(NamedTuple):
     """What a forward pass saves for its backward pass: records and plain values, flattened for ``ctx``."""
 
     values: tuple[Any, ...]
@@ -200,7 +200,7 @@ class Operator:
         self._leave_for_backward(ctx, self._result(output), self._records(inputs))
 
     def _leave_for_backward(self, ctx: Any, result: Any, records: Any) -> None:
-        Kept(self._keep(result, *records)).store(ctx)
+        SavedForBackward(self._keep(result, *records)).store(ctx)
         if not self._single:
             ctx.mark_non_differentiable(*[result[i] for i in self._marked if result[i] is not None])
         ctx.set_materialize_grads(False)
@@ -209,7 +209,7 @@ class Operator:
         gradients: list[Tensor | None] = [None] * len(self.fields)
         if any(grad is not None for grad in grads):
             result_grads = grads[0] if self._single else self.result(*grads)
-            for name, gradient in self._backward(ctx, *Kept.load(ctx), result_grads).items():
+            for name, gradient in self._backward(ctx, *SavedForBackward.load(ctx), result_grads).items():
                 gradients[self._at[name]] = gradient
         return tuple(gradients)
 

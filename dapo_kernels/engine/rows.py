@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dapo_kernels.engine.operators import Kept, check_first_backward, operator, ordinary, scaled
+from dapo_kernels.engine.operators import SavedForBackward, check_first_backward, operator, ordinary, scaled
 from dapo_kernels.engine.shards import Widths, backend_of
 from dapo_kernels.memory import large_tensor
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
@@ -137,7 +137,7 @@ class StatsInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, asked: Asked, server: Server) -> tuple[Tensor | None, ...]:
         stats = logits_stats.run(logits, asked, server)
-        Kept((logits, asked, stats, server)).store(ctx)
+        SavedForBackward((logits, asked, stats, server)).store(ctx)
         ctx.mark_non_differentiable(stats.norm)
         ctx.set_materialize_grads(False)
         return tuple(stats)
@@ -145,7 +145,7 @@ class StatsInPlace(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         check_first_backward(ctx, "inplace_backward=True", _REMEDY)
-        logits, asked, stats, server = Kept.load(ctx)
+        logits, asked, stats, server = SavedForBackward.load(ctx)
         logits = logits.detach()
         slopes = given_slopes(stats, RowStats(*grads), asked.want_entropy)  # type: ignore[arg-type]
         _row_grad(logits, logits, asked, stats, slopes, server)
