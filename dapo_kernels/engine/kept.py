@@ -46,7 +46,7 @@ class KeptTokens(Wrapped):
             return self.gather(logits, asked)
         if check:
             check_rows(asked, logits.shape[-1])
-        return Kept.of(logits, asked)
+        return TruncatedSupport.of(logits, asked)
 
     def row_stats(self, logits: Tensor, asked: Asked) -> RowStats:
         mine = self._gathered(logits, asked).stats(asked)
@@ -92,7 +92,7 @@ def _listed(asked: Asked) -> Tensor:
     return asked.live & asked.listed
 
 
-class Kept(NamedTuple):
+class TruncatedSupport(NamedTuple):
     """The kept tokens of all rows, each [K]. ``here``: those of a live row and within these columns."""
 
     rows: Tensor  # int64
@@ -101,7 +101,7 @@ class Kept(NamedTuple):
     logits: Tensor  # after the softcap, in the dtype of the arithmetic; −∞ where not here
 
     @classmethod
-    def of(cls, logits: Tensor, asked: Asked) -> Kept:
+    def of(cls, logits: Tensor, asked: Asked) -> TruncatedSupport:
         assert asked.kept_ids is not None
         rows, here = asked.kept_places()
         ids = asked.kept_ids.remainder(logits.shape[-1])  # not clamped: ids elsewhere would all be the first or last
@@ -133,7 +133,7 @@ class Kept(NamedTuple):
         """Add the gradient to zeros in ``out``."""
         size = _PART if on_host(out) else max(1, len(self.rows))
         for part in zip(*(x.split(size) for x in self), strict=True):
-            kept = Kept(*part)
+            kept = TruncatedSupport(*part)
             gradient = kept._gradient(asked, stats, slopes).to(out.dtype)
             # A token that is not here has the place of another one, and adds zero.
             out.index_put_(_places(kept.rows, kept.ids, out), gradient, accumulate=not on_host(out))
