@@ -77,7 +77,7 @@ class Shards(Wrapped):
         check_rows(asked, self.vocab)
         here = self._on_columns(asked)
         stats = self.by.row_stats(logits, here) if self.n else _stats_of_nothing(here, logits.dtype)
-        return whole_stats(self.by, _gathered(said_of(stats, here), self.group), asked)
+        return whole_stats(self.by, _gathered(stats_to_send(stats, here), self.group), asked)
 
     def row_grad(
         self, out: Tensor, logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, zeroed: bool = False
@@ -101,7 +101,7 @@ def asked_of_columns(asked: Asked, first: int, n: int) -> Asked:
     return asked._replace(target_ids=target, kept_ids=kept_ids, partial=True)
 
 
-def said_of(stats: RowStats, asked: Asked) -> Tensor:
+def stats_to_send(stats: RowStats, asked: Asked) -> Tensor:
     """Return the statistics that are sent to the other ranks: [N, 4], or [N, 3] without entropy."""
     # If all these columns are −∞, log-probs within them are NaN; in the whole row they are −∞.
     logprobs = torch.where(stats.norm[:, 0] == -torch.inf, -torch.inf, stats.logprobs)
@@ -110,21 +110,21 @@ def said_of(stats: RowStats, asked: Asked) -> Tensor:
     return torch.stack([*stats.norm.unbind(-1), logprobs, *([] if stats.entropy is None else [stats.entropy])], -1)
 
 
-def whole_stats(by: Backend, said: Tensor, asked: Asked) -> RowStats:
+def whole_stats(by: Backend, gathered: Tensor, asked: Asked) -> RowStats:
     """Return statistics of whole rows from what every rank sent for its columns, [R, N, 3 or 4]."""
-    norm, log_shares = by.merge_norms(said[..., :2], asked)
+    norm, log_shares = by.merge_norms(gathered[..., :2], asked)
 
-    def of_live(x: Tensor) -> Tensor:
-        return torch.where(asked.live, x, 0.0).to(said.dtype)
+    def zero_dead(x: Tensor) -> Tensor:
+        return torch.where(asked.live, x, 0.0).to(gathered.dtype)
 
     # Rounding must not produce a probability above 1.
-    logprobs = torch.where(said[..., 2] > 0, 0.0, said[..., 2] + log_shares).sum(0).clamp(max=0.0)
+    logprobs = torch.where(gathered[..., 2] > 0, 0.0, gathered[..., 2] + log_shares).sum(0).clamp(max=0.0)
     entropy = None
     if asked.want_entropy:
         # Columns that are all −∞ have no entropy and do not contribute.
-        terms = torch.where(log_shares == -torch.inf, 0.0, log_shares.exp() * (said[..., 3] - log_shares))
-        entropy = of_live(terms.sum(0).clamp(min=0.0))
-    return RowStats(of_live(logprobs), torch.where(asked.live[:, None], norm, 0.0), entropy)
+        terms = torch.where(log_shares == -torch.inf, 0.0, log_shares.exp() * (gathered[..., 3] - log_shares))
+        entropy = zero_dead(terms.sum(0).clamp(min=0.0))
+    return RowStats(zero_dead(logprobs), torch.where(asked.live[:, None], norm, 0.0), entropy)
 
 
 # --- what the ranks have to agree on ----------------------------------------------------------------------
