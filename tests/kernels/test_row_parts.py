@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dapo_kernels.backends import Backend
 from dapo_kernels.backends import backend as load
-from dapo_kernels.engine.shards import asked_of_columns, said_of, whole_stats
+from dapo_kernels.engine.shards import asked_of_columns, stats_to_send, whole_stats
 from dapo_kernels.records import Asked, RowStats, Slopes
 
 T, V = 7, 150
@@ -34,7 +34,7 @@ def in_parts(
     parts, first, owns, said = logits.split(cut, 1), 0, [], []
     for part in parts:
         owns.append(asked_of_columns(asked, first, part.shape[1]))
-        said.append(said_of(by.row_stats(part.clone(), owns[-1]), owns[-1]))
+        said.append(stats_to_send(by.row_stats(part.clone(), owns[-1]), owns[-1]))
         first += part.shape[1]
     known = [whole_stats(by, torch.stack(said), asked) for _ in parts]
     gradients = []
