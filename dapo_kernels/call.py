@@ -85,7 +85,7 @@ class PolicyCall:
         return self.objective.one_pass and self.objective.own is None
 
     @property
-    def own_alone(self) -> bool:
+    def one_visit_user_loss(self) -> bool:
         """Whether the same holds for a user-defined objective, which an operator can call between the kernels."""
         if not self.objective.one_pass or self.objective.own is None:
             return False

@@ -375,7 +375,7 @@ def _from_hidden(
     head, plan = shared_plan(layout, shard, head, plan, asked, call)
     call = call.shared_by(None if shard is None else shard.group)
     needs = Needs.of([torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad for x in head])
-    if not any(needs) or not (call.one_visit or call.own_alone):
+    if not any(needs) or not (call.one_visit or call.one_visit_user_loss):
         stats = from_hidden.linear_stats(head, asked, plan)
         return _of_stats(call, stats.logprobs, stats.entropy, plan.backend)
     weights, unit = gradient_unit(head.hidden.dtype, call.tokens.weights)

@@ -34,7 +34,7 @@ from dapo_kernels.engine.operators import check_first_backward, operator, scaled
 from dapo_kernels.engine.rows import given_slopes
 from dapo_kernels.engine.shards import Widths, backend_of
 from dapo_kernels.engine.wrapped import stats_before_gradient
-from dapo_kernels.objectives.own import OwnLoss, own_slopes, registered
+from dapo_kernels.objectives.own import OwnLoss, registered, user_slopes
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
 from dapo_kernels.records import Asked, Head, Needs, Plan, RowsLoss, RowStats, Slopes, Tokens, accumulate_dtype, on_host
 
@@ -190,7 +190,7 @@ def _loss_over_chunks(
 def _own_row_loss_(by: Backend, logits: Tensor, asked: Asked, tokens: Tokens, function: OwnLoss) -> RowsLoss:
     """Compute ``row_loss_`` for a user-defined function."""
     stats = stats_before_gradient(by, logits, asked)
-    loss, slopes = own_slopes(function, stats.logprobs, stats.entropy, tokens)
+    loss, slopes = user_slopes(function, stats.logprobs, stats.entropy, tokens)
     by.row_grad(logits, logits, asked, stats, slopes)
     return RowsLoss(loss, stats.logprobs, stats.entropy, None, None, slopes.idle)
 

@@ -16,7 +16,7 @@ from dapo_kernels.call import PolicyCall, times_policy_term, without_policy_term
 from dapo_kernels.engine.operators import operator
 from dapo_kernels.engine.shards import from_first
 from dapo_kernels.objectives import ratio, select
-from dapo_kernels.objectives.own import own_loss
+from dapo_kernels.objectives.own import user_loss
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
 from dapo_kernels.records import TokenLoss, Tokens
 
@@ -71,7 +71,7 @@ def loss_of_stats(
         chosen = _high_entropy(call, entropy.detach())
         tokens = tokens._replace(weights=torch.where(chosen, tokens.weights, 0.0))
     if objective.own is not None:
-        return own_loss(objective.own, logprobs, entropy, tokens), None, None, None
+        return user_loss(objective.own, logprobs, entropy, tokens), None, None, None
     arguments = (tokens.old_logprobs, tokens.advantages, tokens.live, call.sequence_ids, call.layout.n_sequences or 0)
     log_ratio = ratio.log_ratio(objective, logprobs, *arguments)
     detached = None if log_ratio is None else log_ratio.detach()

@@ -52,7 +52,7 @@ def name_of(function: OwnLoss) -> str:
     return getattr(function, "__name__", None) or type(function).__name__
 
 
-def own_loss(function: OwnLoss, logprobs: Tensor, entropy: Tensor | None, tokens: Tokens) -> Tensor:
+def user_loss(function: OwnLoss, logprobs: Tensor, entropy: Tensor | None, tokens: Tokens) -> Tensor:
     """Return Σ weight·loss, 0-d and differentiable in ``logprobs`` and ``entropy``, [n].
 
     Raises:
@@ -100,8 +100,8 @@ def _check_tokens_apart(
         )
 
 
-def own_slopes(function: OwnLoss, logprobs: Tensor, entropy: Tensor | None, tokens: Tokens) -> tuple[Tensor, Slopes]:
-    """Return the loss of ``own_loss``, detached, with ∂/∂logprobs and ∂/∂entropy."""
+def user_slopes(function: OwnLoss, logprobs: Tensor, entropy: Tensor | None, tokens: Tokens) -> tuple[Tensor, Slopes]:
+    """Return the loss of ``user_loss``, detached, with ∂/∂logprobs and ∂/∂entropy."""
     # Inside an operator, torch disables autograd and its tracking of views.
     keys, excluded = torch._C.DispatchKey, torch._C._dispatch_tls_local_exclude_set()
     excluded = excluded.remove(keys.AutogradFunctionality).remove(keys.ADInplaceOrView)
@@ -110,7 +110,7 @@ def own_slopes(function: OwnLoss, logprobs: Tensor, entropy: Tensor | None, toke
     no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     with torch._C._ForceDispatchKeyGuard(included, excluded), no_hooks, torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (logprobs, entropy) if x is not None]
-        loss = own_loss(function, leaves[0], leaves[1] if len(leaves) > 1 else None, tokens)
+        loss = user_loss(function, leaves[0], leaves[1] if len(leaves) > 1 else None, tokens)
         slopes = torch.autograd.grad(loss, leaves, allow_unused=True)
     dead = ~tokens.live | (tokens.weights == 0)
 
