@@ -30,7 +30,7 @@ class SamplingMask(NamedTuple):
     Example:
         >>> import torch
         >>> from dapo_kernels import SamplingMask, token_logprobs
-        >>> sampled_from = SamplingMask.of_lists([[1, 2], []])  # of the second token: the whole vocabulary
+        >>> sampled_from = SamplingMask.from_lists([[1, 2], []])  # of the second token: the whole vocabulary
         >>> logits, ids = torch.zeros(2, 4), torch.tensor([2, 3])
         >>> token_logprobs(logits, ids, sampling_mask=sampled_from).logprobs.exp().tolist()
         [0.5, 0.25]
@@ -40,14 +40,14 @@ class SamplingMask(NamedTuple):
     offsets: Tensor  # int32 or int64 [N+1], from 0 to K
 
     @classmethod
-    def of_lists(cls, lists: Sequence[Sequence[int]], device: torch.device | str | None = None) -> SamplingMask:
+    def from_lists(cls, lists: Sequence[Sequence[int]], device: torch.device | str | None = None) -> SamplingMask:
         """Return the mask for one list of ids per token."""
         offsets = torch.tensor([0, *(len(kept) for kept in lists)]).cumsum(0)
         ids = torch.tensor([token for kept in lists for token in kept], dtype=torch.int32)
         return cls(ids.to(device), offsets.to(device))
 
     @classmethod
-    def of_kept(cls, kept: Tensor) -> SamplingMask:
+    def from_kept(cls, kept: Tensor) -> SamplingMask:
         """Return the mask for bool [T, V] or [B, L, V], True where a token could be sampled, such as ``logits > -inf``
         after truncation. A row that is all True, or all False, gets no list. Waits for a GPU.
         """

@@ -27,7 +27,7 @@ def right(x: Tensor, weight: Tensor, ids: Tensor, old: Tensor, advantages: Tenso
     loss += linear_dapo_loss(x, weight, ids, old, advantages, group=None, sequence_parallel=False, valid_vocab=9).loss
     loss += linear_dapo_loss(x, weight, ids, old, advantages, lora=LoraFactors(weight, x, 2.0)).loss
     loss += linear_distillation_loss(x, weight, x, weight, beta=1, softcap=30.0, ref_softcap=30.0).loss
-    loss += dapo_loss(x, ids, old, advantages, sampling_mask=SamplingMask.of_lists([[1], []])).loss
+    loss += dapo_loss(x, ids, old, advantages, sampling_mask=SamplingMask.from_lists([[1], []])).loss
     return loss + policy_loss(old, old, advantages, entropy=old, entropy_coef=1e-3).loss
 
 

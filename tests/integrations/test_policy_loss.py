@@ -169,7 +169,7 @@ def test_a_sampling_mask() -> None:
     targets, live = batch["target_ids"], batch["mask"]
     kept = torch.rand(*targets.shape, VOCAB, generator=torch.Generator().manual_seed(2)) < 0.3
     kept.scatter_(-1, targets[..., None], True)
-    how: dict[str, Any] = {"mask": live, "sampling_mask": SamplingMask.of_kept(kept)}
+    how: dict[str, Any] = {"mask": live, "sampling_mask": SamplingMask.from_kept(kept)}
     stats = policy(batch["input_ids"], targets, mode="logprobs", **how)
     with torch.no_grad():
         logits = policy.model(input_ids=batch["input_ids"]).logits.masked_fill(~kept, -torch.inf)

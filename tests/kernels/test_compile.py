@@ -42,7 +42,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     pairs = {"ref_logprobs": old, "cu_seqlens": four, "mask": torch.ones(6, dtype=torch.bool), "beta": 0.2}
     lora = LoraFactors(torch.ones(2, 4), torch.ones(11, 2))
     ref = {"ref_hidden": head["hidden"].flip(0), "ref_weight": head["weight"], "ref_bias": head["bias"], "beta": 0.3}
-    lists = SamplingMask.of_lists([[int(token), 3] if token != 3 else [3] for token in ids])
+    lists = SamplingMask.from_lists([[int(token), 3] if token != 3 else [3] for token in ids])
     own = {"sampling_mask": lists, "importance_weights": case.advantages, "denominator": 3.0, "clip_high": 0.3}
     return {
         "dapo_loss": (dapo_loss, {**logits, **of_loss, "inplace_backward": True}),

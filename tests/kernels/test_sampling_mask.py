@@ -103,7 +103,7 @@ def alike(got: Any, expected: Any, grads: dict[str, Any], of_truth: dict[str, Te
 
 
 def check(case: Case, kept: Tensor, objective: Any, /, chunk_bytes: int | None = None, **options: Any) -> None:
-    lists = SamplingMask.of_kept(kept)
+    lists = SamplingMask.from_kept(kept)
     if "logits" in case.leaves:
         in_place = {"inplace_backward": True} if chunk_bytes else {}
         got, grad = call_logits(dapo_loss, case, objective, sampling_mask=lists, entropy=True, **options, **in_place)
@@ -143,7 +143,7 @@ def test_every_dtype(backend: str) -> None:
             check(case, kept_by(case), "dapo", in_place, mask=case.mask, entropy_coef=0.1)
     case = hidden_case(seed=7, dtype=torch.bfloat16)
     expected, of_truth = truth(case, kept_by(case), "dapo", mask=case.mask)
-    how = {"sampling_mask": SamplingMask.of_kept(kept_by(case)), "mask": case.mask, "float32_logits": True}
+    how = {"sampling_mask": SamplingMask.from_kept(kept_by(case)), "mask": case.mask, "float32_logits": True}
     got, grads = call_linear(linear_dapo_loss, case, "dapo", **how)
     torch.testing.assert_close(got.logprobs.double(), expected.logprobs, atol=1e-5, rtol=1e-5)
     for name, grad in of_truth.items():
@@ -164,13 +164,13 @@ def test_log_probs_and_entropies(backend: str) -> None:
             given = case.fresh()
             how: dict[str, Any] = {"entropy": True}
             if "logits" in given:
-                lists = SamplingMask.of_kept(pad(kept, LENGTHS, width, True))
+                lists = SamplingMask.from_kept(pad(kept, LENGTHS, width, True))
                 first: Any = (pad_of(given["logits"] * 1, width),)
                 ids, tau = pad(case.target_ids, LENGTHS, width, 0), pad(TEMPERATURE, LENGTHS, width, 1.0)
                 fn: Any = token_logprobs
                 how |= {"inplace_backward": in_place}
             else:
-                lists, ids, tau, fn = SamplingMask.of_kept(kept), case.target_ids, TEMPERATURE, linear_token_logprobs
+                lists, ids, tau, fn = SamplingMask.from_kept(kept), case.target_ids, TEMPERATURE, linear_token_logprobs
                 first = (given["hidden"], given["weight"])
                 how |= {"bias": given["bias"], "softcap": case.softcap, "chunk_bytes": 7 * V * 8 if in_place else None}
             stats = fn(*first, ids, temperature=tau, sampling_mask=lists, **how)
@@ -205,7 +205,7 @@ def test_lists_of_one_token_teach_nothing(backend: str) -> None:
 def test_whole_and_absent_lists_are_no_mask(backend: str) -> None:
     """Whole ones within the rounding of a sum, absent ones to the bit but for the sum over tokens."""
     whole = SamplingMask(torch.arange(V).repeat(T), torch.arange(T + 1) * V)
-    absent = SamplingMask.of_lists([[]] * T)
+    absent = SamplingMask.from_lists([[]] * T)
     for case in (hidden_case(seed=11), rows_case(seed=11)):
         fn: Any = dapo_loss if "logits" in case.leaves else linear_dapo_loss
         call: Any = call_logits if "logits" in case.leaves else call_linear
@@ -224,7 +224,7 @@ def test_what_was_not_kept_may_hold_anything(backend: str) -> None:
     kept = kept_by(case)
     kept[::3, :5] = False
     kept[torch.arange(T), case.target_ids] = True
-    lists = SamplingMask.of_kept(kept)
+    lists = SamplingMask.from_kept(kept)
     garbage = torch.tensor([math.nan, math.inf, -math.inf])[torch.arange(T * V).view(T, V) % 3]
     spoilt = replace(case, leaves={"logits": torch.where(kept, case.leaves["logits"], garbage)})
     for in_place in (False, True):
@@ -238,7 +238,7 @@ def test_what_was_not_kept_may_hold_anything(backend: str) -> None:
 
 
 def test_a_token_alone_that_is_not_finite_shows(backend: str) -> None:
-    mask = SamplingMask.of_lists([[1]] * 3)
+    mask = SamplingMask.from_lists([[1]] * 3)
     for dtype in dtypes_of(backend):
         logits = torch.tensor([[0.0, math.nan], [0.0, math.inf], [0.0, -math.inf]], dtype=dtype)
         assert token_logprobs(logits, torch.ones(3).long(), sampling_mask=mask).logprobs.isnan().all()
@@ -246,7 +246,7 @@ def test_a_token_alone_that_is_not_finite_shows(backend: str) -> None:
 
 def test_ids_of_any_stride(backend: str) -> None:
     case = rows_case(seed=20)
-    lists = SamplingMask.of_kept(kept_by(case))
+    lists = SamplingMask.from_kept(kept_by(case))
     ids = lists.ids.long().repeat_interleave(2)[::2]
     a, b = (
         token_logprobs(case.leaves["logits"], case.target_ids, sampling_mask=SamplingMask(x, lists.offsets)).logprobs
@@ -262,7 +262,7 @@ def test_dead_tokens_may_keep_anything(backend: str) -> None:
     wrong = [[-7, 5, 5, 10**6] if not live else some for some, live in zip(lists, case.mask.tolist(), strict=True)]
     results = []
     for given in (lists, wrong):
-        how = {"sampling_mask": SamplingMask.of_lists(given), "mask": case.mask}
+        how = {"sampling_mask": SamplingMask.from_lists(given), "mask": case.mask}
         results.append(call_linear(linear_dapo_loss, case, "dapo", **how))
     (a, grads), (b, same) = results
     assert torch.equal(a.loss, b.loss)
@@ -271,7 +271,7 @@ def test_dead_tokens_may_keep_anything(backend: str) -> None:
 
 def test_padded_heads_and_no_tokens_at_all(backend: str) -> None:
     case = rows_case(seed=14)
-    lists = SamplingMask.of_kept(kept_by(case))
+    lists = SamplingMask.from_kept(kept_by(case))
     more = torch.full((T, 3), math.nan)
     wide = replace(case, leaves={"logits": torch.cat([case.leaves["logits"], more], 1)})
     for in_place in (False, True):
@@ -283,7 +283,7 @@ def test_padded_heads_and_no_tokens_at_all(backend: str) -> None:
         assert not grad[:, V:].any()
     empty = torch.zeros(0, H, requires_grad=True)
     nothing = torch.zeros(0)
-    lists = SamplingMask.of_lists([])
+    lists = SamplingMask.from_lists([])
     out = linear_dapo_loss(empty, torch.ones(V, H), nothing.long(), nothing, nothing, sampling_mask=lists)
     out.loss.backward()
     assert out.loss == 0
@@ -291,7 +291,7 @@ def test_padded_heads_and_no_tokens_at_all(backend: str) -> None:
 
 def test_parts_of_the_gradient_leave_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     case = hidden_case(seed=15)
-    lists = SamplingMask.of_kept(kept_by(case))
+    lists = SamplingMask.from_kept(kept_by(case))
     results = []
     for size in (2**14, 7):
         monkeypatch.setattr(kept_module, "_PART", size)
@@ -308,7 +308,7 @@ def test_a_softcap_of_16_bits_rounds_once(backend: str) -> None:
     kept = kept_by(case)
     kept[::3, :5] = False
     kept[torch.arange(T), case.target_ids] = True
-    how: dict[str, Any] = {"softcap": 3.0, "temperature": TEMPERATURE, "sampling_mask": SamplingMask.of_kept(kept)}
+    how: dict[str, Any] = {"softcap": 3.0, "temperature": TEMPERATURE, "sampling_mask": SamplingMask.from_kept(kept)}
     given = (case.leaves["hidden"], case.leaves["weight"], case.target_ids)
     with use_backend("torch"):
         expected = linear_token_logprobs(*given, **how).logprobs
@@ -323,7 +323,7 @@ def test_lists_longer_than_a_kernels_block(backend: str, n_rows: int) -> None:
     logits = 8.0 * torch.randn(n_rows, vocab, generator=generator)
     logits[1] += 3.0e4
     lists = [torch.randperm(vocab, generator=generator)[: lengths[row % len(lengths)]] for row in range(n_rows)]
-    mask = SamplingMask.of_lists([row.tolist() for row in lists])
+    mask = SamplingMask.from_lists([row.tolist() for row in lists])
     target_ids = torch.tensor([int(row[len(row) // 2]) if len(row) else 7 for row in lists])
     weights = torch.randn(2, n_rows, generator=generator)
     exact = logits.double().requires_grad_()
@@ -375,7 +375,7 @@ def test_repeated_ids_are_found(by: str) -> None:
 
 def test_the_compiler_sees_through() -> None:
     case = hidden_case(seed=15)
-    lists = SamplingMask.of_kept(kept_by(case))
+    lists = SamplingMask.from_kept(kept_by(case))
 
     def loss(hidden: Tensor, logits: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
         mask = SamplingMask(ids, offsets)
@@ -401,13 +401,13 @@ def test_refusals() -> None:
     twice[4] = [target, 3, 9, 3]
     outside[4] = [target, V]
     padded[4] = [target, -1, -1]
-    good = SamplingMask.of_lists(whole)
+    good = SamplingMask.from_lists(whole)
     for lists, kind, words in (
-        (SamplingMask.of_lists(missing), ValueError, f"token 4 .*{target} .*{V - 1}"),
-        (SamplingMask.of_lists(twice), ValueError, "3 twice.*token 4"),
-        (SamplingMask.of_lists(outside), IndexError, rf"token 4 .*{V}, .*\[0, V\)"),
-        (SamplingMask.of_lists(padded), IndexError, r"token 4 .* -1, .*\[0, V\)"),
-        (SamplingMask.of_lists(whole[1:]), ValueError, rf"offsets .*\[{T + 1}\].*\[{T}\]"),
+        (SamplingMask.from_lists(missing), ValueError, f"token 4 .*{target} .*{V - 1}"),
+        (SamplingMask.from_lists(twice), ValueError, "3 twice.*token 4"),
+        (SamplingMask.from_lists(outside), IndexError, rf"token 4 .*{V}, .*\[0, V\)"),
+        (SamplingMask.from_lists(padded), IndexError, r"token 4 .* -1, .*\[0, V\)"),
+        (SamplingMask.from_lists(whole[1:]), ValueError, rf"offsets .*\[{T + 1}\].*\[{T}\]"),
         (good._replace(offsets=good.offsets.flip(0)), ValueError, "offsets .*K="),
         (good._replace(ids=good.ids.float()), TypeError, "ids .*torch.float32"),
         (good.ids, TypeError, "sampling_mask .*Tensor"),
@@ -421,7 +421,7 @@ def test_refusals() -> None:
     with pytest.raises(TypeError, match="'sampling_mask'"):
         linear_preference_loss(*given, cu_seqlens=case.cu_seqlens, pairs=torch.tensor([[0, 2]]), sampling_mask=good)
     with pytest.raises(TypeError, match="kept"):
-        SamplingMask.of_kept(torch.ones(T, V))
+        SamplingMask.from_kept(torch.ones(T, V))
 
 
 # --- as on a GPU ------------------------------------------------------------------------------------------
@@ -434,7 +434,7 @@ def test_the_path_of_a_device(backend: str, monkeypatch: pytest.MonkeyPatch) -> 
     for case in (hidden_case(seed=18), rows_case(seed=18)):
         for host_sync in (False, None):
             more = {} if "logits" in case.leaves else {"host_sync": host_sync}
-            lists = SamplingMask.of_kept(kept_by(case))
+            lists = SamplingMask.from_kept(kept_by(case))
             how: dict[str, Any] = {"sampling_mask": lists, "entropy": True, "mask": case.mask, **more}
             expected, of_truth = truth(case, kept_by(case), "dapo", mask=case.mask)
             if "logits" in case.leaves:
@@ -473,7 +473,7 @@ def test_what_a_chunk_leaves_out_does_not_pile_up(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(module, "on_host", lambda x: False)
     case, rows = hidden_case(seed=18), 6
     kept = kept_by(case)
-    lists = SamplingMask.of_kept(kept)
+    lists = SamplingMask.from_kept(kept)
     longest, spread = int(lists.offsets.diff().max()), -(-len(lists.ids) // rows)
     assert longest + spread < len(lists.ids) / 2
     counted = CountAdditions()
@@ -531,7 +531,7 @@ def shared(_rank: int) -> None:
     for cut in ((34, 33), (66, 1), (67, 0)):
         mine = slice(*((0, cut[0]) if group.rank() == 0 else (cut[0], V)))
         for case in (hidden_case(seed=17), rows_case(seed=17)):
-            lists = SamplingMask.of_kept(kept_by(case))
+            lists = SamplingMask.from_kept(kept_by(case))
             for objective, more in (("dapo", {"entropy_coef": 0.1}), ("gspo", {"cu_seqlens": case.cu_seqlens})):
                 how: dict[str, Any] = {"sampling_mask": lists, "mask": case.mask, "entropy": True, **more}
                 if "logits" in case.leaves:
@@ -549,7 +549,7 @@ def shared(_rank: int) -> None:
                     pairs = [(grads[n], g if n == "hidden" else g[mine]) for n, g in truth.items() if g is not None]
                 for a, b in (*zip(got[:3], expected[:3], strict=True), *pairs):
                     torch.testing.assert_close(a, b, **CLOSE[torch.float32])
-    lists = SamplingMask.of_lists(
+    lists = SamplingMask.from_lists(
         [[int(x), *([] if int(x) == group.rank() else [group.rank()])] for x in case.target_ids]
     )
     with pytest.raises(ValueError, match="target_ids and mask"):
