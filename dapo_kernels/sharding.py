@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dapo_kernels.engine.shards import checksum, gathered_sequence, of_lists, shard_columns, tell_of_refusal
+from dapo_kernels.engine.shards import checksum, gathered_sequence, list_checksums, shard_columns, tell_of_refusal
 from dapo_kernels.layout import Layout, check_tensor, check_valid_vocab
 from dapo_kernels.records import BY_VOCAB, OWN, SHAPES, Asked, Default, Head, LoraFactors, Plan, Server, Terms
 
@@ -166,7 +166,9 @@ def _columns(
     terms = Terms() if call is None else call.terms
     settings = f"{settings}, temperature {asked.temperature}, entropy {asked.want_entropy}, valid_vocab {valid}"
     settings = f"{settings}, {terms.settings}"
-    sum_of_inputs = checksum(asked.live, (asked.target_ids, asked.temperatures, of_lists(asked), *terms.per_token))
+    sum_of_inputs = checksum(
+        asked.live, (asked.target_ids, asked.temperatures, list_checksums(asked), *terms.per_token)
+    )
     facts = (own, layout.n_rows, shard.vocab, shard.whole, valid or 0, settings, layout.caller, shard.group)
     return shard_columns(sum_of_inputs, *facts)
 

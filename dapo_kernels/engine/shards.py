@@ -230,7 +230,7 @@ def checksum(live: Tensor, values: Iterable[Tensor | None]) -> Tensor:
     return total
 
 
-def of_lists(asked: Asked) -> Tensor | None:
+def list_checksums(asked: Asked) -> Tensor | None:
     """Return int64 [N], wrapping: a checksum of the tokens that each row keeps."""
     if asked.kept_ids is None or asked.kept_rows is None:
         return None
